@@ -1,0 +1,54 @@
+# moedoctor: `make run` and `make test` work on a fresh clone that has Python 3.10 or newer and a package index.
+
+# The interpreter that makes .venv; empty: python3, or whatever .venv was made with.
+PYTHON ?=
+# The torch to install; empty: the newest that the package index has. Without an NVIDIA GPU one release is named, so
+# that runs on different machines can be compared.
+ifeq ($(shell uname -s),Linux)
+ifeq ($(wildcard /dev/nvidia0)$(shell command -v nvidia-smi 2>/dev/null),)
+TORCH ?= 2.13.0
+endif
+endif
+TORCH ?=
+# More arguments for the command that a target runs: make run ARGS="MD001 --format json"
+ARGS ?=
+
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint format schema readme baseline
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@echo 'Variables: PYTHON=python3.12, TORCH=2.11.0, ARGS="..." for run and test'
+
+setup: ## make .venv and install what is missing; nothing where that is done
+	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' GOAL='$(firstword $(MAKECMDGOALS))' sh scripts/setup.sh
+
+run: setup ## run every built-in scenario
+	@$(BIN)/moedoctor run $(ARGS)
+
+test: setup ## run the tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## format, lint, types, import contracts, scenario schema, README
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy --strict moedoctor
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m moedoctor.scenario --check scenarios/schema.json
+	@$(BIN)/python scripts/check_readme.py
+
+format: setup ## format the code, and fix what can be fixed by itself
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+schema: setup ## write scenarios/schema.json anew from moedoctor/scenario.py
+	@$(BIN)/python -m moedoctor.scenario scenarios/schema.json
+
+readme: setup ## put the real `moedoctor --help` into README.md
+	@$(BIN)/python scripts/check_readme.py --write
+
+baseline: setup ## measure the CPU baseline anew that CI compares with
+	@mkdir -p reports/baselines
+	@$(BIN)/moedoctor run --format json -o reports/baselines/cpu.json

@@ -1,0 +1,1 @@
+"""Timing on a GPU."""

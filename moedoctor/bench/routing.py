@@ -1,0 +1,278 @@
+"""GPU time of top-k routing: ours against a release's kernel, with and without a NaN policy.
+
+Each function measures in the calling process, on a device that is already set, and returns plain
+figures. Times are microseconds a launch in a CUDA graph; what is timed is checked first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moedoctor.bench.timing import Call, Comparison, Spread, compare_times
+from moedoctor.kernels.launch import Shape, half_softmax_shape, launch_topk, topk_shape
+from moedoctor.reference import routing as reference
+from moedoctor.reference.agreement import differing_rows
+from moedoctor.subjects.base import UnavailableError
+from moedoctor.upstream.moe_kernels import KernelError, MoeKernels, installed_library
+
+TOKENS = (1, 128, 1024, 8192)
+EXPERTS = (128, 256)
+TOP_K = 8
+_INPUT_SETS = 4
+_NAN_SHARE = 0.1
+"""Rows of the cost measurements that are all NaN, as in vllm-project/vllm#39593."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and outputs of one shape, several sets of them."""
+
+    router: str
+    logits: tuple[torch.Tensor, ...]
+    """[T, E] each."""
+    bias: torch.Tensor | None
+    """[E] float32"""
+    weights: torch.Tensor
+    """[T, K] float32"""
+    ids: torch.Tensor
+    """[T, K] int32"""
+    renormalize: bool = False
+
+    @property
+    def shape(self) -> str:
+        shape = f"{self.router} {self.logits[0].shape[0]}x{self.logits[0].shape[1]}"
+        return f"{shape} renormalized" if self.renormalize else shape
+
+    @property
+    def scoring(self) -> str:
+        return "softmax" if self.router == "softmax" else "sigmoid"
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        return {"num_groups": 8, "topk_groups": 4} if self.router == "grouped" else {}
+
+
+def make_batch(
+    router: str, tokens: int, experts: int, device: str, *, nan_share: float = 0.0, renormalize: bool = False
+) -> Batch:
+    """Random bf16 logits; the first `nan_share` of the rows all NaN. Sigmoid and grouped have a bias."""
+    draw = torch.Generator(device).manual_seed(0)
+    logits = [
+        torch.randn(tokens, experts, generator=draw, device=device).bfloat16() for _ in range(_INPUT_SETS)
+    ]
+    for one in logits:
+        one[: int(tokens * nan_share)] = float("nan")
+    bias = None if router == "softmax" else torch.rand(experts, generator=draw, device=device) - 0.5
+    weights = torch.empty(tokens, TOP_K, device=device)  # [T, K]
+    ids = torch.empty(tokens, TOP_K, dtype=torch.int32, device=device)  # [T, K]
+    return Batch(router, tuple(logits), bias, weights, ids, renormalize)
+
+
+def against_peer(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """Ours and the release's `topk_softmax` in turn, over TOKENS and EXPERTS, plain and renormalized."""
+    return _compared(_load(unit, sources), [("softmax", False), ("softmax", True)], device)
+
+
+def other_routers_against_peer(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """Ours and the release's `topk_sigmoid` and `grouped_topk` in turn, with a bias."""
+    return _compared(_load(unit, sources), [("sigmoid", False), ("sigmoid", True), ("grouped", True)], device)
+
+
+def policy_cost(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """Each NaN policy over the same kernel, in the same shape, without one; clean rows of all routers."""
+    rows = []
+    for router, tokens, policy in product(("softmax", "sigmoid", "grouped"), TOKENS, ("zero", "finite")):
+        batch = make_batch(router, tokens, EXPERTS[0], device)
+        shape = _shape(batch, policy)
+        calls = {one or "none": _ours(batch, one, shape) for one in (None, policy)}
+        times = compare_times(calls, baseline="none")
+        rows.append(
+            {
+                "shape": batch.shape,
+                "policy": policy,
+                **_spread("overhead", times.ratios[policy], offset=-1),
+                **_spread("policy_us", times.times[policy]),
+                **_spread("none_us", times.times["none"]),
+            }
+        )
+    return {"rows": rows}
+
+
+def separate_launch(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """What `torch.nan_to_num` before the release's kernels adds, at 128 tokens and 128 experts."""
+    kernels, rows = _load(unit, sources), []
+    for router in ("softmax", "sigmoid"):
+        batch = make_batch(router, 128, 128, device, nan_share=_NAN_SHARE)
+        plain = _peer(kernels, batch)
+        cleaned = [torch.empty_like(one) for one in batch.logits]  # [T, E] each
+        after = _peer(kernels, Batch(router, tuple(cleaned), batch.bias, batch.weights, batch.ids))
+        both = [
+            _in_turn(_nan_to_num(one, out), call)
+            for one, out, call in zip(batch.logits, cleaned, after, strict=True)
+        ]
+        times = compare_times({"alone": plain, "with_nan_to_num": both}, baseline="alone")
+        rows.append(
+            {
+                "kernel": f"topk_{router}",
+                **_spread("overhead", times.ratios["with_nan_to_num"], offset=-1),
+                **_spread("alone_us", times.times["alone"]),
+                **_spread("with_nan_to_num_us", times.times["with_nan_to_num"]),
+            }
+        )
+    return {"rows": rows}
+
+
+def kernel_times(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """The release's `topk_softmax` alone; another release needs another process."""
+    kernels, rows = _load(unit, sources), []
+    for tokens in TOKENS:
+        batch = make_batch("softmax", tokens, 128, device, nan_share=_NAN_SHARE)
+        spread = compare_times({"kernel": _peer(kernels, batch)}, baseline="kernel").times["kernel"]
+        rows.append({"shape": batch.shape, **_spread("kernel_us", spread)})
+    return {"rows": rows}
+
+
+def fp8_nan(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """What the release's FP8 quantisation kernel, and torch's own cast, make of NaN."""
+    from moedoctor.upstream.fp8 import static_scaled_fp8_quant
+
+    values = torch.randn(64, 512, device=device).bfloat16()  # [T, N]
+    values[::2] = float("nan")
+    values[1::4] = -float("nan")
+    nan = values.isnan()  # [T, N]
+    quantised = static_scaled_fp8_quant(_path(unit, sources), values).float()  # [T, N]
+    sound = (quantised[~nan] - values[~nan].float()).abs() <= values[~nan].float().abs() / 16 + 2**-9
+    if not bool(sound.all()):
+        raise RuntimeError("the quantisation kernel is wrong on finite values, so it says nothing about NaN")
+    became = quantised[nan]
+    return {
+        "nan_values": int(nan.sum()),
+        "clamped_to_plus_448": float((became == 448).double().mean()),
+        "clamped_to_minus_448": float((became == -448).double().mean()),
+        "still_nan": float(became.isnan().double().mean()),
+        "torch_cast_still_nan": float(values[nan].to(torch.float8_e4m3fn).float().isnan().double().mean()),
+    }
+
+
+def _compared(kernels: MoeKernels, routers: Sequence[tuple[str, bool]], device: str) -> dict[str, Any]:
+    rows = []
+    for (router, renormalize), experts, tokens in product(routers, EXPERTS, TOKENS):
+        batch = make_batch(router, tokens, experts, device, renormalize=renormalize)
+        ours, peer = _ours(batch, "zero"), _peer(kernels, batch)
+        correct = all(_is_right(batch, index, call) for index, call in enumerate(ours))
+        row: dict[str, Any] = {"shape": batch.shape, "tokens": tokens, "correct": correct}
+        if correct:  # a wrong result is not timed
+            row |= _times(compare_times({"peer": peer, "ours": ours}, baseline="peer"))
+        rows.append(row)
+    return {"rows": rows, "top_k": TOP_K, "dtype": "bfloat16"}
+
+
+def _times(times: Comparison) -> dict[str, Any]:
+    return {
+        **_spread("time_ratio", times.ratios["ours"]),
+        **_spread("ours_us", times.times["ours"]),
+        **_spread("peer_us", times.times["peer"]),
+    }
+
+
+def _spread(name: str, spread: Spread, offset: float = 0.0) -> dict[str, float]:
+    """Median and percentiles as `moedoctor.reporters` shows them together and a baseline compares them."""
+    return {
+        name: spread.median + offset,
+        f"{name}_p20": spread.p20 + offset,
+        f"{name}_p80": spread.p80 + offset,
+    }
+
+
+def _is_right(batch: Batch, index: int, call: Call) -> bool:
+    batch.weights.fill_(float("nan"))
+    batch.ids.fill_(-1)
+    call()
+    route = getattr(reference, "grouped_topk" if batch.groups else f"topk_{batch.router}")
+    expected = route(
+        batch.logits[index].float(), TOP_K, bias=batch.bias, renormalize=batch.renormalize, **batch.groups
+    )
+    wrong = differing_rows(
+        batch.logits[index],
+        batch.ids,
+        batch.weights,
+        expected[1],
+        scoring=batch.scoring,
+        bias=batch.bias,
+        renormalize=batch.renormalize,
+    )
+    return not bool(wrong.any())
+
+
+def _shape(batch: Batch, policy: str) -> Shape:
+    (tokens, experts), size = batch.logits[0].shape, batch.logits[0].element_size()
+    if batch.router == "softmax":
+        return half_softmax_shape(tokens, experts)
+    return topk_shape(tokens, experts, TOP_K, batch.groups.get("num_groups", 1), size, policy)
+
+
+def _ours(batch: Batch, policy: str | None, shape: Shape | None = None) -> list[Call]:
+    def bound(logits: torch.Tensor) -> Call:
+        return lambda: launch_topk(
+            logits,
+            batch.weights,
+            batch.ids,
+            scoring=batch.scoring,
+            bias=batch.bias,
+            renormalize=batch.renormalize,
+            nan_policy=policy,
+            shape=shape,
+            **batch.groups,
+        )
+
+    return [bound(one) for one in batch.logits]
+
+
+def _peer(kernels: MoeKernels, batch: Batch) -> list[Call]:
+    if batch.groups:
+        return [_grouped(kernels, batch, one) for one in batch.logits]
+    name = f"topk_{batch.router}"
+    return [
+        kernels.bound(name, batch.weights, batch.ids, one, renormalize=batch.renormalize, bias=batch.bias)
+        for one in batch.logits
+    ]
+
+
+def _grouped(kernels: MoeKernels, batch: Batch, logits: torch.Tensor) -> Call:
+    call: Call = kernels.bound_grouped(
+        logits, TOP_K, bias=batch.bias, renormalize=batch.renormalize, **batch.groups
+    )
+    return call
+
+
+def _nan_to_num(source: torch.Tensor, out: torch.Tensor) -> Call:
+    return lambda: torch.nan_to_num(source, nan=float("-inf"), out=out)
+
+
+def _in_turn(first: Call, second: Call) -> Call:
+    def call() -> None:
+        first()
+        second()
+
+    return call
+
+
+def _path(unit: str, sources: Mapping[str, str]) -> Path:
+    return installed_library() if unit == "installed" else Path(sources[unit])
+
+
+def _load(unit: str, sources: Mapping[str, str]) -> MoeKernels:
+    try:
+        return MoeKernels.load(_path(unit, sources))
+    except KernelError as error:
+        raise UnavailableError(str(error)) from error
+
+
+Measure = Callable[[str, str, Mapping[str, str]], dict[str, Any]]
+"""(subject, device, subject -> path) -> figures; what each public measuring function here is."""

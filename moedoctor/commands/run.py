@@ -1,0 +1,157 @@
+"""`moedoctor run`."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast, get_args
+
+from moedoctor import catalogue, environment, gate
+from moedoctor.commands.errors import InputError, as_input_error
+from moedoctor.commands.progress import progress_bar
+from moedoctor.output import OutputError, append_step_summary, check_writable, emit
+from moedoctor.plan import Options
+from moedoctor.reporters.github import step_summary
+from moedoctor.reporters.text import summary_line
+from moedoctor.results import Report
+from moedoctor.runner import run
+from moedoctor.scenario import Scenario, ScenarioError
+from moedoctor.serialise import ReportError, load_report
+from moedoctor.subjects.base import no_gpu
+from moedoctor.targets import TargetError, load_targets
+
+_RELEASE = re.compile(r"\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
+_DEVICE = re.compile(r"auto|cpu|cuda:\d{1,2}")
+_FAIL_ON = get_args(gate.FailOn)
+_MAX_JOBS = 256
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The command line of `moedoctor run`, as text."""
+
+    targets: tuple[str, ...] = ()
+    format: str = "table"
+    output: Path | None = None
+    only: tuple[str, ...] = ()
+    subjects: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    device: str = "auto"
+    timeout: float | None = None
+    jobs: int | None = None
+    strict: bool = False
+    fail_on: str = "error"
+    baseline: Path | None = None
+    tolerance: tuple[str, ...] = ()
+
+
+def run_command(request: RunRequest) -> int:
+    """Run, report and return the exit code. Everything that can be wrong is checked before anything runs."""
+    with as_input_error(
+        TargetError, ScenarioError, ReportError, OutputError, catalogue.PluginError, ValueError
+    ):
+        if request.format not in catalogue.reporters():
+            raise InputError(f"--format {request.format}: expected one of {', '.join(catalogue.reporters())}")
+        if request.fail_on not in _FAIL_ON:
+            raise InputError(f"--fail-on {request.fail_on}: expected one of {', '.join(_FAIL_ON)}")
+        check_writable(request.output)
+        tolerance = gate.Tolerance.parse(request.tolerance)
+        baseline = load_report(request.baseline) if request.baseline else None
+        options = _options(request)
+        scenarios = _kept(load_targets(request.targets), options)
+        facts = environment.collect()
+        _check_device(options.device, facts)
+        if baseline is not None:
+            gate.check_comparable(baseline.environment, facts)
+    with progress_bar() as progress:
+        report = run(scenarios, options, facts, progress)
+    if baseline is not None:
+        report = _compared(baseline, report, tolerance, partial=options.partial or bool(request.targets))
+    code = gate.exit_code(report, strict=request.strict, fail_on=cast(gate.FailOn, request.fail_on))
+    report = replace(
+        report, summary=replace(report.summary, exit_code=130 if report.summary.interrupted else code)
+    )
+    with as_input_error(OutputError):
+        emit(report, catalogue.reporters()[request.format], request.output)
+    if request.format == "github":
+        append_step_summary(step_summary(report), os.environ)
+    if request.output is not None:
+        print(f"moedoctor: {summary_line(report)}; written to {request.output}", file=sys.stderr)
+    return report.summary.exit_code
+
+
+def _compared(baseline: Report, report: Report, tolerance: gate.Tolerance, *, partial: bool) -> Report:
+    comparison = gate.compare(baseline, report, tolerance, partial=partial)
+    return replace(report, findings=comparison.findings)
+
+
+def _options(request: RunRequest) -> Options:
+    if _DEVICE.fullmatch(request.device) is None:
+        raise InputError(f"--device {request.device}: expected auto, cpu or cuda:N")
+    if request.timeout is not None and not 0 < request.timeout <= 86_400:
+        raise InputError(f"--timeout {request.timeout:g}: expected more than 0 and at most 86400 seconds")
+    for name in request.subjects:
+        if catalogue.subject_kind(name) is None:
+            raise InputError(f"--subject {name}: expected faulty, fixed, installed or vllm@X.Y.Z")
+    return Options(
+        subjects=request.subjects,
+        only=tuple(_condition(text) for text in request.only),
+        sources=_sources(request.kernels),
+        timeout=request.timeout,
+        jobs=min(request.jobs or os.cpu_count() or 1, _MAX_JOBS),
+        device=request.device,
+    )
+
+
+def _condition(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if equals and key.strip() and value.strip():
+        return key.strip(), value.strip()
+    fault = catalogue.find_fault(text)
+    if fault is None:
+        raise InputError(f"--only {text}: expected KEY=VALUE, such as experts=128, or a catalogue id")
+    return "id", fault.id
+
+
+def _sources(given: Sequence[str]) -> Mapping[str, str]:
+    from moedoctor.upstream.wheel import KernelError, check_kernels
+
+    sources: dict[str, str] = {}
+    for text in given:
+        release, equals, path = text.partition("=")
+        if not equals or _RELEASE.fullmatch(release) is None or not path:
+            raise InputError(f"--vllm-kernels {text}: expected X.Y.Z=PATH, such as 0.19.1=vllm-0.19.1-….whl")
+        if f"vllm@{release}" in sources:
+            raise InputError(f"--vllm-kernels {text}: {release} was given twice")
+        with as_input_error(KernelError):
+            check_kernels(Path(path))
+        sources[f"vllm@{release}"] = str(Path(path).resolve())
+    return sources
+
+
+def _kept(scenarios: Sequence[Scenario], options: Options) -> list[Scenario]:
+    """The scenarios that --only leaves, and an error where it leaves nothing."""
+    from moedoctor.plan import plan_cases
+
+    if not options.partial:
+        return list(scenarios)
+    kept = [one for one in scenarios if plan_cases(one, catalogue.faults()[one.id], options, {})]
+    if not kept:
+        raise InputError(
+            "--only and --subject leave no case to run; `moedoctor run --format json` shows all parameters"
+        )
+    return kept
+
+
+def _check_device(device: str, facts: Mapping[str, object]) -> None:
+    if device.startswith("cuda"):
+        reason = no_gpu(facts)
+        gpus = facts.get("gpus")
+        if reason is None and int(device.partition(":")[2]) >= len(gpus if isinstance(gpus, list) else []):
+            reason = "there is no such GPU"
+        if reason is not None:
+            raise InputError(f"--device {device}: {reason}")

@@ -1,0 +1,299 @@
+"""Two reports, a baseline and a current one, held against each other.
+
+What is a regression (R), an improvement (I) or a note (N):
+
+| what changed | |
+|---|---|
+| scenario's verdict, to the right in `SEVERITY` | R |
+| scenario `found` -> `absent` or `skipped`: the failure is not gone, it is no longer looked for | R |
+| scenario's verdict, to the left: to `proved` or `found` I, to anything else | N |
+| case ran and is now skipped; any case -> error | R |
+| case -> what its subject should show (`faulty`: reproduced, others: clean) I, the opposite | R |
+| named release (``vllm@0.19.1``) reproduced <-> clean: its kernels do not change, so the detection did | R |
+| named release skipped or error -> reproduced or clean | I |
+| case error -> skipped | N |
+| claim confirmed -> refuted | R |
+| claim in any other way: an untested claim speaks neither for nor against | N |
+| scenario or case missing: R, in a partial run | N |
+| scenario, case or claim new; claim missing | N |
+| metric beyond its tolerance: worse R, better | I |
+| metric not finite any more | R |
+| metric new or missing | N |
+
+In a partial run (chosen scenarios, subjects or cases) a scenario's verdict rests on fewer cases, so its
+change to `skipped`, or to something better, is a note.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PureWindowsPath
+from typing import Any, TypeVar
+
+from moedoctor.json_value import plain
+from moedoctor.metrics import Outcome, Tolerance, judge_metric, metrics
+from moedoctor.results import (
+    CaseResult,
+    CaseVerdict,
+    ClaimResult,
+    ClaimVerdict,
+    Evidence,
+    Report,
+    ScenarioResult,
+    ScenarioVerdict,
+)
+
+SEVERITY = (
+    ScenarioVerdict.PROVED,
+    ScenarioVerdict.ABSENT,
+    ScenarioVerdict.SKIPPED,
+    ScenarioVerdict.FOUND,
+    ScenarioVerdict.ERROR,
+    ScenarioVerdict.FAILED,
+)
+"""Scenario verdicts, best to worst."""
+
+_SAME_FOR_VERDICTS = ("gpu", "vllm", "flashinfer")
+_SAME_FOR_METRICS = ("driver", "torch")
+_RAN = (CaseVerdict.REPRODUCED, CaseVerdict.CLEAN)
+
+_T = TypeVar("_T")
+
+
+class Incomparable(ValueError):  # noqa: N818 (a fact about two reports)
+    """Two reports whose verdicts say nothing about each other; the message names what differs."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between a baseline and a current report."""
+
+    what: str
+    """``verdict``, ``missing``, ``new``, ``environment``, or the dotted name of a metric."""
+    baseline: Any
+    """The value there; None where there is none."""
+    current: Any
+    reason: str
+    scenario: str = ""
+    """Catalogue id; empty where it is about the whole report."""
+    case: str = ""
+    """Subject, tier, device and parameters, or the claim's text; empty where it is about the scenario."""
+
+    def __str__(self) -> str:
+        where = " ".join(part for part in (self.scenario, self.case) if part)
+        values = f" {_show(self.baseline)} -> {_show(self.current)}" if where else ""
+        return f"{where or 'report'}: {self.what}{values}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What changed between two reports."""
+
+    regressions: tuple[Change, ...] = ()
+    improvements: tuple[Change, ...] = ()
+    notes: tuple[Change, ...] = ()
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """The regressions in words, as `Report.findings` holds them."""
+        return tuple(str(change) for change in self.regressions)
+
+
+_Entry = tuple[Outcome, Change]
+
+
+def compare(baseline: Report, current: Report, tolerance: Tolerance, *, partial: bool = False) -> Comparison:
+    """What got worse, what got better and what cannot be said, from `baseline` to `current`.
+
+    `partial` says that the current run left out scenarios, subjects or cases on purpose. Metrics are
+    compared only between equal GPUs, drivers, torch and vLLM versions (without a GPU also equal CPUs).
+    Raises `Incomparable` where GPU, vLLM or FlashInfer differ: the verdicts are not about the same thing.
+    """
+    facts = baseline.environment, current.environment
+    check_comparable(*facts)
+    names = _SAME_FOR_METRICS if baseline.environment.get("gpu") else (*_SAME_FOR_METRICS, "cpu")
+    differing = _differing(*facts, names)
+    entries: list[_Entry] = []
+    if differing:
+        entries.append(("note", Change("environment", None, None, f"metrics not compared: {differing}")))
+    limits = None if differing else tolerance
+    for _, before, after in _pairs(baseline.scenarios, current.scenarios, _scenario_key):
+        scenario = next(one.id for one in (before, after) if one)
+        for outcome, change in _compare_scenario(before, after, limits, partial):
+            entries.append((outcome, replace(change, scenario=scenario)))
+    kinds: dict[Outcome, list[Change]] = {"regression": [], "improvement": [], "note": []}
+    for outcome, change in entries:
+        kinds[outcome].append(change)
+    return Comparison(tuple(kinds["regression"]), tuple(kinds["improvement"]), tuple(kinds["note"]))
+
+
+def check_comparable(baseline: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise `Incomparable` where the two environments differ in GPU, vLLM or FlashInfer.
+
+    `compare` does so itself; this is for asking before the current run has been made.
+    """
+    if differing := _differing(baseline, current, _SAME_FOR_VERDICTS):
+        raise Incomparable(f"this and the baseline cannot be compared: {differing}")
+
+
+def expected_verdict(subject: str) -> CaseVerdict | None:
+    """What a well-behaved subject shows; None for a named release, which shows what it shows."""
+    if "@" in subject:
+        return None
+    return CaseVerdict.REPRODUCED if subject == "faulty" else CaseVerdict.CLEAN
+
+
+def _compare_scenario(
+    before: ScenarioResult | None, after: ScenarioResult | None, limits: Tolerance | None, partial: bool
+) -> Iterator[_Entry]:
+    if before is None or after is None:
+        yield _one_sided("scenario", before, after, partial)
+        return
+    if before.verdict is not after.verdict:
+        outcome, reason = _judge_scenario(before.verdict, after.verdict, partial)
+        yield outcome, _verdicts(before, after, reason)
+    yield from _compare_metrics(before.conclusions, after.conclusions, limits)
+    for key, case, new_case in _pairs(before.cases, after.cases, case_key):
+        for outcome, change in _compare_case(case, new_case, limits, partial):
+            yield outcome, replace(change, case=key)
+    for key, claim, new_claim in _pairs(before.claims, after.claims, _claim_key):
+        for outcome, change in _compare_claim(claim, new_claim, limits):
+            yield outcome, replace(change, case=key)
+
+
+def _judge_scenario(before: ScenarioVerdict, after: ScenarioVerdict, partial: bool) -> tuple[Outcome, str]:
+    lost = before is ScenarioVerdict.FOUND and after in (ScenarioVerdict.ABSENT, ScenarioVerdict.SKIPPED)
+    worse = SEVERITY.index(after) > SEVERITY.index(before)
+    if partial and (after is ScenarioVerdict.SKIPPED or not worse):
+        return "note", "a partial run, which rests on fewer cases"
+    if lost:
+        return "regression", "the failure was not shown to be gone, it was not looked for"
+    if worse:
+        return "regression", "worse than the baseline"
+    if after in (ScenarioVerdict.PROVED, ScenarioVerdict.FOUND):
+        return "improvement", "better than the baseline"
+    return "note", "different from the baseline, and no proof"
+
+
+def _compare_case(
+    before: CaseResult | None, after: CaseResult | None, limits: Tolerance | None, partial: bool
+) -> Iterator[_Entry]:
+    if before is None or after is None:
+        yield _one_sided("case", before, after, partial)
+        return
+    if before.verdict is not after.verdict:
+        outcome, reason = _judge_case(before.subject, before.verdict, after.verdict)
+        yield outcome, _verdicts(before, after, reason)
+    yield from _compare_metrics(before.evidence, after.evidence, limits)
+
+
+def _judge_case(subject: str, before: CaseVerdict, after: CaseVerdict) -> tuple[Outcome, str]:
+    if after is CaseVerdict.ERROR:
+        return "regression", "the case does not run to its end any more"
+    if after is CaseVerdict.SKIPPED:
+        return (
+            ("regression", "the case does not run any more")
+            if before in _RAN
+            else ("note", "still no result")
+        )
+    expected = expected_verdict(subject)
+    if expected is None:
+        if before in _RAN:
+            return "regression", "a named release does not change, so what detects the failure did"
+        return "improvement", "the case runs now"
+    if after is expected:
+        return "improvement", f"{subject} is {expected.value} now, as it should be"
+    return "regression", f"{subject} should be {expected.value}"
+
+
+def _compare_claim(
+    before: ClaimResult | None, after: ClaimResult | None, limits: Tolerance | None
+) -> Iterator[_Entry]:
+    if before is None or after is None:
+        yield _one_sided("claim", before, after, partial=True)
+        return
+    if before.verdict is not after.verdict:
+        turned = before.verdict is ClaimVerdict.CONFIRMED and after.verdict is ClaimVerdict.REFUTED
+        reason = "the claim does not hold any more" if turned else "the claim's verdict changed"
+        yield "regression" if turned else "note", _verdicts(before, after, reason)
+    yield from _compare_metrics(before.evidence, after.evidence, limits)
+
+
+def _compare_metrics(before: Evidence, after: Evidence, limits: Tolerance | None) -> Iterator[_Entry]:
+    if limits is None:
+        return
+    # Through `plain`, so that a report in memory and one read from a file give the same metrics.
+    old, new = metrics(plain(before)), metrics(plain(after))
+    for name in [*old, *(name for name in new if name not in old)]:
+        if name not in old or name not in new:
+            reason = "measured in only one of the two reports"
+            yield "note", Change(name, old.get(name), new.get(name), reason)
+        elif judged := judge_metric(name, old[name], new[name], limits):
+            yield judged[0], Change(name, old[name], new[name], judged[1])
+
+
+def _verdicts(before: _Judged, after: _Judged, reason: str) -> Change:
+    reason = f"{reason} ({after.reason})" if after.reason else reason
+    return Change("verdict", before.verdict.value, after.verdict.value, reason)
+
+
+def _one_sided(kind: str, before: _Judged | None, after: _Judged | None, partial: bool) -> _Entry:
+    if before is None:
+        current = after.verdict.value if after else None
+        return "note", Change("new", None, current, f"the {kind} is not in the baseline")
+    reason = f"the {kind} is in the baseline and not in this run"
+    return "note" if partial else "regression", Change("missing", before.verdict.value, None, reason)
+
+
+_Judged = ScenarioResult | CaseResult | ClaimResult
+
+
+def _differing(baseline: Mapping[str, Any], current: Mapping[str, Any], names: Iterable[str]) -> str:
+    return ", ".join(
+        f"{name} differs (baseline {_show(baseline.get(name))}, current {_show(current.get(name))})"
+        for name in names
+        if baseline.get(name) != current.get(name)
+    )
+
+
+def _pairs(
+    before: Iterable[_T], after: Iterable[_T], key: Callable[[_T], str]
+) -> Iterator[tuple[str, _T | None, _T | None]]:
+    """What has the same key in both, in the baseline's order; then what is new."""
+    old, new = _numbered(before, key), _numbered(after, key)
+    for place in [*old, *(place for place in new if place not in old)]:
+        yield place[0], old.get(place), new.get(place)
+
+
+def _numbered(items: Iterable[_T], key: Callable[[_T], str]) -> Mapping[tuple[str, int], _T]:
+    """By key and occurrence: two scenario files may be about the same failure."""
+    counts: Counter[str] = Counter()
+    result: dict[tuple[str, int], _T] = {}
+    for item in items:
+        name = key(item)
+        result[name, counts[name]] = item
+        counts[name] += 1
+    return result
+
+
+def case_key(case: CaseResult) -> str:
+    """Which case it is, in words: the same in every run, on whichever of several GPUs it ran."""
+    device = case.device.partition(":")[0]
+    parameters = (f"{key}={json.dumps(plain(case.parameters[key]))}" for key in sorted(case.parameters))
+    return " ".join((f"{case.subject}/{case.tier.value}/{device}", *parameters))
+
+
+def _scenario_key(scenario: ScenarioResult) -> str:
+    # The folder differs between machines and installations, and understands both kinds of slash here.
+    return f"{scenario.id} {PureWindowsPath(scenario.file).name}"
+
+
+def _claim_key(claim: ClaimResult) -> str:
+    return f"claim: {claim.text} ({claim.source})"
+
+
+def _show(value: Any) -> str:
+    return "none" if value is None else (f"{value:.4g}" if isinstance(value, float) else str(value))

@@ -1,0 +1,99 @@
+"""Tells apart the ways in which a child process can end without an answer.
+
+CUDA reports most faults as text in an exception, or in a message on stderr before it aborts, so the
+text decides first and the exit status second.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from moedoctor.redaction import Redactor
+from moedoctor.results import Crash, Death
+
+_TEXTS: tuple[tuple[Death, re.Pattern[str]], ...] = (
+    (
+        Death.ILLEGAL_MEMORY_ACCESS,
+        re.compile(r"illegal memory access|CUDA_ERROR_ILLEGAL_ADDRESS|misaligned address", re.I),
+    ),
+    (
+        Death.ILLEGAL_INSTRUCTION,
+        re.compile(r"illegal instruction (was|has been) encountered|CUDA_ERROR_ILLEGAL_INSTRUCTION", re.I),
+    ),
+    (Death.DEVICE_ASSERT, re.compile(r"device-side assert|CUDA_ERROR_ASSERT", re.I)),
+    (
+        Death.NO_KERNEL_IMAGE,
+        re.compile(
+            r"no kernel image is available|CUDA_ERROR_NO_BINARY_FOR_GPU|device kernel image is invalid", re.I
+        ),
+    ),
+    (
+        Death.OUT_OF_MEMORY,
+        re.compile(r"CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUDA error: out of memory", re.I),
+    ),
+    (
+        Death.CUDA_ERROR,
+        re.compile(r"CUDA(?: driver)? error|CUDA_ERROR_\w+|cudaError\w+|CUBLAS_STATUS_(?!SUCCESS)\w+", re.I),
+    ),
+)
+"""First match wins; wording of `cudaGetErrorString` and `cuGetErrorName`, CUDA 12 and 13."""
+
+TAIL_LINES = 20
+TAIL_BYTES = 16_384
+_NOISE = "Extension modules:"
+"""A line of faulthandler's that lists every loaded extension."""
+
+
+def classify(text: str) -> Death | None:
+    """The CUDA fault that `text` reports, or None."""
+    return next((death for death, pattern in _TEXTS if pattern.search(text)), None)
+
+
+def from_exception(error: BaseException, stderr_tail: tuple[str, ...] = ()) -> Crash:
+    """A Python exception as a crash; its text tells whether a CUDA fault is behind it."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError):
+        return Crash(Death.OUT_OF_MEMORY, first_line(text), stderr_tail)
+    return Crash(classify(text) or Death.EXCEPTION, first_line(text), stderr_tail)
+
+
+def from_exit(exit_code: int, stderr: str) -> Crash:
+    """A child that ended without an answer, from its exit status and what it wrote to stderr.
+
+    `exit_code` is negative for a signal, as `multiprocessing` gives it.
+    """
+    tail = last_lines(stderr)
+    reported = classify(stderr)
+    if reported is not None:
+        line = next((line for line in reversed(stderr.splitlines()) if classify(line) is reported), "")
+        return Crash(reported, first_line(line) or reported.value, tail)
+    if exit_code < 0:
+        try:
+            name = signal.Signals(-exit_code).name
+        except ValueError:
+            name = f"signal {-exit_code}"
+        hint = " (the kernel kills so when memory runs out)" if name == "SIGKILL" else ""
+        return Crash(Death.SIGNAL, f"killed by {name}{hint}", tail)
+    return Crash(Death.SILENT, f"ended with exit status {exit_code} and no answer", tail)
+
+
+def hang(seconds: float, stderr: str) -> Crash:
+    """A child that gave no answer within its time limit of `seconds`."""
+    return Crash(Death.HANG, f"no answer within {seconds:g} s", last_lines(stderr))
+
+
+def first_line(text: str, limit: int = 300) -> str:
+    """The first line of `text` that says something, shortened."""
+    return _shorten(next((line.strip() for line in text.splitlines() if line.strip()), ""), limit)
+
+
+def last_lines(text: str) -> tuple[str, ...]:
+    """The last lines of `text` that say something, at most TAIL_LINES, shortened and with secrets masked."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith(_NOISE)]
+    hide = Redactor.of_this_process().text
+    return tuple(_shorten(hide(line)) for line in lines[-TAIL_LINES:])
+
+
+def _shorten(line: str, limit: int = 300) -> str:
+    return line if len(line) <= limit else line[: limit - 1] + "…"

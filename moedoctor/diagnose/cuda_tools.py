@@ -1,0 +1,119 @@
+"""CUDA's command-line tools on this machine: where they are, which version, and how they are run.
+
+They come from CUDA_HOME, from PATH or else the usual place of an installed toolkit, and out of Triton's
+package, which brings ptxas (often two, of different CUDA releases), cuobjdump and nvdisasm.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_RELEASE = re.compile(r"release (\d+)\.(\d+), V(\d+\.\d+\.\d+)")
+_VERSION_SECONDS = 20.0
+_MAX_TEXT = 64 << 20
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One executable of a CUDA release."""
+
+    name: str
+    """``ptxas``, ``nvcc``, ``cuobjdump`` …"""
+    path: str
+    cuda: tuple[int, int]
+    """The release, (12, 8)."""
+    version: str
+    """In full, ``12.8.93``."""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a tool said; `code` is None where it ran out of time."""
+
+    code: int | None
+    stdout: str
+    stderr: str
+
+    @property
+    def first_line(self) -> str:
+        """The first line that it wrote, its errors first."""
+        text = self.stderr.strip() or self.stdout.strip()
+        return text.splitlines()[0].strip() if text else ""
+
+
+def find_tools(names: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[Tool, ...]:
+    """Every tool of these names, of each version one, the oldest first."""
+    found: dict[str, Tool] = {}
+    for path in _candidates(names, os.environ if environ is None else environ):
+        tool = _identify(str(path)) if os.access(path, os.X_OK) and path.is_file() else None
+        if tool is not None:
+            found.setdefault(tool.version, tool)
+    return tuple(sorted(found.values(), key=lambda one: [int(part) for part in one.version.split(".")]))
+
+
+def run_tool(
+    path: str, arguments: Sequence[str], *, folder: str | None = None, seconds: float = 60.0
+) -> Outcome:
+    """Run the tool at `path` without a shell, in `folder`, for `seconds` at most.
+
+    Of very long output the first 64 MiB are kept. Raises OSError where it cannot start.
+    """
+    try:
+        done = subprocess.run(
+            [path, *arguments],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(None, "", f"{Path(path).name}: no answer within {seconds:g} s")
+    stdout, stderr = (text[:_MAX_TEXT].decode("utf-8", "replace") for text in (done.stdout, done.stderr))
+    return Outcome(done.returncode, stdout, stderr)
+
+
+def _candidates(names: Sequence[str], environ: Mapping[str, str]) -> Iterator[Path]:
+    folders = [Path(environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
+    for name in names:
+        for folder in folders:
+            yield folder / name
+        on_path = shutil.which(name, path=environ.get("PATH", ""))
+        # What PATH names is nearly always that of the usual place, and asking each costs time.
+        yield Path(on_path) if on_path else Path("/usr/local/cuda/bin") / name
+        for folder in _triton_folders():
+            yield from sorted(folder.glob(f"{name}*"))
+
+
+def _triton_folders() -> list[Path]:
+    """Where Triton's package keeps its tools, found without importing it."""
+    try:
+        spec = importlib.util.find_spec("triton")
+    except (ImportError, ValueError):
+        return []
+    roots = (spec.submodule_search_locations or []) if spec else []
+    return [Path(root) / "backends" / "nvidia" / "bin" for root in roots]
+
+
+@functools.lru_cache(maxsize=64)
+def _identify(path: str) -> Tool | None:
+    """The tool at `path`, asked for its version once a process; None where it is none."""
+    try:
+        said = run_tool(path, ["--version"], seconds=_VERSION_SECONDS)
+    except OSError:
+        return None
+    match = _RELEASE.search(said.stdout)
+    if said.code != 0 or match is None:
+        return None
+    return Tool(Path(path).name.partition("-")[0], path, (int(match[1]), int(match[2])), match[3])

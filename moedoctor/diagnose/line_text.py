@@ -1,0 +1,91 @@
+"""One line of a log or report without what terminals, containers and web pages put around it."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from functools import cache
+
+_ANSI = (
+    r"(?:\x1b|\^\[|#033|\\x1b|\\u001b|\\033|\\e)\[[0-9;?]{0,20}[A-Za-z]"
+    r"|\x1b\][^\x07\x1b]{0,300}(?:\x07|\x1b\\)|\x1b[@-Z\\^_]"
+)
+_TAG = (
+    r"</?(?:a|b|blockquote|br|code|dd|details|div|dl|dt|em|font|h[1-6]|hr|i|img|kbd|li|ol|p|pre|s|span"
+    r"|strong|sub"
+    r"|summary|sup|table|tbody|td|th|thead|tr|tt|u|ul)\b[^<>]{0,2000}>|<!--|-->"
+)
+_STAMP = r"\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d))?"
+_PREFIX = "|".join(
+    (
+        rf"{_STAMP} [\w.-]{{1,80}} [\w./@-]{{1,80}}\[\d{{1,8}}\]:(?:\s|$)",  # journalctl -o short-iso
+        rf"\[?{_STAMP}\]?(?: (?:stdout|stderr) [FP](?:\s|$)|\s?[:|-]?(?:\s|$))",  # docker, kubectl
+        # journald, syslog
+        r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?:[\w.-]{1,80} )?[\w./@-]{1,80}(?:\[\d{1,8}\])?:(?:\s|$)",
+        r"\[(?:pod/)[\w./-]{1,200}\](?:\s|$)",  # kubectl logs --prefix
+        r"[\w.-]{1,80}[-_]\d{1,3} {1,20}\|(?:\s|$)",  # docker compose
+        r"\[(?:default\d{1,4}|rank ?\d{1,5}|\d{1,4},\d{1,4})\](?:<std(?:out|err)>)?: ?",  # torchrun, mpirun
+        r"\((?=[^()]{0,200}\b(?:pid|rank)=)[^()]{1,200}\) ?",  # vLLM's and Ray's workers
+        # vLLM, today and before
+        r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) {1,8}\d\d-\d\d \d\d:\d\d:\d\d "
+        r"(?:\[[^\]]{1,100}|[\w.]{1,60}:\d{1,6})\] ?",
+        r"(?:&gt;|>)+ ?",  # a quotation
+        r"(?:[-*+•]|\d{1,3}[.)]) {1,4}(?:\[[ xX]\] )?",  # a list
+        r"#{1,6} {1,4}",  # a heading
+    )
+)
+_STRIPPED = str.maketrans("", "", "`\x00\ufeff\u200b\u200c\u200d")
+
+
+def clean(line: bytes) -> str:
+    """The words of a line, spaces collapsed; an empty string where only decoration was there."""
+    text = _decoded(line).replace("\r", " ").strip()
+    if text[:1] == "{" and '"' in text:
+        text = _from_json(text)
+    if "\x1b" in text or "[" in text:
+        text = _compiled(_ANSI).sub("", text)
+    if "<" in text:
+        text = _compiled(_TAG).sub(" ", text)
+    if "&" in text:
+        text = html.unescape(html.unescape(text))
+    if "\\" in text:
+        text = _compiled(r"\\[nrt]").sub(" ", text)
+        text = _compiled(r"\\([`*_\[\]#<>\"'~|-])").sub(r"\1", text)
+    text = text.translate(_STRIPPED).replace("**", "")
+    for _ in range(8):
+        text = text.lstrip()
+        shorter = _compiled(_PREFIX).sub("", text, count=1) if _compiled(_PREFIX).match(text) else text
+        if shorter == text:
+            break
+        text = shorter
+    if not text.strip("^~-=_|━─ "):
+        return ""
+    return " ".join(text.split())
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    # Not at import time: a command that reads no log need not wait for it.
+    return re.compile(pattern)
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError:
+        # A character cut at the end of a piece, or another encoding: cp1252 is what Windows writes.
+        return line.decode("cp1252", "replace")
+
+
+def _from_json(text: str) -> str:
+    """The message of a log line written as JSON, as docker and structured loggers do."""
+    try:
+        entry = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if isinstance(entry, dict):
+        for key in ("log", "message", "msg", "MESSAGE", "text"):
+            if isinstance(message := entry.get(key), str):
+                return message
+    return text

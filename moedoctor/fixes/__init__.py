@@ -1,0 +1,1 @@
+"""The fixed implementations, importable without the command line."""

@@ -1,0 +1,1 @@
+"""Plain torch in float32: what every implementation is compared with."""

@@ -1,0 +1,69 @@
+"""`github`: workflow commands that GitHub Actions shows as annotations, and its job summary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moedoctor.reporters.base import Reporter
+from moedoctor.reporters.markdown import MarkdownReporter
+from moedoctor.reporters.text import one_line, summary_line
+from moedoctor.results import Report, ScenarioResult, ScenarioVerdict
+
+MAX_SUMMARY_BYTES = 1024 * 1024
+"""GitHub refuses the summary of a step beyond 1 MiB, all of it."""
+
+_LEVELS = {
+    ScenarioVerdict.FOUND: "error",
+    ScenarioVerdict.FAILED: "error",
+    ScenarioVerdict.ERROR: "error",
+    ScenarioVerdict.SKIPPED: "warning",
+    ScenarioVerdict.ABSENT: "notice",
+}
+_CUT = "\nCut here: GitHub takes no more than 1 MiB. The JSON report has the rest.\n"
+
+
+class GithubReporter(Reporter):
+    """An annotation for each scenario that is not plainly proved and for each regression; the counts."""
+
+    name = "github"
+
+    def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
+        return "\n".join((*_commands(report), summary_line(report))) + "\n"
+
+
+def step_summary(report: Report) -> str:
+    """What to append to the file that ``$GITHUB_STEP_SUMMARY`` names: Markdown that GitHub takes."""
+    return _cut_to_bytes(MarkdownReporter().render(report), MAX_SUMMARY_BYTES)
+
+
+def _cut_to_bytes(text: str, limit: int) -> str:
+    """`text` if its UTF-8 fits into `limit` bytes, else whole lines of it that fit, and a note."""
+    data = text.encode("utf-8")
+    if len(data) <= limit:
+        return text
+    kept = data[: limit - len(_CUT)]
+    return kept[: kept.rfind(b"\n") + 1].decode("utf-8") + _CUT
+
+
+def _commands(report: Report) -> Iterator[str]:
+    for scenario in report.scenarios:
+        level = _LEVELS.get(scenario.verdict)
+        if level:
+            yield _scenario(scenario, level)
+    for finding in report.findings:
+        yield f"::error title={_property('moedoctor: worse than the baseline')}::{_data(one_line(finding))}"
+
+
+def _scenario(scenario: ScenarioResult, level: str) -> str:
+    title = _property(one_line(f"{scenario.id} {scenario.name}: {scenario.verdict.value}"))
+    message = "\n".join(one_line(part) for part in (scenario.title, scenario.reason or "") if part)
+    file = _property(one_line(scenario.file))
+    return f"::{level} file={file},line={scenario.line},title={title}::{_data(message)}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

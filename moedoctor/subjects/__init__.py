@@ -1,0 +1,1 @@
+"""Subjects: the implementations that are put to the test, one file each kind."""

@@ -1,0 +1,27 @@
+"""`installed`: the vLLM or FlashInfer of this environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moedoctor.faults.base import Fault
+from moedoctor.results import Case, Tier
+from moedoctor.subjects.base import Sources, SubjectProvider, no_gpu
+
+
+class InstalledSubject(SubjectProvider):
+    """What the fault takes from the package that it is about: `Fault.installed`."""
+
+    kind = "installed"
+    rank = 2
+
+    def unavailable(
+        self, fault: Fault, name: str, tier: Tier, sources: Sources, environment: Mapping[str, Any]
+    ) -> str | None:
+        if not environment.get(fault.installed_package):
+            return f"{fault.installed_package} is not installed here"
+        return no_gpu(environment) if tier in (Tier.KERNEL, Tier.ENGINE) else None
+
+    def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
+        return fault.installed(case)

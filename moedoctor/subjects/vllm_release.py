@@ -1,0 +1,42 @@
+"""`vllm@X.Y.Z`: kernels loaded out of that release's wheel or shared object, without installing it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from moedoctor.faults.base import Fault
+from moedoctor.results import Case, Tier
+from moedoctor.subjects.base import Sources, SubjectProvider, UnavailableError, no_gpu
+
+PREFIX = "vllm@"
+_NAME = re.compile(r"vllm@\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
+
+
+class VllmReleaseSubject(SubjectProvider):
+    """A named release; ``--vllm-kernels X.Y.Z=PATH`` says where its kernels are."""
+
+    kind = "vllm"
+    rank = 3
+
+    def owns(self, name: str) -> bool:
+        return _NAME.fullmatch(name) is not None
+
+    def unavailable(
+        self, fault: Fault, name: str, tier: Tier, sources: Sources, environment: Mapping[str, Any]
+    ) -> str | None:
+        if name not in sources:
+            release = name.removeprefix(PREFIX)
+            return f"give its kernels: --vllm-kernels {release}=PATH (a wheel or a shared object)"
+        return no_gpu(environment)
+
+    def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
+        from pathlib import Path
+
+        from moedoctor.upstream.moe_kernels import KernelError, MoeKernels
+
+        try:
+            return MoeKernels.load(Path(sources[case.subject]))
+        except KernelError as error:
+            raise UnavailableError(str(error)) from error

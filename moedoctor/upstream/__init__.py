@@ -1,0 +1,1 @@
+"""The only place that loads vLLM or FlashInfer: adapters that hide what differs between releases."""

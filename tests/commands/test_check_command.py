@@ -1,0 +1,141 @@
+"""`moedoctor check` from outside: exit codes, streams, files, time, and an environment left as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moedoctor.cli import main
+
+
+def moedoctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    keep = {
+        name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "FLASHINFER_"))
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "moedoctor", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        env={**keep, **environ},
+    )
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder that packages can be pretended in, by their metadata alone."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    return folder
+
+
+def pretend(site: Path, name: str, version: str) -> None:
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_a_failure_that_can_strike_is_exit_1(site: Path) -> None:
+    pretend(site, "vllm", "0.18.0")
+    pretend(site, "flashinfer-python", "0.6.6")
+    ended = moedoctor("check", "--format", "json", PYTHONPATH=str(site))
+    assert ended.returncode == 1, ended.stderr
+    data = json.loads(ended.stdout)
+    assert {"MD001", "MD009"} <= {one["id"] for one in data["findings"]}
+    assert data["environment"]["vllm"] == "0.18.0"
+    # There is metadata and no package: upstream's collector fails, and that is a fact.
+    assert "No module named" in data["environment"]["collectors"]["vllm"]["error"]
+
+
+def test_settings_of_the_real_environment_count(site: Path) -> None:
+    pretend(site, "vllm", "0.33.0")
+    ended = moedoctor("check", "--format", "json", PYTHONPATH=str(site), VLLM_USE_FLASHINFER_MOE_FP4="1")
+    finding = next(one for one in json.loads(ended.stdout)["findings"] if one["id"] == "MD010")
+    assert finding["evidence"]["variables"] == {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}
+    assert "--moe-backend" in finding["next_step"]
+
+
+def test_formats_and_streams(tmp_path: Path, site: Path) -> None:
+    pretend(site, "vllm", "0.19.1")
+    table = moedoctor("check", PYTHONPATH=str(site))
+    assert "MD001 nan_routing" in table.stdout
+    assert "\x1b" not in table.stdout
+    assert table.stderr == ""
+    file = tmp_path / "check.md"
+    written = moedoctor("check", "--format", "markdown", "-o", str(file), PYTHONPATH=str(site))
+    assert (written.returncode, written.stdout) == (1, "")
+    assert "written to" in written.stderr
+    assert file.read_text().startswith("# moedoctor ")
+    assert "| MD001 nan" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["check", "--format", "junit"], "--format junit: expected one of table, json, markdown"),
+        (["check", "-o", "/no/such/folder/x.json"], "its folder does not exist"),
+        (["check", "extra"], "extra"),
+    ],
+)
+def test_wrong_usage_is_exit_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert (len(printed.err.splitlines()), printed.out) == (1, "")
+
+
+def test_without_packages_it_answers_within_two_seconds_and_imports_no_torch() -> None:
+    probe = (
+        "import sys, time\nstart = time.monotonic()\n"
+        "from moedoctor.cli import main\ncode = main(['check'])\n"
+        "print(code, time.monotonic() - start, 'torch' in sys.modules, file=sys.stderr)\n"
+    )
+    took = []
+    for _ in range(3):  # the machine may be busy with other things
+        ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+        code, seconds, torch = ended.stderr.split()
+        assert (code, torch) == ("0", "False")
+        took.append(float(seconds))
+    assert min(took) < 2.0
+
+
+def test_it_writes_nothing_and_needs_no_home(tmp_path: Path, site: Path) -> None:
+    pretend(site, "flashinfer-python", "0.7.2")
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir(mode=0o500)
+    ended = subprocess.run(
+        [sys.executable, "-m", "moedoctor", "check", "--format", "json"],
+        capture_output=True,
+        text=True,
+        cwd=work,
+        env={"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(site)},
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert list(home.rglob("*")) == []
+    assert list(work.iterdir()) == []
+    homeless = subprocess.run(
+        [sys.executable, "-m", "moedoctor", "check"],
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"]},
+        timeout=60,
+    )
+    assert homeless.returncode == 0, homeless.stderr
+
+
+def test_it_starts_nothing_that_talks_to_a_network(tmp_path: Path) -> None:
+    probe = (
+        "import socket\n"
+        "def refuse(*arguments, **options): raise OSError('offline')\n"
+        "socket.socket.connect = refuse\nsocket.getaddrinfo = refuse\n"
+        "from moedoctor.cli import main\nraise SystemExit(main(['check']))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, timeout=60).returncode == 0

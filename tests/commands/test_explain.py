@@ -1,0 +1,160 @@
+"""`moedoctor explain`: every entry in every format, its evidence, and failures of other projects."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moedoctor import catalogue, explained
+from moedoctor.commands.errors import InputError
+from moedoctor.commands.explain import explain_text, laid_out
+from moedoctor.entries import entries
+from moedoctor.entry import SECTIONS
+from moedoctor.faults.base import Explanation
+from moedoctor.reporters.json import JsonReporter
+from moedoctor.results import ClaimResult, ClaimVerdict, Report, ScenarioResult, ScenarioVerdict, Summary
+
+SOURCE = "vllm-project/vllm#39593"
+TEXT = "On NaN the top-k kernel picks the same expert index K times"
+
+
+@pytest.mark.parametrize("id", entries())
+def test_every_entry_is_explained_in_full(id: str) -> None:
+    entry = entries()[id]
+    text = explain_text(id, "markdown")
+    assert text.startswith(f"# {id} {entry.name}: {entry.title}\n")
+    places = [text.index(f"\n## {heading}\n") for heading in SECTIONS]
+    assert places == sorted(places)
+    for part in (entry.mechanism, entry.affected, entry.detection, entry.fix):
+        assert part in text
+    for link in entry.links:
+        assert f"- {link.url} {link.text}\n" in text
+
+
+@pytest.mark.parametrize("id", entries())
+def test_json_has_the_same_words(id: str) -> None:
+    data = json.loads(explain_text(id, "json"))
+    entry = entries()[id]
+    assert (data["schema_version"], data["id"], data["name"]) == (1, id, entry.name)
+    assert (data["mechanism"], data["fix"]) == (entry.mechanism, entry.fix)
+    assert [link["url"] for link in data["links"]] == [link.url for link in entry.links]
+
+
+def test_an_entry_without_a_scenario_says_that_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "registered_names", lambda: frozenset({"nan_routing"}))
+    assert explain_text("MD002", "markdown").endswith(f"\n{explained.NOT_YET}\n")
+    assert "moedoctor run MD002" not in explain_text("MD002", "markdown")
+    assert explain_text("MD001", "markdown").endswith("\nRun it: `moedoctor run MD001`\n")
+    assert json.loads(explain_text("MD002", "json"))["runs"] is False
+
+
+@pytest.mark.parametrize("name", ["nan-routing", "NAN_ROUTING", "md001"])
+def test_names_are_taken_in_any_case(name: str) -> None:
+    assert explain_text(name, "markdown") == explain_text("MD001", "markdown")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("MD0001", "did you mean MD001?"),
+        ("nan_rooting", "did you mean nan_routing?"),
+        ("frob", "expected one of"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name: str, said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        explain_text(name, "table")
+
+
+def test_another_format_is_refused() -> None:
+    with pytest.raises(InputError, match="expected one of table, markdown, json"):
+        explain_text("MD001", "junit")
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_terminal_gets_lines_that_fit_and_no_marks(width: int) -> None:
+    for id in entries():
+        drawn = re.sub(
+            r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b]*\x1b\\", "", laid_out(explain_text(id, "markdown"), width)
+        )
+        assert max(map(len, drawn.splitlines())) <= width
+        assert "## " not in drawn
+        assert "`" not in drawn
+        assert "Who is affected" in drawn
+
+
+def evidence(folder: Path, machine: str, verdict: ClaimVerdict, reason: str | None) -> None:
+    scenario = ScenarioResult(
+        id="MD001",
+        name="nan_routing",
+        title="t",
+        verdict=ScenarioVerdict.PROVED,
+        file="scenarios/nan_routing.yaml",
+        claims=(ClaimResult(TEXT, SOURCE, verdict, {}, reason),),
+    )
+    report = Report("run", {}, (scenario,), Summary(proved=1), "0.1.0")
+    (folder / machine).mkdir()
+    (folder / machine / "run.json").write_text(JsonReporter().render(report))
+
+
+def test_claims_carry_what_each_machine_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence(tmp_path, "nvidia-h200", ClaimVerdict.CONFIRMED, "100 % of the rows")
+    evidence(tmp_path, "a-cpu", ClaimVerdict.UNTESTED, None)
+    evidence(tmp_path, "baselines", ClaimVerdict.REFUTED, "never shown")
+    monkeypatch.setattr(explained, "reports_folder", lambda: tmp_path)
+    text = explain_text("MD001", "markdown")
+    assert (
+        f"- {TEXT} ({SOURCE})\n  - a-cpu: untested\n  - nvidia-h200: confirmed: 100 % of the rows\n" in text
+    )
+    assert "never shown" not in text
+    assert "  - not measured yet\n" in text  # the other claims
+    claim = json.loads(explain_text("MD001", "json"))["claims"][0]
+    assert claim["outcomes"][1] == {
+        "machine": "nvidia-h200",
+        "verdict": "confirmed",
+        "reason": "100 % of the rows",
+    }
+
+
+def test_a_report_that_cannot_be_read_is_told_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")
+    monkeypatch.setattr(explained, "reports_folder", lambda: tmp_path)
+    assert "not measured yet" in explain_text("MD001", "markdown")
+    assert "run.json:1:" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("dying_plugin")
+def test_a_failure_of_another_project_explains_itself() -> None:
+    text = explain_text("dying", "markdown")
+    assert text.startswith("# MD901 dying: a case that ends in the way it is told to\n")
+    assert "\n## What happens\n\nm\n" in text
+    assert text.endswith("\nRun it: `moedoctor run MD901`\n")
+
+
+@pytest.mark.usefixtures("dying_plugin")
+def test_one_that_does_not_is_named_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    (fault,) = catalogue.faults_beside({one.name for one in entries().values()})
+    monkeypatch.setattr(type(fault), "explanation", None)
+    text = explain_text("MD901", "markdown")
+    assert "##" not in text
+    assert "Run it" in text
+    link = dataclasses.replace(Explanation("m", "a", "d", "f"), links=("https://example.org",))
+    monkeypatch.setattr(type(fault), "explanation", link)
+    assert "\n- https://example.org\n" in explain_text("MD901", "markdown")
+
+
+def test_explaining_loads_no_fault() -> None:
+    probe = (
+        "import sys\nfrom moedoctor.commands.explain import explain_text\nexplain_text('MD001', 'table')\n"
+        "assert 'moedoctor.faults.nan_routing' not in sys.modules and 'pydantic' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True)

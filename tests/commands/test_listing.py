@@ -1,0 +1,60 @@
+"""`moedoctor list`: the whole catalogue, ours without loading it, others' too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from moedoctor import catalogue
+from moedoctor.commands.errors import InputError
+from moedoctor.commands.listing import list_rows, list_text
+from moedoctor.entries import entries
+
+
+def test_every_entry_is_listed_with_whether_it_runs() -> None:
+    listed = json.loads(list_text("json"))
+    assert listed["schema_version"] == 1
+    rows = listed["catalogue"]
+    assert [row["id"] for row in rows][:20] == list(entries())
+    registered = catalogue.registered_names()
+    for row in rows[:20]:
+        assert row["scenario"] is (row["name"] in registered)
+        assert row["title"] == entries()[row["id"]].title
+    assert rows[0]["scenario"] is True
+
+
+def test_an_entry_without_a_scenario_says_not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "registered_names", lambda: frozenset({"nan_routing"}))
+    lines = list_text("table").splitlines()
+    assert lines[1].split()[:3] == ["MD001", "nan_routing", "yes"]
+    assert lines[2].split()[:4] == ["MD002", "unpinned_copy", "not", "yet"]
+
+
+def test_markdown_is_a_table() -> None:
+    lines = list_text("markdown").splitlines()
+    assert lines[:2] == ["| id | name | runs | failure |", "|---|---|---|---|"]
+    assert len(lines) >= 22
+    assert all(line.count("|") == 5 for line in lines)
+
+
+def test_another_format_is_refused() -> None:
+    with pytest.raises(InputError, match="expected one of table, json, markdown"):
+        list_text("pdf")
+
+
+@pytest.mark.usefixtures("dying_plugin")
+def test_failures_of_other_projects_are_listed_behind_ours() -> None:
+    assert [row.id for row in list_rows()][-1] == "MD901"
+    assert list_rows()[-1].scenario is True
+
+
+def test_none_of_our_faults_is_loaded() -> None:
+    probe = (
+        "import sys\nfrom moedoctor.commands.listing import list_text\nlist_text('table')\n"
+        "loaded = {name for name in sys.modules if name.startswith('moedoctor.faults.')}\n"
+        "assert loaded == {'moedoctor.faults.base'}, loaded\nassert 'pydantic' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True)

@@ -1,0 +1,144 @@
+"""`moedoctor triage` from outside: exit codes, formats, bad input, speed of the start."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moedoctor.commands import triage as command
+from moedoctor.commands.errors import InputError
+from moedoctor.commands.triage import triage_command
+
+REPORT = "WSL2, vLLM 0.18.0\nRuntimeError: b_scales is not on GPU | <b>x</b> in marlin, --cpu-offload-gb 4\n"
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    file = tmp_path / "report.log"
+    file.write_text(REPORT)
+    return file
+
+
+@pytest.fixture
+def healthy(tmp_path: Path) -> Path:
+    file = tmp_path / "healthy.log"
+    file.write_text("INFO: Application startup complete.\n")
+    return file
+
+
+def test_1_where_something_is_found_and_json(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert triage_command(str(report), "json", None) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"schema_version", "findings"}
+    assert found["schema_version"] == 1
+    assert [list(one) for one in found["findings"]] == [["id", "line", "excerpt", "confidence", "next_step"]]
+    assert (found["findings"][0]["id"], found["findings"][0]["line"]) == ("MD003", 2)
+
+
+def test_0_where_nothing_is_found(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert triage_command(str(healthy), "json", None) == 0
+    assert json.loads(capsys.readouterr().out) == {"schema_version": 1, "findings": []}
+
+
+def test_table(report: Path, healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    triage_command(str(report), "table", None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("MD003  offloaded_scales  confidence 0.")
+    assert lines[0].endswith("line 2")
+    assert lines[-1] == "The text names vLLM 0.18.0. 1 known failure found"
+    triage_command(str(healthy), "table", None)
+    assert capsys.readouterr().out.startswith("No known failure in this text.")
+
+
+def test_markdown_cannot_be_left(report: Path, healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert triage_command(str(report), "markdown", None) == 1
+    row = capsys.readouterr().out.splitlines()[2]
+    assert row.replace("\\|", "").count("|") == 6
+    assert "<b>" not in row.replace("\\<", "")
+    assert triage_command(str(healthy), "markdown", None) == 0
+    assert "No known failure" in capsys.readouterr().out
+
+
+def test_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(REPORT.encode())))
+    assert triage_command("-", "json", None) == 1
+    assert "MD003" in capsys.readouterr().out
+
+
+def test_output_file(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "found.json"
+    assert triage_command(str(report), "json", target) == 1
+    assert json.loads(target.read_text())["findings"][0]["id"] == "MD003"
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == f"moedoctor: 1 known failure found; written to {target}\n"
+
+
+def refusal(path: str, format: str = "json", output: Path | None = None) -> str:
+    with pytest.raises(InputError) as caught:
+        triage_command(path, format, output)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_bad_input_is_one_line(tmp_path: Path, report: Path) -> None:
+    assert refusal(str(tmp_path / "none.log")).endswith("expected a log or report, or - for stdin")
+    assert "is a folder" in refusal(str(tmp_path))
+    assert "no file name" in refusal("a\x00b")
+    assert "cannot be read" in refusal("x" * 5000)
+    assert "expected one of table, json, markdown" in refusal(str(report), "sarif")
+    assert "also the output" in refusal(str(report), output=report)
+    assert "folder" in refusal(str(report), output=tmp_path / "no" / "where.json")
+    os.mkfifo(tmp_path / "pipe")
+    assert "a pipe is read with -" in refusal(str(tmp_path / "pipe"))
+    assert report.read_text() == REPORT
+
+
+def test_more_than_200_megabytes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "large.log"
+    with file.open("wb") as large:
+        large.truncate(command.MOST_BYTES + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "triage", None)  # it is not even read
+        assert "at most 200 MB" in refusal(str(file))
+    monkeypatch.setattr(command, "MOST_BYTES", 100)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * 101)))
+    assert "stdin: is too large" in refusal("-")
+
+
+def test_100_bytes_of_100_are_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "MOST_BYTES", len(REPORT))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(REPORT.encode())))
+    assert triage_command("-", "json", None) == 1
+
+
+def test_a_file_that_cannot_be_read_midway(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(stream: object, redactor: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(command, "triage", fails)
+    assert "cannot be read (input/output error)" in refusal(str(report))
+
+
+def test_no_torch_and_a_quick_start(report: Path) -> None:
+    program = (
+        "import sys; from moedoctor.commands.triage import triage_command; "
+        "code = triage_command(sys.argv[1], 'json', None); "
+        "assert not {'torch', 'numpy', 'triton', 'pydantic'} & set(sys.modules); sys.exit(code)"
+    )
+    best = 9.0
+    for _ in range(3):
+        started = time.perf_counter()
+        ended = subprocess.run([sys.executable, "-c", program, str(report)], capture_output=True, text=True)
+        best = min(best, time.perf_counter() - started)
+        assert (ended.returncode, ended.stderr) == (1, "")
+    assert best < 0.3

@@ -1,0 +1,34 @@
+"""The labelled texts of tests/diagnose/threads: short, in our own words, in the style of those named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "threads"
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A text, the known failures that it is about, and where its kind was seen."""
+
+    ids: frozenset[str]
+    source: str
+    text: str
+    file: str
+
+    @property
+    def lookalike_of(self) -> frozenset[str]:
+        """The failures that it looks like without being one."""
+        return frozenset(re.findall(r"MD\d{3}", self.source)) if "lookalike" in self.source else frozenset()
+
+
+def threads() -> Iterator[Thread]:
+    """All of them, in the order of the files."""
+    for path in sorted(FOLDER.glob("*.txt")):
+        for part in re.split(r"(?m)^=== ", path.read_text(encoding="utf-8"))[1:]:
+            head, _, text = part.partition("\n")
+            ids, _, source = head.partition(" | ")
+            yield Thread(frozenset(re.findall(r"MD\d{3}", ids)), source.strip(), text, path.name)

@@ -1,0 +1,104 @@
+"""Machines that do not exist: the sources of facts about a made-up GPU, system and set of packages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from moedoctor.diagnose.check import Probes
+from moedoctor.diagnose.cuda_tools import Tool
+from moedoctor.diagnose.fix_plugin import state
+from moedoctor.diagnose.jit_folders import JitCache
+from moedoctor.diagnose.pinning import Pinning
+from moedoctor.environment import Sources
+from moedoctor.upstream.collectors import Collected
+
+LINUX = "Linux version 6.8.0-45-generic"
+WSL = "Linux version 6.6.87.2-microsoft-standard-WSL2"
+PINNED = Pinning(tried=True, works=True, reason="64 MiB pinned in 9 ms")
+
+
+class Nvml:
+    """The functions of `pynvml` that are used, for GPUs given as (name, capability)."""
+
+    NVMLError = RuntimeError
+    NVML_ERROR_DRIVER_NOT_LOADED = 9
+    NVML_ERROR_LIBRARY_NOT_FOUND = 12
+
+    def __init__(self, gpus: list[tuple[str, str]], driver_cuda: int = 13000) -> None:
+        self.gpus, self.driver_cuda = gpus, driver_cuda
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlDeviceGetCount": lambda: len(self.gpus),
+            "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle:08d}-0000",
+            "nvmlDeviceGetName": lambda handle: self.gpus[handle][0],
+            "nvmlDeviceGetCudaComputeCapability": lambda handle: [
+                int(part) for part in self.gpus[handle][1].split(".")
+            ],
+            "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 << 30),
+            "nvmlSystemGetDriverVersion": lambda: "580.159.03",
+            "nvmlSystemGetCudaDriverVersion_v2": lambda: self.driver_cuda,
+        }
+        return answers[name]
+
+
+def sources(
+    packages: Mapping[str, str] | None = None,
+    *,
+    gpu: tuple[str, str] | None = None,
+    wsl: bool = False,
+    environ: Mapping[str, str] | None = None,
+    torch_cuda: str = "13.0",
+    files: tuple[str, ...] = (),
+    driver_cuda: int = 13000,
+) -> Sources:
+    """The facts of a machine with these packages, this GPU and these variables."""
+    installed = dict(packages or {})
+    texts = {
+        "/proc/version": WSL if wsl else LINUX,
+        "/lib/torch/version.py": f"cuda: Optional[str] = '{torch_cuda}'",
+        "/etc/os-release": 'PRETTY_NAME="Ubuntu 24.04 LTS"',
+        "/proc/cpuinfo": "model name\t: A CPU\n",
+        "/proc/meminfo": "MemTotal: 1000000 kB\n",
+        "/proc/1/cgroup": "0::/\n",
+    }
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    def folder(name: str) -> Path | None:
+        return Path("/lib") / name if name in installed else None
+
+    return Sources(
+        environ={"HOME": "/home/alice", "USER": "alice", **(environ or {})},
+        read_text=texts.__getitem__,
+        exists=lambda path: str(path).removeprefix("/lib/") in files,
+        package_version=version,
+        package_folder=folder,
+        nvml=lambda: Nvml([gpu] if gpu else [], driver_cuda),
+        locked_memory_limit=lambda: 8 << 20,
+        host=lambda: "workstation-7",
+    )
+
+
+def probes(**replaced: Any) -> Probes:
+    """Probes that all answer at once; `replaced` by name. No process is started."""
+    answers: dict[str, Any] = {
+        "pinning": lambda: PINNED,
+        "vllm": lambda: Collected({"vllm_build_flags": "CUDA Archs: Not Set"}),
+        "flashinfer": lambda: Collected({"FlashInfer": {"Target CUDA archs (resolved)": "{(9, '0a')}"}}),
+        "nvcc": lambda environ: Tool("nvcc", "/usr/local/cuda/bin/nvcc", (13, 0), "13.0.88"),
+        "jit_cache": lambda environ: JitCache("/home/alice/.cache/flashinfer", ()),
+        "fix_plugin": state,
+        "requires": lambda name: (),
+    }
+    return Probes(**{**answers, **replaced})

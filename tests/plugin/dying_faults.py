@@ -1,0 +1,174 @@
+"""A known failure of the test suite's own: its cases end in every way in which a child can end.
+
+Registered by `tests/conftest.py` through the same entry-point groups that other projects use.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from moedoctor.faults.base import ClaimJudgement, ClaimTest, Explanation, Fault, Judgement
+from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier
+from moedoctor.subjects.base import Sources, SubjectProvider, UnavailableError
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _segfault() -> None:
+    _say("about to be killed")
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _abort_after_cuda_message() -> None:
+    # What CUDA's runtime does where an error surfaces in a destructor.
+    _say("terminate called after throwing an instance of 'c10::AcceleratorError'")
+    _say("  what():  CUDA error: device-side assert triggered")
+    os.abort()
+
+
+def _silent() -> None:
+    _say("last words")
+    os._exit(0)
+
+
+def _hang() -> None:
+    _say("going to sleep")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def _hang_with_grandchild() -> None:
+    if os.fork() == 0:
+        time.sleep(600)
+        os._exit(0)
+    time.sleep(600)
+
+
+def _on_gpu(way: str) -> Callable[[], None]:
+    def call() -> None:
+        import dying_kernels
+
+        getattr(dying_kernels, way)()
+
+    return call
+
+
+WAYS: dict[str, Callable[[], None]] = {
+    "answers": lambda: None,
+    "illegal_memory_access": lambda: _raise(
+        RuntimeError("CUDA error: an illegal memory access was encountered")
+    ),
+    "illegal_instruction": lambda: _raise(RuntimeError("CUDA error: an illegal instruction was encountered")),
+    "device_assert": lambda: _raise(RuntimeError("CUDA error: device-side assert triggered")),
+    "device_assert_abort": _abort_after_cuda_message,
+    "no_kernel_image": lambda: _raise(
+        RuntimeError("CUDA error: no kernel image is available for execution on the device")
+    ),
+    "cuda_error": lambda: _raise(RuntimeError("CUDA error: unspecified launch failure")),
+    "out_of_memory": lambda: _raise(MemoryError("no more")),
+    "exception": lambda: _raise(KeyError("w13_weight")),
+    "system_exit": lambda: _raise(SystemExit(3)),
+    "signal": _segfault,
+    "silent": _silent,
+    "exit_status": lambda: os._exit(7),
+    "hang": _hang,
+    "hang_with_grandchild": _hang_with_grandchild,
+    "gpu_illegal_memory_access": _on_gpu("illegal_memory_access"),
+    "gpu_illegal_instruction": _on_gpu("illegal_instruction"),
+    "gpu_device_assert": _on_gpu("device_assert"),
+    "gpu_no_kernel_image": _on_gpu("no_kernel_image"),
+    "gpu_answers": _on_gpu("after_all"),
+    "skip": lambda: _raise(UnavailableError("no such thing here")),
+}
+
+
+class DyingParameters(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    faulty: str = "answers"
+    """What the control does."""
+    fixed: str = "answers"
+    third: str = "answers"
+    """What a subject of another project's kind does."""
+    symptom_faulty: bool = True
+    symptom_fixed: bool = False
+    absent: bool = False
+
+
+class Dying(Fault):
+    id = "MD901"
+    name = "dying"
+    title = "a case that ends in the way it is told to"
+    parameters = DyingParameters
+    tiers = {  # noqa: RUF012
+        "faulty": (Tier.MODEL,),
+        "fixed": (Tier.MODEL,),
+        "third": (Tier.MODEL,),
+        "installed": (Tier.KERNEL,),
+    }
+    explanation = Explanation("m", "a", "d", "f")
+    claims = (
+        ClaimTest(
+            "measured",
+            judge=lambda cases, units, limits: ClaimJudgement(
+                ClaimVerdict.CONFIRMED
+                if units[0].outcome.evidence["value"] >= limits["at_least"]  # type: ignore[union-attr]
+                else ClaimVerdict.REFUTED,
+                units[0].outcome.evidence,  # type: ignore[union-attr]
+            ),
+            measure=lambda unit, device, sources: Observation({"value": 3}),
+            thresholds=("at_least",),
+        ),
+        ClaimTest(
+            "needs_gpu",
+            judge=lambda cases, units, limits: ClaimJudgement(ClaimVerdict.CONFIRMED),
+            measure=lambda unit, device, sources: Observation({}),
+            needs_gpu=True,
+        ),
+        ClaimTest(
+            "dies",
+            judge=lambda cases, units, limits: ClaimJudgement(ClaimVerdict.CONFIRMED),
+            measure=lambda unit, device, sources: _raise(RuntimeError("boom")),  # type: ignore[func-returns-value]
+        ),
+    )
+
+    def faulty(self, case: Case) -> Any:
+        return "faulty"
+
+    def fixed(self, case: Case) -> Any:
+        return "fixed"
+
+    def observe(self, case: Case, implementation: Any) -> Observation:
+        WAYS[str(case.parameters[implementation])]()
+        return Observation(
+            {"symptom": bool(case.parameters.get(f"symptom_{implementation}")), "pid": os.getpid()}
+        )
+
+    def judge(self, case: Case, observation: Observation) -> Judgement:
+        symptom = observation.evidence["symptom"]
+        return Judgement(CaseVerdict.REPRODUCED if symptom else CaseVerdict.CLEAN, f"symptom {symptom}")
+
+    def absent(self, results: Any) -> str | None:
+        return "told to be absent" if any(one.parameters["absent"] for one in results) else None
+
+
+class Third(SubjectProvider):
+    """A kind of subject that another project brings."""
+
+    kind = "third"
+
+    def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
+        return "third"

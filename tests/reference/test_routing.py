@@ -1,0 +1,134 @@
+"""The oracle against results worked out by hand and against the rule restated one expert at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from routing_cases import GROUP_EDGES, Call, calls
+
+from moedoctor.reference import routing as reference
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_softmax_by_hand() -> None:
+    weights, ids = reference.topk_softmax(torch.tensor([[0.0, math.log(2), math.log(5)]]), 2)
+    assert ids.tolist() == [[2, 1]]
+    torch.testing.assert_close(weights, torch.tensor([[5 / 8, 2 / 8]]))
+
+
+def test_sigmoid_by_hand() -> None:
+    weights, ids = reference.topk_sigmoid(torch.tensor([[0.0, math.log(3), -INF]]), 3, renormalize=True)
+    assert ids.tolist() == [[1, 0, 2]]
+    torch.testing.assert_close(weights, torch.tensor([[0.75 / 1.25, 0.5 / 1.25, 0.0]]))
+
+
+def test_the_bias_decides_the_choice_and_not_the_weight() -> None:
+    weights, ids = reference.topk_sigmoid(
+        torch.tensor([[0.0, math.log(3)]]), 1, bias=torch.tensor([1.0, 0.0])
+    )
+    assert ids.tolist() == [[0]]
+    torch.testing.assert_close(weights, torch.tensor([[0.5]]))
+
+
+@pytest.mark.parametrize(
+    ("row", "policy", "expected"),
+    [
+        ([1.0, NAN, 3.0], "zero", [0, 1]),
+        ([1.0, INF, 3.0], "zero", [0, 1]),
+        ([-INF, -INF, -INF], "zero", [0, 1]),
+        ([-INF, 2.0, -INF], "zero", [1, 0]),
+        ([1.0, NAN, 3.0], "finite", [2, 0]),
+        ([1.0, INF, 3.0], "finite", [1, 2]),
+        ([NAN, -INF, NAN], "finite", [1, 0]),
+        ([NAN, NAN, NAN], "finite", [0, 1]),
+        ([0.0, 500.0, 1.0], "zero", [1, 0]),
+        ([0.0, 500.0, 1.0], "finite", [1, 0]),
+        ([-INF, 500.0, 1.0], "finite", [1, 2]),
+    ],
+)
+def test_softmax_rows_that_hold_no_ordinary_numbers(
+    row: list[float], policy: str, expected: list[int]
+) -> None:
+    _, ids = reference.topk_softmax(torch.tensor([row]), 2, nan_policy=policy)
+    assert ids.tolist() == [expected]
+
+
+def test_an_all_nan_row_has_uniform_weights_under_finite_and_none_under_zero() -> None:
+    row = torch.full((1, 4), NAN)
+    assert reference.topk_softmax(row, 2, nan_policy="finite")[0].tolist() == [[0.25, 0.25]]
+    assert reference.topk_softmax(row, 2, nan_policy="zero")[0].tolist() == [[0.0, 0.0]]
+
+
+def test_groups_by_hand() -> None:
+    row = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.6, 0.1]]).logit()
+    best_expert, _ = reference.grouped_topk(row, 1, num_groups=3, topk_groups=1)
+    torch.testing.assert_close(best_expert, torch.tensor([[0.9]]))
+    # With a bias the sum of two counts: 0.9 + 0.0, 0.5 + 0.5, 0.6 + 0.1.
+    _, ids = reference.grouped_topk(row, 2, num_groups=3, topk_groups=1, bias=torch.zeros(6))
+    assert ids.tolist() == [[2, 3]]
+
+
+@pytest.mark.parametrize(("row", "bias", "policy", "expected"), GROUP_EDGES)
+def test_groups_that_hold_no_ordinary_numbers(
+    row: list[float], bias: list[float], policy: str, expected: list[int]
+) -> None:
+    _, ids = Call.group_edge(row, bias, policy).of(reference)
+    assert ids.tolist() == [expected]
+
+
+@given(calls())
+def test_every_row_follows_the_rule(call: Call) -> None:
+    weights, ids = call.of(reference)
+    scale = call.options.get("routed_scaling_factor", 1.0)
+    for row, got_weights, got_ids in zip(call.logits.float(), weights.tolist(), ids.tolist(), strict=True):
+        scores, expected = _route_row(row, call)
+        assert got_ids == expected
+        chosen = [scores[expert] for expert in expected]
+        total = sum(chosen) if call.options["renormalize"] else 1.0
+        assert got_weights == pytest.approx(
+            [one / (total or 1.0) * scale for one in chosen], rel=1e-5, abs=1e-37
+        )
+
+
+def _route_row(row: torch.Tensor, call: Call) -> tuple[list[float], list[int]]:
+    """Scores of all experts and the ids of the chosen ones, one expert at a time."""
+    finite = call.options["nan_policy"] == "finite"
+    scoring = call.options.get("scoring") or call.name.removeprefix("topk_")
+    limit = torch.finfo(torch.float32).max
+    logits = row.tolist()
+    if finite:
+        clean = [-limit if math.isnan(one) else min(max(one, -limit), limit) for one in logits]
+    else:
+        clean = logits
+    tensor = torch.tensor(clean, dtype=torch.float32)
+    scores = (tensor.softmax(0) if scoring == "softmax" else tensor.sigmoid()).tolist()
+    scores = [one if math.isfinite(one) else 0.0 for one in scores]
+
+    ranks = []
+    for expert, score in enumerate(scores):
+        choice = score
+        if call.bias is not None:
+            choice = float(torch.tensor(score) + call.bias[expert])
+        elif finite and not all(map(math.isfinite, logits)):
+            choice = clean[expert]
+        known = math.isfinite(choice)
+        ranks.append((finite and math.isnan(logits[expert]), not known, -choice if known else 0.0, expert))
+
+    groups = call.options.get("num_groups", 1)
+    size = len(logits) // groups
+    members = [ranks[group * size : (group + 1) * size] for group in range(groups)]
+    order = sorted(range(groups), key=lambda group: (_group_rank(members[group], call), group))
+    allowed = [rank for group in order[: call.options.get("topk_groups", 1)] for rank in members[group]]
+    return scores, [rank[-1] for rank in sorted(allowed)[: call.top_k]]
+
+
+def _group_rank(ranks: list[tuple[bool, bool, float, int]], call: Call) -> tuple[bool, bool, float]:
+    ranks = sorted(ranks)
+    if call.bias is None:
+        return ranks[0][:3]
+    known = [-choice for is_nan, is_not_finite, choice, _ in ranks[:2] if not is_nan and not is_not_finite]
+    return (False, not known, -float(torch.tensor(known, dtype=torch.float32).sum()))

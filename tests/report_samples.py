@@ -1,0 +1,178 @@
+"""Reports for tests: one written by hand that shows everything, and hypothesis strategies for any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from moedoctor.results import (
+    CaseResult,
+    CaseVerdict,
+    ClaimResult,
+    ClaimVerdict,
+    Crash,
+    Death,
+    Report,
+    ScenarioResult,
+    ScenarioVerdict,
+    Summary,
+    Tier,
+)
+
+ENVIRONMENT: dict[str, Any] = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.159",
+    "torch": "2.11.0",
+    "vllm": "0.21.0",
+    "flashinfer": None,
+    "cpu": "a processor",
+    "env": {"VLLM_MOE": "1"},
+    "gpus": [{"name": "NVIDIA H200", "memory_bytes": 150754820096}],
+}
+
+HOSTILE = (
+    "[red]no markup[/] | `code` <b>&bold</b> \x1b[31mred\x1b[0m \x00\x07 :smile: %0A::error::x *a* _b_ "
+    "[link](https://example.org) @somebody line\r\nend \u202egnp ]]> --> \udc80"
+)
+"""Text that means something to rich, Markdown, HTML, XML, a terminal or GitHub."""
+
+POINTS = tuple({"tokens": 128, "top_k": k, "scoring": s} for s in ("softmax", "sigmoid") for k in (2, 8))
+
+
+def case(subject: str, verdict: str, parameters: dict[str, Any] | None = None, **fields: Any) -> CaseResult:
+    """A case with a figure that fits its verdict."""
+    tier = Tier.MODEL if subject in ("faulty", "fixed") else Tier.KERNEL
+    fields.setdefault("device", "cpu" if tier is Tier.MODEL else "cuda:0")
+    fields.setdefault("figure", {"reproduced": "13 of 128 rows", "clean": "0 of 128 rows"}.get(verdict, ""))
+    return CaseResult(
+        subject, tier, POINTS[0] if parameters is None else parameters, CaseVerdict(verdict), **fields
+    )
+
+
+def crashed(subject: str, parameters: dict[str, Any] | None = None) -> CaseResult:
+    """A case whose child died."""
+    message = "CUDA error: an illegal memory access was encountered"
+    crash = Crash(Death.ILLEGAL_MEMORY_ACCESS, message, ("Traceback", "[red]last words[/]"))
+    return case(
+        subject,
+        "error",
+        parameters,
+        evidence=crash.to_evidence(),
+        reason=message,
+        figure="illegal memory access",
+    )
+
+
+def scenario(verdict: str = "proved", *cases: CaseResult, **fields: Any) -> ScenarioResult:
+    """MD001 with these cases, or with a control and a fix that behaved."""
+    proof = (case("faulty", "reproduced", seconds=0.5), case("fixed", "clean", seconds=0.25))
+    values: dict[str, Any] = {
+        "id": "MD001",
+        "name": "nan_routing",
+        "title": "NaN router logits give one token the same expert K times",
+        "file": "scenarios/nan_routing.yaml",
+        **fields,
+    }
+    return ScenarioResult(verdict=ScenarioVerdict(verdict), cases=cases or proof, **values)
+
+
+def report(*scenarios: ScenarioResult, **fields: Any) -> Report:
+    """A report of these scenarios on a machine with a GPU."""
+    values: dict[str, Any] = {"environment": ENVIRONMENT, "summary": Summary(), "version": "0.1.0", **fields}
+    return Report(command="run", scenarios=scenarios, **values)
+
+
+def full_report() -> Report:
+    """Every verdict of a case, claims, conclusions, a crash, findings and an interruption."""
+    cases = [case("faulty", "reproduced", point, evidence={"rows": 13}) for point in POINTS]
+    cases += [case("fixed", "clean", point) for point in POINTS]
+    cases += [case("installed", "skipped", point, reason="vllm is not installed here") for point in POINTS]
+    cases += [case("vllm@0.19.1", "reproduced", point) for point in POINTS]
+    cases += [crashed("vllm@0.20.0", POINTS[0]), case("vllm@0.20.0", "clean", POINTS[1])]
+    claims = (
+        ClaimResult(
+            "the fused clamp is free", "vllm-project/vllm#39391", ClaimVerdict.CONFIRMED, {"with_us": 3.43125}
+        ),
+        ClaimResult(
+            "a launch costs 30 %", "vllm-project/vllm#39593", ClaimVerdict.REFUTED, {}, "it costs 35 %"
+        ),
+        ClaimResult("FP8 hides it", "vllm-project/vllm#39593", ClaimVerdict.UNTESTED, {}, "needs a GPU"),
+    )
+    one = scenario(
+        "error",
+        *cases,
+        claims=claims,
+        conclusions={"first_fixed_release": "0.20.0"},
+        reason="vllm@0.20.0: illegal memory access",
+        line=3,
+    )
+    two = scenario(
+        "absent", case("faulty", "clean"), id="MD005", name="untraceable_offload", reason="torch 2.13"
+    )
+    summary = Summary(error=1, absent=1, exit_code=1, cases={"clean": 6}, interrupted=True)
+    return report(one, two, summary=summary, findings=("MD001 faulty: verdict reproduced -> clean",))
+
+
+_texts = st.text(max_size=12)
+_scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _texts
+)
+_values = st.recursive(
+    _scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_texts, inner, max_size=3),
+    max_leaves=5,
+)
+evidences = st.dictionaries(_texts, _values, max_size=3)
+"""Evidence of JSON's own types."""
+
+cases = st.builds(
+    CaseResult,
+    subject=st.sampled_from(("faulty", "fixed", "installed", "vllm@0.19.1")),
+    tier=st.sampled_from(Tier),
+    parameters=st.dictionaries(_texts, _scalars, max_size=3),
+    verdict=st.sampled_from(CaseVerdict),
+    evidence=evidences,
+    reason=st.none() | _texts,
+    seconds=st.floats(0, 1e6),
+    device=st.sampled_from(("cpu", "cuda:0")),
+    figure=_texts,
+)
+claims = st.builds(
+    ClaimResult,
+    text=_texts,
+    source=_texts,
+    verdict=st.sampled_from(ClaimVerdict),
+    evidence=evidences,
+    reason=st.none() | _texts,
+)
+scenarios = st.builds(
+    ScenarioResult,
+    id=st.sampled_from(("MD001", "MD002")),
+    name=_texts,
+    title=_texts,
+    verdict=st.sampled_from(ScenarioVerdict),
+    file=_texts,
+    cases=st.lists(cases, max_size=3).map(tuple),
+    claims=st.lists(claims, max_size=2).map(tuple),
+    reason=st.none() | _texts,
+    conclusions=evidences,
+    line=st.integers(1, 1000),
+)
+_counts = st.integers(0, 1000)
+summaries = st.builds(
+    Summary,
+    *[_counts] * 7,
+    cases=st.dictionaries(st.sampled_from([one.value for one in CaseVerdict]), _counts),
+    interrupted=st.booleans(),
+)
+reports = st.builds(
+    Report,
+    command=_texts,
+    environment=evidences,
+    scenarios=st.lists(scenarios, max_size=2).map(tuple),
+    summary=summaries,
+    version=_texts,
+    findings=st.lists(_texts, max_size=2).map(tuple),
+    schema_version=st.just(1),
+)

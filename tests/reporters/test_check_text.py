@@ -1,0 +1,179 @@
+"""`check` as JSON, table and Markdown: parsed back, in columns, and safe to paste."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from machine_fakes import probes, sources
+
+from moedoctor.diagnose.check import check
+from moedoctor.diagnose.check_records import CheckResult, Finding, Problem
+from moedoctor.reporters.check import check_json, check_markdown, summary_line
+from moedoctor.reporters.check_facts import fact_rows
+from moedoctor.reporters.check_table import check_table
+
+PACKAGES = {"vllm": "0.18.0", "torch": "2.13.0+cu129", "flashinfer-python": "0.6.6"}
+GPU = ("NVIDIA H200", "9.0")
+
+
+@pytest.fixture(scope="module")
+def result() -> CheckResult:
+    return check(sources(PACKAGES, gpu=GPU, wsl=True, torch_cuda="12.9"), probes())
+
+
+def finding(**changed: Any) -> Finding:
+    values: dict[str, Any] = {
+        "id": "MD001",
+        "name": "nan_routing",
+        "title": "a title",
+        "severity": "error",
+        "confidence": 0.9,
+        "why": "why it is so",
+        "needs": "a flag",
+        "evidence": {"vllm": "0.18.0", "variables": {"VLLM_X": "1"}, "builds_for": ["120"]},
+        "next_step": "do this",
+    }
+    return Finding(**{**values, **changed})
+
+
+def test_json_has_the_documented_shape(result: CheckResult) -> None:
+    data = json.loads(check_json(result))
+    assert (data["schema_version"], data["command"]) == (1, "check")
+    assert list(data) == [
+        "schema_version",
+        "moedoctor",
+        "command",
+        "findings",
+        "conditional",
+        "problems",
+        "environment",
+        "summary",
+    ]
+    for one in (*data["findings"], *data["conditional"]):
+        assert {"id", "line", "evidence", "confidence", "next_step", "severity", "why"} <= set(one)
+        assert re.fullmatch(r"MD\d{3}", one["id"])
+        assert one["line"] is None
+        assert 0 < one["confidence"] <= 1
+    assert {one["severity"] for one in data["findings"]} == {"error", "warning"}
+    assert {one["severity"] for one in data["conditional"]} == {"note"}
+    assert data["problems"][0]["what"] == "torch 2.13.0+cu129 with vllm 0.18.0"
+    assert data["environment"]["gpu"] == "NVIDIA H200"
+    assert data["environment"]["pinned_memory"]["works"] is True
+    assert data["summary"] == {
+        "error": len([one for one in data["findings"] if one["severity"] == "error"]),
+        "warning": len([one for one in data["findings"] if one["severity"] == "warning"]),
+        "problems": 1,
+        "conditional": len(data["conditional"]),
+        "exit_code": 1,
+    }
+
+
+@pytest.mark.parametrize("width", [50, 72, 100, 160])
+def test_no_line_of_the_table_is_wider_than_the_terminal(result: CheckResult, width: int) -> None:
+    text = check_table(result, width=width)
+    *lines, last = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert last == summary_line(result)
+    for one in result.findings:
+        assert f"{one.id} {one.name}" in text
+
+
+def test_the_table_says_why_what_was_seen_and_what_next() -> None:
+    text = check_table(CheckResult(environment={}, findings=(finding(),)))
+    for line in ("why:   why it is so", "needs: a flag", "next:  do this"):
+        assert f"           {line}\n" in text
+    assert "seen:  vllm 0.18.0, VLLM_X 1, builds_for [120]\n" in text
+    assert "  error    MD001 nan_routing: a title\n" in text
+    assert "needs" not in check_table(CheckResult(environment={}, findings=(finding(needs=None),)))
+
+
+def test_colour_only_where_it_is_asked_for(result: CheckResult) -> None:
+    assert "\x1b" not in check_table(result)
+    coloured = check_table(result, colour=True)
+    assert "\x1b[1;31merror\x1b[0m" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == check_table(result)
+
+
+def test_markdown_is_a_table_that_nothing_breaks_out_of() -> None:
+    evil = "a | b\nc <img src=x> @someone `code` **bold** \x1b[31m"
+    problem = Problem(what=evil, severity="error", why=evil, evidence={"error": evil}, next_step=evil)
+    note = finding(id="MD014", severity="note", needs=evil, why=evil)
+    result = CheckResult(
+        environment={"gpus": [], "env": {"VLLM_X": evil}},
+        findings=(finding(why=evil, next_step=evil, evidence={"vllm": evil}),),
+        conditional=(note,),
+        problems=(problem,),
+        version="0.1.0",
+    )
+    text = check_markdown(result)
+    assert "\x1b" not in text
+    assert "<img" not in text
+    assert " @someone" not in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
+    assert set(cells) == {3, 5, 7}
+    assert sum(line.startswith("- MD014") for line in text.splitlines()) == 1
+    terminal = check_table(result)
+    assert "\x1b" not in terminal
+
+
+def test_nothing_found_is_said_in_few_words() -> None:
+    clean = check(sources({"torch": "2.13.0"}), probes())
+    text = check_table(clean)
+    assert "Known failures" not in text
+    assert "explain" not in text
+    assert text.splitlines()[-1].startswith("0 errors · 0 warnings · 0 problems · 0 not decided here")
+    assert "## Known" not in check_markdown(clean)
+
+
+def test_the_last_line_counts() -> None:
+    warnings = (finding(), finding(severity="warning"), finding(severity="warning"))
+    result = CheckResult(
+        environment={"collector_errors": {"gpus": "x"}},
+        findings=warnings,
+        conditional=(finding(severity="note"),),
+        problems=(Problem("p", "error", "w", {}, "n"), Problem("q", "error", "w", {}, "n")),
+    )
+    said = "1 error · 2 warnings · 2 problems · 1 not decided here · 1 fact missing"
+    assert summary_line(result) == said
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "text"),
+    [
+        ({"gpus": None}, "GPU", "unknown"),
+        ({"gpus": []}, "GPU", "none"),
+        ({"gpus": [{"name": "A", "visible": False}]}, "GPU", "none of 1 is visible to CUDA programs"),
+        (
+            {"gpus": [{"name": "H200", "capability": "9.0", "memory_bytes": 141 << 30, "visible": True}] * 4},
+            "GPU",
+            "4 × H200 (9.0, 141 GiB)",
+        ),
+        ({"gpus": [{"name": None, "visible": True}]}, "GPU", "unknown"),
+        ({"driver": "580.1", "cuda_driver": "13.0"}, "driver", "580.1 (CUDA 13.0)"),
+        ({"nvcc": "13.0.88", "torch_cuda": "12.9"}, "CUDA toolkit", "nvcc 13.0.88, torch is built for 12.9"),
+        ({}, "CUDA toolkit", "no nvcc, torch without CUDA"),
+        ({}, "pinned memory", "unknown"),
+        ({"pinned_memory": {"works": False, "reason": "no"}}, "pinned memory", "FAILS: no"),
+        ({"locked_memory_limit_bytes": 8 << 20}, "locked memory", "at most 8 MiB for a process"),
+        ({"locked_memory_limit_bytes": "unlimited"}, "locked memory", "unlimited"),
+        ({"vllm": None}, "vllm", "not installed"),
+        ({"vllm": None, "collector_errors": {"vllm": "x"}}, "vllm", "unknown"),
+        ({"collector_errors": {"vllm": "OSError: x"}}, "no vllm", "OSError: x"),
+        ({"flashinfer": "0.7.2"}, "JIT cache", "unknown"),
+        (
+            {"flashinfer": "0.7.2", "flashinfer_jit_folders": {"path": "~/c", "folders": []}},
+            "JIT cache",
+            "~/c: empty",
+        ),
+        ({"env": {"VLLM_A": "1", "FLASHINFER_B": "2"}}, "variables", "VLLM_A=1 FLASHINFER_B=2"),
+        ({"collectors": {"vllm": {"error": "no answer"}}}, "vllm says", "nothing: no answer"),
+        ({"collectors": {"vllm": {"x": 1}}}, "vllm says", "1 facts, see --format json"),
+    ],
+)
+def test_facts_in_words(facts: dict[str, Any], name: str, text: str) -> None:
+    assert dict(fact_rows(facts))[name] == text

@@ -1,0 +1,96 @@
+"""Workflow commands and the job summary of GitHub Actions."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from report_samples import HOSTILE, full_report, report, reports, scenario
+
+from moedoctor.reporters.github import MAX_SUMMARY_BYTES, GithubReporter, step_summary
+from moedoctor.reporters.markdown import MarkdownReporter
+from moedoctor.reporters.text import summary_line
+from moedoctor.results import Report, ScenarioVerdict
+
+COMMAND = re.compile(r"::(error|warning|notice) ([^:]*)::(.*)")
+
+
+def _commands(one: Report) -> list[tuple[str, dict[str, str], str]]:
+    """The commands as the runner reads them: level, properties and message, unescaped."""
+    *lines, last = GithubReporter().render(one).splitlines()
+    assert last == summary_line(one)
+    commands = []
+    for line in lines:
+        match = COMMAND.fullmatch(line)
+        assert match, line
+        pairs = (part.partition("=") for part in match[2].split(","))
+        properties = {key: _unescape(value, ":,") for key, _, value in pairs}
+        commands.append((match[1], properties, _unescape(match[3], "")))
+    return commands
+
+
+def _unescape(text: str, more: str) -> str:
+    for character in ("\r", "\n", *more):
+        text = text.replace(f"%{ord(character):02X}", character)
+    return text.replace("%25", "%")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "level"),
+    [
+        ("found", "error"),
+        ("failed", "error"),
+        ("error", "error"),
+        ("skipped", "warning"),
+        ("absent", "notice"),
+    ],
+)
+def test_each_verdict_has_its_level(verdict: str, level: str) -> None:
+    one = scenario(verdict, reason="why: 5 %, or so", line=3)
+    place = {"file": "scenarios/nan_routing.yaml", "line": "3", "title": f"MD001 nan_routing: {verdict}"}
+    assert _commands(report(one)) == [(level, place, f"{one.title}\nwhy: 5 %, or so")]
+
+
+def test_a_proof_is_no_annotation() -> None:
+    assert GithubReporter().render(report(scenario())) == summary_line(report(scenario())) + "\n"
+
+
+def test_the_text_of_a_command() -> None:
+    one = scenario("found", file="a,b:c%.yaml", reason="50 %\r\n::warning::x", title="t")
+    assert GithubReporter().render(report(one)).splitlines()[0] == (
+        "::error file=a%2Cb%3Ac%25.yaml,line=1,title=MD001 nan_routing%3A found::t%0A50 %25 ::warning::x"
+    )
+
+
+def test_each_regression_is_an_error() -> None:
+    levels = [
+        level for level, _, _ in _commands(report(scenario(), findings=("MD001: worse", "MD002: worse")))
+    ]
+    assert levels == ["error", "error"]
+    ((_, properties, message),) = _commands(report(scenario(), findings=("MD001: 5 % worse",)))
+    assert (properties, message) == ({"title": "moedoctor: worse than the baseline"}, "MD001: 5 % worse")
+
+
+@given(reports)
+def test_text_cannot_add_a_command(one: Report) -> None:
+    worth = sum(scenario.verdict is not ScenarioVerdict.PROVED for scenario in one.scenarios)
+    assert len(_commands(one)) == worth + len(one.findings)
+
+
+def test_hostile_text_stays_in_its_command() -> None:
+    one = report(scenario("found", title=HOSTILE, reason=HOSTILE, file=HOSTILE), findings=(HOSTILE,))
+    assert len(_commands(one)) == 2
+
+
+def test_the_job_summary_is_the_markdown() -> None:
+    assert step_summary(full_report()) == MarkdownReporter().render(full_report())
+
+
+def test_a_job_summary_that_is_too_long_is_cut_at_a_line() -> None:
+    text = step_summary(report(scenario("found"), findings=("µ" * 999,) * 700))
+    size = len(text.encode("utf-8"))
+    assert MAX_SUMMARY_BYTES - 3000 < size <= MAX_SUMMARY_BYTES
+    *kept, blank, note = text.splitlines()
+    assert (kept[-1], blank) == ("- " + "µ" * 999, "")
+    assert note.startswith("Cut here")

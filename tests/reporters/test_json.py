@@ -1,0 +1,51 @@
+"""The report for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib.resources import files
+
+import jsonschema
+from hypothesis import given
+from report_samples import full_report, reports
+
+from moedoctor.reporters.json import JsonReporter, report_schema
+from moedoctor.results import CaseVerdict, ClaimVerdict, Report, ScenarioVerdict, Tier
+from moedoctor.serialise import report_from_dict, report_to_dict
+
+
+@given(reports)
+def test_it_is_strict_json_that_fits_the_schema_and_reads_back(one: Report) -> None:
+    text = JsonReporter().render(one)
+    data = json.loads(text, parse_constant=_no_json)
+    jsonschema.validate(data, report_schema(), jsonschema.Draft202012Validator)
+    assert report_from_dict(data) == one
+
+
+def _no_json(token: str) -> None:
+    raise AssertionError(f"{token} is not JSON")
+
+
+def test_text_is_readable_and_indented() -> None:
+    one = dataclasses.replace(full_report(), findings=("3 µs → 4 µs",))
+    text = JsonReporter().render(one)
+    assert text.startswith('{\n  "schema_version": 1,\n  "moedoctor": "0.1.0",\n')
+    assert '"3 µs → 4 µs"' in text
+    assert text == json.dumps(report_to_dict(one), indent=2, ensure_ascii=False) + "\n"
+
+
+def test_the_schema_is_valid_and_knows_every_verdict() -> None:
+    schema = report_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    kinds = schema["$defs"]
+    assert kinds["scenario"]["properties"]["verdict"]["enum"] == [one.value for one in ScenarioVerdict]
+    assert kinds["case"]["properties"]["verdict"]["enum"] == [one.value for one in CaseVerdict]
+    assert kinds["claim"]["properties"]["verdict"]["enum"] == [one.value for one in ClaimVerdict]
+    assert kinds["case"]["properties"]["tier"]["enum"] == [one.value for one in Tier]
+
+
+def test_the_schema_is_shipped_beside_the_reporter() -> None:
+    text = files("moedoctor.reporters").joinpath("report.schema.json").read_text(encoding="utf-8")
+    assert json.loads(text) == report_schema()
+    assert text == json.dumps(report_schema(), indent=2) + "\n"

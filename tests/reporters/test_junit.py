@@ -1,0 +1,200 @@
+"""JUnit XML, read back by the standard parser and by junitparser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given
+from junitparser import Error, Failure, JUnitXml, Skipped
+from report_samples import HOSTILE, POINTS, case, crashed, full_report, report, reports, scenario
+
+from moedoctor.reporters.junit import JunitReporter
+from moedoctor.results import ClaimResult, ClaimVerdict, Report, ScenarioResult
+
+
+def _root(one: Report) -> ET.Element:
+    return ET.fromstring(JunitReporter().render(one).encode("utf-8"))
+
+
+def _outcomes(one: ScenarioResult) -> dict[str, str]:
+    """Test name without parameters -> outcome, empty where it passes."""
+    tests = _root(report(one)).iter("testcase")
+    results = {}
+    for test in tests:
+        outcomes = [child.tag for child in test if child.tag in ("failure", "error", "skipped")]
+        assert len(outcomes) <= 1
+        results[test.get("name", "").split(" ")[0]] = outcomes[0] if outcomes else ""
+    return results
+
+
+def test_one_suite_a_scenario_and_one_test_a_case() -> None:
+    root = _root(full_report())
+    suites = list(root)
+    assert [suite.get("name") for suite in suites] == [
+        "MD001 nan_routing",
+        "MD005 untraceable_offload",
+        "baseline",
+    ]
+    assert len(list(suites[0].iter("testcase"))) == len(full_report().scenarios[0].cases)
+    first = next(suites[0].iter("testcase"))
+    assert first.attrib == {
+        "classname": "moedoctor.MD001.nan_routing",
+        "name": "faulty/model tokens=128 top_k=2 scoring=softmax",
+        "time": "0.000",
+    }
+    assert first.findtext("system-out") == 'reproduced: 13 of 128 rows\n{"rows": 13}'
+
+
+def test_times_are_those_of_the_cases() -> None:
+    root = _root(report(scenario()))
+    assert [test.get("time") for test in root.iter("testcase")] == ["0.500", "0.250"]
+    assert (root.get("time"), root[0].get("time")) == ("0.750", "0.750")
+
+
+def test_what_behaved_as_expected_passes() -> None:
+    outcomes = _outcomes(
+        scenario(
+            "proved",
+            case("faulty", "reproduced"),
+            case("fixed", "clean"),
+            case("installed", "clean"),
+            case("vllm@0.20.0", "clean"),
+            case("vllm@0.19.1", "reproduced"),
+        )
+    )
+    assert set(outcomes.values()) == {""}
+    assert len(outcomes) == 5
+
+
+@pytest.mark.parametrize(
+    ("verdict", "one", "name", "outcome"),
+    [
+        ("found", case("installed", "reproduced"), "installed/kernel/cuda:0", "failure"),
+        ("found", case("sglang", "reproduced"), "sglang/kernel/cuda:0", "failure"),
+        ("failed", case("fixed", "reproduced"), "fixed/model", "failure"),
+        ("failed", case("faulty", "clean"), "faulty/model", "failure"),
+        ("absent", case("faulty", "clean"), "faulty/model", "skipped"),
+        ("proved", case("faulty", "clean"), "faulty/model", ""),
+        ("skipped", case("faulty", "skipped", reason="no GPU"), "faulty/model", "skipped"),
+        ("error", crashed("vllm@0.19.1"), "vllm@0.19.1/kernel/cuda:0", "error"),
+    ],
+)
+def test_what_did_not(verdict: str, one: object, name: str, outcome: str) -> None:
+    assert _outcomes(scenario(verdict, one)) == {name: outcome}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "outcome"), [("failed", "failure"), ("error", "error"), ("skipped", "skipped")]
+)
+def test_a_verdict_that_no_case_shows_has_a_test_of_its_own(verdict: str, outcome: str) -> None:
+    one = scenario(
+        verdict, case("vllm@0.20.0", "reproduced"), reason="vllm@0.20.0 was reproduced, expected clean"
+    )
+    assert _outcomes(one) == {"vllm@0.20.0/kernel/cuda:0": "", "verdict": outcome}
+    (test,) = (test for test in _root(report(one)).iter("testcase") if test.get("name") == "verdict")
+    assert test[0].get("message") == "vllm@0.20.0 was reproduced, expected clean"
+
+
+def test_a_death_has_its_kind_message_and_last_words() -> None:
+    error = _root(report(scenario("error", crashed("installed")))).find(".//error")
+    assert error is not None
+    message = "CUDA error: an illegal memory access was encountered"
+    assert error.attrib == {"message": message, "type": "illegal_memory_access"}
+    assert error.text == f"{message}\nTraceback\n[red]last words[/]"
+
+
+def test_reasons_of_failures_and_skips() -> None:
+    root = _root(
+        report(
+            scenario(
+                "found",
+                case("installed", "reproduced"),
+                case("vllm@0.18.0", "skipped", reason="give its kernels"),
+            ),
+            scenario("absent", case("faulty", "clean"), reason="torch 2.13 traces it"),
+        )
+    )
+    assert [one.get("message") for one in root.iter("failure")] == ["installed is reproduced: 13 of 128 rows"]
+    assert [one.get("message") for one in root.iter("skipped")] == [
+        "give its kernels",
+        "absent: torch 2.13 traces it",
+    ]
+
+
+def test_claims_conclusions_and_facts_are_properties() -> None:
+    claim = ClaimResult(
+        "it is free", "vllm-project/vllm#39391", ClaimVerdict.REFUTED, {"a_us": 3.5}, "it is not"
+    )
+    one = scenario(
+        "found", claims=(claim,), conclusions={"first_fixed_release": "0.20.0"}, reason="seen", line=3
+    )
+    properties = {one.get("name"): one.get("value") for one in _root(report(one)).iter("property")}
+    assert properties["claim: it is free (vllm-project/vllm#39391)"] == "refuted; it is not; a_us = 3.5"
+    assert properties["conclusion.first_fixed_release"] == "0.20.0"
+    assert properties["environment.env.VLLM_MOE"] == "1"
+    assert (properties["verdict"], properties["reason"]) == ("found", "seen")
+    assert properties["file"] == "scenarios/nan_routing.yaml:3"
+
+
+def test_regressions_fail() -> None:
+    suite = _root(report(scenario(), findings=("MD001: worse", "MD002: worse")))[-1]
+    assert (suite.get("name"), suite.get("failures")) == ("baseline", "2")
+    assert [one.get("message") for one in suite.iter("failure")] == ["MD001: worse", "MD002: worse"]
+
+
+@given(reports)
+def test_counts_are_those_of_the_tests(one: Report) -> None:
+    root = _root(one)
+    for element in (root, *root):
+        for attribute, tag in (
+            ("tests", "testcase"),
+            ("failures", "failure"),
+            ("errors", "error"),
+            ("skipped", "skipped"),
+        ):
+            assert int(element.get(attribute, "-1")) == len(list(element.iter(tag)))
+
+
+def test_hostile_text_stays_text() -> None:
+    one = scenario(
+        "failed",
+        case(
+            "fixed", "reproduced", {HOSTILE: HOSTILE}, figure=HOSTILE, evidence={"x": HOSTILE}, reason=HOSTILE
+        ),
+        case("faulty", "error", evidence={"death": HOSTILE, "message": HOSTILE, "stderr_tail": [HOSTILE]}),
+        title=HOSTILE,
+        reason=HOSTILE,
+        name="\ufffe]]>",
+        claims=(ClaimResult(HOSTILE, HOSTILE, ClaimVerdict.CONFIRMED, {HOSTILE: HOSTILE}),),
+    )
+    root = _root(report(one, environment={HOSTILE: HOSTILE}, findings=(HOSTILE,)))
+    assert {element.tag for element in root.iter()} == {
+        *("testsuites", "testsuite", "properties", "property", "testcase", "failure", "error", "system-out")
+    }
+    (failure, _) = root.iter("failure")
+    assert "<b>&bold</b>" in failure.get("message", "")
+
+
+def test_junitparser_reads_it(tmp_path: Path) -> None:
+    cases = [
+        case("faulty", "reproduced", POINTS[0], seconds=0.25),
+        case("installed", "reproduced", POINTS[0]),
+        case("vllm@0.18.0", "skipped", reason="give its kernels"),
+        crashed("vllm@0.20.0"),
+    ]
+    path = tmp_path / "junit.xml"
+    path.write_text(JunitReporter().render(report(scenario("error", *cases))), encoding="utf-8")
+    read = JUnitXml.fromfile(str(path))
+    (suite,) = list(read)
+    assert (suite.name, suite.tests, suite.failures, suite.errors, suite.skipped) == (
+        "MD001 nan_routing",
+        4,
+        1,
+        1,
+        1,
+    )
+    kinds = [[type(result) for result in test.result] for test in suite]
+    assert kinds == [[], [Failure], [Skipped], [Error]]
+    assert read.time == pytest.approx(0.25)

@@ -1,0 +1,186 @@
+"""Markdown, read back by a CommonMark parser."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from report_samples import HOSTILE, POINTS, case, crashed, full_report, report, scenario
+
+from moedoctor.reporters.markdown import MarkdownReporter, escape, source_link
+from moedoctor.reporters.text import one_line, summary_line
+from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
+
+PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+
+
+def _render(one: Report) -> str:
+    return MarkdownReporter().render(one)
+
+
+def _shown(markdown: str) -> list[str]:
+    """The text of each block, as a reader sees it; anything but text and our own line breaks is marked."""
+    blocks = []
+    for token in PARSER.parse(markdown):
+        if token.type == "inline":
+            parts = [
+                inner.content
+                if inner.type == "text"
+                else (
+                    "" if inner.type == "html_inline" and inner.content == "<!-- -->" else f"<{inner.type}>"
+                )
+                for inner in token.children or ()
+            ]
+            blocks.append("".join(parts))
+    return blocks
+
+
+def _tables(markdown: str) -> list[list[str]]:
+    """The cells of each table, row after row."""
+    tables: list[list[str]] = []
+    tokens = PARSER.parse(markdown)
+    for index, token in enumerate(tokens):
+        if token.type == "table_open":
+            tables.append([])
+        if token.type in ("th_open", "td_open"):
+            tables[-1].append(
+                "".join(inner.content for inner in tokens[index + 1].children or () if inner.type == "text")
+            )
+    return tables
+
+
+@given(st.text() | st.text(alphabet="*_`|[]()<>&#-+.1~!\\@a \n$=:;"))
+def test_escaped_text_is_shown_as_it_is(text: str) -> None:
+    plain = one_line(text)
+    for frame in ("{}", "- {}", "# {}", "| a | b |\n| --- | --- |\n| {} | x |"):
+        if plain:
+            shown = _shown(frame.format(escape(text)))
+            assert plain in [block.strip() for block in shown]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["# a", "- a", "+ a", "1. a", "12) a", "---", "> a", "* a", "| a", "<b>a</b>", "~~a~~", "&amp; &#42;"],
+)
+def test_text_starts_no_block(text: str) -> None:
+    assert _shown(escape(text)) == [text]
+    assert [token.type for token in PARSER.parse(escape(text))] == [
+        "paragraph_open",
+        "inline",
+        "paragraph_close",
+    ]
+
+
+def test_escaping_leaves_ordinary_text_readable() -> None:
+    assert (
+        escape("first_fixed_release 0.20.0 vllm@0.19.1 2.13.0")
+        == "first_fixed_release 0.20.0 vllm@0.19.1 2.13.0"
+    )
+    assert "@<!-- -->somebody" in escape("for @somebody")
+
+
+def test_sources_become_links() -> None:
+    assert source_link("vllm-project/vllm#39593") == (
+        "[vllm-project/vllm#39593](https://github.com/vllm-project/vllm/issues/39593)"
+    )
+    assert source_link("a/b#1, c/d#2 and *x*") == (
+        "[a/b#1](https://github.com/a/b/issues/1), [c/d#2](https://github.com/c/d/issues/2) and \\*x\\*"
+    )
+    assert source_link("a blog](javascript:x)") == "a blog\\](javascript:x)"
+
+
+def test_the_whole_report() -> None:
+    one = full_report()
+    text = _render(one)
+    shown = _shown(text)
+    headings = re.findall(r"^#+ .*$", text, re.M)
+    assert headings == [
+        "# moedoctor 0.1.0: run",
+        "## Against the baseline",
+        "## Environment",
+        "## MD001 nan_routing: error",
+        "### Claims",
+        "### Conclusions",
+        "## MD005 untraceable_offload: absent",
+    ]
+    assert any(summary_line(one) in block for block in shown)
+    assert "Interrupted: not every case ran." in shown
+    assert "MD001 faulty: verdict reproduced -> clean" in shown
+    assert "first fixed release: 0.20.0" in shown
+    environment, cases, _ = _tables(text)
+    assert environment[:4] == ["fact", "value", "gpu", "NVIDIA H200"]
+    assert "env.VLLM_MOE" in environment
+    header = ["subject", "tier", "device", "parameters", "verdict", "figure"]
+    assert cases[:6] == header
+    assert cases[6:12] == [
+        "faulty",
+        "model",
+        "cpu",
+        "top_k=2 scoring=softmax",
+        "reproduced",
+        "13 of 128 rows",
+    ]
+    assert ["installed", "kernel", "cuda:0", "4 cases", "skipped", "vllm is not installed here"] in [
+        cases[start : start + 6] for start in range(0, len(cases), 6)
+    ]
+    assert len(cases) == 6 * (1 + 4 + 4 + 1 + 4 + 2)
+
+
+def test_claims_have_verdict_figures_reason_and_link() -> None:
+    claims = (
+        ClaimResult(
+            "the clamp is free", "vllm-project/vllm#39391", ClaimVerdict.CONFIRMED, {"a_us": 3.43125}
+        ),
+        ClaimResult("it costs 30 %", "a talk", ClaimVerdict.REFUTED, {}, "it costs 35 %"),
+    )
+    text = _render(report(scenario(claims=claims)))
+    assert (
+        "- **confirmed**: the clamp is free ([vllm-project/vllm#39391]"
+        "(https://github.com/vllm-project/vllm/issues/39391))<br>a_us = 3.431\n"
+        "- **refuted**: it costs 30 % (a talk): it costs 35 %\n"
+    ) in text
+
+
+def test_nothing_in_a_report_is_markup() -> None:
+    one = scenario(
+        "proved",
+        case("faulty", "reproduced", {HOSTILE: HOSTILE}, figure=HOSTILE),
+        case("fixed", "clean", {HOSTILE: 1}),
+        title=HOSTILE,
+        reason=HOSTILE,
+        file=HOSTILE,
+        name=HOSTILE,
+        claims=(ClaimResult(HOSTILE, HOSTILE, ClaimVerdict.CONFIRMED, {HOSTILE: HOSTILE}, HOSTILE),),
+        conclusions={HOSTILE: HOSTILE},
+    )
+    text = _render(report(one, environment={HOSTILE: HOSTILE}, findings=(HOSTILE,)))
+    kinds = {inner.type for token in PARSER.parse(text) for inner in token.children or ()}
+    html = {
+        i.content for token in PARSER.parse(text) for i in token.children or () if i.type == "html_inline"
+    }
+    assert kinds <= {"text", "text_special", "strong_open", "strong_close", "html_inline"}
+    assert html == {"<!-- -->", "<br>"}
+    assert one_line(HOSTILE) in _shown(text)
+    assert len(_tables(text)[1]) == 3 * 6
+
+
+def test_a_death_is_quoted_and_cannot_leave_its_quotation() -> None:
+    evidence = {
+        "death": "silent",
+        "message": "gone",
+        "stderr_tail": ["```", "# heading", "`````", "\x1b[1m<b>"],
+    }
+    cases = [case("faulty", "error", evidence=evidence), crashed("installed", POINTS[0])]
+    text = _render(report(scenario("error", *cases)))
+    fences = [token.content for token in PARSER.parse(text) if token.type == "fence"]
+    assert fences == ["```\n# heading\n`````\n<b>\n", "Traceback\n[red]last words[/]\n"]
+    assert "Died: installed kernel tokens=128 top_k=2 scoring=softmax: illegal memory access: CUDA error" in (
+        text.replace("*", "")
+    )
+
+
+def test_a_finished_run_is_not_called_interrupted() -> None:
+    assert "Interrupted" not in _render(report(scenario(), summary=Summary(interrupted=False)))

@@ -1,0 +1,83 @@
+"""What every format owes: it is found by its name, reads back the same, and bears any report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from report_samples import HOSTILE, case, full_report, report, reports, scenario
+
+from moedoctor import catalogue
+from moedoctor.reporters.base import Reporter
+from moedoctor.reporters.github import GithubReporter
+from moedoctor.reporters.json import JsonReporter
+from moedoctor.reporters.junit import JunitReporter
+from moedoctor.reporters.markdown import MarkdownReporter
+from moedoctor.reporters.table import TableReporter
+from moedoctor.results import Report
+from moedoctor.serialise import report_from_dict, report_to_dict
+
+OURS: dict[str, Reporter] = {
+    one.name: one
+    for one in (TableReporter(), JsonReporter(), MarkdownReporter(), JunitReporter(), GithubReporter())
+}
+
+
+def test_ours_are_found_through_the_entry_points() -> None:
+    found = catalogue.reporters()
+    assert {name: type(found[name]) for name in OURS} == {name: type(one) for name, one in OURS.items()}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_report_from_a_file_reads_as_the_one_in_memory(name: str) -> None:
+    one = report(
+        scenario("found", case("installed", "reproduced", evidence={"x": (1.5, float("nan")), 8: HOSTILE})),
+        *full_report().scenarios,
+    )
+    again = report_from_dict(json.loads(json.dumps(report_to_dict(one))))
+    assert OURS[name].render(one) == OURS[name].render(again)
+
+
+@given(reports)
+def test_every_format_bears_any_report(one: Report) -> None:
+    for reporter in OURS.values():
+        text = reporter.render(one)
+        assert text.endswith("\n")
+        text.encode("utf-8")
+        assert text == reporter.render(one)
+
+
+@pytest.mark.parametrize("name", sorted(set(OURS) - {"json"}))
+def test_no_terminal_escape_or_control_character_survives(name: str) -> None:
+    one = report(
+        scenario("found", case("installed", "reproduced", {HOSTILE: HOSTILE}, figure=HOSTILE), title=HOSTILE),
+        environment={"gpu": HOSTILE, HOSTILE: [HOSTILE]},
+        findings=(HOSTILE,),
+    )
+    text = OURS[name].render(one)
+    assert all(character == "\n" or character.isprintable() for character in text)
+    assert "\u202e" not in text
+
+
+@pytest.mark.parametrize("name", sorted(set(OURS) - {"table"}))
+def test_formats_for_machines_ignore_colour_and_width(name: str) -> None:
+    one = full_report()
+    assert OURS[name].render(one, colour=True, width=60) == OURS[name].render(one)
+
+
+def test_no_format_needs_torch_and_only_the_table_needs_rich() -> None:
+    code = (
+        "import sys\nfrom moedoctor.results import Report, Summary\n"
+        "for name in ('github', 'json', 'junit', 'markdown', 'table'):\n"
+        "    module = __import__(f'moedoctor.reporters.{name}', fromlist=['x'])\n"
+        "    kind = getattr(module, name.capitalize() + 'Reporter')\n"
+        "    if name != 'table': kind().render(Report('run', {}, (), Summary(), '0'))\n"
+        "print(sorted({'torch', 'rich'} & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )

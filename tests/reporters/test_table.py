@@ -1,0 +1,198 @@
+"""The table at a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_samples import HOSTILE, POINTS, case, crashed, full_report, report, reports, scenario
+from rich.cells import cell_len
+
+from moedoctor.reporters.table import MIN_WIDTH, TableReporter
+from moedoctor.reporters.text import one_line, summary_line
+from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
+
+WIDTHS = (60, 80, 120, 200)
+
+
+def _render(one: Report, width: int | None = None, colour: bool = False) -> str:
+    return TableReporter().render(one, colour=colour, width=width)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_lines_fit_and_verdicts_stay_whole(width: int) -> None:
+    lines = _render(dataclasses.replace(full_report(), findings=()), width).splitlines()
+    assert max(cell_len(line) for line in lines[:-1]) <= width
+    assert not any(line.endswith(" ") for line in lines)
+    found = "\n".join(lines[:-1]).split()
+    # One row for the four skips, and `error` once more in the heading.
+    assert [found.count(word) for word in ("reproduced", "clean", "skipped")] == [8, 6, 1]
+    assert found.count("error") == 1 + 1
+    for word in ("confirmed", "refuted", "untested", "absent"):
+        assert word in found
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_counts_are_the_last_line_unbroken(width: int) -> None:
+    one = full_report()
+    assert _render(one, width).endswith(f"\n{summary_line(one)}\n")
+    assert _render(report(), width).endswith(f"\n{summary_line(report())}\n")
+
+
+@given(reports, st.integers(1, 220))
+def test_any_report_fits_any_width(one: Report, width: int) -> None:
+    lines = _render(one, width).split("\n")
+    assert lines[-2:] == [summary_line(one), ""]
+    assert max(cell_len(line) for line in lines[:-2]) <= max(width, MIN_WIDTH)
+
+
+def test_a_scenario_at_eighty_columns() -> None:
+    one = scenario(
+        "found",
+        *[case("faulty", "reproduced", point, figure=f"{index} rows") for index, point in enumerate(POINTS)],
+        case(
+            "fixed",
+            "clean",
+            POINTS[0],
+            figure="none of 128 rows holds a duplicate id, and every weight is finite",
+        ),
+        case("installed", "reproduced", POINTS[0]),
+        claims=(
+            ClaimResult(
+                "the clamp is free",
+                "vllm-project/vllm#39391",
+                ClaimVerdict.CONFIRMED,
+                {"a_us": 3.43},
+                "it is",
+            ),
+        ),
+        conclusions={"first_fixed_release": "0.20.0"},
+        reason="the installed release shows it in 1 cases",
+        line=3,
+    )
+    text = _render(report(one, environment={"torch": "2.11.0"}), 80)
+    assert (
+        text
+        == """\
+moedoctor 0.1.0 run · torch 2.11.0
+
+MD001 nan_routing · found
+NaN router logits give one token the same expert K times
+the installed release shows it in 1 cases
+scenarios/nan_routing.yaml:3
+all cases: tokens=128
+
+  top_k  scoring             verdict     figure
+────────────────────────────────────────────────────────────────────────────────
+faulty · model
+  2      softmax             reproduced  0 rows
+  8      softmax             reproduced  1 rows
+  2      sigmoid             reproduced  2 rows
+  8      sigmoid             reproduced  3 rows
+fixed · model
+  2      softmax             clean       none of 128 rows holds a duplicate id,
+                                         and every weight is finite
+installed · kernel · cuda:0
+  2      softmax             reproduced  13 of 128 rows
+
+Claims
+confirmed   the clamp is free (vllm-project/vllm#39391)
+            it is
+            a_us = 3.43
+
+Conclusions
+  first fixed release: 0.20.0
+
+0 proved · 1 found · 0 absent · 0 failed · 0 skipped · 0 error — cases: 5 reproduced, 1 clean, 0 skipped
+"""
+    )
+
+
+def test_cases_without_varying_parameters_take_one_line_each() -> None:
+    text = _render(report(scenario()), 100)
+    assert "\nall cases: tokens=128 top_k=2 scoring=softmax\n" in text
+    assert re.search(r"^faulty · model +reproduced +13 of 128 rows$", text, re.M)
+    assert re.search(r"^fixed · model +clean +0 of 128 rows$", text, re.M)
+
+
+def test_parameters_that_do_not_fit_side_by_side_are_named_in_each_row() -> None:
+    points = [
+        {"number_of_experts": 8, "top_k": 2, "scoring": None},
+        {"number_of_experts": 512, "top_k": 16, "scoring": "s"},
+    ]
+    one = report(scenario("proved", *(case("fixed", "clean", point) for point in points)))
+    assert "  number_of_experts  top_k  scoring  verdict " in _render(one, 80)
+    assert "\n  8                  2      -        clean " in _render(one, 80)
+    narrow = _render(one, 55)
+    assert "\ncase " in narrow
+    assert "\n  number_of_experts=8" in narrow
+
+
+def test_a_death_is_told_under_the_table() -> None:
+    cases = [case("faulty", "reproduced"), crashed("installed", POINTS[0]), crashed("installed", POINTS[1])]
+    text = _render(report(scenario("error", *cases)), 120)
+    death = text[text.index("died: ") :]
+    assert text.index("figure") < text.index("died: ")
+    assert death.startswith(
+        "died: installed kernel tokens=128 top_k=2 scoring=softmax (and 1 more the same way)\n"
+    )
+    assert "  illegal memory access: CUDA error: an illegal memory access was encountered\n" in death
+    assert "    Traceback\n    [red]last words[/]\n" in death
+
+
+def test_skips_for_one_reason_are_one_row() -> None:
+    skipped = [case("installed", "skipped", point, reason="vllm is not installed here") for point in POINTS]
+    text = _render(report(scenario("skipped", *skipped)))
+    assert re.search(r"^  4 cases +skipped +vllm is not installed here$", text, re.M)
+    assert text.count("vllm is not installed here") == 1
+
+
+def test_findings_and_an_interruption_are_told() -> None:
+    one = report(scenario(), findings=("MD001: worse", "MD002: worse"), summary=Summary(interrupted=True))
+    text = _render(one)
+    assert "regression  MD001: worse\nregression  MD002: worse\n" in text
+    assert f"\nInterrupted: not every case ran.\n{summary_line(one)}\n" in text
+    assert "Interrupted" not in _render(dataclasses.replace(one, summary=Summary()))
+
+
+def test_nothing_in_a_report_is_markup() -> None:
+    one = scenario(
+        "proved",
+        case("faulty", "reproduced", {"a[b]": "[/]"}, figure="[bold]x[/bold] :smile:"),
+        case("fixed", "clean", {"a[b]": "[red]"}, figure=HOSTILE),
+        title="[red]title[/] \\[x]",
+        reason="[/]",
+        claims=(ClaimResult("[link=x]y[/link]", "[s]", ClaimVerdict.CONFIRMED, {"[i]": "[/i]"}, "[/b]"),),
+        conclusions={"[u]": "[/u]"},
+    )
+    text = _render(report(one, findings=("[red]worse[/]",)), 200)
+    for literal in (
+        "[red]title[/] \\[x]",
+        "\n  a[b] ",
+        "\n  [/] ",
+        "\n  [red] ",
+        "[bold]x[/bold] :smile:",
+        "[link=x]y[/link] ([s])",
+        "[i] = [/i]",
+        "[u]: [/u]",
+        "[red]worse[/]",
+        one_line(HOSTILE),
+    ):
+        assert literal in text
+
+
+def test_colour_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = full_report()
+    plain = _render(one)
+    assert "\x1b" not in plain
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "40"}.items():
+        monkeypatch.setenv(name, value)
+    assert _render(one) == plain
+    monkeypatch.setenv("NO_COLOR", "1")  # the command line decides, not the surroundings
+    coloured = _render(one, colour=True)
+    assert "\x1b[33mreproduced\x1b[0m" in coloured
+    stripped = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
+    assert [line.rstrip() for line in stripped.split("\n")] == plain.split("\n")

@@ -1,0 +1,103 @@
+"""Text that the formats share."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_samples import ENVIRONMENT, HOSTILE, case, crashed, full_report, report
+
+from moedoctor.reporters.text import (
+    clean,
+    deciding_figure,
+    environment_line,
+    figures,
+    one_line,
+    short_evidence,
+    short_parameters,
+    short_value,
+    summary_line,
+)
+
+
+@given(st.text(alphabet=st.characters() | st.sampled_from("\x1b[]m\x07\x9b\r\n\t;0\udc80\u202e\u2028")))
+def test_cleaned_text_has_lines_and_printable_characters_only(text: str) -> None:
+    cleaned = clean(text)
+    assert clean(cleaned) == cleaned
+    assert not any(character < " " and character != "\n" for character in cleaned)
+    assert not any(character in "\x7f\x9b\x85\u2028\u202e\udc80" for character in cleaned)
+    assert "\n" not in one_line(text)
+
+
+def test_what_is_evidence_stays() -> None:
+    assert clean("\x1b[1;31merror\x1b[0m: x\r\ny\rz\tt") == "error: x\ny\nz   t"
+    assert (
+        clean("\x1b]8;;https://example.org\x1b\\link\x1b]8;;\x1b\\ and \x1b]0;title\x07more")
+        == "link and more"
+    )
+    assert clean("\x1b]0;never ended, and\nwhat follows") == "0;never ended, and\nwhat follows"
+    assert clean("naïve Ω 漢字 µs") == "naïve Ω 漢字 µs"
+    assert one_line(HOSTILE).startswith("[red]no markup[/] | `code` <b>&bold</b> red :smile:")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "none"),
+        (True, "true"),
+        (13, "13"),
+        (3.43125, "3.431"),
+        (1234567.0, "1234567"),
+        (12345.67, "12345.7"),
+        (0.00001234, "1.234e-05"),
+        (float("nan"), "nan"),
+        ("two\nlines", "two lines"),
+        ([1, 2], "[1, 2]"),
+        (list(range(20)), "[0, 1, 2, 3, 4, 5, … 20 in all]"),
+        ({"a": 1.0}, "{a: 1}"),
+    ],
+)
+def test_values_are_shortened(value: object, text: str) -> None:
+    assert short_value(value) == text
+
+
+def test_long_text_is_cut() -> None:
+    assert len(short_value("x" * 1000)) == 160
+    assert short_value("x" * 1000).endswith("…")
+
+
+def test_parameters_and_figures_in_words() -> None:
+    assert (
+        short_parameters({"tokens": 128, "bias": False, "scoring": "softmax"})
+        == "tokens=128 bias=false scoring=softmax"
+    )
+    assert list(figures({"a": {"b": 1, "c": {}}, "d": "x"})) == [("a.b", "1"), ("d", "x")]
+    assert short_evidence({"kernel_us": 3.43125, "rows": 13}) == "kernel_us = 3.431, rows = 13"
+
+
+def test_the_figure_that_decides() -> None:
+    assert deciding_figure(case("faulty", "reproduced", figure="13 rows")) == "13 rows"
+    assert deciding_figure(case("faulty", "reproduced", figure="13 rows", reason="odd")) == "13 rows: odd"
+    assert deciding_figure(case("faulty", "skipped", figure="none", reason="no GPU")) == "no GPU"
+    assert deciding_figure(case("faulty", "error", figure="", reason="boom")) == "boom"
+    assert deciding_figure(case("faulty", "clean", figure="", evidence={"rows": 1})) == "rows = 1"
+    assert deciding_figure(crashed("installed")) == "illegal memory access"
+
+
+def test_the_line_of_counts() -> None:
+    assert summary_line(report()) == (
+        "0 proved · 0 found · 0 absent · 0 failed · 0 skipped · 0 error — "
+        "cases: 0 reproduced, 0 clean, 0 skipped"
+    )
+    assert summary_line(full_report()) == (
+        "0 proved · 0 found · 1 absent · 0 failed · 0 skipped · 1 error — "
+        "cases: 8 reproduced, 6 clean, 4 skipped, 1 error"
+    )
+
+
+def test_the_line_of_facts() -> None:
+    assert environment_line(report(environment={**ENVIRONMENT, "python": "3.11.4"})) == (
+        "moedoctor 0.1.0 run · gpu NVIDIA H200 · driver 580.159 · torch 2.11.0 · vllm 0.21.0 · "
+        "flashinfer none · python 3.11.4"
+    )
+    assert environment_line(report(environment={})) == "moedoctor 0.1.0 run"

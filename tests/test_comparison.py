@@ -1,0 +1,283 @@
+"""Two reports held against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_samples import ENVIRONMENT, POINTS, case, full_report, report, reports, scenario
+
+from moedoctor.comparison import (
+    SEVERITY,
+    Comparison,
+    Incomparable,
+    case_key,
+    check_comparable,
+    compare,
+    expected_verdict,
+)
+from moedoctor.metrics import Tolerance
+from moedoctor.results import CaseVerdict, ClaimResult, ClaimVerdict, Report, ScenarioResult, ScenarioVerdict
+from moedoctor.serialise import report_from_dict, report_to_dict
+
+V = ScenarioVerdict
+C = CaseVerdict
+
+
+def _compare(before: ScenarioResult, after: ScenarioResult, **options: Any) -> Comparison:
+    return compare(report(before), report(after), Tolerance(), **options)
+
+
+def _cases(before: str, after: str, subject: str = "installed") -> Comparison:
+    return _compare(scenario("proved", case(subject, before)), scenario("proved", case(subject, after)))
+
+
+@given(reports)
+def test_a_report_is_no_worse_than_itself(one: Report) -> None:
+    comparison = compare(one, one, Tolerance(0.0))
+    assert comparison.regressions == comparison.improvements == ()
+    again = report_from_dict(json.loads(json.dumps(report_to_dict(one))))
+    assert compare(again, one, Tolerance(0.0)) == compare(one, again, Tolerance(0.0)) == comparison
+
+
+@given(reports.filter(lambda one: one.scenarios), st.data())
+def test_any_worse_scenario_verdict_is_a_regression(one: Report, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(one.scenarios) - 1))
+    before, after = sorted(
+        data.draw(st.lists(st.sampled_from(V), min_size=2, max_size=2, unique=True)), key=SEVERITY.index
+    )
+    baseline, current = (_with_verdict(one, index, verdict) for verdict in (before, after))
+    (change,) = compare(baseline, current, Tolerance()).regressions
+    assert (change.what, change.baseline, change.current) == ("verdict", before.value, after.value)
+    assert change.scenario == one.scenarios[index].id
+    # The other way it is no regression, unless the failure was known and is no longer looked for.
+    lost = after is V.FOUND and before in (V.ABSENT, V.SKIPPED)
+    assert bool(compare(current, baseline, Tolerance()).regressions) is lost
+
+
+def _with_verdict(one: Report, index: int, verdict: ScenarioVerdict) -> Report:
+    scenarios = list(one.scenarios)
+    scenarios[index] = dataclasses.replace(scenarios[index], verdict=verdict)
+    return dataclasses.replace(one, scenarios=tuple(scenarios))
+
+
+def test_severity_orders_every_verdict() -> None:
+    assert set(SEVERITY) == set(ScenarioVerdict)
+    assert [one.value for one in SEVERITY] == ["proved", "absent", "skipped", "found", "error", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ("failed", "proved", "improvements"),
+        ("found", "proved", "improvements"),
+        ("failed", "found", "improvements"),
+        ("failed", "error", "notes"),
+        ("error", "skipped", "notes"),
+        ("skipped", "absent", "notes"),
+        ("found", "skipped", "regressions"),
+        ("found", "absent", "regressions"),
+    ],
+)
+def test_only_a_proof_is_an_improvement(before: str, after: str, kind: str) -> None:
+    comparison = _compare(scenario(before), scenario(after, reason="why"))
+    (change,) = getattr(comparison, kind)
+    assert "why" in change.reason
+    assert len(comparison.regressions + comparison.improvements + comparison.notes) == 1
+
+
+WORSE = {
+    "faulty": "reproduced-clean reproduced-skipped reproduced-error clean-skipped clean-error skipped-clean "
+    "skipped-error error-clean",
+    "installed": "clean-reproduced clean-skipped clean-error reproduced-skipped reproduced-error "
+    "skipped-reproduced skipped-error error-reproduced",
+    "vllm@0.19.1": "clean-reproduced reproduced-clean clean-skipped reproduced-skipped clean-error "
+    "reproduced-error skipped-error",
+}
+
+
+@pytest.mark.parametrize("subject", ["faulty", "fixed", "installed", "vllm@0.19.1"])
+def test_every_change_of_a_case(subject: str) -> None:
+    worse = WORSE["installed" if subject == "fixed" else subject].split()
+    for before, after in itertools.permutations((one.value for one in C), 2):
+        comparison = _cases(before, after, subject)
+        changes = comparison.regressions or comparison.improvements or comparison.notes
+        assert [(one.what, one.baseline, one.current) for one in changes] == [("verdict", before, after)]
+        assert bool(comparison.regressions) is (f"{before}-{after}" in worse)
+        assert bool(comparison.notes) is (f"{before}-{after}" == "error-skipped")
+
+
+@given(reports.filter(lambda one: any(s.cases for s in one.scenarios)), st.data())
+def test_any_case_that_no_longer_ran_or_misbehaves_is_a_regression(one: Report, data: st.DataObject) -> None:
+    places = [(i, j) for i, s in enumerate(one.scenarios) for j in range(len(s.cases))]
+    i, j = data.draw(st.sampled_from(places))
+    old = one.scenarios[i].cases[j]
+    wanted = expected_verdict(old.subject) or C.REPRODUCED
+    after = data.draw(st.sampled_from([verdict for verdict in C if verdict is not wanted]))
+    baseline, current = (_with_case(one, i, j, verdict) for verdict in (wanted, after))
+    regressions = compare(baseline, current, Tolerance()).regressions
+    assert [(one.case, one.baseline, one.current) for one in regressions] == [
+        (case_key(old), wanted.value, after.value)
+    ]
+
+
+def _with_case(one: Report, i: int, j: int, verdict: CaseVerdict) -> Report:
+    scenarios = list(one.scenarios)
+    cases = list(scenarios[i].cases)
+    cases[j] = dataclasses.replace(cases[j], verdict=verdict)
+    scenarios[i] = dataclasses.replace(scenarios[i], cases=tuple(cases))
+    return dataclasses.replace(one, scenarios=tuple(scenarios))
+
+
+def test_a_missing_case_is_a_regression_unless_the_run_was_partial() -> None:
+    before = scenario("proved", case("fixed", "clean", POINTS[0]), case("fixed", "clean", POINTS[1]))
+    after = scenario("proved", case("fixed", "clean", POINTS[1]))
+    (change,) = _compare(before, after).regressions
+    assert (change.what, change.baseline, change.current) == ("missing", "clean", None)
+    assert change.case == 'fixed/model/cpu scoring="softmax" tokens=128 top_k=2'
+    partial = _compare(before, after, partial=True)
+    assert (partial.regressions, [one.what for one in partial.notes]) == ((), ["missing"])
+    assert [one.what for one in _compare(after, before).notes] == ["new"]
+
+
+def test_a_missing_scenario_is_a_regression_unless_the_run_was_partial() -> None:
+    both = report(scenario(), scenario(id="MD002", file="scenarios/unpinned_copy.yaml"))
+    one = report(scenario())
+    (change,) = compare(both, one, Tolerance()).regressions
+    assert (change.scenario, change.what) == ("MD002", "missing")
+    assert compare(both, one, Tolerance(), partial=True).regressions == ()
+    assert [note.what for note in compare(one, both, Tolerance()).notes] == ["new"]
+
+
+def test_a_partial_run_rests_on_fewer_cases() -> None:
+    for before, after in (("proved", "skipped"), ("found", "skipped"), ("found", "proved")):
+        comparison = _compare(scenario(before), scenario(after), partial=True)
+        assert (comparison.regressions, comparison.improvements, len(comparison.notes)) == ((), (), 1)
+    assert _compare(scenario("proved"), scenario("failed"), partial=True).regressions
+
+
+def test_cases_are_found_again_in_another_order_on_another_gpu_and_from_another_folder() -> None:
+    cases = [case("installed", "clean", point) for point in POINTS]
+    moved = [
+        dataclasses.replace(one, device="cuda:3", parameters=dict(reversed(one.parameters.items())))
+        for one in cases
+    ]
+    before = scenario("proved", *cases, file="scenarios/nan_routing.yaml")
+    after = scenario("proved", *reversed(moved), file="C:\\moedoctor\\_scenarios\\nan_routing.yaml")
+    assert _compare(before, after) == Comparison()
+    assert (
+        len({case_key(one) for one in [*cases, case("installed", "clean", device="cpu")]}) == len(POINTS) + 1
+    )
+
+
+def test_one_and_true_are_different_parameters() -> None:
+    before, after = (scenario("proved", case("fixed", "clean", {"bias": value})) for value in (1, True))
+    assert [one.what for one in _compare(before, after).regressions] == ["missing"]
+
+
+def test_two_scenarios_about_one_failure_are_kept_apart() -> None:
+    one, two = scenario("proved"), scenario("failed")
+    assert compare(report(one, two), report(one, two), Tolerance()) == Comparison()
+    for worse in ((one, two), (two, one)):
+        assert len(compare(report(one, one), report(*worse), Tolerance()).regressions) == 1
+
+
+def _claim(verdict: str, **evidence: Any) -> ClaimResult:
+    return ClaimResult(
+        "the clamp is free", "vllm-project/vllm#39391", ClaimVerdict(verdict), evidence, "measured"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ("confirmed", "refuted", "regressions"),
+        ("confirmed", "untested", "notes"),
+        ("untested", "refuted", "notes"),
+        ("refuted", "confirmed", "notes"),
+    ],
+)
+def test_changes_of_a_claim(before: str, after: str, kind: str) -> None:
+    comparison = _compare(scenario(claims=(_claim(before),)), scenario(claims=(_claim(after),)))
+    (change,) = getattr(comparison, kind)
+    assert (change.case, change.baseline) == ("claim: the clamp is free (vllm-project/vllm#39391)", before)
+    assert len(comparison.regressions) + len(comparison.improvements) + len(comparison.notes) == 1
+
+
+def test_a_claim_that_is_gone_is_a_note() -> None:
+    comparison = _compare(scenario(claims=(_claim("confirmed"),)), scenario())
+    assert (comparison.regressions, [one.what for one in comparison.notes]) == ((), ["missing"])
+
+
+def test_metrics_of_cases_claims_and_conclusions_are_compared() -> None:
+    def measured(us: float) -> ScenarioResult:
+        return scenario(
+            "proved",
+            case("fixed", "clean", evidence={"kernel_us": us, "rows": us}, seconds=us),
+            claims=(_claim("confirmed", clamp_us=us),),
+            conclusions={"ours_vllm_ratio": us},
+        )
+
+    comparison = _compare(measured(1.0), measured(2.0))
+    assert sorted(one.what for one in comparison.regressions) == ["clamp_us", "kernel_us", "ours_vllm_ratio"]
+    assert {(one.baseline, one.current) for one in comparison.regressions} == {(1.0, 2.0)}
+    assert len(_compare(measured(2.0), measured(1.0)).improvements) == 3
+    wide = compare(report(measured(1.0)), report(measured(2.0)), Tolerance(1.0))
+    assert wide == Comparison()
+
+
+def test_a_metric_in_only_one_report_is_a_note() -> None:
+    comparison = _compare(scenario(conclusions={"a_us": 1.0}), scenario(conclusions={"b_us": 1.0}))
+    assert (comparison.regressions, [one.what for one in comparison.notes]) == ((), ["a_us", "b_us"])
+
+
+def _on(**facts: Any) -> Report:
+    fast = facts.pop("us", 1.0)
+    return report(scenario(conclusions={"a_us": fast}), environment={**ENVIRONMENT, **facts})
+
+
+@pytest.mark.parametrize("fact", ["driver", "torch"])
+def test_metrics_under_another_driver_or_torch_are_not_compared(fact: str) -> None:
+    comparison = compare(_on(), _on(us=9.0, **{fact: "other"}), Tolerance())
+    (note,) = comparison.notes
+    assert comparison.regressions == ()
+    assert (
+        f"metrics not compared: {fact} differs (baseline {ENVIRONMENT[fact]}, current other)" in note.reason
+    )
+
+
+def test_the_processor_matters_only_without_a_gpu() -> None:
+    assert compare(_on(), _on(us=9.0, cpu="other"), Tolerance()).regressions
+    comparison = compare(_on(gpu=None), _on(gpu=None, us=9.0, cpu="other"), Tolerance())
+    assert (comparison.regressions, len(comparison.notes)) == ((), 1)
+
+
+@pytest.mark.parametrize("fact", ["gpu", "vllm", "flashinfer"])
+def test_reports_about_different_things_cannot_be_compared(fact: str) -> None:
+    with pytest.raises(Incomparable, match=f"{fact} differs .baseline .*, current other") as caught:
+        compare(_on(), _on(**{fact: "other"}), Tolerance())
+    assert isinstance(caught.value, ValueError)
+    with pytest.raises(Incomparable, match=f"{fact} differs"):
+        check_comparable(ENVIRONMENT, {**ENVIRONMENT, fact: "other"})
+    check_comparable(ENVIRONMENT, {**ENVIRONMENT, "driver": "other"})
+    with pytest.raises(Incomparable, match="current none"):
+        compare(_on(**{fact: "other"}), _on(**{fact: None}), Tolerance())
+
+
+def test_findings_are_the_regressions_in_one_line_each() -> None:
+    worse = scenario("failed", case("fixed", "reproduced"), reason="it came back")
+    comparison = _compare(scenario("proved", case("fixed", "clean")), worse)
+    assert comparison.findings == (
+        "MD001: verdict proved -> failed: worse than the baseline (it came back)",
+        'MD001 fixed/model/cpu scoring="softmax" tokens=128 top_k=2: verdict clean -> reproduced: '
+        "fixed should be clean",
+    )
+
+
+def test_the_whole_sample_against_a_proved_one() -> None:
+    assert compare(full_report(), full_report(), Tolerance(0.0)) == Comparison()

@@ -1,0 +1,82 @@
+"""The exit code that a report means."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_samples import case, report, reports, scenario
+
+from moedoctor import gate
+from moedoctor.gate import FailOn, exit_code
+from moedoctor.results import Report
+
+PROVED = scenario("proved")
+PROVED_WITH_SKIP = scenario(
+    "proved", case("faulty", "reproduced"), case("fixed", "clean"), case("installed", "skipped")
+)
+REGRESSED = report(PROVED, findings=("MD001: worse",))
+
+# Report, then the exit code for fail_on = error, error with strict, warning, never.
+TABLE = [
+    (report(), (0, 0, 0, 0)),
+    (report(PROVED), (0, 0, 0, 0)),
+    (report(scenario("found")), (1, 1, 1, 0)),
+    (report(scenario("failed")), (1, 1, 1, 0)),
+    (report(scenario("absent")), (0, 0, 1, 0)),
+    (report(scenario("skipped")), (0, 1, 1, 0)),
+    (report(PROVED_WITH_SKIP), (0, 1, 1, 0)),
+    (report(scenario("error")), (3, 3, 3, 3)),
+    (report(scenario("error"), scenario("found")), (1, 1, 1, 3)),
+    (report(scenario("error"), scenario("skipped")), (3, 1, 1, 3)),
+    (report(scenario("error"), scenario("absent")), (3, 3, 1, 3)),
+    (REGRESSED, (1, 1, 1, 0)),
+    (report(scenario("skipped", case("installed", "reproduced"))), (1, 1, 1, 0)),
+    (report(scenario("proved", case("vllm@0.19.1", "reproduced"))), (0, 0, 0, 0)),
+]
+
+
+@pytest.mark.parametrize(("one", "codes"), TABLE)
+def test_exit_codes(one: Report, codes: tuple[int, int, int, int]) -> None:
+    settings: list[tuple[bool, FailOn]] = [
+        (False, "error"),
+        (True, "error"),
+        (False, "warning"),
+        (True, "never"),
+    ]
+    assert tuple(exit_code(one, strict=strict, fail_on=fail_on) for strict, fail_on in settings) == codes
+
+
+@given(reports, st.booleans())
+def test_a_stricter_gate_never_lets_more_through(one: Report, strict: bool) -> None:
+    never, error, warning = (
+        exit_code(one, strict=strict, fail_on=level) for level in ("never", "error", "warning")
+    )
+    assert {never, error, warning} <= {0, 1, 3}
+    assert never != 1
+    for lenient, hard in itertools.pairwise((never, error, warning)):
+        assert lenient == 0 or hard != 0
+
+
+def test_the_gate_offers_what_it_compares_with() -> None:
+    assert set(gate.__all__) >= {
+        "Comparison",
+        "Incomparable",
+        "Tolerance",
+        "check_comparable",
+        "compare",
+        "exit_code",
+    }
+    assert all(hasattr(gate, name) for name in gate.__all__)
+
+
+def test_the_gate_needs_neither_torch_nor_rich() -> None:
+    code = "import sys, moedoctor.gate; print(sorted({'torch', 'rich', 'pydantic'} & set(sys.modules)))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )

@@ -1,0 +1,239 @@
+"""What the packaging promises: a wheel that is whole, entry points that load, and a start without torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import moedoctor
+from moedoctor.scenario_files import builtin_folder, reports_folder
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = ("torch", "triton", "numpy", "vllm", "flashinfer")
+LIGHT = ("cli", "scenario", "catalogue", "gate", "results", "environment", "reporters", "serialise", "runner")
+GROUPS = ("moedoctor.faults", "moedoctor.subjects", "moedoctor.reporters")
+
+
+def scenario_names() -> set[str]:
+    return {path.name for path in (ROOT / "scenarios").iterdir() if path.suffix in {".yaml", ".json"}}
+
+
+def run_python(code: str, *arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter that sees the package in `path` first."""
+    start = f"import sys; sys.path.insert(0, {str(path)!r})\n"
+    return subprocess.run(
+        [sys.executable, "-c", start + code, *arguments],
+        capture_output=True,
+        encoding="utf-8",
+        cwd=path,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from hatchling.builders.sdist import SdistBuilder
+
+    folder = tmp_path_factory.mktemp("sdist")
+    return Path(next(SdistBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """The wheel as an index would get it: built from the source distribution."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    folder = sdist.parent / "unpacked"
+    with tarfile.open(sdist) as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(folder)
+    (source,) = folder.iterdir()
+    return Path(next(WheelBuilder(str(source)).build(directory=str(sdist.parent), versions=["standard"])))
+
+
+def test_the_wheel_holds_the_package_its_scenarios_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.endswith("/")}
+    info = f"moedoctor-{moedoctor.__version__}.dist-info/"
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "moedoctor").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
+    assert "moedoctor/py.typed" in names
+    entries = {path.relative_to(ROOT).as_posix() for path in (ROOT / "moedoctor" / "entries").glob("*.md")}
+    assert entries
+    assert entries <= names
+    assert {Path(name).name for name in names if name.startswith("moedoctor/_scenarios/")} == scenario_names()
+    assert f"{info}licenses/LICENSE" in names
+    assert all(name.startswith(("moedoctor/", info)) for name in names)
+
+
+def test_the_package_of_the_wheel_finds_its_own_scenarios_and_evidence(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    package = (tmp_path / "moedoctor").resolve()
+    answer = run_python(
+        "from moedoctor.scenario_files import *; print(builtin_folder(), reports_folder(), sep='\\n')",
+        path=tmp_path,
+    )
+    assert answer.stdout.splitlines()[0] == str(package / "_scenarios"), answer.stderr
+    has_evidence = any((ROOT / "reports").rglob("*.json"))
+    assert answer.stdout.splitlines()[1] == str(
+        (package / "_reports") if has_evidence else tmp_path / "reports"
+    )
+
+
+def test_a_checkout_reads_scenarios_and_evidence_where_they_are_written() -> None:
+    assert builtin_folder() == ROOT / "scenarios"
+    assert reports_folder() == ROOT / "reports"
+
+
+def test_a_package_without_scenarios_says_where_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moedoctor.scenario_files._PACKAGE", tmp_path / "moedoctor")
+    with pytest.raises(FileNotFoundError, match=r"_scenarios.*scenarios.*install moedoctor again"):
+        builtin_folder()
+
+
+def test_the_source_distribution_holds_what_tests_and_builds_need(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"pyproject.toml", "Makefile", "scripts/setup.sh", "README.md", "LICENSE", "CHANGELOG.md"}
+    assert wanted <= names
+    assert {f"scenarios/{name}" for name in scenario_names()} <= names
+    assert "tests/test_project.py" in names
+    assert not [name for name in names if name.startswith((".venv", ".gpu", "out/")) or "__pycache__" in name]
+
+
+def test_the_metadata_of_the_wheel_says_what_it_needs(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_string(archive.read(name).decode("utf-8"))
+    assert metadata["Version"] == moedoctor.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    always = {need.name.lower() for need in needs if not (need.marker and "extra" in str(need.marker))}
+    assert always == {
+        "nvidia-ml-py",
+        "packaging",
+        "pydantic",
+        "pyyaml",
+        "rich",
+        "safetensors",
+        "torch",
+        "typer",
+    }
+    # Installing the doctor must not change the torch that it is to examine.
+    (torch,) = (need for need in needs if need.name == "torch")
+    assert {one.operator for one in torch.specifier} == {">="}
+
+
+def test_the_installed_version_is_the_written_one() -> None:
+    assert importlib.metadata.version("moedoctor") == moedoctor.__version__, "run make setup"
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    [
+        ("moedoctor.faults", {"nan_routing"}),
+        ("moedoctor.subjects", {"faulty", "fixed", "installed", "vllm"}),
+        ("moedoctor.reporters", {"table", "json", "markdown", "junit", "github"}),
+    ],
+)
+def test_every_entry_point_of_ours_loads(group: str, names: set[str]) -> None:
+    entries = [
+        entry
+        for entry in importlib.metadata.entry_points(group=group)
+        if entry.value.startswith("moedoctor.")
+    ]
+    assert {entry.name for entry in entries} >= names
+    for entry in entries:
+        assert isinstance(entry.load(), type), entry
+
+
+def test_what_answers_without_torch_imports_nothing_heavy() -> None:
+    """The light modules, what is in their packages, and our plug-ins as the catalogue loads them."""
+    code = f"""
+import importlib, pkgutil
+from importlib.metadata import entry_points
+
+def check(name):
+    heavy = [package for package in {HEAVY!r} if package in sys.modules]
+    if heavy:
+        sys.exit(name + " imports " + ", ".join(heavy))
+    print(name)
+
+for name in {LIGHT!r}:
+    module = importlib.import_module("moedoctor." + name)
+    inside = pkgutil.walk_packages(getattr(module, "__path__", []), module.__name__ + ".")
+    for one in [module.__name__, *(found.name for found in inside)]:
+        importlib.import_module(one)
+        check(one)
+for group in {GROUPS!r}:
+    for entry in entry_points(group=group):
+        if entry.value.startswith("moedoctor."):
+            entry.load()()
+            check(entry.value)
+"""
+    answer = run_python(code)
+    assert answer.returncode == 0, answer.stderr
+    checked = set(answer.stdout.split())
+    assert {"moedoctor.cli", "moedoctor.reporters.json", "moedoctor.faults.nan_routing:NanRouting"} <= checked
+
+
+@pytest.mark.parametrize("words", [["--help"], ["list"], ["explain", "MD001"]])
+def test_commands_that_only_answer_import_no_torch(words: list[str]) -> None:
+    code = (
+        "from moedoctor.cli import main\n"
+        "sys.argv[0] = 'moedoctor'\n"
+        "try: code = main()\n"
+        "except SystemExit as end: code = end.code\n"
+        f"print('HEAVY', [name for name in {HEAVY!r} if name in sys.modules], code or 0)\n"
+    )
+    answer = run_python(code, *words)
+    assert answer.stdout.rstrip().endswith("HEAVY [] 0"), answer.stdout + answer.stderr
+
+
+def test_the_package_runs_as_a_module() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "moedoctor", "--help"],
+        capture_output=True,
+        encoding="utf-8",
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert "Usage" in answer.stdout
+
+
+@pytest.mark.parametrize(("available", "outcome"), [(False, "1 passed, 1 skipped"), (True, "2 passed")])
+def test_gpu_tests_are_skipped_and_counted_where_torch_sees_no_gpu(
+    tmp_path: Path, available: bool, outcome: str
+) -> None:
+    """In a folder of its own, with a stand-in for torch that gives the answer."""
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "torch.py").write_text(f"class cuda:\n    is_available = staticmethod(lambda: {available})\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n\n\ndef test_anywhere(): pass\n\n\n@pytest.mark.gpu\ndef test_gpu(): pass\n"
+    )
+    arguments = ["-m", "pytest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    answer = subprocess.run(
+        [sys.executable, *arguments, "--rootdir", str(tmp_path), str(tmp_path)],
+        capture_output=True,
+        encoding="utf-8",
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
+    assert outcome in answer.stdout.splitlines()[-1], answer.stdout + answer.stderr

@@ -1,0 +1,191 @@
+"""`scripts/setup.sh`, which `make` calls first: what it installs, and when. The interpreters are fakes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Answers as Python would to what the script asks of it, and notes each installation in $LOG.
+INTERPRETER = r"""#!/bin/sh
+release=%(release)s
+case "$*" in
+"-c import sys; sys.exit(sys.version_info[:2] < (3, 10))") [ "${release#3.}" -ge 10 ] ;;
+'-c import sys; print("%%d.%%d" %% sys.version_info[:2])') echo "$release" ;;
+'-c import sys; print("%%d.%%d.%%d" %% sys.version_info[:3])') echo "$release.1" ;;
+"-c import ensurepip, venv") [ -z "${NO_ENSUREPIP:-}" ] ;;
+"-c import sys; print(getattr(sys"*) echo "$0" ;;
+"-m venv .venv")
+    mkdir -p .venv/bin
+    cp "$0" .venv/bin/python
+    touch .venv/pyvenv.cfg
+    echo "venv $release" >>"$LOG" ;;
+"-m pip --version") ;;
+"-m pip install "*)
+    echo "$*" >>"$LOG"
+    [ -z "${FAIL_INSTALL:-}" ] ;;
+*) echo "unexpected: $*" >&2; exit 9 ;;
+esac
+"""
+
+
+class Clone:
+    """A fresh clone, and a folder of interpreters that is all of the path besides the system's tools."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "clone"
+        self.tools = folder / "tools"
+        self.log = folder / "log"
+        (self.root / "scripts").mkdir(parents=True)
+        self.tools.mkdir()
+        self.log.touch()
+        shutil.copy(ROOT / "scripts" / "setup.sh", self.root / "scripts")
+        (self.root / "pyproject.toml").write_text("[project]\n")
+        for tool in ("sh", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "touch"):
+            (self.tools / tool).symlink_to(shutil.which(tool) or "")
+
+    def add_python(self, name: str, release: str) -> None:
+        path = self.tools / name
+        path.write_text(INTERPRETER % {"release": release})
+        path.chmod(0o755)
+
+    def setup(self, **environ: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["sh", str(self.root / "scripts" / "setup.sh")],
+            env={"PATH": str(self.tools), "LOG": str(self.log), "GOAL": "run", **environ},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=60,
+            check=False,
+        )
+
+    def notes(self) -> list[str]:
+        """What was done since the last call: `venv RELEASE`, and the packages of each installation."""
+        lines = self.log.read_text().splitlines()
+        self.log.write_text("")
+        skipped = {"-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"}
+        return [
+            line if line.startswith("venv") else " ".join(w for w in line.split() if w not in skipped)
+            for line in lines
+        ]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    fresh = Clone(tmp_path)
+    fresh.add_python("python3", "3.11")
+    return fresh
+
+
+def test_a_fresh_clone_gets_a_venv_and_a_second_call_does_and_says_nothing(clone: Clone) -> None:
+    first = clone.setup(TORCH="2.13.0")
+    assert first.returncode == 0, first.stderr
+    assert clone.notes() == ["venv 3.11", "torch==2.13.0 --editable .[dev]"]
+    second = clone.setup(TORCH="2.13.0")
+    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
+    assert clone.notes() == []
+
+
+def test_another_torch_or_other_dependencies_install_again_into_the_same_venv(clone: Clone) -> None:
+    clone.setup(TORCH="2.13.0")
+    clone.notes()
+    clone.setup(TORCH="2.11.0")
+    assert clone.notes() == ["torch==2.11.0 --editable .[dev]"]
+    clone.setup(TORCH="2.13.0")
+    assert clone.notes() == ["torch==2.13.0 --editable .[dev]"]
+    (clone.root / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    clone.setup(TORCH="2.13.0")
+    assert clone.notes() == ["torch==2.13.0 --editable .[dev]"]
+    os.utime(clone.root / "pyproject.toml", (1, 1))
+    clone.setup(TORCH="2.13.0")
+    assert clone.notes() == []
+
+
+def test_without_a_named_torch_any_will_do(clone: Clone) -> None:
+    assert clone.setup(TORCH="").returncode == 0
+    assert clone.notes() == ["venv 3.11", "--editable .[dev]"]
+
+
+def test_a_failed_installation_is_told_and_tried_again(clone: Clone) -> None:
+    clone.setup()
+    failed = clone.setup(TORCH="2.11.0", FAIL_INSTALL="1")
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1] == "setup: installing failed: see above; mend it and run make again"
+    clone.notes()
+    assert clone.setup().returncode == 0
+    assert clone.notes() == ["--editable .[dev]"]
+
+
+def test_a_venv_that_broke_is_made_anew(clone: Clone) -> None:
+    clone.setup()
+    (clone.root / ".venv" / "bin" / "python").unlink()
+    clone.notes()
+    assert clone.setup().returncode == 0
+    assert clone.notes() == ["venv 3.11", "--editable .[dev]"]
+
+
+def test_a_clone_that_was_moved_gets_a_venv_of_its_own(clone: Clone) -> None:
+    clone.setup()
+    clone.notes()
+    clone.root = clone.root.rename(clone.root.with_name("moved"))
+    assert clone.setup().returncode == 0
+    assert clone.notes() == ["venv 3.11", "--editable .[dev]"]
+
+
+def test_another_interpreter_makes_another_venv_and_later_calls_keep_it(clone: Clone) -> None:
+    clone.setup()
+    clone.add_python("python3.12", "3.12")
+    clone.notes()
+    clone.setup(PYTHON="python3.12")
+    assert clone.notes() == ["venv 3.12", "--editable .[dev]"]
+    clone.setup()
+    clone.setup(PYTHON="python3.12")
+    assert clone.notes() == []
+
+
+def test_an_old_python_is_refused_with_one_that_would_do(clone: Clone) -> None:
+    clone.add_python("python3", "3.9")
+    clone.add_python("python3.12", "3.12")
+    refused = clone.setup()
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        "setup: moedoctor needs Python 3.10 or newer, and 'python3' is Python 3.9.1; "
+        "choose one that is: make run PYTHON=python3.12\n"
+    )
+    assert clone.notes() == []
+
+
+def test_an_old_python_alone_is_refused(clone: Clone) -> None:
+    clone.add_python("python3", "3.9")
+    assert (
+        "is Python 3.9.1; install one, or name it: make run PYTHON=/path/to/python3" in clone.setup().stderr
+    )
+
+
+def test_no_python_at_all_is_told(clone: Clone) -> None:
+    (clone.tools / "python3").unlink()
+    refused = clone.setup()
+    assert refused.returncode == 1
+    assert "there is no working 'python3'; install one" in refused.stderr
+
+
+def test_a_python_without_ensurepip_names_the_package_to_install(clone: Clone) -> None:
+    refused = clone.setup(NO_ENSUREPIP="1")
+    assert refused.returncode == 1
+    assert "apt-get install python3.11-venv" in refused.stderr
+    assert not (clone.root / ".venv").exists()
+
+
+def test_a_folder_that_is_no_venv_is_never_removed(clone: Clone) -> None:
+    (clone.root / ".venv").mkdir()
+    (clone.root / ".venv" / "thesis.tex").touch()
+    refused = clone.setup()
+    assert refused.returncode == 1
+    assert "is no virtual environment; move it away" in refused.stderr
+    assert (clone.root / ".venv" / "thesis.tex").exists()
