@@ -53,7 +53,7 @@ def resolve_arch(capability: Capability | str, cuda: tuple[int, ...] | str) -> A
     if gpu not in capabilities():
         known = ", ".join(map(show, capabilities()))
         raise ValueError(f"capability: {show(gpu)} is unknown here; expected one of {known}")
-    if gpu == (10, 7) and FAMILY_TARGETS_SINCE <= toolkit < (13, 4):
+    if gpu == (10, 7) and FAMILY_TARGETS_SINCE <= toolkit < (13, 5):
         why = f"CUDA {show(toolkit)} does not know 10.7 yet, which runs code of the 10.0 family"
         return ArchDecision("100f", why)
     target = Target(*gpu, _suffix(gpu, toolkit))

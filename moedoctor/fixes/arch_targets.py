@@ -27,7 +27,7 @@ _KNOWN: dict[Capability, tuple[CudaVersion, CudaVersion | None]] = {
     (10, 0): ((12, 8), None),
     (10, 1): ((12, 8), (12, 9)),  # Thor, which is 11.0 since CUDA 13.0
     (10, 3): ((12, 9), None),
-    (10, 7): ((13, 4), None),
+    (10, 7): ((13, 5), None),  # ptxas 13.4.92 knows it, 13.4.59 does not
     (11, 0): ((13, 0), None),
     (12, 0): ((12, 8), None),
     (12, 1): ((12, 9), None),
