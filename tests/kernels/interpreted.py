@@ -48,7 +48,20 @@ def _clean_rows_once() -> None:
     assert len(stored) == 5, stored
 
 
-_CHECKS = {"group edges": _group_edges, "clean rows once": _clean_rows_once}
+def _inf_ranks_by_logit() -> None:
+    """Under "finite" a row that holds an Inf is ranked by its logits, although these scores are all 1."""
+    x = torch.tensor([[30.0, 20.0, float("inf"), 25.0], [30.0, 20.0, 26.0, 25.0]])
+    _, ids = launch(
+        Call("topk_sigmoid", x, 3, {"nan_policy": "finite"}), device="cpu", shape=Shape(2, 4, 1, 1)
+    )
+    assert ids.tolist() == [[2, 0, 3], [0, 1, 2]], ids
+
+
+_CHECKS = {
+    "group edges": _group_edges,
+    "clean rows once": _clean_rows_once,
+    "inf ranks by logit": _inf_ranks_by_logit,
+}
 
 if __name__ == "__main__":
     for text in sys.argv[1:]:

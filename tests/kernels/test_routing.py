@@ -127,6 +127,11 @@ def test_clean_rows_are_routed_once() -> None:
 
 
 @needs_triton
+def test_inf_ranks_by_logit_under_finite() -> None:
+    _interpret("inf ranks by logit")
+
+
+@needs_triton
 def test_the_kernels_sort_every_arrangement() -> None:
     """A network that sorts all sequences of zeros and ones sorts everything."""
     here = Path(__file__).parent
