@@ -204,6 +204,69 @@ def audit(
     raise typer.Exit(audit_command(paths, capability=sm, format=format, output=output))
 
 
+@app.command(epilog=EPILOG)
+def plan(
+    model: Annotated[str, typer.Option(help="A preset (see the README) or a folder with a config.json.")],
+    gpu_memory: Annotated[float | None, typer.Option(metavar="GIB", help="Memory of the GPU.")] = None,
+    utilization: Annotated[float, typer.Option(help="vLLM's --gpu-memory-utilization.")] = 0.9,
+    available_kv: Annotated[
+        float | None, typer.Option(metavar="GIB", help="KV memory from vLLM's log, in place of --gpu-memory.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a request; default: the model's most.")
+    ] = None,
+    kv_dtype: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
+    block_size: Annotated[int, typer.Option(help="Tokens of a KV block; hybrid models raise it.")] = 16,
+    batched_tokens: Annotated[int, typer.Option(help="vLLM's --max-num-batched-tokens.")] = 8192,
+    scheme: Annotated[str, typer.Option(help="Of the experts: nvfp4, mxfp4, fp8 or bf16.")] = "nvfp4",
+    other_scheme: Annotated[str, typer.Option(help="Of everything else.")] = "bf16",
+    backend: Annotated[str, typer.Option(help="MoE backend, for its workspace.")] = "MARLIN",
+    workspace: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Measured workspace, in place of the computed one.")
+    ] = None,
+    offload: Annotated[float, typer.Option(metavar="GIB", help="Weights kept in host memory.")] = 0.0,
+    offload_mode: Annotated[str, typer.Option(help="uva, or copy: everything in every step.")] = "uva",
+    expert_cache: Annotated[
+        int | None, typer.Option(metavar="SLOTS", help="Slots a layer of an expert cache.")
+    ] = None,
+    hit_rate: Annotated[
+        float | None, typer.Option(help="Of that cache, from bench --cache; default: uniform routing.")
+    ] = None,
+    pcie: Annotated[float, typer.Option(metavar="GB/S", help="Host to device bandwidth.")] = 50.0,
+    format: Annotated[str, typer.Option("--format", "-f", help="table, json or markdown.")] = "table",
+    output: OutputOption = None,
+) -> None:
+    """Weigh memory against speed.
+
+    Weights, workspace, KV tokens, concurrency and the bound that PCIe sets, computed for a model and a GPU.
+    Exit code 1 where not one request of the context fits.
+    """
+    from moedoctor.commands.plan import PlanOptions, plan_command
+
+    options = PlanOptions(
+        model=model,
+        gpu_memory=gpu_memory,
+        utilization=utilization,
+        available_kv=available_kv,
+        context=context,
+        kv_type=kv_dtype.lower(),
+        block_size=block_size,
+        batched_tokens=batched_tokens,
+        scheme=scheme.lower(),
+        other_scheme=other_scheme.lower(),
+        backend=backend,
+        workspace=workspace,
+        offload=offload,
+        offload_mode=offload_mode.lower(),
+        expert_cache=expert_cache,
+        hit_rate=hit_rate,
+        bandwidth=pcie,
+        format=format,
+        output=output,
+    )
+    raise typer.Exit(plan_command(options))
+
+
 @app.command()
 def show(
     report: Annotated[Path, typer.Argument(help="A JSON report.")],

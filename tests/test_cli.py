@@ -71,7 +71,7 @@ def test_strict_counts_a_skip_as_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run", "MD01"], "did you mean MD001?"),
+        (["run", "MD0011"], "did you mean MD001?"),
         (["run", "no/such/file.yaml"], "no/such/file.yaml:1:"),
         (["run", "--format", "pdf"], "--format pdf: expected one of"),
         (["run", "--fail-on", "sometimes"], "--fail-on sometimes: expected one of error, warning, never"),

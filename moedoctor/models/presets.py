@@ -1,0 +1,41 @@
+"""Presets: the fields of the published config.json files of the models that the reports are about."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from moedoctor.models.config_json import ConfigError, read_config, shape_of
+from moedoctor.models.shape import ModelShape
+
+
+def names() -> Sequence[str]:
+    """The presets, in alphabetical order."""
+    folder = resources.files("moedoctor.models") / "presets"
+    return sorted(one.name.removesuffix(".json") for one in folder.iterdir() if one.name.endswith(".json"))
+
+
+def preset(name: str) -> ModelShape:
+    """The preset called `name`, in any case. Raises ConfigError, which lists the presets."""
+    wanted = name.lower()
+    if wanted not in names():
+        raise ConfigError(
+            f"--model {name}: no such preset or folder; expected a folder with a config.json, or "
+            f"one of {', '.join(names())}"
+        )
+    text = (resources.files("moedoctor.models") / "presets" / f"{wanted}.json").read_text(encoding="utf-8")
+    return shape_of(json.loads(text), wanted, f"preset {wanted}")
+
+
+def find_model(name: str) -> ModelShape:
+    """The model in the folder `name`, else the preset of that name. Raises ConfigError."""
+    path = Path(name)
+    if path.is_dir() or path.name == "config.json":
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            return read_config(file)
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
+    return preset(name)

@@ -1,0 +1,107 @@
+"""What of a model decides how much memory it takes and what one token costs: layers and their sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AttentionLayers:
+    """Attention layers of one size. They are the only ones that hold keys and values per token."""
+
+    count: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None = None
+    """Tokens that a layer looks back; None where it sees the whole context."""
+    output_gate: bool = False
+    """Whether the query projection also makes a gate of the output's size."""
+    shared_kv: bool = False
+    """Whether the values are the keys: one projection, but both are still kept in the cache."""
+
+    def kv_elements(self) -> int:
+        """Elements that one layer keeps of one token: keys and values."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    def parameters(self, hidden_size: int) -> int:
+        """Parameters of one layer."""
+        queries = self.num_heads * self.head_dim * (2 if self.output_gate else 1)
+        keys_values = self.num_kv_heads * self.head_dim * (1 if self.shared_kv else 2)
+        return hidden_size * (queries + keys_values + self.num_heads * self.head_dim)
+
+
+@dataclass(frozen=True)
+class RecurrentLayers:
+    """Layers with a state of fixed size per request in place of keys and values: Mamba 2, gated delta net."""
+
+    count: int
+    conv_elements: int
+    """Elements of one layer's convolution state."""
+    state_elements: int
+    """Elements of one layer's recurrent state."""
+    state_bytes: int
+    """Bytes of one element of the recurrent state; the convolution state is in the model's own type."""
+    parameters_each: int
+
+    def bytes_per_request(self, model_bytes: int) -> int:
+        """Bytes of one layer's state; `model_bytes` is the size of one element of the model's type."""
+        return self.conv_elements * model_bytes + self.state_elements * self.state_bytes
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """MoE layers of one size."""
+
+    count: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    """Width of an expert's input and output; below the model's where experts work in a latent space."""
+    intermediate_size: int
+    gated: bool
+    """Whether w13 holds gate and up halves (SiLU, GELU); ReLU² has no gate."""
+    latent_parameters: int = 0
+    """Parameters of the projections into the latent space and back."""
+    shared_intermediate_size: int = 0
+    """Width of the shared expert, 0 without one."""
+
+    def parameters_per_expert(self) -> int:
+        """Parameters of one routed expert: w13 and w2."""
+        return (3 if self.gated else 2) * self.hidden_size * self.intermediate_size
+
+    def parameters_beside(self, model_hidden_size: int) -> int:
+        """Parameters of one layer beside its routed experts: router, shared expert, latent projections."""
+        shared = (3 if self.gated else 2) * model_hidden_size * self.shared_intermediate_size
+        return model_hidden_size * self.num_experts + shared + self.latent_parameters
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model as far as memory and traffic are concerned. Norms and biases are left out: below 0.1 %."""
+
+    name: str
+    source: str
+    """Where the figures come from."""
+    hidden_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    num_layers: int
+    attention: tuple[AttentionLayers, ...]
+    recurrent: RecurrentLayers | None
+    experts: ExpertLayers
+    dense_parameters: int = 0
+    """Parameters of dense MLPs, all layers together."""
+    max_context: int | None = None
+
+    def expert_parameters(self) -> int:
+        """Parameters of all routed experts of all layers."""
+        return self.experts.count * self.experts.num_experts * self.experts.parameters_per_expert()
+
+    def other_parameters(self) -> int:
+        """Parameters of everything but the routed experts."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        attention = sum(one.count * one.parameters(self.hidden_size) for one in self.attention)
+        recurrent = self.recurrent.count * self.recurrent.parameters_each if self.recurrent else 0
+        beside = self.experts.count * self.experts.parameters_beside(self.hidden_size)
+        return embeddings + attention + recurrent + beside + self.dense_parameters

@@ -1,0 +1,78 @@
+"""Shapes against the parameter counts that the models are named after, and configs that cannot be read."""
+
+import json
+
+import pytest
+
+from moedoctor.models.config_json import ConfigError, read_config, shape_of
+from moedoctor.models.presets import find_model, names, preset
+
+TINY = {
+    "hidden_size": 64,
+    "vocab_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "experts"),
+    [
+        ("qwen3-30b-a3b", 30.5, 128),
+        ("qwen3.5-35b-a3b", 34.7, 256),
+        ("nemotron-cascade-2-30b-a3b", 31.6, 128),
+        ("nemotron-3-super-120b", 120.6, 512),
+        ("gemma-4-26b-a4b", 25.2, 128),
+    ],
+)
+def test_the_presets_have_the_parameters_that_the_models_have(name, billions, experts):
+    shape = preset(name.upper())
+    total = shape.expert_parameters() + shape.other_parameters()
+    assert total / 1e9 == pytest.approx(billions, rel=0.01)
+    assert shape.experts.num_experts == experts
+    assert name in names()
+
+
+def test_every_parameter_of_a_tiny_model_is_counted():
+    shape = shape_of(TINY, "tiny", "here")
+    attention = 64 * (4 * 16 + 2 * 2 * 16) + 4 * 16 * 64  # q, k, v, o
+    assert shape.other_parameters() == 2 * 100 * 64 + 3 * (attention + 64 * 8)
+    assert shape.expert_parameters() == 3 * 8 * 3 * 64 * 32
+
+
+def test_a_nested_text_config_and_dense_layers_are_read():
+    shape = shape_of({"text_config": {**TINY, "first_k_dense_replace": 1}}, "tiny", "here")
+    assert shape.experts.count == 2
+    assert shape.dense_parameters == 3 * 64 * 128
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_experts": None}, "num_experts or n_routed_experts"),
+        ({"num_experts_per_tok": "2"}, "is '2', expected a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"hybrid_override_pattern": "MEX"}, "holds 'X'"),
+        ({"text_config": [1]}, "text_config is no object"),
+    ],
+)
+def test_a_config_that_says_too_little_is_refused_by_name(change, said):
+    with pytest.raises(ConfigError, match=said):
+        shape_of({**TINY, **change}, "tiny", "here")
+
+
+def test_a_folder_is_read_and_an_unknown_name_lists_the_presets(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    assert find_model(str(tmp_path)).hidden_size == 64
+    with pytest.raises(ConfigError, match=r"no such preset or folder.*qwen3-30b-a3b"):
+        find_model("nothing")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="no JSON"):
+        read_config(tmp_path / "config.json")
