@@ -71,13 +71,13 @@ def test_strict_counts_a_skip_as_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run", "MD0011"], "did you mean MD001?"),
+        (["run", "MD0011"], "did you mean MD011?"),
         (["run", "no/such/file.yaml"], "no/such/file.yaml:1:"),
         (["run", "--format", "pdf"], "--format pdf: expected one of"),
         (["run", "--fail-on", "sometimes"], "--fail-on sometimes: expected one of error, warning, never"),
         (
             ["run", "--subject", "vllm-0.19.1"],
-            "--subject vllm-0.19.1: expected faulty, fixed, installed or vllm@X.Y.Z",
+            "--subject vllm-0.19.1: expected faulty, fixed, installed, vllm@X.Y.Z or flashinfer@X.Y.Z",
         ),
         (["run", "--only", "experts"], "--only experts: expected KEY=VALUE"),
         (["run", "--only", "experts=7"], "leave no case to run"),

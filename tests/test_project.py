@@ -23,7 +23,9 @@ GROUPS = ("moedoctor.faults", "moedoctor.subjects", "moedoctor.reporters")
 
 
 def scenario_names() -> set[str]:
-    return {path.name for path in (ROOT / "scenarios").iterdir() if path.suffix in {".yaml", ".json"}}
+    folder = ROOT / "scenarios"
+    found = [path for path in folder.rglob("*") if path.suffix in {".yaml", ".json"}]
+    return {path.relative_to(folder).as_posix() for path in found}
 
 
 def run_python(code: str, *arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -71,7 +73,8 @@ def test_the_wheel_holds_the_package_its_scenarios_and_nothing_else(wheel: Path)
     entries = {path.relative_to(ROOT).as_posix() for path in (ROOT / "moedoctor" / "entries").glob("*.md")}
     assert entries
     assert entries <= names
-    assert {Path(name).name for name in names if name.startswith("moedoctor/_scenarios/")} == scenario_names()
+    prefix = "moedoctor/_scenarios/"
+    assert {name.removeprefix(prefix) for name in names if name.startswith(prefix)} == scenario_names()
     assert f"{info}licenses/LICENSE" in names
     assert all(name.startswith(("moedoctor/", info)) for name in names)
 

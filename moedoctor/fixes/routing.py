@@ -31,8 +31,18 @@ import torch
 
 from moedoctor.fixes._routing_arguments import check_groups, check_routing
 from moedoctor.fixes._routing_torch import route
+from moedoctor.fixes.expert_ids import deduplicate, local_ids, validate_expert_ids, without_sentinels
 
-__all__ = ["TopK", "grouped_topk", "topk_sigmoid", "topk_softmax"]
+__all__ = [
+    "TopK",
+    "deduplicate",
+    "grouped_topk",
+    "local_ids",
+    "topk_sigmoid",
+    "topk_softmax",
+    "validate_expert_ids",
+    "without_sentinels",
+]
 
 
 class TopK(NamedTuple):

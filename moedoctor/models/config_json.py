@@ -152,6 +152,7 @@ def _experts(config: Fields, kinds: Sequence[str], hidden: int) -> ExpertLayers:
         gated=not activation.startswith("relu2"),
         latent_parameters=2 * hidden * latent if latent else 0,
         shared_intermediate_size=shared,
+        activation=activation,
     )
 
 

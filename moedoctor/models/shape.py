@@ -65,6 +65,8 @@ class ExpertLayers:
     """Parameters of the projections into the latent space and back."""
     shared_intermediate_size: int = 0
     """Width of the shared expert, 0 without one."""
+    activation: str = "silu"
+    """As the config names it: ``silu``, ``gelu_pytorch_tanh``, ``relu2`` …"""
 
     def parameters_per_expert(self) -> int:
         """Parameters of one routed expert: w13 and w2."""

@@ -1,0 +1,1 @@
+"""MoE backends behind one interface: a layer in, its output out."""

@@ -1,0 +1,171 @@
+"""What an expert cache would do with a recorded or synthetic routing trace. No GPU, no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from moedoctor.fixes.eviction import ONLINE_POLICIES, POLICIES, CacheStats, SlotTable, replay, simulate
+from moedoctor.trace.format import Call, RoutingTrace
+
+SCOPES = ("layer", "global")
+"""``layer``: every layer has a cache of its own, as in vLLM's PR 37190. ``global``: one for all layers, with
+as many slots as the layers' caches have together."""
+
+
+@dataclass(frozen=True)
+class TraceFacts:
+    """What the hit rates depend on, read off a trace at one batch size."""
+
+    model: str
+    layers: int
+    num_experts: int
+    top_k: int
+    tokens: int
+    calls: int
+    """Forward passes."""
+    experts_a_call: float
+    """Distinct experts that a layer needs in one call, on average."""
+    most_experts_a_call: int
+    reuse: float
+    """Share of a call's experts that the call before it in the same layer needed too."""
+    experts_for_90: float
+    """Share of a layer's experts that take 90 % of its accesses, the mean over layers."""
+
+
+@dataclass(frozen=True)
+class ReplayPoint:
+    """One policy at one capacity."""
+
+    policy: str
+    capacity: int
+    """Slots a layer."""
+    stats: CacheStats
+    overflowing: int
+    """Calls that need more experts than there are slots; they run in groups."""
+    hit_rate_by_layer: tuple[float, ...]
+    """Empty for `belady` in one cache for all layers."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over accesses, 0 to 1."""
+        return self.stats.hit_rate
+
+
+def facts_of(trace: RoutingTrace, batch: int | None = None) -> TraceFacts:
+    """What there is to know about `trace` at `batch` before a cache is chosen. Raises TraceError."""
+    by_layer = [trace.calls(layer, batch) for layer in range(len(trace.layers))]
+    needed = sum(len(call) for calls in by_layer for call in calls)
+    again = sum(
+        len(set(now).intersection(before)) for calls in by_layer for before, now in itertools.pairwise(calls)
+    )
+    later = needed - sum(len(calls[0]) for calls in by_layer)
+    count = sum(map(len, by_layer))
+    return TraceFacts(
+        model=trace.model,
+        layers=len(trace.layers),
+        num_experts=trace.num_experts,
+        top_k=trace.top_k,
+        tokens=trace.rows,
+        calls=len(by_layer[0]),
+        experts_a_call=needed / count,
+        most_experts_a_call=max(len(call) for calls in by_layer for call in calls),
+        reuse=again / later if later else 0.0,
+        experts_for_90=sum(_share_for(calls, 0.9) / trace.num_experts for calls in by_layer) / len(by_layer),
+    )
+
+
+def replay_trace(
+    trace: RoutingTrace,
+    *,
+    capacities: Sequence[int],
+    policies: Sequence[str] = POLICIES,
+    batch: int | None = None,
+    scope: str = "layer",
+) -> list[ReplayPoint]:
+    """Every policy at every capacity, from empty caches; the unit is a call, not an access.
+
+    Raises TraceError for a batch that the trace cannot be replayed at, ValueError for an unknown policy or a
+    capacity below 1.
+    """
+    if not capacities or min(capacities) < 1:
+        raise ValueError("capacity must be at least 1")
+    by_layer = [trace.calls(layer, batch) for layer in range(len(trace.layers))]
+    if scope == "layer":
+        return [
+            _point(policy, capacity, by_layer, trace.num_experts)
+            for policy in policies
+            for capacity in capacities
+        ]
+    steps = trace.steps(batch)
+    return [
+        _global_point(policy, capacity, steps, len(by_layer), trace.num_experts)
+        for policy in policies
+        for capacity in capacities
+    ]
+
+
+def default_capacities(trace: RoutingTrace) -> list[int]:
+    """Doubling from a token's experts to all of them."""
+    found = []
+    capacity = trace.top_k
+    while capacity < trace.num_experts:
+        found.append(capacity)
+        capacity *= 2
+    return [*found, trace.num_experts]
+
+
+def _share_for(calls: Iterable[Call], mass: float) -> int:
+    """How many experts, the most used first, take `mass` of the accesses."""
+    counts = Counter(one for call in calls for one in call)
+    wanted, taken = mass * sum(counts.values()), 0
+    for index, (_, count) in enumerate(counts.most_common(), 1):
+        taken += count
+        if taken >= wanted:
+            return index
+    return len(counts)
+
+
+def _point(policy: str, capacity: int, by_layer: Sequence[Sequence[Call]], num_experts: int) -> ReplayPoint:
+    stats = [simulate(calls, num_experts=num_experts, capacity=capacity, policy=policy) for calls in by_layer]
+    total = CacheStats(
+        sum(one.calls for one in stats),
+        sum(one.hits for one in stats),
+        sum(one.misses for one in stats),
+        sum(one.wrong for one in stats),
+    )
+    overflowing = sum(len(call) > capacity for calls in by_layer for call in calls)
+    return ReplayPoint(policy, capacity, total, overflowing, tuple(one.hit_rate for one in stats))
+
+
+class _ByLayer:
+    """A table for all layers that also counts each layer's own hits."""
+
+    def __init__(self, table: SlotTable, num_experts: int, layers: int) -> None:
+        self.capacity, self.slot_of, self.expert_of = table.capacity, table.slot_of, table.expert_of
+        self.split, self._step, self._experts = table.split, table.step, num_experts
+        self.hits, self.accesses = [0] * layers, [0] * layers
+
+    def step(self, experts: Sequence[int]) -> int:
+        missed = self._step(experts)
+        if experts:
+            layer = experts[0] // self._experts
+            self.hits[layer] += len(experts) - missed
+            self.accesses[layer] += len(experts)
+        return missed
+
+
+def _global_point(
+    policy: str, capacity: int, steps: Sequence[Call], layers: int, num_experts: int
+) -> ReplayPoint:
+    slots, every = capacity * layers, num_experts * layers
+    overflowing = sum(len(call) > slots for call in steps)
+    if policy not in ONLINE_POLICIES:
+        total = simulate(steps, num_experts=every, capacity=slots, policy=policy)
+        return ReplayPoint(policy, capacity, total, overflowing, ())
+    table = _ByLayer(SlotTable(every, slots, policy), num_experts, layers)
+    total = replay(steps, table)
+    rates = (hits / (needed or 1) for hits, needed in zip(table.hits, table.accesses, strict=True))
+    return ReplayPoint(policy, capacity, total, overflowing, tuple(rates))

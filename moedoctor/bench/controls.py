@@ -1,0 +1,156 @@
+"""Negative controls: faults that are put in on purpose, each of which a harness must notice.
+
+Some are put into what a backend is given, so that the backend itself computes the wrong result, others into
+what it returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from moedoctor.bench.moe_layer import Layer, Problem
+from moedoctor.reference.conventions import swap_gate_up, swap_halves
+from moedoctor.reference.experts import Weight
+from moedoctor.reference.fp8 import Fp8
+from moedoctor.reference.nvfp4 import Nvfp4
+from moedoctor.reference.swizzle import padded_shape, swizzle
+
+
+@dataclass(frozen=True)
+class Control:
+    """One fault."""
+
+    name: str
+    on_problem: Callable[[Problem], Problem] | None = None
+    """What to give the backend in place of the problem."""
+    on_output: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What to make of the right output."""
+    applies: Callable[[Layer], bool] = lambda layer: True
+
+
+def controls() -> tuple[Control, ...]:
+    """Every control, in the order of reports."""
+    return (
+        Control("swapped_gate_up", on_problem=_swapped, applies=_gated),
+        Control("inverted_global_scale", on_problem=_inverted, applies=_scaled),
+        Control("linear_for_swizzled", on_problem=_swizzled, applies=_blocked),
+        Control(
+            "mismatched_global_scale",
+            on_problem=_mismatched,
+            applies=lambda one: _gated(one) and _scaled(one),
+        ),
+        Control("dropped_expert", on_problem=_dropped),
+        Control("off_by_one_expert", on_problem=_off_by_one),
+        Control("stale_row", on_output=_stale),
+        Control("half_output", on_output=lambda output: output * 0.5),
+        Control("zero_output", on_output=torch.zeros_like),
+        Control("nan_row", on_output=_nan),
+    )
+
+
+def wrong_problems(problem: Problem) -> Mapping[str, Problem]:
+    """Control name -> what the backend is given, for the controls that apply to this layer."""
+    return {
+        one.name: one.on_problem(problem)
+        for one in controls()
+        if one.on_problem is not None and one.applies(problem.layer)
+    }
+
+
+def wrong_outputs(output: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """Control name -> the output with that fault."""
+    return {one.name: one.on_output(output) for one in controls() if one.on_output is not None}
+
+
+def _gated(layer: Layer) -> bool:
+    return layer.shape.activation != "relu2"
+
+
+def _scaled(layer: Layer) -> bool:
+    return layer.quantization != "bf16"
+
+
+def _blocked(layer: Layer) -> bool:
+    return layer.quantization == "nvfp4"
+
+
+def _with_w13(problem: Problem, w13: Weight) -> Problem:
+    return replace(problem, layer=replace(problem.layer, w13=w13))
+
+
+def _swapped(problem: Problem) -> Problem:
+    w13 = problem.layer.w13
+    if isinstance(w13, Nvfp4):
+        return _with_w13(problem, swap_gate_up(w13))
+    if isinstance(w13, Fp8):
+        bytes_ = swap_halves(w13.values.view(torch.uint8))  # [E, 2I, H]
+        return _with_w13(problem, replace(w13, values=bytes_.view(w13.values.dtype)))
+    return _with_w13(problem, swap_halves(w13))
+
+
+def _inverted(problem: Problem) -> Problem:
+    w13 = problem.layer.w13
+    if isinstance(w13, Fp8):
+        return _with_w13(problem, replace(w13, scale=1 / w13.scale))
+    assert isinstance(w13, Nvfp4)
+    return _with_w13(problem, replace(w13, global_scale=1 / w13.global_scale))
+
+
+def _swizzled(problem: Problem) -> Problem:
+    """Scales in tiles given to what reads them row by row; what does not fit into the rows is cut off."""
+    w13 = problem.layer.w13
+    assert isinstance(w13, Nvfp4)
+    rows, columns = w13.block_scales.shape[-2:]
+    tiles = swizzle(w13.block_scales).view(torch.uint8).flatten(-2)  # [E, M' * S']
+    if padded_shape(rows, columns) != (rows, columns):
+        tiles = torch.where(tiles == 0, tiles.amax(), tiles)  # padding would show at once
+    linear = tiles[:, : rows * columns].unflatten(-1, (rows, columns)).contiguous()  # [E, M, S]
+    return _with_w13(problem, replace(w13, block_scales=linear.view(w13.block_scales.dtype)))
+
+
+def _mismatched(problem: Problem) -> Problem:
+    """The up half computed with the gate's scale where its own is twice as large."""
+    w13, half = problem.layer.w13, problem.layer.shape.intermediate
+    if isinstance(w13, Fp8):
+        values = w13.values.clone()  # [E, 2I, H]
+        values[:, half:] = (values[:, half:].float() / 2).to(values.dtype)
+        return _with_w13(problem, replace(w13, values=values))
+    assert isinstance(w13, Nvfp4)
+    scales = w13.block_scales.clone()  # [E, 2I, H/16]
+    scales[:, half:] = (scales[:, half:].float() / 2).to(scales.dtype)
+    return _with_w13(problem, replace(w13, block_scales=scales))
+
+
+def _dropped(problem: Problem) -> Problem:
+    """The tokens' weights for the expert of token 0's largest weight are zero."""
+    expert = problem.topk_ids[0, int(problem.topk_weights[0].argmax())]
+    weights = torch.where(problem.topk_ids == expert, 0.0, problem.topk_weights)  # [T, K]
+    return replace(problem, topk_weights=weights)
+
+
+def _off_by_one(problem: Problem) -> Problem:
+    """One slot of the last token goes to an expert beside its own, which the token does not use."""
+    ids = problem.topk_ids.clone()  # [T, K]
+    experts, used = problem.layer.shape.experts, set(ids[-1].tolist())
+    slot = int(problem.topk_weights[-1].argmax())
+    ids[-1, slot] = next(
+        (one for step in range(1, experts) if (one := (int(ids[-1, slot]) + step) % experts) not in used),
+        (int(ids[-1, slot]) + 1) % experts,
+    )
+    return replace(problem, topk_ids=ids)
+
+
+def _stale(output: torch.Tensor) -> torch.Tensor:
+    """The last row still holds what another token's call left there."""
+    stale = output.clone()
+    stale[-1] = output[0] if len(output) > 1 else output[-1].roll(1)
+    return stale
+
+
+def _nan(output: torch.Tensor) -> torch.Tensor:
+    broken = output.clone()
+    broken[len(output) // 2, 0] = float("nan")
+    return broken

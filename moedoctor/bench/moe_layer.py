@@ -1,0 +1,163 @@
+"""Random MoE layers and inputs that lie on the quantisation grid, so that what a backend rounds is known.
+
+Weights, and activations of backends that quantise them, are drawn as codes and scales: quantising them is
+exact, every global scale is a power of two, and a dequantised weight fits into bfloat16. Block scales
+differ from block to block and global scales from expert to expert, because equal ones hide a wrong layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moedoctor.bench.moe_shape import LayerShape
+from moedoctor.reference import e2m1, fp8, nvfp4
+from moedoctor.reference.experts import MoeWeights, Quantise, Weight, forward
+
+_SCALE_CODES = (0x30, 0x43)
+"""E4M3 codes of block scales: 0.5 up to 2.5."""
+_CODE_RMS = 2.93
+"""Root mean square of the sixteen E2M1 values."""
+_SCALE_RMS = 1.4
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's routed experts and the scales of its activations."""
+
+    shape: LayerShape
+    quantization: str
+    """``nvfp4``, ``fp8`` or ``bf16``"""
+    w13: Weight
+    """[E, 2I, H], the gate half first; [E, I, H] without a gate"""
+    w2: Weight
+    """[E, H, I]"""
+    input_scale: float = 1.0
+    """What dequantises the input's codes, for backends that quantise activations."""
+    intermediate_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A layer with the tokens that pass it."""
+
+    layer: Layer
+    x: torch.Tensor
+    """bfloat16 [T, H]"""
+    topk_weights: torch.Tensor
+    """float32 [T, K]"""
+    topk_ids: torch.Tensor
+    """int32 [T, K]"""
+
+
+def make_layer(shape: LayerShape, quantization: str, *, seed: int = 0, device: str = "cpu") -> Layer:
+    """A random layer whose outputs are of the size of its inputs. NVFP4 needs sizes that 16 divides."""
+    draw = torch.Generator(device).manual_seed(seed)
+    makers: dict[str, Callable[[tuple[int, int, int], torch.Generator, str], Weight]] = {
+        "nvfp4": _nvfp4,
+        "fp8": _fp8,
+        "bf16": _bf16,
+    }
+    make = makers[quantization]
+    w13 = make((shape.experts, shape.w13_rows, shape.hidden), draw, device)
+    w2 = make((shape.experts, shape.hidden, shape.intermediate), draw, device)
+    # The largest value that is kept must not saturate: 448 * 6 steps in NVFP4, 448 in FP8.
+    scale = {"nvfp4": 2.0**-6, "fp8": 2.0**-2, "bf16": 1.0}[quantization]
+    return Layer(shape, quantization, w13, w2, input_scale=scale / 2, intermediate_scale=scale)
+
+
+def make_input(
+    layer: Layer, tokens: int, activations: str, *, seed: int = 0, device: str = "cpu"
+) -> torch.Tensor:
+    """bfloat16 [T, H] of unit size, on the grid of ``activations`` (``nvfp4``, ``fp8``; ``none``: any)."""
+    draw = torch.Generator(device).manual_seed(seed + 1)
+    hidden = layer.shape.hidden
+    if activations == "nvfp4":
+        codes = torch.randint(0, 16, (tokens, hidden), generator=draw, device=device, dtype=torch.uint8)
+        codes[:, :: nvfp4.BLOCK] |= 7  # a block's largest code is 6, so its scale comes back as it was
+        scales = _block_scales((tokens, hidden // nvfp4.BLOCK), draw, device).float() * 16  # 8 .. 40
+        stored = nvfp4.Nvfp4(
+            e2m1.pack(codes),
+            scales.to(torch.float8_e4m3fn),
+            torch.full((), layer.input_scale, device=device),
+        )
+        return nvfp4.dequantize(stored).bfloat16()
+    x = torch.randn(tokens, hidden, generator=draw, device=device)  # [T, H]
+    return (fp8.round_trip(x, layer.input_scale) if activations == "fp8" else x).bfloat16()
+
+
+def make_routing(
+    shape: LayerShape, tokens: int, *, seed: int = 0, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights float32 [T, K] that add up to 1, distinct ids int32 [T, K]), every expert as likely."""
+    draw = torch.Generator(device).manual_seed(seed + 2)
+    scores = torch.rand(tokens, shape.experts, generator=draw, device=device)  # [T, E]
+    chosen, ids = scores.topk(shape.top_k, dim=1)  # [T, K]
+    return torch.softmax(chosen, dim=1), ids.int()
+
+
+def make_problem(
+    layer: Layer, tokens: int, activations: str, *, seed: int = 0, device: str = "cpu"
+) -> Problem:
+    """Tokens on the grid of `activations`, routed at random."""
+    weights, ids = make_routing(layer.shape, tokens, seed=seed, device=device)
+    return Problem(layer, make_input(layer, tokens, activations, seed=seed, device=device), weights, ids)
+
+
+def expected_output(problem: Problem, activations: str) -> torch.Tensor:
+    """float32 [T, H]: what a backend that quantises its activations like that computes."""
+    layer = problem.layer
+    return forward(
+        problem.x,
+        MoeWeights(layer.w13, layer.w2, layer.shape.activation),
+        problem.topk_weights,
+        problem.topk_ids,
+        quantise_input=quantiser(activations, layer.input_scale),
+        quantise_intermediate=quantiser(activations, layer.intermediate_scale),
+    )
+
+
+def quantiser(activations: str, scale: float) -> Quantise | None:
+    """What `activations` do to values: a round trip through NVFP4 or FP8 with this scale, or nothing."""
+    if activations == "nvfp4":
+        return lambda values: nvfp4.round_trip(values, scale)
+    if activations == "fp8":
+        return lambda values: fp8.round_trip(values, scale)
+    return None
+
+
+def _nvfp4(size: tuple[int, int, int], draw: torch.Generator, device: str) -> nvfp4.Nvfp4:
+    experts, rows, columns = size
+    packed = torch.randint(
+        0, 256, (experts, rows, columns // 2), generator=draw, device=device, dtype=torch.uint8
+    )
+    scales = _block_scales((experts, rows, columns // nvfp4.BLOCK), draw, device)
+    typical = 2.0 ** round(math.log2(1 / (_CODE_RMS * _SCALE_RMS * columns**0.5)))
+    halves = torch.randint(0, 2, (experts,), generator=draw, device=device)  # [E]
+    return nvfp4.Nvfp4(packed, scales, typical * 0.5 ** halves.float())
+
+
+def _block_scales(size: tuple[int, ...], draw: torch.Generator, device: str) -> torch.Tensor:
+    codes = torch.randint(*_SCALE_CODES, size, generator=draw, device=device, dtype=torch.uint8)
+    scales: torch.Tensor = codes.view(torch.float8_e4m3fn)
+    return scales
+
+
+def _fp8(size: tuple[int, int, int], draw: torch.Generator, device: str) -> fp8.Fp8:
+    experts, rows, columns = size
+    values = torch.empty(size, dtype=torch.float8_e4m3fn, device=device)
+    for one in values:  # an expert at a time, so that a large layer needs no float32 copy of itself
+        one.copy_(torch.randn(rows, columns, generator=draw, device=device) * 32)
+    typical = 2.0 ** round(math.log2(1 / (32 * columns**0.5)))
+    halves = torch.randint(0, 2, (experts,), generator=draw, device=device)  # [E]
+    return fp8.Fp8(values, typical * 0.5 ** halves.float())
+
+
+def _bf16(size: tuple[int, int, int], draw: torch.Generator, device: str) -> torch.Tensor:
+    weight = torch.empty(size, dtype=torch.bfloat16, device=device)
+    for one in weight:
+        one.copy_(torch.randn(size[1:], generator=draw, device=device) / size[2] ** 0.5)
+    return weight

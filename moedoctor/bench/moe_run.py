@@ -1,0 +1,176 @@
+"""Sends benchmark tasks to child processes and collects their rows. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moedoctor.bench.backends.base import Variant
+from moedoctor.bench.moe_shape import LayerShape
+from moedoctor.deaths import first_line
+
+_CHILD = "moedoctor.bench.moe_child"
+
+
+@dataclass(frozen=True)
+class LayerTask:
+    """One backend on one layer, at several numbers of tokens."""
+
+    variant: Variant
+    model: str
+    shape: LayerShape
+    tokens: tuple[int, ...]
+    routing: Mapping[str, Any] = field(default_factory=lambda: {"kind": "balanced"})
+    """Fields of `moedoctor.bench.expert_load.Routing`."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a benchmark found."""
+
+    rows: tuple[Mapping[str, Any], ...]
+    """A row has ``time_us`` where it was timed, else ``wrong``, ``failed`` or ``unavailable``."""
+    roofline: Mapping[str, Any]
+    harness: Mapping[str, Any]
+    """What the harness adds to a kernel; empty on a CPU."""
+
+
+class MachineError(Exception):
+    """The machine's own limits could not be measured; one line says why."""
+
+
+def measure_machine(device: str, *, seconds: float = 180.0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(roofline, harness cost) of `device`. Raises MachineError."""
+    events, died = _child({"device": device}, seconds)
+    found = {one.pop("event"): one for one in events}
+    if "roofline" not in found:
+        raise MachineError(f"{device}: its bandwidth could not be measured: {died}")
+    return found["roofline"], found.get("harness", {})
+
+
+def measure_tasks(
+    tasks: Sequence[LayerTask],
+    device: str,
+    roofline: Mapping[str, Any],
+    *,
+    seconds: float,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[dict[str, Any]]:
+    """Rows in the order of the tasks. A child that dies or hangs costs the point that it was at.
+
+    Backends of one package share a child, so that it is loaded once; together they have `seconds`, and what
+    is left then is not measured.
+    """
+    rows: list[dict[str, Any]] = []
+    for group in _groups(tasks):
+        rest, until = list(group), time.monotonic() + seconds
+        while rest:
+            left = until - time.monotonic()
+            if left <= 0:
+                rows += [_failed(one, f"not measured within {seconds:g} s") for one in rest]
+                break
+            progress(", ".join(dict.fromkeys(one.variant.label for one in rest)))
+            events, died = _child(_request(rest, device, roofline), left)
+            at = -1
+            for one in events:
+                kind = one.pop("event")
+                at = one["index"] if kind == "task" else at
+                if kind == "row":
+                    rows.append(one)
+                elif kind == "failed":
+                    rows.append(_failed(rest[one["index"]], one["reason"]))
+            if died is None:
+                break
+            if at < 0:
+                rows += [_failed(one, died) for one in rest]
+                break
+            if not any(one.get("failed") and _is_of(one, rest[at]) for one in rows):
+                rows.append(_failed(rest[at], died))
+            rest = rest[at + 1 :]
+    return rows
+
+
+def _groups(tasks: Sequence[LayerTask]) -> list[list[LayerTask]]:
+    found: dict[bool, list[LayerTask]] = {}
+    for one in tasks:
+        found.setdefault(one.variant.name in ("OURS", "REFERENCE"), []).append(one)
+    return list(found.values())
+
+
+def _failed(task: LayerTask, reason: str) -> dict[str, Any]:
+    variant = task.variant
+    return {
+        "backend": variant.name,
+        "quantization": variant.quantization,
+        "model": task.model,
+        "failed": reason,
+    }
+
+
+def _is_of(row: Mapping[str, Any], task: LayerTask) -> bool:
+    wanted = (task.variant.name, task.variant.quantization, task.model)
+    return (row["backend"], row["quantization"], row["model"]) == wanted
+
+
+def _request(tasks: Sequence[LayerTask], device: str, roofline: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "device": device,
+        "roofline": dict(roofline),
+        "tasks": [
+            {
+                "variant": asdict(one.variant),
+                "model": one.model,
+                "shape": asdict(one.shape),
+                "tokens": list(one.tokens),
+                "routing": dict(one.routing),
+            }
+            for one in tasks
+        ],
+    }
+
+
+def _child(request: Mapping[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str | None]:
+    """(events, why it ended early or None)."""
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as folder:
+        question, answer, errors = (Path(folder) / name for name in ("request", "answer", "stderr"))
+        question.write_text(json.dumps(request), encoding="utf-8")
+        started = time.monotonic()
+        with answer.open("wb") as out, errors.open("wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", _CHILD, str(question)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+            try:
+                code = process.wait(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                process.kill()
+                process.wait()
+        events = _events(answer.read_text(encoding="utf-8", errors="replace"))
+        if code is None:
+            return events, f"no answer within {time.monotonic() - started:.0f} s"
+        if code == 0:
+            return events, None
+        lines = [line for line in errors.read_text(encoding="utf-8", errors="replace").splitlines() if line]
+        said = first_line(lines[-1]) if lines else "it said nothing"
+        return events, f"the process ended with {code}: {said}"
+
+
+def _events(text: str) -> list[dict[str, Any]]:
+    events = []
+    for line in text.splitlines():
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            break  # the child died while it wrote
+    return [one for one in events if isinstance(one, dict) and "event" in one]

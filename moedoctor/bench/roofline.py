@@ -1,0 +1,64 @@
+"""What this machine can do at most, measured: memory bandwidth and matrix products."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moedoctor.bench.timing import graph_time
+
+_GPU_BYTES, _CPU_BYTES = 2**31, 2**26
+_GPU_SIDE, _CPU_SIDE = 8192, 1024
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Measured limits."""
+
+    bytes_per_second: float
+    """Of a read-only pass over a large array."""
+    flops: dict[str, float]
+    """Operations a second by the type of the operands: ``bf16``, and ``fp8`` where the GPU has it."""
+
+    def least_seconds(self, bytes_moved: int, flops: int, operands: str) -> float:
+        """The time that neither the memory nor the arithmetic allows to fall below."""
+        peak = self.flops.get(operands, self.flops["bf16"])
+        return max(bytes_moved / self.bytes_per_second, flops / peak)
+
+
+def measure_roofline(device: str) -> Roofline:
+    """Measure `device`, in about a second."""
+    gpu = device.startswith("cuda")
+    bandwidth = _bandwidth(device, gpu)
+    side = _GPU_SIDE if gpu else _CPU_SIDE
+    operations = 2 * side**3
+    a = torch.randn(side, side, device=device).bfloat16()  # [side, side]
+    flops = {"bf16": operations / _seconds(lambda: a @ a, gpu)}
+    if gpu and torch.cuda.get_device_capability(device) >= (8, 9):
+        b = a.to(torch.float8_e4m3fn)  # [side, side]
+        one = torch.ones((), device=device)
+        flops["fp8"] = operations / _seconds(
+            lambda: torch._scaled_mm(b, b.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16), gpu
+        )
+    return Roofline(bandwidth, flops)
+
+
+def _bandwidth(device: str, gpu: bool) -> float:
+    data = torch.ones((_GPU_BYTES if gpu else _CPU_BYTES) // 4, device=device)  # float32
+    return data.numel() * 4 / _seconds(data.sum, gpu)
+
+
+def _seconds(call: Callable[[], object], gpu: bool) -> float:
+    """The fastest of several: a limit is what was reached once."""
+    if gpu:
+        return graph_time(call, launches=5, replays=10).p20 * 1e-6
+    call()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,258 @@
+"""A cache of MoE experts on the device: every call computes with the experts that it asked for.
+
+All experts live in host memory, `capacity` of them also in fixed slots on the device. `acquire` makes the
+experts of a call resident and translates their ids to slots. What it does better than the cache of
+vllm-project/vllm#37190: an expert that a call needs is never evicted by that call; there is one mapping
+tensor, updated in place; copies do not block the host; with the engine ``device`` nothing synchronises
+and everything has a fixed address, so it can be captured in a CUDA graph.
+
+Engines, by ``engine``:
+
+- ``device``: lookup, eviction and copies are Triton kernels that read pinned host memory. `acquire` is
+  told by shape alone whether a call fits: T * K ids, or all experts, must not exceed the slots.
+- ``host``: one read of the ids a call, bookkeeping in Python, copies on a stream of their own. Works on any
+  device, and without pinned memory, where copies block.
+- ``resident``: as many slots as experts. All are loaded at the start, ids are slots, nothing is counted.
+- ``auto``: ``resident`` where the capacity suffices, else ``device`` where there are a CUDA device, Triton
+  and pinned memory, else ``host``.
+
+A cache belongs to one thread at a time: the slots that a call got are valid until the next call. A thread
+that enters while another one is inside gets CacheBusy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from moedoctor.fixes._expert_store import ExpertStore
+from moedoctor.fixes.eviction import ONLINE_POLICIES, CacheOverflow, CacheStats, SlotTable
+from moedoctor.fixes.expert_cache_engine import CachedExperts, Engine
+
+__all__ = [
+    "ENGINES",
+    "CacheBusy",
+    "CacheMemory",
+    "CacheOverflow",
+    "CachedExperts",
+    "ExpertCache",
+    "ExpertStore",
+]
+
+ENGINES = ("auto", "device", "host", "resident")
+
+
+class CacheBusy(RuntimeError):  # noqa: N818  beside CacheOverflow
+    """A second thread entered the cache."""
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """What one cache holds, in bytes."""
+
+    pinned: int
+    """Locked host memory; no profiler of GPU memory sees it."""
+    pageable: int
+    """Host memory that could not be pinned."""
+    device: int
+    """Slots, mapping and state: what a KV-cache planner must subtract from the GPU's memory."""
+    uncached: int
+    """What all experts would take on the device without a cache."""
+
+    @property
+    def saved(self) -> int:
+        """Device bytes that a KV-cache planner gains by the cache; negative where it has slots to spare."""
+        return self.uncached - self.device
+
+
+class ExpertCache:
+    """The experts of one layer, `capacity` of them on the device."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor] | ExpertStore,
+        capacity: int,
+        *,
+        policy: str = "lfru",
+        device: torch.device | str | None = None,
+        engine: str = "auto",
+        pin: bool = True,
+        packed: bool = False,
+    ) -> None:
+        """Cache `weights`, any set of host tensors [E, ...]: weights, scales, biases.
+
+        Tensors that are contiguous and pinned are used as they are, others are copied; leave them unchanged
+        while the cache lives. Caches that share host tensors share an `ExpertStore`, for which `pin` and
+        `packed` were said. `device` is the current CUDA device, or the CPU where there is none; `policy` one
+        of `eviction.ONLINE_POLICIES`. Without `pin`, or where pinning fails (`pin_failure` says why), copies
+        block and the engine ``device`` is refused. `packed` keeps bfloat16 tensors on the host in three
+        quarters of their bytes, without loss, which the engine ``device`` unpacks on the way; where all
+        experts are resident it does nothing. Raises ValueError or TypeError that names the argument,
+        RuntimeError where the engine cannot work here.
+        """
+        if type(capacity) is not int:
+            raise TypeError(f"capacity must be an int, got {type(capacity).__name__}")
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1 slot, got {capacity}")
+        if policy not in ONLINE_POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(ONLINE_POLICIES)}, got {policy!r}")
+        if engine not in ENGINES:
+            raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+        self.device = _device(device)
+        if isinstance(weights, ExpertStore):
+            self._store = weights
+        else:
+            packed = packed and engine != "resident" and capacity < len(next(iter(weights.values()), ()))
+            self._store = ExpertStore(weights, pin=pin and self.device.type == "cuda", packed=packed)
+        self.capacity, self.policy = capacity, policy
+        self.num_experts = self._store.num_experts
+        name = self._choice() if engine == "auto" else engine
+        self._engine = _engine_class(name)(self._store, capacity, policy, self.device)
+        self._inside = threading.Lock()
+
+    def _choice(self) -> str:
+        if self.capacity >= self.num_experts:
+            return "resident"
+        triton = importlib.util.find_spec("triton") is not None
+        return "device" if self.device.type == "cuda" and self._store.pinned and triton else "host"
+
+    @property
+    def engine(self) -> str:
+        """The engine at work: ``device``, ``host`` or ``resident``."""
+        return self._engine.name
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The slots, [capacity, ...] each, at addresses that never change."""
+        return self._engine.slots
+
+    @property
+    def mapping(self) -> torch.Tensor:
+        """int32 [E] on the device: each expert's slot, or -1. Always the same tensor, updated in place."""
+        return self._engine.mapping
+
+    def acquire(self, ids: torch.Tensor) -> CachedExperts:
+        """Make the experts of `ids` [T, K] resident; ids of -1 are none and stay -1.
+
+        Copies are ordered before whatever the current stream does next. Raises CacheOverflow where the call
+        needs more experts than there are slots, ValueError for an id out of range (``host``; ``device``
+        treats such an id as -1), CacheBusy for a second thread. After any error the cache is as true as
+        before: an expert whose copy failed is not resident, and the next call loads it.
+        """
+        _check_ids(ids)
+        with self._alone():
+            return self._engine.acquire(ids)
+
+    def groups(self, ids: torch.Tensor, *, overlap: bool = False) -> Iterator[CachedExperts]:
+        """Make the experts of `ids` [T, K] resident in groups that fit, those already resident first.
+
+        Each group is valid until the next one is taken; `slot_ids` are -1 outside of it. Compute each and
+        add up the results: in float32 the sum differs from that of a single call by rounding alone, see
+        `moe_forward.group_bound`. A call that fits is one group. The engine ``device`` cannot know how many
+        experts there are, and gives as many groups as the shape may need; some may be empty.
+        """
+        _check_ids(ids)
+        with self._alone():
+            parts = self._engine.groups(ids, overlap)
+        while True:
+            with self._alone():
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Start loading the experts of `ids`, any shape, that a later call is expected to need.
+
+        Returns at once; the next `acquire` waits for the copies on the device. It may evict, and a
+        prefetched expert counts as used once; calls, hits and misses are not counted. Errors as `acquire`.
+        """
+        _check_ids(ids)
+        with self._alone():
+            self._engine.prefetch(ids)
+
+    def seed(self, ids: torch.Tensor) -> None:
+        """Start from what a prefill routed: `ids` [T, K], the tokens in order.
+
+        The state becomes what it would be had every token been a call of its own, and the experts that are
+        resident at its end are loaded. Replaces the present state; may synchronise.
+        """
+        _check_ids(ids)
+        table = SlotTable(self.num_experts, self.capacity, self.policy)
+        with self._alone():
+            for row in ids.tolist():
+                if max(row, default=-1) >= self.num_experts:
+                    raise ValueError(f"ids: expert {max(row)} of {self.num_experts}")
+                for part in table.split(row):
+                    table.plan(part)
+            self._engine.adopt(table)
+
+    @property
+    def stats(self) -> CacheStats:
+        """Calls, hits and misses since the start. Reads them off the device, which synchronises."""
+        return self._engine.stats()
+
+    @property
+    def pin_failure(self) -> str | None:
+        """Why the host tensors are not pinned; None where they are."""
+        return self._store.reason
+
+    @property
+    def memory(self) -> CacheMemory:
+        """What this cache holds."""
+        total = self._store.nbytes
+        slots = sum(tensor.nbytes for tensor in self._engine.slots.values())
+        pinned = total if self._store.pinned else 0
+        device = slots + self._engine.state_bytes
+        return CacheMemory(pinned, total - pinned, device, self._store.uncached_bytes)
+
+    def resident(self) -> list[int]:
+        """The expert in each slot, -1 for a free one. Reads the state, which may synchronise."""
+        return list(self._engine.table().expert_of)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._inside.acquire(blocking=False):
+            raise CacheBusy(
+                "another thread is inside this ExpertCache: its slots are valid for one call at a time; "
+                "use one cache a thread, or a lock around acquire and the computation"
+            )
+        try:
+            yield
+        finally:
+            self._inside.release()
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _engine_class(name: str) -> type[Engine]:
+    if name == "device":
+        if importlib.util.find_spec("triton") is None:
+            raise RuntimeError("engine 'device' needs Triton, which is not installed: use engine='host'")
+        from moedoctor.fixes.expert_cache_device import DeviceEngine
+
+        return DeviceEngine
+    if name == "host":
+        from moedoctor.fixes.expert_cache_host import HostEngine
+
+        return HostEngine
+    from moedoctor.fixes.expert_cache_resident import ResidentEngine
+
+    return ResidentEngine
+
+
+def _check_ids(ids: torch.Tensor) -> None:
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"ids must be int32 or int64, got {ids.dtype}")

@@ -1,0 +1,158 @@
+"""The engine ``device``: lookup, eviction and copies in kernels; the host only launches them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from moedoctor.fixes._expert_store import ExpertStore
+from moedoctor.fixes._packed_experts import RARE, SIZE
+from moedoctor.fixes.eviction import CacheOverflow, CacheStats, SlotTable
+from moedoctor.fixes.expert_cache_engine import CachedExperts, Engine
+from moedoctor.kernels.cache_copies import Transfer
+from moedoctor.kernels.cache_launch import (
+    MOST_EXPERTS,
+    LookupState,
+    interprets,
+    launch_groups,
+    launch_lookup,
+)
+
+
+class DeviceEngine(Engine):
+    """Never synchronises in `acquire`, `groups` and `prefetch`; all of them can be captured in a CUDA graph.
+
+    A captured `prefetch` must be followed by an `acquire` of the same capture, which joins its copies.
+    """
+
+    name = "device"
+
+    def __init__(self, store: ExpertStore, capacity: int, policy: str, device: torch.device) -> None:
+        """Raises RuntimeError without a GPU or pinned memory, ValueError for too many experts."""
+        super().__init__(store, capacity, policy, device)
+        if device.type != "cuda" and not interprets():
+            raise RuntimeError(f"engine 'device' needs a CUDA device, got {device}: use engine='host'")
+        if device.type == "cuda" and not store.pinned:
+            raise RuntimeError(
+                f"engine 'device' reads pinned host memory; there is none: {store.reason}; use engine='host'"
+            )
+        if store.num_experts > MOST_EXPERTS:
+            raise ValueError(
+                f"engine 'device' takes {MOST_EXPERTS} experts at most, got {store.num_experts}: use 'host'"
+            )
+        self.slots = store.slots(capacity, device)
+        self._state = LookupState.empty(store.num_experts, capacity, policy, device)
+        packed = {name: (one.blocks, one.elements) for name, one in store.packed.items()}
+        self._transfer = Transfer(store.tensors, packed, self.slots, (SIZE, RARE))
+        self.mapping = self._state.slot_of
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._prefetched: torch.cuda.Event | None = None
+        """Set while copies are under way beside the current stream that it has not waited for."""
+
+    def acquire(self, ids: torch.Tensor) -> CachedExperts:
+        most = self._most(ids)
+        if most > self.capacity:
+            raise CacheOverflow(most, self.capacity, at_most=True)
+        self._join()
+        return self._run(ids.contiguous(), None)
+
+    def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
+        count = -(-self._most(ids) // self.capacity)
+        if count <= 1 and overlap and self._copies is not None:
+            yield from self._early_and_late(ids.contiguous(), self._copies)
+            return
+        if count <= 1:
+            yield self.acquire(ids)
+            return
+        self._join()
+        ids = ids.contiguous()  # [T, K]
+        launch_groups(self._state, ids)
+        for group in range(count):
+            yield self._run(ids, group)
+
+    def _early_and_late(self, ids: torch.Tensor, copies: torch.cuda.Stream) -> Iterator[CachedExperts]:
+        """The hits, while the misses are copied on a stream of their own; then the misses."""
+        self._join()
+        early, late = torch.empty_like(ids), torch.empty_like(ids)  # [T, K] each
+        launch_lookup(self._state, ids, early, late=late)
+        self._copy_beside(copies)
+        yield CachedExperts(self.slots, early)
+        self._join()
+        yield CachedExperts(self.slots, late)
+
+    def _copy_beside(self, copies: torch.cuda.Stream) -> None:
+        copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(copies):
+            self._transfer.launch(self._state.copies)
+            self._prefetched = torch.cuda.Event()
+            self._prefetched.record()
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        most = self._most(ids)
+        if most > self.capacity:
+            raise CacheOverflow(most, self.capacity, at_most=True)
+        self._join()
+        ids = ids.contiguous()
+        launch_lookup(self._state, ids, torch.empty_like(ids), counted=False)
+        if self._copies is None:
+            self._transfer.launch(self._state.copies)
+            return
+        self._copy_beside(self._copies)
+
+    def adopt(self, table: SlotTable) -> None:
+        self._join()
+        state = self._state
+        for tensor, values in (
+            (state.slot_of, table.slot_of),
+            (state.expert_of, table.expert_of),
+            (state.uses, table.uses),
+            (state.last, table.last),
+            (state.clock, [table.clock]),
+        ):
+            tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
+        held = [(expert, slot) for slot, expert in enumerate(table.expert_of) if expert >= 0]
+        copies = [0] * (1 + 2 * self.capacity)
+        copies[0] = len(held)
+        for number, (expert, slot) in enumerate(held):
+            copies[1 + number], copies[1 + self.capacity + number] = expert, slot
+        state.copies.copy_(torch.tensor(copies, dtype=torch.int32))
+        self._transfer.launch(state.copies)
+
+    def stats(self) -> CacheStats:
+        calls, hits, misses, prefetched = self._state.counts.tolist()
+        return CacheStats(calls, hits, misses, prefetched=prefetched)
+
+    def table(self) -> SlotTable:
+        state = self._state
+        return SlotTable.restored(
+            self.capacity,
+            self.policy,
+            state.slot_of.tolist(),
+            state.uses.tolist(),
+            state.last.tolist(),
+            int(state.clock),
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        return self._state.nbytes + self._transfer.nbytes
+
+    def _most(self, ids: torch.Tensor) -> int:
+        """How many experts `ids` can name, by its shape."""
+        if ids.device != self.device:
+            raise ValueError(f"ids are on {ids.device}, the cache is on {self.device}: move them with .to()")
+        return min(ids.numel(), self.store.num_experts)
+
+    def _run(self, ids: torch.Tensor, group: int | None) -> CachedExperts:
+        slot_ids = torch.empty_like(ids)  # [T, K]
+        if ids.numel():
+            launch_lookup(self._state, ids, slot_ids, group=group)
+            self._transfer.launch(self._state.copies)
+        return CachedExperts(self.slots, slot_ids)
+
+    def _join(self) -> None:
+        """Make the current stream wait for the copies of a prefetch."""
+        if self._prefetched is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._prefetched)
+            self._prefetched = None

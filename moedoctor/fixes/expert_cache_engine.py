@@ -1,0 +1,66 @@
+"""What an engine of the expert cache offers: it owns slots, mapping and state, and moves the bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from moedoctor.fixes._expert_store import ExpertStore
+from moedoctor.fixes.eviction import CacheStats, SlotTable
+
+
+@dataclass(frozen=True)
+class CachedExperts:
+    """Resident experts of one call, or of one group of it; valid until the next `acquire`."""
+
+    weights: Mapping[str, torch.Tensor]
+    """[capacity, ...] each, on the device: always the same tensors, at the same addresses."""
+    slot_ids: torch.Tensor
+    """[T, K], the ids' own type: rows of `weights`; -1 where the id is -1 or belongs to another group."""
+    pairs: int | None = None
+    """How many `slot_ids` are not -1, at most; None where the host does not know."""
+
+
+class Engine(ABC):
+    """One way of looking up, evicting and copying. `ExpertCache` checks arguments and threads before."""
+
+    name: str
+    slots: dict[str, torch.Tensor]
+    """[capacity, ...] each."""
+    mapping: torch.Tensor
+    """int32 [E] on the device: slot or -1, updated in place."""
+
+    def __init__(self, store: ExpertStore, capacity: int, policy: str, device: torch.device) -> None:
+        self.store, self.capacity, self.policy, self.device = store, capacity, policy, device
+
+    @abstractmethod
+    def acquire(self, ids: torch.Tensor) -> CachedExperts:
+        """Make the experts of `ids` [T, K] resident. Raises CacheOverflow, with nothing changed."""
+
+    @abstractmethod
+    def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
+        """Make them resident in groups that fit, resident ones first; `overlap` as `ExpertCache.groups`."""
+
+    @abstractmethod
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Start loading the experts of `ids`, without counting a call."""
+
+    @abstractmethod
+    def adopt(self, table: SlotTable) -> None:
+        """Replace state and slots by those of `table`. May synchronise."""
+
+    @abstractmethod
+    def stats(self) -> CacheStats:
+        """Counts since the start. May synchronise."""
+
+    @abstractmethod
+    def table(self) -> SlotTable:
+        """The state as a table of its own. May synchronise."""
+
+    @property
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """Bytes on the device besides the slots."""

@@ -1,0 +1,214 @@
+"""The guard before a kernel that assumes the experts of a token to be distinct and in range.
+
+FlashInfer's three-step sort leaves a row of its map unwritten for a repeated id (MD011), and kernels that use
+an id as an index go astray with -1 (MD016). Both functions run on the device of their arguments and never
+wait for it; on a CUDA device with Triton each is one launch, which a CUDA graph may hold.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+_INTEGERS = (torch.int32, torch.int64)
+_KINDS = ("repeated", "out_of_range", "sentinel")
+
+
+class InvalidExpertIdsError(ValueError):
+    """Ids that were found to be wrong when the flags were read."""
+
+
+@dataclass(frozen=True)
+class ExpertIdCounts:
+    """Rows in which something was found, since the flags were made. A row may count in each."""
+
+    repeated: int = 0
+    """Rows that hold one expert in range twice or more."""
+    out_of_range: int = 0
+    """Rows with an id below -1 or from the number of experts on."""
+    sentinel: int = 0
+    """Rows with an id of -1, which says: no expert."""
+
+
+class ExpertIdFlags:
+    """Counters on the device that `validate_expert_ids` adds to; only reading them waits for the device."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.tensor = torch.zeros(2, len(_KINDS), dtype=torch.int32, device=device)
+        """int32 [2, 3]: real rows, then padding; repeated, out of range, sentinel."""
+
+    def real(self) -> ExpertIdCounts:
+        """What was found in real rows; waits for the device."""
+        return ExpertIdCounts(*self.tensor[0].tolist())
+
+    def padding(self) -> ExpertIdCounts:
+        """What was found in padding rows; waits for the device."""
+        return ExpertIdCounts(*self.tensor[1].tolist())
+
+    def raise_if_found(self, *, allow_sentinel: bool = True) -> None:
+        """Raise InvalidExpertIdsError for repeated ids, ids out of range and, if not allowed, ids of -1."""
+        total = dict(zip(_KINDS, self.tensor.sum(0).tolist(), strict=True))
+        if allow_sentinel:
+            total["sentinel"] = 0
+        if any(total.values()):
+            found = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in total.items() if count)
+            raise InvalidExpertIdsError(f"rows of expert ids that no kernel should be given: {found}")
+
+    def reset(self) -> None:
+        """Start from zero, without waiting."""
+        self.tensor.zero_()
+
+
+class DistinctTopK(NamedTuple):
+    """Experts of each token of which none is there twice."""
+
+    ids: torch.Tensor
+    """int32 [T, K]"""
+    weights: torch.Tensor
+    """float32 [T, K]"""
+
+
+@torch.no_grad()
+def validate_expert_ids(
+    ids: torch.Tensor,
+    num_experts: int,
+    *,
+    flags: ExpertIdFlags | None = None,
+    real_rows: torch.Tensor | None = None,
+) -> ExpertIdFlags:
+    """Look for repeated ids, ids out of range and ids of -1 in `ids` (int32 or int64 [T, K], any strides).
+
+    What is found is added to `flags`, made new where None is given, and returned; ask them when it suits.
+    Give flags of your own inside a CUDA graph, so that nothing is allocated. `real_rows`, int32 [1] on the
+    same device, is the number of rows that are no padding. Raises TypeError or ValueError otherwise.
+    """
+    _check_ids(ids)
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
+        raise TypeError(f"num_experts must be an int, got {type(num_experts).__name__}")
+    if num_experts < 1:
+        raise ValueError(f"num_experts must be at least 1, got {num_experts}")
+    flags = flags or ExpertIdFlags(ids.device)
+    for name, value in (("flags", flags.tensor), ("real_rows", real_rows)):
+        if value is not None and value.device != ids.device:
+            raise ValueError(f"{name} must be on the device of ids, {ids.device}, got {value.device}")
+    if real_rows is not None and (real_rows.dtype != torch.int32 or real_rows.numel() != 1):
+        raise ValueError(f"real_rows must be int32 [1], got {real_rows.dtype} {list(real_rows.shape)}")
+    if _has_kernel(ids):
+        from moedoctor.kernels.expert_ids import launch_check
+
+        launch_check(ids, num_experts, flags.tensor, real_rows)
+    else:
+        _count(ids, num_experts, flags.tensor, real_rows)
+    return flags
+
+
+@torch.no_grad()
+def deduplicate(ids: torch.Tensor, weights: torch.Tensor, *, num_experts: int | None = None) -> DistinctTopK:
+    """Give the first slot of each expert the weights of all its slots in the row, and empty the others.
+
+    An emptied slot has weight 0 and id -1, or with `num_experts` given the id of an expert that the row does
+    not hold: for kernels that do not know -1, at the price of that expert's work. The sum over experts of
+    weight times expert output is the same. Ids below 0 are left as they are, with their weights.
+    `ids` int32 or int64 [T, K], `weights` floating [T, K]. Raises TypeError or ValueError otherwise, and
+    where `num_experts` is below K.
+    """
+    _check_ids(ids)
+    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
+        raise TypeError("weights must be a floating torch.Tensor")
+    if weights.shape != ids.shape or weights.device != ids.device:
+        raise ValueError(
+            f"weights must be {list(ids.shape)} on {ids.device}, as ids; "
+            f"got {list(weights.shape)} on {weights.device}"
+        )
+    if num_experts is not None and num_experts < ids.shape[1]:
+        raise ValueError(f"num_experts must be at least top_k {ids.shape[1]}, got {num_experts}")
+    if _has_kernel(ids):
+        from moedoctor.kernels.expert_ids import launch_deduplicate
+
+        out_ids = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)  # [T, K]
+        out_weights = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)  # [T, K]
+        launch_deduplicate(ids, weights, out_ids, out_weights, use_spare=num_experts is not None)
+        return DistinctTopK(out_ids, out_weights)
+    return _deduplicated(ids, weights, num_experts is not None)
+
+
+@torch.no_grad()
+def local_ids(ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
+    """The local id of each expert, int32 [T, K]: -1 where this rank has none, and for ids that name none.
+
+    `expert_map` int [E] holds the local id of each expert, or -1. Indexing it with the ids themselves gives
+    an id of -1 the last expert, which is what MD016 is about. Does not wait for the device.
+    """
+    _check_ids(ids)
+    if expert_map.dim() != 1 or expert_map.dtype not in _INTEGERS:
+        raise ValueError(f"expert_map must be int [experts], got {expert_map.dtype} {list(expert_map.shape)}")
+    known = (ids >= 0) & (ids < expert_map.shape[0])  # [T, K]
+    return torch.where(known, expert_map[torch.where(known, ids, 0).long()], -1).to(torch.int32)
+
+
+@torch.no_grad()
+def without_sentinels(
+    ids: torch.Tensor, weights: torch.Tensor, *, spare: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids int32 [T, K] that a kernel may index with, and weights [T, K]: slots below 0 go to `spare` with 0.
+
+    For kernels that take no -1. The work of those slots is done and adds nothing, unless the row itself or
+    the spare expert's output is not finite: 0 times NaN is NaN.
+    """
+    _check_ids(ids)
+    empty = ids < 0  # [T, K]
+    return torch.where(empty, spare, ids).to(torch.int32), weights.masked_fill(empty, 0.0)
+
+
+def _count(ids: torch.Tensor, num_experts: int, counts: torch.Tensor, real_rows: torch.Tensor | None) -> None:
+    known = (ids >= 0) & (ids < num_experts)  # [T, K]
+    repeated = (_same(ids, known) & _earlier(ids)).flatten(1).any(1)  # [T]
+    outside = ((ids != -1) & ~known).any(1)  # [T]
+    found = torch.stack([repeated, outside, (ids == -1).any(1)])  # [3, T]
+    padding = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)  # [T]
+    if real_rows is not None:
+        padding = torch.arange(ids.shape[0], device=ids.device) >= real_rows
+    counts += torch.stack([(found & ~padding).sum(1), (found & padding).sum(1)]).to(torch.int32)
+
+
+def _deduplicated(ids: torch.Tensor, weights: torch.Tensor, use_spare: bool) -> DistinctTopK:
+    same = _same(ids, ids >= 0)  # [T, K, K]
+    same |= torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)
+    again = (same & _earlier(ids)).any(2)  # [T, K]
+    total = torch.where(same, weights.float().unsqueeze(1), 0.0).sum(2)  # [T, K]
+    spare = torch.full_like(ids, -1)  # [T, K]
+    if use_spare:
+        expert = torch.arange(
+            ids.shape[1], device=ids.device
+        )  # [K]: enough, for d repeated slots leave d free
+        free = (ids.unsqueeze(1) != expert[:, None]).all(2)  # [T, K]
+        place, wanted = free.cumsum(1), again.cumsum(1)  # [T, K] each, from 1
+        taken = free.unsqueeze(1) & (place.unsqueeze(1) == wanted.unsqueeze(2))  # [T, K, K]
+        spare = torch.where(taken, expert, -1).amax(2)  # [T, K]
+    return DistinctTopK(torch.where(again, spare, ids).int(), torch.where(again, 0.0, total))
+
+
+def _same(ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """bool [T, K, K]: whether two slots hold the same known expert."""
+    return (ids.unsqueeze(2) == ids.unsqueeze(1)) & known.unsqueeze(2)
+
+
+def _earlier(ids: torch.Tensor) -> torch.Tensor:
+    """bool [K, K]: whether the second slot comes before the first."""
+    slot = torch.arange(ids.shape[1], device=ids.device)  # [K]
+    return slot[None, :] < slot[:, None]
+
+
+def _has_kernel(ids: torch.Tensor) -> bool:
+    return ids.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+def _check_ids(ids: torch.Tensor) -> None:
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in _INTEGERS:
+        kind = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise TypeError(f"ids must be an int32 or int64 torch.Tensor, got {kind}")
+    if ids.dim() != 2 or ids.shape[1] < 1:
+        raise ValueError(f"ids must have two dimensions [tokens, top_k], got shape {list(ids.shape)}")

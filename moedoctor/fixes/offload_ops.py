@@ -1,0 +1,73 @@
+"""The operators around each offloaded layer, which a compiler traces and keeps in order.
+
+`wait` is declared to write the layer's parameters, so nothing that reads them can move in front of it, not
+even what depends on weights alone. It is declared to write the layer's inputs too: an opaque operator that
+finds the weights by itself, as vLLM's MoE layer does, has no other tie to it. `release` reads the layer's
+outputs, so it comes behind all that led to them. All write a token, which orders them among each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from moedoctor.fixes.prefetch import Pipeline
+
+# An operator takes tensors and numbers, no objects: a pipeline is named by a number. Entries vanish with it.
+_PIPELINES: weakref.WeakValueDictionary[int, Pipeline] = weakref.WeakValueDictionary()
+_KEYS = itertools.count()
+
+_LIBRARY = torch.library.Library("moedoctor_offload", "DEF")
+_LIBRARY.define("begin(Tensor(a!) token, int key) -> ()")
+_LIBRARY.define("wait(Tensor(a!)[] weights, Tensor(c!)[] inputs, Tensor(b!) token, int key, int unit) -> ()")
+_LIBRARY.define("release(Tensor[] outputs, Tensor(a!) token, int key, int unit) -> ()")
+_LIBRARY.define("finish(Tensor[] outputs, Tensor(a!) token, int key) -> ()")
+
+
+def enrol(pipeline: Pipeline) -> int:
+    """The number by which the operators know `pipeline`, for as long as it lives."""
+    key = next(_KEYS)
+    _PIPELINES[key] = pipeline
+    return key
+
+
+def _begin(token: torch.Tensor, key: int) -> None:
+    _PIPELINES[key].begin()
+
+
+def _wait(
+    weights: list[torch.Tensor], inputs: list[torch.Tensor], token: torch.Tensor, key: int, unit: int
+) -> None:
+    _PIPELINES[key].wait(unit, weights)
+
+
+def _release(outputs: list[torch.Tensor], token: torch.Tensor, key: int, unit: int) -> None:
+    _PIPELINES[key].release(unit)
+
+
+def _finish(outputs: list[torch.Tensor], token: torch.Tensor, key: int) -> None:
+    _PIPELINES[key].finish()
+
+
+def _nothing(*arguments: Any) -> None:
+    return
+
+
+for _name, _function in {"begin": _begin, "wait": _wait, "release": _release, "finish": _finish}.items():
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moedoctor_offload::{_name}", _nothing, lib=_LIBRARY)
+
+
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """The tensors of what a layer returns: one, or any nesting of tuples, lists and mappings of them."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if isinstance(output, (tuple, list)):
+        return [one for item in output for one in tensors_in(item)]
+    if isinstance(output, Mapping):
+        return [one for item in output.values() for one in tensors_in(item)]
+    return []

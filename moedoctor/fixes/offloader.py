@@ -1,0 +1,219 @@
+"""Weight offload for any torch module: host memory within a budget, two device buffers, prefetch.
+
+    handle = offload(model, 8 << 30, patterns=("experts",))
+    model(x)                    # as before, also under torch.compile(fullgraph=True)
+    print(handle.report())
+    handle.restore()            # everything back on the device
+
+Parameters stay the same objects. Their data points for good into one of two device buffers, so a quantisation
+config that holds a parameter sees device memory, and nothing is swapped in `forward`. Around each layer's
+`forward` run two operators (`offload_ops`): one waits for the layer's copy, the other lets the copy of a
+later layer begin in the buffer that is now free.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from moedoctor.fixes import offload_storage as storage
+from moedoctor.fixes.copy_engine import BlockingEngine, CopyEngine, CudaEngine
+from moedoctor.fixes.offload_hooks import MARK, Hooks
+from moedoctor.fixes.offload_ops import enrol
+from moedoctor.fixes.offload_plan import make_plan
+from moedoctor.fixes.offload_report import OffloadReport, write_report
+from moedoctor.fixes.offload_storage import StoredLayer
+from moedoctor.fixes.pinned import Pin, PinError, register
+from moedoctor.fixes.prefetch import Pipeline
+
+
+class Offload:
+    """A module whose weights are offloaded. Made by `offload`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[StoredLayer],
+        device: torch.device,
+        report: OffloadReport,
+        asked: Sequence[nn.Parameter],
+        hooks: Hooks | None,
+        pipeline: Pipeline | None,
+    ) -> None:
+        self._module = module
+        self._layers = list(layers)
+        self._device = device
+        self._report = report
+        self._asked_for_gradients = list(asked)
+        self._hooks = hooks
+        self._pipeline = pipeline
+
+    def report(self) -> OffloadReport:
+        """Each parameter with its bytes, where it lives, pinned or not, view or copy, and why; with sums."""
+        return self._report
+
+    def host_weight(self, name: str) -> torch.Tensor:
+        """The offloaded parameter `name` as it lies in host memory: not a copy, so do not write to it.
+
+        Raises KeyError for a parameter that is not offloaded.
+        """
+        for layer in self._layers:
+            for one, region in layer.items:
+                if name in one.names:
+                    return region.of(layer.block.bytes)
+        raise KeyError(f"{name} is not offloaded")
+
+    def device_tensors(self) -> list[torch.Tensor]:
+        """Every tensor that lies in device memory: what stayed, and the buffers."""
+        stored = {id(one.parameter) for layer in self._layers for one, _ in layer.items}
+        stayed = [one for one in self._module.parameters() if id(one) not in stored]
+        buffers = list(self._pipeline.buffers) if self._pipeline is not None else []
+        return [*stayed, *self._module.buffers(), *buffers]
+
+    def join(self) -> None:
+        """Make the current stream wait for every copy in flight.
+
+        For callers that capture graphs of single layers: call it before a capture begins.
+        """
+        if self._pipeline is not None:
+            self._pipeline.join()
+
+    def restore(self) -> None:
+        """Bring every weight back to the device, give host memory and buffers back, unwrap all forwards.
+
+        Parameters that lay in one storage get one each. A second call does nothing.
+        """
+        if self._pipeline is not None:
+            self._pipeline.settle()
+        if self._hooks is not None:
+            self._hooks.remove()
+        storage.bring_back(self._layers, self._device)
+        for layer in self._layers:
+            layer.block.close()
+        for parameter in self._asked_for_gradients:
+            parameter.requires_grad_(True)
+        self._hooks, self._pipeline, self._layers, self._asked_for_gradients = None, None, [], []
+
+
+def offload(
+    module: nn.Module,
+    budget_bytes: int,
+    *,
+    device: torch.device | str | None = None,
+    patterns: Sequence[str] = (),
+    layers: Sequence[nn.Module] | None = None,
+    access: Literal["copy", "view"] = "copy",
+    pin: bool | Pin = True,
+    keep_below: int = 65_536,
+    engine: CopyEngine | None = None,
+) -> Offload:
+    """Move up to `budget_bytes` of `module`'s weights to host memory; its outputs stay the same bit for bit.
+
+    `module`: may be an `nn.ModuleList` of layers that something else calls. It runs forward only: its
+    parameters ask for no gradients until `restore`.
+    `device`: where it runs; by default where its parameters are. With it given, parameters may lie on it or
+    (those that a loader left there) on the CPU; what is not offloaded is moved to it.
+    `patterns`: dotted parts of parameter names, matched whole as `--cpu-offload-params` does (``experts``,
+    ``w13_weight``); none means every parameter.
+    `layers`: what is fetched together, in running order; by default the elements of the outermost ModuleList
+    or Sequential, and elsewhere the modules that own parameters. Layers must not run inside each other.
+    `access`: ``copy`` prefetches into two device buffers (one where only two layers are offloaded);
+    ``view`` lets kernels read pinned memory over the bus (CUDA only).
+    `pin`: False leaves host memory pageable; a function does the pinning in its own way. Where pinning fails,
+    copies block, and one warning says so.
+    `keep_below`: tensors of fewer bytes stay on the device.
+    `engine`: what copies, by default a CUDA stream or, without CUDA, plain copies.
+
+    What stays on the device is decided by `moedoctor.fixes.offload_policy.RULES`. Raises ValueError, with the
+    module unchanged, for a budget that is not positive, a pattern that matches nothing (with the closest
+    names), meta tensors, a module on two devices, one that is offloaded already; PinError where ``view``
+    cannot pin.
+    """
+    where = _check(module, budget_bytes, device, access)
+    plan = make_plan(module, budget_bytes, patterns, layers, keep_below)
+    pinning = pin if callable(pin) else (register if pin and where.type == "cuda" else None)
+    stored, failure = storage.store(plan, pinning)
+    if access == "view" and failure is not None:
+        raise PinError(f"a view needs pinned memory: {failure}")
+    originals = storage.watch(stored, where)
+    hooks, pipeline = None, None
+    storage.empty(stored, where)
+    try:
+        if access == "view":
+            for layer in stored:
+                storage.map_into(layer, where)
+        elif stored:
+            pipeline = _pipeline(stored, where, engine)
+            hooks = Hooks(module, stored, pipeline, enrol(pipeline))
+    except BaseException:
+        storage.bring_back(stored, where)
+        raise
+    _settle_in(module, where)
+    asked = [one for one in module.parameters() if one.requires_grad]
+    module.requires_grad_(False)
+    if failure is not None:
+        failure = f"host memory is not pinned, so copies to the device block: {failure}"
+        warnings.warn(failure, RuntimeWarning, stacklevel=2)
+    buffers = pipeline.buffers if pipeline is not None else ()
+    report = write_report(plan, stored, budget_bytes, access, originals, buffers, failure)
+    return Offload(module, stored, where, report, asked, hooks, pipeline)
+
+
+def _check(module: nn.Module, budget: int, device: torch.device | str | None, access: str) -> torch.device:
+    """Where the module is to run. Raises ValueError for what cannot be offloaded."""
+    if budget <= 0:
+        raise ValueError(
+            f"budget_bytes: must be positive, got {budget}; to offload nothing, do not call offload"
+        )
+    if access not in ("copy", "view"):
+        raise ValueError(f"access: must be 'copy' or 'view', got {access!r}")
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"module: {type(module).__name__} has no parameters, so there is nothing to offload")
+    for name, one in tensors:
+        if one.is_meta:
+            raise ValueError(f"module: {name} is a meta tensor without data; load the weights first")
+    for name, one in module.named_modules():
+        if MARK in vars(one):
+            raise ValueError(
+                f"module: {name or type(one).__name__} is offloaded already; call restore() first"
+            )
+    devices = {one.device: name for name, one in tensors}
+    where = _indexed(torch.device(device)) if device is not None else next(iter(devices))
+    allowed = {where} | ({torch.device("cpu")} if device is not None else set())
+    for other, name in devices.items():
+        if other not in allowed:
+            raise ValueError(
+                f"module: {name} is on {other}, expected everything on {where}; move the module to one device"
+                + ("" if device is not None else ", or name it with device=")
+            )
+    if access == "view" and where.type != "cuda":
+        raise ValueError(f"access: a view needs a CUDA device, the module is on {where}")
+    return where
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _pipeline(stored: Sequence[StoredLayer], device: torch.device, engine: CopyEngine | None) -> Pipeline:
+    buffers = storage.buffers_for(stored, device)
+    units = [layer.unit(index % len(buffers)) for index, layer in enumerate(stored)]
+    for layer, unit in zip(stored, units, strict=True):
+        storage.point(layer, buffers[unit.slot])
+    if engine is None:
+        engine = CudaEngine(device) if device.type == "cuda" else BlockingEngine()
+    return Pipeline(units, buffers, engine)
+
+
+def _settle_in(module: nn.Module, device: torch.device) -> None:
+    """Move what stays, and was left on the CPU by a loader, to the device."""
+    for one in [*module.parameters(), *module.buffers()]:
+        if one.device != device:
+            one.data = one.data.to(device)

@@ -1,0 +1,109 @@
+"""Host memory for weights, page-locked where that can be had, and views of it that a GPU reads."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+PAGE = 4096
+_MAPPED_AND_PORTABLE = 3
+"""cudaHostRegisterPortable | cudaHostRegisterMapped."""
+
+Release = Callable[[], None]
+Pin = Callable[[torch.Tensor], Release]
+"""Page-locks the memory of a uint8 tensor [n] and gives what undoes it. Raises `PinError` where it cannot."""
+
+
+class PinError(RuntimeError):
+    """Memory could not be page-locked."""
+
+
+@dataclass(eq=False)
+class HostBlock:
+    """Bytes on the host that hold one layer's weights."""
+
+    bytes: torch.Tensor
+    """uint8 [n], starts on a page."""
+    pinned: bool
+    release: Release | None = None
+
+    def close(self) -> None:
+        """Give the page lock up. No copy from the block may be in flight."""
+        if self.release is not None:
+            self.release()
+            self.release, self.pinned = None, False
+
+
+def register(memory: torch.Tensor) -> Release:
+    """Page-lock the memory of a uint8 tensor [n] that starts and ends on a page, with `cudaHostRegister`.
+
+    torch's own pinned allocator rounds every size up to a power of two; this takes what is asked for.
+    """
+    runtime = torch.cuda.cudart()
+    address = memory.data_ptr()
+    code = int(runtime.cudaHostRegister(address, memory.numel(), _MAPPED_AND_PORTABLE))
+    if code:
+        raise PinError(f"cudaHostRegister of {memory.numel()} bytes failed with error {code}")
+
+    def release() -> None:
+        # A prefetch may still be reading: memory must not be unlocked, let alone freed, under a copy.
+        torch.cuda.synchronize()
+        runtime.cudaHostUnregister(address)
+
+    return release
+
+
+def no_pin(memory: torch.Tensor) -> Release:
+    """For machines without a GPU: there is nothing to page-lock memory for."""
+    raise PinError("there is no CUDA device to page-lock memory for")
+
+
+def allocate(nbytes: int, pin: Pin | None) -> tuple[HostBlock, str | None]:
+    """A block of `nbytes`, and why it is not page-locked where `pin` was given and failed."""
+    whole = -(-nbytes // PAGE) * PAGE
+    memory = torch.empty(whole + PAGE, dtype=torch.uint8)  # [whole + PAGE]
+    start = -memory.data_ptr() % PAGE
+    # A storage of its own: torch looks at where a storage begins to tell whether a tensor is pinned.
+    pages = from_dlpack(memory[start : start + whole])  # [whole]
+    if pin is None:
+        return HostBlock(pages[:nbytes], pinned=False), None
+    try:
+        release = pin(pages)
+    except (PinError, RuntimeError, MemoryError) as error:
+        return HostBlock(pages[:nbytes], pinned=False), str(error).split("\n")[0]
+    # Holds `memory`, so that it is unlocked before it is freed.
+    last = weakref.finalize(pages.untyped_storage(), _unlock, release, memory)
+    last.atexit = False  # the driver has gone by then; it unlocks what is left by itself
+    return HostBlock(pages[:nbytes], pinned=True, release=last), None
+
+
+def _unlock(release: Release, memory: torch.Tensor) -> None:
+    release()
+
+
+class _Mapped:
+    """Device-visible host bytes, as torch reads them; holds on to the memory that it shows."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (memory.numel(),),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """uint8 [n] on `device` over the pinned host bytes `memory`: kernels read over the bus.
+
+    The view keeps `memory` alive. That is the difference to a view with a deleter that does nothing, whose
+    memory the next allocation may get while a kernel still reads it (vllm#45528).
+    """
+    if not memory.is_pinned():
+        raise PinError("a device view needs pinned memory, and this is not pinned")
+    return torch.as_tensor(_Mapped(memory), device=device)

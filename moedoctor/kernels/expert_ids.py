@@ -1,0 +1,195 @@
+"""Looks at the expert ids of a batch, and makes them distinct, in one launch each and without the host."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+KINDS = 3
+"""Counters a kind of row: rows with a repeated id, with an id out of range, with an id of -1."""
+_PAIRS = 2048
+"""Pairs of slots that a program compares; each slot is compared with every other of its row."""
+
+
+@triton.jit
+def _add(place: tl.tensor, count: tl.tensor, step: tl.tensor, has_step: tl.constexpr) -> None:
+    """Add to a counter, and where it is the first time, note the step six places on."""
+    if count > 0:
+        tl.atomic_add(place, count)
+        if has_step:
+            tl.atomic_cas(place + 6, 0, step)
+
+
+@triton.jit
+def check_ids_kernel(
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    real_rows_ptr: tl.tensor,
+    step_ptr: tl.tensor,
+    tokens: tl.tensor,
+    stride_token: tl.tensor,
+    stride_slot: tl.tensor,
+    num_experts: tl.tensor,
+    top_k: tl.constexpr,
+    slots: tl.constexpr,
+    rows: tl.constexpr,
+    has_real_rows: tl.constexpr,
+    has_step: tl.constexpr,
+) -> None:
+    """Add to `counts` int32 [2, KINDS], real rows first; rows from `real_rows` on are padding.
+
+    With `step` int32 [2], the number of the step and whether it counts, `counts` is [2, 2, KINDS]: after the
+    rows come the first steps.
+    """
+    counted = 1
+    step = 0
+    if has_step:
+        step = tl.load(step_ptr)
+        counted = tl.load(step_ptr + 1)
+    row = tl.program_id(0) * rows + tl.arange(0, rows)  # [rows]
+    slot = tl.arange(0, slots)  # [slots]
+    inside = (row < tokens)[:, None] & (slot < top_k)[None, :]  # [rows, slots]
+    at = row.to(tl.int64)[:, None] * stride_token + slot[None, :] * stride_slot
+    ids = tl.load(ids_ptr + at, mask=inside, other=-1)  # [rows, slots]
+    known = inside & (ids >= 0) & (ids < num_experts)  # [rows, slots]
+    # Slots of no known expert take numbers of their own, so that none of them equals another.
+    own = tl.where(known, ids, -1 - slot[None, :]).to(tl.int32)  # [rows, slots]
+    same = (own[:, :, None] == own[:, None, :]) & (slot[:, None] < slot[None, :])[None, :, :]
+    repeated = tl.max(tl.max(same.to(tl.int32), axis=2), axis=1)  # [rows]
+    empty = inside & (ids == -1)  # [rows, slots]
+    outside = tl.max((inside & (ids != -1) & ~known).to(tl.int32), axis=1)  # [rows]
+    sentinel = tl.max(empty.to(tl.int32), axis=1)  # [rows]
+    if (tl.max(repeated + outside + sentinel, axis=0) > 0) & (counted != 0):  # clean batches touch nothing
+        padding = tl.zeros([rows], tl.int32)  # [rows]
+        if has_real_rows:
+            padding = (row >= tl.load(real_rows_ptr)).to(tl.int32)  # [rows]
+        for kind in tl.static_range(2):
+            mine = padding if kind == 1 else 1 - padding  # [rows]
+            place = counts_ptr + kind * 3
+            _add(place, tl.sum(repeated * mine, axis=0), step, has_step)
+            _add(place + 1, tl.sum(outside * mine, axis=0), step, has_step)
+            _add(place + 2, tl.sum(sentinel * mine, axis=0), step, has_step)
+
+
+@triton.jit
+def deduplicate_kernel(
+    ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    out_ids_ptr: tl.tensor,
+    out_weights_ptr: tl.tensor,
+    tokens: tl.tensor,
+    stride_id_token: tl.tensor,
+    stride_id_slot: tl.tensor,
+    stride_weight_token: tl.tensor,
+    stride_weight_slot: tl.tensor,
+    top_k: tl.constexpr,
+    slots: tl.constexpr,
+    rows: tl.constexpr,
+    use_spare: tl.constexpr,
+) -> None:
+    """The first slot of an expert takes the weights of all, the others an id of -1 or of a spare expert."""
+    row = tl.program_id(0) * rows + tl.arange(0, rows)  # [rows]
+    slot = tl.arange(0, slots)  # [slots]
+    inside = (row < tokens)[:, None] & (slot < top_k)[None, :]  # [rows, slots]
+    long_row = row.to(tl.int64)[:, None]
+    ids = tl.load(
+        ids_ptr + long_row * stride_id_token + slot[None, :] * stride_id_slot, mask=inside, other=-1
+    )  # [rows, slots]
+    weights = tl.load(
+        weights_ptr + long_row * stride_weight_token + slot[None, :] * stride_weight_slot,
+        mask=inside,
+        other=0.0,
+    )  # [rows, slots]
+    own = tl.where(ids >= 0, ids, -1 - slot[None, :]).to(tl.int32)  # [rows, slots]
+    same = own[:, :, None] == own[:, None, :]  # [rows, slots, slots]
+    earlier = (slot[None, :] < slot[:, None])[None, :, :]  # [1, slots, slots]
+    again = tl.max((same & earlier).to(tl.int32), axis=2) > 0  # [rows, slots]
+    total = tl.sum(tl.where(same, weights[:, None, :], 0.0), axis=2)  # [rows, slots]
+    spare = tl.full([rows, slots], -1, tl.int32)  # [rows, slots]
+    if use_spare:
+        # With d slots repeated a row holds K - d experts at most, so the lowest K hold d others.
+        free = tl.max((own[:, None, :] == slot[None, :, None]).to(tl.int32), axis=2) == 0  # [rows, experts]
+        free = free & (slot < top_k)[None, :]
+        place = tl.cumsum(free.to(tl.int32), axis=1)  # [rows, experts], from 1
+        wanted = tl.cumsum(again.to(tl.int32), axis=1)  # [rows, slots], from 1
+        taken = free[:, None, :] & (place[:, None, :] == wanted[:, :, None])  # [rows, slots, experts]
+        spare = tl.max(tl.where(taken, slot[None, None, :], -1), axis=2)  # [rows, slots]
+    out = long_row * top_k + slot[None, :]
+    tl.store(out_ids_ptr + out, tl.where(again, spare, ids.to(tl.int32)), mask=inside)
+    tl.store(out_weights_ptr + out, tl.where(again, 0.0, total), mask=inside)
+
+
+def launch_check(
+    ids: torch.Tensor,
+    num_experts: int,
+    counts: torch.Tensor,
+    real_rows: torch.Tensor | None = None,
+    step: torch.Tensor | None = None,
+) -> None:
+    """Add what is wrong with `ids` [T, K] to `counts` int32 [2, KINDS], which stays on the device.
+
+    `real_rows` int32 [1] on the device: how many rows are no padding; without it all are real. With `step`
+    int32 [2], its number and whether it counts, `counts` is [2, 2, KINDS], the second half for first steps.
+    """
+    tokens, top_k = ids.shape
+    if tokens == 0:
+        return
+    slots, rows, warps = _shape(tokens, top_k)
+    with torch.cuda.device_of(ids):
+        check_ids_kernel[(triton.cdiv(tokens, rows),)](
+            ids,
+            counts,
+            counts if real_rows is None else real_rows,
+            counts if step is None else step,
+            tokens,
+            ids.stride(0),
+            ids.stride(1),
+            num_experts,
+            top_k=top_k,
+            slots=slots,
+            rows=rows,
+            has_real_rows=real_rows is not None,
+            has_step=step is not None,
+            num_warps=warps,
+        )
+
+
+def launch_deduplicate(
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    out_ids: torch.Tensor,
+    out_weights: torch.Tensor,
+    *,
+    use_spare: bool,
+) -> None:
+    """Write distinct ids int32 [T, K] and their weights float32 [T, K]; the outputs are contiguous."""
+    tokens, top_k = ids.shape
+    if tokens == 0:
+        return
+    slots, rows, warps = _shape(tokens, top_k)
+    with torch.cuda.device_of(ids):
+        deduplicate_kernel[(triton.cdiv(tokens, rows),)](
+            ids,
+            weights,
+            out_ids,
+            out_weights,
+            tokens,
+            ids.stride(0),
+            ids.stride(1),
+            weights.stride(0),
+            weights.stride(1),
+            top_k=top_k,
+            slots=slots,
+            rows=rows,
+            use_spare=use_spare,
+            num_warps=warps,
+        )
+
+
+def _shape(tokens: int, top_k: int) -> tuple[int, int, int]:
+    """Slots a row padded to a power of two, rows a program, warps."""
+    slots = triton.next_power_of_2(top_k)
+    rows = max(_PAIRS // (slots * slots), 1)
+    rows = min(rows, 8 if tokens <= 1024 else 32, triton.next_power_of_2(tokens))
+    return slots, rows, 1 if rows * slots * slots <= 1024 else 4

@@ -1,0 +1,124 @@
+"""The two matrix products of a MoE layer for many tokens, a program a slot and a strip of its weight's rows.
+
+Rows are those of `moe_rows.sort_kernel`: sorted by slot, each slot's ending at its offset. A slot without
+rows costs a program that reads two numbers, so a group of experts costs little more than its share of one
+call.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moedoctor.kernels.moe_decode import _activate
+
+
+@triton.jit
+def _dot(a: tl.tensor, weight: tl.tensor, total: tl.tensor, wide: tl.constexpr) -> tl.tensor:
+    """total [M, N] + a [M, K] times weight [N, K], transposed; `wide` where bfloat16 cannot be multiplied."""
+    if wide:
+        total += tl.dot(a.to(tl.float32), tl.trans(weight.to(tl.float32)), input_precision="ieee")
+    else:
+        total = tl.dot(a, tl.trans(weight.to(a.dtype)), total)
+    return total
+
+
+@triton.jit
+def up_tiles_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    top_k: tl.tensor,
+    hidden: tl.constexpr,
+    inner: tl.constexpr,
+    activation: tl.constexpr,
+    has_scale: tl.constexpr,
+    has_bias: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+    wide: tl.constexpr,
+) -> None:
+    """`out` [T * K, inner]: activated first product of each row. Programs: (inner / columns, slots).
+
+    `weight` [slots, 2 * inner, hidden], gate above up, for ``silu``; [slots, inner, hidden] for ``relu2``.
+    """
+    gated: tl.constexpr = activation == "silu"
+    height: tl.constexpr = 2 * inner if gated else inner
+    slot = tl.program_id(1).to(tl.int64)
+    end = tl.load(offsets_ptr + slot)
+    row = tl.load(offsets_ptr + slot - 1, mask=slot > 0, other=0)
+    column = tl.program_id(0) * columns + tl.arange(0, columns)  # [N]
+    present = column < inner
+    place = tl.arange(0, depth)  # [K]
+    from_ptr = weight_ptr + (slot * height + column[:, None]) * hidden + place[None, :]  # [N, K]
+    while row < end:
+        line = row + tl.arange(0, rows)  # [M]
+        inside = line < end
+        token = tl.load(order_ptr + line, mask=inside, other=0) // top_k  # [M]
+        a_ptr = x_ptr + token.to(tl.int64)[:, None] * hidden + place[None, :]  # [M, K]
+        gate = tl.zeros([rows, columns], tl.float32)
+        up = tl.zeros([rows, columns], tl.float32)
+        for start in range(0, hidden, depth):
+            real = start + place < hidden  # [K]
+            a = tl.load(a_ptr + start, mask=inside[:, None] & real[None, :], other=0.0)  # [M, K]
+            weight = tl.load(from_ptr + start, mask=present[:, None] & real[None, :], other=0.0)  # [N, K]
+            gate = _dot(a, weight, gate, wide)
+            if gated:
+                beyond = from_ptr + start + inner * hidden  # [N, K]
+                weight = tl.load(beyond, mask=present[:, None] & real[None, :], other=0.0)
+                up = _dot(a, weight, up, wide)
+        if has_scale:
+            scale = tl.load(scale_ptr + slot)
+            gate *= scale
+            up *= scale
+        if has_bias:
+            bias = bias_ptr + slot * height + column  # [N]
+            gate += tl.load(bias, mask=present, other=0.0).to(tl.float32)[None, :]
+            if gated:
+                up += tl.load(bias + inner, mask=present, other=0.0).to(tl.float32)[None, :]
+        value = _activate(gate, up, activation)  # [M, N]
+        to_ptr = out_ptr + line.to(tl.int64)[:, None] * inner + column[None, :]  # [M, N]
+        tl.store(to_ptr, value.to(out_ptr.dtype.element_ty), mask=inside[:, None] & present[None, :])
+        row += rows
+
+
+@triton.jit
+def down_tiles_kernel(
+    h_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    hidden: tl.constexpr,
+    inner: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+    wide: tl.constexpr,
+) -> None:
+    """`out` [T * K, hidden]: second product of each row of `h` [T * K, inner]. Programs: (hidden / columns,
+    slots)."""
+    slot = tl.program_id(1).to(tl.int64)
+    end = tl.load(offsets_ptr + slot)
+    row = tl.load(offsets_ptr + slot - 1, mask=slot > 0, other=0)
+    column = tl.program_id(0) * columns + tl.arange(0, columns)  # [N]
+    present = column < hidden
+    place = tl.arange(0, depth)  # [K]
+    from_ptr = weight_ptr + (slot * hidden + column[:, None]) * inner + place[None, :]  # [N, K]
+    while row < end:
+        line = row + tl.arange(0, rows)  # [M]
+        inside = line < end
+        a_ptr = h_ptr + line.to(tl.int64)[:, None] * inner + place[None, :]  # [M, K]
+        total = tl.zeros([rows, columns], tl.float32)
+        for start in range(0, inner, depth):
+            real = start + place < inner  # [K]
+            a = tl.load(a_ptr + start, mask=inside[:, None] & real[None, :], other=0.0)  # [M, K]
+            weight = tl.load(from_ptr + start, mask=present[:, None] & real[None, :], other=0.0)  # [N, K]
+            total = _dot(a, weight, total, wide)
+        to_ptr = out_ptr + line.to(tl.int64)[:, None] * hidden + column[None, :]  # [M, N]
+        tl.store(to_ptr, total.to(out_ptr.dtype.element_ty), mask=inside[:, None] & present[None, :])
+        row += rows

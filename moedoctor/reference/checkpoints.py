@@ -1,0 +1,203 @@
+"""Writes tiny Qwen3-MoE checkpoints, so that a real engine starts without downloaded weights.
+
+The tensors are random and the model is nonsense, but one that depends on every weight: the embedding is
+of unit size, each layer adds about as much as comes in, and greedy tokens part as soon as one layer is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+
+from moedoctor.reference.nvfp4 import quantize
+
+Scheme = Literal["bf16", "nvfp4", "fp8"]
+Tensors = dict[str, torch.Tensor]
+"""Name in the checkpoint -> tensor."""
+Change = Callable[[Tensors, dict[str, Any]], None]
+"""Breaks a checkpoint: changes tensors and config.json in place before they are written."""
+
+_HEAD = 64
+_BLOCK = 128
+_FP8_MAX = 448.0
+
+
+def write_qwen3_moe(
+    folder: Path,
+    *,
+    scheme: Scheme = "bf16",
+    layers: int = 2,
+    hidden: int = 256,
+    intermediate: int = 128,
+    experts: int = 8,
+    top_k: int = 2,
+    vocab: int = 512,
+    seed: int = 0,
+    change: Change | None = None,
+) -> Path:
+    """Write ``config.json`` and ``model.safetensors`` into `folder`, which is made; the folder.
+
+    Only the experts are quantised: `nvfp4` as ModelOpt does it (packed weights [N, K/2], scales [N, K/16],
+    two global scales), `fp8` in blocks of 128 × 128 as Qwen's own FP8 checkpoints. Attention, router and head
+    are BF16. `change` may break what is written. Raises ValueError for sizes that no engine would load.
+    """
+    _check(scheme, hidden, intermediate, experts, top_k)
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        drawn = torch.randn(rows, columns, generator=generator)  # [rows, columns]
+        return drawn.mul(gain / math.sqrt(columns))  # [rows, columns]
+
+    heads, kv_heads = hidden // _HEAD, max(1, hidden // _HEAD // 2)
+    ones = torch.ones(hidden, dtype=torch.bfloat16)  # [hidden]
+    tensors: Tensors = {
+        "model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator).bfloat16(),
+        "model.norm.weight": ones.clone(),
+        "lm_head.weight": random(vocab, hidden, 4.0).bfloat16(),
+    }
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        for name, rows, columns in (
+            ("q_proj", heads * _HEAD, hidden),
+            ("k_proj", kv_heads * _HEAD, hidden),
+            ("v_proj", kv_heads * _HEAD, hidden),
+            ("o_proj", hidden, heads * _HEAD),
+        ):
+            tensors[f"{prefix}.self_attn.{name}.weight"] = random(rows, columns).bfloat16()
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{prefix}.self_attn.{name}.weight"] = torch.ones(_HEAD, dtype=torch.bfloat16)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{name}.weight"] = ones.clone()
+        tensors[f"{prefix}.mlp.gate.weight"] = random(experts, hidden).bfloat16()
+        for expert in range(experts):
+            _add_expert(tensors, f"{prefix}.mlp.experts.{expert}", scheme, random, hidden, intermediate)
+    config = _config(layers, hidden, intermediate, experts, top_k, vocab, heads, kv_heads)
+    config |= _quantization(scheme, layers)
+    if change is not None:
+        change(tensors, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _check(scheme: str, hidden: int, intermediate: int, experts: int, top_k: int) -> None:
+    unit = _BLOCK if scheme == "fp8" else _HEAD
+    for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+        if size < unit or size % unit:
+            raise ValueError(f"{name}: {size} is no multiple of {unit}, which {scheme} needs")
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"top_k: {top_k}, expected 1 to experts {experts}")
+    if scheme not in ("bf16", "nvfp4", "fp8"):
+        raise ValueError(f"scheme: {scheme}, expected bf16, nvfp4 or fp8")
+
+
+def _add_expert(
+    tensors: Tensors,
+    prefix: str,
+    scheme: Scheme,
+    random: Callable[[int, int, float], torch.Tensor],
+    hidden: int,
+    intermediate: int,
+) -> None:
+    # The gain makes up for what SiLU and the weighted mean of the experts take away.
+    gate, up = random(intermediate, hidden, 1.0), random(intermediate, hidden, 1.0)  # [intermediate, hidden]
+    down = random(hidden, intermediate, 3.0)  # [hidden, intermediate]
+    if scheme == "nvfp4":
+        # gate and up are one matrix for the kernels, so they share a global scale, as ModelOpt exports them.
+        shared = torch.maximum(gate.abs().amax(), up.abs().amax()) / (_FP8_MAX * 6.0)
+        for name, weight, scale in (("gate", gate, shared), ("up", up, shared), ("down", down, None)):
+            quantised = quantize(weight, scale)
+            tensors[f"{prefix}.{name}_proj.weight"] = quantised.packed
+            tensors[f"{prefix}.{name}_proj.weight_scale"] = quantised.block_scales
+            tensors[f"{prefix}.{name}_proj.weight_scale_2"] = quantised.global_scale.reshape(())
+            tensors[f"{prefix}.{name}_proj.input_scale"] = torch.tensor(8.0 / (_FP8_MAX * 6.0))
+        return
+    for name, weight in (("gate", gate), ("up", up), ("down", down)):
+        if scheme == "fp8":
+            quantised_weight, scale_inverse = _fp8_blocks(weight)
+            tensors[f"{prefix}.{name}_proj.weight"] = quantised_weight
+            tensors[f"{prefix}.{name}_proj.weight_scale_inv"] = scale_inverse
+        else:
+            tensors[f"{prefix}.{name}_proj.weight"] = weight.bfloat16()
+
+
+def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 [N, K] and its scales float32 [N/128, K/128]."""
+    rows, columns = weight.shape[0] // _BLOCK, weight.shape[1] // _BLOCK
+    blocks = weight.reshape(rows, _BLOCK, columns, _BLOCK)  # [N/128, 128, K/128, 128]
+    scales = (blocks.abs().amax((1, 3), keepdim=True) / _FP8_MAX).clamp_min(1e-12)  # [N/128, 1, K/128, 1]
+    quantised = (blocks / scales).to(torch.float8_e4m3fn).reshape(weight.shape)  # [N, K]
+    return quantised, scales.reshape(rows, columns).contiguous()
+
+
+def _config(
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int,
+    vocab: int,
+    heads: int,
+    kv_heads: int,
+) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 2,
+        "head_dim": _HEAD,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": 2048,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": intermediate,
+        "norm_topk_prob": True,
+        "num_attention_heads": heads,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": vocab,
+    }
+
+
+def _quantization(scheme: Scheme, layers: int) -> dict[str, Any]:
+    if scheme == "nvfp4":
+        ignored = ["lm_head", "*self_attn*", "*mlp.gate"]
+        return {
+            "quantization_config": {
+                "quant_method": "modelopt",
+                "quant_algo": "NVFP4",
+                "group_size": 16,
+                "ignore": ignored,
+            }
+        }
+    if scheme == "fp8":
+        parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate")
+        kept = [f"model.layers.{layer}.{part}" for layer in range(layers) for part in parts]
+        return {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [_BLOCK, _BLOCK],
+                "modules_to_not_convert": ["lm_head", *kept],
+            }
+        }
+    return {}

@@ -1,0 +1,129 @@
+"""What a NaN trace found, as frozen records and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where something was seen first."""
+
+    point: str
+    """The module's name, for a model's own modules."""
+    what: str
+    """``NaN`` or ``Inf``."""
+    step: int
+    """Counted from 1."""
+    order: int
+    """Its place among all first sightings, from 1: of two in one step the smaller came first."""
+
+
+@dataclass(frozen=True)
+class PointCounts:
+    """What was seen at one point; each tuple is (in real rows, in padding)."""
+
+    point: str
+    nan_rows: tuple[int, int]
+    inf_rows: tuple[int, int]
+    nan_steps: tuple[int, int]
+    inf_steps: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RouterCounts:
+    """Rows of expert ids that no kernel should be given; each tuple is (real rows, padding)."""
+
+    point: str
+    repeated: tuple[int, int]
+    out_of_range: tuple[int, int]
+    sentinel: tuple[int, int]
+    first_repeated: int
+    """The first step with a repeated id, 0 for none."""
+
+
+@dataclass(frozen=True)
+class NanReport:
+    """One trace."""
+
+    steps: int
+    steps_with_padding: int
+    pad_tokens: int
+    nan_in_padding: int
+    """Steps with NaN in padding rows, at any point."""
+    inf_in_padding: int
+    nan_in_real: int
+    inf_in_real: int
+    first_real: Finding | None
+    """The first NaN or Inf in a row that is no padding."""
+    first_padding: Finding | None
+    points: tuple[PointCounts, ...]
+    """Those at which something was seen."""
+    routers: tuple[RouterCounts, ...]
+    """Those that gave such ids."""
+    watched: int
+    """Points that were watched, routers included."""
+
+    @property
+    def mean_pad_tokens(self) -> float:
+        """Padding rows of a step that has any."""
+        return self.pad_tokens / self.steps_with_padding if self.steps_with_padding else 0.0
+
+    def row(self) -> dict[str, Any]:
+        """The line of the table that vllm-project/vllm#39593 prints."""
+        share = self.nan_in_padding / self.steps_with_padding if self.steps_with_padding else 0.0
+        return {
+            "steps": self.steps,
+            "steps_with_padding": self.steps_with_padding,
+            "nan_in_padding": self.nan_in_padding,
+            "nan_share": round(share, 4),
+            "inf_in_padding": self.inf_in_padding,
+            "mean_pad_tokens": round(self.mean_pad_tokens, 2),
+        }
+
+    def evidence(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        found = asdict(self)
+        found["mean_pad_tokens"] = round(self.mean_pad_tokens, 2)
+        return {key: list(one) if isinstance(one, tuple) else one for key, one in found.items()}
+
+    def text(self) -> str:
+        """A few lines for a terminal or a log."""
+        row = self.row()
+        lines = [
+            "Steps with padding   NaN in padding    Inf in padding   Mean pad tokens",
+            f"{row['steps_with_padding']:>18}   {row['nan_in_padding']:>6} ({row['nan_share']:.1%})"
+            f"   {row['inf_in_padding']:>15}   {row['mean_pad_tokens']:>15.1f}",
+            f"of {self.steps} steps; real rows: NaN in {self.nan_in_real} steps, Inf in {self.inf_in_real}",
+            _first("real rows", self.first_real),
+            _first("padding", self.first_padding),
+        ]
+        for one in self.routers:
+            lines.append(
+                f"{one.point}: rows (real, padding) with repeated ids {one.repeated}, "
+                f"out of range {one.out_of_range}, -1 {one.sentinel}"
+            )
+        if not self.routers:
+            lines.append("no router gave repeated ids, ids out of range or -1")
+        return "\n".join(lines)
+
+
+def _first(where: str, finding: Finding | None) -> str:
+    if finding is None:
+        return f"first in {where}: nothing"
+    return f"first in {where}: {finding.what} at {finding.point}, step {finding.step}"
+
+
+def row_of(evidence: Mapping[str, Any]) -> dict[str, Any]:
+    """`NanReport.row` of a report that came back as plain data."""
+    padded, nan = evidence["steps_with_padding"], evidence["nan_in_padding"]
+    return {
+        "steps": evidence["steps"],
+        "steps_with_padding": padded,
+        "nan_in_padding": nan,
+        "nan_share": round(nan / padded, 4) if padded else 0.0,
+        "inf_in_padding": evidence["inf_in_padding"],
+        "mean_pad_tokens": evidence["mean_pad_tokens"],
+    }

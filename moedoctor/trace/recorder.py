@@ -1,0 +1,238 @@
+"""Records which experts the routers of a running model choose.
+
+    with RoutingRecorder(model) as recorder:
+        model(tokens)
+    save(recorder.trace(), Path("routing.safetensors"))
+
+Works on any module whose MoE layers it can see: those of Hugging Face's transformers, and of vLLM (the module
+that ``llm.apply_model`` hands out, under ``enforce_eager``). For each layer the first of these that there is:
+
+1. vLLM's own capture function of a router: the ids after routing.
+2. The integer tensor [T, K] that the module of the experts is called with.
+3. The integer tensor [T, K] that the router gives.
+4. The top-k of the router's logits, where the choice follows from them: not with a correction bias or groups.
+
+Hooks do not run inside CUDA graphs and compiled regions: run the model eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from moedoctor.trace.format import RoutingTrace, TraceError
+
+_ROUTERS = ("gate", "router", "gating")
+_SIZES = ("global_num_experts", "num_experts", "n_routed_experts", "num_local_experts")
+_WIDTHS = ("top_k", "num_experts_per_tok", "topk", "num_selected_experts")
+_BEYOND_LOGITS = ("e_score_correction_bias", "expert_bias", "moe_statics")
+"""What adds to the scores before the choice."""
+
+
+@dataclass
+class _Layer:
+    """One MoE layer, and what its sources have said so far, best source first."""
+
+    name: str
+    num_experts: int
+    records: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """Source -> ids int32 [T, K] of each call."""
+
+    def chosen(self) -> list[torch.Tensor]:
+        """What the best source that said anything said."""
+        return next((calls for calls in self.records.values() if calls), [])
+
+
+class RoutingRecorder:
+    """A context: inside it, every forward pass of `model` is recorded."""
+
+    def __init__(self, model: nn.Module, *, name: str | None = None) -> None:
+        """`name` is the model's in the trace; by default that of its class."""
+        self._model = model
+        self._name = name or type(model).__name__
+        self._layers: list[_Layer] = []
+        self._undo: list[Callable[[], object]] = []
+        self._problem: str | None = None
+        self._routers: list[Any] = []
+
+    def __enter__(self) -> RoutingRecorder:
+        """Start recording. Raises TraceError where the model has no MoE layer that is known."""
+        for name, block in self._model.named_modules():
+            self._watch(name, block)
+        if not self._layers:
+            self.__exit__(None, None, None)
+            raise TraceError(
+                f"{self._name} has no MoE layer that is known: expected modules with `experts` beside a "
+                f"{' or '.join(_ROUTERS)}, or vLLM's routers"
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def trace(self, made: Mapping[str, Any] | None = None) -> RoutingTrace:
+        """What was recorded. A call is a forward pass; its rows are all its tokens, padding included.
+
+        Raises TraceError where nothing was recorded, or not the same calls in every layer.
+        """
+        if self._problem:
+            raise TraceError(self._problem)
+        by_layer = [layer.chosen() for layer in self._layers]
+        rows = [len(call) for call in by_layer[0]]
+        if not rows:
+            raise TraceError("no forward pass was recorded; expected one inside the context, run eagerly")
+        for layer, calls in zip(self._layers, by_layer, strict=True):
+            if [len(call) for call in calls] != rows:
+                raise TraceError(
+                    f"{layer.name} was called {len(calls)} times, {self._layers[0].name} {len(rows)}, or "
+                    "with other rows; expected every layer once a forward pass"
+                )
+        widths = {call.shape[1] for calls in by_layer for call in calls}
+        sizes = {layer.num_experts for layer in self._layers}
+        if len(widths) != 1 or len(sizes) != 1:
+            raise TraceError(
+                f"layers differ: top-k {sorted(widths)}, experts {sorted(sizes)}; expected the same in all"
+            )
+        ids = torch.stack(
+            [torch.cat([call.cpu() for call in calls]) for calls in by_layer], dim=1
+        )  # [rows, layers, K]
+        sources = [next(name for name, calls in layer.records.items() if calls) for layer in self._layers]
+        return RoutingTrace(
+            topk_ids=ids.flatten().tolist(),
+            num_experts=sizes.pop(),
+            top_k=widths.pop(),
+            layers=tuple(layer.name for layer in self._layers),
+            call_rows=tuple(rows),
+            model=self._name,
+            made={"recorded_from": sorted(set(sources)), **(made or {})},
+        )
+
+    def _watch(self, name: str, block: nn.Module) -> None:
+        """Hook `block` where it is a MoE layer."""
+        capture = _capture(block)
+        if capture is not None:
+            if block.router in self._routers:
+                return  # vLLM's layer and its runner share one
+            self._routers.append(block.router)
+            layer = self._add(name, block)
+            keep = self._keeper(layer, "router's capture function")
+            capture(keep)
+            self._undo.append(lambda: capture(None))
+            return
+        children = dict(block.named_children())
+        experts = children.get("experts")
+        router = next((children[one] for one in _ROUTERS if one in children), None)
+        if experts is None or router is None or _capture(experts) is not None:
+            return
+        layer = self._add(name, experts, router, block)
+        given = self._keeper(layer, "ids that the experts are called with")
+        said = self._keeper(layer, "ids that the router gives")
+        derived = self._keeper(layer, "top-k of the router's logits")
+
+        def before(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            given(_integers((*arguments, *options.values())))
+
+        def after(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+            outputs = output if isinstance(output, tuple) else (output,)
+            ids = _integers(outputs)
+            if ids is not None:
+                said(ids)
+            elif not layer.records["ids that the experts are called with"]:
+                derived(self._from_logits(layer, outputs, router, block))
+
+        if not isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
+            self._undo.append(experts.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._undo.append(router.register_forward_hook(after).remove)
+
+    def _add(self, name: str, *modules: nn.Module) -> _Layer:
+        layer = _Layer(name or "model", _first(modules, _SIZES) or _weight_rows(modules[1:]))
+        if not layer.num_experts:
+            raise TraceError(
+                f"{layer.name}: cannot tell how many experts it has; expected {' or '.join(_SIZES)}"
+            )
+        self._layers.append(layer)
+        return layer
+
+    def _keeper(self, layer: _Layer, source: str) -> Callable[[torch.Tensor | None], None]:
+        calls = layer.records.setdefault(source, [])
+
+        def keep(ids: torch.Tensor | None) -> None:
+            if ids is None:
+                return
+            if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+                self._problem = "a CUDA graph was captured while recording; expected the model to run eagerly"
+                return
+            calls.append(ids.detach().flatten(0, -2).to(torch.int32, copy=True))  # [T, K]
+
+        return keep
+
+    def _from_logits(
+        self, layer: _Layer, outputs: tuple[Any, ...], router: nn.Module, block: nn.Module
+    ) -> torch.Tensor | None:
+        logits = next(
+            (one for one in outputs if isinstance(one, torch.Tensor) and one.shape[-1] == layer.num_experts),
+            None,
+        )
+        width = _first((router, block), _WIDTHS)
+        beyond = next(
+            (
+                one
+                for one in _BEYOND_LOGITS
+                for where in (router, block)
+                if getattr(where, one, None) is not None
+            ),
+            None,
+        )
+        groups = _first((router, block), ("n_group", "num_expert_group"))
+        if logits is None or not width or beyond or groups > 1:
+            why = beyond or (
+                "groups of experts" if groups > 1 else "unknown top-k" if logits is not None else "no logits"
+            )
+            self._problem = f"{layer.name}: the chosen experts cannot be told from its router ({why})"
+            return None
+        return logits.topk(width, dim=-1).indices  # [..., K]
+
+
+def _capture(module: nn.Module) -> Callable[[Any], None] | None:
+    """vLLM's capture function of the router of `module`; None where there is none."""
+    found = getattr(getattr(module, "router", None), "set_capture_fn", None)
+    return found if callable(found) else None
+
+
+def _integers(values: tuple[Any, ...]) -> torch.Tensor | None:
+    """The expert ids [..., K] among `values`."""
+    for one in values:
+        if isinstance(one, torch.Tensor) and one.dim() >= 2 and one.dtype in (torch.int32, torch.int64):
+            return one
+    return None
+
+
+def _first(modules: tuple[nn.Module, ...], names: tuple[str, ...]) -> int:
+    """The first positive whole number under one of `names`, in a module or its configuration; else 0."""
+    for value in _values(modules, names):
+        if type(value) is int and value > 0:
+            return value
+    return 0
+
+
+def _values(modules: tuple[nn.Module, ...], names: tuple[str, ...]) -> Iterator[Any]:
+    for module in modules:
+        for holder in (module, getattr(module, "config", None)):
+            yield from (getattr(holder, name, None) for name in names)
+
+
+def _weight_rows(modules: tuple[nn.Module, ...]) -> int:
+    """Rows of a router's weight, which are the experts."""
+    for module in modules:
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.dim() == 2:
+            return int(weight.shape[0])
+    return 0

@@ -1,0 +1,16 @@
+"""The real routing trace that ships with moedoctor: `scripts/train_trace_model.py` made it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moedoctor.scenario_files import reports_folder
+from moedoctor.trace.format import RoutingTrace, load
+
+SHIPPED = Path("traces", "small_moe_decode.safetensors")
+"""In the folder of the evidence."""
+
+
+def shipped_trace() -> RoutingTrace:
+    """Decode of a small MoE language model on held-out text. Raises TraceError."""
+    return load(reports_folder() / SHIPPED)

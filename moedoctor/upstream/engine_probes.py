@@ -1,0 +1,122 @@
+"""What is looked at inside an engine: where its weights really are, and what its layers put out."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+_MEMORY_TYPE = 2
+"""CU_POINTER_ATTRIBUTE_MEMORY_TYPE"""
+_KINDS = {1: "host", 2: "device", 3: "array", 4: "unified"}
+_DIRECTIONS = 8
+
+
+def where_weights_live(llm: Any, names: str = "") -> dict[str, Any]:
+    """Bytes of the model's parameters by the memory that they are really in, as the CUDA driver says it.
+
+    A tensor that torch calls a CUDA tensor may be a view of host memory. `names` keeps parameters whose name
+    contains it. Gives ``{"bytes": {place: bytes}, "marked": {place: bytes}, "parameters": [{...}]}``;
+    `marked` counts those that vLLM has marked as offloaded.
+    """
+    found: dict[str, Any] = in_model(llm, lambda model: weights_by_place(model, names))
+    return found
+
+
+def weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
+    """`where_weights_live` for the parameters of a torch module."""
+    places: dict[str, int] = {}
+    marked: dict[str, int] = {}
+    parameters = []
+    for name, parameter in model.named_parameters():
+        if names not in name:
+            continue
+        place, size = memory_of(parameter), parameter.numel() * parameter.element_size()
+        is_marked = bool(getattr(parameter, "_vllm_is_uva_offloaded", False))
+        places[place] = places.get(place, 0) + size
+        if is_marked:
+            marked[place] = marked.get(place, 0) + size
+        parameters.append({"name": name, "bytes": size, "place": place, "marked": is_marked})
+    return {"bytes": places, "marked": marked, "parameters": parameters}
+
+
+def memory_of(tensor: Any) -> str:
+    """``device``, ``host`` (a CUDA tensor over host memory that the GPU reads), or ``cpu`` (a CPU tensor)."""
+    if tensor.device.type != "cuda":
+        return str(tensor.device.type)
+    kind = ctypes.c_uint(0)
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer = ctypes.c_uint64(tensor.data_ptr())
+    status = driver.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, pointer)
+    if status != 0:
+        raise RuntimeError(f"cuPointerGetAttribute: CUDA error {status}")
+    return _KINDS.get(kind.value, str(kind.value))
+
+
+def layer_outputs(llm: Any, calls: int = 1) -> Callable[[], dict[str, Any]]:
+    """Hooks on the decoder layers, for a probe before generating: what each put out in its first calls.
+
+    Each output is a digest (equal bits, equal digest) with its norm and its projection onto 8 directions,
+    so that two runs can be compared through JSON. Needs `enforce_eager`: compiled code passes the hooks by.
+    """
+    seen: list[dict[str, Any]] = []
+
+    def watch(model: Any) -> int:
+        found = list(decoder_layers(model))
+        for name, layer in found:
+            layer.register_forward_hook(_recorder(name, seen, calls))
+        return len(found)
+
+    watched = in_model(llm, watch)
+    return lambda: {"layers": watched, "outputs": seen}
+
+
+def decoder_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """The modules of the longest list of layers in `model`, with their names."""
+    import torch
+
+    lists = [(name, one) for name, one in model.named_modules() if isinstance(one, torch.nn.ModuleList)]
+    if not lists:
+        raise ValueError("the model has no list of layers")
+    name, longest = max(lists, key=lambda one: len(one[1]))
+    for index, layer in enumerate(longest):
+        yield f"{name}.{index}", layer
+
+
+def _recorder(name: str, seen: list[dict[str, Any]], calls: int) -> Callable[..., None]:
+    counted = {"calls": 0}
+
+    def hook(module: Any, inputs: Any, output: Any) -> None:
+        counted["calls"] += 1
+        if counted["calls"] <= calls:
+            seen.append({"layer": name, "call": counted["calls"], **_digest(output)})
+
+    return hook
+
+
+def _digest(output: Any) -> Mapping[str, Any]:
+    import torch
+
+    parts = [one for one in (output if isinstance(output, (tuple, list)) else (output,)) if one is not None]
+    # vLLM's layers give the update and the residual apart; the hidden state is their sum.
+    state = torch.stack([one.detach().float() for one in parts]).sum(0).cpu()  # [tokens, hidden]
+    digest = hashlib.sha256(state.contiguous().numpy().tobytes()).hexdigest()[:16]
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(state.shape[-1], _DIRECTIONS, generator=generator)  # [hidden, 8]
+    projected = (state @ directions).square().mean(0).sqrt()  # [8]
+    return {
+        "tokens": int(state.shape[0]),
+        "digest": digest,
+        "norm": float(state.norm()),
+        "finite": bool(state.isfinite().all()),
+        "projection": [float(one) for one in projected],
+    }
+
+
+def in_model(llm: Any, function: Callable[[Any], Any]) -> Any:
+    """What `function` gives for the model of a single worker in this process."""
+    results = llm.apply_model(function)
+    if len(results) != 1:
+        raise ValueError(f"{len(results)} workers answered; expected one")
+    return results[0]

@@ -1,0 +1,219 @@
+"""The trace `nan`: where a NaN starts inside vLLM, and which expert ids its routers give.
+
+Watched are each attention layer's output, each router's logits and ids, each MoE layer's output, and the
+model's. All of it happens inside operators that vLLM's compiler takes as they are, and what a CUDA graph
+holds keeps its launches, so neither compilation nor graphs change. Warm-up and capture are not recorded.
+The report is printed when the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import logging
+import os
+import sys
+from typing import Any
+
+from moedoctor.trace.nan_report import NanReport
+from moedoctor.upstream.fix_support import FixError, expect, replace_once
+
+NAME = "nan"
+_TRACE = "_moedoctor_nan_trace"
+"""Where the trace of a process is kept: at vLLM's own class of model runners."""
+
+logger = logging.getLogger("vllm.moedoctor")
+
+
+class EngineTrace:
+    """The trace of one worker process. Its device memory is taken when the first layer is made."""
+
+    def __init__(self, experiment: Any = None) -> None:
+        self.experiment = experiment
+        """A `moedoctor.upstream.padding_experiment.Experiment`, or None."""
+        self.scheduled = 0
+        """Tokens of the step that are no padding."""
+        self.running = False
+        self._state: Any = None
+        self._points: dict[str, int] = {}
+        self._router = ""
+
+    @property
+    def state(self) -> Any:
+        if self._state is None:
+            import torch
+
+            from moedoctor.trace.nan_state import NanState
+
+            on_gpu = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+            self._state = NanState(device)
+        return self._state
+
+    def point(self, name: str) -> int:
+        """The number of the point with this name, taken at its first use."""
+        if name not in self._points:
+            self._points[name] = self.state.point(name)
+        return self._points[name]
+
+    def watch(self, name: str, x: Any) -> None:
+        """Look at `x` [tokens, ...]."""
+        self.state.watch(self.point(name), x.flatten(1))  # [tokens, columns]
+
+    def report(self) -> NanReport | None:
+        """What was found; None where no model was made. Waits for the device."""
+        return None if self._state is None else self._state.report()
+
+    # --- What vLLM's functions are wrapped with -----------------------------------------------------------
+
+    def around_attention(self, layer: Any) -> None:
+        """Watch what the layer's implementation writes."""
+        original, name = layer.impl.forward, str(layer.layer_name)
+        self.point(name)
+
+        @functools.wraps(original)
+        def forward(*arguments: Any, **options: Any) -> Any:
+            result = original(*arguments, **options)
+            output = options.get("output")
+            if output is not None:
+                if self.running and self.experiment is not None:
+                    self.experiment.poison(output, self.scheduled)
+                self.watch(name, output)
+            return result
+
+        layer.impl.forward = forward
+
+    def around_moe(self, original: Any) -> Any:
+        """Watch the logits before and the sum after a MoE layer."""
+
+        @functools.wraps(original)
+        def apply_quant_method(runner: Any, layer: Any, *arguments: Any, **options: Any) -> Any:
+            self._router = str(getattr(layer, "layer_name", "experts"))
+            logits = options.get("router_logits", arguments[1] if len(arguments) > 1 else None)
+            if logits is not None:
+                self.watch(f"{self._router}.router_logits", logits)
+            shared, routed = original(runner, layer, *arguments, **options)
+            self.watch(self._router, routed)
+            return shared, routed
+
+        return apply_quant_method
+
+    def around_router(self, original: Any) -> Any:
+        """Look at the ids that a router gives."""
+
+        @functools.wraps(original)
+        def select_experts(router: Any, *arguments: Any, **options: Any) -> Any:
+            weights, ids = original(router, *arguments, **options)
+            point = self.point(f"{self._router}.topk_ids")
+            self.state.watch_ids(point, ids, int(router.global_num_experts))
+            return weights, ids
+
+        return select_experts
+
+    def around_step(self, original: Any) -> Any:
+        """Remember how many tokens of the step are real."""
+
+        @functools.wraps(original)
+        def execute_model(runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+            self.scheduled = int(scheduler_output.total_num_scheduled_tokens)
+            return original(runner, scheduler_output, *arguments, **options)
+
+        return execute_model
+
+    def around_forward(self, original: Any) -> Any:
+        """One step of the trace; vLLM's dummy runs do not come here."""
+
+        @functools.wraps(original)
+        def model_forward(runner: Any, *arguments: Any, **options: Any) -> Any:
+            rows = _rows(arguments, options)
+            self.state.begin(min(self.scheduled, rows), rows)
+            self.running = True
+            try:
+                output = original(runner, *arguments, **options)
+                hidden = output[0] if isinstance(output, tuple) else output
+                if hasattr(hidden, "is_floating_point"):
+                    self.watch("model", hidden)
+            finally:
+                self.running = False
+            self.state.end()
+            return output
+
+        return model_forward
+
+
+def apply(version: str) -> str:
+    """Start the trace in the vLLM of this process; what is watched, in a few words.
+
+    Raises FixError where vLLM is not as expected; nothing has been changed then.
+    """
+    attention = _module("vllm.model_executor.layers.attention.attention").Attention
+    moe = _module("vllm.model_executor.layers.fused_moe.runner.moe_runner").MoERunner
+    router = _module("vllm.model_executor.layers.fused_moe.router.base_router").BaseRouter
+    runner = _module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    expect(attention, "__init__", (), ("self.impl = ", "self.layer_name = "))
+    expect(moe, "_apply_quant_method", ("layer", "router_logits"), ("self.router.select_experts(",))
+    expect(router, "select_experts", ("router_logits",), ("return topk_weights, topk_ids",))
+    expect(runner, "execute_model", ("scheduler_output",), ("self._model_forward(",))
+    expect(runner, "_model_forward", ("input_ids", "positions"), ("self.model(",))
+    if isinstance(getattr(runner, _TRACE, None), EngineTrace):
+        return "is active already"
+    from moedoctor.upstream.padding_experiment import Experiment
+
+    trace = EngineTrace(Experiment.from_environment(os.environ))
+    setattr(runner, _TRACE, trace)
+    replace_once(attention, "__init__", lambda original: _after(original, trace.around_attention), by=NAME)
+    replace_once(moe, "_apply_quant_method", trace.around_moe, by=NAME)
+    replace_once(router, "select_experts", trace.around_router, by=NAME)
+    replace_once(runner, "execute_model", trace.around_step, by=NAME)
+    replace_once(runner, "_model_forward", trace.around_forward, by=NAME)
+    atexit.register(_print, trace)
+    said = "attention, router and MoE outputs are watched for NaN; report at exit"
+    return said if trace.experiment is None else f"{said}; {trace.experiment.apply()}"
+
+
+def trace_of_this_process() -> EngineTrace:
+    """The trace that `apply` started; raises LookupError where there is none."""
+    module = sys.modules.get("vllm.v1.worker.gpu_model_runner")
+    found = getattr(getattr(module, "GPUModelRunner", None), _TRACE, None)
+    if not isinstance(found, EngineTrace):
+        raise LookupError("no NaN trace in this process: start it with MOEDOCTOR_TRACE=nan")
+    return found
+
+
+def _print(trace: EngineTrace) -> None:
+    try:
+        report = trace.report()
+    except Exception as error:  # after an illegal access nothing can be read any more
+        print(f"moedoctor: the NaN trace cannot be read: {error}", file=sys.stderr)
+        return
+    if report is not None:
+        print(f"moedoctor: NaN trace of process {os.getpid()}\n{report.text()}", file=sys.stderr)
+
+
+def _after(original: Any, then: Any) -> Any:
+    @functools.wraps(original)
+    def made(owner: Any, *arguments: Any, **options: Any) -> None:
+        original(owner, *arguments, **options)
+        then(owner)
+
+    return made
+
+
+def _rows(arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
+    """Rows of the padded batch."""
+    given = dict(
+        zip(("input_ids", "positions", "intermediate_tensors", "inputs_embeds"), arguments, strict=False)
+    )
+    given |= options
+    for name in ("input_ids", "inputs_embeds"):
+        if given.get(name) is not None:
+            return int(given[name].shape[0])
+    return int(given["positions"].shape[-1])
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise FixError(f"there is no {name}: {error}") from None

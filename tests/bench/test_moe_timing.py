@@ -1,0 +1,71 @@
+import time
+
+import pytest
+import torch
+
+from moedoctor.bench import moe_timing
+from moedoctor.bench.moe_timing import cold_time, eager_time, launches_for, time_layer, wall_time
+
+DEVICE = "cuda:0"
+
+
+def test_wall_time_measures_a_call() -> None:
+    spread = wall_time(lambda: time.sleep(0.01), seconds=0.05)
+    assert spread.samples >= 3
+    assert 10_000 <= spread.p20 <= spread.median <= spread.p80
+
+
+def test_a_cpu_is_timed_by_the_wall_clock() -> None:
+    times = time_layer(lambda: None, "cpu")
+    assert times.how == "wall time"
+    assert times.warm is None
+    assert times.eager is None
+
+
+@pytest.mark.parametrize(("microseconds", "launches"), [(0.1, 50), (20, 50), (400, 10), (1e6, 3)])
+def test_a_graph_is_long_enough_and_not_too_long(microseconds: float, launches: int) -> None:
+    assert launches_for(microseconds) == launches
+
+
+@pytest.mark.gpu
+def test_cold_reads_take_longer_than_warm_ones() -> None:
+    data = torch.ones(2**22, device=DEVICE)  # 16 MiB, a third of an H200's L2 cache
+
+    def read() -> None:
+        data.sum()
+
+    times = time_layer(read, DEVICE)
+    assert times.how == "graph, cold L2"
+    assert times.warm is not None
+    assert times.time.median > 1.2 * times.warm.median
+
+
+@pytest.mark.gpu
+def test_the_flush_is_not_counted() -> None:
+    """A kernel that touches no memory takes as long with the cache overwritten as without."""
+    cycles = 200_000
+
+    def wait() -> None:
+        torch.cuda._sleep(cycles)
+
+    warm = moe_timing.graph_time(wait, launches=20, replays=10).median
+    assert cold_time(wait, DEVICE).median == pytest.approx(warm, rel=0.02)
+
+
+@pytest.mark.gpu
+def test_eager_time_counts_the_host() -> None:
+    def slow() -> None:
+        time.sleep(0.001)
+        torch.cuda._sleep(1)
+
+    assert eager_time(slow, rounds=3).median > 900
+
+
+@pytest.mark.gpu
+def test_the_harness_adds_at_most_two_percent() -> None:
+    pytest.importorskip("triton")
+    from moedoctor.bench.harness_cost import measure_harness_cost
+
+    cost = measure_harness_cost(DEVICE)
+    assert 15 < cost["do_bench_us"] < 30
+    assert cost["within_limit"], cost

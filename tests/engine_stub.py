@@ -1,0 +1,67 @@
+"""A package `vllm` whose `LLM` does what its arguments say, for the protocol with an engine's process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SOURCE = """
+import os
+import subprocess
+import sys
+import time
+import types
+
+__version__ = "0.21.0"
+
+
+class SamplingParams:
+    def __init__(self, **options):
+        self.options = options
+
+
+class LLM:
+    def __init__(self, **arguments):
+        self.arguments = arguments
+        print("INFO Using 'MARLIN' NvFp4 MoE backend out of potential backends: ['MARLIN'].")
+        print("INFO Offloader set to UVAOffloader")
+        print("INFO Total CPU offloaded parameters: 0.25 GiB")
+        does = arguments["model"]
+        if does == "raise":
+            try:
+                raise KeyError("origin")
+            except KeyError as error:
+                raise RuntimeError("b_scales is not on GPU") from error
+        if does == "abort":
+            os.abort()
+        if does == "exit":
+            os._exit(7)
+        if does == "illegal":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if does == "sleep":
+            time.sleep(60)
+        if does == "spawn":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            with open(arguments["hf_token"], "w") as file:
+                file.write(str(child.pid))
+            time.sleep(60)
+
+    def generate(self, prompts, sampling):
+        outputs = []
+        for prompt in prompts:
+            text = isinstance(prompt, str)
+            ids = [len(prompt)] if text else [token + 1 for token in prompt["prompt_token_ids"]]
+            ids = ids[: sampling.options["max_tokens"]]
+            known, not_known = (types.SimpleNamespace(logprob=one) for one in (-0.5, float("nan")))
+            steps = [{i: known, i + 1: not_known} for i in ids]
+            one = types.SimpleNamespace(token_ids=ids, text="out" if text else "", logprobs=steps)
+            outputs.append(types.SimpleNamespace(outputs=[one]))
+        return outputs
+"""
+
+
+def write(folder: Path) -> Path:
+    """Write the package into `folder`, which then goes onto PYTHONPATH."""
+    package = folder / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(SOURCE, encoding="utf-8")
+    return folder

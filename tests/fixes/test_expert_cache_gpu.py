@@ -1,0 +1,172 @@
+"""The expert cache on a GPU: both engines, CUDA graphs, no synchronisation, prefetch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moedoctor.fixes.expert_cache import CacheOverflow, ExpertCache
+from moedoctor.fixes.moe_forward import moe_forward
+from moedoctor.reference.moe import moe_forward as reference
+
+pytestmark = pytest.mark.gpu
+EXPERTS, HIDDEN, INNER = 32, 256, 128
+
+
+def _weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    w13 = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=draw) / HIDDEN**0.5  # [E, 2I, H]
+    w2 = torch.randn(EXPERTS, HIDDEN, INNER, generator=draw) / INNER**0.5  # [E, H, I]
+    weights = {"w13": w13.to(dtype), "w2": w2.to(dtype), "w13_bias": torch.randn(EXPERTS, 2 * INNER)}
+    if dtype is torch.float8_e4m3fn:
+        weights |= {"w13_scale": torch.rand(EXPERTS) + 0.5, "w2_scale": torch.rand(EXPERTS) + 0.5}
+    return weights
+
+
+def _assert_holds(weights: dict[str, torch.Tensor], ids: torch.Tensor, held: object) -> None:
+    chosen = ids >= 0
+    for name, tensor in weights.items():
+        got = held.weights[name][held.slot_ids[chosen].long()].cpu()
+        assert torch.equal(got.view(torch.uint8), tensor[ids[chosen].long().cpu()].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("engine", ["device", "host"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_slots_hold_the_bytes_of_the_host(engine: str, dtype: torch.dtype) -> None:
+    weights = _weights(dtype)
+    cache = ExpertCache(weights, 9, engine=engine)
+    torch.manual_seed(1)
+    for _ in range(30):
+        ids = torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int32, device="cuda")
+        _assert_holds(weights, ids, cache.acquire(ids))
+    stats = cache.stats
+    assert stats.calls == 30
+    assert stats.misses > EXPERTS
+
+
+def test_both_engines_decide_alike() -> None:
+    caches = [ExpertCache(_weights(), 7, engine=engine) for engine in ("device", "host")]
+    torch.manual_seed(2)
+    for _ in range(40):
+        ids = torch.randint(-1, EXPERTS, (1, 6), dtype=torch.int64, device="cuda")
+        slots = [cache.acquire(ids).slot_ids for cache in caches]
+        assert torch.equal(*slots)
+        assert torch.equal(*(cache.mapping for cache in caches))
+    assert caches[0].stats == caches[1].stats
+
+
+def test_a_graph_of_the_device_engine_follows_the_ids() -> None:
+    weights = _weights()
+    cache = ExpertCache(weights, 8, engine="device")
+    x = torch.randn(4, HIDDEN, device="cuda").bfloat16()
+    ids = torch.zeros(4, 4, dtype=torch.int32, device="cuda")
+    shares = torch.rand(4, 4, device="cuda")
+
+    def step() -> torch.Tensor:
+        out = torch.zeros(4, HIDDEN, device="cuda")
+        for part in cache.groups(ids):
+            moe_forward(x, part.weights, part.slot_ids, shares, out=out)
+        return out
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    torch.manual_seed(3)
+    for _ in range(20):
+        ids.copy_(torch.randint(0, EXPERTS, (4, 4), dtype=torch.int32))
+        graph.replay()
+        right = reference(x.cpu(), weights, ids.cpu(), shares.cpu())
+        assert torch.allclose(out.cpu(), right, rtol=2e-3, atol=2e-3)
+
+
+def test_the_host_engine_never_overwrites_what_is_still_computed_with() -> None:
+    weights = _weights()
+    cache = ExpertCache(weights, 4, engine="host")
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.manual_seed(4)
+    for _ in range(10):
+        ids = torch.randperm(EXPERTS)[:4].view(1, 4).int()  # on the host: nothing waits for the device
+        held = cache.acquire(ids)
+        for _ in range(4):
+            busy = busy @ busy * 1e-4
+        copies = {name: tensor[held.slot_ids[0].long()].clone() for name, tensor in held.weights.items()}
+        cache.acquire(torch.randperm(EXPERTS)[:4].view(1, 4).int())
+        for name, tensor in weights.items():
+            assert torch.equal(copies[name].cpu(), tensor[ids[0].long()]), name
+
+
+@pytest.mark.parametrize("engine", ["device", "host"])
+def test_prefetched_experts_are_there(engine: str) -> None:
+    weights = _weights()
+    cache = ExpertCache(weights, 8, engine=engine)
+    for start in range(0, 24, 4):
+        ids = torch.arange(start, start + 4, dtype=torch.int32, device="cuda")[None]
+        cache.prefetch(ids)
+        _assert_holds(weights, ids, cache.acquire(ids))
+    assert cache.stats.misses == 0
+    assert cache.stats.prefetched == 24
+
+
+def test_a_capacity_of_all_experts_is_resident() -> None:
+    cache = ExpertCache(_weights(), EXPERTS)
+    ids = torch.tensor([[3, -1, 31]], device="cuda")
+    assert cache.engine == "resident"
+    assert torch.equal(cache.acquire(ids).slot_ids, ids)
+    _assert_holds(_weights(), ids, cache.acquire(ids))
+
+
+def test_the_device_engine_refuses_by_shape() -> None:
+    cache = ExpertCache(_weights(), 8, engine="device")
+    with pytest.raises(CacheOverflow, match="up to 16 experts and the cache has 8 slots"):
+        cache.acquire(torch.zeros(4, 4, dtype=torch.int32, device="cuda"))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_forward_against_the_reference(tokens: int, dtype: torch.dtype) -> None:
+    weights = _weights(dtype)
+    device = {name: tensor.cuda() for name, tensor in weights.items()}
+    torch.manual_seed(5)
+    x = torch.randn(tokens, HIDDEN).bfloat16()
+    ids = torch.randint(-1, EXPERTS, (tokens, 4), dtype=torch.int32)
+    shares = torch.rand(tokens, 4)
+    out = moe_forward(x.cuda(), device, ids.cuda(), shares.cuda())
+    right = reference(x, weights, ids, shares)
+    assert float((out.cpu() - right).norm() / right.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_hits_are_computed_while_misses_are_copied(packed: bool) -> None:
+    draw = torch.Generator().manual_seed(6)
+    weights = {
+        "w13": (torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=draw) / 16).bfloat16(),
+        "w2": (torch.randn(EXPERTS, HIDDEN, INNER, generator=draw) / 11).bfloat16(),
+    }
+    cache = ExpertCache(weights, 10, engine="device", packed=packed)
+    x = torch.randn(2, HIDDEN, device="cuda").bfloat16()
+    shares = torch.rand(2, 4, device="cuda")
+    ids = torch.zeros(2, 4, dtype=torch.int32, device="cuda")
+
+    def step() -> torch.Tensor:
+        out = torch.zeros(2, HIDDEN, device="cuda")
+        for part in cache.groups(ids, overlap=True):
+            moe_forward(x, part.weights, part.slot_ids, shares, out=out)
+        return out
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(30):
+        ids.copy_(torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int32))
+        graph.replay()
+        right = reference(x.cpu(), weights, ids.cpu(), shares.cpu())
+        assert torch.allclose(out.cpu(), right, rtol=1e-3, atol=1e-4)
+        _assert_holds(weights, ids, cache.acquire(ids))

@@ -1,0 +1,137 @@
+"""Validation and deduplication of expert ids against loops that say the same, row by row."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from moedoctor.fixes.expert_ids import ExpertIdCounts, ExpertIdFlags, InvalidExpertIdsError
+from moedoctor.fixes.routing import deduplicate, validate_expert_ids
+
+EXPERTS = 6
+
+
+@st.composite
+def id_rows(draw: st.DrawFn, lowest: int = -3, highest: int = EXPERTS + 2) -> torch.Tensor:
+    slots = draw(st.integers(1, 5))
+    rows = draw(st.lists(st.lists(st.integers(lowest, highest), min_size=slots, max_size=slots), max_size=6))
+    dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+    return torch.tensor(rows, dtype=dtype).reshape(len(rows), slots)
+
+
+def counted(rows: list[list[int]]) -> ExpertIdCounts:
+    repeated = outside = sentinel = 0
+    for row in rows:
+        known = Counter(one for one in row if 0 <= one < EXPERTS)
+        repeated += any(count > 1 for count in known.values())
+        outside += any(one < -1 or one >= EXPERTS for one in row)
+        sentinel += -1 in row
+    return ExpertIdCounts(repeated, outside, sentinel)
+
+
+@given(id_rows())
+def test_every_row_is_counted_once_under_each_kind(ids: torch.Tensor) -> None:
+    flags = validate_expert_ids(ids, EXPERTS)
+    assert flags.real() == counted(ids.tolist())
+    assert flags.padding() == ExpertIdCounts()
+
+
+@given(id_rows(), st.integers(0, 6))
+def test_rows_from_the_number_of_real_ones_on_are_padding(ids: torch.Tensor, real: int) -> None:
+    flags = validate_expert_ids(ids, EXPERTS, real_rows=torch.tensor([real], dtype=torch.int32))
+    assert flags.real() == counted(ids.tolist()[:real])
+    assert flags.padding() == counted(ids.tolist()[real:])
+
+
+def test_flags_of_the_caller_add_up_until_they_are_reset() -> None:
+    flags = ExpertIdFlags("cpu")
+    for _ in range(2):
+        assert validate_expert_ids(torch.tensor([[1, 1], [0, 2]]), EXPERTS, flags=flags) is flags
+    assert flags.real() == ExpertIdCounts(repeated=2)
+    flags.reset()
+    assert flags.real() == ExpertIdCounts()
+
+
+def test_what_was_found_can_be_raised() -> None:
+    flags = validate_expert_ids(torch.tensor([[-1, 2], [3, 9]]), EXPERTS)
+    with pytest.raises(InvalidExpertIdsError, match=r"1 out of range$"):
+        flags.raise_if_found()
+    with pytest.raises(InvalidExpertIdsError, match="1 out of range, 1 sentinel"):
+        flags.raise_if_found(allow_sentinel=False)
+    validate_expert_ids(torch.tensor([[-1, 2], [3, 0]]), EXPERTS).raise_if_found()
+
+
+def test_ids_beyond_32_bits_are_out_of_range_and_not_wrapped() -> None:
+    assert validate_expert_ids(torch.tensor([[(1 << 32) + 1, 1]]), EXPERTS).real() == ExpertIdCounts(0, 1, 0)
+
+
+@given(id_rows(highest=EXPERTS - 1), st.booleans(), st.data())
+def test_deduplicated_ids_are_distinct_and_keep_each_expert_s_sum(
+    ids: torch.Tensor, spare: bool, data: st.DataObject
+) -> None:
+    eighths = data.draw(st.lists(st.integers(0, 16), min_size=ids.numel(), max_size=ids.numel()))
+    weights = torch.tensor(eighths, dtype=torch.float32).reshape(ids.shape) / 8
+    found = deduplicate(ids, weights, num_experts=EXPERTS if spare else None)
+    assert (found.ids.dtype, found.weights.dtype) == (torch.int32, torch.float32)
+    for before, mine, given_weights, made in zip(
+        ids.tolist(), found.ids.tolist(), weights.tolist(), found.weights.tolist(), strict=True
+    ):
+        known = [one for one in mine if one >= 0]
+        assert len(known) == len(set(known))
+        assert all(one < EXPERTS for one in mine)
+        for slot, (old, new) in enumerate(zip(before, mine, strict=True)):
+            first = before.index(old) == slot
+            if old < 0 or first:
+                assert new == old
+                mates = [w for o, w in zip(before, given_weights, strict=True) if o == old]
+                assert made[slot] == (given_weights[slot] if old < 0 else sum(mates))
+            else:
+                assert made[slot] == 0
+                assert (new >= 0 and new not in before) if spare else new == -1
+
+
+def test_the_spare_experts_are_the_lowest_that_the_row_does_not_hold() -> None:
+    ids, weights = torch.tensor([[2, 0, 2, 2, 0]]), torch.full((1, 5), 0.25)
+    found = deduplicate(ids, weights, num_experts=8)
+    assert found.ids.tolist() == [[2, 0, 1, 3, 4]]
+    assert found.weights.tolist() == [[0.75, 0.5, 0.0, 0.0, 0.0]]
+
+
+def test_a_weight_that_is_nan_stays_with_its_own_expert() -> None:
+    found = deduplicate(torch.tensor([[4, 1, 4]]), torch.tensor([[float("nan"), 0.5, 0.25]]))
+    assert found.ids.tolist() == [[4, 1, -1]]
+    assert found.weights.isnan().tolist() == [[True, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "error"),
+    [
+        (torch.zeros(2, 2), {}, "ids must be an int32 or int64"),
+        (torch.zeros(2, dtype=torch.int32), {}, "two dimensions"),
+        (torch.zeros(2, 2, dtype=torch.int32), {"num_experts": 0}, "at least 1"),
+        (torch.zeros(2, 2, dtype=torch.int32), {"num_experts": True}, "must be an int"),
+        (torch.zeros(2, 2, dtype=torch.int32), {"real_rows": torch.tensor([1])}, r"int32 \[1\]"),
+    ],
+)
+def test_validation_refuses_what_it_cannot_judge(ids: torch.Tensor, options: dict, error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        validate_expert_ids(ids, **{"num_experts": EXPERTS, **options})
+
+
+@pytest.mark.parametrize(
+    ("weights", "experts", "error"),
+    [
+        (torch.ones(2, 2, dtype=torch.int32), None, "floating"),
+        (torch.ones(2, 3), None, r"\[2, 2\]"),
+        (torch.ones(2, 2), 1, "at least top_k 2"),
+    ],
+)
+def test_deduplication_refuses_what_does_not_fit(
+    weights: torch.Tensor, experts: int | None, error: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        deduplicate(torch.zeros(2, 2, dtype=torch.int32), weights, num_experts=experts)

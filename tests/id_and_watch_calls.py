@@ -1,0 +1,114 @@
+"""Calls of the id and watch kernels held against the CPU forms: interpreted on the CPU, or on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from moedoctor.fixes import expert_ids
+from moedoctor.kernels.expert_ids import launch_check, launch_deduplicate
+from moedoctor.kernels.watch import launch_begin, launch_end, launch_watch
+from moedoctor.trace import nan_state
+
+SHAPES = ((1, 1), (5, 2), (40, 8), (300, 10), (3, 33))
+
+
+def make_ids(tokens: int, top_k: int, experts: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random ids of which some repeat, some are -1 and some out of range; a third of the rows clean."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-2, experts + 2, (tokens, top_k), generator=draw)
+    clean = torch.rand(tokens, max(experts, top_k), generator=draw).argsort(1)[:, :top_k]
+    ids[::3] = clean[::3]
+    return ids.to(dtype)
+
+
+def check_ids(device: str, dtype: torch.dtype = torch.int32) -> None:
+    for seed, (tokens, top_k) in enumerate(SHAPES):
+        experts = 64
+        ids = make_ids(tokens, top_k, experts, seed, dtype)
+        wide = torch.full((top_k, tokens * 2), -1, dtype=dtype)  # strides of their own
+        wide[:, ::2] = ids.t()
+        real = torch.tensor([tokens // 2], dtype=torch.int32)
+        for real_rows in (None, real):
+            expected = expert_ids.validate_expert_ids(ids, experts, real_rows=real_rows).tensor
+            counts = torch.zeros(2, 3, dtype=torch.int32, device=device)
+            there = wide.to(device)[:, ::2].t()
+            launch_check(there, experts, counts, None if real_rows is None else real_rows.to(device))
+            assert counts.tolist() == expected.tolist(), (tokens, top_k, counts, expected)
+
+
+def check_ids_with_a_step(device: str) -> None:
+    ids = torch.tensor([[1, 1], [2, 3], [0, 9], [4, 4]], dtype=torch.int32, device=device)
+    counts = torch.zeros(2, 2, 3, dtype=torch.int32, device=device)
+    real = torch.tensor([3], dtype=torch.int32, device=device)
+    for number, active in ((4, 0), (5, 1), (6, 1)):
+        step = torch.tensor([number, active], dtype=torch.int32, device=device)
+        launch_check(ids, 8, counts, real, step)
+    assert counts.tolist() == [[[2, 2, 0], [2, 0, 0]], [[5, 5, 0], [5, 0, 0]]], counts
+
+
+def check_deduplicate(device: str) -> None:
+    for seed, (tokens, top_k) in enumerate(SHAPES):
+        ids = make_ids(tokens, top_k, 64, seed + 10, torch.int32)
+        weights = torch.randint(0, 9, ids.shape, generator=torch.Generator().manual_seed(seed)) / 8
+        for spare in (None, 64):
+            expected = expert_ids.deduplicate(ids, weights, num_experts=spare)
+            out_ids = torch.full((tokens + 1, top_k), -7, dtype=torch.int32, device=device)
+            out_weights = torch.full((tokens + 1, top_k), -7.0, device=device)
+            launch_deduplicate(
+                ids.to(device),
+                weights.to(device),
+                out_ids[:tokens],
+                out_weights[:tokens],
+                use_spare=spare is not None,
+            )
+            assert torch.equal(out_ids[:tokens].cpu(), expected.ids), (tokens, top_k, spare)
+            assert torch.equal(out_weights[:tokens].cpu(), expected.weights), (tokens, top_k, spare)
+            assert (out_ids[tokens] == -7).all()
+            assert (out_weights[tokens] == -7.0).all()
+
+
+def check_watch(device: str) -> None:
+    """The same steps through the kernels and through the CPU form: the same record."""
+    nan, inf = float("nan"), float("inf")
+    ours, theirs = nan_state.NanState("cpu", 4), nan_state.NanState("cpu", 4)
+    header, found = ours.header.to(device), ours.found.to(device)
+    mask = torch.tensor([0, 1, 0, 0, 1], dtype=torch.int8)
+    for index, dtype in enumerate((torch.bfloat16, torch.float32, torch.float16, torch.float32)):
+        x = torch.randn(5, 70, generator=torch.Generator().manual_seed(index)).to(dtype)
+        if index:
+            x[4, 69], x[1, 3], x[3, 0] = nan, inf, -inf if index == 2 else 1.0
+        for active in (True, False):
+            padding = mask if index == 3 else None
+            if active:
+                launch_begin(header, 3, 5)
+                theirs.begin(3, 5)
+            for point, y in ((1, x), (0, x.t()), (1, x[:, :40])):
+                given = None if padding is None or y.shape[0] != 5 else padding
+                launch_watch(y.to(device), header, found, point, None if given is None else given.to(device))
+                nan_state.watch_rows(y, theirs.header, theirs.found, given, point)
+            if active:
+                launch_end(header)
+                theirs.end()
+        assert header.tolist() == theirs.header.tolist(), (index, header, theirs.header)
+        # Which of two kinds in one tensor comes first is open; which of two points does is not.
+        fields = [nan_state.ROWS, nan_state.STEPS_FOUND, nan_state.FIRST_STEP, nan_state.LAST_STEP]
+        assert found[..., fields].tolist() == theirs.found[..., fields].tolist(), (index, found)
+        assert _order(found) == _order(theirs.found), (index, found, theirs.found)
+
+
+def _order(found: torch.Tensor) -> list[int]:
+    """The points at which something was seen, the first one first."""
+    first = found[..., nan_state.FIRST_SEQUENCE].masked_fill(
+        found[..., nan_state.ROWS] == 0, 1 << 30
+    )  # [P, 4]
+    seen = first.amin(1)  # [P]
+    return [int(one) for one in seen.argsort() if int(seen[one]) < 1 << 30]
+
+
+CHECKS = {
+    "ids int32": lambda device: check_ids(device),
+    "ids int64": lambda device: check_ids(device, torch.int64),
+    "ids with a step": check_ids_with_a_step,
+    "deduplicate": check_deduplicate,
+    "watch": check_watch,
+}

@@ -1,0 +1,184 @@
+"""Drives the engines of the expert cache side by side in Triton's interpreter; a script for `test_cache`.
+
+Triton decides at import whether it interprets, so this needs a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import run_state_machine_as_test as run
+
+from moedoctor.fixes.eviction import SlotTable
+from moedoctor.fixes.expert_cache import CachedExperts, ExpertCache
+from moedoctor.fixes.moe_forward import moe_forward
+from moedoctor.reference.moe import moe_forward as reference
+
+EXPERTS = 11
+POLICIES = ("lru", "lfu", "lfru")
+WEIGHTS = {
+    "w13": torch.randn(EXPERTS, 6, 8, generator=torch.Generator().manual_seed(0)),  # wide copies
+    "w2": torch.randn(EXPERTS, 4, 3, generator=torch.Generator().manual_seed(1)).bfloat16(),  # narrow ones
+    "w2_scale": torch.rand(EXPERTS, generator=torch.Generator().manual_seed(2)),
+}
+calls = st.lists(st.lists(st.integers(-1, EXPERTS - 1), min_size=2, max_size=2), min_size=1, max_size=3)
+
+
+def assert_holds(
+    ids: torch.Tensor, held: CachedExperts, weights: dict[str, torch.Tensor] = WEIGHTS
+) -> torch.Tensor:
+    """The slots have their experts' bytes; which ids have one."""
+    named = held.slot_ids >= 0  # [T, K]
+    for name, tensor in weights.items():
+        got = held.weights[name][held.slot_ids[named].long()].contiguous()
+        assert torch.equal(got.view(torch.uint8), tensor[ids[named].long()].view(torch.uint8)), name
+    return named
+
+
+class Engines(RuleBasedStateMachine):
+    """Both engines against one table: the same slots after any sequence, and the host's bytes in them."""
+
+    @initialize(policy=st.sampled_from(POLICIES), capacity=st.integers(1, EXPERTS - 1))
+    def start(self, policy: str, capacity: int) -> None:
+        self.caches = [
+            ExpertCache(WEIGHTS, capacity, policy=policy, engine=engine, device="cpu")
+            for engine in ("device", "host")
+        ]
+        self.table = SlotTable(EXPERTS, capacity, policy)
+        self.calls = self.misses = 0
+
+    @rule(rows=calls)
+    def call(self, rows: list[list[int]]) -> None:
+        ids = torch.tensor(rows, dtype=torch.int32)  # [T, K]
+        parts = self.table.split([one for row in rows for one in row])
+        self.calls += 1
+        self.misses += sum(self.table.step(part) for part in parts)
+        for cache in self.caches:
+            seen = torch.zeros_like(ids)
+            for part in cache.groups(ids):
+                seen += assert_holds(ids, part)
+            assert torch.equal(seen, (ids >= 0).int())
+
+    @rule(expert=st.integers(0, EXPERTS - 1))
+    def prefetch(self, expert: int) -> None:
+        self.table.step([expert])
+        for cache in self.caches:
+            cache.prefetch(torch.tensor([expert], dtype=torch.int32))
+
+    @rule(rows=calls)
+    def seed(self, rows: list[list[int]]) -> None:
+        self.table = SlotTable(EXPERTS, self.table.capacity, self.table.policy)
+        for row in rows:
+            for part in self.table.split(row):
+                self.table.step(part)
+        for cache in self.caches:
+            cache.seed(torch.tensor(rows))
+
+    @invariant()
+    def agree(self) -> None:
+        for cache in getattr(self, "caches", ()):
+            assert cache.resident() == self.table.expert_of, cache.engine
+            assert cache.mapping.tolist() == self.table.slot_of, cache.engine
+            assert cache._engine.table().clock == self.table.clock, cache.engine
+            stats = cache.stats
+            assert (stats.calls, stats.misses) == (self.calls, self.misses), cache.engine
+            for slot, expert in enumerate(self.table.expert_of):
+                for name, tensor in WEIGHTS.items():
+                    assert expert < 0 or torch.equal(cache.weights[name][slot], tensor[expert])
+
+
+def stateful() -> None:
+    run(
+        Engines,
+        settings=settings(
+            max_examples=int(os.environ.get("EXAMPLES", "12")),
+            stateful_step_count=10,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def many_ids() -> None:
+    """More ids than are compared in registers, more experts than are ranked at once, ids out of range."""
+    weights = {"w": torch.randn(200, 8)}
+    device, host = (
+        ExpertCache(weights, 60, engine=one, device="cpu", policy="lfru") for one in ("device", "host")
+    )
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        ids = torch.randint(-1, 200, (40, 4), generator=draw)  # [T, K]
+        for ours, theirs in zip(device.groups(ids), host.groups(ids), strict=False):
+            assert_holds(ids, ours, weights)
+            assert torch.equal(ours.slot_ids, theirs.slot_ids)
+        assert device.resident() == host.resident()
+    ids = torch.tensor([[3, 200, -7, 1 << 30]])
+    assert (device.acquire(ids).slot_ids >= 0).tolist() == [[True, False, False, False]]
+
+
+def packed() -> None:
+    """Weights that were packed come out of the kernel bit by bit."""
+    draw = torch.Generator().manual_seed(0)
+    weights = {
+        "w13": torch.randn(6, 112, 128, generator=draw).bfloat16(),  # a block and three quarters
+        "w2": (torch.randn(6, 128, 64, generator=draw) * 0.02).bfloat16(),
+        "bias": torch.randn(6, 112, generator=draw),
+    }
+    weights["w2"].view(-1)[::4001] = 300.0
+    weights["w2"].view(-1)[7::4001] = 0.0
+    weights["w2"].view(-1)[9] = -torch.inf
+    weights["w2"].view(-1)[8191] = torch.nan
+    cache = ExpertCache(weights, 4, engine="device", device="cpu", packed=True)
+    assert set(cache._store.packed) == {"w13", "w2"}
+    for start in (0, 2, 3, 0):
+        ids = torch.arange(start, start + 3)[None]
+        assert_holds(ids, cache.acquire(ids), weights)
+
+
+def forward() -> None:
+    """Both ways of the forward against the reference, with and without what a model may have."""
+    draw = torch.Generator().manual_seed(0)
+    for tokens, activation, dtype, bias in (
+        (2, "silu", torch.bfloat16, False),
+        (2, "relu2", torch.float32, True),
+        (1, "silu", torch.float8_e4m3fn, True),
+        (90, "silu", torch.bfloat16, True),
+        (90, "relu2", torch.float8_e4m3fn, False),
+    ):
+        height, hidden, inner, slots = (48 if activation == "silu" else 24), 40, 24, 5
+        weights = {
+            "w13": (torch.randn(slots, height, hidden, generator=draw) / 6).to(dtype),
+            "w2": (torch.randn(slots, hidden, inner, generator=draw) / 5).to(dtype),
+        }
+        if dtype is torch.float8_e4m3fn:
+            weights |= {name: torch.rand(slots, generator=draw) + 0.5 for name in ("w13_scale", "w2_scale")}
+        if bias:
+            weights |= {
+                "w13_bias": torch.randn(slots, height, generator=draw),
+                "w2_bias": torch.randn(slots, hidden, generator=draw),
+            }
+        x = torch.randn(tokens, hidden, generator=draw)  # [T, H]
+        x = x if dtype is torch.float32 else x.bfloat16()
+        ids = torch.randint(-1, slots, (tokens, 3), generator=draw, dtype=torch.int32)  # [T, K]
+        ids[: tokens // 2] = 0  # more rows than a tile has
+        shares = torch.rand(tokens, 3, generator=draw)  # [T, K]
+        right = reference(x, weights, ids, shares, activation=activation)  # [T, H]
+        tolerance = 1e-5 if tokens < 10 else 1e-2  # bfloat16 intermediates
+        for out in (None, torch.ones(tokens, hidden)):
+            before = 0.0 if out is None else 1.0
+            total = moe_forward(x, weights, ids, shares, activation=activation, out=out)
+            error = float((total - before - right).norm() / right.norm())
+            assert error < tolerance, (tokens, activation, dtype, error)
+
+
+if __name__ == "__main__":
+    {one.__name__: one for one in (stateful, many_ids, packed, forward)}[sys.argv[1]]()

@@ -1,0 +1,73 @@
+"""The kernels for expert ids and for the NaN trace: interpreted on any machine, compiled on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+NAMES = ("ids int32", "ids int64", "ids with a step", "deduplicate", "watch")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
+)
+
+
+@needs_triton
+@pytest.mark.parametrize("names", [NAMES[:3], NAMES[3:]], ids=["ids", "deduplicate and watch"])
+def test_interpreted(names: tuple[str, ...]) -> None:
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), str(here.parent.parent)])
+    done = subprocess.run(
+        [sys.executable, str(here / "interpreted_ids.py"), *names],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu(name: str) -> None:
+    from id_and_watch_calls import CHECKS
+
+    CHECKS[name]("cuda")
+
+
+@needs_triton
+@pytest.mark.gpu
+def test_a_cuda_graph_holds_the_guard_and_its_flags_are_read_afterwards() -> None:
+    from moedoctor.fixes.expert_ids import ExpertIdCounts, ExpertIdFlags, validate_expert_ids
+
+    ids = torch.arange(128 * 8, device="cuda", dtype=torch.int32).reshape(128, 8) % 64
+    flags = ExpertIdFlags("cuda")
+    validate_expert_ids(ids, 64, flags=flags)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        validate_expert_ids(ids, 64, flags=flags)
+    graph.replay()
+    assert flags.real() == ExpertIdCounts()
+    ids[5, 1] = ids[5, 0]
+    ids[7, 0] = -1
+    graph.replay()
+    graph.replay()
+    assert flags.real() == ExpertIdCounts(repeated=2, sentinel=2)
+
+
+@needs_triton
+@pytest.mark.gpu
+def test_the_guard_takes_two_microseconds_at_128_by_8() -> None:
+    from moedoctor.bench.timing import graph_time
+    from moedoctor.fixes.expert_ids import ExpertIdFlags, validate_expert_ids
+
+    ids = torch.rand(128, 64, device="cuda").argsort(1)[:, :8].int()  # [T, K]
+    flags = ExpertIdFlags("cuda")
+    assert graph_time(lambda: validate_expert_ids(ids, 64, flags=flags)).median <= 2.0

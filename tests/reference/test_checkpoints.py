@@ -1,0 +1,89 @@
+"""Tiny checkpoints: what is written is what was asked for, and dequantises to about the same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moedoctor.reference.checkpoints import Scheme, write_qwen3_moe
+from moedoctor.reference.nvfp4 import Nvfp4, dequantize
+
+EXPERT = "model.layers.1.mlp.experts.7"
+
+
+def read(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "nvfp4", "fp8"])
+def test_names_shapes_and_types(tmp_path: Path, scheme: Scheme) -> None:
+    tensors, config = read(write_qwen3_moe(tmp_path / "made" / "model", scheme=scheme))
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert len({name.split(".")[2] for name in tensors if ".layers." in name}) == config["num_hidden_layers"]
+    shape = (config["moe_intermediate_size"], config["hidden_size"])
+    weight = tensors[f"{EXPERT}.gate_proj.weight"]
+    assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype is torch.bfloat16
+    assert tensors["model.layers.0.mlp.gate.weight"].shape == (config["num_experts"], config["hidden_size"])
+    if scheme == "bf16":
+        assert (weight.dtype, tuple(weight.shape)) == (torch.bfloat16, shape)
+        assert "quantization_config" not in config
+    elif scheme == "nvfp4":
+        assert (weight.dtype, tuple(weight.shape)) == (torch.uint8, (shape[0], shape[1] // 2))
+        scales = tensors[f"{EXPERT}.gate_proj.weight_scale"]
+        assert (scales.dtype, tuple(scales.shape)) == (torch.float8_e4m3fn, (shape[0], shape[1] // 16))
+        for name in ("weight_scale_2", "input_scale"):
+            assert tensors[f"{EXPERT}.down_proj.{name}"].dtype is torch.float32
+            assert tensors[f"{EXPERT}.down_proj.{name}"].shape == ()
+    else:
+        assert (weight.dtype, tuple(weight.shape)) == (torch.float8_e4m3fn, shape)
+        assert tensors[f"{EXPERT}.gate_proj.weight_scale_inv"].shape == (shape[0] // 128, shape[1] // 128)
+
+
+def test_quantised_weights_are_those_of_bf16(tmp_path: Path) -> None:
+    plain, _ = read(write_qwen3_moe(tmp_path / "a"))
+    four, _ = read(write_qwen3_moe(tmp_path / "b", scheme="nvfp4"))
+    eight, _ = read(write_qwen3_moe(tmp_path / "c", scheme="fp8"))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        wanted = plain[f"{EXPERT}.{name}.weight"].float()
+        quantised = Nvfp4(
+            *(four[f"{EXPERT}.{name}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
+        )
+        assert (dequantize(quantised) - wanted).norm() < 0.15 * wanted.norm()
+        scale = eight[f"{EXPERT}.{name}.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        assert (eight[f"{EXPERT}.{name}.weight"].float() * scale - wanted).norm() < 0.05 * wanted.norm()
+    assert torch.equal(four[f"{EXPERT}.gate_proj.weight_scale_2"], four[f"{EXPERT}.up_proj.weight_scale_2"])
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    made = [write_qwen3_moe(tmp_path / str(i), scheme="nvfp4", seed=seed) for i, seed in enumerate((3, 3, 4))]
+    first, second, third = [(one / "model.safetensors").read_bytes() for one in made]
+    assert first == second
+    assert first != third
+
+
+def test_a_checkpoint_can_be_broken(tmp_path: Path) -> None:
+    def zero(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        tensors[f"{EXPERT}.down_proj.input_scale"].zero_()
+        config["norm_topk_prob"] = False
+
+    tensors, config = read(write_qwen3_moe(tmp_path, scheme="nvfp4", change=zero))
+    assert tensors[f"{EXPERT}.down_proj.input_scale"] == 0
+    assert config["norm_topk_prob"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"hidden": 100}, "hidden: 100 is no multiple of 64"),
+        ({"scheme": "fp8", "intermediate": 64}, "intermediate: 64 is no multiple of 128"),
+        ({"top_k": 9}, "top_k: 9, expected 1 to experts 8"),
+    ],
+)
+def test_sizes_that_no_engine_would_load(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        write_qwen3_moe(tmp_path, **options)

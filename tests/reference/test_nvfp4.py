@@ -1,0 +1,125 @@
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moedoctor.reference import e2m1
+from moedoctor.reference.nvfp4 import Nvfp4, dequantize, quantize, round_trip
+
+E4M3 = torch.arange(256, dtype=torch.uint8)
+
+
+def test_every_e4m3_code_has_the_value_of_ml_dtypes() -> None:
+    ours = E4M3.view(torch.float8_e4m3fn).float()
+    peer = torch.from_numpy(E4M3.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    assert torch.equal(ours.nan_to_num(nan=1e9), peer.nan_to_num(nan=1e9))
+
+
+def test_every_pair_of_value_and_block_scale() -> None:
+    """16 codes under each of the 256 block scales: the product of ml_dtypes' values, exactly."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(256, 1)  # [256, 16]
+    q = Nvfp4(e2m1.pack(codes), E4M3.view(torch.float8_e4m3fn)[:, None], torch.tensor(0.25))
+    values = codes[0].numpy().view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    scales = E4M3.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    peer = torch.from_numpy(scales[:, None] * values[None] * 0.25).float()
+    assert torch.equal(dequantize(q).nan_to_num(nan=1e9), peer.nan_to_num(nan=1e9))
+
+
+def test_the_block_scale_is_rounded_as_ml_dtypes_does() -> None:
+    """Every midpoint between neighbouring positive E4M3 values, and its two neighbours."""
+    grid = E4M3[:127].view(torch.float8_e4m3fn).double()  # 0 .. 448
+    middle = (grid[1:] + grid[:-1]) / 2
+    wanted = torch.cat((middle, middle * (1 - 2**-20), middle * (1 + 2**-20), grid))
+    w = torch.zeros(len(wanted), 16)
+    w[:, 3] = (wanted * 6).float()
+    stored = quantize(w, 1.0).block_scales[:, 0]
+    peer = wanted.float().numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert torch.equal(stored.view(torch.uint8), torch.from_numpy(peer))
+
+
+def test_the_largest_block_scale_is_448() -> None:
+    q = quantize(torch.randn(8, 64))
+    assert float(q.block_scales.float().max()) == 448.0
+    assert q.packed.shape == (8, 32)
+    assert q.block_scales.shape == (8, 4)
+    assert q.global_scale.shape == ()
+
+
+def test_a_stack_is_quantised_matrix_by_matrix() -> None:
+    w = torch.randn(3, 8, 32) * torch.tensor([1.0, 10.0, 0.1])[:, None, None]
+    stack = quantize(w)
+    for index in range(3):
+        one = quantize(w[index])
+        assert torch.equal(stack.packed[index], one.packed)
+        assert torch.equal(stack.global_scale[index], one.global_scale)
+        assert torch.equal(dequantize(stack)[index], dequantize(one))
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**31), st.floats(1e-3, 1e3))
+def test_what_was_quantised_once_stays(seed: int, size: float) -> None:
+    w = torch.randn(4, 48, generator=torch.Generator().manual_seed(seed)) * size
+    once = quantize(w)
+    values = dequantize(once)
+    assert torch.equal(round_trip(values, once.global_scale), values)
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**31), st.floats(1e-3, 1e3))
+def test_the_error_is_at_most_half_a_step(seed: int, size: float) -> None:
+    w = torch.randn(4, 48, generator=torch.Generator().manual_seed(seed)) * size
+    q = quantize(w)
+    blocks = w.double().unflatten(-1, (-1, 16))
+    step = q.block_scales.double() * q.global_scale.double()  # [4, 3]
+    magnitude = blocks.abs() / step[..., None]
+    gap = torch.where(magnitude > 4, 2.0, torch.where(magnitude > 2, 1.0, 0.5))
+    # A block scale that was rounded down saturates the largest value at 6 steps.
+    allowed = torch.maximum(gap / 2, magnitude - 6) * step[..., None] * (1 + 1e-6)
+    assert bool(((dequantize(q).double().unflatten(-1, (-1, 16)) - blocks).abs() <= allowed).all())
+
+
+def test_zeros_stay_zero() -> None:
+    q = quantize(torch.zeros(2, 32))
+    assert float(q.global_scale) == 1.0
+    assert torch.equal(dequantize(q), torch.zeros(2, 32))
+
+
+def test_a_global_scale_that_is_too_small_saturates() -> None:
+    assert float(round_trip(torch.full((1, 16), 1e6), 1.0).max()) == 6 * 448
+
+
+@pytest.mark.parametrize("shape", [(16,), (2, 17), (2, 8)])
+def test_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="multiple of 16"):
+        quantize(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        quantize(torch.full((1, 16), value))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_global_scale_that_is_not_positive_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="global_scale"):
+        quantize(torch.zeros(1, 16), scale)
+
+
+@pytest.mark.upstream
+def test_the_same_as_vllm() -> None:
+    utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    w = torch.randn(32, 64, device=device)
+    q = quantize(w)
+    theirs = utils.dequantize_to_dtype(
+        q.packed, q.block_scales, q.global_scale, torch.float32, 16, swizzle=False
+    )
+    assert torch.allclose(dequantize(q), theirs, rtol=1e-6, atol=0)
+    codes, scales = utils.ref_nvfp4_quant(w, 1 / q.global_scale, 16)
+    assert torch.equal(scales, q.block_scales.float())
+    # They divide in float32 by a product that is rounded: a value on the edge may fall to either side.
+    same = (e2m1.decode(e2m1.unpack(q.packed)) == codes).float().mean()
+    assert float(same) > 0.999

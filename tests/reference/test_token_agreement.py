@@ -1,0 +1,105 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moedoctor.reference.token_agreement import Bounds, agree
+
+BOUNDS = Bounds(cosine=0.999, norm=0.01, element=0.01, matched=0.99, worst=0.1)
+
+
+def expected(tokens: int = 5, hidden: int = 128) -> torch.Tensor:
+    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_same_output_is_right() -> None:
+    found = agree(expected(), expected(), BOUNDS)
+    assert found.right
+    assert found.wrong_tokens == 0
+    assert found.cosine == pytest.approx(1)
+    assert found.norm_ratio == pytest.approx(1)
+    assert (found.matched, found.error) == (1.0, 0.0)
+
+
+def test_rounding_to_bfloat16_is_right() -> None:
+    assert agree(expected().bfloat16(), expected(), BOUNDS).right
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_comes_first_and_the_rest_is_judged_without_it(value: float) -> None:
+    broken = expected()
+    broken[3, 7] = value
+    found = agree(broken, expected(), BOUNDS)
+    assert found.reason == "1 of 5 tokens hold NaN or Inf, the first is token 3"
+    assert found.first_nonfinite_token == 3
+    assert found.wrong_tokens == 1
+    assert found.cosine == pytest.approx(1)
+
+
+def test_nothing_but_nan() -> None:
+    found = agree(expected() * float("nan"), expected(), BOUNDS)
+    assert found.reason == "every token holds NaN or Inf, the first is token 0"
+    assert found.cosine is None
+
+
+def test_zeros_are_wrong_however_small_the_output() -> None:
+    for size in (1.0, 1e-3, 1e-6):
+        found = agree(torch.zeros(5, 128), expected() * size, BOUNDS)
+        assert found.wrong_tokens == 5, size
+
+
+def test_one_token_of_many_is_found_and_named() -> None:
+    broken = expected(1000)
+    broken[617] = broken[616]
+    found = agree(broken, expected(1000), BOUNDS)
+    assert not found.right
+    assert found.wrong_tokens == 1
+    assert found.cosine_token == found.error_token == 617
+
+
+def test_half_the_output_is_wrong_by_its_norm() -> None:
+    assert "norm ratio 0.5" in (agree(expected() * 0.5, expected(), BOUNDS).reason or "")
+
+
+def test_one_element_is_found_and_named() -> None:
+    # Too small for the token's cosine and norm, and within the share that may not match.
+    broken, right = expected(3, 4096), expected(3, 4096)
+    broken[1, 99] += 0.3 * (1 + right[1, 99].abs())
+    found = agree(broken, right, BOUNDS)
+    assert (found.error_token, found.error_element) == (1, 99)
+    assert found.wrong_tokens == 1
+    assert (found.reason or "").startswith("token 1, element 99: ")
+    assert found.got == pytest.approx(float(broken[1, 99]))
+    assert found.expected == pytest.approx(float(right[1, 99]))
+
+
+def test_elements_that_do_not_match_are_counted_for_each_token() -> None:
+    broken = expected(4, 1000)
+    broken[2, :30] *= 1.04
+    found = agree(broken, expected(4, 1000), BOUNDS)
+    assert found.matched_token == 2
+    assert 0.97 <= (found.matched or 0) < 0.99
+    assert "match at token 2" in (found.reason or "")
+
+
+def test_a_token_whose_output_is_zero_must_be_zero() -> None:
+    right = expected()
+    right[0] = 0
+    assert agree(right, right, BOUNDS).right
+    broken = right.clone()
+    broken[0, 0] = 1e-3
+    assert agree(broken, right, BOUNDS).wrong_tokens == 1
+
+
+@given(st.floats(1e-6, 1e6), st.integers(1, 4))
+def test_the_size_of_the_output_does_not_matter(size: float, bits: int) -> None:
+    right = expected() * size
+    noisy = right * (1 + torch.randn(5, 128, generator=torch.Generator().manual_seed(1)) * 2.0**-bits)
+    assert agree(noisy, right, BOUNDS).right == agree(noisy / size, right / size, BOUNDS).right
+
+
+def test_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected \[5, 128\]"):
+        agree(expected(4), expected(), BOUNDS)
+    with pytest.raises(ValueError, match="with a token"):
+        agree(expected(0), expected(0), BOUNDS)

@@ -1,0 +1,207 @@
+"""The NaN locator on small models: what is first, whose rows it is, and that compiling keeps it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moedoctor.trace import NanLocator
+from moedoctor.trace.nan_report import Finding, row_of
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Spoil(torch.nn.Module):
+    """Puts `value` into the given rows of what passes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+        self.value = NAN
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rows:
+            x = x.clone()
+            x[self.rows, 0] = self.value
+        return x
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = torch.nn.Linear(4, 4)  # registered first and called last
+        self.early = torch.nn.Linear(4, 4)
+        self.spoil = Spoil()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.late(self.spoil(self.early(x)))
+
+
+class Router(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(6, 4))
+        self.ids = torch.zeros(3, 2, dtype=torch.int64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x @ self.weight.t(), self.ids
+
+
+def test_the_first_module_and_step_are_those_that_ran_first() -> None:
+    model, x = Model(), torch.ones(3, 4)
+    with NanLocator(model) as locator:
+        model(x)
+        model.spoil.rows = [1]
+        model(x)
+        model(x)
+    report = locator.report()
+    assert report.first_real == Finding("spoil", "NaN", step=2, order=1)
+    assert report.first_padding is None
+    assert (report.steps, report.nan_in_real, report.watched) == (3, 2, 4)
+    counts = {one.point: (one.nan_rows, one.nan_steps) for one in report.points}
+    assert counts == dict.fromkeys(("spoil", "late", "model"), ((2, 0), (2, 0)))
+
+
+def test_real_rows_and_padding_are_kept_apart() -> None:
+    model, x = Model(), torch.ones(5, 4)
+    with NanLocator(model) as locator:
+        for rows, value, real in (([], NAN, 5), ([4], NAN, 3), ([0], INF, 4), ([2, 3], INF, 2)):
+            model.spoil.rows, model.spoil.value = rows, value
+            locator.begin_step(real, 5)
+            model(x)
+            locator.end_step()
+    report = locator.report()
+    assert (report.steps, report.steps_with_padding, report.pad_tokens) == (4, 3, 2 + 1 + 3)
+    assert report.mean_pad_tokens == 2.0
+    assert (report.first_real, report.first_padding) == (
+        Finding("spoil", "Inf", 3, report.first_real.order if report.first_real else 0),
+        Finding("spoil", "NaN", 2, 1),
+    )
+    assert (report.inf_in_real, report.inf_in_padding) == (1, 1)
+    row = report.row()
+    assert row["steps_with_padding"] == 3
+    assert row == row_of(report.evidence())
+    assert "first in padding: NaN at spoil, step 2" in report.text()
+
+
+def test_a_mask_says_which_rows_are_padding() -> None:
+    model = Model()
+    with NanLocator(model) as locator:
+        model.spoil.rows = [0]
+        locator.begin_step(padding=torch.tensor([[1, 0], [0, 1]]))
+        model(torch.ones(4, 4))
+        locator.end_step()
+        model.spoil.rows = [1]
+        locator.begin_step(padding=torch.tensor([[1, 0], [0, 1]]))
+        model(torch.ones(4, 4))
+        locator.end_step()
+    report = locator.report()
+    assert report.first_padding == Finding("spoil", "NaN", 1, 1)
+    assert report.first_real is not None
+    assert report.first_real.step == 2
+    assert report.pad_tokens == 4
+
+
+def test_calls_outside_a_step_leave_no_trace() -> None:
+    model = Model()
+    model.spoil.rows = [0]
+    with NanLocator(model) as locator:
+        locator.begin_step(3, 3)
+        locator.end_step()
+        model(torch.ones(3, 4))
+    assert locator.report().points == ()
+
+
+def test_hooks_are_gone_afterwards() -> None:
+    model = Model()
+    with NanLocator(model) as locator:
+        pass
+    model.spoil.rows = [0]
+    model(torch.ones(3, 4))
+    assert locator.report().steps == 0
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+
+
+def test_router_ids_that_no_kernel_should_be_given() -> None:
+    router = Router()
+    with NanLocator(router) as locator:
+        router(torch.ones(3, 4))
+        router.ids = torch.tensor([[0, 1], [2, 2], [-1, 7]])
+        locator.begin_step(2, 3)
+        router(torch.ones(3, 4))
+        locator.end_step()
+    (found,) = locator.report().routers
+    assert found.repeated == (3 + 1, 0)
+    assert (found.out_of_range, found.sentinel) == ((0, 1), (0, 1))
+    assert found.first_repeated == 1
+
+
+def test_only_wanted_modules_are_watched() -> None:
+    model = Model()
+    model.spoil.rows = [0]
+    with NanLocator(model, wanted=lambda name, module: name == "late") as locator:
+        model(torch.ones(3, 4))
+    assert locator.report().first_real == Finding("late", "NaN", 1, 1)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_keeps_its_hooks(backend: str) -> None:
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+    with NanLocator(model) as locator:
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        x = torch.ones(5, 4)
+        for step in range(3):
+            x[4] = NAN if step else 1.0
+            locator.begin_step(4, 5)
+            compiled(x)
+            locator.end_step()
+    report = locator.report()
+    assert report.first_padding == Finding("0", "NaN", 2, 1)
+    assert (report.steps_with_padding, report.nan_in_padding, report.nan_in_real) == (3, 2, 0)
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    with pytest.raises(ValueError, match="device: none is given"):
+        NanLocator()
+    with pytest.raises(ValueError, match="larger capacity"):
+        NanLocator(Model(), capacity=2)
+
+
+def test_points_without_a_model() -> None:
+    locator = NanLocator(device="cpu")
+    point = locator.point("embedding")
+    locator.begin_step(1, 2)
+    locator.watch(point, torch.tensor([[1.0], [-INF]]))
+    locator.end_step()
+    assert locator.report().first_padding == Finding("embedding", "Inf", 1, 1)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_is_traced_on_replay() -> None:
+    model, x = Model().cuda(), torch.ones(5, 4, device="cuda")
+    with NanLocator(model) as locator:
+        locator.begin_step(3, 5)
+        model(x)
+        locator.end_step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            model(x)
+        x[4, 1] = NAN
+        graph.replay()  # no step runs
+        locator.begin_step(3, 5)
+        graph.replay()
+        locator.end_step()
+        locator.begin_step(5, 5)
+        graph.replay()
+        locator.end_step()
+    report = locator.report()
+    assert (report.steps, report.steps_with_padding, report.nan_in_padding, report.nan_in_real) == (
+        3,
+        2,
+        1,
+        1,
+    )
+    assert report.first_padding == Finding("early", "NaN", 2, 1)
+    assert report.first_real is not None
+    assert (report.first_real.point, report.first_real.step) == ("early", 3)

@@ -1,0 +1,73 @@
+"""Synthetic routing: repeatable, of the law it claims, and refused in one line where it makes no sense."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from moedoctor.trace.format import TraceError
+from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
+
+
+def test_the_same_settings_give_the_same_trace_and_another_seed_another() -> None:
+    settings = ZipfSettings(experts=16, top_k=3, layers=2, rows=40, streams=3)
+    first, again = zipf_trace(settings), zipf_trace(settings)
+    assert list(first.topk_ids) == list(again.topk_ids)
+    other = zipf_trace(ZipfSettings(experts=16, top_k=3, layers=2, rows=40, streams=3, seed=1))
+    assert list(first.topk_ids) != list(other.topk_ids)
+    assert sum(first.stream_rows) == 40
+    assert all(len(call) == 3 for call in first.calls(1))
+
+
+def test_one_expert_a_token_is_drawn_with_zipfs_weights() -> None:
+    trace = zipf_trace(ZipfSettings(experts=4, top_k=1, layers=1, rows=8000, streams=1, drift=0.0))
+    counts = sorted(Counter(trace.topk_ids).values(), reverse=True)
+    total = 1 + 1 / 2 + 1 / 3 + 1 / 4
+    for rank, count in enumerate(counts, 1):
+        assert count / 8000 == pytest.approx(1 / rank / total, abs=0.02)
+
+
+def test_without_skew_experts_are_used_alike_and_with_it_they_are_not() -> None:
+    def most(skew: float) -> float:
+        settings = ZipfSettings(experts=8, top_k=2, layers=1, rows=4000, streams=1, skew=skew, drift=0.0)
+        return max(Counter(zipf_trace(settings).topk_ids).values()) / 8000
+
+    assert most(0.0) == pytest.approx(1 / 8, abs=0.02)
+    assert most(2.0) > 0.4
+
+
+def test_drift_changes_which_experts_are_popular() -> None:
+    def moved(drift: float) -> bool:
+        settings = ZipfSettings(experts=32, top_k=2, layers=1, rows=4000, streams=1, skew=2.0, drift=drift)
+        ids = zipf_trace(settings).topk_ids
+        return Counter(ids[:1000]).most_common(1)[0][0] != Counter(ids[-1000:]).most_common(1)[0][0]
+
+    assert not moved(0.0)
+    assert moved(1.0)
+
+
+def test_settings_are_read_from_text() -> None:
+    assert ZipfSettings.parse("zipf") == ZipfSettings()
+    assert ZipfSettings.parse("zipf:experts=64, skew=1.5,seed=7") == ZipfSettings(
+        experts=64, skew=1.5, seed=7
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zipf:colour=3", "'colour=3' is none of experts"),
+        ("zipf:experts", "'experts' is none of"),
+        ("zipf:experts=many", "experts is 'many', expected a number"),
+        ("zipf:experts=1.5", "experts is '1.5'"),
+        ("zipf:experts=0", "experts is 0"),
+        ("zipf:top_k=200", "top_k up to experts"),
+        ("zipf:skew=-1", "skew from 0 to 10"),
+        ("zipf:skew=nan", "skew from 0 to 10"),
+        ("zipf:rows=1000000000", "expected fewer rows"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(text: str, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        ZipfSettings.parse(text)

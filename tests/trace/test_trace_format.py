@@ -1,0 +1,183 @@
+"""The trace file: what goes in comes out, what is no trace is refused in one line, batches are right."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save as to_bytes
+
+from moedoctor.trace.format import FORMAT, RoutingTrace, TraceError, load, save
+
+
+def make(
+    experts: int = 8, top_k: int = 2, layers: int = 2, streams: tuple[int, ...] = (3, 1), seed: int = 0
+) -> RoutingTrace:
+    draw = random.Random(seed)
+    rows = sum(streams)
+    ids = [one for _ in range(rows * layers) for one in draw.sample(range(experts), top_k)]
+    names = tuple(f"layers.{index}" for index in range(layers))
+    return RoutingTrace(ids, experts, top_k, names, (1,) * rows, streams, "a model", {"seed": seed})
+
+
+@given(
+    experts=st.sampled_from([2, 8, 255, 256, 1000]),
+    layers=st.integers(1, 3),
+    streams=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
+    seed=st.integers(0, 99),
+)
+def test_a_saved_trace_is_loaded_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, experts: int, layers: int, streams: tuple[int, ...], seed: int
+) -> None:
+    path = tmp_path_factory.mktemp("trace") / "t.safetensors"
+    trace = make(experts, 2, layers, streams, seed)
+    save(trace, path)
+    again = load(path)
+    assert list(again.topk_ids) == list(trace.topk_ids)
+    assert (again.num_experts, again.top_k, again.layers) == (experts, 2, trace.layers)
+    assert (again.call_rows, again.stream_rows) == (trace.call_rows, trace.stream_rows)
+    assert (again.model, again.made) == ("a model", {"seed": seed})
+
+
+@pytest.mark.parametrize(("experts", "bytes_an_id"), [(255, 1), (256, 2)])
+def test_no_expert_survives_and_ids_take_a_byte_where_they_can(
+    tmp_path: Path, experts: int, bytes_an_id: int
+) -> None:
+    path = tmp_path / "t.safetensors"
+    save(RoutingTrace([-1, experts - 1] * 1000, experts, 2, ("a",), (1,) * 1000), path)
+    again = load(path)
+    assert list(again.topk_ids[:2]) == [-1, experts - 1]
+    assert again.calls(0)[0] == (experts - 1,)
+    assert path.stat().st_size < 2000 * bytes_an_id + 4000 + 600
+
+
+def test_calls_are_the_distinct_experts_of_all_rows_of_a_forward_pass() -> None:
+    trace = RoutingTrace([3, 1, 0, 0, 1, 2, 7, 6], 8, 2, ("a",), (3, 1))
+    assert trace.calls(0) == [(0, 1, 2, 3), (6, 7)]
+
+
+def test_layers_are_told_apart_alone_and_in_steps() -> None:
+    trace = RoutingTrace([0, 1, 2, 3, 4, 5, 6, 7], 8, 2, ("a", "b"), (1, 1))
+    assert [trace.calls(0), trace.calls(1)] == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
+    assert trace.steps() == [(0, 1), (10, 11), (4, 5), (14, 15)]
+
+
+def test_a_batch_takes_one_token_of_each_sequence() -> None:
+    trace = RoutingTrace(list(range(12)), 12, 2, ("a",), (1,) * 6, (3, 1, 2))
+    assert trace.batches(2) == [[0, 3], [1], [2], [4], [5]]
+    assert trace.calls(0, 2)[0] == (0, 1, 6, 7)
+    assert trace.calls(0, 1) == trace.calls(0)
+
+
+@pytest.mark.parametrize("batch", [0, -1])
+def test_a_batch_below_one_is_refused(batch: int) -> None:
+    with pytest.raises(TraceError, match="at least 1"):
+        make().calls(0, batch)
+
+
+def test_another_batch_needs_to_know_the_sequences() -> None:
+    with pytest.raises(TraceError, match="stream_rows"):
+        make(streams=(3,)).__class__([0, 1], 8, 2, ("a",), (1,)).calls(0, 2)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"num_experts": 0}, "num_experts is 0"),
+    ({"top_k": 9}, "top_k is 9"),
+    ({"layers": ()}, "layers is empty"),
+    ({"call_rows": ()}, "call_rows"),
+    ({"call_rows": (1, 0)}, "call_rows"),
+    ({"call_rows": (1,)}, "topk_ids holds 4 ids"),
+    ({"topk_ids": [0, 1, 2, 8]}, "not below num_experts 8"),
+    ({"topk_ids": [0, 1, 2, -2]}, "not below num_experts 8"),
+    ({"stream_rows": (3,)}, "stream_rows"),
+    ({"call_rows": (2,), "stream_rows": (2,)}, "stream_rows"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[message for _, message in BAD])
+def test_parts_that_do_not_fit_together_are_refused(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {
+        "topk_ids": [0, 1, 2, 3],
+        "num_experts": 8,
+        "top_k": 2,
+        "layers": ("a",),
+        "call_rows": (1, 1),
+    }
+    RoutingTrace(**good)
+    with pytest.raises(TraceError, match=message):
+        RoutingTrace(**{**good, **change})
+
+
+METADATA = {
+    "format": FORMAT,
+    "version": "1",
+    "num_experts": "8",
+    "layers": '["a"]',
+    "model": "m",
+    "made": "{}",
+}
+TENSORS = {"topk_ids": torch.zeros(2, 1, 2, dtype=torch.uint8), "call_rows": torch.ones(2, dtype=torch.int32)}
+BAD_FILES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"format": "other"}, {}, "without the format"),
+    ({"version": "2"}, {}, "format version 2, expected 1"),
+    ({"num_experts": "-8"}, {}, "num_experts is '-8'"),
+    ({"layers": "a"}, {}, "layers is no JSON list"),
+    ({"layers": '["a", "b"]'}, {}, "must name the 1 layers"),
+    ({"layers": "[1]"}, {}, "must name the 1 layers"),
+    ({"made": "[]"}, {}, "made is no JSON object"),
+    ({}, {"topk_ids": torch.zeros(2, 2, dtype=torch.uint8)}, "topk_ids must be there"),
+    ({}, {"topk_ids": torch.zeros(2, 1, 2, dtype=torch.int64)}, "topk_ids must be there"),
+    ({}, {"call_rows": torch.ones(2)}, "call_rows must be there"),
+]
+
+
+@pytest.mark.parametrize(("metadata", "tensors", "message"), BAD_FILES, ids=[one[2] for one in BAD_FILES])
+def test_a_file_that_is_no_trace_is_refused_in_one_line(
+    tmp_path: Path, metadata: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "t.safetensors"
+    path.write_bytes(to_bytes({**TENSORS, **tensors}, {**METADATA, **metadata}))
+    with pytest.raises(TraceError, match=message) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a trace", b"\xff" * 100, json.dumps({"a": 1}).encode()])
+def test_bytes_that_are_no_safetensors_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "t.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="is no safetensors file"):
+        load(path)
+
+
+def test_a_folder_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no regular file"):
+        load(tmp_path)
+    with pytest.raises(TraceError, match="no such file"):
+        load(tmp_path / "missing")
+
+
+def test_a_failed_save_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "t.safetensors").mkdir()
+    with pytest.raises(IsADirectoryError):
+        save(make(), tmp_path / "t.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["t.safetensors"]
+
+
+def test_loading_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    save(make(), path)
+    code = (
+        "import sys; from pathlib import Path; from moedoctor.trace.format import load; "
+        "load(Path(sys.argv[1])); sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(path)], timeout=60, check=False).returncode == 0
