@@ -13,13 +13,16 @@ TORCH ?=
 # More arguments for the command that a target runs: make run ARGS="MD001 --format json"
 ARGS ?=
 
+# The vLLM releases that `make test-upstream` installs and asks, with spaces between.
+VLLM ?= 0.21.0 0.33.0
+
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format schema readme baseline
+.PHONY: help setup run test lint format schema readme baseline test-upstream backendreports
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
 	@echo 'Variables: PYTHON=python3.12, TORCH=2.11.0, ARGS="..." for run and test'
 
 setup: ## make .venv and install what is missing; nothing where that is done
@@ -30,6 +33,9 @@ run: setup ## run every built-in scenario
 
 test: setup ## run the tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-upstream: setup ## run the tests that need a real vLLM and FlashInfer, in .venv-upstream
+	@VLLM='$(VLLM)' TORCH='$(TORCH)' ARGS='$(ARGS)' sh scripts/test_upstream.sh
 
 lint: setup ## format, lint, types, import contracts, scenario schema, README
 	@$(BIN)/ruff format --check .
@@ -48,6 +54,9 @@ schema: setup ## write scenarios/schema.json anew from moedoctor/scenario.py
 
 readme: setup ## put the real `moedoctor --help` into README.md
 	@$(BIN)/python scripts/check_readme.py --write
+
+backendreports: setup ## write reports/backends anew from the tables of `moedoctor backends`
+	@$(BIN)/python -m moedoctor.commands.backends reports/backends
 
 baseline: setup ## measure the CPU baseline anew that CI compares with
 	@mkdir -p reports/baselines

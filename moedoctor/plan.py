@@ -73,7 +73,7 @@ def plan_cases(
             skip = provider.unavailable(fault, name, tier, options.sources, environment)
             for point in scenario.points:
                 case = Case(scenario.id, name, tier, point, where)
-                if _kept(case, scenario, options):
+                if fault.has_point(tier, point) and _kept(case, scenario, options):
                     planned.append(PlannedCase(case, skip))
     return planned
 
@@ -104,7 +104,9 @@ def plan_claims(
 
 
 def _subjects(scenario: Scenario, fault: Fault, options: Options) -> Sequence[str]:
-    named = sorted((name for name in options.sources if "vllm" in fault.tiers), key=_release)
+    named = sorted(
+        (name for name in options.sources if catalogue.subject_kind(name) in fault.tiers), key=_release
+    )
     every = list(dict.fromkeys([*scenario.subjects, *named]))
     return [name for name in every if not options.subjects or name in options.subjects]
 

@@ -25,7 +25,7 @@ __all__ = ["Scenario", "ScenarioClaim", "ScenarioError", "load", "schema", "sche
 SubjectKind = Callable[[str], str | None]
 """Subject name -> its kind (``faulty``, ``vllm`` …); None for a name that nobody owns."""
 
-_SUBJECTS = ("faulty", "fixed", "installed", "vllm@X.Y.Z")
+_SUBJECTS = ("faulty", "fixed", "installed", "vllm@X.Y.Z", "flashinfer@X.Y.Z")
 _MESSAGE_LIMIT = 400
 
 
@@ -122,7 +122,8 @@ def _check_subjects(document: ScenarioDocument, fault: Fault, subject_kind: Subj
     named += [(("expect", name), name) for name in document.expect]
     for path, name in named:
         if subject_kind(name) is None:
-            known = dict.fromkeys((*_SUBJECTS, *(kind for kind in fault.tiers if kind != "vllm")))
+            kinds = (kind for kind in fault.tiers if kind not in ("vllm", "flashinfer"))
+            known = dict.fromkeys((*_SUBJECTS, *kinds))
             raise InvalidValueError(path, f"unknown subject {show(name)}, {nearest(name, known)}")
 
 

@@ -158,6 +158,8 @@ def _words(part: str) -> tuple[str, ...]:
 def problem(shown: Shown, targets: set[str], helps: dict[str, str | None]) -> str | None:
     """What is untrue about a shown command; None where it stands. `helps` is filled as commands are met."""
     program, *arguments = shown.words
+    if "--" in arguments:
+        arguments = arguments[: arguments.index("--")]  # behind it stands another program's command line
     if program == "make":
         unknown = [
             word for word in arguments if not word.startswith("-") and "=" not in word and word not in targets

@@ -40,6 +40,7 @@ class RunRequest:
     only: tuple[str, ...] = ()
     subjects: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
+    flashinfer: tuple[str, ...] = ()
     device: str = "auto"
     timeout: float | None = None
     jobs: int | None = None
@@ -96,11 +97,13 @@ def _options(request: RunRequest) -> Options:
         raise InputError(f"--timeout {request.timeout:g}: expected more than 0 and at most 86400 seconds")
     for name in request.subjects:
         if catalogue.subject_kind(name) is None:
-            raise InputError(f"--subject {name}: expected faulty, fixed, installed or vllm@X.Y.Z")
+            raise InputError(
+                f"--subject {name}: expected faulty, fixed, installed, vllm@X.Y.Z or flashinfer@X.Y.Z"
+            )
     return Options(
         subjects=request.subjects,
         only=tuple(_condition(text) for text in request.only),
-        sources=_sources(request.kernels),
+        sources={**_sources(request.kernels), **_flashinfer_sources(request.flashinfer)},
         timeout=request.timeout,
         jobs=min(request.jobs or os.cpu_count() or 1, _MAX_JOBS),
         device=request.device,
@@ -130,6 +133,25 @@ def _sources(given: Sequence[str]) -> Mapping[str, str]:
         with as_input_error(KernelError):
             check_kernels(Path(path))
         sources[f"vllm@{release}"] = str(Path(path).resolve())
+    return sources
+
+
+def _flashinfer_sources(given: Sequence[str]) -> Mapping[str, str]:
+    from moedoctor.upstream.flashinfer_source import check_source
+    from moedoctor.upstream.wheel import KernelError
+
+    sources: dict[str, str] = {}
+    for text in given:
+        release, equals, path = text.partition("=")
+        if not equals or _RELEASE.fullmatch(release) is None or not path:
+            raise InputError(
+                f"--flashinfer {text}: expected X.Y.Z=PATH, such as 0.6.13=flashinfer_python-0.6.13-….whl"
+            )
+        if f"flashinfer@{release}" in sources:
+            raise InputError(f"--flashinfer {text}: {release} was given twice")
+        with as_input_error(KernelError):
+            check_source(release, Path(path))
+        sources[f"flashinfer@{release}"] = str(Path(path).resolve())
     return sources
 
 

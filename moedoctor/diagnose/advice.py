@@ -39,7 +39,7 @@ NEXT_STEPS: Mapping[str, str] = {
     "MD009": "upgrade vLLM to 0.20.0 or later, where the assertion is gone; then check the output (MD008)",
     "MD010": "use the flag --moe-backend; `moedoctor backends` says what counts in which release",
     "MD011": "let the router give distinct ids: vLLM 0.20.0 or later; `moedoctor run MD011`",
-    "MD012": "use --kv-cache-dtype auto, or a checkpoint with k and v scales; `moedoctor lint CHECKPOINT`",
+    "MD012": "use --kv-cache-dtype bfloat16, or a checkpoint with KV scales; `moedoctor lint CHECKPOINT`",
     "MD013": "upgrade vLLM to 0.28.0 or later, or set VLLM_USE_V2_MODEL_RUNNER=0",
     "MD014": "run `moedoctor lint CHECKPOINT`; export again with one global scale for w1 and w3",
     "MD015": "run `moedoctor lint CHECKPOINT`; calibrate those experts, or use --moe-backend marlin",

@@ -24,6 +24,7 @@ from moedoctor.diagnose.offload_path import offload_path
 from moedoctor.diagnose.package_fit import Fit, package_fits
 from moedoctor.diagnose.pinning import Pinning, not_tried, try_pinning
 from moedoctor.diagnose.problems import find_problems
+from moedoctor.diagnose.setting_findings import setting_findings, setting_problems
 from moedoctor.entries import entries
 from moedoctor.entry import Entry
 from moedoctor.entry_rules import Rule, rules
@@ -98,7 +99,10 @@ def check(sources: Sources | None = None, probes: Probes | None = None) -> Check
     return replace(
         result,
         environment=shown,
-        problems=tuple(find_problems(machine, fitting, pinning, nvcc, facts.errors)),
+        problems=(
+            *find_problems(machine, fitting, pinning, nvcc, facts.errors),
+            *(facts.attempt("settings", lambda: tuple(setting_problems(machine, facts.redactor))) or ()),
+        ),
         version=__version__,
     )
 
@@ -149,7 +153,7 @@ def _asked_in_children(machine: Machine, probes: Probes, facts: _Facts) -> tuple
 
 Observer = Callable[[Entry, Machine, JitCache, Redactor], Iterable[Finding]]
 
-OBSERVERS: Mapping[str, Observer] = {"MD004": arch_findings}
+OBSERVERS: Mapping[str, Observer] = {"MD004": arch_findings, "MD010": setting_findings}
 """Entry -> what sees it where rules over versions and settings do not reach; findings of both are merged."""
 
 

@@ -1,45 +1,35 @@
 """A log, traceback or pasted report as a stream: bytes in, the passages worth a closer look out.
 
-Memory is bounded whatever comes in: blocks of half a megabyte, lines cut into pieces, and a table of
-line shapes with a fixed number of entries. Nothing here raises for the content of the stream.
+Time and memory are bounded whatever comes in: blocks of half a megabyte, lines cut into pieces, a table of
+line shapes with a fixed number of entries, and accounts of what is looked at closely. Nothing here raises for
+the content of the stream.
 """
 
 from __future__ import annotations
 
-import codecs
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import BinaryIO
 
 from moedoctor.diagnose.line_text import clean
+from moedoctor.diagnose.log_lines import Lines
+from moedoctor.diagnose.looks import Account, accounts, lines_holding
 
-BLOCK = 1 << 19
-"""Bytes read at a time."""
 THOROUGH = 1 << 18
-"""So many bytes of lines of new shapes are looked at line by line, as the whole of a pasted report is."""
-PASSAGES = 20_000
-"""After so many passages only what is around a rare anchor is looked at, after twice as many its line."""
+"""So many bytes of lines of new shapes are looked at line by line, as the whole of a pasted report is,"""
+PATTERNS = 12_000
+"""or so many patterns are tried on them, whichever comes first."""
 AROUND = 12
-"""Lines before and after an anchor that are looked at."""
-_LONGEST = 1 << 20
-"""A line is cut after so many bytes."""
-_PIECE = 4_000
-_OVERLAP = 300
+"""Lines of new shapes before and after an anchor that are looked at."""
+_FAR = 8 * AROUND
 _SHAPES = 200_000
 _REPEATS = 4
 _TERMINAL = 60
 _NEIGHBOUR = 200
+_LONG = 500
+_BASE = 3
 _LOWER = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", b"abcdefghijklmnopqrstuvwxyz")
 _HEX = b"0123456789abcdefABCDEF"
-_MARKS = (
-    (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
 
 
 @dataclass(frozen=True)
@@ -67,65 +57,129 @@ class Passages:
 
     The shape of a line is the line without digits and hexadecimal letters: a server log repeats few shapes.
     Of lines of new shapes, the first ones are all looked at, later ones where an anchor, a telling word, is
-    near; of a text that says ever new things about experts, in the end only what names a failure outright.
+    near, and as many as the anchor's account allows.
     """
 
     stream: BinaryIO
     anchors: Sequence[bytes]
     rare_anchors: Sequence[bytes]
-    bytes_read: int = 0
     _shapes: dict[int, int] = field(default_factory=dict)
     _fresh_bytes: int = 0
-    _given: int = 0
+    _patterns: int = 0
+    _charged: Account | None = None
+
+    def __post_init__(self) -> None:
+        self._lines = Lines(self.stream)
+        self._accounts = accounts(self.anchors, self.rare_anchors)
+        self._all_anchors = tuple(one.anchor for one in self._accounts)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the stream so far."""
+        return self._lines.bytes_read
+
+    def charge(self, patterns: int) -> None:
+        """Say how many patterns were tried on the passage given last."""
+        if self._charged is not None:
+            self._charged.spend(patterns)
+        self._patterns += patterns
 
     def __iter__(self) -> Iterator[Passage]:
         """One passage after the other, in the order of their lines."""
-        window, numbers, next_number = [b""], [0], 1
-        for lines, cut in self._lines():
+        window, numbers, pieces = [b""], [0], set[int]()
+        for lines, its_numbers, its_pieces in self._lines:
+            shift = len(window)
             window += lines
-            numbers += range(next_number, next_number + len(lines))
-            next_number += len(lines) - cut  # what follows a cut is still the same line
-            yield from self._passages(window, numbers)
-            window, numbers = window[-2:], numbers[-2:]
-        yield from self._passages([*window, b""], [*numbers, 0])
+            numbers += its_numbers
+            pieces |= {shift + one for one in its_pieces}
+            yield from self._passages(window, numbers, pieces)
+            done = len(window) - 2
+            window, numbers = window[done:], numbers[done:]
+            pieces = {one - done for one in pieces if one >= done}
+        yield from self._passages([*window, b""], [*numbers, 0], pieces)
 
-    def _passages(self, window: list[bytes], numbers: list[int]) -> Iterator[Passage]:
+    def _passages(self, window: list[bytes], numbers: list[int], pieces: set[int]) -> Iterator[Passage]:
         cleaned: dict[int, str] = {}
-        for index in self._candidates(window):
-            self._given += 1
-            if len(window[index]) > _PIECE:
-                yield from self._pieces(window[index], numbers[index])
-                continue
-            for near in (index - 1, index, index + 1):
+        for index, account in self._candidates(window, pieces):
+            self._charged = account
+            alone = index in pieces
+            for near in (index,) if alone else (index - 1, index, index + 1):
                 if near not in cleaned:
-                    cleaned[near] = clean(window[near][:_PIECE])
-            wrapped = (
-                self._fresh_bytes <= THOROUGH and max(map(len, window[index - 1 : index + 1])) >= _TERMINAL
-            )
-            yield _passage(cleaned[index - 1], cleaned[index], cleaned[index + 1], numbers[index], wrapped)
+                    cleaned[near] = clean(window[near])
+            if alone:
+                passage = _passage("", cleaned[index], "", numbers[index], False)
+            else:
+                before, after = ("" if one in pieces else cleaned[one] for one in (index - 1, index + 1))
+                longest = max(map(len, window[index - 1 : index + 1]))
+                wrapped = self._fresh_bytes <= THOROUGH and longest >= _TERMINAL
+                passage = _passage(before, cleaned[index], after, numbers[index], wrapped)
+            if account is not None:
+                account.spend(_BASE * (1 + len(passage.text) // _LONG))
+            yield passage
 
-    def _pieces(self, line: bytes, number: int) -> Iterator[Passage]:
-        for start in range(0, len(line), _PIECE - _OVERLAP):
-            piece = line[start : start + _PIECE]
-            lowered = piece.lower()
-            if any(anchor in lowered for anchor in self.anchors) and self._is_fresh(piece):
-                yield _passage("", clean(piece), "", number, False)
+    def _candidates(self, window: list[bytes], pieces: set[int]) -> Iterator[tuple[int, Account | None]]:
+        """(position of a line that is to be looked at, on whose account), in order."""
+        index, last = 1, len(window) - 1
+        fresh: dict[int, bool] = {}
+        while index < last and self._fresh_bytes < THOROUGH and self._patterns < PATTERNS:
+            if self._is_fresh(window[index]):
+                self._fresh_bytes += len(window[index])
+                if index not in pieces or self._holds_anchor(window[index]):
+                    yield index, None
+                fresh[index] = True
+            else:
+                fresh[index] = False
+            index += 1
+        if index < last:
+            yield from self._later(window, fresh, index)
 
-    def _candidates(self, window: list[bytes]) -> list[int]:
-        """Indices of the lines with neighbours that are to be looked at, in order."""
-        fresh = [index for index in range(1, len(window) - 1) if self._is_fresh(window[index])]
-        start = 0
-        while start < len(fresh) and self._fresh_bytes < THOROUGH:
-            self._fresh_bytes += min(len(window[fresh[start]]), _PIECE)
-            start += 1
-        if start == len(fresh):
-            return fresh
-        later = fresh[start:]
-        anchors = self.anchors if self._given < PASSAGES else self.rare_anchors
-        found = _holding([window[index] for index in later], anchors)
-        if self._given < 2 * PASSAGES:
-            found = {near for one in found for near in range(max(0, one - AROUND), one + AROUND + 1)}
-        return fresh[:start] + [later[position] for position in sorted(found) if position < len(later)]
+    def _later(
+        self, window: list[bytes], fresh: dict[int, bool], first: int
+    ) -> Iterator[tuple[int, Account | None]]:
+        """The lines from `first` on that are near an anchor whose account is not empty, in order."""
+        looked_for = [one for one in self._accounts if one.awake(self.bytes_read)]
+        if not looked_for:
+            return
+        text = b"\n".join(window).lower()
+        found: dict[int, list[Account]] = {}
+        for account in looked_for:
+            for hit in lines_holding(text, account):
+                found.setdefault(hit, []).append(account)
+        done = first - 1
+        for hit in sorted(found):
+            if not 0 < hit < len(window) - 1:
+                continue
+            paying = next((one for one in found[hit] if one.awake(self.bytes_read)), None)
+            if paying is None or not self._fresh(window, fresh, hit):
+                continue
+            for index in self._around(window, fresh, hit, done):
+                done = index
+                yield index, paying
+
+    def _around(self, window: list[bytes], fresh: dict[int, bool], hit: int, done: int) -> list[int]:
+        """`hit` and the nearest lines of new shapes before and after it, in order, those behind `done`."""
+        near: list[int] = []
+        for index in range(hit - 1, max(done, hit - _FAR), -1):
+            if len(near) == AROUND:
+                break
+            if self._fresh(window, fresh, index):
+                near.append(index)
+        near.reverse()
+        near.append(hit)
+        count = 0
+        for index in range(hit + 1, min(len(window) - 1, hit + _FAR)):
+            if count == AROUND:
+                break
+            if self._fresh(window, fresh, index):
+                count += 1
+                near.append(index)
+        return [index for index in near if index > done]
+
+    def _fresh(self, window: list[bytes], fresh: dict[int, bool], index: int) -> bool:
+        """Whether the shape of a line is new; asked once for each line of a window."""
+        if index not in fresh:
+            fresh[index] = self._is_fresh(window[index])
+        return fresh[index]
 
     def _is_fresh(self, line: bytes) -> bool:
         shape = hash(line.translate(_LOWER, _HEX))
@@ -136,57 +190,9 @@ class Passages:
             self._shapes[shape] = seen + 1
         return True
 
-    def _lines(self) -> Iterator[tuple[list[bytes], bool]]:
-        """Lines, several at a time, and whether the last one was cut because it is too long."""
-        rest = b""
-        for block in self._blocks():
-            lines = (rest + block).split(b"\n")
-            rest = lines.pop()
-            cut = len(rest) > _LONGEST
-            if cut:
-                lines.append(rest)
-                rest = b""
-            if lines:
-                yield lines, cut
-        if rest:
-            yield [rest], False
-
-    def _blocks(self) -> Iterator[bytes]:
-        """The stream as UTF-8, or as what it is where that is some other superset of ASCII."""
-        decoder: codecs.IncrementalDecoder | None = None
-        while block := self.stream.read(BLOCK):
-            if not self.bytes_read and (encoding := _encoding(block)):
-                decoder = codecs.getincrementaldecoder(encoding)("replace")
-            self.bytes_read += len(block)
-            yield block if decoder is None else decoder.decode(block).encode("utf-8", "replace")
-
-
-def _encoding(start: bytes) -> str | None:
-    """The encoding to translate from, by byte order mark or by the zeros of UTF-16 without one."""
-    for mark, encoding in _MARKS:
-        if start.startswith(mark):
-            return None if encoding == "utf-8" else encoding
-    sample = start[:4096]
-    if len(sample) >= 16:
-        for offset, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
-            zeros, others = sample[offset::2].count(0), sample[1 - offset :: 2].count(0)
-            if zeros > 0.8 * len(sample[offset::2]) and others < 0.2 * len(sample[1 - offset :: 2]):
-                return encoding
-    return None
-
-
-def _holding(lines: list[bytes], anchors: Sequence[bytes]) -> set[int]:
-    """Positions of the lines that hold an anchor."""
-    text = b"\n".join(lines).lower()
-    starts = list(accumulate((len(line) + 1 for line in lines), initial=0))
-    found: set[int] = set()
-    for anchor in anchors:
-        position, at = 0, text.find(anchor)
-        while at >= 0:
-            position = bisect_right(starts, at, position) - 1
-            found.add(position)
-            at = text.find(anchor, starts[position + 1])
-    return found
+    def _holds_anchor(self, piece: bytes) -> bool:
+        lowered = piece.lower()
+        return any(anchor in lowered for anchor in self._all_anchors)
 
 
 def _passage(before: str, shown: str, after: str, number: int, wrapped: bool) -> Passage:

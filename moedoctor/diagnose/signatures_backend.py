@@ -41,7 +41,9 @@ CLUES = (
     Clue(
         "no_arch_found",
         ("no supported cuda arch", "requires cuda"),
-        r"no supported cuda architectures found for major|sm 12\.x requires cuda",
+        # For 12 alone: a module that was never meant for 12.x is another matter (flashinfer#5237).
+        r"no supported cuda architectures found for major versions \[(?:\d{1,2}, ?){0,6}12\b"
+        r"|sm 12\.x requires cuda",
     ),
     Clue(
         "sm12x",
@@ -95,8 +97,8 @@ CLUES = (
     ),
     Clue(
         "cutlass_or_flashinfer",
-        ("cutlass", "flashinfer", "fused_moe_120"),
-        r"cutlass|flashinfer|fused_moe_120",
+        ("cutlass", "flashinfer", "fused_moe_120", "grouped gemm", "grouped-gemm"),
+        r"cutlass|flashinfer|fused_moe_120|grouped[- ]gemm",
     ),
     # The one choice of a backend in vLLM's log that says NVFP4.
     Clue("nvfp4_selected", ("nvfp4 moe", "nvfp4-moe"), r"using '?\w{4,30}'? nvfp4 moe backend"),

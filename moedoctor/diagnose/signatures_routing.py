@@ -14,13 +14,14 @@ CLUES = (
     Clue("nan", ("nan",), r"\bnans?\b"),
     Clue(
         "same_expert",
-        ("expert", "duplicate", "top", "[0, 0, 0", "[0,0,0"),
+        ("expert", "duplicate", "top", "out-of-range", "[0, 0, 0", "[0,0,0"),
         r"(?:same|duplicated?|repeated|identical|repeating) (?:top-?k )?experts?\b(?! (?:weight|replica"
         r"|group))"
         r"|duplicate (?:top-?_?k|token_selected|routing)[-_ ]?\w{0,16}|experts? (?:ids? )?(?:more than once"
         r"|twice|k times)"
         r"|expert 0 (?:for (?:every|all|each)|k times|\w{1,10} times)|\[0(?:, ?0){2,15}\]"
-        r"|out-of-range expert|(?:non-|not )distinct experts?|distinct expert|unique experts? \[0, ?1, ?2",
+        r"|out-of-range (?:expert|ids?\b)|(?:non-|not )distinct experts?|distinct expert"
+        r"|unique experts? \[0, ?1, ?2",
     ),
     Clue("padding", ("padd",), r"padd(?:ed|ing)"),
     # The backend at work, not a list of candidates: `'FLASHINFER_CUTLASS', …` in quotes and brackets is a
@@ -64,9 +65,11 @@ CLUES = (
     ),
     Clue(
         "minus_one",
-        ("-1", "negative", "skip_padding", "sentinel"),
+        ("-1", "negative", "skip_padding", "sentinel", "expert_id", "eid", "topk_id"),
         either(_EXPERT_ID, r"(?<![\w.])-1\b(?!\.|[-/]\d)", 70)
-        + r"|negative (?:expert|topk|top-k)\w{0,3}[ _]?ids?|vllm_moe_skip_padding|padding sentinel"
+        + r"|negative (?:expert|topk|top-k|\W?eid)\w{0,3}[ _]?(?:ids?)?\b|negative entr\w{1,3} in \W?topk_ids"
+        r"|(?:missing|never checks|no check for)\W{1,3}(?:expert_id|eid|topk_id) ?< ?0"
+        r"|vllm_moe_skip_padding|padding sentinel"
         r"|-1 (?:sentinel|expert|slots?\b)"
         r"|(?:masked|sentinel) [\"']?-1|expert_map ?\[-1\]",
     ),
@@ -83,9 +86,17 @@ CLUES = (
             "unguarded",
             "before the",
             "gather",
+            "negative",
+            "from above",
+            "guard",
+            "only",
+            "bounds",
+            "bound",
         ),
         r"(?<!-)index(?:es|ed|ing)? (?:\w{1,15} ){0,4}(?:with|by|the|into|expert|directly|raw)"
-        r"|as an? (?:raw )?index|raw (?:expert )?(?:id|index)"
+        r"|as an? (?:raw |array )?index|raw (?:expert )?(?:id|index)|negative offset"
+        r"|bounds?[- ]checks? (?:\w{1,8} ){0,3}from above|missing (?:\W{0,2}\w{1,12}\W{1,4}){0,5}guard"
+        r"|only (?:bounds[- ])?(?:checks|guards)"
         r"|wraps?\b|dereferenc|out[- ]of[- ]bounds?|outside the|unguarded|unbounded gather"
         r"|before the (?:expert|weight)|use(?:d|s)? as an index",
     ),

@@ -14,7 +14,8 @@ _SF = (
     r"|scaling factors?|scale factors?"
 )
 _LAYOUT = (
-    r"(?:un|de-?|pre-?)?swizzl\w{1,4}|interleav\w{1,4}|128x4|row-?major|linear(?:ly| layout| order| scale)?\b"
+    r"(?:un|de-?|pre-?)?swizzl\w{1,4}|interleav\w{1,4}|128x4|row-?major"
+    r"|linear(?:ly| layout| order| scale)?\b(?! (?:layer|module|method|weight|attention|path))"
 )
 _KV = (
     r"kv[-_ ]?(?:cache)?[-_ ]?(?:scales?|scaling factors?)|[kv]_scale|k/v[-_ ]scales?"
@@ -29,10 +30,13 @@ CLUES = (
         ("scale", "scaling"),
         rf"(?:without|\bno|missing|lacks?|not (?:provide|include|ship|contain|load|carry)\w{{0,3}}"
         rf"|never loads?|uncalibrated|absent)\b[^.;]{{0,50}}?(?:{_KV})"
-        rf"|(?:{_KV})[^;]{{0,60}}?(?:\bmissing|absent|(?:are|were|is) (?:not|never)|not (?:found|present"
+        rf"|(?:{_KV})[^;]{{0,60}}?(?:\bmissing|absent"
+        r"|(?:are|were|is) (?:not|never) (?:in\b|part|ship|stor|there|available)|not (?:found|present"
         rf"|provided|included|loaded|shipped)"
         r"|never loaded|(?:silently )?dropped|default\w{0,3} to 1|fall\w{0,4} back to (?:a scale of )?1"
-        r"|= ?1\.0|at (?:scale )?1\.0|to 1\.0)",
+        r"|= ?1\.0|at (?:scale )?1\.0|to 1\.0)"
+        r"|(?:absence of|without|no) (?:\w{1,12} ){0,2}(?:scale|scaling) factors?\b[^.;]{0,40}checkpoint"
+        r"|default\w{0,3} (?:the )?(?:scale|scaling) factors? to 1\b",
     ),
     Clue("fp8_kv", ("kv",), either(r"fp8", r"kv", 50) + r"|kv_cache_(?:quant_algo|scheme)"),
     Clue("fp8", ("fp8", "mxfp8"), r"fp8"),
@@ -68,7 +72,8 @@ CLUES = (
         ("scale", "calibrat", "dead expert"),
         either(
             _INPUT_SCALE,
-            r"missing|absent|omit\w{0,4}|\bzeros?\b|\b0\.0\b|uninitiali[sz]ed|1(?:\.0)? ?/ ?0|\binf\b"
+            r"missing|absent|omit\w{0,4}|torch\.empty|undefined|\bzeros?\b|\b0\.0\b|uninitiali[sz]ed"
+            r"|1(?:\.0)? ?/ ?0|\binf\b"
             r"|infinit\w{1,2}|denormal|near-zero|subnormal"
             r"|not (?:present|provided|calibrated|in the checkpoint|filled)|never (?:activated|calibrated"
             r"|filled|loaded|routed)|\bnull\b|all-zero",
@@ -131,8 +136,18 @@ CLUES = (
     ),
     Clue(
         "attention",
-        ("attention", "kv cache", "kv-cache", " mha", "xqa", "fmha"),
-        r"attention|kv[- ]cache|\bmha\b|\bxqa\b|fmha",
+        (
+            "attention",
+            "kv cache",
+            "kv-cache",
+            " mha",
+            "xqa",
+            "fmha",
+            "reshape_and_cache",
+            "fp4 kv",
+            "nvfp4 kv",
+        ),
+        r"attention|kv[- ]cache|\bmha\b|\bxqa\b|fmha|reshape_and_cache|fp4 kv\b",
     ),
 )
 
@@ -187,7 +202,7 @@ SIGNATURES = (
         "MD018",
         ("scale_layout",),
         0.82,
-        near=(("layout_mismatch",), ("wrong", "nan")),
+        near=(("layout_mismatch",), ("wrong", "nan", "illegal_access")),
         within=8,
         anywhere=(("moe",),),
         unless_near=("attention", "scale_padding"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
@@ -17,12 +17,13 @@ from typing import BinaryIO
 from moedoctor.diagnose.advice import NEXT_STEPS
 from moedoctor.diagnose.facts_in_text import Facts
 from moedoctor.diagnose.log_text import Passage, Passages
-from moedoctor.diagnose.signatures import Signature, clues, signatures
+from moedoctor.diagnose.signatures import Clue, Signature, clues, signatures
 from moedoctor.diagnose.vocabulary import clues_in
 from moedoctor.redaction import Redactor
 from moedoctor.wording import escape
 
 _EXCERPT = 160
+_LONG = 500
 _HEADLINES, _HEADLINE = 3, 0.1
 """What the first lines of a report say is what the report is about."""
 _AGREEMENT = 0.04
@@ -145,7 +146,9 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     )
     for passage in passages:
         facts.read(passage.text[passage.start : passage.end])
-        for name, line, excerpt in _seen(passage, settled):
+        wanted = [clue for clue in clues_in(_words_of(passage)) if clue.name not in settled]
+        passages.charge(len(wanted) * (1 + len(passage.text) // _LONG))
+        for name, line, excerpt in _seen(passage, wanted):
             note = notes.setdefault(name, _Notes())
             note.add(line, excerpt)
             if name in once or note.count >= _ENOUGH:
@@ -181,12 +184,13 @@ def _sure(confidence: float) -> float:
     return round(min(confidence, _SUREST), 2)
 
 
-def _seen(passage: Passage, settled: set[str]) -> Iterator[tuple[str, int, str]]:
-    """The clues in a passage but the settled ones: name, line, and the text around them."""
-    text = passage.text if passage.glued is None else f"{passage.text} {passage.glued}"
-    for clue in clues_in(text):
-        if clue.name in settled:
-            continue
+def _words_of(passage: Passage) -> str:
+    return passage.text if passage.glued is None else f"{passage.text} {passage.glued}"
+
+
+def _seen(passage: Passage, wanted: Sequence[Clue]) -> Iterator[tuple[str, int, str]]:
+    """Those of the clues that are in a passage: name, line, and the text around them."""
+    for clue in wanted:
         pattern = _compiled(clue.pattern)
         if clue.cased:
             if match := pattern.search(passage.shown):

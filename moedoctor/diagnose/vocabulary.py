@@ -48,23 +48,24 @@ class _Table:
                 self.without_word.append(needle)
             else:
                 self.by_start.setdefault(word[0][:_KEY], []).append((word[0], needle))
+        self.keys = frozenset(self.by_start)
+        self.sizes = sorted(set(map(len, self.keys)))
         self.remembered: dict[str, tuple[str, ...]] = {}
 
     def needles_of(self, word: str) -> tuple[str, ...]:
         """The needles that start in `word`, in a long one also behind its start: ``runtimeerror``."""
-        if len(self.remembered) >= _REMEMBERED:
-            return self._at_start(word)
-        if _COMPOUND <= len(word) <= _LONGEST:
-            pairs = (pair for pairs in self.by_start.values() for pair in pairs)
-            needles = tuple(needle for first, needle in pairs if first in word)
-        else:
-            needles = self._at_start(word)
-        self.remembered[word] = needles
+        long = _COMPOUND <= len(word) <= _LONGEST
+        places = range(len(word)) if long else range(1)
+        keys = self.keys.intersection({word[at : at + size] for size in self.sizes for at in places})
+        needles = tuple(
+            needle
+            for key in keys
+            for first, needle in self.by_start[key]
+            if (first in word if long else word.startswith(first))
+        )
+        if len(self.remembered) < _REMEMBERED:
+            self.remembered[word] = needles
         return needles
-
-    def _at_start(self, word: str) -> tuple[str, ...]:
-        starts = (self.by_start.get(word[:size], ()) for size in range(1, _KEY + 1))
-        return tuple(needle for start in starts for first, needle in start if word.startswith(first))
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from moedoctor.faults.arch_suffix_claims import CLAIMS
-from moedoctor.faults.base import Explanation, Fault, Judgement
+from moedoctor.faults.base import Fault, Judgement
 from moedoctor.fixes.arch_targets import NEWEST_CUDA_MAJOR, OLDEST_CUDA, parse_cuda
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier
 
@@ -50,46 +50,6 @@ class ArchSuffix(Fault):
     }
     claims = CLAIMS
     installed_package = "flashinfer"
-    explanation = Explanation(
-        mechanism=(
-            "A CUDA target without suffix compiles for every later GPU, and therefore without the "
-            "instructions that only some have: on 12.x block-scaled FP4 MMA, FP4 conversion, setmaxnreg and "
-            "tensormap.replace. FlashInfer up to 0.6.6 hands the entries of FLASHINFER_CUDA_ARCH_LIST to "
-            "nvcc as they are, so `12.0` becomes plain compute_120, and its MoE module ends in `Instruction "
-            "'cvt with .e2m1x2' not supported on .target 'sm_120'`. CUTLASS code that guards those "
-            "instructions compiles without them, prints an error on the GPU and writes no output. Without "
-            "the list those releases append `a` to whatever number the GPU has and do not ask whether the "
-            "toolkit knows the result. Every release to 0.7.2.post1 splits the list at single spaces alone "
-            "and fails at import for a comma, a trailing space or `120f`."
-        ),
-        affected=(
-            "FlashInfer up to 0.6.6 with a bare entry in the list, GPUs of 10.x, 11.0 and 12.x (the MoE "
-            "modules for 8.9 and 9.0 have a fixed target). FlashInfer 0.6.7 to 0.7.0.post1 with CUDA 12.8, "
-            "which they refuse for 12.0. Any release: 12.0f with CUDA 12.8, which knows no family targets; "
-            "12.0a for a GPU of 12.1. Not affected, by what the compilers show: 120a on 12.0, which takes "
-            "every instruction that 120f takes."
-        ),
-        detection=(
-            "`moedoctor audit ~/.cache/flashinfer --sm 12.0` reads the targets off the cache without a GPU; "
-            "`moedoctor run MD004` asks the compilers of this machine. In a log: `not supported on .target "
-            "'sm_120'`, `Arch conditional MMA instruction used without targeting`, `no kernel image is "
-            "available`, `Unsupported gpu architecture 'compute_120f'`."
-        ),
-        fix=(
-            "FlashInfer 0.6.7 gives bare entries a suffix (PR 2725, 2839), 0.6.8 gives 12.1 its own target "
-            "(PR 2994), 0.7.1 takes CUDA 12.8 again. `moedoctor.fixes.arch.resolve_arch` makes the same "
-            "choice for any GPU and toolkit and says why; `explain_arch_list` reads a list as each release "
-            "does and says what to set instead. NVFP4 MoE without crashes on 12.x also needs the "
-            "dependent-launch flags and the shared-memory filter of 0.6.8 (PR 2913, 2927)."
-        ),
-        links=(
-            "https://github.com/vllm-project/vllm/issues/38718",
-            "https://github.com/flashinfer-ai/flashinfer/pull/2725",
-            "https://github.com/flashinfer-ai/flashinfer/pull/2839",
-            "https://github.com/flashinfer-ai/flashinfer/pull/2994",
-            "https://github.com/NVIDIA/cutlass/issues/3096",
-        ),
-    )
 
     def faulty(self, case: Case) -> Any:
         from moedoctor.faults.arch_suffix_model import FaultyArch

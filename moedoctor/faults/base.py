@@ -120,6 +120,10 @@ class Fault(ABC):
     def fixed(self, case: Case) -> Any:
         """Our implementation, from `moedoctor.fixes`. Runs in the child."""
 
+    def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
+        """Whether a point of the matrix is run at this tier; by default every point is run at all of them."""
+        return True
+
     def installed(self, case: Case) -> Any:
         """The installed package's own implementation, loaded through `moedoctor.upstream`. Runs in the child.
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moedoctor.faults.base import ClaimJudgement, ClaimTest, Measurement
+from moedoctor.faults.nan_routing_engine import ENGINE_CLAIMS
 from moedoctor.results import CaseResult, ClaimVerdict, Observation
 
 FIRST_FIXED = "0.20.0"
@@ -251,4 +252,5 @@ CLAIMS = (
         needs_gpu=True,
         thresholds=("max_overhead",),
     ),
+    *ENGINE_CLAIMS,
 )

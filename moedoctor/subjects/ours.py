@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from moedoctor.faults.base import Fault
-from moedoctor.results import Case
-from moedoctor.subjects.base import Sources, SubjectProvider
+from moedoctor.results import Case, Tier
+from moedoctor.subjects.base import Sources, SubjectProvider, no_gpu
 
 
-class FaultySubject(SubjectProvider):
+class _Ours(SubjectProvider):
+    """Always there, but a tier may need a GPU or a real engine."""
+
+    def unavailable(
+        self, fault: Fault, name: str, tier: Tier, sources: Sources, environment: Mapping[str, Any]
+    ) -> str | None:
+        if tier is Tier.ENGINE and not environment.get("vllm"):
+            return "needs a real engine, and vllm is not installed here"
+        return no_gpu(environment) if tier in (Tier.KERNEL, Tier.ENGINE) else None
+
+
+class FaultySubject(_Ours):
     """The positive control: without it no fix counts."""
 
     kind = "faulty"
@@ -19,7 +31,7 @@ class FaultySubject(SubjectProvider):
         return fault.faulty(case)
 
 
-class FixedSubject(SubjectProvider):
+class FixedSubject(_Ours):
     """Ours, from `moedoctor.fixes`."""
 
     kind = "fixed"

@@ -1,4 +1,5 @@
-"""`vllm@X.Y.Z`: kernels loaded out of that release's wheel or shared object, without installing it."""
+"""`vllm@X.Y.Z`: kernels or Python code out of that release's wheel or shared object, without installing
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _NAME = re.compile(r"vllm@\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
 
 
 class VllmReleaseSubject(SubjectProvider):
-    """A named release; ``--vllm-kernels X.Y.Z=PATH`` says where its kernels are."""
+    """A named release; ``--vllm-kernels X.Y.Z=PATH`` says where its kernels are, and in a wheel its Python
+    code."""
 
     kind = "vllm"
     rank = 3
@@ -29,11 +31,21 @@ class VllmReleaseSubject(SubjectProvider):
         if name not in sources:
             release = name.removeprefix(PREFIX)
             return f"give its kernels: --vllm-kernels {release}=PATH (a wheel or a shared object)"
+        if tier is Tier.LIBRARY:
+            return (
+                None
+                if sources[name].endswith(".whl")
+                else "its Python code is in a wheel, not in a shared object"
+            )
         return no_gpu(environment)
 
     def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
         from pathlib import Path
 
+        if case.tier is Tier.LIBRARY:
+            from moedoctor.upstream.release_source import ReleaseSource
+
+            return ReleaseSource(Path(sources[case.subject]))
         from moedoctor.upstream.moe_kernels import KernelError, MoeKernels
 
         try:

@@ -128,7 +128,7 @@ def test_the_first_and_last_releases_that_are_struck(id: str, vllm: str, struck:
 
 
 @pytest.mark.parametrize(
-    ("torch", "severity"), [("2.11.0", "error"), ("2.12.1", "warning"), ("2.13.0", None), ("2.14.0", None)]
+    ("torch", "severity"), [("2.11.0", "error"), ("2.12.1", "error"), ("2.13.0", None), ("2.14.0", None)]
 )
 def test_dynamo_learnt_to_trace_the_offloader(torch: str, severity: str | None) -> None:
     result = check(sources({"vllm": "0.27.0", "torch": torch}, gpu=H200, wsl=True), probes())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedoctor.diagnose import log_text
+from moedoctor.diagnose import log_lines, log_text, looks
 from moedoctor.diagnose.log_text import Passage, Passages
 
 TEXT = "one\nRuntimeError: größer — b_scales is not on GPU\nthree\n"
@@ -55,7 +55,7 @@ def test_utf_16_cut_in_a_character() -> None:
 
 
 def test_line_numbers_over_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_text, "BLOCK", 7)
+    monkeypatch.setattr(log_lines, "BLOCK", 7)
     lines = [f"line {chr(103 + index % 20) * 5} {chr(103 + index // 20) * 3}" for index in range(100)]
     found = shown("\n".join(lines).encode())
     assert found == dict(enumerate(lines, 1))
@@ -98,14 +98,31 @@ def test_later_only_what_is_near_an_anchor_is_looked_at() -> None:
     assert max(late) == at + log_text.AROUND
 
 
-def test_in_the_end_only_rare_anchors_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_of_every_line_does_not_hide_what_another_word_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_text, "THOROUGH", 0)
-    monkeypatch.setattr(log_text, "PASSAGES", 10)
-    monkeypatch.setattr(log_text, "BLOCK", 100)
-    lines = [*many(200, "moe"), "an illegal access", *many(200, "expert")]
+    monkeypatch.setattr(looks, "FIRST", 30)
+    monkeypatch.setattr(log_lines, "BLOCK", 100)
+    lines = [*many(200, "moe"), "an illegal access", *many(200, "moe and more")]
     found = shown("\n".join(lines).encode())
     assert found[201] == "an illegal access"
-    assert len(found) < 100
+    assert 5 < len([one for one in found.values() if one.startswith("moe")]) < 100
+
+
+def test_an_account_wakes_with_the_bytes_read() -> None:
+    account = looks.Account(b"moe", first=100, bytes_each=1_000)
+    assert account.awake(0)
+    account.spend(100)
+    assert not account.awake(0)
+    assert not account.awake(24_000)
+    assert account.awake(26_000)
+    account.spend(20)
+    assert account.awake(26_000), "what is left is spent before it sleeps again"
+
+
+def test_which_lines_hold_a_word() -> None:
+    account = looks.Account(b"moe", first=100, bytes_each=1_000)
+    assert looks.lines_holding(b"moe moe\nx\n\nsome moe\nmo\ne", account) == [0, 3]
+    assert looks.lines_holding(b"", account) == []
 
 
 def test_a_long_line_is_looked_at_in_pieces_and_keeps_its_number() -> None:

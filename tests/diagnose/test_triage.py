@@ -6,6 +6,7 @@ import codecs
 import html
 import io
 import json
+import random
 import re
 import textwrap
 import time
@@ -191,6 +192,46 @@ def test_fifty_megabytes_a_second() -> None:
     read(data)
     rate = len(data) / 1e6 / (time.process_time() - started)
     assert rate > 50, f"{rate:.0f} MB/s"
+
+
+def talkative_log(size: int) -> bytes:
+    """Lines of shapes that are all new and that talk about experts."""
+    pick = random.Random(1)
+    lines, length = [], 0
+    while length < size:
+        word = "".join(pick.choices("ghjkpqtuvyz", k=12))
+        lines.append(
+            f"INFO [fused_moe.py:{length % 900}] expert {word[:4]} of the MoE layer {word[4:9]} {word[9:]}"
+        )
+        length += len(lines[-1]) + 1
+    return "\n".join(lines).encode()
+
+
+def test_a_log_of_new_lines_about_experts_costs_little_more_than_a_search_for_the_words() -> None:
+    """A search for the same words on the same machine, which runs at about 120 MB/s, is the yardstick."""
+    data = talkative_log(24_000_000)
+    words = [*triage_module._ANCHORS, *triage_module._RARE_ANCHORS]
+
+    def seconds(work: Callable[[], object]) -> float:
+        started = time.process_time()
+        work()
+        return time.process_time() - started
+
+    def search() -> None:
+        lowered = data.lower()
+        for word in words:
+            lowered.count(word.encode())
+
+    read("warm up the patterns of moe, offload and flashinfer")
+    ratio = min(seconds(lambda: read(data)) / seconds(search) for _ in range(3))
+    assert ratio < 3, f"{ratio:.1f} times a search for the words"
+
+
+def test_a_crash_in_a_log_that_talks_about_experts_is_found() -> None:
+    report = f"{CRASH}\nINFO 04-22 other things\n".encode()
+    noise = talkative_log(3_000_000)
+    found = read(noise + b"\n" + report + noise).findings
+    assert [(one.id, one.line) for one in found] == [("MD003", noise.count(b"\n") + 2)]
 
 
 PROBES = (

@@ -1,0 +1,180 @@
+"""`moedoctor bench --cache`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moedoctor import environment
+from moedoctor.bench.cache_replay import SCOPES, default_capacities, facts_of, replay_trace
+from moedoctor.commands.errors import InputError, as_input_error
+from moedoctor.fixes.eviction import POLICIES
+from moedoctor.output import OutputError, check_writable, write
+from moedoctor.redaction import Redactor
+from moedoctor.reporters.bench_cache import FORMATS, render, summary_line, write_pictures
+from moedoctor.reporters.bench_cache_json import CacheBench
+from moedoctor.reporters.plots import PlotError
+from moedoctor.subjects.base import no_gpu
+from moedoctor.trace.format import RoutingTrace, TraceError, load
+from moedoctor.trace.shipped import SHIPPED, shipped_trace
+from moedoctor.trace.synthetic import PREFIX, ZipfSettings, zipf_trace
+
+SUBJECTS = {
+    "device": "ours, device engine",
+    "packed": "ours, device engine, packed",
+    "host": "ours, host engine",
+    "resident": "ours, all resident",
+    "uncached": "no cache",
+    "pr37190": "PR 37190, restated",
+    "pinned": "a pinned copy",
+}
+"""Variants of `moedoctor.bench.expert_cache.decode` and `expert_cache_misses`, in words."""
+_MAX_CAPACITY = 65_535
+
+
+@dataclass(frozen=True)
+class BenchCacheRequest:
+    """The command line of `moedoctor bench --cache`, as text."""
+
+    trace: str | None = None
+    """A file, or ``zipf:KEY=VALUE,...``; None for the trace that ships with moedoctor."""
+    capacities: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    batch: int | None = None
+    scope: str = "layer"
+    speed: bool = False
+    """Also measure tokens per second on the GPU."""
+    format: str = "table"
+    output: Path | None = None
+
+
+def bench_cache_command(request: BenchCacheRequest) -> int:
+    """Replay a trace through every policy at every capacity and report; 1 where a call would be wrong."""
+    check_format(request.format)
+    if request.scope not in SCOPES:
+        raise InputError(f"--scope {request.scope}: expected one of {', '.join(SCOPES)}")
+    policies = _listed("--policy", request.policies, POLICIES) or POLICIES
+    with as_input_error(TraceError, OutputError):
+        check_writable(request.output)
+        name, trace = _trace(request.trace)
+        capacities = _capacities(request.capacities) or default_capacities(trace)
+        facts = facts_of(trace, request.batch)
+    facts_here = environment.collect()
+    if request.speed and (reason := no_gpu(facts_here)):
+        raise InputError(f"--speed: {reason}")
+    points = replay_trace(
+        trace,
+        capacities=capacities,
+        policies=policies,
+        batch=request.batch,
+        scope=request.scope,
+    )
+    redactor = Redactor.of_this_process()
+    bench = CacheBench(
+        trace=redactor.text(name),
+        facts=replace(facts, model=redactor.text(facts.model)),
+        made={
+            key: redactor.text(value) if isinstance(value, str) and not key.endswith("_sha256") else value
+            for key, value in trace.made.items()
+        },
+        scope=request.scope,
+        batch=request.batch,
+        points=tuple(points),
+        environment=facts_here,
+        speed=_speed(request, capacities) if request.speed else (),
+        speed_note=_speed_note(request, str(facts_here["gpu"])) if request.speed else "",
+        exit_code=1 if any(one.stats.wrong for one in points) else 0,
+    )
+    write_report(bench, request.format, request.output)
+    return bench.exit_code
+
+
+def _speed(request: BenchCacheRequest, capacities: Sequence[int]) -> tuple[Mapping[str, Any], ...]:
+    """Decode through the restated cache of the PR and ours, at each capacity, in this process."""
+    from moedoctor.bench.expert_cache import Host, decode
+    from moedoctor.bench.expert_cache_decode import Model
+    from moedoctor.bench.expert_cache_misses import miss_bandwidth
+
+    device, batch, model = "cuda:0", request.batch or 1, Model()
+    host = Host.make(model, device)
+    rows: list[Mapping[str, Any]] = []
+    for capacity in (one for one in capacities if one <= model.experts):
+        for row in decode(device, batch=batch, capacity=capacity, host=host, model=model):
+            rest = {key: value for key, value in row.items() if key != "engine"}
+            rows.append({"subject": SUBJECTS.get(row["engine"], row["engine"]), **rest})
+            print(f"moedoctor: {capacity} slots, {row['engine']}: measured", file=sys.stderr)
+    if batch == 1:
+        for row in miss_bandwidth(device):
+            rest = {key: value for key, value in row.items() if key != "engine"}
+            rows.append({"subject": SUBJECTS[row["engine"]], "every_access": "a miss", **rest})
+    return tuple(rows)
+
+
+def _speed_note(request: BenchCacheRequest, gpu: str) -> str:
+    from moedoctor.bench.expert_cache_decode import Model
+
+    model = Model()
+    return (
+        f"Speed: decode at batch {request.batch or 1} through {model.layers} MoE layers of the shape of "
+        f"Qwen3-30B-A3B in bfloat16, without attention; random weights, Zipf routing; {gpu}."
+    )
+
+
+def check_format(format: str) -> None:
+    """Raise InputError for a format that this report does not have."""
+    if format not in FORMATS:
+        raise InputError(f"--format {format}: expected one of {', '.join(FORMATS)}")
+
+
+def write_report(bench: CacheBench, format: str, output: Path | None) -> None:
+    """Print the report, or write it to `output`, a Markdown report with its pictures beside it."""
+    if output is None:
+        terminal = format == "table" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        width = shutil.get_terminal_size().columns if terminal else None
+        try:
+            text = render(bench, format, width=width)
+        except PlotError as error:
+            print(f"moedoctor: no chart: {error}", file=sys.stderr)
+            text = render(bench, format)
+        sys.stdout.write(text)
+        return
+    pictures: Sequence[str] = ()
+    with as_input_error(OutputError):
+        if format == "markdown":
+            try:
+                pictures = write_pictures(bench, output)
+            except PlotError as error:
+                print(f"moedoctor: no picture beside the report: {error}", file=sys.stderr)
+        write(output, render(bench, format, pictures=pictures))
+    print(f"moedoctor: {summary_line(bench)}; written to {output}", file=sys.stderr)
+
+
+def _trace(given: str | None) -> tuple[str, RoutingTrace]:
+    """(what it is called in the report, the trace)."""
+    if given is None:
+        return f"the one that ships with moedoctor, {SHIPPED.as_posix()}", shipped_trace()
+    if given == PREFIX or given.startswith(f"{PREFIX}:"):
+        return given, zipf_trace(ZipfSettings.parse(given))
+    return given, load(Path(given))
+
+
+def _listed(option: str, given: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(one.strip() for text in given for one in text.split(",") if one.strip()))
+    for name in names:
+        if name not in known:
+            raise InputError(f"{option} {name}: expected one of {', '.join(known)}")
+    return names
+
+
+def _capacities(given: Sequence[str]) -> list[int]:
+    found = set()
+    for text in (one.strip() for part in given for one in part.split(",")):
+        if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MAX_CAPACITY and len(text) < 9):
+            raise InputError(f"--capacity {text[:40]}: expected slots a layer, such as 8,16,32")
+        found.add(int(text))
+    return sorted(found)

@@ -1,0 +1,165 @@
+"""Checks of which tensors are there: the index against the shards, and experts that are missing or twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moedoctor.diagnose.checkpoint import INDEX, Checkpoint
+from moedoctor.diagnose.checkpoint_modules import (
+    BLOCK,
+    SCALES,
+    Parts,
+    expert_name,
+    scheme,
+    text_config,
+    whole_number,
+)
+from moedoctor.diagnose.checkpoint_quant import Declared
+from moedoctor.diagnose.lint_records import Findings
+
+_NUMBERS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_NEEDED = {
+    "weight": ("weight_scale", "weight_scale_2"),
+    "weight_packed": ("weight_scale", "weight_global_scale"),
+}
+"""The weight of an NVFP4 module in the two layouts -> the scales that it cannot do without."""
+
+
+def check_index(checkpoint: Checkpoint, found: Findings) -> None:
+    """The index against the shards."""
+    for shard in checkpoint.missing_shards:
+        count = sum(1 for one in checkpoint.weight_map.values() if one == shard)
+        found.add("shard_missing", f"{count} tensors", shard, "no such file")
+    for shard in checkpoint.unlisted_shards:
+        found.add("index_disagrees", "all of its tensors", shard, "not named in the index")
+    if checkpoint.index is None:
+        _check_duplicates(checkpoint, found)
+        return
+    for name in checkpoint.index.repeated:
+        found.add("tensor_duplicated", name, INDEX, "twice in the index", checkpoint.index.line_of(name))
+    _check_duplicates(checkpoint, found)
+    missing = set(checkpoint.missing_shards)
+    for name, shard in checkpoint.weight_map.items():
+        info = checkpoint.tensors.get(name)
+        if info is None and shard not in missing:
+            line = checkpoint.index.line_of(name)
+            found.add("index_disagrees", name, shard, "in the index, in no shard", line)
+        elif info is not None and info.shard != shard and shard not in checkpoint.duplicates.get(name, ()):
+            line = checkpoint.index.line_of(name)
+            found.add("index_disagrees", name, info.shard, f"the index says {shard}", line)
+    for name, info in checkpoint.tensors.items():
+        if name not in checkpoint.weight_map:
+            found.add("index_disagrees", name, info.shard, "in the shard, not in the index")
+
+
+def _check_duplicates(checkpoint: Checkpoint, found: Findings) -> None:
+    for name, shards in checkpoint.duplicates.items():
+        found.add("tensor_duplicated", name, shards[0], f"also in {', '.join(shards[1:])}")
+
+
+def check_experts(checkpoint: Checkpoint, modules: Mapping[str, Parts], found: Findings) -> None:
+    """Experts and their projections: all there, none too many, all of a layer quantised alike."""
+    layers: dict[str, dict[int, dict[str, str]]] = {}
+    shards: dict[str, str] = {}
+    for module, parts in modules.items():
+        name = expert_name(module)
+        if name is not None:
+            kind = scheme(parts)
+            if kind is not None:
+                shards.setdefault(name.layer, next(iter(parts.values())).shard)
+                layers.setdefault(name.layer, {}).setdefault(name.expert, {})[name.projection] = kind
+    expected = whole_number(text_config(checkpoint.config.value), *_NUMBERS)
+    for layer, experts in layers.items():
+        shard = shards[layer]
+        count = expected or max(experts) + 1
+        if extra := [one for one in experts if one >= count]:
+            found.add("expert_extra", f"{layer}.{max(extra)}", shard, f"{count} experts in config.json")
+        inside = [one for one in experts if one < count]
+        if len(inside) < count:
+            lacking = next(one for one in range(count) if one not in experts)
+            found.add(
+                "expert_missing", f"{layer}.{lacking}", shard, f"{count - len(inside)} of {count} missing"
+            )
+        projections = {one for its in experts.values() for one in its}
+        for expert, its in experts.items():
+            for one in sorted(projections - its.keys()):
+                found.add("expert_missing", f"{layer}.{expert}.{one}", shard, "no weight")
+        _check_alike(layer, experts, shard, found)
+
+
+def _check_alike(layer: str, experts: Mapping[int, Mapping[str, str]], shard: str, found: Findings) -> None:
+    kinds: dict[str, int] = {}
+    for its in experts.values():
+        for kind in its.values():
+            kinds[kind] = kinds.get(kind, 0) + 1
+    if len(kinds) > 1:
+        usual = max(kinds, key=lambda one: kinds[one])
+        for expert, its in sorted(experts.items()):
+            for projection, kind in its.items():
+                if kind != usual:
+                    found.add(
+                        "experts_mixed", f"{layer}.{expert}.{projection}", shard, f"{kind}, others {usual}"
+                    )
+
+
+def check_parts(modules: Mapping[str, Parts], declared: Declared | None, found: Findings) -> None:
+    """Scales without their weight and weights without their scales; dtypes and shapes that do not fit."""
+    for module, parts in modules.items():
+        kind = scheme(parts)
+        if kind is None:
+            for part in sorted(SCALES & parts.keys()):
+                found.add("weight_missing", f"{module}.{part}", parts[part].shard, "no weight beside it")
+        elif kind == "nvfp4":
+            _check_nvfp4(module, parts, found)
+        elif kind == "fp8":
+            _check_fp8(module, parts, declared, found)
+
+
+def _check_nvfp4(module: str, parts: Parts, found: Findings) -> None:
+    weight_part = "weight_packed" if "weight_packed" in parts else "weight"
+    weight = parts[weight_part]
+    for part in _NEEDED[weight_part]:
+        if part not in parts:
+            found.add("scale_missing", f"{module}.{part}", weight.shard, "not in the checkpoint")
+    scales = parts.get("weight_scale")
+    if scales is not None:
+        if scales.dtype != "F8_E4M3":
+            found.add(
+                "dtype_mismatch", f"{module}.weight_scale", scales.shard, f"{scales.dtype}, not F8_E4M3"
+            )
+        expected = (*weight.shape[:-1], weight.shape[-1] * 2 // BLOCK) if weight.shape else ()
+        if scales.shape != expected:
+            value = f"{list(scales.shape)}, expected {list(expected)}"
+            found.add("shape_mismatch", f"{module}.weight_scale", scales.shard, value)
+    for part in ("weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale"):
+        info = parts.get(part)
+        if info is None:
+            continue
+        if info.dtype != "F32":
+            found.add("dtype_mismatch", f"{module}.{part}", info.shard, f"{info.dtype}, not F32")
+        if info.elements != 1 and len(weight.shape) == 2:
+            found.add(
+                "shape_mismatch", f"{module}.{part}", info.shard, f"{list(info.shape)}, expected one value"
+            )
+
+
+def _check_fp8(module: str, parts: Parts, declared: Declared | None, found: Findings) -> None:
+    weight = parts["weight"]
+    inverse = parts.get("weight_scale_inv")
+    scales = inverse or parts.get("weight_scale")
+    if scales is None:
+        found.add("scale_missing", f"{module}.weight_scale", weight.shard, "not in the checkpoint")
+        return
+    if scales.dtype not in ("F32", "BF16", "F16", "F8_E8M0", "U8"):
+        found.add("dtype_mismatch", f"{module}.weight_scale", scales.shard, scales.dtype)
+    block = declared.block if declared is not None else None
+    if block is not None and inverse is not None and len(weight.shape) == 2:
+        expected = tuple(-(-size // unit) for size, unit in zip(weight.shape, block, strict=True))
+        if inverse.shape != expected:
+            value = f"{list(inverse.shape)}, expected {list(expected)}"
+            found.add("shape_mismatch", f"{module}.weight_scale_inv", inverse.shard, value)
+    elif inverse is None and len(weight.shape) == 2 and scales.elements not in (1, weight.shape[0]):
+        known = scales.dtype in ("F8_E8M0", "U8")  # MXFP8: a scale for each 32 values
+        if not known:
+            value = f"{list(scales.shape)}, expected one value or one for each of {weight.shape[0]} rows"
+            found.add("shape_mismatch", f"{module}.weight_scale", scales.shard, value)

@@ -1,0 +1,86 @@
+"""Checks of the experts' shapes: whether they divide for tensor parallelism, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moedoctor.diagnose.checkpoint import Checkpoint
+from moedoctor.diagnose.checkpoint_modules import (
+    BLOCK,
+    PAIRS,
+    Parts,
+    expert_name,
+    scheme,
+    shape_of,
+    text_config,
+    whole_number,
+)
+from moedoctor.diagnose.checkpoint_quant import Declared
+from moedoctor.diagnose.lint_records import Findings
+
+TP_SIZES = tuple(range(1, 9))
+_USUAL = (1, 2, 4, 8)
+_DOWN = ("down_proj", "w2")
+_UP = ("up_proj", "w3")
+
+
+def check_shapes(
+    checkpoint: Checkpoint, modules: Mapping[str, Parts], declared: Declared | None, found: Findings
+) -> None:
+    """Halves of different shapes, and sizes that do not divide for a TP that the attention heads allow."""
+    config = text_config(checkpoint.config.value)
+    heads = whole_number(config, "num_attention_heads")
+    sizes = [one for one in TP_SIZES if (heads % one == 0 if heads else one in _USUAL)]
+    seen: set[tuple[str, str, tuple[int, int]]] = set()
+    for module, parts in modules.items():
+        name, shape, kind = expert_name(module), shape_of(parts), scheme(parts)
+        if name is None or shape is None or kind is None:
+            continue
+        weight = parts.get("weight_packed") or parts["weight"]
+        if name.projection in PAIRS:
+            up = modules.get(f"{name.layer}.{name.expert}.{PAIRS[name.projection]}")
+            if up is not None and shape_of(up) not in (None, shape):
+                found.add("shape_mismatch", module, weight.shard, f"{list(shape)}, up is {shape_of(up)}")
+        key = (name.projection, kind, shape)
+        if key in seen:
+            continue
+        seen.add(key)
+        _check_size(module, weight.shard, name.projection, kind, shape, declared, sizes, found)
+
+
+def _check_size(
+    module: str,
+    shard: str,
+    projection: str,
+    kind: str,
+    shape: tuple[int, int],
+    declared: Declared | None,
+    sizes: list[int],
+    found: Findings,
+) -> None:
+    rows, columns = shape
+    if kind == "nvfp4" and columns % BLOCK:
+        found.add("does_not_tile", module, shard, f"{columns} columns are no multiple of {BLOCK}")
+        return
+    row_unit, column_unit = _units(kind, declared)
+    # Gate and up are cut by rows, down by columns.
+    if projection in _DOWN:
+        size, unit, what = columns, column_unit, "columns"
+    elif projection in PAIRS or projection in _UP:
+        size, unit, what = rows, row_unit, "rows"
+    else:
+        return
+    wrong = [one for one in sizes if size % one or (one > 1 and size // one % unit)]
+    if wrong:
+        fits = ", ".join(str(one) for one in sizes if one not in wrong) or "none"
+        value = f"{size} {what} in units of {unit}: not for TP {', '.join(map(str, wrong))} (fits: {fits})"
+        found.add("does_not_tile", module, shard, value)
+
+
+def _units(kind: str, declared: Declared | None) -> tuple[int, int]:
+    """Rows and columns that share a scale and must stay together."""
+    if kind == "nvfp4":
+        return 1, BLOCK
+    if kind == "fp8" and declared is not None and declared.block is not None:
+        return declared.block
+    return 1, 1

@@ -1,0 +1,44 @@
+"""What runs in the child for PARITY: one backend, one layer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from moedoctor.bench.moe_layer import make_layer, make_problem
+from moedoctor.bench.moe_shape import LayerShape
+from moedoctor.bench.parity import check_parity
+from moedoctor.bench.parity_bounds import bounds_of
+from moedoctor.results import Observation
+from moedoctor.subjects.base import UnavailableError
+
+if TYPE_CHECKING:
+    from moedoctor.faults.backend_parity import BackendParityParameters
+
+
+def observe(
+    parameters: BackendParityParameters, device: str, backend: Any, must_be_available: bool
+) -> Observation:
+    """Compare `backend` with the reference. Raises UnavailableError where it cannot run on `device`."""
+    shape = LayerShape(
+        parameters.hidden,
+        parameters.intermediate,
+        parameters.experts,
+        parameters.top_k,
+        parameters.activation,
+    )
+    reason = backend.unavailable(shape, device) if must_be_available else None
+    if reason is not None:
+        raise UnavailableError(reason)
+    variant = backend.variant
+    layer = make_layer(shape, variant.quantization, seed=parameters.seed, device=device)
+    problem = make_problem(layer, parameters.tokens, variant.activations, seed=parameters.seed, device=device)
+    result = check_parity(backend, problem)
+    return Observation(
+        {
+            "computed_by": variant.label,
+            "activations_quantised": variant.activations,
+            "bounds": asdict(bounds_of(variant.activations)),
+            **result.evidence(),
+        }
+    )

@@ -1,0 +1,184 @@
+"""The engine tier of the checkpoint failures: vLLM itself on a damaged checkpoint, and on a repaired one.
+
+Each is compared with an engine on a reference checkpoint that means the same numbers. Where the two agree to
+within rounding, vLLM read the checkpoint as it was meant.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moedoctor.faults.base import Judgement
+from moedoctor.faults.offload_engine import need_engine
+from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
+from moedoctor.results import CaseVerdict, Evidence, Observation
+from moedoctor.upstream.engine import EngineRequest, EngineResult, run_engines
+
+PROMPTS = ((265, 511, 43, 73, 395), (290, 346, 157, 185, 327), (364, 101, 424, 166, 406, 153, 200))
+CLOSE = {"MD012": 0.75, "MD014": 0.25, "MD015": 0.25}
+"""Id -> by how much logprobs of the same tokens may differ in engines that are to compute the same function.
+The reference of MD012 has a cache of bfloat16, and E4M3 rounds each key and value by up to 1/16. With the
+prompts above the best token leads by at least 0.75 at every step."""
+_RATIO = 2.0
+_SPREAD = 2048.0
+_E4M3_MAX = 448.0
+_LAYERS, _EXPERTS = 2, 8
+
+
+def _experts() -> list[str]:
+    return [
+        f"model.layers.{layer}.mlp.experts.{expert}" for layer in range(_LAYERS) for expert in range(_EXPERTS)
+    ]
+
+
+def shared_scale(tensors: Tensors, config: dict[str, Any]) -> None:
+    """MD014's reference: one global scale, the up half with block scales of half its range."""
+    for prefix in _experts():
+        scales = tensors[f"{prefix}.up_proj.weight_scale"]
+        tensors[f"{prefix}.up_proj.weight_scale"] = (scales.float() / 2).to(scales.dtype)
+
+
+def own_scales(tensors: Tensors, config: dict[str, Any]) -> None:
+    """The same weights with a global scale of its own for the up half. A factor of two rounds nothing."""
+    shared_scale(tensors, config)
+    for prefix in _experts():
+        scales = tensors[f"{prefix}.up_proj.weight_scale"]
+        tensors[f"{prefix}.up_proj.weight_scale"] = (scales.float() * _RATIO).to(scales.dtype)
+        tensors[f"{prefix}.up_proj.weight_scale_2"] = tensors[f"{prefix}.up_proj.weight_scale_2"] / _RATIO
+
+
+def folded_scales(tensors: Tensors, config: dict[str, Any]) -> None:
+    """The repair: the gate's scale for both, the ratio in the down projection's and its input scale."""
+    own_scales(tensors, config)
+    for prefix in _experts():
+        tensors[f"{prefix}.up_proj.weight_scale_2"] = tensors[f"{prefix}.gate_proj.weight_scale_2"].clone()
+        for part, factor in (("weight_scale_2", 1 / _RATIO), ("input_scale", _RATIO)):
+            tensors[f"{prefix}.down_proj.{part}"] = tensors[f"{prefix}.down_proj.{part}"] * factor
+
+
+def zero_inputs(tensors: Tensors, config: dict[str, Any]) -> None:
+    """MD015: input scales of zero."""
+    for name in tensors:
+        if name.endswith("input_scale"):
+            tensors[name] = torch.tensor(0.0)
+
+
+def _large_values(tensors: Tensors, config: dict[str, Any]) -> None:
+    """Values that leave the range of E4M3; the output projection takes the factor back."""
+    for layer in range(_LAYERS):
+        attention = f"model.layers.{layer}.self_attn"
+        for name, factor in (("v_proj", _SPREAD), ("o_proj", 1 / _SPREAD)):
+            weight = tensors[f"{attention}.{name}.weight"]
+            tensors[f"{attention}.{name}.weight"] = (weight.float() * factor).to(weight.dtype)
+
+
+def no_kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
+    """MD012: an FP8 KV cache is declared."""
+    _large_values(tensors, config)
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+
+
+def kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
+    """The repair: the scales that a calibration would give, keys after their norm, values after theirs."""
+    no_kv_scales(tensors, config)
+    for layer in range(_LAYERS):
+        attention = f"model.layers.{layer}.self_attn"
+        tensors[f"{attention}.k_proj.k_scale"] = torch.tensor(8.0 / _E4M3_MAX)
+        tensors[f"{attention}.v_proj.v_scale"] = torch.tensor(6.0 * _SPREAD / _E4M3_MAX)
+
+
+def _as_it_is(tensors: Tensors, config: dict[str, Any]) -> None:
+    """Nothing changed."""
+
+
+CHECKPOINTS: dict[str, tuple[Change, Change, Change]] = {
+    "MD012": (_large_values, no_kv_scales, kv_scales),
+    "MD014": (shared_scale, own_scales, folded_scales),
+    "MD015": (_as_it_is, zero_inputs, _as_it_is),
+}
+"""Id -> (reference, damaged, repaired)."""
+Run = Callable[[list[EngineRequest]], list[EngineResult]]
+
+
+def observe(id: str, moe_backend: str, repaired: bool, run: Run = run_engines) -> Observation:
+    """vLLM on the damaged or the repaired checkpoint of a failure, and on the reference. Runs in the child.
+
+    Raises UnavailableError where no engine can run.
+    """
+    if run is run_engines:
+        need_engine()
+    reference, damaged, repair = CHECKPOINTS[id]
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+        folders = {
+            label: write_qwen3_moe(Path(name) / label, scheme="nvfp4", layers=_LAYERS, change=change)
+            for label, change in (("reference", reference), ("tested", repair if repaired else damaged))
+        }
+        results = run([_request(str(folder), label, moe_backend) for label, folder in folders.items()])
+    first, second = results
+    return Observation(
+        {
+            "vllm": second.version,
+            "moe_backend": second.log.moe_backend,
+            "reference_error": None if first.error is None else first.error.message,
+            "error": None if second.error is None else second.error.message,
+            "allowed_difference": CLOSE[id],
+            **_compared(first, second),
+        }
+    )
+
+
+def _request(folder: str, label: str, moe_backend: str) -> EngineRequest:
+    arguments = {"moe_backend": moe_backend, "enforce_eager": True, "max_model_len": 64}
+    return EngineRequest(
+        folder, PROMPTS, {**arguments, "max_num_batched_tokens": 64}, max_tokens=8, logprobs=5, label=label
+    )
+
+
+def _compared(first: EngineResult, second: EngineResult) -> Evidence:
+    """How many prompts get other tokens, and how far logprobs of the same token in the same place part."""
+    other, largest, nonfinite, steps = 0, 0.0, 0, 0
+    for mine, theirs, my_steps, their_steps in zip(
+        first.tokens, second.tokens, first.logprobs or (), second.logprobs or (), strict=False
+    ):
+        other += mine != theirs
+        for place, (one, two) in enumerate(zip(my_steps, their_steps, strict=False)):
+            if mine[:place] != theirs[:place]:
+                break
+            steps += 1
+            # What is not finite comes back from the engine's process as text.
+            nonfinite += sum(1 for value in two.values() if not math.isfinite(float(value)))
+            shared = [abs(float(one[key]) - float(two[key])) for key in one.keys() & two.keys()]
+            largest = max([largest, *(value for value in shared if math.isfinite(value))])
+    return {
+        "prompts": len(PROMPTS),
+        "steps_compared": steps,
+        "prompts_with_other_tokens": other,
+        "largest_logprob_difference": round(largest, 4),
+        "nonfinite_logprobs": nonfinite,
+    }
+
+
+def judge(seen: Evidence) -> Judgement:
+    """The verdict on what `observe` gave."""
+    if seen["reference_error"]:
+        return Judgement(CaseVerdict.ERROR, "the reference engine failed", str(seen["reference_error"]))
+    if seen["error"]:
+        return Judgement(CaseVerdict.REPRODUCED, f"vLLM {seen['vllm']} stops: {str(seen['error'])[:120]}")
+    if not seen["steps_compared"]:
+        return Judgement(CaseVerdict.ERROR, "no logprobs came back", "there is nothing to compare")
+    figure = (
+        f"{seen['prompts_with_other_tokens']} of {seen['prompts']} prompts with other tokens, logprobs "
+        f"differ by {seen['largest_logprob_difference']:g}"
+    )
+    if seen["nonfinite_logprobs"]:
+        figure += f", {seen['nonfinite_logprobs']} not finite"
+    wrong = seen["nonfinite_logprobs"] or seen["largest_logprob_difference"] > seen["allowed_difference"]
+    if wrong or seen["prompts_with_other_tokens"]:
+        return Judgement(CaseVerdict.REPRODUCED, figure)
+    return Judgement(CaseVerdict.CLEAN, figure)

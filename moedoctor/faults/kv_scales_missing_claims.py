@@ -1,0 +1,43 @@
+"""What is said about MD012, and how it is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moedoctor.faults.base import ClaimJudgement, ClaimTest, Measurement
+from moedoctor.results import CaseResult, ClaimVerdict, Observation
+
+E4M3_MAX = 448.0
+SIZES = (1e-3, 0.01, 0.1, 1.0, 10.0, 100.0, 448.0, 1000.0, 10_000.0)
+
+
+def _measure(unit: str, device: str, kernels: Mapping[str, str]) -> Observation:
+    from moedoctor.faults.kv_scales_missing import KvScalesMissingParameters
+    from moedoctor.faults.kv_scales_missing_model import observe, one
+
+    errors = {}
+    for size in SIZES:
+        seen = observe(KvScalesMissingParameters.model_validate({"size": size}), one).evidence
+        errors[f"{size:g}"] = {"scale_1": seen["error"], "computed": seen["computed_error"]}
+    return Observation({"errors": errors})
+
+
+def _judge(
+    results: Sequence[CaseResult], measured: Sequence[Measurement], thresholds: Mapping[str, float]
+) -> ClaimJudgement:
+    found = next((one.outcome for one in measured if isinstance(one.outcome, Observation)), None)
+    if found is None:
+        return ClaimJudgement(ClaimVerdict.UNTESTED, reason="the measurement did not end")
+    errors = found.evidence["errors"]
+    worse = [
+        float(size)
+        for size, one in errors.items()
+        if one["scale_1"] > thresholds["max_ratio"] * one["computed"]
+    ]
+    inside = [size for size in worse if 1 <= size <= E4M3_MAX]
+    shown = ", ".join(f"{size:g}" for size in worse) or "none of the sizes tried"
+    verdict = ClaimVerdict.REFUTED if inside or not worse else ClaimVerdict.CONFIRMED
+    return ClaimJudgement(verdict, {"errors": errors, "worse_at": worse}, f"worse at {shown}")
+
+
+CLAIMS = (ClaimTest(key="good_in_range", judge=_judge, measure=_measure, thresholds=("max_ratio",)),)

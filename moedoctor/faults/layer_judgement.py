@@ -1,0 +1,17 @@
+"""How a layer's output is judged: one token that parts from the reference is a failure."""
+
+from __future__ import annotations
+
+from moedoctor.faults.base import Judgement
+from moedoctor.results import CaseVerdict, Observation
+
+
+def judge_layer(observation: Observation) -> Judgement:
+    """The verdict on figures of `moedoctor.reference.token_agreement.Agreement`."""
+    seen = observation.evidence
+    if seen["reason"] is None:
+        return Judgement(CaseVerdict.CLEAN, f"{seen['tokens']} tokens right, cosine {seen['cosine']:.5f}")
+    return Judgement(
+        CaseVerdict.REPRODUCED,
+        f"{seen['wrong_tokens']} of {seen['tokens']} tokens wrong: {seen['reason']}",
+    )

@@ -1,0 +1,110 @@
+"""Claims about MD001 that only a real engine can decide: NaN in padding, what it does, what tracing costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moedoctor.faults.base import ClaimJudgement, ClaimTest, Measurement
+from moedoctor.results import CaseResult, ClaimVerdict, Observation
+
+Limits = Mapping[str, float]
+
+
+def judge_padding(
+    cases: Sequence[CaseResult], units: Sequence[Measurement], limits: Limits
+) -> ClaimJudgement:
+    """In how many padded steps some padding row held NaN; memory made NaN on purpose does not count."""
+    rows = _rows(units)
+    ran = [row for row in rows if row.get("steps_with_padding")]
+    padded = [row for row in ran if "held NaN before" not in row["config"]]
+    if not padded:
+        return ClaimJudgement(ClaimVerdict.UNTESTED, {"rows": rows}, "no engine ran a padded step")
+    low = min(row["nan_share"] for row in padded)
+    said = "; ".join(
+        f"{row['config']}: {row['nan_in_padding']} of {row['steps_with_padding']}" for row in ran
+    )
+    said = f"steps of a tiny model with NaN in padding, {said}"
+    return ClaimJudgement(_verdict(low >= limits["min_share"]), {"rows": rows}, said)
+
+
+def judge_end_to_end(
+    cases: Sequence[CaseResult], units: Sequence[Measurement], limits: Limits
+) -> ClaimJudgement:
+    """With NaN in padding the release repeats no expert and keeps real rows; 0.19.1's top-k repeats."""
+    rows = {row["engine"]: row for row in _rows(units)}
+    own, old = rows.get("own topk_softmax", {}), rows.get("topk_softmax of 0.19.1", {})
+    evidence = {"rows": list(rows.values())}
+    if not own.get("nan_in_padding"):
+        return ClaimJudgement(ClaimVerdict.UNTESTED, evidence, "no padding row was made NaN")
+    said = f"own: {_routed(own)}"
+    holds = (
+        own["prompts_with_the_same_tokens"] >= limits["min_share"] * own["prompts"]
+        and own["rows_with_repeated_ids"] <= limits["max_rows"]
+    )
+    if not holds:
+        return ClaimJudgement(ClaimVerdict.REFUTED, evidence, said)
+    if not old.get("nan_in_padding"):
+        why = old.get("error", "the kernels of 0.19.1 were not given: --vllm-kernels 0.19.1=PATH")
+        return ClaimJudgement(ClaimVerdict.UNTESTED, evidence, f"{said}; 0.19.1: {why}")
+    verdict = _verdict(old["rows_with_repeated_ids"] >= limits["min_old_rows"])
+    return ClaimJudgement(verdict, evidence, f"{said}; 0.19.1: {_routed(old)}")
+
+
+def _routed(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['rows_with_repeated_ids']} rows with repeated ids, of them "
+        f"{row['real_rows_with_repeated_ids']} real, "
+        f"{row['prompts_with_the_same_tokens']} of {row['prompts']} prompts keep their tokens"
+    )
+
+
+def judge_overhead(
+    cases: Sequence[CaseResult], units: Sequence[Measurement], limits: Limits
+) -> ClaimJudgement:
+    """A decode step with the trace over one without."""
+    row = _rows(units)[0]
+    said = (
+        f"{row['overhead']:+.1%} ({row['overhead_p20']:+.1%} to {row['overhead_p80']:+.1%}) of "
+        f"{row['step_ms_off']:.2f} ms, {row['layers']} layers, batch {row['batch']}"
+    )
+    return ClaimJudgement(_verdict(row["overhead"] <= limits["max_overhead"]), {"rows": [row]}, said)
+
+
+def _verdict(holds: bool) -> ClaimVerdict:
+    return ClaimVerdict.CONFIRMED if holds else ClaimVerdict.REFUTED
+
+
+def _rows(units: Sequence[Measurement]) -> list[dict[str, Any]]:
+    return [
+        row for one in units if isinstance(one.outcome, Observation) for row in one.outcome.evidence["rows"]
+    ]
+
+
+def _installed(subjects: Sequence[str]) -> Sequence[str]:
+    return [one for one in subjects if one == "installed"]
+
+
+def _claim(key: str, judge: Any, measure: str, *thresholds: str) -> ClaimTest:
+    def run(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+        from moedoctor.upstream import nan_engine, nan_overhead
+
+        module = nan_overhead if measure == "overhead" else nan_engine
+        return Observation({"rows": getattr(module, measure)(sources)})
+
+    return ClaimTest(
+        key,
+        judge,
+        run,
+        _installed,
+        needs_gpu=True,
+        needs="an installed vLLM that starts",
+        thresholds=thresholds,
+    )
+
+
+ENGINE_CLAIMS = (
+    _claim("padding_holds_nan", judge_padding, "padding_table", "min_share"),
+    _claim("end_to_end", judge_end_to_end, "end_to_end", "min_share", "max_rows", "min_old_rows"),
+    _claim("trace_overhead", judge_overhead, "overhead", "max_overhead"),
+)

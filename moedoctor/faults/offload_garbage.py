@@ -1,0 +1,80 @@
+"""MD008: quantised MoE talks garbage with CPU offload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from moedoctor.faults.base import Fault, Judgement
+from moedoctor.faults.offload_parity import ParityParameters, judge_model
+from moedoctor.results import Case, CaseVerdict, Observation, Scalar, Tier
+
+
+class OffloadGarbageParameters(ParityParameters):
+    """One point of the matrix: with `mode` it is about real engines, else about a weight in host memory."""
+
+    bytes: int = Field(1 << 20, ge=1024, le=1 << 28, description="of the offloaded weight")
+    seed: int = Field(0, ge=0)
+
+
+class OffloadGarbage(Fault):
+    """A mapped view of host memory that does not keep the memory: weights become whatever comes next."""
+
+    id = "MD008"
+    name = "offload_garbage"
+    title = "quantised MoE talks garbage with CPU offload"
+    parameters = OffloadGarbageParameters
+    tiers = {  # noqa: RUF012
+        "faulty": (Tier.MODEL, Tier.KERNEL),
+        "fixed": (Tier.MODEL, Tier.KERNEL),
+        "installed": (Tier.ENGINE,),
+    }
+
+    def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
+        return (parameters["mode"] is not None) == (tier is Tier.ENGINE)
+
+    def faulty(self, case: Case) -> Any:
+        from moedoctor.faults.offload_garbage_model import memory_for
+
+        return memory_for(case.tier, case.device, keeps=False)
+
+    def fixed(self, case: Case) -> Any:
+        from moedoctor.faults.offload_garbage_model import memory_for
+
+        return memory_for(case.tier, case.device, keeps=True)
+
+    def installed(self, case: Case) -> Any:
+        """The installed vLLM, in processes of its own."""
+        return None
+
+    def observe(self, case: Case, implementation: Any) -> Observation:
+        if case.tier is Tier.ENGINE:
+            from moedoctor.faults import offload_parity_engine
+
+            return offload_parity_engine.observe(self.parameters.model_validate(case.parameters))
+        from moedoctor.faults.offload_garbage_model import observe
+
+        return observe(self.parameters.model_validate(case.parameters), implementation)
+
+    def judge(self, case: Case, observation: Observation) -> Judgement:
+        seen = observation.evidence
+        if case.tier is Tier.ENGINE:
+            from moedoctor.faults.offload_engine import judge
+
+            return judge(seen) if case.parameters["model"] is None else judge_model(seen)
+        if seen["weights_changed"]:
+            figure = (
+                f"{seen['weights_changed']:.0%} of the weights became another buffer's, without any error"
+            )
+            return Judgement(CaseVerdict.REPRODUCED, figure)
+        if not seen["same_bits"]:
+            return Judgement(CaseVerdict.REPRODUCED, "the weights are right and the result is not")
+        return Judgement(CaseVerdict.CLEAN, "the view keeps its memory: the same bits")
+
+    def describe(self, parameters: Any) -> str:
+        if parameters["mode"] is not None:
+            model = parameters["model"] or "tiny checkpoints"
+            return f"{model}, {parameters['mode']}, {parameters['moe_backend']}, fixes: {parameters['fixes']}"
+        return f"a weight of {parameters['bytes']} bytes"

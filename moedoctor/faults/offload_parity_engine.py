@@ -1,0 +1,87 @@
+"""The engines of MD008: tiny checkpoints side by side, or one's own model, first without offload and then
+with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moedoctor.faults import offload_engine
+from moedoctor.faults.offload_parity import ParityParameters, first_parting
+from moedoctor.results import Observation
+from moedoctor.upstream.engine import EngineRequest, EngineResult, run_engine
+
+BACKENDS = tuple(offload_engine.BACKENDS)
+_SECONDS = 1500.0
+
+
+def observe(parameters: ParityParameters) -> Observation:
+    """Runs in the child of a case. Raises UnavailableError where no engine can run."""
+    offload_engine.need_engine()
+    assert parameters.mode is not None
+    fixes = "" if parameters.fixes == "none" else parameters.fixes
+    if parameters.model is None:
+        places = (offload_engine.ON_GPU, offload_engine.UVA)
+        return offload_engine.observe(BACKENDS, parameters.mode, places, fixes)
+    control = run_engine(own_request(parameters, offload=False, fixes=fixes))
+    return Observation(
+        compare(control, run_engine(own_request(parameters, offload=True, fixes=fixes)), parameters)
+    )
+
+
+def own_request(parameters: ParityParameters, *, offload: bool, fixes: str) -> EngineRequest:
+    """An engine for the user's own model, with its own settings: nothing of the tiny ones is kept."""
+    assert parameters.model is not None
+    more: dict[str, Any] = json.loads(parameters.arguments)
+    arguments: dict[str, Any] = {
+        "kv_cache_memory_bytes": None,
+        "gpu_memory_utilization": 0.9,
+        "attention_backend": None,
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 4096,
+        "enforce_eager": parameters.mode == "eager",
+        "moe_backend": None if parameters.moe_backend == "auto" else parameters.moe_backend,
+        **more,
+    }
+    if offload:
+        arguments["cpu_offload_gb"] = parameters.cpu_offload_gb
+    environ = {"MOEDOCTOR_FIXES": fixes, "HF_HUB_OFFLINE": "0" if parameters.online else "1"}
+    eager = parameters.mode == "eager"
+    folder = Path(parameters.model)
+    return EngineRequest(
+        str(folder.resolve())
+        if folder.is_dir()
+        else parameters.model,  # the engine runs in a folder of its own
+        (parameters.prompt,),
+        arguments,
+        environ,
+        max_tokens=parameters.max_tokens,
+        probe="moedoctor.upstream.engine_probes:layer_outputs" if eager else None,
+        probe_when="before",
+        seconds=_SECONDS,
+        label=f"{parameters.model} {'with' if offload else 'without'} offload",
+    )
+
+
+def compare(control: EngineResult, other: EngineResult, parameters: ParityParameters) -> Mapping[str, Any]:
+    """What both said, and the first layer whose output parts."""
+    return {
+        "vllm": other.version or control.version,
+        "backend": other.log.moe_backend,
+        "fixes": other.log.fixes,
+        "offloaded_gib": other.log.offloaded,
+        "expected": parameters.expected,
+        "control_text": control.texts[0] if control.error is None else None,
+        "control_error": _said(control),
+        "offload_text": other.texts[0] if other.error is None else None,
+        "offload_error": _said(other),
+        "same_tokens": control.error is None and other.error is None and control.tokens == other.tokens,
+        "seconds": {"control": control.seconds.get("total"), "offload": other.seconds.get("total")},
+        **first_parting(control.probe, other.probe),
+    }
+
+
+def _said(result: EngineResult) -> str | None:
+    return None if result.error is None else offload_engine.short_error(result)

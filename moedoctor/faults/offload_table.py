@@ -1,0 +1,61 @@
+"""vllm#37883's table with and without the fix, put together from the cases of the engine tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moedoctor.faults.base import ClaimJudgement, Measurement
+from moedoctor.faults.offload_engine import COPIES, ON_GPU
+from moedoctor.results import CaseResult, ClaimVerdict, Evidence, Tier
+
+
+def both(results: Sequence[CaseResult]) -> Evidence:
+    """Each cell once: what happens in vLLM as it is, and what with the plug-in's fix. Empty without
+    engines."""
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for one in results:
+        if one.tier is not Tier.ENGINE:
+            continue
+        column = "without_fix" if one.subject == "faulty" else "with_fix"
+        for cell in one.evidence.get("table", ()):
+            key = (cell["backend"], cell["mode"], cell["experts"])
+            row = rows.setdefault(key, {"backend": key[0], "mode": key[1], "experts": key[2]})
+            row[column] = said(cell)
+    if not rows:
+        return {}
+    order = [key for key in rows if key[2] != ON_GPU]
+    return {"table_of_vllm_37883": [rows[key] for key in order]}
+
+
+def said(cell: dict[str, Any]) -> str:
+    """A cell's outcome in a few words, with the error where it crashed."""
+    outcome, detail = str(cell["outcome"]), str(cell["detail"])
+    return (
+        f"{outcome}: {detail}"[:110]
+        if outcome.startswith(("crash", "other", "not"))
+        else f"{outcome}, {detail}"
+    )
+
+
+def marlin_crashes(
+    results: Sequence[CaseResult], measured: Sequence[Measurement], thresholds: Any
+) -> ClaimJudgement:
+    """Whether NVFP4 on Marlin crashes without UVA in vLLM as it is, eager and compiled."""
+    cells = [
+        cell
+        for one in results
+        if one.tier is Tier.ENGINE and one.subject == "faulty"
+        for cell in one.evidence.get("table", ())
+        if cell["experts"] == COPIES and cell["backend"] == "NVFP4 MARLIN"
+    ]
+    if not cells:
+        return ClaimJudgement(ClaimVerdict.UNTESTED, {}, "no engine ran")
+    crashed = [cell for cell in cells if str(cell["outcome"]).startswith("crash")]
+    evidence = {
+        "combinations": len(cells),
+        "crashed": len(crashed),
+        "cells": [{"mode": one["mode"], "outcome": said(one)} for one in cells],
+    }
+    verdict = ClaimVerdict.CONFIRMED if len(crashed) == len(cells) else ClaimVerdict.REFUTED
+    return ClaimJudgement(verdict, evidence, f"{len(crashed)} of {len(cells)} combinations crash")

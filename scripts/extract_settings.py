@@ -1,0 +1,295 @@
+"""Reads out of unpacked releases which settings there are: variables of vLLM and FlashInfer, and vLLM's
+flags.
+
+    python scripts/extract_settings.py --vllm FOLDER --flashinfer FOLDER
+
+Each FOLDER holds one folder a release, named by its version, with the unpacked wheel in it. The syntax trees
+say which names are read and where; what a variable makes of a value is found by reading it with that value.
+Writes the tables in moedoctor/diagnose/settings_data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import json
+import logging
+import os
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+OUT = Path(__file__).resolve().parent.parent / "moedoctor" / "diagnose" / "settings_data"
+PROBES = ("0", "1", "2", "-1", "true", "True", "false", "yes", "on", "1.5", "banana")
+NAMES = {"VLLM": re.compile(r"VLLM_[A-Z0-9_]+"), "FLASHINFER": re.compile(r"FLASHINFER_[A-Z0-9_]+")}
+_GETENV = re.compile(r'getenv\(\s*"(FLASHINFER_[A-Z0-9_]+)"')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vllm", type=Path, required=True)
+    parser.add_argument("--flashinfer", type=Path, required=True)
+    options = parser.parse_args()
+    vllm, flashinfer = folders(options.vllm), folders(options.flashinfer)
+    OUT.mkdir(exist_ok=True)
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    write("vllm_variables.json", vllm, lambda folder: dict(vllm_variables(folder)))
+    write("flashinfer_variables.json", flashinfer, lambda folder: dict(flashinfer_variables(folder)))
+    write("vllm_flags.json", vllm, lambda folder: dict(flags(folder)))
+
+
+def folders(root: Path) -> dict[str, Path]:
+    found = [one for one in root.iterdir() if re.fullmatch(r"[\d.]+(post\d+)?", one.name)]
+    return {one.name: one for one in sorted(found, key=lambda one: Version(one.name))}
+
+
+def write(name: str, releases: Mapping[str, Path], read: Callable[[Path], dict[str, dict[str, Any]]]) -> None:
+    """One row for each name and run of consecutive releases in which its facts are the same."""
+    order = list(releases)
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for place, folder in enumerate(releases.values()):
+        for setting, facts in sorted(read(folder).items()):
+            rows = runs.setdefault(setting, [])
+            same = {key: value for key, value in facts.items() if key != "source"}
+            if rows and rows[-1]["_last"] == place - 1 and rows[-1]["_facts"] == same:
+                rows[-1]["_last"] = place
+            else:
+                rows.append(
+                    {
+                        "name": setting,
+                        "_first": place,
+                        "_last": place,
+                        "_facts": same,
+                        "source": facts["source"],
+                    }
+                )
+    lines = []
+    for setting in sorted(runs):
+        for row in runs[setting]:
+            shown = {
+                "name": setting,
+                "releases": span(order[row["_first"]], order[row["_last"]]),
+                **row["_facts"],
+            }
+            lines.append(json.dumps({**shown, "source": row["source"]}, ensure_ascii=False))
+    text = ",\n  ".join(lines)
+    (OUT / name).write_text(
+        f'{{"releases": {json.dumps(order)},\n "rows": [\n  {text}\n ]}}\n', encoding="utf-8"
+    )
+    print(f"{name}: {len(lines)} rows over {len(order)} releases")
+
+
+def span(first: str, last: str) -> str:
+    return first if first == last else f"{first}-{last}"
+
+
+def trees(folder: Path, mentioning: str) -> Iterator[tuple[str, ast.Module]]:
+    for file in sorted(folder.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if mentioning not in text:
+            continue
+        try:
+            yield file.relative_to(folder.parent).as_posix(), ast.parse(text)
+        except SyntaxError:
+            print(f"{file}: does not parse", file=sys.stderr)
+
+
+def vllm_variables(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    declared = dict(declared_variables(release / "vllm" / "envs.py"))
+    yield from declared.items()
+    for path, tree in trees(release / "vllm", "VLLM_"):
+        if path == "vllm/envs.py":
+            continue
+        for name, line in named(tree, NAMES["VLLM"]):
+            if name not in declared:
+                declared[name] = {}
+                yield name, {"kind": "elsewhere", "source": f"{path}:{line}"}
+
+
+def named(tree: ast.Module, pattern: re.Pattern[str]) -> Iterator[tuple[str, int]]:
+    """Names that are looked up in the environment: an argument of get or getenv, an index, the left side of
+    `in`."""
+    for node in ast.walk(tree):
+        found: list[ast.expr] = []
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if "env" in called.lower() or called.rpartition(".")[2] in ("get", "pop", "setdefault"):
+                found = node.args[:1]
+        elif isinstance(node, ast.Subscript):
+            found = [node.slice]
+        elif isinstance(node, ast.Compare):
+            found = [node.left]
+        for one in found:
+            if isinstance(one, ast.Constant) and isinstance(one.value, str) and pattern.fullmatch(one.value):
+                yield one.value, node.lineno
+
+
+def declared_variables(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    table = next(
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign | ast.Assign)
+        and "environment_variables"
+        in ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+    )
+    assert isinstance(table, ast.Dict)
+    readers = load(file).environment_variables
+    for key, reader in zip(table.keys, table.values, strict=True):
+        assert isinstance(key, ast.Constant)
+        name = str(key.value)
+        yield name, {**facts(name, reader, readers[name]), "source": f"vllm/envs.py:{key.lineno}"}
+
+
+def facts(name: str, reader: ast.expr, read: Callable[[], Any]) -> dict[str, Any]:
+    """What values a variable takes, and its default where that is plain."""
+    default = outcome(name, None, read)
+    shown = {"default": default[1]} if default[0] and isinstance(default[1], str | int | float | bool) else {}
+    if isinstance(default[1], str) and "/" in default[1]:
+        shown = {}  # a path on the machine that this ran on
+    if outcome(name, None, read) != default:
+        shown = {}  # drawn anew each time
+    calls = [one for one in ast.walk(reader) if isinstance(one, ast.Call)]
+    if any(ast.unparse(one.func).startswith("deprecated") for one in calls):
+        shown["deprecated"] = True
+    call = next((one for one in calls if "with_choices" in ast.unparse(one.func)), None)
+    if call is not None:
+        choices = ast.literal_eval(
+            next(one for one in (*call.args, *(k.value for k in call.keywords)) if is_choices(one))
+        )
+        sensitive = not any(
+            k.arg == "case_sensitive" and ast.unparse(k.value) == "False" for k in call.keywords
+        )
+        several = "list" in ast.unparse(call.func) or "set" in ast.unparse(call.func)
+        return {
+            "kind": "choices" if several else "choice",
+            "choices": list(choices),
+            "case_sensitive": sensitive,
+            **shown,
+        }
+    return {**kind({value: outcome(name, value, read) for value in PROBES}), **shown}
+
+
+def is_choices(node: ast.expr) -> bool:
+    return isinstance(node, ast.List | ast.Tuple) and len(node.elts) > 1
+
+
+def kind(seen: Mapping[str, tuple[bool, Any]]) -> dict[str, Any]:
+    """number, switch (a number that counts as on or off), decimal, words (what is not a word for on is off),
+    text."""
+    if not any(ok for ok, _ in seen.values()):
+        return {"kind": "special"}
+    values = [value for ok, value in seen.values() if ok]
+    if not seen["banana"][0]:
+        if seen["1.5"][0]:
+            return {"kind": "decimal"}
+        return {"kind": "switch" if all(isinstance(value, bool) for value in values) else "number"}
+    if all(isinstance(value, bool) for value in values):
+        off = [probe for probe, (_, value) in seen.items() if value is False]
+        on = [probe for probe, (_, value) in seen.items() if value is True]
+        return {"kind": "words", "on": on} if "banana" in off else {"kind": "words", "off": off}
+    return {"kind": "text"}
+
+
+def outcome(name: str, value: str | None, read: Callable[[], Any]) -> tuple[bool, Any]:
+    before = dict(os.environ)
+    os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        return True, read()
+    except Exception as error:
+        return False, type(error).__name__
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def load(file: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        f"envs_of_{file.parent.parent.name.replace('.', '_')}", file
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def flashinfer_variables(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    found: dict[str, str] = {}
+    for path, tree in trees(release / "flashinfer", "FLASHINFER_"):
+        for name, line in named(tree, NAMES["FLASHINFER"]):
+            found.setdefault(name, f"{path}:{line}")
+    for file in sorted((release / "flashinfer" / "data").rglob("*")):
+        if file.suffix in {".cu", ".cuh", ".h", ".hpp", ".cpp", ".cc"} and file.is_file():
+            for name in _GETENV.findall(file.read_text(encoding="utf-8", errors="replace")):
+                found.setdefault(name, file.relative_to(release).as_posix())
+    for name, source in found.items():
+        yield name, {"source": source}
+
+
+def flags(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every flag of `vllm serve`: those added by name, and those made of the front end's dataclass fields."""
+    root = release / "vllm"
+    files = [
+        root / "engine" / "arg_utils.py",
+        *sorted((root / "entrypoints").rglob("*.py")),
+        root / "utils" / "argparse_utils.py",
+    ]
+    choices = literals(root / "config")
+    for file in [one for one in files if one.is_file()]:
+        where = file.relative_to(release).as_posix()
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
+                names = [
+                    one.value
+                    for one in node.args
+                    if isinstance(one, ast.Constant) and str(one.value).startswith("-")
+                ]
+                for name in names:
+                    yield str(name), {**choices.get(str(name), {}), "source": f"{where}:{node.lineno}"}
+            if isinstance(node, ast.ClassDef) and node.name.endswith("FrontendArgs"):
+                for field in node.body:
+                    if isinstance(field, ast.AnnAssign):
+                        flag = f"--{ast.unparse(field.target).replace('_', '-')}"
+                        yield flag, {"source": f"{where}:{field.lineno}"}
+
+
+def literals(config: Path) -> dict[str, dict[str, Any]]:
+    """The choices of the flags that decide MoE backends, from the Literal that types their field."""
+    wanted = {
+        "MoEBackend": "--moe-backend",
+        "All2AllBackend": "--all2all-backend",
+        "LinearBackend": "--linear-backend",
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(config.glob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if (
+                isinstance(node, ast.Assign)
+                and ast.unparse(node.targets[0]) in wanted
+                and isinstance(node.value, ast.Subscript)
+            ):
+                found[wanted[ast.unparse(node.targets[0])]] = {
+                    "choices": list(flat(ast.literal_eval(node.value.slice)))
+                }
+    return found
+
+
+def flat(value: Any) -> Iterable[str]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+if __name__ == "__main__":
+    main()

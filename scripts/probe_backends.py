@@ -1,0 +1,188 @@
+"""Asks one importable vLLM release for everything that the backend tables are made of; prints JSON.
+
+Run by `scripts/extract_backends.py` once a release, with the release's sources (an unpacked wheel) on
+PYTHONPATH, together with the FlashInfer and Humming that it pins. No GPU is used: see
+`moedoctor.upstream.substitute`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from moedoctor.fixes import backend_tables
+from moedoctor.upstream.backend_oracle import Answer, Layer, Oracle
+from moedoctor.upstream.substitute import LIBRARIES
+
+CAPABILITIES = tuple(tuple(map(int, one.split("."))) for one in backend_tables.CAPABILITIES)
+PARALLEL = {"tp": (False, False), "ep": (True, False), "dp": (False, True), "dp+ep": (True, True)}
+SCHEMES = ("nvfp4", "nvfp4-w4a16", "mxfp4", "fp8", "fp8-block", "bf16")
+
+
+USES = ("FP4", "FP8", "FP16", "MXFP4_BF16", "MXFP4_MXFP8", "MXFP4_MXFP8_CUTLASS")
+CHOICES = ("throughput", "latency", "masked_gemm")
+ENVIRONMENTS: tuple[dict[str, str], ...] = (
+    *({f"VLLM_USE_FLASHINFER_MOE_{use}": value} for use in USES for value in "01"),
+    *(
+        {f"VLLM_USE_FLASHINFER_MOE_{use}": "1", "VLLM_FLASHINFER_MOE_BACKEND": one}
+        for use in USES[:3]
+        for one in CHOICES
+    ),
+    *({"VLLM_FLASHINFER_MOE_BACKEND": one} for one in CHOICES),
+    *({name: value} for name in ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM") for value in "01"),
+    *({name: "1"} for name in ("VLLM_TEST_FORCE_FP8_MARLIN", "VLLM_MXFP4_USE_MARLIN")),
+    {"VLLM_MXFP4_USE_MARLIN": "0"},
+    {"VLLM_USE_FLASHINFER_MOE_FP4": "0", "VLLM_TEST_FORCE_FP8_MARLIN": "1"},
+    {"VLLM_USE_FLASHINFER_MOE_FP4": "1", "VLLM_TEST_FORCE_FP8_MARLIN": "1"},
+    {"VLLM_USE_FLASHINFER_MOE_FP8": "1", "VLLM_USE_DEEP_GEMM": "1"},
+    {"VLLM_USE_DEEP_GEMM": "1", "VLLM_TEST_FORCE_FP8_MARLIN": "1"},
+    {"VLLM_USE_DEEP_GEMM": "0", "VLLM_TEST_FORCE_FP8_MARLIN": "1"},
+    {"VLLM_USE_FLASHINFER_MOE_MXFP4_BF16": "1", "VLLM_MXFP4_USE_MARLIN": "1"},
+    {"VLLM_USE_FLASHINFER_MOE_MXFP4_BF16": "0", "VLLM_MXFP4_USE_MARLIN": "1"},
+    {"VLLM_NVFP4_MOE_BACKEND": "MARLIN"},
+    {"VLLM_NVFP4_GEMM_BACKEND": "marlin"},
+    {"VLLM_NVFP4_GEMM_BACKEND": "MARLIN"},
+)
+
+
+class Interner:
+    """Texts by number, because the same few answers come back thousands of times."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        return self.texts.setdefault(text, len(self.texts))
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)
+    oracle = Oracle(dict.fromkeys(LIBRARIES, True))
+    interner = Interner()
+    automatic = {scheme: grid(oracle, scheme, "auto", interner) for scheme in SCHEMES}
+    flags = sorted(get_args(__import__("vllm.config.kernel", fromlist=["MoEBackend"]).MoEBackend))
+    on_request: dict[str, dict[str, Any]] = {scheme: {} for scheme in SCHEMES}
+    for scheme in SCHEMES:
+        for flag in flags:
+            if flag != "auto":
+                on_request[scheme][flag] = requested(oracle, scheme, flag, automatic[scheme], interner)
+    needs = {scheme: needed(oracle, scheme, [flag for flag in flags if flag != "auto"]) for scheme in SCHEMES}
+    json.dump(
+        {
+            "activations": oracle.activations(),
+            "flags": flags,
+            "notes": oracle.substitute.notes,
+            "automatic": automatic,
+            "on_request": on_request,
+            "needs": needs,
+            "with_variables": {scheme: with_variables(oracle, scheme, interner) for scheme in SCHEMES},
+            "overridden": {scheme: overridden(oracle, scheme, interner) for scheme in SCHEMES},
+            "texts": list(interner.texts),
+        },
+        sys.stdout,
+    )
+
+
+def requested(oracle: Oracle, scheme: str, flag: str, automatic: list[list[Any]], interner: Interner) -> Any:
+    """What the flag asks for: at a few points where those kernels are in the automatic order too, else
+    everywhere."""
+    texts = list(interner.texts)
+    known = {json.loads(texts[one])[0] for row in automatic for one in row[3]}
+    few = grid(oracle, scheme, flag, interner, CAPABILITIES[6:8], ("silu",))
+    texts = list(interner.texts)
+    heard = {json.loads(texts[one])[0] for row in few for one in row[3]}
+    return few if heard <= known else grid(oracle, scheme, flag, interner)
+
+
+def grid(
+    oracle: Oracle,
+    scheme: str,
+    moe_backend: str,
+    interner: Interner,
+    capabilities: Sequence[tuple[int, int]] = CAPABILITIES,
+    activations: Sequence[str] = (),
+) -> list[list[Any]]:
+    """[capability, parallel, activation, answers, chosen or error] for every point; texts by number."""
+    rows = []
+    for capability in capabilities:
+        oracle.substitute.use(capability)
+        for (name, (ep, dp)), activation in itertools.product(
+            PARALLEL.items(), activations or oracle.activations()
+        ):
+            asked = oracle.ask_again(Layer(scheme, activation, ep, dp, moe_backend))
+            answers = [interner.number(json.dumps(plain(one))) for one in asked.answers]
+            outcome = {"chosen": asked.chosen, "error": None if asked.chosen else asked.error}
+            shown = f"{capability[0]}.{capability[1]}"
+            rows.append([shown, name, activation, answers, interner.number(json.dumps(outcome))])
+    return rows
+
+
+def overridden(oracle: Oracle, scheme: str, interner: Interner) -> list[list[Any]]:
+    """[variables, rows of `grid` with these set]: what the variables that ever meant something do."""
+    found = []
+    for variables in ENVIRONMENTS:
+        os.environ.update(variables)
+        try:
+            rows = grid(oracle, scheme, "auto", interner, [(8, 0), (9, 0), (10, 0), (12, 0)], ("silu",))
+        finally:
+            for name in variables:
+                del os.environ[name]
+        found.append([variables, rows])
+    return found
+
+
+def with_variables(oracle: Oracle, scheme: str, interner: Interner) -> list[list[Any]]:
+    """[variable, rows of the whole grid] for the variables that lead to kernels which nothing else leads
+    to."""
+    found = []
+    for name in ("VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8", "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS"):
+        os.environ[name] = "1"
+        found += [[name, grid(oracle, scheme, "auto", interner)]] if scheme == "mxfp4" else []
+        del os.environ[name]
+    return found
+
+
+def plain(answer: Answer) -> list[Any]:
+    return [answer.backend, answer.kernel, answer.supported, answer.reason]
+
+
+def needed(oracle: Oracle, scheme: str, flags: list[str]) -> dict[str, list[str]]:
+    """Kernel -> the optional libraries without which it is not supported anywhere that it was."""
+    layers = [
+        Layer(scheme, activation, ep, dp, flag)
+        for ep, dp in ((False, False), (True, True))
+        for activation in ("silu", "swigluoai", "relu2_no_mul")
+        for flag in ("auto", *flags)
+        if activation in oracle.activations()
+    ]
+
+    def supported() -> set[tuple[Any, ...]]:
+        found = set()
+        for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
+            oracle.substitute.use(capability)
+            for layer in layers:
+                for answer in oracle.ask_again(layer).answers:
+                    if answer.supported:
+                        found.add((capability, layer, answer.backend, answer.kernel))
+        return found
+
+    everything = supported()
+    found: dict[str, list[str]] = {}
+    for library in LIBRARIES:
+        oracle.substitute.pretend({library: False})
+        without = supported()
+        oracle.substitute.pretend({library: True})
+        for _, _, backend, kernel in everything - without:
+            libraries = found.setdefault(f"{backend}/{kernel}", [])
+            if library not in libraries:
+                libraries.append(library)
+    return {name: sorted(libraries) for name, libraries in sorted(found.items())}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""`moedoctor backends`: what it answers, in which format, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moedoctor.commands import backends as command
+from moedoctor.commands import backends_machine
+from moedoctor.commands.backends import BackendsRequest, backends_command
+from moedoctor.commands.errors import InputError
+from moedoctor.upstream import backend_agreement
+from moedoctor.upstream.backend_agreement import AgreementError, Heard
+
+
+@pytest.fixture(autouse=True)
+def no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
+    known = {"capability": None, "vllm": None, "flashinfer": None, **facts}
+    monkeypatch.setattr(command.environment, "collect", lambda: known)
+
+
+def answer(
+    capsys: pytest.CaptureFixture[str], environ: dict[str, str] | None = None, **request: Any
+) -> tuple[int, str]:
+    code = backends_command(BackendsRequest(**request), environ or {})
+    return code, capsys.readouterr().out
+
+
+def test_a_gpu_and_a_release(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = answer(capsys, sm="12.0", release="0.21.0")
+    lines = text.splitlines()
+    assert code == 0
+    assert lines[0] == "vLLM 0.21.0 · compute capability 12.0 · nvfp4 · tp · silu"
+    assert lines[1] == "FLASHINFER_CUTLASS is selected (automatic)"
+    assert any(
+        line.startswith("*  FLASHINFER_CUTLASS") and line.endswith("chosen (automatic)") for line in lines
+    )
+    assert any(line.startswith("-  FLASHINFER_TRTLLM") and "only for 10.0 to 10.7" in line for line in lines)
+    assert any(line.startswith("+  MARLIN") and "--moe-backend marlin" in line for line in lines)
+    assert "oracle/nvfp4.py" in text
+
+
+@pytest.mark.parametrize("written", ["12.0", "120", "sm120", "SM_120a", "compute_120f", " 12.0 "])
+def test_ways_to_write_a_capability(capsys: pytest.CaptureFixture[str], written: str) -> None:
+    assert "compute capability 12.0" in answer(capsys, sm=written)[1]
+
+
+def test_this_machine_is_the_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, capability="9.0", vllm="0.21.0+cu130", flashinfer="0.6.8.post1")
+    monkeypatch.setattr(command, "libraries_here", lambda *where: {"flashinfer": True})
+    code, text = answer(capsys, ask_installed=False)
+    assert code == 0
+    assert text.startswith("vLLM 0.21.0 · compute capability 9.0")
+
+
+def test_without_vllm_the_newest_release_is_answered_for(capsys: pytest.CaptureFixture[str]) -> None:
+    text = answer(capsys, sm="9.0")[1]
+    assert text.startswith("vLLM 0.33.0 ")
+    assert "vllm is not installed here: answered for 0.33.0" in text
+
+
+def test_a_vllm_between_the_tables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, vllm="0.21.1rc1.dev5+gabc")
+    text = answer(capsys, sm="9.0")[1]
+    assert text.startswith("vLLM 0.21.0 ")
+    assert "vllm 0.21.1rc1.dev5+gabc is not in the tables: answered for 0.21.0" in text
+
+
+def test_a_note_where_flashinfer_may_count_as_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "does not require flashinfer-cubin" in answer(capsys, sm="12.0", release="0.17.1")[1]
+    assert "flashinfer-cubin" not in answer(capsys, sm="12.0", release="0.19.0")[1]
+    assert "flashinfer-cubin" not in answer(capsys, sm="8.0", release="0.17.1")[1]
+
+
+def test_relu2_is_taken_as_nemotron_means_it(capsys: pytest.CaptureFixture[str]) -> None:
+    text = answer(capsys, sm="12.0", activation="relu2")[1]
+    assert "relu2_no_mul" in text.splitlines()[0]
+    assert "relu2 layers have no gate" in text
+
+
+def test_a_forced_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = answer(capsys, sm="12.0", release="0.21.0", backend="MARLIN")
+    assert code == 0
+    assert "MARLIN would work: runs with MarlinExperts; ask for it with --moe-backend marlin" in text
+    code, text = answer(capsys, sm="12.0", release="0.21.0", backend="flashinfer_trtllm")
+    assert code == 1
+    assert "FLASHINFER_TRTLLM would not work" in text
+    code, text = answer(capsys, sm="10.0", scheme="mxfp4", release="0.18.0", backend="MARLIN")
+    assert code == 1
+    assert "this release has no flag or variable for it" in text
+
+
+def test_settings_that_do_not_take_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    dead = {"VLLM_NVFP4_MOE_BACKEND": "MARLIN", "PATH": "/bin"}
+    code, text = answer(capsys, dead, sm="12.0", release="0.21.0")
+    assert code == 1
+    assert (
+        "VLLM_NVFP4_MOE_BACKEND=MARLIN: unknown: no release of vLLM reads it; use --moe-backend marlin"
+        in text
+    )
+    assert "PATH" not in text
+    code, text = answer(capsys, {"VLLM_NVFP4_GEMM_BACKEND": "marlin"}, sm="12.0", release="0.21.0")
+    assert code == 0  # it takes effect, on linear layers
+    assert "other layers" in text
+
+
+def test_a_command_line_and_the_environment_decide_the_selection(capsys: pytest.CaptureFixture[str]) -> None:
+    served = ("vllm", "serve", "m", "--moe-backend", "MARLIN")
+    assert (
+        "MARLIN is selected (--moe-backend marlin)"
+        in answer(capsys, sm="12.0", release="0.21.0", command=served)[1]
+    )
+    environ = {"VLLM_USE_FLASHINFER_MOE_FP4": "0"}
+    text = answer(capsys, environ, sm="12.0", release="0.21.0")[1]
+    assert "VLLM_CUTLASS is selected (VLLM_USE_FLASHINFER_MOE_FP4=0)" in text
+    wrong = ("vllm", "serve", "m", "--moe-backend", "humming")
+    code, text = answer(capsys, sm="12.0", release="0.18.0", command=wrong)
+    assert code == 1
+    assert "does not start: --moe-backend humming is none of" in text
+
+
+def test_the_line_sets_variables_and_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("docker", "run", "--gpus", "all", "-e", "VLLM_USE_FLASHINFER_MOE_FP4=0", "vllm/vllm-openai:v1")
+    line = (*line, "--enable-expert-parallel", "-dp", "2", "--config", "a.yaml")
+    code, text = answer(capsys, sm="12.0", release="0.21.0", command=line)
+    assert code == 0
+    assert " · dp+ep · " in text.splitlines()[0]
+    assert "MARLIN is selected (VLLM_USE_FLASHINFER_MOE_FP4=0)" in text
+    assert "--gpus" not in text
+    assert "the file that --config names was not read" in text
+    assert "--all2all-backend allgather_reducescatter, the default" in text
+    # What is set on the line comes before what the environment holds.
+    environ = {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}
+    assert (
+        "selected (VLLM_USE_FLASHINFER_MOE_FP4=0)"
+        in answer(capsys, environ, sm="12.0", release="0.21.0", command=line)[1]
+    )
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = answer(capsys, sm="7.0", release="0.18.0")
+    assert code == 1
+    assert "vLLM 0.18.0 does not start: no backend fits this layer on this GPU" in text
+
+
+def test_secrets_and_terminal_codes_stay_out(capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {"VLLM_MY_API_TOKEN": "s3cret-value", "VLLM_ODD": "\x1b[31mred"}
+    line = ("vllm", "serve", "m", "--moe-backend", "\x1b[31mred", "--my-api-key=s3cret-value")
+    for format in ("table", "json", "markdown"):
+        code, text = answer(capsys, environ, sm="12.0", format=format, command=line)
+        assert code == 1
+        assert "s3cret" not in text
+        assert "--my-api-key" in text
+        assert "\x1b" not in text
+
+
+def test_json_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {"VLLM_NVFP4_MOE_BACKEND": "MARLIN"}
+    code, text = answer(
+        capsys, environ, sm="12.0", release="0.21.0", backend="MARLIN", ep=True, format="json"
+    )
+    report = json.loads(text)
+    assert (report["schema_version"], report["command"], report["exit_code"]) == (1, "backends", code)
+    assert (report["release"], report["capability"], report["parallel"]) == ("0.21.0", "12.0", "ep")
+    assert report["chosen"] == "FLASHINFER_CUTLASS"
+    assert [one["backend"] for one in report["candidates"]][:2] == ["FLASHINFER_TRTLLM", "FLASHINFER_CUTEDSL"]
+    assert all(one["reason"] and one["source"] for one in report["candidates"])
+    assert report["request"]["how"] == "--moe-backend marlin"
+    assert report["settings"][0]["problem"] == "unknown"
+    assert report["disagreements"] == []
+
+
+def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    text = answer(capsys, {"VLLM_X|Y": "a<b"}, sm="12.0", release="0.21.0", format="markdown")[1]
+    assert "| \\* | FLASHINFER_CUTLASS | `--moe-backend flashinfer_cutlass` | chosen (automatic) |" in text
+    assert "VLLM_X\\|Y=a&lt;b" in text
+    assert "| \\+ | MARLIN | `--moe-backend marlin` |" in text
+
+
+def test_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    assert backends_command(BackendsRequest(sm="12.0", release="0.21.0", format="json", output=file), {}) == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "FLASHINFER_CUTLASS is selected (automatic); written to" in shown.err
+    assert json.loads(file.read_text(encoding="utf-8"))["chosen"] == "FLASHINFER_CUTLASS"
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ({}, "no NVIDIA GPU is visible here; name one: --sm 12.0"),
+        ({"sm": "13.0"}, "--sm 13.0: expected one of 7.0"),
+        ({"sm": "banana"}, "--sm banana: expected one of"),
+        ({"sm": "9.0", "release": "0.16.0"}, "--release 0.16.0: the tables know 0.17.1"),
+        ({"sm": "9.0", "scheme": "int4"}, "scheme int4: expected one of nvfp4"),
+        ({"sm": "9.0", "activation": "tanh"}, "activation tanh: vLLM 0.33.0 knows silu"),
+        ({"sm": "9.0", "backend": "BANANA"}, "BANANA: no MoE backend of vLLM 0.33.0 for nvfp4"),
+        ({"sm": "9.0", "format": "pdf"}, "--format pdf: expected one of table, json, markdown"),
+        ({"sm": "9.0", "output": Path("/nowhere/at/all.md")}, "its folder does not exist"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(request_: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        backends_command(BackendsRequest(**request_), {})
+    assert "\n" not in str(caught.value)
+
+
+def test_the_installed_vllm_is_asked_and_its_disagreement_is_a_finding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, capability="12.0", vllm="0.21.0")
+    monkeypatch.setattr(command, "libraries_here", lambda *where: {"flashinfer": True})
+    heard = Heard("MARLIN", None, {"FLASHINFER_CUTLASS": False, "MARLIN": True}, ("a note",))
+    monkeypatch.setattr(backend_agreement, "ask_installed", lambda *arguments, **options: heard)
+    code, text = answer(capsys)
+    assert code == 1
+    assert "The installed vLLM disagrees with the tables:" in text
+    assert "selected: MARLIN; the tables say FLASHINFER_CUTLASS" in text
+    assert "a note" in text
+    assert "disagrees" not in answer(capsys, release="0.20.0")[1]  # it is not the release that is installed
+    assert answer(capsys, ask_installed=False)[0] == 0
+
+    def silent(*arguments: Any, **options: Any) -> Heard:
+        raise AgreementError("the installed vllm did not answer within 180 s")
+
+    monkeypatch.setattr(backend_agreement, "ask_installed", silent)
+    code, text = answer(capsys)
+    assert code == 0
+    assert "did not answer within 180 s" in text
+
+
+def test_libraries_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages, tools = {"flashinfer", "humming"}, set[str]()
+    monkeypatch.setattr(backends_machine, "is_there", lambda name: name in packages)
+    monkeypatch.setattr(backends_machine.shutil, "which", lambda name: name if name in tools else None)
+
+    def flashinfer(release: str, **environ: str) -> bool:
+        return backends_machine.libraries_here(release, environ)["flashinfer"]
+
+    assert backends_machine.libraries_here("0.21.0", {}) == {
+        "flashinfer": False,
+        "humming": True,
+        "b12x": False,
+        "hpc": False,
+        "quark": False,
+    }
+    assert flashinfer("0.21.0", VLLM_HAS_FLASHINFER_CUBIN="1")
+    assert not flashinfer("0.21.0", VLLM_HAS_FLASHINFER_CUBIN="0")
+    tools.add("nvcc")
+    assert flashinfer("0.31.0")
+    assert not flashinfer("0.32.0"), "ninja is missing"
+    tools.update(("ninja", "/opt/cuda/bin/nvcc"))
+    assert flashinfer("0.32.0")
+    tools.discard("nvcc")
+    assert not flashinfer("0.32.0")
+    assert flashinfer("0.32.0", CUDA_HOME="/opt/cuda")
+    assert not flashinfer("0.31.0", CUDA_HOME="/opt/cuda"), "it did not look there yet"
+    packages.update(("flashinfer_cubin", "deep_gemm"))
+    assert backends_machine.libraries_here("0.18.0", {})["deep_gemm"] is True
+    assert flashinfer("0.31.0")
+    monkeypatch.undo()
+    assert backends_machine.is_there("json")
+    assert not backends_machine.is_there("no_such_package_anywhere")
+    assert not backends_machine.is_there("json.no.such")

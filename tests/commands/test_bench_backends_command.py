@@ -1,0 +1,168 @@
+"""`moedoctor bench --backend`: wrong usage in one line, and the whole of it on a CPU with REFERENCE."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moedoctor import cli, environment
+from moedoctor.bench import moe_run
+from moedoctor.commands import bench_backends
+from moedoctor.models.presets import names
+from moedoctor.trace.format import RoutingTrace, save
+
+TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--top-k", "2"]
+
+
+def bench(*arguments: str) -> int:
+    return cli.main(["bench", *arguments])
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {**environment.collect(), "gpu": None, "gpus": [], "vllm": None}
+    monkeypatch.setattr(environment, "collect", lambda: facts)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "MARLIN"], "--backend MARLIN: needs an NVIDIA GPU, none is visible; what runs here: "
+         "--backend REFERENCE, --backend OURS"),
+        (["--backend", "marlin", "--device", "cuda:0"], "--device cuda:0: needs an NVIDIA GPU"),
+        (["--backend", "HUMMING"], "--backend HUMMING: expected all or some of MARLIN, EMULATION"),
+        (["--backend", ","], "--backend: expected all or some of"),
+        (["--backend", "MARLIN", "--quantization", "bf16"], "--backend MARLIN: has nvfp4, fp8, not bf16"),
+        (["--backend", "MARLIN:bf16"], "--backend MARLIN: has nvfp4, fp8, not bf16"),
+        (["--backend", "MARLIN:w4"], "--backend w4: expected one of nvfp4, fp8, bf16"),
+        (["--backend", "OURS", "--quantization", "int4"], "--quantization int4: expected one of nvfp4"),
+        (["--backend", "OURS", "--model", "gpt-5"], "--model gpt-5: no such preset or folder"),
+        (["--backend", "OURS", "--hidden", "64"], "--intermediate: is missing"),
+        (["--backend", "OURS", "--model", "qwen3-30b-a3b", *TINY], "--hidden: --model gives the sizes"),
+        (["--backend", "OURS", *TINY[:-1], "9"], "top_k: 9 is more than experts 4"),
+        (["--backend", "OURS", "--hidden", "65", *TINY[2:]], "expected multiples of 16"),
+        (["--backend", "OURS", *TINY, "--activation", "tanh"], "activation: expected silu, gelu_tanh, relu2"),
+        (["--backend", "OURS", *TINY, "--tokens", "0"], "--tokens 0: expected 1 to 8192"),
+        (["--backend", "OURS", *TINY, "--tokens", "8193"], "--tokens 8193: expected 1 to 8192"),
+        (["--backend", "OURS", *TINY, "--routing", "uniform"], "--routing uniform: expected balanced, zipf"),
+        (["--backend", "OURS", *TINY, "--routing", "zipf:x"], "--routing zipf:x: expected a skew"),
+        (["--backend", "OURS", *TINY, "--device", "tpu"], "--device tpu: expected auto, cpu or cuda:N"),
+        (["--backend", "OURS", *TINY, "--format", "xml"], "--format xml: expected one of table"),
+        (["--backend", "OURS", *TINY, "--trace", "nowhere"], "nowhere"),
+        (["--backend", "OURS", *TINY, "-o", "/nowhere/report.json"], "its folder does not exist"),
+        (["--backend", "OURS", "--cache"], "two benchmarks"),
+        ([], "say what to measure: --backend NAME or --cache"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_reference_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, picture = tmp_path / "report.json", tmp_path / "plot.svg"
+    code = bench(
+        "--backend", "reference,marlin", "--quantization", "nvfp4", *TINY, "--tokens", "1,5",
+        "--device", "cpu", "--format", "json", "-o", str(report), "--plot", str(picture),
+    )  # fmt: skip
+    assert code == 0
+    found = json.loads(report.read_text())["bench"]["backends"]
+    assert found["layers"]["custom"]["top_k"] == 2
+    rows = [row for row in found["rows"] if "time_us" in row]
+    assert [row["tokens"] for row in rows] == [1, 5]
+    assert all(row["right"] and row["cosine"] > 0.9999 for row in rows)
+    assert [row["backend"] for row in found["rows"] if "unavailable" in row] == ["MARLIN"]
+    assert "2 points timed, 0 wrong, 0 failed, 1 not available" in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    assert picture.read_text().startswith("<?xml")
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, object]) -> list[moe_run.LayerTask]:
+    """Stand in for the children: what was asked for, and these rows as the answer."""
+    asked: list[moe_run.LayerTask] = []
+
+    def answer(tasks: list[moe_run.LayerTask], *_: object, **__: object) -> list[dict[str, object]]:
+        asked.extend(tasks)
+        return [{"backend": "OURS", "quantization": "nvfp4", "model": tasks[0].model, **row} for row in rows]
+
+    limits = {"bytes_per_second": 1e9, "flops": {"bf16": 1e12}}
+    monkeypatch.setattr(bench_backends, "measure_machine", lambda device: (limits, {}))
+    monkeypatch.setattr(bench_backends, "measure_tasks", answer)
+    return asked
+
+
+WRONG = {"tokens": 1, "right": False, "wrong": "1 of 1 tokens: cosine 0", "cosine": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "said"),
+    [
+        (WRONG, 1, "OURS nvfp4, 1 tokens: WRONG, so not timed: 1 of 1 tokens: cosine 0"),
+        ({"failed": "the process ended with -6: abort"}, 1, "OURS nvfp4: FAILED: the process ended"),
+    ],
+)
+def test_a_wrong_backend_gets_no_time_and_exit_code_1(
+    row: dict[str, object],
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    measured(monkeypatch, row)
+    assert bench("--backend", "OURS", *TINY) == code
+    assert said in capsys.readouterr().out
+
+
+def test_what_turns_out_not_to_run_is_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured(monkeypatch, {"unavailable": "vLLM says: no"})
+    assert bench("--backend", "OURS", *TINY) == 2
+    assert "OURS: vLLM says: no; what runs here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("preset", names())
+def test_presets_give_the_layers_of_their_models(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = measured(monkeypatch, WRONG)
+    bench("--backend", "OURS", "--quantization", "nvfp4", "--model", preset)
+    shape = asked[0].shape
+    known = {
+        "qwen3-30b-a3b": (2048, 768, 128, 8, "silu"),
+        "qwen3.5-35b-a3b": (2048, 512, 256, 8, "silu"),
+        "gemma-4-26b-a4b": (2816, 704, 128, 8, "gelu_tanh"),
+        "nemotron-cascade-2-30b-a3b": (2688, 1856, 128, 6, "relu2"),
+        "nemotron-3-super-120b": (1024, 2688, 512, 22, "relu2"),
+    }
+    assert (shape.hidden, shape.intermediate, shape.experts, shape.top_k, shape.activation) == known[preset]
+
+
+def test_a_folder_with_a_config_and_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {
+        "hidden_size": 64, "vocab_size": 10, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "hidden_act": "silu",
+    }  # fmt: skip
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    asked = measured(monkeypatch, WRONG)
+    bench("--backend", "all", "--model", str(folder), "--model", "qwen3-30b-a3b", "--tokens", "8,1")
+    assert {one.model for one in asked} == {"my-model", "qwen3-30b-a3b"}
+    assert asked[0].shape.hidden == 64
+    assert asked[0].tokens == (1, 8)
+    assert {one.variant.name for one in asked} >= {"MARLIN", "EMULATION", "TRITON", "OURS"}
+    assert "REFERENCE" not in {one.variant.name for one in asked}
+
+
+def test_routes_out_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.safetensors"
+    ids = [0, 1, 2, 3, 3, 2, 1, 0]  # two tokens, two layers, two experts each
+    save(RoutingTrace(ids, 4, 2, ("a", "b"), (2,)), path)
+    asked = measured(monkeypatch, WRONG)
+    bench("--backend", "OURS", *TINY, "--trace", str(path))
+    assert asked[0].routing == {"kind": "trace", "rows": [[0, 1], [3, 2]]}

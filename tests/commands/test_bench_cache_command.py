@@ -1,0 +1,232 @@
+"""`moedoctor bench --cache`: the report in three formats, its pictures, and bad input in one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from moedoctor.cli import main
+from moedoctor.reporters.json import report_schema
+from moedoctor.serialise import report_from_dict
+from moedoctor.trace.format import save
+from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
+
+ZIPF = "zipf:experts=16,top_k=2,layers=2,rows=64,streams=4"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["bench", "--cache", *arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code, out, _ = run(capsys, "--trace", ZIPF, "--format", "json", *arguments)
+    assert code == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_the_json_is_a_report_with_every_policy_at_every_capacity(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys)
+    jsonschema.validate(found, report_schema())
+    assert report_from_dict(found).command == "bench", "evidence is read back as a report"
+    cache = found["bench"]["cache"]
+    assert found["command"] == "bench"
+    assert {(one["policy"], one["capacity"]) for one in cache["points"]} == {
+        (policy, capacity) for policy in ("lru", "lfu", "lfru", "belady") for capacity in (2, 4, 8, 16)
+    }
+    for one in cache["points"]:
+        assert one["hits"] + one["misses"] == 2 * 64 * 2
+        assert one["hit_rate"] == one["hits"] / (one["hits"] + one["misses"])
+        assert one["wrong_calls"] == 0
+    assert cache["replay_unit"] == "call"
+    assert cache["trace"]["made"]["seed"] == 0
+
+
+def test_capacities_policies_batch_and_scope_are_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    options = (
+        "--capacity",
+        "4,8",
+        "--capacity",
+        "12",
+        "--policy",
+        "lru",
+        "--batch",
+        "4",
+        "--scope",
+        "global",
+    )
+    cache = document(capsys, *options)["bench"]["cache"]
+    assert [(one["policy"], one["capacity"]) for one in cache["points"]] == [
+        ("lru", 4),
+        ("lru", 8),
+        ("lru", 12),
+    ]
+    assert (cache["batch"], cache["scope"]) == (4, "global")
+    assert cache["trace"]["calls"] == 16
+
+
+def test_the_table_holds_the_figures_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    points = document(capsys)["bench"]["cache"]["points"]
+    code, out, _ = run(capsys, "--trace", ZIPF)
+    assert code == 0
+    rows = {words[0]: words for words in map(str.split, out.splitlines()) if words and words[0].isdigit()}
+    for capacity in (2, 4, 8, 16):
+        rates = {one["policy"]: one["hit_rate"] for one in points if one["capacity"] == capacity}
+        shown = [f"{rates[name]:.1%}" for name in ("lru", "lfu", "lfru", "belady")]
+        assert rows[str(capacity)][2:6] == shown
+
+
+def test_markdown_has_its_picture_beside_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = tmp_path / "cache.md"
+    code, out, err = run(capsys, "--trace", ZIPF, "--format", "markdown", "-o", str(report))
+    assert (code, out) == (0, "")
+    assert "written to" in err
+    text = report.read_text(encoding="utf-8")
+    assert "](cache_hit_rate.svg)" in text
+    assert (tmp_path / "cache_hit_rate.svg").read_text(encoding="utf-8").startswith("<?xml")
+    assert "Belady (optimum)" in text
+    assert "| seed | 0 |" in text
+
+
+def test_without_matplotlib_the_report_comes_without_pictures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report = tmp_path / "cache.md"
+    code, _, err = run(capsys, "--trace", ZIPF, "--format", "markdown", "-o", str(report))
+    assert code == 0
+    assert "matplotlib is not installed: pip install 'moedoctor[plots]'" in err
+    assert ".svg" not in report.read_text(encoding="utf-8")
+
+
+def test_a_trace_file_is_replayed_and_its_text_cannot_format(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = zipf_trace(ZipfSettings.parse(ZIPF))
+    path = tmp_path / "t.safetensors"
+    save(type(trace)(**{**vars(trace), "model": "<b>\x1b[31mmodel</b>"}), path)
+    code, out, _ = run(capsys, "--trace", str(path), "--format", "markdown")
+    assert code == 0
+    assert "<b>" not in out
+    assert "\x1b" not in out
+    assert "model" in out
+
+
+def test_calls_that_overflow_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--trace", ZIPF, "--batch", "4", "--capacity", "2")
+    assert "100% of calls" in out
+    assert "no strict optimum" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--trace", "missing.safetensors"), "missing.safetensors: cannot be read"),
+        (("--trace", "zipf:colour=1"), "'colour=1' is none of"),
+        (("--trace", ZIPF, "--capacity", "0"), "--capacity 0: expected slots"),
+        (("--trace", ZIPF, "--capacity", "many"), "--capacity many: expected slots"),
+        (("--trace", ZIPF, "--policy", "fifo"), "--policy fifo: expected one of lru, lfu, lfru, belady"),
+        (("--trace", ZIPF, "--scope", "model"), "--scope model: expected one of layer, global"),
+        (("--trace", ZIPF, "--format", "junit"), "--format junit: expected one of table, json, markdown"),
+        (("--trace", ZIPF, "-o", "no/such/folder/x.md"), "its folder does not exist"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
+    code, out, err = run(capsys, *options)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_speed_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moedoctor.commands.bench_cache.environment.collect", lambda: {"gpu": None})
+    code, out, err = run(capsys, "--trace", ZIPF, "--speed")
+    assert (code, out) == (2, "")
+    assert "--speed: needs an NVIDIA GPU" in err
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU and its measurement, both made up."""
+    rows = [
+        {"engine": "device", "capacity": 4, "tokens_per_second": 50.0, "step_us": 2e4},
+        {"engine": "pr37190", "capacity": 4, "tokens_per_second": 20.0, "step_us": 5e4},
+        {"engine": "pr37190", "capacity": 8, "reason": "a call needs 9 experts"},
+    ]
+    facts = {"gpu": "a GPU", "torch_cuda": "13.0"}
+    monkeypatch.setattr("moedoctor.commands.bench_cache.environment.collect", lambda: facts)
+    monkeypatch.setattr("moedoctor.bench.expert_cache.Host.make", lambda model, device: None)
+    monkeypatch.setattr(
+        "moedoctor.bench.expert_cache.decode",
+        lambda device, *, capacity, **options: [one for one in rows if one["capacity"] == capacity],
+    )
+    misses = [
+        {"engine": "pinned", "miss_gb_s": 50.0},
+        {"engine": "host", "miss_gb_s": 48.0, "of_pinned": 0.96},
+    ]
+    monkeypatch.setattr("moedoctor.bench.expert_cache_misses.miss_bandwidth", lambda device: misses)
+
+
+@pytest.mark.usefixtures("measured")
+def test_speed_is_in_the_report_and_in_a_picture_of_its_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ("--speed", "--capacity", "4,8")
+    cache = document(capsys, *options)["bench"]["cache"]
+    assert [row["subject"] for row in cache["speed"]] == [
+        "ours, device engine",
+        *["PR 37190, restated"] * 2,
+        "a pinned copy",
+        "ours, host engine",
+    ]
+    assert "a GPU" in cache["speed_note"]
+    report = tmp_path / "cache.md"
+    assert run(capsys, "--trace", ZIPF, "--format", "markdown", "-o", str(report), *options)[0] == 0
+    text = report.read_text(encoding="utf-8")
+    assert "](cache_tokens_per_second.svg)" in text
+    assert "| PR 37190, restated | 8 |" in text
+    picture = (tmp_path / "cache_tokens_per_second.svg").read_text(encoding="utf-8")
+    assert "PR 37190, restated" in picture
+    assert "ours, device engine" in picture
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("format", ["json", "markdown", "table"])
+def test_a_stored_report_is_shown_as_it_would_have_been_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, format: str
+) -> None:
+    options = ("--trace", ZIPF, "--speed", "--capacity", "4,8", "--batch", "2")
+    stored = tmp_path / "cache.json"
+    assert run(capsys, *options, "--format", "json", "-o", str(stored))[0] == 0
+    written, shown = tmp_path / "a.out", tmp_path / "b.out"
+    assert run(capsys, *options, "--format", format, "-o", str(written))[0] == 0
+    assert main(["show", str(stored), "--format", format, "-o", str(shown)]) == 0
+    assert shown.read_text(encoding="utf-8") == written.read_text(encoding="utf-8").replace(
+        "](a_", "](b_"
+    ).replace("![a ", "![b ")
+
+
+def test_a_stored_report_that_lost_a_part_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = document(capsys)
+    stored = tmp_path / "cache.json"
+    for broken in ({"other": {}}, {"cache": {}}):
+        stored.write_text(json.dumps({**found, "bench": broken}), encoding="utf-8")
+        assert main(["show", str(stored)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_bench_without_a_subject_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 2
+    assert "--cache" in capsys.readouterr().err

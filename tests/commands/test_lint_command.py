@@ -1,0 +1,218 @@
+"""`moedoctor lint`: formats, exit codes, corrected copies, and the time and memory of a large checkpoint."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints_of_tests import INDEX, Made, f32, modelopt, write_safetensors
+
+from moedoctor.commands.errors import InputError
+from moedoctor.commands.lint import lint_command
+from moedoctor.diagnose.lint import lint
+
+UP = "model.layers.1.mlp.experts.2.up_proj"
+
+
+def broken() -> Made:
+    made = modelopt()
+    made.tensors[f"{UP}.weight_scale_2"] = f32(3e-4)
+    return made
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lint_command(broken().write(tmp_path), "json") == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema_version"] == 1
+    assert document["summary"]["exit_code"] == 1
+    (finding,) = document["findings"]
+    assert finding.keys() == {"id", "check", "line", "evidence", "confidence", "next_step"}
+    assert finding["id"] == "MD014"
+    assert finding["evidence"]["places"] == [
+        {
+            "tensor": f"{UP.replace('up', 'gate')}.weight_scale_2",
+            "shard": "model.safetensors",
+            "value": "gate 0.00015625, up 0.0003",
+        }
+    ]
+
+
+@pytest.mark.parametrize("format", ["table", "markdown"])
+def test_text(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lint_command(broken().write(tmp_path), format) == 1
+    out = capsys.readouterr().out
+    for part in ("MD014", "gate 0.00015625, up 0.0003", "model.safetensors", "moedoctor run MD014"):
+        assert part in out
+    assert "1 kind of damage" in out
+
+
+def test_a_clean_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lint_command(modelopt().write(tmp_path)) == 0
+    assert "nothing wrong was found" in capsys.readouterr().out
+
+
+def test_names_cannot_break_out_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = modelopt()
+    made.tensors["a|b\n\x1b[31m.weight_scale"] = f32(float("nan"))
+    lint_command(made.write(tmp_path), "markdown")
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "a\\|b\\n" in out
+
+
+def test_a_pattern_that_was_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = modelopt()
+    made.config["quantization_config"]["ignore"] = ["re:(a+)+"]
+    made.hf_quant = None
+    assert lint_command(made.write(tmp_path)) == 0
+    assert "not read: the pattern re:(a+)+" in capsys.readouterr().out
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    folder, report = broken().write(tmp_path / "c"), tmp_path / "report.json"
+    command = [sys.executable, "-m", "moedoctor", "lint", str(folder), "--format", "json", "-o", str(report)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert json.loads(report.read_text())["findings"][0]["id"] == "MD014"
+    (folder / "model.safetensors").write_bytes(b"\xff" * 100)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert "model.safetensors: its header claims 18446744073709551615 bytes" in ended.stderr
+
+
+def test_wrong_options(tmp_path: Path) -> None:
+    folder = modelopt().write(tmp_path / "c")
+    with pytest.raises(InputError, match="--format xml"):
+        lint_command(folder, "xml")
+    for fix in (folder, folder / "inside", tmp_path / "c" / ".." / "c"):
+        with pytest.raises(InputError, match="the checkpoint's own folder"):
+            lint_command(folder, fix=fix)
+    with pytest.raises(InputError, match="parent folder does not exist"):
+        lint_command(folder, fix=tmp_path / "no" / "where")
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    with pytest.raises(InputError, match="the checkpoint's own folder"):
+        lint_command(folder, fix=link)
+
+
+def fixed(made: Made, tmp_path: Path) -> tuple[set[str], set[str]]:
+    """The checks that fire before and after the corrected files have taken the place of the old ones."""
+    folder, fix = made.write(tmp_path / "c"), tmp_path / "fix"
+    before = {one.check for one in lint(folder).findings}
+    unchanged = {one.name: one.read_bytes() for one in folder.iterdir()}
+    lint_command(folder, "json", tmp_path / "report.json", fix)
+    assert {one.name: one.read_bytes() for one in folder.iterdir()} == unchanged
+    for one in fix.iterdir():
+        assert one.suffix == ".json"
+        (folder / one.name).write_bytes(one.read_bytes())
+    return before, {one.check for one in lint(folder).findings}
+
+
+def test_fix_takes_out_a_kv_cache_without_scales(tmp_path: Path) -> None:
+    made = modelopt()
+    for name in [one for one in made.tensors if one.endswith(("k_scale", "v_scale"))]:
+        del made.tensors[name]
+    assert fixed(made, tmp_path) == ({"kv_scales_missing"}, set())
+
+
+def test_fix_names_the_scheme_that_the_tensors_have(tmp_path: Path) -> None:
+    made = modelopt()
+    made.config["quantization_config"]["quant_algo"] = "FP8"
+    assert fixed(made, tmp_path) == ({"quant_algo_tensors", "config_disagrees"}, set())
+
+
+def test_fix_makes_the_files_agree(tmp_path: Path) -> None:
+    made = modelopt()
+    assert made.hf_quant is not None
+    made.hf_quant["quantization"].update(kv_cache_quant_algo=None, group_size=32, exclude_modules=["lm_head"])
+    assert fixed(made, tmp_path) == ({"config_disagrees"}, set())
+
+
+def test_fix_corrects_the_excluded_modules(tmp_path: Path) -> None:
+    made = modelopt()
+    made.hf_quant = None
+    made.config["quantization_config"]["ignore"] = ["lm_head", "model.layers.0.mlp.experts*"]
+    assert fixed(made, tmp_path) == ({"excluded_quantised", "unquantised_not_excluded"}, set())
+
+
+def test_fix_makes_an_index_from_the_shards(tmp_path: Path) -> None:
+    made = modelopt(3)
+    made.change_index = lambda index: index["weight_map"].pop(f"{UP}.weight")
+    assert fixed(made, tmp_path) == ({"index_disagrees"}, set())
+    index = json.loads((tmp_path / "fix" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in made.tensors.values())
+
+
+def test_fix_writes_nothing_where_only_tensors_are_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = broken().write(tmp_path / "c")
+    assert lint_command(folder, fix=tmp_path / "fix") == 1
+    assert not (tmp_path / "fix").exists()
+    assert "nothing that a JSON file could correct" in capsys.readouterr().err
+
+
+def large(folder: Path, shards: int, tensors: int) -> None:
+    """A checkpoint of many tensors: each expert has 12, the layers as many experts as it takes."""
+    folder.mkdir()
+    experts, per_shard = 128, tensors // shards
+    names = (
+        (f"model.layers.{number // experts}.mlp.experts.{number % experts}.{projection}", projection)
+        for number in range(tensors)
+        for projection in ("gate_proj", "up_proj", "down_proj")
+    )
+    weight_map: dict[str, str] = {}
+    parts = {
+        "weight": ("U8", (16, 16), b"\x12" * 256),
+        "weight_scale": ("F8_E4M3", (16, 2), b"\x48" * 32),
+        "weight_scale_2": f32(1e-4),
+        "input_scale": f32(1e-2),
+    }
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        held = {
+            f"{module}.{part}": tensor
+            for module, _ in (next(names) for _ in range(per_shard // 4))
+            for part, tensor in parts.items()
+        }
+        write_safetensors(folder / file, held)
+        weight_map.update(dict.fromkeys(held, file))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+
+
+PROBE = """
+import sys
+from pathlib import Path
+from moedoctor.diagnose.lint import lint
+result = lint(Path(sys.argv[1]))
+status = open("/proc/self/status").read()
+print(result.tensors, result.shards, int(status.partition("VmHWM:")[2].split()[0]) // 1024)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_sixty_shards_of_200_000_tensors(tmp_path: Path) -> None:
+    large(tmp_path / "c", 60, 200_000)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = subprocess.run(
+        [sys.executable, "-c", PROBE, str(tmp_path / "c")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    tensors, shards, megabytes = map(int, ended.stdout.split())
+    assert shards == 60
+    assert tensors >= 199_000
+    assert megabytes < 500
+    # Processor time, which others on the machine do not lengthen as they do the wall clock.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20

@@ -1,0 +1,107 @@
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from moedoctor.bench import parity
+from moedoctor.faults.backend_parity import BackendParity, BackendParityParameters
+from moedoctor.reference.token_agreement import Bounds
+from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier
+from moedoctor.subjects.base import UnavailableError
+
+FAULT = BackendParity()
+
+
+def case(subject: str, **parameters: str) -> Case:
+    values = {"backend": "MARLIN", "quantization": "nvfp4", "tokens": 5, **parameters}
+    return Case("PARITY", subject, Tier.MODEL, BackendParityParameters(**values).model_dump())
+
+
+def judged(subject: str, **parameters: str) -> tuple[CaseVerdict, str]:
+    one = case(subject, **parameters)
+    judgement = FAULT.judge(one, FAULT.observe(one, getattr(FAULT, subject)(one)))
+    return judgement.verdict, judgement.figure
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"backend": "MARLIN"},
+        {"backend": "EMULATION", "activation": "relu2"},
+        {"backend": "TRITON", "quantization": "fp8"},
+        {"backend": "TRITON", "quantization": "bf16"},
+    ],
+)
+def test_control_and_fix(parameters: dict[str, str]) -> None:
+    verdict, figure = judged("faulty", **parameters)
+    assert verdict is CaseVerdict.REPRODUCED
+    noticed, planted = figure.split(" planted")[0].split(" of ")
+    assert noticed == planted
+    assert judged("fixed", **parameters)[0] is CaseVerdict.CLEAN
+
+
+def test_a_harness_that_misses_a_planted_fault_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds as loose as those of a harness that only looks at direction."""
+    lax = Bounds(cosine=0.9, norm=math.inf, element=math.inf, matched=0, worst=math.inf)
+    monkeypatch.setattr(parity, "bounds_of", lambda activations: lax)
+    verdict, figure = judged("faulty")
+    assert verdict is CaseVerdict.CLEAN
+    assert "half_output" in figure
+
+
+def test_a_harness_that_refuses_a_right_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    strict = Bounds(cosine=1.1, norm=0, element=0, matched=1, worst=0)
+    monkeypatch.setattr(parity, "bounds_of", lambda activations: strict)
+    verdict, figure = judged("faulty")
+    assert verdict is CaseVerdict.CLEAN
+    assert "a right result was refused" in figure
+
+
+def seen(**changed: object) -> Observation:
+    one = case("fixed")
+    return Observation({**FAULT.observe(one, FAULT.fixed(one)).evidence, **changed})
+
+
+def test_a_wrong_backend_is_named_with_its_tokens() -> None:
+    judgement = FAULT.judge(case("installed"), seen(reason="cosine 0.1 at token 3", wrong_tokens=2))
+    assert judgement.verdict is CaseVerdict.REPRODUCED
+    assert judgement.figure == "2 of 5 tokens wrong: cosine 0.1 at token 3"
+
+
+def test_a_verdict_on_a_backend_needs_a_harness_that_sees() -> None:
+    judgement = FAULT.judge(case("installed"), seen(controls_missed=["stale_row"]))
+    assert judgement.verdict is CaseVerdict.ERROR
+    assert "stale_row" in (judgement.reason or "")
+
+
+def test_what_is_not_deterministic_is_said() -> None:
+    assert "not the same bits" in FAULT.judge(case("fixed"), seen(deterministic=False)).figure
+
+
+def test_a_backend_that_cannot_run_is_skipped_with_its_reason() -> None:
+    one = case("installed")
+    with pytest.raises(UnavailableError, match="needs an NVIDIA GPU"):
+        FAULT.observe(one, FAULT.installed(one))
+
+
+def test_conclusions_name_what_was_right_wrong_and_not_run() -> None:
+    def result(verdict: CaseVerdict, backend: str) -> CaseResult:
+        parameters = case("installed", backend=backend).parameters
+        return CaseResult("installed", Tier.KERNEL, parameters, verdict)
+
+    found = FAULT.conclude([result(CaseVerdict.CLEAN, "MARLIN"), result(CaseVerdict.REPRODUCED, "EMULATION")])
+    assert found == {"right": ["MARLIN nvfp4 silu"], "wrong": ["EMULATION nvfp4 silu"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"backend": "TRITON", "quantization": "nvfp4"}, "nvfp4 has MARLIN"),
+        ({"top_k": 8, "experts": 8}, "must be less than experts"),
+        ({"hidden": 200}, "multiple of 128"),
+        ({"backend": "HUMMING"}, "backend"),
+    ],
+)
+def test_what_cannot_be_is_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        BackendParityParameters(**values)

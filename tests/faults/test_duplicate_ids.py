@@ -1,0 +1,267 @@
+"""MD011: the restated sort, what is counted, and what the judges make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from moedoctor.faults import duplicate_ids_claims as claims
+from moedoctor.faults.base import Measurement
+from moedoctor.faults.duplicate_ids import DuplicateIds, DuplicateIdsParameters
+from moedoctor.faults.duplicate_ids_model import ThreeStepModel, takes_fused
+from moedoctor.faults.duplicate_ids_rows import Implementation, make_ids, map_figures, observe
+from moedoctor.results import (
+    Case,
+    CaseResult,
+    CaseVerdict,
+    ClaimVerdict,
+    Crash,
+    Death,
+    Observation,
+    Tier,
+)
+
+FAULT = DuplicateIds()
+DEFAULT = DuplicateIdsParameters().model_dump()
+
+
+def parameters(**changes: Any) -> DuplicateIdsParameters:
+    return DuplicateIdsParameters.model_validate({**DEFAULT, **changes})
+
+
+def case(**changes: Any) -> Case:
+    return Case("MD011", "faulty", Tier.MODEL, parameters(**changes).model_dump())
+
+
+points = st.fixed_dictionaries(
+    {
+        "tokens": st.sampled_from([1, 7, 40, 257]),
+        "experts": st.sampled_from([16, 512]),
+        "top_k": st.sampled_from([2, 8, 10]),
+        "ids": st.sampled_from(["one_expert", "one_repeat", "distinct", "sentinel"]),
+        "memory": st.sampled_from(["garbage", "earlier", "zeros", "minus_one"]),
+        "finalize": st.sampled_from(["normal", "no_filling"]),
+        "rank": st.sampled_from([0, 1]),
+        "ranks": st.just(2),
+        "seed": st.integers(0, 3),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(points)
+def test_each_repeated_slot_leaves_one_entry_unwritten_and_no_other(point: dict[str, Any]) -> None:
+    chosen = parameters(**point)
+    ids, local = make_ids(chosen), chosen.experts // 2
+    maps = ThreeStepModel().build_maps(ids, local, start=local * chosen.rank, memory=-5)
+    figures = map_figures(chosen, ids, maps)
+    if maps.fused:
+        assert figures["unwritten_entries"] == 0
+    else:
+        assert figures["unwritten_entries"] == figures["repeated_slots"]
+        assert figures["local_slots"] - figures["sorted_rows"] == figures["repeated_slots"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(points)
+def test_distinct_ids_and_deduplicated_ones_give_the_right_sum(point: dict[str, Any]) -> None:
+    chosen = parameters(**point)
+    guarded = observe(chosen, Implementation(ThreeStepModel(), guard=True)).evidence
+    assert guarded["rows_right"] == guarded["rows"]
+    if chosen.ids in ("distinct", "sentinel"):
+        plain = observe(chosen, Implementation(ThreeStepModel())).evidence
+        assert plain["rows_right"] == plain["rows"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "finalize", "figure"),
+    [
+        ("garbage", "normal", "the repeat is dropped in 300 of 300 rows"),
+        ("minus_one", "normal", "the repeat is dropped in 300 of 300 rows"),
+        ("earlier", "normal", "of 300 rows hold a wrong sum, without an error"),
+        ("garbage", "no_filling", "2100 entries of the map lead out of bounds"),
+        ("earlier", "no_filling", "of 300 rows hold a wrong sum, without an error"),
+    ],
+)
+def test_what_the_memory_held_decides_what_happens(memory: str, finalize: str, figure: str) -> None:
+    one = case(memory=memory, finalize=finalize, ranks=2 if finalize == "no_filling" else 1)
+    seen = FAULT.observe(one, FAULT.faulty(one))
+    judged = FAULT.judge(one, seen)
+    assert judged.verdict is CaseVerdict.REPRODUCED
+    assert judged.figure.endswith(figure)
+    fixed = FAULT.judge(one, FAULT.observe(one, FAULT.fixed(one)))
+    assert (fixed.verdict, fixed.figure) == (CaseVerdict.CLEAN, "300 of 300 rows are right, three-step")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "last"),
+    [(1, 8, 510), (128, 8, 510), (129, 8, 254), (256, 8, 254), (257, 8, 0), (1, 10, 0)],
+)
+def test_the_last_number_of_experts_that_the_fused_prologue_takes(tokens: int, top_k: int, last: int) -> None:
+    taken = [experts for experts in range(1, 600) if takes_fused(tokens, top_k, experts)]
+    assert taken == list(range(1, last + 1))
+
+
+def test_the_fused_prologue_sorts_repeated_ids_rightly() -> None:
+    one = parameters(tokens=64, ids="one_repeat")
+    seen = observe(one, Implementation(ThreeStepModel())).evidence
+    assert (seen["path"], seen["rows_right"], seen["unwritten_entries"]) == ("fused", 64, 0)
+
+
+def test_an_illegal_access_is_the_symptom_and_another_death_is_not() -> None:
+    crash = Crash(Death.ILLEGAL_MEMORY_ACCESS, "CUDA error: an illegal memory access was encountered")
+    assert FAULT.judge_crash(case(), crash).verdict is CaseVerdict.REPRODUCED
+    assert FAULT.judge_crash(case(), Crash(Death.HANG, "no answer")).verdict is CaseVerdict.ERROR
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"top_k": 9, "experts": 8}, "more than experts 8"),
+        ({"ranks": 3}, "does not divide"),
+        ({"ranks": 2, "rank": 2}, "below ranks 2"),
+        ({"finalize": "no_filling"}, "two ranks or more"),
+    ],
+)
+def test_points_that_cannot_be_are_refused(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        parameters(**changes)
+
+
+# --- Judges ----------------------------------------------------------------------------------------------
+
+
+def result(subject: str, what: str, **changes: Any) -> CaseResult:
+    counts = {"rows": 4, "rows_right": 0, "rows_with_the_repeat_dropped": 0, "rows_wrong": 0}
+    evidence: dict[str, Any] = {**counts, what: 4} if what != "death" else {"death": "illegal_memory_access"}
+    verdict = CaseVerdict.CLEAN if what == "rows_right" else CaseVerdict.REPRODUCED
+    return CaseResult(subject, Tier.KERNEL, parameters(**changes).model_dump(), verdict, evidence)
+
+
+CASES = (
+    result("flashinfer@0.6.6", "death", memory="garbage"),
+    result("flashinfer@0.6.6", "rows_wrong"),
+    result("flashinfer@0.7.2.post1", "rows_wrong"),
+    result("flashinfer@0.7.2.post1", "rows_with_the_repeat_dropped", memory="garbage"),
+    result("faulty", "death", memory="garbage"),
+)
+
+
+def test_the_table_says_what_each_release_does_with_each_call() -> None:
+    (earlier, garbage) = sorted(FAULT.conclude(CASES)["finalize"], key=lambda row: str(row["call"]))
+    assert earlier["flashinfer@0.6.6"] == earlier["flashinfer@0.7.2.post1"] == "wrong sum, no error"
+    assert (garbage["flashinfer@0.6.6"], garbage["flashinfer@0.7.2.post1"]) == (
+        "illegal access",
+        "repeat dropped",
+    )
+    assert FAULT.conclude([result("faulty", "rows_wrong")]) == {}
+
+
+@pytest.mark.parametrize(
+    ("judge", "limits", "cases", "verdict"),
+    [
+        (claims.judge_illegal_access, {"min_releases": 1}, CASES, ClaimVerdict.CONFIRMED),
+        (claims.judge_illegal_access, {"min_releases": 1}, CASES[1:4], ClaimVerdict.REFUTED),
+        (claims.judge_illegal_access, {"min_releases": 1}, CASES[4:], ClaimVerdict.UNTESTED),
+        (claims.judge_bounds_check, {"max_cases": 0}, CASES, ClaimVerdict.CONFIRMED),
+        (
+            claims.judge_bounds_check,
+            {"max_cases": 0},
+            [*CASES, result("flashinfer@0.6.13", "death", finalize="no_filling", ranks=2)],
+            ClaimVerdict.REFUTED,
+        ),
+        (claims.judge_bounds_check, {"max_cases": 0}, CASES[:2], ClaimVerdict.UNTESTED),
+        (claims.judge_newest_is_silent, {"min_cases": 1}, CASES, ClaimVerdict.CONFIRMED),
+        (claims.judge_newest_is_silent, {"min_cases": 1}, CASES[3:], ClaimVerdict.REFUTED),
+        (claims.judge_newest_is_silent, {"min_cases": 1}, CASES[4:], ClaimVerdict.UNTESTED),
+        (claims.judge_whole_runner, {}, CASES, ClaimVerdict.UNTESTED),
+    ],
+)
+def test_claims_that_the_cases_decide(
+    judge: Any, limits: Mapping[str, float], cases: Any, verdict: Any
+) -> None:
+    assert judge(cases, (), limits).verdict is verdict
+
+
+def measured(*rows: dict[str, Any], unit: str = "flashinfer@0.6.6") -> Measurement:
+    return Measurement(unit, Observation({"rows": list(rows)}))
+
+
+SUM = {"path": "fused", "rows": 4, "rows_right": 4}
+MAP = {
+    "path": "three-step",
+    "unwritten_entries": 3,
+    "repeated_slots": 3,
+    "tokens": 257,
+    "top_k": 8,
+    "experts": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("judge", "limits", "good", "bad"),
+    [
+        (claims.judge_maps, {"max_maps": 0}, MAP, {**MAP, "unwritten_entries": 2}),
+        (claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+        (claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "path": "three-step"}),
+        (claims.judge_right, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+        (
+            claims.judge_guard_cost,
+            {"max_us": 2.0},
+            {"shape": "128 x 8", "validate_us": 1.3, "deduplicate_us": 1.4},
+            {"shape": "128 x 8", "validate_us": 2.3, "deduplicate_us": 1.4},
+        ),
+        (
+            claims.judge_boundary,
+            {"experts": 510, "tokens": 256},
+            {"tokens": 64, "most_experts": 510},
+            {"tokens": 256, "most_experts": 254},
+        ),
+    ],
+)
+def test_claims_that_measurements_decide(judge: Any, limits: Any, good: Any, bad: Any) -> None:
+    assert judge((), [measured(good)], limits).verdict is ClaimVerdict.CONFIRMED
+    assert judge((), [measured(good), measured(bad)], limits).verdict is ClaimVerdict.REFUTED
+
+
+def test_the_table_of_paths_names_releases_that_differ() -> None:
+    maps = [measured(MAP), measured({**MAP, "path": "fused"}, unit="flashinfer@0.6.13")]
+    evidence = claims.judge_maps((), maps, {"max_maps": 0}).evidence
+    said = "fused: flashinfer@0.6.13; three-step: flashinfer@0.6.6"
+    assert evidence["paths"] == [{"tokens": 257, "top_k": 8, "128 experts": said}]
+    assert (
+        claims.judge_maps((), maps[:1], {"max_maps": 0}).evidence["paths"][0]["128 experts"] == "three-step"
+    )
+
+
+def test_calls_are_counted_by_release_and_wrong_ones_shown() -> None:
+    found = claims.judge_right((), [measured(SUM, {**SUM, "rows_right": 1})], {"max_calls": 0}).evidence
+    assert found["calls"] == [{"release": "flashinfer@0.6.6", "calls": 2, "calls_right": 1}]
+    assert [one["rows_right"] for one in found["wrong"]] == [1]
+
+
+def test_a_measurement_that_died_is_no_right_sum() -> None:
+    died = Measurement("flashinfer@0.6.13", Crash(Death.ILLEGAL_MEMORY_ACCESS, "CUDA error"))
+    judged = claims.judge_right((), [measured(SUM), died], {"max_calls": 0})
+    assert judged.verdict is ClaimVerdict.REFUTED
+    assert "flashinfer@0.6.13 died" in str(judged.reason)
+
+
+def test_more_tokens_than_the_fused_prologue_takes_say_nothing_about_the_boundary() -> None:
+    rows = [{"tokens": 64, "most_experts": 510}, {"tokens": 257, "most_experts": 0}]
+    judged = claims.judge_boundary((), [measured(*rows)], {"experts": 510, "tokens": 256})
+    assert judged.verdict is ClaimVerdict.CONFIRMED
+
+
+def test_ids_of_each_kind() -> None:
+    torch.manual_seed(0)
+    assert (make_ids(parameters(ids="one_expert", ranks=2, rank=1)) == 64).all()
+    repeat = make_ids(parameters(ids="one_repeat", ranks=2, rank=1))
+    assert (repeat[:, 0] == repeat[:, 1]).all()
+    assert (repeat[:, 0] >= 64).all()
+    assert (make_ids(parameters(ids="sentinel"))[::2, 4:] == -1).all()

@@ -1,0 +1,95 @@
+"""The judges of MD001's claims about real engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moedoctor.faults import nan_routing_engine as engine
+from moedoctor.faults.base import Measurement
+from moedoctor.results import ClaimVerdict, Observation
+from moedoctor.scenario_files import builtin_folder
+from moedoctor.targets import load_targets
+
+TABLE = {"config": "1 GPU", "steps_with_padding": 20, "nan_in_padding": 20, "nan_share": 1.0}
+OWN = {
+    "engine": "own topk_softmax",
+    "prompts": 4,
+    "prompts_with_the_same_tokens": 4,
+    "nan_in_padding": 9,
+    "rows_with_repeated_ids": 0,
+    "real_rows_with_repeated_ids": 0,
+}
+OLD = {**OWN, "engine": "topk_softmax of 0.19.1", "rows_with_repeated_ids": 50}
+LIMITS = {"min_share": 1.0, "max_rows": 0, "min_old_rows": 1}
+COST = {
+    "overhead": 0.03,
+    "overhead_p20": 0.02,
+    "overhead_p80": 0.04,
+    "step_ms_off": 2.0,
+    "layers": 4,
+    "batch": 11,
+}
+
+
+def judged(judge: Any, limits: dict[str, float], *rows: dict[str, Any]) -> Any:
+    return judge((), [Measurement("installed", Observation({"rows": list(rows)}))], limits)
+
+
+@pytest.mark.parametrize(
+    ("judge", "limits", "good", "bad"),
+    [
+        (engine.judge_padding, {"min_share": 0.95}, TABLE, {**TABLE, "nan_share": 0.5}),
+        (engine.judge_overhead, {"max_overhead": 0.05}, COST, {**COST, "overhead": 0.06}),
+    ],
+)
+def test_claims_that_an_engine_decides(judge: Any, limits: Any, good: Any, bad: Any) -> None:
+    assert judged(judge, limits, good).verdict is ClaimVerdict.CONFIRMED
+    assert judged(judge, limits, bad).verdict is ClaimVerdict.REFUTED
+
+
+@pytest.mark.parametrize(
+    ("own", "old", "verdict"),
+    [
+        ({}, {}, ClaimVerdict.CONFIRMED),
+        ({"prompts_with_the_same_tokens": 3}, {}, ClaimVerdict.REFUTED),
+        ({"rows_with_repeated_ids": 1}, {}, ClaimVerdict.REFUTED),
+        ({}, {"rows_with_repeated_ids": 0}, ClaimVerdict.REFUTED),
+        ({}, {"nan_in_padding": 0}, ClaimVerdict.UNTESTED),
+    ],
+)
+def test_both_releases_must_do_as_said(own: Any, old: Any, verdict: ClaimVerdict) -> None:
+    found = judged(engine.judge_end_to_end, LIMITS, {**OWN, **own}, {**OLD, **old})
+    assert found.verdict is verdict
+
+
+def test_memory_that_was_made_nan_on_purpose_confirms_nothing() -> None:
+    poisoned = {**TABLE, "config": "1 GPU, memory held NaN before"}
+    none = {**TABLE, "nan_in_padding": 0, "nan_share": 0.0}
+    found = judged(engine.judge_padding, {"min_share": 0.95}, none, poisoned)
+    assert found.verdict is ClaimVerdict.REFUTED
+    assert "held NaN before: 20 of 20" in str(found.reason)
+    assert judged(engine.judge_padding, {"min_share": 0.95}, poisoned).verdict is ClaimVerdict.UNTESTED
+
+
+@pytest.mark.parametrize(
+    ("judge", "limits", "row"),
+    [
+        (engine.judge_padding, {"min_share": 0.95}, {"config": "1 GPU", "error": "load: died"}),
+        (engine.judge_padding, {"min_share": 0.95}, {**TABLE, "steps_with_padding": 0}),
+        (engine.judge_end_to_end, LIMITS, {**OWN, "nan_in_padding": 0}),
+        (engine.judge_end_to_end, LIMITS, {"engine": OWN["engine"], "error": "load: died"}),
+        (engine.judge_end_to_end, LIMITS, OWN),
+    ],
+)
+def test_what_did_not_run_decides_nothing(judge: Any, limits: Any, row: Any) -> None:
+    assert judged(judge, limits, row).verdict is ClaimVerdict.UNTESTED
+
+
+def test_the_engine_scenario_is_valid_and_runs_by_name_only() -> None:
+    folder = builtin_folder()
+    (scenario,) = load_targets((str(folder / "engine" / "nan_padding.yaml"),))
+    assert scenario.id == "MD001"
+    assert [one.key for one in scenario.claims] == [one.key for one in engine.ENGINE_CLAIMS]
+    assert not any("nan_padding" in one.file for one in load_targets(()))

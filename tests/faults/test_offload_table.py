@@ -1,0 +1,87 @@
+"""The table of vllm#37883 with and without the fix, and the claim that it decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moedoctor.faults.offload_engine import COPIES, ON_GPU, UVA
+from moedoctor.faults.offload_table import both, marlin_crashes
+from moedoctor.faults.offloaded_scales import OffloadedScales
+from moedoctor.faults.untraceable_offload import UntraceableOffload
+from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Observation, Tier
+
+
+def cell(
+    mode: str, experts: str, outcome: str, detail: str = "d", backend: str = "NVFP4 MARLIN"
+) -> dict[str, Any]:
+    return {"backend": backend, "mode": mode, "experts": experts, "outcome": outcome, "detail": detail}
+
+
+def case(subject: str, mode: str, *cells: dict[str, Any], tier: Tier = Tier.ENGINE) -> CaseResult:
+    return CaseResult(subject, tier, {"engine": mode}, CaseVerdict.REPRODUCED, {"table": list(cells)})
+
+
+BOTH = [
+    case("faulty", "eager", cell("eager", ON_GPU, "control"), cell("eager", COPIES, "crash 2", "b_scales")),
+    case(
+        "faulty",
+        "compiled",
+        cell("compiled", UVA, "same tokens"),
+        cell("compiled", COPIES, "crash 1", "setattr"),
+    ),
+    case(
+        "fixed",
+        "eager",
+        cell("eager", ON_GPU, "control"),
+        cell("eager", COPIES, "same tokens", "same logprobs"),
+    ),
+]
+
+
+def test_each_cell_is_there_once_with_both_outcomes() -> None:
+    ((name, rows),) = both(BOTH).items()
+    assert name == "table_of_vllm_37883"
+    assert [(row["mode"], row["experts"]) for row in rows] == [
+        ("eager", COPIES),
+        ("compiled", UVA),
+        ("compiled", COPIES),
+    ]
+    assert rows[0]["without_fix"] == "crash 2: b_scales"
+    assert rows[0]["with_fix"] == "same tokens, same logprobs"
+    assert "with_fix" not in rows[2]
+
+
+def test_without_engines_there_is_no_table() -> None:
+    assert both([case("faulty", "eager", cell("eager", COPIES, "crash"), tier=Tier.MODEL)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("results", "verdict"),
+    [
+        (BOTH, ClaimVerdict.CONFIRMED),
+        ([case("faulty", "eager", cell("eager", COPIES, "same tokens"))], ClaimVerdict.REFUTED),
+        (
+            [case("faulty", "eager", cell("eager", COPIES, "crash", backend="BF16 TRITON"))],
+            ClaimVerdict.UNTESTED,
+        ),
+        ([], ClaimVerdict.UNTESTED),
+    ],
+)
+def test_the_claim(results: list[CaseResult], verdict: ClaimVerdict) -> None:
+    assert marlin_crashes(results, (), {}).verdict is verdict
+
+
+@pytest.mark.parametrize("fault", [OffloadedScales(), UntraceableOffload()])
+def test_engine_points_are_for_engines_alone(fault: Any) -> None:
+    parameters = fault.parameters(engine="compiled").model_dump()
+    assert fault.has_point(Tier.ENGINE, parameters)
+    assert not fault.has_point(Tier.MODEL, parameters)
+    assert not fault.has_point(Tier.ENGINE, fault.parameters().model_dump())
+    case = Case(fault.id, "faulty", Tier.ENGINE, parameters)
+    assert (fault.faulty(case), fault.fixed(case)) == ("", "offload")
+    counts = {"controls_wrong": 0, "crashed": 0, "other_tokens": 0, "not_decided": 0, "same": 3, "cells": 3}
+    seen = {**counts, "table": []}
+    assert fault.judge(case, Observation(seen)).verdict is CaseVerdict.CLEAN
+    assert fault.describe(parameters) == "engines, compiled"

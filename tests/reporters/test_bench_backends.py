@@ -1,0 +1,144 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from moedoctor.json_value import ShapeError
+from moedoctor.reporters.bench_backends import draw, drawable, render, slug, summary_line
+from moedoctor.reporters.bench_backends_json import BackendBench, from_dict, is_backend_bench
+
+TIMED = {
+    "backend": "MARLIN", "quantization": "nvfp4", "model": "m|1", "tokens": 8, "right": True, "wrong": None,
+    "cosine": 0.99999, "deterministic": True, "active_experts": 5, "bytes": 1000, "flops": 2000,
+    "timed": "graph, cold L2", "time_us": 12.5, "time_us_p20": 12.0, "time_us_p80": 13.0,
+    "warm_us": 9.0, "eager_us": 99.0, "tflops": 1.5, "gigabytes_per_second": 2345.0, "roofline_share": 0.61,
+    "workspace_bytes": 3 << 20,
+}  # fmt: skip
+AWAY = {"backend": "VLLM_CUTLASS", "quantization": "nvfp4", "model": "m|1", "unavailable": "vLLM says: no"}
+WRONG = {**{k: TIMED[k] for k in ("backend", "quantization", "model", "tokens")}, "wrong": "cosine 0.1"}
+BENCH = BackendBench(
+    layers={
+        "m|1": {
+            "hidden": 64,
+            "intermediate": 32,
+            "experts": 8,
+            "top_k": 2,
+            "activation": "silu",
+            "source": "x",
+        }
+    },
+    routing="balanced",
+    device="NVIDIA H200",
+    rows=(TIMED, {**TIMED, "tokens": 64, "deterministic": False}, AWAY),
+    roofline={"bytes_per_second": 4.0e12, "flops": {"bf16": 6e14}},
+    harness={"graph_us": 20.0, "graph_cold_us": 20.1, "do_bench_us": 20.2, "graph_overhead": -0.01},
+    environment={"torch": "2.11"},
+)
+
+
+@pytest.mark.parametrize("format", ["table", "markdown"])
+def test_every_figure_is_shown(format: str) -> None:
+    text = render(BENCH, format)
+    for figure in ("12.5", "12.0–13.0", "9.0", "99.0", "2345", "61%", "3.0 MiB", "0.99999 *"):
+        assert figure in text or figure.replace("*", "\\*") in text, figure
+    assert "4000 GB/s, 600 TFLOP/s bf16" in text
+    assert "20.00 µs warm, 20.10 µs cold, where triton.testing.do_bench says 20.20 µs" in text.replace(
+        "\\", ""
+    )
+    assert "not the same bits" in text
+    assert "not available: vLLM says: no" in text.replace("\\", "")
+
+
+def test_what_was_wrong_has_no_time() -> None:
+    text = render(dataclasses.replace(BENCH, rows=(WRONG,)), "table")
+    assert "MARLIN nvfp4, 8 tokens: WRONG, so not timed: cosine 0.1" in text
+    assert "µs" not in text.split("Roofline")[0]
+
+
+@pytest.mark.parametrize("format", ["table", "markdown"])
+def test_a_column_that_holds_nothing_is_left_out(format: str) -> None:
+    row = {key: value for key, value in TIMED.items() if key not in ("workspace_bytes", "warm_us")}
+    text = render(dataclasses.replace(BENCH, rows=(row,)), format)
+    assert "workspace" not in text
+    assert "warm" not in text.split("Roofline")[0]
+    assert "eager" in text
+
+
+def test_a_name_cannot_break_a_table() -> None:
+    lines = render(BENCH, "markdown").splitlines()
+    assert "## m\\|1" in lines
+    header = next(line for line in lines if line.startswith("| backend"))
+    rows = [line for line in lines if line.startswith("| MARLIN")]
+    assert {line.replace("\\|", "").count("|") for line in rows} == {header.count("|")}
+
+
+def test_json_holds_everything() -> None:
+    found = json.loads(render(BENCH, "json"))
+    assert found["bench"]["backends"]["rows"][0]["time_us"] == 12.5
+    assert found["command"] == "bench"
+    assert found["summary"]["exit_code"] == 0
+
+
+def test_the_summary() -> None:
+    assert summary_line(BENCH) == "2 points timed, 0 wrong, 0 failed, 1 not available"
+
+
+def test_the_plot_holds_a_line_for_each_backend_and_is_the_same_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    first, second = tmp_path / "a.svg", tmp_path / "b.svg"
+    assert drawable(BENCH) == ["m|1"]
+    draw(BENCH, "m|1", first)
+    draw(BENCH, "m|1", second)
+    assert first.read_text() == second.read_text()
+    assert "MARLIN nvfp4" in first.read_text()
+
+
+def test_a_time_of_nothing_is_left_out_of_the_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    zero = {**TIMED, "tokens": 64, "time_us_p20": 0.0}
+    draw(dataclasses.replace(BENCH, rows=(TIMED, zero)), "m|1", tmp_path / "a.svg")
+    assert "MARLIN nvfp4" in (tmp_path / "a.svg").read_text()
+
+
+def test_nothing_timed_draws_nothing(tmp_path: Path) -> None:
+    bench = dataclasses.replace(BENCH, rows=(WRONG,))
+    assert drawable(bench) == []
+    draw(bench, "m|1", tmp_path / "a.svg")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slug_is_a_file_name() -> None:
+    assert slug("../a b/ü|1") == "..-a-b-ü-1"
+    assert slug("") == "layer"
+
+
+def test_a_stored_report_is_the_same_report() -> None:
+    document = json.loads(render(BENCH, "json"))
+    assert is_backend_bench(document)
+    assert render(from_dict(document), "markdown") == render(BENCH, "markdown")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("layers", "m|1", "hidden"), 0, "hidden"),
+        (("roofline", "flops"), [], "flops"),
+        (("harness", "graph_us"), "x", "graph_us"),
+        (("rows", 0, "model"), "other", "expected one of the layers"),
+        (("rows", 0, "time_us"), None, "time_us"),
+        (("rows", 0, "cosine"), "1", "cosine"),
+        (("rows", 0, "tokens"), 0, "tokens"),
+        (("rows", 0, "workspace_bytes"), -1, "workspace_bytes"),
+        (("rows", 0), 7, "expected an object"),
+        (("rows", 2), {"backend": "A", "quantization": "b", "model": "m|1"}, "wrong"),
+    ],
+)
+def test_a_damaged_report_is_refused(path: tuple[str | int, ...], value: object, message: str) -> None:
+    document = json.loads(render(BENCH, "json"))
+    place = document["bench"]["backends"]
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ShapeError, match=message):
+        from_dict(document)

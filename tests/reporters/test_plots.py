@@ -1,0 +1,123 @@
+"""Pictures: valid SVG, the same for the same data, every line named, a helpful error without libraries."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moedoctor.reporters import plots
+from moedoctor.reporters.plots import PlotError, Series, line_chart, terminal_chart
+
+LINES = [
+    Series("lru", [8, 16, 32], [0.2, 0.4, 0.7]),
+    Series("lfru", [8, 16, 32], [0.25, 0.45, 0.72], low=[0.2, 0.4, 0.7], high=[0.3, 0.5, 0.75]),
+    Series("optimum", [8, 16, 32], [0.4, 0.6, 0.8], bound=True),
+]
+
+
+def draw(path: Path, **more: object) -> str:
+    pytest.importorskip("matplotlib")
+    options: dict[str, object] = {"title": "Hit rate", "x_label": "slots", "y_label": "rate", "series": LINES}
+    line_chart(path, **{**options, **more})  # type: ignore[arg-type]
+    return path.read_text(encoding="utf-8")
+
+
+def test_the_same_data_give_the_same_file_without_a_date(tmp_path: Path) -> None:
+    first = draw(tmp_path / "a.svg", log_x=True, note="how")
+    assert first == draw(tmp_path / "b.svg", log_x=True, note="how")
+    assert "dc:date" not in first
+    ET.fromstring(first)
+
+
+def test_every_name_label_and_tick_is_in_the_picture(tmp_path: Path) -> None:
+    text = draw(tmp_path / "a.svg", log_x=True, note="a remark")
+    comments = [line for line in text.splitlines() if line.strip().startswith("<!--")]
+    said = " ".join(comments)
+    for word in ("lru", "lfru", "optimum", "Hit rate", "slots", "rate", "a remark", " 8 ", " 16 ", " 32 "):
+        assert word in said, word
+
+
+def test_other_data_give_another_picture(tmp_path: Path) -> None:
+    other = [Series("lru", [8, 16, 32], [0.2, 0.4, 0.6])]
+    assert draw(tmp_path / "a.svg") != draw(tmp_path / "b.svg", series=other)
+
+
+def test_markup_in_a_name_stays_text(tmp_path: Path) -> None:
+    text = draw(tmp_path / "a.svg", series=[Series("<script>x</script>", [1], [1])])
+    assert not [one for one in ET.fromstring(text).iter() if one.tag.endswith("script")]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"x": [], "y": []},
+        {"x": [1], "y": [1, 2]},
+        {"x": [1], "y": [math.nan]},
+        {"x": [1], "y": [math.inf]},
+        {"x": [1], "y": [1], "low": [1]},
+        {"x": [1], "y": [1], "low": [1, 2], "high": [1, 2]},
+    ],
+)
+def test_values_that_cannot_be_drawn_are_refused(values: dict[str, list[float]]) -> None:
+    with pytest.raises(ValueError, match="a line"):
+        Series("a line", **values)
+
+
+def test_an_axis_of_equal_factors_has_a_tick_at_each_power_of_ten(tmp_path: Path) -> None:
+    line = Series("a line", [1, 2, 4], [30.0, 800.0, 9000.0])
+    text = draw(tmp_path / "a.svg", series=[line], log_y=True)
+    for tick in ("<!-- 10 -->", "<!-- 100 -->", "<!-- 1000 -->", "<!-- 10000 -->"):
+        assert tick in text
+    # Its name stands at the end of the line: 9000 is close to the top, not at nine tenths of it.
+    assert plots._decades([line]) == (10.0, 10000.0)
+
+
+def test_an_axis_of_equal_factors_has_no_place_for_zero(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no place for 0"):
+        draw(tmp_path / "a.svg", log_y=True, series=[Series("a line", [1, 2], [0.0, 1.0])])
+
+
+def test_no_lines_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="series"):
+        draw(tmp_path / "a.svg", series=[])
+
+
+def test_a_missing_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "plotext", None)
+    with pytest.raises(PlotError, match=r"matplotlib is not installed: pip install 'moedoctor\[plots\]'"):
+        line_chart(tmp_path / "a.svg", title="t", x_label="x", y_label="y", series=LINES)
+    with pytest.raises(PlotError, match="plotext is not installed"):
+        terminal_chart(title="t", x_label="x", y_label="y", series=LINES)
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_the_terminal_chart_names_its_lines_and_fits(colour: bool) -> None:
+    pytest.importorskip("plotext")
+    text = terminal_chart(
+        title="Hit rate", x_label="slots", y_label="rate", series=LINES, log_x=True, width=70, colour=colour
+    )
+    for word in ("Hit rate", "lru", "lfru", "optimum", "slots", "32"):
+        assert word in text
+    if not colour:
+        assert "\x1b" not in text
+        assert max(map(len, text.splitlines())) <= 70
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_labels_keep_their_order_and_distance(places: list[float]) -> None:
+    moved = plots._spread(places, 0.05)
+    order = sorted(range(len(places)), key=lambda index: (places[index], index))
+    for low, high in itertools.pairwise(order):
+        assert moved[high] - moved[low] >= 0.05 - 1e-9
+
+
+def test_labels_with_room_stay_where_they_are() -> None:
+    assert plots._spread([0.1, 0.5, 0.9], 0.05) == pytest.approx([0.1, 0.5, 0.9])

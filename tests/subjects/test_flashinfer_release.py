@@ -1,0 +1,105 @@
+"""Subjects `flashinfer@X.Y.Z`: what they own, where they need what, and which cases they become."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moedoctor import catalogue
+from moedoctor.commands.errors import InputError
+from moedoctor.commands.run import RunRequest, _flashinfer_sources, run_command
+from moedoctor.plan import Options, plan_cases, plan_claims
+from moedoctor.results import Tier
+from moedoctor.subjects.flashinfer_release import FlashInferReleaseSubject
+from moedoctor.targets import load_targets
+from moedoctor.upstream.flashinfer_source import KERNELS
+
+GPU = {"gpu": "an H200", "torch": "2.11.0", "torch_cuda": "13.0"}
+SUBJECT = FlashInferReleaseSubject()
+
+
+def wheel(folder: Path, release: str = "0.6.13") -> Path:
+    path = folder / f"flashinfer_python-{release}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr(f"flashinfer/data/{KERNELS}", "")
+        packed.writestr(f"flashinfer_python-{release}.dist-info/METADATA", "")
+    return path
+
+
+def planned(**sources: str) -> list[Any]:
+    (scenario,) = load_targets(("MD011",))
+    fault = catalogue.faults()["MD011"]
+    return plan_cases(scenario, fault, Options(sources=sources), GPU)
+
+
+@pytest.mark.parametrize("name", ["flashinfer@0.6.6", "flashinfer@0.7.2.post1"])
+def test_names_that_it_owns(name: str) -> None:
+    assert catalogue.subject_kind(name) == "flashinfer"
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flashinfer@", "flashinfer@0.6", "vllm@0.6.6"])
+def test_names_that_it_does_not_own(name: str) -> None:
+    assert not SUBJECT.owns(name)
+
+
+def test_it_needs_its_sources_and_a_gpu() -> None:
+    fault, tier = catalogue.faults()["MD011"], Tier.KERNEL
+    without = SUBJECT.unavailable(fault, "flashinfer@0.6.6", tier, {}, GPU)
+    assert without == "give its sources: --flashinfer 0.6.6=PATH (a wheel or an unpacked folder)"
+    sources = {"flashinfer@0.6.6": "/somewhere"}
+    assert "needs an NVIDIA GPU" in str(SUBJECT.unavailable(fault, "flashinfer@0.6.6", tier, sources, {}))
+    assert SUBJECT.unavailable(fault, "flashinfer@0.6.6", tier, sources, GPU) is None
+
+
+def test_named_releases_become_cases_in_the_order_of_their_versions() -> None:
+    names = [one.case.subject for one in planned(**{"flashinfer@0.6.13": "/a", "flashinfer@0.6.6": "/b"})]
+    found = list(dict.fromkeys(names))
+    assert found == ["faulty", "fixed", "installed", "flashinfer@0.6.6", "flashinfer@0.6.13"]
+    tiers = {one.case.tier for one in planned(**{"flashinfer@0.6.6": "/b"}) if "@" in one.case.subject}
+    assert tiers == {Tier.KERNEL}
+
+
+def test_a_fault_without_such_a_subject_is_left_alone() -> None:
+    (scenario,) = load_targets(("MD001",))
+    options = Options(sources={"flashinfer@0.6.6": "/b", "vllm@0.19.1": "/c"})
+    names = {one.case.subject for one in plan_cases(scenario, catalogue.faults()["MD001"], options, GPU)}
+    assert "vllm@0.19.1" in names
+    assert "flashinfer@0.6.6" not in names
+
+
+def test_each_release_is_a_unit_of_the_measured_claims() -> None:
+    (scenario,) = load_targets(("MD011",))
+    options = Options(sources={"flashinfer@0.6.13": "/a", "flashinfer@0.6.6": "/b"})
+    claims = plan_claims(scenario, catalogue.faults()["MD011"], options, GPU)
+    units = [one.unit for one in claims if one.test.key == "boundary"]
+    assert units == ["flashinfer@0.6.6", "flashinfer@0.6.13"]
+
+
+def test_the_option_takes_a_wheel_of_that_release(tmp_path: Path) -> None:
+    path = wheel(tmp_path)
+    assert _flashinfer_sources([f"0.6.13={path}"]) == {"flashinfer@0.6.13": str(path)}
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (["0.6.13"], "expected X.Y.Z=PATH"),
+        (["0.6=PATH"], "expected X.Y.Z=PATH"),
+        (["0.6.13=PATH", "0.6.13=PATH"], "given twice"),
+        (["0.6.14=PATH"], "is release 0.6.13, not 0.6.14"),
+        (["0.6.13=/nowhere"], "no FlashInfer sources"),
+    ],
+)
+def test_the_option_refuses_in_one_line(tmp_path: Path, given: list[str], error: str) -> None:
+    path = str(wheel(tmp_path))
+    with pytest.raises(InputError, match=error) as said:
+        _flashinfer_sources([one.replace("PATH", path) for one in given])
+    assert len(str(said.value).splitlines()) == 1
+
+
+def test_a_run_with_a_bad_source_is_wrong_usage() -> None:
+    with pytest.raises(InputError, match="--flashinfer"):
+        run_command(RunRequest(targets=("MD011",), flashinfer=("nonsense",)))
