@@ -222,6 +222,7 @@ def sum_slots(
     total = tl.zeros((block,), tl.float32)
     for k in range(top_k):
         slot = token * top_k + k
-        used = tl.load(ids_ptr + slot) >= 0
-        total += tl.load(slots_ptr + slot * width + column, mask=inside & used, other=0.0).to(tl.float32)
+        id = tl.load(ids_ptr + slot + tl.zeros_like(column))  # [block], the same id: a mask of one shape
+        used = inside & (id >= 0)
+        total += tl.load(slots_ptr + slot * width + column, mask=used, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + column, total.to(tl.bfloat16), mask=inside)

@@ -23,12 +23,12 @@ def up_first(w13: Weight) -> Weight:
     """
     if isinstance(w13, Nvfp4):
         reorder = _function("flashinfer_fp4_moe", "reorder_w1w3_to_w3w1")
-        packed, scales = reorder(w13.packed, w13.block_scales)
+        packed, scales = reorder(w13.packed.clone(), w13.block_scales.clone())  # 0.33.0 works in place
         return replace(w13, packed=packed, block_scales=scales)
     swap = _function("flashinfer_utils", "swap_w13_to_w31")
     if isinstance(w13, Fp8):
-        return replace(w13, values=swap(w13.values))
-    swapped: torch.Tensor = swap(w13)
+        return replace(w13, values=swap(w13.values.clone()))
+    swapped: torch.Tensor = swap(w13.clone())
     return swapped
 
 

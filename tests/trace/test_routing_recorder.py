@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -222,6 +223,8 @@ def test_a_real_qwen3_moe_is_recorded_as_its_own_router_logits_say() -> None:
 def test_a_real_router_of_vllm_is_recorded() -> None:
     routers = pytest.importorskip("vllm.model_executor.layers.fused_moe.router.custom_routing_router")
     state = pytest.importorskip("vllm.distributed.eplb.eplb_state")
+    parameters = inspect.signature(routers.CustomRoutingRouter).parameters.values()
+    needed = {one.name for one in parameters if one.default is one.empty}
 
     def route(**given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = given["gating_output"].softmax(1).topk(K)
@@ -230,7 +233,10 @@ def test_a_real_router_of_vllm_is_recorded() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.router = routers.CustomRoutingRouter(K, E, state.EplbLayerState(), route)
+            given = {"top_k": K, "global_num_experts": E, "custom_routing_function": route}
+            if "eplb_state" in needed:
+                given["eplb_state"] = state.EplbLayerState()
+            self.router = routers.CustomRoutingRouter(**given)
             self.global_num_experts = E
             self.gate = nn.Linear(H, E)
 
