@@ -17,7 +17,7 @@ from moedoctor.diagnose.looks import Account, accounts, lines_holding
 
 THOROUGH = 1 << 18
 """So many bytes of lines of new shapes are looked at line by line, as the whole of a pasted report is,"""
-PATTERNS = 12_000
+PATTERNS = 5_000
 """or so many patterns are tried on them, whichever comes first."""
 AROUND = 12
 """Lines of new shapes before and after an anchor that are looked at."""
