@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from moedoctor.faults.base import Fault, Judgement
-from moedoctor.results import Case, CaseVerdict, Observation, Scalar, Tier
+from moedoctor.faults.base import Judgement
+from moedoctor.faults.checkpoint_fault import CheckpointFault
+from moedoctor.results import Case, CaseVerdict, Evidence, Observation
 
 ROUNDING = 1 / 16
 """What rounding a block scale to E4M3 again can change; an error above it is no rounding."""
@@ -42,57 +42,33 @@ class GlobalScaleMismatchParameters(BaseModel):
         return value
 
 
-class GlobalScaleMismatch(Fault):
+class GlobalScaleMismatch(CheckpointFault):
     """One global scale for two halves that were quantised with their own."""
 
     id = "MD014"
     name = "global_scale_mismatch"
     title = "w1 and w3 have different weight_scale_2"
     parameters = GlobalScaleMismatchParameters
-    tiers = {  # noqa: RUF012
-        "faulty": (Tier.MODEL, Tier.ENGINE),
-        "fixed": (Tier.MODEL, Tier.ENGINE),
-    }
 
-    def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
-        return (parameters["moe_backend"] is not None) == (tier is Tier.ENGINE)
-
-    def faulty(self, case: Case) -> Any:
-        if case.tier is Tier.ENGINE:
-            return False  # not repaired
+    def damaged(self, case: Case) -> Any:
         from moedoctor.faults.global_scale_mismatch_model import one_scale
 
         return {str(case.parameters["merged"]): one_scale(str(case.parameters["merged"]))}
 
-    def fixed(self, case: Case) -> Any:
-        if case.tier is Tier.ENGINE:
-            return True
+    def repaired(self, case: Case) -> Any:
         from moedoctor.faults.global_scale_mismatch_model import fold, rescale
 
         return {"rescaled": rescale, "folded": fold}
 
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        if case.tier is Tier.ENGINE:
-            from moedoctor.faults import checkpoint_engine as engine
-
-            return engine.observe(self.id, str(case.parameters["moe_backend"]), implementation)
+    def measure(self, case: Case, implementation: Any) -> Observation:
         from moedoctor.faults.global_scale_mismatch_model import observe
 
         return observe(self.parameters.model_validate(dict(case.parameters)), implementation)
 
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        if case.tier is Tier.ENGINE:
-            from moedoctor.faults.checkpoint_engine import judge
-
-            return judge(seen)
+    def judge_tensors(self, seen: Evidence) -> Judgement:
         errors = {name: one["worst_token_error"] for name, one in seen["ways"].items()}
         worst = max(errors, key=lambda name: errors[name])
         figure = ", ".join(f"{name}: output off by {error:.1%}" for name, error in errors.items())
-        if "MD014" not in seen["lint"]:
-            return Judgement(
-                CaseVerdict.ERROR, "lint does not see it", "the checkpoint is not what was meant"
-            )
         if errors[worst] > ROUNDING:
             return Judgement(CaseVerdict.REPRODUCED, figure)
         return Judgement(CaseVerdict.CLEAN, figure)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from moedoctor.faults.base import Fault, Judgement
-from moedoctor.results import Case, CaseVerdict, Observation, Scalar, Tier
+from moedoctor.faults.base import Judgement
+from moedoctor.faults.checkpoint_fault import CheckpointFault
+from moedoctor.results import Case, CaseVerdict, Evidence, Observation
 
 WORSE = 1.5
 """A token that is off by so many times what the healthy checkpoint's worst token is off is wrong."""
@@ -47,54 +47,30 @@ class InputScaleMissingParameters(BaseModel):
         return self
 
 
-class InputScaleMissing(Fault):
+class InputScaleMissing(CheckpointFault):
     """The reciprocal of an input scale that is zero or was never loaded."""
 
     id = "MD015"
     name = "input_scale_missing"
     title = "input_scale zero or absent: 1/0"
     parameters = InputScaleMissingParameters
-    tiers = {  # noqa: RUF012
-        "faulty": (Tier.MODEL, Tier.ENGINE),
-        "fixed": (Tier.MODEL, Tier.ENGINE),
-    }
 
-    def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
-        return (parameters["moe_backend"] is not None) == (tier is Tier.ENGINE)
-
-    def faulty(self, case: Case) -> Any:
-        if case.tier is Tier.ENGINE:
-            return False  # not repaired
+    def damaged(self, case: Case) -> Any:
         from moedoctor.faults.input_scale_missing_model import unchecked
 
         return unchecked
 
-    def fixed(self, case: Case) -> Any:
-        if case.tier is Tier.ENGINE:
-            return True
+    def repaired(self, case: Case) -> Any:
         from moedoctor.faults.input_scale_missing_model import checked
 
         return checked
 
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        if case.tier is Tier.ENGINE:
-            from moedoctor.faults import checkpoint_engine as engine
-
-            return engine.observe(self.id, str(case.parameters["moe_backend"]), implementation)
+    def measure(self, case: Case, implementation: Any) -> Observation:
         from moedoctor.faults.input_scale_missing_model import observe
 
         return observe(self.parameters.model_validate(dict(case.parameters)), implementation)
 
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        if case.tier is Tier.ENGINE:
-            from moedoctor.faults.checkpoint_engine import judge
-
-            return judge(seen)
-        if "MD015" not in seen["lint"]:
-            return Judgement(
-                CaseVerdict.ERROR, "lint does not see it", "the checkpoint is not what was meant"
-            )
+    def judge_tensors(self, seen: Evidence) -> Judgement:
         if seen["nonfinite_tokens"]:
             figure = f"{seen['nonfinite_tokens']} of {seen['tokens']} tokens are NaN or Inf"
             return Judgement(CaseVerdict.REPRODUCED, figure)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from moedoctor.faults.base import ClaimTest, Fault, Judgement
+from moedoctor.faults.base import ClaimTest, Judgement
+from moedoctor.faults.checkpoint_fault import CheckpointFault
 from moedoctor.faults.kv_scales_missing_claims import CLAIMS
-from moedoctor.results import Case, CaseVerdict, Observation, Scalar, Tier
+from moedoctor.results import Case, CaseVerdict, Evidence, Observation
 
 WORSE = 2.0
 """An output that is off by so many times what a cache with computed scales is off has lost its numbers."""
@@ -31,55 +31,31 @@ class KvScalesMissingParameters(BaseModel):
     )
 
 
-class KvScalesMissing(Fault):
+class KvScalesMissing(CheckpointFault):
     """A scale of 1.0 for an FP8 cache, whatever the keys and values are."""
 
     id = "MD012"
     name = "kv_scales_missing"
     title = "FP8 KV cache declared, no scales shipped"
     parameters = KvScalesMissingParameters
-    tiers = {  # noqa: RUF012
-        "faulty": (Tier.MODEL, Tier.ENGINE),
-        "fixed": (Tier.MODEL, Tier.ENGINE),
-    }
     claims: tuple[ClaimTest, ...] = CLAIMS
 
-    def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
-        return (parameters["moe_backend"] is not None) == (tier is Tier.ENGINE)
-
-    def faulty(self, case: Case) -> Any:
-        if case.tier is Tier.ENGINE:
-            return False  # not repaired
+    def damaged(self, case: Case) -> Any:
         from moedoctor.faults.kv_scales_missing_model import one
 
         return one
 
-    def fixed(self, case: Case) -> Any:
-        if case.tier is Tier.ENGINE:
-            return True
+    def repaired(self, case: Case) -> Any:
         from moedoctor.fixes.checkpoint_scales import kv_scale
 
         return kv_scale
 
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        if case.tier is Tier.ENGINE:
-            from moedoctor.faults import checkpoint_engine as engine
-
-            return engine.observe(self.id, str(case.parameters["moe_backend"]), implementation)
+    def measure(self, case: Case, implementation: Any) -> Observation:
         from moedoctor.faults.kv_scales_missing_model import observe
 
         return observe(self.parameters.model_validate(dict(case.parameters)), implementation)
 
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        if case.tier is Tier.ENGINE:
-            from moedoctor.faults.checkpoint_engine import judge
-
-            return judge(seen)
-        if "MD012" not in seen["lint"]:
-            return Judgement(
-                CaseVerdict.ERROR, "lint does not see it", "the checkpoint is not what was meant"
-            )
+    def judge_tensors(self, seen: Evidence) -> Judgement:
         if seen["nonfinite_tokens"]:
             return Judgement(CaseVerdict.REPRODUCED, f"{seen['nonfinite_tokens']} tokens are NaN or Inf")
         figure = (
