@@ -103,13 +103,13 @@ class Node:
             raise self.wrong(f"expected an integer, {minimum} or more")
         return self.value
 
-    def number(self) -> float:
+    def number(self, minimum: float = 0) -> float:
         try:
             number = math.nan if isinstance(self.value, (bool, str)) else float(self.value)
         except (TypeError, OverflowError):
             number = math.nan
-        if not math.isfinite(number) or number < 0:
-            raise self.wrong("expected a finite number, 0 or more")
+        if not math.isfinite(number) or number < minimum:
+            raise self.wrong(f"expected a finite number, {minimum:g} or more")
         return number
 
     def scalar(self) -> Scalar:

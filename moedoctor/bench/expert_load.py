@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moedoctor.bench.moe_shape import LayerShape
+from moedoctor.models.layer_shape import LayerShape
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from moedoctor.bench.backends import registry
 from moedoctor.bench.backends.base import Backend, Prepared, Variant
 from moedoctor.bench.expert_load import Routing, make_routes
 from moedoctor.bench.moe_layer import Layer, Problem, make_input, make_layer
-from moedoctor.bench.moe_shape import BITS, LayerShape
 from moedoctor.bench.moe_timing import LayerTimes, time_layer
 from moedoctor.bench.parity import ParityResult, check_output, check_parity
 from moedoctor.bench.roofline import Roofline
 from moedoctor.bench.timing import Spread
+from moedoctor.models.layer_shape import BITS, LayerShape
 from moedoctor.subjects.base import UnavailableError
 
 _CONTROL_BYTES = 2**28

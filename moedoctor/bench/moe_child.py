@@ -23,8 +23,8 @@ def main(request: Mapping[str, Any], out: TextIO) -> None:
     from moedoctor.bench.backends.base import Variant
     from moedoctor.bench.expert_load import Routing
     from moedoctor.bench.moe_bench import Task, measure
-    from moedoctor.bench.moe_shape import LayerShape
     from moedoctor.bench.roofline import Roofline, measure_roofline
+    from moedoctor.models.layer_shape import LayerShape
 
     device = str(request["device"])
     if device.startswith("cuda"):

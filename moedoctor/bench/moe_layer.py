@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moedoctor.bench.moe_shape import LayerShape
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1, fp8, nvfp4
 from moedoctor.reference.experts import MoeWeights, Quantise, Weight, forward
 

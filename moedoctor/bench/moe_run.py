@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.bench.backends.base import Variant
-from moedoctor.bench.moe_shape import LayerShape
 from moedoctor.deaths import first_line
+from moedoctor.models.layer_shape import LayerShape
 
 _CHILD = "moedoctor.bench.moe_child"
 

@@ -12,7 +12,9 @@ from moedoctor.bench.timing import Spread, graph_time
 
 _TARGET_SECONDS = 0.004
 """How long one replay should take: long enough for the resolution of events."""
-_ROUNDS = 15
+_ROUNDS, _FEWEST = 15, 5
+_ENOUGH_SECONDS = 0.1
+"""Calls that take long are repeated less often: their times scatter less, too."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,20 @@ def time_layer(call: Callable[[], object], device: str, *, capturable: bool = Tr
     eager = eager_time(call)
     if not capturable:
         return LayerTimes(eager, "eager", eager=eager)
-    launches = launches_for(eager.median)
-    warm = graph_time(call, launches=launches, replays=_ROUNDS)
-    return LayerTimes(cold_time(call, device, launches=launches), "graph, cold L2", warm, eager)
+    launches, rounds = launches_for(eager.median), rounds_for(eager.median)
+    warm = graph_time(call, launches=launches, replays=rounds)
+    cold = cold_time(call, device, launches=launches, rounds=rounds)
+    return LayerTimes(cold, "graph, cold L2", warm, eager)
 
 
-def launches_for(microseconds: float) -> int:
-    """How many calls to put into one graph."""
-    return max(3, min(50, round(_TARGET_SECONDS * 1e6 / max(microseconds, 1.0))))
+def launches_for(microseconds: float, most: int = 50) -> int:
+    """How many calls to put between two events."""
+    return max(1, min(most, round(_TARGET_SECONDS * 1e6 / max(microseconds, 1.0))))
+
+
+def rounds_for(microseconds: float) -> int:
+    """How often to repeat a measurement."""
+    return max(_FEWEST, min(_ROUNDS, round(_ENOUGH_SECONDS * 1e6 / max(microseconds, 1.0))))
 
 
 def cold_time(
@@ -66,21 +74,22 @@ def cold_time(
     return Spread.of([max(0.0, graphs["both"]() - graphs["flush"]()) for _ in range(rounds)])
 
 
-def eager_time(call: Callable[[], object], *, rounds: int = _ROUNDS) -> Spread:
+def eager_time(call: Callable[[], object]) -> Spread:
     """Microseconds a call by CUDA events around a few of them: what the host needs is part of it."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    samples = []
-    for _ in range(rounds):
+
+    def several(calls: int) -> float:
         start.record()
-        for _ in range(5):
+        for _ in range(calls):
             call()
         end.record()
         end.synchronize()
-        samples.append(float(start.elapsed_time(end)) * 1000 / 5)
-    return Spread.of(samples)
+        return float(start.elapsed_time(end)) * 1000 / calls
+
+    several(2)  # compiles and loads
+    first = several(1)
+    calls = launches_for(first, most=5)
+    return Spread.of([several(calls) for _ in range(rounds_for(first))])
 
 
 def wall_time(call: Callable[[], object], *, seconds: float = 0.5, least: int = 3) -> Spread:

@@ -1,7 +1,8 @@
 """How far each scheme may part from its reference on snapped inputs.
 
 What is left there is the rounding of intermediates to bfloat16 (2**-9 of a value) and, where activations
-are quantised, values near the edge between two codes that fall to the other side.
+are quantised by a backend that rounds in another order than the reference, values near the edge between two
+codes that fall to the other side.
 """
 
 from __future__ import annotations

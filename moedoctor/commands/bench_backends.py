@@ -12,11 +12,10 @@ from moedoctor import environment
 from moedoctor.bench.backends import registry
 from moedoctor.bench.backends.base import Variant
 from moedoctor.bench.moe_run import LayerTask, MachineError, measure_machine, measure_tasks
-from moedoctor.bench.moe_shape import QUANTIZATIONS, LayerShape
 from moedoctor.commands.errors import InputError, as_input_error
 from moedoctor.models.config_json import ConfigError
+from moedoctor.models.layer_shape import QUANTIZATIONS, LayerShape
 from moedoctor.models.presets import find_model
-from moedoctor.models.shape import ExpertLayers
 from moedoctor.output import OutputError, check_writable, write
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.bench_backends import (
@@ -149,16 +148,8 @@ def _layers(request: BenchBackendsRequest) -> dict[str, tuple[LayerShape, str]]:
     found = {}
     for text in request.models or (DEFAULT_MODEL,):
         model = find_model(text)
-        found[model.name] = (_shape(model.experts), model.source)
+        found[model.name] = (model.experts.layer, model.source)
     return found
-
-
-def _shape(experts: ExpertLayers) -> LayerShape:
-    named = experts.activation
-    activation = "relu2" if not experts.gated else ("gelu_tanh" if named.startswith("gelu") else "silu")
-    return LayerShape(
-        experts.hidden_size, experts.intermediate_size, experts.num_experts, experts.top_k, activation
-    )
 
 
 def _routing(request: BenchBackendsRequest) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def _checkpoint_bytes(folder: Path) -> int | None:
 def _rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
     """(what, how much, how it comes about), for a person."""
     kv, traffic, experts = result.kv, result.traffic, request.shape.experts
-    held = f"{experts.count} layers × {experts.num_experts} experts in {request.scheme}"
+    held = f"{experts.count} layers × {experts.layer.experts} experts in {request.scheme}"
     rows = [
         ("expert weights", _gib(result.expert_bytes), held),
         (

@@ -44,17 +44,17 @@ def offload_traffic(
     Raises PlanError for values that cannot be.
     """
     experts = shape.experts
-    one = expert_bytes / (experts.count * experts.num_experts)
-    active = experts.count * experts.top_k * one
+    one = expert_bytes / (experts.count * experts.layer.experts)
+    active = experts.count * experts.layer.top_k * one
     if cache_slots is not None:
         if offload_bytes:
             raise PlanError("--offload and --expert-cache exclude each other; give one of them")
-        if not experts.top_k <= cache_slots <= experts.num_experts:
+        if not experts.layer.top_k <= cache_slots <= experts.layer.experts:
             raise PlanError(
-                f"--expert-cache {cache_slots}: expected {experts.top_k} (top_k) to "
-                f"{experts.num_experts} slots a layer"
+                f"--expert-cache {cache_slots}: expected {experts.layer.top_k} (top_k) to "
+                f"{experts.layer.experts} slots a layer"
             )
-        rate = cache_slots / experts.num_experts if hit_rate is None else hit_rate
+        rate = cache_slots / experts.layer.experts if hit_rate is None else hit_rate
         how = f"hit rate {rate:.3f}" + (
             " of uniform routing; measure yours with bench --cache" if hit_rate is None else ""
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moedoctor.models.shape import ExpertLayers
+from moedoctor.models.layer_shape import LayerShape
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,19 @@ class Workspace:
     """The shapes that it was computed from, or why it is not known."""
 
 
-def workspace(backend: str, experts: ExpertLayers, batched_tokens: int, *, model_bytes: int = 2) -> Workspace:
+def workspace(backend: str, layer: LayerShape, batched_tokens: int, *, model_bytes: int = 2) -> Workspace:
     """Workspace of `backend` (vLLM's name, any case) for a batch of `batched_tokens` tokens."""
     name = backend.upper()
-    rows = batched_tokens * experts.top_k
-    hidden, half = experts.hidden_size, experts.intermediate_size
-    w13 = half * (2 if experts.gated else 1)
+    rows = batched_tokens * layer.top_k
+    hidden, half = layer.hidden, layer.intermediate
+    w13 = layer.w13_rows
     if name == "MARLIN":
         # The second takes 2 x intermediate_size also where there is no gate half (ReLU²) to hold.
         elements = rows * max(half, hidden) + rows * max(2 * half, hidden)
         how = f"[{rows}, {max(half, hidden)}] and [{rows}, {max(2 * half, hidden)}] elements"
     elif name == "TRITON":
         elements = rows * max(half, hidden) + rows * max(w13, hidden)
-        how = (
-            f"[{batched_tokens}, {experts.top_k}, {max(half, hidden)}] and [..., {max(w13, hidden)}] elements"
-        )
+        how = f"[{batched_tokens}, {layer.top_k}, {max(half, hidden)}] and [..., {max(w13, hidden)}] elements"
     else:
         return Workspace(None, f"{name} allocates its workspace inside its own library; give --workspace")
     return Workspace(elements * model_bytes, how)

@@ -40,12 +40,19 @@ class BackendParityParameters(BaseModel):
     intermediate: int = Field(128, ge=128, le=8192, multiple_of=128)
     experts: int = Field(8, ge=2, le=512)
     top_k: int = Field(2, ge=1, le=16)
+    ids: Literal["distinct", "duplicates", "empty"] = Field(
+        "distinct", description="duplicates: an expert twice in a row; empty: slots of -1"
+    )
     seed: int = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _fits(self) -> BackendParityParameters:
         if self.top_k >= self.experts:
             raise ValueError(f"top_k: {self.top_k} must be less than experts {self.experts}")
+        if self.ids == "duplicates" and self.top_k < 2:
+            raise ValueError("top_k: duplicates need at least 2")
+        if self.ids == "empty" and self.tokens < 3:
+            raise ValueError("tokens: empty slots need at least 3, as the first and the last token have none")
         known = [one.name for one in UPSTREAM if one.quantization == self.quantization]
         if self.backend not in known:
             raise ValueError(f"backend: {self.quantization} has {', '.join(known)}; got {self.backend}")
@@ -136,6 +143,7 @@ class BackendParity(Fault):
             if one.subject == "installed" and one.verdict in keys:
                 parameters = one.parameters
                 label = f"{parameters['backend']} {parameters['quantization']} {parameters['activation']}"
+                label += "" if parameters["ids"] == "distinct" else f" {parameters['ids']}"
                 found[keys[one.verdict]].append(label)
         return {key: sorted(set(labels)) for key, labels in found.items() if labels}
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from moedoctor.bench.moe_layer import make_layer, make_problem
-from moedoctor.bench.moe_shape import LayerShape
 from moedoctor.bench.parity import check_parity
 from moedoctor.bench.parity_bounds import bounds_of
+from moedoctor.bench.unusual_ids import unusual_ids
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.results import Observation
 from moedoctor.subjects.base import UnavailableError
 
@@ -28,11 +29,14 @@ def observe(
         parameters.activation,
     )
     reason = backend.unavailable(shape, device) if must_be_available else None
+    if reason is None and parameters.ids == "empty":
+        reason = backend.refuses_empty_slots()
     if reason is not None:
         raise UnavailableError(reason)
     variant = backend.variant
     layer = make_layer(shape, variant.quantization, seed=parameters.seed, device=device)
     problem = make_problem(layer, parameters.tokens, variant.activations, seed=parameters.seed, device=device)
+    problem = replace(problem, topk_ids=unusual_ids(problem.topk_ids, parameters.ids))
     result = check_parity(backend, problem)
     return Observation(
         {

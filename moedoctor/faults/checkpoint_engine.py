@@ -10,99 +10,18 @@ import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from moedoctor.faults.base import Judgement
+from moedoctor.faults.checkpoint_changes import CHECKPOINTS, LAYERS
 from moedoctor.faults.offload_engine import need_engine
-from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
+from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.results import CaseVerdict, Evidence, Observation
 from moedoctor.upstream.engine import EngineRequest, EngineResult, run_engines
 
 PROMPTS = ((265, 511, 43, 73, 395), (290, 346, 157, 185, 327), (364, 101, 424, 166, 406, 153, 200))
-CLOSE = {"MD012": 0.75, "MD014": 0.25, "MD015": 0.25}
-"""Id -> by how much logprobs of the same tokens may differ in engines that are to compute the same function.
-The reference of MD012 has a cache of bfloat16, and E4M3 rounds each key and value by up to 1/16. With the
-prompts above the best token leads by at least 0.75 at every step."""
-_RATIO = 2.0
-_SPREAD = 2048.0
-_E4M3_MAX = 448.0
-_LAYERS, _EXPERTS = 2, 8
-
-
-def _experts() -> list[str]:
-    return [
-        f"model.layers.{layer}.mlp.experts.{expert}" for layer in range(_LAYERS) for expert in range(_EXPERTS)
-    ]
-
-
-def shared_scale(tensors: Tensors, config: dict[str, Any]) -> None:
-    """MD014's reference: one global scale, the up half with block scales of half its range."""
-    for prefix in _experts():
-        scales = tensors[f"{prefix}.up_proj.weight_scale"]
-        tensors[f"{prefix}.up_proj.weight_scale"] = (scales.float() / 2).to(scales.dtype)
-
-
-def own_scales(tensors: Tensors, config: dict[str, Any]) -> None:
-    """The same weights with a global scale of its own for the up half. A factor of two rounds nothing."""
-    shared_scale(tensors, config)
-    for prefix in _experts():
-        scales = tensors[f"{prefix}.up_proj.weight_scale"]
-        tensors[f"{prefix}.up_proj.weight_scale"] = (scales.float() * _RATIO).to(scales.dtype)
-        tensors[f"{prefix}.up_proj.weight_scale_2"] = tensors[f"{prefix}.up_proj.weight_scale_2"] / _RATIO
-
-
-def folded_scales(tensors: Tensors, config: dict[str, Any]) -> None:
-    """The repair: the gate's scale for both, the ratio in the down projection's and its input scale."""
-    own_scales(tensors, config)
-    for prefix in _experts():
-        tensors[f"{prefix}.up_proj.weight_scale_2"] = tensors[f"{prefix}.gate_proj.weight_scale_2"].clone()
-        for part, factor in (("weight_scale_2", 1 / _RATIO), ("input_scale", _RATIO)):
-            tensors[f"{prefix}.down_proj.{part}"] = tensors[f"{prefix}.down_proj.{part}"] * factor
-
-
-def zero_inputs(tensors: Tensors, config: dict[str, Any]) -> None:
-    """MD015: input scales of zero."""
-    for name in tensors:
-        if name.endswith("input_scale"):
-            tensors[name] = torch.tensor(0.0)
-
-
-def _large_values(tensors: Tensors, config: dict[str, Any]) -> None:
-    """Values that leave the range of E4M3; the output projection takes the factor back."""
-    for layer in range(_LAYERS):
-        attention = f"model.layers.{layer}.self_attn"
-        for name, factor in (("v_proj", _SPREAD), ("o_proj", 1 / _SPREAD)):
-            weight = tensors[f"{attention}.{name}.weight"]
-            tensors[f"{attention}.{name}.weight"] = (weight.float() * factor).to(weight.dtype)
-
-
-def no_kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
-    """MD012: an FP8 KV cache is declared."""
-    _large_values(tensors, config)
-    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
-
-
-def kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
-    """The repair: the scales that a calibration would give, keys after their norm, values after theirs."""
-    no_kv_scales(tensors, config)
-    for layer in range(_LAYERS):
-        attention = f"model.layers.{layer}.self_attn"
-        tensors[f"{attention}.k_proj.k_scale"] = torch.tensor(8.0 / _E4M3_MAX)
-        tensors[f"{attention}.v_proj.v_scale"] = torch.tensor(6.0 * _SPREAD / _E4M3_MAX)
-
-
-def _as_it_is(tensors: Tensors, config: dict[str, Any]) -> None:
-    """Nothing changed."""
-
-
-CHECKPOINTS: dict[str, tuple[Change, Change, Change]] = {
-    "MD012": (_large_values, no_kv_scales, kv_scales),
-    "MD014": (shared_scale, own_scales, folded_scales),
-    "MD015": (_as_it_is, zero_inputs, _as_it_is),
-}
-"""Id -> (reference, damaged, repaired)."""
+CLOSE = 0.25
+"""By how much logprobs of the same tokens may differ in engines that are to compute the same function. With
+the prompts above the best token leads by at least 0.75 at every step."""
 Run = Callable[[list[EngineRequest]], list[EngineResult]]
 
 
@@ -116,7 +35,7 @@ def observe(id: str, moe_backend: str, repaired: bool, run: Run = run_engines) -
     reference, damaged, repair = CHECKPOINTS[id]
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
         folders = {
-            label: write_qwen3_moe(Path(name) / label, scheme="nvfp4", layers=_LAYERS, change=change)
+            label: write_qwen3_moe(Path(name) / label, scheme="nvfp4", layers=LAYERS, change=change)
             for label, change in (("reference", reference), ("tested", repair if repaired else damaged))
         }
         results = run([_request(str(folder), label, moe_backend) for label, folder in folders.items()])
@@ -127,7 +46,7 @@ def observe(id: str, moe_backend: str, repaired: bool, run: Run = run_engines) -
             "moe_backend": second.log.moe_backend,
             "reference_error": None if first.error is None else first.error.message,
             "error": None if second.error is None else second.error.message,
-            "allowed_difference": CLOSE[id],
+            "allowed_difference": CLOSE,
             **_compared(first, second),
         }
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from moedoctor.faults.base import Fault, Judgement
+from moedoctor.faults.base import Judgement
+from moedoctor.faults.checkpoint_fault import CheckpointFault
 from moedoctor.faults.layer_judgement import judge_layer
-from moedoctor.results import Case, Observation, Tier
+from moedoctor.results import Case, Evidence, Observation, Tier
 
 
 class GateUpOrderParameters(BaseModel):
@@ -27,6 +28,9 @@ class GateUpOrderParameters(BaseModel):
     experts: int = Field(8, ge=2, le=128)
     top_k: int = Field(2, ge=1, le=16)
     seed: int = Field(0, ge=0)
+    moe_backend: Literal["marlin", "emulation"] | None = Field(
+        None, description="real engines with this backend instead, on a checkpoint that is damaged so"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> GateUpOrderParameters:
@@ -37,7 +41,7 @@ class GateUpOrderParameters(BaseModel):
         return self
 
 
-class GateUpOrder(Fault):
+class GateUpOrder(CheckpointFault):
     """A kernel that reads ``[up; gate]`` given ``[gate; up]``."""
 
     id = "MD017"
@@ -45,17 +49,18 @@ class GateUpOrder(Fault):
     title = "gate and up halves swapped"
     parameters = GateUpOrderParameters
     tiers = {  # noqa: RUF012
-        "faulty": (Tier.MODEL,),
-        "fixed": (Tier.MODEL,),
+        "faulty": (Tier.MODEL, Tier.ENGINE),
+        "fixed": (Tier.MODEL, Tier.ENGINE),
         "installed": (Tier.LIBRARY,),
     }
+    lints: ClassVar[bool] = False
 
-    def faulty(self, case: Case) -> Any:
+    def damaged(self, case: Case) -> Any:
         from moedoctor.faults.gate_up_order_model import forgetful_loader
 
         return forgetful_loader(str(case.parameters["mistake"]))
 
-    def fixed(self, case: Case) -> Any:
+    def repaired(self, case: Case) -> Any:
         from moedoctor.fixes.weight_layout import up_first
 
         return up_first
@@ -65,11 +70,11 @@ class GateUpOrder(Fault):
 
         return up_first
 
-    def observe(self, case: Case, implementation: Any) -> Observation:
+    def measure(self, case: Case, implementation: Any) -> Observation:
         from moedoctor.faults.gate_up_order_model import observe
 
         parameters = GateUpOrderParameters.model_validate(dict(case.parameters))
         return observe(parameters, case.device, implementation)
 
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        return judge_layer(observation)
+    def judge_tensors(self, seen: Evidence) -> Judgement:
+        return judge_layer(seen)

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from moedoctor.bench.moe_layer import expected_output, make_layer, make_problem
-from moedoctor.bench.moe_shape import LayerShape
 from moedoctor.bench.parity_bounds import bounds_of
 from moedoctor.fixes.weight_layout import up_first
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.experts import Weight, expert_weight
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.reference.token_agreement import agree

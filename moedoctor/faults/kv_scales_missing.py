@@ -26,7 +26,7 @@ class KvScalesMissingParameters(BaseModel):
     tokens: int = Field(32, ge=2, le=1024)
     hidden: int = Field(128, ge=64, le=4096, multiple_of=64)
     seed: int = Field(0, ge=0)
-    moe_backend: Literal["marlin"] | None = Field(
+    moe_backend: Literal["marlin", "emulation"] | None = Field(
         None, description="real engines with this backend instead, on a checkpoint that is damaged so"
     )
 
@@ -54,6 +54,16 @@ class KvScalesMissing(CheckpointFault):
         from moedoctor.faults.kv_scales_missing_model import observe
 
         return observe(self.parameters.model_validate(dict(case.parameters)), implementation)
+
+    def ask_engines(self, moe_backend: str, repaired: bool) -> Observation:
+        from moedoctor.faults.kv_scales_missing_engine import observe
+
+        return observe(moe_backend, repaired)
+
+    def judge_engines(self, seen: Evidence) -> Judgement:
+        from moedoctor.faults.kv_scales_missing_engine import judge
+
+        return judge(seen)
 
     def judge_tensors(self, seen: Evidence) -> Judgement:
         if seen["nonfinite_tokens"]:

@@ -40,4 +40,31 @@ def _judge(
     return ClaimJudgement(verdict, {"errors": errors, "worse_at": worse}, f"worse at {shown}")
 
 
-CLAIMS = (ClaimTest(key="good_in_range", judge=_judge, measure=_measure, thresholds=("max_ratio",)),)
+def _judge_triton(
+    results: Sequence[CaseResult], measured: Sequence[Measurement], thresholds: Mapping[str, float]
+) -> ClaimJudgement:
+    """TRITON_ATTN on the checkpoints with scales, in the cases that asked engines."""
+    from moedoctor.faults.kv_scales_missing_engine import FLOOR, doubt
+
+    found = [one.evidence["triton_attn"] for one in results if "triton_attn" in one.evidence]
+    reasons = [why for one in found if (why := doubt(one)) is not None]
+    if reasons or not found:
+        why = reasons[0] if reasons else "no engine ran"
+        return ClaimJudgement(ClaimVerdict.UNTESTED, reason=why)
+    garbage = [
+        one["tested_distance"] > max(FLOOR, thresholds["min_ratio"] * one["control_distance"])
+        for one in found
+    ]
+    said = "; ".join(
+        f"vLLM {one['vllm']}, {one['moe_backend']}: {one['tested_distance']:.0%} of the probability is moved "
+        f"with the right scales, {one['control_distance']:.0%} with scales of 1.0 that fit"
+        for one in found
+    )
+    verdict = ClaimVerdict.CONFIRMED if all(garbage) else ClaimVerdict.REFUTED
+    return ClaimJudgement(verdict, {"engines": found}, said)
+
+
+CLAIMS = (
+    ClaimTest(key="good_in_range", judge=_judge, measure=_measure, thresholds=("max_ratio",)),
+    ClaimTest(key="triton_garbage", judge=_judge_triton, thresholds=("min_ratio",)),
+)

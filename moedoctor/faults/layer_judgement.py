@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from moedoctor.faults.base import Judgement
-from moedoctor.results import CaseVerdict, Observation
+from moedoctor.results import CaseVerdict, Evidence
 
 
-def judge_layer(observation: Observation) -> Judgement:
+def judge_layer(seen: Evidence) -> Judgement:
     """The verdict on figures of `moedoctor.reference.token_agreement.Agreement`."""
-    seen = observation.evidence
     if seen["reason"] is None:
         return Judgement(CaseVerdict.CLEAN, f"{seen['tokens']} tokens right, cosine {seen['cosine']:.5f}")
     return Judgement(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from moedoctor.bench.moe_layer import Problem, expected_output, make_layer, make_problem
-from moedoctor.bench.moe_shape import LayerShape
 from moedoctor.bench.parity_bounds import bounds_of
 from moedoctor.fixes.weight_layout import tiled_scales
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.nvfp4 import BLOCK, Nvfp4
 from moedoctor.reference.swizzle import TILE_COLUMNS, TILE_ROWS, padded_shape
 from moedoctor.reference.token_agreement import agree

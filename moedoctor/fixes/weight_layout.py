@@ -9,7 +9,7 @@ import torch
 from moedoctor.reference.conventions import swap_gate_up, swap_halves
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.reference.swizzle import swizzle
+from moedoctor.reference.swizzle import swizzle, unswizzle
 
 
 def up_first(w13: torch.Tensor | Nvfp4 | Fp8) -> torch.Tensor | Nvfp4 | Fp8:
@@ -32,3 +32,11 @@ def tiled_scales(block_scales: torch.Tensor) -> torch.Tensor:
     reach a real row.
     """
     return swizzle(block_scales)
+
+
+def linear_scales(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Block scales [..., rows, columns] row by row, as checkpoints have them, of `tiled_scales`.
+
+    Raises ValueError where `tiles` has not the size of whole tiles for so many rows and columns.
+    """
+    return unswizzle(tiles, rows, columns)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.models.recurrent import gated_delta_layers, mamba2_layers
 from moedoctor.models.shape import AttentionLayers, ExpertLayers, ModelShape, RecurrentLayers
 
@@ -137,23 +138,25 @@ def _experts(config: Fields, kinds: Sequence[str], hidden: int) -> ExpertLayers:
     number = config.integer("num_experts", "n_routed_experts", "num_local_experts")
     own_layers = "moe" in kinds
     count = kinds.count("moe") if own_layers else len(kinds) - len(_dense_layers(config, kinds))
-    latent = config.get("moe_latent_size")
+    latent = config.integer("moe_latent_size", default=0)
     activation = str(config.get("mlp_hidden_act", "hidden_act", "hidden_activation", default="silu"))
     shared = config.get("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=0)
     intermediate = config.integer("moe_intermediate_size", "intermediate_size")
     if not shared and config.get("n_shared_experts"):
         shared = intermediate * config.integer("n_shared_experts")
-    return ExpertLayers(
-        count=count,
-        num_experts=number,
-        top_k=config.integer("num_experts_per_tok", "top_k_experts"),
-        hidden_size=latent or hidden,
-        intermediate_size=intermediate,
-        gated=not activation.startswith("relu2"),
-        latent_parameters=2 * hidden * latent if latent else 0,
-        shared_intermediate_size=shared,
-        activation=activation,
-    )
+    top_k = config.integer("num_experts_per_tok", "top_k_experts")
+    try:
+        layer = LayerShape(latent or hidden, intermediate, number, top_k, _activation(activation))
+    except ValueError as error:
+        raise ConfigError(f"{config.where}: {error}") from None
+    return ExpertLayers(count, layer, 2 * hidden * latent, shared)
+
+
+def _activation(named: str) -> str:
+    """The curve by our name for it; of one that we do not know only that it is gated matters."""
+    if named.startswith("relu2"):
+        return "relu2"
+    return "gelu_tanh" if named.startswith("gelu") else "silu"
 
 
 def _dense_layers(config: Fields, kinds: Sequence[str]) -> Sequence[int]:

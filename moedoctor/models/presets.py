@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from moedoctor.models.config_json import ConfigError, read_config, shape_of
 from moedoctor.models.shape import ModelShape
@@ -19,6 +20,11 @@ def names() -> Sequence[str]:
 
 def preset(name: str) -> ModelShape:
     """The preset called `name`, in any case. Raises ConfigError, which lists the presets."""
+    return shape_of(preset_document(name), name.lower(), f"preset {name.lower()}")
+
+
+def preset_document(name: str) -> dict[str, Any]:
+    """The fields of the preset's config.json, and ``_source``. Raises ConfigError as `preset`."""
     wanted = name.lower()
     if wanted not in names():
         raise ConfigError(
@@ -26,7 +32,8 @@ def preset(name: str) -> ModelShape:
             f"one of {', '.join(names())}"
         )
     text = (resources.files("moedoctor.models") / "presets" / f"{wanted}.json").read_text(encoding="utf-8")
-    return shape_of(json.loads(text), wanted, f"preset {wanted}")
+    document: dict[str, Any] = json.loads(text)
+    return document
 
 
 def find_model(name: str) -> ModelShape:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moedoctor.models.layer_shape import LayerShape
+
 
 @dataclass(frozen=True)
 class AttentionLayers:
@@ -54,28 +56,17 @@ class ExpertLayers:
     """MoE layers of one size."""
 
     count: int
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    """Width of an expert's input and output; below the model's where experts work in a latent space."""
-    intermediate_size: int
-    gated: bool
-    """Whether w13 holds gate and up halves (SiLU, GELU); ReLU² has no gate."""
+    layer: LayerShape
+    """The routed experts; their hidden size is below the model's where they work in a latent space."""
     latent_parameters: int = 0
     """Parameters of the projections into the latent space and back."""
     shared_intermediate_size: int = 0
     """Width of the shared expert, 0 without one."""
-    activation: str = "silu"
-    """As the config names it: ``silu``, ``gelu_pytorch_tanh``, ``relu2`` …"""
-
-    def parameters_per_expert(self) -> int:
-        """Parameters of one routed expert: w13 and w2."""
-        return (3 if self.gated else 2) * self.hidden_size * self.intermediate_size
 
     def parameters_beside(self, model_hidden_size: int) -> int:
         """Parameters of one layer beside its routed experts: router, shared expert, latent projections."""
-        shared = (3 if self.gated else 2) * model_hidden_size * self.shared_intermediate_size
-        return model_hidden_size * self.num_experts + shared + self.latent_parameters
+        shared = (3 if self.layer.gated else 2) * model_hidden_size * self.shared_intermediate_size
+        return model_hidden_size * self.layer.experts + shared + self.latent_parameters
 
 
 @dataclass(frozen=True)
@@ -98,7 +89,8 @@ class ModelShape:
 
     def expert_parameters(self) -> int:
         """Parameters of all routed experts of all layers."""
-        return self.experts.count * self.experts.num_experts * self.experts.parameters_per_expert()
+        layer = self.experts.layer
+        return self.experts.count * layer.experts * layer.expert_parameters
 
     def other_parameters(self) -> int:
         """Parameters of everything but the routed experts."""

@@ -52,7 +52,9 @@ def forward(
     An id of -1 is a slot that is not used; the same id twice in a row counts twice. With `quantise_input`
     and `quantise_intermediate` the routed experts compute with what they return for the input [T, H] and
     for the activated values [n, I], as a backend with quantised activations does; the shared expert is not
-    quantised. Raises ValueError for an id outside -1..E-1 and an unknown activation.
+    quantised. Such backends activate in bfloat16, so that is done here, too: a value near the edge between
+    two codes would else often fall to the other side. Raises ValueError for an id outside -1..E-1 and an
+    unknown activation.
     """
     experts = _experts(weights.w13)
     _check(topk_ids, experts, weights.activation)
@@ -61,9 +63,10 @@ def forward(
     for expert in topk_ids[topk_ids >= 0].unique().tolist():
         rows, slots = (topk_ids == expert).nonzero(as_tuple=True)  # [n] each
         up = routed_input[rows] @ expert_weight(weights.w13, expert).T  # [n, 2I] or [n, I]
-        middle = activate(up, weights.activation)  # [n, I]
-        if quantise_intermediate is not None:
-            middle = quantise_intermediate(middle)
+        if quantise_intermediate is None:
+            middle = activate(up, weights.activation)  # [n, I]
+        else:
+            middle = quantise_intermediate(activate(up.bfloat16(), weights.activation).float())  # [n, I]
         out = middle @ expert_weight(weights.w2, expert).T  # [n, H]
         total.index_add_(0, rows, out * topk_weights[rows, slots].float()[:, None])
     total = total * weights.routed_scaling

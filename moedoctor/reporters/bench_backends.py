@@ -156,8 +156,9 @@ def _remarks(bench: BackendBench) -> Iterator[str]:
     if "graph_overhead" in bench.harness:
         cost = bench.harness
         yield (
-            f"The harness on a kernel that waits: {cost['graph_us']:.2f} µs warm, "
-            f"{cost['graph_cold_us']:.2f} µs cold, where triton.testing.do_bench says "
+            f"The harness on a kernel that waits: {cost['graph_us']:.2f} µs warm "
+            f"({cost['graph_overhead']:+.1%}), {cost['graph_cold_us']:.2f} µs cold "
+            f"({cost['graph_cold_overhead']:+.1%}), where triton.testing.do_bench says "
             f"{cost['do_bench_us']:.2f} µs."
         )
     if any(row.get("deterministic") is False for row in bench.rows):

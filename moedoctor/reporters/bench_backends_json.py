@@ -76,6 +76,8 @@ def from_dict(document: Any) -> BackendBench:
     if "graph_overhead" in harness.mapping():
         for name in ("graph_us", "graph_cold_us", "do_bench_us"):
             harness[name].number()
+        for name in ("graph_overhead", "graph_cold_overhead"):
+            harness[name].number(minimum=-1)
     return BackendBench(
         layers=layers,
         routing=backends["routing"].text(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 _MEMORY_TYPE = 2
@@ -52,6 +53,25 @@ def memory_of(tensor: Any) -> str:
     if status != 0:
         raise RuntimeError(f"cuPointerGetAttribute: CUDA error {status}")
     return _KINDS.get(kind.value, str(kind.value))
+
+
+def kv_cache_scales(llm: Any) -> list[dict[str, Any]]:
+    """What each attention layer keeps keys and values in: ``{"layer", "dtype", "k_scale", "v_scale"}``."""
+    found: list[dict[str, Any]] = in_model(llm, _cache_scales)
+    return found
+
+
+def _cache_scales(model: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "layer": name,
+            "dtype": str(module.kv_cache_dtype),
+            "k_scale": float(module._k_scale_float),
+            "v_scale": float(module._v_scale_float),
+        }
+        for name, module in model.named_modules()
+        if hasattr(module, "kv_cache_dtype") and hasattr(module, "_k_scale_float")
+    ]
 
 
 def layer_outputs(llm: Any, calls: int = 1) -> Callable[[], dict[str, Any]]:
@@ -112,6 +132,32 @@ def _digest(output: Any) -> Mapping[str, Any]:
         "finite": bool(state.isfinite().all()),
         "projection": [float(one) for one in projected],
     }
+
+
+def serve_from_gpu(llm: Any) -> dict[str, Any]:
+    """For an engine with the fix `offload`, before generating: its weights come from GPU memory from now on.
+
+    The compiled code stays as it is and copies as before, out of GPU memory; what was on the host is
+    overwritten, so that reading it would show. Gives ``{"bytes": moved}``.
+    """
+    return {"bytes": in_model(llm, take_off_the_host)}
+
+
+def take_off_the_host(model: Any) -> int:
+    """`serve_from_gpu` for a torch module; the bytes that were moved."""
+    from moedoctor.fixes.offload_hooks import MARK
+
+    pipelines = {id(one): one for module in model.modules() if (one := vars(module).get(MARK)) is not None}
+    moved = 0
+    for pipeline in pipelines.values():
+        pipeline.settle()
+        device = pipeline.buffers[0].device
+        copies = [replace(unit, host=unit.host.to(device, copy=True)) for unit in pipeline.units]
+        for unit in pipeline.units:
+            unit.host.fill_(255)
+            moved += unit.host.numel()
+        pipeline.units = copies
+    return moved
 
 
 def in_model(llm: Any, function: Callable[[Any], Any]) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from moedoctor.bench.moe_layer import Layer
-from moedoctor.bench.moe_shape import LayerShape
 from moedoctor.faults.expert_cache_problem import Problem
 from moedoctor.faults.workspace_aliasing_model import Summed, add_up, groups_of
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.subjects.base import UnavailableError
 from moedoctor.upstream.moe_backends.bf16 import VllmBf16
 from moedoctor.upstream.moe_backends.common import FUSED_MOE

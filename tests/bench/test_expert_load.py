@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moedoctor.bench.expert_load import Routing, make_routes
-from moedoctor.bench.moe_shape import LayerShape
+from moedoctor.models.layer_shape import LayerShape
 
 SHAPE = LayerShape(64, 32, 16, 4)
 

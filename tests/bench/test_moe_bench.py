@@ -9,8 +9,8 @@ from moedoctor.bench.backends.reference import Reference
 from moedoctor.bench.expert_load import Routing
 from moedoctor.bench.moe_bench import Task, measure
 from moedoctor.bench.moe_layer import Layer
-from moedoctor.bench.moe_shape import LayerShape
 from moedoctor.bench.roofline import Roofline, measure_roofline
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.subjects.base import UnavailableError
 
 ROOFLINE = Roofline(1e9, {"bf16": 1e12, "fp8": 2e12})

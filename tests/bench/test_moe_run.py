@@ -5,7 +5,7 @@ import pytest
 from moedoctor.bench import moe_run
 from moedoctor.bench.backends.base import Variant
 from moedoctor.bench.moe_run import LayerTask, MachineError, measure_machine, measure_tasks
-from moedoctor.bench.moe_shape import LayerShape
+from moedoctor.models.layer_shape import LayerShape
 
 SHAPE = LayerShape(64, 32, 4, 2)
 ROOFLINE = {"bytes_per_second": 1e9, "flops": {"bf16": 1e12}}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moedoctor.bench import moe_timing
-from moedoctor.bench.moe_timing import cold_time, eager_time, launches_for, time_layer, wall_time
+from moedoctor.bench.moe_timing import cold_time, eager_time, launches_for, rounds_for, time_layer, wall_time
 
 DEVICE = "cuda:0"
 
@@ -22,9 +22,14 @@ def test_a_cpu_is_timed_by_the_wall_clock() -> None:
     assert times.eager is None
 
 
-@pytest.mark.parametrize(("microseconds", "launches"), [(0.1, 50), (20, 50), (400, 10), (1e6, 3)])
+@pytest.mark.parametrize(("microseconds", "launches"), [(0.1, 50), (20, 50), (400, 10), (1e6, 1)])
 def test_a_graph_is_long_enough_and_not_too_long(microseconds: float, launches: int) -> None:
     assert launches_for(microseconds) == launches
+
+
+@pytest.mark.parametrize(("microseconds", "rounds"), [(0.1, 15), (5000, 15), (12_500, 8), (1e6, 5)])
+def test_what_takes_long_is_repeated_less_often(microseconds: float, rounds: int) -> None:
+    assert rounds_for(microseconds) == rounds
 
 
 @pytest.mark.gpu
@@ -58,7 +63,7 @@ def test_eager_time_counts_the_host() -> None:
         time.sleep(0.001)
         torch.cuda._sleep(1)
 
-    assert eager_time(slow, rounds=3).median > 900
+    assert eager_time(slow).median > 900
 
 
 @pytest.mark.gpu

@@ -9,8 +9,8 @@ from moedoctor.bench.backends.ours import Ours
 from moedoctor.bench.backends.reference import Reference
 from moedoctor.bench.controls import controls
 from moedoctor.bench.moe_layer import Layer, make_layer, make_problem
-from moedoctor.bench.moe_shape import LayerShape
 from moedoctor.bench.parity import check_output, check_parity
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.token_agreement import Bounds
 
 SCHEMES = [("nvfp4", "none"), ("nvfp4", "nvfp4"), ("fp8", "fp8"), ("fp8", "none"), ("bf16", "none")]

@@ -83,7 +83,7 @@ def test_weights_workspace_and_cache_add_up_to_the_budget():
 
 
 def test_a_workspace_that_upstream_does_not_say_is_not_made_up():
-    space = workspace("FLASHINFER_CUTLASS", QWEN.experts, 8192)
+    space = workspace("FLASHINFER_CUTLASS", QWEN.experts.layer, 8192)
     assert space.bytes is None
     assert "give --workspace" in space.how
     request = PlanRequest(QWEN, "nvfp4", gpu_bytes=32 * GIB, backend="flashinfer_cutlass")
@@ -91,9 +91,9 @@ def test_a_workspace_that_upstream_does_not_say_is_not_made_up():
 
 
 def test_triton_needs_half_the_second_workspace_of_marlin_without_a_gate():
-    experts = SUPER.experts
-    assert workspace("marlin", experts, 1).bytes == 22 * (2688 + 5376) * 2
-    assert workspace("triton", experts, 1).bytes == 22 * (2688 + 2688) * 2
+    layer = SUPER.experts.layer
+    assert workspace("marlin", layer, 1).bytes == 22 * (2688 + 5376) * 2
+    assert workspace("triton", layer, 1).bytes == 22 * (2688 + 2688) * 2
 
 
 def test_an_expert_cache_moves_the_misses_and_holds_its_slots():

@@ -1,10 +1,15 @@
 import math
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from moedoctor.bench import parity
+from moedoctor.bench.backends.base import Prepared
+from moedoctor.bench.backends.reference import Reference
+from moedoctor.bench.moe_layer import Layer
 from moedoctor.faults.backend_parity import BackendParity, BackendParityParameters
+from moedoctor.faults.backend_parity_model import observe
 from moedoctor.reference.token_agreement import Bounds
 from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier
 from moedoctor.subjects.base import UnavailableError
@@ -30,6 +35,8 @@ def judged(subject: str, **parameters: str) -> tuple[CaseVerdict, str]:
         {"backend": "EMULATION", "activation": "relu2"},
         {"backend": "TRITON", "quantization": "fp8"},
         {"backend": "TRITON", "quantization": "bf16"},
+        {"backend": "EMULATION", "ids": "duplicates"},
+        {"backend": "MARLIN", "ids": "empty"},
     ],
 )
 def test_control_and_fix(parameters: dict[str, str]) -> None:
@@ -84,6 +91,40 @@ def test_a_backend_that_cannot_run_is_skipped_with_its_reason() -> None:
         FAULT.observe(one, FAULT.installed(one))
 
 
+class Forgetful(Reference):
+    """Takes a duplicate once, or an empty slot for expert 0."""
+
+    def prepare(self, layer: Layer) -> Prepared:
+        right = super().prepare(layer)
+
+        class Call(Prepared):
+            def __call__(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+                twice = ids[:, :1] == ids[:, 1:]  # [T, 1]
+                once = torch.cat((torch.ones_like(twice), ~twice), 1)  # [T, 2]
+                return right(x, torch.where(once, w, 0.0), ids.clamp(min=0))
+
+        return Call()
+
+
+@pytest.mark.parametrize("ids", ["duplicates", "empty"])
+def test_a_backend_that_is_wrong_with_unusual_ids_alone_is_noticed(ids: str) -> None:
+    for kind, verdict in (("distinct", CaseVerdict.CLEAN), (ids, CaseVerdict.REPRODUCED)):
+        one = case("installed", ids=kind)
+        parameters = BackendParityParameters.model_validate(dict(one.parameters))
+        found = observe(parameters, "cpu", Forgetful("nvfp4"), True)
+        assert FAULT.judge(one, found).verdict is verdict
+
+
+def test_a_backend_that_is_not_made_for_empty_slots_is_not_given_any() -> None:
+    class Refuses(Reference):
+        def refuses_empty_slots(self) -> str | None:
+            return "no -1"
+
+    parameters = BackendParityParameters.model_validate(dict(case("installed", ids="empty").parameters))
+    with pytest.raises(UnavailableError, match="no -1"):
+        observe(parameters, "cpu", Refuses("nvfp4"), True)
+
+
 def test_conclusions_name_what_was_right_wrong_and_not_run() -> None:
     def result(verdict: CaseVerdict, backend: str) -> CaseResult:
         parameters = case("installed", backend=backend).parameters
@@ -91,6 +132,10 @@ def test_conclusions_name_what_was_right_wrong_and_not_run() -> None:
 
     found = FAULT.conclude([result(CaseVerdict.CLEAN, "MARLIN"), result(CaseVerdict.REPRODUCED, "EMULATION")])
     assert found == {"right": ["MARLIN nvfp4 silu"], "wrong": ["EMULATION nvfp4 silu"]}
+    duplicates = CaseResult(
+        "installed", Tier.KERNEL, case("installed", ids="duplicates").parameters, CaseVerdict.CLEAN
+    )
+    assert FAULT.conclude([duplicates]) == {"right": ["MARLIN nvfp4 silu duplicates"]}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +144,8 @@ def test_conclusions_name_what_was_right_wrong_and_not_run() -> None:
         ({"backend": "TRITON", "quantization": "nvfp4"}, "nvfp4 has MARLIN"),
         ({"top_k": 8, "experts": 8}, "must be less than experts"),
         ({"hidden": 200}, "multiple of 128"),
+        ({"top_k": 1, "ids": "duplicates"}, "at least 2"),
+        ({"tokens": 2, "ids": "empty"}, "at least 3"),
         ({"backend": "HUMMING"}, "backend"),
     ],
 )

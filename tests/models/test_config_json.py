@@ -35,7 +35,7 @@ def test_the_presets_have_the_parameters_that_the_models_have(name, billions, ex
     shape = preset(name.upper())
     total = shape.expert_parameters() + shape.other_parameters()
     assert total / 1e9 == pytest.approx(billions, rel=0.01)
-    assert shape.experts.num_experts == experts
+    assert shape.experts.layer.experts == experts
     assert name in names()
 
 
@@ -44,6 +44,16 @@ def test_every_parameter_of_a_tiny_model_is_counted():
     attention = 64 * (4 * 16 + 2 * 2 * 16) + 4 * 16 * 64  # q, k, v, o
     assert shape.other_parameters() == 2 * 100 * 64 + 3 * (attention + 64 * 8)
     assert shape.expert_parameters() == 3 * 8 * 3 * 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("named", "ours", "factor"),
+    [("silu", "silu", 3), ("gelu_pytorch_tanh", "gelu_tanh", 3), ("swish", "silu", 3), ("relu2", "relu2", 2)],
+)
+def test_an_activation_decides_whether_there_is_a_gate(named, ours, factor):
+    layer = shape_of({**TINY, "hidden_act": named}, "tiny", "here").experts.layer
+    assert layer.activation == ours
+    assert layer.expert_parameters == factor * 64 * 32
 
 
 def test_a_nested_text_config_and_dense_layers_are_read():
@@ -58,6 +68,9 @@ def test_a_nested_text_config_and_dense_layers_are_read():
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_experts": None}, "num_experts or n_routed_experts"),
         ({"num_experts_per_tok": "2"}, "is '2', expected a whole number"),
+        ({"num_experts_per_tok": 9}, "top_k: 9 is more than experts 8"),
+        ({"moe_intermediate_size": 0}, "intermediate: expected at least 1"),
+        ({"moe_latent_size": "64"}, "moe_latent_size is '64'"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"hybrid_override_pattern": "MEX"}, "holds 'X'"),
         ({"text_config": [1]}, "text_config is no object"),

@@ -32,7 +32,13 @@ BENCH = BackendBench(
     device="NVIDIA H200",
     rows=(TIMED, {**TIMED, "tokens": 64, "deterministic": False}, AWAY),
     roofline={"bytes_per_second": 4.0e12, "flops": {"bf16": 6e14}},
-    harness={"graph_us": 20.0, "graph_cold_us": 20.1, "do_bench_us": 20.2, "graph_overhead": -0.01},
+    harness={
+        "graph_us": 20.0,
+        "graph_overhead": -0.01,
+        "graph_cold_us": 20.1,
+        "graph_cold_overhead": 0.015,
+        "do_bench_us": 20.2,
+    },
     environment={"torch": "2.11"},
 )
 
@@ -43,8 +49,9 @@ def test_every_figure_is_shown(format: str) -> None:
     for figure in ("12.5", "12.0–13.0", "9.0", "99.0", "2345", "61%", "3.0 MiB", "0.99999 *"):
         assert figure in text or figure.replace("*", "\\*") in text, figure
     assert "4000 GB/s, 600 TFLOP/s bf16" in text
-    assert "20.00 µs warm, 20.10 µs cold, where triton.testing.do_bench says 20.20 µs" in text.replace(
-        "\\", ""
+    assert (
+        "20.00 µs warm (-1.0%), 20.10 µs cold (+1.5%), where triton.testing.do_bench says 20.20 µs"
+        in text.replace("\\", "")
     )
     assert "not the same bits" in text
     assert "not available: vLLM says: no" in text.replace("\\", "")
@@ -125,6 +132,7 @@ def test_a_stored_report_is_the_same_report() -> None:
         (("layers", "m|1", "hidden"), 0, "hidden"),
         (("roofline", "flops"), [], "flops"),
         (("harness", "graph_us"), "x", "graph_us"),
+        (("harness", "graph_cold_overhead"), -2, "graph_cold_overhead"),
         (("rows", 0, "model"), "other", "expected one of the layers"),
         (("rows", 0, "time_us"), None, "time_us"),
         (("rows", 0, "cosine"), "1", "cosine"),

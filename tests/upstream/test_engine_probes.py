@@ -13,8 +13,11 @@ from torch import nn
 from moedoctor.upstream.engine_probes import (
     decoder_layers,
     in_model,
+    kv_cache_scales,
     layer_outputs,
     memory_of,
+    serve_from_gpu,
+    take_off_the_host,
     weights_by_place,
     where_weights_live,
 )
@@ -106,3 +109,31 @@ def test_the_driver_tells_mapped_memory_from_the_gpus_own() -> None:
     assert memory_of(own) == "device"
     assert memory_of(host) == "cpu"
     assert memory_of(device_view(host, torch.device("cuda:0"))) == "host"
+
+
+def test_weights_are_served_from_the_device_and_no_longer_from_the_host() -> None:
+    from moedoctor.fixes.offloader import offload
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), torch.randn(3, 16)
+    with torch.no_grad():
+        expected = model(x)
+        handle = offload(model, 1 << 30, keep_below=0)
+        assert torch.equal(model(x), expected)
+        seen = serve_from_gpu(Engine(model))
+        assert seen["bytes"] >= handle.report().host_bytes > 0
+        assert all(torch.equal(model(x), expected) for _ in range(2))
+    assert bool(handle.host_weight("0.weight").isnan().all()), "what was on the host could still be read"
+    assert take_off_the_host(nn.Linear(2, 2)) == 0
+
+
+def test_what_a_kv_cache_holds() -> None:
+    model = Model((1.0,))
+    attention = nn.Module()
+    attention.kv_cache_dtype = "fp8_e4m3"
+    attention._k_scale_float, attention._v_scale_float = 1.0, 0.5
+    model.layers[0].attn = attention
+    assert kv_cache_scales(Engine(model)) == [
+        {"layer": "layers.0.attn", "dtype": "fp8_e4m3", "k_scale": 1.0, "v_scale": 0.5}
+    ]
+    assert kv_cache_scales(Engine(Model((1.0,)))) == []

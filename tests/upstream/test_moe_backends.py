@@ -8,8 +8,8 @@ import torch
 from moedoctor.bench.backends import registry
 from moedoctor.bench.backends.base import Variant
 from moedoctor.bench.moe_layer import make_layer, make_problem
-from moedoctor.bench.moe_shape import LayerShape
 from moedoctor.bench.parity import check_parity
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.subjects.base import UnavailableError
 from moedoctor.upstream.moe_backends import bf16, common, fp8, nvfp4
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from moedoctor.bench.moe_layer import Layer
-    from moedoctor.bench.moe_shape import LayerShape
+    from moedoctor.models.layer_shape import LayerShape
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,10 @@ class Backend(ABC):
     @abstractmethod
     def unavailable(self, shape: LayerShape, device: str) -> str | None:
         """Why it cannot compute layers of this shape on `device`, in one line; None where it can."""
+
+    def refuses_empty_slots(self) -> str | None:
+        """Why ids of -1 are not for it; None where it skips them."""
+        return None
 
     @abstractmethod
     def prepare(self, layer: Layer) -> Prepared:

@@ -46,7 +46,7 @@ class Grouped(Prepared):
         counts = torch.bincount(flat[order], minlength=self.w13.shape[0])  # [E]
         ends = counts.cumsum(0).int()  # [E]
         up = functional.grouped_mm(self._rounded(x, self.input_scale)[tokens], self.w13, offs=ends)  # [S, 2I]
-        middle = self._rounded(self._activated(up.float()).bfloat16(), self.intermediate_scale)  # [S, I]
+        middle = self._rounded(self._activated(up), self.intermediate_scale)  # [S, I]
         out = functional.grouped_mm(middle, self.w2, offs=ends)  # [S, H]
         weighted = out.float() * topk_weights.flatten()[order, None]  # [S, H]
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)  # [T, H]
@@ -57,13 +57,16 @@ class Grouped(Prepared):
         return values if quantise is None else quantise(values.float()).bfloat16()
 
     def _activated(self, up: torch.Tensor) -> torch.Tensor:
+        """bfloat16 [S, I] of the first product, bfloat16 [S, 2I] or [S, I]; the curve itself in float32."""
         if self.activation == "relu2":
             return up.clamp(min=0) ** 2
         size = up.shape[1] // 2
-        gate = up[:, :size]  # [S, I]
+        gate = up[:, :size].float()  # [S, I]
         if self.activation == "gelu_tanh":
-            return functional.gelu(gate, approximate="tanh") * up[:, size:]
-        return gate / (1 + (-gate).exp()) * up[:, size:]
+            opened = functional.gelu(gate, approximate="tanh")  # [S, I]
+        else:
+            opened = gate / (1 + (-gate).exp())  # [S, I]
+        return opened.bfloat16() * up[:, size:]
 
 
 def _transposed(weight: Weight, experts: int) -> torch.Tensor:

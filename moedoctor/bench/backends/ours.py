@@ -15,7 +15,7 @@ from moedoctor.reference.experts import Weight
 from moedoctor.reference.nvfp4 import Nvfp4
 
 if TYPE_CHECKING:
-    from moedoctor.bench.moe_shape import LayerShape
+    from moedoctor.models.layer_shape import LayerShape
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from moedoctor.bench.moe_layer import Layer, Problem, expected_output
 if TYPE_CHECKING:
     import torch
 
-    from moedoctor.bench.moe_shape import LayerShape
+    from moedoctor.models.layer_shape import LayerShape
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moedoctor.bench.backends.base import Variant
-from moedoctor.bench.moe_shape import QUANTIZATIONS
+from moedoctor.models.layer_shape import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from moedoctor.bench.backends.base import Backend

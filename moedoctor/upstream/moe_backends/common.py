@@ -19,13 +19,15 @@ import torch
 
 from moedoctor.bench.backends.base import Backend, Prepared, Variant
 from moedoctor.bench.moe_layer import Layer
-from moedoctor.bench.moe_shape import LayerShape
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.subjects.base import UnavailableError
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 JIT_VARIABLE = "MOEDOCTOR_FLASHINFER_JIT"
+EMPTY_SLOTS = "VLLM_MOE_SKIP_PADDING"
+"""The setting that makes vLLM mark padding with ids of -1, since 0.25.0."""
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_tanh", "relu2": "relu2_no_mul"}
 
 
@@ -86,6 +88,14 @@ class VllmBackend(Backend):
                 f"set {JIT_VARIABLE}=1 to let it"
             )
         return self._supported(shape, device)
+
+    def refuses_empty_slots(self) -> str | None:
+        """vLLM hands out -1 since it knows `EMPTY_SLOTS`; before, its kernels take an id for an index."""
+        if hasattr(importlib.import_module("vllm.envs"), EMPTY_SLOTS):
+            return None
+        return (
+            f"this vLLM gives no ids of -1 (it has no {EMPTY_SLOTS}); what its kernels make of them is MD016"
+        )
 
     def prepare(self, layer: Layer) -> Prepared:
         device = _device(layer)
