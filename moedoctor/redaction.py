@@ -26,6 +26,9 @@ _SECRET_NAME = re.compile(
 )
 _NOBODY = frozenset({"root", "user", "ubuntu", "runner", "nobody", "app", "vllm", "localhost"})
 _MAX_LENGTH = 300
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_OWN_FILE = re.compile(re.escape(os.path.dirname(_PACKAGE) + os.sep) + rf"(?={os.path.basename(_PACKAGE)}\b)")
+"""Where moedoctor itself lies, in front of its own files."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,11 @@ class Redactor:
     def text(self, text: str) -> str:
         """`text` without home folders, user and host name, addresses, GPU UUIDs and what looks like a secret.
 
+        Moedoctor's own files are named from its package on, wherever that lies.
         Undecodable bytes (lone surrogates) become ``?``, so that the result can be written as UTF-8.
         """
         text = text.encode("utf-8", "replace").decode("utf-8")
+        text = _OWN_FILE.sub("", text)
         if len(self.home) > 1:
             text = re.sub(re.escape(self.home) + r"(?![\w.-])", "~", text)
         text = _HOME.sub("~", text)

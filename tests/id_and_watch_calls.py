@@ -6,7 +6,7 @@ import torch
 
 from moedoctor.fixes import expert_ids
 from moedoctor.kernels.expert_ids import launch_check, launch_deduplicate
-from moedoctor.kernels.watch import launch_begin, launch_end, launch_watch
+from moedoctor.kernels.watch import launch_begin, launch_end, launch_watch, launch_watch_three
 from moedoctor.trace import nan_state
 
 SHAPES = ((1, 1), (5, 2), (40, 8), (300, 10), (3, 33))
@@ -96,6 +96,35 @@ def check_watch(device: str) -> None:
         assert _order(found) == _order(theirs.found), (index, found, theirs.found)
 
 
+def check_watch_three(device: str) -> None:
+    """Three tensors in one launch and a launch that ends its step: the record of one launch each."""
+    nan, inf = float("nan"), float("inf")
+    ours, theirs = nan_state.NanState("cpu", 4), nan_state.NanState("cpu", 4)
+    header, found = ours.header.to(device), ours.found.to(device)
+    for step, spoil in enumerate(((), (2,), (1, 2), (0, 3))):
+        draw = torch.Generator().manual_seed(step)
+        a, c = (torch.randn(6, 40, generator=draw).to(torch.bfloat16) for _ in range(2))
+        wide = torch.randn(6, 600, generator=draw).to(device)
+        last = torch.randn(6, 70, generator=draw)
+        b = wide[:, 40:553]  # rows that do not lie side by side
+        for which in spoil:
+            (a, b, c, last)[which][which - 4, which] = inf if step == 3 else nan
+            (a, b, c, last)[which][0, 0] = nan
+        for active in (False, True):
+            if active:
+                launch_begin(header, 4, 6)
+                theirs.begin(4, 6)
+            launch_watch_three([one.to(device) for one in (a, b, c)], header, found, (2, 0, 3))
+            launch_watch(last.to(device), header, found, 1, None, ends=True)
+            theirs.watch_three((2, 0, 3), (a, b.cpu(), c))
+            if active:
+                theirs.watch_last(1, last)
+        assert header.tolist() == theirs.header.tolist(), (step, header, theirs.header)
+        fields = [nan_state.ROWS, nan_state.STEPS_FOUND, nan_state.FIRST_STEP, nan_state.LAST_STEP]
+        assert found[..., fields].tolist() == theirs.found[..., fields].tolist(), (step, found)
+    assert header[nan_state.STEPS].item() == 4
+
+
 def _order(found: torch.Tensor) -> list[int]:
     """The points at which something was seen, the first one first."""
     first = found[..., nan_state.FIRST_SEQUENCE].masked_fill(
@@ -111,4 +140,5 @@ CHECKS = {
     "ids with a step": check_ids_with_a_step,
     "deduplicate": check_deduplicate,
     "watch": check_watch,
+    "watch three": check_watch_three,
 }

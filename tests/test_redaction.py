@@ -92,3 +92,12 @@ def test_any_text_comes_out_writable_and_redacting_twice_changes_nothing(text: s
     once = ALICE.text(text + "\udc80")
     once.encode("utf-8")
     assert ALICE.text(once) == once
+
+
+def test_own_files_are_named_from_the_package_on() -> None:
+    from moedoctor import child, redaction
+
+    frame = f'  File "{child.__file__}", line 71, in _perform'
+    assert redaction.Redactor().text(frame) == '  File "moedoctor/child.py", line 71, in _perform'
+    other = '  File "/opt/site/vllm/moedoctor/child.py", line 1'
+    assert redaction.Redactor().text(other) == other

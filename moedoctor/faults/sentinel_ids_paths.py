@@ -9,8 +9,8 @@ import torch
 
 from moedoctor.bench.backends import registry
 from moedoctor.bench.moe_layer import Problem, expected_output, make_layer, make_problem
-from moedoctor.bench.moe_shape import LayerShape
 from moedoctor.bench.parity import poison
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.subjects.base import UnavailableError
 
 _SHAPE = LayerShape(512, 256, 16, 4)

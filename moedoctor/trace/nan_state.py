@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 
 from moedoctor.fixes.expert_ids import ExpertIdFlags, validate_expert_ids
 from moedoctor.trace.nan_report import Finding, NanReport, PointCounts, RouterCounts
 
-(STEP, ACTIVE, REAL, PADDED, SEQUENCE, STEPS, PADDED_STEPS, PAD_TOKENS, STEPS_WITH, NOW, HEADER) = (
+(STEP, ACTIVE, REAL, PADDED, SEQUENCE, STEPS, PADDED_STEPS, PAD_TOKENS, STEPS_WITH, NOW, THROUGH, HEADER) = (
     *range(9),
     12,
     16,
+    17,
 )
 """Places of the header; the same as in `moedoctor.kernels.watch`, which is not imported without Triton."""
 ROWS, STEPS_FOUND, FIRST_STEP, FIRST_SEQUENCE, LAST_STEP, FIELDS = range(6)
@@ -33,7 +36,8 @@ class NanState:
         self.ids = torch.zeros(capacity, 2, 2, _ID_KINDS, dtype=torch.int32, device=device)
         """int32 [points, (rows, first step), (real, padding), _ID_KINDS]"""
         self.names: list[str] = []
-        self.routers: set[int] = set()
+        self._together: dict[int, int] = {}
+        """Point -> the first of those that are watched in one launch with it."""
         self.padding: torch.Tensor | None = None
         """int8 [rows]: which rows are padding, where that is not all rows from a certain one on."""
 
@@ -70,18 +74,38 @@ class NanState:
         else:
             watch_rows(rows, self.header, self.found, padding, point)
 
-    def watch_ids(self, point: int, ids: torch.Tensor, num_experts: int) -> None:
-        """Look at expert ids [T, K]; calls that a graph compiler traces are not recorded."""
-        if torch.compiler.is_compiling() or ids.dim() != 2:
-            return
-        self.routers.add(point)
-        ids = ids.view(torch.int32) if ids.dtype is torch.uint32 else ids  # [T, K]
-        if _has_kernel(ids):
-            from moedoctor.kernels.expert_ids import launch_check
+    def watch_three(self, points: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Look at three tensors [rows, columns] of the same rows, in the order in which they were made."""
+        side_by_side = all(one.stride(1) == 1 for one in tensors)
+        if _has_kernel(tensors[0]) and tensors[0].shape[0] and side_by_side and self.padding is None:
+            from moedoctor.kernels.watch import launch_watch_three
 
-            launch_check(ids, num_experts, self.ids[point], self.header[REAL : REAL + 1], self.header[:2])
+            self._together.update(dict.fromkeys(points, points[0]))
+            launch_watch_three(tensors, self.header, self.found, points)
+            return
+        for point, one in zip(points, tensors, strict=True):
+            self.watch(point, one)
+
+    def watch_last(self, point: int, x: torch.Tensor) -> None:
+        """Look at `x` [..., columns], after which the step is over."""
+        x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # [rows, columns]
+        if _has_kernel(x) and x.numel() and self.padding is None:
+            from moedoctor.kernels.watch import launch_watch
+
+            launch_watch(x, self.header, self.found, point, None, ends=True)
+            return
+        self.watch(point, x)
+        self.end()
+
+    def watch_ids(self, point: int, ids: torch.Tensor, num_experts: int) -> None:
+        """Look at expert ids [T, K]; those of another number of dimensions are passed over."""
+        if ids.dim() != 2:
+            return
+        ids = ids.view(torch.int32) if ids.dtype is torch.uint32 else ids  # [T, K]
+        if torch.compiler.is_compiling():
+            torch.ops.moedoctor.watch_ids(ids, self.header, self.ids, num_experts, point)
         else:
-            _count_ids(ids, num_experts, self.ids[point], self.header)
+            watch_ids(ids, self.header, self.ids, num_experts, point)
 
     def report(self) -> NanReport:
         """Everything that was recorded; waits for the device."""
@@ -104,7 +128,7 @@ class NanState:
             ),
             routers=tuple(
                 _router_counts(self.names[index], ids[index].tolist())
-                for index in sorted(self.routers)
+                for index in range(len(self.names))
                 if bool(ids[index, 0].any())
             ),
             watched=len(self.names),
@@ -120,8 +144,18 @@ class NanState:
         if not seen:
             return None
         order, index, kind = min(seen)
-        what = "NaN" if kind % 2 == 0 else "Inf"
-        return Finding(self.names[index], what, int(found[index, kind, FIRST_STEP]), order)
+        step = int(found[index, kind, FIRST_STEP])
+        # Rows of one launch run in any order: of what it saw first in this step, the first point counts.
+        same = [
+            (other, which, place)
+            for place, other, which in seen
+            if self._leader(other) == self._leader(index) and int(found[other, which, FIRST_STEP]) == step
+        ]
+        index, kind, _ = min(same)
+        return Finding(self.names[index], "NaN" if kind % 2 == 0 else "Inf", step, order)
+
+    def _leader(self, point: int) -> int:
+        return self._together.get(point, point)
 
 
 def watch_rows(
@@ -145,6 +179,18 @@ def watch_rows(
         ):
             if count:
                 _record(header, found[point, kind], kind, count)
+
+
+def watch_ids(
+    ids: torch.Tensor, header: torch.Tensor, counts: torch.Tensor, num_experts: int, point: int
+) -> None:
+    """Add to `counts` at `point` the rows of `ids` [T, K] that no kernel should be given."""
+    if _has_kernel(ids):
+        from moedoctor.kernels.expert_ids import launch_check
+
+        launch_check(ids, num_experts, counts[point], header[REAL : REAL + 1], header[:2])
+    else:
+        _count_ids(ids, num_experts, counts[point], header)
 
 
 def begin_step(header: torch.Tensor, real: int, padded: int) -> None:
@@ -213,7 +259,12 @@ def _router_counts(name: str, counts: list[list[list[int]]]) -> RouterCounts:
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
-    return x.is_cuda and importlib.util.find_spec("triton") is not None
+    return x.is_cuda and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 # A graph compiler takes an operator as it is, and keeps one that changes its arguments.
@@ -222,6 +273,12 @@ _watch_operator = torch.library.custom_op(
     watch_rows,
     mutates_args=("header", "found"),
     schema="(Tensor rows, Tensor(a!) header, Tensor(b!) found, Tensor? padding, int point) -> ()",
+)
+_ids_operator = torch.library.custom_op(
+    "moedoctor::watch_ids",
+    watch_ids,
+    mutates_args=("counts",),
+    schema="(Tensor ids, Tensor header, Tensor(a!) counts, int num_experts, int point) -> ()",
 )
 _begin_operator = torch.library.custom_op(
     "moedoctor::begin_step",
@@ -232,5 +289,5 @@ _begin_operator = torch.library.custom_op(
 _end_operator = torch.library.custom_op(
     "moedoctor::end_step", end_step, mutates_args=("header",), schema="(Tensor(a!) header) -> ()"
 )
-for _operator in (_watch_operator, _begin_operator, _end_operator):
+for _operator in (_watch_operator, _ids_operator, _begin_operator, _end_operator):
     _operator.register_fake(lambda *arguments: None)

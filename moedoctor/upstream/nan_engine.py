@@ -12,8 +12,15 @@ from typing import Any
 
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.subjects.base import UnavailableError
-from moedoctor.upstream.engine import EngineRequest, EngineResult, run_engines
-from moedoctor.upstream.nan_requests import SECONDS, engine_arguments, prompts, said, traced
+from moedoctor.upstream.engine import EngineRequest, run_engines
+from moedoctor.upstream.nan_requests import (
+    SECONDS,
+    engine_arguments,
+    evidence_row,
+    prompts,
+    said,
+    traced,
+)
 from moedoctor.upstream.wheel import shared_object
 
 OWN, OLD = "own topk_softmax", "topk_softmax of 0.19.1"
@@ -38,8 +45,10 @@ def padding_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
             if result.error is not None:
                 rows.append({"config": result.label, "error": said(result)})
                 continue
-            rows.append({"config": result.label, **_row(result)})
-    rows.append({"config": "DP=2", "error": "not run: two ranks need two GPUs and a launcher of their own"})
+            rows.append({"config": result.label, **evidence_row(result)})
+    rows.append(
+        {"config": "DP=2", "error": "not run here: scenarios/engine/nan_padding_dp.yaml, on two GPUs"}
+    )
     return _some_ran(rows)
 
 
@@ -71,7 +80,7 @@ def end_to_end(sources: Mapping[str, str]) -> list[dict[str, Any]]:
                 "engine": result.label,
                 "prompts": len(result.tokens),
                 "prompts_with_the_same_tokens": same,
-                **_row(result),
+                **evidence_row(result),
                 "nan_in_real": seen["nan_in_real"],
                 "rows_with_repeated_ids": sum(sum(one["repeated"]) for one in seen["routers"]),
                 "real_rows_with_repeated_ids": sum(one["repeated"][0] for one in seen["routers"]),
@@ -105,12 +114,6 @@ def _request(
         seconds=SECONDS,
         label=label,
     )
-
-
-def _row(result: EngineResult) -> dict[str, Any]:
-    from moedoctor.trace.nan_report import row_of
-
-    return row_of(result.probe)
 
 
 def _place(finding: Mapping[str, Any] | None) -> str:

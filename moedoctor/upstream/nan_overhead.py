@@ -22,7 +22,7 @@ from moedoctor.upstream.nan_requests import BATCH, SECONDS, engine_arguments, pr
 
 LAYERS = 4
 _NAMES = ("off 1", "on 1", "off 2", "on 2")
-_STEPS, _ROUNDS = 48, 20
+_STEPS, _ROUNDS = 48, 40
 _PATIENCE = 200.0
 """Seconds that an engine waits for the others to be up, or to be through."""
 

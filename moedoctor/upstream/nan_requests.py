@@ -43,3 +43,10 @@ def said(result: EngineResult) -> str:
     """How an engine failed, in one line."""
     error = result.error
     return "" if error is None else f"{error.stage}: {error.kind}: {error.message.splitlines()[0][:300]}"
+
+
+def evidence_row(result: EngineResult) -> dict[str, Any]:
+    """The line of the table that vllm-project/vllm#39593 prints, of an engine that ran with the trace."""
+    from moedoctor.trace.nan_report import row_of
+
+    return row_of(result.probe)

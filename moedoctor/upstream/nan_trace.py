@@ -1,9 +1,10 @@
 """The trace `nan`: where a NaN starts inside vLLM, and which expert ids its routers give.
 
 Watched are each attention layer's output, each router's logits and ids, each MoE layer's output, and the
-model's. All of it happens inside operators that vLLM's compiler takes as they are, and what a CUDA graph
-holds keeps its launches, so neither compilation nor graphs change. Warm-up and capture are not recorded.
-The report is printed when the process ends.
+model's. All of it happens inside operators that vLLM's compiler takes as they are, so compilation does not
+change. What a layer made is looked at by its experts' operator, in two launches that CUDA graphs hold: a step
+that is replayed costs the host two launches, one before and one after the model, whatever its number of
+layers. Warm-up and capture are not recorded. The report is printed when the process ends.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ class EngineTrace:
         self._state: Any = None
         self._points: dict[str, int] = {}
         self._router = ""
+        self._attention: tuple[str, Any] | None = None
+        """Name and output of the attention layer that ran last, until experts looked at it."""
+        self._before_experts: set[str] = set()
+        """Attention layers that experts follow, as a run without graphs has shown."""
+        self._rows: int | None = None
+        """Rows of the attention's output, which are those of this rank."""
 
     @property
     def state(self) -> Any:
@@ -57,10 +64,6 @@ class EngineTrace:
             self._points[name] = self.state.point(name)
         return self._points[name]
 
-    def watch(self, name: str, x: Any) -> None:
-        """Look at `x` [tokens, ...]."""
-        self.state.watch(self.point(name), x.flatten(1))  # [tokens, columns]
-
     def report(self) -> NanReport | None:
         """What was found; None where no model was made. Waits for the device."""
         return None if self._state is None else self._state.report()
@@ -68,36 +71,64 @@ class EngineTrace:
     # --- What vLLM's functions are wrapped with -----------------------------------------------------------
 
     def around_attention(self, layer: Any) -> None:
-        """Watch what the layer's implementation writes."""
-        original, name = layer.impl.forward, str(layer.layer_name)
-        self.point(name)
+        """Keep what the layer's implementation writes until the experts that follow look at it.
+
+        Piecewise graphs leave attention out, so a launch here would cost the host its time at each step. The
+        output lives until the piece after it is through, where the experts are. Layers after which none came
+        yet, such as dense ones, are looked at here.
+        """
+        original, name, state = layer.impl.forward, str(layer.layer_name), self.state
 
         @functools.wraps(original)
         def forward(*arguments: Any, **options: Any) -> Any:
             result = original(*arguments, **options)
             output = options.get("output")
             if output is not None:
-                if self.running and self.experiment is not None:
+                if self.experiment is not None and self.running:
                     self.experiment.poison(output, self.scheduled)
-                self.watch(name, output)
+                self._attention = (name, output)
+                if name not in self._before_experts:
+                    state.watch(self.point(name), output.flatten(1))  # [tokens, columns]
             return result
 
         layer.impl.forward = forward
 
     def around_moe(self, original: Any) -> Any:
-        """Watch the logits before and the sum after a MoE layer."""
+        """Watch the attention's output, the logits and the experts' sum when a MoE layer is through."""
 
         @functools.wraps(original)
         def apply_quant_method(runner: Any, layer: Any, *arguments: Any, **options: Any) -> Any:
             self._router = str(getattr(layer, "layer_name", "experts"))
+            attention, self._attention = self._attention, None
             logits = options.get("router_logits", arguments[1] if len(arguments) > 1 else None)
-            if logits is not None:
-                self.watch(f"{self._router}.router_logits", logits)
+            self._rows = None if attention is None else int(attention[1].shape[0])
             shared, routed = original(runner, layer, *arguments, **options)
-            self.watch(self._router, routed)
+            self._watch_layer(attention, logits, routed)
             return shared, routed
 
         return apply_quant_method
+
+    def _watch_layer(self, attention: tuple[str, Any] | None, logits: Any, routed: Any) -> None:
+        made = []
+        if attention is not None:
+            if attention[0] in self._before_experts or not self.running:
+                made.append((attention[0], attention[1].flatten(1)))  # else it was looked at already
+            self._before_experts.add(attention[0])
+        if self._is_own(routed):
+            if logits is not None:
+                made.append((f"{self._router}.router_logits", logits))
+            made.append((self._router, routed))
+        points = [self.point(name) for name, _ in made]
+        tensors = [one for _, one in made]  # [tokens, columns] each
+        if len(made) == 3:
+            self.state.watch_three(points, tensors)
+            return
+        for point, one in zip(points, tensors, strict=True):
+            self.state.watch(point, one)
+
+    def _is_own(self, x: Any) -> bool:
+        """Whether the rows of `x` are this rank's own; which of all ranks' rows are padding is not known."""
+        return self._rows is None or self._rows == int(x.shape[0])
 
     def around_router(self, original: Any) -> Any:
         """Look at the ids that a router gives."""
@@ -105,8 +136,9 @@ class EngineTrace:
         @functools.wraps(original)
         def select_experts(router: Any, *arguments: Any, **options: Any) -> Any:
             weights, ids = original(router, *arguments, **options)
-            point = self.point(f"{self._router}.topk_ids")
-            self.state.watch_ids(point, ids, int(router.global_num_experts))
+            if self._is_own(ids):
+                point = self.point(f"{self._router}.topk_ids")
+                self.state.watch_ids(point, ids, int(router.global_num_experts))
             return weights, ids
 
         return select_experts
@@ -128,15 +160,16 @@ class EngineTrace:
         def model_forward(runner: Any, *arguments: Any, **options: Any) -> Any:
             rows = _rows(arguments, options)
             self.state.begin(min(self.scheduled, rows), rows)
-            self.running = True
+            self.running, self._attention = True, None
             try:
                 output = original(runner, *arguments, **options)
-                hidden = output[0] if isinstance(output, tuple) else output
-                if hasattr(hidden, "is_floating_point"):
-                    self.watch("model", hidden)
             finally:
                 self.running = False
-            self.state.end()
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hasattr(hidden, "is_floating_point"):
+                self.state.watch_last(self.point("model"), hidden)
+            else:
+                self.state.end()
             return output
 
         return model_forward

@@ -28,6 +28,7 @@ COST = {
     "overhead_p20": 0.02,
     "overhead_p80": 0.04,
     "step_ms_off": 2.0,
+    "medians_off": [1.98, 2.02],
     "layers": 4,
     "batch": 11,
 }
@@ -87,9 +88,18 @@ def test_what_did_not_run_decides_nothing(judge: Any, limits: Any, row: Any) -> 
     assert judged(judge, limits, row).verdict is ClaimVerdict.UNTESTED
 
 
-def test_the_engine_scenario_is_valid_and_runs_by_name_only() -> None:
-    folder = builtin_folder()
-    (scenario,) = load_targets((str(folder / "engine" / "nan_padding.yaml"),))
-    assert scenario.id == "MD001"
-    assert [one.key for one in scenario.claims] == [one.key for one in engine.ENGINE_CLAIMS]
+def test_a_machine_that_is_too_noisy_decides_nothing() -> None:
+    row = {**COST, "medians_off": [3.90, 4.13]}
+    found = judged(engine.judge_overhead, {"max_overhead": 0.05}, row)
+    assert found.verdict is ClaimVerdict.UNTESTED
+    assert "differ by 5.9%" in found.reason
+
+
+def test_the_engine_scenarios_are_valid_and_run_by_name_only() -> None:
+    folder = builtin_folder() / "engine"
+    names = ("nan_padding", "nan_padding_dp", "nan_overhead")
+    found = [load_targets((str(folder / f"{name}.yaml"),))[0] for name in names]
+    assert [one.id for one in found] == ["MD001"] * 3
+    claims = {claim.key for one in found for claim in one.claims}
+    assert claims == {one.key for one in engine.ENGINE_CLAIMS}
     assert not any("nan_padding" in one.file for one in load_targets(()))

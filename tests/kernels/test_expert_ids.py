@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-NAMES = ("ids int32", "ids int64", "ids with a step", "deduplicate", "watch")
+NAMES = ("ids int32", "ids int64", "ids with a step", "deduplicate", "watch", "watch three")
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
 )

@@ -7,6 +7,7 @@ import torch
 
 from moedoctor.trace import NanLocator
 from moedoctor.trace.nan_report import Finding, row_of
+from moedoctor.trace.nan_state import NanState
 
 NAN, INF = float("nan"), float("inf")
 
@@ -161,6 +162,21 @@ def test_a_compiled_model_keeps_its_hooks(backend: str) -> None:
     assert (report.steps_with_padding, report.nan_in_padding, report.nan_in_real) == (3, 2, 0)
 
 
+def test_a_compiled_router_is_watched_too() -> None:
+    torch._dynamo.reset()
+    router = Router()
+    with NanLocator(router) as locator:
+        compiled = torch.compile(router, backend="aot_eager", fullgraph=True)
+        for ids in ([[0, 1], [2, 3], [4, 5]], [[0, 1], [2, 2], [-1, 7]]):
+            router.ids.copy_(torch.tensor(ids))
+            locator.begin_step(2, 3)
+            compiled(torch.ones(3, 4))
+            locator.end_step()
+    (found,) = locator.report().routers
+    assert (found.repeated, found.out_of_range, found.sentinel) == ((1, 0), (0, 1), (0, 1))
+    assert found.first_repeated == 2
+
+
 def test_what_cannot_be_watched_is_refused() -> None:
     with pytest.raises(ValueError, match="device: none is given"):
         NanLocator()
@@ -175,6 +191,22 @@ def test_points_without_a_model() -> None:
     locator.watch(point, torch.tensor([[1.0], [-INF]]))
     locator.end_step()
     assert locator.report().first_padding == Finding("embedding", "Inf", 1, 1)
+
+
+@pytest.mark.parametrize(("together", "first"), [((), "experts"), ((0, 1), "attention")])
+def test_of_what_one_launch_saw_the_first_point_comes_first(together: tuple[int, ...], first: str) -> None:
+    """Rows of a launch run in any order, so its points may be recorded in any order."""
+    state = NanState("cpu", 4)
+    for name in ("attention", "experts", "model"):
+        state.point(name)
+    state._together.update(dict.fromkeys(together, 0))
+    bad = torch.full((1, 2), NAN)
+    state.begin(1, 1)
+    state.watch(1, bad)
+    state.watch(0, bad)
+    state.watch(2, bad)
+    state.end()
+    assert state.report().first_real == Finding(first, "NaN", 1, 1)
 
 
 @pytest.mark.gpu

@@ -46,5 +46,5 @@ def test_tokens_reuse_experts_more_than_chance() -> None:
 def test_where_there_is_no_choice_all_policies_agree_and_else_the_optimum_is_ahead() -> None:
     points = replay_trace(shipped_trace(), capacities=[8, 16])
     rates = {(one.policy, one.capacity): one.hit_rate for one in points}
-    assert len({rates[policy, 8] for policy in ("lru", "lfu", "lfru", "belady")}) == 1
+    assert len({rates[policy, 8] for policy in ("lru", "lfu", "lfru", "aging", "belady")}) == 1
     assert rates["belady", 16] > rates["lru", 16] + 0.05

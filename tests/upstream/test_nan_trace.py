@@ -168,6 +168,72 @@ def test_a_clean_model_shows_nothing() -> None:
     assert (report.points, report.routers, report.steps_with_padding) == ((), (), 1)
 
 
+def test_attention_is_looked_at_with_the_experts_and_a_step_is_two_launches_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nan_trace.apply("0.21.0")
+    model = Model()
+    model(torch.zeros(4))  # the profile run, where it shows that experts follow
+    state, seen = nan_trace.trace_of_this_process().state, []
+    for name in ("begin", "watch", "watch_three", "watch_ids", "watch_last"):
+        monkeypatch.setattr(state, name, lambda *arguments, name=name: seen.append((name, arguments[0])))
+    runner = module("v1.worker.gpu_model_runner").GPUModelRunner
+    replayed = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+
+    def replay(input_ids: torch.Tensor) -> torch.Tensor:
+        """As where a graph holds the experts: only attention runs in Python."""
+        return model.attention(torch.zeros(3, 8), torch.zeros(4, 8))
+
+    for _ in range(2):
+        runner(replay).execute_model(replayed)
+    assert [name for name, _ in seen] == ["begin", "watch_last"] * 2
+    seen.clear()
+    step(model)
+    assert [name for name, _ in seen] == ["begin", "watch_ids", "watch_three", "watch_last"]
+    assert [state.names[one] for one in seen[2][1]] == [
+        "layers.0.attn",
+        "layers.0.experts.router_logits",
+        "layers.0.experts",
+    ]
+
+
+def test_an_attention_layer_without_experts_is_looked_at_at_once() -> None:
+    nan_trace.apply("0.21.0")
+    model = Model()
+    dense = module("model_executor.layers.attention.attention").Attention("layers.dense.attn")
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        dense(torch.zeros(3, 8), torch.full((4, 8), NAN))
+        return model(input_ids)
+
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+    runner = module("v1.worker.gpu_model_runner").GPUModelRunner(forward)
+    forward(asked.input_ids)  # the profile run
+    runner.execute_model(asked)
+    report = nan_trace.trace_of_this_process().report()
+    assert report is not None
+    assert report.first_padding == Finding("layers.dense.attn", "NaN", 1, 1)
+    assert [one.point for one in report.points] == ["layers.dense.attn"]
+
+
+def test_rows_of_all_ranks_are_not_taken_for_this_ranks_rows() -> None:
+    nan_trace.apply("0.21.0")
+    model = Model(leftover=NAN)
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        x = model.attention(torch.zeros(3, 8), torch.full((4, 8), NAN))
+        gathered = torch.cat([x, x])  # what another rank sent comes after this rank's rows
+        model.runner._apply_quant_method(model.layer, gathered, gathered, None)
+        return torch.zeros(4, 8)
+
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+    module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
+    report = nan_trace.trace_of_this_process().report()
+    assert report is not None
+    assert [one.point for one in report.points] == ["layers.0.attn"]
+    assert (report.routers, report.nan_in_padding) == ((), 1)
+
+
 def test_the_experiment_makes_padding_nan_and_only_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, '{"poison_padding": true}')
     assert "padding rows are made NaN" in nan_trace.apply("0.21.0")
