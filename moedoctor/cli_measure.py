@@ -114,7 +114,9 @@ def bench(
     capacity: Annotated[
         list[str] | None, typer.Option(metavar="N[,N...]", help="Slots a layer; default: doubles from top-k.")
     ] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="lru, lfu, lfru or belady; default: all.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="lru, lfu, lfru, aging or belady; default: all.")
+    ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences side by side; default: the trace's own calls.")
     ] = None,

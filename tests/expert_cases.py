@@ -6,8 +6,8 @@ import torch
 
 from moedoctor.bench.backends.ours import _weights
 from moedoctor.bench.moe_layer import expected_output, make_layer, make_problem
-from moedoctor.bench.moe_shape import LayerShape
 from moedoctor.kernels.expert_launch import run_experts
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.token_agreement import Bounds, agree
 
 

@@ -98,9 +98,9 @@ def upstream_groups(device: str) -> dict[str, Any]:
 
 def our_groups(device: str) -> dict[str, Any]:
     """Our layer once a group of experts, all resident, at 1024 tokens and 128 experts; CUDA-graph replays."""
-    from moedoctor.bench.expert_cache import group_cost
+    from moedoctor.bench.expert_cache_groups import group_cost
 
-    return {"kernel": "our moe_forward", **group_cost(device, tokens=_TOKENS, groups=_GROUPS)}
+    return {"kernel": "our GroupedForward", **group_cost(device, tokens=_TOKENS, groups=_GROUPS)}
 
 
 def cold_swap(device: str, *, rounds: int = 7) -> dict[str, Any]:

@@ -1,53 +1,44 @@
-"""Speed of the expert cache on a GPU: decode against the restated cache of vllm#37190, misses, groups.
+"""Speed of the expert cache on a GPU: decode against the restated cache of vllm#37190.
 
-Each function measures in the calling process and returns plain figures. Times are of wall clocks around
-synchronised runs where the host takes part, and of CUDA-graph replays elsewhere. A variant whose output is
-wrong is not timed.
+`decode` measures in the calling process and returns plain figures. Times are of wall clocks around
+synchronised runs, since the host takes part in some variants. A variant whose output is wrong is not timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import gc
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from moedoctor.bench.expert_cache_decode import (
     Caches,
-    Inputs,
+    Layer,
     Model,
+    Restated,
     Steps,
+    Variant,
     cached,
-    host_weights,
-    restated,
     uncached,
 )
-from moedoctor.bench.timing import Comparison, Spread, compare_rounds, compare_times
-from moedoctor.fixes.eviction import simulate
-from moedoctor.fixes.expert_cache import ExpertStore
-from moedoctor.fixes.moe_forward import group_bound, moe_forward
+from moedoctor.bench.expert_cache_run import CHECKED_STEPS, Host, Run
+from moedoctor.bench.expert_cache_traffic import add_bounds, optimum, pr_counts, traffic_of
+from moedoctor.bench.timing import Comparison, Spread, compare_rounds
 
-CAPACITIES = (16, 32, 64, 128)
-BATCHES = (1, 8)
-_ROUNDS, _TOKENS_A_ROUND = 10, 4
-_CHECKED_STEPS = 12
+__all__ = ["VARIANTS", "Host", "decode", "spread_of"]
 
-
-@dataclass(frozen=True)
-class Host:
-    """What several measurements share: host weights, and their stores as they are and packed."""
-
-    weights: list[dict[str, torch.Tensor]]
-    plain: list[ExpertStore]
-    packed: list[ExpertStore]
-
-    @classmethod
-    def make(cls, model: Model, device: str) -> Host:
-        weights = host_weights(model, device)
-        return cls(
-            weights, [ExpertStore(one) for one in weights], [ExpertStore(one, packed=True) for one in weights]
-        )
+VARIANTS = (
+    Variant("overlap", policy="aging", packed=True, overlap=True),
+    Variant("device"),
+    Variant("host", engine="host"),
+    Variant("aging", policy="aging"),
+    Variant("packed", policy="aging", packed=True),
+)
+"""The first has everything; those after it take it apart. In the order in which they are left out where
+their slots do not fit into the GPU's memory beside one another."""
+RESIDENT, UNCACHED, PR = "resident", "uncached", "pr37190"
+_ROUNDS = 10
 
 
 def decode(
@@ -58,175 +49,151 @@ def decode(
     host: Host | None = None,
     model: Model | None = None,
     rounds: int = _ROUNDS,
-    warm: int | None = None,
+    seen: int | None = None,
+    recorded: bool = False,
 ) -> list[dict[str, Any]]:
     """Decode with the restated cache and ours in turn, on the same trace: a row a variant.
 
-    Ours are ``device``, ``packed`` (the same on packed host tensors, hits computed during copies) and
-    ``host``; with as many slots as
-    experts ``resident``, against the same forward without a cache.
+    Ours are `VARIANTS`, as many as the memory holds at once; with as many slots as experts ``resident``,
+    against the same forward without a cache. `seen`: tokens of the trace before those that are timed.
+    `recorded`: the trace that ships with moedoctor, at batch 1, through the first variant alone.
     """
+    if recorded and batch != 1:
+        raise ValueError(f"batch must be 1 on the recorded trace, got {batch}")
     model = model or Model()
     host = host or Host.make(model, device)
-    warm, each = _warm_steps(batch, capacity) if warm is None else warm, _steps_a_round(batch)
-    inputs = Inputs.make(model, batch, warm + rounds * each, device)
-    full = capacity >= model.experts
-    caches: dict[str, Caches] = {}
-    for name in ("resident",) if full else ("device", "packed", "host"):
-        stores = host.packed if name == "packed" else host.plain
-        engine = "device" if name == "packed" else name
-        caches[name] = cached(model, stores, capacity, engine, device, overlap=name == "packed")
-    layers = {name: one.layers for name, one in caches.items()}
-    if full:
-        layers["uncached"] = uncached(model, [one.weights for one in caches["resident"].caches])
+    run = Run.make(model, device, batch=batch, capacity=capacity, rounds=rounds, seen=seen, recorded=recorded)
     rows: list[dict[str, Any]] = []
-    most = max(len(call) for call in _needed(inputs))
+    layers: dict[str, list[Layer]] = {}
+    seeded: list[Caches | Restated] = []
+    most = max(len(set(call)) for step in run.inputs.ids.flatten(2).tolist() for call in step)
     if most <= capacity:
-        layers["pr37190"] = restated(model, host.weights, capacity, device)
+        pr = Restated.make(model, host.weights, capacity, device)
+        layers[PR] = pr.layers
+        seeded.append(pr)
     else:
         reason = f"a call needs {most} experts: the PR raises an error"
-        rows.append({"engine": "pr37190", "batch": batch, "capacity": capacity, "reason": reason})
-    steps = {
-        name: Steps(name, one, inputs, captured=name not in ("host", "pr37190"))
-        for name, one in layers.items()
-    }
-    right, wrong = _right(model, inputs, host.weights, device), []
-    for name, variant in steps.items():
-        checked = range(max(warm - _CHECKED_STEPS, 0), warm)
-        variant.run(0, checked.start)
-        for step in checked:
-            variant.run(step, 1)
-            if not _same(variant.out, right(step)):
-                wrong.append(name)
-                break
-    before = {name: one.counts() for name, one in caches.items()}
-    timed = {name: one for name, one in steps.items() if name not in wrong}
-    base = next(name for name in ("uncached", "pr37190", *timed) if name in timed)
-    times = _in_turn(timed, base, warm, rounds, each)
-    last = warm + rounds * each - 1
-    for name, variant in steps.items():
-        row: dict[str, Any] = {"engine": name, "batch": batch, "capacity": capacity}
-        row["correct"] = name in timed and _same(variant.out, right(last))
-        if row["correct"]:
-            row |= _figures(times, name, base, batch) | {"one_graph": variant.captured}
-            if name in caches and not full:
-                step_us = times.times[name].median
-                row |= _traffic(caches[name].counts(), before[name], model, step_us, rounds * each)
-        rows.append(row)
+        rows.append({"engine": PR, "batch": batch, "capacity": capacity, "reason": reason})
+    caches: dict[str, Caches] = {}
+    variants = (Variant(RESIDENT, "resident"),) if capacity >= model.experts else VARIANTS
+    if recorded:
+        variants = variants[:1]
+    for number, variant in enumerate(variants):
+        if number and not _room(model, capacity, device):
+            reason = "no room on the GPU beside the others"
+            rows.append({"engine": variant.name, "batch": batch, "capacity": capacity, "reason": reason})
+            continue
+        stores = host.packed if variant.packed else host.plain
+        caches[variant.name] = one = cached(model, stores, capacity, variant, device)
+        layers[variant.name] = one.layers
+    if RESIDENT in caches:
+        layers[UNCACHED] = uncached(model, [one.weights for one in caches[RESIDENT].caches])
+    rows += _measured(run, host, device, layers, caches, seeded)
+    del layers, caches, seeded
+    _release(device)
     return rows
 
 
-def expected(device: str, *, batch: int, capacity: int, model: Model | None = None) -> dict[str, Any]:
-    """Hit rates of every policy on the trace of `decode`, from bookkeeping alone, warm steps included."""
-    model = model or Model()
-    steps = _warm_steps(batch, capacity) + _ROUNDS * _steps_a_round(batch)
-    inputs = Inputs.make(model, batch, steps, device)
-    by_layer = inputs.ids.transpose(0, 1).flatten(2).tolist()
-    row: dict[str, Any] = {"batch": batch, "capacity": capacity}
-    for policy in ("lru", "lfu", "lfru", "belady"):
-        stats = [
-            simulate(calls, num_experts=model.experts, capacity=capacity, policy=policy) for calls in by_layer
-        ]
-        accesses = sum(one.accesses for one in stats)
-        row[f"hit_rate_{policy}"] = sum(one.hits for one in stats) / accesses
-    return row
-
-
-def group_cost(device: str, *, tokens: int = 1024, groups: Sequence[int] = (2, 4, 8)) -> dict[str, Any]:
-    """What computing a call in groups adds, with every expert resident: `groups` calls against one."""
-    model = Model(host_layers=1)
-    weights = {name: one.to(device) for name, one in host_weights(model, device)[0].items()}
-    draw = torch.Generator(device).manual_seed(0)
-    scores = torch.rand(tokens, model.experts, generator=draw, device=device)  # [T, E]
-    ids = scores.topk(model.top_k, dim=1).indices.int()  # [T, K]
-    shares = torch.rand(tokens, model.top_k, generator=draw, device=device)  # [T, K]
-    x = torch.randn(tokens, model.hidden, generator=draw, device=device).bfloat16()  # [T, H]
-    group_of = torch.randperm(model.experts, generator=draw, device=device).int()  # [E]
-
-    def call(count: int) -> torch.Tensor:
-        if count == 1:
-            return moe_forward(x, weights, ids, shares)
-        out = torch.zeros(x.shape, dtype=torch.float32, device=device)  # [T, H]
-        group = group_of[ids] % count  # [T, K]
-        for index in range(count):
-            moe_forward(x, weights, torch.where(group == index, ids, -1), shares, out=out)
-        return out
-
-    whole = call(1)
-    calls = {str(count): (lambda count=count: call(count)) for count in (1, *groups)}
-    times = compare_times(calls, baseline="1", launches=4)
-    rows = []
-    for count in groups:
-        difference = float((call(count) - whole).abs().max() / whole.abs().max())
-        rows.append(
-            {
-                "groups": count,
-                **_spread("overhead", times.ratios[str(count)], offset=-1),
-                **_spread("us", times.times[str(count)]),
-                "largest_difference": difference,
-            }
+def _measured(
+    run: Run,
+    host: Host,
+    device: str,
+    layers: Mapping[str, list[Layer]],
+    caches: Mapping[str, Caches],
+    others: list[Caches | Restated],
+) -> list[dict[str, Any]]:
+    steps = {name: Steps(one, run.inputs, captured=name not in ("host", PR)) for name, one in layers.items()}
+    for mine in (*caches.values(), *others):
+        mine.seed(run.inputs.ids[: run.start - CHECKED_STEPS])
+    right = _right(run, host.weights, device)
+    wrong = [
+        name
+        for name, one in steps.items()
+        if not all(
+            _same(_after(one, step), right(step)) for step in range(run.start - CHECKED_STEPS, run.start)
         )
-    return {
-        "tokens": tokens,
-        "one_call_us": times.times["1"].median,
-        "bound": group_bound(model.top_k),
-        "rows": rows,
-    }
+    ]
+    before = {name: one.counts() for name, one in caches.items()}
+    timed = {name: one for name, one in steps.items() if name not in wrong}
+    if not timed:
+        return [_row(name, run) | {"correct": False} for name in steps]
+    base = next(name for name in (UNCACHED, PR, *timed) if name in timed)
+    times = _in_turn(timed, base, run)
+    best = optimum(run) if run.capacity < run.model.experts else 1.0
+    rows = []
+    for name, one in steps.items():
+        row = _row(name, run)
+        row["correct"] = name in timed and _same(one.out, right(run.last))
+        if row["correct"]:
+            row |= _figures(times, name, base, run.batch) | {"one_graph": one.captured}
+        if run.capacity < run.model.experts:
+            row |= _traffic(run, name, caches, before, host) | {"hit_rate_optimum": best}
+        rows.append(row)
+    add_bounds(rows, PR)
+    return rows
 
 
-def _warm_steps(batch: int, capacity: int) -> int:
-    """Until a cache is in its usual state: the larger, the more experts must have been seen."""
-    return max(min(100 * capacity // 64, 100) // batch, _CHECKED_STEPS)
+def _row(name: str, run: Run) -> dict[str, Any]:
+    return {"engine": name, "batch": run.batch, "capacity": run.capacity}
 
 
-def _steps_a_round(batch: int) -> int:
-    return max(_TOKENS_A_ROUND // batch, 1)
+def _after(steps: Steps, step: int) -> torch.Tensor:
+    steps.run(step, 1)
+    return steps.out
 
 
-def _in_turn(steps: Mapping[str, Steps], base: str, warm: int, rounds: int, each: int) -> Comparison:
-    position = dict.fromkeys(steps, warm)
+def _in_turn(steps: Mapping[str, Steps], base: str, run: Run) -> Comparison:
+    position = dict.fromkeys(steps, run.start)
 
     def measure(name: str) -> Callable[[], float]:
         def one() -> float:
             first = position[name]
-            position[name] += each
-            return steps[name].run(first, each)
+            position[name] += run.each
+            return steps[name].run(first, run.each)
 
         return one
 
-    return compare_rounds({name: measure(name) for name in steps}, baseline=base, rounds=rounds)
+    return compare_rounds({name: measure(name) for name in steps}, baseline=base, rounds=run.rounds)
 
 
 def _figures(times: Comparison, name: str, base: str, batch: int) -> dict[str, Any]:
     spread = times.times[name]
-    row: dict[str, Any] = {"tokens_per_second": batch * 1e6 / spread.median, **_spread("step_us", spread)}
+    slow, fast = (batch * 1e6 / one for one in (spread.p80, spread.p20))
+    row: dict[str, Any] = {
+        "tokens_per_second": batch * 1e6 / spread.median,
+        "tokens_per_second_p20": slow,
+        "tokens_per_second_p80": fast,
+        **spread_of("step_us", spread),
+    }
     if name != base:
-        speedup = Spread.of([1 / one for one in _values(times.ratios[name])])
-        row |= _spread("speedup", speedup) | {"against": base}
+        ratio = times.ratios[name]
+        row |= {"speedup": 1 / ratio.median, "speedup_p20": 1 / ratio.p80, "speedup_p80": 1 / ratio.p20}
+        row["against"] = base
     return row
 
 
 def _traffic(
-    after: tuple[int, int], before: tuple[int, int], model: Model, step_us: float, steps: int
+    run: Run, name: str, caches: Mapping[str, Caches], before: Mapping[str, tuple[int, int]], host: Host
 ) -> dict[str, Any]:
-    hits, misses = after[0] - before[0], after[1] - before[1]
-    return {
-        "hit_rate": hits / max(hits + misses, 1),
-        "misses_a_call": misses / (steps * model.layers),
-        "expert_gb_s": misses / steps * model.expert_bytes / step_us * 1e-3,
-    }
+    if name in caches:
+        now, then = caches[name].counts(), before[name]
+        moved = (now[0] - then[0], now[1] - then[1], caches[name].bytes_a_miss)
+        return traffic_of(run, *moved, host.pinned_gb_s)
+    pr = pr_counts(run)
+    row = traffic_of(run, pr.hits, pr.misses, run.model.expert_bytes, host.pinned_gb_s)
+    return {"wrong_layer_calls": pr.wrong} | row
 
 
-def _right(
-    model: Model, inputs: Inputs, host: list[dict[str, torch.Tensor]], device: str
-) -> Callable[[int], torch.Tensor]:
+def _right(run: Run, host: list[dict[str, torch.Tensor]], device: str) -> Callable[[int], torch.Tensor]:
     """The output of a step with every expert at hand."""
     full = [{name: one.to(device) for name, one in weights.items()} for weights in host]
-    reference = Steps("right", uncached(model, full), inputs, captured=False)
+    reference = Steps(uncached(run.model, full), run.inputs, captured=False)
+    known: dict[int, torch.Tensor] = {}
 
     def at(step: int) -> torch.Tensor:
-        reference.run(step, 1)
-        return reference.out
+        if step not in known:
+            known[step] = _after(reference, step).clone()
+        return known[step]
 
     return at
 
@@ -236,15 +203,25 @@ def _same(out: torch.Tensor, right: torch.Tensor) -> bool:
     return bool((out - right).norm() <= 1e-5 * right.norm())
 
 
-def _needed(inputs: Inputs) -> list[set[int]]:
-    return [set(call) for step in inputs.ids.flatten(2).tolist() for call in step]
+def _room(model: Model, capacity: int, device: str) -> bool:
+    """Whether the slots of one more variant fit, and the experts of the reference after them."""
+    if torch.device(device).type != "cuda":
+        return True
+    slots, reference = model.layers * capacity, model.host_layers * model.experts
+    needed = (slots + reference) * model.expert_bytes + (4 << 30)
+    free, _ = torch.cuda.mem_get_info(device)
+    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return bool(needed <= free + cached_bytes)
 
 
-def _values(spread: Spread) -> tuple[float, float, float]:
-    return spread.median, spread.p20, spread.p80
+def _release(device: str) -> None:
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
 
 
-def _spread(name: str, spread: Spread, offset: float = 0.0) -> dict[str, float]:
+def spread_of(name: str, spread: Spread, offset: float = 0.0) -> dict[str, float]:
+    """Median and percentiles as evidence tables read them."""
     return {
         name: spread.median + offset,
         f"{name}_p20": spread.p20 + offset,

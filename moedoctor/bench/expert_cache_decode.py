@@ -7,15 +7,17 @@ them in turn, which saves host memory and changes no transfer.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from moedoctor.faults.expert_cache_problem import PrCache
 from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
 from moedoctor.fixes.moe_forward import moe_forward
+from moedoctor.trace.shipped import shipped_trace
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -55,6 +57,7 @@ class Inputs:
     """bfloat16 [T, H]"""
 
     @classmethod
+    @functools.lru_cache(maxsize=1)
     def make(cls, model: Model, batch: int, steps: int, device: str) -> Inputs:
         """Zipf routes with drift, `batch` tokens a step."""
         settings = ZipfSettings(
@@ -69,10 +72,32 @@ class Inputs:
         )
         ids = torch.tensor(zipf_trace(settings).topk_ids, dtype=torch.int32)
         ids = ids.view(steps, batch, model.layers, model.top_k).transpose(1, 2).contiguous()
+        return cls._with(model, ids, device)
+
+    @classmethod
+    def recorded(cls, model: Model, steps: int, device: str) -> Inputs:
+        """The trace that ships with moedoctor, a token a step. Its layers come again further on in the text.
+
+        Raises ValueError for a model of another shape, or where the trace is too short.
+        """
+        trace = shipped_trace()
+        known, repeats = len(trace.layers), -(-model.layers // len(trace.layers))
+        if (model.experts, model.top_k) != (trace.num_experts, trace.top_k) or steps > trace.rows:
+            raise ValueError(
+                f"the trace has {trace.rows} tokens of {trace.num_experts} experts, top-{trace.top_k}"
+            )
+        every = torch.tensor(list(trace.topk_ids), dtype=torch.int32).view(-1, known, 1, model.top_k)
+        apart = (trace.rows - steps) // max(repeats - 1, 1)
+        parts = [every[start * apart : start * apart + steps] for start in range(repeats)]
+        return cls._with(model, torch.cat(parts, dim=1)[:, : model.layers], device)
+
+    @classmethod
+    def _with(cls, model: Model, ids: torch.Tensor, device: str) -> Inputs:
+        batch = ids.shape[2]
         draw = torch.Generator(device).manual_seed(model.seed)
         shares = torch.rand(batch, model.top_k, generator=draw, device=device)  # [T, K]
         x = torch.randn(batch, model.hidden, generator=draw, device=device).bfloat16()  # [T, H]
-        return cls(ids.to(device), shares / shares.sum(1, keepdim=True), x)
+        return cls(ids.to(device).contiguous(), shares / shares.sum(1, keepdim=True), x)
 
 
 def host_weights(model: Model, device: str) -> list[dict[str, torch.Tensor]]:
@@ -97,13 +122,13 @@ def host_weights(model: Model, device: str) -> list[dict[str, torch.Tensor]]:
 class Steps:
     """One variant: a step is one token of each sequence through all layers."""
 
-    def __init__(self, name: str, layers: list[Layer], inputs: Inputs, *, captured: bool) -> None:
-        self.name = name
+    def __init__(self, layers: list[Layer], inputs: Inputs, *, captured: bool) -> None:
+        """`captured`: where there is a GPU, a step becomes one CUDA graph."""
         self._layers, self._inputs = layers, inputs
         self.out = torch.zeros(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)  # [T, H]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._step = torch.zeros(1, dtype=torch.int64, device=inputs.x.device)
-        if captured:
+        if captured and inputs.x.is_cuda:
             self._capture()
 
     def _forward(self, ids: torch.Tensor) -> None:
@@ -134,26 +159,50 @@ class Steps:
         """Whether a step is the replay of one CUDA graph, which no host synchronisation can be part of."""
         return self._graph is not None
 
+    def _wait(self) -> None:
+        if self.out.is_cuda:
+            torch.cuda.synchronize()
+
     def run(self, first: int, count: int) -> float:
         """Microseconds of a step, over `count` steps from `first` on."""
         self._step.fill_(first)
-        torch.cuda.synchronize()
+        self._wait()
         start = time.perf_counter()
         for step in range(first, first + count):
             if self._graph is None:
                 self._forward(self._inputs.ids[step])
             else:
                 self._graph.replay()
-        torch.cuda.synchronize()
+        self._wait()
         return (time.perf_counter() - start) * 1e6 / max(count, 1)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to use our cache."""
+
+    name: str
+    engine: str = "device"
+    policy: str = "lfru"
+    packed: bool = False
+    """The host's tensors are packed."""
+    overlap: bool = False
+    """Hits are computed while misses are copied."""
 
 
 @dataclass
 class Caches:
     """The caches of all layers of one variant, and their layers."""
 
-    layers: list[Layer] = field(default_factory=list)
-    caches: list[ExpertCache] = field(default_factory=list)
+    caches: list[ExpertCache]
+    layers: list[Layer]
+    bytes_a_miss: int
+    """What the bus carries for one expert."""
+
+    def seed(self, calls: torch.Tensor) -> None:
+        """The state that `calls` int [calls, layers, T, K] leave behind, by bookkeeping."""
+        for layer, cache in enumerate(self.caches):
+            cache.seed(calls[:, layer])
 
     def counts(self) -> tuple[int, int]:
         """(hits, misses) over all layers."""
@@ -162,21 +211,21 @@ class Caches:
 
 
 def cached(
-    model: Model,
-    stores: Sequence[ExpertStore],
-    capacity: int,
-    engine: str,
-    device: str,
-    *,
-    overlap: bool = False,
+    model: Model, stores: Sequence[ExpertStore], capacity: int, variant: Variant, device: str
 ) -> Caches:
-    """Ours, in groups where a call may not fit; `overlap` as `ExpertCache.groups`."""
-    made = Caches()
-    for index in range(model.layers):
-        cache = ExpertCache(stores[index % len(stores)], capacity, engine=engine, device=device)
-        made.caches.append(cache)
-        made.layers.append(_layer_of(cache, overlap))
-    return made
+    """Ours, in groups where a call may not fit."""
+    caches = [
+        ExpertCache(
+            stores[index % len(stores)],
+            capacity,
+            engine=variant.engine,
+            policy=variant.policy,
+            device=device,
+        )
+        for index in range(model.layers)
+    ]
+    layers = [_layer_of(cache, variant.overlap) for cache in caches]
+    return Caches(caches, layers, stores[0].nbytes // stores[0].num_experts)
 
 
 def _layer_of(cache: ExpertCache, overlap: bool) -> Layer:
@@ -187,18 +236,46 @@ def _layer_of(cache: ExpertCache, overlap: bool) -> Layer:
     return layer
 
 
-def restated(model: Model, host: list[dict[str, torch.Tensor]], capacity: int, device: str) -> list[Layer]:
+class SeededPrCache(PrCache):
+    """The PR's cache, restated, that can start in the middle of a trace."""
+
+    def seed(self, calls: list[list[int]]) -> None:
+        """The state that `calls` leave behind, by bookkeeping."""
+        for call in calls:
+            self.rule.step(sorted(set(call)))
+        for slot, expert in enumerate(self.rule.expert_of):
+            for name, buffer in self.slots.items():
+                if expert >= 0:
+                    buffer[slot].copy_(self._host[name][expert])
+        self._mapping.copy_(torch.tensor(self.rule.slot_of, dtype=torch.int32))
+
+
+@dataclass
+class Restated:
     """The provider of vllm-project/vllm#37190, restated: blocking copies, ids read by the host."""
-    caches = [PrCache(host[index % len(host)], capacity, device=device) for index in range(model.layers)]
 
-    def layer_of(cache: PrCache) -> Layer:
-        def layer(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, out: torch.Tensor) -> None:
-            slot_ids = cache.acquire(ids)
-            moe_forward(x, cache.slots, slot_ids, shares, out=out)
+    caches: list[SeededPrCache]
+    layers: list[Layer]
 
-        return layer
+    @classmethod
+    def make(cls, model: Model, host: list[dict[str, torch.Tensor]], capacity: int, device: str) -> Restated:
+        caches = [
+            SeededPrCache(host[index % len(host)], capacity, device=device) for index in range(model.layers)
+        ]
 
-    return [layer_of(cache) for cache in caches]
+        def layer_of(cache: PrCache) -> Layer:
+            def layer(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, out: torch.Tensor) -> None:
+                slot_ids = cache.acquire(ids)
+                moe_forward(x, cache.slots, slot_ids, shares, out=out)
+
+            return layer
+
+        return cls(caches, [layer_of(cache) for cache in caches])
+
+    def seed(self, calls: torch.Tensor) -> None:
+        """As `Caches.seed`."""
+        for layer, cache in enumerate(self.caches):
+            cache.seed(calls[:, layer].flatten(1).tolist())
 
 
 def uncached(model: Model, weights: Sequence[Mapping[str, torch.Tensor]]) -> list[Layer]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from moedoctor import environment
 from moedoctor.bench.cache_replay import SCOPES, default_capacities, facts_of, replay_trace
+from moedoctor.commands.bench_cache_speed import measure_speed
 from moedoctor.commands.errors import InputError, as_input_error
 from moedoctor.fixes.eviction import POLICIES
 from moedoctor.output import OutputError, check_writable, write
@@ -24,16 +24,6 @@ from moedoctor.trace.format import RoutingTrace, TraceError, load
 from moedoctor.trace.shipped import SHIPPED, shipped_trace
 from moedoctor.trace.synthetic import PREFIX, ZipfSettings, zipf_trace
 
-SUBJECTS = {
-    "device": "ours, device engine",
-    "packed": "ours, device engine, packed",
-    "host": "ours, host engine",
-    "resident": "ours, all resident",
-    "uncached": "no cache",
-    "pr37190": "PR 37190, restated",
-    "pinned": "a pinned copy",
-}
-"""Variants of `moedoctor.bench.expert_cache.decode` and `expert_cache_misses`, in words."""
 _MAX_CAPACITY = 65_535
 
 
@@ -74,6 +64,7 @@ def bench_cache_command(request: BenchCacheRequest) -> int:
         batch=request.batch,
         scope=request.scope,
     )
+    speed = measure_speed(request.batch or 1, capacities, str(facts_here["gpu"])) if request.speed else None
     redactor = Redactor.of_this_process()
     bench = CacheBench(
         trace=redactor.text(name),
@@ -86,43 +77,14 @@ def bench_cache_command(request: BenchCacheRequest) -> int:
         batch=request.batch,
         points=tuple(points),
         environment=facts_here,
-        speed=_speed(request, capacities) if request.speed else (),
-        speed_note=_speed_note(request, str(facts_here["gpu"])) if request.speed else "",
+        speed=speed.decode if speed else (),
+        speed_note=speed.note if speed else "",
+        measured=speed.measured if speed else {},
+        limits=speed.limits if speed else (),
         exit_code=1 if any(one.stats.wrong for one in points) else 0,
     )
     write_report(bench, request.format, request.output)
     return bench.exit_code
-
-
-def _speed(request: BenchCacheRequest, capacities: Sequence[int]) -> tuple[Mapping[str, Any], ...]:
-    """Decode through the restated cache of the PR and ours, at each capacity, in this process."""
-    from moedoctor.bench.expert_cache import Host, decode
-    from moedoctor.bench.expert_cache_decode import Model
-    from moedoctor.bench.expert_cache_misses import miss_bandwidth
-
-    device, batch, model = "cuda:0", request.batch or 1, Model()
-    host = Host.make(model, device)
-    rows: list[Mapping[str, Any]] = []
-    for capacity in (one for one in capacities if one <= model.experts):
-        for row in decode(device, batch=batch, capacity=capacity, host=host, model=model):
-            rest = {key: value for key, value in row.items() if key != "engine"}
-            rows.append({"subject": SUBJECTS.get(row["engine"], row["engine"]), **rest})
-            print(f"moedoctor: {capacity} slots, {row['engine']}: measured", file=sys.stderr)
-    if batch == 1:
-        for row in miss_bandwidth(device):
-            rest = {key: value for key, value in row.items() if key != "engine"}
-            rows.append({"subject": SUBJECTS[row["engine"]], "every_access": "a miss", **rest})
-    return tuple(rows)
-
-
-def _speed_note(request: BenchCacheRequest, gpu: str) -> str:
-    from moedoctor.bench.expert_cache_decode import Model
-
-    model = Model()
-    return (
-        f"Speed: decode at batch {request.batch or 1} through {model.layers} MoE layers of the shape of "
-        f"Qwen3-30B-A3B in bfloat16, without attention; random weights, Zipf routing; {gpu}."
-    )
 
 
 def check_format(format: str) -> None:

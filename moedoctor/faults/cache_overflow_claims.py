@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moedoctor.faults.base import ClaimJudgement, ClaimTest, Measurement
+from moedoctor.faults.expert_cache_engine_claims import ENGINE_CLAIMS
 from moedoctor.results import CaseResult, ClaimVerdict, Observation
 
 _SAID = {2: 0.06, 4: 0.15, 8: 0.35}
@@ -96,4 +97,5 @@ CLAIMS = (
         thresholds=("max_overhead_2", "max_overhead_4", "max_overhead_8"),
     ),
     ClaimTest("cold_swap", judge_cold_swap, measure_cold_swap, needs_gpu=True, thresholds=("min_share",)),
+    *ENGINE_CLAIMS,
 )

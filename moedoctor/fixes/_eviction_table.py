@@ -3,51 +3,12 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-Victims = Callable[[Mapping[int, int], Sequence[int], int, int], list[int]]
-"""(candidate -> last use, by last use and id; uses by expert; now; count) -> those who leave."""
+from moedoctor.fixes._eviction_policies import HALVED_EVERY, POLICIES
 
-
-def _lru(order: Mapping[int, int], uses: Sequence[int], now: int, count: int) -> list[int]:
-    return list(islice(order, count))
-
-
-def _lfu(order: Mapping[int, int], uses: Sequence[int], now: int, count: int) -> list[int]:
-    if count == 1:
-        return [min(order, key=uses.__getitem__)]
-    return sorted(order, key=uses.__getitem__)[:count]  # stable: ties stay in the order of use
-
-
-def _lfru(order: Mapping[int, int], uses: Sequence[int], now: int, count: int) -> list[int]:
-    lowest: list[tuple[float, int, int]] = []
-    limit, beyond, missing = float("inf"), now + 1, count
-    youngest = beyond
-    for expert, used in order.items():
-        if used > youngest:
-            break
-        score = uses[expert] / (beyond - used)
-        if score > limit:
-            continue
-        if missing:
-            missing -= 1
-            lowest.append((score, uses[expert], expert))
-            if missing:
-                continue
-            lowest.sort()
-        else:
-            insort(lowest, (score, uses[expert], expert))
-            lowest.pop()
-        limit = lowest[-1][0]
-        # Everyone was used at least once, so an age below 1 / limit scores higher; rounding aside.
-        youngest = beyond + 1 - int(1 / limit)
-    return [expert for _, _, expert in sorted(lowest)]
-
-
-_POLICIES: Mapping[str, Victims] = {"lru": _lru, "lfu": _lfu, "lfru": _lfru}
-ONLINE_POLICIES = tuple(_POLICIES)
+ONLINE_POLICIES = tuple(POLICIES)
 """Policies that know only the past."""
 
 
@@ -83,13 +44,13 @@ class Plan(NamedTuple):
 class SlotTable:
     """Experts and slots under one policy. Not thread-safe.
 
-    A hit is O(1). A miss is O(1) under ``lru`` and at most O(capacity) under the others; ``lfru`` looks at
-    experts from the oldest on and stops where no younger one can have a lower score.
+    A hit is O(1). A miss is O(1) under ``lru`` and at most O(capacity) under the others, which sort those
+    whom they look at; ``aging`` goes through all experts every so many calls.
     """
 
     def __init__(self, num_experts: int, capacity: int, policy: str = "lfru") -> None:
         """Raises ValueError for an unknown policy and for sizes below 1."""
-        if policy not in _POLICIES:
+        if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(ONLINE_POLICIES)}, got {policy!r}")
         if num_experts < 1 or capacity < 1:
             raise ValueError(f"num_experts and capacity must be at least 1, got {num_experts} and {capacity}")
@@ -100,18 +61,18 @@ class SlotTable:
         self.expert_of = [-1] * capacity
         """[capacity]: -1 for a free slot."""
         self.uses = [0] * num_experts
-        """[E]: calls that used the expert since it was loaded."""
+        """[E]: calls that used the expert since it was loaded, or as ``aging`` counts them."""
         self.clock = 0
         """Calls so far."""
-        self._victims = _POLICIES[policy]
+        self._residents = POLICIES[policy](num_experts)
+        self._ages = policy == "aging"
         self._free = list(range(capacity))
-        self._order: dict[int, int] = {}
-        """Resident expert -> the call of its last use; by last use, those of one call by id."""
 
     @property
     def last(self) -> list[int]:
         """[E]: the call of each resident expert's last use, 0 for others."""
-        return [self._order.get(expert, 0) for expert in range(len(self.slot_of))]
+        ages = self._residents.ages()
+        return [ages.get(expert, 0) for expert in range(len(self.slot_of))]
 
     @classmethod
     def restored(
@@ -121,8 +82,8 @@ class SlotTable:
         table = cls(len(slot_of), capacity, policy)
         table.slot_of, table.uses, table.clock = slot_of, uses, clock
         held = sorted((last[expert], expert) for expert, slot in enumerate(slot_of) if slot >= 0)
-        table._order = {expert: used for used, expert in held}
-        for expert in table._order:
+        for used, expert in held:
+            table._residents.restore(expert, uses[expert], used)
             table.expert_of[slot_of[expert]] = expert
         table._free = [slot for slot, expert in enumerate(table.expert_of) if expert < 0]
         return table
@@ -141,44 +102,48 @@ class SlotTable:
 
         Raises CacheOverflow, and changes nothing, where they are more than the slots.
         """
-        if len(experts) > self.capacity:
-            raise CacheOverflow(len(experts), self.capacity)
-        if not experts:
-            return Plan(0, [])  # not a call: empty groups must not age anyone
-        slot_of, uses, order = self.slot_of, self.uses, self._order
-        self.clock = now = self.clock + 1
-        missing = []
-        for expert in experts:
-            if slot_of[expert] < 0:
-                missing.append(expert)
-            else:
-                del order[expert]  # what this call needs is nobody's victim
-        loads = self._place(missing) if missing else []
-        for expert in experts:
-            uses[expert] += 1
-            order[expert] = now
-        return Plan(len(experts) - len(missing), loads)
+        missing, slots = self._admit(experts)
+        return Plan(len(experts) - len(missing), list(map(Load, missing, slots)))
 
     def step(self, experts: Sequence[int]) -> int:
         """`plan`, and the number of misses."""
-        return len(self.plan(experts).loads)
+        return len(self._admit(experts)[0])
 
-    def _place(self, missing: list[int]) -> list[Load]:
-        slot_of, expert_of, count = self.slot_of, self.expert_of, len(missing)
-        slots, self._free = self._free[:count], self._free[count:]
+    def _admit(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(who has to be loaded, and where to)"""
+        if len(experts) > self.capacity:
+            raise CacheOverflow(len(experts), self.capacity)
+        if not experts:
+            return [], []  # not a call: empty groups must not age anyone
+        residents, uses = self._residents, self.uses
+        self.clock = now = self.clock + 1
+        if self._ages and now % HALVED_EVERY == 0:
+            uses[:] = [one >> 1 for one in uses]
+        missing = residents.take(experts)  # what this call needs is nobody's victim
+        slots = self._place(missing) if missing else []
+        residents.put(experts, uses, now)
+        return missing, slots
+
+    def _place(self, missing: list[int]) -> list[int]:
+        slot_of, expert_of, uses, count = self.slot_of, self.expert_of, self.uses, len(missing)
+        slots = []
+        if self._free:
+            slots, self._free = self._free[:count], self._free[count:]
         if len(slots) < count:
-            for victim in self._victims(self._order, self.uses, self.clock, count - len(slots)):
-                del self._order[victim]
+            for victim in self._residents.victims(uses, self.clock, count - len(slots)):
                 slots.append(slot_of[victim])
                 slot_of[victim] = -1
-        for expert, slot in zip(missing, slots, strict=True):
-            slot_of[expert], expert_of[slot], self.uses[expert] = slot, expert, 0
-        return list(map(Load, missing, slots))
+        for expert, slot in zip(missing, slots):  # noqa: B905  as long as each other, and this is hot
+            slot_of[expert], expert_of[slot] = slot, expert
+        if not self._ages:
+            for expert in missing:
+                uses[expert] = 0
+        return slots
 
     def forget(self, expert: int) -> None:
         """`expert` is not resident after all; its slot is free."""
         slot = self.slot_of[expert]
         if slot >= 0:
             self.slot_of[expert] = self.expert_of[slot] = -1
-            del self._order[expert]
+            self._residents.forget(expert)
             insort(self._free, slot)

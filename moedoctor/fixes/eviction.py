@@ -1,4 +1,4 @@
-"""Which expert leaves a full cache: `lru`, `lfu`, `lfru`, and `belady`, the optimum that knows the future.
+"""Which expert leaves a full cache: `lru`, `lfu`, `lfru`, `aging`, and `belady`, which knows the future.
 
 The rule that keeps a cache right is the same for all of them: a call is one event. Its hits are taken
 first, then its misses get the free slots and the slots of experts that this call does not need. Walking
@@ -6,7 +6,8 @@ through a call's experts one by one, as vllm-project/vllm#37190 does, can evict 
 call has already placed; its tokens are then computed with another expert's weights.
 
 The policies order the resident experts that a call does not need; the lowest leaves first, ties by lower
-id. Clock and frequency count calls, not tokens; frequency starts anew when an expert is loaded:
+id. Clock and frequency count calls, not tokens; but for ``aging``, frequency starts anew when an expert is
+loaded:
 
 - ``lru``: the call of the last use.
 - ``lfu``: frequency, the calls that used it since it was loaded; then the last use.
@@ -14,7 +15,10 @@ id. Clock and frequency count calls, not tokens; frequency starts anew when an e
   (`expert_weight_provider.py` at 6d0ac79f), whose clock counts single accesses. "Decayed" in its
   discussion means this division: that code holds no other decay. It is not the LFRU of the caching
   literature, which parts a cache into a privileged and an unprivileged half.
-- ``belady``: the next use, furthest first. Only a replay knows it.
+- ``aging``: frequency that outlives the expert's stay and is halved every 48 calls; then the last use. An
+  expert that was unlucky once returns with what it is known for. (Frequency that fades by age is the LRFU of
+  Lee et al., IEEE Trans. Comput. 50, 2001; halving the counts is how LFU is aged.)
+- ``belady``: the next use, furthest first: the optimum. Only a replay knows it.
 
 Pure Python, no torch. `simulate` replays over a million expert accesses a second on one core.
 """

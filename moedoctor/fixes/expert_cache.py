@@ -90,9 +90,9 @@ class ExpertCache:
         while the cache lives. Caches that share host tensors share an `ExpertStore`, for which `pin` and
         `packed` were said. `device` is the current CUDA device, or the CPU where there is none; `policy` one
         of `eviction.ONLINE_POLICIES`. Without `pin`, or where pinning fails (`pin_failure` says why), copies
-        block and the engine ``device`` is refused. `packed` keeps bfloat16 tensors on the host in three
-        quarters of their bytes, without loss, which the engine ``device`` unpacks on the way; where all
-        experts are resident it does nothing. Raises ValueError or TypeError that names the argument,
+        block and the engine ``device`` is refused. `packed` keeps bfloat16 tensors on the host in some 72 %
+        of their bytes, without loss, which the engine ``device`` unpacks on the way; where all experts are
+        resident it does nothing. Raises ValueError or TypeError that names the argument,
         RuntimeError where the engine cannot work here.
         """
         if type(capacity) is not int:
@@ -177,15 +177,15 @@ class ExpertCache:
             self._engine.prefetch(ids)
 
     def seed(self, ids: torch.Tensor) -> None:
-        """Start from what a prefill routed: `ids` [T, K], the tokens in order.
+        """Start from what a prefill routed: `ids` [T, K], the tokens in order, or [calls, T, K].
 
-        The state becomes what it would be had every token been a call of its own, and the experts that are
-        resident at its end are loaded. Replaces the present state; may synchronise.
+        The state becomes what it would be had every token, or each of `calls`, been a call of its own, and
+        the experts that are resident at its end are loaded. Replaces the present state; may synchronise.
         """
         _check_ids(ids)
         table = SlotTable(self.num_experts, self.capacity, self.policy)
         with self._alone():
-            for row in ids.tolist():
+            for row in ids.flatten(1).tolist():
                 if max(row, default=-1) >= self.num_experts:
                     raise ValueError(f"ids: expert {max(row)} of {self.num_experts}")
                 for part in table.split(row):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from moedoctor.fixes._expert_store import ExpertStore
-from moedoctor.fixes._packed_experts import RARE, SIZE
+from moedoctor.fixes._packed_experts import LANES, SIZE
 from moedoctor.fixes.eviction import CacheOverflow, CacheStats, SlotTable
 from moedoctor.fixes.expert_cache_engine import CachedExperts, Engine
 from moedoctor.kernels.cache_copies import Transfer
@@ -43,8 +43,8 @@ class DeviceEngine(Engine):
             )
         self.slots = store.slots(capacity, device)
         self._state = LookupState.empty(store.num_experts, capacity, policy, device)
-        packed = {name: (one.blocks, one.elements) for name, one in store.packed.items()}
-        self._transfer = Transfer(store.tensors, packed, self.slots, (SIZE, RARE))
+        packed = {name: (one.blocks, one.elements, one.rare) for name, one in store.packed.items()}
+        self._transfer = Transfer(store.tensors, packed, self.slots, (SIZE, LANES))
         self.mapping = self._state.slot_of
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._prefetched: torch.cuda.Event | None = None
@@ -59,8 +59,8 @@ class DeviceEngine(Engine):
 
     def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
         count = -(-self._most(ids) // self.capacity)
-        if count <= 1 and overlap and self._copies is not None:
-            yield from self._early_and_late(ids.contiguous(), self._copies)
+        if count <= 1 and overlap:
+            yield from self._early_and_late(ids.contiguous())
             return
         if count <= 1:
             yield self.acquire(ids)
@@ -71,17 +71,22 @@ class DeviceEngine(Engine):
         for group in range(count):
             yield self._run(ids, group)
 
-    def _early_and_late(self, ids: torch.Tensor, copies: torch.cuda.Stream) -> Iterator[CachedExperts]:
+    def _early_and_late(self, ids: torch.Tensor) -> Iterator[CachedExperts]:
         """The hits, while the misses are copied on a stream of their own; then the misses."""
         self._join()
         early, late = torch.empty_like(ids), torch.empty_like(ids)  # [T, K] each
         launch_lookup(self._state, ids, early, late=late)
-        self._copy_beside(copies)
+        self._copy_beside()
         yield CachedExperts(self.slots, early)
         self._join()
         yield CachedExperts(self.slots, late)
 
-    def _copy_beside(self, copies: torch.cuda.Stream) -> None:
+    def _copy_beside(self) -> None:
+        """Copy while the current stream goes on, up to its next `_join`."""
+        copies = self._copies
+        if copies is None:  # the interpreter has no streams
+            self._transfer.launch(self._state.copies)
+            return
         copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(copies):
             self._transfer.launch(self._state.copies)
@@ -95,10 +100,7 @@ class DeviceEngine(Engine):
         self._join()
         ids = ids.contiguous()
         launch_lookup(self._state, ids, torch.empty_like(ids), counted=False)
-        if self._copies is None:
-            self._transfer.launch(self._state.copies)
-            return
-        self._copy_beside(self._copies)
+        self._copy_beside()
 
     def adopt(self, table: SlotTable) -> None:
         self._join()
@@ -149,7 +151,7 @@ class DeviceEngine(Engine):
         if ids.numel():
             launch_lookup(self._state, ids, slot_ids, group=group)
             self._transfer.launch(self._state.copies)
-        return CachedExperts(self.slots, slot_ids)
+        return CachedExperts(self.slots, slot_ids, None if group is None else self._state.group_experts)
 
     def _join(self) -> None:
         """Make the current stream wait for the copies of a prefetch."""

@@ -20,8 +20,9 @@ class CachedExperts:
     """[capacity, ...] each, on the device: always the same tensors, at the same addresses."""
     slot_ids: torch.Tensor
     """[T, K], the ids' own type: rows of `weights`; -1 where the id is -1 or belongs to another group."""
-    pairs: int | None = None
-    """How many `slot_ids` are not -1, at most; None where the host does not know."""
+    experts: torch.Tensor | None = None
+    """int32 [capacity] on the device: the expert of this group that each slot holds, -1 for none, as
+    `moe_groups.GroupedForward` takes it; None where the call is one group."""
 
 
 class Engine(ABC):

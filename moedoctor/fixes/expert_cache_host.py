@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -25,57 +26,64 @@ class HostEngine(Engine):
         if store.packed:
             raise ValueError("engine 'host' copies whole tensors and cannot unpack: use engine='device'")
         self.slots = store.slots(capacity, device)
+        # Views made once: making them for each copy would take longer than asking for the copy.
+        self._from_to = [
+            (store.tensors[name].unbind(0), slots.unbind(0)) for name, slots in self.slots.items()
+        ]
         self._table = SlotTable(store.num_experts, capacity, policy)
         self._asynchronous = device.type == "cuda" and store.pinned
         # Row E is for ids of -1, which index from the end.
         blank = torch.full((store.num_experts + 1,), -1, dtype=torch.int32)
         self._staging = blank.pin_memory() if self._asynchronous else blank  # [E + 1]
-        self._group_staging = self._staging.clone()  # [E + 1]
+        both = torch.full((store.num_experts + 1 + capacity,), -1, dtype=torch.int32)
+        self._group_staging = both  # [E + 1 + capacity]: slots by expert, experts by slot
         if self._asynchronous:
             self._group_staging = self._group_staging.pin_memory()
             self._copies = torch.cuda.Stream(device)
             self._ready = torch.cuda.Event()
             self._staged = torch.cuda.Event()
         self._lookup = blank.to(device, copy=True)  # [E + 1]
-        self._group_lookup = blank.to(device, copy=True)  # [E + 1]
+        self._group_lookup = both.to(device, copy=True)  # [E + 1 + capacity]
         self.mapping = self._lookup[:-1]  # [E]
         self._calls = self._hits = self._misses = self._prefetched = 0
         self._pending = False
         """Prefetches are under way that no call has waited for."""
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
-        needed, pairs = self._needed(ids)
+        needed = self._needed(ids)
         if len(needed) > self.capacity:
             raise CacheOverflow(len(needed), self.capacity)
         self._calls += 1
         self._make_resident(needed)
-        return CachedExperts(self.slots, self._slots_of(ids, self._lookup), pairs)
+        return CachedExperts(self.slots, self._slots_of(ids, self._lookup))
 
     def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
-        needed, pairs = self._needed(ids)
+        needed = self._needed(ids)
         self._calls += 1
         if len(needed) <= self.capacity:
-            return self._one_group(ids, needed, pairs)
+            return self._one_group(ids, needed)
         return self._several_groups(ids, self._table.split(needed))
 
-    def _one_group(self, ids: torch.Tensor, needed: list[int], pairs: int) -> Iterator[CachedExperts]:
+    def _one_group(self, ids: torch.Tensor, needed: list[int]) -> Iterator[CachedExperts]:
         self._make_resident(needed)
-        yield CachedExperts(self.slots, self._slots_of(ids, self._lookup), pairs)
+        yield CachedExperts(self.slots, self._slots_of(ids, self._lookup))
 
     def _several_groups(self, ids: torch.Tensor, parts: list[list[int]]) -> Iterator[CachedExperts]:
         for part in parts:
             self._make_resident(part)
             if self._asynchronous:
                 self._staged.synchronize()
-            self._group_staging.fill_(-1)
+            by_expert, by_slot = [-1] * (self.store.num_experts + 1), [-1] * self.capacity
             for expert in part:
-                self._group_staging[expert] = self._table.slot_of[expert]
+                slot = by_expert[expert] = self._table.slot_of[expert]
+                by_slot[slot] = expert
+            self._group_staging.copy_(torch.tensor(by_expert + by_slot, dtype=torch.int32))
             self._upload(self._group_lookup, self._group_staging)
-            slot_ids = self._slots_of(ids, self._group_lookup)  # [T, K]
-            yield CachedExperts(self.slots, slot_ids, ids.numel())
+            lookup, experts = self._group_lookup.split([len(by_expert), self.capacity])
+            yield CachedExperts(self.slots, self._slots_of(ids, lookup), experts)
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        needed, _ = self._needed(ids)
+        needed = self._needed(ids)
         loads = self._table.plan(needed).loads
         self._carry_out(loads)
         self._prefetched += len(loads)
@@ -98,18 +106,17 @@ class HostEngine(Engine):
     def state_bytes(self) -> int:
         return self._lookup.nbytes + self._group_lookup.nbytes
 
-    def _needed(self, ids: torch.Tensor) -> tuple[list[int], int]:
-        """The distinct experts, ascending, and how many ids name one."""
+    def _needed(self, ids: torch.Tensor) -> list[int]:
+        """The distinct experts, ascending."""
         host = ids.to("cpu")  # the one synchronisation
-        pairs = ids.numel()
-        needed = host.unique().tolist() if pairs > _FEW else sorted(set(host.flatten().tolist()))
+        needed = host.unique().tolist() if ids.numel() > _FEW else sorted(set(host.flatten().tolist()))
         if needed and needed[0] < 0:
             if needed[0] < -1:
                 raise ValueError(f"ids: {needed[0]} is no expert; -1 stands for none")
             needed = needed[1:]
         if needed and needed[-1] >= self.store.num_experts:
             raise ValueError(f"ids: expert {needed[-1]} of {self.store.num_experts}")
-        return needed, pairs
+        return needed
 
     def _make_resident(self, needed: list[int]) -> None:
         plan = self._table.plan(needed)
@@ -122,28 +129,28 @@ class HostEngine(Engine):
 
     def _carry_out(self, loads: list[Load]) -> int:
         """Copy, and upload the mapping; gives the number of experts that arrived."""
-        if self._asynchronous:
-            # Whoever still computes with the victims comes first.
-            self._copies.wait_stream(torch.cuda.current_stream(self.device))
         done = 0
         try:
-            for load in loads:
-                self._copy(load)
-                done += 1
+            with self._copying():
+                for load in loads:
+                    self._copy(load)
+                    done += 1
         finally:
             for load in loads[done:]:
                 self._table.forget(load.expert)
             self._publish()
         return done
 
-    def _copy(self, load: Load) -> None:
+    def _copying(self) -> AbstractContextManager[object]:
+        """On the stream of the copies, after whoever still computes with the victims."""
         if not self._asynchronous:
-            for name, slots in self.slots.items():
-                slots[load.slot].copy_(self.store.tensors[name][load.expert])
-            return
-        with torch.cuda.stream(self._copies):
-            for name, slots in self.slots.items():
-                slots[load.slot].copy_(self.store.tensors[name][load.expert], non_blocking=True)
+            return nullcontext()
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._copies)
+
+    def _copy(self, load: Load) -> None:
+        for experts, slots in self._from_to:
+            slots[load.slot].copy_(experts[load.expert], non_blocking=self._asynchronous)
 
     def _publish(self) -> None:
         """Bring the mapping on the device up to date, in place."""

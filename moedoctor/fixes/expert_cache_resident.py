@@ -34,7 +34,7 @@ class ResidentEngine(Engine):
         self.mapping = torch.arange(store.num_experts, dtype=torch.int32, device=device)  # [E]
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
-        return CachedExperts(self.slots, ids.to(self.device), ids.numel())
+        return CachedExperts(self.slots, ids.to(self.device))
 
     def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
         yield self.acquire(ids)

@@ -18,7 +18,7 @@ from moedoctor.reference import moe as reference
 ACTIVATIONS = ("silu", "relu2")
 """Gated SiLU, and squared ReLU without a gate."""
 _FLOAT8 = (torch.float8_e4m3fn,)
-_MOST_DECODE_PAIRS = 256
+MOST_DECODE_PAIRS = 256
 """Pairs of token and expert up to which each reads its weights; beyond, pairs of one expert share them."""
 
 
@@ -41,7 +41,7 @@ def moe_forward(
     ValueError that names the argument.
     """
     _check(x, weights, slot_ids, topk_weights, activation, out)
-    if x.device.type == "cpu" and not _interprets():
+    if x.device.type == "cpu" and not interprets():
         total = reference.moe_forward(x, weights, slot_ids, topk_weights, activation=activation)
         return total if out is None else out.add_(total)
     from moedoctor.kernels.moe_launch import launch_decode, launch_many
@@ -50,7 +50,7 @@ def moe_forward(
     if out is None:
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)  # [T, H]
     if x.shape[0] and slot_ids.shape[1]:
-        launch = launch_many if slot_ids.numel() > _MOST_DECODE_PAIRS else launch_decode
+        launch = launch_many if slot_ids.numel() > MOST_DECODE_PAIRS else launch_decode
         launch(
             x.contiguous(),
             weights,
@@ -78,8 +78,39 @@ def group_bound(top_k: int) -> float:
     return 2 * steps / (1 - steps)
 
 
-def _interprets() -> bool:
+def interprets() -> bool:
+    """Whether Triton runs kernels in its interpreter, on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def check_weights(weights: Mapping[str, torch.Tensor], hidden: int, activation: str) -> None:
+    """Raise ValueError that says what is wrong with the `weights` of `moe_forward`."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    missing = {"w13", "w2"} - set(weights)
+    if missing:
+        raise ValueError(
+            f"weights lacks {', '.join(sorted(missing))}; it holds {', '.join(weights) or 'none'}"
+        )
+    slots, rows, inner = weights["w2"].shape
+    height = 2 * inner if activation == "silu" else inner
+    expected = {
+        "w13": (slots, height, rows),
+        "w13_scale": (slots,),
+        "w2_scale": (slots,),
+        "w13_bias": (slots, height),
+        "w2_bias": (slots, rows),
+    }
+    for name, shape in expected.items():
+        if name in weights and tuple(weights[name].shape) != shape:
+            raise ValueError(f"weights[{name!r}] must be {shape} for w2, got {tuple(weights[name].shape)}")
+    for name in ("w13", "w2"):
+        if not weights[name].is_contiguous():
+            raise ValueError(f"weights[{name!r}] must be contiguous")
+        if weights[name].dtype in _FLOAT8 and f"{name}_scale" not in weights:
+            raise ValueError(f"weights[{name!r}] is float8 and has no {name}_scale")
+    if rows != hidden:
+        raise ValueError(f"x must be [T, {rows}] for w2, got width {hidden}")
 
 
 def _check(
@@ -90,32 +121,9 @@ def _check(
     activation: str,
     out: torch.Tensor | None,
 ) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    missing = {"w13", "w2"} - set(weights)
-    if missing:
-        raise ValueError(
-            f"weights lacks {', '.join(sorted(missing))}; it holds {', '.join(weights) or 'none'}"
-        )
-    slots, hidden, inner = weights["w2"].shape
-    height = 2 * inner if activation == "silu" else inner
-    expected = {
-        "w13": (slots, height, hidden),
-        "w13_scale": (slots,),
-        "w2_scale": (slots,),
-        "w13_bias": (slots, height),
-        "w2_bias": (slots, hidden),
-    }
-    for name, shape in expected.items():
-        if name in weights and tuple(weights[name].shape) != shape:
-            raise ValueError(f"weights[{name!r}] must be {shape} for w2, got {tuple(weights[name].shape)}")
-    for name in ("w13", "w2"):
-        if not weights[name].is_contiguous():
-            raise ValueError(f"weights[{name!r}] must be contiguous")
-        if weights[name].dtype in _FLOAT8 and f"{name}_scale" not in weights:
-            raise ValueError(f"weights[{name!r}] is float8 and has no {name}_scale")
-    if x.dim() != 2 or x.shape[1] != hidden:
-        raise ValueError(f"x must be [T, {hidden}] for w2, got {tuple(x.shape)}")
+    if x.dim() != 2:
+        raise ValueError(f"x must be [T, H], got {tuple(x.shape)}")
+    check_weights(weights, x.shape[1], activation)
     if slot_ids.shape != topk_weights.shape or slot_ids.dim() != 2 or slot_ids.shape[0] != x.shape[0]:
         raise ValueError(
             f"slot_ids and topk_weights must be [{x.shape[0]}, K], got {tuple(slot_ids.shape)} "

@@ -36,12 +36,16 @@ class LookupState:
     """int64 [E]"""
     last: torch.Tensor
     """int64 [E]"""
+    loaded: torch.Tensor
+    """int64 [E]"""
     clock: torch.Tensor
     """int64 [1]"""
     counts: torch.Tensor
     """int64 [4]: calls, hits, misses, prefetched"""
     group_of: torch.Tensor
     """int32 [E]"""
+    group_experts: torch.Tensor
+    """int32 [capacity]: the expert of the last group that each slot holds, or -1"""
     copies: torch.Tensor
     """int32 [1 + 2 * capacity]: how many, experts, slots"""
     stamp: torch.Tensor
@@ -62,9 +66,11 @@ class LookupState:
             expert_of=filled(capacity, -1, torch.int32),
             uses=filled(num_experts, 0, torch.int64),
             last=filled(num_experts, 0, torch.int64),
+            loaded=filled(num_experts, 0, torch.int64),
             clock=filled(1, 0, torch.int64),
             counts=filled(4, 0, torch.int64),
             group_of=filled(num_experts, -1, torch.int32),
+            group_experts=filled(capacity, -1, torch.int32),
             copies=filled(1 + 2 * capacity, 0, torch.int32),
             stamp=filled(num_experts + 1, 0, torch.int64),
             scratch=filled(capacity, 0, torch.int32),
@@ -103,9 +109,11 @@ def launch_lookup(
             state.expert_of,
             state.uses,
             state.last,
+            state.loaded,
             state.clock,
             state.counts,
             state.group_of,
+            state.group_experts,
             state.copies,
             state.stamp,
             state.scratch,

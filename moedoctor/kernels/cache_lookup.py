@@ -10,8 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moedoctor.fixes._eviction_policies import HALVED_EVERY
+
 _NEVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 """The key of an expert that may not leave."""
+_HALVED_EVERY = tl.constexpr(HALVED_EVERY)
 _IDS = tl.constexpr(4096)
 """Above the largest expert id, to put one below another key in one integer."""
 
@@ -85,12 +88,12 @@ def _keys(
     """(major, minor) int64 [lanes]; the lowest leaves first."""
     if policy == "lru":
         keys = (last, expert.to(tl.int64))
-    elif policy == "lfu":
-        keys = (uses, last * _IDS + expert)
-    else:
+    elif policy == "lfru":
         score = uses.to(tl.float64) / (now - last + 1).to(tl.float64)
         # Positive floats are ordered as their bits are.
         keys = (score.to(tl.int64, bitcast=True), uses * _IDS + expert)
+    else:
+        keys = (uses, last * _IDS + expert)
     return keys
 
 
@@ -103,9 +106,11 @@ def lookup_kernel(
     expert_of_ptr: tl.tensor,
     uses_ptr: tl.tensor,
     last_ptr: tl.tensor,
+    loaded_ptr: tl.tensor,
     clock_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     group_of_ptr: tl.tensor,
+    group_experts_ptr: tl.tensor,
     copies_ptr: tl.tensor,
     stamp_ptr: tl.tensor,
     scratch_ptr: tl.tensor,
@@ -129,7 +134,9 @@ def lookup_kernel(
     Writes `slot_ids` [count], and to `copies` int32 [1 + 2 * capacity] the number of copies, their experts
     and their slots. `splits`: slots that are still to be filled go to `late` [count] instead. `counts`
     int64 [4] are calls, hits, misses and prefetched. `grouped`: only the experts with
-    ``group_of[expert] == group``. `scratch` int32 [capacity], `keys` int64 [2 * lanes].
+    ``group_of[expert] == group``; `group_experts` int32 [capacity] gets whom of them each slot holds, or
+    -1. `loaded` int64 [E] is the call that loaded each expert, `scratch` int32 [capacity], `keys` int64
+    [2 * lanes].
     """
     expert = tl.arange(0, lanes)  # [lanes]
     real = expert < experts
@@ -144,6 +151,8 @@ def lookup_kernel(
     missing = needed & (slot < 0)
     misses = tl.sum(missing.to(tl.int32), axis=0)
     hits = tl.sum((needed & resident).to(tl.int32), axis=0)
+    if policy == "aging":
+        uses = tl.where((now % _HALVED_EVERY == 0) & (hits + misses > 0), uses >> 1, uses)
     tl.store(copies_ptr, misses)
     if misses > 0:
         place = tl.arange(0, slot_lanes)  # [slot_lanes]
@@ -168,8 +177,15 @@ def lookup_kernel(
         tl.store(expert_of_ptr + target, expert, mask=missing)
         slot = tl.where(missing, target, tl.where(victim, -1, slot))
         tl.store(slot_of_ptr + expert, slot, mask=missing | victim)
-        uses = tl.where(missing, 0, uses)
-    tl.store(uses_ptr + expert, uses + 1, mask=needed)
+        if policy != "aging":
+            uses = tl.where(missing, 0, uses)
+    tl.store(uses_ptr + expert, tl.where(needed, uses + 1, uses), mask=real)
+    tl.store(loaded_ptr + expert, last * 0 + now, mask=missing)
+    if grouped:
+        every = tl.arange(0, slot_lanes)  # [slot_lanes]
+        tl.store(group_experts_ptr + every, every * 0 - 1, mask=every < capacity)
+        tl.debug_barrier()
+        tl.store(group_experts_ptr + slot, expert, mask=needed)
     tl.store(last_ptr + expert, last * 0 + now, mask=needed)
     tl.debug_barrier()
     if hits + misses > 0:
@@ -186,9 +202,10 @@ def lookup_kernel(
         slot_ids_ptr,
         late_ptr,
         slot_of_ptr,
-        uses_ptr,
+        loaded_ptr,
         group_of_ptr,
         count,
+        now,
         group,
         experts,
         grouped,
@@ -203,9 +220,10 @@ def _translate(
     slot_ids_ptr: tl.tensor,
     late_ptr: tl.tensor,
     slot_of_ptr: tl.tensor,
-    uses_ptr: tl.tensor,
+    loaded_ptr: tl.tensor,
     group_of_ptr: tl.tensor,
     count: tl.tensor,
+    now: tl.tensor,
     group: tl.tensor,
     experts: tl.constexpr,
     grouped: tl.constexpr,
@@ -223,8 +241,7 @@ def _translate(
             known = known & (tl.load(group_of_ptr + ids, mask=known, other=-1) == group)
         slots = tl.load(slot_of_ptr + ids, mask=known, other=-1)
         if splits:
-            # What was used once was loaded for this call.
-            late = tl.load(uses_ptr + ids, mask=known, other=0) == 1
+            late = tl.load(loaded_ptr + ids, mask=known, other=0) == now
             tl.store(late_ptr + start + place, tl.where(late, slots, -1), mask=inside)
             slots = tl.where(late, -1, slots)
         tl.store(slot_ids_ptr + start + place, slots, mask=inside)

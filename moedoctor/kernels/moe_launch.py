@@ -80,17 +80,130 @@ class Tiles:
     depth: int
     warps: int
     stages: int
+    splits: int = 1
+    """Programs that share the rows of an expert: one for each tile that it may have."""
 
 
-def choose_tiles(pairs: int, slots: int, size: int) -> Tiles:
-    """By the rows that a slot has on average; `size`: bytes of a weight."""
-    each = pairs / slots
+def choose_tiles(pairs: int, experts: int, size: int) -> Tiles:
+    """By the rows that an expert has on average; `size`: bytes of a weight."""
+    each = pairs / experts
     if each <= 16:
         return Tiles(16, 32, 64, 128, 4, 4)
     if each <= 32:
         return Tiles(32, 64, 64, 128, 4, 3)
     rows = 128 if each > 96 else 64
-    return Tiles(rows, 64, 128, 64, 8 if rows == 128 else 4, 4 if size == 2 else 3)
+    return Tiles(rows, 64, 128, 64, 8 if rows == 128 else 4, 3, 2)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Pairs of token and expert sorted by expert, and room for what is computed of each."""
+
+    x: torch.Tensor
+    """[T, H]"""
+    ids: torch.Tensor
+    """[T, K], experts"""
+    experts: int
+    inner: int
+    order: torch.Tensor
+    """int32 [T * K]: the pair that each row is of"""
+    place: torch.Tensor
+    """int32 [T * K]: the row of each pair"""
+    offsets: torch.Tensor
+    """int32 [E]: where each expert's rows end"""
+    h: torch.Tensor
+    """[T * K, I], of the type of `x`"""
+    product: torch.Tensor
+    """[T * K, H], of the type of `x`"""
+
+    @classmethod
+    def sort(cls, x: torch.Tensor, ids: torch.Tensor, experts: int, inner: int) -> Rows:
+        """One launch. `x` [T, H] and `ids` [T, K] are contiguous."""
+        pairs = ids.numel()
+        order, place = torch.empty((2, pairs), dtype=torch.int32, device=x.device)  # [T * K] each
+        offsets = torch.empty(experts, dtype=torch.int32, device=x.device)  # [E]
+        with torch.cuda.device_of(x):
+            sort_kernel[(experts,)](ids, order, place, offsets, pairs, chunk=_SORTED_AT_ONCE, num_warps=8)
+        h, product = x.new_empty((pairs, inner)), x.new_empty((pairs, x.shape[1]))
+        return cls(x, ids, experts, inner, order, place, offsets, h, product)
+
+
+def launch_products(
+    rows: Rows,
+    weights: Mapping[str, torch.Tensor],
+    experts: torch.Tensor | None,
+    *,
+    activation: str,
+    tiles: Tiles | None = None,
+) -> None:
+    """Two launches: both products of the rows whose experts are in the slots of `weights`.
+
+    `experts` int32 [slots], -1 for a slot to leave out; None where slots are experts.
+    """
+    x, hidden, inner = rows.x, rows.x.shape[1], rows.inner
+    slots, size = weights["w13"].shape[0], weights["w13"].element_size()
+    cut = tiles or choose_tiles(rows.ids.numel(), rows.experts, size)
+    common = {
+        "hidden": hidden,
+        "inner": inner,
+        "mapped": experts is not None,
+        "rows": cut.rows,
+        "depth": cut.depth,
+        "splits": cut.splits,
+        "wide": not x.is_cuda or x.dtype is torch.float32,
+        "num_warps": cut.warps,
+        "num_stages": cut.stages,
+    }
+    held = rows.offsets if experts is None else experts
+    with torch.cuda.device_of(x):
+        up_tiles_kernel[(triton.cdiv(inner, cut.up_columns) * cut.splits, slots)](
+            x,
+            weights["w13"],
+            weights.get("w13_scale", x),
+            weights.get("w13_bias", x),
+            held,
+            rows.order,
+            rows.offsets,
+            rows.h,
+            rows.ids.shape[1],
+            activation=activation,
+            has_scale="w13_scale" in weights,
+            has_bias="w13_bias" in weights,
+            columns=cut.up_columns,
+            **common,
+        )
+        down_tiles_kernel[(triton.cdiv(hidden, cut.down_columns) * cut.splits, slots)](
+            rows.h,
+            weights["w2"],
+            weights.get("w2_scale", x),
+            weights.get("w2_bias", x),
+            held,
+            rows.offsets,
+            rows.product,
+            has_scale="w2_scale" in weights,
+            has_bias="w2_bias" in weights,
+            columns=cut.down_columns,
+            **common,
+        )
+
+
+def launch_sum(rows: Rows, shares: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
+    """One launch: every token's products, weighted by `shares` [T, K], into `out` float32 [T, H]."""
+    tokens, hidden = rows.x.shape
+    columns = _columns(hidden, 1024)
+    with torch.cuda.device_of(out):
+        sum_kernel[(triton.cdiv(hidden, columns), tokens)](
+            rows.product,
+            rows.ids,
+            rows.place,
+            shares,
+            out,
+            rows.experts,
+            top_k=rows.ids.shape[1],
+            hidden=hidden,
+            adds=adds,
+            columns=columns,
+        )
 
 
 def launch_many(
@@ -102,64 +215,14 @@ def launch_many(
     *,
     activation: str,
     adds: bool,
-    tiles: Tiles | None = None,
 ) -> None:
     """Four launches: pairs sorted by slot, both products over tiles of them, the sum. As `launch_decode`.
 
     What lies between the products has the type of `x`.
     """
-    (tokens, hidden), top_k = x.shape, slot_ids.shape[1]
-    slots, inner, pairs = weights["w13"].shape[0], weights["w2"].shape[2], slot_ids.numel()
-    cut = tiles or choose_tiles(pairs, slots, weights["w13"].element_size())
-    order, place = torch.empty((2, pairs), dtype=torch.int32, device=x.device)  # [T * K] each
-    offsets = torch.empty(slots, dtype=torch.int32, device=x.device)  # [slots]
-    h = x.new_empty((pairs, inner))  # [T * K, I]
-    product = x.new_empty((pairs, hidden))  # [T * K, H]
-    common = {
-        "hidden": hidden,
-        "inner": inner,
-        "rows": cut.rows,
-        "depth": cut.depth,
-        "wide": not x.is_cuda or x.dtype is torch.float32,
-        "num_warps": cut.warps,
-        "num_stages": cut.stages,
-    }
-    with torch.cuda.device_of(x):
-        sort_kernel[(slots,)](slot_ids, order, place, offsets, pairs, chunk=_SORTED_AT_ONCE, num_warps=8)
-        up_tiles_kernel[(triton.cdiv(inner, cut.up_columns), slots)](
-            x,
-            weights["w13"],
-            weights.get("w13_scale", x),
-            weights.get("w13_bias", x),
-            order,
-            offsets,
-            h,
-            top_k,
-            activation=activation,
-            has_scale="w13_scale" in weights,
-            has_bias="w13_bias" in weights,
-            columns=cut.up_columns,
-            **common,
-        )
-        down_tiles_kernel[(triton.cdiv(hidden, cut.down_columns), slots)](
-            h, weights["w2"], offsets, product, columns=cut.down_columns, **common
-        )
-        columns = _columns(hidden, 1024)
-        sum_kernel[(triton.cdiv(hidden, columns), tokens)](
-            product,
-            weights.get("w2_scale", x),
-            weights.get("w2_bias", x),
-            slot_ids,
-            place,
-            shares,
-            out,
-            top_k=top_k,
-            hidden=hidden,
-            has_scale="w2_scale" in weights,
-            has_bias="w2_bias" in weights,
-            adds=adds,
-            columns=columns,
-        )
+    rows = Rows.sort(x, slot_ids, weights["w13"].shape[0], weights["w2"].shape[2])
+    launch_products(rows, weights, None, activation=activation)
+    launch_sum(rows, shares, out, adds=adds)
 
 
 def _columns(width: int, most: int) -> int:

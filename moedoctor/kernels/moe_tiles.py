@@ -1,8 +1,8 @@
-"""The two matrix products of a MoE layer for many tokens, a program a slot and a strip of its weight's rows.
+"""The two matrix products of a MoE layer for many tokens, over tiles of the rows that share an expert.
 
-Rows are those of `moe_rows.sort_kernel`: sorted by slot, each slot's ending at its offset. A slot without
-rows costs a program that reads two numbers, so a group of experts costs little more than its share of one
-call.
+Rows are those of `moe_rows.sort_kernel`: sorted by expert, each expert's ending at its offset. A launch is
+over the slots of one group of experts, which writes its own rows and no others: a call in groups sorts once,
+computes each row once, and adds up once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,24 @@ def _dot(a: tl.tensor, weight: tl.tensor, total: tl.tensor, wide: tl.constexpr) 
 
 
 @triton.jit
+def _rows_of(
+    slot: tl.tensor, experts_ptr: tl.tensor, offsets_ptr: tl.tensor, mapped: tl.constexpr
+) -> tl.tuple:
+    """(first, end) of the rows whose expert is in `slot`."""
+    expert = slot.to(tl.int32)
+    if mapped:
+        expert = tl.load(experts_ptr + slot)
+    end = tl.load(offsets_ptr + expert, mask=expert >= 0, other=0)
+    return tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0), end
+
+
+@triton.jit
 def up_tiles_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    experts_ptr: tl.tensor,
     order_ptr: tl.tensor,
     offsets_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -38,21 +51,25 @@ def up_tiles_kernel(
     activation: tl.constexpr,
     has_scale: tl.constexpr,
     has_bias: tl.constexpr,
+    mapped: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
     depth: tl.constexpr,
+    splits: tl.constexpr,
     wide: tl.constexpr,
 ) -> None:
-    """`out` [T * K, inner]: activated first product of each row. Programs: (inner / columns, slots).
+    """`out` [T * K, inner]: activated first product of each row of the experts in these slots.
 
     `weight` [slots, 2 * inner, hidden], gate above up, for ``silu``; [slots, inner, hidden] for ``relu2``.
+    `mapped`: `experts` int32 [slots] tells whom each slot holds, -1 for nobody; else slots are experts.
+    Programs: (inner / columns * splits, slots); `splits` of them share the rows of an expert, tile by tile.
     """
     gated: tl.constexpr = activation == "silu"
     height: tl.constexpr = 2 * inner if gated else inner
     slot = tl.program_id(1).to(tl.int64)
-    end = tl.load(offsets_ptr + slot)
-    row = tl.load(offsets_ptr + slot - 1, mask=slot > 0, other=0)
-    column = tl.program_id(0) * columns + tl.arange(0, columns)  # [N]
+    row, end = _rows_of(slot, experts_ptr, offsets_ptr, mapped)
+    row += tl.program_id(0) % splits * rows
+    column = tl.program_id(0) // splits * columns + tl.arange(0, columns)  # [N]
     present = column < inner
     place = tl.arange(0, depth)  # [K]
     from_ptr = weight_ptr + (slot * height + column[:, None]) * hidden + place[None, :]  # [N, K]
@@ -84,28 +101,37 @@ def up_tiles_kernel(
         value = _activate(gate, up, activation)  # [M, N]
         to_ptr = out_ptr + line.to(tl.int64)[:, None] * inner + column[None, :]  # [M, N]
         tl.store(to_ptr, value.to(out_ptr.dtype.element_ty), mask=inside[:, None] & present[None, :])
-        row += rows
+        row += rows * splits
 
 
 @triton.jit
 def down_tiles_kernel(
     h_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    experts_ptr: tl.tensor,
     offsets_ptr: tl.tensor,
     out_ptr: tl.tensor,
     hidden: tl.constexpr,
     inner: tl.constexpr,
+    has_scale: tl.constexpr,
+    has_bias: tl.constexpr,
+    mapped: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
     depth: tl.constexpr,
+    splits: tl.constexpr,
     wide: tl.constexpr,
 ) -> None:
-    """`out` [T * K, hidden]: second product of each row of `h` [T * K, inner]. Programs: (hidden / columns,
-    slots)."""
+    """`out` [T * K, hidden]: second product of each row of `h` [T * K, inner]. As `up_tiles_kernel`.
+
+    Programs: (hidden / columns * splits, slots).
+    """
     slot = tl.program_id(1).to(tl.int64)
-    end = tl.load(offsets_ptr + slot)
-    row = tl.load(offsets_ptr + slot - 1, mask=slot > 0, other=0)
-    column = tl.program_id(0) * columns + tl.arange(0, columns)  # [N]
+    row, end = _rows_of(slot, experts_ptr, offsets_ptr, mapped)
+    row += tl.program_id(0) % splits * rows
+    column = tl.program_id(0) // splits * columns + tl.arange(0, columns)  # [N]
     present = column < hidden
     place = tl.arange(0, depth)  # [K]
     from_ptr = weight_ptr + (slot * hidden + column[:, None]) * inner + place[None, :]  # [N, K]
@@ -119,6 +145,11 @@ def down_tiles_kernel(
             a = tl.load(a_ptr + start, mask=inside[:, None] & real[None, :], other=0.0)  # [M, K]
             weight = tl.load(from_ptr + start, mask=present[:, None] & real[None, :], other=0.0)  # [N, K]
             total = _dot(a, weight, total, wide)
+        if has_scale:
+            total *= tl.load(scale_ptr + slot)
+        if has_bias:
+            bias = tl.load(bias_ptr + slot * hidden + column, mask=present, other=0.0)  # [N]
+            total += bias.to(tl.float32)[None, :]
         to_ptr = out_ptr + line.to(tl.int64)[:, None] * hidden + column[None, :]  # [M, N]
         tl.store(to_ptr, total.to(out_ptr.dtype.element_ty), mask=inside[:, None] & present[None, :])
-        row += rows
+        row += rows * splits

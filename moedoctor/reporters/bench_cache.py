@@ -10,7 +10,7 @@ from typing import Any
 import moedoctor
 from moedoctor.bench.cache_replay import ReplayPoint
 from moedoctor.reporters.bench_cache_json import CacheBench, to_dict
-from moedoctor.reporters.evidence_rows import evidence_tables, lines
+from moedoctor.reporters.evidence_rows import EvidenceTable, evidence_tables, lines
 from moedoctor.reporters.markdown import escape
 from moedoctor.reporters.plots import Series, line_chart, terminal_chart
 from moedoctor.reporters.text import figures, one_line
@@ -126,8 +126,8 @@ def _table(bench: CacheBench) -> Iterator[str]:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
     yield ""
     yield from _remarks(bench)
-    for table in evidence_tables({"speed": list(bench.speed)}):
-        yield ""
+    for table in _speed_tables(bench):
+        yield from ("", f"{table.name}:")
         yield from lines(table)
 
 
@@ -146,7 +146,8 @@ def _markdown(bench: CacheBench, pictures: Sequence[str]) -> Iterator[str]:
         yield from (escape(remark), "")
     for name in pictures:
         yield from (f"![{escape(name.removesuffix('.svg').replace('_', ' '))}]({name})", "")
-    for table in evidence_tables({"speed": list(bench.speed)}):
+    for table in _speed_tables(bench):
+        yield from (f"## {table.name.capitalize()}", "")
         for row in (list(table.header), ["---"] * len(table.header), *map(list, table.rows)):
             yield f"| {' | '.join(escape(cell) if cell != '---' else cell for cell in row)} |"
         yield ""
@@ -156,6 +157,10 @@ def _markdown(bench: CacheBench, pictures: Sequence[str]) -> Iterator[str]:
         yield ""
     yield from ("## Environment", "", "| fact | value |", "|---|---|")
     yield from (f"| {escape(name)} | {escape(text)} |" for name, text in figures(bench.environment))
+
+
+def _speed_tables(bench: CacheBench) -> tuple[EvidenceTable, ...]:
+    return evidence_tables({"limits": list(bench.limits), "decode": list(bench.speed), **bench.measured})
 
 
 def _terminal(bench: CacheBench, width: int) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import moedoctor
@@ -32,6 +32,10 @@ class CacheBench:
     environment: Mapping[str, Any]
     speed: tuple[Mapping[str, Any], ...] = ()
     """Measured on a GPU: ``subject``, ``capacity``, ``tokens_per_second`` and more; empty where none was."""
+    measured: Mapping[str, tuple[Mapping[str, Any], ...]] = field(default_factory=dict)
+    """What was measured besides decode, by name."""
+    limits: tuple[Mapping[str, Any], ...] = ()
+    """What the cache is meant to reach: ``claim``, ``verdict``, ``measured``, ``limit``."""
     speed_note: str = ""
     """On what model and machine the speed was measured, or why it was not."""
     exit_code: int = 0
@@ -69,6 +73,8 @@ def to_dict(bench: CacheBench) -> dict[str, Any]:
                 "replay_unit": "call",
                 "points": points,
                 "speed": [dict(row) for row in bench.speed],
+                "measured": {name: [dict(row) for row in rows] for name, rows in bench.measured.items()},
+                "limits": [dict(row) for row in bench.limits],
                 "speed_note": bench.speed_note,
             }
         },
@@ -99,10 +105,16 @@ def from_dict(document: Any) -> CacheBench:
         batch=None if batch.value is None else batch.integer(minimum=1),
         points=tuple(_point(one) for one in cache["points"].elements()),
         environment=root["environment"].mapping(),
-        speed=tuple(row.mapping() for row in cache["speed"].elements()),
+        speed=_rows(cache["speed"]),
+        measured={name: _rows(cache["measured"][name]) for name in cache["measured"].mapping()},
+        limits=_rows(cache["limits"]),
         speed_note=cache["speed_note"].text(),
         exit_code=root["summary"]["exit_code"].integer(),
     )
+
+
+def _rows(node: Node) -> tuple[Mapping[str, Any], ...]:
+    return tuple(row.mapping() for row in node.elements())
 
 
 def is_cache_bench(document: Any) -> bool:

@@ -14,7 +14,9 @@ _OFFLOADED = re.compile(r"Total CPU offloaded parameters: ([\d.]+)")
 _OFFLOADER = re.compile(r"Offloader set to (\w+)")
 _FIXES = re.compile(r"moedoctor: active in vLLM \S+: (.+)")
 _OURS = re.compile(r"moedoctor: offload: ([\d.]+ of [\d.]+ MiB on the host)")
-_REFUSED = re.compile(r"moedoctor: (?:the fix .+ is not applied|vLLM .+ is none of the releases).+")
+_REFUSED = re.compile(
+    r"moedoctor: (?:the fix .+ is not applied|vLLM .+ is none of the releases|expert_cache is refused).+"
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Gives one MoE layer of vLLM an expert cache: slots in place of the experts, and an `apply` that fills them.
+"""The experts of one MoE layer of vLLM in host memory, with slots on the GPU that compute in their place.
 
 Every modular backend computes a layer by ``moe_kernel.apply(hidden_states, w1, w2, topk_weights, topk_ids,
 ...)``, with scales and biases in a quantisation config that the kernel holds. So what is indexed by expert is
@@ -15,35 +15,89 @@ from typing import Any
 import torch
 
 from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
+from moedoctor.fixes.pinned import allocate, register
 
-BACKENDS = ("TritonExperts", "MarlinExperts")
-"""Classes of experts whose kernels read nothing by expert but what is replaced here."""
 _PARTS = ("_a1", "_a2", "_w1", "_w2")
 _FIELDS = ("scale", "alpha_or_gscale", "zp", "bias")
+_ATTRIBUTE = "moedoctor_experts"
 EXPERTS: ContextVar[int | None] = ContextVar("experts of the layer that computes", default=None)
 """Set while a cached layer computes: tiles are to be chosen as without the cache."""
 
 
-def refusal(layer: Any, capacity: int) -> str | None:
-    """Why `layer` cannot have a cache of `capacity` slots; None where it can."""
-    parallel, kernel = layer.moe_parallel_config, getattr(layer.quant_method, "moe_kernel", None)
-    method = type(layer.quant_method).__name__
-    if parallel.use_ep or parallel.ep_size > 1 or parallel.dp_size > 1:
-        return (
-            "experts are spread over several GPUs (expert or data parallel); expected one, or tensor parallel"
+class HostExperts:
+    """One layer's experts in host memory, and the cache through which the layer computes with them."""
+
+    cache: ExpertCache
+
+    def __init__(self, layer: Any, device: torch.device) -> None:
+        """Copy the experts of `layer`, which is loaded and repacked, to pinned memory where that can be had.
+
+        The layer keeps its own until `give` replaces them.
+        """
+        tensors = per_expert(layer)
+        self.store = ExpertStore({name: _on_the_host(one) for name, one in tensors.items()})
+        self._layer, self._device = layer, device
+        self._kernel = layer.quant_method.moe_kernel
+        self._compute = self._kernel.apply
+        self._parameters = {name: _holders(layer, one) for name, one in tensors.items()}
+
+    @property
+    def num_experts(self) -> int:
+        """Of the layer."""
+        return self.store.num_experts
+
+    def give(self, capacity: int, *, captured: bool) -> ExpertCache:
+        """Let an empty cache of `capacity` slots take the place of what the layer computes with.
+
+        `captured`: the engine captures CUDA graphs, which must be captured anew then. Raises RuntimeError
+        where it does and memory could not be pinned.
+        """
+        if captured and not self.store.pinned:
+            raise RuntimeError(
+                f"CUDA graphs need pinned host memory: {self.store.reason}; use --enforce-eager"
+            )
+        engine = "device" if self.store.pinned else "host"
+        cache = ExpertCache(
+            self.store,
+            capacity,
+            device=self._device,
+            engine="resident" if capacity >= self.num_experts else engine,
         )
-    if capacity < layer.top_k:
-        return f"{capacity} slots hold fewer experts than one token needs (top_k {layer.top_k})"
-    if layer.enable_eplb:
-        return "expert load balancing moves experts at run time; expected it off"
-    if kernel is None or kernel.is_monolithic:
-        return f"{method} routes and computes in one kernel; expected --moe-backend triton or marlin"
-    experts = type(kernel.fused_experts).__name__
-    if experts not in BACKENDS:
-        return f"{method} computes with {experts}; expected --moe-backend triton or marlin"
-    if kernel.owns_shared_experts:
-        return f"{method} computes shared experts inside of its kernel"
-    return None
+        quant_config = self._kernel.fused_experts.quant_config
+        for name, slots in cache.weights.items():
+            for holder in self._parameters[name]:
+                setattr(self._layer, holder, torch.nn.Parameter(slots, requires_grad=False))
+            part, _, field = name.partition(".")
+            if field:
+                setattr(getattr(quant_config, part), field, slots)
+        to_device(self._layer, self._device)  # what is not by expert may be in host memory, too
+        self._kernel.impl.inplace = False  # the input of the second group is not the output of the first
+        self._kernel.apply = _applying(cache, self._compute)
+        self.cache = cache
+        return cache
+
+
+def host_experts(model: Any) -> list[HostExperts]:
+    """Of all layers of `model` that have a cache, in their order."""
+    found = (getattr(one, _ATTRIBUTE, None) for one in model.modules())
+    return [one for one in found if one is not None]
+
+
+def install(layer: Any, capacity: int, device: torch.device, *, captured: bool) -> ExpertCache:
+    """Move the layer's experts to host memory and let `capacity` slots take their place.
+
+    Raises RuntimeError as `HostExperts.give`. The caller has asked `expert_cache_refusals.refusal` before.
+    """
+    experts = HostExperts(layer, device)
+    cache = experts.give(capacity, captured=captured)
+    setattr(layer, _ATTRIBUTE, experts)
+    return cache
+
+
+def to_device(layer: Any, device: torch.device) -> None:
+    """Move the layer's parameters; each stays the object that the quantisation config may hold."""
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.to(device)
 
 
 def per_expert(layer: Any) -> dict[str, torch.Tensor]:
@@ -57,30 +111,6 @@ def per_expert(layer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def install(layer: Any, capacity: int, device: torch.device, *, captured: bool) -> ExpertCache:
-    """Move the layer's experts to pinned host memory and let `capacity` slots take their place.
-
-    `captured`: the engine captures CUDA graphs. Raises RuntimeError where it does and memory cannot be
-    pinned. The caller has asked `refusal` before.
-    """
-    tensors = per_expert(layer)
-    store = ExpertStore({name: one.cpu() for name, one in tensors.items()})
-    engine = "device" if store.pinned else "host"
-    if captured and engine == "host":
-        raise RuntimeError(f"CUDA graphs need pinned host memory: {store.reason}; use --enforce-eager")
-    cache = ExpertCache(store, capacity, device=device, engine=engine)
-    quant_config = layer.quant_method.moe_kernel.fused_experts.quant_config
-    _replace_parameters(layer, tensors, cache)
-    for name in cache.weights:
-        part, _, field = name.partition(".")
-        if field:
-            setattr(getattr(quant_config, part), field, cache.weights[name])
-    for parameter in layer.parameters():  # what is not by expert was made in host memory too
-        parameter.data = parameter.data.to(device)
-    _replace_apply(layer, cache)
-    return cache
-
-
 def _described(quant_config: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
     for part in _PARTS:
         for field in _FIELDS:
@@ -89,44 +119,60 @@ def _described(quant_config: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
                 yield part, field, tensor
 
 
-def _replace_parameters(layer: Any, tensors: dict[str, torch.Tensor], cache: ExpertCache) -> None:
-    """Parameters that hold one of `tensors` get its slots; so nothing keeps the experts on the device."""
-    slots = {one.data_ptr(): cache.weights[name] for name, one in tensors.items()}
-    for name, parameter in list(layer.named_parameters(recurse=False)):
-        held = slots.get(parameter.data_ptr())
-        if held is not None and parameter.shape[1:] == held.shape[1:]:
-            setattr(layer, name, torch.nn.Parameter(held, requires_grad=False))
+def _holders(layer: Any, tensor: torch.Tensor) -> list[str]:
+    """The layer's parameters that hold `tensor`: nothing may keep the experts on the device."""
+    return [
+        name
+        for name, one in layer.named_parameters(recurse=False)
+        if one.data_ptr() == tensor.data_ptr() and one.shape == tensor.shape
+    ]
 
 
-def _replace_apply(layer: Any, cache: ExpertCache) -> None:
-    kernel = layer.quant_method.moe_kernel
-    compute = kernel.apply
-    kernel.impl.inplace = False  # the input of the second group is not the output of the first
+def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, page-locked in its own size: torch's pinned memory is rounded up to a power of two."""
+    block, _ = allocate(tensor.nbytes, register if torch.cuda.is_available() else None)
+    return block.bytes.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _applying(cache: ExpertCache, compute: Any) -> Any:
+    """The kernel's `apply`, through `cache`."""
     # Ids of other groups are mapped to no expert, as those of other ranks are.
     nowhere = torch.arange(cache.num_experts, dtype=torch.int32, device=cache.device)  # [E]
     nowhere[cache.capacity :] = -1
 
-    def apply(hidden_states: torch.Tensor, w1: Any, w2: Any, **given: Any) -> torch.Tensor:
-        ids = given.pop("topk_ids")  # [T, K]
-        many = _groups(cache, ids) > 1
-        given["w1"], given["w2"] = cache.weights["w1"], cache.weights["w2"]
+    def apply(
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        **given: Any,
+    ) -> torch.Tensor:
+        many = _groups(cache, topk_ids) > 1
         given["global_num_experts"] = cache.num_experts
         given["expert_map"] = nowhere if many else None
         total: torch.Tensor | None = None
         with _choosing_tiles_for(cache.num_experts):
-            for part in cache.groups(ids):
+            for part in cache.groups(topk_ids):
                 slots = part.slot_ids  # [T, K]
                 if many:
                     slots = torch.where(slots < 0, cache.capacity, slots)
-                result: torch.Tensor = compute(hidden_states, topk_ids=slots, **given)  # [T, H]
+                result: torch.Tensor = compute(
+                    hidden_states=hidden_states,
+                    w1=cache.weights["w1"],
+                    w2=cache.weights["w2"],
+                    topk_weights=topk_weights,
+                    topk_ids=slots,
+                    **given,
+                )  # [T, H]
                 if not many:
                     return result
-                # A copy, whatever the type: the kernel's output is a view of its workspace.
+                # A copy, whatever the type: the kernel's output may be a view of its workspace.
                 total = result.to(torch.float32, copy=True) if total is None else total.add_(result)
         assert total is not None
         return total.to(hidden_states.dtype)
 
-    kernel.apply = apply
+    return apply
 
 
 def _groups(cache: ExpertCache, ids: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ VARIABLE = "MOEDOCTOR_FIXES"
 ALL = "all"
 FIXES: Mapping[str, str] = {
     "backend": "moedoctor.upstream.backend_fix",
+    "expert_cache": "moedoctor.upstream.expert_cache_fix",
     "offload": "moedoctor.upstream.offload_fix",
     "routing": "moedoctor.upstream.routing_fix",
 }

@@ -21,7 +21,7 @@ def rates(trace: RoutingTrace, capacity: int, **options: object) -> dict[str, fl
 
 def test_hand_checked_hits_with_two_slots() -> None:
     # Hits: 0 in the second call, 2 in the third, 1 in the fourth; every policy, for nothing can be chosen.
-    assert rates(SMALL, 2) == {"lru": 3 / 8, "lfu": 3 / 8, "lfru": 3 / 8, "belady": 3 / 8}
+    assert rates(SMALL, 2) == {"lru": 3 / 8, "lfu": 3 / 8, "lfru": 3 / 8, "aging": 3 / 8, "belady": 3 / 8}
     assert not any(one.overflowing for one in replay_trace(SMALL, capacities=[2])), (
         "two experts fit two slots"
     )

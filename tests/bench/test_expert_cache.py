@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from moedoctor.bench import expert_cache as bench
-from moedoctor.bench.expert_cache_decode import Inputs, Model
+from moedoctor.bench.expert_cache_decode import Inputs, Model, Variant, host_weights
+from moedoctor.faults.pr37190 import PrRule
+from moedoctor.fixes.eviction import SlotTable, replay
+from moedoctor.fixes.expert_cache import ExpertStore
+from moedoctor.trace.shipped import shipped_trace
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 SMALL = Model(layers=3, experts=16, top_k=2, hidden=256, inner=128, host_layers=2)
@@ -26,16 +31,68 @@ def test_inputs_are_the_trace_by_step_layer_and_token() -> None:
     assert SMALL.expert_bytes == 2 * (256 * 256 + 256 * 128)
 
 
-def test_hit_rates_of_the_policies_come_with_their_bound() -> None:
-    row = bench.expected("cpu", batch=1, capacity=8, model=SMALL)
-    rates = [row[f"hit_rate_{policy}"] for policy in ("lru", "lfu", "lfru")]
-    assert all(0 < rate <= row["hit_rate_belady"] < 1 for rate in rates)
+def test_the_recorded_trace_goes_on_where_its_layers_come_again() -> None:
+    model = Model(layers=10, hidden=16, inner=16)
+    inputs = Inputs.recorded(model, 100, "cpu")
+    trace = shipped_trace()
+    ids = torch.tensor(list(trace.topk_ids)).view(-1, 8, 8)
+    assert inputs.ids.shape == (100, 10, 1, 8)
+    assert torch.equal(inputs.ids[:, 3, 0], ids[:100, 3])
+    assert torch.equal(inputs.ids[:, 9, 0], ids[-100:, 1])
+    with pytest.raises(ValueError, match="128 experts, top-8"):
+        Inputs.recorded(SMALL, 10, "cpu")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, dict[str, Any]]]:
+    monkeypatch.setattr(bench, "VARIANTS", (Variant("host", "host"), Variant("aging", "host", "aging")))
+
+    def measured(**options: Any) -> dict[str, dict[str, Any]]:
+        return {row["engine"]: row for row in bench.decode("cpu", model=SMALL, rounds=2, **options)}
+
+    return measured
+
+
+def test_a_seeded_cache_goes_on_as_one_that_saw_the_trace(on_cpu: Any) -> None:
+    found = on_cpu(batch=1, capacity=6, seen=60)
+    inputs = Inputs.make(SMALL, 1, 68, "cpu")
+    for name, policy in (("host", "lfru"), ("aging", "aging"), ("pr37190", None)):
+        hits = misses = 0
+        for calls in inputs.ids.transpose(0, 1).flatten(2).tolist():
+            table = SlotTable(16, 6, policy) if policy else PrRule(16, 6)
+            replay(calls[:60], table)
+            stats = replay(calls[60:], table)
+            hits, misses = hits + stats.hits, misses + stats.misses
+        assert found[name]["hit_rate"] == hits / (hits + misses)
+        assert found[name]["misses_a_layer"] == misses / (8 * 3)
+        assert found[name]["gigabytes_a_step"] == pytest.approx(misses * SMALL.expert_bytes / 8 * 1e-9)
+    assert found["host"]["correct"]
+    assert found["host"]["speedup"] > 0
+    assert found["host"]["against"] == "pr37190"
+
+
+def test_what_the_bus_allows_is_told_by_the_bytes(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = host_weights(SMALL, "cpu")
+    stores = [ExpertStore(one) for one in weights]
+    found = on_cpu(batch=1, capacity=6, seen=60, host=bench.Host(weights, stores, stores, 50.0))
+    ours, pr = found["host"], found["pr37190"]
+    assert ours["bus_us"] == pytest.approx(ours["gigabytes_a_step"] / 50.0 * 1e6)
+    assert ours["speedup_bound"] == pytest.approx(pr["step_us"] / ours["bus_us"])
+    assert "speedup_bound" not in pr
+
+
+def test_what_is_wrong_is_not_timed_on_a_cpu(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moedoctor.fixes.expert_cache_host.HostEngine._copy", lambda self, load: None)
+    found = on_cpu(batch=1, capacity=6, seen=40)
+    assert found["host"]["correct"] is False
+    assert "tokens_per_second" not in found["host"]
+    assert found["pr37190"]["correct"]
 
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
     def measured(**options: Any) -> dict[str, dict[str, Any]]:
-        found = bench.decode("cuda:0", model=SMALL, rounds=3, warm=12, **options)
+        found = bench.decode("cuda:0", model=SMALL, rounds=3, seen=40, **options)
         return {row["engine"]: row for row in found}
 
     return measured
@@ -44,13 +101,16 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.gpu
 def test_every_variant_is_right_and_timed(rows: Any) -> None:
     found = rows(batch=1, capacity=6)
-    assert set(found) == {"device", "packed", "host", "pr37190"}
-    for name in ("device", "packed", "host"):
+    ours = [one.name for one in bench.VARIANTS]
+    assert set(found) == {*ours, "pr37190"}
+    for name in ours:
         assert found[name]["correct"]
         assert found[name]["tokens_per_second"] > 0
         assert found[name]["one_graph"] is (name != "host")
-    hit_rates = {found[name]["hit_rate"] for name in ("device", "packed", "host")}
-    assert len(hit_rates) == 1, "all engines decide alike"
+    for policy in ("lfru", "aging"):
+        rates = {found[one.name]["hit_rate"] for one in bench.VARIANTS if one.policy == policy}
+        assert len(rates) == 1, "all engines decide alike"
+    assert found["packed"]["gigabytes_a_step"] < 0.75 * found["aging"]["gigabytes_a_step"]
 
 
 @pytest.mark.gpu

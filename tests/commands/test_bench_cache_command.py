@@ -39,7 +39,9 @@ def test_the_json_is_a_report_with_every_policy_at_every_capacity(capsys: pytest
     cache = found["bench"]["cache"]
     assert found["command"] == "bench"
     assert {(one["policy"], one["capacity"]) for one in cache["points"]} == {
-        (policy, capacity) for policy in ("lru", "lfu", "lfru", "belady") for capacity in (2, 4, 8, 16)
+        (policy, capacity)
+        for policy in ("lru", "lfu", "lfru", "aging", "belady")
+        for capacity in (2, 4, 8, 16)
     }
     for one in cache["points"]:
         assert one["hits"] + one["misses"] == 2 * 64 * 2
@@ -79,8 +81,8 @@ def test_the_table_holds_the_figures_of_the_json(capsys: pytest.CaptureFixture[s
     rows = {words[0]: words for words in map(str.split, out.splitlines()) if words and words[0].isdigit()}
     for capacity in (2, 4, 8, 16):
         rates = {one["policy"]: one["hit_rate"] for one in points if one["capacity"] == capacity}
-        shown = [f"{rates[name]:.1%}" for name in ("lru", "lfu", "lfru", "belady")]
-        assert rows[str(capacity)][2:6] == shown
+        shown = [f"{rates[name]:.1%}" for name in ("lru", "lfu", "lfru", "aging", "belady")]
+        assert rows[str(capacity)][2:7] == shown
 
 
 def test_markdown_has_its_picture_beside_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -133,7 +135,10 @@ def test_calls_that_overflow_are_said(capsys: pytest.CaptureFixture[str]) -> Non
         (("--trace", "zipf:colour=1"), "'colour=1' is none of"),
         (("--trace", ZIPF, "--capacity", "0"), "--capacity 0: expected slots"),
         (("--trace", ZIPF, "--capacity", "many"), "--capacity many: expected slots"),
-        (("--trace", ZIPF, "--policy", "fifo"), "--policy fifo: expected one of lru, lfu, lfru, belady"),
+        (
+            ("--trace", ZIPF, "--policy", "fifo"),
+            "--policy fifo: expected one of lru, lfu, lfru, aging, belady",
+        ),
         (("--trace", ZIPF, "--scope", "model"), "--scope model: expected one of layer, global"),
         (("--trace", ZIPF, "--format", "junit"), "--format junit: expected one of table, json, markdown"),
         (("--trace", ZIPF, "-o", "no/such/folder/x.md"), "its folder does not exist"),
@@ -159,9 +164,9 @@ def test_speed_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU and its measurement, both made up."""
     rows = [
-        {"engine": "device", "capacity": 4, "tokens_per_second": 50.0, "step_us": 2e4},
-        {"engine": "pr37190", "capacity": 4, "tokens_per_second": 20.0, "step_us": 5e4},
-        {"engine": "pr37190", "capacity": 8, "reason": "a call needs 9 experts"},
+        {"engine": "device", "batch": 1, "capacity": 4, "tokens_per_second": 50.0, "step_us": 2e4},
+        {"engine": "pr37190", "batch": 1, "capacity": 4, "tokens_per_second": 20.0, "step_us": 5e4},
+        {"engine": "pr37190", "batch": 1, "capacity": 8, "reason": "a call needs 9 experts"},
     ]
     facts = {"gpu": "a GPU", "torch_cuda": "13.0"}
     monkeypatch.setattr("moedoctor.commands.bench_cache.environment.collect", lambda: facts)
@@ -175,6 +180,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         {"engine": "host", "miss_gb_s": 48.0, "of_pinned": 0.96},
     ]
     monkeypatch.setattr("moedoctor.bench.expert_cache_misses.miss_bandwidth", lambda device: misses)
+    groups = {"rows": [{"groups": 2, "overhead": 0.05, "us": 300.0}]}
+    monkeypatch.setattr("moedoctor.bench.expert_cache_groups.group_cost", lambda device: groups)
+    replays = [{"policy": "lru", "capacity": 16, "accesses_per_second": 2e6}]
+    monkeypatch.setattr("moedoctor.bench.replay_speed.replay_speed", lambda: replays)
 
 
 @pytest.mark.usefixtures("measured")
@@ -184,20 +193,31 @@ def test_speed_is_in_the_report_and_in_a_picture_of_its_own(
     options = ("--speed", "--capacity", "4,8")
     cache = document(capsys, *options)["bench"]["cache"]
     assert [row["subject"] for row in cache["speed"]] == [
-        "ours, device engine",
+        "ours: device engine",
         *["PR 37190, restated"] * 2,
-        "a pinned copy",
-        "ours, host engine",
     ]
+    assert {name: len(rows) for name, rows in cache["measured"].items()} == {
+        "recorded": 0,
+        "misses": 2,
+        "groups": 1,
+        "replays": 1,
+    }
+    assert {one["claim"].split(":")[0]: one["verdict"] for one in cache["limits"]} == {
+        "misses, engine host": "confirmed",
+        "2 groups": "refuted",
+        "simulate, lru": "confirmed",
+    }
     assert "a GPU" in cache["speed_note"]
     report = tmp_path / "cache.md"
     assert run(capsys, "--trace", ZIPF, "--format", "markdown", "-o", str(report), *options)[0] == 0
     text = report.read_text(encoding="utf-8")
     assert "](cache_tokens_per_second.svg)" in text
-    assert "| PR 37190, restated | 8 |" in text
+    assert "## Limits" in text
+    assert "refuted" in text
+    assert "| PR 37190, restated | 1 | 8 |" in text
     picture = (tmp_path / "cache_tokens_per_second.svg").read_text(encoding="utf-8")
     assert "PR 37190, restated" in picture
-    assert "ours, device engine" in picture
+    assert "ours: device engine" in picture
 
 
 @pytest.mark.usefixtures("measured")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from itertools import combinations
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 
 from moedoctor.faults.pr37190 import PrRule
+from moedoctor.fixes._eviction_policies import HALVED_EVERY
 from moedoctor.fixes.eviction import (
     ONLINE_POLICIES,
     POLICIES,
@@ -22,13 +24,19 @@ from moedoctor.fixes.eviction import (
 
 EXPERTS = 9
 calls = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=4), max_size=40)
+long_calls = st.integers(0, 1000).map(
+    lambda seed: [
+        [one % EXPERTS for one in random.Random(seed + call).sample(range(40), 3)] for call in range(150)
+    ]
+)
+"""Long enough for `aging` to halve its counts."""
 
 
 def _key(policy: str, uses: int, last: int, now: int, expert: int) -> tuple[float, ...]:
     """The policies as the module states them."""
     if policy == "lru":
         return (last, expert)
-    if policy == "lfu":
+    if policy in ("lfu", "aging"):
         return (uses, last, expert)
     return (uses / (now - last + 1), uses, expert)
 
@@ -40,24 +48,31 @@ class Naive:
         self.capacity, self.policy, self.now = capacity, policy, 0
         self.uses: dict[int, int] = {}
         self.last: dict[int, int] = {}
+        self.known: dict[int, int] = {}
 
     def call(self, needed: set[int]) -> int:
         self.now += 1
+        if self.policy == "aging" and self.now % HALVED_EVERY == 0:
+            self.uses, self.known = (
+                {expert: count // 2 for expert, count in one.items()} for one in (self.uses, self.known)
+            )
         misses = needed - set(self.uses)
         others = sorted(
             set(self.uses) - needed,
             key=lambda one: _key(self.policy, self.uses[one], self.last[one], self.now, one),
         )
         for victim in others[: max(len(self.uses) + len(misses) - self.capacity, 0)]:
-            del self.uses[victim], self.last[victim]
+            del self.last[victim]
+            self.known[victim] = self.uses.pop(victim)
         for expert in needed:
-            self.uses[expert] = self.uses.get(expert, 0) + 1
+            start = self.known.get(expert, 0) if self.policy == "aging" else 0
+            self.uses[expert] = self.uses.get(expert, start) + 1
             self.last[expert] = self.now
         return len(misses)
 
 
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
-@given(trace=calls, capacity=st.integers(4, EXPERTS))
+@given(trace=st.one_of(calls, long_calls), capacity=st.integers(4, EXPERTS))
 def test_decisions_are_those_of_the_plain_rule(policy: str, trace: list[list[int]], capacity: int) -> None:
     table, naive = SlotTable(EXPERTS, capacity, policy), Naive(capacity, policy)
     for call in trace:
@@ -92,8 +107,6 @@ def test_slots_are_never_shared(policy: str, trace: list[list[int]], capacity: i
 
 def test_the_rule_of_the_pr_is_caught() -> None:
     """8 slots, 16 experts, 4 a call: experts that were just placed have the lowest score and leave again."""
-    import random
-
     draw = random.Random(0)
     trace = [draw.sample(range(16), 4) for _ in range(400)]
     assert replay(trace, PrRule(16, 8)).wrong > 0
@@ -104,7 +117,21 @@ def test_a_trace_by_hand() -> None:
     """Two slots. LRU drops 0 for 2, then 1 for 0; LFU and LFRU keep 0, which was used twice."""
     trace = [[0], [0], [1], [2], [0]]
     counts = {policy: simulate(trace, num_experts=3, capacity=2, policy=policy).misses for policy in POLICIES}
-    assert counts == {"lru": 4, "lfu": 3, "lfru": 3, "belady": 3}
+    assert counts == {"lru": 4, "lfu": 3, "lfru": 3, "aging": 3, "belady": 3}
+
+
+def test_aging_remembers_who_left_and_forgets_by_halves() -> None:
+    """Two slots. 0 leaves after two uses and comes back: LFU takes it for new, `aging` does not."""
+    trace = [[0], [0], [1], [1], [1], [2], [2], [2], [0], [3]]
+    tables = {policy: SlotTable(4, 2, policy) for policy in ("lfu", "aging")}
+    for table in tables.values():
+        for call in trace:
+            table.step(call)
+    assert sorted(tables["lfu"].expert_of) == [2, 3]
+    assert sorted(tables["aging"].expert_of) == [0, 3]
+    for _ in range(HALVED_EVERY - len(trace)):
+        tables["aging"].step([3])
+    assert tables["aging"].uses[:3] == [1, 1, 1]
 
 
 def test_age_outweighs_frequency_in_lfru_alone() -> None:
@@ -188,7 +215,7 @@ def test_a_restored_table_goes_on_alike(trace: list[list[int]], capacity: int) -
     [
         ([[0, 9]], {}, "call 0 needs expert 9, but there are 9 experts"),
         ([[1], [-2]], {}, "call 1 holds expert -2"),
-        ([[0]], {"policy": "fifo"}, "policy must be one of lru, lfu, lfru, belady, got 'fifo'"),
+        ([[0]], {"policy": "fifo"}, "policy must be one of lru, lfu, lfru, aging, belady, got 'fifo'"),
         ([[0]], {"capacity": 0}, "at least 1"),
         ([[0]], {"capacity": 0, "policy": "belady"}, "at least 1"),
     ],

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 
 from moedoctor.faults.pr37190 import PrRule
-from moedoctor.fixes.eviction import Load, SlotTable, simulate
+from moedoctor.fixes.eviction import ONLINE_POLICIES, Load, SlotTable, simulate
 from moedoctor.fixes.expert_cache import (
     CacheBusy,
     CachedExperts,
@@ -57,7 +57,7 @@ def assert_consistent(cache: ExpertCache) -> None:
             assert expert < 0 or torch.equal(cache.weights[name][slot], WEIGHTS[name][expert])
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "lfru"])
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
 @given(rows=st.lists(id_rows, max_size=12), capacity=st.integers(1, EXPERTS + 2))
 def test_every_call_gets_its_experts(policy: str, rows: list[Any], capacity: int) -> None:
     cache = ExpertCache(WEIGHTS, capacity, policy=policy, engine="host", device="cpu")
@@ -231,7 +231,7 @@ def test_prefetched_experts_hit() -> None:
     assert (stats.calls, stats.hits, stats.misses, stats.prefetched) == (1, 1, 1, 2)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "lfru"])
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
 @pytest.mark.parametrize("capacity", [5, 2])
 def test_seeding_gives_the_state_after_the_prefill(policy: str, capacity: int) -> None:
     prefill = torch.randint(0, EXPERTS, (40, 3), generator=torch.Generator().manual_seed(5))  # [T, K]
@@ -255,7 +255,7 @@ def test_memory_is_accounted_for() -> None:
     slots = sum(tensor.nbytes for tensor in cache.weights.values())
     assert slots == total * 4 // EXPERTS
     assert (memory.pinned, memory.pageable, memory.uncached) == (0, total, total)
-    assert memory.device == slots + 2 * 4 * (EXPERTS + 1)
+    assert memory.device == slots + 4 * (2 * (EXPERTS + 1) + 4)
     assert memory.saved == total - memory.device
 
 
@@ -264,7 +264,7 @@ def test_memory_is_accounted_for() -> None:
     [
         ({"capacity": 0}, ValueError, "capacity must be at least 1 slot, got 0"),
         ({"capacity": True}, TypeError, "capacity must be an int, got bool"),
-        ({"policy": "belady"}, ValueError, "policy must be one of lru, lfu, lfru, got 'belady'"),
+        ({"policy": "belady"}, ValueError, "policy must be one of lru, lfu, lfru, aging, got 'belady'"),
         ({"engine": "gpu"}, ValueError, "engine must be one of auto, device, host, resident, got 'gpu'"),
         ({"engine": "resident"}, ValueError, "needs a slot for each of 10 experts, got 4"),
         ({"engine": "device"}, RuntimeError, "needs a CUDA device, got cpu: use engine='host'"),

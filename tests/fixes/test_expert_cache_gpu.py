@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moedoctor.fixes.eviction import ONLINE_POLICIES, SlotTable
 from moedoctor.fixes.expert_cache import CacheOverflow, ExpertCache
 from moedoctor.fixes.moe_forward import moe_forward
+from moedoctor.fixes.moe_groups import GroupedForward
 from moedoctor.reference.moe import moe_forward as reference
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +19,11 @@ def _weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     w13 = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=draw) / HIDDEN**0.5  # [E, 2I, H]
     w2 = torch.randn(EXPERTS, HIDDEN, INNER, generator=draw) / INNER**0.5  # [E, H, I]
-    weights = {"w13": w13.to(dtype), "w2": w2.to(dtype), "w13_bias": torch.randn(EXPERTS, 2 * INNER)}
+    weights = {
+        "w13": w13.to(dtype),
+        "w2": w2.to(dtype),
+        "w13_bias": torch.randn(EXPERTS, 2 * INNER, generator=draw),
+    }
     if dtype is torch.float8_e4m3fn:
         weights |= {"w13_scale": torch.rand(EXPERTS) + 0.5, "w2_scale": torch.rand(EXPERTS) + 0.5}
     return weights
@@ -170,3 +176,31 @@ def test_hits_are_computed_while_misses_are_copied(packed: bool) -> None:
         right = reference(x.cpu(), weights, ids.cpu(), shares.cpu())
         assert torch.allclose(out.cpu(), right, rtol=1e-3, atol=1e-4)
         _assert_holds(weights, ids, cache.acquire(ids))
+
+
+@pytest.mark.parametrize("engine", ["device", "host"])
+def test_a_call_in_groups_is_that_of_one_call_bit_by_bit(engine: str) -> None:
+    weights = _weights()
+    every = {name: tensor.cuda() for name, tensor in weights.items()}
+    cache = ExpertCache(weights, 12, engine=engine)
+    torch.manual_seed(7)
+    x = torch.randn(200, HIDDEN, device="cuda").bfloat16()
+    shares = torch.rand(200, 4, device="cuda")
+    for _ in range(3):
+        ids = torch.randint(-1, EXPERTS, (200, 4), dtype=torch.int32, device="cuda")
+        call = GroupedForward(x, ids, shares, EXPERTS)
+        for part in cache.groups(ids):
+            call.add(part.weights, part.experts)
+        assert torch.equal(call.total(), moe_forward(x, every, ids, shares))
+
+
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+def test_the_kernel_decides_as_the_table_does(policy: str) -> None:
+    cache = ExpertCache(_weights(), 9, engine="device", policy=policy)
+    table = SlotTable(EXPERTS, 9, policy)
+    draw = torch.Generator().manual_seed(8)
+    for _ in range(120):  # `aging` halves its counts twice
+        ids = torch.randint(0, EXPERTS, (1, 6), generator=draw, dtype=torch.int32)
+        table.step(sorted(set(ids[0].tolist())))
+        cache.acquire(ids.cuda())
+    assert cache.resident() == table.expert_of

@@ -16,13 +16,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from hypothesis.stateful import run_state_machine_as_test as run
 
-from moedoctor.fixes.eviction import SlotTable
+from moedoctor.fixes._eviction_policies import HALVED_EVERY
+from moedoctor.fixes.eviction import ONLINE_POLICIES, SlotTable
 from moedoctor.fixes.expert_cache import CachedExperts, ExpertCache
 from moedoctor.fixes.moe_forward import moe_forward
+from moedoctor.fixes.moe_groups import GroupedForward
 from moedoctor.reference.moe import moe_forward as reference
 
 EXPERTS = 11
-POLICIES = ("lru", "lfu", "lfru")
 WEIGHTS = {
     "w13": torch.randn(EXPERTS, 6, 8, generator=torch.Generator().manual_seed(0)),  # wide copies
     "w2": torch.randn(EXPERTS, 4, 3, generator=torch.Generator().manual_seed(1)).bfloat16(),  # narrow ones
@@ -42,10 +43,19 @@ def assert_holds(
     return named
 
 
+def assert_lists(named: torch.Tensor, held: CachedExperts) -> None:
+    """A group says whom each of its slots holds, as `GroupedForward` takes it."""
+    if held.experts is not None:
+        listed = held.experts[held.experts >= 0]
+        assert sorted(listed.tolist()) == sorted(set(named.tolist()))
+        for name, tensor in WEIGHTS.items():
+            assert torch.equal(held.weights[name][held.experts >= 0], tensor[listed.long()]), name
+
+
 class Engines(RuleBasedStateMachine):
     """Both engines against one table: the same slots after any sequence, and the host's bytes in them."""
 
-    @initialize(policy=st.sampled_from(POLICIES), capacity=st.integers(1, EXPERTS - 1))
+    @initialize(policy=st.sampled_from(ONLINE_POLICIES), capacity=st.integers(1, EXPERTS - 1))
     def start(self, policy: str, capacity: int) -> None:
         self.caches = [
             ExpertCache(WEIGHTS, capacity, policy=policy, engine=engine, device="cpu")
@@ -63,7 +73,9 @@ class Engines(RuleBasedStateMachine):
         for cache in self.caches:
             seen = torch.zeros_like(ids)
             for part in cache.groups(ids):
-                seen += assert_holds(ids, part)
+                named = assert_holds(ids, part)
+                seen += named
+                assert_lists(ids[named], part)
             assert torch.equal(seen, (ids >= 0).int())
 
     @rule(expert=st.integers(0, EXPERTS - 1))
@@ -99,7 +111,7 @@ def stateful() -> None:
         Engines,
         settings=settings(
             max_examples=int(os.environ.get("EXAMPLES", "12")),
-            stateful_step_count=10,
+            stateful_step_count=int(os.environ.get("STEPS", "10")),
             deadline=None,
             derandomize=True,
             database=None,
@@ -180,5 +192,53 @@ def forward() -> None:
             assert error < tolerance, (tokens, activation, dtype, error)
 
 
+def grouped() -> None:
+    """Groups that are resident one after another give what one call gives, bit by bit."""
+    draw = torch.Generator().manual_seed(0)
+    experts, hidden, inner = 9, 40, 24
+    for tokens, dtype, bias in (
+        (90, torch.bfloat16, True),
+        (90, torch.float8_e4m3fn, False),
+        (4, None, False),
+    ):
+        weights = {
+            "w13": (torch.randn(experts, 2 * inner, hidden, generator=draw) / 6).to(dtype),
+            "w2": (torch.randn(experts, hidden, inner, generator=draw) / 5).to(dtype),
+        }
+        if dtype is torch.float8_e4m3fn:
+            weights |= {name: torch.rand(experts, generator=draw) + 0.5 for name in ("w13_scale", "w2_scale")}
+        if bias:
+            weights["w2_bias"] = torch.randn(experts, hidden, generator=draw)
+        x = torch.randn(tokens, hidden, generator=draw)  # [T, H]
+        ids = torch.randint(-1, experts, (tokens, 3), generator=draw, dtype=torch.int32)  # [T, K]
+        shares = torch.rand(tokens, 3, generator=draw)  # [T, K]
+        whole = moe_forward(x, weights, ids, shares)  # [T, H]
+        for engine in ("device", "host"):
+            cache = ExpertCache(weights, 4, engine=engine, device="cpu")
+            for _ in range(2):
+                call = GroupedForward(x, ids, shares, experts)
+                for part in cache.groups(ids):
+                    call.add(part.weights, part.experts)
+                total = call.total()
+                assert torch.equal(total, whole) or (tokens < 10 and torch.allclose(total, whole, rtol=1e-5))
+
+
+def early() -> None:
+    """With `overlap` the hits come first, then what had to be loaded; decisions are the table's, also after
+    `aging` has halved its counts."""
+    draw = torch.Generator().manual_seed(0)
+    for policy in ONLINE_POLICIES:
+        cache = ExpertCache(WEIGHTS, 6, engine="device", device="cpu", policy=policy)
+        table = SlotTable(EXPERTS, 6, policy)
+        for _ in range(HALVED_EVERY + 12 if policy == "aging" else 12):
+            ids = torch.randint(-1, EXPERTS, (2, 3), generator=draw)  # [T, K]
+            table.step(sorted(set(ids.flatten().tolist()) - {-1}))
+            resident = cache.mapping[ids.clamp_min(0)] >= 0  # [T, K]
+            hits, misses = (assert_holds(ids, part) for part in cache.groups(ids, overlap=True))
+            assert torch.equal(hits, resident & (ids >= 0))
+            assert torch.equal(misses, ~resident & (ids >= 0))
+            assert cache.resident() == table.expert_of
+
+
 if __name__ == "__main__":
-    {one.__name__: one for one in (stateful, many_ids, packed, forward)}[sys.argv[1]]()
+    {one.__name__: one for one in (stateful, many_ids, packed, forward, grouped, early)}[sys.argv[1]]()

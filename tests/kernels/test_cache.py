@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("check", ["stateful", "many_ids", "packed", "forward"])
+@pytest.mark.parametrize("check", ["stateful", "many_ids", "packed", "forward", "grouped", "early"])
 def test_interpreted(check: str) -> None:
     script = Path(__file__).parent / "interpreted_cache.py"
     path = os.pathsep.join([str(script.parent.parent.parent), os.environ.get("PYTHONPATH", "")])

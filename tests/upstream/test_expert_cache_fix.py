@@ -11,7 +11,8 @@ import torch
 
 from moedoctor.reference.moe import moe_forward
 from moedoctor.upstream import expert_cache_fix as fix
-from moedoctor.upstream.expert_cache_layer import EXPERTS, install, per_expert, refusal
+from moedoctor.upstream.expert_cache_layer import EXPERTS, host_experts, install, per_expert
+from moedoctor.upstream.expert_cache_refusals import refusal, refused_engine, refused_setting
 from moedoctor.upstream.fix_support import FixError
 
 E, HIDDEN, INNER, TOP_K = 12, 8, 6, 2
@@ -71,7 +72,7 @@ class Kernel:
         result = moe_forward(hidden_states, weights, local, topk_weights)
         if self.impl.inplace:
             self.workspace = hidden_states
-        elif self.workspace is None:
+        elif self.workspace is None or self.workspace.shape != result.shape:
             self.workspace = torch.empty_like(hidden_states)
         return self.workspace.copy_(result)
 
@@ -92,18 +93,19 @@ class Layer(torch.nn.Module):
             _w2=Description(bias=self.w2_bias),
         )
         self.quant_method = SimpleNamespace(moe_kernel=Kernel(described))
-        self.moe_parallel_config = SimpleNamespace(use_ep=False, ep_size=1, dp_size=1)
+        self.moe_parallel_config = SimpleNamespace(use_ep=False, ep_size=1, dp_size=1, pcp_size=1)
+        self.moe_config, self.layer_name = SimpleNamespace(is_lora_enabled=False), "layers.0.experts"
         self.local_num_experts, self.top_k, self.enable_eplb = E, TOP_K, False
 
 
 def call(layer: Layer, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """As vLLM's methods call their kernel."""
+    """As vLLM's quantised methods call their kernel; the one without quantisation names all arguments."""
     result: torch.Tensor = layer.quant_method.moe_kernel.apply(
-        hidden_states=x.clone(),
-        w1=layer.w13_weight,
-        w2=layer.w2_weight,
-        topk_weights=shares,
-        topk_ids=ids,
+        x.clone(),
+        layer.w13_weight,
+        layer.w2_weight,
+        shares,
+        ids,
         activation="silu",
         global_num_experts=E,
         expert_map=None,
@@ -146,6 +148,21 @@ def test_nothing_keeps_the_experts_on_the_device() -> None:
     assert described._a1.scale.shape == (1,)
 
 
+def test_a_layer_may_be_given_other_caches_later() -> None:
+    plain, layer = Layer(), Layer()
+    install(layer, 2, torch.device("cpu"), captured=False)
+    (experts,) = host_experts(torch.nn.ModuleList([layer]))
+    draw = torch.Generator().manual_seed(2)
+    for slots in (2, 7, E, 3):
+        cache = experts.give(slots, captured=False)
+        assert layer.w13_weight.shape[0] == slots
+        assert cache.engine == ("resident" if slots == E else "host")
+        for tokens in (1, 6):
+            x, shares = torch.randn(tokens, HIDDEN, generator=draw), torch.rand(tokens, 2, generator=draw)
+            ids = torch.randint(0, E, (tokens, TOP_K), generator=draw, dtype=torch.int32)  # [T, K]
+            assert torch.allclose(call(layer, x, ids, shares), call(plain, x, ids, shares), atol=1e-5)
+
+
 def test_cuda_graphs_without_pinned_memory_are_refused() -> None:
     layer = Layer()
     with pytest.raises(RuntimeError, match="CUDA graphs need pinned host memory"):
@@ -174,6 +191,10 @@ class CutlassExperts(TritonExperts):
         (_changed(moe_parallel_config__ep_size=2), 5, "spread over several GPUs"),
         (_changed(moe_parallel_config__use_ep=True), 5, "spread over several GPUs"),
         (_changed(), 1, "1 slots hold fewer experts than one token needs"),
+        (_changed(moe_parallel_config__pcp_size=2), 5, "spread over several GPUs"),
+        (_changed(moe_config__is_lora_enabled=True), 5, "LoRA"),
+        (_changed(quant_method__moe_kernel__fused_experts__w2_g_idx=torch.zeros(E, 4)), 5, "act-order"),
+        (_changed(quant_method__moe_kernel__fused_experts__w2_g_idx=torch.zeros(E, 0)), 5, None),
         (_changed(enable_eplb=True), 5, "load balancing"),
         (_changed(quant_method__moe_kernel__is_monolithic=True), 5, "routes and computes in one kernel"),
         (_changed(quant_method__moe_kernel=None), 5, "routes and computes in one kernel"),
@@ -189,6 +210,61 @@ class CutlassExperts(TritonExperts):
 def test_what_cannot_work_is_refused_with_the_reason(layer: Layer, capacity: int, reason: str | None) -> None:
     said = refusal(layer, capacity)
     assert said is None if reason is None else reason in str(said)
+
+
+def test_settings_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    create = fix._on_the_host(lambda self, layer, **given: made.append(layer), slots=1)
+    with pytest.raises(RuntimeError, match=r"=1: layers\.0\.experts cannot have .* one token needs"):
+        create(None, layer=Layer(), num_experts=E)
+    assert made == []
+    assert refused_setting(Layer(), TOP_K) is None
+
+
+def engine(cpu: float = 0.0, group: int = 0, graphs: str = "FULL", eager: bool = False) -> SimpleNamespace:
+    """The parts of a `VllmConfig` that are read."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=eager),
+        device_config=SimpleNamespace(device="cpu"),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=graphs)),
+        offload_config=SimpleNamespace(
+            uva=SimpleNamespace(cpu_offload_gb=cpu), prefetch=SimpleNamespace(offload_group_size=group)
+        ),
+    )
+
+
+@pytest.mark.parametrize(("cpu", "group", "refused"), [(0.0, 0, False), (1.0, 0, True), (0.0, 4, True)])
+def test_offload_and_a_cache_are_one_too_many(cpu: float, group: int, refused: bool) -> None:
+    reason = refused_engine(engine(cpu, group))
+    assert (reason is not None) == refused
+    load = fix._caching(lambda *arguments: torch.nn.ModuleList([Layer()]), slots=5, layer_type=Layer)
+    config = engine(cpu, group, graphs="NONE")
+    if refused:
+        with pytest.raises(RuntimeError, match="weights are offloaded"):
+            load(None, config, config.model_config)
+    else:
+        model = load(None, config, config.model_config)
+        assert model[0].w13_weight.shape[0] == 5
+        assert fix._give_caches(model, 5, Layer, "cpu", False) is None, "a second time changes nothing"
+        assert model[0].w13_weight.shape[0] == 5
+
+
+def test_graphs_are_captured_unless_they_are_off() -> None:
+    for config, captures in (
+        (engine(), True),
+        (engine(graphs="PIECEWISE"), True),
+        (engine(graphs="NONE"), False),
+        (engine(eager=True), False),
+    ):
+        assert fix._captures(config, config.model_config) is captures
+
+
+def test_a_draft_model_needs_no_experts() -> None:
+    config = engine(graphs="NONE")
+    load = fix._caching(lambda *arguments: torch.nn.Linear(2, 2), slots=5, layer_type=Layer)
+    assert isinstance(load(None, config, SimpleNamespace(enforce_eager=True)), torch.nn.Linear)
+    with pytest.raises(RuntimeError, match="the model has no MoE layer"):
+        load(None, config, config.model_config)
 
 
 def test_a_model_that_cannot_have_a_cache_does_not_start() -> None:

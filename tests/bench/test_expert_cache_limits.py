@@ -1,0 +1,79 @@
+"""What the expert cache is meant to reach: each limit is refuted by a figure on its wrong side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moedoctor.bench.expert_cache_limits import judge
+from moedoctor.bench.replay_speed import replay_speed
+
+PR = {"engine": "pr37190", "batch": 1, "capacity": 32, "gigabytes_a_step": 1.6, "bus_share": 0.7}
+OURS = {
+    "engine": "overlap",
+    "batch": 1,
+    "capacity": 32,
+    "against": "pr37190",
+    "gigabytes_a_step": 0.9,
+    "bus_share": 0.9,
+    "speedup_bound": 2.6,
+    "one_graph": True,
+}
+FULL = {"engine": "resident", "batch": 8, "capacity": 128, "against": "uncached", "one_graph": True}
+
+
+def _verdicts(decode: list[dict[str, Any]] = [], **rows: list[dict[str, Any]]) -> list[str]:  # noqa: B006
+    return [one.verdict.value for one in judge(decode, **rows)]
+
+
+@pytest.mark.parametrize(("speedup", "verdict"), [(2.0, "confirmed"), (1.99, "refuted")])
+def test_twice_the_pr(speedup: float, verdict: str) -> None:
+    first, graph = judge([PR, OURS | {"speedup": speedup}])
+    assert (first.verdict.value, first.measured, first.limit) == (verdict, speedup, 2.0)
+    assert "0.90 GB a step against 1.60" in first.remark
+    assert "2.60" in first.remark
+    assert graph.verdict.value == "confirmed"
+
+
+def test_a_ratio_to_something_else_decides_nothing() -> None:
+    first, _ = judge([OURS | {"speedup": 3.0, "against": "device"}])
+    assert first.verdict.value == "untested"
+    assert "measured" not in first.row()
+    assert _verdicts([OURS | {"speedup": 3.0, "batch": 8}]) == ["confirmed"]  # the graph alone
+
+
+def test_the_recorded_trace_has_limits_of_its_own() -> None:
+    found = judge([PR, OURS | {"speedup": 2.5}], recorded=[PR, OURS | {"speedup": 1.9}])
+    assert [(one.verdict.value, "recorded" in one.claim) for one in found] == [
+        ("confirmed", False),
+        ("refuted", True),
+        ("confirmed", False),
+    ]
+
+
+def test_the_rest_of_the_limits() -> None:
+    assert _verdicts([FULL | {"speedup": 0.95}]) == ["confirmed", "confirmed"]
+    assert _verdicts([FULL | {"speedup": 0.94, "one_graph": False}]) == ["refuted", "refuted"]
+    misses = [
+        {"engine": "pinned", "miss_gb_s": 50.0},
+        {"engine": "device", "miss_gb_s": 46.0, "of_pinned": 0.92},
+        {"engine": "host", "miss_gb_s": 44.0, "of_pinned": 0.88},
+        {"engine": "packed", "miss_gb_s": 60.0, "of_pinned": 1.2},
+    ]
+    assert _verdicts(misses=misses) == ["confirmed", "refuted"]
+    groups = [{"groups": count, "overhead": 0.1, "us": 300.0} for count in (2, 4, 8)]
+    assert _verdicts(groups=groups) == ["refuted", "confirmed", "confirmed"]
+    replays = [
+        {"policy": "lru", "capacity": 16, "accesses_per_second": 2e6},
+        {"policy": "lru", "capacity": 32, "accesses_per_second": 0.9e6},
+        {"policy": "lfu", "capacity": 32, "accesses_per_second": 1e6},
+    ]
+    assert _verdicts(replays=replays) == ["refuted", "confirmed"]
+
+
+def test_the_replay_is_timed_by_the_clock() -> None:
+    ticks = iter(range(1000))
+    rows = replay_speed(capacities=(16,), tokens=20, rounds=3, clock=lambda: float(next(ticks)))
+    assert {row["accesses_per_second"] for row in rows} == {160.0}
+    assert {row["policy"] for row in rows} == {"lru", "lfu", "lfru", "aging"}
