@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
 
 from moedoctor.faults.base import Fault, Judgement
-from moedoctor.faults.offload_parity import ParityParameters, judge_model
-from moedoctor.results import Case, CaseVerdict, Observation, Scalar, Tier
+from moedoctor.faults.offload_parity import ParityParameters, between_backends, garbage_seen, judge_model
+from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
 
 
 class OffloadGarbageParameters(ParityParameters):
@@ -73,8 +73,15 @@ class OffloadGarbage(Fault):
             return Judgement(CaseVerdict.REPRODUCED, "the weights are right and the result is not")
         return Judgement(CaseVerdict.CLEAN, "the view keeps its memory: the same bits")
 
+    def conclude(self, results: Sequence[CaseResult]) -> Evidence:
+        """Whether garbage was seen, and where backends part without any offload."""
+        return {**garbage_seen(results), **between_backends(results)}
+
     def describe(self, parameters: Any) -> str:
         if parameters["mode"] is not None:
             model = parameters["model"] or "tiny checkpoints"
-            return f"{model}, {parameters['mode']}, {parameters['moe_backend']}, fixes: {parameters['fixes']}"
+            return (
+                f"{model}, {parameters['mode']}, {parameters['moe_backend']}, {parameters['access']},"
+                f" fixes: {parameters['fixes']}"
+            )
         return f"a weight of {parameters['bytes']} bytes"

@@ -89,13 +89,23 @@ class OffloadNoop(Fault):
         from packaging.version import Version
 
         run = {
-            one.subject.removeprefix("vllm@"): one.verdict
+            one.subject.removeprefix("vllm@"): one
             for one in results
             if one.subject.startswith("vllm@") and one.evidence
         }
         order = sorted(run, key=Version)
-        failing = [name for name in order if run[name] is CaseVerdict.REPRODUCED]
-        return {"releases_run": order, "repacked_weights_stay_on_the_gpu": failing} if order else {}
+        if not order:
+            return {}
+        failing = [name for name in order if run[name].verdict is CaseVerdict.REPRODUCED]
+        seen = {name: run[name].evidence for name in failing}
+        mended = [
+            name for name in failing if seen[name]["host_bytes_with_plug_in"] >= seen[name]["asked_bytes"]
+        ]
+        return {
+            "releases_run": order,
+            "repacked_weights_stay_on_the_gpu": failing,
+            "of_these_mended_by_the_plug_in": mended,
+        }
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:
         return str(parameters["cause"])

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moedoctor.faults.offload_engine import UVA, Cell, need_engine, request
+from moedoctor.faults.offload_cells import UVA, Cell, request
+from moedoctor.faults.offload_engine import need_engine
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.results import Observation
 from moedoctor.upstream.engine import EngineResult, run_engine

@@ -68,7 +68,21 @@ def remembering(view: View) -> Context:
 
 
 def observe(implementation: Reload | ReleaseSource) -> Observation:
-    """Where the bytes are that count as offloaded, after a layer was processed as vLLM does it."""
+    """Where the bytes are that count as offloaded, after a layer was processed as vLLM does it.
+
+    For a release also with what the plug-in puts around its function.
+    """
+    if not isinstance(implementation, ReleaseSource):
+        return Observation(places(implementation))
+    from moedoctor.upstream.offload_mark import forgetting
+
+    made = upstream(implementation)
+    patched = places(Reload(made.replace, forgetting(made.context)))
+    return Observation({**places(made), "host_bytes_with_plug_in": patched["host_bytes"]})
+
+
+def places(made: Reload) -> dict[str, Any]:
+    """Process a layer with two repacked weights, and look where each ends up."""
     with FakeTensorMode(), _NothingToCopy():
         views: list[torch.Tensor] = []
 
@@ -78,7 +92,6 @@ def observe(implementation: Reload | ReleaseSource) -> Observation:
             views.append(torch.empty_like(host, device="cuda"))
             return views[-1]
 
-        made = upstream(implementation) if isinstance(implementation, ReleaseSource) else implementation
         layer = nn.Module()
         for name in CASES:
             host = torch.empty(EXPERTS, ROWS, COLUMNS, dtype=torch.uint8)  # [experts, rows, columns]
@@ -102,14 +115,12 @@ def observe(implementation: Reload | ReleaseSource) -> Observation:
     sizes = {
         place: sum(row["bytes"] for row in rows if row["memory"] == place) for place in ("host", "device")
     }
-    return Observation(
-        {
-            "asked_bytes": sum(sizes.values()),
-            "host_bytes": sizes["host"],
-            "device_bytes": sizes["device"],
-            "weights": rows,
-        }
-    )
+    return {
+        "asked_bytes": sum(sizes.values()),
+        "host_bytes": sizes["host"],
+        "device_bytes": sizes["device"],
+        "weights": rows,
+    }
 
 
 class _NothingToCopy(TorchFunctionMode):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from moedoctor.faults.base import Judgement
-from moedoctor.results import CaseVerdict
+from moedoctor.results import CaseResult, CaseVerdict, Evidence
 
 PARTS = 0.02
 """Relative difference of a layer's output from which two runs count as parted; below it is rounding."""
@@ -32,6 +32,9 @@ class ParityParameters(BaseModel):
     max_tokens: int = Field(32, ge=1, le=512)
     arguments: str = Field(
         "{}", max_length=2000, description="more arguments of vllm.LLM as a JSON object, for `model` alone"
+    )
+    access: Literal["auto", "copies"] = Field(
+        "auto", description="copies: without UVA and pinned memory, as on WSL; for `model` alone"
     )
     fixes: Literal["none", "offload"] = Field("none", description="MOEDOCTOR_FIXES of the engines")
     online: bool = Field(False, description="whether the model may be downloaded")
@@ -69,6 +72,42 @@ def first_parting(control: Any, other: Any) -> dict[str, Any]:
             found["first_layer"] = one["layer"]
             found["relative_difference"] = round(distance, 6) if one["finite"] else "not finite"
     return found
+
+
+def between_backends(results: Sequence[CaseResult]) -> Evidence:
+    """One's own model without offload: each backend beside the first that ran the same prompt and mode."""
+    first: dict[tuple[Any, ...], CaseResult] = {}
+    rows = []
+    for one in results:
+        seen, given = one.evidence, one.parameters
+        if seen.get("control_text") is None or given["fixes"] != "none" or given["access"] != "auto":
+            continue
+        other = first.setdefault((given["model"], given["mode"], given["prompt"]), one)
+        if other is not one:
+            parted = first_parting(
+                {"outputs": other.evidence["control_layers"]}, {"outputs": seen["control_layers"]}
+            )
+            rows.append(
+                {
+                    "backend": seen["backend"] or given["moe_backend"],
+                    "beside": other.evidence["backend"] or other.parameters["moe_backend"],
+                    "same_answer": seen["control_text"] == other.evidence["control_text"],
+                    **parted,
+                }
+            )
+    return {"backends_without_offload": rows} if rows else {}
+
+
+def garbage_seen(results: Sequence[CaseResult]) -> Evidence:
+    """Whether vllm#38718 was seen in the tiny checkpoints' engines; empty where none ran."""
+    runs = [one.evidence for one in results if one.evidence.get("cells")]
+    if not runs:
+        return {}
+    engines, other = sum(one["cells"] for one in runs), sum(one["other_tokens"] for one in runs)
+    same = sum(one["same"] for one in runs)
+    said = f"reproduced in {other} of" if other else "not reproduced on this GPU in any of"
+    told = f"{said} {engines} engines with offload: {same} give the tokens of the one without"
+    return {"garbage_of_vllm_38718": told}
 
 
 def relative(values: Sequence[float], wanted: Sequence[float]) -> float:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.faults import offload_engine
+from moedoctor.faults.offload_cells import BACKENDS as TINY
+from moedoctor.faults.offload_cells import ON_GPU, UNPINNED, UVA
+from moedoctor.faults.offload_compare import short_error
 from moedoctor.faults.offload_parity import ParityParameters, first_parting
 from moedoctor.results import Observation
-from moedoctor.upstream.engine import EngineRequest, EngineResult, run_engine
+from moedoctor.upstream.engine import EngineRequest, EngineResult, run_engines
 
-BACKENDS = tuple(offload_engine.BACKENDS)
+BACKENDS = tuple(TINY)
 _SECONDS = 1500.0
 
 
@@ -23,12 +26,20 @@ def observe(parameters: ParityParameters) -> Observation:
     assert parameters.mode is not None
     fixes = "" if parameters.fixes == "none" else parameters.fixes
     if parameters.model is None:
-        places = (offload_engine.ON_GPU, offload_engine.UVA)
+        places = (ON_GPU, UVA)
         return offload_engine.observe(BACKENDS, parameters.mode, places, fixes)
-    control = run_engine(own_request(parameters, offload=False, fixes=fixes))
-    return Observation(
-        compare(control, run_engine(own_request(parameters, offload=True, fixes=fixes)), parameters)
-    )
+    requests = [own_request(parameters, offload=offload, fixes=fixes) for offload in (False, True)]
+    control, other = run_engines(requests, parallel=2 if fit_together(parameters) else 1)
+    return Observation(compare(control, other, parameters))
+
+
+def fit_together(parameters: ParityParameters) -> bool:
+    """Whether the arguments say that two engines fit beside each other.
+
+    Without a size for the KV cache an engine measures free memory, which the other would disturb.
+    """
+    more: dict[str, Any] = json.loads(parameters.arguments)
+    return more.get("gpu_memory_utilization", 1.0) <= 0.45 and "kv_cache_memory_bytes" in more
 
 
 def own_request(parameters: ParityParameters, *, offload: bool, fixes: str) -> EngineRequest:
@@ -48,6 +59,8 @@ def own_request(parameters: ParityParameters, *, offload: bool, fixes: str) -> E
     if offload:
         arguments["cpu_offload_gb"] = parameters.cpu_offload_gb
     environ = {"MOEDOCTOR_FIXES": fixes, "HF_HUB_OFFLINE": "0" if parameters.online else "1"}
+    if parameters.access == "copies":
+        environ |= UNPINNED
     eager = parameters.mode == "eager"
     folder = Path(parameters.model)
     return EngineRequest(
@@ -78,10 +91,11 @@ def compare(control: EngineResult, other: EngineResult, parameters: ParityParame
         "offload_text": other.texts[0] if other.error is None else None,
         "offload_error": _said(other),
         "same_tokens": control.error is None and other.error is None and control.tokens == other.tokens,
+        "control_layers": (control.probe or {}).get("outputs", []),
         "seconds": {"control": control.seconds.get("total"), "offload": other.seconds.get("total")},
         **first_parting(control.probe, other.probe),
     }
 
 
 def _said(result: EngineResult) -> str | None:
-    return None if result.error is None else offload_engine.short_error(result)
+    return None if result.error is None else short_error(result)

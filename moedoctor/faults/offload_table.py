@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from moedoctor.faults.base import ClaimJudgement, Measurement
-from moedoctor.faults.offload_engine import COPIES, ON_GPU
+from moedoctor.faults.offload_cells import CONTROLS, COPIES
+from moedoctor.faults.offload_compare import ROUNDING, SAME
 from moedoctor.results import CaseResult, ClaimVerdict, Evidence, Tier
 
 
@@ -24,7 +25,7 @@ def both(results: Sequence[CaseResult]) -> Evidence:
             row[column] = said(cell)
     if not rows:
         return {}
-    order = [key for key in rows if key[2] != ON_GPU]
+    order = [key for key in rows if key[2] not in CONTROLS]
     return {"table_of_vllm_37883": [rows[key] for key in order]}
 
 
@@ -33,7 +34,7 @@ def said(cell: dict[str, Any]) -> str:
     outcome, detail = str(cell["outcome"]), str(cell["detail"])
     return (
         f"{outcome}: {detail}"[:110]
-        if outcome.startswith(("crash", "other", "not"))
+        if outcome.startswith(("crash", "other", "no ", ROUNDING))
         else f"{outcome}, {detail}"
     )
 
@@ -59,3 +60,39 @@ def marlin_crashes(
     }
     verdict = ClaimVerdict.CONFIRMED if len(crashed) == len(cells) else ClaimVerdict.REFUTED
     return ClaimJudgement(verdict, evidence, f"{len(crashed)} of {len(cells)} combinations crash")
+
+
+def same_tokens_with_fix(
+    results: Sequence[CaseResult], measured: Sequence[Measurement], thresholds: Any
+) -> ClaimJudgement:
+    """Whether every cell with offload gives the control's tokens under the fix.
+
+    A compiled cell that parts, and is in every bit what the same code gives with its weights on the GPU, is
+    counted apart: it refutes as any other, and says that the weights are right.
+    """
+    cells = [
+        cell
+        for one in results
+        if one.tier is Tier.ENGINE and one.subject == "fixed"
+        for cell in one.evidence.get("table", ())
+        if cell["experts"] not in CONTROLS
+    ]
+    if not cells:
+        return ClaimJudgement(ClaimVerdict.UNTESTED, {}, "no engine ran")
+    same = sum(cell["outcome"] == SAME for cell in cells)
+    rounded = [cell for cell in cells if cell["outcome"] == ROUNDING]
+    evidence = {
+        "cells": len(cells),
+        "same_tokens": same,
+        "same_logprobs": sum(cell["detail"].startswith("same logprobs") for cell in cells),
+        "same_bits_in_the_same_compiled_code": len(rounded),
+        "others": [
+            {"backend": one["backend"], "mode": one["mode"], "experts": one["experts"], "outcome": said(one)}
+            for one in cells
+            if one["outcome"] != SAME
+        ],
+    }
+    told = f"{same} of {len(cells)} cells give the same tokens, {evidence['same_logprobs']} the same logprobs"
+    rest = f", {len(rounded)} those of the same compiled code with its weights on the GPU"
+    verdict = ClaimVerdict.CONFIRMED if same == len(cells) else ClaimVerdict.REFUTED
+    return ClaimJudgement(verdict, evidence, told + (rest if rounded else ""))

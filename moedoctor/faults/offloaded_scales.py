@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from moedoctor.faults.base import ClaimTest, Fault, Judgement
-from moedoctor.faults.offload_table import both, marlin_crashes
+from moedoctor.faults.offload_table import both, marlin_crashes, same_tokens_with_fix
 from moedoctor.faults.offloaded_scales_claims import CLAIMS
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
 
@@ -37,7 +37,11 @@ class OffloadedScales(Fault):
         "fixed": (Tier.MODEL, Tier.KERNEL, Tier.ENGINE),
         "vllm": (Tier.KERNEL,),
     }
-    claims = (*CLAIMS, ClaimTest("marlin_crashes", marlin_crashes))
+    claims = (
+        *CLAIMS,
+        ClaimTest("marlin_crashes", marlin_crashes),
+        ClaimTest("same_tokens_with_fix", same_tokens_with_fix),
+    )
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
         return (parameters["engine"] is not None) == (tier is Tier.ENGINE)
@@ -58,11 +62,12 @@ class OffloadedScales(Fault):
 
     def observe(self, case: Case, implementation: Any) -> Observation:
         if case.tier is Tier.ENGINE:
-            from moedoctor.faults import offload_engine as engines
+            from moedoctor.faults import offload_cells as cells
+            from moedoctor.faults.offload_engine import observe as observe_engines
 
             mode = str(case.parameters["engine"])
-            places = engines.PLACES if mode == "compiled" else (*engines.PLACES, engines.WEIGHTS)
-            return engines.observe(engines.TABLE, mode, places, implementation)
+            places = cells.PLACES if mode == cells.COMPILED else (*cells.PLACES, cells.WEIGHTS)
+            return observe_engines(cells.TABLE, mode, places, implementation)
         from moedoctor.faults.offloaded_scales_model import observe
 
         return observe(self.parameters.model_validate(case.parameters), case.device, implementation)

@@ -40,7 +40,12 @@ class UntraceableOffload(Fault):
     name = "untraceable_offload"
     title = "state_dict() in forward cannot be traced by Dynamo"
     parameters = UntraceableOffloadParameters
-    tiers = {"faulty": (Tier.MODEL, Tier.ENGINE), "fixed": (Tier.MODEL, Tier.ENGINE)}  # noqa: RUF012
+    tiers = {  # noqa: RUF012
+        "faulty": (Tier.MODEL, Tier.ENGINE),
+        "fixed": (Tier.MODEL, Tier.ENGINE),
+        "installed": (Tier.LIBRARY,),
+        "vllm": (Tier.LIBRARY,),
+    }
     claims = CLAIMS
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
@@ -60,12 +65,23 @@ class UntraceableOffload(Fault):
 
         return fixed
 
+    def installed(self, case: Case) -> Any:
+        """The installed vLLM's source. Runs in the child; raises UnavailableError."""
+        from moedoctor.subjects.base import UnavailableError
+        from moedoctor.upstream.release_source import ReleaseSource, SourceError
+
+        try:
+            return ReleaseSource.installed()
+        except SourceError as error:
+            raise UnavailableError(str(error)) from error
+
     def observe(self, case: Case, implementation: Any) -> Observation:
         if case.tier is Tier.ENGINE:
-            from moedoctor.faults import offload_engine as engines
+            from moedoctor.faults import offload_cells as cells
+            from moedoctor.faults.offload_engine import observe as observe_engines
 
-            places = (engines.ON_GPU, engines.COPIES)
-            return engines.observe(("BF16 TRITON",), str(case.parameters["engine"]), places, implementation)
+            places = (cells.ON_GPU, cells.COPIES)
+            return observe_engines(("BF16 TRITON",), str(case.parameters["engine"]), places, implementation)
         from moedoctor.faults.untraceable_offload_model import observe
 
         return observe(self.parameters.model_validate(case.parameters), case.device, implementation)

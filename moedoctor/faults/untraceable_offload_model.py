@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from moedoctor.bench.offload import NAMES, StackShape, make_stack
 from moedoctor.fixes.offloader import offload
 from moedoctor.reference.offload_paths import functional_call_offload
 from moedoctor.results import Observation
+from moedoctor.subjects.base import UnavailableError
+from moedoctor.upstream.release_source import ReleaseSource
 
 if TYPE_CHECKING:
     from moedoctor.faults.untraceable_offload import UntraceableOffloadParameters
 
 Apply = Callable[[nn.Sequential], Any]
+FILE = "vllm/model_executor/offloader/uva.py"
 
 
 def faulty(stack: nn.Sequential) -> Any:
@@ -29,8 +35,40 @@ def fixed(stack: nn.Sequential) -> Any:
     return offload(stack, 1 << 40, patterns=("experts",), keep_below=0)
 
 
+def upstream(source: ReleaseSource) -> Apply:
+    """A release's own `UVAOffloader._maybe_offload_to_cpu`, without UVA and without pinned memory.
+
+    It leaves a module on the CPU alone, so here no device counts as the CPU; releases from 0.29.0 on ask each
+    parameter as well, so they need a GPU. Raises SourceError.
+    """
+    names = {
+        "torch": types.SimpleNamespace(device=lambda kind: None),
+        "functional_call": functional_call,
+        "nullcontext": contextlib.nullcontext,
+        "gpu_sync_allowed": contextlib.nullcontext,
+    }
+    method = source.function(FILE, "UVAOffloader._maybe_offload_to_cpu", names)
+
+    def apply(stack: nn.Sequential) -> None:
+        offloader = types.SimpleNamespace(
+            cpu_offload_bytes=0,
+            cpu_offload_max_bytes=1 << 40,
+            cpu_offload_params=set(NAMES),
+            pin_memory=False,
+            uva_offloading=False,
+        )
+        for layer in stack:
+            method(offloader, layer)
+        if not offloader.cpu_offload_bytes:
+            raise UnavailableError("this release offloads from a GPU alone")
+
+    return apply
+
+
 @torch.no_grad()
-def observe(parameters: UntraceableOffloadParameters, device: str, apply: Apply) -> Observation:
+def observe(
+    parameters: UntraceableOffloadParameters, device: str, apply: Apply | ReleaseSource
+) -> Observation:
     """Compile the stack without and with offload, as one graph, and compare what comes out."""
     shape = StackShape(
         layers=parameters.layers,
@@ -45,7 +83,7 @@ def observe(parameters: UntraceableOffloadParameters, device: str, apply: Apply)
     expected = torch.compile(plain, fullgraph=True, backend=parameters.compiler)(x)  # [T, H]
     torch._dynamo.reset()
     stack = make_stack(shape, device, parameters.seed)
-    keep = apply(stack)
+    keep = (upstream(apply) if isinstance(apply, ReleaseSource) else apply)(stack)
     seen: dict[str, Any] = {"torch": torch.__version__, "error": None, "telling_line": None, "graphs": 0}
     compiled = torch.compile(stack, fullgraph=True, backend=parameters.compiler)
     try:

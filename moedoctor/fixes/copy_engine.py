@@ -75,6 +75,7 @@ class CudaEngine:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
+        target.record_stream(self._stream)  # a dropped buffer is not given out again under its copy
 
     def mark(self) -> Mark:
         event = torch.cuda.Event()

@@ -17,36 +17,53 @@ MARK = "_moedoctor_offload"
 """Attribute of every module that is wrapped; holds the pipeline, which lives as long as one of them."""
 
 Forward = Callable[..., Any]
+Reader = Callable[[nn.Module], tuple[Any, str]]
+"""For a layer: the object that has the function that reads the layer's weights, and the function's name."""
 
 
 class Hooks:
     """Wrapped forwards, and `state_dict` and `load_state_dict` that mean the weights on the host."""
 
-    def __init__(self, root: nn.Module, layers: Sequence[StoredLayer], pipeline: Pipeline, key: int) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: Sequence[StoredLayer],
+        pipeline: Pipeline,
+        key: int,
+        reader: Reader | None = None,
+    ) -> None:
         device = pipeline.buffers[0].device
         self._token = torch.zeros(1, dtype=torch.uint8, device=device)  # [1]
         self._pipeline = pipeline
-        self._wrapped: list[tuple[nn.Module, Forward | None]] = []
+        self._wrapped: list[tuple[nn.Module, Any, str, Forward | None]] = []
         self._handles: list[Any] = []
-        for index, layer in enumerate(layers):
-            self._wrap(layer.module, _around_layer(layer, layer.module.forward, self._token, key, index))
+        places = [reader(one.module) if reader is not None else (one.module, "forward") for one in layers]
+        functions = [getattr(owner, name) for owner, name in places]  # before anything is changed
+        for index, (layer, (owner, name)) in enumerate(zip(layers, places, strict=True)):
+            if reader is None:
+                around = _around_layer(layer, functions[index], self._token, key, index)
+            else:
+                around = _around_reader(layer, functions[index], pipeline, index)
+            self._wrap(layer.module, owner, name, around)
             self._hook_state(layer)
-        if not any(root is layer.module for layer in layers) and type(root).forward is not nn.Module.forward:
-            self._wrap(root, _around_pass(root.forward, self._token, key))
+        # Nothing would tie `begin` to readers, which a compiler does not see: such passes have no bounds.
+        bounded = reader is None and type(root).forward is not nn.Module.forward
+        if bounded and not any(root is layer.module for layer in layers):
+            self._wrap(root, root, "forward", _around_pass(root.forward, self._token, key))
 
     def remove(self) -> None:
         """Everything as it was."""
-        for module, before in self._wrapped:
-            del module.forward
+        for module, owner, name, before in self._wrapped:
+            delattr(owner, name)
             if before is not None:
-                module.forward = before
+                setattr(owner, name, before)
             delattr(module, MARK)
         for handle in self._handles:
             handle.remove()
 
-    def _wrap(self, module: nn.Module, forward: Forward) -> None:
-        self._wrapped.append((module, vars(module).get("forward")))
-        module.forward = forward
+    def _wrap(self, module: nn.Module, owner: Any, name: str, function: Forward) -> None:
+        self._wrapped.append((module, owner, name, vars(owner).get(name)))
+        setattr(owner, name, function)
         setattr(module, MARK, self._pipeline)
 
     def _hook_state(self, layer: StoredLayer) -> None:
@@ -64,18 +81,33 @@ class Hooks:
 
 
 def _around_layer(layer: StoredLayer, forward: Forward, token: torch.Tensor, key: int, index: int) -> Forward:
-    places = [(one.owner, _attribute(one.owner, one.parameter)) for one, _ in layer.items]
+    places = _places(layer)
 
     @functools.wraps(forward)
     def offloaded(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            _refuse_gradients([*tensors_in(args), *tensors_in(kwargs)])
+        _refuse_gradients((args, kwargs))
         weights = [getattr(owner, name) for owner, name in places]
         inputs = [one for one in tensors_in((args, kwargs)) if one.is_floating_point()]
         torch.ops.moedoctor_offload.wait(weights, inputs, token, key, index)
         output = forward(*args, **kwargs)
         torch.ops.moedoctor_offload.release(tensors_in(output), token, key, index)
         return output
+
+    return offloaded
+
+
+def _around_reader(layer: StoredLayer, function: Forward, pipeline: Pipeline, index: int) -> Forward:
+    """`function`, which runs inside an operator and is traced by no compiler, on the layer's own weights."""
+    places = _places(layer)
+
+    @functools.wraps(function)
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        _refuse_gradients((args, kwargs))
+        pipeline.wait(index, [getattr(owner, name) for owner, name in places])
+        try:
+            return function(*args, **kwargs)
+        finally:
+            pipeline.release(index)
 
     return offloaded
 
@@ -91,11 +123,15 @@ def _around_pass(forward: Forward, token: torch.Tensor, key: int) -> Forward:
     return offloaded
 
 
-def _refuse_gradients(tensors: Sequence[torch.Tensor]) -> None:
+def _refuse_gradients(arguments: Any) -> None:
     """A backward pass would find another layer's weights in the buffer."""
-    for one in tensors:
-        if one.requires_grad:
-            raise RuntimeError("an offloaded module runs forward only: call it under torch.no_grad()")
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in(arguments)):
+        raise RuntimeError("an offloaded module runs forward only: call it under torch.no_grad()")
+
+
+def _places(layer: StoredLayer) -> list[tuple[nn.Module, str]]:
+    """Where the layer's parameters hang: the module and the attribute."""
+    return [(one.owner, _attribute(one.owner, one.parameter)) for one, _ in layer.items]
 
 
 def _attribute(owner: nn.Module, parameter: nn.Parameter) -> str:

@@ -56,7 +56,7 @@ class OffloadReport:
         return self.freed_bytes - self.buffer_bytes
 
     def __str__(self) -> str:
-        """The rows as aligned text, then the sums and what did not go as asked."""
+        """The rows as aligned text, then the sums, what did not go as asked, and the rules."""
         head = ("name", "bytes", "lives", "pinned", "access", "reason")
         rows = [head, *self.rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
@@ -68,7 +68,8 @@ class OffloadReport:
             f"{self.host_bytes} of at most {self.budget_bytes} bytes on the host, {self.pinned_bytes} pinned;"
             f" {self.freed_bytes} freed on the device, {self.buffer_bytes} taken for buffers"
         )
-        return "\n".join([*lines, *self.notes])
+        rules = [f"stays on the device by {rule}" for rule in self.rules]
+        return "\n".join([*lines, *self.notes, *rules])
 
     def rows(self) -> Sequence[tuple[str, ...]]:
         """For tables: name, bytes, where it lives, pinned, access, reason."""

@@ -8,7 +8,9 @@
 Parameters stay the same objects. Their data points for good into one of two device buffers, so a quantisation
 config that holds a parameter sees device memory, and nothing is swapped in `forward`. Around each layer's
 `forward` run two operators (`offload_ops`): one waits for the layer's copy, the other lets the copy of a
-later layer begin in the buffer that is now free.
+later layer begin in the buffer that is now free. A compiler keeps these operators in order, and for that it
+must store tensors between layers that it might else have kept in registers, so it rounds bfloat16 in other
+places. Where an operator of one's own reads the weights, `reader` leaves the compiled code as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import nn
 
 from moedoctor.fixes import offload_storage as storage
 from moedoctor.fixes.copy_engine import BlockingEngine, CopyEngine, CudaEngine
-from moedoctor.fixes.offload_hooks import MARK, Hooks
+from moedoctor.fixes.offload_hooks import MARK, Hooks, Reader
 from moedoctor.fixes.offload_ops import enrol
 from moedoctor.fixes.offload_plan import make_plan
 from moedoctor.fixes.offload_report import OffloadReport, write_report
@@ -110,6 +112,7 @@ def offload(
     pin: bool | Pin = True,
     keep_below: int = 65_536,
     engine: CopyEngine | None = None,
+    reader: Reader | None = None,
 ) -> Offload:
     """Move up to `budget_bytes` of `module`'s weights to host memory; its outputs stay the same bit for bit.
 
@@ -127,6 +130,10 @@ def offload(
     copies block, and one warning says so.
     `keep_below`: tensors of fewer bytes stay on the device.
     `engine`: what copies, by default a CUDA stream or, without CUDA, plain copies.
+    `reader`: for a layer, the object and the name of its only function that reads the layer's weights, where
+    that runs inside a custom operator, which compilers do not look into. The weights are then fetched in
+    there, and compiled code is that of the module without offload. By default the layer's `forward` reads
+    them, and compiled code may round otherwise than without offload, though the weights are the same.
 
     What stays on the device is decided by `moedoctor.fixes.offload_policy.RULES`. Raises ValueError, with the
     module unchanged, for a budget that is not positive, a pattern that matches nothing (with the closest
@@ -148,7 +155,7 @@ def offload(
                 storage.map_into(layer, where)
         elif stored:
             pipeline = _pipeline(stored, where, engine)
-            hooks = Hooks(module, stored, pipeline, enrol(pipeline))
+            hooks = Hooks(module, stored, pipeline, enrol(pipeline), reader)
     except BaseException:
         storage.bring_back(stored, where)
         raise

@@ -13,7 +13,7 @@ _LINEAR = re.compile(r"Using (\w+) for (\w+) GEMM")
 _OFFLOADED = re.compile(r"Total CPU offloaded parameters: ([\d.]+)")
 _OFFLOADER = re.compile(r"Offloader set to (\w+)")
 _FIXES = re.compile(r"moedoctor: active in vLLM \S+: (.+)")
-_OURS = re.compile(r"moedoctor: offload: ([\d.]+ of [\d.]+ MiB on the host)")
+_OURS = re.compile(r"moedoctor: offload: ([\d.]+ of [\d.]+ MiB on the host(?:, fetched [A-Za-z ]+)?)")
 _REFUSED = re.compile(
     r"moedoctor: (?:the fix .+ is not applied|vLLM .+ is none of the releases|expert_cache is refused).+"
 )
@@ -33,7 +33,7 @@ class LogFacts:
     offloaded: str | None = None
     """GiB, as it is logged."""
     offloaded_by_us: str | None = None
-    """What the fix `offload` says: ``1.5 of 1.6 MiB on the host``."""
+    """What the fix `offload` says: ``1.5 of 1.6 MiB on the host, fetched inside the MoE operator``."""
     fixes: str | None = None
     """What the plug-in says is active."""
     refused: tuple[str, ...] = ()

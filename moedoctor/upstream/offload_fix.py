@@ -25,6 +25,7 @@ from packaging.version import Version
 
 from moedoctor.upstream.fix_support import FixError, expect, replace_once
 from moedoctor.upstream.offload_mark import MARK, taking_off
+from moedoctor.upstream.offload_readers import readers
 
 logger = logging.getLogger("vllm.moedoctor")
 
@@ -127,16 +128,27 @@ def _take_over(pending: Sequence[_Layer], offload: Callable[..., Any], *, pin: b
     size = sum(one.numel() * one.element_size() for one in on_host.values())
     if not size:
         return None
-    handle = offload(chosen, size, device=device, patterns=tuple(on_host), layers=layers, pin=pin)
+    found = readers(layers, list(on_host.values()))
+    handle = offload(
+        chosen,
+        size,
+        device=device,
+        patterns=tuple(on_host),
+        layers=list(found) or layers,
+        pin=pin,
+        reader=found.__getitem__ if found else None,
+    )
     report = handle.report()
     for note in report.notes:
         logger.info("moedoctor: offload: %s", note)
     if report.pinned_bytes < report.host_bytes:
         logger.info("moedoctor: offload: host memory is not pinned, so copies block")
     logger.info(
-        "moedoctor: offload: %.1f of %.1f MiB on the host, %d layers, %.1f MiB pinned, %.1f MiB of buffers",
+        "moedoctor: offload: %.1f of %.1f MiB on the host, fetched %s, %d layers, %.1f MiB pinned,"
+        " %.1f MiB of buffers",
         report.host_bytes / 2**20,
         size / 2**20,
+        "inside the MoE operator" if found else "around each layer",
         len(layers),
         report.pinned_bytes / 2**20,
         report.buffer_bytes / 2**20,

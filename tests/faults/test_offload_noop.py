@@ -75,6 +75,7 @@ def test_a_release_that_keeps_the_parameter_leaves_what_changed_on_the_gpu(tmp_p
         ("w13_weight", True, "device"),
         ("w2_weight", True, "host"),
     ]
+    assert seen.evidence["host_bytes_with_plug_in"] == seen.evidence["asked_bytes"]
     theirs = upstream(source)
     assert verdict(observe(Reload(theirs.replace, forgetting(theirs.context)))) is CaseVerdict.CLEAN
 

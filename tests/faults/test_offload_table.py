@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from moedoctor.faults.offload_engine import COPIES, ON_GPU, UVA
-from moedoctor.faults.offload_table import both, marlin_crashes
+from moedoctor.faults.offload_cells import COPIES, ON_GPU, UVA
+from moedoctor.faults.offload_table import both, marlin_crashes, same_tokens_with_fix
 from moedoctor.faults.offloaded_scales import OffloadedScales
 from moedoctor.faults.untraceable_offload import UntraceableOffload
 from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Observation, Tier
@@ -73,6 +74,36 @@ def test_the_claim(results: list[CaseResult], verdict: ClaimVerdict) -> None:
     assert marlin_crashes(results, (), {}).verdict is verdict
 
 
+@pytest.mark.parametrize(
+    ("cells", "verdict", "figure"),
+    [
+        (
+            [cell("eager", COPIES, "same tokens", "same logprobs")],
+            ClaimVerdict.CONFIRMED,
+            "1 of 1 cells .*, 1 the same",
+        ),
+        (
+            [cell("compiled", COPIES, "rounding")],
+            ClaimVerdict.REFUTED,
+            "0 of 1 .*, 1 those of the same compiled",
+        ),
+        ([cell("eager", UVA, "other tokens")], ClaimVerdict.REFUTED, "0 of 1"),
+        (
+            [cell("eager", COPIES, "no fix"), cell("eager", UVA, "same tokens")],
+            ClaimVerdict.REFUTED,
+            "1 of 2",
+        ),
+        ([cell("eager", ON_GPU, "control")], ClaimVerdict.UNTESTED, ""),
+    ],
+)
+def test_what_the_fix_is_said_to_do(cells: list[dict[str, Any]], verdict: ClaimVerdict, figure: str) -> None:
+    judged = same_tokens_with_fix([*BOTH[:2], case("fixed", "eager", *cells)], (), {})
+    assert judged.verdict is verdict
+    assert re.search(figure, judged.reason or "")
+    others = [one for one in cells if one["outcome"] not in ("same tokens", "control")]
+    assert len(judged.evidence.get("others", ())) == len(others)
+
+
 @pytest.mark.parametrize("fault", [OffloadedScales(), UntraceableOffload()])
 def test_engine_points_are_for_engines_alone(fault: Any) -> None:
     parameters = fault.parameters(engine="compiled").model_dump()
@@ -81,7 +112,15 @@ def test_engine_points_are_for_engines_alone(fault: Any) -> None:
     assert not fault.has_point(Tier.ENGINE, fault.parameters().model_dump())
     case = Case(fault.id, "faulty", Tier.ENGINE, parameters)
     assert (fault.faulty(case), fault.fixed(case)) == ("", "offload")
-    counts = {"controls_wrong": 0, "crashed": 0, "other_tokens": 0, "not_decided": 0, "same": 3, "cells": 3}
+    counts = {
+        "controls_wrong": 0,
+        "crashed": 0,
+        "other_tokens": 0,
+        "rounding": 0,
+        "not_fixed": 0,
+        "same": 3,
+        "cells": 3,
+    }
     seen = {**counts, "table": []}
     assert fault.judge(case, Observation(seen)).verdict is CaseVerdict.CLEAN
     assert fault.describe(parameters) == "engines, compiled"

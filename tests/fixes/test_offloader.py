@@ -236,9 +236,10 @@ def test_what_is_quantisation_metadata_stays_and_the_report_says_by_which_rule()
     assert any(rule.startswith("name:") for rule in report.rules)
     assert any(rule.startswith("type and size:") for rule in report.rules)
     lines = str(report).splitlines()
-    assert len(lines) == 1 + len(report.placements) + 1
+    assert len(lines) == 1 + len(report.placements) + 1 + len(report.rules)
     assert lines[0].split() == ["name", "bytes", "lives", "pinned", "access", "reason"]
-    assert f"{report.freed_bytes} freed on the device" in lines[-1]
+    assert f"{report.freed_bytes} freed on the device" in lines[1 + len(report.placements)]
+    assert lines[-len(report.rules) :] == [f"stays on the device by {rule}" for rule in report.rules]
 
 
 @dataclass(frozen=True)

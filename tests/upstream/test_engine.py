@@ -159,10 +159,10 @@ def test_backends_in_the_log(line: str, backend: str, scheme: str) -> None:
 def test_what_the_plug_in_says() -> None:
     text = (
         "INFO moedoctor: active in vLLM 0.21.0: offload (traceable copies)\n"
-        "INFO moedoctor: offload: 1.5 of 1.6 MiB on the host, 2 layers, 0.0 MiB pinned, 0.8 MiB of buffers\n"
+        "INFO moedoctor: offload: 1.5 of 1.6 MiB on the host, fetched around each layer, 2 layers\n"
         "WARNING moedoctor: the fix routing is not applied to vLLM 0.21.0: not needed\n"
     )
     facts = read_log(text)
     assert facts.fixes == "offload (traceable copies)"
-    assert facts.offloaded_by_us == "1.5 of 1.6 MiB on the host"
+    assert facts.offloaded_by_us == "1.5 of 1.6 MiB on the host, fetched around each layer"
     assert facts.refused == ("moedoctor: the fix routing is not applied to vLLM 0.21.0: not needed",)

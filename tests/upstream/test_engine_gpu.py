@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from moedoctor.faults.offload_engine import COPIES, ON_GPU, UVA, Cell, evidence, request
+from moedoctor.faults.offload_cells import COPIES, ON_GPU, UVA, Cell, request
+from moedoctor.faults.offload_engine import evidence
+from moedoctor.faults.offload_parity import ParityParameters, judge_model
+from moedoctor.faults.offload_parity_engine import compare, own_request
 from moedoctor.reference.checkpoints import write_qwen3_moe
+from moedoctor.reference.tiny_tokenizer import write_tokenizer
+from moedoctor.results import CaseVerdict
 from moedoctor.upstream.engine import run_engines
 
 pytestmark = [pytest.mark.gpu, pytest.mark.upstream]
@@ -30,3 +37,26 @@ def test_marlin_without_uva(tmp_path: Path, fixes: str, outcome: str) -> None:
         f"eager, {UVA}": "same tokens",
         f"eager, {COPIES}": outcome,
     }
+
+
+def test_the_first_wrong_layer_of_ones_own_model_is_named(tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        for name in tensors:
+            if "layers.2.mlp" in name and name.endswith("down_proj.weight_scale_2"):
+                tensors[name] = tensors[name] * 16
+
+    sizes = '{"max_model_len": 64, "kv_cache_memory_bytes": 67108864, "gpu_memory_utilization": 0.05}'
+    requests = []
+    for name, change, offload in (("right", None, False), ("wrong", spoil, True)):
+        folder = write_qwen3_moe(tmp_path / name, scheme="nvfp4", layers=4, change=change)
+        write_tokenizer(folder, 512)
+        parameters = ParityParameters(
+            mode="eager", model=str(folder), prompt="t265 t511 t43 t73 t395", max_tokens=6, arguments=sizes
+        )
+        requests.append(own_request(parameters, offload=offload, fixes=""))
+    seen = compare(*run_engines(requests), parameters)
+    assert seen["layers_compared"] == 4
+    assert (seen["first_bit"], seen["first_layer"]) == ("model.layers.2", "model.layers.2")
+    judged = judge_model(seen)
+    assert judged.verdict is CaseVerdict.REPRODUCED
+    assert "model.layers.2" in judged.figure

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from vllm_stub import write
 
@@ -365,13 +369,47 @@ def test_routing_is_left_alone_where_it_is_right(tmp_path: Path, monkeypatch: py
     assert not hasattr(importlib.import_module("vllm._custom_ops").topk_softmax, "__moedoctor_fix__")
 
 
-@pytest.mark.upstream
-def test_the_installed_vllm_is_as_the_fixes_expect() -> None:
-    import subprocess
+REAL = """
+import json, types
+import torch
+from torch import nn
+from moedoctor.upstream import vllm_plugin
 
-    code = (
-        "from moedoctor.upstream import offload_fix, routing_fix, vllm_plugin as p\n"
-        "print(offload_fix.apply(p.installed_version()), routing_fix.apply(p.installed_version()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+vllm_plugin.register()
+vllm_plugin.register()
+from vllm.model_executor.offloader import uva
+
+uva.torch = types.SimpleNamespace(device=lambda kind: None)  # it leaves what is on a CPU alone
+offloader = uva.UVAOffloader(1 << 30, {"weight"})
+offloader.uva_offloading = offloader.pin_memory = False
+layers = [nn.Linear(160, 160) for _ in range(3)]
+x = torch.randn(5, 160)
+with torch.no_grad():
+    plain = [one(x) for one in layers]
+    offloader.wrap_modules(iter(layers))
+    offloader.post_init()
+    same = all(torch.equal(one(x), wanted) for one, wanted in zip(layers, plain))
+    compiled = torch.compile(nn.Sequential(*layers), fullgraph=True, backend="eager")(x)
+    same = same and torch.equal(compiled, nn.Sequential(*layers)(x))
+handle = getattr(offloader, "_moedoctor_offload", None)
+print(json.dumps([vllm_plugin.installed_version(), same, handle and handle.report().host_bytes]))
+"""
+
+
+@pytest.mark.upstream
+def test_the_installed_vllm_is_patched_and_computes_the_same() -> None:
+    """The release's own Python files, in a process of their own; ``make test-upstream`` takes releases."""
+    environ = {**os.environ, "MOEDOCTOR_FIXES": "offload,routing"}
+    command = [sys.executable, "-c", REAL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ)
     assert done.returncode == 0, done.stderr[-2000:]
+    version, same, host_bytes = json.loads(done.stdout.splitlines()[-1])
+    release = Version(version)
+    assert same
+    # From 0.29.0 on it asks each parameter as well whether it is on a CPU.
+    assert host_bytes == (3 * 160 * 160 * 4 if release < Version("0.29.0") else None)
+    said = [line for line in (done.stderr + done.stdout).splitlines() if "moedoctor: active in" in line]
+    assert len(said) == 1
+    assert f"vLLM {version}: offload (without UVA" in said[0]
+    assert ("input batch may be rebuilt" in said[0]) == (release < Version("0.20.0"))
+    assert ("back to the host" in said[0]) == (release >= Version("0.33.0"))
