@@ -1,8 +1,7 @@
 """The matrix products of an MoE layer over tokens grouped by expert, with weights in bfloat16 or NVFP4.
 
-NVFP4 weights are repacked so that a byte holds element j of two neighbouring blocks of 16 (low nibble: the
-first block), which makes both halves of a tile contiguous pieces of the activations. A code is decoded by
-putting its bits where a float32 has its own, which is right up to a power of two: see `decode`.
+Both are computed transposed, ``out.T = weight @ a.T``: tensor cores take their left operand from registers,
+so a decoded weight goes there as it is, and tokens, of which there may be few, are the narrow side.
 """
 
 from __future__ import annotations
@@ -10,63 +9,68 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-DECODE_SCALE = tl.constexpr(2.0**118)
-"""What block scales are multiplied by on loading: the largest, 448, just does not overflow."""
-REMAINING_SCALE = tl.constexpr(2.0**8)
-"""The rest of the 2**126 by which the bits of a code, read as float32, are too small."""
+from moedoctor.kernels.nvfp4_words import REMAINING_SCALE, decode_block
 
 
 @triton.jit
-def decode(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
-    """bfloat16 ``e2m1 * scale / 2**8`` of codes uint32 [N, C, 16] and scales [N, C] times DECODE_SCALE."""
-    bits = ((codes & 7) << 22) | ((codes & 8) << 28)
-    values = bits.to(tl.float32, bitcast=True) * scales[:, :, None]  # [N, C, 16]
-    return values.to(tl.bfloat16)
-
-
-@triton.jit
-def _dot(a: tl.tensor, b: tl.tensor, total: tl.tensor, wide: tl.constexpr) -> tl.tensor:
-    """``total + a @ b``; `wide` is for Triton's interpreter, which cannot multiply bfloat16."""
+def _dot(weight: tl.tensor, a: tl.tensor, total: tl.tensor, wide: tl.constexpr) -> tl.tensor:
+    """``total + weight @ a.T``; `wide` is for Triton's interpreter, which cannot multiply bfloat16."""
     if wide:
+        weight = weight.to(tl.float32)
         a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, total)
-
-
-@triton.jit
-def _scales(scale_ptr: tl.tensor, place: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    raw = tl.load(scale_ptr + place, mask=inside, other=0)  # uint8 [N, C]
-    return raw.to(tl.float8e4nv, bitcast=True).to(tl.float32) * DECODE_SCALE
+    return tl.dot(weight, tl.trans(a), total)
 
 
 @triton.jit
 def _nvfp4_step(
     total: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
+    parts: tl.tuple,
     weight_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     rows: tl.tensor,
     present: tl.tensor,
-    start: tl.tensor,
+    group: tl.tensor,
     depth: tl.constexpr,
     block_k: tl.constexpr,
     wide: tl.constexpr,
+    hopper: tl.constexpr,
 ) -> tl.tensor:
-    """`total` [M, N] plus the product of activations [M, block_k/2] each and one tile of the weight."""
-    chunk = tl.arange(0, block_k // 32)  # [C]
-    byte = tl.arange(0, 16)  # [16]
-    inside = present[:, None] & (start + chunk * 32 < depth)[None, :]  # [N, C]
-    place = rows[:, None] * (depth // 2) + (start // 2 + chunk * 16)[None, :]  # [N, C]
-    packed = tl.load(
-        weight_ptr + place[:, :, None] + byte[None, None, :], mask=inside[:, :, None], other=0
-    ).to(tl.uint32)  # [N, C, 16]
-    scale_place = rows[:, None] * (depth // 16) + (start // 16 + chunk * 2)[None, :]  # [N, C]
-    first = decode(packed & 15, _scales(scale_ptr, scale_place, inside))
-    second = decode(packed >> 4, _scales(scale_ptr, scale_place + 1, inside))
-    size: tl.constexpr = rows.shape[0]
-    total = _dot(low, tl.trans(tl.reshape(first, (size, block_k // 2))), total, wide)
-    return _dot(high, tl.trans(tl.reshape(second, (size, block_k // 2))), total, wide)
+    """`total` [N, M] plus one tile of the weight by the activations, four of `_parts` [M, block_k / 4].
+
+    `rows` [N] are those of the weight, `group` is the first that is read: see `nvfp4_words`.
+    """
+    groups: tl.constexpr = (depth + 63) // 64
+    size: tl.constexpr = block_k // 64
+    word = tl.arange(0, size * 8)  # [W]
+    inside = present[:, None] & (group + word // 8 < groups)[None, :]  # [N, W]
+    place = rows[:, None] * (groups * 8) + (group * 8 + word)[None, :]  # [N, W]
+    words = tl.load(weight_ptr + place, mask=inside, other=0).to(tl.uint32, bitcast=True)  # [N, W]
+    each = group + tl.arange(0, size)  # [G]
+    scale_place = rows[:, None] * groups + each[None, :]  # [N, G]
+    inside = present[:, None] & (each < groups)[None, :]  # [N, G]
+    scales = tl.load(scale_ptr + scale_place, mask=inside, other=0).to(tl.uint32, bitcast=True)  # [N, G]
+    for block in tl.static_range(4):
+        total = _dot(decode_block(words, scales, block, wide), parts[block], total, wide)
+    if hopper:
+        # Triton 3.6 lets Hopper's tensor cores read weights in registers when the next round of the loop may
+        # already write there (triton-lang/triton#9433). A use of the result, of no instruction, ends that.
+        total = tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=False, pack=1)
+    return total
+
+
+@triton.jit
+def _parts(
+    a_row: tl.tensor, inside: tl.tensor, start: tl.tensor, depth: tl.constexpr, block_k: tl.constexpr
+) -> tl.tuple:
+    """Of block_k activations from `start` on the blocks of 16 0, 4, 8..., then 1, 5, 9... and so on."""
+    k = tl.arange(0, block_k // 4)  # [block_k / 4]
+    place = start + k // 16 * 64 + k % 16  # [block_k / 4]
+    parts: tl.tuple = ()
+    for _ in tl.static_range(4):
+        mask = inside[:, None] & (place < depth)[None, :]  # [M, block_k / 4]
+        parts = parts + (tl.load(a_row + place[None, :], mask=mask, other=0.0),)
+        place += 16
+    return parts
 
 
 @triton.jit
@@ -83,11 +87,11 @@ def _bf16_step(
 ) -> tl.tensor:
     column = start + tl.arange(0, block_k)  # [block_k]
     weight = tl.load(
-        weight_ptr + rows[None, :] * depth + column[:, None],
-        mask=present[None, :] & (column < depth)[:, None],
+        weight_ptr + rows[:, None] * depth + column[None, :],
+        mask=present[:, None] & (column < depth)[None, :],
         other=0.0,
-    )  # [block_k, N]
-    return _dot(values, weight, total, wide)
+    )  # [N, block_k]
+    return _dot(weight, values, total, wide)
 
 
 @triton.jit
@@ -111,7 +115,6 @@ def expert_product(
     scale_ptr: tl.tensor,
     global_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    router_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     order_ptr: tl.tensor,
     plan_ptr: tl.tensor,
@@ -126,8 +129,9 @@ def expert_product(
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     wide: tl.constexpr,
+    hopper: tl.constexpr,
 ) -> None:
-    """One tile of ``out = act(a @ weight.T)``, or with `second` of ``router * (a @ weight.T)``.
+    """One tile of ``out = act(a @ weight.T)``.
 
     `width` is the width of `out`, `depth` that of `a`. The first product reads tokens [T, depth] and writes
     rows in the order of experts; the second reads those and writes a row for each slot. `plan` [B, 3] holds
@@ -154,32 +158,20 @@ def expert_product(
     gated: tl.constexpr = activation == "silu" or activation == "gelu_tanh"
     height: tl.constexpr = width * 2 if gated else width
     weight_row = expert * height + column  # [N]
-    total = tl.zeros((block_m, block_n), tl.float32)
-    other = tl.zeros((block_m, block_n), tl.float32)
+    total = tl.zeros((block_n, block_m), tl.float32)
+    other = tl.zeros((block_n, block_m), tl.float32)
     a_row = a_ptr + source.to(tl.int64)[:, None] * depth  # [M, 1]
-    half = tl.arange(0, block_k // 2)  # [block_k / 2]
     for start in range(0, depth, block_k):
         if nvfp4:
-            place = start + half // 16 * 32 + half % 16  # [block_k / 2]
-            low = tl.load(a_row + place[None, :], mask=inside[:, None] & (place < depth)[None, :], other=0.0)
-            place += 16
-            high = tl.load(a_row + place[None, :], mask=inside[:, None] & (place < depth)[None, :], other=0.0)
+            parts = _parts(a_row, inside, start, depth, block_k)
+            group = start // 64
             total = _nvfp4_step(
-                total, low, high, weight_ptr, scale_ptr, weight_row, present, start, depth, block_k, wide
+                total, parts, weight_ptr, scale_ptr, weight_row, present, group, depth, block_k, wide, hopper
             )
             if gated:
+                beside = weight_row + width
                 other = _nvfp4_step(
-                    other,
-                    low,
-                    high,
-                    weight_ptr,
-                    scale_ptr,
-                    weight_row + width,
-                    present,
-                    start,
-                    depth,
-                    block_k,
-                    wide,
+                    other, parts, weight_ptr, scale_ptr, beside, present, group, depth, block_k, wide, hopper
                 )
         else:
             k = start + tl.arange(0, block_k)  # [block_k]
@@ -193,15 +185,11 @@ def expert_product(
         scale = tl.load(global_ptr + expert) * REMAINING_SCALE
         total *= scale
         other *= scale
-    if second:
-        total *= tl.load(router_ptr + slot, mask=inside, other=0.0)[:, None]
-        target = slot
-    else:
-        total = _activated(total, other, activation)
-        target = row
+    total = _activated(total, other, activation)
+    target = slot if second else row
     tl.store(
         out_ptr + target.to(tl.int64)[:, None] * width + column[None, :],
-        total.to(tl.bfloat16),
+        tl.trans(total.to(tl.bfloat16)),
         mask=inside[:, None] & present[None, :],
     )
 
@@ -209,13 +197,17 @@ def expert_product(
 @triton.jit
 def sum_slots(
     slots_ptr: tl.tensor,
+    router_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     out_ptr: tl.tensor,
     width: tl.constexpr,
     top_k: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """out [T, width] = the sum of a token's rows of slots [T * top_k, width] whose id is not negative."""
+    """out [T, width]: the sum of a token's rows of slots [T * top_k, width] whose id is not negative.
+
+    Each is multiplied by its weight of router [T * top_k].
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)  # [block]
     inside = column < width
@@ -224,5 +216,6 @@ def sum_slots(
         slot = token * top_k + k
         id = tl.load(ids_ptr + slot + tl.zeros_like(column))  # [block], the same id: a mask of one shape
         used = inside & (id >= 0)
-        total += tl.load(slots_ptr + slot * width + column, mask=used, other=0.0).to(tl.float32)
+        value = tl.load(slots_ptr + slot * width + column, mask=used, other=0.0).to(tl.float32)  # [block]
+        total += value * tl.where(used, tl.load(router_ptr + slot), 0.0)
     tl.store(out_ptr + token * width + column, total.to(tl.bfloat16), mask=inside)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +20,7 @@ needs_triton = pytest.mark.skipif(
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
 
-@needs_triton
-@pytest.mark.parametrize("quantization", ["nvfp4", "bf16"])
-def test_interpreted(quantization: str) -> None:
-    """Few slots and many, sizes that tiles do not divide."""
-    cases = [
-        f"{quantization},silu,1,96,32",
-        f"{quantization},relu2,3,96,64",
-        f"{quantization},gelu_tanh,20,96,32",
-    ]
+def _interpreted(*cases: str) -> None:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parent), str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
@@ -38,6 +33,28 @@ def test_interpreted(quantization: str) -> None:
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.strip() == "agreed"
+
+
+@needs_triton
+@pytest.mark.parametrize("quantization", ["nvfp4", "bf16"])
+def test_interpreted(quantization: str) -> None:
+    """Few slots and many, sizes that tiles do not divide."""
+    _interpreted(
+        f"{quantization},silu,1,96,32",
+        f"{quantization},relu2,3,96,64",
+        f"{quantization},gelu_tanh,20,96,48",
+    )
+
+
+@needs_triton
+def test_interpreted_decoding() -> None:
+    _interpreted("decoding")
+
+
+@needs_triton
+def test_interpreted_plan() -> None:
+    """Small and large blocks; slots of no expert; more slots than the kernel looks at at once."""
+    _interpreted("plan,1,0.3,40", "plan,16,0.0,40", "plan,16,0.5,2", "plan,64,1.0,40", "plan,64,0.3,1500")
 
 
 @pytest.mark.gpu
@@ -61,38 +78,108 @@ def test_compiled(quantization: str, activation: str) -> None:
         )
 
 
+@pytest.mark.gpu
 @needs_triton
-def test_repacked_bytes_hold_the_same_codes() -> None:
-    from moedoctor.kernels.expert_launch import repack
-    from moedoctor.reference.e2m1 import pack
+def test_compiled_decoding() -> None:
+    """Every kind of tile that is launched, and one that takes the instructions of other GPUs."""
+    from expert_cases import assert_decoding_is_exact
 
-    codes = torch.randint(0, 16, (2, 3, 64), dtype=torch.uint8)
-    repacked = repack(pack(codes))  # [2, 3, 32]
-    for chunk in range(2):
-        held = repacked[..., chunk * 16 : chunk * 16 + 16]
-        assert torch.equal(held & 15, codes[..., chunk * 32 : chunk * 32 + 16])
-        assert torch.equal(held >> 4, codes[..., chunk * 32 + 16 : chunk * 32 + 32])
+    from moedoctor.kernels.expert_launch import Tile
+
+    for rows, width, depth, warps in (
+        (16, 64, 256, 4),
+        (16, 128, 128, 4),
+        (32, 128, 128, 4),
+        (64, 128, 128, 4),
+        (128, 128, 64, 8),
+        (16, 32, 128, 2),
+    ):
+        assert_decoding_is_exact("cuda:0", Tile(rows, width, depth, warps, 3))
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_compiled_plan() -> None:
+    from expert_cases import assert_plan_is_whole
+
+    for tokens, skipped, experts in ((40, 0.0, 5), (40, 0.3, 512), (5000, 0.3, 512), (5000, 1.0, 5)):
+        assert_plan_is_whole("cuda:0", 64, skipped, tokens, experts)
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_captured_in_a_graph() -> None:
+    """A replay follows the ids that are there then, with and without a plan."""
+    from moedoctor.bench.backends.ours import _weights
+    from moedoctor.bench.moe_layer import make_layer, make_problem
+    from moedoctor.kernels.expert_launch import run_experts
+    from moedoctor.models.layer_shape import LayerShape
+
+    layer = make_layer(LayerShape(512, 256, 8, 4, "relu2"), "nvfp4", device="cuda:0")
+    w13, w2 = _weights(layer.w13), _weights(layer.w2)
+    for tokens in (2, 100):
+        problem = make_problem(layer, tokens, "none", device="cuda:0")
+
+        def call(problem: Any = problem) -> torch.Tensor:
+            return run_experts(problem.x, w13, w2, problem.topk_weights, problem.topk_ids, activation="relu2")
+
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = call()
+        problem.topk_ids.copy_((problem.topk_ids + 3) % 8)
+        graph.replay()
+        assert torch.equal(replayed, call())
 
 
 @needs_triton
-@pytest.mark.parametrize("block_m", [1, 16, 64])
-@pytest.mark.parametrize("skipped", [0.0, 0.3, 1.0])
-def test_the_plan_holds_every_slot_once(block_m: int, skipped: float) -> None:
-    from moedoctor.kernels.expert_launch import plan_blocks
+def test_words_hold_what_the_checkpoint_holds() -> None:
+    """Decoded here by the description of the format alone, for a weight whose last group is not full."""
+    from expert_cases import every_code_and_scale
 
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 5, (40, 3), generator=draw).int()
-    ids[torch.rand(40, 3, generator=draw) < skipped] = -1
-    order, plan = plan_blocks(ids, 5, block_m)
-    seen: list[int] = []
-    for expert, first, rows in plan.tolist():
-        if expert < 0:
-            continue
-        slots = order[first : first + rows].tolist()
-        assert 1 <= rows <= block_m
-        assert all(int(ids.flatten()[slot]) == expert for slot in slots)
-        seen += slots
-    assert sorted(seen) == (ids.flatten() >= 0).nonzero().flatten().tolist()
+    from moedoctor.kernels.nvfp4_words import pack_words
+    from moedoctor.reference import e2m1
+
+    packed, scales = every_code_and_scale()
+    pairs = e2m1.unpack(packed).unflatten(-1, (-1, 16)) + scales.view(torch.uint8).int()[..., None] * 16
+    assert all(len(pairs[..., place].unique()) == 16 * 254 for place in range(16))
+    packed, scales = packed[None, :, :120], scales[None, :, :15]  # [1, 256, 240]
+    words, word_scales = pack_words(packed, scales)
+    half = words.view(torch.uint16).int().unflatten(-1, (-1, 16))  # [1, 256, 4, 16]: two halves a word
+    sign = torch.stack([half >> place & 1 for place in (15, 12, 14, 13)], dim=-2)  # [1, 256, 4, 4, 16]
+    rest = torch.stack([half >> place & 7 for place in (6, 3, 0, 9)], dim=-2)  # [1, 256, 4, 4, 16]
+    value = e2m1.decode((sign << 3 | rest).to(torch.uint8)).double()
+    byte = word_scales.view(torch.uint8).int().unflatten(-1, (-1, 4, 1))  # [1, 256, 4, 4, 1]
+    scale = (1 + (byte & 7) / 8) * 2.0 ** ((byte >> 3) - 21)
+    expected = e2m1.decode(e2m1.unpack(packed)).unflatten(-1, (-1, 16)).double()  # [1, 256, 15, 16]
+    expected = (expected * scales.double()[..., None]).flatten(-2)  # [1, 256, 240]
+    found = (value * scale).flatten(-3)  # [1, 256, 256]
+    assert torch.equal(found[..., :240], expected)
+    assert not bool(found[..., 240:].count_nonzero())
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
+    """Compiled for GPUs that need not be there: what is decoded is not stored in shared memory."""
+    from compiled_experts import compiled
+
+    from moedoctor.kernels.expert_launch import choose_tiles
+
+    tile, _ = choose_tiles(3072, 128, True, gated=False)
+    kernel = compiled(capability, tile, nvfp4=True, second=False, activation="relu2")
+    part = f"tensor<{tile.block_n}x{tile.block_k // 4}xbf16"  # what is decoded at a time
+    assert part in kernel.asm["ttgir"]
+    assert not re.search(rf"local_(?:alloc|store) [^\n]*{part}", kernel.asm["ttgir"])
+    if capability in (90, 120):  # elsewhere the assembler joins multiplications, or the loop is unrolled
+        mine = tile.block_n * tile.block_k // (32 * tile.warps)  # weights a thread
+        assert len(re.findall(r"mul(?:\.rn)?\.bf16x2", kernel.asm["ptx"])) == mine // 2
+    if capability == 90:  # asynchronous: weights may be overwritten only after a wait
+        order = re.findall(r"wgmma\.(commit|wait)_group|(\bbra)\b", kernel.asm["ptx"])
+        steps = [group or jump for group, jump in order]
+        assert steps.count("commit") >= 4
+        assert all(after == "wait" for step, after in pairwise(steps) if step == "commit")
+    assert kernel.metadata.shared <= 99 * 1024, "what the smallest GPU has for one program"
 
 
 @needs_triton

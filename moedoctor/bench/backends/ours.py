@@ -43,8 +43,6 @@ class Ours(Backend):
             return "our kernels have NVFP4 and bfloat16 weights with bfloat16 activations only"
         if importlib.util.find_spec("triton") is None:
             return "needs Triton: pip install triton"
-        if self.variant.quantization == "nvfp4" and (shape.hidden % 32 or shape.intermediate % 32):
-            return f"needs sizes that 32 divides, got {shape.hidden} and {shape.intermediate}"
         return None
 
     def prepare(self, layer: Layer) -> Prepared:
@@ -56,10 +54,10 @@ class Ours(Backend):
 
 
 def _weights(weight: Weight) -> Any:
-    from moedoctor.kernels.expert_launch import ExpertWeights, repack
+    from moedoctor.kernels.expert_launch import ExpertWeights
+    from moedoctor.kernels.nvfp4_words import pack_words
 
     if isinstance(weight, Nvfp4):
-        scales = weight.block_scales.view(torch.uint8)  # [E, N, K/16]
-        return ExpertWeights(repack(weight.packed), scales, weight.global_scale)
+        return ExpertWeights(*pack_words(weight.packed, weight.block_scales), weight.global_scale)
     assert isinstance(weight, torch.Tensor)
     return ExpertWeights(weight)
