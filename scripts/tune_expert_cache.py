@@ -14,6 +14,7 @@ import time
 from unittest.mock import patch
 
 import torch
+import triton
 
 from moedoctor.bench import expert_cache_groups, expert_cache_misses
 from moedoctor.bench.expert_cache_decode import Model
@@ -26,6 +27,7 @@ _TOKENS, _GROUPS = 1024, (2, 4, 8)
 _UP, _DOWN = Cut(64, 128, 64, 64, 8, 3), Cut(64, 128, 128, 32, 8, 5)
 _TILES = (
     Tiles(_UP, _DOWN),
+    Tiles(_UP, _DOWN, chained=True),
     Tiles(Cut(64, 64, 64, 64, 4, 3), Cut(64, 64, 128, 64, 4, 3), 2),
     Tiles(Cut(64, 128, 64, 32, 8, 5), _DOWN),
     Tiles(_UP, Cut(64, 128, 64, 64, 8, 3)),
@@ -44,15 +46,22 @@ def tiles() -> None:
         if time.monotonic() > until:
             print(f"{one}: not measured within {_SECONDS} s")
             continue
-        with patch.object(moe_launch, "choose_tiles", lambda *_, one=one: one):
-            calls, whole, _ = expert_cache_groups.grouped_calls("cuda:0", tokens=_TOKENS, groups=_GROUPS)
-            equal = all(torch.equal(call(), whole) for call in calls.values())
-            times = compare_times(calls, baseline="1", launches=4, replays=60)
-        found = [f"one call {times.times['1'].median:.1f} us"]
-        for count in _GROUPS:
-            spread, ratio = times.times[str(count)], times.ratios[str(count)]
-            found.append(f"{count} groups {spread.median:.1f} us {ratio.median - 1:+.1%}")
-        print(f"{one}: {', '.join(found)}{'' if equal else ', DIFFERENT BITS'}", flush=True)
+        try:
+            print(f"{one}: {_times(one)}", flush=True)
+        except (RuntimeError, triton.TritonError) as error:
+            print(f"{one}: {type(error).__name__}: {error}", flush=True)
+
+
+def _times(tiles: Tiles) -> str:
+    with patch.object(moe_launch, "choose_tiles", lambda *_: tiles):
+        calls, whole, _ = expert_cache_groups.grouped_calls("cuda:0", tokens=_TOKENS, groups=_GROUPS)
+        equal = all(torch.equal(call(), whole) for call in calls.values())
+        times = compare_times(calls, baseline="1", launches=4, replays=60)
+    found = [f"one call {times.times['1'].median:.1f} us"]
+    for count in _GROUPS:
+        spread, ratio = times.times[str(count)], times.ratios[str(count)]
+        found.append(f"{count} groups {spread.median:.1f} us {ratio.median - 1:+.1%}")
+    return ", ".join(found if equal else [*found, "DIFFERENT BITS"])
 
 
 def bus() -> None:

@@ -60,6 +60,7 @@ def decode(
     """
     if recorded and batch != 1:
         raise ValueError(f"batch must be 1 on the recorded trace, got {batch}")
+    _release(device)  # what a measurement that failed has left
     model = model or Model()
     host = host or Host.make(model, device)
     run = Run.make(model, device, batch=batch, capacity=capacity, rounds=rounds, seen=seen, recorded=recorded)

@@ -13,6 +13,8 @@ from moedoctor.bench.timing import compare_times
 from moedoctor.fixes.moe_forward import group_bound, moe_forward
 from moedoctor.fixes.moe_groups import GroupedForward
 
+_ROUNDING = 1e-5
+
 
 def group_cost(
     device: str, *, tokens: int = 1024, groups: Sequence[int] = (2, 4, 8), model: Model | None = None
@@ -20,10 +22,16 @@ def group_cost(
     """A call in groups against one call, as CUDA-graph replays in turn.
 
     Slots hold experts in random order; a group is a run of neighbouring slots. A row a number of groups:
-    ``overhead``, ``us``, and the largest difference of the two results.
+    ``overhead``, ``us``, and the largest difference of the two results. Raises RuntimeError where they differ
+    by more than the order of addition explains.
     """
     calls, whole, top_k = grouped_calls(device, tokens=tokens, groups=groups, model=model)
     differences = {count: _difference(calls[str(count)](), whole) for count in groups}
+    for count, difference in differences.items():
+        if not difference <= _ROUNDING:
+            raise RuntimeError(
+                f"{count} groups differ from one call by {difference:.1e} of the largest result"
+            )
     times = compare_times(calls, baseline="1", launches=4)
     rows = [
         {

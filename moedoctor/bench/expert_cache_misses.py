@@ -8,20 +8,27 @@ from typing import Any
 
 import torch
 
-from moedoctor.bench.expert_cache_decode import Model, host_weights
+from moedoctor.bench.expert_cache_decode import Model
+from moedoctor.bench.expert_cache_run import Host
 from moedoctor.bench.timing import Spread, compare_rounds
 from moedoctor.fixes.expert_cache import ExpertCache
 
+_PLAIN_BYTES = 1 << 28
 
-def miss_bandwidth(device: str, *, model: Model | None = None, rounds: int = 20) -> list[dict[str, Any]]:
+
+def miss_bandwidth(
+    device: str, *, model: Model | None = None, host: Host | None = None, rounds: int = 20
+) -> list[dict[str, Any]]:
     """Bytes of experts a second where every access is a miss, in turn with a plain pinned copy of 256 MB.
 
     A row for ``pinned``, the copy, and for each way of ours; ``of_pinned`` is its share of the copy's rate.
     Raises RuntimeError where a slot does not hold what it should.
     """
     model = model or Model(host_layers=1)
-    host = host_weights(model, device)[0]
-    plain = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    host = host or Host.make(model, device)
+    weights = host.weights[0]
+    on_gpu = torch.device(device).type == "cuda"
+    plain = torch.empty(_PLAIN_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
     target = torch.empty_like(plain, device=device)
     batches = [
         torch.arange(start, start + model.top_k, dtype=torch.int32, device=device)[None]
@@ -30,28 +37,32 @@ def miss_bandwidth(device: str, *, model: Model | None = None, rounds: int = 20)
     experts = model.expert_bytes * model.experts
     moved = {"device": experts, "packed": experts, "host": experts, "pinned": plain.nbytes}
 
+    def wait() -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
+
     def run(name: str, cache: ExpertCache) -> Callable[[], float]:
         def measure() -> float:
-            torch.cuda.synchronize()
+            wait()
             start = time.perf_counter()
             for ids in batches:
                 cache.acquire(ids)
-            torch.cuda.synchronize()
+            wait()
             return (time.perf_counter() - start) / moved[name]
 
         return measure
 
     def copy() -> float:
-        torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         target.copy_(plain, non_blocking=True)
-        torch.cuda.synchronize()
+        wait()
         return (time.perf_counter() - start) / moved["pinned"]
 
     caches = {
-        "device": ExpertCache(host, model.top_k, engine="device", device=device),
-        "packed": ExpertCache(host, model.top_k, engine="device", device=device, packed=True),
-        "host": ExpertCache(host, model.top_k, engine="host", device=device),
+        "device": ExpertCache(host.plain[0], model.top_k, engine="device", device=device),
+        "packed": ExpertCache(host.packed[0], model.top_k, engine="device", device=device),
+        "host": ExpertCache(host.plain[0], model.top_k, engine="host", device=device),
     }
     measures = {"pinned": copy} | {name: run(name, cache) for name, cache in caches.items()}
     for measure in measures.values():
@@ -60,7 +71,7 @@ def miss_bandwidth(device: str, *, model: Model | None = None, rounds: int = 20)
         for ids in batches:
             held = cache.acquire(ids)
             chosen, slots = ids[0].long().cpu(), held.slot_ids[0].long()
-            if not all(torch.equal(held.weights[key][slots].cpu(), host[key][chosen]) for key in host):
+            if not all(torch.equal(held.weights[key][slots].cpu(), weights[key][chosen]) for key in weights):
                 raise RuntimeError(f"{name}: a slot differs from the host's expert")
     before = {name: cache.stats.hits for name, cache in caches.items()}
     times = compare_rounds(measures, baseline="pinned", rounds=rounds)

@@ -31,7 +31,7 @@ def add_bounds(rows: list[dict[str, Any]], base: str) -> None:
     for row in rows:
         if "bus_us" in row and "step_us" in row:
             row["bus_share"] = row["bus_us"] / row["step_us"]
-            if first is not None and row is not first:
+            if first is not None and row is not first and row["bus_us"]:
                 row["speedup_bound"] = first["step_us"] / row["bus_us"]
 
 

@@ -44,7 +44,10 @@ class BenchCacheRequest:
 
 
 def bench_cache_command(request: BenchCacheRequest) -> int:
-    """Replay a trace through every policy at every capacity and report; 1 where a call would be wrong."""
+    """Replay a trace through every policy at every capacity and report.
+
+    1 where a call would be wrong, or a part of `speed` was not measured.
+    """
     check_format(request.format)
     if request.scope not in SCOPES:
         raise InputError(f"--scope {request.scope}: expected one of {', '.join(SCOPES)}")
@@ -78,10 +81,10 @@ def bench_cache_command(request: BenchCacheRequest) -> int:
         points=tuple(points),
         environment=facts_here,
         speed=speed.decode if speed else (),
-        speed_note=speed.note if speed else "",
+        speed_note=redactor.text(speed.note) if speed else "",
         measured=speed.measured if speed else {},
         limits=speed.limits if speed else (),
-        exit_code=1 if any(one.stats.wrong for one in points) else 0,
+        exit_code=1 if any(one.stats.wrong for one in points) or (speed and not speed.complete) else 0,
     )
     write_report(bench, request.format, request.output)
     return bench.exit_code

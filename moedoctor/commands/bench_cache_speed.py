@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moedoctor.bench.expert_cache import Host
+    from moedoctor.bench.expert_cache_decode import Model
 
 SUBJECTS = {
     "overlap": "ours: aging, packed, hits computed during copies",
@@ -33,47 +39,95 @@ class Speed:
     limits: Rows
     """What it was meant to reach, and the verdict."""
     note: str
+    complete: bool
+    """False where it was interrupted or a part failed; `note` says which."""
 
 
-def measure_speed(batch: int, capacities: Sequence[int], gpu: str) -> Speed:
-    """Decode through the restated cache of the PR and ours, at each capacity; at batch 1 the rest too."""
-    from moedoctor.bench.expert_cache import Host, decode
+def measure_speed(
+    batch: int, capacities: Sequence[int], gpu: str, *, device: str = "cuda:0", model: Model | None = None
+) -> Speed:
+    """Decode through the restated cache of the PR and ours, at each capacity; at batch 1 the rest too.
+
+    A part that fails leaves the others alone. After KeyboardInterrupt, which SIGTERM raises too, what is
+    finished is given.
+    """
+    from moedoctor.bench.expert_cache import Host
     from moedoctor.bench.expert_cache_decode import Model
-    from moedoctor.bench.expert_cache_groups import group_cost
-    from moedoctor.bench.expert_cache_limits import MIN_SPEEDUP, judge
-    from moedoctor.bench.expert_cache_misses import miss_bandwidth
-    from moedoctor.bench.replay_speed import replay_speed
+    from moedoctor.bench.expert_cache_limits import judge
 
-    device, model = "cuda:0", Model()
-    host = Host.make(model, device)
-    rows: list[dict[str, Any]] = []
-    for capacity in (one for one in capacities if one <= model.experts):
-        rows += decode(device, batch=batch, capacity=capacity, host=host, model=model)
-        print(f"moedoctor: {capacity} slots: measured", file=sys.stderr)
-    measured: dict[str, list[dict[str, Any]]] = {}
-    if batch == 1:
-        measured["recorded"] = [
-            row
-            for capacity in capacities
-            if capacity in MIN_SPEEDUP
-            for row in decode(device, batch=1, capacity=capacity, host=host, model=model, recorded=True)
-        ]
-        measured["misses"] = miss_bandwidth(device)
-        measured["groups"] = group_cost(device)["rows"]
-        measured["replays"] = replay_speed()
-    limits = judge(rows, **measured)
+    model = model or Model()
+    found: dict[str, list[dict[str, Any]]] = {}
+    missing: list[str] = []
+    try:
+        host = Host.make(model, device)
+        for name, part, measure in _parts(batch, capacities, device, model, host):
+            began = time.monotonic()
+            found.setdefault(name, [])
+            missing.append(part)
+            try:
+                found[name] += measure()
+                missing.pop()
+            except Exception as error:
+                if _was_interrupted(error):
+                    raise KeyboardInterrupt from error
+                traceback.print_exc()
+                said = (str(error).splitlines() or [""])[0]
+                missing[-1] += f" ({type(error).__name__}: {said})"
+            print(f"moedoctor: {part}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    except KeyboardInterrupt:
+        missing.append("whatever comes next: interrupted")
+    rows = found.pop("decode", [])
+    limits = judge(rows, **found)
     note = (
         f"Speed: decode at batch {batch} through {model.layers} MoE layers of the shape of Qwen3-30B-A3B in "
         f"bfloat16, without attention; random weights, Zipf routing with drift; {gpu}. bus_us is what the "
         "bytes of the misses take at the rate of a pinned copy, speedup_bound the ratio if nothing else took "
         "time; recorded is the trace that ships with moedoctor."
     )
+    if missing:
+        note += f" NOT MEASURED: {'; '.join(missing)}."
     return Speed(
         tuple(map(_in_words, rows)),
-        {name: tuple(map(_in_words, some)) for name, some in measured.items()},
+        {name: tuple(map(_in_words, some)) for name, some in found.items()},
         tuple(one.row() for one in limits),
         note,
+        not missing,
     )
+
+
+def _parts(
+    batch: int, capacities: Sequence[int], device: str, model: Model, host: Host
+) -> Iterator[tuple[str, str, Callable[[], list[dict[str, Any]]]]]:
+    """(table, what is measured, the measurement that gives its rows), in the order of measurement."""
+    from moedoctor.bench.expert_cache import decode
+    from moedoctor.bench.expert_cache_groups import group_cost
+    from moedoctor.bench.expert_cache_limits import MIN_SPEEDUP
+    from moedoctor.bench.expert_cache_misses import miss_bandwidth
+    from moedoctor.bench.replay_speed import replay_speed
+
+    def decoded(capacity: int, **options: bool) -> Callable[[], list[dict[str, Any]]]:
+        return lambda: decode(device, batch=batch, capacity=capacity, host=host, model=model, **options)
+
+    for capacity in capacities:
+        if capacity <= model.experts:
+            yield "decode", f"decode with {capacity} slots", decoded(capacity)
+    if batch != 1:
+        return
+    for capacity in capacities:
+        if capacity in MIN_SPEEDUP:
+            yield "recorded", f"the recorded trace with {capacity} slots", decoded(capacity, recorded=True)
+    one_layer = replace(model, host_layers=1)
+    yield "misses", "misses", lambda: miss_bandwidth(device, model=one_layer, host=host)
+    yield "groups", "groups", lambda: group_cost(device, model=one_layer)["rows"]
+    yield "replays", "replays", replay_speed
+
+
+def _was_interrupted(error: BaseException) -> bool:
+    """Whether `error` came up while a KeyboardInterrupt left, as the end of a broken capture does."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, KeyboardInterrupt):
+        inner = inner.__context__
+    return inner is not None
 
 
 def _in_words(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -23,7 +23,8 @@ from moedoctor.kernels.cache_launch import (
 class DeviceEngine(Engine):
     """Never synchronises in `acquire`, `groups` and `prefetch`; all of them can be captured in a CUDA graph.
 
-    A captured `prefetch` must be followed by an `acquire` of the same capture, which joins its copies.
+    A captured `prefetch` must be followed by an `acquire` of the same capture, which joins its copies, and
+    one outside of a capture by an `acquire` before it.
     """
 
     name = "device"
@@ -111,6 +112,7 @@ class DeviceEngine(Engine):
             (state.uses, table.uses),
             (state.last, table.last),
             (state.clock, [table.clock]),
+            (state.loaded, [0] * self.store.num_experts),  # by the clock that was
         ):
             tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
         held = [(expert, slot) for slot, expert in enumerate(table.expert_of) if expert >= 0]

@@ -97,7 +97,7 @@ def _keys(
     return keys
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "group"])  # which would compile it once more for group 1
 def lookup_kernel(
     ids_ptr: tl.tensor,
     slot_ids_ptr: tl.tensor,
@@ -248,7 +248,7 @@ def _translate(
         start += chunk
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def group_kernel(
     ids_ptr: tl.tensor,
     slot_of_ptr: tl.tensor,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def transfer_kernel(
     copies_ptr: tl.tensor,
     table_ptr: tl.tensor,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def unpack_kernel(
     copies_ptr: tl.tensor,
     table_ptr: tl.tensor,

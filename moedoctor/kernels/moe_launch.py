@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from moedoctor.kernels.moe_cuts import Cut, Tiles, choose_tiles
 from moedoctor.kernels.moe_decode import down_kernel, up_kernel
 from moedoctor.kernels.moe_rows import sort_kernel, sum_kernel
 from moedoctor.kernels.moe_tiles import down_tiles_kernel, up_tiles_kernel
@@ -71,31 +72,6 @@ def launch_decode(
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """How both products are cut up: rows of tokens, columns of the results, depth of a step."""
-
-    rows: int
-    up_columns: int
-    down_columns: int
-    depth: int
-    warps: int
-    stages: int
-    splits: int = 1
-    """Programs that share the rows of an expert: one for each tile that it may have."""
-
-
-def choose_tiles(pairs: int, experts: int, size: int) -> Tiles:
-    """By the rows that an expert has on average; `size`: bytes of a weight."""
-    each = pairs / experts
-    if each <= 16:
-        return Tiles(16, 32, 64, 128, 4, 4)
-    if each <= 32:
-        return Tiles(32, 64, 64, 128, 4, 3)
-    rows = 128 if each > 96 else 64
-    return Tiles(rows, 64, 128, 64, 8 if rows == 128 else 4, 3, 2)
-
-
-@dataclass(frozen=True)
 class Rows:
     """Pairs of token and expert sorted by expert, and room for what is computed of each."""
 
@@ -141,22 +117,31 @@ def launch_products(
     `experts` int32 [slots], -1 for a slot to leave out; None where slots are experts.
     """
     x, hidden, inner = rows.x, rows.x.shape[1], rows.inner
-    slots, size = weights["w13"].shape[0], weights["w13"].element_size()
-    cut = tiles or choose_tiles(rows.ids.numel(), rows.experts, size)
-    common = {
-        "hidden": hidden,
-        "inner": inner,
-        "mapped": experts is not None,
-        "rows": cut.rows,
-        "depth": cut.depth,
-        "splits": cut.splits,
-        "wide": not x.is_cuda or x.dtype is torch.float32,
-        "num_warps": cut.warps,
-        "num_stages": cut.stages,
-    }
+    slots = weights["w13"].shape[0]
+    cut = tiles or choose_tiles(rows.ids.numel(), rows.experts, x.element_size())
+
+    def options(product: str, one: Cut) -> dict[str, int | bool]:
+        return {
+            "hidden": hidden,
+            "inner": inner,
+            "has_scale": f"{product}_scale" in weights,
+            "has_bias": f"{product}_bias" in weights,
+            "mapped": experts is not None,
+            "rows": one.rows,
+            "tall": one.tall,
+            "columns": one.columns,
+            "depth": one.depth,
+            "splits": cut.splits,
+            "chained": cut.chained,
+            "wide": not x.is_cuda or x.dtype is torch.float32,
+            "num_warps": one.warps,
+            "num_stages": one.stages,
+            **({"launch_pdl": True} if cut.chained else {}),
+        }
+
     held = rows.offsets if experts is None else experts
     with torch.cuda.device_of(x):
-        up_tiles_kernel[(triton.cdiv(inner, cut.up_columns) * cut.splits, slots)](
+        up_tiles_kernel[(triton.cdiv(inner, cut.up.columns) * cut.splits, slots)](
             x,
             weights["w13"],
             weights.get("w13_scale", x),
@@ -167,12 +152,9 @@ def launch_products(
             rows.h,
             rows.ids.shape[1],
             activation=activation,
-            has_scale="w13_scale" in weights,
-            has_bias="w13_bias" in weights,
-            columns=cut.up_columns,
-            **common,
+            **options("w13", cut.up),
         )
-        down_tiles_kernel[(triton.cdiv(hidden, cut.down_columns) * cut.splits, slots)](
+        down_tiles_kernel[(triton.cdiv(hidden, cut.down.columns) * cut.splits, slots)](
             rows.h,
             weights["w2"],
             weights.get("w2_scale", x),
@@ -180,10 +162,7 @@ def launch_products(
             held,
             rows.offsets,
             rows.product,
-            has_scale="w2_scale" in weights,
-            has_bias="w2_bias" in weights,
-            columns=cut.down_columns,
-            **common,
+            **options("w2", cut.down),
         )
 
 

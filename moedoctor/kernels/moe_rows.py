@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def sort_kernel(
     ids_ptr: tl.tensor,
     order_ptr: tl.tensor,
@@ -44,6 +44,25 @@ def sort_kernel(
 
 
 @triton.jit
+def rows_of(
+    slot: tl.tensor,
+    experts_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    mapped: tl.constexpr,
+    chained: tl.constexpr,
+) -> tl.tuple:
+    """(first, end) of the rows whose expert is in `slot`. `chained`: the kernel before may still run."""
+    if chained:
+        tl.extra.cuda.gdc_wait()  # until all that it wrote is there
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = slot.to(tl.int32)
+    if mapped:
+        expert = tl.load(experts_ptr + slot)
+    end = tl.load(offsets_ptr + expert, mask=expert >= 0, other=0)
+    return tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0), end
+
+
+@triton.jit(do_not_specialize=["experts"])
 def sum_kernel(
     product_ptr: tl.tensor,
     ids_ptr: tl.tensor,

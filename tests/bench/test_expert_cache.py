@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from moedoctor.bench import expert_cache as bench
+from moedoctor.bench import expert_cache_groups
 from moedoctor.bench.expert_cache_decode import Inputs, Model, Variant, host_weights
+from moedoctor.bench.timing import Comparison, compare_rounds
 from moedoctor.faults.pr37190 import PrRule
 from moedoctor.fixes.eviction import SlotTable, replay
 from moedoctor.fixes.expert_cache import ExpertStore
@@ -89,10 +91,36 @@ def test_what_is_wrong_is_not_timed_on_a_cpu(on_cpu: Any, monkeypatch: pytest.Mo
     assert found["pr37190"]["correct"]
 
 
+def test_groups_that_differ_from_one_call_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+
+    def times(calls: Any, *, baseline: str, launches: int) -> Comparison:
+        timed.extend(calls)
+        return compare_rounds({name: lambda: 1.0 for name in calls}, baseline=baseline, rounds=1)
+
+    monkeypatch.setattr(expert_cache_groups, "compare_times", times)
+    found = expert_cache_groups.group_cost("cpu", tokens=9, groups=(2, 4), model=SMALL)
+    assert [row["groups"] for row in found["rows"]] == [2, 4]
+    assert timed == ["1", "2", "4"]
+    total = expert_cache_groups.GroupedForward.total
+    for wrong in (1.001, float("nan")):
+        monkeypatch.setattr(
+            expert_cache_groups.GroupedForward, "total", lambda self, by=wrong: total(self) * by
+        )
+        with pytest.raises(RuntimeError, match="2 groups differ from one call by"):
+            expert_cache_groups.group_cost("cpu", tokens=9, groups=(2,), model=SMALL)
+    assert len(timed) == 3
+
+
+@pytest.fixture(scope="module")
+def host() -> bench.Host:
+    return bench.Host.make(SMALL, "cuda:0")
+
+
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
+def rows(host: bench.Host) -> Any:
     def measured(**options: Any) -> dict[str, dict[str, Any]]:
-        found = bench.decode("cuda:0", model=SMALL, rounds=3, seen=40, **options)
+        found = bench.decode("cuda:0", model=SMALL, host=host, rounds=3, seen=40, **options)
         return {row["engine"]: row for row in found}
 
     return measured

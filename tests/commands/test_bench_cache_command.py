@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +182,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         {"engine": "pinned", "miss_gb_s": 50.0},
         {"engine": "host", "miss_gb_s": 48.0, "of_pinned": 0.96},
     ]
-    monkeypatch.setattr("moedoctor.bench.expert_cache_misses.miss_bandwidth", lambda device: misses)
+    monkeypatch.setattr("moedoctor.bench.expert_cache_misses.miss_bandwidth", lambda *_, **__: misses)
     groups = {"rows": [{"groups": 2, "overhead": 0.05, "us": 300.0}]}
-    monkeypatch.setattr("moedoctor.bench.expert_cache_groups.group_cost", lambda device: groups)
+    monkeypatch.setattr("moedoctor.bench.expert_cache_groups.group_cost", lambda *_, **__: groups)
     replays = [{"policy": "lru", "capacity": 16, "accesses_per_second": 2e6}]
     monkeypatch.setattr("moedoctor.bench.replay_speed.replay_speed", lambda: replays)
 
@@ -197,7 +200,6 @@ def test_speed_is_in_the_report_and_in_a_picture_of_its_own(
         *["PR 37190, restated"] * 2,
     ]
     assert {name: len(rows) for name, rows in cache["measured"].items()} == {
-        "recorded": 0,
         "misses": 2,
         "groups": 1,
         "replays": 1,
@@ -218,6 +220,51 @@ def test_speed_is_in_the_report_and_in_a_picture_of_its_own(
     picture = (tmp_path / "cache_tokens_per_second.svg").read_text(encoding="utf-8")
     assert "PR 37190, restated" in picture
     assert "ours: device engine" in picture
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("during", ["a part", "a capture"])
+def test_an_interrupted_measurement_is_written_as_far_as_it_came(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            if during == "a capture":
+                raise RuntimeError("the capture was broken off")
+
+    monkeypatch.setattr("moedoctor.bench.expert_cache_groups.group_cost", interrupted)
+    report = tmp_path / "cache.json"
+    options = ("--trace", ZIPF, "--format", "json", "-o", str(report), "--speed", "--capacity", "4,8")
+    assert run(capsys, *options)[0] == 1
+    found = json.loads(report.read_text(encoding="utf-8"))
+    cache = found["bench"]["cache"]
+    assert len(cache["speed"]) == 3
+    assert len(cache["measured"]["misses"]) == 2
+    assert "replays" not in cache["measured"]
+    assert cache["speed_note"].endswith("NOT MEASURED: groups; whatever comes next: interrupted.")
+    assert found["summary"]["exit_code"] == 1
+    assert main(["show", str(report)]) == 0
+    assert "NOT MEASURED" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_part_that_fails_leaves_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("host: a slot differs\nfrom the host's expert")
+
+    monkeypatch.setattr("moedoctor.bench.expert_cache_misses.miss_bandwidth", fails)
+    code, out, err = run(capsys, "--trace", ZIPF, "--format", "json", "--speed", "--capacity", "4")
+    assert code == 1
+    assert "Traceback" in err
+    cache = json.loads(out)["bench"]["cache"]
+    assert cache["measured"]["misses"] == []
+    assert len(cache["measured"]["groups"]) == 1
+    assert cache["speed_note"].endswith("NOT MEASURED: misses (RuntimeError: host: a slot differs).")
 
 
 @pytest.mark.usefixtures("measured")

@@ -13,6 +13,8 @@ from moedoctor.reference.moe import moe_forward as reference
 
 pytestmark = pytest.mark.gpu
 EXPERTS, HIDDEN, INNER = 32, 256, 128
+CAPACITY = 9
+"""And ids of [2, 4] wherever it does not matter: each other number would compile the kernels again."""
 
 
 def _weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
@@ -25,7 +27,7 @@ def _weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
         "w13_bias": torch.randn(EXPERTS, 2 * INNER, generator=draw),
     }
     if dtype is torch.float8_e4m3fn:
-        weights |= {"w13_scale": torch.rand(EXPERTS) + 0.5, "w2_scale": torch.rand(EXPERTS) + 0.5}
+        weights |= {name: torch.rand(EXPERTS, generator=draw) + 0.5 for name in ("w13_scale", "w2_scale")}
     return weights
 
 
@@ -40,7 +42,7 @@ def _assert_holds(weights: dict[str, torch.Tensor], ids: torch.Tensor, held: obj
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_slots_hold_the_bytes_of_the_host(engine: str, dtype: torch.dtype) -> None:
     weights = _weights(dtype)
-    cache = ExpertCache(weights, 9, engine=engine)
+    cache = ExpertCache(weights, CAPACITY, engine=engine)
     torch.manual_seed(1)
     for _ in range(30):
         ids = torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int32, device="cuda")
@@ -51,10 +53,10 @@ def test_slots_hold_the_bytes_of_the_host(engine: str, dtype: torch.dtype) -> No
 
 
 def test_both_engines_decide_alike() -> None:
-    caches = [ExpertCache(_weights(), 7, engine=engine) for engine in ("device", "host")]
+    caches = [ExpertCache(_weights(), CAPACITY, engine=engine) for engine in ("device", "host")]
     torch.manual_seed(2)
     for _ in range(40):
-        ids = torch.randint(-1, EXPERTS, (1, 6), dtype=torch.int64, device="cuda")
+        ids = torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int64, device="cuda")
         slots = [cache.acquire(ids).slot_ids for cache in caches]
         assert torch.equal(*slots)
         assert torch.equal(*(cache.mapping for cache in caches))
@@ -63,7 +65,7 @@ def test_both_engines_decide_alike() -> None:
 
 def test_a_graph_of_the_device_engine_follows_the_ids() -> None:
     weights = _weights()
-    cache = ExpertCache(weights, 8, engine="device")
+    cache = ExpertCache(weights, CAPACITY, engine="device")
     x = torch.randn(4, HIDDEN, device="cuda").bfloat16()
     ids = torch.zeros(4, 4, dtype=torch.int32, device="cuda")
     shares = torch.rand(4, 4, device="cuda")
@@ -111,9 +113,9 @@ def test_the_host_engine_never_overwrites_what_is_still_computed_with() -> None:
 @pytest.mark.parametrize("engine", ["device", "host"])
 def test_prefetched_experts_are_there(engine: str) -> None:
     weights = _weights()
-    cache = ExpertCache(weights, 8, engine=engine)
-    for start in range(0, 24, 4):
-        ids = torch.arange(start, start + 4, dtype=torch.int32, device="cuda")[None]
+    cache = ExpertCache(weights, CAPACITY, engine=engine)
+    for start in range(0, 24, 8):
+        ids = torch.arange(start, start + 8, dtype=torch.int32, device="cuda").view(2, 4)
         cache.prefetch(ids)
         _assert_holds(weights, ids, cache.acquire(ids))
     assert cache.stats.misses == 0
@@ -129,8 +131,8 @@ def test_a_capacity_of_all_experts_is_resident() -> None:
 
 
 def test_the_device_engine_refuses_by_shape() -> None:
-    cache = ExpertCache(_weights(), 8, engine="device")
-    with pytest.raises(CacheOverflow, match="up to 16 experts and the cache has 8 slots"):
+    cache = ExpertCache(_weights(), CAPACITY, engine="device")
+    with pytest.raises(CacheOverflow, match="up to 16 experts and the cache has 9 slots"):
         cache.acquire(torch.zeros(4, 4, dtype=torch.int32, device="cuda"))
 
 
@@ -142,6 +144,7 @@ def test_forward_against_the_reference(tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     x = torch.randn(tokens, HIDDEN).bfloat16()
     ids = torch.randint(-1, EXPERTS, (tokens, 4), dtype=torch.int32)
+    ids[tokens // 2 :, 0] = 3  # more rows than one tile has, and more than a tall one
     shares = torch.rand(tokens, 4)
     out = moe_forward(x.cuda(), device, ids.cuda(), shares.cuda())
     right = reference(x, weights, ids, shares)
@@ -155,7 +158,7 @@ def test_hits_are_computed_while_misses_are_copied(packed: bool) -> None:
         "w13": (torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=draw) / 16).bfloat16(),
         "w2": (torch.randn(EXPERTS, HIDDEN, INNER, generator=draw) / 11).bfloat16(),
     }
-    cache = ExpertCache(weights, 10, engine="device", packed=packed)
+    cache = ExpertCache(weights, CAPACITY, engine="device", packed=packed)
     x = torch.randn(2, HIDDEN, device="cuda").bfloat16()
     shares = torch.rand(2, 4, device="cuda")
     ids = torch.zeros(2, 4, dtype=torch.int32, device="cuda")
@@ -182,7 +185,7 @@ def test_hits_are_computed_while_misses_are_copied(packed: bool) -> None:
 def test_a_call_in_groups_is_that_of_one_call_bit_by_bit(engine: str) -> None:
     weights = _weights()
     every = {name: tensor.cuda() for name, tensor in weights.items()}
-    cache = ExpertCache(weights, 12, engine=engine)
+    cache = ExpertCache(weights, CAPACITY, engine=engine)
     torch.manual_seed(7)
     x = torch.randn(200, HIDDEN, device="cuda").bfloat16()
     shares = torch.rand(200, 4, device="cuda")
@@ -196,11 +199,11 @@ def test_a_call_in_groups_is_that_of_one_call_bit_by_bit(engine: str) -> None:
 
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
 def test_the_kernel_decides_as_the_table_does(policy: str) -> None:
-    cache = ExpertCache(_weights(), 9, engine="device", policy=policy)
-    table = SlotTable(EXPERTS, 9, policy)
+    cache = ExpertCache(_weights(), CAPACITY, engine="device", policy=policy)
+    table = SlotTable(EXPERTS, CAPACITY, policy)
     draw = torch.Generator().manual_seed(8)
     for _ in range(120):  # `aging` halves its counts twice
-        ids = torch.randint(0, EXPERTS, (1, 6), generator=draw, dtype=torch.int32)
-        table.step(sorted(set(ids[0].tolist())))
+        ids = torch.randint(0, EXPERTS, (2, 4), generator=draw, dtype=torch.int32)
+        table.step(sorted(set(ids.flatten().tolist())))
         cache.acquire(ids.cuda())
     assert cache.resident() == table.expert_of

@@ -55,7 +55,7 @@ def assert_lists(named: torch.Tensor, held: CachedExperts) -> None:
 class Engines(RuleBasedStateMachine):
     """Both engines against one table: the same slots after any sequence, and the host's bytes in them."""
 
-    @initialize(policy=st.sampled_from(ONLINE_POLICIES), capacity=st.integers(1, EXPERTS - 1))
+    @initialize(policy=st.sampled_from(ONLINE_POLICIES), capacity=st.integers(1, EXPERTS + 2))
     def start(self, policy: str, capacity: int) -> None:
         self.caches = [
             ExpertCache(WEIGHTS, capacity, policy=policy, engine=engine, device="cpu")
@@ -165,6 +165,7 @@ def forward() -> None:
         (1, "silu", torch.float8_e4m3fn, True),
         (90, "silu", torch.bfloat16, True),
         (90, "relu2", torch.float8_e4m3fn, False),
+        (170, "silu", torch.bfloat16, False),  # two programs share the rows of an expert
     ):
         height, hidden, inner, slots = (48 if activation == "silu" else 24), 40, 24, 5
         weights = {
@@ -181,7 +182,8 @@ def forward() -> None:
         x = torch.randn(tokens, hidden, generator=draw)  # [T, H]
         x = x if dtype is torch.float32 else x.bfloat16()
         ids = torch.randint(-1, slots, (tokens, 3), generator=draw, dtype=torch.int32)  # [T, K]
-        ids[: tokens // 2] = 0  # more rows than a tile has
+        ids[: tokens // 4] = 0  # more rows than a tile has
+        ids[tokens // 4 : 2 * tokens // 3] = 1  # more than a tall one has
         shares = torch.rand(tokens, 3, generator=draw)  # [T, K]
         right = reference(x, weights, ids, shares, activation=activation)  # [T, H]
         tolerance = 1e-5 if tokens < 10 else 1e-2  # bfloat16 intermediates
@@ -238,6 +240,15 @@ def early() -> None:
             assert torch.equal(hits, resident & (ids >= 0))
             assert torch.equal(misses, ~resident & (ids >= 0))
             assert cache.resident() == table.expert_of
+    cache = ExpertCache(WEIGHTS, 6, engine="device", device="cpu")
+    for expert in (5, 0):
+        cache.acquire(torch.tensor([[expert]]))
+    cache.seed(torch.tensor([[0, 1]]))  # one call: the next is the second again, as that which loaded 0 was
+    for nothing in (torch.full((1, 2), -1), torch.empty((0, 2), dtype=torch.int64)):
+        assert all(bool((part.slot_ids == -1).all()) for part in cache.groups(nothing, overlap=True))
+    hits, misses = (part.slot_ids >= 0 for part in cache.groups(torch.tensor([[0, 5]]), overlap=True))
+    assert hits.tolist() == [[True, False]]
+    assert misses.tolist() == [[False, True]]
 
 
 if __name__ == "__main__":
