@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moedoctor.kernels.activations import activate
 from moedoctor.kernels.nvfp4_words import REMAINING_SCALE, decode_block
 
 
@@ -95,20 +96,6 @@ def _bf16_step(
 
 
 @triton.jit
-def _activated(first: tl.tensor, second: tl.tensor, activation: tl.constexpr) -> tl.tensor:
-    if activation == "relu2":
-        kept = tl.maximum(first, 0.0)
-        return kept * kept
-    if activation == "gelu_tanh":
-        inner = 0.7978845608028654 * (first + 0.044715 * first * first * first)
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both ends
-        return 0.5 * first * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)) * second
-    if activation == "silu":
-        return first / (1.0 + tl.exp(-first)) * second
-    return first
-
-
-@triton.jit
 def expert_product(
     a_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -185,7 +172,7 @@ def expert_product(
         scale = tl.load(global_ptr + expert) * REMAINING_SCALE
         total *= scale
         other *= scale
-    total = _activated(total, other, activation)
+    total = activate(total, other, activation)
     target = slot if second else row
     tl.store(
         out_ptr + target.to(tl.int64)[:, None] * width + column[None, :],

@@ -8,15 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _activate(gate: tl.tensor, up: tl.tensor, activation: tl.constexpr) -> tl.tensor:
-    if activation == "silu":
-        value = gate * tl.sigmoid(gate) * up
-    else:
-        positive = tl.maximum(gate, 0.0)
-        value = positive * positive
-    return value
+from moedoctor.kernels.activations import activate
 
 
 @triton.jit
@@ -72,7 +64,7 @@ def up_kernel(
                 up += tl.load(bias_ptr + slot * height + inner + row, mask=row < inner, other=0.0).to(
                     tl.float32
                 )
-        tl.store(out_ptr + pair.to(tl.int64) * inner + row, _activate(gate, up, activation), mask=row < inner)
+        tl.store(out_ptr + pair.to(tl.int64) * inner + row, activate(gate, up, activation), mask=row < inner)
 
 
 @triton.jit

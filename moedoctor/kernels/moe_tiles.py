@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.moe_decode import _activate
+from moedoctor.kernels.activations import activate
 from moedoctor.kernels.moe_rows import rows_of
 
 
@@ -77,7 +77,7 @@ def _up_tile(
         gate += tl.load(bias, mask=present, other=0.0).to(tl.float32)[None, :]
         if gated:
             up += tl.load(bias + inner, mask=present, other=0.0).to(tl.float32)[None, :]
-    value = _activate(gate, up, activation)  # [M, N]
+    value = activate(gate, up, activation)  # [M, N]
     to_ptr = out_ptr + line.to(tl.int64)[:, None] * inner + column[None, :]  # [M, N]
     tl.store(to_ptr, value.to(out_ptr.dtype.element_ty), mask=inside[:, None] & present[None, :])
 
