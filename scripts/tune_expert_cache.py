@@ -27,7 +27,6 @@ _TOKENS, _GROUPS = 1024, (2, 4, 8)
 _UP, _DOWN = Cut(64, 128, 64, 64, 8, 3), Cut(64, 128, 128, 32, 8, 5)
 _TILES = (
     Tiles(_UP, _DOWN),
-    Tiles(_UP, _DOWN, chained=True),
     Tiles(Cut(64, 64, 64, 64, 4, 3), Cut(64, 64, 128, 64, 4, 3), 2),
     Tiles(Cut(64, 128, 64, 32, 8, 5), _DOWN),
     Tiles(_UP, Cut(64, 128, 64, 64, 8, 3)),

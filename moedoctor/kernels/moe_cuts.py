@@ -29,8 +29,6 @@ class Tiles:
     down: Cut
     splits: int = 1
     """Programs that share the rows of an expert. They run beside each other, and meet in the L2 cache."""
-    chained: bool = False
-    """Each launch begins while the one before it ends, and waits for its results itself; needs 9.0."""
 
 
 def choose_tiles(pairs: int, experts: int, size: int) -> Tiles:

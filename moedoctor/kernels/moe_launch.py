@@ -132,11 +132,9 @@ def launch_products(
             "columns": one.columns,
             "depth": one.depth,
             "splits": cut.splits,
-            "chained": cut.chained,
             "wide": not x.is_cuda or x.dtype is torch.float32,
             "num_warps": one.warps,
             "num_stages": one.stages,
-            **({"launch_pdl": True} if cut.chained else {}),
         }
 
     held = rows.offsets if experts is None else experts

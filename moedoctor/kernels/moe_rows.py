@@ -49,12 +49,8 @@ def rows_of(
     experts_ptr: tl.tensor,
     offsets_ptr: tl.tensor,
     mapped: tl.constexpr,
-    chained: tl.constexpr,
 ) -> tl.tuple:
-    """(first, end) of the rows whose expert is in `slot`. `chained`: the kernel before may still run."""
-    if chained:
-        tl.extra.cuda.gdc_wait()  # until all that it wrote is there
-        tl.extra.cuda.gdc_launch_dependents()
+    """(first, end) of the rows whose expert is in `slot`."""
     expert = slot.to(tl.int32)
     if mapped:
         expert = tl.load(experts_ptr + slot)

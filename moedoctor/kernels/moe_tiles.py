@@ -104,7 +104,6 @@ def up_tiles_kernel(
     columns: tl.constexpr,
     depth: tl.constexpr,
     splits: tl.constexpr,
-    chained: tl.constexpr,
     wide: tl.constexpr,
 ) -> None:
     """`out` [T * K, inner]: activated first product of each row of the experts in these slots.
@@ -115,7 +114,7 @@ def up_tiles_kernel(
     A tile has `rows` rows, or `tall` where more are left.
     """
     slot = tl.program_id(1).to(tl.int64)
-    row, end = rows_of(slot, experts_ptr, offsets_ptr, mapped, chained)
+    row, end = rows_of(slot, experts_ptr, offsets_ptr, mapped)
     row += tl.program_id(0) % splits * tall
     column = tl.program_id(0) // splits * columns + tl.arange(0, columns)  # [N]
     while row < end:
@@ -229,7 +228,6 @@ def down_tiles_kernel(
     columns: tl.constexpr,
     depth: tl.constexpr,
     splits: tl.constexpr,
-    chained: tl.constexpr,
     wide: tl.constexpr,
 ) -> None:
     """`out` [T * K, hidden]: second product of each row of `h` [T * K, inner]. As `up_tiles_kernel`.
@@ -237,7 +235,7 @@ def down_tiles_kernel(
     Programs: (hidden / columns * splits, slots).
     """
     slot = tl.program_id(1).to(tl.int64)
-    row, end = rows_of(slot, experts_ptr, offsets_ptr, mapped, chained)
+    row, end = rows_of(slot, experts_ptr, offsets_ptr, mapped)
     row += tl.program_id(0) % splits * tall
     column = tl.program_id(0) // splits * columns + tl.arange(0, columns)  # [N]
     while row < end:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.interpreted import run_check
 
 NAMES = ("ids int32", "ids int64", "ids with a step", "deduplicate", "watch", "watch three")
 needs_triton = pytest.mark.skipif(
@@ -20,17 +19,7 @@ needs_triton = pytest.mark.skipif(
 @needs_triton
 @pytest.mark.parametrize("names", [NAMES[:3], NAMES[3:]], ids=["ids", "deduplicate and watch"])
 def test_interpreted(names: tuple[str, ...]) -> None:
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent), str(here.parent.parent)])
-    done = subprocess.run(
-        [sys.executable, str(here / "interpreted_ids.py"), *names],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_check(Path(__file__).parent / "interpreted_ids.py", *names)
 
 
 @needs_triton

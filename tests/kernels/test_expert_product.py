@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.interpreted import run_check
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
@@ -21,18 +20,8 @@ ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
 
 def _interpreted(*cases: str) -> None:
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
-    ran = subprocess.run(
-        [sys.executable, str(here / "interpreted_experts.py"), *cases],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.strip() == "agreed"
+    said = run_check(Path(__file__).parent / "interpreted_experts.py", *cases)
+    assert said.strip() == "agreed"
 
 
 @needs_triton

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.interpreted import run_check
+
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
 )
@@ -36,17 +38,7 @@ def _case(name: str, experts: int, top_k: int, dtype: str, shape: tuple[int, ...
 
 
 def _interpret(*cases: str) -> None:
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(here / "interpreted.py"), *cases],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_check(Path(__file__).parent / "interpreted.py", *cases)
 
 
 @needs_triton
