@@ -2,65 +2,128 @@
 
     python scripts/tune_expert_cache.py tiles|bus
 
-`Tiles` are chosen in `moedoctor.kernels.moe_cuts`, numbers of programs in `moedoctor.kernels.cache_copies`.
+Tiles are chosen in `moedoctor.kernels.moe_cuts`, numbers of programs in `moedoctor.kernels.cache_copies`.
 Needs an NVIDIA GPU and a host that nothing else uses.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from unittest.mock import patch
 
 import torch
 import triton
 
-from moedoctor.bench import expert_cache_groups, expert_cache_misses
+from moedoctor.bench import expert_cache_misses
 from moedoctor.bench.expert_cache_decode import Model
 from moedoctor.bench.expert_cache_run import Host
-from moedoctor.bench.timing import compare_times
+from moedoctor.bench.timing import graph_time
 from moedoctor.kernels import cache_copies, moe_launch
-from moedoctor.kernels.moe_cuts import Cut, Tiles
+from moedoctor.kernels.moe_cuts import Cut
 
-_TOKENS, _GROUPS = 1024, (2, 4, 8)
-_UP, _DOWN = Cut(64, 128, 64, 64, 8, 3), Cut(64, 128, 128, 32, 8, 5)
-_TILES = (
-    Tiles(_UP, _DOWN),
-    Tiles(Cut(64, 64, 64, 64, 4, 3), Cut(64, 64, 128, 64, 4, 3), 2),
-    Tiles(Cut(64, 128, 64, 32, 8, 5), _DOWN),
-    Tiles(_UP, Cut(64, 128, 64, 64, 8, 3)),
-    Tiles(Cut(64, 128, 64, 64, 4, 3), Cut(64, 128, 128, 64, 4, 3)),
-    Tiles(Cut(64, 128, 32, 64, 8, 3), _DOWN),
+_TOKENS, _GROUPS = 1024, (1, 2, 4, 8)
+_UP = (
+    Cut(64, 64, 64, 64, 4, 3, 2),
+    Cut(64, 64, 64, 64, 4, 4, 2),
+    Cut(64, 64, 64, 64, 8, 3, 2),
+    Cut(64, 64, 64, 128, 4, 2, 2),
+    Cut(64, 64, 32, 64, 4, 3, 2),
+    Cut(64, 64, 32, 64, 4, 5, 2),
+    Cut(64, 64, 32, 128, 4, 3, 2),
+    Cut(64, 64, 128, 64, 8, 2, 2),
+    Cut(64, 64, 128, 64, 4, 2, 2),
+    Cut(64, 128, 64, 64, 8, 3),
+    Cut(64, 128, 64, 64, 4, 3),
+    Cut(64, 128, 32, 64, 4, 4),
+    Cut(64, 128, 32, 64, 8, 3),
+    Cut(128, 128, 32, 64, 8, 3),
+    Cut(128, 128, 64, 64, 8, 3),
 )
-"""The most promising first."""
-_SECONDS = 40
+_DOWN = (
+    Cut(64, 64, 128, 64, 4, 3, 2),
+    Cut(64, 64, 128, 64, 8, 3, 2),
+    Cut(64, 64, 128, 128, 4, 2, 2),
+    Cut(64, 64, 128, 64, 4, 4, 2),
+    Cut(64, 64, 64, 64, 4, 4, 2),
+    Cut(64, 64, 64, 128, 4, 3, 2),
+    Cut(64, 64, 256, 64, 8, 3, 2),
+    Cut(64, 128, 128, 32, 8, 5),
+    Cut(64, 128, 128, 64, 4, 3),
+    Cut(64, 128, 64, 64, 4, 4),
+    Cut(128, 128, 64, 64, 4, 3),
+    Cut(128, 128, 128, 64, 8, 3),
+)
 _PROGRAMS = ((16, 48), (16, 96), (8, 128), (16, 128), (16, 192), (16, 264))
 
 
 def tiles() -> None:
-    """One call and its groups with each way to cut the products up."""
-    until = time.monotonic() + _SECONDS
-    for one in _TILES:
-        if time.monotonic() > until:
-            print(f"{one}: not measured within {_SECONDS} s")
+    """Microseconds of each product of a layer, cut up in each way, computed in one call and in groups."""
+    cuts = [("up", one) for one in _UP] + [("down", one) for one in _DOWN]
+    with ProcessPoolExecutor(max_workers=14, mp_context=get_context("spawn")) as pool:
+        errors = list(pool.map(_compile, cuts))
+    layer = _Layer()
+    first: dict[str, torch.Tensor] = {}
+    for (product, cut), error in zip(cuts, errors, strict=True):
+        if error:
+            print(f"{product:4} {cut}: {error}", flush=True)
             continue
-        try:
-            print(f"{one}: {_times(one)}", flush=True)
-        except (RuntimeError, triton.TritonError) as error:
-            print(f"{one}: {type(error).__name__}: {error}", flush=True)
+        result = layer.compute(product, cut, 4)
+        same = torch.equal(first.setdefault(product, result), result)
+        times = [layer.time(product, cut, groups) for groups in _GROUPS]
+        found = "  ".join(f"{time:6.1f} {time / times[0] - 1:+6.1%}" for time in times)
+        print(f"{product:4} {cut}: {found}{'' if same else '  DIFFERENT BITS'}", flush=True)
 
 
-def _times(tiles: Tiles) -> str:
-    with patch.object(moe_launch, "choose_tiles", lambda *_: tiles):
-        calls, whole, _ = expert_cache_groups.grouped_calls("cuda:0", tokens=_TOKENS, groups=_GROUPS)
-        equal = all(torch.equal(call(), whole) for call in calls.values())
-        times = compare_times(calls, baseline="1", launches=4, replays=60)
-    found = [f"one call {times.times['1'].median:.1f} us"]
-    for count in _GROUPS:
-        spread, ratio = times.times[str(count)], times.ratios[str(count)]
-        found.append(f"{count} groups {spread.median:.1f} us {ratio.median - 1:+.1%}")
-    return ", ".join(found if equal else [*found, "DIFFERENT BITS"])
+def _compile(of: tuple[str, Cut]) -> str | None:
+    try:
+        _Layer().compute(*of, 4)
+    except (RuntimeError, triton.TritonError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class _Layer:
+    """One layer of Qwen3-30B-A3B with random weights, and tokens sorted by expert."""
+
+    def __init__(self) -> None:
+        model, draw = Model(), torch.Generator("cuda").manual_seed(0)
+        shapes = {
+            "w13": (model.experts, 2 * model.inner, model.hidden),
+            "w2": (model.experts, model.hidden, model.inner),
+        }
+        self._weights = {
+            name: torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=draw) / shape[-1] ** 0.5
+            for name, shape in shapes.items()
+        }
+        self._experts = torch.randperm(model.experts, generator=draw, device="cuda").int()  # [slots]
+        scores = torch.rand(_TOKENS, model.experts, generator=draw, device="cuda")  # [T, E]
+        ids = scores.topk(model.top_k, dim=1).indices.int()  # [T, K]
+        x = torch.randn(_TOKENS, model.hidden, generator=draw, device="cuda").bfloat16()  # [T, H]
+        self._rows = moe_launch.Rows.sort(x, ids, model.experts, model.inner)
+        self._rows.h.normal_(generator=draw)
+
+    def run(self, product: str, cut: Cut, groups: int) -> None:
+        """A launch a group."""
+        size = len(self._experts) // groups
+        for start in range(0, len(self._experts), size):
+            weights = {name: one[start : start + size] for name, one in self._weights.items()}
+            held = self._experts[start : start + size]
+            if product == "up":
+                moe_launch.launch_up(self._rows, weights, held, cut, activation="silu")
+            else:
+                moe_launch.launch_down(self._rows, weights, held, cut)
+
+    def time(self, product: str, cut: Cut, groups: int) -> float:
+        """Microseconds."""
+        return graph_time(lambda: self.run(product, cut, groups), launches=4, replays=25).median
+
+    def compute(self, product: str, cut: Cut, groups: int) -> torch.Tensor:
+        """A copy of what it gives."""
+        self.run(product, cut, groups)
+        torch.cuda.synchronize()
+        return (self._rows.h if product == "up" else self._rows.product).clone()
 
 
 def bus() -> None:
@@ -75,5 +138,4 @@ def bus() -> None:
 
 
 if __name__ == "__main__":
-    expert_cache_groups.host_weights = functools.lru_cache(expert_cache_groups.host_weights)
     {"tiles": tiles, "bus": bus}[sys.argv[1]]()

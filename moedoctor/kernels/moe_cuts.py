@@ -19,6 +19,8 @@ class Cut:
     """Elements of the sum that a step takes."""
     warps: int
     stages: int
+    splits: int = 1
+    """Programs that share the rows of an expert. They run beside each other, and meet in the L2 cache."""
 
 
 @dataclass(frozen=True)
@@ -27,19 +29,18 @@ class Tiles:
 
     up: Cut
     down: Cut
-    splits: int = 1
-    """Programs that share the rows of an expert. They run beside each other, and meet in the L2 cache."""
 
 
-def choose_tiles(pairs: int, experts: int, size: int) -> Tiles:
+def choose_tiles(pairs: int, experts: int, slots: int, size: int) -> Tiles:
     """By the rows that an expert has on average; `size`: bytes of an element of `x`.
 
-    The same for any number of slots: a call in groups computes each row as a call without them does.
+    By the number of `slots` only `columns`, `warps`, `stages` and `splits` may differ, which change no bit
+    of a result: a call in groups computes each row as a call without them does.
     """
     each = pairs / experts
     if each <= 16 or size > 2:  # float32 has no tensor cores, and all of a tile is in registers
         return Tiles(Cut(16, 16, 32, 128, 4, 4), Cut(16, 16, 64, 128, 4, 4))
     if each <= 32:
         return Tiles(Cut(32, 32, 64, 128, 4, 3), Cut(32, 32, 64, 128, 4, 3))
-    # Two programs fit on a multiprocessor of an H200, by registers and by shared memory.
-    return Tiles(Cut(64, 128, 64, 64, 8, 3), Cut(64, 128, 128, 32, 8, 5), 1 + int(each + 32) // 128)
+    splits = 2 + int(each) // 128
+    return Tiles(Cut(64, 64, 64, 64, 4, 3, splits), Cut(64, 64, 128, 64, 4, 3, splits))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from moedoctor.kernels.moe_cuts import Cut, Tiles, choose_tiles
+from moedoctor.kernels.moe_cuts import Cut, choose_tiles
 from moedoctor.kernels.moe_decode import down_kernel, up_kernel
 from moedoctor.kernels.moe_rows import sort_kernel, sum_kernel
 from moedoctor.kernels.moe_tiles import down_tiles_kernel, up_tiles_kernel
@@ -110,58 +110,77 @@ def launch_products(
     experts: torch.Tensor | None,
     *,
     activation: str,
-    tiles: Tiles | None = None,
 ) -> None:
     """Two launches: both products of the rows whose experts are in the slots of `weights`.
 
     `experts` int32 [slots], -1 for a slot to leave out; None where slots are experts.
     """
-    x, hidden, inner = rows.x, rows.x.shape[1], rows.inner
     slots = weights["w13"].shape[0]
-    cut = tiles or choose_tiles(rows.ids.numel(), rows.experts, x.element_size())
+    tiles = choose_tiles(rows.ids.numel(), rows.experts, slots, rows.x.element_size())
+    launch_up(rows, weights, experts, tiles.up, activation=activation)
+    launch_down(rows, weights, experts, tiles.down)
 
-    def options(product: str, one: Cut) -> dict[str, int | bool]:
-        return {
-            "hidden": hidden,
-            "inner": inner,
-            "has_scale": f"{product}_scale" in weights,
-            "has_bias": f"{product}_bias" in weights,
-            "mapped": experts is not None,
-            "rows": one.rows,
-            "tall": one.tall,
-            "columns": one.columns,
-            "depth": one.depth,
-            "splits": cut.splits,
-            "wide": not x.is_cuda or x.dtype is torch.float32,
-            "num_warps": one.warps,
-            "num_stages": one.stages,
-        }
 
-    held = rows.offsets if experts is None else experts
-    with torch.cuda.device_of(x):
-        up_tiles_kernel[(triton.cdiv(inner, cut.up.columns) * cut.splits, slots)](
-            x,
+def launch_up(
+    rows: Rows,
+    weights: Mapping[str, torch.Tensor],
+    experts: torch.Tensor | None,
+    cut: Cut,
+    *,
+    activation: str,
+) -> None:
+    """The first product and its activation, into `rows.h`. As `launch_products`."""
+    with torch.cuda.device_of(rows.x):
+        up_tiles_kernel[(triton.cdiv(rows.inner, cut.columns) * cut.splits, weights["w13"].shape[0])](
+            rows.x,
             weights["w13"],
-            weights.get("w13_scale", x),
-            weights.get("w13_bias", x),
-            held,
+            weights.get("w13_scale", rows.x),
+            weights.get("w13_bias", rows.x),
+            rows.offsets if experts is None else experts,
             rows.order,
             rows.offsets,
             rows.h,
             rows.ids.shape[1],
             activation=activation,
-            **options("w13", cut.up),
+            **_options(rows, weights, experts, "w13", cut),
         )
-        down_tiles_kernel[(triton.cdiv(hidden, cut.down.columns) * cut.splits, slots)](
+
+
+def launch_down(
+    rows: Rows, weights: Mapping[str, torch.Tensor], experts: torch.Tensor | None, cut: Cut
+) -> None:
+    """The second product, of `rows.h` into `rows.product`. As `launch_products`."""
+    with torch.cuda.device_of(rows.x):
+        down_tiles_kernel[(triton.cdiv(rows.x.shape[1], cut.columns) * cut.splits, weights["w2"].shape[0])](
             rows.h,
             weights["w2"],
-            weights.get("w2_scale", x),
-            weights.get("w2_bias", x),
-            held,
+            weights.get("w2_scale", rows.x),
+            weights.get("w2_bias", rows.x),
+            rows.offsets if experts is None else experts,
             rows.offsets,
             rows.product,
-            **options("w2", cut.down),
+            **_options(rows, weights, experts, "w2", cut),
         )
+
+
+def _options(
+    rows: Rows, weights: Mapping[str, torch.Tensor], experts: torch.Tensor | None, product: str, cut: Cut
+) -> dict[str, int | bool]:
+    return {
+        "hidden": rows.x.shape[1],
+        "inner": rows.inner,
+        "has_scale": f"{product}_scale" in weights,
+        "has_bias": f"{product}_bias" in weights,
+        "mapped": experts is not None,
+        "rows": cut.rows,
+        "tall": cut.tall,
+        "columns": cut.columns,
+        "depth": cut.depth,
+        "splits": cut.splits,
+        "wide": not rows.x.is_cuda or rows.x.dtype is torch.float32,
+        "num_warps": cut.warps,
+        "num_stages": cut.stages,
+    }
 
 
 def launch_sum(rows: Rows, shares: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
