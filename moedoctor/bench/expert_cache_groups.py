@@ -22,11 +22,15 @@ def group_cost(
     """A call in groups against one call, as CUDA-graph replays in turn.
 
     Slots hold experts in random order; a group is a run of neighbouring slots. A row a number of groups:
-    ``overhead``, ``us``, and the largest difference of the two results. Raises RuntimeError where they differ
-    by more than the order of addition explains.
+    ``overhead`` and ``us`` of groups that are computed as what they are, resident at the same time,
+    ``overhead_in_turn`` and ``us_in_turn`` of one after another, and the largest difference from the result
+    of one call. Raises RuntimeError where they differ by more than the order of addition explains.
     """
     calls, whole, top_k = grouped_calls(device, tokens=tokens, groups=groups, model=model)
-    differences = {count: _difference(calls[str(count)](), whole) for count in groups}
+    differences = {
+        count: max(_difference(calls[name](), whole) for name in (str(count), _in_turn(count)))
+        for count in groups
+    }
     for count, difference in differences.items():
         if not difference <= _ROUNDING:
             raise RuntimeError(
@@ -38,6 +42,8 @@ def group_cost(
             "groups": count,
             **spread_of("overhead", times.ratios[str(count)], -1.0),
             **spread_of("us", times.times[str(count)]),
+            **spread_of("overhead_in_turn", times.ratios[_in_turn(count)], -1.0),
+            **spread_of("us_in_turn", times.times[_in_turn(count)]),
             "largest_difference": differences[count],
         }
         for count in groups
@@ -53,7 +59,10 @@ def group_cost(
 def grouped_calls(
     device: str, *, tokens: int, groups: Sequence[int], model: Model | None = None
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], torch.Tensor, int]:
-    """(what computes one layer in as many groups, the result [T, H] of one call, top-k)."""
+    """(what computes one layer in as many groups, the result [T, H] of one call, top-k).
+
+    By number of groups, which are computed beside each other; with ``in turn`` after it, one after another.
+    """
     model = model or Model(host_layers=1)
     weights = {name: one.to(device) for name, one in host_weights(model, device)[0].items()}
     draw = torch.Generator(device).manual_seed(0)
@@ -68,7 +77,7 @@ def grouped_calls(
     def one_call() -> torch.Tensor:
         return moe_forward(x, weights, slot_ids, shares)
 
-    def in_groups(count: int) -> Callable[[], torch.Tensor]:
+    def in_groups(count: int, *, beside: bool) -> Callable[[], torch.Tensor]:
         size = model.experts // count
         parts = [
             (
@@ -80,13 +89,23 @@ def grouped_calls(
 
         def call() -> torch.Tensor:
             forward = GroupedForward(x, ids, shares, model.experts)
-            for part, held in parts:
-                forward.add(part, held)
+            if beside:
+                forward.add_resident(parts)
+            else:
+                for part, held in parts:
+                    forward.add(part, held)
             return forward.total()
 
         return call
 
-    return {"1": one_call, **{str(count): in_groups(count) for count in groups}}, one_call(), model.top_k
+    calls = {"1": one_call}
+    for count in groups:
+        calls |= {str(count): in_groups(count, beside=True), _in_turn(count): in_groups(count, beside=False)}
+    return calls, one_call(), model.top_k
+
+
+def _in_turn(count: int) -> str:
+    return f"{count} in turn"
 
 
 def _difference(result: torch.Tensor, whole: torch.Tensor) -> float:

@@ -111,7 +111,8 @@ def _groups(rows: Sequence[Row]) -> Iterator[Limit]:
         if limit is not None:
             verdict = _verdict(row["overhead"] <= limit)
             claim = f"{row['groups']} groups: what they add to one call, at most"
-            yield Limit(claim, row["overhead"], limit, verdict, f"{row['us']:.0f} µs")
+            remark = f"{row['us']:.0f} µs beside each other, one after another {row['overhead_in_turn']:+.1%}"
+            yield Limit(claim, row["overhead"], limit, verdict, remark)
 
 
 def _replays(rows: Sequence[Row]) -> Iterator[Limit]:

@@ -59,11 +59,13 @@ def judge_group_cost(
 def judge_our_group_cost(
     cases: Sequence[CaseResult], units: Sequence[Measurement], limits: Mapping[str, float]
 ) -> ClaimJudgement:
-    """Each number of groups within its own limit."""
+    """Each number of groups, computed beside each other, within its own limit."""
     seen = _seen(units)
     rows = seen["rows"]
     holds = all(row["overhead"] <= limits[f"max_overhead_{row['groups']}"] for row in rows)
-    return ClaimJudgement(_verdict(holds), seen, f"{_overheads(rows)} with {seen['kernel']}")
+    in_turn = _overheads([{**row, "overhead": row["overhead_in_turn"]} for row in rows])
+    figure = f"{_overheads(rows)} with {seen['kernel']}; one group after another {in_turn}"
+    return ClaimJudgement(_verdict(holds), seen, figure)
 
 
 def judge_cold_swap(

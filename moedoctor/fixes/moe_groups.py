@@ -7,7 +7,8 @@ ids: with many tokens the result is that of one call with all experts, bit by bi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,9 @@ from moedoctor.fixes.moe_forward import MOST_DECODE_PAIRS, check_weights, interp
 
 if TYPE_CHECKING:
     from moedoctor.kernels.moe_launch import Rows
+
+_STREAMS = 2
+"""That groups which are resident at the same time are computed on."""
 
 
 class GroupedForward:
@@ -53,11 +57,34 @@ class GroupedForward:
                 self._x, weights, slot_ids, self._shares, activation=self._activation, out=self._out
             )
             return
-        from moedoctor.kernels.moe_launch import Rows, launch_products
+        from moedoctor.kernels.moe_launch import launch_products
 
-        if self._rows is None:
-            self._rows = Rows.sort(self._x, self._ids, self._num_experts, weights["w2"].shape[2])
-        launch_products(self._rows, weights, experts.contiguous(), activation=self._activation)
+        rows = self._sorted(weights["w2"].shape[2])
+        launch_products(rows, weights, experts.contiguous(), activation=self._activation)
+
+    def add_resident(self, groups: Sequence[tuple[Mapping[str, torch.Tensor], torch.Tensor]]) -> None:
+        """`add` each of several groups that are resident at the same time.
+
+        On a GPU several streams take them in turn: one group fills the multiprocessors that the end of
+        another leaves idle. What the current stream does next comes after all of them.
+        """
+        if not self._tiles or not self._x.is_cuda or len(groups) < 2:
+            for weights, experts in groups:
+                self.add(weights, experts)
+            return
+        check_weights(groups[0][0], self._x.shape[1], self._activation)
+        self._sorted(groups[0][0]["w2"].shape[2])
+        current = torch.cuda.current_stream(self._x.device)
+        others = [torch.cuda.Stream(self._x.device) for _ in range(_STREAMS - 1)]
+        for other in others:
+            other.wait_stream(current)
+        try:
+            for (weights, experts), stream in zip(groups, itertools.cycle([current, *others]), strict=False):
+                with torch.cuda.stream(stream):
+                    self.add(weights, experts)
+        finally:
+            for other in others:
+                current.wait_stream(other)
 
     def total(self) -> torch.Tensor:
         """float32 [T, H]: the sum over all groups; zeros where there was none."""
@@ -68,6 +95,13 @@ class GroupedForward:
         out = torch.empty_like(self._x, dtype=torch.float32)  # [T, H]
         launch_sum(self._rows, self._shares, out, adds=False)
         return out
+
+    def _sorted(self, inner: int) -> Rows:
+        from moedoctor.kernels.moe_launch import Rows
+
+        if self._rows is None:
+            self._rows = Rows.sort(self._x, self._ids, self._num_experts, inner)
+        return self._rows
 
     def _slot_ids(self, experts: torch.Tensor) -> torch.Tensor:
         """[T, K]: the slot of each id's expert, -1 for who is in none. Nothing here depends on values."""

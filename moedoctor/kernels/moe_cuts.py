@@ -42,5 +42,7 @@ def choose_tiles(pairs: int, experts: int, slots: int, size: int) -> Tiles:
         return Tiles(Cut(16, 16, 32, 128, 4, 4), Cut(16, 16, 64, 128, 4, 4))
     if each <= 32:
         return Tiles(Cut(32, 32, 64, 128, 4, 3), Cut(32, 32, 64, 128, 4, 3))
-    splits = 2 + int(each) // 128
-    return Tiles(Cut(64, 64, 64, 64, 4, 3, splits), Cut(64, 64, 128, 64, 4, 3, splits))
+    rows = int(each)
+    return Tiles(
+        Cut(64, 64, 64, 64, 4, 3, 2 + rows // 128), Cut(64, 128, 128, 64, 4, 3, 1 + (rows + 32) // 128)
+    )

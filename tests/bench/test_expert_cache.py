@@ -101,7 +101,7 @@ def test_groups_that_differ_from_one_call_are_not_timed(monkeypatch: pytest.Monk
     monkeypatch.setattr(expert_cache_groups, "compare_times", times)
     found = expert_cache_groups.group_cost("cpu", tokens=9, groups=(2, 4), model=SMALL)
     assert [row["groups"] for row in found["rows"]] == [2, 4]
-    assert timed == ["1", "2", "4"]
+    assert timed == ["1", "2", "2 in turn", "4", "4 in turn"]
     total = expert_cache_groups.GroupedForward.total
     for wrong in (1.001, float("nan")):
         monkeypatch.setattr(
@@ -109,7 +109,7 @@ def test_groups_that_differ_from_one_call_are_not_timed(monkeypatch: pytest.Monk
         )
         with pytest.raises(RuntimeError, match="2 groups differ from one call by"):
             expert_cache_groups.group_cost("cpu", tokens=9, groups=(2,), model=SMALL)
-    assert len(timed) == 3
+    assert len(timed) == 5
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def test_the_rest_of_the_limits() -> None:
         {"engine": "packed", "miss_gb_s": 60.0, "of_pinned": 1.2},
     ]
     assert _verdicts(misses=misses) == ["confirmed", "refuted"]
-    groups = [{"groups": count, "overhead": 0.1, "us": 300.0} for count in (2, 4, 8)]
+    groups = [{"groups": count, "overhead": 0.1, "overhead_in_turn": 0.3, "us": 300.0} for count in (2, 4, 8)]
     assert _verdicts(groups=groups) == ["refuted", "confirmed", "confirmed"]
     replays = [
         {"policy": "lru", "capacity": 16, "accesses_per_second": 2e6},

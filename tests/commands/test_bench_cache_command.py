@@ -183,7 +183,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         {"engine": "host", "miss_gb_s": 48.0, "of_pinned": 0.96},
     ]
     monkeypatch.setattr("moedoctor.bench.expert_cache_misses.miss_bandwidth", lambda *_, **__: misses)
-    groups = {"rows": [{"groups": 2, "overhead": 0.05, "us": 300.0}]}
+    groups = {"rows": [{"groups": 2, "overhead": 0.05, "overhead_in_turn": 0.06, "us": 300.0}]}
     monkeypatch.setattr("moedoctor.bench.expert_cache_groups.group_cost", lambda *_, **__: groups)
     replays = [{"policy": "lru", "capacity": 16, "accesses_per_second": 2e6}]
     monkeypatch.setattr("moedoctor.bench.replay_speed.replay_speed", lambda: replays)

@@ -97,7 +97,10 @@ def test_every_claim_is_measured_whatever_the_subjects_are() -> None:
 
 
 def overheads(*values: float) -> dict[str, Any]:
-    rows = [{"groups": groups, "overhead": one} for groups, one in zip((2, 4, 8), values, strict=True)]
+    rows = [
+        {"groups": groups, "overhead": one, "overhead_in_turn": one + 0.2}
+        for groups, one in zip((2, 4, 8), values, strict=True)
+    ]
     return {"kernel": "k", "rows": rows}
 
 

@@ -197,6 +197,32 @@ def test_a_call_in_groups_is_that_of_one_call_bit_by_bit(engine: str) -> None:
         assert torch.equal(call.total(), moe_forward(x, every, ids, shares))
 
 
+@pytest.mark.parametrize("size", [4, 8, 12])
+def test_groups_beside_each_other_give_the_bits_of_one_call(size: int) -> None:
+    """Inputs are written just before and weights over right after: nothing may run too early or too late."""
+    every = {name: tensor.cuda() for name, tensor in _weights().items()}
+    torch.manual_seed(7)
+    shares = torch.rand(1200, 4, device="cuda")
+    for _ in range(5):
+        x = torch.randn(1200, HIDDEN, device="cuda").bfloat16()
+        ids = torch.randint(-1, EXPERTS, (1200, 4), dtype=torch.int32, device="cuda")
+        whole = moe_forward(x, every, ids, shares)
+        copies = {name: torch.zeros_like(tensor) for name, tensor in every.items()}
+        experts = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
+        parts = [
+            ({name: one[at : at + size] for name, one in copies.items()}, experts[at : at + size])
+            for at in range(0, EXPERTS, size)
+        ]
+        call = GroupedForward(x, ids, shares, EXPERTS)
+        torch.cuda._sleep(2_000_000)
+        for name, tensor in every.items():
+            copies[name].copy_(tensor)
+        call.add_resident(parts)
+        for tensor in copies.values():
+            tensor.zero_()
+        assert torch.equal(call.total(), whole)
+
+
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
 def test_the_kernel_decides_as_the_table_does(policy: str) -> None:
     cache = ExpertCache(_weights(), CAPACITY, engine="device", policy=policy)
