@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 HALVED_EVERY = 48
 """Calls after which `aging` halves what it has counted."""
@@ -12,32 +12,28 @@ _LEVELS = (1, 2, 8, 64)
 
 
 class Lru:
-    """The residents that a call does not need: it takes out those it needs, and puts them in when placed."""
+    """The residents, each with the call of its last use. Those of the present call never leave."""
 
     def __init__(self, num_experts: int) -> None:
         self.last: dict[int, int] = {}
         """Expert -> the call of its last use; by last use, those of one call by id."""
 
-    def take(self, experts: Sequence[int]) -> list[int]:
-        """Take out the residents among `experts`; gives the others."""
+    def admit(self, experts: Sequence[int], uses: list[int], now: int) -> list[int]:
+        """Count that call `now` uses `experts`; gives those that become residents by it."""
         last = self.last
         missing = []
         for expert in experts:
             if expert in last:
                 del last[expert]
+                uses[expert] += 1
             else:
                 missing.append(expert)
+                uses[expert] = 1
+            last[expert] = now
         return missing
 
-    def put(self, experts: Sequence[int], uses: list[int], now: int) -> None:
-        """Put `experts` in as used once more."""
-        last = self.last
-        for expert in experts:
-            uses[expert] += 1
-            last[expert] = now
-
     def victims(self, uses: Sequence[int], now: int, count: int) -> list[int]:
-        """Take out those who leave."""
+        """Take out those who leave; the caller sees to it that `count` residents are not of call `now`."""
         return self._leave(list(islice(self.last, count)))
 
     def _leave(self, victims: list[int]) -> list[int]:
@@ -60,10 +56,23 @@ class Lru:
 
 
 class Aging(Lru):
-    """By frequency, then by last use. Frequencies may change between calls."""
+    """By frequency, then by last use. Frequencies may change between calls, and outlive a stay."""
+
+    def admit(self, experts: Sequence[int], uses: list[int], now: int) -> list[int]:
+        last = self.last
+        missing = []
+        for expert in experts:
+            if expert in last:
+                del last[expert]
+            else:
+                missing.append(expert)
+            uses[expert] += 1
+            last[expert] = now
+        return missing
 
     def victims(self, uses: Sequence[int], now: int, count: int) -> list[int]:
-        return self._leave(sorted(self.last, key=uses.__getitem__)[:count])  # stable: ties by last use
+        earlier = [expert for expert, used in self.last.items() if used < now]
+        return self._leave(sorted(earlier, key=uses.__getitem__)[:count])  # stable: ties by last use
 
 
 class Lfu(Lru):
@@ -72,36 +81,44 @@ class Lfu(Lru):
     def __init__(self, num_experts: int) -> None:
         self._levels: dict[int, dict[int, int]] = {least: {} for least in _LEVELS}
         """Uses from which on a resident belongs there -> `last` of those who do."""
+        self._once = self._levels[1]
         self._older = [(least, level) for least, level in self._levels.items() if least > 1]
         self._level_of: list[dict[int, int] | None] = [None] * num_experts
 
-    def take(self, experts: Sequence[int]) -> list[int]:
-        level_of = self._level_of
+    def admit(self, experts: Sequence[int], uses: list[int], now: int) -> list[int]:
+        level_of, levels, once = self._level_of, self._levels, self._once
         missing = []
         for expert in experts:
             level = level_of[expert]
             if level is None:
                 missing.append(expert)
+                uses[expert] = 1
+                level_of[expert] = once
+                once[expert] = now
             else:
                 del level[expert]
+                many = uses[expert] = uses[expert] + 1
+                if many in levels:
+                    level = level_of[expert] = levels[many]
+                level[expert] = now
         return missing
 
-    def put(self, experts: Sequence[int], uses: list[int], now: int) -> None:
-        level_of, levels = self._level_of, self._levels
-        for expert in experts:
-            many = uses[expert] = uses[expert] + 1
-            if many in levels:
-                level_of[expert] = levels[many]
-            level_of[expert][expert] = now  # type: ignore[index]
-
     def victims(self, uses: Sequence[int], now: int, count: int) -> list[int]:
-        lowest: list[int] = []
-        for least, level in self._levels.items():
+        lowest = self._earlier(self._once, now, count)
+        for _, level in self._older:
             missing = count - len(lowest)
             if not missing:
                 break
-            lowest += islice(level, missing) if least == 1 else sorted(level, key=uses.__getitem__)[:missing]
+            lowest += sorted(self._earlier(level, now), key=uses.__getitem__)[:missing]
         return self._leave(lowest)
+
+    @staticmethod
+    def _earlier(level: Mapping[int, int], now: int, count: int | None = None) -> list[int]:
+        """The first who are not of call `now`, by last use."""
+        first = list(islice(level, count))
+        while first and level[first[-1]] == now:
+            first.pop()
+        return first
 
     def _leave(self, victims: list[int]) -> list[int]:
         level_of = self._level_of
@@ -120,19 +137,18 @@ class Lfu(Lru):
 
 
 class Lfru(Lfu):
-    """By frequency over age, then by frequency.
+    """By frequency over age, then by frequency, then by id.
 
-    Most victims are the oldest who were used once. In a level of at least `least` uses only who is more than
-    `least` times as old scores lower, and those come first.
+    Most victims are the oldest who were used once. In a level of at least `least` uses only who is at least
+    `least` times as old scores as low, and those come first.
     """
 
     def victims(self, uses: Sequence[int], now: int, count: int) -> list[int]:
-        beyond = now + 1
-        once = list(islice(self._levels[1].items(), count))
-        if len(once) < count:
-            every = chain.from_iterable(level.items() for level in self._levels.values())
-            return self._leave(_lowest(every, uses, beyond, count))
-        age = beyond - once[-1][1]
+        beyond, once = now + 1, self._once
+        lowest = list(islice(once, count))
+        if len(lowest) < count or once[lowest[-1]] == now:
+            return self._leave(self._among_all(uses, now, count))
+        age = beyond - once[lowest[-1]]
         others = []
         for least, level in self._older:
             youngest = beyond - least * age
@@ -140,15 +156,26 @@ class Lfru(Lfu):
                 if used >= youngest:
                     break
                 if uses[expert] * age < beyond - used:
-                    others.append((expert, used))
+                    others.append((uses[expert] / (beyond - used), uses[expert], expert))
         if others:
-            return self._leave(_lowest(chain(once, others), uses, beyond, count))
-        return self._leave([expert for expert, _ in once])
+            others += [(1 / (beyond - once[expert]), 1, expert) for expert in lowest]
+            others.sort()
+            lowest = [expert for _, _, expert in others[:count]]
+        return self._leave(lowest)
 
-
-def _lowest(candidates: Iterable[tuple[int, int]], uses: Sequence[int], beyond: int, count: int) -> list[int]:
-    scores = sorted((uses[expert] / (beyond - used), uses[expert], expert) for expert, used in candidates)
-    return [expert for _, _, expert in scores[:count]]
+    def _among_all(self, uses: Sequence[int], now: int, count: int) -> list[int]:
+        """As `victims`, where too few were used once."""
+        beyond = now + 1
+        scores: list[tuple[float, int, int]] = []
+        for least, level in self._levels.items():
+            highest = scores[count - 1][0] if len(scores) >= count else None
+            for expert, used in level.items():
+                age = beyond - used
+                if used == now or (highest is not None and least / age >= highest):
+                    break
+                scores.append((uses[expert] / age, uses[expert], expert))
+            scores.sort()
+        return [expert for _, _, expert in scores[:count]]
 
 
 POLICIES: Mapping[str, type[Lru]] = {"lru": Lru, "lfu": Lfu, "lfru": Lfru, "aging": Aging}

@@ -115,29 +115,25 @@ class SlotTable:
             raise CacheOverflow(len(experts), self.capacity)
         if not experts:
             return [], []  # not a call: empty groups must not age anyone
-        residents, uses = self._residents, self.uses
+        uses = self.uses
         self.clock = now = self.clock + 1
         if self._ages and now % HALVED_EVERY == 0:
             uses[:] = [one >> 1 for one in uses]
-        missing = residents.take(experts)  # what this call needs is nobody's victim
-        slots = self._place(missing) if missing else []
-        residents.put(experts, uses, now)
-        return missing, slots
+        missing = self._residents.admit(experts, uses, now)
+        return missing, self._place(missing) if missing else []
 
     def _place(self, missing: list[int]) -> list[int]:
-        slot_of, expert_of, uses, count = self.slot_of, self.expert_of, self.uses, len(missing)
+        slot_of, expert_of, count = self.slot_of, self.expert_of, len(missing)
         slots = []
         if self._free:
             slots, self._free = self._free[:count], self._free[count:]
-        if len(slots) < count:
-            for victim in self._residents.victims(uses, self.clock, count - len(slots)):
+            count -= len(slots)
+        if count:
+            for victim in self._residents.victims(self.uses, self.clock, count):
                 slots.append(slot_of[victim])
                 slot_of[victim] = -1
         for expert, slot in zip(missing, slots):  # noqa: B905  as long as each other, and this is hot
             slot_of[expert], expert_of[slot] = slot, expert
-        if not self._ages:
-            for expert in missing:
-                uses[expert] = 0
         return slots
 
     def forget(self, expert: int) -> None:

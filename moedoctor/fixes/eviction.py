@@ -129,14 +129,15 @@ def replay(trace: Sequence[Sequence[int]], table: CacheTable) -> CacheStats:
 def _checked(trace: Sequence[Sequence[int]], num_experts: int) -> list[list[int]]:
     """Each call's distinct ids, ascending."""
     rows = trace.tolist() if hasattr(trace, "tolist") else trace  # an array's own integers are slow
-    calls = [sorted(set(call)) for call in rows]
-    for index, needed in enumerate(calls):
-        if needed and needed[0] < 0:
-            if needed[0] < -1:
-                raise ValueError(f"trace: call {index} holds expert {needed[0]}; ids start at 0, -1 is none")
-            calls[index] = needed = needed[1:]
-        if needed and needed[-1] >= num_experts:
+    calls = list(map(sorted, map(set, rows)))
+    unusual = [index for index, call in enumerate(calls) if call and (call[0] < 0 or call[-1] >= num_experts)]
+    for index in unusual:
+        needed = calls[index]
+        if needed[0] < -1:
+            raise ValueError(f"trace: call {index} holds expert {needed[0]}; ids start at 0, -1 is none")
+        if needed[-1] >= num_experts:
             raise ValueError(
                 f"trace: call {index} needs expert {needed[-1]}, but there are {num_experts} experts"
             )
+        del needed[0]
     return calls

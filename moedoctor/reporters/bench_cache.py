@@ -12,7 +12,8 @@ from moedoctor.bench.cache_replay import ReplayPoint
 from moedoctor.reporters.bench_cache_json import CacheBench, to_dict
 from moedoctor.reporters.evidence_rows import EvidenceTable, evidence_tables, lines
 from moedoctor.reporters.markdown import escape
-from moedoctor.reporters.plots import Series, line_chart, terminal_chart
+from moedoctor.reporters.plots import Series, line_chart
+from moedoctor.reporters.terminal_plots import terminal_chart
 from moedoctor.reporters.text import figures, one_line
 
 FORMATS = ("table", "json", "markdown")
@@ -165,7 +166,8 @@ def _speed_tables(bench: CacheBench) -> tuple[EvidenceTable, ...]:
 
 def _terminal(bench: CacheBench, width: int) -> Iterator[str]:
     for chart in _charts(bench).values():
-        keep = {key: chart[key] for key in ("title", "x_label", "y_label", "series", "log_x")}
+        known = ("title", "x_label", "y_label", "series", "log_x", "log_y")
+        keep = {key: chart[key] for key in known if key in chart}
         yield ""
         yield terminal_chart(**keep, width=min(width, 100))
 
@@ -204,6 +206,7 @@ def _charts(bench: CacheBench) -> dict[str, dict[str, Any]]:
                 for subject in dict.fromkeys(row["subject"] for row in timed)
             ],
             "log_x": len({row["capacity"] for row in timed}) > 1,
+            "log_y": True,
             "note": bench.speed_note or None,
         }
     return charts

@@ -1,12 +1,13 @@
-"""Pictures: lines over an axis, as an SVG file by matplotlib and in the terminal by plotext.
+"""Pictures: lines over an axis, as an SVG file by matplotlib. The same data gives the same file.
 
-Both libraries are optional (``pip install 'moedoctor[plots]'``). The same data gives the same file.
+The library is optional (``pip install 'moedoctor[plots]'``).
 """
 
 from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +19,11 @@ from moedoctor.output import write
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195", "#8c6d31")
 """Told apart with any kind of colour vision (Okabe and Ito), then two more."""
 _INK, _QUIET, _GRID, _PAPER = "#1f2328", "#59636e", "#e3e6ea", "#ffffff"
-_GAP = 0.052
-"""Least distance of two labels, in heights of the axes."""
-
-
-_MARKERS = "ox+*#@%&"
-"""Of lines that no colour tells apart."""
+_LINE = 0.155
+"""Height of a line of a label, in inches."""
+_NAME = 20
+"""Characters of a name in one line; the rest goes below."""
+_MOST_TICKS = 8
 
 
 class PlotError(Exception):
@@ -72,7 +72,7 @@ def line_chart(
     """
     if not series:
         raise ValueError("series must hold at least one line")
-    matplotlib = _import("matplotlib")
+    matplotlib = import_library("matplotlib")
     matplotlib.use("svg")
     style = {
         "svg.hashsalt": "moedoctor",
@@ -84,19 +84,18 @@ def line_chart(
         "ytick.color": _QUIET,
     }
     with matplotlib.rc_context(style):
-        figure = _import("matplotlib.figure").Figure(figsize=(7.2, 4.2), facecolor=_PAPER)
-        axes = figure.add_axes(
-            (0.095, 0.2 if note else 0.14, 0.735, 0.66 if note else 0.72), facecolor=_PAPER
-        )
+        figure = import_library("matplotlib.figure").Figure(figsize=(7.2, 4.2), facecolor=_PAPER)
+        below = _wrapped(note, 118) if note else ""
+        bottom = 0.15 + 0.037 * len(below.splitlines())
+        axes = figure.add_axes((0.095, bottom, 0.735, 0.86 - bottom), facecolor=_PAPER)
         figure.text(0.02, 0.945, title, size=12, weight="bold", va="center")
-        if note:
-            figure.text(0.02, 0.035, _wrapped(note), size=8, color=_QUIET, va="bottom", linespacing=1.35)
+        figure.text(0.02, 0.03, below, size=8, color=_QUIET, va="bottom", linespacing=1.35)
         _prepare(axes, series, log_x, y_range)
         if log_y:
             _use_factors(axes, series)
         axes.set_xlabel(x_label)
         axes.set_title(y_label, loc="left", size=9, color=_QUIET, pad=8)
-        for one, colour in zip(series, _colours(series), strict=True):
+        for one, colour in zip(series, colours(series), strict=True):
             _draw(axes, one, colour)
         _name_lines(axes, series)
         text = io.StringIO()
@@ -104,41 +103,8 @@ def line_chart(
     write(path, text.getvalue())
 
 
-def terminal_chart(
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-    series: Sequence[Series],
-    log_x: bool = False,
-    width: int = 80,
-    height: int = 22,
-    colour: bool = True,
-) -> str:
-    """The lines as text of `width` columns, with a legend. Raises PlotError where plotext is missing."""
-    plot = _import("plotext")
-    figure = getattr(plot, "figure", None)
-    if figure is None:
-        raise PlotError("plotext is older than 6: pip install -U 'moedoctor[plots]'")
-    figure.clear()
-    figure.theme("default" if colour else "clear")
-    figure.plot_size(width, height)
-    figure.title(title)
-    figure.label(x_label, "x")
-    figure.label(y_label, "y")
-    for index, one in enumerate(series):
-        x = [math.log2(value) for value in one.x] if log_x else list(one.x)
-        marker = "braille" if colour else _MARKERS[index % len(_MARKERS)]
-        figure.draw(figure.signal(x, list(one.y), marker=marker).lines().label(one.name))
-    ticks = sorted({value for one in series for value in one.x})
-    places = [math.log2(value) for value in ticks] if log_x else ticks
-    figure.ruler("x").ticks(places, [f"{value:g}" for value in ticks])
-    text = str(figure.build().string())
-    figure.clear()
-    return text if colour else str(plot.uncolorize(text))
-
-
-def _import(name: str) -> Any:
+def import_library(name: str) -> Any:
+    """Raises PlotError, with what to install, where it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -146,15 +112,16 @@ def _import(name: str) -> Any:
         raise PlotError(f"{package} is not installed: pip install 'moedoctor[plots]'") from None
 
 
-def _colours(series: Sequence[Series]) -> list[str]:
+def colours(series: Sequence[Series]) -> list[str]:
+    """One for each line, as ``#rrggbb``; grey for bounds."""
     free = iter(COLOURS * (1 + len(series) // len(COLOURS)))
     return [_QUIET if one.bound else next(free) for one in series]
 
 
-def _wrapped(note: str) -> str:
+def _wrapped(text: str, columns: int) -> str:
     import textwrap
 
-    return "\n".join(textwrap.wrap(note, 118))
+    return "\n".join(textwrap.wrap(text, columns))
 
 
 def _prepare(axes: Any, series: Sequence[Series], log_x: bool, y_range: tuple[float, float] | None) -> None:
@@ -185,21 +152,31 @@ def _draw(axes: Any, one: Series, colour: str) -> None:
 
 
 def _use_factors(axes: Any, series: Sequence[Series]) -> None:
-    """A vertical axis of equal factors, with a tick at each power of ten."""
-    low, high = _decades(series)
+    """A vertical axis of equal factors, no higher than the lines need."""
+    ticks = factors(series)
     axes.set_yscale("log")
-    axes.set_ylim(low, high)
-    ticks = [10.0**power for power in range(round(math.log10(low)), round(math.log10(high)) + 1)]
+    axes.set_ylim(ticks[0], ticks[-1])
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
 
 
-def _decades(series: Sequence[Series]) -> tuple[float, float]:
-    """The powers of ten around all values. Raises ValueError for 0 and below."""
+def factors(series: Sequence[Series]) -> list[float]:
+    """Ticks around all values: 1, 2 and 5 times each power of ten, or fewer where those would be too many.
+
+    Raises ValueError for 0 and below.
+    """
     values = [value for one in series for value in (*one.y, *one.low, *one.high)]
     if min(values) <= 0:
         raise ValueError("an axis of equal factors has no place for 0 and below")
-    return 10.0 ** math.floor(math.log10(min(values))), 10.0 ** math.ceil(math.log10(max(values)) + 1e-9)
+    powers = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 2)
+    steps = [step * 10.0**power for power in powers for step in (1, 2, 5)]
+    first = max(index for index, step in enumerate(steps) if step <= min(values))
+    last = next(index for index, step in enumerate(steps) if step >= max(values) and index > first)
+    ticks = steps[first : last + 1]
+    if len(ticks) <= _MOST_TICKS:
+        return ticks
+    inner = [step for step in steps[::3] if ticks[0] < step < ticks[-1]]
+    return [ticks[0], *inner, ticks[-1]]
 
 
 def _name_lines(axes: Any, series: Sequence[Series]) -> None:
@@ -216,9 +193,12 @@ def _name_lines(axes: Any, series: Sequence[Series]) -> None:
         place + 1e-9 * sum(one.y) / len(one.y) / (high - low)
         for place, one in zip(places, series, strict=True)
     ]
-    for (one, colour), place in zip(zip(series, _colours(series), strict=True), _spread(places), strict=True):
+    names = [_wrapped(one.name, _NAME) for one in series]
+    tall = axes.figure.get_figheight() * axes.get_position().height
+    heights = [_LINE / tall * len(name.splitlines()) for name in names]
+    for name, colour, place in zip(names, colours(series), _spread(places, heights), strict=True):
         axes.annotate(
-            one.name,
+            name,
             (end, 10 ** (low + place * (high - low)) if factors else low + place * (high - low)),
             xytext=(8, 0),
             textcoords="offset points",
@@ -229,24 +209,30 @@ def _name_lines(axes: Any, series: Sequence[Series]) -> None:
         )
 
 
-def _spread(places: Sequence[float], gap: float = _GAP) -> list[float]:
-    """`places` with at least `gap` between any two, in the same order, moved as little as that takes."""
+def _spread(places: Sequence[float], heights: Sequence[float]) -> list[float]:
+    """The middles of labels that want to be at `places`: in that order, apart, from 0 to 1 if they fit."""
     order = sorted(range(len(places)), key=lambda index: (places[index], index))
     groups: list[list[int]] = []
     for index in order:
         groups.append([index])
-        while len(groups) > 1 and _start(groups[-1], places, gap) < _end(groups[-2], places, gap) + gap:
+        while len(groups) > 1 and _touch(groups[-2], groups[-1], places, heights):
             groups[-2:] = [groups[-2] + groups[-1]]
     moved = list(places)
     for group in groups:
-        for position, index in enumerate(group):
-            moved[index] = _start(group, places, gap) + position * gap
+        for index, place in zip(group, _stacked(group, places, heights), strict=True):
+            moved[index] = place
     return moved
 
 
-def _start(group: Sequence[int], places: Sequence[float], gap: float) -> float:
-    return sum(places[index] for index in group) / len(group) - gap * (len(group) - 1) / 2
+def _touch(below: list[int], above: list[int], places: Sequence[float], heights: Sequence[float]) -> bool:
+    apart = _stacked(above, places, heights)[0] - _stacked(below, places, heights)[-1]
+    return apart < (heights[below[-1]] + heights[above[0]]) / 2
 
 
-def _end(group: Sequence[int], places: Sequence[float], gap: float) -> float:
-    return _start(group, places, gap) + gap * (len(group) - 1)
+def _stacked(group: list[int], places: Sequence[float], heights: Sequence[float]) -> list[float]:
+    """The middles of labels that lie on each other, as near to their places as that allows."""
+    steps = [(heights[first] + heights[second]) / 2 for first, second in itertools.pairwise(group)]
+    middles = list(itertools.accumulate(steps, initial=0.0))
+    start = sum(places[index] - middle for index, middle in zip(group, middles, strict=True)) / len(group)
+    start = max(min(start, 1 - middles[-1]), 0.0)
+    return [start + middle for middle in middles]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -13,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.reporters import plots
-from moedoctor.reporters.plots import PlotError, Series, line_chart, terminal_chart
+from moedoctor.reporters.plots import PlotError, Series, line_chart
+from moedoctor.reporters.terminal_plots import _legend, terminal_chart
 
 LINES = [
     Series("lru", [8, 16, 32], [0.2, 0.4, 0.7]),
@@ -70,13 +72,27 @@ def test_values_that_cannot_be_drawn_are_refused(values: dict[str, list[float]])
         Series("a line", **values)
 
 
-def test_an_axis_of_equal_factors_has_a_tick_at_each_power_of_ten(tmp_path: Path) -> None:
-    line = Series("a line", [1, 2, 4], [30.0, 800.0, 9000.0])
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([30.0, 800.0, 9000.0], [20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]),
+        ([20.0, 500.0], [20, 50, 100, 200, 500]),
+        ([1.0], [1, 2]),
+        ([0.03, 0.4], [0.02, 0.05, 0.1, 0.2, 0.5]),
+        ([3.0, 70000.0], [2, 10, 100, 1000, 10000, 100000]),
+    ],
+)
+def test_an_axis_of_equal_factors_is_as_high_as_its_lines(
+    tmp_path: Path, values: list[float], ticks: list[float]
+) -> None:
+    line = Series("a line", list(range(1, len(values) + 1)), values)
+    found = plots.factors([line])
+    if len(ticks) > plots._MOST_TICKS:
+        ticks = [20, 100, 1000, 10000]
+    assert found == pytest.approx(ticks)
     text = draw(tmp_path / "a.svg", series=[line], log_y=True)
-    for tick in ("<!-- 10 -->", "<!-- 100 -->", "<!-- 1000 -->", "<!-- 10000 -->"):
-        assert tick in text
-    # Its name stands at the end of the line: 9000 is close to the top, not at nine tenths of it.
-    assert plots._decades([line]) == (10.0, 10000.0)
+    for tick in ticks:
+        assert f"<!-- {tick:g} -->" in text
 
 
 def test_an_axis_of_equal_factors_has_no_place_for_zero(tmp_path: Path) -> None:
@@ -108,16 +124,59 @@ def test_the_terminal_chart_names_its_lines_and_fits(colour: bool) -> None:
         assert word in text
     if not colour:
         assert "\x1b" not in text
-        assert max(map(len, text.splitlines())) <= 70
+    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
+    assert max(map(len, plain.splitlines())) <= 70
+    assert plain.splitlines()[-1].split() == (
+        ["━━", "lru", "━━", "lfru", "━━", "optimum"] if colour else ["o", "lru", "x", "lfru", "+", "optimum"]
+    )
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_labels_keep_their_order_and_distance(places: list[float]) -> None:
-    moved = plots._spread(places, 0.05)
+@given(st.lists(st.text("abc ", min_size=1, max_size=30), min_size=1, max_size=8))
+def test_names_below_a_terminal_chart_fit(names: list[str]) -> None:
+    lines = _legend([("x", name, len(name) + 1) for name in names], 40).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert "".join(lines) == "".join(f"  x {name}" for name in names)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0.05, 0.1, 0.15])), min_size=1, max_size=8),
+)
+def test_labels_keep_their_order_and_distance(labels: list[tuple[float, float]]) -> None:
+    places, heights = ([label[part] for label in labels] for part in (0, 1))
+    moved = plots._spread(places, heights)
     order = sorted(range(len(places)), key=lambda index: (places[index], index))
     for low, high in itertools.pairwise(order):
-        assert moved[high] - moved[low] >= 0.05 - 1e-9
+        assert moved[high] - moved[low] >= (heights[low] + heights[high]) / 2 - 1e-9
+    assert min(moved) >= 0
+    if sum(heights) <= 1:
+        assert max(moved) <= 1
 
 
 def test_labels_with_room_stay_where_they_are() -> None:
-    assert plots._spread([0.1, 0.5, 0.9], 0.05) == pytest.approx([0.1, 0.5, 0.9])
+    assert plots._spread([0.1, 0.5, 0.9], [0.05] * 3) == pytest.approx([0.1, 0.5, 0.9])
+
+
+def test_a_long_name_goes_below_itself_and_a_long_note_moves_the_axes_up(tmp_path: Path) -> None:
+    short = draw(tmp_path / "a.svg", note="one line")
+    text = draw(
+        tmp_path / "b.svg",
+        note="a note of three lines " * 15,
+        series=[Series("ours: aging, packed, hits computed during copies", [1, 2], [1.0, 2.0])],
+    )
+    assert "<!-- ours: aging, packed, -->" in text
+    assert "<!-- hits computed during -->" in text
+
+    def bottom(svg: str) -> float:
+        return float(re.search(r'<g id="axes_1">\s*<g id="patch_2">\s*<path d="M [\d.]+ ([\d.]+)', svg)[1])
+
+    assert bottom(text) < bottom(short) - 15
+
+
+def test_the_terminal_chart_has_an_axis_of_equal_factors() -> None:
+    pytest.importorskip("plotext")
+    line = Series("a line", [1, 2, 4], [20.0, 90.0, 800.0])
+    text = terminal_chart(
+        title="t", x_label="x", y_label="y", series=[line], log_y=True, width=70, colour=False
+    )
+    ticks = [line.split("┤")[0].strip() for line in text.splitlines() if "┤" in line]
+    assert ticks == ["1000", "500", "200", "100", "50", "20"]
