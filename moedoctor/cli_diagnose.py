@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.cli_options import OutputOption
+from moedoctor.cli_options import OutputOption, TableFormatOption
 
 
 def check(
-    format: Annotated[str, typer.Option("--format", "-f", help="table, json or markdown.")] = "table",
+    format: TableFormatOption = "table",
     output: OutputOption = None,
 ) -> None:
     """Say which known failures can strike this environment.
@@ -32,19 +32,24 @@ def backends(
         ),
     ] = None,
     sm: Annotated[
-        str | None, typer.Option(help="Compute capability, such as 12.0; default: this machine's GPU.")
+        str | None,
+        typer.Option(metavar="X.Y", help="Compute capability, such as 12.0; default: this machine's GPU."),
     ] = None,
     scheme: Annotated[
         str,
-        typer.Option(help="Weights and activations: nvfp4, nvfp4-w4a16, mxfp4, fp8, fp8-block or bf16."),
+        typer.Option(
+            metavar="SCHEME",
+            help="Weights and activations: nvfp4, nvfp4-w4a16, mxfp4, fp8, fp8-block or bf16.",
+        ),
     ] = "nvfp4",
     release: Annotated[
-        str | None, typer.Option(help="A vLLM release, such as 0.21.0; default: the installed one.")
+        str | None,
+        typer.Option(metavar="X.Y.Z", help="A vLLM release, such as 0.21.0; default: the installed one."),
     ] = None,
     ep: Annotated[bool, typer.Option("--ep", help="With expert parallelism.")] = False,
     dp: Annotated[bool, typer.Option("--dp", help="With data parallelism.")] = False,
     activation: Annotated[
-        str, typer.Option(help="silu, swigluoai (gpt-oss), relu2 (Nemotron), gelu ...")
+        str, typer.Option(metavar="NAME", help="silu, swigluoai (gpt-oss), relu2 (Nemotron), gelu ...")
     ] = "silu",
     backend: Annotated[
         str | None, typer.Option(metavar="MARLIN", help="Would this one work, and how is it asked for?")
@@ -52,7 +57,7 @@ def backends(
     ask: Annotated[
         bool, typer.Option("--ask/--no-ask", help="Ask the installed vLLM too; that takes seconds.")
     ] = True,
-    format: Annotated[str, typer.Option("--format", "-f", help="table, json or markdown.")] = "table",
+    format: TableFormatOption = "table",
     output: OutputOption = None,
 ) -> None:
     """Tell which MoE backend vLLM selects, and why not the others.
@@ -80,7 +85,7 @@ def backends(
 
 def triage(
     file: Annotated[str, typer.Argument(metavar="FILE|-", help="A log, traceback or report; - reads stdin.")],
-    format: Annotated[str, typer.Option("--format", "-f", help="table, json or markdown.")] = "table",
+    format: TableFormatOption = "table",
     output: OutputOption = None,
 ) -> None:
     """Find known failures in a log or a bug report.
@@ -96,7 +101,7 @@ def lint(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A folder with config.json and safetensors.")
     ],
-    format: Annotated[str, typer.Option("--format", "-f", help="table, json or markdown.")] = "table",
+    format: TableFormatOption = "table",
     output: OutputOption = None,
     fix: Annotated[
         Path | None,
@@ -118,9 +123,10 @@ def audit(
         typer.Argument(metavar="PATH", help="A FlashInfer JIT cache, a folder, wheel, .so or .cubin file."),
     ],
     sm: Annotated[
-        str | None, typer.Option(help="Compute capability, such as 12.0; default: this machine's GPU.")
+        str | None,
+        typer.Option(metavar="X.Y", help="Compute capability, such as 12.0; default: this machine's GPU."),
     ] = None,
-    format: Annotated[str, typer.Option("--format", "-f", help="table, json or markdown.")] = "table",
+    format: TableFormatOption = "table",
     output: OutputOption = None,
 ) -> None:
     """Tell which GPUs compiled kernels are for.

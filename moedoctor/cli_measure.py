@@ -7,38 +7,52 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.cli_options import OutputOption
+from moedoctor.cli_options import OutputOption, TableFormatOption
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A preset (see the README) or a folder with a config.json.")],
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME|FOLDER", help="A preset (see the README) or a folder with a config.json."),
+    ],
     gpu_memory: Annotated[float | None, typer.Option(metavar="GIB", help="Memory of the GPU.")] = None,
-    utilization: Annotated[float, typer.Option(help="vLLM's --gpu-memory-utilization.")] = 0.9,
+    utilization: Annotated[
+        float, typer.Option(metavar="SHARE", help="vLLM's --gpu-memory-utilization.")
+    ] = 0.9,
     available_kv: Annotated[
         float | None, typer.Option(metavar="GIB", help="KV memory from vLLM's log, in place of --gpu-memory.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of a request; default: the model's most.")
+        int | None, typer.Option(metavar="TOKENS", help="Tokens of a request; default: the model's most.")
     ] = None,
-    kv_dtype: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
-    block_size: Annotated[int, typer.Option(help="Tokens of a KV block; hybrid models raise it.")] = 16,
-    batched_tokens: Annotated[int, typer.Option(help="vLLM's --max-num-batched-tokens.")] = 8192,
-    scheme: Annotated[str, typer.Option(help="Of the experts: nvfp4, mxfp4, fp8 or bf16.")] = "nvfp4",
-    other_scheme: Annotated[str, typer.Option(help="Of everything else.")] = "bf16",
-    backend: Annotated[str, typer.Option(help="MoE backend, for its workspace.")] = "MARLIN",
+    kv_dtype: Annotated[str, typer.Option(metavar="TYPE", help="bf16 or fp8.")] = "bf16",
+    block_size: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Tokens of a KV block; hybrid models raise it.")
+    ] = 16,
+    batched_tokens: Annotated[
+        int, typer.Option(metavar="TOKENS", help="vLLM's --max-num-batched-tokens.")
+    ] = 8192,
+    scheme: Annotated[
+        str, typer.Option(metavar="SCHEME", help="Of the experts: nvfp4, mxfp4, fp8 or bf16.")
+    ] = "nvfp4",
+    other_scheme: Annotated[str, typer.Option(metavar="SCHEME", help="Of everything else.")] = "bf16",
+    backend: Annotated[str, typer.Option(metavar="NAME", help="MoE backend, for its workspace.")] = "MARLIN",
     workspace: Annotated[
         float | None, typer.Option(metavar="GIB", help="Measured workspace, in place of the computed one.")
     ] = None,
     offload: Annotated[float, typer.Option(metavar="GIB", help="Weights kept in host memory.")] = 0.0,
-    offload_mode: Annotated[str, typer.Option(help="uva, or copy: everything in every step.")] = "uva",
+    offload_mode: Annotated[
+        str, typer.Option(metavar="MODE", help="uva, or copy: everything in every step.")
+    ] = "uva",
     expert_cache: Annotated[
         int | None, typer.Option(metavar="SLOTS", help="Slots a layer of an expert cache.")
     ] = None,
     hit_rate: Annotated[
-        float | None, typer.Option(help="Of that cache, from bench --cache; default: uniform routing.")
+        float | None,
+        typer.Option(metavar="SHARE", help="Of that cache, from bench --cache; default: uniform routing."),
     ] = None,
     pcie: Annotated[float, typer.Option(metavar="GB/S", help="Host to device bandwidth.")] = 50.0,
-    format: Annotated[str, typer.Option("--format", "-f", help="table, json or markdown.")] = "table",
+    format: TableFormatOption = "table",
     output: OutputOption = None,
 ) -> None:
     """Weigh memory against speed.
@@ -81,27 +95,41 @@ def bench(
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="Preset or folder with a config.json; may be repeated. Default: qwen3-30b-a3b."),
+        typer.Option(
+            metavar="NAME|FOLDER",
+            help="Preset or folder with a config.json; may be repeated. Default: qwen3-30b-a3b.",
+        ),
     ] = None,
-    hidden: Annotated[int | None, typer.Option(min=16, max=65536, help="In place of --model.")] = None,
-    intermediate: Annotated[int | None, typer.Option(min=16, max=65536, help="Of one expert.")] = None,
-    experts: Annotated[int | None, typer.Option(min=1, max=4096)] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, max=256, help="Experts a token.")] = None,
-    activation: Annotated[str, typer.Option(help="silu, gelu_tanh or relu2, with --hidden.")] = "silu",
+    hidden: Annotated[
+        int | None, typer.Option(metavar="N", min=16, max=65536, help="In place of --model.")
+    ] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(metavar="N", min=16, max=65536, help="Of one expert.")
+    ] = None,
+    experts: Annotated[int | None, typer.Option(metavar="N", min=1, max=4096)] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="N", min=1, max=256, help="Experts a token.")] = None,
+    activation: Annotated[
+        str, typer.Option(metavar="NAME", help="silu, gelu_tanh or relu2, with --hidden.")
+    ] = "silu",
     quantization: Annotated[
-        list[str] | None, typer.Option(help="nvfp4, fp8 or bf16; default: all that the backends have.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="nvfp4, fp8 or bf16; default: all that the backends have."),
     ] = None,
     tokens: Annotated[
         list[str] | None, typer.Option(metavar="N[,N...]", help="Tokens a call, 1 to 8192.")
     ] = None,
     routing: Annotated[
-        str, typer.Option(help="balanced, zipf or zipf:SKEW; --trace FILE takes a trace's.")
+        str, typer.Option(metavar="NAME", help="balanced, zipf or zipf:SKEW; --trace FILE takes a trace's.")
     ] = ("balanced"),
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda:N; with --backend.")] = "auto",
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda:N; with --backend.")
+    ] = "auto",
     timeout: Annotated[
-        float, typer.Option(help="Seconds that the backends of one package may take.")
+        float, typer.Option(metavar="SECONDS", help="Seconds that the backends of one package may take.")
     ] = 900.0,
-    plot: Annotated[Path | None, typer.Option(help="Latency over tokens as SVG; with --backend.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Latency over tokens as SVG; with --backend.")
+    ] = None,
     cache: Annotated[
         bool, typer.Option("--cache", help="Replay expert routing through cache policies.")
     ] = False,
@@ -115,16 +143,19 @@ def bench(
         list[str] | None, typer.Option(metavar="N[,N...]", help="Slots a layer; default: doubles from top-k.")
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="lru, lfu, lfru, aging or belady; default: all.")
+        list[str] | None, typer.Option(metavar="NAME", help="lru, lfu, lfru, aging or belady; default: all.")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences side by side; default: the trace's own calls.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Sequences side by side; default: the trace's own calls."),
     ] = None,
-    scope: Annotated[str, typer.Option(help="layer: a cache a layer; global: one for all.")] = "layer",
+    scope: Annotated[
+        str, typer.Option(metavar="NAME", help="layer: a cache a layer; global: one for all.")
+    ] = "layer",
     speed: Annotated[
         bool, typer.Option("--speed", help="With --cache: also tokens per second, on a GPU.")
     ] = False,
-    format: Annotated[str, typer.Option("--format", "-f", help="table, json or markdown.")] = "table",
+    format: TableFormatOption = "table",
     output: OutputOption = None,
 ) -> None:
     """Measure backends or an expert cache.

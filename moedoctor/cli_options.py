@@ -7,8 +7,16 @@ from typing import Annotated
 
 import typer
 
-FormatOption = Annotated[str, typer.Option("--format", "-f", help="table, json, markdown, junit or github.")]
-OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Write the report to this file.")]
+FormatOption = Annotated[
+    str, typer.Option("--format", "-f", metavar="FORMAT", help="table, json, markdown, junit or github.")
+]
+TableFormatOption = Annotated[
+    str, typer.Option("--format", "-f", metavar="FORMAT", help="table, json or markdown.")
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the report to this file.")
+]
 ToleranceOption = Annotated[
-    list[str] | None, typer.Option(help="How much worse a figure may be: 5%, or KEY=5% for one figure.")
+    list[str] | None,
+    typer.Option(metavar="[KEY=]SHARE", help="How much worse a figure may be: 5%, or KEY=5% for one figure."),
 ]

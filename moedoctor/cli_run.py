@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.cli_options import FormatOption, OutputOption, ToleranceOption
+from moedoctor.cli_options import FormatOption, OutputOption, TableFormatOption, ToleranceOption
 
 
 def run(
@@ -20,12 +20,16 @@ def run(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Run only cases with KEY=VALUE (a parameter, subject, tier, id or name), or of this id."
+            metavar="ID|KEY=VALUE",
+            help="Run only cases with KEY=VALUE (a parameter, subject, tier, id or name), or of this id.",
         ),
     ] = None,
     subject: Annotated[
         list[str] | None,
-        typer.Option(help="Run only this subject: faulty, fixed, installed, vllm@X.Y.Z or flashinfer@X.Y.Z."),
+        typer.Option(
+            metavar="NAME",
+            help="Run only this subject: faulty, fixed, installed, vllm@X.Y.Z or flashinfer@X.Y.Z.",
+        ),
     ] = None,
     vllm_kernels: Annotated[
         list[str] | None,
@@ -39,19 +43,21 @@ def run(
             metavar="X.Y.Z=PATH", help="Add subject flashinfer@X.Y.Z, its sources out of a wheel or folder."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda:N.")] = "auto",
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds a case may take, in place of the scenario's.")
+        float | None,
+        typer.Option(metavar="SECONDS", help="Seconds a case may take, in place of the scenario's."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="CPU cases side by side; default: the cores.")
+        int | None,
+        typer.Option("--jobs", "-j", metavar="N", min=1, help="CPU cases side by side; default: the cores."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="A skip counts as something found.")] = False,
     fail_on: Annotated[
-        str, typer.Option(help="error, warning (also absent and skipped) or never.")
+        str, typer.Option(metavar="SEVERITY", help="error, warning (also absent and skipped) or never.")
     ] = "error",
     baseline: Annotated[
-        Path | None, typer.Option(help="A JSON report that this run must not be worse than.")
+        Path | None, typer.Option(metavar="FILE", help="A JSON report that this run must not be worse than.")
     ] = None,
     tolerance: ToleranceOption = None,
 ) -> None:
@@ -81,7 +87,7 @@ def run(
 
 
 def list_(
-    format: Annotated[str, typer.Option("--format", "-f", help="table, json or markdown.")] = "table",
+    format: TableFormatOption = "table",
 ) -> None:
     """Show the catalogue of known failures."""
     from moedoctor.commands.listing import list_text
@@ -91,7 +97,9 @@ def list_(
 
 def explain(
     entry: Annotated[str, typer.Argument(metavar="ID|NAME", help="A catalogue entry, such as MD001.")],
-    format: Annotated[str, typer.Option("--format", "-f", help="table, markdown or json.")] = "table",
+    format: Annotated[
+        str, typer.Option("--format", "-f", metavar="FORMAT", help="table, markdown or json.")
+    ] = "table",
 ) -> None:
     """Explain one entry of the catalogue in full.
 
@@ -103,10 +111,10 @@ def explain(
 
 
 def compare(
-    baseline: Annotated[Path, typer.Argument(help="The JSON report to compare with.")],
-    current: Annotated[Path, typer.Argument(help="The JSON report to judge.")],
+    baseline: Annotated[Path, typer.Argument(metavar="REPORT", help="The JSON report to compare with.")],
+    current: Annotated[Path, typer.Argument(metavar="REPORT", help="The JSON report to judge.")],
     tolerance: ToleranceOption = None,
-    format: Annotated[str, typer.Option("--format", "-f", help="table, json or markdown.")] = "table",
+    format: TableFormatOption = "table",
 ) -> None:
     """Compare two JSON reports.
 
@@ -118,7 +126,7 @@ def compare(
 
 
 def show(
-    report: Annotated[Path, typer.Argument(help="A JSON report.")],
+    report: Annotated[Path, typer.Argument(metavar="REPORT", help="A JSON report.")],
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:

@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
-from moedoctor.cli import main
+from moedoctor.cli import app, main
 
 PLUGIN = Path(__file__).parent / "plugin"
 
@@ -198,3 +199,15 @@ def test_list_and_explain_know_the_catalogue() -> None:
     explained = moedoctor("explain", "nan-routing").stdout
     for heading in ("What happens", "Who is affected", "Fix", "Claims", "Links"):
         assert f"## {heading}" in explained
+
+
+def test_every_option_that_takes_a_value_says_what_kind() -> None:
+    """By a word of its own: without one the help shows the type of Python's that it is parsed into."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    unnamed = [
+        f"{name} {option.opts[-1]}"
+        for name, command in commands.items()
+        for option in command.params
+        if option.param_type_name == "option" and not option.is_flag and option.metavar is None
+    ]
+    assert unnamed == []
