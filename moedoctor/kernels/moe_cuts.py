@@ -31,17 +31,17 @@ class Tiles:
     down: Cut
 
 
-def choose_tiles(pairs: int, experts: int, slots: int, size: int) -> Tiles:
+def choose_tiles(pairs: int, experts: int, size: int) -> Tiles:
     """By the rows that an expert has on average; `size`: bytes of an element of `x`.
 
-    By the number of `slots` only `columns`, `warps`, `stages` and `splits` may differ, which change no bit
-    of a result: a call in groups computes each row as a call without them does.
+    The same for any number of slots: a call in groups computes each row as a call without them does.
     """
     each = pairs / experts
     if each <= 16 or size > 2:  # float32 has no tensor cores, and all of a tile is in registers
         return Tiles(Cut(16, 16, 32, 128, 4, 4), Cut(16, 16, 64, 128, 4, 4))
     if each <= 32:
         return Tiles(Cut(32, 32, 64, 128, 4, 3), Cut(32, 32, 64, 128, 4, 3))
+    # The fastest on an H200 at 64 rows (scripts/tune_expert_cache.py); with more, more programs share an expert.
     rows = int(each)
     return Tiles(
         Cut(64, 64, 64, 64, 4, 3, 2 + rows // 128), Cut(64, 128, 128, 64, 4, 3, 1 + (rows + 32) // 128)

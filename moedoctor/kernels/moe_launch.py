@@ -115,8 +115,7 @@ def launch_products(
 
     `experts` int32 [slots], -1 for a slot to leave out; None where slots are experts.
     """
-    slots = weights["w13"].shape[0]
-    tiles = choose_tiles(rows.ids.numel(), rows.experts, slots, rows.x.element_size())
+    tiles = choose_tiles(rows.ids.numel(), rows.experts, rows.x.element_size())
     launch_up(rows, weights, experts, tiles.up, activation=activation)
     launch_down(rows, weights, experts, tiles.down)
 
