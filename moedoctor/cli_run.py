@@ -111,8 +111,8 @@ def explain(
 
 
 def compare(
-    baseline: Annotated[Path, typer.Argument(metavar="REPORT", help="The JSON report to compare with.")],
-    current: Annotated[Path, typer.Argument(metavar="REPORT", help="The JSON report to judge.")],
+    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="The JSON report to compare with.")],
+    current: Annotated[Path, typer.Argument(metavar="CURRENT", help="The JSON report to judge.")],
     tolerance: ToleranceOption = None,
     format: TableFormatOption = "table",
 ) -> None:

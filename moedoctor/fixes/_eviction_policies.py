@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
@@ -58,6 +59,11 @@ class Lru:
 class Aging(Lru):
     """By frequency, then by last use. Frequencies may change between calls, and outlive a stay."""
 
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(num_experts)
+        self._present = 0
+        """Residents of the present call, the last ones in `last`."""
+
     def admit(self, experts: Sequence[int], uses: list[int], now: int) -> list[int]:
         last = self.last
         missing = []
@@ -68,10 +74,11 @@ class Aging(Lru):
                 missing.append(expert)
             uses[expert] += 1
             last[expert] = now
+        self._present = len(experts)
         return missing
 
     def victims(self, uses: Sequence[int], now: int, count: int) -> list[int]:
-        earlier = [expert for expert, used in self.last.items() if used < now]
+        earlier = islice(self.last, len(self.last) - self._present)
         return self._leave(sorted(earlier, key=uses.__getitem__)[:count])  # stable: ties by last use
 
 
@@ -160,21 +167,28 @@ class Lfru(Lfu):
         if others:
             others += [(1 / (beyond - once[expert]), 1, expert) for expert in lowest]
             others.sort()
-            lowest = [expert for _, _, expert in others[:count]]
-        return self._leave(lowest)
+            return self._leave([expert for _, _, expert in others[:count]])
+        level_of = self._level_of
+        for victim in lowest:  # as `_leave`, which is slower
+            del once[victim]
+            level_of[victim] = None
+        return lowest
 
     def _among_all(self, uses: Sequence[int], now: int, count: int) -> list[int]:
         """As `victims`, where too few were used once."""
         beyond = now + 1
         scores: list[tuple[float, int, int]] = []
         for least, level in self._levels.items():
-            highest = scores[count - 1][0] if len(scores) >= count else None
+            highest = math.inf
+            if len(scores) >= count:
+                scores.sort()
+                highest = scores[count - 1][0]
             for expert, used in level.items():
                 age = beyond - used
-                if used == now or (highest is not None and least / age >= highest):
+                if used == now or least / age >= highest:
                     break
                 scores.append((uses[expert] / age, uses[expert], expert))
-            scores.sort()
+        scores.sort()
         return [expert for _, _, expert in scores[:count]]
 
 

@@ -119,22 +119,22 @@ class SlotTable:
         self.clock = now = self.clock + 1
         if self._ages and now % HALVED_EVERY == 0:
             uses[:] = [one >> 1 for one in uses]
-        missing = self._residents.admit(experts, uses, now)
-        return missing, self._place(missing) if missing else []
-
-    def _place(self, missing: list[int]) -> list[int]:
-        slot_of, expert_of, count = self.slot_of, self.expert_of, len(missing)
+        residents, slot_of, expert_of = self._residents, self.slot_of, self.expert_of
+        missing = residents.admit(experts, uses, now)
+        if not missing:
+            return missing, []
+        count = len(missing)
         slots = []
         if self._free:
             slots, self._free = self._free[:count], self._free[count:]
             count -= len(slots)
         if count:
-            for victim in self._residents.victims(self.uses, self.clock, count):
+            for victim in residents.victims(uses, now, count):
                 slots.append(slot_of[victim])
                 slot_of[victim] = -1
         for expert, slot in zip(missing, slots):  # noqa: B905  as long as each other, and this is hot
             slot_of[expert], expert_of[slot] = slot, expert
-        return slots
+        return missing, slots
 
     def forget(self, expert: int) -> None:
         """`expert` is not resident after all; its slot is free."""

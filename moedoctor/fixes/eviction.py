@@ -139,5 +139,6 @@ def _checked(trace: Sequence[Sequence[int]], num_experts: int) -> list[list[int]
             raise ValueError(
                 f"trace: call {index} needs expert {needed[-1]}, but there are {num_experts} experts"
             )
-        del needed[0]
+        if needed[0] == -1:
+            del needed[0]
     return calls

@@ -7,7 +7,6 @@ ids: with many tokens the result is that of one call with all experts, bit by bi
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,9 +16,6 @@ from moedoctor.fixes.moe_forward import MOST_DECODE_PAIRS, check_weights, interp
 
 if TYPE_CHECKING:
     from moedoctor.kernels.moe_launch import Rows
-
-_STREAMS = 2
-"""That groups which are resident at the same time are computed on."""
 
 
 class GroupedForward:
@@ -65,8 +61,10 @@ class GroupedForward:
     def add_resident(self, groups: Sequence[tuple[Mapping[str, torch.Tensor], torch.Tensor]]) -> None:
         """`add` each of several groups that are resident at the same time.
 
-        On a GPU several streams take them in turn: one group fills the multiprocessors that the end of
-        another leaves idle. What the current stream does next comes after all of them.
+        `groups`: what `add` takes, each with weights of its own. Those of `ExpertCache.groups` are not: they
+        come one after another into the same slots. On a GPU two streams take the groups in turn, so that one
+        fills the multiprocessors that the end of another leaves idle; what the current stream does next comes
+        after all of them. Raises ValueError as `add` does, after which there is no total.
         """
         if not self._tiles or not self._x.is_cuda or len(groups) < 2:
             for weights, experts in groups:
@@ -75,16 +73,14 @@ class GroupedForward:
         check_weights(groups[0][0], self._x.shape[1], self._activation)
         self._sorted(groups[0][0]["w2"].shape[2])
         current = torch.cuda.current_stream(self._x.device)
-        others = [torch.cuda.Stream(self._x.device) for _ in range(_STREAMS - 1)]
-        for other in others:
-            other.wait_stream(current)
+        beside = torch.cuda.Stream(self._x.device)
+        beside.wait_stream(current)
         try:
-            for (weights, experts), stream in zip(groups, itertools.cycle([current, *others]), strict=False):
-                with torch.cuda.stream(stream):
+            for index, (weights, experts) in enumerate(groups):
+                with torch.cuda.stream(beside if index % 2 else current):
                     self.add(weights, experts)
         finally:
-            for other in others:
-                current.wait_stream(other)
+            current.wait_stream(beside)
 
     def total(self) -> torch.Tensor:
         """float32 [T, H]: the sum over all groups; zeros where there was none."""
@@ -101,6 +97,10 @@ class GroupedForward:
 
         if self._rows is None:
             self._rows = Rows.sort(self._x, self._ids, self._num_experts, inner)
+        if self._rows.inner != inner:
+            raise ValueError(
+                f"weights['w2'] must be as wide as the first group's, {self._rows.inner}, got {inner}"
+            )
         return self._rows
 
     def _slot_ids(self, experts: torch.Tensor) -> torch.Tensor:

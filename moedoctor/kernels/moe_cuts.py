@@ -42,7 +42,7 @@ def choose_tiles(pairs: int, experts: int, size: int) -> Tiles:
     if each <= 32:
         return Tiles(Cut(32, 32, 64, 128, 4, 3), Cut(32, 32, 64, 128, 4, 3))
     # The fastest on an H200 at 64 rows (scripts/tune_expert_cache.py). With more, more programs share them.
-    rows = int(each)
     return Tiles(
-        Cut(64, 64, 64, 64, 4, 3, 2 + rows // 128), Cut(64, 128, 128, 64, 4, 3, 1 + (rows + 32) // 128)
+        Cut(64, 64, 64, 64, 4, 3, 2 + int(each) // 128),
+        Cut(64, 128, 128, 64, 4, 3, 1 + int(each + 32) // 128),
     )

@@ -86,7 +86,7 @@ def line_chart(
     with matplotlib.rc_context(style):
         figure = import_library("matplotlib.figure").Figure(figsize=(7.2, 4.2), facecolor=_PAPER)
         below = _wrapped(note, 118) if note else ""
-        bottom = 0.15 + 0.037 * len(below.splitlines())
+        bottom = min(0.15 + 0.037 * len(below.splitlines()), 0.5)
         axes = figure.add_axes((0.095, bottom, 0.735, 0.86 - bottom), facecolor=_PAPER)
         figure.text(0.02, 0.945, title, size=12, weight="bold", va="center")
         figure.text(0.02, 0.03, below, size=8, color=_QUIET, va="bottom", linespacing=1.35)
@@ -168,7 +168,7 @@ def factors(series: Sequence[Series]) -> list[float]:
     values = [value for one in series for value in (*one.y, *one.low, *one.high)]
     if min(values) <= 0:
         raise ValueError("an axis of equal factors has no place for 0 and below")
-    powers = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 2)
+    powers = range(math.floor(math.log10(min(values))) - 1, math.ceil(math.log10(max(values))) + 2)
     steps = [step * 10.0**power for power in powers for step in (1, 2, 5)]
     first = max(index for index, step in enumerate(steps) if step <= min(values))
     last = next(index for index, step in enumerate(steps) if step >= max(values) and index > first)
@@ -182,12 +182,12 @@ def factors(series: Sequence[Series]) -> list[float]:
 def _name_lines(axes: Any, series: Sequence[Series]) -> None:
     """Each name right of its line, moved up or down where two would touch."""
     low, high = axes.get_ylim()
-    factors = axes.get_yscale() == "log"
-    if factors:
+    by_factors = axes.get_yscale() == "log"
+    if by_factors:
         low, high = math.log10(low), math.log10(high)
     end = max(max(one.x) for one in series)
     ends = [one.y[list(one.x).index(max(one.x))] for one in series]
-    places = [((math.log10(value) if factors else value) - low) / (high - low) for value in ends]
+    places = [((math.log10(value) if by_factors else value) - low) / (high - low) for value in ends]
     # Lines that end at the same height are named in the order in which they lie before.
     places = [
         place + 1e-9 * sum(one.y) / len(one.y) / (high - low)
@@ -199,7 +199,7 @@ def _name_lines(axes: Any, series: Sequence[Series]) -> None:
     for name, colour, place in zip(names, colours(series), _spread(places, heights), strict=True):
         axes.annotate(
             name,
-            (end, 10 ** (low + place * (high - low)) if factors else low + place * (high - low)),
+            (end, 10 ** (low + place * (high - low)) if by_factors else low + place * (high - low)),
             xytext=(8, 0),
             textcoords="offset points",
             va="center",

@@ -29,7 +29,7 @@ def terminal_chart(
     if figure is None:
         raise PlotError("plotext is older than 6: pip install -U 'moedoctor[plots]'")
     figure.clear()
-    figure.theme("clear")
+    figure.theme("colorless")
     figure.plot_size(width, height)
     figure.title(title)
     figure.label(x_label, "x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from moedoctor.bench.timing import Comparison, compare_rounds
 from moedoctor.faults.pr37190 import PrRule
 from moedoctor.fixes.eviction import SlotTable, replay
 from moedoctor.fixes.expert_cache import ExpertStore
+from moedoctor.fixes.moe_groups import GroupedForward
 from moedoctor.trace.shipped import shipped_trace
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
@@ -102,14 +104,33 @@ def test_groups_that_differ_from_one_call_are_not_timed(monkeypatch: pytest.Monk
     found = expert_cache_groups.group_cost("cpu", tokens=9, groups=(2, 4), model=SMALL)
     assert [row["groups"] for row in found["rows"]] == [2, 4]
     assert timed == ["1", "2", "2 in turn", "4", "4 in turn"]
-    total = expert_cache_groups.GroupedForward.total
+    total = GroupedForward.total
     for wrong in (1.001, float("nan")):
-        monkeypatch.setattr(
-            expert_cache_groups.GroupedForward, "total", lambda self, by=wrong: total(self) * by
-        )
-        with pytest.raises(RuntimeError, match="2 groups differ from one call by"):
-            expert_cache_groups.group_cost("cpu", tokens=9, groups=(2,), model=SMALL)
+        for call, name in enumerate(("2", "2 in turn")):
+            made = itertools.count()
+            monkeypatch.setattr(
+                GroupedForward,
+                "total",
+                lambda self, by=wrong, which=call, made=made: (
+                    total(self) * (by if next(made) == which else 1)
+                ),
+            )
+            with pytest.raises(RuntimeError, match=rf"groups \({name}\) differ from one call by"):
+                expert_cache_groups.group_cost("cpu", tokens=9, groups=(2,), model=SMALL)
     assert len(timed) == 5
+
+
+def test_groups_in_turn_are_not_computed_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    beside = GroupedForward.add_resident
+    monkeypatch.setattr(
+        GroupedForward, "add_resident", lambda self, parts: (seen.append(len(parts)), beside(self, parts))
+    )
+    calls, _, _ = expert_cache_groups.grouped_calls("cpu", tokens=9, groups=(2,), model=SMALL)
+    calls["2 in turn"]()
+    assert seen == []
+    calls["2"]()
+    assert seen == [2]
 
 
 @pytest.fixture(scope="module")

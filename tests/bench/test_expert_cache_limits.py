@@ -62,8 +62,9 @@ def test_the_rest_of_the_limits() -> None:
         {"engine": "packed", "miss_gb_s": 60.0, "of_pinned": 1.2},
     ]
     assert _verdicts(misses=misses) == ["confirmed", "refuted"]
-    groups = [{"groups": count, "overhead": 0.1, "overhead_in_turn": 0.3, "us": 300.0} for count in (2, 4, 8)]
-    assert _verdicts(groups=groups) == ["refuted", "confirmed", "confirmed"]
+    both = {"overhead": 0.1, "overhead_in_turn": 0.3, "us": 300.0, "us_in_turn": 350.0}
+    groups = [{"groups": count, **both} for count in (2, 4, 8)]
+    assert _verdicts(groups=groups) == ["refuted", "confirmed", "confirmed", *["refuted"] * 3]
     replays = [
         {"policy": "lru", "capacity": 16, "accesses_per_second": 2e6},
         {"policy": "lru", "capacity": 32, "accesses_per_second": 0.9e6},

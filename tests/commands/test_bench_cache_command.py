@@ -183,7 +183,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         {"engine": "host", "miss_gb_s": 48.0, "of_pinned": 0.96},
     ]
     monkeypatch.setattr("moedoctor.bench.expert_cache_misses.miss_bandwidth", lambda *_, **__: misses)
-    groups = {"rows": [{"groups": 2, "overhead": 0.05, "overhead_in_turn": 0.06, "us": 300.0}]}
+    groups = {
+        "rows": [{"groups": 2, "overhead": 0.05, "overhead_in_turn": 0.06, "us": 300.0, "us_in_turn": 310.0}]
+    }
     monkeypatch.setattr("moedoctor.bench.expert_cache_groups.group_cost", lambda *_, **__: groups)
     replays = [{"policy": "lru", "capacity": 16, "accesses_per_second": 2e6}]
     monkeypatch.setattr("moedoctor.bench.replay_speed.replay_speed", lambda: replays)
@@ -206,7 +208,8 @@ def test_speed_is_in_the_report_and_in_a_picture_of_its_own(
     }
     assert {one["claim"].split(":")[0]: one["verdict"] for one in cache["limits"]} == {
         "misses, engine host": "confirmed",
-        "2 groups": "refuted",
+        "2 resident groups, beside each other": "refuted",
+        "2 resident groups, one after another, as in a full cache": "confirmed",
         "simulate, lru": "confirmed",
     }
     assert "a GPU" in cache["speed_note"]

@@ -230,7 +230,8 @@ def grouped() -> None:
                 for part in (slice(0, 4), slice(4, 9))
             ]
         )
-        assert torch.allclose(call.total(), whole, rtol=1e-5)
+        total = call.total()
+        assert torch.equal(total, whole) or (tokens < 10 and torch.allclose(total, whole, rtol=1e-5))
 
 
 def early() -> None:

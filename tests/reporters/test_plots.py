@@ -75,9 +75,10 @@ def test_values_that_cannot_be_drawn_are_refused(values: dict[str, list[float]])
 @pytest.mark.parametrize(
     ("values", "ticks"),
     [
-        ([30.0, 800.0, 9000.0], [20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]),
+        ([30.0, 800.0, 9000.0], [20, 100, 1000, 10000]),
         ([20.0, 500.0], [20, 50, 100, 200, 500]),
         ([1.0], [1, 2]),
+        ([1e23], [5e22, 1e23]),
         ([0.03, 0.4], [0.02, 0.05, 0.1, 0.2, 0.5]),
         ([3.0, 70000.0], [2, 10, 100, 1000, 10000, 100000]),
     ],
@@ -86,10 +87,7 @@ def test_an_axis_of_equal_factors_is_as_high_as_its_lines(
     tmp_path: Path, values: list[float], ticks: list[float]
 ) -> None:
     line = Series("a line", list(range(1, len(values) + 1)), values)
-    found = plots.factors([line])
-    if len(ticks) > plots._MOST_TICKS:
-        ticks = [20, 100, 1000, 10000]
-    assert found == pytest.approx(ticks)
+    assert plots.factors([line]) == pytest.approx(ticks)
     text = draw(tmp_path / "a.svg", series=[line], log_y=True)
     for tick in ticks:
         assert f"<!-- {tick:g} -->" in text
