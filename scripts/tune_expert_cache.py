@@ -24,6 +24,7 @@ from moedoctor.kernels import cache_copies, moe_launch
 from moedoctor.kernels.moe_cuts import Cut
 
 _TOKENS, _GROUPS = 1024, (1, 2, 4, 8)
+_COMPILERS = 12
 _UP = (
     Cut(64, 64, 64, 64, 4, 3, 2),
     Cut(64, 64, 64, 64, 4, 4, 2),
@@ -61,8 +62,10 @@ _PROGRAMS = ((16, 48), (16, 96), (8, 128), (16, 128), (16, 192), (16, 264))
 def tiles() -> None:
     """Microseconds of each product of a layer, cut up in each way, computed in one call and in groups."""
     cuts = [("up", one) for one in _UP] + [("down", one) for one in _DOWN]
-    with ProcessPoolExecutor(max_workers=14, mp_context=get_context("spawn")) as pool:
+    # Compiling holds Python's lock, so processes do it side by side. Each has 1.3 GB of the GPU.
+    with ProcessPoolExecutor(_COMPILERS, get_context("spawn")) as pool:
         errors = list(pool.map(_compile, cuts))
+    print(f"microseconds of {_TOKENS} tokens in {', '.join(map(str, _GROUPS))} groups one after another")
     layer = _Layer()
     first: dict[str, torch.Tensor] = {}
     for (product, cut), error in zip(cuts, errors, strict=True):

@@ -23,11 +23,15 @@ def terminal_chart(
     height: int = 22,
     colour: bool = True,
 ) -> str:
-    """The lines as text of `width` columns, their names below. Raises PlotError where plotext is missing."""
+    """The lines as text of `width` columns, their names below.
+
+    Raises PlotError where plotext is missing, ValueError for what `log_y` has no place for.
+    """
     plot = import_library("plotext")
     figure = getattr(plot, "figure", None)
     if figure is None:
         raise PlotError("plotext is older than 6: pip install -U 'moedoctor[plots]'")
+    levels = factors(series) if log_y else []
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(width, height)
@@ -45,7 +49,6 @@ def terminal_chart(
         key = "\x1b[38;2;{};{};{}m━━\x1b[0m".format(*shade) if colour else character
         names.append((key, one.name, len(one.name) + (2 if colour else 1)))
     if log_y:
-        levels = factors(series)
         figure.ruler("y").ticks([math.log10(level) for level in levels], [f"{level:g}" for level in levels])
     ticks = sorted({value for one in series for value in one.x})
     places = [math.log2(value) for value in ticks] if log_x else ticks

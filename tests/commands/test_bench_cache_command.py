@@ -184,7 +184,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr("moedoctor.bench.expert_cache_misses.miss_bandwidth", lambda *_, **__: misses)
     groups = {
-        "rows": [{"groups": 2, "overhead": 0.05, "overhead_in_turn": 0.06, "us": 300.0, "us_in_turn": 310.0}]
+        "rows": [{"groups": 2, "overhead": 0.05, "overhead_in_turn": 0.03, "us": 300.0, "us_in_turn": 310.0}]
     }
     monkeypatch.setattr("moedoctor.bench.expert_cache_groups.group_cost", lambda *_, **__: groups)
     replays = [{"policy": "lru", "capacity": 16, "accesses_per_second": 2e6}]

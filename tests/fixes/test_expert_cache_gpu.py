@@ -223,6 +223,46 @@ def test_groups_beside_each_other_give_the_bits_of_one_call(size: int) -> None:
         assert torch.equal(call.total(), whole)
 
 
+def test_groups_beside_each_other_are_one_graph_of_the_same_bits() -> None:
+    every = {name: tensor.cuda() for name, tensor in _weights().items()}
+    torch.manual_seed(8)
+    x = torch.randn(1200, HIDDEN, device="cuda").bfloat16()
+    ids = torch.randint(-1, EXPERTS, (1200, 4), dtype=torch.int32, device="cuda")
+    shares = torch.rand(1200, 4, device="cuda")
+    experts = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
+    parts = [
+        ({name: one[at : at + 8] for name, one in every.items()}, experts[at : at + 8])
+        for at in range(0, EXPERTS, 8)
+    ]
+
+    def step() -> torch.Tensor:
+        call = GroupedForward(x, ids, shares, EXPERTS)
+        call.add_resident(parts)
+        return call.total()
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(5):
+        x.normal_()
+        ids.copy_(torch.randint(-1, EXPERTS, (1200, 4), dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, moe_forward(x, every, ids, shares))
+
+
+def test_a_group_that_is_refused_leaves_the_stream_in_order() -> None:
+    every = {name: tensor.cuda() for name, tensor in _weights().items()}
+    x = torch.randn(300, HIDDEN, device="cuda").bfloat16()
+    ids = torch.randint(0, EXPERTS, (300, 4), dtype=torch.int32, device="cuda")
+    call = GroupedForward(x, ids, torch.rand(300, 4, device="cuda"), EXPERTS)
+    experts = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
+    call.add_resident([(every, experts), (every, experts)])  # compiles, outside the capture
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # whose end raises where a stream has not come back
+        with pytest.raises(ValueError, match="experts must be int32"):
+            call.add_resident([(every, experts), (every, experts), (every, experts.long())])
+
+
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
 def test_the_kernel_decides_as_the_table_does(policy: str) -> None:
     cache = ExpertCache(_weights(), CAPACITY, engine="device", policy=policy)
