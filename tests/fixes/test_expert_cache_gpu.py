@@ -258,9 +258,9 @@ def test_a_group_that_is_refused_leaves_the_stream_in_order() -> None:
     call = GroupedForward(x, ids, torch.rand(300, 4, device="cuda"), EXPERTS)
     experts = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
     call.add_resident([(every, experts), (every, experts)])  # compiles, outside the capture
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # whose end raises where a stream has not come back
-        with pytest.raises(ValueError, match="experts must be int32"):
-            call.add_resident([(every, experts), (every, experts), (every, experts.long())])
+    # The end of a capture raises where a stream has not come back.
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(ValueError, match="experts must be int32"):
+        call.add_resident([(every, experts), (every, experts), (every, experts.long())])
 
 
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
