@@ -88,7 +88,7 @@ make_report() {
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;
         kv_scales_missing) both kv_scales_missing MD012 ;;
         global_scale_mismatch) both global_scale_mismatch MD014 ;;
-        input_scale_missing) write input_scale_missing run MD015 --only tier=engine --device cuda:0 ;;
+        input_scale_missing) write input_scale_missing run MD015 --device cuda:0 ;;
         gate_up_order) both gate_up_order MD017 ;;
         scale_layout) both scale_layout MD018 ;;
         moe_backends) moe_backends ;;                                                                          # idle

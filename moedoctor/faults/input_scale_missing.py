@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moedoctor.faults.base import Judgement
 from moedoctor.faults.checkpoint_fault import CheckpointFault
+from moedoctor.faults.input_scale_missing_claims import CLAIMS
 from moedoctor.results import Case, CaseVerdict, Evidence, Observation
 
 WORSE = 1.5
@@ -54,6 +55,7 @@ class InputScaleMissing(CheckpointFault):
     name = "input_scale_missing"
     title = "input_scale zero or absent: 1/0"
     parameters = InputScaleMissingParameters
+    claims = CLAIMS
 
     def damaged(self, case: Case) -> Any:
         from moedoctor.faults.input_scale_missing_model import unchecked
