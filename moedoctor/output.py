@@ -21,9 +21,10 @@ def check_writable(path: Path | None) -> None:
     """Raise OutputError now where `write` would fail later, so that no run is lost for it."""
     if path is None:
         return
-    if path.is_dir():
+    # os.path raises nothing for a name that cannot be one, as Path does.
+    if os.path.isdir(path):
         raise OutputError(f"{path}: is a folder; expected the name of a file")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise OutputError(f"{path}: its folder does not exist; create it first")
     if not os.access(path.parent, os.W_OK):
         raise OutputError(f"{path}: its folder cannot be written to")
@@ -41,10 +42,17 @@ def emit(report: Report, reporter: Reporter, path: Path | None) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write `text` to a file beside `path` and rename it: a reader never sees half a report."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Write `text` to a file beside `path` and rename it: a reader never sees half a report.
+
+    Half of a surrogate pair, which UTF-8 has no bytes for, is written as JSON writes it: ``\\ud800``.
+    Raises OutputError where `path` cannot be written to.
+    """
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".moedoctor.")
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         os.chmod(name, 0o644)
         os.replace(name, path)

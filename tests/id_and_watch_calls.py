@@ -46,10 +46,18 @@ def check_ids_with_a_step(device: str) -> None:
     assert counts.tolist() == [[[2, 2, 0], [2, 0, 0]], [[5, 5, 0], [5, 0, 0]]], counts
 
 
-def check_deduplicate(device: str) -> None:
+def check_deduplicate(
+    device: str, dtype: torch.dtype = torch.int32, weight_dtype: torch.dtype = torch.float32
+) -> None:
     for seed, (tokens, top_k) in enumerate(SHAPES):
-        ids = make_ids(tokens, top_k, 64, seed + 10, torch.int32)
-        weights = torch.randint(0, 9, ids.shape, generator=torch.Generator().manual_seed(seed)) / 8
+        ids = make_ids(tokens, top_k, 64, seed + 10, dtype)
+        if dtype == torch.int64:  # what int32 would take for expert 1, and for one below 0
+            ids[1::3, 0], ids[2::3, -1] = (1 << 32) + 1, -(1 << 32) + 1
+        draw = torch.Generator().manual_seed(seed)
+        weights = torch.randint(0, 9, ids.shape, generator=draw) / 8
+        # Sums that are exact in float32, in any order, and that a half does not hold.
+        weights[:, 1::2] = torch.tensor(0.0007).to(torch.bfloat16).float()
+        weights = weights.to(weight_dtype)
         for spare in (None, 64):
             expected = expert_ids.deduplicate(ids, weights, num_experts=spare)
             out_ids = torch.full((tokens + 1, top_k), -7, dtype=torch.int32, device=device)
@@ -139,6 +147,10 @@ CHECKS = {
     "ids int64": lambda device: check_ids(device, torch.int64),
     "ids with a step": check_ids_with_a_step,
     "deduplicate": check_deduplicate,
+    "deduplicate int64": lambda device: check_deduplicate(device, torch.int64),
+    "deduplicate float16": lambda device: check_deduplicate(device, weight_dtype=torch.float16),
+    "deduplicate bfloat16": lambda device: check_deduplicate(device, weight_dtype=torch.bfloat16),
+    "deduplicate float64": lambda device: check_deduplicate(device, torch.int64, torch.float64),
     "watch": check_watch,
     "watch three": check_watch_three,
 }

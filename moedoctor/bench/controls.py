@@ -6,7 +6,7 @@ what it returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,34 +16,38 @@ from moedoctor.reference.conventions import swap_gate_up, swap_halves
 from moedoctor.reference.experts import Weight
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.reference.swizzle import padded_shape, swizzle
+from moedoctor.reference.swizzle import padded_shape, swizzle, unswizzle
 
 
 @dataclass(frozen=True)
 class Control:
-    """One fault."""
+    """One fault, in one of three places."""
 
     name: str
-    on_problem: Callable[[Problem], Problem] | None = None
-    """What to give the backend in place of the problem."""
+    on_weights: Callable[[Layer], Weight] | None = None
+    """What the backend takes over in place of the layer's w13."""
+    on_routes: Callable[[Problem], Problem] | None = None
+    """What to call the backend with in place of the problem; the layer is the same."""
     on_output: Callable[[torch.Tensor], torch.Tensor] | None = None
     """What to make of the right output."""
     applies: Callable[[Layer], bool] = lambda layer: True
+    """Whether the fault changes anything in this layer."""
 
 
 def controls() -> tuple[Control, ...]:
     """Every control, in the order of reports."""
     return (
-        Control("swapped_gate_up", on_problem=_swapped, applies=_gated),
-        Control("inverted_global_scale", on_problem=_inverted, applies=_scaled),
-        Control("linear_for_swizzled", on_problem=_swizzled, applies=_blocked),
+        Control("swapped_gate_up", on_weights=_swapped, applies=_gated),
+        Control("inverted_global_scale", on_weights=_inverted, applies=_scaled),
+        Control("swizzled_for_linear", on_weights=_swizzled_for_linear, applies=_blocked),
+        Control("linear_for_swizzled", on_weights=_linear_for_swizzled, applies=_blocked),
         Control(
             "mismatched_global_scale",
-            on_problem=_mismatched,
+            on_weights=_mismatched,
             applies=lambda one: _gated(one) and _scaled(one),
         ),
-        Control("dropped_expert", on_problem=_dropped),
-        Control("off_by_one_expert", on_problem=_off_by_one),
+        Control("dropped_expert", on_routes=_dropped),
+        Control("off_by_one_expert", on_routes=_off_by_one, applies=lambda one: one.shape.experts > 1),
         Control("stale_row", on_output=_stale),
         Control("half_output", on_output=lambda output: output * 0.5),
         Control("zero_output", on_output=torch.zeros_like),
@@ -51,13 +55,19 @@ def controls() -> tuple[Control, ...]:
     )
 
 
-def wrong_problems(problem: Problem) -> Mapping[str, Problem]:
-    """Control name -> what the backend is given, for the controls that apply to this layer."""
-    return {
-        one.name: one.on_problem(problem)
-        for one in controls()
-        if one.on_problem is not None and one.applies(problem.layer)
-    }
+def wrong_problems(problem: Problem, *, weights: bool = True) -> Iterator[tuple[str, Problem]]:
+    """(control name, what the backend is given) for the controls that apply to this layer, one at a time.
+
+    Those in weights copy the layer's w13; without `weights` they are left out.
+    """
+    for one in controls():
+        if not one.applies(problem.layer):
+            continue
+        if one.on_weights is not None and weights:
+            layer = replace(problem.layer, w13=one.on_weights(problem.layer))
+            yield one.name, replace(problem, layer=layer)
+        elif one.on_routes is not None:
+            yield one.name, one.on_routes(problem)
 
 
 def wrong_outputs(output: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -77,51 +87,64 @@ def _blocked(layer: Layer) -> bool:
     return layer.quantization == "nvfp4"
 
 
-def _with_w13(problem: Problem, w13: Weight) -> Problem:
-    return replace(problem, layer=replace(problem.layer, w13=w13))
-
-
-def _swapped(problem: Problem) -> Problem:
-    w13 = problem.layer.w13
+def _swapped(layer: Layer) -> Weight:
+    w13 = layer.w13
     if isinstance(w13, Nvfp4):
-        return _with_w13(problem, swap_gate_up(w13))
+        return swap_gate_up(w13)
     if isinstance(w13, Fp8):
         bytes_ = swap_halves(w13.values.view(torch.uint8))  # [E, 2I, H]
-        return _with_w13(problem, replace(w13, values=bytes_.view(w13.values.dtype)))
-    return _with_w13(problem, swap_halves(w13))
+        return replace(w13, values=bytes_.view(w13.values.dtype))
+    return swap_halves(w13)
 
 
-def _inverted(problem: Problem) -> Problem:
-    w13 = problem.layer.w13
+def _inverted(layer: Layer) -> Weight:
+    w13 = layer.w13
     if isinstance(w13, Fp8):
-        return _with_w13(problem, replace(w13, scale=1 / w13.scale))
+        return replace(w13, scale=1 / w13.scale)
     assert isinstance(w13, Nvfp4)
-    return _with_w13(problem, replace(w13, global_scale=1 / w13.global_scale))
+    return replace(w13, global_scale=1 / w13.global_scale)
 
 
-def _swizzled(problem: Problem) -> Problem:
+def _swizzled_for_linear(layer: Layer) -> Weight:
     """Scales in tiles given to what reads them row by row; what does not fit into the rows is cut off."""
-    w13 = problem.layer.w13
+    w13 = layer.w13
     assert isinstance(w13, Nvfp4)
     rows, columns = w13.block_scales.shape[-2:]
     tiles = swizzle(w13.block_scales).view(torch.uint8).flatten(-2)  # [E, M' * S']
     if padded_shape(rows, columns) != (rows, columns):
         tiles = torch.where(tiles == 0, tiles.amax(), tiles)  # padding would show at once
     linear = tiles[:, : rows * columns].unflatten(-1, (rows, columns)).contiguous()  # [E, M, S]
-    return _with_w13(problem, replace(w13, block_scales=linear.view(w13.block_scales.dtype)))
+    return replace(w13, block_scales=linear.view(w13.block_scales.dtype))
 
 
-def _mismatched(problem: Problem) -> Problem:
+def _linear_for_swizzled(layer: Layer) -> Weight:
+    """Scales row by row given to what reads them in tiles, as the linear scales that it reads in effect.
+
+    A backend that swizzles them comes back to the bytes of the linear ones. Where tiles are larger than the
+    rows, what is read behind the last row is the largest scale. With 16 columns of scales (hidden size 256)
+    the layouts are each other's inverse, and this is the same fault as `_swizzled_for_linear`.
+    """
+    w13 = layer.w13
+    assert isinstance(w13, Nvfp4)
+    rows, columns = w13.block_scales.shape[-2:]
+    tall, wide = padded_shape(rows, columns)
+    linear = w13.block_scales.view(torch.uint8).flatten(-2)  # [E, M * S]
+    behind = linear.amax().expand(len(linear), tall * wide - rows * columns)  # [E, M' * S' - M * S]
+    tiles = torch.cat((linear, behind), 1).unflatten(-1, (tall, wide))  # [E, M', S']
+    return replace(w13, block_scales=unswizzle(tiles, rows, columns).view(w13.block_scales.dtype))
+
+
+def _mismatched(layer: Layer) -> Weight:
     """The up half computed with the gate's scale where its own is twice as large."""
-    w13, half = problem.layer.w13, problem.layer.shape.intermediate
+    w13, half = layer.w13, layer.shape.intermediate
     if isinstance(w13, Fp8):
         values = w13.values.clone()  # [E, 2I, H]
         values[:, half:] = (values[:, half:].float() / 2).to(values.dtype)
-        return _with_w13(problem, replace(w13, values=values))
+        return replace(w13, values=values)
     assert isinstance(w13, Nvfp4)
     scales = w13.block_scales.clone()  # [E, 2I, H/16]
     scales[:, half:] = (scales[:, half:].float() / 2).to(scales.dtype)
-    return _with_w13(problem, replace(w13, block_scales=scales))
+    return replace(w13, block_scales=scales)
 
 
 def _dropped(problem: Problem) -> Problem:
@@ -132,7 +155,10 @@ def _dropped(problem: Problem) -> Problem:
 
 
 def _off_by_one(problem: Problem) -> Problem:
-    """One slot of the last token goes to an expert beside its own, which the token does not use."""
+    """One slot of the last token goes to an expert beside its own, one that it does not use if there is any.
+
+    Needs two experts.
+    """
     ids = problem.topk_ids.clone()  # [T, K]
     experts, used = problem.layer.shape.experts, set(ids[-1].tolist())
     slot = int(problem.topk_weights[-1].argmax())

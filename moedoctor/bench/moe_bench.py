@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +14,22 @@ import torch
 from moedoctor.bench.backends import registry
 from moedoctor.bench.backends.base import Backend, Prepared, Variant
 from moedoctor.bench.expert_load import Routing, make_routes
-from moedoctor.bench.moe_layer import Layer, Problem, make_input, make_layer
+from moedoctor.bench.moe_layer import Layer, Problem, expected_output, make_input, make_layer, make_problem
 from moedoctor.bench.moe_timing import LayerTimes, time_layer
-from moedoctor.bench.parity import ParityResult, check_output, check_parity
+from moedoctor.bench.parity import ParityResult, check_parity
+from moedoctor.bench.parity_bounds import bounds_of
 from moedoctor.bench.roofline import Roofline
 from moedoctor.bench.timing import Spread
 from moedoctor.models.layer_shape import BITS, LayerShape
+from moedoctor.reference.token_agreement import agree
 from moedoctor.subjects.base import UnavailableError
 
-_CONTROL_BYTES = 2**28
-"""Layers above this size are checked with the controls that change outputs; the others need copies of it."""
+_FEW_EXPERTS, _FEW_TOP_K, _FEW_TOKENS = 8, 2, 17
+"""The layer in whose weights faults are planted: each takes a copy, and a model's layer is too large."""
+
+
+class _WrongWhenTimedError(Exception):
+    """A backend that was right before gave a wrong result in the calls that were timed."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +46,19 @@ class Task:
     seed: int = 0
 
 
-def measure(task: Task, roofline: Roofline) -> Iterator[dict[str, Any]]:
-    """A row for each number of tokens, or one with ``unavailable`` where the backend cannot run here."""
+def measure(
+    task: Task, roofline: Roofline, at: Callable[[int], None] = lambda tokens: None
+) -> Iterator[dict[str, Any]]:
+    """A row for each number of tokens, or one with ``unavailable`` where the backend cannot run here.
+
+    `at` is told the number of tokens before anything is done with it.
+    """
     head = {"backend": task.variant.name, "quantization": task.variant.quantization, "model": task.model}
     backend = registry.create(task.variant)
     reason = backend.unavailable(task.shape, task.device)
     if reason is None:
         try:
+            few = _with_few_experts(task, backend)
             layer = make_layer(task.shape, task.variant.quantization, seed=task.seed, device=task.device)
             prepared = backend.prepare(layer)
         except UnavailableError as error:
@@ -53,13 +66,31 @@ def measure(task: Task, roofline: Roofline) -> Iterator[dict[str, Any]]:
     if reason is not None:
         yield {**head, "unavailable": reason}
         return
-    for index, tokens in enumerate(task.tokens):
+    for tokens in task.tokens:
+        at(tokens)
         problem = _problem(task, layer, tokens)
-        yield {**head, "tokens": tokens, **_row(task, backend, prepared, problem, roofline, first=index == 0)}
+        yield {**head, "tokens": tokens, **_row(task, backend, prepared, problem, roofline, few)}
     del layer, prepared, problem
     gc.collect()
     if task.device.startswith("cuda"):
         torch.cuda.empty_cache()
+
+
+def _with_few_experts(task: Task, backend: Backend) -> ParityResult:
+    """`check_parity` with every control on a layer of the same sizes with few experts.
+
+    The task's own layer where the backend cannot compute one of few. Raises UnavailableError.
+    """
+    shape = replace(
+        task.shape,
+        experts=min(task.shape.experts, _FEW_EXPERTS),
+        top_k=min(task.shape.top_k, _FEW_TOP_K),
+    )
+    if backend.unavailable(shape, task.device) is not None:
+        shape = task.shape
+    layer = make_layer(shape, task.variant.quantization, seed=task.seed, device=task.device)
+    problem = make_problem(layer, _FEW_TOKENS, task.variant.activations, seed=task.seed, device=task.device)
+    return check_parity(backend, problem)
 
 
 def _problem(task: Task, layer: Layer, tokens: int) -> Problem:
@@ -69,36 +100,56 @@ def _problem(task: Task, layer: Layer, tokens: int) -> Problem:
 
 
 def _row(
-    task: Task, backend: Backend, prepared: Prepared, problem: Problem, roofline: Roofline, *, first: bool
+    task: Task,
+    backend: Backend,
+    prepared: Prepared,
+    problem: Problem,
+    roofline: Roofline,
+    few: ParityResult,
 ) -> dict[str, Any]:
     started = time.perf_counter()
     activations = task.variant.activations
-    small = task.shape.weight_bytes(task.shape.experts, BITS["bf16"]) <= _CONTROL_BYTES
-    if first and small:
-        parity = check_parity(backend, problem, prepared)
-    else:
-        parity = check_output(prepared, problem, activations)
+    expected = expected_output(problem, activations)  # [T, H]
+    parity = check_parity(backend, problem, prepared, weights=False, expected=expected)
     row: dict[str, Any] = {
-        **_parity_facts(parity),
+        **_parity_facts(parity, few),
         **_work(task, problem, prepared.bits or BITS[task.variant.quantization]),
     }
-    if parity.right:
+    if row["right"]:
 
         def call() -> torch.Tensor:
             return prepared(problem.x, problem.topk_weights, problem.topk_ids)
 
-        row |= _memory(prepared, problem, task.device)
-        times = time_layer(call, task.device, capturable=backend.capturable)
-        row |= _time_facts(times) | _speed(times, row, roofline, activations)
+        memory = _memory(prepared, problem, task.device)
+        check = partial(_check_timed, expected, activations)
+        try:
+            times = time_layer(call, task.device, capturable=backend.capturable, check=check)
+        except _WrongWhenTimedError as error:
+            row |= {"right": False, "wrong": str(error)}
+        else:
+            row |= memory | _time_facts(times) | _speed(times, row, roofline, activations)
     row["seconds"] = round(time.perf_counter() - started, 2)
     return row
 
 
-def _parity_facts(parity: ParityResult) -> dict[str, Any]:
+def _check_timed(expected: torch.Tensor, activations: str, how: str, output: object) -> None:
+    """Raise _WrongWhenTimedError where `output` is not `expected` [T, H]."""
+    assert isinstance(output, torch.Tensor)
+    found = agree(output, expected, bounds_of(activations))
+    if found.reason is not None:
+        raise _WrongWhenTimedError(
+            f"once it was timed ({how}): {found.wrong_tokens} of {found.tokens} tokens: {found.reason}"
+        )
+
+
+def _parity_facts(parity: ParityResult, few: ParityResult) -> dict[str, Any]:
+    """What was compared. ``failed`` says that the comparison missed a planted fault: then nothing counts."""
     agreement = parity.agreement
-    return {
-        "right": parity.right,
-        "wrong": None if parity.right else _what_is_wrong(parity),
+    controls = {**few.controls, **parity.controls}
+    missed = [name for name in controls if name in few.missed or name in parity.missed]
+    facts: dict[str, Any] = {
+        "right": agreement.right and few.agreement.right and not missed,
+        "wrong": None if missed else _what_is_wrong(parity, few),
         "cosine": agreement.cosine,
         "norm_ratio": agreement.norm_ratio,
         "matched": agreement.matched,
@@ -106,16 +157,19 @@ def _parity_facts(parity: ParityResult) -> dict[str, Any]:
         "worst_token": agreement.error_token,
         "worst_element": agreement.error_element,
         "deterministic": parity.deterministic,
-        "controls_noticed": f"{len(parity.controls) - len(parity.missed)} of {len(parity.controls)}",
+        "controls_noticed": f"{len(controls) - len(missed)} of {len(controls)}",
+        "controls_missed": missed,
     }
+    if missed:
+        facts["failed"] = f"the comparison did not notice {', '.join(missed)}"
+    return facts
 
 
-def _what_is_wrong(parity: ParityResult) -> str:
-    if parity.agreement.reason is not None:
-        return (
-            f"{parity.agreement.wrong_tokens} of {parity.agreement.tokens} tokens: {parity.agreement.reason}"
-        )
-    return f"the comparison did not notice {', '.join(parity.missed)}"
+def _what_is_wrong(parity: ParityResult, few: ParityResult) -> str | None:
+    for where, one in (("", parity.agreement), ("in the layer that faults are planted in: ", few.agreement)):
+        if one.reason is not None:
+            return f"{where}{one.wrong_tokens} of {one.tokens} tokens: {one.reason}"
+    return None
 
 
 def _work(task: Task, problem: Problem, bits: float) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The child process of `moedoctor bench --backend`: tasks in, one line of JSON for each row out.
 
-Rows are written as they come, so that a backend that dies takes only its own point with it.
+Rows are written as they come, and each point is named before it is measured, so that a backend that dies
+takes only its own point with it.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, TextIO
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, TextIO
 
 from moedoctor.json_value import plain
 
+if TYPE_CHECKING:
+    from moedoctor.bench.moe_bench import Task
+    from moedoctor.bench.roofline import Roofline
+
 
 def main(request: Mapping[str, Any], out: TextIO) -> None:
-    """Measure every task of `request`. A task that raises gives a row with ``failed``."""
+    """Measure every task of `request`. What raises gives ``failed``; the numbers of tokens after it go on."""
     import torch
 
     from moedoctor.bench.backends.base import Variant
     from moedoctor.bench.expert_load import Routing
-    from moedoctor.bench.moe_bench import Task, measure
+    from moedoctor.bench.moe_bench import Task
     from moedoctor.bench.roofline import Roofline, measure_roofline
     from moedoctor.models.layer_shape import LayerShape
 
@@ -45,16 +50,35 @@ def main(request: Mapping[str, Any], out: TextIO) -> None:
             device,
         )
         _say(out, "task", {"index": index})
-        try:
-            for row in measure(task, roofline):
-                _say(out, "row", row)
-        except Exception as error:
-            traceback.print_exc()
-            said = " ".join(str(error).split()) or "no message"
-            _say(out, "failed", {"index": index, "reason": f"{type(error).__name__}: {said[:300]}"})
-            if "CUDA" in said:
-                raise SystemExit(1) from None  # the context is lost; the parent goes on in another child
+        rest = task.tokens
+        while rest:
+            rest = _measure(replace(task, tokens=rest), roofline, index, out)
     _say(out, "end", {})
+
+
+def _measure(task: Task, roofline: Roofline, index: int, out: TextIO) -> tuple[int, ...]:
+    """Write the rows of `task`; the numbers of tokens that come after one that raised."""
+    from moedoctor.bench.moe_bench import measure
+
+    begun: list[int] = []
+
+    def at(tokens: int) -> None:
+        begun.append(tokens)
+        _say(out, "point", {"tokens": tokens})
+
+    try:
+        for row in measure(task, roofline, at):
+            _say(out, "row", row)
+    except Exception as error:
+        traceback.print_exc()
+        said = " ".join(str(error).split()) or "no message"
+        point = {"tokens": begun[-1]} if begun else {}
+        reason = f"{type(error).__name__}: {said[:300]}"
+        _say(out, "failed", {"index": index, **point, "reason": reason})
+        if "CUDA" in said:
+            raise SystemExit(1) from None  # the context is lost; the parent goes on in another child
+        return task.tokens[len(begun) :] if begun else ()  # without its layer no point can be measured
+    return ()
 
 
 def _harness(device: str) -> Mapping[str, Any]:

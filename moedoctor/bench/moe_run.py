@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,10 @@ def measure_tasks(
     seconds: float,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Rows in the order of the tasks. A child that dies or hangs costs the point that it was at.
+    """Rows in the order of the tasks. A child that dies costs the number of tokens that it was at.
 
-    Backends of one package share a child, so that it is loaded once; together they have `seconds`, and what
-    is left then is not measured.
+    One that dies before the first, as it prepares the layer, costs the task. Backends of one package share a
+    child, so that it is loaded once; together they have `seconds`, and what is left then is not measured.
     """
     rows: list[dict[str, Any]] = []
     for group in _groups(tasks):
@@ -78,22 +78,19 @@ def measure_tasks(
                 break
             progress(", ".join(dict.fromkeys(one.variant.label for one in rest)))
             events, died = _child(_request(rest, device, roofline), left)
-            at = -1
+            at = _At()
             for one in events:
-                kind = one.pop("event")
-                at = one["index"] if kind == "task" else at
-                if kind == "row":
-                    rows.append(one)
-                elif kind == "failed":
-                    rows.append(_failed(rest[one["index"]], one["reason"]))
+                row = at.follow(one, rest)
+                if row is not None:
+                    rows.append(row)
             if died is None:
                 break
-            if at < 0:
+            if at.index < 0:
                 rows += [_failed(one, died) for one in rest]
                 break
-            if not any(one.get("failed") and _is_of(one, rest[at]) for one in rows):
-                rows.append(_failed(rest[at], died))
-            rest = rest[at + 1 :]
+            if not at.failed:
+                rows.append(_failed(rest[at.index], died, None if at.answered else at.tokens))
+            rest = at.left(rest)
     return rows
 
 
@@ -104,19 +101,52 @@ def _groups(tasks: Sequence[LayerTask]) -> list[list[LayerTask]]:
     return list(found.values())
 
 
-def _failed(task: LayerTask, reason: str) -> dict[str, Any]:
+@dataclass
+class _At:
+    """Where a child is, by its events."""
+
+    index: int = -1
+    """The task, -1 before the first."""
+    tokens: int | None = None
+    """The number of tokens that it began last, None before the task's first."""
+    answered: bool = False
+    """Whether that was measured."""
+    failed: bool = False
+    """Whether the child itself said last that something failed."""
+
+    def follow(self, event: dict[str, Any], tasks: Sequence[LayerTask]) -> dict[str, Any] | None:
+        """Go on to `event`; the row that it holds, if any."""
+        kind = event.pop("event")
+        if kind == "task":
+            self.index, self.tokens, self.answered, self.failed = event["index"], None, False, False
+        elif kind == "point":
+            self.tokens, self.answered, self.failed = event["tokens"], False, False
+        elif kind == "row":
+            self.answered = True
+            return event
+        elif kind == "failed":
+            self.failed = True
+            return _failed(tasks[self.index], event["reason"], event.get("tokens"))
+        return None
+
+    def left(self, tasks: Sequence[LayerTask]) -> list[LayerTask]:
+        """What another child has to do after one that ended here."""
+        task, after = tasks[self.index], list(tasks[self.index + 1 :])
+        if self.tokens is None:
+            return after
+        tokens = task.tokens[task.tokens.index(self.tokens) + 1 :]
+        return [replace(task, tokens=tokens), *after] if tokens else after
+
+
+def _failed(task: LayerTask, reason: str, tokens: int | None = None) -> dict[str, Any]:
     variant = task.variant
     return {
         "backend": variant.name,
         "quantization": variant.quantization,
         "model": task.model,
+        **({} if tokens is None else {"tokens": tokens}),
         "failed": reason,
     }
-
-
-def _is_of(row: Mapping[str, Any], task: LayerTask) -> bool:
-    wanted = (task.variant.name, task.variant.quantization, task.model)
-    return (row["backend"], row["quantization"], row["model"]) == wanted
 
 
 def _request(tasks: Sequence[LayerTask], device: str, roofline: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from moedoctor.bench.timing import Spread, graph_time
+from moedoctor.bench.timing import CallGraph, Check, Spread, graph_time
 
 _TARGET_SECONDS = 0.004
 """How long one replay should take: long enough for the resolution of events."""
@@ -31,16 +32,27 @@ class LayerTimes:
     """Launched from Python, one after another."""
 
 
-def time_layer(call: Callable[[], object], device: str, *, capturable: bool = True) -> LayerTimes:
-    """Time `call`, whose result has been checked. Raises RuntimeError where it cannot be captured."""
+def time_layer(
+    call: Callable[[], object],
+    device: str,
+    *,
+    capturable: bool = True,
+    check: Callable[[str, object], None] = lambda how, output: None,
+) -> LayerTimes:
+    """Time `call`, whose result has been checked; `check` gets that of each way of calling once more.
+
+    A call that was right a few times may be wrong later, or in a graph, where nothing but its kernels runs:
+    (``eager``, the last output), (``graph``, that of a last replay), and so on. Raises RuntimeError where it
+    cannot be captured, and what `check` raises.
+    """
     if not device.startswith("cuda"):
-        return LayerTimes(wall_time(call), "wall time")
-    eager = eager_time(call)
+        return LayerTimes(wall_time(call, check=partial(check, "wall time")), "wall time")
+    eager = eager_time(call, check=partial(check, "eager"))
     if not capturable:
         return LayerTimes(eager, "eager", eager=eager)
     launches, rounds = launches_for(eager.median), rounds_for(eager.median)
-    warm = graph_time(call, launches=launches, replays=rounds)
-    cold = cold_time(call, device, launches=launches, rounds=rounds)
+    warm = graph_time(call, launches=launches, replays=rounds, check=partial(check, "graph"))
+    cold = cold_time(call, device, launches=launches, rounds=rounds, check=partial(check, "graph, cold L2"))
     return LayerTimes(cold, "graph, cold L2", warm, eager)
 
 
@@ -55,7 +67,12 @@ def rounds_for(microseconds: float) -> int:
 
 
 def cold_time(
-    call: Callable[[], object], device: str, *, launches: int = 20, rounds: int = _ROUNDS
+    call: Callable[[], object],
+    device: str,
+    *,
+    launches: int = 20,
+    rounds: int = _ROUNDS,
+    check: Check = lambda output: None,
 ) -> Spread:
     """Microseconds of `call` after the L2 cache was overwritten.
 
@@ -64,24 +81,30 @@ def cold_time(
     """
     size = torch.cuda.get_device_properties(device).L2_cache_size
     scratch = torch.empty(2 * size, dtype=torch.uint8, device=device)
-    graphs = {
-        "both": _captured(lambda: (scratch.zero_(), call()), launches),
-        "flush": _captured(lambda: scratch.zero_(), launches),
-    }
-    for measure in graphs.values():
+
+    def after_flush() -> object:
+        scratch.zero_()
+        return call()
+
+    both, flush = CallGraph(after_flush, launches), CallGraph(scratch.zero_, launches)
+    for measure in (both, flush):
         measure()
     # A difference of two times: noise can make that of a very short call less than nothing.
-    return Spread.of([max(0.0, graphs["both"]() - graphs["flush"]()) for _ in range(rounds)])
+    spread = Spread.of([max(0.0, both() - flush()) for _ in range(rounds)])
+    check(both.computed_again())
+    return spread
 
 
-def eager_time(call: Callable[[], object]) -> Spread:
+def eager_time(call: Callable[[], object], *, check: Check = lambda output: None) -> Spread:
     """Microseconds a call by CUDA events around a few of them: what the host needs is part of it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    output: object = None
 
     def several(calls: int) -> float:
+        nonlocal output
         start.record()
         for _ in range(calls):
-            call()
+            output = call()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1000 / calls
@@ -89,41 +112,26 @@ def eager_time(call: Callable[[], object]) -> Spread:
     several(2)  # compiles and loads
     first = several(1)
     calls = launches_for(first, most=5)
-    return Spread.of([several(calls) for _ in range(rounds_for(first))])
+    spread = Spread.of([several(calls) for _ in range(rounds_for(first))])
+    check(output)
+    return spread
 
 
-def wall_time(call: Callable[[], object], *, seconds: float = 0.5, least: int = 3) -> Spread:
+def wall_time(
+    call: Callable[[], object],
+    *,
+    seconds: float = 0.5,
+    least: int = 3,
+    check: Check = lambda output: None,
+) -> Spread:
     """Microseconds a call on a CPU."""
     call()
     samples: list[float] = []
+    output: object = None
     until = time.perf_counter() + seconds
     while len(samples) < least or time.perf_counter() < until:
         start = time.perf_counter()
-        call()
+        output = call()
         samples.append((time.perf_counter() - start) * 1e6)
+    check(output)
     return Spread.of(samples)
-
-
-def _captured(call: Callable[[], object], launches: int) -> Callable[[], float]:
-    """A graph of `launches` calls; calling it replays it and gives microseconds a call."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1000 / launches
-
-    return replay

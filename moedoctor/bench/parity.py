@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moedoctor.bench.backends.base import Backend, Prepared
+from moedoctor.bench.backends.reference import Reference
 from moedoctor.bench.controls import wrong_outputs, wrong_problems
 from moedoctor.bench.moe_layer import Problem, expected_output
 from moedoctor.bench.parity_bounds import bounds_of
@@ -48,39 +49,41 @@ class ParityResult:
         }
 
 
-def check_parity(backend: Backend, problem: Problem, prepared: Prepared | None = None) -> ParityResult:
-    """Compare `backend` on `problem` with the reference, and show that the comparison sees faults.
-
-    `prepared` is the backend's form of the problem's layer, where there is one already. The controls that
-    change weights or ids are computed by the backend itself.
-    """
-    activations = backend.variant.activations
-    bounds, expected = bounds_of(activations), expected_output(problem, activations)
-    prepared = backend.prepare(problem.layer) if prepared is None else prepared
-    said: dict[str, str | None] = {}
-    for name, wrong in wrong_problems(problem).items():
-        own = prepared if wrong.layer is problem.layer else backend.prepare(wrong.layer)
-        said[name] = agree(call(own, wrong), expected, bounds).reason
-    return check_output(prepared, problem, activations, said, expected)
-
-
-def check_output(
-    prepared: Prepared,
+def check_parity(
+    backend: Backend,
     problem: Problem,
-    activations: str,
-    said: dict[str, str | None] | None = None,
+    prepared: Prepared | None = None,
+    *,
+    weights: bool = True,
     expected: torch.Tensor | None = None,
 ) -> ParityResult:
-    """The same with only those controls that change an output; `said` is what others already gave."""
+    """Compare `backend` on `problem` with the reference, and show that the comparison sees faults.
+
+    `prepared` is the backend's form of the problem's layer and `expected` the reference's float32 [T, H],
+    where there is one already. Without `weights` no fault is planted in weights, as each takes a copy.
+
+    Faults are planted in a right computation: the backend's own or, where that is wrong, the reference's.
+    Else a backend that swaps gate and up would look like a comparison that does not notice the swap.
+    """
+    activations = backend.variant.activations
     bounds = bounds_of(activations)
     expected = expected_output(problem, activations) if expected is None else expected  # [T, H]
-    said = dict(said or {})
+    prepared = backend.prepare(problem.layer) if prepared is None else prepared
     outputs = [call(prepared, problem) for _ in range(_CALLS)]  # [T, H] each
     agreements = [agree(one, expected, bounds) for one in outputs]
-    for name, output in wrong_outputs(outputs[0]).items():
-        said[name] = agree(output, expected, bounds).reason
+    worst = next((one for one in agreements if not one.right), agreements[0])
+    sound, output = backend, outputs[0]
+    if not worst.right:
+        sound = Reference(backend.variant.quantization, activations)
+        prepared, output = sound.prepare(problem.layer), expected.bfloat16()
+    said: dict[str, str | None] = {}
+    for name, wrong in wrong_problems(problem, weights=weights):
+        own = prepared if wrong.layer is problem.layer else sound.prepare(wrong.layer)
+        said[name] = agree(call(own, wrong), expected, bounds).reason
+    for name, one in wrong_outputs(output).items():
+        said[name] = agree(one, expected, bounds).reason
     return ParityResult(
-        next((one for one in agreements if not one.right), agreements[0]),
+        worst,
         all(torch.equal(outputs[0], one) for one in outputs[1:]),
         tuple(name for name, reason in said.items() if reason is None),
         said,

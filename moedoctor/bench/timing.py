@@ -14,6 +14,8 @@ import torch
 
 Call = Callable[[], object]
 """Work on the GPU, with everything it needs bound to it; it must not synchronise."""
+Check = Callable[[object], None]
+"""Looks at what a timed call returned, and raises where that is wrong."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,25 @@ class Comparison:
 
 
 def graph_time(
-    calls: Call | Sequence[Call], *, launches: int = 100, replays: int = 30, warmup_seconds: float = 0.05
+    calls: Call | Sequence[Call],
+    *,
+    launches: int = 100,
+    replays: int = 30,
+    warmup_seconds: float = 0.05,
+    check: Check | None = None,
 ) -> Spread:
     """Microseconds a launch of `calls`, which share one graph of `launches` launches in rotation.
 
     Give one call for each set of inputs: rotating among more of them than the L2 cache holds measures
-    memory, one alone measures the cache. Raises RuntimeError without a CUDA device.
+    memory, one alone measures the cache. `check` sees what the graph computes once it has been timed.
+    Raises RuntimeError without a CUDA device, and what `check` raises.
     """
-    measure = _Graph(calls, launches)
+    measure = CallGraph(calls, launches)
     _warm_up([measure], warmup_seconds)
-    return Spread.of([measure() for _ in range(replays)])
+    spread = Spread.of([measure() for _ in range(replays)])
+    if check is not None:
+        check(measure.computed_again())
+    return spread
 
 
 def compare_times(
@@ -75,7 +86,7 @@ def compare_times(
     """
     if baseline not in calls:
         raise KeyError(f"baseline must be one of {', '.join(calls)}, got {baseline!r}")
-    graphs = {name: _Graph(one, launches) for name, one in calls.items()}
+    graphs = {name: CallGraph(one, launches) for name, one in calls.items()}
     _warm_up(list(graphs.values()), warmup_seconds)
     return compare_rounds(graphs, baseline=baseline, rounds=replays)
 
@@ -96,8 +107,11 @@ def compare_rounds(measures: Mapping[str, Callable[[], float]], *, baseline: str
     return Comparison(baseline, {name: Spread.of(values) for name, values in samples.items()}, ratios)
 
 
-class _Graph:
-    """A captured graph; calling it replays it once and gives microseconds a launch."""
+class CallGraph:
+    """A captured graph of calls in rotation; calling it replays it once and gives microseconds a launch.
+
+    Raises RuntimeError without a CUDA device, ValueError without a call or a launch.
+    """
 
     def __init__(self, calls: Call | Sequence[Call], launches: int) -> None:
         if not torch.cuda.is_available():
@@ -118,7 +132,7 @@ class _Graph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             for index in range(launches):
-                rotation[index % len(rotation)]()
+                self._output = rotation[index % len(rotation)]()
         self._launches = launches
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
@@ -129,6 +143,14 @@ class _Graph:
         self._end.record()
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end)) * 1000.0 / self._launches
+
+    def computed_again(self) -> object:
+        """What the last call returns in one more replay, which has to write it over NaN."""
+        if isinstance(self._output, torch.Tensor) and self._output.is_floating_point():
+            with torch.inference_mode():  # a tensor that was made in it may be written only in it
+                self._output.fill_(float("nan"))
+        self()
+        return self._output
 
 
 def _warm_up(measures: Sequence[Callable[[], float]], seconds: float) -> None:

@@ -13,7 +13,7 @@ from moedoctor.bench.backends import registry
 from moedoctor.bench.backends.base import Variant
 from moedoctor.bench.moe_run import LayerTask, MachineError, measure_machine, measure_tasks
 from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.models.config_json import ConfigError
+from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.layer_shape import QUANTIZATIONS, LayerShape
 from moedoctor.models.presets import find_model
 from moedoctor.output import OutputError, check_writable, write
@@ -35,6 +35,7 @@ DEFAULT_MODEL = "qwen3-30b-a3b"
 _GPU_TOKENS, _CPU_TOKENS = (1, 8, 64, 512, 4096), (1, 8)
 _MAX_TOKENS = 8192
 _TRACE_ROWS = 8192
+_LONGEST = 1e6
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,14 @@ def bench_backends_command(request: BenchBackendsRequest) -> int:
     """
     if request.format not in FORMATS:
         raise InputError(f"--format {request.format}: expected one of {', '.join(FORMATS)}")
+    if not 0 < request.timeout < _LONGEST:  # not so for NaN either
+        raise InputError(f"--timeout {request.timeout:g}: expected seconds, above 0 and below {_LONGEST:g}")
     variants = _variants(request)
     with as_input_error(ConfigError, OutputError, ValueError, TraceError):
         check_writable(request.output)
         check_writable(request.plot)
         layers = _layers(request)
-        routing = _routing(request)
+        routing = _routing(request, {name: shape for name, (shape, _) in layers.items()})
     facts = environment.collect()
     device = _device(request.device, facts)
     _check_runnable(variants, request, device, facts)
@@ -152,15 +155,9 @@ def _layers(request: BenchBackendsRequest) -> dict[str, tuple[LayerShape, str]]:
     return found
 
 
-def _routing(request: BenchBackendsRequest) -> dict[str, Any]:
+def _routing(request: BenchBackendsRequest, shapes: Mapping[str, LayerShape]) -> dict[str, Any]:
     if request.trace is not None:
-        trace = load(Path(request.trace))
-        width = trace.top_k * len(trace.layers)
-        rows = [
-            list(trace.topk_ids[start : start + trace.top_k])
-            for start in range(0, min(len(trace.topk_ids), _TRACE_ROWS * width), width)
-        ]
-        return {"kind": "trace", "rows": [row for row in rows if min(row) >= 0]}
+        return {"kind": "trace", "rows": _trace_rows(request, request.trace, shapes)}
     kind, _, skew = request.routing.lower().partition(":")
     if kind == "balanced" and not skew:
         return {"kind": "balanced"}
@@ -175,6 +172,32 @@ def _routing(request: BenchBackendsRequest) -> dict[str, Any]:
     if not 0 <= value <= 10:
         raise InputError(f"--routing {request.routing}: expected a skew from 0 to 10, such as zipf:1.2")
     return {"kind": "zipf", "skew": value}
+
+
+def _trace_rows(
+    request: BenchBackendsRequest, name: str, shapes: Mapping[str, LayerShape]
+) -> list[list[int]]:
+    """The choices of the trace's first layer, row by row; those with a slot of no expert are left out."""
+    if request.routing.lower() != "balanced":
+        raise InputError(
+            f"--routing {request.routing}: --trace gives the routing already; expected one of them"
+        )
+    trace = load(Path(name))
+    for model, shape in shapes.items():
+        if (trace.top_k, trace.num_experts) != (shape.top_k, shape.experts):
+            raise InputError(
+                f"--trace {name}: its tokens choose {trace.top_k} of {trace.num_experts} experts, those of "
+                f"{model} {shape.top_k} of {shape.experts}; expected a trace of the same layer"
+            )
+    width = trace.top_k * len(trace.layers)
+    rows = [
+        list(trace.topk_ids[start : start + trace.top_k])
+        for start in range(0, min(len(trace.topk_ids), _TRACE_ROWS * width), width)
+    ]
+    kept = [row for row in rows if min(row) >= 0]
+    if not kept:
+        raise InputError(f"--trace {name}: no row without an empty slot; expected tokens with all experts")
+    return kept
 
 
 def _tokens(given: Sequence[str]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ FORMATS = ("table", "json", "markdown")
 def lint_command(
     folder: Path, format: str = "table", output: Path | None = None, fix: Path | None = None
 ) -> int:
-    """Print what is wrong with the checkpoint in `folder`; 1 where something is.
+    """Print what is wrong with the checkpoint in `folder`; 1 where something is, remarks alone apart.
 
     With `fix`, corrected copies of JSON files are written into that folder, never into the checkpoint's own.
     Raises InputError for a wrong option and for a checkpoint that cannot be read.
@@ -38,7 +39,7 @@ def lint_command(
         result = lint(folder)
     except CheckpointError as error:
         raise InputError(escape(str(error))) from error
-    code = 1 if result.findings else 0
+    code = 1 if result.damage else 0
     redactor = Redactor.of_this_process()
     if format == "json":
         text = json.dumps(_document(result, code, redactor), indent=1, allow_nan=False) + "\n"
@@ -57,9 +58,10 @@ def lint_command(
 
 def _check_fix(folder: Path, fix: Path) -> None:
     """Raises InputError for a place that is not fit to write to."""
-    if fix.exists() and not fix.is_dir():
+    # os.path raises nothing for a name that cannot be one, as Path does.
+    if os.path.exists(fix) and not os.path.isdir(fix):
         raise InputError(f"{fix}: is no folder; expected one for the corrected JSON files")
-    if not fix.exists() and not fix.parent.is_dir():
+    if not os.path.exists(fix) and not os.path.isdir(fix.parent):
         raise InputError(f"{fix}: its parent folder does not exist; create it first")
     own, other = folder.resolve(), fix.resolve()
     if other == own or own in other.parents:
@@ -98,10 +100,10 @@ def _document(result: Lint, code: int, redactor: Redactor) -> dict[str, Any]:
 def _page(result: Lint, format: str, redactor: Redactor) -> list[str]:
     head = f"{redactor.text(escape(str(result.checkpoint.folder)))}: {escape(result.scheme)}"
     lines = [f"# {head}" if format == "markdown" else head, ""]
+    if not result.damage:
+        lines += ["nothing wrong was found", ""]
     for one in result.findings:
         lines += _markdown(one) if format == "markdown" else _table(one)
-    if not result.findings:
-        lines += ["nothing wrong was found", ""]
     for pattern in result.not_read:
         lines.append(f"not read: the pattern {escape(pattern[:120])}; excluded modules were not checked")
     return [*lines, _count(result)]
@@ -109,7 +111,7 @@ def _page(result: Lint, format: str, redactor: Redactor) -> list[str]:
 
 def _table(finding: LintFinding) -> list[str]:
     check = CHECKS[finding.check]
-    known = f"{finding.id}  " if check.id else ""
+    known = f"{finding.id}  " if check.id else "remark  " if check.remark else ""
     lines = [f"{known}{finding.check}  confidence {check.confidence:.2f}  {_places(finding)}: {check.what}"]
     lines += [
         f"    {escape(one.tensor)}  in {escape(one.shard)}: {escape(one.value)}" for one in finding.places
@@ -119,7 +121,8 @@ def _table(finding: LintFinding) -> list[str]:
 
 def _markdown(finding: LintFinding) -> list[str]:
     check = CHECKS[finding.check]
-    lines = [f"## {f'{finding.id} ' if check.id else ''}{finding.check}", ""]
+    known = f"{finding.id} " if check.id else "Remark: " if check.remark else ""
+    lines = [f"## {known}{finding.check}", ""]
     lines += [f"{check.what}: {_places(finding)}, confidence {check.confidence:.2f}.", ""]
     lines += ["| tensor | file | value |", "|---|---|---|"]
     lines += [
@@ -135,7 +138,9 @@ def _places(finding: LintFinding) -> str:
 
 
 def _count(result: Lint) -> str:
-    kinds = f"{len(result.findings)} {'kind' if len(result.findings) == 1 else 'kinds'} of damage"
+    kinds = f"{len(result.damage)} {'kind' if len(result.damage) == 1 else 'kinds'} of damage"
+    if remarks := len(result.findings) - len(result.damage):
+        kinds += f" and {remarks} {'remark' if remarks == 1 else 'remarks'}"
     seen = result.block_scales_seen
     sampled = "" if seen >= 1 else f"; of the block scales {seen:.1%} were read"
     return f"{kinds} in {result.tensors:,} tensors of {result.shards} files{sampled}"

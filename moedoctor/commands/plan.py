@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from moedoctor.commands.errors import InputError, as_input_error
 from moedoctor.diagnose.plan import GIB, KV_TYPES, SCHEMES, Plan, PlanRequest, plan
 from moedoctor.diagnose.plan_kv import PlanError
 from moedoctor.diagnose.plan_traffic import MODES
-from moedoctor.models.config_json import ConfigError
+from moedoctor.diagnose.plan_workspace import check_backend
+from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.presets import find_model
 from moedoctor.models.shape import ModelShape
 from moedoctor.output import OutputError, check_writable, write
@@ -120,7 +122,7 @@ def _request(options: PlanOptions, shape: ModelShape) -> PlanRequest:
         kv_type=options.kv_type,
         block_size=options.block_size,
         batched_tokens=options.batched_tokens,
-        backend=options.backend,
+        backend=check_backend(options.backend),
         workspace_bytes=size(options.workspace),
         offload_bytes=round(options.offload * GIB),
         offload_mode=options.offload_mode,
@@ -132,7 +134,7 @@ def _request(options: PlanOptions, shape: ModelShape) -> PlanRequest:
 
 def _checkpoint_bytes(folder: Path) -> int | None:
     """Bytes of the safetensors files in a folder; None where there are none."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return None
     sizes = [one.stat().st_size for one in folder.glob("*.safetensors") if one.is_file()]
     return sum(sizes) or None
@@ -158,7 +160,7 @@ def _rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
         ("weights on the GPU", _gib(result.on_device_bytes), "with the slots of an expert cache, if any")
     )
     space = result.workspace
-    rows.append((f"workspace of {request.backend.upper()}", _gib(space.bytes), space.how))
+    rows.append((f"workspace of {request.backend}", _gib(space.bytes), space.how))
     if result.budget_bytes is not None:
         rows.append(
             ("GPU budget", _gib(result.budget_bytes), f"memory × utilisation {request.utilization:g}")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moedoctor.diagnose.safetensors_header import CheckpointError, TensorInfo, read_header
+from moedoctor.wording import shorten
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_MOST_JSON_BYTES = 200_000_000
+_MOST_INDEX_BYTES = 100_000_000
+_MOST_JSON_BYTES = 16_000_000
+_MOST_NESTED = 1_000_000
+"""Lists and objects of a JSON file: each takes more memory than its text."""
 _MOST_SHARDS = 10_000
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
 
@@ -57,15 +63,17 @@ class Checkpoint:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in `folder`. Raises CheckpointError, one line, where it cannot be read safely."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: is no folder, expected one with config.json and safetensors files")
+    if not os.path.isdir(folder):  # unlike Path.is_dir, it raises nothing for a name that cannot be one
+        raise CheckpointError(
+            f"{shorten(str(folder), 300)}: is no folder, expected one with config.json and safetensors files"
+        )
     config = _read_json(folder, "config.json")
     if config is None:
         raise CheckpointError(f"{folder}: has no config.json, expected a checkpoint folder")
     index = _read_json(folder, INDEX)
     weight_map = {} if index is None else _weight_map(index)
     shards = sorted(set(weight_map.values())) if weight_map else _shards_without_index(folder)
-    missing = tuple(shard for shard in shards if not (folder / shard).exists())
+    missing = {shard for shard in shards if not os.path.exists(folder / shard)}
     tensors: dict[str, TensorInfo] = {}
     duplicates: dict[str, tuple[str, ...]] = {}
     for shard in shards:
@@ -80,11 +88,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     hf_quant = _read_json(folder, "hf_quant_config.json")
     listed = set(shards)
     unlisted = tuple(sorted(one.name for one in folder.glob("model-*.safetensors") if one.name not in listed))
-    return Checkpoint(folder, config, hf_quant, index, weight_map, tensors, duplicates, unlisted, missing)
+    return Checkpoint(
+        folder, config, hf_quant, index, weight_map, tensors, duplicates, unlisted, tuple(sorted(missing))
+    )
 
 
 def _shards_without_index(folder: Path) -> list[str]:
-    if (folder / SINGLE).exists():
+    if os.path.exists(folder / SINGLE):
         return [SINGLE]
     shards = sorted(one.name for one in folder.glob("*.safetensors"))
     if not shards:
@@ -117,9 +127,7 @@ def _check_inside(folder: Path, shard: str) -> None:
 
 
 def _read_json(folder: Path, name: str) -> JsonFile | None:
-    path = folder / name
-    if not path.exists():
-        return None
+    path, most = folder / name, _MOST_INDEX_BYTES if name == INDEX else _MOST_JSON_BYTES
     repeated: list[str] = []
 
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -134,10 +142,15 @@ def _read_json(folder: Path, name: str) -> JsonFile | None:
         return made
 
     try:
-        if not path.is_file() or path.stat().st_size > _MOST_JSON_BYTES:
-            raise CheckpointError(f"{name}: is no file of at most {_MOST_JSON_BYTES // 10**6} MB")
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode) or info.st_size > most:
+            raise CheckpointError(f"{name}: is no file of at most {most // 10**6} MB")
         text = path.read_text(encoding="utf-8-sig")
+        if text.count("[") + text.count("{") > _MOST_NESTED:
+            raise CheckpointError(f"{name}: holds more than {_MOST_NESTED} lists and objects, expected fewer")
         value = json.loads(text, object_pairs_hook=pairs)
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise CheckpointError(f"{name}: cannot be read ({error.strerror}), expected JSON") from error
     except json.JSONDecodeError as error:

@@ -49,7 +49,15 @@ METHODS = frozenset(
     }
 )
 """The `quant_method` values that vLLM, Transformers and their exporters know."""
-_JUDGED = frozenset({"modelopt", "compressed-tensors", "fp8"})
+_JUDGED = METHODS & {
+    "modelopt",
+    "modelopt_fp4",
+    "modelopt_fp8",
+    "modelopt_mixed",
+    "modelopt_mxfp8",
+    "compressed-tensors",
+    "fp8",
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Declared:
     @property
     def judged(self) -> bool:
         """Whether the layout is one of those that are checked in full."""
-        return self.method in _JUDGED or (self.method or "").startswith("modelopt")
+        return self.method in _JUDGED
 
 
 def from_config(checkpoint: Checkpoint) -> Declared | None:
@@ -135,7 +143,11 @@ def _compressed(file: JsonFile, found: Mapping[str, Any], method: str | None) ->
     group = _first_group(found)
     weights, inputs = group.get("weights", {}), group.get("input_activations", {})
     bits, kind = weights.get("num_bits"), weights.get("type")
-    scheme = {(4, "float"): "nvfp4", (8, "float"): "fp8"}.get((bits, kind), "int" if kind == "int" else None)
+    scheme = None
+    if kind == "int":
+        scheme = "int"
+    elif kind == "float" and type(bits) is int:
+        scheme = {4: "nvfp4", 8: "fp8"}.get(bits)
     if scheme == "nvfp4":
         static = bool(inputs) and inputs.get("num_bits") == 4
     else:

@@ -14,10 +14,15 @@ FULL_BYTES = 1 << 30
 """Block scales are read whole where all of them together are no larger."""
 _SAMPLE = 1 << 14
 _SAMPLES = 3
+_CHUNK = 1 << 22
+"""Bytes of block scales that are held at a time."""
 _NAN = bytes((0x7F, 0xFF))
 _ZERO = bytes((0x00, 0x80))
 _NEGATIVE = bytes(range(0x81, 0xFF))
 _SUBNORMAL = bytes(range(0x01, 0x08))
+_NORMAL = bytes(range(0x08, 0x7F))
+_NOT_ABOVE = tuple(bytes((*range(code + 1), *range(0x7F, 0x100))) for code in range(0x7F))
+"""Code of a positive number or 0 -> all codes but those of larger numbers."""
 _BLOCK_BYTES = 8
 _LOOKED_AT = 1 << 20
 _ZEROS = 64
@@ -61,23 +66,27 @@ class Reader:
     def block_scales(self, info: TensorInfo, whole: bool) -> BlockScaleCounts:
         """Counts over the E4M3 values of `info`; over three samples of it where not `whole`."""
         if whole or info.size <= _SAMPLES * _SAMPLE:
-            data = self._bytes(info, 0, info.size)
+            places = [(at, min(_CHUNK, info.size - at)) for at in range(0, info.size, _CHUNK)]
         else:
             step = (info.size - _SAMPLE) // (_SAMPLES - 1)
-            data = b"".join(self._bytes(info, part * step, _SAMPLE) for part in range(_SAMPLES))
-        finite = data.translate(None, _NAN + _NEGATIVE)
-        return BlockScaleCounts(
-            seen=len(data),
-            nan=_count(data, _NAN),
-            zero=_count(data, _ZERO),
-            negative=_count(data, _NEGATIVE),
-            subnormal=_count(data, _SUBNORMAL),
-            largest=E4M3[max(finite.translate(None, b"\x80"), default=0)],
-        )
+            places = [(part * step, _SAMPLE) for part in range(_SAMPLES)]
+        seen = nan = zero = negative = subnormal = largest = 0
+        for offset, size in places:
+            data = self._bytes(info, offset, size)
+            odd = data.translate(None, _NORMAL)  # few, so that counting them costs little
+            seen += size
+            nan += _count(odd, _NAN)
+            zero += _count(odd, _ZERO)
+            negative += _count(odd, _NEGATIVE)
+            subnormal += _count(odd, _SUBNORMAL)
+            # Codes of positive numbers are in the order of the numbers. Few parts have one above the others'.
+            above = data.translate(None, _NOT_ABOVE[largest]) if largest < _NORMAL[-1] else b""
+            largest = max(above, default=largest)
+        return BlockScaleCounts(seen, nan, zero, negative, subnormal, E4M3[largest])
 
     def zero_blocks(self, scales: TensorInfo, weight: TensorInfo) -> int:
         """Of the first blocks with a scale of 0, how many hold NVFP4 codes that are not: weights lost."""
-        if weight.dtype != "U8" or weight.size != scales.size * _BLOCK_BYTES:
+        if weight.dtype not in ("U8", "F4") or weight.size != scales.size * _BLOCK_BYTES:
             return 0
         data, lost, at = self._bytes(scales, 0, min(scales.size, _LOOKED_AT)), 0, -1
         for _ in range(_ZEROS):

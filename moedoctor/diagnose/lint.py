@@ -11,9 +11,10 @@ from moedoctor.diagnose.checkpoint_quant import from_config, from_hf_quant
 from moedoctor.diagnose.checkpoint_values import Reader
 from moedoctor.diagnose.lint_config import check_agreement, check_algo, check_excluded, check_kv
 from moedoctor.diagnose.lint_experts import check_experts, check_index, check_parts
-from moedoctor.diagnose.lint_records import Findings, LintFinding
-from moedoctor.diagnose.lint_scales import check_input_scales, check_pairs, check_spread, check_values
+from moedoctor.diagnose.lint_records import CHECKS, Findings, LintFinding
+from moedoctor.diagnose.lint_scales import check_input_scales, check_pairs, check_values
 from moedoctor.diagnose.lint_shapes import check_shapes
+from moedoctor.diagnose.lint_spread import check_spread
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Lint:
     """Share of the block scales that was read, 0 to 1."""
     not_read: tuple[str, ...]
     """Patterns of excluded modules that were not understood, so that nothing was checked by them."""
+
+    @property
+    def damage(self) -> tuple[LintFinding, ...]:
+        """The findings that are no mere remarks."""
+        return tuple(one for one in self.findings if not CHECKS[one.check].remark)
 
 
 def lint(folder: Path) -> Lint:
@@ -51,9 +57,9 @@ def lint(folder: Path) -> Lint:
     check_kv(modules, declared, found)
     check_input_scales(modules, declared, found)
     with Reader(folder) as reader:
-        singles, seen = check_values(reader, modules, found)
-    check_pairs(singles, found)
-    check_spread(singles, found)
+        values = check_values(reader, modules, found)
+    check_pairs(values.singles, found)
+    check_spread(values, modules, found)
     said = " and ".join(dict.fromkeys(f"{one.method} {one.algo}" for one in declared)) or "no quantisation"
     shards = len({one.shard for one in checkpoint.tensors.values()})
-    return Lint(checkpoint, found.sorted(), shards, len(checkpoint.tensors), said, seen, not_read)
+    return Lint(checkpoint, found.sorted(), shards, len(checkpoint.tensors), said, values.seen, not_read)

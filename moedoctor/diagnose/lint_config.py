@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from moedoctor.diagnose.checkpoint import Checkpoint
 from moedoctor.diagnose.checkpoint_modules import KV_SCALES, Parts, is_projection, scheme
@@ -22,7 +23,7 @@ def check_algo(
         found.add("quant_algo_missing", ", ".join(sorted(seen)), "config.json", "no quantization_config")
     for one in declared:
         name, line = one.file.name, one.file.line_of("quant_algo")
-        if one.method is None or (one.method not in METHODS and not one.method.startswith("modelopt")):
+        if one.method is None or one.method not in METHODS:
             found.add(
                 "quant_algo_unknown",
                 "quant_method",
@@ -61,17 +62,18 @@ def check_agreement(config: Declared | None, hf_quant: Declared | None, found: F
     """hf_quant_config.json against config.json."""
     if config is None or hf_quant is None:
         return
-    for key, ours, theirs in (
+    for key, here, there in (
         ("quant_algo", config.algo, hf_quant.algo),
         ("kv_cache_quant_algo", config.kv, hf_quant.kv),
         ("group_size", config.group_size, hf_quant.group_size),
     ):
-        if ours != theirs and not (key == "group_size" and None in (ours, theirs)):
-            value = f"{theirs} in hf_quant_config.json, {ours} in config.json"
+        if here != there and not (key == "group_size" and None in (here, there)):
+            value = f"{there} in hf_quant_config.json, {here} in config.json"
             found.add("config_disagrees", key, hf_quant.file.name, value, hf_quant.file.line_of(key))
-    for name in sorted(set(config.excluded) ^ set(hf_quant.excluded)):
-        only = config if name in config.excluded else hf_quant
-        line = only.file.line_of(only.exclude_key)
+    ours, theirs = frozenset(config.excluded), frozenset(hf_quant.excluded)
+    for name in sorted(ours ^ theirs):
+        only = config if name in ours else hf_quant
+        line = partial(only.file.line_of, only.exclude_key)
         found.add("config_disagrees", name, only.file.name, f"excluded in {only.file.name} only", line)
 
 
@@ -80,6 +82,7 @@ def check_excluded(modules: Mapping[str, Parts], declared: Declared, found: Find
     patterns = Patterns(declared.excluded, substrings=declared.method != "compressed-tensors")
     if patterns.not_read or not declared.judged:
         return tuple(patterns.not_read)
+    line = partial(declared.file.line_of, declared.exclude_key)
     for module, parts in modules.items():
         kind = scheme(parts)
         if kind is None:
@@ -87,20 +90,19 @@ def check_excluded(modules: Mapping[str, Parts], declared: Declared, found: Find
         weight = parts.get("weight_packed") or parts.get("weight") or parts["qweight"]
         excluded = patterns.match(module)
         if excluded and kind != "none":
-            line = declared.file.line_of(declared.exclude_key)
             found.add(
                 "excluded_quantised", module, weight.shard, f"{weight.dtype} {list(weight.shape)}", line
             )
         elif kind == "none" and not excluded and is_projection(module) and len(weight.shape) == 2:
             if declared.layers and not _listed(module, declared.layers):
                 continue
-            line = declared.file.line_of(declared.exclude_key)
             found.add("unquantised_not_excluded", module, weight.shard, weight.dtype, line)
     return ()
 
 
 def _listed(module: str, layers: frozenset[str]) -> bool:
-    return module in layers or any(module.startswith(f"{one}.") for one in layers)
+    parts = module.split(".")
+    return any(".".join(parts[:size]) in layers for size in range(1, len(parts) + 1))
 
 
 def check_kv(modules: Mapping[str, Parts], declared: tuple[Declared, ...], found: Findings) -> None:
@@ -124,4 +126,4 @@ def check_kv(modules: Mapping[str, Parts], declared: tuple[Declared, ...], found
         if "kv_scale" in has or has >= {"k_scale", "v_scale"}:
             continue
         lacking = ", ".join(sorted({"k_scale", "v_scale"} - has))
-        found.add("kv_scales_missing", head, shard, f"no {lacking}", asking.file.line_of(key))
+        found.add("kv_scales_missing", head, shard, f"no {lacking}", partial(asking.file.line_of, key))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 
 from moedoctor.diagnose.checkpoint import INDEX, Checkpoint
 from moedoctor.diagnose.checkpoint_modules import (
@@ -27,25 +29,24 @@ _NEEDED = {
 
 def check_index(checkpoint: Checkpoint, found: Findings) -> None:
     """The index against the shards."""
+    held = Counter(checkpoint.weight_map.values())
     for shard in checkpoint.missing_shards:
-        count = sum(1 for one in checkpoint.weight_map.values() if one == shard)
-        found.add("shard_missing", f"{count} tensors", shard, "no such file")
+        found.add("shard_missing", f"{held[shard]} tensors", shard, "no such file")
     for shard in checkpoint.unlisted_shards:
         found.add("index_disagrees", "all of its tensors", shard, "not named in the index")
     if checkpoint.index is None:
         _check_duplicates(checkpoint, found)
         return
     for name in checkpoint.index.repeated:
-        found.add("tensor_duplicated", name, INDEX, "twice in the index", checkpoint.index.line_of(name))
+        line = partial(checkpoint.index.line_of, name)
+        found.add("tensor_duplicated", name, INDEX, "twice in the index", line)
     _check_duplicates(checkpoint, found)
     missing = set(checkpoint.missing_shards)
     for name, shard in checkpoint.weight_map.items():
-        info = checkpoint.tensors.get(name)
+        info, line = checkpoint.tensors.get(name), partial(checkpoint.index.line_of, name)
         if info is None and shard not in missing:
-            line = checkpoint.index.line_of(name)
             found.add("index_disagrees", name, shard, "in the index, in no shard", line)
         elif info is not None and info.shard != shard and shard not in checkpoint.duplicates.get(name, ()):
-            line = checkpoint.index.line_of(name)
             found.add("index_disagrees", name, info.shard, f"the index says {shard}", line)
     for name, info in checkpoint.tensors.items():
         if name not in checkpoint.weight_map:
@@ -127,7 +128,9 @@ def _check_nvfp4(module: str, parts: Parts, found: Findings) -> None:
             found.add(
                 "dtype_mismatch", f"{module}.weight_scale", scales.shard, f"{scales.dtype}, not F8_E4M3"
             )
-        expected = (*weight.shape[:-1], weight.shape[-1] * 2 // BLOCK) if weight.shape else ()
+        # A byte of U8 holds two weights; the shape of an F4 tensor counts weights.
+        per_element = 2 if weight.dtype == "U8" else 1
+        expected = (*weight.shape[:-1], weight.shape[-1] * per_element // BLOCK) if weight.shape else ()
         if scales.shape != expected:
             value = f"{list(scales.shape)}, expected {list(expected)}"
             found.add("shape_mismatch", f"{module}.weight_scale", scales.shard, value)

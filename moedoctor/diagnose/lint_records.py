@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ class Check:
     what: str
     confidence: float
     next_step: str
+    remark: bool = False
+    """Whether healthy checkpoints have it too: it is reported, and alone gives no exit code 1."""
 
 
 _FIX_JSON = "`--fix DIR` writes corrected JSON files; compare them with what was meant"
@@ -73,8 +75,15 @@ CHECKS: Mapping[str, Check] = {
         0.9,
         "export again: an engine keeps all experts of a layer in one tensor",
     ),
+    "block_incomplete": Check(
+        None, "rows of a weight are no whole blocks of 16, which NVFP4 needs", 0.9, _AGAIN
+    ),
     "does_not_tile": Check(
-        None, "expert shapes do not divide for tensor parallelism", 0.85, "use one of the sizes that divide"
+        None,
+        "shapes do not divide for every size of tensor parallelism",
+        0.85,
+        "use one of the sizes that divide",
+        remark=True,
     ),
     "shape_mismatch": Check(None, "scales do not fit the shape of their weight", 0.95, _AGAIN),
     "dtype_mismatch": Check(
@@ -150,12 +159,17 @@ class LintFinding:
             "line": self.line,
             "evidence": {
                 "what": check.what,
+                "remark": check.remark,
                 "count": self.count,
                 "places": [vars(one) for one in self.places],
             },
             "confidence": check.confidence,
             "next_step": check.next_step.format(self.id),
         }
+
+
+Line = int | Callable[[], int | None] | None
+"""Of a JSON file, or how to find it: a search through a long file is made for the first place only."""
 
 
 @dataclass
@@ -166,19 +180,24 @@ class Findings:
     _counts: dict[str, int] = field(default_factory=dict)
     _lines: dict[str, int | None] = field(default_factory=dict)
 
-    def add(self, check: str, tensor: str, shard: str, value: object, line: int | None = None) -> None:
+    def add(self, check: str, tensor: str, shard: str, value: object, line: Line = None) -> None:
         """Note one place. Raises KeyError for a check that is not in `CHECKS`."""
         CHECKS[check]
         self._counts[check] = self._counts.get(check, 0) + 1
-        self._lines.setdefault(check, line)
+        if check not in self._lines:
+            self._lines[check] = line() if callable(line) else line
         places = self._places.setdefault(check, [])
         if len(places) < SHOWN:
             places.append(Place(tensor, shard, f"{value:g}" if isinstance(value, float) else str(value)))
 
     def sorted(self) -> tuple[LintFinding, ...]:
-        """The surest first."""
+        """The surest first, remarks last."""
         found = (
             LintFinding(check, self._lines[check], self._counts[check], tuple(places))
             for check, places in self._places.items()
         )
-        return tuple(sorted(found, key=lambda one: (-CHECKS[one.check].confidence, one.id, one.check)))
+
+        def rank(one: LintFinding) -> tuple[bool, float, str, str]:
+            return CHECKS[one.check].remark, -CHECKS[one.check].confidence, one.id, one.check
+
+        return tuple(sorted(found, key=rank))

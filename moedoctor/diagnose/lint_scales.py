@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from moedoctor.diagnose.checkpoint_modules import (
     GLOBAL_SCALES,
@@ -19,6 +20,7 @@ from moedoctor.diagnose.checkpoint_values import (
     FULL_BYTES,
     SMALLEST_NORMAL,
     SMALLEST_NORMAL_F32,
+    BlockScaleCounts,
     Reader,
 )
 from moedoctor.diagnose.lint_records import Findings
@@ -27,8 +29,6 @@ from moedoctor.diagnose.safetensors_header import TensorInfo
 _READABLE = frozenset({"F32", "F64", "F16", "BF16"})
 _MOST_VALUES = 1 << 20
 _SAME = 1e-5
-_SPREAD = 1e3
-_INPUT_SPREAD = 1e4
 _SUBNORMAL_SHARE = 5e-4
 _LARGEST_F32 = 3.4028235e38
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -37,24 +37,43 @@ Single = dict[str, dict[str, tuple[float, TensorInfo]]]
 """Part (``weight_scale_2``) -> module -> its one value, and where it is."""
 
 
-def check_values(reader: Reader, modules: Mapping[str, Parts], found: Findings) -> tuple[Single, float]:
-    """Zero, NaN, negative and subnormal scales. What was read of single values, and the share of block
-    scales that was looked at."""
+@dataclass(frozen=True)
+class ScaleValues:
+    """What was read of the scales."""
+
+    singles: Single
+    largest: Mapping[str, tuple[float, str, TensorInfo]]
+    """Module -> the largest scale of its weight's blocks or rows, without a global scale, and its tensor."""
+    seen: float
+    """Share of the block scales that was looked at, 0 to 1."""
+
+
+def check_values(reader: Reader, modules: Mapping[str, Parts], found: Findings) -> ScaleValues:
+    """Zero, NaN, negative and subnormal scales, and what was read on the way."""
     ordered = sorted(_scales(modules), key=lambda one: (one[3].shard, one[3].start))
     blocks = [info for _, _, _, info in ordered if info.dtype == "F8_E4M3"]
     total = sum(one.size for one in blocks)
     whole, seen = total <= FULL_BYTES, 0
     singles: Single = {}
+    largest: dict[str, tuple[float, str, TensorInfo]] = {}
     for module, part, parts, info in ordered:
         name = f"{module}.{part}"
         if info.dtype == "F8_E4M3":
-            seen += _check_block_scales(reader, name, parts, info, whole, found)
+            counts = reader.block_scales(info, whole)
+            _check_block_scales(reader, name, parts, info, counts, found)
+            most = counts.largest
+            seen += counts.seen
         elif info.dtype in _READABLE and 0 < info.elements <= _MOST_VALUES:
             values = reader.floats(info)
             _check_floats(name, part, info, values, found)
             if len(values) == 1:
                 singles.setdefault(part, {})[module] = (values[0], info)
-    return singles, seen / total if total else 1.0
+            most = max(values)
+        else:
+            continue
+        if part in ("weight_scale", "weight_scale_inv"):
+            largest[module] = (most, name, info)
+    return ScaleValues(singles, largest, seen / total if total else 1.0)
 
 
 def _scales(modules: Mapping[str, Parts]) -> Iterator[tuple[str, str, Parts, TensorInfo]]:
@@ -65,9 +84,8 @@ def _scales(modules: Mapping[str, Parts]) -> Iterator[tuple[str, str, Parts, Ten
 
 
 def _check_block_scales(
-    reader: Reader, name: str, parts: Parts, info: TensorInfo, whole: bool, found: Findings
-) -> int:
-    counts = reader.block_scales(info, whole)
+    reader: Reader, name: str, parts: Parts, info: TensorInfo, counts: BlockScaleCounts, found: Findings
+) -> None:
     if counts.nan:
         found.add("scale_nan", name, info.shard, f"{counts.nan} of {counts.seen} are NaN")
     if counts.negative:
@@ -82,7 +100,6 @@ def _check_block_scales(
     if usable and (counts.subnormal > _SUBNORMAL_SHARE * counts.seen or 0 < counts.largest < SMALLEST_NORMAL):
         value = f"{counts.subnormal} of {counts.seen} are below {SMALLEST_NORMAL:g}"
         found.add("scale_subnormal", name, info.shard, value)
-    return counts.seen
 
 
 def _check_floats(name: str, part: str, info: TensorInfo, values: tuple[float, ...], found: Findings) -> None:
@@ -144,19 +161,3 @@ def check_pairs(singles: Single, found: Findings) -> None:
 
 def _differ(first: float, second: float) -> bool:
     return math.isfinite(first) and math.isfinite(second) and not math.isclose(first, second, rel_tol=_SAME)
-
-
-def check_spread(singles: Single, found: Findings) -> None:
-    """Scales of the experts of one layer that are orders of magnitude apart."""
-    for part in (*GLOBAL_SCALES, *INPUT_SCALES, "weight_scale"):
-        groups: dict[tuple[str, str], list[tuple[float, str, str]]] = {}
-        for module, (value, info) in singles.get(part, {}).items():
-            name = expert_name(module)
-            if name is not None and SMALLEST_NORMAL_F32 <= value < math.inf:
-                groups.setdefault((name.layer, name.projection), []).append((value, module, info.shard))
-        limit = _INPUT_SPREAD if part in INPUT_SCALES else _SPREAD
-        for values in groups.values():
-            least, most = min(values), max(values)
-            if most[0] > limit * least[0]:
-                shown = f"{least[0]:g}, and {most[0]:g} in {most[1]}"
-                found.add("scale_spread", f"{least[1]}.{part}", least[2], shown)

@@ -1,4 +1,4 @@
-"""Checks of the experts' shapes: whether they divide for tensor parallelism, block by block."""
+"""Checks of the shapes of experts and quantised layers: whether they divide for tensor parallelism."""
 
 from __future__ import annotations
 
@@ -20,32 +20,36 @@ from moedoctor.diagnose.lint_records import Findings
 
 TP_SIZES = tuple(range(1, 9))
 _USUAL = (1, 2, 4, 8)
-_DOWN = ("down_proj", "w2")
+_DOWN = ("down_proj", "w2", "o_proj")
 _UP = ("up_proj", "w3")
 
 
 def check_shapes(
     checkpoint: Checkpoint, modules: Mapping[str, Parts], declared: Declared | None, found: Findings
 ) -> None:
-    """Halves of different shapes, and sizes that do not divide for a TP that the attention heads allow."""
+    """Halves of different shapes, and sizes that do not divide for a TP that the attention heads allow.
+
+    A size that the heads forbid is none that the layers could be asked for.
+    """
     config = text_config(checkpoint.config.value)
     heads = whole_number(config, "num_attention_heads")
     sizes = [one for one in TP_SIZES if (heads % one == 0 if heads else one in _USUAL)]
     seen: set[tuple[str, str, tuple[int, int]]] = set()
     for module, parts in modules.items():
         name, shape, kind = expert_name(module), shape_of(parts), scheme(parts)
-        if name is None or shape is None or kind is None:
+        if shape is None or kind is None or (name is None and kind == "none"):
             continue
+        head, _, projection = module.rpartition(".")
         weight = parts.get("weight_packed") or parts["weight"]
-        if name.projection in PAIRS:
-            up = modules.get(f"{name.layer}.{name.expert}.{PAIRS[name.projection]}")
+        if projection in PAIRS:
+            up = modules.get(f"{head}.{PAIRS[projection]}")
             if up is not None and shape_of(up) not in (None, shape):
                 found.add("shape_mismatch", module, weight.shard, f"{list(shape)}, up is {shape_of(up)}")
-        key = (name.projection, kind, shape)
+        key = (projection, kind, shape)
         if key in seen:
             continue
         seen.add(key)
-        _check_size(module, weight.shard, name.projection, kind, shape, declared, sizes, found)
+        _check_size(module, weight.shard, projection, kind, shape, declared, sizes, found)
 
 
 def _check_size(
@@ -60,10 +64,10 @@ def _check_size(
 ) -> None:
     rows, columns = shape
     if kind == "nvfp4" and columns % BLOCK:
-        found.add("does_not_tile", module, shard, f"{columns} columns are no multiple of {BLOCK}")
+        found.add("block_incomplete", module, shard, f"{columns} columns are no multiple of {BLOCK}")
         return
     row_unit, column_unit = _units(kind, declared)
-    # Gate and up are cut by rows, down by columns.
+    # Gate and up are cut by rows, down and the attention's output by columns. q, k and v are cut by heads.
     if projection in _DOWN:
         size, unit, what = columns, column_unit, "columns"
     elif projection in PAIRS or projection in _UP:

@@ -91,7 +91,7 @@ def plan(request: PlanRequest) -> Plan:
         bandwidth=request.bandwidth,
     )
     on_device = expert_bytes + other_bytes - traffic.host_bytes + traffic.device_bytes
-    space = workspace(request.backend, shape.experts.layer, request.batched_tokens)
+    space = workspace(request.backend, request.scheme, shape.experts.layer, request.batched_tokens)
     if request.workspace_bytes is not None:
         space = Workspace(request.workspace_bytes, "given")
     available, budget = _available(request, on_device, space, notes)

@@ -62,6 +62,8 @@ def offload_traffic(
         return Traffic(
             expert_bytes, round(experts.count * cache_slots * one), moved, _bound(moved, bandwidth), how
         )
+    if hit_rate is not None:
+        raise PlanError(f"--hit-rate {hit_rate:g}: is of an expert cache; give --expert-cache SLOTS as well")
     if offload_bytes < 0 or offload_bytes > expert_bytes + other_bytes:
         raise PlanError(
             f"--offload {offload_bytes / (1 << 30):g}: expected 0 to "

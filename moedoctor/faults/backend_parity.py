@@ -122,11 +122,14 @@ class BackendParity(Fault):
             return Judgement(
                 CaseVerdict.CLEAN, f"{noticed}; missed {', '.join(missed)}" if missed else str(false_alarm)
             )
+        if missed:  # says nothing of a backend: it fails the scenario, and convicts no installed one
+            untrusted = f"the comparison did not notice {', '.join(missed)}"
+            if case.subject == "fixed":
+                return Judgement(CaseVerdict.REPRODUCED, f"{noticed}: {untrusted}")
+            return Judgement(CaseVerdict.ERROR, noticed, untrusted)
         if seen["reason"] is not None:
             wrong = f"{seen['wrong_tokens']} of {seen['tokens']} tokens wrong: {seen['reason']}"
             return Judgement(CaseVerdict.REPRODUCED, wrong)
-        if missed:
-            return Judgement(CaseVerdict.ERROR, noticed, f"the comparison did not notice {', '.join(missed)}")
         repeat = "" if seen["deterministic"] else ", not the same bits in every call"
         return Judgement(
             CaseVerdict.CLEAN, f"{seen['tokens']} tokens right, cosine {seen['cosine']:.5f}{repeat}"

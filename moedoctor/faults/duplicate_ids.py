@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moedoctor.faults.base import Fault, Judgement
-from moedoctor.faults.duplicate_ids_claims import CLAIMS, behaviour_of
+from moedoctor.faults.duplicate_ids_claims import CLAIMS, OUT_OF_BOUNDS, behaviour_of
 from moedoctor.results import (
     Case,
     CaseResult,
@@ -58,15 +58,19 @@ class DuplicateIdsParameters(BaseModel):
 
 
 class DuplicateIds(Fault):
-    """Duplicate expert ids in FlashInfer's CUTLASS MoE."""
+    """Duplicate expert ids in FlashInfer's CUTLASS MoE.
+
+    At the tier `kernel` the control is the installed FlashInfer's own code, given the ids as they are, and
+    the fix is `deduplicate` before the same code.
+    """
 
     id = "MD011"
     name = "duplicate_ids"
     title = "duplicate expert ids leave a row unwritten in FlashInfer's three-step sort"
     parameters = DuplicateIdsParameters
     tiers = {  # noqa: RUF012
-        "faulty": (Tier.MODEL,),
-        "fixed": (Tier.MODEL,),
+        "faulty": (Tier.MODEL, Tier.KERNEL),
+        "fixed": (Tier.MODEL, Tier.KERNEL),
         "installed": (Tier.KERNEL,),
         "flashinfer": (Tier.KERNEL,),
     }
@@ -74,17 +78,18 @@ class DuplicateIds(Fault):
     installed_package = "flashinfer"
 
     def faulty(self, case: Case) -> Any:
+        if case.tier is Tier.KERNEL:
+            return self.installed(case)
         _need_numpy()
         from moedoctor.faults.duplicate_ids_model import ThreeStepModel
 
         return ThreeStepModel()
 
     def fixed(self, case: Case) -> Any:
-        _need_numpy()
-        from moedoctor.faults.duplicate_ids_model import ThreeStepModel
+        code = self.faulty(case)
         from moedoctor.faults.duplicate_ids_rows import Implementation
 
-        return Implementation(ThreeStepModel(), guard=True)
+        return Implementation(code, guard=True)
 
     def installed(self, case: Case) -> Any:
         from moedoctor.upstream.flashinfer_probe import FlashInferProbe
@@ -104,6 +109,9 @@ class DuplicateIds(Fault):
         if seen.get("entries_out_of_bounds"):
             said = f"{seen['entries_out_of_bounds']} entries of the map lead out of bounds"
             return Judgement(CaseVerdict.REPRODUCED, said)
+        if seen["rows_out_of_bounds"]:
+            said = f"{OUT_OF_BOUNDS} in {seen['rows_out_of_bounds']} of {rows} rows, without an error"
+            return Judgement(CaseVerdict.REPRODUCED, said)
         if seen["rows_wrong"]:
             said = f"{seen['rows_wrong']} of {rows} rows hold a wrong sum, without an error"
             return Judgement(CaseVerdict.REPRODUCED, said)
@@ -119,6 +127,17 @@ class DuplicateIds(Fault):
         if crash.death is Death.ILLEGAL_MEMORY_ACCESS:
             return Judgement(CaseVerdict.REPRODUCED, "illegal memory access in finalize")
         return super().judge_crash(case, crash)
+
+    def absent(self, results: Sequence[CaseResult]) -> str | None:
+        """Where the installed FlashInfer gives right sums, the control has nothing to show at this tier."""
+        control = [
+            one for one in results if one.subject == "faulty" and one.verdict is not CaseVerdict.SKIPPED
+        ]
+        silent = [one for one in control if one.verdict is CaseVerdict.CLEAN]
+        if not silent or any(one.tier is not Tier.KERNEL for one in silent):
+            return None
+        kernel = sum(one.tier is Tier.KERNEL for one in control)
+        return f"the installed FlashInfer gives the right sums in {len(silent)} of {kernel} cases"
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """For each kind of call, what each release does."""

@@ -62,6 +62,15 @@ def fused_sums(unit: str, device: str, sources: Mapping[str, str]) -> list[dict[
     ]
 
 
+def distinct(unit: str, device: str, sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Sums of ids of which none is repeated."""
+    shapes = ((300, 128, 8), (1, 512, 10), (128, 128, 8))
+    return [
+        _figures(_load(unit, device, sources), point, guard=False)
+        for point in _points(shapes, ids=("distinct",), finalizes=("normal", "no_filling"), ranks=(0, 1))
+    ]
+
+
 def sentinels(unit: str, device: str, sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """Sums where half of the slots of every other token hold -1."""
     shapes = ((300, 128, 8), (300, 512, 10), (128, 128, 8))
@@ -134,7 +143,14 @@ def _points(
 
 def _figures(code: FlashInferProbe, point: DuplicateIdsParameters, *, guard: bool) -> dict[str, Any]:
     seen = observe(point, Implementation(code, guard)).evidence
-    wanted = ("path", "rows", "rows_right", "rows_with_the_repeat_dropped", "rows_wrong")
+    wanted = (
+        "path",
+        "rows",
+        "rows_right",
+        "rows_with_the_repeat_dropped",
+        "rows_wrong",
+        "rows_out_of_bounds",
+    )
     shape = point.model_dump(exclude={"seed"})
     return {**shape, **{key: seen[key] for key in wanted}}
 

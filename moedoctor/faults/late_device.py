@@ -40,9 +40,11 @@ class LateDevice:
     """Serves as `moedoctor.fixes.copy_engine.CopyEngine`, and runs kernels late too.
 
     `seed`: work happens at random moments drawn from it; None: as late as the rules allow.
+    `pinned`: whether all host memory that is copied from or to is pinned, else it is pageable.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, *, pinned: bool = True) -> None:
+        self._pinned = pinned
         self._random = random.Random(seed) if seed is not None else None
         self._compute: deque[Work | _Wait | _Pass] = deque()
         self._copies: deque[Work | _Wait | _Pass] = deque()
@@ -59,20 +61,18 @@ class LateDevice:
         self._sometimes()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """To the device from pinned memory: `source` is read when the copy happens."""
+        """To the device: pinned memory is read when the copy happens, pageable memory is staged now."""
+        source = self._as_read(source)
         self._copies.append(lambda: target.copy_(source))
         self._sometimes()
 
-    def copy_pageable(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """To the device from pageable memory: `source` is staged now."""
-        staged = source.clone()
-        self._copies.append(lambda: target.copy_(staged))
-        self._sometimes()
-
-    def fetch_pageable(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """To pageable host memory: the host waits until it is there."""
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """To the host; where that is pageable memory, the host waits until it is there."""
         self._copies.append(lambda: target.copy_(source))
-        self.synchronize()
+        if self._pinned:
+            self._sometimes()
+        else:
+            self.synchronize()
 
     def mark(self) -> Event:
         event = Event()
@@ -89,9 +89,12 @@ class LateDevice:
             if not (self._step(self._copies) or self._step(self._compute)):
                 raise RuntimeError("the event was never queued")
 
-    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        source, event = self._as_read(source), Event()
         self._compute.append(lambda: target.copy_(source))
+        self._compute.append(_Pass(event))
         self._sometimes()
+        return event
 
     def capturing(self) -> bool:
         return False
@@ -102,6 +105,9 @@ class LateDevice:
             pass
         if self._copies or self._compute:
             raise RuntimeError("the queues wait for each other")
+
+    def _as_read(self, source: torch.Tensor) -> torch.Tensor:
+        return source if self._pinned else source.clone()
 
     def _sometimes(self) -> None:
         while self._random is not None and self._random.random() < 0.5:

@@ -14,18 +14,28 @@ Limits = Mapping[str, float]
 def judge_padding(
     cases: Sequence[CaseResult], units: Sequence[Measurement], limits: Limits
 ) -> ClaimJudgement:
-    """In how many padded steps some padding row held NaN; memory made NaN on purpose does not count."""
+    """In how many padded steps some padding row held NaN; memory made NaN on purpose does not count.
+
+    One engine with too few refutes; all must have run for a confirmation.
+    """
     rows = _rows(units)
-    ran = [row for row in rows if row.get("steps_with_padding")]
-    padded = [row for row in ran if "held NaN before" not in row["config"]]
+    asked = [row for row in rows if "held NaN before" not in row["config"] and "not_run" not in row]
+    padded = [row for row in asked if row.get("steps_with_padding")]
     if not padded:
         return ClaimJudgement(ClaimVerdict.UNTESTED, {"rows": rows}, "no engine ran a padded step")
-    low = min(row["nan_share"] for row in padded)
     said = "; ".join(
-        f"{row['config']}: {row['nan_in_padding']} of {row['steps_with_padding']}" for row in ran
+        f"{row['config']}: {row['nan_in_padding']} of {row['steps_with_padding']}"
+        for row in rows
+        if row.get("steps_with_padding")
     )
     said = f"steps of a tiny model with NaN in padding, {said}"
-    return ClaimJudgement(_verdict(low >= limits["min_share"]), {"rows": rows}, said)
+    if min(row["nan_share"] for row in padded) < limits["min_share"]:
+        return ClaimJudgement(ClaimVerdict.REFUTED, {"rows": rows}, said)
+    absent = [row for row in asked if row not in padded]
+    if absent:
+        why = "; ".join(f"{row['config']}: {row.get('error', 'no padded step')}" for row in absent)
+        return ClaimJudgement(ClaimVerdict.UNTESTED, {"rows": rows}, f"{said}; {why}")
+    return ClaimJudgement(ClaimVerdict.CONFIRMED, {"rows": rows}, said)
 
 
 def judge_end_to_end(
@@ -35,8 +45,14 @@ def judge_end_to_end(
     rows = {row["engine"]: row for row in _rows(units)}
     own, old = rows.get("own topk_softmax", {}), rows.get("topk_softmax of 0.19.1", {})
     evidence = {"rows": list(rows.values())}
+    untouched = rows.get("untouched", {"error": "it is not there"})
+    if "error" in untouched:
+        why = f"nothing to hold tokens against; the untouched engine: {untouched['error']}"
+        return ClaimJudgement(ClaimVerdict.UNTESTED, evidence, why)
     if not own.get("nan_in_padding"):
         return ClaimJudgement(ClaimVerdict.UNTESTED, evidence, "no padding row was made NaN")
+    if not own.get("routers_watched"):
+        return ClaimJudgement(ClaimVerdict.UNTESTED, evidence, "no router was watched")
     said = f"own: {_routed(own)}"
     holds = (
         own["prompts_with_the_same_tokens"] >= limits["min_share"] * own["prompts"]
@@ -47,6 +63,8 @@ def judge_end_to_end(
     if not old.get("nan_in_padding"):
         why = old.get("error", "the kernels of 0.19.1 were not given: --vllm-kernels 0.19.1=PATH")
         return ClaimJudgement(ClaimVerdict.UNTESTED, evidence, f"{said}; 0.19.1: {why}")
+    if not old.get("routers_watched"):
+        return ClaimJudgement(ClaimVerdict.UNTESTED, evidence, f"{said}; 0.19.1: no router was watched")
     verdict = _verdict(old["rows_with_repeated_ids"] >= limits["min_old_rows"])
     return ClaimJudgement(verdict, evidence, f"{said}; 0.19.1: {_routed(old)}")
 
@@ -62,18 +80,20 @@ def _routed(row: Mapping[str, Any]) -> str:
 def judge_overhead(
     cases: Sequence[CaseResult], units: Sequence[Measurement], limits: Limits
 ) -> ClaimJudgement:
-    """A decode step with the trace over one without; nothing if two without it differ by the limit."""
+    """A decode step with the trace over one without; what alike engines differ by counts both ways."""
     row = _rows(units)[0]
-    noise = max(row["medians_off"]) / min(row["medians_off"]) - 1
+    overhead, noise, limit = row["overhead"], row["noise"], limits["max_overhead"]
     said = (
-        f"{row['overhead']:+.1%} ({row['overhead_p20']:+.1%} to {row['overhead_p80']:+.1%}) of "
+        f"{overhead:+.1%} ({row['overhead_p20']:+.1%} to {row['overhead_p80']:+.1%}) of "
         f"{row['step_ms_off']:.2f} ms, {row['layers']} layers, batch {row['batch']}; "
-        f"two engines without the trace differ by {noise:.1%}"
+        f"two engines that are alike differ by {noise:.1%}"
     )
-    if noise > limits["max_overhead"]:
-        said += ", too much to tell"
+    if "gpu_overhead" in row:
+        said += f"; by events on the GPU {row['gpu_overhead']:+.1%}, {row['gpu_noise']:.1%}"
+    if overhead - noise <= limit < overhead + noise:
+        said += "; too much to tell"
         return ClaimJudgement(ClaimVerdict.UNTESTED, {"rows": [row]}, said)
-    return ClaimJudgement(_verdict(row["overhead"] <= limits["max_overhead"]), {"rows": [row]}, said)
+    return ClaimJudgement(_verdict(overhead + noise <= limit), {"rows": [row]}, said)
 
 
 def _verdict(holds: bool) -> ClaimVerdict:

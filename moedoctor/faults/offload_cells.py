@@ -100,6 +100,9 @@ def request(cell: Cell, folder: str) -> EngineRequest:
         chosen = ["w13_weight", "w2_weight"] if cell.place == WEIGHTS else ["experts"]
         arguments |= {"cpu_offload_gb": 1.0, "cpu_offload_params": chosen}
     environ = {"MOEDOCTOR_FIXES": cell.fixes, **_VARIABLES.get(cell.place, {})}
+    probe = None if cell.place == ON_GPU else "layers_and_places"
+    if cell.place == SAME_GRAPH:
+        probe = "serve_from_gpu"
     return EngineRequest(
         folder,
         PROMPTS[cell.backend],
@@ -107,8 +110,9 @@ def request(cell: Cell, folder: str) -> EngineRequest:
         environ,
         max_tokens=MAX_TOKENS,
         logprobs=LOGPROBS,
-        probe="moedoctor.upstream.engine_probes:serve_from_gpu" if cell.place == SAME_GRAPH else None,
+        probe=f"moedoctor.upstream.engine_probes:{probe}" if probe else None,
         probe_when="before",
+        probe_options={"names": "experts"} if probe == "layers_and_places" else {},
         seconds=280.0,
         label=cell.label,
     )

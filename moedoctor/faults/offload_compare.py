@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 SAME, OTHER, ROUNDING = "same tokens", "other tokens", "rounding"
 """`ROUNDING`: other tokens than the control's, and in every bit those of the control with the same code."""
+NO_OFFLOAD = "no offload"
+"""The engine ran, and what it was to keep on the host is not seen there."""
 
 
 def compare(result: EngineResult, control: EngineResult | None, *, is_control: bool) -> tuple[str, str]:

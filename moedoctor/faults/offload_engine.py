@@ -20,7 +20,15 @@ from moedoctor.faults.offload_cells import (
     cells,
     request,
 )
-from moedoctor.faults.offload_compare import OTHER, ROUNDING, SAME, compare, logprob_distance
+from moedoctor.faults.offload_compare import (
+    NO_OFFLOAD,
+    OTHER,
+    ROUNDING,
+    SAME,
+    compare,
+    logprob_distance,
+    short_error,
+)
 from moedoctor.results import CaseVerdict, Observation
 from moedoctor.subjects.base import UnavailableError
 
@@ -29,6 +37,8 @@ if TYPE_CHECKING:
 
 PARALLEL = 16
 """Engines at once: each takes one core while it starts and about 1 GiB of the GPU."""
+OFFLOADER = "UVAOffloader"
+"""What vLLM's log calls the offloader of `--cpu-offload-gb`, with UVA and without."""
 
 
 def need_engine() -> None:
@@ -68,12 +78,15 @@ def evidence(chosen: Sequence[Cell], results: Sequence[EngineResult]) -> dict[st
     for cell, result in zip(chosen, results, strict=True):
         control = by_place.get((cell.backend, ON_GPU))
         outcome, detail = compare(result, control, is_control=cell.place == ON_GPU)
+        same_code = None
         if cell.place == SAME_GRAPH and result.error is None:
             outcome = "control" if _served_from_gpu(result) else "no control"
         elif outcome in (SAME, OTHER) and _unfixed(cell, result):
             outcome, detail = "no fix", "it was asked for, and the log does not say that it is active"
+        elif cell.place not in CONTROLS and (why := not_offloaded(result)) is not None:
+            outcome, detail = NO_OFFLOAD, why
         elif cell.place == COPIES and (second := by_place.get((cell.backend, SAME_GRAPH))) is not None:
-            outcome, detail = _decide(outcome, detail, result, second)
+            outcome, detail, same_code = _decide(outcome, detail, result, second)
         rows.append(
             {
                 "backend": cell.backend,
@@ -81,6 +94,10 @@ def evidence(chosen: Sequence[Cell], results: Sequence[EngineResult]) -> dict[st
                 "mode": cell.mode,
                 "experts": cell.place,
                 "offloaded": result.log.offloaded_by_us,
+                "offloader": result.log.offloader,
+                "host_bytes": _probed(result, "host_bytes"),
+                "parameter_bytes": _probed(result, "parameter_bytes"),
+                "same_bits_in_the_same_code": same_code,
                 "outcome": outcome,
                 "detail": detail,
                 "seconds": result.seconds.get("total"),
@@ -103,6 +120,7 @@ def evidence(chosen: Sequence[Cell], results: Sequence[EngineResult]) -> dict[st
                 ("crashed", "crash"),
                 ("rounding", ROUNDING),
                 ("not_fixed", "no fix"),
+                ("not_offloaded", NO_OFFLOAD),
             )
         },
         "table": rows,
@@ -115,6 +133,26 @@ def evidence(chosen: Sequence[Cell], results: Sequence[EngineResult]) -> dict[st
 def _unfixed(cell: Cell, result: EngineResult) -> bool:
     """Whether the right answer of an engine without UVA is not the fix's doing."""
     return bool(cell.fixes) and cell.place in (COPIES, WEIGHTS) and result.log.fixes is None
+
+
+def not_offloaded(result: EngineResult) -> str | None:
+    """Why an engine that was to offload shows nothing of offload; None where it did, or died.
+
+    The log's figure does not say it: it is in GiB, and 0.0 for a small model.
+    """
+    if result.error is not None:
+        looking = result.error.stage == "probe"
+        return f"what it offloaded was not seen: {short_error(result)}" if looking else None
+    if result.log.offloader != OFFLOADER:
+        return f"the log says {result.log.offloader or 'nothing'} of its offloader, expected {OFFLOADER}"
+    if not _probed(result, "host_bytes"):
+        return "no byte of the weights is on the host"
+    return None
+
+
+def _probed(result: EngineResult, name: str) -> int | None:
+    found = (result.probe or {}).get(name)
+    return None if found is None else int(found)
 
 
 def _error(cell: Cell, result: EngineResult) -> dict[str, Any]:
@@ -140,16 +178,19 @@ def _served_from_gpu(result: EngineResult) -> bool:
     return bool(result.log.fixes and result.probe and result.probe["bytes"])
 
 
-def _decide(outcome: str, detail: str, result: EngineResult, second: EngineResult) -> tuple[str, str]:
-    """A compiled cell of the fix, beside the engine with the same code and its weights on the GPU.
+def _decide(
+    outcome: str, detail: str, result: EngineResult, second: EngineResult
+) -> tuple[str, str, bool | None]:
+    """A compiled cell of the fix, beside the engine with the same code and its weights on the GPU; last,
+    whether the two agree in every bit that they report.
 
-    Other tokens than the first control's are rounding only where the two agree in every bit that they report.
+    Only then are other tokens than the first control's rounding.
     """
     if outcome not in (SAME, OTHER) or second.error is not None or not _served_from_gpu(second):
-        return outcome, detail
+        return outcome, detail, None
     same = result.tokens == second.tokens and logprob_distance(result, second) == 0
     told = f"{detail}; {'same' if same else 'other'} tokens and logprobs {SAME_GRAPH}"
-    return (ROUNDING if outcome == OTHER and same else outcome), told
+    return (ROUNDING if outcome == OTHER and same else outcome), told, same
 
 
 def judge(seen: Mapping[str, Any]) -> Judgement:
@@ -161,6 +202,10 @@ def judge(seen: Mapping[str, Any]) -> Judgement:
     if seen["not_fixed"]:
         said = f"{seen['not_fixed']} engines ran without the fix that they were to have"
         return Judgement(CaseVerdict.ERROR, "the fix was not active", said)
+    if seen["not_offloaded"]:
+        first = next(row for row in seen["table"] if row["outcome"] == NO_OFFLOAD)
+        said = f"{seen['not_offloaded']} engines: {first['backend']}, {first['experts']}: {first['detail']}"
+        return Judgement(CaseVerdict.ERROR, "nothing was offloaded", said)
     bad = seen["crashed"] + seen["other_tokens"]
     if not bad:
         rounded = seen["rounding"]

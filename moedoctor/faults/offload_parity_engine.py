@@ -12,12 +12,14 @@ from moedoctor.faults import offload_engine
 from moedoctor.faults.offload_cells import BACKENDS as TINY
 from moedoctor.faults.offload_cells import ON_GPU, UNPINNED, UVA
 from moedoctor.faults.offload_compare import short_error
-from moedoctor.faults.offload_parity import ParityParameters, first_parting
+from moedoctor.faults.offload_parity import ParityParameters, first_calls, first_parting
 from moedoctor.results import Observation
 from moedoctor.upstream.engine import EngineRequest, EngineResult, run_engines
 
 BACKENDS = tuple(TINY)
 _SECONDS = 1500.0
+_LOGPROBS = 5
+_PROMPT_CALLS = 16
 
 
 def observe(parameters: ParityParameters) -> Observation:
@@ -71,8 +73,11 @@ def own_request(parameters: ParityParameters, *, offload: bool, fixes: str) -> E
         arguments,
         environ,
         max_tokens=parameters.max_tokens,
-        probe="moedoctor.upstream.engine_probes:layer_outputs" if eager else None,
+        logprobs=_LOGPROBS,
+        probe="moedoctor.upstream.engine_probes:layers_and_places",
         probe_when="before",
+        # One call for each token, and those of a long prompt; compiled code passes the hooks by.
+        probe_options={"calls": parameters.max_tokens + _PROMPT_CALLS if eager else 0},
         seconds=_SECONDS,
         label=f"{parameters.model} {'with' if offload else 'without'} offload",
     )
@@ -80,21 +85,49 @@ def own_request(parameters: ParityParameters, *, offload: bool, fixes: str) -> E
 
 def compare(control: EngineResult, other: EngineResult, parameters: ParityParameters) -> Mapping[str, Any]:
     """What both said, and the first layer whose output parts."""
+    alike = _alike(control, other)
     return {
         "vllm": other.version or control.version,
         "backend": other.log.moe_backend,
+        "fixes_asked": parameters.fixes,
         "fixes": other.log.fixes,
+        "offloader": other.log.offloader,
         "offloaded_gib": other.log.offloaded,
+        "parameter_bytes": (other.probe or {}).get("parameter_bytes"),
+        "host_bytes": (other.probe or {}).get("host_bytes"),
         "expected": parameters.expected,
         "control_text": control.texts[0] if control.error is None else None,
         "control_error": _said(control),
         "offload_text": other.texts[0] if other.error is None else None,
         "offload_error": _said(other),
+        "not_looked_into": other.error is not None and other.error.stage == "probe",
         "same_tokens": control.error is None and other.error is None and control.tokens == other.tokens,
-        "control_layers": (control.probe or {}).get("outputs", []),
+        "tokens_alike": alike,
+        "lead": None if alike is None else _lead(control, other, alike),
+        "control_layers": first_calls(control.probe),
         "seconds": {"control": control.seconds.get("total"), "offload": other.seconds.get("total")},
-        **first_parting(control.probe, other.probe),
+        **first_parting(control.probe, other.probe, alike),
     }
+
+
+def _alike(control: EngineResult, other: EngineResult) -> int | None:
+    """How many tokens are the same before the answers part; None where they do not, or one is missing."""
+    if control.error is not None or other.error is not None or control.tokens == other.tokens:
+        return None
+    pairs = enumerate(zip(other.tokens[0], control.tokens[0], strict=False))
+    shorter = min(len(other.tokens[0]), len(control.tokens[0]))
+    return next((index for index, (mine, wanted) in pairs if mine != wanted), shorter)
+
+
+def _lead(control: EngineResult, other: EngineResult, alike: int) -> float | None:
+    """By how much the control held its own token for likelier than the other's; None where it does not list
+    that one."""
+    steps = control.logprobs[0] if control.logprobs else ()
+    if not all(alike < len(some) for some in (steps, control.tokens[0], other.tokens[0])):
+        return None
+    mine, wanted = str(other.tokens[0][alike]), str(control.tokens[0][alike])
+    step = steps[alike]
+    return round(step[wanted] - step[mine], 6) if mine in step and wanted in step else None
 
 
 def _said(result: EngineResult) -> str | None:

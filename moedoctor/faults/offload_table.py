@@ -7,7 +7,7 @@ from typing import Any
 
 from moedoctor.faults.base import ClaimJudgement, Measurement
 from moedoctor.faults.offload_cells import CONTROLS, COPIES
-from moedoctor.faults.offload_compare import ROUNDING, SAME
+from moedoctor.faults.offload_compare import NO_OFFLOAD, ROUNDING, SAME
 from moedoctor.results import CaseResult, ClaimVerdict, Evidence, Tier
 
 
@@ -52,6 +52,8 @@ def marlin_crashes(
     ]
     if not cells:
         return ClaimJudgement(ClaimVerdict.UNTESTED, {}, "no engine ran")
+    if any(cell["outcome"] == NO_OFFLOAD for cell in cells):
+        return ClaimJudgement(ClaimVerdict.UNTESTED, {}, "an engine offloaded nothing")
     crashed = [cell for cell in cells if str(cell["outcome"]).startswith("crash")]
     evidence = {
         "combinations": len(cells),
@@ -79,13 +81,18 @@ def same_tokens_with_fix(
     ]
     if not cells:
         return ClaimJudgement(ClaimVerdict.UNTESTED, {}, "no engine ran")
+    if any(cell["outcome"] == NO_OFFLOAD for cell in cells):
+        return ClaimJudgement(ClaimVerdict.UNTESTED, {}, "an engine offloaded nothing")
     same = sum(cell["outcome"] == SAME for cell in cells)
     rounded = [cell for cell in cells if cell["outcome"] == ROUNDING]
     evidence = {
         "cells": len(cells),
         "same_tokens": same,
         "same_logprobs": sum(cell["detail"].startswith("same logprobs") for cell in cells),
-        "same_bits_in_the_same_compiled_code": len(rounded),
+        "rounding": len(rounded),
+        "same_bits_in_the_same_compiled_code": sum(
+            cell.get("same_bits_in_the_same_code") is True for cell in cells
+        ),
         "others": [
             {"backend": one["backend"], "mode": one["mode"], "experts": one["experts"], "outcome": said(one)}
             for one in cells

@@ -10,22 +10,38 @@ from moedoctor.results import CaseResult, ClaimVerdict, Crash, Observation
 
 UPSTREAM = ("TRITON bf16", "TRITON fp8", "MARLIN nvfp4", "MARLIN fp8")
 OURS = ("OURS bf16", "OURS fp8", "OURS nvfp4")
+NO_SENTINEL = "no -1"
+"""The kind of ids that is the control of the others."""
+IDS = (NO_SENTINEL, "padding rows of -1", "one slot of -1 a row")
 Limits = Mapping[str, float]
 
 
+def units_of(paths: Sequence[str]) -> tuple[str, ...]:
+    """A process for each path and kind of ids: a death takes no other figure with it."""
+    return tuple(f"{path}, {ids}" for path in paths for ids in IDS)
+
+
 def judge_paths(cases: Sequence[CaseResult], units: Sequence[Measurement], limits: Limits) -> ClaimJudgement:
-    """Rows that are not right where some slots hold -1, path by path; a path that died has none right."""
-    rows: list[dict[str, Any]] = []
-    for one in units:
-        if isinstance(one.outcome, Observation):
-            rows += [{"path": one.unit, **row} for row in one.outcome.evidence["rows"]]
-        elif isinstance(one.outcome, Crash):
-            rows.append({"path": one.unit, "ids": "", "death": one.outcome.message})
-    ran = dict.fromkeys(row["path"] for row in rows)
-    bad = [row for row in rows if "death" in row or row["rows_wrong"] > limits["max_rows"]]
-    said = "; ".join(_said(row) for row in bad) or f"all rows right in {len(rows)} calls of {', '.join(ran)}"
-    verdict = ClaimVerdict.REFUTED if bad else ClaimVerdict.CONFIRMED
-    return ClaimJudgement(verdict, {"rows": rows}, said)
+    """Rows that are not right where some slots hold -1, path by path; one that died has none right.
+
+    Only a path that is right without any -1 says something of -1. One that is not, or did not run, is named.
+    """
+    rows = [_row(one) for one in units]
+    ran = [row for row in rows if "skipped" not in row]
+    broken = [row for row in ran if row["ids"] == NO_SENTINEL and _is_bad(row, limits)]
+    sound = {row["path"] for row in ran if row["ids"] == NO_SENTINEL} - {row["path"] for row in broken}
+    tried = [row for row in ran if row["ids"] != NO_SENTINEL and row["path"] in sound]
+    bad = [row for row in tried if _is_bad(row, limits)]
+    said = [_said(row) for row in bad]
+    if tried and not bad:
+        said = [
+            f"all rows right in {len(tried)} calls of {', '.join(dict.fromkeys(r['path'] for r in tried))}"
+        ]
+    said += [f"{_said(row)}, so it says nothing of -1" for row in broken]
+    said += dict.fromkeys(f"{row['path']} not run: {row['skipped']}" for row in rows if "skipped" in row)
+    verdict = ClaimVerdict.CONFIRMED if tried and not broken else ClaimVerdict.UNTESTED
+    verdict = ClaimVerdict.REFUTED if bad else verdict
+    return ClaimJudgement(verdict, {"rows": rows}, _release(units) + "; ".join(said))
 
 
 def judge_align(cases: Sequence[CaseResult], units: Sequence[Measurement], limits: Limits) -> ClaimJudgement:
@@ -38,25 +54,55 @@ def judge_align(cases: Sequence[CaseResult], units: Sequence[Measurement], limit
         f"blocks, {row['slots_lost']} real slots lost"
         for row in rows
     )
-    return ClaimJudgement(ClaimVerdict.REFUTED if bad else ClaimVerdict.CONFIRMED, {"rows": rows}, said)
+    good = ClaimVerdict.CONFIRMED if rows else ClaimVerdict.UNTESTED
+    verdict = ClaimVerdict.REFUTED if bad else good
+    return ClaimJudgement(verdict, {"rows": rows}, _release(units) + said)
+
+
+def _row(one: Measurement) -> dict[str, Any]:
+    """What one process said of its path and kind of ids, or why it said nothing."""
+    path, _, ids = one.unit.partition(", ")
+    named: dict[str, Any] = {"path": path, "ids": ids}
+    if isinstance(one.outcome, Observation):
+        return {**named, **one.outcome.evidence["row"]}
+    if isinstance(one.outcome, Crash):
+        return {**named, "death": one.outcome.message}
+    return {**named, "skipped": one.outcome.reason}
+
+
+def _is_bad(row: Mapping[str, Any], limits: Limits) -> bool:
+    return "death" in row or row["rows_wrong"] > limits["max_rows"]
 
 
 def _said(row: Mapping[str, Any]) -> str:
-    if "death" in row:
-        return f"{row['path']}: {row['death']}"
-    return f"{row['path']}, {row['ids']}: {row['rows_wrong']} of {row['rows']} rows wrong"
+    what = row.get("death") or f"{row['rows_wrong']} of {row['rows']} rows wrong"
+    return f"{row['path']}, {row['ids']}: {what}"
+
+
+def _release(units: Sequence[Measurement]) -> str:
+    """The release that the figures are of, for a verdict is about no other."""
+    seen = [one.outcome.evidence for one in units if isinstance(one.outcome, Observation)]
+    return next((f"vLLM {one['vllm']}: " for one in seen if one.get("vllm")), "")
 
 
 def _measure_path(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
     from moedoctor.faults import sentinel_ids_paths
 
-    return Observation({"rows": sentinel_ids_paths.path(unit, device)})
+    path, _, ids = unit.partition(", ")
+    figures: dict[str, Any] = {"row": sentinel_ids_paths.path(path, ids, device)}
+    return Observation({**figures, **(_vllm() if path in UPSTREAM else {})})
 
 
 def _measure_align(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
     from moedoctor.faults import sentinel_ids_paths
 
-    return Observation({"rows": sentinel_ids_paths.align(device)})
+    return Observation({"rows": sentinel_ids_paths.align(device), **_vllm()})
+
+
+def _vllm() -> dict[str, str]:
+    from moedoctor.upstream.sentinel_probe import installed_release
+
+    return {"vllm": installed_release()}
 
 
 CLAIMS = (
@@ -64,7 +110,7 @@ CLAIMS = (
         "upstream_paths",
         judge_paths,
         _measure_path,
-        lambda subjects: UPSTREAM,
+        lambda subjects: units_of(UPSTREAM),
         needs_gpu=True,
         thresholds=("max_rows",),
     ),
@@ -80,7 +126,7 @@ CLAIMS = (
         "our_path",
         judge_paths,
         _measure_path,
-        lambda subjects: OURS,
+        lambda subjects: units_of(OURS),
         needs_gpu=True,
         thresholds=("max_rows",),
     ),

@@ -43,10 +43,12 @@ class UnpinnedCopy(Fault):
         return tier is not Tier.MODEL or int(parameters["bytes"] or 0) <= 65_536
 
     def faulty(self, case: Case) -> Any:
+        """Bare copies."""
         self._need_gpu(case)
         return False
 
     def fixed(self, case: Case) -> Any:
+        """The copies of our offloader."""
         self._need_gpu(case)
         return True
 
@@ -54,7 +56,7 @@ class UnpinnedCopy(Fault):
         from moedoctor.faults.unpinned_copy_model import observe
 
         return observe(
-            self.parameters.model_validate(case.parameters), case.tier, case.device, waits=implementation
+            self.parameters.model_validate(case.parameters), case.tier, case.device, ours=implementation
         )
 
     def judge(self, case: Case, observation: Observation) -> Judgement:

@@ -12,7 +12,8 @@ from moedoctor.faults.offload_speed_claims import CLAIMS
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
 
 LAST_FAILING = "2.12.1"
-"""The last torch whose Dynamo refuses: 2.11.0, 2.12.0 and 2.12.1 were run, and 2.13.0 traces it."""
+"""The last torch whose Dynamo refuses. Reports are stored of 2.11.0, which does, and of 2.13.0, which does
+not."""
 
 
 class UntraceableOffloadParameters(BaseModel):

@@ -28,8 +28,12 @@ class CopyEngine(Protocol):
     def wait(self, mark: Mark) -> None:
         """The host waits for `mark`: only then may a source be overwritten."""
 
-    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy in the current queue, so that no order has to be asked for."""
+    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        """Copy in the current queue, so that no order has to be asked for.
+
+        Gives the point after it, for who overwrites `source`; None where that has been read, or a graph reads
+        it.
+        """
 
     def capturing(self) -> bool:
         """Whether the current queue is being recorded into a graph."""
@@ -53,8 +57,9 @@ class BlockingEngine:
     def wait(self, mark: Mark) -> None:
         return
 
-    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
         target.copy_(source)
+        return None
 
     def capturing(self) -> bool:
         return False
@@ -88,9 +93,15 @@ class CudaEngine:
     def wait(self, mark: Mark) -> None:
         mark.synchronize()
 
-    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
         # From pinned memory the copy is queued; from any other the host must wait, and says so by blocking.
-        target.copy_(source, non_blocking=source.is_pinned())
+        queued = source.is_pinned()
+        target.copy_(source, non_blocking=queued)
+        if not queued or self.capturing():
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

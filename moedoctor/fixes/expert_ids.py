@@ -111,7 +111,8 @@ def deduplicate(ids: torch.Tensor, weights: torch.Tensor, *, num_experts: int | 
 
     An emptied slot has weight 0 and id -1, or with `num_experts` given the id of an expert that the row does
     not hold: for kernels that do not know -1, at the price of that expert's work. The sum over experts of
-    weight times expert output is the same. Ids below 0 are left as they are, with their weights.
+    weight times expert output is the same; it is formed in float32. Ids below 0 are left as they are, with
+    their weights; so is an id that int32 cannot hold, which becomes -1.
     `ids` int32 or int64 [T, K], `weights` floating [T, K]. Raises TypeError or ValueError otherwise, and
     where `num_experts` is below K.
     """
@@ -175,6 +176,8 @@ def _count(ids: torch.Tensor, num_experts: int, counts: torch.Tensor, real_rows:
 
 
 def _deduplicated(ids: torch.Tensor, weights: torch.Tensor, use_spare: bool) -> DistinctTopK:
+    limits = torch.iinfo(torch.int32)
+    ids = torch.where((ids >= limits.min) & (ids <= limits.max), ids, -1)  # [T, K]
     same = _same(ids, ids >= 0)  # [T, K, K]
     same |= torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)
     again = (same & _earlier(ids)).any(2)  # [T, K]

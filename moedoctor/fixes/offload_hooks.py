@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from moedoctor.fixes.offload_ops import tensors_in
+from moedoctor.fixes.offload_layers import runs
+from moedoctor.fixes.offload_ops import own_memory, tensors_in
 from moedoctor.fixes.offload_storage import StoredLayer
+from moedoctor.fixes.offload_watch import Watch, unwatched
 from moedoctor.fixes.prefetch import Pipeline
 
 MARK = "_moedoctor_offload"
@@ -39,31 +41,49 @@ class Hooks:
         self._handles: list[Any] = []
         places = [reader(one.module) if reader is not None else (one.module, "forward") for one in layers]
         functions = [getattr(owner, name) for owner, name in places]  # before anything is changed
+        try:
+            self._wrap_all(root, layers, places, functions, key, reader)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _wrap_all(
+        self,
+        root: nn.Module,
+        layers: Sequence[StoredLayer],
+        places: Sequence[tuple[Any, str]],
+        functions: Sequence[Forward],
+        key: int,
+        reader: Reader | None,
+    ) -> None:
         for index, (layer, (owner, name)) in enumerate(zip(layers, places, strict=True)):
             if reader is None:
                 around = _around_layer(layer, functions[index], self._token, key, index)
             else:
-                around = _around_reader(layer, functions[index], pipeline, index)
+                around = _around_reader(layer, functions[index], self._pipeline, index)
             self._wrap(layer.module, owner, name, around)
             self._hook_state(layer)
         # Nothing would tie `begin` to readers, which a compiler does not see: such passes have no bounds.
-        bounded = reader is None and type(root).forward is not nn.Module.forward
-        if bounded and not any(root is layer.module for layer in layers):
-            self._wrap(root, root, "forward", _around_pass(root.forward, self._token, key))
+        if reader is None and runs(root) and not any(root is layer.module for layer in layers):
+            self._wrap(
+                root, root, "forward", _around_pass(root.forward, self._token, key, Watch(root, layers))
+            )
 
     def remove(self) -> None:
-        """Everything as it was."""
-        for module, owner, name, before in self._wrapped:
+        """Everything as it was, also after a beginning that failed."""
+        for module, owner, name, before in reversed(self._wrapped):
             delattr(owner, name)
             if before is not None:
                 setattr(owner, name, before)
-            delattr(module, MARK)
+            vars(module).pop(MARK, None)
+        self._wrapped.clear()
         for handle in self._handles:
             handle.remove()
 
     def _wrap(self, module: nn.Module, owner: Any, name: str, function: Forward) -> None:
-        self._wrapped.append((module, owner, name, vars(owner).get(name)))
+        before = vars(owner).get(name)
         setattr(owner, name, function)
+        self._wrapped.append((module, owner, name, before))
         setattr(module, MARK, self._pipeline)
 
     def _hook_state(self, layer: StoredLayer) -> None:
@@ -83,15 +103,18 @@ class Hooks:
 def _around_layer(layer: StoredLayer, forward: Forward, token: torch.Tensor, key: int, index: int) -> Forward:
     places = _places(layer)
 
-    @functools.wraps(forward)
-    def offloaded(*args: Any, **kwargs: Any) -> Any:
+    def on_fetched_weights(*args: Any, **kwargs: Any) -> Any:
         _refuse_gradients((args, kwargs))
         weights = [getattr(owner, name) for owner, name in places]
         inputs = [one for one in tensors_in((args, kwargs)) if one.is_floating_point()]
         torch.ops.moedoctor_offload.wait(weights, inputs, token, key, index)
-        output = forward(*args, **kwargs)
+        output = own_memory(forward(*args, **kwargs), weights)
         torch.ops.moedoctor_offload.release(tensors_in(output), token, key, index)
         return output
+
+    @functools.wraps(forward)
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        return unwatched(on_fetched_weights, args, kwargs)
 
     return offloaded
 
@@ -112,11 +135,14 @@ def _around_reader(layer: StoredLayer, function: Forward, pipeline: Pipeline, in
     return offloaded
 
 
-def _around_pass(forward: Forward, token: torch.Tensor, key: int) -> Forward:
+def _around_pass(forward: Forward, token: torch.Tensor, key: int, watch: Watch) -> Forward:
     @functools.wraps(forward)
     def offloaded(*args: Any, **kwargs: Any) -> Any:
         torch.ops.moedoctor_offload.begin(token, key)
-        output = forward(*args, **kwargs)
+        if torch.compiler.is_compiling() or watch.done:
+            output = forward(*args, **kwargs)
+        else:
+            output = watch.over(forward, args, kwargs)
         torch.ops.moedoctor_offload.finish(tensors_in(output), token, key)
         return output
 

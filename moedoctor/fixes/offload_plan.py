@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from moedoctor.fixes.captured import held_tensors
+from moedoctor.fixes.offload_layers import check_layers, find_layers, read_outside
 from moedoctor.fixes.offload_policy import closest, matches, spread, stays
 
 
@@ -42,8 +43,13 @@ def make_plan(
     patterns: Sequence[str],
     layers: Sequence[nn.Module] | None,
     keep_below: int,
+    *,
+    by_forward: bool = True,
 ) -> Plan:
-    """Look at `module`, change nothing. Raises ValueError for patterns and layers that do not fit it."""
+    """Look at `module`, change nothing. Raises ValueError for patterns and layers that do not fit it.
+
+    `by_forward`: whether it is the layers' `forward` that reads their weights.
+    """
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -56,14 +62,15 @@ def make_plan(
             raise ValueError(
                 f"patterns: no parameter has {pattern!r} as a part of its name; the closest are: {near}"
             )
-    units = _layers(module, layers)
+    units = find_layers(module) if layers is None else check_layers(module, layers, by_forward=by_forward)
     place = _places(units)
+    barred = _read_elsewhere(module, units) if by_forward else {}
     owners = {id(one): owner for owner in module.modules() for one in owner.parameters(recurse=False)}
     known = tuple(
         Known(tuple(group), parameters[key], owners[key], _only(place.get(key, [])))
         for key, group in names.items()
     )
-    reasons = _reasons(module, known, place, patterns, keep_below)
+    reasons = _reasons(module, known, place, barred, patterns, keep_below)
     chosen: list[tuple[Known, ...]] = [()] * len(units)
     left = budget
     for index in spread(len(units)):
@@ -94,51 +101,6 @@ def span(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _layers(module: nn.Module, given: Sequence[nn.Module] | None) -> list[tuple[str, nn.Module]]:
-    found = {id(one): (name, one) for name, one in module.named_modules()}
-    if given is not None:
-        unknown = [type(one).__name__ for one in given if id(one) not in found]
-        if unknown:
-            raise ValueError(f"layers: {unknown[0]} is no part of the module")
-        units = list({id(one): found[id(one)] for one in given}.values())
-        for name, one in units:
-            if any(other is not one and any(other is inner for inner in one.modules()) for _, other in units):
-                raise ValueError(f"layers: {name or 'the module itself'} contains another of the layers")
-        return units
-    elements = _elements("", module)
-    owners = [
-        (name, one)
-        for name, one in module.named_modules()
-        if next(one.parameters(recurse=False), None) is not None
-    ]
-    if len(elements) >= 3:
-        inside = {id(inner) for _, one in elements for inner in one.modules()}
-        units = [*elements, *(pair for pair in owners if id(pair[1]) not in inside)]
-        order = {id(one): place for place, one in enumerate(module.modules())}
-        units.sort(key=lambda pair: order[id(pair[1])])
-    else:
-        units = owners
-    parents = [
-        one
-        for _, one in units
-        if any(other is not one and any(other is i for i in one.modules()) for _, other in units)
-    ]
-    return [pair for pair in units if not any(pair[1] is parent for parent in parents)]
-
-
-def _elements(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The elements of the outermost containers that own parameters, each once."""
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for key, child in module.named_children():
-        full = f"{name}.{key}" if name else key
-        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-            inner = [(full, child)] if next(child.parameters(), None) is not None else []
-        else:
-            inner = _elements(full, child)
-        found.update((id(one), (where, one)) for where, one in inner)
-    return list(found.values())
-
-
 def _places(units: Sequence[tuple[str, nn.Module]]) -> dict[int, list[int]]:
     """id of a parameter -> the layers that use it."""
     place: dict[int, list[int]] = {}
@@ -146,6 +108,15 @@ def _places(units: Sequence[tuple[str, nn.Module]]) -> dict[int, list[int]]:
         for parameter in unit.parameters():
             place.setdefault(id(parameter), []).append(index)
     return place
+
+
+def _read_elsewhere(module: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
+    """id of each parameter that may be read before or after its layer's `forward` -> why."""
+    hooked = [one for _, one in units if one._forward_pre_hooks]
+    why = dict.fromkeys(read_outside(module, units), "a module outside of its layer owns it too")
+    for one in hooked:
+        why.update((id(inner), "a hook before its layer's forward may read it") for inner in one.parameters())
+    return why
 
 
 def _by_memory(known: Sequence[Known]) -> list[list[Known]]:
@@ -164,6 +135,7 @@ def _reasons(
     module: nn.Module,
     known: Sequence[Known],
     place: Mapping[int, Sequence[int]],
+    barred: Mapping[int, str],
     patterns: Sequence[str],
     keep_below: int,
 ) -> dict[int, str]:
@@ -176,6 +148,8 @@ def _reasons(
             why = "no pattern names it"
         elif one.layer is None:
             why = "shared between layers" if place.get(id(one.parameter)) else "outside of the layers"
+        elif why is None:
+            why = barred.get(id(one.parameter))
         if why is not None:
             reasons[id(one.parameter)] = why
     taken = {

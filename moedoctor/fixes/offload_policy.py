@@ -24,7 +24,8 @@ RULES = (
     "small: fewer bytes than keep_below",
     "shared: its memory belongs to something that stays, to another layer, or is held under another tensor"
     " by an object of the module, such as a quantisation config",
-    "kind: buffers, tensor subclasses, and parameters outside of any layer",
+    "reader: a hook before its layer's forward may read it, or a module outside of its layer owns it too",
+    "kind: buffers, tensor subclasses, conjugate or negated views, and parameters outside of any layer",
 )
 
 
@@ -40,6 +41,8 @@ def stays(name: str, tensor: torch.Tensor, siblings: Sequence[torch.Tensor], kee
     """
     if type(tensor.data) is not torch.Tensor or tensor.layout is not torch.strided:
         return f"{type(tensor.data).__name__} of layout {tensor.layout}: not plain memory"
+    if tensor.is_conj() or tensor.is_neg():
+        return "conjugate or negative bit set: not plain memory"
     largest = max(siblings, key=lambda one: one.nbytes)
     share = tensor.nbytes / largest.nbytes if largest.nbytes else 1.0
     beside = largest is not tensor

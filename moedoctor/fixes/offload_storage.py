@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moedoctor.fixes.offload_plan import Known, Plan, span, storage_key
 from moedoctor.fixes.pinned import HostBlock, Pin, allocate, device_view
 from moedoctor.fixes.prefetch import Region, Unit
+
+Kept = tuple[torch.Tensor, torch.Tensor]
+"""A parameter or buffer, and the data that it had."""
 
 _ALIGNMENT = 512
 """What torch's CUDA allocator gives too; kernels may rely on it."""
@@ -76,11 +80,42 @@ def watch(layers: Sequence[StoredLayer], device: torch.device) -> Originals:
     return Originals(tuple((StorageWeakRef(one), one.nbytes()) for one in storages.values()))
 
 
-def empty(layers: Sequence[StoredLayer], device: torch.device) -> None:
-    """Let go of the parameters' memory."""
+def empty(layers: Sequence[StoredLayer], device: torch.device) -> list[Kept]:
+    """Let go of the parameters' memory on `device`; gives the data of those that lie elsewhere.
+
+    To let go of that too would make no room on the device, and they need it again if the rest fails.
+    """
+    kept: list[Kept] = []
     for layer in layers:
         for one, _ in layer.items:
+            if one.parameter.device != device:
+                kept.append((one.parameter, one.parameter.data))
             one.parameter.data = torch.empty(0, dtype=one.parameter.dtype, device=device)
+    return kept
+
+
+def undo(layers: Sequence[StoredLayer], device: torch.device, kept: Sequence[Kept]) -> None:
+    """After a failure: the parameters are where they were before `empty`, with their values.
+
+    Where `device` has no room any more for what lay on it, it stays on the host, and one warning names it.
+    """
+    elsewhere = {id(one) for one, _ in kept}
+    homeless = []
+    for layer in layers:
+        for one, region in layer.items:
+            if id(one.parameter) in elsewhere:
+                continue
+            try:
+                _bring_back(one, region, layer.block.bytes, device)
+            except RuntimeError:  # torch's for no memory is one
+                one.parameter.data = region.of(layer.block.bytes)
+                homeless.append(one.names[0])
+    for tensor, data in kept:
+        tensor.data = data
+    if homeless:
+        named = ", ".join(homeless[:3]) + (f" and {len(homeless) - 3} more" if homeless[3:] else "")
+        said = f"an offload failed and {device} has no room left for what lay there: on the host now: {named}"
+        warnings.warn(said, RuntimeWarning, stacklevel=3)
 
 
 def point(layer: StoredLayer, memory: torch.Tensor) -> None:
@@ -98,10 +133,7 @@ def bring_back(layers: Sequence[StoredLayer], device: torch.device) -> None:
     """Device memory of their own for all parameters, filled from the host."""
     for layer in layers:
         for one, region in layer.items:
-            fresh = torch.empty(region.nbytes, dtype=torch.uint8, device=device)  # [nbytes]
-            fresh.copy_(_bytes_of(layer.block.bytes, region))
-            typed = torch.empty(0, dtype=region.dtype, device=device)
-            one.parameter.data = typed.set_(fresh.untyped_storage(), 0, region.size, region.stride)
+            _bring_back(one, region, layer.block.bytes, device)
 
 
 def buffers_for(layers: Sequence[StoredLayer], device: torch.device) -> list[torch.Tensor]:
@@ -109,6 +141,13 @@ def buffers_for(layers: Sequence[StoredLayer], device: torch.device) -> list[tor
     count = 1 if len(layers) == 2 else 2
     sizes = [max(one.block.bytes.numel() for one in layers[slot::count]) for slot in range(count)]
     return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+
+
+def _bring_back(one: Known, region: Region, memory: torch.Tensor, device: torch.device) -> None:
+    fresh = torch.empty(region.nbytes, dtype=torch.uint8, device=device)  # [nbytes]
+    fresh.copy_(_bytes_of(memory, region))
+    typed = torch.empty(0, dtype=region.dtype, device=device)
+    one.parameter.data = typed.set_(fresh.untyped_storage(), 0, region.size, region.stride)
 
 
 def _region(tensor: torch.Tensor, offset: int) -> Region:

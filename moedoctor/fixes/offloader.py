@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from math import isfinite
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -116,14 +118,23 @@ def offload(
 ) -> Offload:
     """Move up to `budget_bytes` of `module`'s weights to host memory; its outputs stay the same bit for bit.
 
+    A layer's weights hold only while its `forward` runs; at any other time those of another layer lie there.
+    So nothing else may read them: no parent (`layers` can name it as the layer), no other layer, no hook, no
+    method but `forward`; `state_dict` and `host_weight` may at any time. The first eager pass of a module
+    with a `forward` is watched, and a read between layers raises RuntimeError; compiled code, a ModuleList
+    and what runs inside other layers are not watched. A layer that returns its weights returns a copy.
+
     `module`: may be an `nn.ModuleList` of layers that something else calls. It runs forward only: its
-    parameters ask for no gradients until `restore`.
+    parameters ask for no gradients until `restore` (torch's own kernels may round otherwise where they ask,
+    so bits are those of the module after `requires_grad_(False)`).
     `device`: where it runs; by default where its parameters are. With it given, parameters may lie on it or
     (those that a loader left there) on the CPU; what is not offloaded is moved to it.
     `patterns`: dotted parts of parameter names, matched whole as `--cpu-offload-params` does (``experts``,
     ``w13_weight``); none means every parameter.
     `layers`: what is fetched together, in running order; by default the elements of the outermost ModuleList
-    or Sequential, and elsewhere the modules that own parameters. Layers must not run inside each other.
+    or Sequential of three or more, and elsewhere the outermost modules that own parameters (torch's attention
+    and transformer layers always as a whole). Layers must not run inside each other; one with a forward
+    pre-hook stays on the device.
     `access`: ``copy`` prefetches into two device buffers (one where only two layers are offloaded);
     ``view`` lets kernels read pinned memory over the bus (CUDA only).
     `pin`: False leaves host memory pageable; a function does the pinning in its own way. Where pinning fails,
@@ -141,14 +152,17 @@ def offload(
     cannot pin.
     """
     where = _check(module, budget_bytes, device, access)
-    plan = make_plan(module, budget_bytes, patterns, layers, keep_below)
+    plan = make_plan(module, budget_bytes, patterns, layers, keep_below, by_forward=reader is None)
     pinning = pin if callable(pin) else (register if pin and where.type == "cuda" else None)
     stored, failure = storage.store(plan, pinning)
     if access == "view" and failure is not None:
         raise PinError(f"a view needs pinned memory: {failure}")
+    if failure is not None:
+        failure = f"host memory is not pinned, so copies to the device block: {failure}"
+        warnings.warn(failure, RuntimeWarning, stacklevel=2)
     originals = storage.watch(stored, where)
     hooks, pipeline = None, None
-    storage.empty(stored, where)
+    kept = storage.empty(stored, where)
     try:
         if access == "view":
             for layer in stored:
@@ -156,15 +170,15 @@ def offload(
         elif stored:
             pipeline = _pipeline(stored, where, engine)
             hooks = Hooks(module, stored, pipeline, enrol(pipeline), reader)
+        _settle_in(module, where, kept)
     except BaseException:
-        storage.bring_back(stored, where)
+        if hooks is not None:
+            hooks.remove()
+        storage.undo(stored, where, kept)
         raise
-    _settle_in(module, where)
     asked = [one for one in module.parameters() if one.requires_grad]
-    module.requires_grad_(False)
-    if failure is not None:
-        failure = f"host memory is not pinned, so copies to the device block: {failure}"
-        warnings.warn(failure, RuntimeWarning, stacklevel=2)
+    for one in asked:
+        one.requires_grad_(False)
     buffers = pipeline.buffers if pipeline is not None else ()
     report = write_report(plan, stored, budget_bytes, access, originals, buffers, failure)
     return Offload(module, stored, where, report, asked, hooks, pipeline)
@@ -172,6 +186,8 @@ def offload(
 
 def _check(module: nn.Module, budget: int, device: torch.device | str | None, access: str) -> torch.device:
     """Where the module is to run. Raises ValueError for what cannot be offloaded."""
+    if isinstance(budget, bool) or not isinstance(budget, Real) or not isfinite(budget):
+        raise ValueError(f"budget_bytes: must be a number of bytes, got {budget!r}")
     if budget <= 0:
         raise ValueError(
             f"budget_bytes: must be positive, got {budget}; to offload nothing, do not call offload"
@@ -190,7 +206,7 @@ def _check(module: nn.Module, budget: int, device: torch.device | str | None, ac
                 f"module: {name or type(one).__name__} is offloaded already; call restore() first"
             )
     devices = {one.device: name for name, one in tensors}
-    where = _indexed(torch.device(device)) if device is not None else next(iter(devices))
+    where = _usable(device) if device is not None else next(iter(devices))
     allowed = {where} | ({torch.device("cpu")} if device is not None else set())
     for other, name in devices.items():
         if other not in allowed:
@@ -203,10 +219,16 @@ def _check(module: nn.Module, budget: int, device: torch.device | str | None, ac
     return where
 
 
-def _indexed(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+def _usable(device: torch.device | str) -> torch.device:
+    """`device` as tensors on it name it. Raises ValueError where no data can lie on it."""
+    try:
+        where = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # an assertion: torch without CUDA
+        said = str(error).split("\n")[0]
+        raise ValueError(f"device: {device!r} cannot be used here: {said}") from error
+    if where.type == "meta":
+        raise ValueError("device: meta tensors hold no data; name the device that the module runs on")
+    return torch.device("cpu") if where.type == "cpu" else where
 
 
 def _pipeline(stored: Sequence[StoredLayer], device: torch.device, engine: CopyEngine | None) -> Pipeline:
@@ -219,8 +241,9 @@ def _pipeline(stored: Sequence[StoredLayer], device: torch.device, engine: CopyE
     return Pipeline(units, buffers, engine)
 
 
-def _settle_in(module: nn.Module, device: torch.device) -> None:
-    """Move what stays, and was left on the CPU by a loader, to the device."""
+def _settle_in(module: nn.Module, device: torch.device, kept: list[storage.Kept]) -> None:
+    """Move what stays, and was left on the CPU by a loader, to the device; what it was goes to `kept`."""
     for one in [*module.parameters(), *module.buffers()]:
         if one.device != device:
+            kept.append((one, one.data))
             one.data = one.data.to(device)

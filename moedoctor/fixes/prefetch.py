@@ -57,6 +57,8 @@ class _Slot:
     holds: int | None = None
     """The unit whose weights are there, or on their way behind `mark`."""
     mark: Mark = None
+    read: Mark = None
+    """Behind the last copy in the current queue. Only the host waits for it: that queue is in order."""
     user: int | None = None
     """The unit that computes with it."""
 
@@ -117,8 +119,10 @@ class Pipeline:
         Before weights on the host are overwritten: only an event says that a copy has read them.
         """
         for slot in self._slots:
-            if slot.mark is not None:
-                self.engine.wait(slot.mark)
+            for mark in (slot.mark, slot.read):
+                if mark is not None:
+                    self.engine.wait(mark)
+            slot.read = None
         self._forget()
 
     def wait(self, index: int, arguments: Sequence[torch.Tensor]) -> None:
@@ -175,7 +179,7 @@ class Pipeline:
         if slot.mark is not None:
             self.engine.join(slot.mark)
         if self.plain is not None or slot.holds != index:
-            self.engine.copy_in_order(slot.buffer[: unit.host.numel()], unit.host)
+            slot.read = self.engine.copy_in_order(slot.buffer[: unit.host.numel()], unit.host)
         slot.mark, slot.holds = None, index
 
     def _prefetch(self) -> None:

@@ -96,11 +96,13 @@ def deduplicate_kernel(
     ids = tl.load(
         ids_ptr + long_row * stride_id_token + slot[None, :] * stride_id_slot, mask=inside, other=-1
     )  # [rows, slots]
+    if ids.dtype == tl.int64:  # one that int32 cannot hold must not become another expert's
+        ids = tl.where((ids >= -2147483648) & (ids <= 2147483647), ids, -1)
     weights = tl.load(
         weights_ptr + long_row * stride_weight_token + slot[None, :] * stride_weight_slot,
         mask=inside,
         other=0.0,
-    )  # [rows, slots]
+    ).to(tl.float32)  # [rows, slots]; before they are added, or the sum is as coarse as the weights
     own = tl.where(ids >= 0, ids, -1 - slot[None, :]).to(tl.int32)  # [rows, slots]
     same = own[:, :, None] == own[:, None, :]  # [rows, slots, slots]
     earlier = (slot[None, :] < slot[:, None])[None, :, :]  # [1, slots, slots]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from moedoctor.models.config_json import ConfigError, read_config, shape_of
+from moedoctor.models.config_fields import ConfigError
+from moedoctor.models.config_json import read_config, shape_of
 from moedoctor.models.shape import ModelShape
 
 
@@ -39,8 +41,8 @@ def preset_document(name: str) -> dict[str, Any]:
 def find_model(name: str) -> ModelShape:
     """The model in the folder `name`, else the preset of that name. Raises ConfigError."""
     path = Path(name)
-    if path.is_dir() or path.name == "config.json":
-        file = path / "config.json" if path.is_dir() else path
+    if os.path.isdir(path) or path.name == "config.json":
+        file = path / "config.json" if os.path.isdir(path) else path
         try:
             return read_config(file)
         except OSError as error:

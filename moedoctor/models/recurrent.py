@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 from moedoctor.models.shape import RecurrentLayers
 
 if TYPE_CHECKING:
-    from moedoctor.models.config_json import Fields
+    from moedoctor.models.config_fields import Fields
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def _state_bytes(config: Fields, *names: str) -> int:
     # vLLM falls back to float32 for the recurrent state: the only type known to be exact enough.
-    return _BYTES.get(str(config.get(*names, default="float32")), 4)
+    named = config.text(*names, default="float32")
+    if named not in _BYTES:
+        raise config.error(" or ".join(names), named, ", ".join(_BYTES))
+    return _BYTES[named]
 
 
 def mamba2_layers(config: Fields, count: int, hidden: int) -> RecurrentLayers:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from moedoctor.models.layer_shape import LayerShape
 
 
 @dataclass(frozen=True)
 class AttentionLayers:
-    """Attention layers of one size. They are the only ones that hold keys and values per token."""
+    """Attention layers of one size. Attention is what holds keys and values per token."""
 
     count: int
     num_heads: int
@@ -31,6 +32,37 @@ class AttentionLayers:
         queries = self.num_heads * self.head_dim * (2 if self.output_gate else 1)
         keys_values = self.num_kv_heads * self.head_dim * (1 if self.shared_kv else 2)
         return hidden_size * (queries + keys_values + self.num_heads * self.head_dim)
+
+
+@dataclass(frozen=True)
+class LatentAttentionLayers:
+    """Multi-head latent attention (MLA): all heads share one compressed vector a token."""
+
+    count: int
+    num_heads: int
+    kv_rank: int
+    """Width of the vector that keys and values are made of."""
+    rope_dim: int
+    """Width of the part of the key that carries the position; kept beside that vector."""
+    nope_dim: int
+    """Width of the rest of a head's key."""
+    value_dim: int
+    query_rank: int | None = None
+    """Width that queries are compressed to; None where they are not."""
+    sliding_window: ClassVar[None] = None
+
+    def kv_elements(self) -> int:
+        """Elements that one layer keeps of one token."""
+        return self.kv_rank + self.rope_dim
+
+    def parameters(self, hidden_size: int) -> int:
+        """Parameters of one layer."""
+        queries = self.num_heads * (self.nope_dim + self.rope_dim)
+        rank = self.query_rank
+        query = hidden_size * queries if rank is None else rank * (hidden_size + queries)
+        down = hidden_size * (self.kv_rank + self.rope_dim)
+        up = self.kv_rank * self.num_heads * (self.nope_dim + self.value_dim)
+        return query + down + up + self.num_heads * self.value_dim * hidden_size
 
 
 @dataclass(frozen=True)
@@ -80,7 +112,7 @@ class ModelShape:
     vocab_size: int
     tied_embeddings: bool
     num_layers: int
-    attention: tuple[AttentionLayers, ...]
+    attention: tuple[AttentionLayers | LatentAttentionLayers, ...]
     recurrent: RecurrentLayers | None
     experts: ExpertLayers
     dense_parameters: int = 0

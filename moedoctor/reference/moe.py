@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+ACTIVATIONS = ("silu", "relu2")
+"""Gated SiLU, and squared ReLU without a gate."""
+
 
 def moe_forward(
     x: torch.Tensor,
@@ -19,8 +22,11 @@ def moe_forward(
 
     `x` [T, H], `ids` [T, K] with -1 for none, `topk_weights` [T, K]. `weights`: ``w13`` [E, 2 * I, H], gate
     above up, or [E, I, H] for ``relu2``; ``w2`` [E, H, I]; and where there are any, ``w13_scale`` and
-    ``w2_scale`` [E], which multiply a whole expert, and ``w13_bias`` and ``w2_bias`` [E, rows].
+    ``w2_scale`` [E], which multiply a whole expert, and ``w13_bias`` and ``w2_bias`` [E, rows]. Raises
+    ValueError for an `activation` that is not in `ACTIVATIONS`.
     """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     x = x.float()
     out = torch.zeros_like(x)  # [T, H]
     for expert in ids.unique().tolist():

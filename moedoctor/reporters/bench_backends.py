@@ -24,9 +24,12 @@ _HEADER = (
     "TFLOP/s",
     "GB/s",
     "roofline",
+    "moved",
     "workspace",
+    "peak",
     "experts",
     "cosine",
+    "controls",
 )
 
 
@@ -42,9 +45,11 @@ def summary_line(bench: BackendBench) -> str:
     """How many points were timed, and what is wrong."""
     timed = sum("time_us" in row for row in bench.rows)
     wrong = sum(bool(row.get("wrong")) for row in bench.rows)
-    failed = sum("failed" in row for row in bench.rows)
+    untrusted = sum(_is_untrusted(row) for row in bench.rows)
+    failed = sum("failed" in row for row in bench.rows) - untrusted
     away = sum("unavailable" in row for row in bench.rows)
-    return f"{timed} points timed, {wrong} wrong, {failed} failed, {away} not available"
+    line = f"{timed} points timed, {wrong} wrong, {failed} failed, {away} not available"
+    return f"{line}, {untrusted} by a comparison that is not to be trusted" if untrusted else line
 
 
 def draw(bench: BackendBench, layer: str, path: Path) -> None:
@@ -100,7 +105,6 @@ def _sizes(facts: Mapping[str, Any]) -> str:
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     spread = f"{row['time_us_p20']:.1f}–{row['time_us_p80']:.1f}"
-    workspace = f"{row['workspace_bytes'] / 2**20:.1f} MiB" if "workspace_bytes" in row else ""
     return [
         _label(row),
         str(row["tokens"]),
@@ -111,10 +115,23 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['tflops']:.3g}",
         f"{row['gigabytes_per_second']:.4g}",
         f"{row['roofline_share']:.0%}",
-        workspace,
+        *(_mebibytes(row.get(name)) for name in ("bytes", "workspace_bytes", "peak_memory_bytes")),
         str(row["active_experts"]),
         f"{row['cosine']:.5f}" + ("" if row["deterministic"] else " *"),
+        row.get("controls_noticed", ""),
     ]
+
+
+def _mebibytes(value: float | None) -> str:
+    if value is None:
+        return ""
+    size = value / 2**20
+    return f"{size:.1f} MiB" if size >= 1 or not size else f"{size:.2g} MiB"
+
+
+def _is_untrusted(row: Mapping[str, Any]) -> bool:
+    """Whether faults were planted that the comparison did not notice: it says nothing of the backend."""
+    return "failed" in row and bool(row.get("controls_missed"))
 
 
 def _without_empty_columns(cells: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -135,6 +152,8 @@ def _not_timed(row: Mapping[str, Any]) -> str:
     where = f"{_label(row)}, {row['tokens']} tokens" if "tokens" in row else _label(row)
     if "unavailable" in row:
         return f"{where}: not available: {one_line(str(row['unavailable']))}"
+    if _is_untrusted(row):
+        return f"{where}: NOT TRUSTED, so not timed: {one_line(str(row['failed']))}"
     if "failed" in row:
         return f"{where}: FAILED: {one_line(str(row['failed']))}"
     return f"{where}: WRONG, so not timed: {one_line(str(row['wrong']))}"
@@ -147,22 +166,40 @@ def _remarks(bench: BackendBench) -> Iterator[str]:
         if any("warm_us" in row for row in bench.rows):
             columns = "; warm: the same without overwriting the L2 cache; eager: launched from Python"
         yield (
-            f"µs: median a call ({', '.join(how)}){columns}. Bytes are those of the experts that were "
-            "chosen, the input and the output."
+            f"µs: median a call ({', '.join(how)}){columns}. Moved: the bytes of the experts that were "
+            "chosen, the input and the output; GB/s and roofline go by them."
         )
+    if any("peak_memory_bytes" in row for row in bench.rows):
+        yield "peak: the GPU memory of a call, with the layer's weights and its input."
+    if any("controls_noticed" in row for row in bench.rows):
+        where = ""
+        if any("controls_missed" in row for row in bench.rows):  # before, a large layer had none in weights
+            where = "; those in weights and scales in a layer of few experts where the backend takes one"
+        yield f"controls: how many of the planted faults the comparison noticed{where}."
     roofline = bench.roofline
     flops = ", ".join(f"{value / 1e12:.3g} TFLOP/s {name}" for name, value in roofline["flops"].items())
     yield f"Roofline, measured here: {roofline['bytes_per_second'] / 1e9:.4g} GB/s, {flops}."
     if "graph_overhead" in bench.harness:
-        cost = bench.harness
-        yield (
-            f"The harness on a kernel that waits: {cost['graph_us']:.2f} µs warm "
-            f"({cost['graph_overhead']:+.1%}), {cost['graph_cold_us']:.2f} µs cold "
-            f"({cost['graph_cold_overhead']:+.1%}), where triton.testing.do_bench says "
-            f"{cost['do_bench_us']:.2f} µs."
-        )
+        yield _harness(bench.harness)
     if any(row.get("deterministic") is False for row in bench.rows):
         yield "* not the same bits in every call."
+
+
+def _harness(cost: Mapping[str, Any]) -> str:
+    """What the harness adds; reports without ``kernel_us`` measured that against do_bench."""
+    ours = (
+        f"{cost['graph_us']:.2f} µs warm ({cost['graph_overhead']:+.1%}), "
+        f"{cost['graph_cold_us']:.2f} µs cold ({cost['graph_cold_overhead']:+.1%})"
+    )
+    theirs = f"triton.testing.do_bench says {cost['do_bench_us']:.2f} µs"
+    if "kernel_us" not in cost:
+        return f"The harness on a kernel that waits: {ours}, where {theirs}."
+    return (
+        f"The harness on a kernel that takes {cost['kernel_us']:.2f} µs by the GPU's own clock: {ours}, "
+        f"{'within' if cost['within_limit'] else 'NOT within'} 2 % of it; {theirs} "
+        f"({cost['do_bench_overhead']:+.1%}). From one kernel of a graph to the next the GPU itself takes "
+        f"{cost['launch_gap_us']:.2f} µs."
+    )
 
 
 def _heading(bench: BackendBench) -> str:

@@ -4,20 +4,23 @@
         model(ids)
     print(locator.report().text())
 
-Every watched output is one small kernel that counts on the device; the host learns of it when it asks for the
-report. Hooks that are there when a CUDA graph is captured or the model is compiled stay in it, so enter the
-locator before that.
+On a CUDA device with Triton every watched output is one small kernel that counts there; the host learns of
+it when it asks for the report. Without Triton, and on the CPU, torch looks at each output and the host waits.
+Hooks that are there when a CUDA graph is captured or the model is compiled stay in it, so enter the locator
+before that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from moedoctor.trace.nan_record import ALL_REAL
 from moedoctor.trace.nan_report import NanReport
-from moedoctor.trace.nan_state import ALL_REAL, NanState
+from moedoctor.trace.nan_state import NanState
 
 Wanted = Callable[[str, torch.nn.Module], bool]
 """(name, module) -> whether its output is watched."""
@@ -26,8 +29,9 @@ Wanted = Callable[[str, torch.nn.Module], bool]
 class NanLocator:
     """Hooks on the modules of a model; a context manager that can be entered again.
 
-    Rows are all dimensions of an output but the last. A step is one call of the model, unless the caller says
-    with `begin_step` and `end_step` where steps begin and end.
+    An output may be a tensor, or tuples, lists, mappings and dataclasses of them; other objects, such as
+    caches, are passed over. Rows are all dimensions of a tensor but the last. A step is one call of the
+    model, unless the caller says with `begin_step` and `end_step` where steps begin and end.
     """
 
     def __init__(
@@ -54,9 +58,11 @@ class NanLocator:
         self._manual = False
         self._hooks: list[Any] = []
         chosen = wanted or (lambda name, module: True)
+        modules = dict(model.named_modules()) if model is not None else {}
+        whole = type(model).__name__ if "model" in modules else "model"
         self._points = [
-            (self._state.point(name or "model"), module)
-            for name, module in (model.named_modules() if model is not None else ())
+            (self._state.point(name or whole), module)
+            for name, module in modules.items()
             if chosen(name, module)
         ]
 
@@ -79,14 +85,16 @@ class NanLocator:
     ) -> None:
         """A step begins, of `rows` rows; those from `real_rows` on are padding, or where `padding` is not 0.
 
-        `padding` has any shape with as many elements as outputs have rows, such as [batch, sequence], and is
-        on the model's device. From the first call on, calls of the model begin no steps by themselves.
+        `padding` has an element for each row of the step, such as [batch, sequence], is on the model's device
+        and copied. Where an output has several rows for each of the step's, such as [batch, sequence, heads,
+        columns], they are what that row is; rows of which it is not known are counted as neither real nor
+        padding. A CUDA graph that is captured in a step with a mask is for steps whose masks have as many
+        elements. From the first call on, calls of the model begin no steps by themselves; a step that still
+        runs ends here.
         """
         self._manual = True
-        self._state.padding = None
         if padding is not None:
-            self._state.padding = padding.reshape(-1).to(torch.int8).contiguous()  # [rows]
-            self._state.begin_masked(self._state.padding)
+            self._state.begin_masked(padding)
             return
         real = ALL_REAL if real_rows is None else real_rows
         self._state.begin(real, real if rows is None else rows)
@@ -100,7 +108,7 @@ class NanLocator:
         return self._state.point(name)
 
     def watch(self, point: int, x: torch.Tensor) -> None:
-        """Record what `x` [..., columns] holds at `point`."""
+        """Record what `x` [..., columns] holds at `point`; of [rows] or [] each element is a row."""
         self._state.watch(point, x)
 
     def watch_ids(self, point: int, ids: torch.Tensor, num_experts: int) -> None:
@@ -129,8 +137,7 @@ class NanLocator:
         state = self._state
 
         def hook(_: Any, inputs: Any, output: Any) -> None:
-            outputs = output if isinstance(output, (tuple, list)) else (output,)
-            tensors = [one for one in outputs if isinstance(one, torch.Tensor) and one.dim() > 1]
+            tensors = _tensors(output)
             for one in tensors:
                 if one.is_floating_point():
                     state.watch(point, one)
@@ -141,6 +148,20 @@ class NanLocator:
                         state.watch_ids(point, ids, experts)
 
         return hook
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors of a module's output, in their order."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    parts: Any = ()
+    if isinstance(output, Mapping):
+        parts = output.values()
+    elif isinstance(output, (tuple, list)):
+        parts = output
+    elif dataclasses.is_dataclass(output):
+        parts = [getattr(output, one.name) for one in dataclasses.fields(output)]
+    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def _experts_of(module: torch.nn.Module, outputs: list[torch.Tensor]) -> int:

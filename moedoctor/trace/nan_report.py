@@ -23,23 +23,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class PointCounts:
-    """What was seen at one point; each tuple is (in real rows, in padding)."""
+    """What was seen at one point; each tuple is (in real rows, in padding, in rows that may be either)."""
 
     point: str
-    nan_rows: tuple[int, int]
-    inf_rows: tuple[int, int]
-    nan_steps: tuple[int, int]
-    inf_steps: tuple[int, int]
+    nan_rows: tuple[int, ...]
+    inf_rows: tuple[int, ...]
+    nan_steps: tuple[int, ...]
+    inf_steps: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class RouterCounts:
-    """Rows of expert ids that no kernel should be given; each tuple is (real rows, padding)."""
+    """Rows of expert ids that no kernel should be given; each tuple is (real rows, padding, either)."""
 
     point: str
-    repeated: tuple[int, int]
-    out_of_range: tuple[int, int]
-    sentinel: tuple[int, int]
+    repeated: tuple[int, ...]
+    out_of_range: tuple[int, ...]
+    sentinel: tuple[int, ...]
     first_repeated: int
     """The first step with a repeated id, 0 for none."""
 
@@ -56,15 +56,21 @@ class NanReport:
     inf_in_padding: int
     nan_in_real: int
     inf_in_real: int
+    nan_in_unknown: int
+    """Steps with NaN in rows that may be real or padding: of outputs whose rows are not those of the step."""
+    inf_in_unknown: int
     first_real: Finding | None
     """The first NaN or Inf in a row that is no padding."""
     first_padding: Finding | None
+    first_unknown: Finding | None
     points: tuple[PointCounts, ...]
     """Those at which something was seen."""
     routers: tuple[RouterCounts, ...]
     """Those that gave such ids."""
     watched: int
     """Points that were watched, routers included."""
+    routers_watched: int
+    """Points whose expert ids were looked at."""
 
     @property
     def mean_pad_tokens(self) -> float:
@@ -100,13 +106,22 @@ class NanReport:
             _first("real rows", self.first_real),
             _first("padding", self.first_padding),
         ]
+        if self.first_unknown is not None:
+            lines.append(
+                f"rows that may be either: NaN in {self.nan_in_unknown} steps, Inf in {self.inf_in_unknown}; "
+                + _first("them", self.first_unknown)
+            )
+        if not self.steps:
+            lines.append("no step was traced, so nothing was looked at")
         for one in self.routers:
             lines.append(
-                f"{one.point}: rows (real, padding) with repeated ids {one.repeated}, "
+                f"{one.point}: rows (real, padding, either) with repeated ids {one.repeated}, "
                 f"out of range {one.out_of_range}, -1 {one.sentinel}"
             )
-        if not self.routers:
-            lines.append("no router gave repeated ids, ids out of range or -1")
+        if not self.routers_watched:
+            lines.append("no router was watched, so nothing is known of expert ids")
+        elif not self.routers and self.steps:
+            lines.append(f"none of {self.routers_watched} routers gave repeated ids, ids out of range or -1")
         return "\n".join(lines)
 
 

@@ -2,44 +2,67 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
+import math
 from collections.abc import Sequence
 
 import torch
 
-from moedoctor.fixes.expert_ids import ExpertIdFlags, validate_expert_ids
-from moedoctor.trace.nan_report import Finding, NanReport, PointCounts, RouterCounts
-
-(STEP, ACTIVE, REAL, PADDED, SEQUENCE, STEPS, PADDED_STEPS, PAD_TOKENS, STEPS_WITH, NOW, THROUGH, HEADER) = (
-    *range(9),
-    12,
-    16,
-    17,
+from moedoctor.trace.nan_record import (
+    ALL_REAL,
+    FIELDS,
+    FIRST_SEQUENCE,
+    FIRST_STEP,
+    HEADER,
+    ID_KINDS,
+    KINDS,
+    MASKED,
+    PAD_TOKENS,
+    PADDED,
+    PADDED_STEPS,
+    PADDING,
+    REAL,
+    ROWS,
+    STEPS,
+    STEPS_FOUND,
+    STEPS_WITH,
+    UNKNOWN,
+    begin_step,
+    end_step,
+    has_kernel,
+    watch_ids,
+    watch_own_ids,
+    watch_rows,
 )
-"""Places of the header; the same as in `moedoctor.kernels.watch`, which is not imported without Triton."""
-ROWS, STEPS_FOUND, FIRST_STEP, FIRST_SEQUENCE, LAST_STEP, FIELDS = range(6)
-KINDS = 4
-"""NaN in real rows, Inf in real rows, NaN in padding, Inf in padding."""
-ALL_REAL = 2**31 - 1
-_ID_KINDS = 3
+from moedoctor.trace.nan_record import LAST_STEP as LAST_STEP
+from moedoctor.trace.nan_report import Finding, NanReport, PointCounts, RouterCounts
+from moedoctor.trace.nan_rows import group_of, row_dimensions, rows_each
 
 
 class NanState:
-    """Device memory for `capacity` points. No method waits for the device but `report`."""
+    """Device memory for `capacity` points.
+
+    On a CUDA device with Triton no method waits for the device but `report`; without Triton, `watch` and
+    `watch_ids` do.
+    """
 
     def __init__(self, device: torch.device | str, capacity: int = 1024) -> None:
         self.header = torch.zeros(HEADER, dtype=torch.int32, device=device)  # [HEADER]
-        self.header[REAL] = ALL_REAL
+        self.header[REAL] = self.header[PADDED] = ALL_REAL
         self.found = torch.zeros(capacity, KINDS, FIELDS, dtype=torch.int32, device=device)
         """int32 [points, KINDS, FIELDS]"""
-        self.ids = torch.zeros(capacity, 2, 2, _ID_KINDS, dtype=torch.int32, device=device)
-        """int32 [points, (rows, first step), (real, padding), _ID_KINDS]"""
+        self.ids = torch.zeros(capacity, 2, 2, ID_KINDS, dtype=torch.int32, device=device)
+        """int32 [points, (rows, first step), (real, padding), ID_KINDS]"""
+        self.other_ids = torch.zeros_like(self.ids)
+        """The same for rows that may be either; of the third dimension only the first place is used."""
         self.names: list[str] = []
+        self.routers: set[int] = set()
+        """Points that ids were looked at for."""
         self._together: dict[int, int] = {}
         """Point -> the first of those that are watched in one launch with it."""
         self.padding: torch.Tensor | None = None
-        """int8 [rows]: which rows are padding, where that is not all rows from a certain one on."""
+        """int8 of the mask's shape: which rows are padding, where that is not all from a certain one on."""
+        self._masks: dict[int, torch.Tensor] = {}
+        """Elements, a power of two -> memory for masks, which stays where it is: CUDA graphs read it."""
 
     def point(self, name: str) -> int:
         """The number of a new point. Raises ValueError where there is room for no more."""
@@ -50,34 +73,50 @@ class NanState:
 
     def begin(self, real: int, padded: int) -> None:
         """A step begins with `padded` rows of which the first `real` are no padding."""
+        self.padding = None
         begin_step(self.header, real, padded)
 
-    def begin_masked(self, padding: torch.Tensor) -> None:
-        """A step begins whose padding rows are those where `padding` int8 [rows] is not 0."""
-        rows = padding.numel()
+    def begin_masked(self, mask: torch.Tensor) -> None:
+        """A step begins whose padding rows are those where `mask`, of any shape, is not 0."""
+        rows = mask.numel()
+        size = 1 << max(rows - 1, 0).bit_length()
+        if size not in self._masks:
+            self._masks[size] = torch.zeros(size, dtype=torch.int8, device=self.header.device)
+        self.padding = self._masks[size][:rows].view(mask.shape)
+        self.padding.copy_(mask != 0)
         begin_step(self.header, rows, rows)
-        # An output with another number of rows has none from here on, so it counts as real.
-        self.header[PADDED].copy_(rows + (padding != 0).sum())
+        self.header[PADDED].copy_(rows + self.padding.sum())
+        self.header[MASKED].fill_(rows)
 
     def end(self) -> None:
         """The step is over; what follows belongs to none until the next one begins."""
         end_step(self.header)
 
     def watch(self, point: int, x: torch.Tensor) -> None:
-        """Look at `x` [..., columns] of a floating type; all but the last dimension make the rows."""
-        rows = x.detach().reshape(-1, x.shape[-1])  # [rows, columns]
-        padding = self.padding
-        if padding is not None and padding.numel() != rows.shape[0]:
-            padding = None
+        """Look at `x` of a floating type; `row_dimensions` says what its rows are.
+
+        One without elements, and of a type that holds two numbers in a byte, is passed over.
+        """
+        if not x.numel() or x.dtype is torch.float4_e2m1fn_x2:
+            return
+        padding, mask = self.padding, None if self.padding is None else self.padding.shape
+        dimensions = row_dimensions(x.shape, mask)
+        group = 0 if mask is None else rows_each(dimensions, mask)
+        if not group:  # in a step with a mask such rows are neither real nor padding
+            padding, group = None, group_of(dimensions)
+        rows = x.detach().reshape(math.prod(dimensions), -1)  # [rows, columns]
+        if rows.element_size() == 1:
+            rows = rows.to(torch.float32)  # torch looks for Inf in no such type on the CPU
+        flat = None if padding is None else padding.view(-1)  # [elements]
         if torch.compiler.is_compiling():
-            torch.ops.moedoctor.watch_rows(rows, self.header, self.found, padding, point)
+            torch.ops.moedoctor.watch_rows(rows, self.header, self.found, flat, point, group)
         else:
-            watch_rows(rows, self.header, self.found, padding, point)
+            watch_rows(rows, self.header, self.found, flat, point, group)
 
     def watch_three(self, points: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Look at three tensors [rows, columns] of the same rows, in the order in which they were made."""
-        side_by_side = all(one.stride(1) == 1 for one in tensors)
-        if _has_kernel(tensors[0]) and tensors[0].shape[0] and side_by_side and self.padding is None:
+        side_by_side = all(one.stride(1) == 1 and one.element_size() > 1 for one in tensors)
+        if has_kernel(tensors[0]) and tensors[0].shape[0] and side_by_side and self.padding is None:
             from moedoctor.kernels.watch import launch_watch_three
 
             self._together.update(dict.fromkeys(points, points[0]))
@@ -89,7 +128,7 @@ class NanState:
     def watch_last(self, point: int, x: torch.Tensor) -> None:
         """Look at `x` [..., columns], after which the step is over."""
         x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # [rows, columns]
-        if _has_kernel(x) and x.numel() and self.padding is None:
+        if has_kernel(x) and x.numel() and self.padding is None:
             from moedoctor.kernels.watch import launch_watch
 
             launch_watch(x, self.header, self.found, point, None, ends=True)
@@ -97,48 +136,60 @@ class NanState:
         self.watch(point, x)
         self.end()
 
-    def watch_ids(self, point: int, ids: torch.Tensor, num_experts: int) -> None:
-        """Look at expert ids [T, K]; those of another number of dimensions are passed over."""
+    def watch_ids(self, point: int, ids: torch.Tensor, num_experts: int, *, own: bool = False) -> None:
+        """Look at expert ids [T, K]; those of another number of dimensions are passed over.
+
+        `own`: T is the number of the step's rows, padding included, and there is no mask.
+        """
         if ids.dim() != 2:
             return
+        self.routers.add(point)
         ids = ids.view(torch.int32) if ids.dtype is torch.uint32 else ids  # [T, K]
-        if torch.compiler.is_compiling():
-            torch.ops.moedoctor.watch_ids(ids, self.header, self.ids, num_experts, point)
-        else:
-            watch_ids(ids, self.header, self.ids, num_experts, point)
+        if own:
+            watch_own_ids(ids, self.header, self.ids, num_experts, point)
+            return
+        padding = None if self.padding is None else self.padding.view(-1)  # [elements]
+        look = torch.ops.moedoctor.watch_ids if torch.compiler.is_compiling() else watch_ids
+        look(ids, self.header, self.ids, self.other_ids, padding, num_experts, point)
 
     def report(self) -> NanReport:
-        """Everything that was recorded; waits for the device."""
-        header, found, ids = self.header.tolist(), self.found.cpu(), self.ids.cpu()
-        firsts = [self._first(found, kinds) for kinds in ((0, 1), (2, 3))]
+        """Everything that was recorded, a step that still runs included; waits for the device."""
+        header = self.header.cpu().clone()
+        end_step(header)
+        found, ids, others = self.found.cpu(), self.ids.cpu(), self.other_ids.cpu()
+        known = [header.tolist()[STEPS_WITH + kind] for kind in range(KINDS)]
         return NanReport(
-            steps=header[STEPS],
-            steps_with_padding=header[PADDED_STEPS],
-            pad_tokens=header[PAD_TOKENS],
-            nan_in_real=header[STEPS_WITH],
-            inf_in_real=header[STEPS_WITH + 1],
-            nan_in_padding=header[STEPS_WITH + 2],
-            inf_in_padding=header[STEPS_WITH + 3],
-            first_real=firsts[0],
-            first_padding=firsts[1],
+            steps=int(header[STEPS]),
+            steps_with_padding=int(header[PADDED_STEPS]),
+            pad_tokens=int(header[PAD_TOKENS]),
+            nan_in_real=known[0],
+            inf_in_real=known[1],
+            nan_in_padding=known[PADDING],
+            inf_in_padding=known[PADDING + 1],
+            nan_in_unknown=known[UNKNOWN],
+            inf_in_unknown=known[UNKNOWN + 1],
+            first_real=self._first(found, 0),
+            first_padding=self._first(found, PADDING),
+            first_unknown=self._first(found, UNKNOWN),
             points=tuple(
                 _point_counts(name, found[index].tolist())
                 for index, name in enumerate(self.names)
                 if bool(found[index, :, ROWS].any())
             ),
             routers=tuple(
-                _router_counts(self.names[index], ids[index].tolist())
+                _router_counts(self.names[index], ids[index].tolist(), others[index].tolist())
                 for index in range(len(self.names))
-                if bool(ids[index, 0].any())
+                if bool(ids[index, 0].any()) or bool(others[index, 0].any())
             ),
             watched=len(self.names),
+            routers_watched=len(self.routers),
         )
 
-    def _first(self, found: torch.Tensor, kinds: tuple[int, int]) -> Finding | None:
+    def _first(self, found: torch.Tensor, offset: int) -> Finding | None:
         seen = [
             (int(found[index, kind, FIRST_SEQUENCE]), index, kind)
             for index in range(len(self.names))
-            for kind in kinds
+            for kind in (offset, offset + 1)
             if found[index, kind, ROWS]
         ]
         if not seen:
@@ -158,136 +209,17 @@ class NanState:
         return self._together.get(point, point)
 
 
-def watch_rows(
-    rows: torch.Tensor, header: torch.Tensor, found: torch.Tensor, padding: torch.Tensor | None, point: int
-) -> None:
-    """Record what `rows` [rows, columns] hold that is not finite, under `point`."""
-    if _has_kernel(rows):
-        from moedoctor.kernels.watch import launch_watch
-
-        launch_watch(rows, header, found, point, padding)
-        return
-    if not int(header[ACTIVE]):
-        return
-    is_padding = torch.arange(rows.shape[0], device=rows.device) >= header[REAL]  # [rows]
-    if padding is not None:
-        is_padding = padding != 0
-    for which, bad in enumerate((rows.isnan().any(1), rows.isinf().any(1))):  # [rows] each
-        for kind, count in (
-            (which, int((bad & ~is_padding).sum())),
-            (which + 2, int((bad & is_padding).sum())),
-        ):
-            if count:
-                _record(header, found[point, kind], kind, count)
-
-
-def watch_ids(
-    ids: torch.Tensor, header: torch.Tensor, counts: torch.Tensor, num_experts: int, point: int
-) -> None:
-    """Add to `counts` at `point` the rows of `ids` [T, K] that no kernel should be given."""
-    if _has_kernel(ids):
-        from moedoctor.kernels.expert_ids import launch_check
-
-        launch_check(ids, num_experts, counts[point], header[REAL : REAL + 1], header[:2])
-    else:
-        _count_ids(ids, num_experts, counts[point], header)
-
-
-def begin_step(header: torch.Tensor, real: int, padded: int) -> None:
-    """Start the next step in the record."""
-    if _has_kernel(header):
-        from moedoctor.kernels.watch import launch_begin
-
-        launch_begin(header, real, padded)
-        return
-    header[STEP] += 1
-    header[REAL], header[PADDED] = real, padded
-    header[NOW : NOW + KINDS] = 0
-    header[ACTIVE] = 1
-
-
-def end_step(header: torch.Tensor) -> None:
-    """Add up what the step showed; nothing where none runs."""
-    if _has_kernel(header):
-        from moedoctor.kernels.watch import launch_end
-
-        launch_end(header)
-        return
-    active = header[ACTIVE].clone()
-    extra = (header[PADDED] - header[REAL]).clamp_min(0) * active
-    header[STEPS_WITH : STEPS_WITH + KINDS] += header[NOW : NOW + KINDS] * active
-    header[STEPS] += active
-    header[PADDED_STEPS] += (extra > 0).int()
-    header[PAD_TOKENS] += extra
-    header[ACTIVE] = 0
-
-
-def _record(header: torch.Tensor, entry: torch.Tensor, kind: int, count: int) -> None:
-    step = int(header[STEP])
-    entry[ROWS] += count
-    if int(entry[LAST_STEP]) != step:
-        entry[LAST_STEP] = step
-        entry[STEPS_FOUND] += 1
-        if not int(entry[FIRST_STEP]):
-            header[SEQUENCE] += 1
-            entry[FIRST_STEP], entry[FIRST_SEQUENCE] = step, int(header[SEQUENCE])
-    header[NOW + kind] = 1
-
-
-def _count_ids(ids: torch.Tensor, num_experts: int, counts: torch.Tensor, header: torch.Tensor) -> None:
-    if not int(header[ACTIVE]):
-        return
-    flags = ExpertIdFlags(ids.device)
-    validate_expert_ids(ids, num_experts, flags=flags, real_rows=header[REAL : REAL + 1])
-    counts[0] += flags.tensor
-    counts[1] = torch.where((flags.tensor > 0) & (counts[1] == 0), header[STEP], counts[1])
-
-
 def _point_counts(name: str, found: list[list[int]]) -> PointCounts:
-    rows = [kind[ROWS] for kind in found]
-    steps = [kind[STEPS_FOUND] for kind in found]
-    return PointCounts(
-        name, (rows[0], rows[2]), (rows[1], rows[3]), (steps[0], steps[2]), (steps[1], steps[3])
-    )
+    counts = [
+        (found[which][field], found[which + PADDING][field], found[which + UNKNOWN][field])
+        for field in (ROWS, STEPS_FOUND)
+        for which in (0, 1)
+    ]
+    return PointCounts(name, *counts)
 
 
-def _router_counts(name: str, counts: list[list[list[int]]]) -> RouterCounts:
-    (real, padding), (first_real, first_padding) = counts
-    repeated, outside, sentinel = zip(real, padding, strict=True)
-    firsts = [step for step in (first_real[0], first_padding[0]) if step]
+def _router_counts(name: str, counts: list[list[list[int]]], others: list[list[list[int]]]) -> RouterCounts:
+    rows, steps = ([*known, other[0]] for known, other in zip(counts, others, strict=True))
+    repeated, outside, sentinel = (tuple(one[kind] for one in rows) for kind in range(ID_KINDS))
+    firsts = [step[0] for step in steps if step[0]]
     return RouterCounts(name, repeated, outside, sentinel, min(firsts, default=0))
-
-
-def _has_kernel(x: torch.Tensor) -> bool:
-    return x.is_cuda and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-# A graph compiler takes an operator as it is, and keeps one that changes its arguments.
-_watch_operator = torch.library.custom_op(
-    "moedoctor::watch_rows",
-    watch_rows,
-    mutates_args=("header", "found"),
-    schema="(Tensor rows, Tensor(a!) header, Tensor(b!) found, Tensor? padding, int point) -> ()",
-)
-_ids_operator = torch.library.custom_op(
-    "moedoctor::watch_ids",
-    watch_ids,
-    mutates_args=("counts",),
-    schema="(Tensor ids, Tensor header, Tensor(a!) counts, int num_experts, int point) -> ()",
-)
-_begin_operator = torch.library.custom_op(
-    "moedoctor::begin_step",
-    begin_step,
-    mutates_args=("header",),
-    schema="(Tensor(a!) header, SymInt real, SymInt padded) -> ()",
-)
-_end_operator = torch.library.custom_op(
-    "moedoctor::end_step", end_step, mutates_args=("header",), schema="(Tensor(a!) header) -> ()"
-)
-for _operator in (_watch_operator, _ids_operator, _begin_operator, _end_operator):
-    _operator.register_fake(lambda *arguments: None)

@@ -11,7 +11,8 @@ from typing import Any
 _MEMORY_TYPE = 2
 """CU_POINTER_ATTRIBUTE_MEMORY_TYPE"""
 _KINDS = {1: "host", 2: "device", 3: "array", 4: "unified"}
-_DIRECTIONS = 8
+_DIRECTIONS, _ROWS = 8, 16
+"""A digest holds at most `_ROWS` projections onto `_DIRECTIONS` directions, each of a token or several."""
 
 
 def where_weights_live(llm: Any, names: str = "") -> dict[str, Any]:
@@ -31,7 +32,7 @@ def weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
     marked: dict[str, int] = {}
     parameters = []
     for name, parameter in model.named_parameters():
-        if names not in name:
+        if names not in name or not parameter.numel():  # an empty one has no address to ask about
             continue
         place, size = memory_of(parameter), parameter.numel() * parameter.element_size()
         is_marked = bool(getattr(parameter, "_vllm_is_uva_offloaded", False))
@@ -40,6 +41,28 @@ def weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
             marked[place] = marked.get(place, 0) + size
         parameters.append({"name": name, "bytes": size, "place": place, "marked": is_marked})
     return {"bytes": places, "marked": marked, "parameters": parameters}
+
+
+def layers_and_places(llm: Any, names: str = "", calls: int = 0) -> Callable[[], dict[str, Any]]:
+    """For a probe before generating: `layer_outputs` of the first `calls` calls, and `bytes_on_host` at the
+    end."""
+    outputs = layer_outputs(llm, calls) if calls else dict
+    return lambda: {**outputs(), **in_model(llm, lambda model: bytes_on_host(model, names))}
+
+
+def bytes_on_host(model: Any, names: str = "") -> dict[str, int]:
+    """``{"parameter_bytes", "host_bytes"}``: of the parameters whose name contains `names`, all bytes and
+    those in host memory: mapped, on the CPU, or in the blocks that the fix `offload` copies from."""
+    places = weights_by_place(model, names)["bytes"]
+    stored = sum(
+        region.nbytes
+        for pipeline in _pipelines(model)
+        for unit in pipeline.units
+        if unit.host.device.type == "cpu"
+        for region in unit.regions
+    )
+    on_host = sum(size for place, size in places.items() if place in ("host", "cpu"))
+    return {"parameter_bytes": sum(places.values()), "host_bytes": on_host + stored}
 
 
 def memory_of(tensor: Any) -> str:
@@ -77,8 +100,10 @@ def _cache_scales(model: Any) -> list[dict[str, Any]]:
 def layer_outputs(llm: Any, calls: int = 1) -> Callable[[], dict[str, Any]]:
     """Hooks on the decoder layers, for a probe before generating: what each put out in its first calls.
 
-    Each output is a digest (equal bits, equal digest) with its norm and its projection onto 8 directions,
-    so that two runs can be compared through JSON. Needs `enforce_eager`: compiled code passes the hooks by.
+    Each output is a digest (equal bits, equal digest) with its norm and its tokens' projections onto 8
+    directions, so that two runs can be compared through JSON. Of more than 16 tokens several are added up
+    with random weights, so that one that is wrong, negated or elsewhere still shows. Needs `enforce_eager`:
+    compiled code passes the hooks by.
     """
     seen: list[dict[str, Any]] = []
 
@@ -120,18 +145,30 @@ def _digest(output: Any) -> Mapping[str, Any]:
 
     parts = [one for one in (output if isinstance(output, (tuple, list)) else (output,)) if one is not None]
     # vLLM's layers give the update and the residual apart; the hidden state is their sum.
-    state = torch.stack([one.detach().float() for one in parts]).sum(0).cpu()  # [tokens, hidden]
+    state = torch.stack([one.detach().float() for one in parts]).sum(0).cpu()  # [..., hidden]
+    state = state.reshape(-1, state.shape[-1])  # [tokens, hidden]
     digest = hashlib.sha256(state.contiguous().numpy().tobytes()).hexdigest()[:16]
-    generator = torch.Generator().manual_seed(0)
-    directions = torch.randn(state.shape[-1], _DIRECTIONS, generator=generator)  # [hidden, 8]
-    projected = (state @ directions).square().mean(0).sqrt()  # [8]
     return {
         "tokens": int(state.shape[0]),
         "digest": digest,
         "norm": float(state.norm()),
         "finite": bool(state.isfinite().all()),
-        "projection": [float(one) for one in projected],
+        "projection": [[float(f"{one:.6g}") for one in row] for row in _projected(state).tolist()],
     }
+
+
+def _projected(state: Any) -> Any:
+    """Float32 [min(tokens, 16), 8] for the float32 `state` [tokens, hidden], with the same numbers always."""
+    import torch
+
+    tokens, hidden = state.shape
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(hidden, _DIRECTIONS, generator=generator)  # [hidden, 8]
+    weights = torch.rand(tokens, generator=generator) + 0.5  # [tokens]: none is near 0
+    weights *= torch.randint(2, (tokens,), generator=generator) * 2 - 1
+    rows = max(1, min(tokens, _ROWS))
+    projected = (state @ directions) * weights[:, None]  # [tokens, 8]
+    return torch.zeros(rows, _DIRECTIONS).index_add_(0, torch.arange(tokens) % rows, projected)  # [rows, 8]
 
 
 def serve_from_gpu(llm: Any) -> dict[str, Any]:
@@ -145,11 +182,8 @@ def serve_from_gpu(llm: Any) -> dict[str, Any]:
 
 def take_off_the_host(model: Any) -> int:
     """`serve_from_gpu` for a torch module; the bytes that were moved."""
-    from moedoctor.fixes.offload_hooks import MARK
-
-    pipelines = {id(one): one for module in model.modules() if (one := vars(module).get(MARK)) is not None}
     moved = 0
-    for pipeline in pipelines.values():
+    for pipeline in _pipelines(model):
         pipeline.settle()
         device = pipeline.buffers[0].device
         copies = [replace(unit, host=unit.host.to(device, copy=True)) for unit in pipeline.units]
@@ -158,6 +192,14 @@ def take_off_the_host(model: Any) -> int:
             moved += unit.host.numel()
         pipeline.units = copies
     return moved
+
+
+def _pipelines(model: Any) -> list[Any]:
+    """Those of the fix `offload` in a torch module, each once."""
+    from moedoctor.fixes.offload_hooks import MARK
+
+    found = {id(one): one for module in model.modules() if (one := vars(module).get(MARK)) is not None}
+    return list(found.values())
 
 
 def in_model(llm: Any, function: Callable[[Any], Any]) -> Any:

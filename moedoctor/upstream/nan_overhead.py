@@ -1,12 +1,13 @@
 """What the NaN trace costs a decode step: engines with and without it side by side, timed in turn.
 
-Four engines are up at once and only one of them works at a time, so that clocks and neighbours strike all
-alike. A round is the difference between a long and a short generation.
+Four engines are up at once and only one of them works at a time, in the order off, on, on, off, so that
+clocks and neighbours strike all alike and a drift cancels out. A round is the difference between a long and a
+short generation. What an engine takes is the best of the medians of blocks of rounds, for whatever else the
+machine does only ever adds time. How far two engines that are alike differ is the noise.
 """
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import statistics
 import tempfile
@@ -19,10 +20,11 @@ from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.subjects.base import UnavailableError
 from moedoctor.upstream.engine import EngineRequest, EngineResult, run_engines
 from moedoctor.upstream.nan_requests import BATCH, SECONDS, engine_arguments, prompts, said, traced
+from moedoctor.upstream.nan_step_events import step_events
 
 LAYERS = 4
-_NAMES = ("off 1", "on 1", "off 2", "on 2")
-_STEPS, _ROUNDS = 48, 40
+_NAMES = ("off 1", "on 1", "on 2", "off 2")
+_STEPS, _ROUNDS, _BLOCK = 48, 96, 8
 _PATIENCE = 200.0
 """Seconds that an engine waits for the others to be up, or to be through."""
 
@@ -46,16 +48,26 @@ def decode_times(llm: Any, *, steps: int, rounds: int, meet: str, name: str) -> 
     folder = Path(meet)
     _seconds(llm, steps)  # warm-up
     _wait_for_all(folder, name, "up")
-    times = []
-    with (folder / "turn").open("a") as turn:
-        for _ in range(rounds):
-            fcntl.flock(turn, fcntl.LOCK_EX)
+    wall, gpu = [], []
+    with step_events() as events:
+        for slot, whose in enumerate(turns(rounds)):
+            if whose != name:
+                continue
+            if slot:
+                _wait_for(folder / f"{slot - 1}.done", "its turn did not come")
             # A generation of two tokens has the prefill and one decode step; the rest is decode steps.
-            times.append((_seconds(llm, steps + 2) - _seconds(llm, 2)) / steps * 1e3)
-            fcntl.flock(turn, fcntl.LOCK_UN)
-            time.sleep(0.01)  # so that another one gets the turn
+            short = _seconds(llm, 2)
+            events.clear()
+            wall.append((_seconds(llm, steps + 2) - short) / steps * 1e3)
+            gpu.append(events.milliseconds(skipped=2))
+            (folder / f"{slot}.done").touch()
     _wait_for_all(folder, name, "through")
-    return {"step_ms": times}
+    return {"step_ms": wall, "gpu_ms": [one for one in gpu if one is not None]}
+
+
+def turns(rounds: int) -> Sequence[str]:
+    """Which engine works, one after another: each round there and the next one back."""
+    return [one for index in range(rounds) for one in (_NAMES if index % 2 == 0 else _NAMES[::-1])]
 
 
 def _seconds(llm: Any, tokens: int) -> float:
@@ -68,11 +80,16 @@ def _seconds(llm: Any, tokens: int) -> float:
 
 def _wait_for_all(folder: Path, name: str, stage: str) -> None:
     (folder / f"{name}.{stage}").touch()
+    for one in _NAMES:
+        _wait_for(folder / f"{one}.{stage}", f"not all engines were {stage}")
+
+
+def _wait_for(file: Path, otherwise: str) -> None:
     until = time.monotonic() + _PATIENCE
-    while not all((folder / f"{one}.{stage}").exists() for one in _NAMES):
+    while not file.exists():
         if time.monotonic() > until:
-            raise TimeoutError(f"not all engines were {stage} within {_PATIENCE:g} s")
-        time.sleep(0.05)
+            raise TimeoutError(f"{otherwise} within {_PATIENCE:g} s")
+        time.sleep(0.002)
 
 
 def _request(model: Path, folder: Path, name: str) -> EngineRequest:
@@ -90,22 +107,36 @@ def _request(model: Path, folder: Path, name: str) -> EngineRequest:
 
 
 def _figures(results: Sequence[EngineResult]) -> dict[str, Any]:
-    off = [result.probe["step_ms"] for result in results[::2]]
-    on = [result.probe["step_ms"] for result in results[1::2]]
-    ratios = sorted(
-        mine / base
-        for with_trace, without in zip(on, off, strict=True)
-        for mine, base in zip(with_trace, without, strict=True)
-    )
-    return {
-        "step_ms_off": statistics.median(one for times in off for one in times),
-        "step_ms_on": statistics.median(one for times in on for one in times),
-        "overhead": statistics.median(ratios) - 1,
+    probes = {name: result.probe for name, result in zip(_NAMES, results, strict=True)}
+    rounds = zip(*(probes[name]["step_ms"] for name in _NAMES), strict=True)
+    ratios = sorted((on_1 + on_2) / (off_1 + off_2) for off_1, on_1, on_2, off_2 in rounds)
+    figures = {
+        **_compared(probes, "step_ms", ""),
         "overhead_p20": ratios[len(ratios) // 5] - 1,
         "overhead_p80": ratios[len(ratios) * 4 // 5] - 1,
-        "medians_off": [statistics.median(one) for one in off],
-        "medians_on": [statistics.median(one) for one in on],
         "layers": LAYERS,
         "batch": BATCH,
         "rounds": len(ratios),
     }
+    if all(probe["gpu_ms"] for probe in probes.values()):
+        figures |= _compared(probes, "gpu_ms", "gpu_")
+    return figures
+
+
+def _compared(probes: Mapping[str, Mapping[str, Any]], key: str, prefix: str) -> dict[str, Any]:
+    """The best of each engine, the overhead of their means, and how far engines that are alike differ."""
+    best = {name: best_median(probe[key]) for name, probe in probes.items()}
+    off, on = ([best[name] for name in _NAMES if name.startswith(kind)] for kind in ("off", "on"))
+    return {
+        f"{prefix}step_ms_off": statistics.mean(off),
+        f"{prefix}step_ms_on": statistics.mean(on),
+        f"{prefix}overhead": statistics.mean(on) / statistics.mean(off) - 1,
+        f"{prefix}noise": max(max(alike) / min(alike) for alike in (off, on)) - 1,
+        f"{prefix}best_off": off,
+        f"{prefix}best_on": on,
+    }
+
+
+def best_median(times: Sequence[float]) -> float:
+    """The smallest median of `_BLOCK` rounds that follow each other."""
+    return min(statistics.median(times[start : start + _BLOCK]) for start in range(0, len(times), _BLOCK))

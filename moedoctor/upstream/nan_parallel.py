@@ -113,6 +113,7 @@ def table_rows(config: str, results: Sequence[EngineResult]) -> list[dict[str, A
                 "config": result.label,
                 **evidence_row(result),
                 "nan_in_real": result.probe["nan_in_real"],
+                "routers_watched": result.probe["routers_watched"],
                 "rows_with_repeated_ids": repeated,
                 "first_in_padding": "" if first is None else f"{first['what']} at {first['point']}",
             }
@@ -124,7 +125,9 @@ def table_rows(config: str, results: Sequence[EngineResult]) -> list[dict[str, A
 
 def _merged(config: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     added = ("steps", "steps_with_padding", "nan_in_padding", "inf_in_padding", "nan_in_real")
-    total = {key: sum(row[key] for row in rows) for key in (*added, "rows_with_repeated_ids")}
+    total = {
+        key: sum(row[key] for row in rows) for key in (*added, "routers_watched", "rows_with_repeated_ids")
+    }
     padded = total["steps_with_padding"]
     pads = sum(row["mean_pad_tokens"] * row["steps_with_padding"] for row in rows)
     return {

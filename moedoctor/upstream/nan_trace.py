@@ -1,15 +1,15 @@
 """The trace `nan`: where a NaN starts inside vLLM, and which expert ids its routers give.
 
-Watched are each attention layer's output, each router's logits and ids, each MoE layer's output, and the
-model's. All of it happens inside operators that vLLM's compiler takes as they are, so compilation does not
-change. What a layer made is looked at by its experts' operator, in two launches that CUDA graphs hold: a step
-that is replayed costs the host two launches, one before and one after the model, whatever its number of
-layers. Warm-up and capture are not recorded. The report is printed when the process ends.
+Watched are each attention layer's output (but not that of MLA attention, a class of its own), each router's
+logits and ids, each MoE layer's output, and the model's. All of it happens inside operators that vLLM's
+compiler takes as they are, so compilation does not change. What a layer made is looked at by its experts'
+operator, in two launches that CUDA graphs hold: a step that is replayed costs the host two launches, one
+before and one after the model, whatever its number of layers. Warm-up and capture are not recorded. The
+report is printed when the process ends.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
 import logging
@@ -19,10 +19,13 @@ from typing import Any
 
 from moedoctor.trace.nan_report import NanReport
 from moedoctor.upstream.fix_support import FixError, expect, replace_once
+from moedoctor.upstream.nan_exit import ExitReport
 
 NAME = "nan"
 _TRACE = "_moedoctor_nan_trace"
 """Where the trace of a process is kept: at vLLM's own class of model runners."""
+
+_OTHER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 logger = logging.getLogger("vllm.moedoctor")
 
@@ -36,6 +39,9 @@ class EngineTrace:
         self.scheduled = 0
         """Tokens of the step that are no padding."""
         self.running = False
+        self.process: int | None = None
+        """The process that made the first layer, whose record this is."""
+        self.exit: ExitReport | None = None
         self._state: Any = None
         self._points: dict[str, int] = {}
         self._router = ""
@@ -55,7 +61,7 @@ class EngineTrace:
 
             on_gpu = torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-            self._state = NanState(device)
+            self._state, self.process = NanState(device), os.getpid()
         return self._state
 
     def point(self, name: str) -> int:
@@ -138,7 +144,8 @@ class EngineTrace:
             weights, ids = original(router, *arguments, **options)
             if self._is_own(ids):
                 point = self.point(f"{self._router}.topk_ids")
-                self.state.watch_ids(point, ids, int(router.global_num_experts))
+                own = self._rows is not None
+                self.state.watch_ids(point, ids, int(router.global_num_experts), own=own)
             return weights, ids
 
         return select_experts
@@ -163,6 +170,9 @@ class EngineTrace:
             self.running, self._attention = True, None
             try:
                 output = original(runner, *arguments, **options)
+            except BaseException:
+                self.state.end()
+                raise
             finally:
                 self.running = False
             hidden = output[0] if isinstance(output, tuple) else output
@@ -180,6 +190,8 @@ def apply(version: str) -> str:
 
     Raises FixError where vLLM is not as expected; nothing has been changed then.
     """
+    if os.environ.get(_OTHER_RUNNER, "0").strip() not in ("", "0"):
+        raise FixError(f"{_OTHER_RUNNER} is set, and the trace knows the other model runner only: unset it")
     attention = _module("vllm.model_executor.layers.attention.attention").Attention
     moe = _module("vllm.model_executor.layers.fused_moe.runner.moe_runner").MoERunner
     router = _module("vllm.model_executor.layers.fused_moe.router.base_router").BaseRouter
@@ -189,7 +201,10 @@ def apply(version: str) -> str:
     expect(router, "select_experts", ("router_logits",), ("return topk_weights, topk_ids",))
     expect(runner, "execute_model", ("scheduler_output",), ("self._model_forward(",))
     expect(runner, "_model_forward", ("input_ids", "positions"), ("self.model(",))
-    if isinstance(getattr(runner, _TRACE, None), EngineTrace):
+    active = getattr(runner, _TRACE, None)
+    if isinstance(active, EngineTrace):
+        if active.exit is not None:
+            active.exit.prepare()  # this process may be a fork of the one where the trace was started
         return "is active already"
     from moedoctor.upstream.padding_experiment import Experiment
 
@@ -200,8 +215,8 @@ def apply(version: str) -> str:
     replace_once(router, "select_experts", trace.around_router, by=NAME)
     replace_once(runner, "execute_model", trace.around_step, by=NAME)
     replace_once(runner, "_model_forward", trace.around_forward, by=NAME)
-    atexit.register(_print, trace)
-    said = "attention, router and MoE outputs are watched for NaN; report at exit"
+    trace.exit = ExitReport(trace)
+    said = "attention (not MLA), router and MoE outputs are watched for NaN; report at exit"
     return said if trace.experiment is None else f"{said}; {trace.experiment.apply()}"
 
 
@@ -212,16 +227,6 @@ def trace_of_this_process() -> EngineTrace:
     if not isinstance(found, EngineTrace):
         raise LookupError("no NaN trace in this process: start it with MOEDOCTOR_TRACE=nan")
     return found
-
-
-def _print(trace: EngineTrace) -> None:
-    try:
-        report = trace.report()
-    except Exception as error:  # after an illegal access nothing can be read any more
-        print(f"moedoctor: the NaN trace cannot be read: {error}", file=sys.stderr)
-        return
-    if report is not None:
-        print(f"moedoctor: NaN trace of process {os.getpid()}\n{report.text()}", file=sys.stderr)
 
 
 def _after(original: Any, then: Any) -> Any:

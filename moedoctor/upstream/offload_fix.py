@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ logger = logging.getLogger("vllm.moedoctor")
 NAME = "offload"
 FIRST_WITHOUT_ASSERTION = Version("0.20.0")
 FIRST_KEEPING_MARKS = Version("0.33.0")
+_UNPINNED = "host memory is not pinned"
 _PENDING = "_moedoctor_layers"
 _HANDLE = "_moedoctor_offload"
 _WRAPS = ("if not self.uva_offloading", "module.state_dict()", "functional_call(", "module.forward = forward")
@@ -129,20 +131,22 @@ def _take_over(pending: Sequence[_Layer], offload: Callable[..., Any], *, pin: b
     if not size:
         return None
     found = readers(layers, list(on_host.values()))
-    handle = offload(
-        chosen,
-        size,
-        device=device,
-        patterns=tuple(on_host),
-        layers=list(found) or layers,
-        pin=pin,
-        reader=found.__getitem__ if found else None,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _UNPINNED, RuntimeWarning)  # a note, and notes are logged
+        handle = offload(
+            chosen,
+            size,
+            device=device,
+            patterns=tuple(on_host),
+            layers=list(found) or layers,
+            pin=pin,
+            reader=found.__getitem__ if found else None,
+        )
     report = handle.report()
     for note in report.notes:
         logger.info("moedoctor: offload: %s", note)
-    if report.pinned_bytes < report.host_bytes:
-        logger.info("moedoctor: offload: host memory is not pinned, so copies block")
+    if report.pinned_bytes < report.host_bytes and not any(one.startswith(_UNPINNED) for one in report.notes):
+        logger.info("moedoctor: offload: %s, so copies block", _UNPINNED)
     logger.info(
         "moedoctor: offload: %.1f of %.1f MiB on the host, fetched %s, %d layers, %.1f MiB pinned,"
         " %.1f MiB of buffers",

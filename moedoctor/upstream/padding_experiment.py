@@ -41,10 +41,15 @@ class Experiment:
         if not text:
             return None
         try:
-            asked = json.loads(text)
-            return cls(**asked)
+            asked = cls(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise FixError(f"{VARIABLE}: {error}; expected JSON with poison_padding") from None
+        for name in ("poison_padding", "poison_memory"):
+            if not isinstance(getattr(asked, name), bool):
+                raise FixError(f"{VARIABLE}: {name} is {getattr(asked, name)!r}; expected true or false")
+        if not isinstance(asked.topk_softmax, str | None):
+            raise FixError(f"{VARIABLE}: topk_softmax is {asked.topk_softmax!r}; expected a path")
+        return asked
 
     def poison(self, output: Any, real: int) -> None:
         """Make the rows of `output` [tokens, ...] from `real` on NaN."""

@@ -164,7 +164,7 @@ def one() -> None:
         "groups": 3,
         "replays": 12,
     }
-    assert len(found["limits"]) == 2 + 1 + 2 + 3 + 3
+    assert len(found["limits"]) == 2 + 1 + 2 + 2 * 3 + 3
     assert all("measured" in limit for limit in found["limits"])
     assert "if nothing but the bus took time" in found["limits"][0]["remark"]
     assert "NOT MEASURED" not in found["speed_note"]

@@ -28,10 +28,28 @@ for index, task in enumerate(request["tasks"]):
         sys.stdout.write('{"event": "row", "tok')
         sys.stdout.flush()
         os.abort()
+    what, _, at = task["model"].partition(" at ")
+    if task["model"] == "dies first":
+        os.abort()
+    if at:
+        for tokens in task["tokens"]:
+            say(event="point", tokens=tokens)
+            if tokens == int(at) and what.startswith("raises"):
+                say(event="failed", index=index, tokens=tokens, reason=f"RuntimeError: {what}")
+                if "CUDA" in what:
+                    sys.exit(1)
+                continue
+            if tokens == int(at):
+                time.sleep(60 if what == "hangs" else 0)
+                os.abort()
+            say(event="row", tokens=tokens, time_us=1.0, model=task["model"], **head)
+        continue
     if task["model"] == "hangs":
         time.sleep(60)
     if task["model"] == "raises":
         say(event="failed", index=index, reason="ValueError: no")
         continue
-    say(event="row", tokens=1, time_us=1.0, model=task["model"], **head)
+    for tokens in task["tokens"]:
+        say(event="point", tokens=tokens)
+        say(event="row", tokens=tokens, time_us=1.0, model=task["model"], **head)
 say(event="end")

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from moedoctor.bench.moe_bench import Task, measure
 from moedoctor.bench.moe_layer import Layer
 from moedoctor.bench.roofline import Roofline, measure_roofline
 from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.token_agreement import Bounds
 from moedoctor.subjects.base import UnavailableError
 
 ROOFLINE = Roofline(1e9, {"bf16": 1e12, "fp8": 2e12})
@@ -61,9 +63,107 @@ def test_what_a_backend_finds_out_late_is_a_reason(monkeypatch: pytest.MonkeyPat
     assert row["unavailable"] == "not built for this"
 
 
-def test_faults_are_planted_in_weights_once_and_in_outputs_always() -> None:
-    first, second = measure(TASK, ROOFLINE)
-    assert (first["controls_noticed"], second["controls_noticed"]) == ("10 of 10", "4 of 4")
+class RightFor(Wrong):
+    """The reference for so many calls of a layer that it took over, and zeros after."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def prepare(self, layer: Layer) -> Prepared:
+        right, outer = Reference("nvfp4").prepare(layer), self
+
+        class Call(Prepared):
+            calls = 0
+
+            def __call__(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+                self.calls += 1
+                return right(x, w, ids) if self.calls <= outer.calls else x * 0
+
+        return Call()
+
+
+def test_a_backend_that_is_wrong_once_it_is_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Three calls to compare and two with other routes come first.
+    row, _ = rows_of(monkeypatch, RightFor(5))
+    assert row["right"] is False
+    assert row["wrong"].startswith("once it was timed (wall time): 1 of 1 tokens: cosine 0")
+    assert not {name for name in row if name.endswith("_us") or name == "tflops"}
+
+
+@pytest.mark.parametrize("tokens", [(1, 5), (5,)])
+def test_faults_are_planted_in_every_run_whatever_the_size(tokens: tuple[int, ...]) -> None:
+    large = LayerShape(64, 32, 1024, 4)  # with 1024 experts; weights are changed with 8
+    task = replace(TASK, shape=large, tokens=tokens)
+    rows = list(measure(task, ROOFLINE))
+    assert [row["controls_noticed"] for row in rows] == ["11 of 11"] * len(tokens)
+    assert all(row["controls_missed"] == [] for row in rows)
+
+
+def test_weights_are_changed_in_a_layer_of_few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counts(Wrong):
+        def prepare(self, layer: Layer) -> Prepared:
+            experts.append((layer.shape.hidden, layer.shape.intermediate, layer.shape.experts))
+            return Reference("nvfp4").prepare(layer)
+
+    experts: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(registry, "create", lambda variant: Counts())
+    list(measure(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1, 2, 3)), ROOFLINE))
+    assert experts == [(64, 32, 8)] * 6 + [(64, 32, 32)]
+
+
+def test_a_backend_that_cannot_compute_few_experts_has_its_own_layer_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Many(Wrong):
+        def unavailable(self, shape: LayerShape, device: str) -> str | None:
+            return None if shape.experts >= 32 else "needs 32 experts"
+
+        def prepare(self, layer: Layer) -> Prepared:
+            assert layer.shape.experts == 32
+            return Reference("nvfp4").prepare(layer)
+
+    monkeypatch.setattr(registry, "create", lambda variant: Many())
+    (row,) = measure(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1,)), ROOFLINE)
+    assert row["controls_noticed"] == "11 of 11"
+
+
+def test_a_backend_that_is_wrong_with_few_experts_alone_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Few(Wrong):
+        def prepare(self, layer: Layer) -> Prepared:
+            right = Reference("nvfp4").prepare(layer)
+            if layer.shape.experts == 8:
+                return RightFor(0).prepare(layer)
+            return right
+
+    monkeypatch.setattr(registry, "create", lambda variant: Few())
+    (row,) = measure(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1,)), ROOFLINE)
+    assert row["wrong"].startswith("in the layer that faults are planted in: 17 of 17 tokens")
+    assert "time_us" not in row
+
+
+@pytest.mark.parametrize("where", ["weights of few experts", "routes and outputs"])
+def test_a_comparison_that_misses_a_fault_says_nothing_of_a_backend(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    from moedoctor.bench import parity
+
+    lax = Bounds(cosine=-1, norm=1e9, element=1e9, matched=0, worst=1e9)
+    strict = parity.bounds_of("none")
+    calls = iter([lax if where == "weights of few experts" else strict, *[lax] * 9])
+    monkeypatch.setattr(parity, "bounds_of", lambda activations: next(calls))
+    for row in rows_of(monkeypatch, Wrong()):
+        assert row["right"] is False
+        assert row["wrong"] is None, "not the backend's"
+        assert row["failed"].startswith("the comparison did not notice ")
+        assert ("swapped_gate_up" in row["controls_missed"]) is (where == "weights of few experts")
+        assert "half_output" in row["controls_missed"]
+        assert "time_us" not in row
+
+
+def test_one_expert_has_no_control_that_changes_nothing() -> None:
+    (row,) = measure(replace(TASK, shape=LayerShape(64, 32, 1, 1), tokens=(3,)), ROOFLINE)
+    assert row["controls_noticed"] == "10 of 10"
+    assert row["right"] is True
 
 
 def test_the_roofline_is_the_larger_of_two_times() -> None:

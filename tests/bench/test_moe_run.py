@@ -1,8 +1,10 @@
+import io
+import json
 from pathlib import Path
 
 import pytest
 
-from moedoctor.bench import moe_run
+from moedoctor.bench import moe_child, moe_run
 from moedoctor.bench.backends.base import Variant
 from moedoctor.bench.moe_run import LayerTask, MachineError, measure_machine, measure_tasks
 from moedoctor.models.layer_shape import LayerShape
@@ -17,8 +19,8 @@ def fake_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
-def task(model: str, backend: str = "OURS") -> LayerTask:
-    return LayerTask(Variant(backend, "bf16"), model, SHAPE, (1,))
+def task(model: str, backend: str = "OURS", tokens: tuple[int, ...] = (1,)) -> LayerTask:
+    return LayerTask(Variant(backend, "bf16"), model, SHAPE, tokens)
 
 
 def outcomes(rows: list[dict[str, object]]) -> list[tuple[object, ...]]:
@@ -62,6 +64,62 @@ def test_a_child_that_hangs_is_ended_and_the_other_package_goes_on() -> None:
 
 
 @pytest.mark.usefixtures("fake_child")
+@pytest.mark.parametrize("model", ["dies at 8", "raises at 8", "raises CUDA at 8"])
+def test_a_death_or_an_error_costs_the_number_of_tokens_that_it_was_at(model: str) -> None:
+    tasks = [task(model, tokens=(1, 8, 64, 512)), task("last", tokens=(1, 8))]
+    rows = measure_tasks(tasks, "cpu", ROOFLINE, seconds=30)
+    assert [(row["model"], row["tokens"], "failed" in row) for row in rows] == [
+        (model, 1, False),
+        (model, 8, True),
+        (model, 64, False),
+        (model, 512, False),
+        ("last", 1, False),
+        ("last", 8, False),
+    ]
+
+
+@pytest.mark.usefixtures("fake_child")
+def test_a_death_while_a_layer_is_prepared_costs_the_task() -> None:
+    tasks = [task("dies first", tokens=(1, 8)), task("last")]
+    rows = measure_tasks(tasks, "cpu", ROOFLINE, seconds=30)
+    assert outcomes(rows) == [("OURS", "dies first", True), ("OURS", "last", False)]
+    assert "tokens" not in rows[0]
+
+
+@pytest.mark.usefixtures("fake_child")
+def test_a_hang_costs_what_comes_after_too_as_no_time_is_left() -> None:
+    rows = measure_tasks([task("hangs at 8", tokens=(1, 8, 64))], "cpu", ROOFLINE, seconds=2)
+    assert [(row.get("tokens"), "failed" in row) for row in rows] == [(1, False), (8, True), (None, True)]
+
+
+def test_the_child_goes_on_after_a_number_of_tokens_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moedoctor.bench import moe_bench
+
+    problem = moe_bench._problem
+
+    def raises_at_2(task: object, layer: object, tokens: int) -> object:
+        if tokens == 2:
+            raise MemoryError("not that many")
+        return problem(task, layer, tokens)
+
+    monkeypatch.setattr(moe_bench, "_problem", raises_at_2)
+    one = LayerTask(Variant("REFERENCE", "bf16"), "tiny", SHAPE, (1, 2, 3))
+    said = io.StringIO()
+    moe_child.main(moe_run._request([one], "cpu", ROOFLINE), said)
+    events = [json.loads(line) for line in said.getvalue().splitlines()]
+    assert [(e["event"], e.get("tokens")) for e in events] == [
+        ("task", None),
+        ("point", 1),
+        ("row", 1),
+        ("point", 2),
+        ("failed", 2),
+        ("point", 3),
+        ("row", 3),
+        ("end", None),
+    ]
+
+
+@pytest.mark.usefixtures("fake_child")
 def test_a_machine_that_cannot_be_measured() -> None:
     assert measure_machine("cpu")[0] == ROOFLINE
     with pytest.raises(MachineError, match=r"broken: its bandwidth could not be measured.*no such device"):
@@ -79,7 +137,7 @@ def test_a_real_child_on_the_cpu() -> None:
     one = by_backend["REFERENCE"]
     assert one["tokens"] == 5
     assert one["right"] is True
-    assert one["controls_noticed"] == "4 of 4"
+    assert one["controls_noticed"] == "11 of 11"
     assert one["time_us_p20"] <= one["time_us"] <= one["time_us_p80"]
     # 5 tokens of 2 experts each reach all 4; 4.5 bits a weight; 5 rows in and out; ids and weights.
     assert one["active_experts"] == 4

@@ -1,4 +1,5 @@
 import time
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -72,5 +73,60 @@ def test_the_harness_adds_at_most_two_percent() -> None:
     from moedoctor.bench.harness_cost import measure_harness_cost
 
     cost = measure_harness_cost(DEVICE)
-    assert 15 < cost["do_bench_us"] < 30
+    assert 19 < cost["kernel_us"] < 21
+    assert cost["launch_gap_us"] < 5
     assert cost["within_limit"], cost
+
+
+class NoticedError(Exception):
+    pass
+
+
+def looks(seen: list[str]):
+    def check(how: str, output: object) -> None:
+        assert isinstance(output, torch.Tensor)
+        seen.append(how)
+        if not torch.equal(output, torch.ones_like(output)):
+            raise NoticedError(how)
+
+    return check
+
+
+def test_the_last_output_that_was_timed_is_looked_at() -> None:
+    outputs = chain([torch.ones(1)] * 3, repeat(torch.zeros(1)))
+    with pytest.raises(NoticedError, match="wall time"):
+        time_layer(lambda: next(outputs), "cpu", check=looks([]))
+    seen: list[str] = []
+    time_layer(lambda: torch.ones(1), "cpu", check=looks(seen))
+    assert seen == ["wall time"]
+
+
+@pytest.mark.gpu
+def test_every_way_of_timing_is_looked_at() -> None:
+    ones, seen = torch.ones(64, device=DEVICE), []
+    time_layer(lambda: ones * 1, DEVICE, check=looks(seen))
+    assert seen == ["eager", "graph", "graph, cold L2"]
+
+
+@pytest.mark.gpu
+def test_what_is_wrong_in_a_graph_alone_is_noticed() -> None:
+    ones = torch.ones(64, device=DEVICE)
+
+    def call() -> torch.Tensor:
+        return ones * (0 if torch.cuda.is_current_stream_capturing() else 1)
+
+    with pytest.raises(NoticedError, match="graph"):
+        time_layer(call, DEVICE, check=looks([]))
+
+
+@pytest.mark.gpu
+def test_an_output_that_a_replay_does_not_write_is_noticed() -> None:
+    kept = torch.ones(64, device=DEVICE)
+
+    def call() -> torch.Tensor:
+        if not torch.cuda.is_current_stream_capturing():
+            kept.fill_(1)
+        return kept
+
+    with pytest.raises(NoticedError, match="graph"):
+        time_layer(call, DEVICE, check=looks([]))

@@ -50,6 +50,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--backend", "OURS", *TINY, "--device", "tpu"], "--device tpu: expected auto, cpu or cuda:N"),
         (["--backend", "OURS", *TINY, "--format", "xml"], "--format xml: expected one of table"),
         (["--backend", "OURS", *TINY, "--trace", "nowhere"], "nowhere"),
+        (["--backend", "OURS", *TINY, "--trace", "x", "--routing", "zipf"], "--routing zipf: --trace gives"),
+        (["--backend", "OURS", *TINY, "--timeout", "-5"], "--timeout -5: expected seconds, above 0"),
+        (["--backend", "OURS", *TINY, "--timeout", "nan"], "--timeout nan: expected seconds, above 0"),
+        (["--backend", "OURS", *TINY, "--timeout", "inf"], "--timeout inf: expected seconds, above 0"),
         (["--backend", "OURS", *TINY, "-o", "/nowhere/report.json"], "its folder does not exist"),
         (["--backend", "OURS", "--cache"], "two benchmarks"),
         ([], "say what to measure: --backend NAME or --cache"),
@@ -166,3 +170,28 @@ def test_routes_out_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     asked = measured(monkeypatch, WRONG)
     bench("--backend", "OURS", *TINY, "--trace", str(path))
     assert asked[0].routing == {"kind": "trace", "rows": [[0, 1], [3, 2]]}
+
+
+@pytest.mark.parametrize(
+    ("trace", "said"),
+    [
+        (RoutingTrace([0, 1, 2, 3], 8, 2, ("a",), (2,)), "choose 2 of 8 experts, those of custom 2 of 4"),
+        (RoutingTrace([0, 1, 2, 3], 4, 1, ("a",), (4,)), "choose 1 of 4 experts, those of custom 2 of 4"),
+        (RoutingTrace([0, -1, -1, 3], 4, 2, ("a",), (2,)), "no row without an empty slot"),
+    ],
+)
+def test_a_trace_that_does_not_fit_is_refused_before_anything_is_measured(
+    trace: RoutingTrace,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "trace.safetensors"
+    save(trace, path)
+    asked = measured(monkeypatch, WRONG)
+    assert bench("--backend", "OURS", *TINY, "--trace", str(path)) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert not asked

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import resource
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from checkpoints_of_tests import INDEX, Made, f32, modelopt, write_safetensors
+from checkpoints_of_tests import INDEX, Made, block_fp8, f32, modelopt, write_safetensors
 
 from moedoctor.commands.errors import InputError
 from moedoctor.commands.lint import lint_command
@@ -62,6 +63,52 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "a\\|b\\n" in out
+
+
+@pytest.mark.parametrize("format", ["table", "markdown", "json"])
+def test_a_remark_alone_is_reported_and_gives_no_exit_code(
+    format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = block_fp8()
+    made.config["num_attention_heads"] = 8  # 128 rows in blocks of 32 do not divide by 8
+    assert lint_command(made.write(tmp_path), format) == 0
+    out = capsys.readouterr().out
+    assert "not for TP 8 (fits: 1, 2, 4)" in out
+    if format == "json":
+        document = json.loads(out)
+        assert document["summary"]["exit_code"] == 0
+        assert [one["evidence"]["remark"] for one in document["findings"]] == [True]
+    else:
+        assert "nothing wrong was found" in out
+        assert "emark" in out
+        assert "0 kinds of damage and 1 remark in" in out
+    made.tensors[f"{UP}.weight_scale_inv"] = f32(*[0.0] * 8, shape=(4, 2))
+    assert lint_command(made.write(tmp_path), format) == 1
+
+
+def test_a_path_that_cannot_be_one(tmp_path: Path) -> None:
+    made, long = modelopt(), "a" * 5000
+    for name in [one for one in made.tensors if one.endswith("k_scale")]:
+        del made.tensors[name]  # so that --fix has something to write
+    folder = made.write(tmp_path / "c")
+    for arguments in (
+        [long],
+        [str(folder), "--fix", f"{long}/{long}"],
+        [str(folder), "--fix", str(tmp_path / long)],
+        [str(folder), "-o", long],
+        [str(folder), "-o", str(tmp_path / long)],
+        [str(folder), "-o", f"{long}/{long}"],
+    ):
+        command = [sys.executable, "-m", "moedoctor", "lint", *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        assert ended.returncode == 2, arguments[1:2]
+        assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_a_report_of_a_long_name_can_be_written(tmp_path: Path) -> None:
+    report = tmp_path / ("r" * 250)
+    assert lint_command(modelopt().write(tmp_path / "c"), "json", report) == 0
+    assert json.loads(report.read_text())["findings"] == []
 
 
 def test_a_pattern_that_was_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +196,15 @@ def test_fix_makes_an_index_from_the_shards(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in made.tensors.values())
 
 
+def test_fix_keeps_half_a_character_as_json_writes_it(tmp_path: Path) -> None:
+    made = modelopt()
+    made.config["producer"] = "\ud800 é"
+    for name in [one for one in made.tensors if one.endswith(("k_scale", "v_scale"))]:
+        del made.tensors[name]
+    assert fixed(made, tmp_path) == ({"kv_scales_missing"}, set())
+    assert json.loads((tmp_path / "fix" / "config.json").read_text("utf-8"))["producer"] == "\ud800 é"
+
+
 def test_fix_writes_nothing_where_only_tensors_are_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,6 +252,43 @@ result = lint(Path(sys.argv[1]))
 status = open("/proc/self/status").read()
 print(result.tensors, result.shards, int(status.partition("VmHWM:")[2].split()[0]) // 1024)
 """
+
+
+def megabytes_of(folder: Path) -> int:
+    """The most memory that a lint of `folder` takes, the interpreter's own included; it may be refused."""
+    command = [sys.executable, "-c", PROBE_MEMORY, str(folder)]
+    return int(subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout)
+
+
+PROBE_MEMORY = """
+import contextlib, sys
+from pathlib import Path
+from moedoctor.diagnose.lint import lint
+from moedoctor.diagnose.safetensors_header import CheckpointError
+with contextlib.suppress(CheckpointError):
+    lint(Path(sys.argv[1]))
+print(int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) // 1024)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_large_tensor_of_block_scales_is_never_held_as_a_whole(tmp_path: Path) -> None:
+    folder, size = modelopt().write(tmp_path), 300 << 20
+    entry = {"dtype": "F8_E4M3", "shape": [size], "data_offsets": [0, size]}
+    header = json.dumps({"model.layers.0.mlp.experts.0.up_proj.weight_scale": entry}).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + size)  # zeros, without their disk space
+    assert lint(folder).block_scales_seen == 1
+    assert megabytes_of(folder) < 200
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_header_of_nested_lists_costs_no_more_memory_than_its_text(tmp_path: Path) -> None:
+    folder = modelopt().write(tmp_path)
+    header = b'{"t": {"shape": [' + b"[]," * 6_000_000 + b"[]]}}"
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    assert megabytes_of(folder) < 120
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -58,6 +58,14 @@ def test_a_checkpoints_own_size_is_taken(tmp_path, capsys):
         (["--model", "qwen3-30b-a3b", "--gpu-memory", "nan"], "expected a number above 0"),
         (["--model", "qwen3-30b-a3b", "--gpu-memory", "8", "--utilization", "2"], "expected 0 to 1"),
         (["--model", "qwen3-30b-a3b", "--gpu-memory", "8", "--format", "pdf"], "--format pdf"),
+        (
+            ["--model", "qwen3-30b-a3b", "--gpu-memory", "80", "--backend", ""],
+            "--backend '': expected one of",
+        ),
+        (
+            ["--model", "qwen3-30b-a3b", "--gpu-memory", "80", "--hit-rate", "0.5"],
+            "give --expert-cache SLOTS",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_2(arguments, said, capsys):
@@ -65,3 +73,17 @@ def test_bad_input_is_one_line_and_2(arguments, said, capsys):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_malformed_config_is_one_line_and_2(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 0}')
+    assert main(["plan", "--model", str(tmp_path), "--gpu-memory", "8"]) == 2
+    error = capsys.readouterr().err
+    assert "num_hidden_layers is 0, expected a whole number, at least 1" in error
+    assert error.count("\n") == 1
+
+
+def test_a_backend_may_be_written_in_any_case(capsys):
+    command = ["plan", "--model", "qwen3-30b-a3b", "--gpu-memory", "80", "--scheme", "fp8"]
+    assert main([*command, "--backend", "vllm-cutlass"]) == 0
+    assert "workspace of VLLM_CUTLASS" in capsys.readouterr().out

@@ -271,6 +271,35 @@ DAMAGE: list[tuple[str, Callable[[], Made], Change, dict[str, str]]] = [
     ("a few subnormal", modelopt, codes(f"{UP}.weight_scale", 1, 2, 7), {"scale_subnormal": UP}),
     ("packed: block scale NaN", compressed, codes(f"{UP}.weight_scale", 0xFF), {"scale_nan": UP}),
     (
+        "block scales of one expert as small as they go",
+        modelopt,
+        all_of(*(codes(f"{one}.weight_scale", 0x08, every=True) for one in (UP, GATE, DOWN))),
+        {"scale_spread": E},
+    ),
+    (
+        "packed: block scales of one projection",
+        compressed,
+        codes(f"{UP}.weight_scale", 0x08, every=True),
+        {"scale_spread": UP},
+    ),
+    (
+        "down far from gate in a whole layer",
+        modelopt,
+        all_of(*(set_(f"{E[:-1]}{one}.down_proj.weight_scale_2", 1.25e-9) for one in range(4))),
+        {"scale_spread": "layers.1.mlp.experts.0.down_proj"},
+    ),
+    (
+        "block fp8: down far from gate",
+        block_fp8,
+        all_of(
+            *(
+                set_(f"{E[:-1]}{one}.down_proj.weight_scale_inv", *[1e-7] * 8, shape=(2, 4))
+                for one in range(4)
+            )
+        ),
+        {"scale_spread": "down_proj.weight_scale_inv"},
+    ),
+    (
         "block fp8: scale NaN",
         block_fp8,
         set_(f"{UP}.weight_scale_inv", *[float("nan")] * 8, shape=(4, 2)),
@@ -299,6 +328,12 @@ DAMAGE: list[tuple[str, Callable[[], Made], Change, dict[str, str]]] = [
         "method unknown",
         modelopt,
         all_of(quant(quant_method="nvidia"), no_hf_quant),
+        {"quant_algo_unknown": "quant_method"},
+    ),
+    (
+        "method of no ModelOpt",
+        modelopt,
+        all_of(quant(quant_method="modelopt_nonsense"), no_hf_quant),
         {"quant_algo_unknown": "quant_method"},
     ),
     (
@@ -375,6 +410,15 @@ DAMAGE: list[tuple[str, Callable[[], Made], Change, dict[str, str]]] = [
         {"shape_mismatch": UP},
     ),
     (
+        "F4 weight: block scales for twice the columns",
+        modelopt,
+        all_of(
+            resize(f"{UP}.weight", "F4", (128, 64), 4096),
+            resize(f"{UP}.weight_scale", "F8_E4M3", (128, 8), 1024),
+        ),
+        {"shape_mismatch": f"{UP}.weight_scale"},
+    ),
+    (
         "block scales as F32",
         modelopt,
         resize(f"{UP}.weight_scale", "F32", (128, 4), 2048),
@@ -390,7 +434,7 @@ DAMAGE: list[tuple[str, Callable[[], Made], Change, dict[str, str]]] = [
     ("projection absent", modelopt, drop(*parts_of(UP)), {"expert_missing": UP}),
     ("more experts than declared", modelopt, config(num_experts=3), {"expert_extra": "experts.3"}),
     ("fewer experts than declared", modelopt, config(num_experts=5), {"expert_missing": "experts.4"}),
-    ("shapes: no whole blocks", modelopt, narrow, {"does_not_tile": "down_proj"}),
+    ("shapes: no whole blocks", modelopt, narrow, {"block_incomplete": "down_proj"}),
     ("shapes: TP", modelopt, narrow_for_many, {"does_not_tile": "down_proj"}),
     (
         "index: tensor in no shard",
@@ -452,6 +496,68 @@ def test_the_number_of_kinds_of_damage() -> None:
         "shard_missing",
         "fused_scale_mismatch",
     }
+
+
+def test_a_weight_of_f4_with_its_right_scales_is_clean(tmp_path: Path) -> None:
+    made = modelopt()
+    resize(f"{UP}.weight", "F4", (128, 64), 4096)(made)
+    assert checked(made, tmp_path)[1] == {}
+
+
+def test_sizes_for_some_tp_only_are_a_remark_and_come_last(tmp_path: Path) -> None:
+    made = modelopt()
+    narrow_for_many(made)
+    drop(f"{ATTENTION}.k_proj.k_scale")(made)
+    result, _ = checked(made, tmp_path)
+    assert [one.check for one in result.findings] == ["kv_scales_missing", "does_not_tile"]
+    assert [one.check for one in result.damage] == ["kv_scales_missing"]
+    assert [one.record()["evidence"]["remark"] for one in result.findings] == [False, True]
+    assert result.findings[1].places[0].value == "112 columns in units of 16: not for TP 2, 4, 8 (fits: 1)"
+
+
+def test_a_dense_quantised_layer_is_cut_too(tmp_path: Path) -> None:
+    made = modelopt()
+    module = "model.layers.0.mlp.shared_expert.down_proj"
+    made.tensors[f"{module}.weight"] = ("U8", (64, 48), b"\x12" * 64 * 48)
+    made.tensors[f"{module}.weight_scale"] = ("F8_E4M3", (64, 6), b"\x48" * 64 * 6)
+    made.tensors[f"{module}.weight_scale_2"] = f32(1e-4)
+    made.tensors[f"{module}.input_scale"] = f32(1e-2)
+    result, found = checked(made, tmp_path)
+    assert found == {"does_not_tile": module}
+    assert result.findings[0].places[0].value.endswith("not for TP 4, 8 (fits: 1, 2)")
+
+
+def test_block_scales_ten_times_apart_are_no_damage(tmp_path: Path) -> None:
+    """Every layer of a healthy checkpoint is within the factor that is reported, by a wide margin."""
+    made = modelopt()
+    codes(f"{UP}.weight_scale", 0x38, every=True)(made)  # 1 beside 448
+    assert checked(made, tmp_path)[1] == {}
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512, 4096])
+def test_block_scales_are_counted_in_parts_as_at_once(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moedoctor.diagnose import checkpoint_values
+    from moedoctor.diagnose.checkpoint import read_checkpoint
+
+    monkeypatch.setattr(checkpoint_values, "_CHUNK", chunk)
+    data = bytes(range(0x7C)) * 4 + bytes(
+        (0x7F, 0xFF, 0x80, 0x81, 0x90, 0, 3, 3, 0xFE, 0x7D, 8, 9, 10, 11, 1, 2)
+    )
+    made = modelopt()
+    made.tensors[f"{UP}.weight_scale"] = ("F8_E4M3", (128, 4), data)
+    folder = made.write(tmp_path)
+    info = read_checkpoint(folder).tensors[f"{UP}.weight_scale"]
+    with checkpoint_values.Reader(folder) as reader:
+        counts = reader.block_scales(info, whole=True)
+    values = [checkpoint_values.E4M3[one] for one in data]
+    assert counts.seen == 512
+    assert counts.nan == 2
+    assert counts.zero == sum(one == 0 for one in values)
+    assert counts.negative == sum(one < 0 for one in values)
+    assert counts.subnormal == sum(0 < one < 2.0**-6 for one in values)
+    assert counts.largest == max(one for one in values if one == one) == 416
 
 
 def test_a_shard_that_is_not_there(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from moedoctor.bench.moe_layer import Layer
 from moedoctor.faults.backend_parity import BackendParity, BackendParityParameters
 from moedoctor.faults.backend_parity_model import observe
 from moedoctor.reference.token_agreement import Bounds
-from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier
+from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, ScenarioVerdict, Tier
 from moedoctor.subjects.base import UnavailableError
+from moedoctor.verdicts import decide
 
 FAULT = BackendParity()
 
@@ -75,10 +76,28 @@ def test_a_wrong_backend_is_named_with_its_tokens() -> None:
     assert judgement.figure == "2 of 5 tokens wrong: cosine 0.1 at token 3"
 
 
-def test_a_verdict_on_a_backend_needs_a_harness_that_sees() -> None:
-    judgement = FAULT.judge(case("installed"), seen(controls_missed=["stale_row"]))
-    assert judgement.verdict is CaseVerdict.ERROR
-    assert "stale_row" in (judgement.reason or "")
+@pytest.mark.parametrize("reason", [None, "cosine 0.1 at token 3"])
+def test_a_harness_that_does_not_see_says_nothing_of_an_installed_backend(reason: str | None) -> None:
+    found = seen(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
+    judgement = FAULT.judge(case("installed"), found)
+    assert judgement.verdict is CaseVerdict.ERROR, "neither right nor convicted"
+    assert judgement.reason == "the comparison did not notice stale_row"
+
+
+@pytest.mark.parametrize("reason", [None, "cosine 0.1 at token 3"])
+def test_a_harness_that_does_not_see_fails_the_scenario(reason: str | None) -> None:
+    found = seen(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
+    results = []
+    for subject in ("faulty", "fixed", "installed"):
+        one = case(subject)
+        # The control itself is as it should be: it is the fix whose comparison is blind.
+        judgement = FAULT.judge(one, seen() if subject == "faulty" else found)
+        results.append(
+            CaseResult(subject, one.tier, one.parameters, judgement.verdict, figure=judgement.figure)
+        )
+    verdict, why = decide(FAULT, results, {"faulty": CaseVerdict.REPRODUCED, "fixed": CaseVerdict.CLEAN})
+    assert verdict is ScenarioVerdict.FAILED
+    assert "the comparison did not notice stale_row" in (why or "")
 
 
 def test_what_is_not_deterministic_is_said() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from hypothesis import given, settings
 
 from moedoctor.faults import duplicate_ids_claims as claims
+from moedoctor.faults import duplicate_ids_measured as measured_claims
 from moedoctor.faults.base import Measurement
 from moedoctor.faults.duplicate_ids import DuplicateIds, DuplicateIdsParameters
 from moedoctor.faults.duplicate_ids_model import ThreeStepModel, takes_fused
 from moedoctor.faults.duplicate_ids_rows import Implementation, make_ids, map_figures, observe
+from moedoctor.plan import Options, plan_cases
 from moedoctor.results import (
     Case,
     CaseResult,
@@ -23,8 +26,12 @@ from moedoctor.results import (
     Crash,
     Death,
     Observation,
+    Skip,
     Tier,
 )
+from moedoctor.subjects.base import UnavailableError
+from moedoctor.targets import load_targets
+from moedoctor.upstream.wheel import KernelError
 
 FAULT = DuplicateIds()
 DEFAULT = DuplicateIdsParameters().model_dump()
@@ -137,7 +144,8 @@ def test_points_that_cannot_be_are_refused(changes: dict[str, Any], error: str) 
 
 
 def result(subject: str, what: str, **changes: Any) -> CaseResult:
-    counts = {"rows": 4, "rows_right": 0, "rows_with_the_repeat_dropped": 0, "rows_wrong": 0}
+    kinds = ("rows_right", "rows_with_the_repeat_dropped", "rows_wrong", "rows_out_of_bounds")
+    counts = {"rows": 4, **dict.fromkeys(kinds, 0)}
     evidence: dict[str, Any] = {**counts, what: 4} if what != "death" else {"death": "illegal_memory_access"}
     verdict = CaseVerdict.CLEAN if what == "rows_right" else CaseVerdict.REPRODUCED
     return CaseResult(subject, Tier.KERNEL, parameters(**changes).model_dump(), verdict, evidence)
@@ -168,6 +176,18 @@ def test_the_table_says_what_each_release_does_with_each_call() -> None:
         (claims.judge_illegal_access, {"min_releases": 1}, CASES, ClaimVerdict.CONFIRMED),
         (claims.judge_illegal_access, {"min_releases": 1}, CASES[1:4], ClaimVerdict.REFUTED),
         (claims.judge_illegal_access, {"min_releases": 1}, CASES[4:], ClaimVerdict.UNTESTED),
+        (
+            claims.judge_illegal_access,
+            {"min_releases": 1},
+            [result("flashinfer@0.6.6", "rows_out_of_bounds", memory="minus_one")],
+            ClaimVerdict.CONFIRMED,
+        ),
+        (
+            claims.judge_bounds_check,
+            {"max_cases": 0},
+            [result("flashinfer@0.6.13", "rows_out_of_bounds", memory="minus_one")],
+            ClaimVerdict.REFUTED,
+        ),
         (claims.judge_bounds_check, {"max_cases": 0}, CASES, ClaimVerdict.CONFIRMED),
         (
             claims.judge_bounds_check,
@@ -179,13 +199,123 @@ def test_the_table_says_what_each_release_does_with_each_call() -> None:
         (claims.judge_newest_is_silent, {"min_cases": 1}, CASES, ClaimVerdict.CONFIRMED),
         (claims.judge_newest_is_silent, {"min_cases": 1}, CASES[3:], ClaimVerdict.REFUTED),
         (claims.judge_newest_is_silent, {"min_cases": 1}, CASES[4:], ClaimVerdict.UNTESTED),
-        (claims.judge_whole_runner, {}, CASES, ClaimVerdict.UNTESTED),
     ],
 )
 def test_claims_that_the_cases_decide(
     judge: Any, limits: Mapping[str, float], cases: Any, verdict: Any
 ) -> None:
     assert judge(cases, (), limits).verdict is verdict
+
+
+def test_the_whole_runner_is_open_and_what_its_parts_did_is_told() -> None:
+    judged = claims.judge_whole_runner(CASES, (), {})
+    assert judged.verdict is ClaimVerdict.UNTESTED
+    assert judged.reason == (
+        "the whole cutlass_fused_moe was not built; its maps and finalize alone, all tokens on one expert, "
+        "crash: flashinfer@0.6.6 in 1 of 2 cases, flashinfer@0.7.2.post1 in 0 of 2 cases"
+    )
+    assert judged.evidence["releases"][0]["illegal access"] == 1
+    other = [result("flashinfer@0.6.6", "death", ids="one_repeat")]
+    assert str(claims.judge_whole_runner(other, (), {}).reason).endswith("nor did its maps and finalize run")
+
+
+def test_a_read_from_beside_the_expert_rows_is_told_from_a_wrong_sum() -> None:
+    judged = claims.judge_illegal_access(
+        [*CASES, result("flashinfer@0.6.8.post1", "rows_out_of_bounds", memory="minus_one")],
+        (),
+        {"min_releases": 1},
+    )
+    assert judged.reason == (
+        "illegal accesses in flashinfer@0.6.6; rows from beside the expert rows read without an error in "
+        "flashinfer@0.6.8.post1"
+    )
+
+
+class Unchecked(ThreeStepModel):
+    """Finalize of a release without a bounds check: an entry of -1 is the row before the first one."""
+
+    def finalize(
+        self, maps: Any, rows: Any, ids: Any, weights: Any, out: Any, experts: int, **_: Any
+    ) -> None:
+        tokens, top_k = ids.shape
+        at = maps.permuted_of_row.reshape(top_k, tokens).t()  # [T, K]
+        first = rows.storage_offset() // rows.shape[1]
+        buffer = rows.as_strided((rows.shape[0] + first, rows.shape[1]), rows.stride(), 0)  # [8 + R, H]
+        out[:] = (buffer[first + at].float() * weights[:, :, None]).sum(1)
+
+
+def test_a_row_taken_from_before_the_buffer_is_a_read_out_of_bounds() -> None:
+    point = parameters(ids="one_repeat", memory="minus_one")
+    seen = observe(point, Implementation(Unchecked()))
+    assert (seen.evidence["rows_out_of_bounds"], seen.evidence["rows_wrong"]) == (300, 0)
+    judged = FAULT.judge(case(), seen)
+    assert judged.verdict is CaseVerdict.REPRODUCED
+    assert judged.figure == "reads out of bounds in 300 of 300 rows, without an error"
+    stale = observe(parameters(ids="one_repeat"), Implementation(Unchecked())).evidence
+    assert stale["rows_out_of_bounds"] == 0
+    assert stale["rows_wrong"] > 0
+
+
+def test_many_stale_rows_are_no_read_out_of_bounds() -> None:
+    point = parameters(tokens=30, experts=80, top_k=64)
+    seen = observe(point, Implementation(ThreeStepModel())).evidence
+    assert (seen["rows_out_of_bounds"], seen["rows_wrong"] > 0) == (0, True)
+
+
+# --- The tier `kernel` -----------------------------------------------------------------------------------
+
+
+def kernel_case(subject: str) -> Case:
+    return Case("MD011", subject, Tier.KERNEL, parameters().model_dump(), "cuda:0")
+
+
+def test_at_the_tier_kernel_control_and_fix_are_the_installed_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moedoctor.upstream.flashinfer_probe import FlashInferProbe
+
+    asked: list[str] = []
+
+    def installed(device: str) -> ThreeStepModel:
+        asked.append(device)
+        return code
+
+    code = ThreeStepModel()
+    monkeypatch.setattr(FlashInferProbe, "installed", installed)
+    faulty, fixed = FAULT.faulty(kernel_case("faulty")), FAULT.fixed(kernel_case("fixed"))
+    assert faulty is code
+    assert fixed == Implementation(code, guard=True)
+    assert asked == ["cuda:0", "cuda:0"]
+    assert FAULT.tiers["faulty"] == FAULT.tiers["fixed"] == (Tier.MODEL, Tier.KERNEL)
+
+
+def test_without_flashinfer_or_nvcc_the_tier_kernel_is_skipped_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from moedoctor.upstream import flashinfer_probe
+
+    def missing() -> Any:
+        raise KernelError("flashinfer is not installed here")
+
+    monkeypatch.setattr(flashinfer_probe, "installed_source", missing)
+    for subject in ("faulty", "fixed"):
+        with pytest.raises(UnavailableError, match="flashinfer is not installed here"):
+            getattr(FAULT, subject)(kernel_case(subject))
+    (scenario,) = load_targets(("MD011",))
+    planned = plan_cases(scenario, FAULT, Options(), {"gpu": None})
+    kernel = [one for one in planned if one.case.tier is Tier.KERNEL and one.case.subject == "fixed"]
+    assert len(kernel) == len(scenario.points)
+    assert {one.skip for one in kernel} == {"needs an NVIDIA GPU, none is visible"}
+
+
+def test_an_installed_release_with_right_sums_has_no_failure_to_show() -> None:
+    model = dataclasses.replace(result("faulty", "rows_wrong"), tier=Tier.MODEL)
+    clean, wrong = result("faulty", "rows_right"), result("faulty", "rows_wrong")
+    said = "the installed FlashInfer gives the right sums in 1 of 2 cases"
+    assert FAULT.absent([model, clean, wrong]) == said
+    assert FAULT.absent([model, wrong]) is None
+    assert FAULT.absent([dataclasses.replace(clean, tier=Tier.MODEL), clean]) is None
+
+
+# --- Judges of measurements ------------------------------------------------------------------------------
 
 
 def measured(*rows: dict[str, Any], unit: str = "flashinfer@0.6.6") -> Measurement:
@@ -206,18 +336,18 @@ MAP = {
 @pytest.mark.parametrize(
     ("judge", "limits", "good", "bad"),
     [
-        (claims.judge_maps, {"max_maps": 0}, MAP, {**MAP, "unwritten_entries": 2}),
-        (claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
-        (claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "path": "three-step"}),
-        (claims.judge_right, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+        (measured_claims.judge_maps, {"max_maps": 0}, MAP, {**MAP, "unwritten_entries": 2}),
+        (measured_claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+        (measured_claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "path": "three-step"}),
+        (measured_claims.judge_right, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
         (
-            claims.judge_guard_cost,
+            measured_claims.judge_guard_cost,
             {"max_us": 2.0},
             {"shape": "128 x 8", "validate_us": 1.3, "deduplicate_us": 1.4},
             {"shape": "128 x 8", "validate_us": 2.3, "deduplicate_us": 1.4},
         ),
         (
-            claims.judge_boundary,
+            measured_claims.judge_boundary,
             {"experts": 510, "tokens": 256},
             {"tokens": 64, "most_experts": 510},
             {"tokens": 256, "most_experts": 254},
@@ -231,30 +361,93 @@ def test_claims_that_measurements_decide(judge: Any, limits: Any, good: Any, bad
 
 def test_the_table_of_paths_names_releases_that_differ() -> None:
     maps = [measured(MAP), measured({**MAP, "path": "fused"}, unit="flashinfer@0.6.13")]
-    evidence = claims.judge_maps((), maps, {"max_maps": 0}).evidence
+    evidence = measured_claims.judge_maps((), maps, {"max_maps": 0}).evidence
     said = "fused: flashinfer@0.6.13; three-step: flashinfer@0.6.6"
     assert evidence["paths"] == [{"tokens": 257, "top_k": 8, "128 experts": said}]
     assert (
-        claims.judge_maps((), maps[:1], {"max_maps": 0}).evidence["paths"][0]["128 experts"] == "three-step"
+        measured_claims.judge_maps((), maps[:1], {"max_maps": 0}).evidence["paths"][0]["128 experts"]
+        == "three-step"
     )
 
 
 def test_calls_are_counted_by_release_and_wrong_ones_shown() -> None:
-    found = claims.judge_right((), [measured(SUM, {**SUM, "rows_right": 1})], {"max_calls": 0}).evidence
+    found = measured_claims.judge_right(
+        (), [measured(SUM, {**SUM, "rows_right": 1})], {"max_calls": 0}
+    ).evidence
     assert found["calls"] == [{"release": "flashinfer@0.6.6", "calls": 2, "calls_right": 1}]
     assert [one["rows_right"] for one in found["wrong"]] == [1]
 
 
+DIED = Measurement("flashinfer@0.7.2.post1", Crash(Death.HANG, "no answer in 400 s"))
+BOUNDARY = {"tokens": 64, "most_experts": 510}
+OPEN_WITH_A_DEATH = [
+    (measured_claims.judge_maps, {"max_maps": 0}, MAP, {**MAP, "unwritten_entries": 2}),
+    (measured_claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+    (measured_claims.judge_right, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+    (
+        measured_claims.judge_boundary,
+        {"experts": 510, "tokens": 256},
+        BOUNDARY,
+        {**BOUNDARY, "most_experts": 9},
+    ),
+]
+
+
+@pytest.mark.parametrize(("judge", "limits", "good", "bad"), OPEN_WITH_A_DEATH)
+def test_a_release_that_died_or_did_not_run_is_named(judge: Any, limits: Any, good: Any, bad: Any) -> None:
+    judged = judge((), [measured(good), DIED], limits)
+    assert judged.verdict is ClaimVerdict.UNTESTED
+    assert "; flashinfer@0.7.2.post1 died: no answer in 400 s" in judged.reason
+    assert judge((), [measured(bad), DIED], limits).verdict is ClaimVerdict.REFUTED
+    judged = judge((), [measured(good), Measurement("installed", Skip("no nvcc"))], limits)
+    assert judged.verdict is ClaimVerdict.CONFIRMED
+    assert judged.reason.endswith("; installed not run: no nvcc")
+
+
+@pytest.mark.parametrize(
+    ("judge", "limits", "rows"),
+    [
+        (measured_claims.judge_maps, {"max_maps": 0}, [{**MAP, "path": "fused"}]),
+        (measured_claims.judge_fused, {"max_calls": 0}, []),
+        (measured_claims.judge_right, {"max_calls": 0}, []),
+        (
+            measured_claims.judge_boundary,
+            {"experts": 510, "tokens": 256},
+            [{"tokens": 257, "most_experts": 0}],
+        ),
+    ],
+)
+def test_where_nothing_of_the_kind_was_seen_nothing_is_confirmed(judge: Any, limits: Any, rows: Any) -> None:
+    assert judge((), [measured(*rows)], limits).verdict is ClaimVerdict.UNTESTED
+
+
+@pytest.mark.parametrize("judge", [measured_claims.judge_fused, measured_claims.judge_right])
+def test_an_illegal_access_in_sums_refutes(judge: Any) -> None:
+    crash = Measurement("flashinfer@0.6.6", Crash(Death.ILLEGAL_MEMORY_ACCESS, "CUDA error"))
+    assert judge((), [measured(SUM), crash], {"max_calls": 0}).verdict is ClaimVerdict.REFUTED
+
+
+def test_plain_distinct_ids_are_measured_on_the_release_s_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moedoctor.faults import duplicate_ids_probe
+
+    monkeypatch.setattr(duplicate_ids_probe, "_load", lambda unit, device, sources: ThreeStepModel())
+    rows = duplicate_ids_probe.distinct("flashinfer@0.6.6", "cpu", {})
+    assert {row["ids"] for row in rows} == {"distinct"}
+    assert {row["finalize"] for row in rows} == {"normal", "no_filling"}
+    assert {row["path"] for row in rows} == {"fused", "three-step"}
+    assert all(row["rows_right"] == row["rows"] > 0 for row in rows)
+
+
 def test_a_measurement_that_died_is_no_right_sum() -> None:
     died = Measurement("flashinfer@0.6.13", Crash(Death.ILLEGAL_MEMORY_ACCESS, "CUDA error"))
-    judged = claims.judge_right((), [measured(SUM), died], {"max_calls": 0})
+    judged = measured_claims.judge_right((), [measured(SUM), died], {"max_calls": 0})
     assert judged.verdict is ClaimVerdict.REFUTED
     assert "flashinfer@0.6.13 died" in str(judged.reason)
 
 
 def test_more_tokens_than_the_fused_prologue_takes_say_nothing_about_the_boundary() -> None:
     rows = [{"tokens": 64, "most_experts": 510}, {"tokens": 257, "most_experts": 0}]
-    judged = claims.judge_boundary((), [measured(*rows)], {"experts": 510, "tokens": 256})
+    judged = measured_claims.judge_boundary((), [measured(*rows)], {"experts": 510, "tokens": 256})
     assert judged.verdict is ClaimVerdict.CONFIRMED
 
 

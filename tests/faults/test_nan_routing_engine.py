@@ -18,9 +18,11 @@ OWN = {
     "prompts": 4,
     "prompts_with_the_same_tokens": 4,
     "nan_in_padding": 9,
+    "routers_watched": 4,
     "rows_with_repeated_ids": 0,
     "real_rows_with_repeated_ids": 0,
 }
+UNTOUCHED = {"engine": "untouched", "prompts": 4, "prompts_with_the_same_tokens": 4, "nan_in_padding": 0}
 OLD = {**OWN, "engine": "topk_softmax of 0.19.1", "rows_with_repeated_ids": 50}
 LIMITS = {"min_share": 1.0, "max_rows": 0, "min_old_rows": 1}
 COST = {
@@ -28,7 +30,7 @@ COST = {
     "overhead_p20": 0.02,
     "overhead_p80": 0.04,
     "step_ms_off": 2.0,
-    "medians_off": [1.98, 2.02],
+    "noise": 0.02,
     "layers": 4,
     "batch": 11,
 }
@@ -42,7 +44,7 @@ def judged(judge: Any, limits: dict[str, float], *rows: dict[str, Any]) -> Any:
     ("judge", "limits", "good", "bad"),
     [
         (engine.judge_padding, {"min_share": 0.95}, TABLE, {**TABLE, "nan_share": 0.5}),
-        (engine.judge_overhead, {"max_overhead": 0.05}, COST, {**COST, "overhead": 0.06}),
+        (engine.judge_overhead, {"max_overhead": 0.05}, COST, {**COST, "overhead": 0.08}),
     ],
 )
 def test_claims_that_an_engine_decides(judge: Any, limits: Any, good: Any, bad: Any) -> None:
@@ -58,10 +60,12 @@ def test_claims_that_an_engine_decides(judge: Any, limits: Any, good: Any, bad: 
         ({"rows_with_repeated_ids": 1}, {}, ClaimVerdict.REFUTED),
         ({}, {"rows_with_repeated_ids": 0}, ClaimVerdict.REFUTED),
         ({}, {"nan_in_padding": 0}, ClaimVerdict.UNTESTED),
+        ({"routers_watched": 0}, {}, ClaimVerdict.UNTESTED),
+        ({}, {"routers_watched": 0}, ClaimVerdict.UNTESTED),
     ],
 )
 def test_both_releases_must_do_as_said(own: Any, old: Any, verdict: ClaimVerdict) -> None:
-    found = judged(engine.judge_end_to_end, LIMITS, {**OWN, **own}, {**OLD, **old})
+    found = judged(engine.judge_end_to_end, LIMITS, UNTOUCHED, {**OWN, **own}, {**OLD, **old})
     assert found.verdict is verdict
 
 
@@ -85,14 +89,57 @@ def test_memory_that_was_made_nan_on_purpose_confirms_nothing() -> None:
     ],
 )
 def test_what_did_not_run_decides_nothing(judge: Any, limits: Any, row: Any) -> None:
-    assert judged(judge, limits, row).verdict is ClaimVerdict.UNTESTED
+    before = [UNTOUCHED] if judge is engine.judge_end_to_end else []
+    assert judged(judge, limits, *before, row).verdict is ClaimVerdict.UNTESTED
 
 
-def test_a_machine_that_is_too_noisy_decides_nothing() -> None:
-    row = {**COST, "medians_off": [3.90, 4.13]}
-    found = judged(engine.judge_overhead, {"max_overhead": 0.05}, row)
+@pytest.mark.parametrize(
+    ("own", "untouched"),
+    [
+        ({"prompts_with_the_same_tokens": None}, {"engine": "untouched", "error": "process: hang"}),
+        ({"prompts_with_the_same_tokens": 0}, {"engine": "something else"}),
+        ({"nan_in_padding": 0}, UNTOUCHED),
+    ],
+)
+def test_nothing_is_refuted_without_an_engine_to_hold_it_against(
+    own: dict[str, Any], untouched: dict[str, Any]
+) -> None:
+    found = judged(engine.judge_end_to_end, LIMITS, untouched, {**OWN, **own}, OLD)
     assert found.verdict is ClaimVerdict.UNTESTED
-    assert "differ by 5.9%" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict"),
+    [
+        ([{"config": "2 GPUs", "error": "died"}], ClaimVerdict.UNTESTED),
+        ([{**TABLE, "config": "2 GPUs", "steps_with_padding": 0}], ClaimVerdict.UNTESTED),
+        ([{**TABLE, "nan_share": 0.5}, {"config": "2 GPUs", "error": "died"}], ClaimVerdict.REFUTED),
+        ([{"config": "1 GPU, memory held NaN before", "error": "died"}], ClaimVerdict.CONFIRMED),
+        ([{"config": "DP=2", "not_run": "elsewhere"}], ClaimVerdict.CONFIRMED),
+    ],
+)
+def test_an_engine_that_died_confirms_nothing(rows: list[dict[str, Any]], verdict: ClaimVerdict) -> None:
+    assert judged(engine.judge_padding, {"min_share": 0.95}, TABLE, *rows).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("overhead", "noise", "verdict"),
+    [
+        (0.026, 0.039, ClaimVerdict.UNTESTED),
+        (0.06, 0.02, ClaimVerdict.UNTESTED),
+        (0.026, 0.02, ClaimVerdict.CONFIRMED),
+        (0.08, 0.02, ClaimVerdict.REFUTED),
+    ],
+)
+def test_what_two_engines_that_are_alike_differ_by_counts(
+    overhead: float, noise: float, verdict: ClaimVerdict
+) -> None:
+    row = {**COST, "overhead": overhead, "noise": noise, "gpu_overhead": 0.01, "gpu_noise": 0.002}
+    found = judged(engine.judge_overhead, {"max_overhead": 0.05}, row)
+    assert found.verdict is verdict
+    assert f"differ by {noise:.1%}" in found.reason
+    assert ("too much to tell" in found.reason) is (verdict is ClaimVerdict.UNTESTED)
+    assert "by events on the GPU +1.0%, 0.2%" in found.reason
 
 
 def test_the_engine_scenarios_are_valid_and_run_by_name_only() -> None:

@@ -28,12 +28,16 @@ SETATTR = (
 
 def ran(tokens: Sequence[int] = (1, 2, 3), logprob: float = -0.5, **more: Any) -> EngineResult:
     steps = tuple({str(one): logprob} for one in tokens)
-    values: dict[str, Any] = {"log": LogFacts(moe_backend="MARLIN"), "version": "0.21.0", **more}
+    log = LogFacts(moe_backend="MARLIN", offloader="UVAOffloader")
+    there = {"host_bytes": 8, "parameter_bytes": 16}
+    values: dict[str, Any] = {"log": log, "version": "0.21.0", "probe": there, **more}
     return EngineResult("x", (tuple(tokens),), logprobs=(steps,), **values)
 
 
-def died(message: str, death: Death = Death.EXCEPTION, kind: str = "RuntimeError") -> EngineResult:
-    return EngineResult("x", error=EngineError(kind, message, "load", death))
+def died(
+    message: str, death: Death = Death.EXCEPTION, kind: str = "RuntimeError", stage: str = "load"
+) -> EngineResult:
+    return EngineResult("x", error=EngineError(kind, message, stage, death))
 
 
 def seen(*results: EngineResult, backends: Sequence[str] = ("NVFP4 MARLIN",)) -> dict[str, Any]:
@@ -82,7 +86,7 @@ def test_what_a_cell_becomes(result: EngineResult, outcome: str, detail: str) ->
     assert verdict is (CaseVerdict.CLEAN if outcome == "same tokens" else CaseVerdict.REPRODUCED)
 
 
-FIXED = LogFacts(fixes="offload (…)")
+FIXED = LogFacts(fixes="offload (…)", offloader="UVAOffloader")
 BACKEND = ("NVFP4 EMULATION",)
 
 
@@ -130,7 +134,10 @@ def test_the_table_says_what_both_controls_gave() -> None:
     assert (found["table"][3]["outcome"], found["table"][3]["detail"][:15]) == ("control", "prompt 1, token")
     figure = table.judge(found).figure
     assert figure.startswith("1 of 2 cells give the tokens of the run without offload, 1 those of the same")
-    told = compiled(fixed(logprob=-0.25), served())["table"][2]["detail"]
+    assert found["table"][2]["same_bits_in_the_same_code"] is True
+    row = compiled(fixed(logprob=-0.25), served())["table"][2]
+    told = row["detail"]
+    assert row["same_bits_in_the_same_code"] is False
     assert told == f"logprobs differ by up to 0.25; other tokens and logprobs {cells.SAME_GRAPH}"
 
 
@@ -148,7 +155,8 @@ def test_the_second_control_is_the_engine_with_copies_and_a_probe() -> None:
     chosen = cells.cells(BACKEND, "compiled", PLACES, "offload")
     copied, second = (request(one, "/m") for one in chosen[2:])
     assert (copied.arguments, copied.environ) == (second.arguments, second.environ)
-    assert (copied.probe, second.probe_when) == (None, "before")
+    assert str(copied.probe).endswith(":layers_and_places")
+    assert (copied.probe_when, second.probe_when) == ("before", "before")
     assert str(second.probe).endswith(":serve_from_gpu")
     assert len(cells.cells(BACKEND, "compiled", (ON_GPU, UVA), "offload")) == 2
     assert len(cells.cells(BACKEND, "compiled", PLACES, "")) == 3
@@ -166,6 +174,35 @@ def test_a_right_answer_without_the_fix_that_was_asked_for_proves_nothing() -> N
     unfixed = compiled(ran(), served())
     assert unfixed["table"][2]["outcome"] == "no fix"
     assert table.judge(unfixed).verdict is CaseVerdict.ERROR
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (ran(probe={"host_bytes": 0, "parameter_bytes": 16}), "no byte of the weights is on the host"),
+        (ran(probe=None), "no byte of the weights is on the host"),
+        (ran(log=LogFacts(offloaded="0.0")), "the log says nothing of its offloader, expected UVAOffloader"),
+        (died("no driver", stage="probe"), "what it offloaded was not seen: RuntimeError: no driver"),
+    ],
+)
+def test_an_engine_that_offloaded_nothing_is_no_evidence(engine: EngineResult, said: str) -> None:
+    """As with MD013: the right tokens, and every weight on the GPU."""
+    found = seen(ran(), engine, ran())
+    assert (found["table"][1]["outcome"], found["table"][1]["detail"]) == ("no offload", said)
+    assert (found["not_offloaded"], found["same"]) == (1, 1)
+    judged = table.judge(found)
+    assert judged.verdict is CaseVerdict.ERROR
+    assert said in (judged.reason or "")
+
+
+def test_the_table_has_the_bytes_that_are_on_the_host() -> None:
+    rows = seen(ran(probe=None, log=LogFacts()), ran(), ran())["table"]
+    assert [(one["host_bytes"], one["parameter_bytes"]) for one in rows] == [(None, None), (8, 16), (8, 16)]
+    assert [one["offloader"] for one in rows] == [None, "UVAOffloader", "UVAOffloader"]
+    for cell in cells.cells(TABLE, "eager", (*PLACES, WEIGHTS), ""):
+        asked = request(cell, "/m")
+        probe = None if cell.place == ON_GPU else "moedoctor.upstream.engine_probes:layers_and_places"
+        assert (asked.probe, asked.probe_options.get("names")) == (probe, probe and "experts")
 
 
 def test_counts_and_the_figure() -> None:
@@ -202,6 +239,9 @@ def test_logprobs_that_cannot_be_compared() -> None:
     assert logprob_distance(ran(), replace(ran(), logprobs=None)) == math.inf
 
 
+NOTHING = {"cells": 2, "not_offloaded": 2, "same": 0, "other_tokens": 0}
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -214,6 +254,8 @@ def test_whether_garbage_was_seen(other: EngineResult, said: str) -> None:
     parameters = ParityParameters(mode="eager").model_dump()
     evidence = seen(ran(), ran(), other)
     case = CaseResult("installed", Tier.ENGINE, parameters, CaseVerdict.CLEAN, evidence)
+    idle = CaseResult("installed", Tier.ENGINE, parameters, CaseVerdict.ERROR, {**evidence, **NOTHING})
+    assert OffloadGarbage().conclude([idle]) == {}
     elsewhere = CaseResult("faulty", Tier.MODEL, parameters, CaseVerdict.CLEAN, {"same_bits": True})
     (text,) = OffloadGarbage().conclude([elsewhere, case]).values()
     assert str(text).startswith(said)

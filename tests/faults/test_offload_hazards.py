@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from moedoctor.faults import offload_speed_claims as speed
+from moedoctor.faults import unpinned_copy_model
 from moedoctor.faults.base import Fault, Measurement
 from moedoctor.faults.late_device import DeviceMemory, LateDevice
 from moedoctor.faults.offload_garbage import OffloadGarbage
@@ -23,6 +24,9 @@ from moedoctor.faults.stale_parameter import StaleParameter
 from moedoctor.faults.unpinned_copy import CELLS, UnpinnedCopy
 from moedoctor.faults.unpinned_copy_claims import PAGEABLE, STALE, judge_crash_3
 from moedoctor.faults.untraceable_offload import UntraceableOffload
+from moedoctor.fixes import offload_storage
+from moedoctor.fixes.copy_engine import CudaEngine
+from moedoctor.fixes.prefetch import Pipeline
 from moedoctor.results import (
     Case,
     CaseResult,
@@ -58,6 +62,76 @@ def test_only_pinned_memory_that_is_used_too_early_is_stale(
     assert stale == ({"pinned_idle", "pinned_busy"} if subject == "faulty" else set())
 
 
+def _without_waiting(self: Pipeline) -> None:
+    self._forget()
+
+
+def _without_order(self: Pipeline, index: int) -> None:
+    unit = self.units[index]
+    slot = self._slots[unit.slot]
+    self.engine.copy(slot.buffer[: unit.host.numel()], unit.host)
+    slot.mark, slot.holds = self.engine.mark(), index
+
+
+def _without_joining(self: Pipeline, index: int, unit: Any, slot: Any) -> None:
+    if slot.holds != index:
+        self._start(index)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [("settle", _without_waiting), ("_start", _without_order), ("_fetch", _without_joining)],
+)
+def test_a_fault_of_our_own_pipeline_reproduces_the_failure(
+    monkeypatch: pytest.MonkeyPatch, name: str, broken: Any
+) -> None:
+    monkeypatch.setattr(Pipeline, name, broken)
+    seen = result(UnpinnedCopy(), "fixed", direction="h2d", bytes=256)
+    assert seen.verdict is CaseVerdict.REPRODUCED
+    assert seen.evidence["pinned_busy"] > 0
+
+
+def test_which_code_the_fix_ran_is_said() -> None:
+    seen = [
+        result(UnpinnedCopy(), subject, direction=direction, bytes=256, copies=1).evidence.get("through")
+        for subject, direction in (("fixed", "h2d"), ("fixed", "d2h"), ("faulty", "h2d"))
+    ]
+    assert seen[0] == "Pipeline, simulated engine"
+    assert str(seen[1]).startswith("restated")
+    assert seen[2] is None
+
+
+def test_what_the_offloader_took_to_the_host_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.full((256,), 2, dtype=torch.uint8) for _ in range(2)]
+    assert unpinned_copy_model.stored_stale(weights, pinned=False) is False
+    real = offload_storage.store
+
+    def too_early(plan: Any, pin: Any) -> Any:
+        layers, failure = real(plan, pin)
+        layers[0].block.bytes.zero_()
+        return layers, failure
+
+    monkeypatch.setattr(offload_storage, "store", too_early)
+    assert unpinned_copy_model.stored_stale(weights, pinned=False) is True
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_on_a_gpu_the_fix_is_our_engine_and_our_offloader(direction: str) -> None:
+    seen = result(UnpinnedCopy(), "fixed", Tier.KERNEL, direction=direction, bytes=1 << 20, copies=2)
+    assert seen.verdict is CaseVerdict.CLEAN
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["wait", "fork", "join"])
+def test_on_a_gpu_a_fault_of_our_own_engine_reproduces_the_failure(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(CudaEngine, name, lambda self, *mark: None)
+    seen = result(UnpinnedCopy(), "fixed", Tier.KERNEL, direction="h2d", bytes=1 << 20, copies=2)
+    assert seen.verdict is CaseVerdict.REPRODUCED
+
+
 def test_one_stale_copy_in_any_cell_is_enough() -> None:
     for name in CELLS:
         seen = Observation({**dict.fromkeys(CELLS, 0.0), name: 0.01})
@@ -65,6 +139,19 @@ def test_one_stale_copy_in_any_cell_is_enough() -> None:
             UnpinnedCopy().judge(Case("MD002", "fixed", Tier.MODEL, {}), seen).verdict
             is CaseVerdict.REPRODUCED
         )
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_only_pinned_host_memory_is_read_late(pinned: bool) -> None:
+    device, source = LateDevice(pinned=pinned), torch.ones(1)
+    by_stream, in_order, host = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+    device.copy(by_stream, source)
+    device.copy_in_order(in_order, source)
+    source.fill_(2)
+    device.fetch(host, torch.full((1,), 3.0))
+    assert float(host) == (0 if pinned else 3)
+    device.synchronize()
+    assert (float(by_stream), float(in_order), float(host)) == ((2, 2, 3) if pinned else (1, 1, 3))
 
 
 def test_a_late_device_keeps_the_order_of_events_and_notices_a_deadlock() -> None:

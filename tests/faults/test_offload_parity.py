@@ -6,10 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
+from torch import nn
 
 from moedoctor.faults.offload_garbage import OffloadGarbage
 from moedoctor.faults.offload_parity import ParityParameters, between_backends, first_parting, judge_model
@@ -17,25 +20,32 @@ from moedoctor.faults.offload_parity_engine import compare, fit_together, own_re
 from moedoctor.plan import Options, plan_cases
 from moedoctor.results import CaseResult, CaseVerdict, Death, Tier
 from moedoctor.targets import load_targets
+from moedoctor.upstream import engine_probes
 from moedoctor.upstream.engine import EngineError, EngineResult
+from moedoctor.upstream.engine_log import LogFacts
 
 
 def died(message: str) -> EngineResult:
     return EngineResult("x", error=EngineError("RuntimeError", message, "load", Death.EXCEPTION))
 
 
-def probe(*norms: float, digest: str = "") -> dict[str, Any]:
-    outputs = [
-        {
+def probe(*norms: float, later: Sequence[float] = (), digests: str = "") -> dict[str, Any]:
+    """Outputs of the call for a prompt of 4 tokens, and of calls for the last layer's next tokens; `digests`
+    makes bits differ where norms do not."""
+
+    def output(index: int, call: int, tokens: int, norm: float) -> dict[str, Any]:
+        return {
             "layer": f"layers.{index}",
-            "tokens": 4,
-            "digest": digest or str(norm),
+            "call": call,
+            "tokens": tokens,
+            "digest": f"{norm}{digests}",
             "finite": math.isfinite(norm),
-            "projection": [norm, 1.0],
+            "projection": [[norm, 1.0]] * tokens,
         }
-        for index, norm in enumerate(norms)
-    ]
-    return {"layers": len(outputs), "outputs": outputs}
+
+    outputs = [output(index, 1, 4, norm) for index, norm in enumerate(norms)]
+    outputs += [output(0, 2 + index, 1, norm) for index, norm in enumerate(later)]
+    return {"layers": len(norms), "outputs": outputs, "host_bytes": 8, "parameter_bytes": 8}
 
 
 def test_the_first_layer_that_parts() -> None:
@@ -43,12 +53,63 @@ def test_the_first_layer_that_parts() -> None:
     assert (found["first_bit"], found["first_layer"], found["layers_compared"]) == ("layers.1", "layers.2", 3)
     assert first_parting(probe(1.0), probe(1.0)) == {
         "layers_compared": 1,
+        "calls_compared": 1,
+        "until_parting": False,
         "first_bit": None,
         "first_layer": None,
     }
     broken = first_parting(probe(1.0, 2.0), probe(1.0, math.nan))
     assert (broken["first_layer"], broken["relative_difference"]) == ("layers.1", "not finite")
     assert first_parting(None, probe(1.0))["layers_compared"] == 0
+
+
+def test_calls_are_compared_until_the_tokens_part_and_no_further() -> None:
+    control = probe(1.0, later=(2.0, 3.0, 4.0))
+    found = first_parting(control, probe(1.0, later=(2.0, 9.0, 9.0)), alike=2)
+    assert (found["first_layer"], found["first_call"], found["until_parting"]) == ("layers.0", 3, True)
+    before = first_parting(control, probe(1.0, later=(2.0, 9.0, 9.0)), alike=1)
+    assert (before["first_layer"], before["calls_compared"], before["until_parting"]) == (None, 2, True)
+    short = first_parting(control, probe(1.0, later=(2.0,)), alike=2)
+    assert (short["first_layer"], short["calls_compared"], short["until_parting"]) == (None, 2, False)
+
+
+def test_a_prompt_in_pieces_is_several_calls() -> None:
+    control, other = probe(1.0, later=(2.0, 3.0)), probe(1.0, later=(2.0, 9.0))
+    for one in (control, other):
+        one["outputs"][1]["tokens"], one["outputs"][1]["projection"] = 2, [[2.0, 1.0]] * 2
+    assert first_parting(control, other, alike=0)["calls_compared"] == 2
+    assert first_parting(control, other, alike=1)["first_call"] == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: -state,
+        lambda state: state.flip(0),
+        lambda state: state * torch.tensor([1.0, -1.0] * (len(state) // 2))[:, None],
+        lambda state: torch.cat([state[:-1], -state[-1:]]),
+        lambda state: torch.cat([state[:7], state[:1], state[8:]]),
+    ],
+    ids=["negated", "reversed", "signs", "one token negated", "one token is another"],
+)
+@pytest.mark.parametrize("tokens", [8, 100])
+def test_layers_that_part_are_seen_whatever_their_size(change: Any, tokens: int) -> None:
+    """An average over tokens, or of squares, sees none of these."""
+
+    def recorded(state: torch.Tensor) -> dict[str, Any]:
+        model = nn.Module()
+        model.layers = nn.ModuleList([nn.Identity()])
+        engine = SimpleNamespace(apply_model=lambda function: [function(model)])
+        after = engine_probes.layer_outputs(engine)
+        model.layers[0](state)
+        return after()
+
+    state = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(3))
+    found = first_parting(recorded(state), recorded(change(state)))
+    assert found["first_layer"] == "layers.0"
+    rounded = first_parting(recorded(state), recorded(state.bfloat16().float()))
+    assert (rounded["first_bit"], rounded["first_layer"]) == ("layers.0", None)
+    assert sum(len(row) for row in recorded(state)["outputs"][0]["projection"]) <= 128
 
 
 MINE = ParityParameters(mode="eager", model="/models/mine", expected="Paris", moe_backend="marlin")
@@ -82,8 +143,20 @@ def test_backends_are_compared_without_offload() -> None:
     assert between_backends([first]) == {}
 
 
-def said(text: str, tokens: Sequence[int], norms: Sequence[float] = (1.0, 2.0)) -> EngineResult:
-    return EngineResult("x", (tuple(tokens),), (text,), probe=probe(*norms))
+def said(text: str, tokens: Sequence[int], norms: Sequence[float] = (1.0, 2.0), **more: Any) -> EngineResult:
+    """An engine that held token 1 for likelier than 2 by 0.25, and than 3 by 2."""
+    steps = tuple({"1": -0.5, "2": -0.75, "3": -2.5} for _ in tokens)
+    return EngineResult(
+        "x",
+        (tuple(tokens),),
+        (text,),
+        (steps,),
+        probe=more.pop("probe", probe(*norms)),
+        log=LogFacts(offloader="UVAOffloader", **more),
+    )
+
+
+ROUNDED = probe(1.001, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +167,40 @@ def said(text: str, tokens: Sequence[int], norms: Sequence[float] = (1.0, 2.0)) 
             said("Paris", [1]),
             said("word", [2], (1.0, 9.0)),
             CaseVerdict.REPRODUCED,
-            "other tokens; .*layers.1",
+            "other tokens from the 1. on: 'Paris' is not in the answer",
         ),
-        (said("Paris", [1]), said("Paris!", [2]), CaseVerdict.CLEAN, "other tokens after a while"),
-        (said("Paris", [1]), said("no", [2]), CaseVerdict.REPRODUCED, "parts: not seen"),
+        (said("Paris", [1]), said("Paris!", [2]), CaseVerdict.REPRODUCED, "what follows the layers parts"),
+        (
+            said("Paris", [1]),
+            said("Paris!", [2], probe=ROUNDED),
+            CaseVerdict.CLEAN,
+            r"other tokens from the 1\. on, 0.25 apart",
+        ),
+        (said("Paris", [1]), said("no", [2], probe=ROUNDED), CaseVerdict.REPRODUCED, "'Paris' is not in"),
+        (
+            said("Paris", [1]),
+            said("Paris!", [3], probe=ROUNDED),
+            CaseVerdict.REPRODUCED,
+            "2 less likely without",
+        ),
+        (
+            said("Paris", [1]),
+            said("Paris!", [4], probe=ROUNDED),
+            CaseVerdict.REPRODUCED,
+            "not among the likely",
+        ),
+        (
+            said("Paris", [1, 1]),
+            said("Paris!", [1, 2], probe=ROUNDED),
+            CaseVerdict.REPRODUCED,
+            "parts: not seen",
+        ),
+        (
+            said("Paris", [1, 1], probe=probe(1.0, later=(2.0,))),
+            said("Paris!", [1, 2], probe=probe(1.0, later=(9.0,))),
+            CaseVerdict.REPRODUCED,
+            "from the 2. on: the first layer that parts: layers.0, in call 2",
+        ),
         (died("CUDA out of memory"), said("Paris", [1]), CaseVerdict.CLEAN, "no run without offload"),
         (died("CUDA out of memory"), said("no", [1]), CaseVerdict.REPRODUCED, "not 'Paris' in the answer"),
         (said("Rome", [1]), said("Rome", [1]), CaseVerdict.ERROR, "the control is wrong"),
@@ -112,6 +215,58 @@ def test_ones_own_model(
     judged = judge_model(compare(control, other, MINE))
     assert judged.verdict is verdict
     assert re.search(figure, judged.figure)
+
+
+def test_garbage_after_the_prompt_without_anything_expected_is_no_rounding() -> None:
+    """Weights that are overwritten after the first call: the layers of that call are the control's."""
+    parameters = MINE.model_copy(update={"expected": None})
+    control = said("Paris", [1, 1], probe=probe(1.0, later=(2.0, 2.0)))
+    for later, layer in (((2.0, 2.0), "what follows the layers"), ((-2.0, 2.0), "layers.0, in call 2")):
+        garbage = said("zzz", [1, 2], probe=probe(1.0, later=later))
+        judged = judge_model(compare(control, garbage, parameters))
+        assert judged.verdict is CaseVerdict.REPRODUCED
+        assert layer in judged.figure
+
+
+FIXED = MINE.model_copy(update={"fixes": "offload"})
+
+
+@pytest.mark.parametrize(
+    ("other", "verdict", "figure"),
+    [
+        (said("Paris", [1], fixes="offload (…)"), CaseVerdict.CLEAN, "the same tokens"),
+        (said("Paris", [1]), CaseVerdict.ERROR, "the fix was not active"),
+        (died("b_scales is not on GPU"), CaseVerdict.ERROR, "the fix was not active"),
+    ],
+)
+def test_an_engine_without_the_fix_that_it_was_to_have_is_not_judged(
+    other: EngineResult, verdict: CaseVerdict, figure: str
+) -> None:
+    judged = judge_model(compare(said("Paris", [1]), other, FIXED))
+    assert judged.verdict is verdict
+    assert judged.figure.startswith(figure)
+
+
+def test_an_engine_that_offloads_nothing_is_not_judged() -> None:
+    for looked in ({**probe(1.0, 2.0), "host_bytes": 0}, None):
+        judged = judge_model(compare(said("Paris", [1]), said("Paris", [1], probe=looked), MINE))
+        assert (judged.verdict, judged.figure) == (CaseVerdict.ERROR, "nothing was offloaded")
+
+
+def test_an_engine_that_could_not_be_looked_into_is_not_judged() -> None:
+    blind = EngineResult("x", error=EngineError("ValueError", "2 workers", "probe", Death.EXCEPTION))
+    judged = judge_model(compare(said("Paris", [1]), blind, MINE))
+    assert (judged.verdict, judged.reason) == (CaseVerdict.ERROR, "ValueError: 2 workers")
+
+
+def test_both_engines_are_asked_for_calls_bytes_and_logprobs() -> None:
+    for offload in (False, True):
+        eager = own_request(MINE, offload=offload, fixes="")
+        assert str(eager.probe).endswith(":layers_and_places")
+        assert eager.probe_options["calls"] > MINE.max_tokens
+        compiled = own_request(MINE.model_copy(update={"mode": "compiled"}), offload=offload, fixes="")
+        assert (compiled.probe, compiled.probe_options) == (eager.probe, {"calls": 0})
+        assert eager.logprobs == 5
 
 
 def test_without_a_control_and_an_expectation_nothing_is_judged() -> None:

@@ -104,6 +104,25 @@ def test_what_the_fix_is_said_to_do(cells: list[dict[str, Any]], verdict: ClaimV
     assert len(judged.evidence.get("others", ())) == len(others)
 
 
+def test_cells_that_match_the_same_code_are_counted_whatever_their_outcome() -> None:
+    cells = [
+        {**cell("compiled", COPIES, outcome, "same logprobs"), "same_bits_in_the_same_code": same}
+        for outcome, same in (
+            *(("same tokens", True), ("same tokens", True), ("rounding", True)),
+            *(("same tokens", False), ("same tokens", None)),
+        )
+    ]
+    evidence = same_tokens_with_fix([case("fixed", "compiled", *cells)], (), {}).evidence
+    assert (evidence["same_bits_in_the_same_compiled_code"], evidence["rounding"]) == (3, 1)
+
+
+def test_where_an_engine_offloaded_nothing_neither_claim_is_decided() -> None:
+    idle = cell("eager", COPIES, "no offload")
+    for subject, judge in (("faulty", marlin_crashes), ("fixed", same_tokens_with_fix)):
+        judged = judge([case(subject, "eager", cell("eager", COPIES, "same tokens"), idle)], (), {})
+        assert judged.verdict is ClaimVerdict.UNTESTED
+
+
 @pytest.mark.parametrize("fault", [OffloadedScales(), UntraceableOffload()])
 def test_engine_points_are_for_engines_alone(fault: Any) -> None:
     parameters = fault.parameters(engine="compiled").model_dump()
@@ -118,6 +137,7 @@ def test_engine_points_are_for_engines_alone(fault: Any) -> None:
         "other_tokens": 0,
         "rounding": 0,
         "not_fixed": 0,
+        "not_offloaded": 0,
         "same": 3,
         "cells": 3,
     }

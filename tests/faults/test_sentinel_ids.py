@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,11 +12,13 @@ import torch
 from hypothesis import given, settings
 
 from moedoctor.faults import sentinel_ids_claims as claims
+from moedoctor.faults import sentinel_ids_paths
 from moedoctor.faults.base import Measurement
 from moedoctor.faults.sentinel_ids import SentinelIds, SentinelIdsParameters
 from moedoctor.faults.sentinel_ids_model import FaultyUse, make_batch, observe
 from moedoctor.fixes.expert_ids import local_ids, without_sentinels
-from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Crash, Death, Observation, Tier
+from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Crash, Death, Observation, Skip, Tier
+from moedoctor.upstream.sentinel_probe import installed_release
 
 FAULT = SentinelIds()
 DEFAULT = SentinelIdsParameters().model_dump()
@@ -79,22 +83,108 @@ def test_without_sentinels_by_hand() -> None:
     assert (ids.tolist(), weights.tolist()) == ([[3, 2]], [[0.5, 0.0]])
 
 
-def measured(unit: str, **row: Any) -> Measurement:
-    return Measurement(unit, Observation({"rows": [{"ids": "padding", "rows": 4, **row}]}))
+NONE, PADDING, DROPPED = claims.IDS
+LIMITS = {"max_rows": 0}
+RELEASE = "0.21.0, before #46408"
 
 
-def test_a_path_that_is_wrong_or_dies_refutes() -> None:
-    good, bad = measured("TRITON bf16", rows_wrong=0), measured("MARLIN nvfp4", rows_wrong=2)
-    died = Measurement("MARLIN fp8", Crash(Death.ILLEGAL_MEMORY_ACCESS, "an illegal memory access"))
-    limits = {"max_rows": 0}
-    assert claims.judge_paths((), [good], limits).verdict is ClaimVerdict.CONFIRMED
-    for other, said in (
-        (bad, "MARLIN nvfp4, padding: 2 of 4 rows wrong"),
-        (died, "an illegal memory access"),
-    ):
-        judged = claims.judge_paths((), [good, other], limits)
-        assert judged.verdict is ClaimVerdict.REFUTED
-        assert said in str(judged.reason)
+def measured(path: str, ids: str, wrong: int = 0) -> Measurement:
+    row = {"rows": 4, "rows_wrong": wrong}
+    return Measurement(f"{path}, {ids}", Observation({"row": row, "vllm": RELEASE}))
+
+
+def died(path: str, ids: str) -> Measurement:
+    return Measurement(f"{path}, {ids}", Crash(Death.ILLEGAL_MEMORY_ACCESS, "an illegal memory access"))
+
+
+GOOD = [measured("TRITON bf16", ids) for ids in claims.IDS]
+
+
+def judged(*units: Measurement) -> tuple[ClaimVerdict, str]:
+    found = claims.judge_paths((), units, LIMITS)
+    return found.verdict, str(found.reason)
+
+
+def test_paths_that_are_right_confirm_for_the_release_that_ran() -> None:
+    said = "vLLM 0.21.0, before #46408: all rows right in 2 calls of TRITON bf16"
+    assert judged(*GOOD) == (ClaimVerdict.CONFIRMED, said)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (measured("MARLIN nvfp4", PADDING, 2), "MARLIN nvfp4, padding rows of -1: 2 of 4 rows wrong"),
+        (died("MARLIN nvfp4", PADDING), "MARLIN nvfp4, padding rows of -1: an illegal memory access"),
+    ],
+)
+def test_a_path_that_is_wrong_or_dies_with_minus_one_only_refutes(bad: Measurement, said: str) -> None:
+    verdict, reason = judged(*GOOD, measured("MARLIN nvfp4", NONE), bad, measured("MARLIN nvfp4", DROPPED))
+    assert verdict is ClaimVerdict.REFUTED
+    assert reason == f"vLLM {RELEASE}: {said}"
+
+
+@pytest.mark.parametrize("control", [measured("MARLIN fp8", NONE, 1), died("MARLIN fp8", NONE)])
+def test_a_path_that_fails_without_minus_one_says_nothing_of_it(control: Measurement) -> None:
+    verdict, reason = judged(*GOOD, control, died("MARLIN fp8", PADDING), measured("MARLIN fp8", DROPPED, 4))
+    assert verdict is ClaimVerdict.UNTESTED
+    assert "MARLIN fp8, no -1: " in reason
+    assert "so it says nothing of -1" in reason
+    assert "padding" not in reason
+    assert judged(control)[0] is ClaimVerdict.UNTESTED
+
+
+def test_a_path_that_did_not_run_is_named_once_with_its_reason() -> None:
+    left = [Measurement(one, Skip("no FP8 here")) for one in claims.units_of(["OURS fp8"])]
+    verdict, reason = judged(*GOOD, *left)
+    assert verdict is ClaimVerdict.CONFIRMED
+    assert reason.endswith("; OURS fp8 not run: no FP8 here")
+    evidence = claims.judge_paths((), [*GOOD, *left], LIMITS).evidence
+    assert [row["ids"] for row in evidence["rows"] if row.get("skipped") == "no FP8 here"] == [*claims.IDS]
+
+
+def test_each_path_has_a_process_for_each_kind_of_ids_and_the_control_first() -> None:
+    tests = {one.key: one for one in SentinelIds.claims}
+    for key, paths in (("upstream_paths", claims.UPSTREAM), ("our_path", claims.OURS)):
+        units = tests[key].units(())
+        assert list(units) == [f"{path}, {ids}" for path in paths for ids in (NONE, PADDING, DROPPED)]
+
+
+@pytest.mark.parametrize(("ids", "empty"), [(NONE, 0), (PADDING, 48), (DROPPED, 48)])
+def test_our_path_is_measured_with_the_ids_that_the_unit_names(
+    ids: str, empty: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def figures(problem: Any, out: Any, expected: Any) -> dict[str, Any]:
+        seen.append(int((problem.topk_ids < 0).sum()))
+        return paths_figures(problem, out, expected)
+
+    paths_figures = sentinel_ids_paths._figures
+    monkeypatch.setattr(sentinel_ids_paths, "_figures", figures)
+    found = claims._measure_path(f"OURS bf16, {ids}", "cpu", {}).evidence
+    assert seen == [empty]
+    assert (found["row"]["rows"], found["row"]["rows_wrong"]) == (48, 0)
+    assert "vllm" not in found
+
+
+def test_no_slot_seen_says_nothing_of_the_alignment() -> None:
+    nothing = Measurement("moe_align_block_size", Observation({"rows": []}))
+    assert claims.judge_align((), [nothing], {"max_slots": 0}).verdict is ClaimVerdict.UNTESTED
+
+
+@pytest.mark.parametrize(("text", "word"), [("def remap_topk_to_local(): ...", "with"), ("", "before")])
+def test_the_installed_release_is_told_by_what_its_sources_hold(
+    text: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = tmp_path / "vllm" / "model_executor" / "layers" / "fused_moe" / "experts" / "kernels.py"
+    kernels.parent.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('is not to be imported')")
+    (tmp_path / "vllm-0.30.0.dist-info").mkdir()
+    (tmp_path / "vllm-0.30.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.30.0\n")
+    kernels.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    assert installed_release() == f"0.30.0, {word} #46408"
 
 
 @pytest.mark.parametrize(("in_blocks", "lost"), [(1, 0), (0, 1)])

@@ -101,6 +101,20 @@ def test_the_spare_experts_are_the_lowest_that_the_row_does_not_hold() -> None:
     assert found.weights.tolist() == [[0.75, 0.5, 0.0, 0.0, 0.0]]
 
 
+def test_an_id_that_int32_cannot_hold_is_no_other_expert() -> None:
+    ids, weights = torch.tensor([[(1 << 32) + 1, 1, 2], [1, 1 - (1 << 32), 1]]), torch.full((2, 3), 0.25)
+    found = deduplicate(ids, weights)
+    assert found.ids.tolist() == [[-1, 1, 2], [1, -1, -1]]
+    assert found.weights.tolist() == [[0.25, 0.25, 0.25], [0.5, 0.25, 0.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_added_in_float32(dtype: torch.dtype) -> None:
+    weights = torch.tensor([[1.0, 0.0007, 0.0007]]).to(dtype)
+    found = deduplicate(torch.tensor([[1, 1, 1]]), weights)
+    assert found.weights[0, 0].item() == weights.double().sum().item()
+
+
 def test_a_weight_that_is_nan_stays_with_its_own_expert() -> None:
     found = deduplicate(torch.tensor([[4, 1, 4]]), torch.tensor([[float("nan"), 0.5, 0.25]]))
     assert found.ids.tolist() == [[4, 1, -1]]

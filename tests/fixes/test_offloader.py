@@ -354,6 +354,10 @@ def nested(model: Model) -> dict[str, Any]:
     return {"layers": [model.layers, model.layers[0]]}
 
 
+def containers(model: Model) -> dict[str, Any]:
+    return {"layers": [model.layers]}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -366,7 +370,18 @@ def nested(model: Model) -> dict[str, Any]:
         ({"layers": nested}, r"layers: layers contains another of the layers"),
         ({"access": "view"}, r"access: a view needs a CUDA device"),
         ({"access": "copies"}, r"access: must be 'copy' or 'view', got 'copies'"),
-        ({"device": "meta"}, r"is on cpu, expected everything on meta|is on cpu"),
+        ({"budget": float("nan")}, r"budget_bytes: must be a number of bytes, got nan"),
+        ({"budget": float("inf")}, r"budget_bytes: must be a number of bytes, got inf"),
+        ({"budget": "5"}, r"budget_bytes: must be a number of bytes, got '5'"),
+        ({"budget": True}, r"budget_bytes: must be a number of bytes, got True"),
+        ({"device": "meta"}, r"device: meta tensors hold no data"),
+        ({"device": "nonsense"}, r"device: 'nonsense' cannot be used here: "),
+        ({"device": "cuda:77"}, r"device: 'cuda:77' cannot be used here: "),
+        ({"device": 3.5}, r"device: 3.5 cannot be used here: "),
+        (
+            {"layers": containers},
+            r"layers: layers \(ModuleList\) has no forward to wrap; name the module that",
+        ),
     ],
 )
 def test_bad_input_is_named_and_changes_nothing(options: dict[str, Any], message: str) -> None:
@@ -374,15 +389,32 @@ def test_bad_input_is_named_and_changes_nothing(options: dict[str, Any], message
     before, expected = snapshot(model), model(IDS)
     if callable(options.get("layers")):
         options = options["layers"](model)
-    if options.get("device") == "meta":
-        model.layers[0].up = nn.Parameter(torch.empty(2, 2, device="meta"))
-        with pytest.raises(ValueError, match=r"layers\.0\.\w+ is a meta tensor without data"):
-            offloaded(model)
-        return
     with pytest.raises(ValueError, match=message):
         offloaded(model, **options)
     assert snapshot(model) == before
     assert torch.equal(model(IDS), expected)
+
+
+def test_a_meta_tensor_is_named() -> None:
+    model = Model(4)
+    model.layers[0].up = nn.Parameter(torch.empty(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"layers\.0\.\w+ is a meta tensor without data"):
+        offloaded(model)
+
+
+def test_a_module_on_two_devices_is_refused() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+        for number in (0, 1, 3):
+            model[number].weight = nn.Parameter(torch.empty(WIDTH, WIDTH, device="cuda"))
+        before = [(name, one.device) for name, one in model.named_parameters()]
+        message = r"2\.weight is on cpu, expected everything on cuda:0; move .*, or name it with device="
+        with pytest.raises(ValueError, match=message):
+            offloaded(model)
+        assert [(name, one.device) for name, one in model.named_parameters()] == before
+    assert all("forward" not in vars(one) for one in model.modules())
 
 
 def test_a_module_without_parameters_and_one_that_is_offloaded_are_refused() -> None:
@@ -418,22 +450,6 @@ def test_where_pinning_fails_copies_block_and_one_warning_says_so(number: int) -
     names = {one.name.split(".")[1] for one in handle.report().placements if one.pinned}
     assert len(names) == number
     assert handle.report().notes[0] == str(caught[0].message)
-
-
-def test_memory_that_runs_out_leaves_the_module_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moedoctor.fixes import offload_storage
-
-    model = Model(4)
-    expected = model(IDS)
-
-    def out_of_memory(*args: Any) -> Any:
-        raise torch.OutOfMemoryError("no room for the buffers")
-
-    monkeypatch.setattr(offload_storage, "buffers_for", out_of_memory)
-    with pytest.raises(torch.OutOfMemoryError):
-        offloaded(model)
-    assert torch.equal(model(IDS), expected)
-    assert all("forward" not in vars(one) for one in model.modules())
 
 
 def test_a_module_that_is_dropped_is_freed() -> None:

@@ -217,3 +217,24 @@ def test_a_graph_of_a_part_ends_prefetching_and_one_over_unpinned_memory_is_refu
     for buffer in line.buffers:
         buffer.fill_(77)
     assert run(device, line, range(4)) == [True] * 4
+
+
+@given(seed=st.none() | st.integers(0, 10_000), units=st.integers(2, 4))
+@settings(deadline=None)
+def test_weights_may_be_overwritten_once_settled_without_prefetch_too(seed: int | None, units: int) -> None:
+    device = LateDevice(seed)
+    line = pipeline(device, units)
+    line.plain = "for a test"
+    right: list[bool] = []
+    line.begin()
+    for index in range(units):
+        buffer = line.buffers[line.units[index].slot]
+        line.wait(index, [buffer])
+        device.run(reader(buffer, index, right))
+        line.release(index)
+    line.finish()
+    line.settle()
+    for unit in line.units:
+        unit.host.zero_()
+    device.synchronize()
+    assert right == [True] * units

@@ -10,21 +10,29 @@ import torch
 
 from tests.interpreted import run_check
 
-NAMES = ("ids int32", "ids int64", "ids with a step", "deduplicate", "watch", "watch three")
+IDS = ("ids int32", "ids int64", "ids with a step")
+DEDUPLICATE = (
+    "deduplicate",
+    "deduplicate int64",
+    "deduplicate float16",
+    "deduplicate bfloat16",
+    "deduplicate float64",
+)
+WATCH = ("watch", "watch three")
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
 )
 
 
 @needs_triton
-@pytest.mark.parametrize("names", [NAMES[:3], NAMES[3:]], ids=["ids", "deduplicate and watch"])
+@pytest.mark.parametrize("names", [IDS, DEDUPLICATE, WATCH], ids=["ids", "deduplicate", "watch"])
 def test_interpreted(names: tuple[str, ...]) -> None:
     run_check(Path(__file__).parent / "interpreted_ids.py", *names)
 
 
 @needs_triton
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*IDS, *DEDUPLICATE, *WATCH])
 def test_on_a_gpu(name: str) -> None:
     from id_and_watch_calls import CHECKS
 

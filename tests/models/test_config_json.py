@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from moedoctor.models.config_json import ConfigError, read_config, shape_of
+from moedoctor.models.config_fields import ConfigError
+from moedoctor.models.config_json import read_config, shape_of
 from moedoctor.models.presets import find_model, names, preset
 
 TINY = {
@@ -69,16 +70,60 @@ def test_a_nested_text_config_and_dense_layers_are_read():
         ({"num_experts": None}, "num_experts or n_routed_experts"),
         ({"num_experts_per_tok": "2"}, "is '2', expected a whole number"),
         ({"num_experts_per_tok": 9}, "top_k: 9 is more than experts 8"),
-        ({"moe_intermediate_size": 0}, "intermediate: expected at least 1"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0, expected a whole number, at least 1"),
         ({"moe_latent_size": "64"}, "moe_latent_size is '64'"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"hybrid_override_pattern": "MEX"}, "holds 'X'"),
         ({"text_config": [1]}, "text_config is no object"),
+        ({"text_config": []}, "text_config is no object"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a whole number, at least 1"),
+        ({"num_hidden_layers": 10**13}, "num_hidden_layers is 10000000000000, expected .* 1 to 10000"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"head_dim": None, "num_attention_heads": 65}, "head_dim or attention_head_dim is 0"),
+        ({"max_position_embeddings": "4096"}, "max_position_embeddings is '4096'"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
+        ({"layer_types": 5}, "layer_types is 5, expected a list"),
+        ({"layer_types": []}, "layer_types is .., expected a list"),
+        ({"layer_types": ["full_attention"] * 2}, "has 2 layers and num_hidden_layers is 3"),
+        ({"layer_types": ["full_attention", "chunked_attention", "moe"]}, "holds 'chunked_attention'"),
+        ({"layer_types": ["full_attention", "mamba2", "moe"]}, "holds 'mamba2'"),
+        ({"layer_types": ["full_attention", "mamba", "linear_attention"]}, "both mamba and linear_attention"),
+        ({"hybrid_override_pattern": 5}, "hybrid_override_pattern is 5"),
+        ({"hybrid_override_pattern": ""}, "hybrid_override_pattern is ''"),
+        ({"hybrid_override_pattern": "M*-"}, "at least one E"),
+        ({"hybrid_override_pattern": "M*EE"}, "has 4 layers and num_hidden_layers is 3"),
+        ({"full_attention_interval": "4"}, "full_attention_interval is '4'"),
+        ({"first_k_dense_replace": "x"}, "first_k_dense_replace is 'x'"),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace 3 leaves none of 3 layers with experts"),
+        ({"mlp_only_layers": 5}, "mlp_only_layers is 5"),
+        ({"mlp_only_layers": [0, 1, 2]}, r"mlp_only_layers \[0, 1, 2\] leaves none"),
+        ({"decoder_sparse_step": "4"}, "decoder_sparse_step is '4'"),
+        ({"decoder_sparse_step": 5}, "decoder_sparse_step 5 leaves none"),
+        ({"moe_shared_expert_intermediate_size": "x"}, "moe_shared_expert_intermediate_size is 'x'"),
+        ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192, expected layer_types beside it"),
+        (
+            {"interleave_moe_layer_step": 2},
+            "interleave_moe_layer_step is 2, expected 1: experts in every layer",
+        ),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', expected true or false"),
     ],
 )
 def test_a_config_that_says_too_little_is_refused_by_name(change, said):
     with pytest.raises(ConfigError, match=said):
         shape_of({**TINY, **change}, "tiny", "here")
+
+
+def test_a_sparse_frequency_leaves_the_layers_between_dense():
+    shape = shape_of({**TINY, "moe_layer_freq": 2}, "tiny", "here")
+    assert (shape.experts.count, shape.dense_parameters) == (2, 3 * 64 * 128)
+
+
+def test_the_names_of_layers_decide_what_they_are():
+    kinds = ["sliding_attention", "sliding_attention", "attention"]
+    shape = shape_of({**TINY, "layer_types": kinds, "sliding_window": 128}, "tiny", "here")
+    assert [(one.count, one.sliding_window) for one in shape.attention] == [(1, None), (2, 128)]
 
 
 def test_a_folder_is_read_and_an_unknown_name_lists_the_presets(tmp_path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moedoctor.reference.moe import moe_forward
+from moedoctor.fixes import moe_forward as fixed
+from moedoctor.reference.moe import ACTIVATIONS, moe_forward
 
 SLOTS, HIDDEN, INNER, TOKENS, TOP_K = 5, 8, 6, 7, 3
 
@@ -61,3 +62,16 @@ def test_tokens_without_experts_get_zeros() -> None:
     weights = {"w13": torch.randn(2, 4, 3), "w2": torch.randn(2, 3, 2)}
     out = moe_forward(torch.randn(2, 3), weights, torch.full((2, 2), -1), torch.ones(2, 2))
     assert torch.equal(out, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu", ""])
+def test_an_unknown_activation_is_refused(activation: str) -> None:
+    weights = {"w13": torch.randn(2, 4, 3), "w2": torch.randn(2, 3, 2)}
+    with pytest.raises(ValueError, match=f"must be one of silu, relu2, got '{activation}'"):
+        moe_forward(
+            torch.randn(2, 3), weights, torch.full((2, 2), -1), torch.ones(2, 2), activation=activation
+        )
+
+
+def test_the_activations_are_those_of_the_kernels() -> None:
+    assert fixed.ACTIVATIONS == ACTIVATIONS

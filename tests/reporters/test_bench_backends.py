@@ -10,10 +10,11 @@ from moedoctor.reporters.bench_backends_json import BackendBench, from_dict, is_
 
 TIMED = {
     "backend": "MARLIN", "quantization": "nvfp4", "model": "m|1", "tokens": 8, "right": True, "wrong": None,
-    "cosine": 0.99999, "deterministic": True, "active_experts": 5, "bytes": 1000, "flops": 2000,
+    "cosine": 0.99999, "deterministic": True, "active_experts": 5, "bytes": 7 << 20, "flops": 2000,
     "timed": "graph, cold L2", "time_us": 12.5, "time_us_p20": 12.0, "time_us_p80": 13.0,
     "warm_us": 9.0, "eager_us": 99.0, "tflops": 1.5, "gigabytes_per_second": 2345.0, "roofline_share": 0.61,
-    "workspace_bytes": 3 << 20,
+    "workspace_bytes": 3 << 20, "peak_memory_bytes": 5 << 30, "controls_noticed": "11 of 11",
+    "controls_missed": [],
 }  # fmt: skip
 AWAY = {"backend": "VLLM_CUTLASS", "quantization": "nvfp4", "model": "m|1", "unavailable": "vLLM says: no"}
 WRONG = {**{k: TIMED[k] for k in ("backend", "quantization", "model", "tokens")}, "wrong": "cosine 0.1"}
@@ -46,7 +47,19 @@ BENCH = BackendBench(
 @pytest.mark.parametrize("format", ["table", "markdown"])
 def test_every_figure_is_shown(format: str) -> None:
     text = render(BENCH, format)
-    for figure in ("12.5", "12.0–13.0", "9.0", "99.0", "2345", "61%", "3.0 MiB", "0.99999 *"):
+    for figure in (
+        "12.5",
+        "12.0–13.0",
+        "9.0",
+        "99.0",
+        "2345",
+        "61%",
+        "7.0 MiB",
+        "3.0 MiB",
+        "5120.0 MiB",
+        "0.99999 *",
+        "11 of 11",
+    ):
         assert figure in text or figure.replace("*", "\\*") in text, figure
     assert "4000 GB/s, 600 TFLOP/s bf16" in text
     assert (
@@ -55,6 +68,40 @@ def test_every_figure_is_shown(format: str) -> None:
     )
     assert "not the same bits" in text
     assert "not available: vLLM says: no" in text.replace("\\", "")
+
+
+OWN_CLOCK = {
+    **BENCH.harness,
+    "kernel_us": 20.3,
+    "launch_gap_us": 0.9,
+    "do_bench_overhead": 0.2,
+    "within_limit": False,
+}
+
+
+@pytest.mark.parametrize(("within", "said"), [(True, "(+1.5%), within 2 %"), (False, "NOT within 2 %")])
+def test_the_harness_is_held_against_the_kernels_own_clock(within: bool, said: str) -> None:
+    text = render(dataclasses.replace(BENCH, harness={**OWN_CLOCK, "within_limit": within}), "table")
+    assert "a kernel that takes 20.30 µs by the GPU's own clock: 20.00 µs warm (-1.0%)" in text
+    assert said in text
+    assert "do_bench says 20.20 µs (+20.0%)" in text
+    assert "the GPU itself takes 0.90 µs" in text
+
+
+UNTRUSTED = {
+    **{k: TIMED[k] for k in ("backend", "quantization", "model", "tokens")},
+    "wrong": None, "failed": "the comparison did not notice stale_row", "controls_missed": ["stale_row"],
+}  # fmt: skip
+
+
+def test_a_comparison_that_is_not_to_be_trusted_is_not_the_backends_fault() -> None:
+    bench = dataclasses.replace(BENCH, rows=(UNTRUSTED, {**AWAY, "failed": "x"}), exit_code=1)
+    text = render(bench, "table")
+    assert "8 tokens: NOT TRUSTED, so not timed: the comparison did not notice stale_row" in text
+    assert "WRONG" not in text
+    assert summary_line(bench).startswith("0 points timed, 0 wrong, 1 failed")
+    assert summary_line(bench).endswith("1 by a comparison that is not to be trusted")
+    assert render(from_dict(json.loads(render(bench, "json"))), "table") == text
 
 
 def test_what_was_wrong_has_no_time() -> None:
@@ -138,6 +185,9 @@ def test_a_stored_report_is_the_same_report() -> None:
         (("rows", 0, "cosine"), "1", "cosine"),
         (("rows", 0, "tokens"), 0, "tokens"),
         (("rows", 0, "workspace_bytes"), -1, "workspace_bytes"),
+        (("rows", 0, "bytes"), "x", "bytes"),
+        (("rows", 0, "controls_noticed"), 4, "controls_noticed"),
+        (("harness", "kernel_us"), "x", "kernel_us"),
         (("rows", 0), 7, "expected an object"),
         (("rows", 2), {"backend": "A", "quantization": "b", "model": "m|1"}, "wrong"),
     ],

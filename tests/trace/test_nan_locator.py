@@ -60,7 +60,7 @@ def test_the_first_module_and_step_are_those_that_ran_first() -> None:
     assert report.first_padding is None
     assert (report.steps, report.nan_in_real, report.watched) == (3, 2, 4)
     counts = {one.point: (one.nan_rows, one.nan_steps) for one in report.points}
-    assert counts == dict.fromkeys(("spoil", "late", "model"), ((2, 0), (2, 0)))
+    assert counts == dict.fromkeys(("spoil", "late", "model"), ((2, 0, 0), (2, 0, 0)))
 
 
 def test_real_rows_and_padding_are_kept_apart() -> None:
@@ -132,8 +132,8 @@ def test_router_ids_that_no_kernel_should_be_given() -> None:
         router(torch.ones(3, 4))
         locator.end_step()
     (found,) = locator.report().routers
-    assert found.repeated == (3 + 1, 0)
-    assert (found.out_of_range, found.sentinel) == ((0, 1), (0, 1))
+    assert found.repeated == (3 + 1, 0, 0)
+    assert (found.out_of_range, found.sentinel) == ((0, 1, 0), (0, 1, 0))
     assert found.first_repeated == 1
 
 
@@ -173,7 +173,11 @@ def test_a_compiled_router_is_watched_too() -> None:
             compiled(torch.ones(3, 4))
             locator.end_step()
     (found,) = locator.report().routers
-    assert (found.repeated, found.out_of_range, found.sentinel) == ((1, 0), (0, 1), (0, 1))
+    assert (found.repeated, found.out_of_range, found.sentinel) == (
+        (1, 0, 0),
+        (0, 1, 0),
+        (0, 1, 0),
+    )
     assert found.first_repeated == 2
 
 
@@ -237,3 +241,31 @@ def test_a_cuda_graph_is_traced_on_replay() -> None:
     assert report.first_padding == Finding("early", "NaN", 2, 1)
     assert report.first_real is not None
     assert (report.first_real.point, report.first_real.step) == ("early", 3)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_reads_the_mask_of_the_step_that_runs() -> None:
+    model, x = Model().cuda(), torch.ones(4, 4, device="cuda")
+    with NanLocator(model) as locator:
+        masks = [torch.tensor(one, device="cuda") for one in ([0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 1])]
+        locator.begin_step(padding=masks[0])
+        model(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            model(x)
+        locator.end_step()
+        x[0, 1] = NAN
+        for mask in masks[1:]:
+            locator.begin_step(padding=mask)
+            graph.replay()
+            locator.end_step()
+        locator.begin_step(4, 5)  # without a mask, and of another number of rows
+        graph.replay()
+        locator.end_step()
+    report = locator.report()
+    assert report.first_padding == Finding("early", "NaN", 2, 1)
+    assert report.first_real is not None
+    assert (report.first_real.point, report.first_real.step) == ("early", 3)
+    assert report.first_unknown is not None
+    assert (report.first_unknown.point, report.first_unknown.step) == ("early", 4)
+    assert (report.nan_in_real, report.nan_in_padding, report.nan_in_unknown) == (1, 1, 1)

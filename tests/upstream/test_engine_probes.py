@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from moedoctor.upstream.engine_probes import (
+    bytes_on_host,
     decoder_layers,
     in_model,
     kv_cache_scales,
     layer_outputs,
+    layers_and_places,
     memory_of,
     serve_from_gpu,
     take_off_the_host,
@@ -91,6 +93,29 @@ def test_bytes_by_place_and_mark() -> None:
     assert (found["bytes"], found["marked"]) == ({"cpu": 32}, {"cpu": 16})
     assert found["parameters"][1] == {"name": "layers.1.weight", "bytes": 16, "place": "cpu", "marked": True}
     assert weights_by_place(model, "layers.0")["bytes"] == {"cpu": 16}
+
+
+def test_bytes_on_the_host_are_counted_wherever_they_lie() -> None:
+    from moedoctor.fixes.offloader import offload
+
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
+    model.register_parameter("empty", nn.Parameter(torch.empty(0)))
+    assert bytes_on_host(model) == {"parameter_bytes": 4096, "host_bytes": 4096}  # all of it is on the CPU
+    assert bytes_on_host(model, "2.weight") == {"parameter_bytes": 1024, "host_bytes": 1024}
+    handle = offload(model, 1 << 30, keep_below=0)
+    stored = bytes_on_host(model)["host_bytes"] - 4096
+    assert stored == handle.report().host_bytes > 0
+
+
+def test_layers_and_bytes_are_seen_by_one_probe() -> None:
+    engine = Engine(Model((1.0, 2.0)))
+    after, bytes_alone = layers_and_places(engine, calls=2), layers_and_places(engine, "layers.1")
+    for _ in range(3):
+        engine.model(torch.arange(8.0).reshape(2, 4))
+    found = after()
+    assert [one["call"] for one in found["outputs"]] == [1, 1, 2, 2]
+    assert (found["layers"], found["host_bytes"], found["parameter_bytes"]) == (2, 32, 32)
+    assert bytes_alone() == {"host_bytes": 16, "parameter_bytes": 16}
 
 
 def test_a_model_without_layers_and_several_workers() -> None:

@@ -22,7 +22,8 @@ SEEN = {
     "inf_in_padding": 1,
     "mean_pad_tokens": 5.0,
     "nan_in_real": 0,
-    "routers": [{"repeated": [0, 7]}],
+    "routers": [{"repeated": [0, 7, 0]}],
+    "routers_watched": 4,
     "first_padding": {"what": "NaN", "point": "model.layers.0.self_attn.attn", "step": 2},
 }
 
@@ -62,6 +63,7 @@ def test_a_row_a_rank_and_one_for_both() -> None:
     both = rows[-1]
     assert (both["steps"], both["steps_with_padding"], both["nan_in_padding"]) == (36, 32, 22)
     assert both["mean_pad_tokens"] == 8.0  # (5 * 20 + 13 * 12) / 32
+    assert [row["routers_watched"] for row in rows] == [4, 4, 8]
     assert both["rows_with_repeated_ids"] == 14
 
 

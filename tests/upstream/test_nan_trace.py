@@ -2,93 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from moedoctor.trace.nan_report import Finding
-from moedoctor.upstream import nan_engine, nan_trace, vllm_plugin
+from moedoctor.upstream import nan_engine, nan_exit, nan_trace, vllm_plugin
 from moedoctor.upstream.fix_support import FixError
 from moedoctor.upstream.padding_experiment import VARIABLE, Experiment, renamed
+from tests.upstream.nan_stub import Model, module, step, write_stub
 
 NAN = float("nan")
-FILES = {
-    "vllm/__init__.py": "__version__ = '0.21.0'\n",
-    "vllm/_custom_ops.py": """
-import torch
-
-
-def topk_softmax(topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, bias=None):
-    torch.ops._moe_C.topk_softmax(topk_weights, topk_ids)
-""",
-    "vllm/model_executor/layers/attention/attention.py": """
-class Impl:
-    def forward(self, layer, query, output=None):
-        output[: len(query)] = query
-
-
-class Attention:
-    def __init__(self, name):
-        self.layer_name = name
-        self.impl = Impl()
-
-    def __call__(self, query, output):
-        self.impl.forward(self, query, output=output)
-        return output
-""",
-    "vllm/model_executor/layers/fused_moe/runner/moe_runner.py": """
-class MoERunner:
-    def __init__(self, router):
-        self.router = router
-
-    def _apply_quant_method(self, layer, hidden_states, router_logits, shared_experts_input, input_ids=None):
-        topk_weights, topk_ids = self.router.select_experts(
-            hidden_states=hidden_states, router_logits=router_logits, input_ids=input_ids
-        )
-        return None, hidden_states * topk_weights.sum(1, keepdim=True)
-""",
-    "vllm/model_executor/layers/fused_moe/router/base_router.py": """
-class BaseRouter:
-    global_num_experts = 8
-
-    def __init__(self, route):
-        self.route = route
-
-    def select_experts(self, hidden_states, router_logits, *, input_ids=None):
-        topk_weights, topk_ids = self.route(router_logits)
-        return topk_weights, topk_ids
-""",
-    "vllm/v1/worker/gpu_model_runner.py": """
-class GPUModelRunner:
-    def __init__(self, model):
-        self.model = model
-
-    def execute_model(self, scheduler_output, intermediate_tensors=None):
-        return self._model_forward(input_ids=scheduler_output.input_ids, positions=None)
-
-    def _model_forward(self, input_ids=None, positions=None, intermediate_tensors=None, inputs_embeds=None):
-        return self.model(input_ids=input_ids)
-""",
-}
 
 
 @pytest.fixture(autouse=True)
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, text in FILES.items():
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    for folder in [one for one in (tmp_path / "vllm").rglob("*") if one.is_dir()]:
-        (folder / "__init__.py").touch()
+    write_stub(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(nan_trace.atexit, "register", lambda *arguments: None)
+    monkeypatch.setattr(nan_exit.ExitReport, "prepare", lambda self: None)  # test_nan_exit's
     forget()
     yield
     forget()
@@ -97,41 +33,6 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def forget() -> None:
     for name in [one for one in sys.modules if one == "vllm" or one.startswith("vllm.")]:
         del sys.modules[name]
-
-
-def module(name: str) -> Any:
-    return importlib.import_module(f"vllm.{name}")
-
-
-def argmax_twice(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two experts a row; a NaN row gets expert 0 twice, as up to 0.19.1."""
-    ids = logits.nan_to_num(-1.0).topk(2).indices.int()
-    ids[logits.isnan().any(1)] = 0
-    return torch.ones_like(ids, dtype=torch.float32) / 2, ids
-
-
-class Model:
-    """One layer: attention that leaves padding as it was, then experts."""
-
-    def __init__(self, leftover: float = 0.0) -> None:
-        self.attention = module("model_executor.layers.attention.attention").Attention("layers.0.attn")
-        router = module("model_executor.layers.fused_moe.router.base_router").BaseRouter(argmax_twice)
-        self.runner = module("model_executor.layers.fused_moe.runner.moe_runner").MoERunner(router)
-        self.layer = types.SimpleNamespace(layer_name="layers.0.experts")
-        self.leftover = leftover
-        self.real = 3
-
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        output = torch.full((len(input_ids), 8), self.leftover)  # [tokens, H]
-        query = torch.arange(float(self.real * 8)).reshape(self.real, 8)
-        x = self.attention(query, output)
-        return self.runner._apply_quant_method(self.layer, x, x, None)[1]
-
-
-def step(model: Model, rows: int = 4) -> torch.Tensor:
-    asked = types.SimpleNamespace(total_num_scheduled_tokens=model.real, input_ids=torch.zeros(rows))
-    out: torch.Tensor = module("v1.worker.gpu_model_runner").GPUModelRunner(model).execute_model(asked)
-    return out
 
 
 def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router() -> None:
@@ -154,7 +55,11 @@ def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router() -> Non
     assert report.first_padding == Finding("layers.0.attn", "NaN", 1, 1)
     assert report.first_real is None
     (router,) = report.routers
-    assert (router.point, router.repeated, router.first_repeated) == ("layers.0.experts.topk_ids", (0, 1), 1)
+    assert (router.point, router.repeated, router.first_repeated) == (
+        "layers.0.experts.topk_ids",
+        (0, 1, 0),
+        1,
+    )
     seen = [one.point for one in report.points]
     assert seen == ["layers.0.attn", "layers.0.experts.router_logits", "layers.0.experts", "model"]
     assert nan_engine.report(None)["nan_in_padding"] == 1
@@ -176,7 +81,9 @@ def test_attention_is_looked_at_with_the_experts_and_a_step_is_two_launches_besi
     model(torch.zeros(4))  # the profile run, where it shows that experts follow
     state, seen = nan_trace.trace_of_this_process().state, []
     for name in ("begin", "watch", "watch_three", "watch_ids", "watch_last"):
-        monkeypatch.setattr(state, name, lambda *arguments, name=name: seen.append((name, arguments[0])))
+        monkeypatch.setattr(
+            state, name, lambda *arguments, name=name, **options: seen.append((name, arguments[0]))
+        )
     runner = module("v1.worker.gpu_model_runner").GPUModelRunner
     replayed = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
 
@@ -263,20 +170,85 @@ def test_another_vllm_is_left_alone() -> None:
         nan_trace.trace_of_this_process()
 
 
-def test_the_report_is_printed_at_exit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_raised_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     nan_trace.apply("0.21.0")
-    step(Model(leftover=NAN))
-    nan_trace._print(nan_trace.trace_of_this_process())
-    said = capsys.readouterr().err
-    assert "first in padding: NaN at layers.0.attn, step 1" in said
-    assert "repeated ids (0, 1)" in said
+    model = Model(leftover=NAN)
+
+    def forward(input_ids: torch.Tensor) -> None:
+        model(input_ids)
+        raise ValueError("on purpose")
+
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+    with pytest.raises(ValueError, match="on purpose"):
+        module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
+    state = nan_trace.trace_of_this_process().state
+    before = state.report()
+    assert (before.steps, before.nan_in_padding) == (1, 1)
+    model(torch.zeros(4))  # outside a step
+    assert state.report() == before
+
+
+def test_without_a_router_it_is_said_that_none_was_watched() -> None:
+    nan_trace.apply("0.21.0")
+    attention = module("model_executor.layers.attention.attention").Attention("layers.0.attn")
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        return attention(torch.zeros(3, 8), torch.zeros(4, 8))
+
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+    module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
+    report = nan_trace.trace_of_this_process().report()
+    assert report is not None
+    assert report.routers_watched == 0
+    assert "no router was watched" in report.text()
+
+
+def test_ids_are_kept_apart_where_no_attention_said_how_many_rows_there_are() -> None:
+    nan_trace.apply("0.21.0")
+    model = Model()
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        x = torch.full((6, 8), NAN)  # neither the step's rows nor a multiple of them
+        model.runner._apply_quant_method(model.layer, x, x, None)
+        return torch.zeros(4, 8)
+
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+    module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
+    report = nan_trace.trace_of_this_process().report()
+    assert report is not None
+    assert [one.repeated for one in report.routers] == [(0, 0, 6)]
+    assert (report.nan_in_real, report.nan_in_padding, report.nan_in_unknown) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False), ("", False)])
+def test_the_other_model_runner_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: str, refused: bool
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
+    if not refused:
+        assert "attention (not MLA)" in nan_trace.apply("0.21.0")
+        return
+    with pytest.raises(FixError, match="VLLM_USE_V2_MODEL_RUNNER is set"):
+        nan_trace.apply("0.21.0")
+    with pytest.raises(LookupError):
+        nan_trace.trace_of_this_process()
 
 
 def test_the_plug_in_knows_the_trace() -> None:
     assert vllm_plugin.TRACES["nan"] == "moedoctor.upstream.nan_trace"
 
 
-@pytest.mark.parametrize("text", ["no json", '{"other": 1}', "[]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no json",
+        '{"other": 1}',
+        "[]",
+        '{"poison_padding": "false"}',
+        '{"poison_memory": 1}',
+        '{"topk_softmax": 5}',
+    ],
+)
 def test_an_experiment_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(FixError, match=VARIABLE):
         Experiment.from_environment({VARIABLE: text})

@@ -232,6 +232,50 @@ def test_where_ours_cannot_take_over_it_stays_as_vllm_had_it(
     assert "could not take over: ValueError: module: 1.mask is a meta tensor" in said
 
 
+def test_where_memory_runs_out_vllm_goes_on_with_the_weights_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from moedoctor.fixes import offload_storage
+
+    stub(tmp_path, monkeypatch, "0.21.0")
+    offload_fix.apply("0.21.0")
+    modules, offloader = wrapped(1 << 20)
+    x = torch.randn(5, 160)
+    plain = [one(x) for one in modules]
+
+    def no_room(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    for name in ("buffers_for", "_bring_back"):  # neither for buffers nor for what did not fit anyway
+        monkeypatch.setattr(offload_storage, name, no_room)
+    with pytest.warns(RuntimeWarning, match=r"on the host now: 0\.weight, 1\.weight, 2\.weight$"):
+        offloader.post_init()
+    assert [tuple(one.weight.shape) for one in modules] == [(160, 160)] * 3
+    assert all(torch.equal(one(x), wanted) for one, wanted in zip(modules, plain, strict=True))
+    (said,) = [one.getMessage() for one in caplog.records if one.name == "vllm.moedoctor"]
+    assert "could not take over: OutOfMemoryError: no room" in said
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_that_memory_is_not_pinned_is_said_once(
+    caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder, pin: bool
+) -> None:
+    from moedoctor.fixes.offloader import offload
+
+    def refuse(memory: torch.Tensor) -> Any:
+        raise RuntimeError("no lock")
+
+    def refusing(*arguments: Any, **options: Any) -> Any:
+        return offload(*arguments, **{**options, "pin": refuse if options["pin"] else False})
+
+    pending = [offload_fix._Layer(Layer(), torch.device("cpu"), None) for _ in range(3)]
+    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
+        offload_fix._take_over(pending, refusing, pin=pin)
+    said = [one.getMessage() for one in caplog.records] + [str(one.message) for one in recwarn]
+    (line,) = [one for one in said if "not pinned" in one]
+    assert line.endswith("no lock" if pin else "host memory is not pinned, so copies block")
+
+
 def test_with_uva_nothing_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub(tmp_path, monkeypatch, "0.21.0")
     offload_fix.apply("0.21.0")

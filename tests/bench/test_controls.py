@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from moedoctor.bench.controls import controls, wrong_problems
+from moedoctor.bench.moe_layer import Layer, make_layer, make_problem
+from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.nvfp4 import Nvfp4
+from moedoctor.reference.swizzle import swizzle, unswizzle
+
+WHOLE_TILES = LayerShape(512, 128, 4, 2)  # w13 has scales [256, 32]
+
+
+def scales(layer: Layer) -> torch.Tensor:
+    assert isinstance(layer.w13, Nvfp4)
+    return layer.w13.block_scales.view(torch.uint8)
+
+
+def planted(name: str, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scales of the layer, scales with the fault `name`)."""
+    problem = make_problem(make_layer(shape, "nvfp4"), 3, "none")
+    return scales(problem.layer), scales(dict(wrong_problems(problem))[name].layer)
+
+
+def test_each_layout_is_given_to_what_reads_the_other() -> None:
+    linear, seen = planted("swizzled_for_linear", WHOLE_TILES)
+    assert torch.equal(seen, swizzle(linear)), "a linear reader sees the bytes of the tiles"
+    linear, seen = planted("linear_for_swizzled", WHOLE_TILES)
+    assert torch.equal(swizzle(seen), linear), "what a backend swizzles becomes the bytes of the rows"
+    assert torch.equal(seen, unswizzle(linear, 256, 32))
+    assert not torch.equal(seen, planted("swizzled_for_linear", WHOLE_TILES)[1])
+
+
+@pytest.mark.parametrize("name", ["swizzled_for_linear", "linear_for_swizzled"])
+def test_scales_that_fill_no_tile_keep_their_shape_and_hold_no_padding(name: str) -> None:
+    linear, seen = planted(name, LayerShape(32, 48, 4, 2))  # [96, 2]
+    assert seen.shape == linear.shape
+    assert bool((seen != 0).all())
+    assert not torch.equal(seen, linear)
+
+
+def test_one_expert_has_no_expert_beside_it() -> None:
+    problem = make_problem(make_layer(LayerShape(64, 32, 1, 1), "nvfp4"), 3, "none")
+    found = dict(wrong_problems(problem))
+    assert "off_by_one_expert" not in found
+    assert "dropped_expert" in found
+
+
+def test_every_control_changes_something() -> None:
+    """Also where a token uses every expert there is."""
+    problem = make_problem(make_layer(LayerShape(64, 32, 2, 2), "nvfp4"), 3, "none")
+    found = dict(wrong_problems(problem))
+    assert len(found) == sum(one.on_output is None for one in controls())
+    assert not torch.equal(found["off_by_one_expert"].topk_ids, problem.topk_ids)
+    assert not torch.equal(found["dropped_expert"].topk_weights, problem.topk_weights)

@@ -1,0 +1,63 @@
+import importlib.util
+import re
+
+import pytest
+import torch
+
+from moedoctor.bench.harness_cost import judge_cost, kernel_time, launch_gap
+from moedoctor.bench.timing import compare_rounds
+
+
+def judged(graph: float, cold: float, do_bench: float = 24.0) -> dict[str, object]:
+    times = {"kernel": 20.0, "graph": graph, "graph_cold": cold, "do_bench": do_bench}
+    measures = {name: (lambda value=value: value) for name, value in times.items()}
+    return judge_cost(compare_rounds(measures, baseline="kernel", rounds=3))
+
+
+@pytest.mark.parametrize(
+    ("graph", "cold", "within"),
+    [
+        (20.0, 20.0, True),
+        (20.39, 19.61, True),
+        (20.41, 20.0, False),
+        (20.0, 20.41, False),
+        (19.59, 20.0, False),  # too short is as wrong as too long
+        (24.0, 24.0, False),  # do_bench says 24, too, and is not the truth
+    ],
+)
+def test_ours_is_held_against_the_kernels_own_time(graph: float, cold: float, within: bool) -> None:
+    facts = judged(graph, cold)
+    assert facts["within_limit"] is within
+    assert facts["graph_overhead"] == pytest.approx(graph / 20 - 1, abs=1e-4)
+    assert facts["graph_cold_overhead"] == pytest.approx(cold / 20 - 1, abs=1e-4)
+    assert facts["kernel_us"] == 20.0
+
+
+@pytest.mark.parametrize("do_bench", [10.0, 24.0])
+def test_do_bench_is_shown_and_decides_nothing(do_bench: float) -> None:
+    facts = judged(20.1, 20.1, do_bench)
+    assert facts["within_limit"] is True
+    assert facts["do_bench_us"] == do_bench
+    assert facts["do_bench_overhead"] == pytest.approx(do_bench / 20 - 1)
+
+
+def test_stamps_are_durations_and_gaps() -> None:
+    stamps = torch.tensor([[0, 20_000], [21_000, 41_500], [42_000, 61_500]])  # [3, 2] nanoseconds
+    assert kernel_time(stamps) == 20.0
+    assert launch_gap(stamps) == 0.75
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_waiting_kernel_stamps_outside_of_its_loop() -> None:
+    """Compiled for a GPU that need not be there: the end is read after the waiting, before any store."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from moedoctor.kernels.stamped_wait import stamped_wait
+
+    source = ASTSource(stamped_wait, {"stamps": "*i64", "cycles": "i32"})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"]
+    order = re.findall(r"%(globaltimer|clock64)|(\$L__BB\S+:)|(st)\.global", ptx)
+    names = [clock or ("label" if label else store) for clock, label, store in order]
+    assert names == ["globaltimer", "clock64", "label", "clock64", "label", "globaltimer", "st", "st"]

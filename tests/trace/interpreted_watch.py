@@ -1,0 +1,77 @@
+"""Runs checks of the NaN trace's kernels in Triton's interpreter; a script for `test_nan_outputs`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from moedoctor.kernels import watch as kernels
+from moedoctor.kernels import watch_row as layout
+from moedoctor.trace import nan_record as record
+
+NAN, INF = float("nan"), float("inf")
+FIELDS = [record.ROWS, record.STEPS_FOUND, record.FIRST_STEP, record.LAST_STEP]
+
+
+def new() -> tuple[torch.Tensor, torch.Tensor]:
+    header = torch.zeros(record.HEADER, dtype=torch.int32)
+    return header, torch.zeros(4, record.KINDS, record.FIELDS, dtype=torch.int32)
+
+
+def rows() -> None:
+    """Numbers of rows and groups with and without a mask, in steps with and without one."""
+    assert (record.HEADER, record.KINDS, record.MASKED) == (layout.HEADER, layout.KINDS, layout.MASKED)
+    assert (record.NOW, record.THROUGH) == (layout.NOW, layout.THROUGH)
+    mask = torch.tensor([1, 0, 0, 1], dtype=torch.int8)
+    seen = set()
+    for real, padded, masked in ((3, 4, 0), (4, 4, 0), (4, 6, 4), (5, 6, 5), (record.ALL_REAL,) * 2 + (0,)):
+        for number in (2, 4, 8, 9, 12):
+            for group in (0, 1, 2, 3):
+                for padding in (None, mask) if 4 * group == number else (None,):
+                    x = torch.full((number, 3), NAN)
+                    x[0, 1] = INF
+                    (ours, found), (theirs, expected) = new(), new()
+                    kernels.launch_begin(ours, real, padded)
+                    record.begin_step(theirs, real, padded)
+                    ours[record.MASKED] = theirs[record.MASKED] = masked
+                    kernels.launch_watch(x, ours, found, 1, padding, group=group)
+                    record.watch_rows(x, theirs, expected, padding, 1, group)
+                    told = (real, padded, masked, number, group, padding)
+                    assert found[..., FIELDS].tolist() == expected[..., FIELDS].tolist(), told
+                    seen.add(tuple(expected[1, ::2, record.ROWS].tolist()))
+                    kernels.launch_end(ours)
+                    record.end_step(theirs)
+                    assert ours.tolist() == theirs.tolist(), (told, ours, theirs)
+    assert {(3, 1, 0), (0, 0, 8), (2, 2, 0), (4, 4, 0), (9, 0, 0)} <= seen, seen
+
+
+def steps() -> None:
+    """A step that begins while another runs ends that one; three tensors have rows of their own kinds."""
+    (ours, found), (theirs, expected) = new(), new()
+    bad = torch.full((4, 2), NAN)
+    for real in (3, 4):
+        kernels.launch_begin(ours, real, 4)
+        record.begin_step(theirs, real, 4)
+        kernels.launch_watch_three([bad, bad.clone(), bad], ours, found, (0, 1, 2))
+        for point in range(3):
+            record.watch_rows(bad, theirs, expected, None, point)
+    kernels.launch_watch(bad, ours, found, 3, None, ends=True)
+    record.watch_rows(bad, theirs, expected, None, 3)
+    record.end_step(theirs)
+    assert ours.tolist() == theirs.tolist(), (ours, theirs)
+    assert found[..., FIELDS].tolist() == expected[..., FIELDS].tolist()
+    assert (int(ours[record.STEPS]), int(ours[record.PADDED_STEPS])) == (2, 1)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", message=".*cuda.*")
+    torch.cuda.device_of = lambda x: contextlib.nullcontext()
+    for check in sys.argv[1:]:
+        {"rows": rows, "steps": steps}[check]()
+    print("all equal")

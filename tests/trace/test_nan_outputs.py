@@ -1,0 +1,272 @@
+"""What the NaN locator does with outputs of other shapes than the step's, and of other types than tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moedoctor.trace import NanLocator
+from moedoctor.trace.nan_report import Finding, NanReport
+from moedoctor.trace.nan_rows import group_of, row_dimensions, rows_each
+from moedoctor.trace.nan_state import NanState
+from tests.interpreted import run_check
+
+NAN, INF = float("nan"), float("inf")
+BATCH, TOKENS, HEADS = 2, 5, 3
+MASK = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+
+
+class Gives(torch.nn.Module):
+    """Gives what `make` makes of its input."""
+
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(x)
+
+
+def traced(make: Callable[[torch.Tensor], Any], x: torch.Tensor, **begin: Any) -> NanReport:
+    model = Gives(make)
+    with NanLocator(model, device="cpu") as locator:
+        if begin:
+            locator.begin_step(**begin)
+        model(x)
+        locator.end_step()
+    return locator.report()
+
+
+def tokens_with_nan(batch: int, token: int) -> torch.Tensor:
+    x = torch.ones(BATCH, TOKENS, HEADS, 4)
+    x[batch, token] = NAN
+    return x
+
+
+LAYOUTS = {
+    "[B, T, heads, D]": (lambda x: x, True),
+    "[B, T, heads * D]": (lambda x: x.flatten(2), True),
+    "[B * T, heads, D]": (lambda x: x.flatten(0, 1), True),
+    "[B * T * heads, D]": (lambda x: x.flatten(0, 2), True),
+    "[B, heads, T, D]": (lambda x: x.transpose(1, 2), False),
+    "[T, B, heads, D]": (lambda x: x.transpose(0, 1), False),
+    "one sequence": (lambda x: x[:1, :3], False),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("place", "is_padding"), [((0, 1), True), ((0, 2), False)])
+def test_rows_are_padding_where_their_token_is(layout: str, place: tuple[int, int], is_padding: bool) -> None:
+    make, known = LAYOUTS[layout]
+    report = traced(make, tokens_with_nan(*place), padding=MASK)
+    finding = Finding("model", "NaN", 1, 1)
+    kinds = (report.first_real, report.first_padding, report.first_unknown)
+    steps = (report.nan_in_real, report.nan_in_padding, report.nan_in_unknown)
+    which = (1 if is_padding else 0) if known else 2
+    assert kinds == tuple(finding if one == which else None for one in range(3))
+    assert steps == tuple(int(one == which) for one in range(3))
+    assert ("rows that may be either: NaN in 1 steps" in report.text()) is not known
+
+
+@pytest.mark.parametrize(("row", "is_padding"), [(3, True), (2, False)])
+@pytest.mark.parametrize(
+    ("make", "known"),
+    [
+        (lambda x: x, True),
+        (lambda x: x.flatten(0, 1), True),
+        (lambda x: x.transpose(0, 1), False),
+        (lambda x: torch.cat([x.flatten(0, 1), torch.ones(1, 4)]), False),
+    ],
+)
+def test_rows_of_a_step_without_a_mask(row: int, is_padding: bool, make: Any, known: bool) -> None:
+    x = torch.ones(4, HEADS, 4)  # [tokens, heads, columns]
+    x[row] = NAN
+    report = traced(make, x, real_rows=3, rows=4)
+    which = (1 if is_padding else 0) if known else 2
+    kinds = (report.nan_in_real, report.nan_in_padding, report.nan_in_unknown)
+    assert kinds == tuple(int(one == which) for one in range(3))
+
+
+@pytest.mark.parametrize("begin", [{}, {"real_rows": 4}, {"padding": torch.zeros(2, 2)}])
+def test_without_padding_all_rows_are_real(begin: dict[str, Any]) -> None:
+    report = traced(lambda x: x, torch.full((3, 2), NAN), **begin)
+    assert (report.nan_in_real, report.nan_in_unknown) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "mask", "each"),
+    [
+        ((2, 5), (2, 5), 1),
+        ((10, 3), (2, 5), 3),
+        ((2, 5, 2, 2), (2, 5), 4),
+        ((2, 5, 5), (2, 5), 0),  # five heads, first or last
+        ((10, 5), (2, 5), 0),  # [batch * heads, tokens] with five heads
+        ((2, 5), (10,), 1),
+        ((4, 4), (4,), 0),
+        ((7,), (2, 5), 0),
+        ((3,), (0,), 0),
+    ],
+)
+def test_how_many_rows_belong_to_one(rows: Any, mask: Any, each: int) -> None:
+    assert rows_each(rows, mask) == each
+
+
+def test_what_the_rows_of_an_output_are() -> None:
+    assert row_dimensions((2, 5, 8)) == (2, 5)
+    assert row_dimensions((7,)) == (7,)
+    assert row_dimensions(()) == (1,)
+    assert row_dimensions((2, 5), (2, 5)) == (2, 5)
+    assert row_dimensions((2, 5), (2,)) == (2,)
+    assert [group_of(one) for one in ((9,), (1, 9), (9, 3), (3, 3), (2, 9, 3), (1, 9, 3), (2, 3, 3))] == [
+        0,
+        0,
+        3,
+        1,
+        3,
+        3,
+        1,
+    ]
+
+
+@dataclasses.dataclass
+class Output:
+    count: int
+    logits: torch.Tensor
+
+
+OUTPUTS = {
+    "mapping": lambda x: OrderedDict(loss=None, logits=x),
+    "nested tuple": lambda x: (torch.ones(2, 2), (None, [x])),
+    "dataclass": lambda x: Output(1, x),
+    "one dimension": lambda x: x.sum(1),
+    "no dimension": lambda x: x.sum(),
+    "float8": lambda x: x.to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_outputs_of_any_structure_are_looked_at(kind: str) -> None:
+    x = torch.ones(3, 4)
+    assert traced(OUTPUTS[kind], x).first_real is None
+    x[1, 1] = NAN
+    report = traced(OUTPUTS[kind], x)
+    assert report.first_real == Finding("model", "NaN", 1, 1)
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3), (0,)])
+def test_an_output_without_elements_is_passed_over(shape: tuple[int, ...]) -> None:
+    assert traced(lambda x: x, torch.ones(shape)).points == ()
+
+
+def test_one_number_a_token_is_held_against_the_mask() -> None:
+    scores = torch.ones(BATCH, TOKENS)
+    scores[0, 0] = INF
+    report = traced(lambda x: x, scores, padding=MASK)
+    assert (report.inf_in_real, report.inf_in_padding, report.inf_in_unknown) == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("begin", "repeated"),
+    [
+        ({"padding": torch.tensor([1, 0, 0, 1])}, (1, 2, 0)),
+        ({"padding": torch.tensor([[1, 0]])}, (1, 2, 0)),  # two rows of ids for each
+        ({"padding": torch.tensor([1, 0, 0])}, (0, 0, 3)),
+        ({"padding": torch.zeros(3)}, (3, 0, 0)),
+        ({"real_rows": 3, "rows": 4}, (2, 1, 0)),
+        ({"real_rows": 1, "rows": 2}, (2, 1, 0)),
+        ({"real_rows": 2, "rows": 3}, (0, 0, 3)),
+        ({}, (3, 0, 0)),
+    ],
+)
+def test_ids_are_padding_where_their_row_is(begin: dict[str, Any], repeated: tuple[int, ...]) -> None:
+    class Router(torch.nn.Module):
+        num_experts = 8
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tensor([[1, 1], [2, 2], [3, 4], [5, 5]])
+
+    model = Router()
+    with NanLocator(model, device="cpu") as locator:
+        if begin:
+            locator.begin_step(**begin)
+        model(torch.ones(4, 2))
+        locator.end_step()
+    report = locator.report()
+    (found,) = report.routers
+    assert (found.repeated, found.first_repeated) == (repeated, 1)
+    assert report.routers_watched == 1
+
+
+def test_that_no_router_was_watched_is_said() -> None:
+    assert (
+        traced(lambda x: x, torch.ones(3, 4))
+        .text()
+        .endswith("no router was watched, so nothing is known of expert ids")
+    )
+    assert "no step was traced" in NanLocator(device="cpu").report().text()
+    locator = NanLocator(device="cpu")
+    locator.begin_step()
+    locator.watch_ids(locator.point("router"), torch.tensor([[0, 1]]), 4)
+    locator.end_step()
+    assert locator.report().text().endswith("none of 1 routers gave repeated ids, ids out of range or -1")
+
+
+def test_a_step_that_raised_is_counted_with_what_it_showed() -> None:
+    class Raises(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 2)
+            self.bad = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            if self.bad:
+                raise ValueError("on purpose")
+            return y
+
+    model = Raises()
+    with NanLocator(model) as locator:
+        with pytest.raises(ValueError, match="on purpose"):
+            model(torch.full((2, 2), NAN))
+        for _ in range(2):  # asking changes nothing
+            report = locator.report()
+            assert (report.steps, report.nan_in_real) == (1, 1)
+        model.bad = False
+        model(torch.ones(2, 2))
+    report = locator.report()
+    assert report.first_real == Finding("linear", "NaN", 1, 1)
+    assert (report.steps, report.nan_in_real) == (2, 1)
+
+
+def test_masks_of_one_size_are_kept_in_one_place() -> None:
+    """A CUDA graph reads the mask where it was when the graph was captured."""
+    state = NanState("cpu", 1)
+    places = set()
+    for mask in ([[1, 0], [0, 1]], [[0, 0], [1, 1]]):
+        state.begin_masked(torch.tensor(mask))
+        assert state.padding is not None
+        assert state.padding.tolist() == mask
+        places.add(state.padding.data_ptr())
+    state.begin(2, 2)
+    assert state.padding is None
+    state.begin_masked(torch.zeros(9))  # another size has a place of its own
+    state.begin_masked(torch.ones(4))
+    assert state.padding.data_ptr() in places
+    assert len(places) == 1
+
+
+def test_two_points_of_one_name_there_are_not() -> None:
+    model = torch.nn.Module()
+    model.model = torch.nn.Linear(2, 2)
+    assert NanLocator(model)._state.names == ["Module", "model"]
+
+
+def test_the_kernels_tell_rows_apart_as_torch_does() -> None:
+    pytest.importorskip("triton")
+    run_check(Path(__file__).parent / "interpreted_watch.py", "rows", "steps")

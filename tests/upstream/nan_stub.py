@@ -1,0 +1,114 @@
+"""A stub that is shaped like vLLM 0.21.0 where the NaN trace is hooked, and a model in it."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FILES = {
+    "vllm/__init__.py": "__version__ = '0.21.0'\n",
+    "vllm/_custom_ops.py": """
+import torch
+
+
+def topk_softmax(topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, bias=None):
+    torch.ops._moe_C.topk_softmax(topk_weights, topk_ids)
+""",
+    "vllm/model_executor/layers/attention/attention.py": """
+class Impl:
+    def forward(self, layer, query, output=None):
+        output[: len(query)] = query
+
+
+class Attention:
+    def __init__(self, name):
+        self.layer_name = name
+        self.impl = Impl()
+
+    def __call__(self, query, output):
+        self.impl.forward(self, query, output=output)
+        return output
+""",
+    "vllm/model_executor/layers/fused_moe/runner/moe_runner.py": """
+class MoERunner:
+    def __init__(self, router):
+        self.router = router
+
+    def _apply_quant_method(self, layer, hidden_states, router_logits, shared_experts_input, input_ids=None):
+        topk_weights, topk_ids = self.router.select_experts(
+            hidden_states=hidden_states, router_logits=router_logits, input_ids=input_ids
+        )
+        return None, hidden_states * topk_weights.sum(1, keepdim=True)
+""",
+    "vllm/model_executor/layers/fused_moe/router/base_router.py": """
+class BaseRouter:
+    global_num_experts = 8
+
+    def __init__(self, route):
+        self.route = route
+
+    def select_experts(self, hidden_states, router_logits, *, input_ids=None):
+        topk_weights, topk_ids = self.route(router_logits)
+        return topk_weights, topk_ids
+""",
+    "vllm/v1/worker/gpu_model_runner.py": """
+class GPUModelRunner:
+    def __init__(self, model):
+        self.model = model
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None):
+        return self._model_forward(input_ids=scheduler_output.input_ids, positions=None)
+
+    def _model_forward(self, input_ids=None, positions=None, intermediate_tensors=None, inputs_embeds=None):
+        return self.model(input_ids=input_ids)
+""",
+}
+
+
+def write_stub(folder: Path) -> None:
+    """Write the package `vllm` into `folder`."""
+    for name, text in FILES.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    for one in [one for one in (folder / "vllm").rglob("*") if one.is_dir()]:
+        (one / "__init__.py").touch()
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(f"vllm.{name}")
+
+
+def argmax_twice(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two experts a row; a NaN row gets expert 0 twice, as up to 0.19.1."""
+    ids = logits.nan_to_num(-1.0).topk(2).indices.int()
+    ids[logits.isnan().any(1)] = 0
+    return torch.ones_like(ids, dtype=torch.float32) / 2, ids
+
+
+class Model:
+    """One layer: attention that leaves padding as it was, then experts."""
+
+    def __init__(self, leftover: float = 0.0) -> None:
+        self.attention = module("model_executor.layers.attention.attention").Attention("layers.0.attn")
+        router = module("model_executor.layers.fused_moe.router.base_router").BaseRouter(argmax_twice)
+        self.runner = module("model_executor.layers.fused_moe.runner.moe_runner").MoERunner(router)
+        self.layer = types.SimpleNamespace(layer_name="layers.0.experts")
+        self.leftover = leftover
+        self.real = 3
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        output = torch.full((len(input_ids), 8), self.leftover)  # [tokens, H]
+        query = torch.arange(float(self.real * 8)).reshape(self.real, 8)
+        x = self.attention(query, output)
+        return self.runner._apply_quant_method(self.layer, x, x, None)[1]
+
+
+def step(model: Model, rows: int = 4) -> torch.Tensor:
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=model.real, input_ids=torch.zeros(rows))
+    out: torch.Tensor = module("v1.worker.gpu_model_runner").GPUModelRunner(model).execute_model(asked)
+    return out
