@@ -27,7 +27,7 @@ ALGOS: Mapping[str, str] = {
 }
 """ModelOpt's names -> scheme of the tensors."""
 _STATIC_INPUTS = frozenset({"FP8", "NVFP4", "NVFP4_AWQ"})
-METHODS = frozenset(
+_JUDGED = frozenset(
     {
         "modelopt",
         "modelopt_fp4",
@@ -36,6 +36,10 @@ METHODS = frozenset(
         "modelopt_mxfp8",
         "compressed-tensors",
         "fp8",
+    }
+)
+METHODS = _JUDGED | frozenset(
+    {
         "mxfp4",
         "gpt_oss_mxfp4",
         "awq",
@@ -49,15 +53,6 @@ METHODS = frozenset(
     }
 )
 """The `quant_method` values that vLLM, Transformers and their exporters know."""
-_JUDGED = METHODS & {
-    "modelopt",
-    "modelopt_fp4",
-    "modelopt_fp8",
-    "modelopt_mixed",
-    "modelopt_mxfp8",
-    "compressed-tensors",
-    "fp8",
-}
 
 
 @dataclass(frozen=True)
