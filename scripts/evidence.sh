@@ -38,7 +38,7 @@ kernels() {
 both() {
     local failed=0
     for one in marlin emulation; do
-        write "$1_$one" run "$2" --only tier=engine --only "moe_backend=$one" --device cuda:0 || failed=1
+        write "$1_$one" run "$2" --only tier=engine --only "moe_backend=$one" || failed=1
     done
     return "$failed"
 }
@@ -84,18 +84,18 @@ make_report() {
         duplicate_ids) flashinfer ;;
         sentinel_ids) write sentinel_ids run MD016 ;;
         backend_override) write backend_override run MD010 ;;
-        backend_parity) write backend_parity run PARITY --device cuda:0 ;;
+        backend_parity) write backend_parity run PARITY ;;
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;
         kv_scales_missing) both kv_scales_missing MD012 ;;
         global_scale_mismatch) both global_scale_mismatch MD014 ;;
-        input_scale_missing) write input_scale_missing run MD015 --device cuda:0 ;;
+        input_scale_missing) write input_scale_missing run MD015 ;;
         gate_up_order) both gate_up_order MD017 ;;
         scale_layout) both scale_layout MD018 ;;
         moe_backends) moe_backends ;;                                                                          # idle
-        untraceable_offload) write untraceable_offload run MD005 ;;                                            # idle
+        offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;                          # idle
         offload_table) write offload_table run MD003 ;;                                                        # idle
         offload_parity) write offload_parity run MD008 ;;                                                      # idle
-        # Subjects are named so that the claims on speed, which untraceable_offload holds, are not measured again.
+        # Subjects are named so that the claims on speed, which offload_speed holds, are not measured again.
         offload_engines) write offload_engines run MD005 --subject faulty --subject fixed --subject installed ;;
         offload_bytes) write offload_bytes run MD009 MD013 ;;
         offload_copies) write offload_copies run MD002 MD020 ;;                                                # idle

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moedoctor.bench.moe_layer import Layer, Problem
+from moedoctor.bench.moe_layer import Layer, Problem, expected_output
 from moedoctor.reference.conventions import swap_gate_up, swap_halves
 from moedoctor.reference.experts import Weight
 from moedoctor.reference.fp8 import Fp8
@@ -147,21 +147,32 @@ def _mismatched(layer: Layer) -> Weight:
     return replace(w13, block_scales=scales)
 
 
+def _strongest(problem: Problem, token: int) -> int:
+    """The slot of `token` whose expert adds most to its row. One of 22 may add too little to be missed."""
+    alone = replace(
+        problem,
+        x=problem.x[token].expand(problem.topk_ids.shape[1], -1),  # [K, H]
+        topk_weights=problem.topk_weights[token].unsqueeze(1),  # [K, 1]
+        topk_ids=problem.topk_ids[token].unsqueeze(1),  # [K, 1]
+    )
+    return int(expected_output(alone, "none").norm(dim=1).argmax())
+
+
 def _dropped(problem: Problem) -> Problem:
-    """The tokens' weights for the expert of token 0's largest weight are zero."""
-    expert = problem.topk_ids[0, int(problem.topk_weights[0].argmax())]
+    """Every token's weight for the expert that adds most to token 0 is zero."""
+    expert = problem.topk_ids[0, _strongest(problem, 0)]
     weights = torch.where(problem.topk_ids == expert, 0.0, problem.topk_weights)  # [T, K]
     return replace(problem, topk_weights=weights)
 
 
 def _off_by_one(problem: Problem) -> Problem:
-    """One slot of the last token goes to an expert beside its own, one that it does not use if there is any.
+    """The last token's strongest slot goes to an expert beside its own, one it does not use if there is any.
 
     Needs two experts.
     """
     ids = problem.topk_ids.clone()  # [T, K]
     experts, used = problem.layer.shape.experts, set(ids[-1].tolist())
-    slot = int(problem.topk_weights[-1].argmax())
+    slot = _strongest(problem, -1)
     ids[-1, slot] = next(
         (one for step in range(1, experts) if (one := (int(ids[-1, slot]) + step) % experts) not in used),
         (int(ids[-1, slot]) + 1) % experts,

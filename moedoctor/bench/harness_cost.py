@@ -1,4 +1,4 @@
-"""What this harness adds to a kernel, held against what the kernel took by the GPU's own clock.
+"""What this harness adds to a kernel, held against what its launch took by the GPU's own clock.
 
 `triton.testing.do_bench` is measured beside it in the same run. It decides nothing: where two harnesses
 differ, neither of them is the truth.
@@ -6,6 +6,7 @@ differ, neither of them is the truth.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -25,8 +26,9 @@ _OURS = ("graph", "graph_cold")
 def measure_harness_cost(device: str) -> Mapping[str, Any]:
     """Times of one kernel of about 20 µs that waits and touches no memory: its own, ours and do_bench's.
 
-    `judge_cost` says what the figures mean; ``launch_gap_us`` is what the GPU itself puts between two kernels
-    of a graph, which is in our times and not in the kernel's. Raises ImportError without Triton.
+    Each launch stamps its begin and its end. ``kernel_us`` is from begin to end, and ``launch_gap_us`` is
+    what the GPU itself puts between one kernel of a graph and the next: every model pays it, and no harness
+    can leave it out. `judge_cost` says what the others mean. Raises ImportError without Triton.
     """
     from triton.testing import do_bench
 
@@ -44,24 +46,26 @@ def measure_harness_cost(device: str) -> Mapping[str, Any]:
     def own_clock() -> float:
         replay()
         gaps.append(launch_gap(stamps))
-        return kernel_time(stamps)
+        return kernel_time(stamps) + gaps[-1]
 
     measures = {
-        "kernel": own_clock,
+        "launch": own_clock,
         "graph": lambda: graph_time(kernels, launches=_LAUNCHES, replays=20).median,
         "graph_cold": lambda: cold_time(kernels[0], device, launches=30, rounds=9).median,
         "do_bench": lambda: float(do_bench(kernels[0], warmup=20, rep=60, return_mode="median")) * 1000,
     }
-    compared = compare_rounds(measures, baseline="kernel", rounds=_ROUNDS)
-    return {**judge_cost(compared), "launch_gap_us": round(sum(gaps) / len(gaps), 3)}
+    compared = compare_rounds(measures, baseline="launch", rounds=_ROUNDS)
+    return judge_cost(compared, statistics.median(gaps))
 
 
-def judge_cost(compared: Comparison) -> dict[str, Any]:
-    """Times in microseconds, and how far each is from the kernel's own: ``overhead`` is the ratio minus 1.
+def judge_cost(compared: Comparison, gap: float) -> dict[str, Any]:
+    """Times in microseconds, and how far each is from a launch's own, the kernel and the `gap` behind it.
 
-    ``within_limit`` is whether both of ours lie within 2 % of it; too short is as wrong as too long.
+    ``overhead`` is the ratio minus 1. ``within_limit`` is whether both of ours lie within 2 % of it; too
+    short is as wrong as too long.
     """
     facts: dict[str, Any] = {f"{name}_us": round(one.median, 3) for name, one in compared.times.items()}
+    facts |= {"kernel_us": round(facts["launch_us"] - gap, 3), "launch_gap_us": round(gap, 3)}
     for name, ratio in compared.ratios.items():
         facts[f"{name}_overhead"] = round(ratio.median - 1, 4)
         facts[f"{name}_overhead_p20"] = round(ratio.p20 - 1, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,8 @@ _RELATIVE = 0.15
 """A row is right where its distance from the reference is below this part of the reference's norm. FP8
 activations part by up to 0.05, one expert of four too many or too few by 0.3 and more."""
 _BLOCK = 16
+_COMPILING, _RUNNING = 240.0, 10.0
+"""Seconds that a first call and any other may take."""
 
 
 def path(label: str, ids: str, device: str) -> dict[str, Any]:
@@ -37,11 +40,12 @@ def path(label: str, ids: str, device: str) -> dict[str, Any]:
     layer = make_layer(_SHAPE, variant.quantization, device=device)
     prepared = backend.prepare(layer)
     problem = make_problem(layer, _TOKENS, variant.activations, device=device)
+    prepared(problem.x, problem.topk_weights, problem.topk_ids)  # compiles, which may take a minute
+    _finish(device, _COMPILING)
     one = replace(problem, topk_ids=_ids(problem.topk_ids)[ids])
     poison(prepared, one.x)
     out = prepared(one.x, one.topk_weights, one.topk_ids).float()  # [T, H]
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
+    _finish(device, _RUNNING)
     return _figures(one, out, expected_output(one, variant.activations))
 
 
@@ -82,6 +86,19 @@ def _ids(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     padding[-ids.shape[0] // 4 :] = -1
     dropped[:, -1] = -1
     return dict(zip(IDS, (ids, padding, dropped), strict=True))
+
+
+def _finish(device: str, seconds: float) -> None:
+    """Wait for the GPU; raises TimeoutError where its kernels do not end, as one may that follows -1."""
+    if torch.device(device).type != "cuda":
+        return
+    done = torch.cuda.Event()
+    done.record()
+    until = time.monotonic() + seconds
+    while not done.query():
+        if time.monotonic() > until:
+            raise TimeoutError(f"its kernels had not ended after {seconds:g} s")
+        time.sleep(0.001)
 
 
 def _figures(problem: Problem, out: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:

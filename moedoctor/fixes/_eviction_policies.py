@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
-import math
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import Protocol
 
 HALVED_EVERY = 48
 """Calls after which `aging` halves what it has counted."""
-_LEVELS = (1, 2, 8, 64)
-"""Most residents lie in the last two, and nearly nobody there is old enough to be looked at."""
+
+
+class Residents(Protocol):
+    """The residents under one policy."""
+
+    def step(
+        self, experts: Sequence[int], uses: list[int], now: int, free: int
+    ) -> tuple[list[int], list[int]]:
+        """Call `now` uses `experts`, distinct and ascending: (who becomes a resident, who leaves for them).
+
+        `uses`, [E], is counted up. Of those who become residents, `free` get the slots that are free; for
+        each of the others one leaves who is not of this call. The caller sees to it that there are so many.
+        """
+
+    def forget(self, expert: int) -> None:
+        """Take out a resident."""
+
+    def restore(self, expert: int, uses: int, last: int) -> None:
+        """Put a resident in; they come by ascending last use, then id."""
+
+    def ages(self) -> Mapping[int, int]:
+        """The call of the last use of each resident."""
 
 
 class Lru:
-    """The residents, each with the call of its last use. Those of the present call never leave."""
+    """By last use, then by id."""
 
     def __init__(self, num_experts: int) -> None:
-        self.last: dict[int, int] = {}
+        self._last: dict[int, int] = {}
         """Expert -> the call of its last use; by last use, those of one call by id."""
 
-    def admit(self, experts: Sequence[int], uses: list[int], now: int) -> list[int]:
-        """Count that call `now` uses `experts`; gives those that become residents by it."""
-        last = self.last
+    def step(
+        self, experts: Sequence[int], uses: list[int], now: int, free: int
+    ) -> tuple[list[int], list[int]]:
+        last = self._last
         missing = []
         for expert in experts:
             if expert in last:
@@ -31,41 +53,33 @@ class Lru:
                 missing.append(expert)
                 uses[expert] = 1
             last[expert] = now
-        return missing
-
-    def victims(self, uses: Sequence[int], now: int, count: int) -> list[int]:
-        """Take out those who leave; the caller sees to it that `count` residents are not of call `now`."""
-        return self._leave(list(islice(self.last, count)))
+        return missing, self._leave(list(islice(last, max(len(missing) - free, 0))))
 
     def _leave(self, victims: list[int]) -> list[int]:
-        last = self.last
+        last = self._last
         for victim in victims:
             del last[victim]
         return victims
 
     def forget(self, expert: int) -> None:
-        """Take out a resident."""
-        self._leave([expert])
+        del self._last[expert]
 
     def restore(self, expert: int, uses: int, last: int) -> None:
-        """Put a resident in; they come by ascending last use, then id."""
-        self.last[expert] = last
+        self._last[expert] = last
 
     def ages(self) -> Mapping[int, int]:
-        """The call of the last use of each resident."""
-        return self.last
+        return self._last
 
 
 class Aging(Lru):
-    """By frequency, then by last use. Frequencies may change between calls, and outlive a stay."""
+    """By frequency, then by last use. Frequencies are halved between calls, and outlive a stay."""
 
-    def __init__(self, num_experts: int) -> None:
-        super().__init__(num_experts)
-        self._present = 0
-        """Residents of the present call, the last ones in `last`."""
-
-    def admit(self, experts: Sequence[int], uses: list[int], now: int) -> list[int]:
-        last = self.last
+    def step(
+        self, experts: Sequence[int], uses: list[int], now: int, free: int
+    ) -> tuple[list[int], list[int]]:
+        if now % HALVED_EVERY == 0:
+            uses[:] = [one >> 1 for one in uses]
+        last = self._last
         missing = []
         for expert in experts:
             if expert in last:
@@ -74,122 +88,145 @@ class Aging(Lru):
                 missing.append(expert)
             uses[expert] += 1
             last[expert] = now
-        self._present = len(experts)
-        return missing
+        count = len(missing) - free
+        if count <= 0:
+            return missing, []
+        earlier = islice(last, len(last) - len(experts))
+        return missing, self._leave(sorted(earlier, key=uses.__getitem__)[:count])  # stable: ties by last use
 
-    def victims(self, uses: Sequence[int], now: int, count: int) -> list[int]:
-        earlier = islice(self.last, len(self.last) - self._present)
-        return self._leave(sorted(earlier, key=uses.__getitem__)[:count])  # stable: ties by last use
 
+class Lfu:
+    """By frequency, then by last use, then by id.
 
-class Lfu(Lru):
-    """By frequency, then by last use. Residents lie in levels of frequency, so that few must be looked at."""
+    Most victims were used once, and lie in a queue of their own. The others lie in the order of a bound that
+    each expert's rank can only rise above: a hit need not move anyone, and a bound is brought up to date when
+    it comes to the front.
+    """
 
     def __init__(self, num_experts: int) -> None:
-        self._levels: dict[int, dict[int, int]] = {least: {} for least in _LEVELS}
-        """Uses from which on a resident belongs there -> `last` of those who do."""
-        self._once = self._levels[1]
-        self._older = [(least, level) for least, level in self._levels.items() if least > 1]
-        self._level_of: list[dict[int, int] | None] = [None] * num_experts
-
-    def admit(self, experts: Sequence[int], uses: list[int], now: int) -> list[int]:
-        level_of, levels, once = self._level_of, self._levels, self._once
-        missing = []
-        for expert in experts:
-            level = level_of[expert]
-            if level is None:
-                missing.append(expert)
-                uses[expert] = 1
-                level_of[expert] = once
-                once[expert] = now
-            else:
-                del level[expert]
-                many = uses[expert] = uses[expert] + 1
-                if many in levels:
-                    level = level_of[expert] = levels[many]
-                level[expert] = now
-        return missing
-
-    def victims(self, uses: Sequence[int], now: int, count: int) -> list[int]:
-        lowest = self._earlier(self._once, now, count)
-        for _, level in self._older:
-            missing = count - len(lowest)
-            if not missing:
-                break
-            lowest += sorted(self._earlier(level, now), key=uses.__getitem__)[:missing]
-        return self._leave(lowest)
+        self._last = [-1] * num_experts
+        """[E]: the call of each resident's last use, -1 for others."""
+        self._once: dict[int, None] = {}
+        """Residents that were used once, by last use, then id."""
+        self._often: list[tuple[int, ...]] = []
+        """The other residents, ascending, each as its `_bound` was when it was last looked at."""
 
     @staticmethod
-    def _earlier(level: Mapping[int, int], now: int, count: int | None = None) -> list[int]:
-        """The first who are not of call `now`, by last use."""
-        first = list(islice(level, count))
-        while first and level[first[-1]] == now:
-            first.pop()
-        return first
+    def _bound(expert: int, uses: int, last: int) -> tuple[int, ...]:
+        return uses, last, expert
 
-    def _leave(self, victims: list[int]) -> list[int]:
-        level_of = self._level_of
-        for victim in victims:
-            del level_of[victim][victim]  # type: ignore[union-attr]
-            level_of[victim] = None
-        return victims
+    def step(
+        self, experts: Sequence[int], uses: list[int], now: int, free: int
+    ) -> tuple[list[int], list[int]]:
+        last, once = self._last, self._once
+        missing = []
+        for expert in experts:
+            if last[expert] < 0:
+                missing.append(expert)
+                uses[expert] = 1
+            else:
+                uses[expert] += 1
+                if expert in once:
+                    del once[expert]
+                    insort(self._often, self._bound(expert, uses[expert], now))
+            last[expert] = now
+        count = len(missing) - free
+        victims = []
+        if count > 0:
+            victims = self._lowest(uses, now, count)
+            often = False
+            for victim in victims:
+                last[victim] = -1
+                if victim in once:
+                    del once[victim]
+                else:
+                    often = True
+            if often:
+                self._drop()
+        for (
+            expert
+        ) in missing:  # only now, so that nobody in the queue is of this call when victims are picked
+            once[expert] = None
+        return missing, victims
+
+    def _lowest(self, uses: Sequence[int], now: int, count: int) -> list[int]:
+        """The `count` lowest who are not of call `now`; none in `_once` is."""
+        lowest = list(islice(self._once, count))
+        often, last = self._often, self._last
+        index = 0
+        while len(lowest) < count:
+            expert = often[index][-1]
+            bound = self._bound(expert, uses[expert], last[expert])
+            if bound != often[index]:
+                del often[index]
+                insort(often, bound, index)
+                continue
+            if last[expert] != now:
+                lowest.append(expert)
+            index += 1
+        return lowest
+
+    def _drop(self) -> None:
+        """Take out of `_often` who is not a resident any more."""
+        last = self._last
+        self._often = [bound for bound in self._often if last[bound[-1]] >= 0]
+
+    def forget(self, expert: int) -> None:
+        self._last[expert] = -1
+        self._once.pop(expert, None)
+        self._drop()
 
     def restore(self, expert: int, uses: int, last: int) -> None:
-        level = self._levels[max(least for least in _LEVELS if least <= max(uses, 1))]
-        level[expert] = last
-        self._level_of[expert] = level
+        self._last[expert] = last
+        if uses > 1:
+            insort(self._often, self._bound(expert, uses, last))
+        else:
+            self._once[expert] = None
 
     def ages(self) -> Mapping[int, int]:
-        return {expert: last for level in self._levels.values() for expert, last in level.items()}
+        return {expert: last for expert, last in enumerate(self._last) if last >= 0}
 
 
 class Lfru(Lfu):
     """By frequency over age, then by frequency, then by id.
 
-    Most victims are the oldest who were used once. In a level of at least `least` uses only who is at least
-    `least` times as old scores as low, and those come first.
+    The bound is the age at which an expert has sunk to 1/2, as a call: who was used once is no higher than that.
     """
 
-    def victims(self, uses: Sequence[int], now: int, count: int) -> list[int]:
-        beyond, once = now + 1, self._once
-        lowest = list(islice(once, count))
-        if len(lowest) < count or once[lowest[-1]] == now:
-            return self._leave(self._among_all(uses, now, count))
-        age = beyond - once[lowest[-1]]
-        others = []
-        for least, level in self._older:
-            youngest = beyond - least * age
-            for expert, used in level.items():
-                if used >= youngest:
-                    break
-                if uses[expert] * age < beyond - used:
-                    others.append((uses[expert] / (beyond - used), uses[expert], expert))
-        if others:
-            others += [(1 / (beyond - once[expert]), 1, expert) for expert in lowest]
-            others.sort()
-            return self._leave([expert for _, _, expert in others[:count]])
-        level_of = self._level_of
-        for victim in lowest:  # as `_leave`, which is slower
-            del once[victim]
-            level_of[victim] = None
-        return lowest
+    @staticmethod
+    def _bound(expert: int, uses: int, last: int) -> tuple[int, ...]:
+        return last + 2 * uses, expert
 
-    def _among_all(self, uses: Sequence[int], now: int, count: int) -> list[int]:
-        """As `victims`, where too few were used once."""
-        beyond = now + 1
-        scores: list[tuple[float, int, int]] = []
-        for least, level in self._levels.items():
-            highest = math.inf
-            if len(scores) >= count:
-                scores.sort()
-                highest = scores[count - 1][0]
-            for expert, used in level.items():
-                age = beyond - used
-                if used == now or least / age >= highest:
-                    break
-                scores.append((uses[expert] / age, uses[expert], expert))
-        scores.sort()
+    def _lowest(self, uses: Sequence[int], now: int, count: int) -> list[int]:
+        beyond, last = now + 1, self._last
+        lowest = list(islice(self._once, count))
+        if len(lowest) == count:
+            others = self._as_low_as(beyond - last[lowest[-1]], uses, beyond)
+            if not others:
+                return lowest
+        else:
+            others = [expert for _, expert in self._often if last[expert] != now]
+        others += lowest
+        scores = sorted([(uses[one] / (beyond - last[one]), uses[one], one) for one in others])
         return [expert for _, _, expert in scores[:count]]
 
+    def _as_low_as(self, age: int, uses: Sequence[int], beyond: int) -> list[int]:
+        """Who was used often and is lower than who was used once and is `age`, at least 2, old."""
+        often, last = self._often, self._last
+        limit = beyond - 2 * (age - 2)
+        found = []
+        index = 0
+        while index < len(often) and often[index][0] < limit:
+            bound, expert = often[index]
+            many, used = uses[expert], last[expert]
+            if used + 2 * many != bound:
+                del often[index]
+                insort(often, (used + 2 * many, expert), index)
+                continue
+            if used + many * age < beyond:
+                found.append(expert)
+            index += 1
+        return found
 
-POLICIES: Mapping[str, type[Lru]] = {"lru": Lru, "lfu": Lfu, "lfru": Lfru, "aging": Aging}
+
+POLICIES: Mapping[str, type[Lru] | type[Lfu]] = {"lru": Lru, "lfu": Lfu, "lfru": Lfru, "aging": Aging}

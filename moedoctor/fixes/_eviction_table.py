@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from moedoctor.fixes._eviction_policies import HALVED_EVERY, POLICIES
+from moedoctor.fixes._eviction_policies import POLICIES
 
 ONLINE_POLICIES = tuple(POLICIES)
 """Policies that know only the past."""
@@ -65,7 +65,6 @@ class SlotTable:
         self.clock = 0
         """Calls so far."""
         self._residents = POLICIES[policy](num_experts)
-        self._ages = policy == "aging"
         self._free = list(range(capacity))
 
     @property
@@ -115,23 +114,15 @@ class SlotTable:
             raise CacheOverflow(len(experts), self.capacity)
         if not experts:
             return [], []  # not a call: empty groups must not age anyone
-        uses = self.uses
-        self.clock = now = self.clock + 1
-        if self._ages and now % HALVED_EVERY == 0:
-            uses[:] = [one >> 1 for one in uses]
-        residents, slot_of, expert_of = self._residents, self.slot_of, self.expert_of
-        missing = residents.admit(experts, uses, now)
+        self.clock += 1
+        slot_of, expert_of = self.slot_of, self.expert_of
+        missing, victims = self._residents.step(experts, self.uses, self.clock, len(self._free))
         if not missing:
             return missing, []
-        count = len(missing)
-        slots = []
-        if self._free:
-            slots, self._free = self._free[:count], self._free[count:]
-            count -= len(slots)
-        if count:
-            for victim in residents.victims(uses, now, count):
-                slots.append(slot_of[victim])
-                slot_of[victim] = -1
+        slots, self._free = self._free[: len(missing)], self._free[len(missing) :]
+        for victim in victims:
+            slots.append(slot_of[victim])
+            slot_of[victim] = -1
         for expert, slot in zip(missing, slots):  # noqa: B905  as long as each other, and this is hot
             slot_of[expert], expert_of[slot] = slot, expert
         return missing, slots

@@ -30,7 +30,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from moedoctor.fixes._eviction_belady import replay_belady
+from moedoctor.fixes._eviction_belady import parts, replay_belady
+from moedoctor.fixes._eviction_policies import POLICIES as ONLINE
 from moedoctor.fixes._eviction_table import ONLINE_POLICIES, CacheOverflow, Load, Plan, SlotTable
 
 __all__ = [
@@ -104,7 +105,36 @@ def simulate(
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     if policy == "belady":
         return CacheStats(*replay_belady(_checked(trace, num_experts), num_experts, capacity))
-    return replay(trace, SlotTable(num_experts, capacity, policy))
+    if num_experts < 1 or capacity < 1:
+        raise ValueError(f"num_experts and capacity must be at least 1, got {num_experts} and {capacity}")
+    return _replay_online(_checked(trace, num_experts), num_experts, capacity, policy)
+
+
+def _replay_online(
+    calls: Sequence[Sequence[int]], num_experts: int, capacity: int, policy: str
+) -> CacheStats:
+    """As `replay` with a `SlotTable`, but without slots: what stays and what leaves does not depend on them."""
+    step = ONLINE[policy](num_experts).step
+    uses = [0] * num_experts
+    resident: set[int] = set()
+    misses = wrong = clock = 0
+    free = capacity
+    for needed in calls:
+        stale = False
+        for part in (needed,) if len(needed) <= capacity else parts(needed, resident, capacity):
+            if not part:
+                continue
+            clock += 1
+            missing, victims = step(part, uses, clock, free)
+            if missing:
+                resident.difference_update(victims)
+                resident.update(missing)
+                misses += len(missing)
+                free = capacity - len(resident)
+            if free < 0 or not resident.issuperset(part):
+                stale = True
+        wrong += stale
+    return CacheStats(len(calls), sum(map(len, calls)) - misses, misses, wrong)
 
 
 def replay(trace: Sequence[Sequence[int]], table: CacheTable) -> CacheStats:

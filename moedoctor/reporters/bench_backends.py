@@ -186,19 +186,19 @@ def _remarks(bench: BackendBench) -> Iterator[str]:
 
 
 def _harness(cost: Mapping[str, Any]) -> str:
-    """What the harness adds; reports without ``kernel_us`` measured that against do_bench."""
+    """What the harness adds; reports without ``launch_us`` measured that against do_bench."""
     ours = (
         f"{cost['graph_us']:.2f} µs warm ({cost['graph_overhead']:+.1%}), "
         f"{cost['graph_cold_us']:.2f} µs cold ({cost['graph_cold_overhead']:+.1%})"
     )
     theirs = f"triton.testing.do_bench says {cost['do_bench_us']:.2f} µs"
-    if "kernel_us" not in cost:
+    if "launch_us" not in cost:
         return f"The harness on a kernel that waits: {ours}, where {theirs}."
     return (
-        f"The harness on a kernel that takes {cost['kernel_us']:.2f} µs by the GPU's own clock: {ours}, "
+        f"The harness on a kernel that takes {cost['launch_us']:.2f} µs by the GPU's own clock, "
+        f"{cost['launch_gap_us']:.2f} µs of them from one kernel of a graph to the next: {ours}, "
         f"{'within' if cost['within_limit'] else 'NOT within'} 2 % of it; {theirs} "
-        f"({cost['do_bench_overhead']:+.1%}). From one kernel of a graph to the next the GPU itself takes "
-        f"{cost['launch_gap_us']:.2f} µs."
+        f"({cost['do_bench_overhead']:+.1%})."
     )
 
 

@@ -79,7 +79,8 @@ def from_dict(document: Any) -> BackendBench:
             harness[name].number()
         for name in ("graph_overhead", "graph_cold_overhead"):
             harness[name].number(minimum=-1)
-    if "kernel_us" in harness.mapping():  # reports of before have no more than do_bench to go by
+    if "launch_us" in harness.mapping():  # reports of before have no more than do_bench to go by
+        harness["launch_us"].number()
         harness["kernel_us"].number()
         harness["launch_gap_us"].number(minimum=-1)
         harness["do_bench_overhead"].number(minimum=-1)

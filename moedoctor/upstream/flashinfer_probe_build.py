@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,8 @@ _OPTIONS = (
     "-Xfatbin=-compress-all",
 )
 """Those of FlashInfer's own build."""
+_CAUSES = ("undefined reference|cannot find -l", "(?i)error")
+"""What the line that says why a build failed holds, the telling ones first."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def build(plan: BuildPlan) -> Path:
         made = folder / "probe.so"
         # Undefined symbols must show here and not when it is loaded.
         link = ["-shared", *_gencode(plan.arch), *map(str, objects), "-Xlinker", "--no-undefined"]
-        _nvcc(plan, [*link, "-o", str(made)])
+        _nvcc(plan, [*link, *_libraries(plan.nvcc), "-o", str(made)])
         os.replace(made, target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -124,6 +127,11 @@ def _cuda_libraries() -> list[Path]:
     return [one for one in folders if any((one / name).is_file() for name in ("cublasLt.h", "curand.h"))]
 
 
+def _libraries(nvcc: Tool) -> list[str]:
+    """What lets pip's toolkit link, which keeps its libraries in ``lib`` and has no device runtime."""
+    return ["-cudadevrt", "none", f"-L{Path(nvcc.path).parent.parent / 'lib'}"]
+
+
 def _nvcc(plan: BuildPlan, arguments: Sequence[str]) -> None:
     try:
         done = run_tool(plan.nvcc.path, arguments, seconds=_SECONDS)
@@ -131,8 +139,10 @@ def _nvcc(plan: BuildPlan, arguments: Sequence[str]) -> None:
         raise KernelError(f"{plan.nvcc} does not run: {error}") from error
     if done.code == 0:
         return
-    lines = [*done.stderr.splitlines(), *done.stdout.splitlines(), done.first_line]
-    said = next((line for line in lines if "error" in line.lower()), done.first_line)
+    lines = [*done.stderr.splitlines(), *done.stdout.splitlines()]
+    # The linker says what it misses in lines without "error", which only the compiler's last line has.
+    causes = (re.search(pattern, line) and line for pattern in _CAUSES for line in lines)
+    said = next(filter(None, causes), done.first_line)
     raise KernelError(f"{plan.nvcc} does not compile the probe for FlashInfer {plan.source.release}: {said}")
 
 

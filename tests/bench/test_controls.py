@@ -52,3 +52,18 @@ def test_every_control_changes_something() -> None:
     assert len(found) == sum(one.on_output is None for one in controls())
     assert not torch.equal(found["off_by_one_expert"].topk_ids, problem.topk_ids)
     assert not torch.equal(found["dropped_expert"].topk_weights, problem.topk_weights)
+
+
+def test_the_expert_that_is_dropped_or_mistaken_is_one_that_counts() -> None:
+    """One of many may add next to nothing, and then a comparison that misses it is none the worse."""
+    layer = make_layer(LayerShape(64, 32, 6, 3), "bf16")
+    problem = make_problem(layer, 3, "none")
+    assert isinstance(layer.w2, torch.Tensor)
+    strong = {row: int(problem.topk_ids[row, -1]) for row in (0, -1)}  # their smallest weights
+    for expert in set(range(6)) - set(strong.values()):
+        layer.w2[expert] *= 1e-3
+    found = dict(wrong_problems(problem))
+    dropped = problem.topk_ids[found["dropped_expert"].topk_weights == 0]
+    assert set(dropped.tolist()) == {strong[0]}
+    changed = found["off_by_one_expert"].topk_ids != problem.topk_ids  # [T, K]
+    assert changed.nonzero().tolist() == [[2, 2]]

@@ -9,9 +9,9 @@ from moedoctor.bench.timing import compare_rounds
 
 
 def judged(graph: float, cold: float, do_bench: float = 24.0) -> dict[str, object]:
-    times = {"kernel": 20.0, "graph": graph, "graph_cold": cold, "do_bench": do_bench}
+    times = {"launch": 20.0, "graph": graph, "graph_cold": cold, "do_bench": do_bench}
     measures = {name: (lambda value=value: value) for name, value in times.items()}
-    return judge_cost(compare_rounds(measures, baseline="kernel", rounds=3))
+    return judge_cost(compare_rounds(measures, baseline="launch", rounds=3), 0.75)
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,12 @@ def judged(graph: float, cold: float, do_bench: float = 24.0) -> dict[str, objec
         (24.0, 24.0, False),  # do_bench says 24, too, and is not the truth
     ],
 )
-def test_ours_is_held_against_the_kernels_own_time(graph: float, cold: float, within: bool) -> None:
+def test_ours_is_held_against_what_a_launch_takes_by_itself(graph: float, cold: float, within: bool) -> None:
     facts = judged(graph, cold)
     assert facts["within_limit"] is within
     assert facts["graph_overhead"] == pytest.approx(graph / 20 - 1, abs=1e-4)
     assert facts["graph_cold_overhead"] == pytest.approx(cold / 20 - 1, abs=1e-4)
-    assert facts["kernel_us"] == 20.0
+    assert (facts["launch_us"], facts["kernel_us"], facts["launch_gap_us"]) == (20.0, 19.25, 0.75)
 
 
 @pytest.mark.parametrize("do_bench", [10.0, 24.0])

@@ -50,6 +50,14 @@ def test_every_planted_fault_is_noticed_at_every_scheme_and_no_right_result_is_r
     assert result.right
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_that_one_expert_of_22_is_dropped_is_noticed_though_activations_are_in_fp4(seed: int) -> None:
+    """The bounds of FP4 activations are wide, and an expert may add an eighth of what another adds."""
+    shape = LayerShape(256, 128, 64, 22, "relu2")
+    given = make_problem(make_layer(shape, "nvfp4", seed=seed), 2, "nvfp4", seed=seed)
+    assert check_parity(Reference("nvfp4", "nvfp4"), given, weights=False).missed == ()
+
+
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_the_controls_work_on_one_token(tokens: int) -> None:
     assert check_parity(Reference("nvfp4"), problem("nvfp4", "none", tokens=tokens)).missed == ()

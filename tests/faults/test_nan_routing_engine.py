@@ -31,6 +31,7 @@ COST = {
     "overhead_p80": 0.04,
     "step_ms_off": 2.0,
     "noise": 0.02,
+    "model": "tiny",
     "layers": 4,
     "batch": 11,
 }
@@ -139,7 +140,15 @@ def test_what_two_engines_that_are_alike_differ_by_counts(
     assert found.verdict is verdict
     assert f"differ by {noise:.1%}" in found.reason
     assert ("too much to tell" in found.reason) is (verdict is ClaimVerdict.UNTESTED)
-    assert "by events on the GPU +1.0%, 0.2%" in found.reason
+    assert "by events on the GPU +1.0% and 0.2%" in found.reason
+
+
+def test_the_trace_must_be_cheap_in_every_model() -> None:
+    limits = {"max_overhead": 0.05}
+    assert judged(engine.judge_overhead, limits, COST, COST).verdict is ClaimVerdict.CONFIRMED
+    for other, verdict in ((0.08, ClaimVerdict.REFUTED), (0.04, ClaimVerdict.UNTESTED)):
+        for rows in ((COST, {**COST, "overhead": other}), ({**COST, "overhead": other}, COST)):
+            assert judged(engine.judge_overhead, limits, *rows).verdict is verdict
 
 
 def test_the_engine_scenarios_are_valid_and_run_by_name_only() -> None:

@@ -43,9 +43,9 @@ CONTROL_AND_FIX = [("faulty", CaseVerdict.REPRODUCED), ("fixed", CaseVerdict.CLE
 
 
 def result(fault: Fault, subject: str, tier: Tier = Tier.MODEL, **given: Any) -> CaseResult:
-    """The case, run here and judged."""
+    """The case, run here and judged; tier kernel runs on the GPU."""
     parameters = fault.parameters(**given).model_dump(mode="json")
-    case = Case(fault.id, subject, tier, parameters)
+    case = Case(fault.id, subject, tier, parameters, "cuda:0" if tier is Tier.KERNEL else "cpu")
     seen = fault.observe(case, getattr(fault, subject)(case))
     judged = fault.judge(case, seen)
     return CaseResult(subject, tier, parameters, judged.verdict, seen.evidence, figure=judged.figure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,25 @@ GOOD = [measured("TRITON bf16", ids) for ids in claims.IDS]
 def judged(*units: Measurement) -> tuple[ClaimVerdict, str]:
     found = claims.judge_paths((), units, LIMITS)
     return found.verdict, str(found.reason)
+
+
+@pytest.mark.parametrize(("asked", "ends"), [(3, True), (10**9, False)])
+def test_a_kernel_that_does_not_end_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, asked: int, ends: bool
+) -> None:
+    class Event:
+        times = 0
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            self.times += 1
+            return self.times >= asked
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    expected = contextlib.nullcontext() if ends else pytest.raises(TimeoutError, match=r"after 0\.05 s")
+    with expected:
+        sentinel_ids_paths._finish("cuda:0", 0.05)
 
 
 def test_paths_that_are_right_confirm_for_the_release_that_ran() -> None:

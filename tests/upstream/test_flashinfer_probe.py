@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moedoctor.diagnose.cuda_tools import find_tools
+from moedoctor.diagnose.cuda_tools import Tool, find_tools
 from moedoctor.upstream.flashinfer_probe import _functions
 from moedoctor.upstream.flashinfer_probe_build import arch_of, build, main, plan_build, probe_text
 from moedoctor.upstream.flashinfer_source import _SOURCES, KERNELS, FlashInferSource, named_source
@@ -116,6 +116,20 @@ def test_what_does_not_compile_is_told_in_one_line(
     assert not list(folder.iterdir())
     assert main([f"0.6.6={source.package.parent}"]) == 2
     assert "this release is different" in capsys.readouterr().err
+
+
+def test_what_does_not_link_is_told_by_the_line_that_names_it(
+    source: FlashInferSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    said = "ld: cannot find -lcudart_static: No such file\ncollect2: error: ld returned 1 exit status"
+    nvcc.write_text(f"#!/bin/sh\ncat >&2 <<'end'\n{said}\nend\nexit 1\n")
+    nvcc.chmod(0o755)
+    tool = Tool("nvcc", str(nvcc), (13, 0), "13.0.88")
+    monkeypatch.setattr("moedoctor.upstream.flashinfer_probe_build.find_tools", lambda names: (tool,))
+    with pytest.raises(KernelError, match="cannot find -lcudart_static"):
+        build(plan_build(source, "90a"))
 
 
 @needs_nvcc

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import sys
 import threading
 import time
@@ -76,6 +78,29 @@ def test_only_one_engine_works_at_a_time_and_all_stay_until_the_end(
     assert order[::2][:8] == ["off 1", "on 1", "on 2", "off 2", "off 2", "on 2", "on 1", "off 1"]
     assert [one.split()[0] for one in order[::2]] == ["off", "on", "on", "off"] * 3
     assert min(left for _, left in found) >= max(ended)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
+@pytest.mark.skipif(os.cpu_count() == 1, reason="there is one core only")
+def test_all_engines_work_on_one_core_and_wait_on_others() -> None:
+    every = os.sched_getaffinity(0)
+    with nan_overhead._one_core() as work:
+        assert os.sched_getaffinity(0) == every - {max(every)}
+        with work():
+            assert os.sched_getaffinity(0) == {max(every)}
+        assert os.sched_getaffinity(0) == every - {max(every)}
+    assert os.sched_getaffinity(0) == every
+
+
+def test_models_are_written_and_only_the_trace_makes_engines_differ(tmp_path: Path) -> None:
+    for model in nan_overhead._MODELS:
+        folder = tmp_path / str(model.layers)
+        model.write(folder / "model", model.layers)
+        config = json.loads((folder / "model" / "config.json").read_text())
+        assert config["num_hidden_layers"] == model.layers
+        off, on = (nan_overhead._request(model, folder, name) for name in ("off 1", "on 1"))
+        assert off.arguments == on.arguments
+        assert set(on.environ.items()) - set(off.environ.items()) == {("MOEDOCTOR_TRACE", "nan")}
 
 
 def test_an_engine_that_does_not_come_is_not_waited_for_for_ever(
