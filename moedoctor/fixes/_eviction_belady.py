@@ -24,7 +24,7 @@ def replay_belady(
     for call, needed in enumerate(calls):
         for expert, later in zip(needed, next_use[call], strict=True):
             due[expert] = later
-        for part in parts(needed, resident, capacity):
+        for part in parts_of(needed, resident, capacity):
             held = resident.intersection(part)
             hits += len(held)
             misses += len(part) - len(held)
@@ -49,7 +49,8 @@ def _next_uses(calls: Sequence[Sequence[int]], num_experts: int) -> list[list[in
     return later
 
 
-def parts(needed: Sequence[int], resident: set[int], capacity: int) -> list[Sequence[int]]:
+def parts_of(needed: Sequence[int], resident: set[int], capacity: int) -> list[Sequence[int]]:
+    """Distinct `needed` in parts of at most `capacity`, resident ones first, each part ascending."""
     if len(needed) <= capacity:
         return [needed]
     ordered = sorted(needed, key=lambda expert: (expert not in resident, expert))

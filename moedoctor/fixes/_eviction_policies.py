@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
 HALVED_EVERY = 48
 """Calls after which `aging` halves what it has counted."""
+_FEW = 8
+"""Residents that `lfru` may look at without another `_age`."""
 
 
 class Residents(Protocol):
@@ -20,7 +22,7 @@ class Residents(Protocol):
         """Call `now` uses `experts`, distinct and ascending: (who becomes a resident, who leaves for them).
 
         `uses`, [E], is counted up. Of those who become residents, `free` get the slots that are free; for
-        each of the others one leaves who is not of this call. The caller sees to it that there are so many.
+        each of the others one leaves that is not of this call. The caller sees to it that there are so many.
         """
 
     def forget(self, expert: int) -> None:
@@ -98,21 +100,21 @@ class Aging(Lru):
 class Lfu:
     """By frequency, then by last use, then by id.
 
-    Most victims were used once, and lie in a queue of their own. The others lie in the order of a bound that
-    each expert's rank can only rise above: a hit need not move anyone, and a bound is brought up to date when
-    it comes to the front.
+    Most victims were used once, and lie in a queue of their own. The others are ordered by a bound that only
+    rises while an expert stays. So a hit moves nobody: a bound is brought up to date when it comes to the
+    front, and those behind it need not be looked at.
     """
 
     def __init__(self, num_experts: int) -> None:
         self._last = [-1] * num_experts
         """[E]: the call of each resident's last use, -1 for others."""
-        self._once: dict[int, None] = {}
+        self._once: list[int] = []
         """Residents that were used once, by last use, then id."""
         self._often: list[tuple[int, ...]] = []
-        """The other residents, ascending, each as its `_bound` was when it was last looked at."""
+        """The other residents, ascending: what `_bound` was for each when it was last looked at."""
 
-    @staticmethod
-    def _bound(expert: int, uses: int, last: int) -> tuple[int, ...]:
+    def _bound(self, expert: int, uses: int, last: int) -> tuple[int, ...]:
+        """What orders `_often`; the expert comes last."""
         return uses, last, expert
 
     def step(
@@ -125,63 +127,47 @@ class Lfu:
                 missing.append(expert)
                 uses[expert] = 1
             else:
-                uses[expert] += 1
-                if expert in once:
-                    del once[expert]
-                    insort(self._often, self._bound(expert, uses[expert], now))
+                many = uses[expert] = uses[expert] + 1
+                if many == 2:
+                    once.remove(expert)
+                    insort(self._often, self._bound(expert, 2, now))
             last[expert] = now
         count = len(missing) - free
-        victims = []
-        if count > 0:
-            victims = self._lowest(uses, now, count)
-            often = False
-            for victim in victims:
-                last[victim] = -1
-                if victim in once:
-                    del once[victim]
-                else:
-                    often = True
-            if often:
-                self._drop()
-        for (
-            expert
-        ) in missing:  # only now, so that nobody in the queue is of this call when victims are picked
-            once[expert] = None
+        victims = self._leave(uses, now, count) if count > 0 else []
+        for victim in victims:
+            last[victim] = -1
+        once += missing  # only now: `_leave` finds nobody of this call there
         return missing, victims
 
-    def _lowest(self, uses: Sequence[int], now: int, count: int) -> list[int]:
-        """The `count` lowest who are not of call `now`; none in `_once` is."""
-        lowest = list(islice(self._once, count))
-        often, last = self._often, self._last
+    def _leave(self, uses: Sequence[int], now: int, count: int) -> list[int]:
+        """Take the `count` lowest that are not of call `now` out of `_once` and `_often`."""
+        once, often, last = self._once, self._often, self._last
+        victims = once[:count]
+        del once[:count]
         index = 0
-        while len(lowest) < count:
-            expert = often[index][-1]
-            bound = self._bound(expert, uses[expert], last[expert])
-            if bound != often[index]:
+        while len(victims) < count:
+            many, used, expert = often[index]
+            if uses[expert] != many:
                 del often[index]
-                insort(often, bound, index)
-                continue
-            if last[expert] != now:
-                lowest.append(expert)
-            index += 1
-        return lowest
-
-    def _drop(self) -> None:
-        """Take out of `_often` who is not a resident any more."""
-        last = self._last
-        self._often = [bound for bound in self._often if last[bound[-1]] >= 0]
+                insort(often, (uses[expert], last[expert], expert), index)
+            elif used == now:
+                index += 1
+            else:
+                del often[index]
+                victims.append(expert)
+        return victims
 
     def forget(self, expert: int) -> None:
         self._last[expert] = -1
-        self._once.pop(expert, None)
-        self._drop()
+        self._once = [one for one in self._once if one != expert]
+        self._often = [bound for bound in self._often if bound[-1] != expert]
 
     def restore(self, expert: int, uses: int, last: int) -> None:
         self._last[expert] = last
         if uses > 1:
             insort(self._often, self._bound(expert, uses, last))
         else:
-            self._once[expert] = None
+            self._once.append(expert)
 
     def ages(self) -> Mapping[int, int]:
         return {expert: last for expert, last in enumerate(self._last) if last >= 0}
@@ -190,43 +176,72 @@ class Lfu:
 class Lfru(Lfu):
     """By frequency over age, then by frequency, then by id.
 
-    The bound is the age at which an expert has sunk to 1/2, as a call: who was used once is no higher than that.
+    The bound is the call in which an expert is down to ``1 / _age`` if nobody uses it again. Where those used
+    once that would leave are at least that old, only experts whose bound has passed can be lower than they.
     """
 
-    @staticmethod
-    def _bound(expert: int, uses: int, last: int) -> tuple[int, ...]:
-        return last + 2 * uses, expert
+    _age = 2
+    """At least 2, the age of a single use in the call before. The larger, the fewer must be looked at."""
+    _looked = 0
+    """At how many since `_age` was chosen, where it was more than a few."""
 
-    def _lowest(self, uses: Sequence[int], now: int, count: int) -> list[int]:
-        beyond, last = now + 1, self._last
-        lowest = list(islice(self._once, count))
-        if len(lowest) == count:
-            others = self._as_low_as(beyond - last[lowest[-1]], uses, beyond)
-            if not others:
-                return lowest
+    def _bound(self, expert: int, uses: int, last: int) -> tuple[int, ...]:
+        return last + self._age * uses, expert
+
+    def _leave(self, uses: Sequence[int], now: int, count: int) -> list[int]:
+        beyond, last, once = now + 1, self._last, self._once
+        victims = once[:count]
+        if len(victims) < count:
+            others = self._often
         else:
-            others = [expert for _, expert in self._often if last[expert] != now]
-        others += lowest
-        scores = sorted([(uses[one] / (beyond - last[one]), uses[one], one) for one in others])
-        return [expert for _, _, expert in scores[:count]]
+            others = self._below(beyond - last[victims[-1]], uses, beyond)
+            if not others:
+                del once[:count]
+                return victims
+        scores = [
+            (uses[one] / (beyond - last[one]), uses[one], one, bound)
+            for bound, one in others
+            if last[one] != now
+        ]
+        scores += [(1 / (beyond - last[one]), 1, one, 0) for one in victims]
+        scores.sort()
+        often = self._often
+        victims = []
+        for _, many, expert, bound in scores[:count]:
+            victims.append(expert)
+            if many > 1:
+                del often[bisect_left(often, (bound, expert))]
+            else:
+                once.remove(expert)
+        return victims
 
-    def _as_low_as(self, age: int, uses: Sequence[int], beyond: int) -> list[int]:
-        """Who was used often and is lower than who was used once and is `age`, at least 2, old."""
-        often, last = self._often, self._last
-        limit = beyond - 2 * (age - 2)
-        found = []
+    def _below(self, age: int, uses: Sequence[int], beyond: int) -> list[tuple[int, ...]]:
+        """Those in `_often` that are worth less than ``1 / age`` now."""
+        if age < self._age or self._looked > 4 * len(self._often):
+            self._choose_age(max(2, age * 3 // 4), uses)
+        often, last, base = self._often, self._last, self._age
+        limit = beyond - 2 * (age - base)  # each was used twice at least
+        found: list[tuple[int, ...]] = []
         index = 0
         while index < len(often) and often[index][0] < limit:
             bound, expert = often[index]
             many, used = uses[expert], last[expert]
-            if used + 2 * many != bound:
+            if used + base * many != bound:
                 del often[index]
-                insort(often, (used + 2 * many, expert), index)
+                insort(often, (used + base * many, expert), index)
                 continue
-            if used + many * age < beyond:
-                found.append(expert)
+            if used + age * many < beyond:
+                found.append((bound, expert))
             index += 1
+        if index > _FEW:
+            self._looked += index
         return found
 
+    def _choose_age(self, age: int, uses: Sequence[int]) -> None:
+        """Order `_often` anew; paid for by what `_looked` counts."""
+        self._age, self._looked = age, 0
+        last = self._last
+        self._often = sorted([(last[one] + age * uses[one], one) for _, one in self._often])
 
-POLICIES: Mapping[str, type[Lru] | type[Lfu]] = {"lru": Lru, "lfu": Lfu, "lfru": Lfru, "aging": Aging}
+
+POLICIES: Mapping[str, Callable[[int], Residents]] = {"lru": Lru, "lfu": Lfu, "lfru": Lfru, "aging": Aging}

@@ -44,8 +44,9 @@ class Plan(NamedTuple):
 class SlotTable:
     """Experts and slots under one policy. Not thread-safe.
 
-    A hit is O(1). A miss is O(1) under ``lru`` and at most O(capacity) under the others, which sort those
-    whom they look at; ``aging`` goes through all experts every so many calls.
+    A hit is O(1); an expert's second use is at most O(capacity) under ``lfu`` and ``lfru``. A miss is O(1)
+    under ``lru`` and at most O(capacity) under the others, but for sorting those whom they look at; ``aging``
+    goes through all experts every so many calls.
     """
 
     def __init__(self, num_experts: int, capacity: int, policy: str = "lfru") -> None:

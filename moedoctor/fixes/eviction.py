@@ -28,10 +28,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import lt
 from typing import Protocol
 
-from moedoctor.fixes._eviction_belady import parts, replay_belady
-from moedoctor.fixes._eviction_policies import POLICIES as ONLINE
+from moedoctor.fixes._eviction_belady import parts_of, replay_belady
+from moedoctor.fixes._eviction_policies import POLICIES as RESIDENTS
 from moedoctor.fixes._eviction_table import ONLINE_POLICIES, CacheOverflow, Load, Plan, SlotTable
 
 __all__ = [
@@ -113,23 +114,26 @@ def simulate(
 def _replay_online(
     calls: Sequence[Sequence[int]], num_experts: int, capacity: int, policy: str
 ) -> CacheStats:
-    """As `replay` with a `SlotTable`, but without slots: what stays and what leaves does not depend on them."""
-    step = ONLINE[policy](num_experts).step
+    """As `replay` with a `SlotTable`, without its slots: who leaves does not depend on them.
+
+    `wrong` is checked here too, against the residents that the policy's own decisions leave.
+    """
+    step = RESIDENTS[policy](num_experts).step
     uses = [0] * num_experts
     resident: set[int] = set()
     misses = wrong = clock = 0
     free = capacity
     for needed in calls:
         stale = False
-        for part in (needed,) if len(needed) <= capacity else parts(needed, resident, capacity):
+        for part in (needed,) if len(needed) <= capacity else parts_of(needed, resident, capacity):
             if not part:
-                continue
+                continue  # not a call for the policy, as in `SlotTable`
             clock += 1
             missing, victims = step(part, uses, clock, free)
             if missing:
+                misses += len(missing)
                 resident.difference_update(victims)
                 resident.update(missing)
-                misses += len(missing)
                 free = capacity - len(resident)
             if free < 0 or not resident.issuperset(part):
                 stale = True
@@ -157,10 +161,12 @@ def replay(trace: Sequence[Sequence[int]], table: CacheTable) -> CacheStats:
     return CacheStats(len(calls), hits, misses, wrong)
 
 
-def _checked(trace: Sequence[Sequence[int]], num_experts: int) -> list[list[int]]:
+def _checked(trace: Sequence[Sequence[int]], num_experts: int) -> list[Sequence[int]]:
     """Each call's distinct ids, ascending."""
     rows = trace.tolist() if hasattr(trace, "tolist") else trace  # an array's own integers are slow
-    calls = list(map(sorted, map(set, rows)))
+    calls: list[Sequence[int]] = [  # most traces hold them so already, and to see that is faster than to sort
+        row if all(map(lt, row, row[1:])) else sorted(set(row)) for row in map(tuple, rows)
+    ]
     unusual = [index for index, call in enumerate(calls) if call and (call[0] < 0 or call[-1] >= num_experts)]
     for index in unusual:
         needed = calls[index]
@@ -171,5 +177,5 @@ def _checked(trace: Sequence[Sequence[int]], num_experts: int) -> list[list[int]
                 f"trace: call {index} needs expert {needed[-1]}, but there are {num_experts} experts"
             )
         if needed[0] == -1:
-            del needed[0]
+            calls[index] = needed[1:]
     return calls

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from moedoctor.faults.pr37190 import PrRule
-from moedoctor.fixes._eviction_policies import HALVED_EVERY
+from moedoctor.fixes import _eviction_policies
+from moedoctor.fixes._eviction_policies import HALVED_EVERY, Lfru
 from moedoctor.fixes.eviction import (
     ONLINE_POLICIES,
     POLICIES,
@@ -79,6 +81,41 @@ def test_decisions_are_those_of_the_plain_rule(policy: str, trace: list[list[int
         needed = sorted(set(call))
         assert table.step(needed) == naive.call(set(needed))
         assert {one for one in table.expert_of if one >= 0} == set(naive.uses)
+
+
+def skewed(seed: int, experts: int, calls: int) -> list[list[int]]:
+    """A few experts are needed often, and most now and then: residents grow old, and used often."""
+    draw = random.Random(seed)
+    weights = [1 / (rank + 1) for rank in range(experts)]
+    return [draw.choices(range(experts), weights, k=4) for _ in range(calls)]
+
+
+@pytest.mark.parametrize("capacity", [5, 30, 90])
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+def test_decisions_among_many_are_those_of_the_plain_rule(policy: str, capacity: int) -> None:
+    table, naive = SlotTable(120, capacity, policy), Naive(capacity, policy)
+    for call in skewed(0, 120, 1500):
+        needed = sorted(set(call))
+        assert table.step(needed) == naive.call(set(needed))
+        assert {one for one in table.expert_of if one >= 0} == set(naive.uses)
+
+
+@pytest.mark.parametrize("capacity", [30, 90])
+def test_the_order_that_lfru_keeps_does_not_change_decisions(
+    capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every look counts, so that residents are ordered anew again and again, for higher ages and lower."""
+    monkeypatch.setattr(_eviction_policies, "_FEW", 0)
+    ages, choose = [], Lfru._choose_age
+
+    def noted(self: Lfru, age: int, uses: Sequence[int]) -> None:
+        ages.append(age)
+        choose(self, age, uses)
+
+    monkeypatch.setattr(Lfru, "_choose_age", noted)
+    test_decisions_among_many_are_those_of_the_plain_rule("lfru", capacity)
+    steps = [later - age for age, later in pairwise(ages)]
+    assert min(steps) < 0 < max(steps)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -197,14 +234,15 @@ def test_a_forgotten_expert_leaves_a_free_slot() -> None:
     assert table.expert_of == [5, 4]
 
 
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
 @given(trace=calls, capacity=st.integers(4, EXPERTS))
-def test_a_restored_table_goes_on_alike(trace: list[list[int]], capacity: int) -> None:
-    table = SlotTable(EXPERTS, capacity, "lfru")
+def test_a_restored_table_goes_on_alike(policy: str, trace: list[list[int]], capacity: int) -> None:
+    table = SlotTable(EXPERTS, capacity, policy)
     for index, call in enumerate(trace):
         if index == len(trace) // 2:
-            table = SlotTable.restored(capacity, "lfru", table.slot_of, table.uses, table.last, table.clock)
+            table = SlotTable.restored(capacity, policy, table.slot_of, table.uses, table.last, table.clock)
         table.step(sorted(set(call)))
-    whole = SlotTable(EXPERTS, capacity, "lfru")
+    whole = SlotTable(EXPERTS, capacity, policy)
     for call in trace:
         whole.step(sorted(set(call)))
     assert table.expert_of == whole.expert_of
