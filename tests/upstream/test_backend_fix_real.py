@@ -65,7 +65,11 @@ LLM(
 
 def write_model(folder: Path, *, nvfp4: bool) -> None:
     """A folder with a configuration and no weights."""
-    described = {**NVFP4, "config_groups": {"group_0": PARTS}, "exclude_modules": ["lm_head"]}
+    described = {
+        **NVFP4,
+        "config_groups": {"group_0": PARTS},
+        "exclude_modules": ["lm_head", "*self_attn*", "*mlp.gate"],
+    }
     quantised = {"quantization_config": described} if nvfp4 else {}
     (folder / "config.json").write_text(json.dumps({**MODEL, **quantised}))
 
