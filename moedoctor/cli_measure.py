@@ -33,8 +33,12 @@ def plan(
         int, typer.Option(metavar="TOKENS", help="vLLM's --max-num-batched-tokens.")
     ] = 8192,
     scheme: Annotated[
-        str, typer.Option(metavar="SCHEME", help="Of the experts: nvfp4, mxfp4, fp8 or bf16.")
-    ] = "nvfp4",
+        str | None,
+        typer.Option(
+            metavar="SCHEME",
+            help="Of the experts: nvfp4, mxfp4, fp8 or bf16; default: by config.json, nvfp4 of a preset.",
+        ),
+    ] = None,
     other_scheme: Annotated[str, typer.Option(metavar="SCHEME", help="Of everything else.")] = "bf16",
     backend: Annotated[str, typer.Option(metavar="NAME", help="MoE backend, for its workspace.")] = "MARLIN",
     workspace: Annotated[
@@ -71,7 +75,7 @@ def plan(
         kv_type=kv_dtype.lower(),
         block_size=block_size,
         batched_tokens=batched_tokens,
-        scheme=scheme.lower(),
+        scheme=None if scheme is None else scheme.lower(),
         other_scheme=other_scheme.lower(),
         backend=backend,
         workspace=workspace,

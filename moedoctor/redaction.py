@@ -15,7 +15,7 @@ _URL = re.compile(r"\b([a-z][a-z0-9+.-]*)://[^\s'\",;]+", re.IGNORECASE)
 _GPU_UUID = re.compile(r"\b(GPU|MIG)-[0-9a-f]{4,}[0-9a-f/-]*", re.IGNORECASE)
 _IP_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b(?!\.)")
 _TOKEN = re.compile(
-    r"\b(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[abp]-|AKIA|eyJ)[-_.A-Za-z0-9]{12,}"
+    r"\b(?:hf_(?!quant_config\.json)|sk-|gh[oprsu]_|github_pat_|glpat-|xox[abp]-|AKIA|eyJ)[-_.A-Za-z0-9]{12,}"
     r"|\b[0-9a-fA-F]{32,}\b"
     r"|\b(?=[A-Za-z0-9]*\d)(?=[A-Za-z0-9]*[a-z])(?=[A-Za-z0-9]*[A-Z])[A-Za-z0-9]{24,}\b"
 )

@@ -219,5 +219,74 @@ def block_fp8() -> Made:
     return Made(tensors, {**_config(quantization), "num_attention_heads": 4}, None)
 
 
+def mixed() -> Made:
+    """ModelOpt's MIXED_PRECISION: experts in NVFP4 and attention in FP8, each listed in both files."""
+    made, pick = modelopt(), random.Random(6)
+    listed: dict[str, dict[str, Any]] = {}
+    for name in list(made.tensors):
+        if name.endswith(".weight_scale_2"):
+            listed[name.removesuffix(".weight_scale_2")] = {"quant_algo": "NVFP4", "group_size": 16}
+    for module in _attention():
+        made.tensors[f"{module}.weight"] = _fp8(pick, HIDDEN, HIDDEN)
+        made.tensors[f"{module}.weight_scale"] = f32(0.01)
+        made.tensors[f"{module}.input_scale"] = f32(0.02)
+        listed[module] = {"quant_algo": "FP8"}
+    assert made.hf_quant is not None
+    for said in (made.config["quantization_config"], made.hf_quant["quantization"]):
+        said.update(quant_algo="MIXED_PRECISION", quantized_layers=copy.deepcopy(listed))
+        said["ignore" if "ignore" in said else "exclude_modules"] = ["lm_head", "model.layers.*.mlp.gate"]
+        said.pop("config_groups", None)
+        said.pop("group_size", None)
+    return made
+
+
+def compressed_groups() -> Made:
+    """compressed-tensors with two groups: experts in NVFP4 by a pattern, all other linear layers in FP8."""
+    made, pick = compressed(), random.Random(7)
+    for module in _attention():
+        made.tensors[f"{module}.weight"] = _fp8(pick, HIDDEN, HIDDEN)
+        made.tensors[f"{module}.weight_scale"] = f32(0.01, shape=(1,))
+        made.tensors[f"{module}.input_scale"] = f32(0.02, shape=(1,))
+    said = made.config["quantization_config"]
+    said.update(format="mixed-precision", ignore=["lm_head", "re:.*mlp.gate$"])
+    said["config_groups"]["group_0"]["targets"] = ["re:.*mlp.experts.*(gate|up|down)_proj$"]
+    said["config_groups"]["group_1"] = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+        "input_activations": {"num_bits": 8, "type": "float", "dynamic": False},
+    }
+    return made
+
+
+def fused(transposed: bool = False) -> Made:
+    """NVFP4 with all experts of a layer in one tensor: (experts, N, K), or `transposed` (experts, K, N)."""
+    made, pick = modelopt(), random.Random(8)
+    for name in [one for one in made.tensors if ".experts." in one]:
+        del made.tensors[name]
+    for layer in range(LAYERS):
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * INTERMEDIATE, HIDDEN),
+            ("down_proj", HIDDEN, INTERMEDIATE),
+        ):
+            tensor = f"model.layers.{layer}.mlp.experts.{name}"
+            parts = _nvfp4(pick, EXPERTS * rows, columns)
+            for part, end, per in (("weight", "", 2), ("weight_scale", "_weight_scale", 16)):
+                dtype, _, data = parts[part]
+                shape = (columns // per, rows) if transposed else (rows, columns // per)
+                made.tensors[f"{tensor}{end}"] = (dtype, (EXPERTS, *shape), data)
+            made.tensors[f"{tensor}_weight_scale_2"] = f32(*[1.25e-4] * EXPERTS, shape=(EXPERTS,))
+            made.tensors[f"{tensor}_input_scale"] = f32(3e-3)
+    return made
+
+
+def _attention() -> list[str]:
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    return [f"model.layers.{layer}.self_attn.{name}" for layer in range(LAYERS) for name in names]
+
+
+def _fp8(pick: random.Random, rows: int, columns: int) -> Tensor:
+    return "F8_E4M3", (rows, columns), pick.randbytes(rows * columns)
+
+
 def clone(made: Made) -> Made:
     return copy.deepcopy(made)

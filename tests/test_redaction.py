@@ -44,6 +44,7 @@ def test_a_setting_whose_name_tells_of_a_secret_or_a_host_is_hidden(name: str, v
         ("GPU-8f6d2a10-1111-2222-3333-444455556666,GPU-9a1b", f"GPU-{HIDDEN},GPU-{HIDDEN}"),
         ("MIG-GPU-8f6d2a10-1111/1/0", f"MIG-GPU-{HIDDEN}"),
         ("hf_AbCdEfGhIjKlMnOp", HIDDEN),
+        ("model/hf_quant_config.json: no quant_algo", "model/hf_quant_config.json: no quant_algo"),
         ("0123456789abcdef0123456789abcdef", HIDDEN),
         ("aB3aB3aB3aB3aB3aB3aB3aB3", HIDDEN),
     ],

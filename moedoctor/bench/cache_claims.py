@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,9 +18,14 @@ from moedoctor.fixes.eviction import CacheStats, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.moe_forward import moe_forward
 
+if TYPE_CHECKING:
+    from moedoctor.bench.expert_cache_decode import Model
+
 HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8
 _GROUPS = (2, 4, 8)
 _TOKENS = 1024
+_BFLOAT16_UNIT = 2.0**-8
+"""What rounding to bfloat16 changes at most. A group's result is rounded once, and so is the sum after it."""
 
 
 def policy_speed(device: str, *, steps: int = 160, rounds: int = 5) -> dict[str, Any]:
@@ -77,30 +81,67 @@ def policy_speed(device: str, *, steps: int = 160, rounds: int = 5) -> dict[str,
     return {"layers": layers, "steps": steps, "rows": rows}
 
 
-def upstream_groups(device: str) -> dict[str, Any]:
-    """vLLM's `fused_experts` once a group of experts, all resident, at 1024 tokens and 32 experts."""
+def upstream_groups(device: str, *, tokens: int = _TOKENS, model: Model | None = None) -> dict[str, Any]:
+    """vLLM's `fused_experts` once a group of experts, all resident; shape and method of `our_groups`.
+
+    A group after another adds its bfloat16 result to the sum. A row a number of groups: ``overhead`` and
+    ``us`` of CUDA-graph replays, and both by the wall clock of eager calls. Raises UnavailableError without
+    vLLM, RuntimeError where the sum of the groups is not the result of one call.
+    """
+    from moedoctor.bench import expert_cache_groups as bench
     from moedoctor.upstream.modular_moe import fused_experts
 
-    w13, w2, x, shares, ids = _layer(32, _TOKENS, device)
-    maps = {groups: _expert_maps(32, groups, device) for groups in _GROUPS}
+    layer = bench.ResidentLayer.make(device, tokens=tokens, model=model)
+    slots = len(layer.experts)
 
-    def grouped(groups: int) -> torch.Tensor:
-        total = torch.zeros_like(x)  # [T, H]
-        for one in maps[groups]:
-            total += fused_experts(x, w13, w2, shares, ids, one)
+    def part_of(expert_map: torch.Tensor | None) -> torch.Tensor:
+        w13, w2 = layer.weights["w13"], layer.weights["w2"]
+        return fused_experts(layer.x, w13, w2, layer.shares, layer.slot_ids, expert_map)
+
+    def grouped(maps: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros_like(layer.x)  # [T, H]
+        for one in maps:
+            total += part_of(one)
         return total
 
-    whole = fused_experts(x, w13, w2, shares, ids, None)  # [T, H]
-    worst = max(float((grouped(groups) - whole).abs().max()) for groups in _GROUPS)
-    calls = {"whole": lambda: fused_experts(x, w13, w2, shares, ids, None)}
-    return {"kernel": "vLLM's fused_experts", "worst_difference": worst, **_overheads(calls, grouped)}
+    calls: dict[str, Callable[[], torch.Tensor]] = {"1": lambda: part_of(None)}
+    for groups in _GROUPS:
+        calls[str(groups)] = functools.partial(grouped, _expert_maps(slots, groups, device))
+    whole = part_of(None)  # [T, H]
+    differences = bench.checked_differences(calls, whole, 2 * max(_GROUPS) * _BFLOAT16_UNIT)
+    methods = {"": bench.graph_rounds(calls), bench.EAGER: bench.eager_rounds(calls)}
+    rows = [
+        {
+            "groups": groups,
+            **{
+                key: value
+                for method, times in methods.items()
+                for key, value in bench.added_columns(times, str(groups), groups, method).items()
+            },
+            "largest_difference": differences[str(groups)],
+        }
+        for groups in _GROUPS
+    ]
+    return {
+        "kernel": "vLLM's fused_experts",
+        "experts": slots,
+        "tokens": tokens,
+        **{f"one_call_us{method}": times.times["1"].median for method, times in methods.items()},
+        "rows": rows,
+    }
 
 
-def our_groups(device: str) -> dict[str, Any]:
-    """Our layer once a group of experts, all resident, at 1024 tokens and 128 experts; CUDA-graph replays."""
+def our_groups(device: str, *, tokens: int = _TOKENS, model: Model | None = None) -> dict[str, Any]:
+    """Our layer once a group of experts, all resident; 1024 tokens and 128 experts where nothing is said.
+
+    CUDA-graph replays, and the wall clock of eager calls beside them.
+    """
+    from moedoctor.bench.expert_cache_decode import Model
     from moedoctor.bench.expert_cache_groups import group_cost
 
-    return {"kernel": "our GroupedForward", **group_cost(device, tokens=_TOKENS, groups=_GROUPS)}
+    model = model or Model(host_layers=1)
+    found = group_cost(device, tokens=tokens, groups=_GROUPS, model=model, eager=True)
+    return {"kernel": "our GroupedForward", "experts": model.experts, **found}
 
 
 def cold_swap(device: str, *, rounds: int = 7) -> dict[str, Any]:
@@ -168,40 +209,6 @@ def _cold_ours(
     return time.perf_counter() - began
 
 
-def _overheads(
-    calls: dict[str, Callable[[], torch.Tensor]], grouped: Callable[[int], torch.Tensor]
-) -> dict[str, Any]:
-    every: dict[str, Callable[[], torch.Tensor]] = {
-        **calls,
-        **{str(groups): functools.partial(grouped, groups) for groups in _GROUPS},
-    }
-    measures = {name: functools.partial(_seconds, call) for name, call in every.items()}
-    for call in every.values():
-        call()
-    compared = compare_rounds(measures, baseline="whole", rounds=9)
-    rows = [
-        {
-            "groups": groups,
-            "overhead": compared.ratios[str(groups)].median - 1,
-            "overhead_p20": compared.ratios[str(groups)].p20 - 1,
-            "overhead_p80": compared.ratios[str(groups)].p80 - 1,
-            "milliseconds": compared.times[str(groups)].median * 1e3,
-        }
-        for groups in _GROUPS
-    ]
-    return {"whole": asdict(compared.times["whole"]), "tokens": _TOKENS, "rows": rows}
-
-
-def _seconds(call: Callable[[], torch.Tensor], repeats: int = 10) -> float:
-    """Seconds a call, the host's work included."""
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - began) / repeats
-
-
 def _spread(name: str, spread: Spread, factor: float = 1.0) -> dict[str, float]:
     return {
         name: spread.median * factor,
@@ -229,15 +236,6 @@ def _routing(experts: int, tokens: int, device: str) -> tuple[torch.Tensor, torc
     logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0))  # [T, E]
     shares, ids = logits.softmax(1).topk(TOP_K)  # [T, K] each
     return (shares / shares.sum(1, keepdim=True)).to(device), ids.int().to(device)
-
-
-def _layer(experts: int, tokens: int, device: str) -> tuple[torch.Tensor, ...]:
-    """(w13 [E, 2I, H], w2 [E, H, I], x [T, H], shares [T, K], ids [T, K]), the first three bfloat16."""
-    draw = torch.Generator(device).manual_seed(0)
-    options: dict[str, Any] = {"generator": draw, "device": device, "dtype": torch.bfloat16}
-    w13 = torch.randn(experts, 2 * INTERMEDIATE, HIDDEN, **options) / HIDDEN**0.5
-    w2 = torch.randn(experts, HIDDEN, INTERMEDIATE, **options) / INTERMEDIATE**0.5
-    return w13, w2, torch.randn(tokens, HIDDEN, **options), *_routing(experts, tokens, device)
 
 
 def _expert_maps(experts: int, groups: int, device: str) -> list[torch.Tensor]:

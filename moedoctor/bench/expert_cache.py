@@ -22,7 +22,7 @@ from moedoctor.bench.expert_cache_decode import (
     cached,
     uncached,
 )
-from moedoctor.bench.expert_cache_run import CHECKED_STEPS, Host, Run
+from moedoctor.bench.expert_cache_run import CHECKED_STEPS, Host, Run, pr_wrong_steps
 from moedoctor.bench.expert_cache_traffic import add_bounds, optimum, pr_counts, traffic_of
 from moedoctor.bench.timing import Comparison, Spread, compare_rounds
 
@@ -182,7 +182,8 @@ def _traffic(
         return traffic_of(run, *moved, host.pinned_gb_s)
     pr = pr_counts(run)
     row = traffic_of(run, pr.hits, pr.misses, run.model.expert_bytes, host.pinned_gb_s)
-    return {"wrong_layer_calls": pr.wrong} | row
+    wrong, counted = pr_wrong_steps(run)
+    return {"wrong_layer_calls": pr.wrong, "wrong_steps": wrong, "of_steps": counted} | row
 
 
 def _right(run: Run, host: list[dict[str, torch.Tensor]], device: str) -> Callable[[int], torch.Tensor]:

@@ -60,19 +60,7 @@ class Inputs:
     @functools.lru_cache(maxsize=1)
     def make(cls, model: Model, batch: int, steps: int, device: str) -> Inputs:
         """Zipf routes with drift, `batch` tokens a step."""
-        settings = ZipfSettings(
-            experts=model.experts,
-            top_k=model.top_k,
-            layers=model.layers,
-            rows=steps * batch,
-            streams=batch,
-            skew=model.skew,
-            drift=model.drift,
-            seed=model.seed,
-        )
-        ids = torch.tensor(zipf_trace(settings).topk_ids, dtype=torch.int32)
-        ids = ids.view(steps, batch, model.layers, model.top_k).transpose(1, 2).contiguous()
-        return cls._with(model, ids, device)
+        return cls._with(model, zipf_ids(model, batch, steps), device)
 
     @classmethod
     def recorded(cls, model: Model, steps: int, device: str) -> Inputs:
@@ -80,16 +68,7 @@ class Inputs:
 
         Raises ValueError for a model of another shape, or where the trace is too short.
         """
-        trace = shipped_trace()
-        known, repeats = len(trace.layers), -(-model.layers // len(trace.layers))
-        if (model.experts, model.top_k) != (trace.num_experts, trace.top_k) or steps > trace.rows:
-            raise ValueError(
-                f"the trace has {trace.rows} tokens of {trace.num_experts} experts, top-{trace.top_k}"
-            )
-        every = torch.tensor(list(trace.topk_ids), dtype=torch.int32).view(-1, known, 1, model.top_k)
-        apart = (trace.rows - steps) // max(repeats - 1, 1)
-        parts = [every[start * apart : start * apart + steps] for start in range(repeats)]
-        return cls._with(model, torch.cat(parts, dim=1)[:, : model.layers], device)
+        return cls._with(model, recorded_ids(model, steps), device)
 
     @classmethod
     def _with(cls, model: Model, ids: torch.Tensor, device: str) -> Inputs:
@@ -98,6 +77,29 @@ class Inputs:
         shares = torch.rand(batch, model.top_k, generator=draw, device=device)  # [T, K]
         x = torch.randn(batch, model.hidden, generator=draw, device=device).bfloat16()  # [T, H]
         return cls(ids.to(device).contiguous(), shares / shares.sum(1, keepdim=True), x)
+
+
+def zipf_ids(model: Model, batch: int, steps: int) -> torch.Tensor:
+    """int32 [steps, layers, T, K] on the CPU; fewer steps of one sequence are the start of more."""
+    rows = steps * batch
+    shape = {"experts": model.experts, "top_k": model.top_k, "layers": model.layers, "rows": rows}
+    settings = ZipfSettings(**shape, streams=batch, skew=model.skew, drift=model.drift, seed=model.seed)
+    ids = torch.tensor(zipf_trace(settings).topk_ids, dtype=torch.int32)
+    return ids.view(steps, batch, model.layers, model.top_k).transpose(1, 2).contiguous()
+
+
+def recorded_ids(model: Model, steps: int) -> torch.Tensor:
+    """int32 [steps, layers, 1, K] on the CPU, as `Inputs.recorded` has them. Raises ValueError as it does."""
+    trace = shipped_trace()
+    known, repeats = len(trace.layers), -(-model.layers // len(trace.layers))
+    if (model.experts, model.top_k) != (trace.num_experts, trace.top_k) or steps > trace.rows:
+        raise ValueError(
+            f"the trace has {trace.rows} tokens of {trace.num_experts} experts, top-{trace.top_k}"
+        )
+    every = torch.tensor(list(trace.topk_ids), dtype=torch.int32).view(-1, known, 1, model.top_k)
+    apart = (trace.rows - steps) // max(repeats - 1, 1)
+    parts = [every[start * apart : start * apart + steps] for start in range(repeats)]
+    return torch.cat(parts, dim=1)[:, : model.layers]
 
 
 def host_weights(model: Model, device: str) -> list[dict[str, torch.Tensor]]:
@@ -188,6 +190,11 @@ class Variant:
     """The host's tensors are packed."""
     overlap: bool = False
     """Hits are computed while misses are copied."""
+
+    def __str__(self) -> str:
+        """How the cache is made and called, in the words of its options."""
+        options = ["packed"] * self.packed + ["overlap"] * self.overlap
+        return " + ".join([self.policy, *options, f"engine {self.engine}"])
 
 
 @dataclass

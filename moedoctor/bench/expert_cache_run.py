@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 from moedoctor.bench.cache_claims import pinned_bandwidth
-from moedoctor.bench.expert_cache_decode import Inputs, Model, host_weights
+from moedoctor.bench.expert_cache_decode import Inputs, Model, host_weights, recorded_ids, zipf_ids
+from moedoctor.faults.pr37190 import PrRule
+from moedoctor.fixes.eviction import replay
 from moedoctor.fixes.expert_cache import ExpertStore
 
 CHECKED_STEPS = 12
@@ -15,7 +18,9 @@ CHECKED_STEPS = 12
 _TOKENS_A_ROUND = 4
 _SEEN_TOKENS = 910
 """Tokens of the trace before the first that is timed: thousands would change the hit rates little. The PR's
-cache, which is wrong every few hundred steps at 32 slots, is right for some fifty from there on."""
+cache loses experts at 32 slots, and is timed only where it is right: from there on it is for long enough.
+`pr_wrong_steps` says how often it is wrong in a longer part of the trace."""
+_COUNTED_TOKENS = 2000
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Run:
     rounds: int
     each: int
     """Steps a round."""
+    recorded: bool = False
+    """The trace is the one that ships with moedoctor."""
 
     @classmethod
     def make(
@@ -71,9 +78,32 @@ class Run:
         inputs = (
             Inputs.recorded(model, steps, device) if recorded else Inputs.make(model, batch, steps, device)
         )
-        return cls(model, inputs, capacity, batch, start, rounds, each)
+        return cls(model, inputs, capacity, batch, start, rounds, each, recorded)
 
     @property
     def last(self) -> int:
         """The last step."""
         return self.start + self.rounds * self.each - 1
+
+
+def pr_wrong_steps(run: Run) -> tuple[int, int]:
+    """(steps in which the PR's rule loses an expert of some layer, steps), by bookkeeping from empty caches.
+
+    Over the first 2000 tokens of the trace, or as many as are timed where these are more. The steps that are
+    timed are chosen so that the rule is right there, and say nothing about how often it is.
+    """
+    steps = max(_COUNTED_TOKENS // run.batch, run.last + 1)
+    wrong = [False] * steps
+    for calls in _counted_calls(run.model, run.batch, steps, run.recorded):
+        rule = PrRule(run.model.experts, run.capacity)
+        for step, call in enumerate(calls):
+            wrong[step] |= replay((call,), rule).wrong > 0
+    return sum(wrong), steps
+
+
+@functools.lru_cache(maxsize=1)
+def _counted_calls(model: Model, batch: int, steps: int, recorded: bool) -> list[list[list[int]]]:
+    """The experts of each call, by layer and step."""
+    ids = recorded_ids(model, steps) if recorded else zipf_ids(model, batch, steps)
+    calls: list[list[list[int]]] = ids.transpose(0, 1).flatten(2).tolist()
+    return calls

@@ -101,7 +101,8 @@ class Runner:
 
 
 def make_runner(name: str, shape: StackShape, device: str) -> Runner:
-    """``ours``, ``ours_budget_0``, ``resident``, ``uva``, ``prefetch``, ``functional_call`` or ``…_pinned``.
+    """``ours`` or ``ours_unpinned``, ``ours_budget_0``, ``resident``, ``uva``, ``prefetch``,
+    ``functional_call`` or ``functional_call_pinned``.
 
     vLLM's own classes where they can be imported, else what `moedoctor.reference.offload_paths` restates.
     """
@@ -110,8 +111,8 @@ def make_runner(name: str, shape: StackShape, device: str) -> Runner:
     stack = make_stack(shape, device)
     if name == "resident":
         return Runner(name, "the module itself", stack)
-    if name == "ours":
-        return Runner(name, "moedoctor", stack, _offloaded(stack, shape))
+    if name in ("ours", "ours_unpinned"):
+        return Runner(name, "moedoctor", stack, _offloaded(stack, shape, pin=name == "ours"))
     if name == "ours_budget_0":
         # No layer fits into a byte: what `offload` leaves behind where it has nothing to do.
         return Runner(name, "moedoctor", stack, offload(stack, 1))
@@ -139,8 +140,8 @@ def make_runner(name: str, shape: StackShape, device: str) -> Runner:
     return Runner(name, what, stack, keep)
 
 
-def _offloaded(stack: nn.Module, shape: StackShape) -> Offload:
-    return offload(stack, shape.layers * shape.layer_bytes, patterns=("experts",))
+def _offloaded(stack: nn.Module, shape: StackShape, *, pin: bool) -> Offload:
+    return offload(stack, shape.layers * shape.layer_bytes, patterns=("experts",), pin=pin)
 
 
 def pinned_bandwidth(nbytes: int, device: str, rounds: int = 10) -> Spread:
@@ -237,8 +238,8 @@ def bandwidth(device: str) -> dict[str, Any]:
 
 
 def against_functional_call(device: str) -> dict[str, Any]:
-    """Ours and the path without UVA, from pageable and from pinned memory."""
-    names = ("ours", "functional_call", "functional_call_pinned")
+    """Ours and the path without UVA, each from pinned and from pageable memory."""
+    names = ("ours", "ours_unpinned", "functional_call", "functional_call_pinned")
     return compare(names, device, shape=StackShape(), tokens=TOKENS, count=2, rounds=5)
 
 

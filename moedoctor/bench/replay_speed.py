@@ -21,11 +21,12 @@ def replay_speed(
 ) -> list[dict[str, Any]]:
     """Expert accesses a second of `simulate`, the median of `rounds`: a row a policy and capacity.
 
-    One layer of 128 experts, top-8, Zipf routing.
+    One layer of 128 experts, top-8, Zipf routing. ``hit_rate_optimum`` is Belady's rate over the same calls.
     """
     calls = zipf_trace(ZipfSettings(layers=1, rows=tokens, streams=1)).calls(0)
     rows = []
     for capacity in capacities:
+        best = simulate(calls, num_experts=128, capacity=capacity, policy="belady").hit_rate
         for policy in ONLINE_POLICIES:
             seconds = []
             for _ in range(rounds):
@@ -39,6 +40,7 @@ def replay_speed(
                     "capacity": capacity,
                     "accesses_per_second": stats.accesses / median,
                     "hit_rate": stats.hit_rate,
+                    "hit_rate_optimum": best,
                 }
             )
     return rows

@@ -82,7 +82,9 @@ def measure_speed(
         f"Speed: decode at batch {batch} through {model.layers} MoE layers of the shape of Qwen3-30B-A3B in "
         f"bfloat16, without attention; random weights, Zipf routing with drift; {gpu}. bus_us is what the "
         "bytes of the misses take at the rate of a pinned copy, speedup_bound the ratio if nothing else took "
-        "time; recorded is the trace that ships with moedoctor."
+        "time; recorded is the trace that ships with moedoctor. The steps that are timed lie where "
+        "the PR's cache computes right, if it does at all; wrong_steps counts, by bookkeeping from empty "
+        "caches, those of a longer part of the trace in which it computes with a wrong expert."
     )
     if missing:
         note += f" NOT MEASURED: {'; '.join(missing)}."

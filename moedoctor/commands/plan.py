@@ -13,6 +13,7 @@ from typing import Any
 import moedoctor
 from moedoctor.commands.errors import InputError, as_input_error
 from moedoctor.diagnose.plan import GIB, KV_TYPES, SCHEMES, Plan, PlanRequest, plan
+from moedoctor.diagnose.plan_checkpoint import checkpoint_bytes, expert_scheme
 from moedoctor.diagnose.plan_kv import PlanError
 from moedoctor.diagnose.plan_traffic import MODES
 from moedoctor.diagnose.plan_workspace import check_backend
@@ -23,6 +24,7 @@ from moedoctor.output import OutputError, check_writable, write
 from moedoctor.redaction import Redactor
 
 FORMATS = ("table", "json", "markdown")
+_PRESET_SCHEME = "nvfp4"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class PlanOptions:
     kv_type: str = "bf16"
     block_size: int = 16
     batched_tokens: int = 8192
-    scheme: str = "nvfp4"
+    scheme: str | None = None
+    """None: what the model's config.json says, and of a preset nvfp4."""
     other_scheme: str = "bf16"
     backend: str = "MARLIN"
     workspace: float | None = None
@@ -81,7 +84,7 @@ def _check(options: PlanOptions) -> None:
     for flag, value, known in (
         ("--format", options.format, FORMATS),
         ("--kv-dtype", options.kv_type, KV_TYPES),
-        ("--scheme", options.scheme, SCHEMES),
+        ("--scheme", options.scheme if options.scheme is not None else _PRESET_SCHEME, SCHEMES),
         ("--other-scheme", options.other_scheme, SCHEMES),
         ("--offload-mode", options.offload_mode, MODES),
     ):
@@ -110,11 +113,13 @@ def _request(options: PlanOptions, shape: ModelShape) -> PlanRequest:
     def size(value: float | None) -> int | None:
         return None if value is None else round(value * GIB)
 
+    scheme, source = _scheme(options)
     return PlanRequest(
         shape=shape,
-        scheme=options.scheme,
+        scheme=scheme,
+        scheme_source=source,
         other_scheme=options.other_scheme,
-        checkpoint_bytes=_checkpoint_bytes(Path(options.model)),
+        checkpoint_bytes=checkpoint_bytes(Path(options.model)) if os.path.isdir(options.model) else None,
         gpu_bytes=size(options.gpu_memory),
         utilization=options.utilization,
         available_kv_bytes=size(options.available_kv),
@@ -132,12 +137,16 @@ def _request(options: PlanOptions, shape: ModelShape) -> PlanRequest:
     )
 
 
-def _checkpoint_bytes(folder: Path) -> int | None:
-    """Bytes of the safetensors files in a folder; None where there are none."""
-    if not os.path.isdir(folder):
-        return None
-    sizes = [one.stat().st_size for one in folder.glob("*.safetensors") if one.is_file()]
-    return sum(sizes) or None
+def _scheme(options: PlanOptions) -> tuple[str, str | None]:
+    """(the experts' scheme, where it is said); given ones are said nowhere else."""
+    if options.scheme is not None:
+        return options.scheme, None
+    path = Path(options.model)
+    if os.path.isdir(path):
+        return expert_scheme(path / "config.json")
+    if path.name == "config.json":
+        return expert_scheme(path)
+    return _PRESET_SCHEME, "the default of a preset"
 
 
 def _rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
@@ -149,7 +158,12 @@ def _rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
         (
             "other weights",
             _gib(result.other_bytes),
-            f"attention, shared experts, embeddings in {request.other_scheme}",
+            "attention, shared experts, embeddings"
+            + (
+                f" in {request.other_scheme}"
+                if request.checkpoint_bytes is None
+                else ": the checkpoint's rest"
+            ),
         ),
     ]
     if result.on_host_bytes:

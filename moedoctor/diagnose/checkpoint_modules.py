@@ -30,6 +30,12 @@ INPUT_SCALES = ("input_scale", "input_global_scale")
 PAIRS = {"gate_proj": "up_proj", "w1": "w3"}
 """Gate -> up, by the names that checkpoints use."""
 _PROJECTION = re.compile(r"(?:\w*_proj|w[123])", re.ASCII)
+_FUSED_EXPERTS = re.compile(
+    r"(?P<projection>gate_up_proj|down_proj)"
+    r"(?:_(?P<part>weight_scale|weight_scale_2|weight_scale_inv|input_scale|scale_inv|scale|bias))?",
+    re.ASCII,
+)
+"""All experts of a layer in one tensor, (experts, N, K); ``experts.gate_up_proj_weight_scale`` beside it."""
 _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<expert>\d{1,9})\.(?P<projection>\w+)", re.ASCII)
 
 
@@ -44,18 +50,32 @@ class ExpertName:
 
 
 def group(checkpoint: Checkpoint) -> dict[str, Parts]:
-    """Module -> its tensors."""
+    """Module -> its tensors. ``experts.gate_up_proj``, a tensor of all experts, is a module with a weight."""
     modules: dict[str, Parts] = {}
     for name, info in checkpoint.tensors.items():
         module, _, part = name.rpartition(".")
+        if module.endswith(".experts") and (fused := _FUSED_EXPERTS.fullmatch(part)):
+            module, part = f"{module}.{fused['projection']}", fused["part"] or "weight"
         modules.setdefault(module, {})[part] = info
     return modules
+
+
+def tensor_name(module: str, part: str) -> str:
+    """The name that a module's tensor has in its file."""
+    if not fused_experts(module):
+        return f"{module}.{part}"
+    return module if part == "weight" else f"{module}_{part}"
 
 
 def expert_name(module: str) -> ExpertName | None:
     """What part of which expert a module is; None where it is none."""
     found = _EXPERT.fullmatch(module)
     return None if found is None else ExpertName(found["layer"], int(found["expert"]), found["projection"])
+
+
+def fused_experts(module: str) -> bool:
+    """Whether a module is one tensor of all experts of a layer."""
+    return module.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
 def is_projection(module: str) -> bool:
@@ -90,6 +110,14 @@ def shape_of(parts: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
     rows, columns = info.shape
     per_element = {"U8": 2, "I32": 8}.get(info.dtype, 1)
     return rows, columns * per_element
+
+
+def block_of(parts: Mapping[str, TensorInfo]) -> float | None:
+    """How many weights of an NVFP4 module share a block scale; None where it has no such scales."""
+    weight, scales = parts.get("weight_packed") or parts.get("weight"), parts.get("weight_scale")
+    if weight is None or scales is None or not scales.elements:
+        return None
+    return weight.elements * (2 if weight.dtype == "U8" else 1) / scales.elements
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

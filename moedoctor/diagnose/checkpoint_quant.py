@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moedoctor.diagnose.checkpoint import Checkpoint, JsonFile
+from moedoctor.diagnose.checkpoint_rules import Rule, Rules
 
 ALGOS: Mapping[str, str] = {
     "FP8": "fp8",
@@ -24,8 +25,14 @@ ALGOS: Mapping[str, str] = {
     "W4A8_AWQ": "int",
     "INT4_AWQ": "int",
     "INT8_SQ": "int",
+    "INT8_WO": "int",
+    "W8A16": "int",
+    "W8A8_SQ_PER_CHANNEL": "int",
+    "FP8_PB_REAL": "fp8",
 }
 """ModelOpt's names -> scheme of the tensors."""
+_MOST_GROUPS = 64
+_MOST_LISTED = 500_000
 _STATIC_INPUTS = frozenset({"FP8", "NVFP4", "NVFP4_AWQ"})
 _JUDGED = frozenset(
     {
@@ -63,19 +70,20 @@ class Declared:
     method: str | None
     algo: str | None
     """ModelOpt's `quant_algo` in upper case, or compressed-tensors' format."""
-    scheme: str | None
-    """``nvfp4``, ``fp8``, ``int``, ``mixed``; None where it is not known."""
-    static_inputs: bool
-    """Whether every quantised module needs an input scale."""
+    rules: Rules
+    """How each module is quantised."""
     kv: str | None
     """``FP8`` or another type that needs scales; None where none is declared."""
     group_size: int | None
-    block: tuple[int, int] | None
-    """Rows and columns of a weight's block, where scales are per block of a matrix."""
     excluded: tuple[str, ...]
     exclude_key: str
-    layers: frozenset[str]
-    """Modules of MIXED_PRECISION that are quantised."""
+
+    @property
+    def scheme(self) -> str | None:
+        """``nvfp4``, ``fp8``, ``int``, ``mixed`` for several; None where it is not known."""
+        if self.rules.layers is not None or len({one.scheme for one in self.rules.groups}) > 1:
+            return "mixed"
+        return self.rules.groups[0].scheme if self.rules.groups else None
 
     @property
     def judged(self) -> bool:
@@ -111,32 +119,72 @@ def from_hf_quant(checkpoint: Checkpoint) -> Declared | None:
 
 
 def _modelopt(file: JsonFile, found: Mapping[str, Any], method: str | None) -> Declared:
-    algo = found.get("quant_algo")
-    algo = algo.upper() if isinstance(algo, str) and algo else None
+    algo = _upper(found.get("quant_algo"))
     key = "exclude_modules" if "exclude_modules" in found else "ignore"
     kv = found.get("kv_cache_quant_algo")
-    layers = found.get("quantized_layers")
+    groups, listed = _groups(found), found.get("quantized_layers")
     group = found.get("group_size")
     if group is None:
-        group = _first_group(found).get("weights", {}).get("group_size")
+        group = groups[0].group_size if groups else None
+    group = group if type(group) is int else None
+    rule = Rule(algo, ALGOS.get(algo) if algo else None, algo in _STATIC_INPUTS, group)
+    rules = Rules(None, (rule,))
+    if rule.scheme == "mixed":
+        # Without a list, the groups that ModelOpt writes for other readers say it.
+        rules = Rules(None, groups) if listed is None and groups else Rules(_listed(listed))
     return Declared(
         file,
         method,
         algo,
-        ALGOS.get(algo) if algo else None,
-        algo in _STATIC_INPUTS,
+        rules,
         kv.upper() if isinstance(kv, str) and kv.lower() not in ("", "none", "auto") else _kv_scheme(found),
-        group if type(group) is int else None,
-        None,
+        group,
         _strings(found.get(key)),
         key,
-        frozenset(_strings(list(layers))) if isinstance(layers, dict) else frozenset(),
     )
 
 
+def _listed(layers: Any) -> dict[str, Rule]:
+    """`quantized_layers`: module -> how it is quantised."""
+    rules: dict[str, Rule] = {}
+    for module in _strings(list(layers), _MOST_LISTED) if isinstance(layers, dict) else ():
+        entry = layers[module] if isinstance(layers[module], dict) else {}
+        algo, size = _upper(entry.get("quant_algo")), entry.get("group_size")
+        scheme = ALGOS.get(algo) if algo else None
+        scheme = None if scheme == "mixed" else scheme
+        rules[module] = Rule(algo, scheme, algo in _STATIC_INPUTS, size if type(size) is int else None)
+    return rules
+
+
 def _compressed(file: JsonFile, found: Mapping[str, Any], method: str | None) -> Declared:
-    group = _first_group(found)
-    weights, inputs = group.get("weights", {}), group.get("input_activations", {})
+    groups, algo = _groups(found), found.get("format")
+    return Declared(
+        file,
+        method,
+        algo if isinstance(algo, str) else None,
+        Rules(None, groups),
+        _kv_scheme(found),
+        groups[0].group_size if groups else None,
+        _strings(found.get("ignore")),
+        "ignore",
+    )
+
+
+def _groups(found: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """The groups of compressed-tensors' `config_groups`, in their order."""
+    groups = found.get("config_groups")
+    if not isinstance(groups, dict):
+        return ()
+    made = [one if isinstance(one, dict) else {} for one in groups.values()]
+    # A group without weights is about activations alone, of attention for example.
+    about = [one for one in made if one.get("weights")] or made
+    return tuple(_group(one) for one in about[:_MOST_GROUPS])
+
+
+def _group(found: Mapping[str, Any]) -> Rule:
+    weights, inputs = (
+        one if isinstance(one := found.get(key), dict) else {} for key in ("weights", "input_activations")
+    )
     bits, kind = weights.get("num_bits"), weights.get("type")
     scheme = None
     if kind == "int":
@@ -149,20 +197,14 @@ def _compressed(file: JsonFile, found: Mapping[str, Any], method: str | None) ->
         static = bool(inputs) and inputs.get("dynamic") is False
     size = weights.get("group_size")
     structure = weights.get("block_structure")
-    block = tuple(structure) if isinstance(structure, list) and len(structure) == 2 else None
-    algo = found.get("format")
-    return Declared(
-        file,
-        method,
-        algo if isinstance(algo, str) else None,
+    block = (structure[0], structure[1]) if isinstance(structure, list) and len(structure) == 2 else None
+    return Rule(
+        None,
         scheme,
         static,
-        _kv_scheme(found),
         size if type(size) is int else None,
         block if block and all(type(one) is int and one > 0 for one in block) else None,
-        _strings(found.get("ignore")),
-        "ignore",
-        frozenset(),
+        _strings(found.get("targets"), _MOST_LISTED),
     )
 
 
@@ -172,11 +214,9 @@ def _block_fp8(file: JsonFile, found: Mapping[str, Any]) -> Declared:
     if block and not all(type(one) is int and one > 0 for one in block):
         block = None
     key = "modules_to_not_convert" if "modules_to_not_convert" in found else "ignored_layers"
-    static = found.get("activation_scheme") == "static"
+    rule = Rule("fp8", "fp8", found.get("activation_scheme") == "static", None, block)
     excluded = _strings(found.get(key))
-    return Declared(
-        file, "fp8", "fp8", "fp8", static, _kv_scheme(found), None, block, excluded, key, frozenset()
-    )
+    return Declared(file, "fp8", "fp8", Rules(None, (rule,)), _kv_scheme(found), None, excluded, key)
 
 
 def _kv_scheme(found: Mapping[str, Any]) -> str | None:
@@ -186,16 +226,11 @@ def _kv_scheme(found: Mapping[str, Any]) -> str | None:
     return "FP8" if kv.get("num_bits") == 8 and kv.get("type") == "float" else None
 
 
-def _first_group(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The first group of `config_groups`, with objects in place of anything else."""
-    groups = found.get("config_groups")
-    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-    if not isinstance(first, dict):
-        return {}
-    return {key: value for key, value in first.items() if isinstance(value, dict)}
+def _upper(value: Any) -> str | None:
+    return value.upper() if isinstance(value, str) and value else None
 
 
-def _strings(value: Any) -> tuple[str, ...]:
+def _strings(value: Any, limit: int = 20_000) -> tuple[str, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         return ()
-    return tuple(one for one in value if isinstance(one, str) and len(one) <= 500)[:20_000]
+    return tuple(one for one in value if isinstance(one, str) and len(one) <= 500)[:limit]

@@ -24,9 +24,13 @@ _NORMAL = bytes(range(0x08, 0x7F))
 _NOT_ABOVE = tuple(bytes((*range(code + 1), *range(0x7F, 0x100))) for code in range(0x7F))
 """Code of a positive number or 0 -> all codes but those of larger numbers."""
 _BLOCK_BYTES = 8
-_LOOKED_AT = 1 << 20
+_WINDOW = 1 << 12
+"""Block scales that are compared with their weights at once."""
+_WINDOWS = 256
+_WINDOWS_OF_ALL = 1 << 13
 _ZEROS = 64
-_ZERO_PAIRS = bytes((0x00, 0x08, 0x80, 0x88))
+_MASK = bytes(0x77 if code in _ZERO else 0 for code in range(256))
+"""Code of a block scale -> the bits of two E2M1 codes, all but their signs, where it is 0."""
 SMALLEST_NORMAL = 2.0**-6
 """Of E4M3."""
 SMALLEST_NORMAL_F32 = 2.0**-126
@@ -51,6 +55,7 @@ class Reader:
         self._folder = folder
         self._name = ""
         self._file: BinaryIO | None = None
+        self._windows_left = _WINDOWS_OF_ALL
 
     def __enter__(self) -> Reader:
         return self
@@ -65,11 +70,7 @@ class Reader:
 
     def block_scales(self, info: TensorInfo, whole: bool) -> BlockScaleCounts:
         """Counts over the E4M3 values of `info`; over three samples of it where not `whole`."""
-        if whole or info.size <= _SAMPLES * _SAMPLE:
-            places = [(at, min(_CHUNK, info.size - at)) for at in range(0, info.size, _CHUNK)]
-        else:
-            step = (info.size - _SAMPLE) // (_SAMPLES - 1)
-            places = [(part * step, _SAMPLE) for part in range(_SAMPLES)]
+        places = _places(info, whole)
         seen = nan = zero = negative = subnormal = largest = 0
         for offset, size in places:
             data = self._bytes(info, offset, size)
@@ -84,21 +85,34 @@ class Reader:
             largest = max(above, default=largest)
         return BlockScaleCounts(seen, nan, zero, negative, subnormal, E4M3[largest])
 
-    def zero_blocks(self, scales: TensorInfo, weight: TensorInfo) -> int:
-        """Of the first blocks with a scale of 0, how many hold NVFP4 codes that are not: weights lost."""
-        if weight.dtype not in ("U8", "F4") or weight.size != scales.size * _BLOCK_BYTES:
+    def zero_blocks(self, scales: TensorInfo, weight: TensorInfo, whole: bool) -> int:
+        """How many blocks with a scale of 0 hold NVFP4 codes that are not 0, up to 64: weights lost.
+
+        Windows that have such scales are looked at all over the tensor, at most 8 MB of weights of a tensor
+        and 256 MB of all. 0 too where the weight is not laid out with a block's codes one after the other.
+        """
+        if (
+            weight.dtype not in ("U8", "F4")
+            or weight.size != scales.size * _BLOCK_BYTES
+            or weight.shape[:-1] != scales.shape[:-1]
+        ):
             return 0
-        data, lost, at = self._bytes(scales, 0, min(scales.size, _LOOKED_AT)), 0, -1
-        for _ in range(_ZEROS):
-            at = min(
-                (one for one in (data.find(code, at + 1) for code in (b"\x00", b"\x80")) if one >= 0),
-                default=-1,
-            )
-            if at < 0:
+        windows: list[tuple[int, int]] = []
+        for offset, size in _places(scales, whole):
+            data = self._bytes(scales, offset, size)
+            for at in range(0, size, _WINDOW):
+                window = data[at : at + _WINDOW]
+                if len(window.translate(None, _ZERO)) < len(window):
+                    windows.append((offset + at, len(window)))
+        step = -(-len(windows) // _WINDOWS) or 1
+        lost = 0
+        for at, size in windows[::step]:
+            if lost >= _ZEROS or self._windows_left == 0:
                 break
-            codes = self._bytes(weight, at * _BLOCK_BYTES, _BLOCK_BYTES)
-            lost += bool(codes.translate(None, _ZERO_PAIRS))
-        return lost
+            self._windows_left -= 1
+            mask = self._bytes(scales, at, size).translate(_MASK)
+            lost += _lost(mask, self._bytes(weight, at * _BLOCK_BYTES, size * _BLOCK_BYTES))
+        return min(lost, _ZEROS)
 
     def _bytes(self, info: TensorInfo, offset: int, size: int) -> bytes:
         try:
@@ -113,6 +127,28 @@ class Reader:
         if len(data) != size:
             raise CheckpointError(f"{info.shard}: ended while it was read, expected {size} bytes more")
         return data
+
+
+def _places(info: TensorInfo, whole: bool) -> list[tuple[int, int]]:
+    """Offset and size of the parts of a tensor that are read: all of it, or three samples."""
+    if whole or info.size <= _SAMPLES * _SAMPLE:
+        return [(at, min(_CHUNK, info.size - at)) for at in range(0, info.size, _CHUNK)]
+    step = (info.size - _SAMPLE) // (_SAMPLES - 1)
+    return [(part * step, _SAMPLE) for part in range(_SAMPLES)]
+
+
+def _lost(mask: bytes, codes: bytes) -> int:
+    """Of the blocks whose scale `mask` names, how many hold a code that is not 0."""
+    wide = bytearray(len(codes))
+    for at in range(_BLOCK_BYTES):
+        wide[at::_BLOCK_BYTES] = mask
+    # One number for all of them: a comparison block by block would take seconds.
+    left = int.from_bytes(wide, "little") & int.from_bytes(codes, "little")
+    if not left:
+        return 0
+    data = left.to_bytes(len(codes), "little")
+    empty = bytes(_BLOCK_BYTES)
+    return sum(data[at : at + _BLOCK_BYTES] != empty for at in range(0, len(data), _BLOCK_BYTES))
 
 
 def _count(data: bytes, codes: bytes) -> int:

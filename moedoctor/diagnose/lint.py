@@ -11,6 +11,7 @@ from moedoctor.diagnose.checkpoint_quant import from_config, from_hf_quant
 from moedoctor.diagnose.checkpoint_values import Reader
 from moedoctor.diagnose.lint_config import check_agreement, check_algo, check_excluded, check_kv
 from moedoctor.diagnose.lint_experts import check_experts, check_index, check_parts
+from moedoctor.diagnose.lint_layers import check_group_size
 from moedoctor.diagnose.lint_records import CHECKS, Findings, LintFinding
 from moedoctor.diagnose.lint_scales import check_input_scales, check_pairs, check_values
 from moedoctor.diagnose.lint_shapes import check_shapes
@@ -30,7 +31,7 @@ class Lint:
     block_scales_seen: float
     """Share of the block scales that was read, 0 to 1."""
     not_read: tuple[str, ...]
-    """Patterns of excluded modules that were not understood, so that nothing was checked by them."""
+    """Patterns of modules that were not understood, so that nothing was checked by them."""
 
     @property
     def damage(self) -> tuple[LintFinding, ...]:
@@ -47,10 +48,12 @@ def lint(folder: Path) -> Lint:
     found = Findings()
     check_index(checkpoint, found)
     check_algo(checkpoint, modules, declared, found)
+    check_group_size(modules, declared, found)
     check_agreement(config, hf_quant, found)
     # Where both say it, config.json is what an engine reads first.
     first = declared[0] if declared else None
     not_read = check_excluded(modules, first, found) if first is not None else ()
+    not_read = tuple(dict.fromkeys((*not_read, *(one for said in declared for one in said.rules.not_read))))
     check_experts(checkpoint, modules, found)
     check_parts(modules, first, found)
     check_shapes(checkpoint, modules, first, found)

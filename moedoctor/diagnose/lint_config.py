@@ -8,6 +8,8 @@ from functools import partial
 from moedoctor.diagnose.checkpoint import Checkpoint
 from moedoctor.diagnose.checkpoint_modules import KV_SCALES, Parts, is_projection, scheme
 from moedoctor.diagnose.checkpoint_quant import ALGOS, METHODS, Declared
+from moedoctor.diagnose.checkpoint_rules import UNCLEAR, Rule
+from moedoctor.diagnose.lint_layers import check_layers
 from moedoctor.diagnose.lint_records import Findings
 from moedoctor.diagnose.name_patterns import Patterns
 
@@ -34,24 +36,24 @@ def check_algo(
         elif one.method.startswith("modelopt") and (one.algo is None or one.algo not in ALGOS):
             check = "quant_algo_missing" if one.algo is None else "quant_algo_unknown"
             found.add(check, "quant_algo", name, one.algo, line)
-        elif one.method == "compressed-tensors" and one.scheme is None:
-            found.add(
-                "quant_algo_unknown", "config_groups", name, one.algo, one.file.line_of("config_groups")
-            )
-        elif one.judged and one.scheme in ("nvfp4", "fp8") and one.scheme not in seen:
+        elif _unknown_groups(one):
+            place = "config_groups"
+            found.add("quant_algo_unknown", place, name, one.algo, one.file.line_of(place))
+        elif not one.judged:
+            continue
+        elif one.scheme in ("nvfp4", "fp8") and one.scheme not in seen:
             found.add(
                 "quant_algo_tensors", f"{one.scheme} declared", name, f"tensors are {_names(seen)}", line
             )
-        elif one.judged and one.scheme in ("nvfp4", "fp8") and seen - {one.scheme}:
-            _other_tensors(modules, one, found, line)
+        elif one.scheme in ("nvfp4", "fp8", "mixed"):
+            check_layers(modules, one, found)
 
 
-def _other_tensors(modules: Mapping[str, Parts], one: Declared, found: Findings, line: int | None) -> None:
-    for module, parts in modules.items():
-        kind = scheme(parts)
-        if kind not in (None, "none", one.scheme):
-            info = parts.get("weight_packed") or parts["weight"]
-            found.add("quant_algo_tensors", module, info.shard, f"{kind}, declared {one.scheme}", line)
+def _unknown_groups(one: Declared) -> bool:
+    """Whether `config_groups` is what says how modules are quantised, and says nothing that is known."""
+    if one.method != "compressed-tensors" and (one.scheme != "mixed" or one.rules.layers is not None):
+        return False
+    return not one.rules.groups or any(rule.scheme is None for rule in one.rules.groups)
 
 
 def _names(seen: set[str]) -> str:
@@ -70,11 +72,31 @@ def check_agreement(config: Declared | None, hf_quant: Declared | None, found: F
         if here != there and not (key == "group_size" and None in (here, there)):
             value = f"{there} in hf_quant_config.json, {here} in config.json"
             found.add("config_disagrees", key, hf_quant.file.name, value, hf_quant.file.line_of(key))
+    _check_layers_agree(config, hf_quant, found)
     ours, theirs = frozenset(config.excluded), frozenset(hf_quant.excluded)
     for name in sorted(ours ^ theirs):
         only = config if name in ours else hf_quant
         line = partial(only.file.line_of, only.exclude_key)
         found.add("config_disagrees", name, only.file.name, f"excluded in {only.file.name} only", line)
+
+
+def _check_layers_agree(config: Declared, hf_quant: Declared, found: Findings) -> None:
+    here, there = config.rules.layers, hf_quant.rules.layers
+    if here is None or there is None:
+        return
+    line = partial(hf_quant.file.line_of, "quantized_layers")
+    for module in sorted(here.keys() | there.keys()):
+        ours, theirs = here.get(module), there.get(module)
+        if ours != theirs:
+            value = f"{_said(theirs)} in hf_quant_config.json, {_said(ours)} in config.json"
+            found.add("config_disagrees", module, hf_quant.file.name, value, line)
+
+
+def _said(rule: Rule | None) -> str:
+    if rule is None:
+        return "not listed"
+    size = f" in groups of {rule.group_size}" if rule.group_size is not None else ""
+    return f"{rule.name}{size}"
 
 
 def check_excluded(modules: Mapping[str, Parts], declared: Declared, found: Findings) -> tuple[str, ...]:
@@ -94,15 +116,10 @@ def check_excluded(modules: Mapping[str, Parts], declared: Declared, found: Find
                 "excluded_quantised", module, weight.shard, f"{weight.dtype} {list(weight.shape)}", line
             )
         elif kind == "none" and not excluded and is_projection(module) and len(weight.shape) == 2:
-            if declared.layers and not _listed(module, declared.layers):
+            if declared.rules.of(module) in (None, UNCLEAR):
                 continue
             found.add("unquantised_not_excluded", module, weight.shard, weight.dtype, line)
     return ()
-
-
-def _listed(module: str, layers: frozenset[str]) -> bool:
-    parts = module.split(".")
-    return any(".".join(parts[:size]) in layers for size in range(1, len(parts) + 1))
 
 
 def check_kv(modules: Mapping[str, Parts], declared: tuple[Declared, ...], found: Findings) -> None:

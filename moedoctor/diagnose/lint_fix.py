@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from moedoctor.diagnose.checkpoint import INDEX, Checkpoint
-from moedoctor.diagnose.checkpoint_modules import Parts, group, is_projection, scheme
+from moedoctor.diagnose.checkpoint_modules import BLOCK, Parts, group, is_projection, scheme
 from moedoctor.diagnose.checkpoint_quant import Declared, from_config, from_hf_quant
 from moedoctor.diagnose.lint import Lint
 from moedoctor.diagnose.name_patterns import Patterns
 
+_ALGOS = {"nvfp4": "NVFP4", "fp8": "FP8"}
 _KV_KEYS = ("kv_cache_quant_algo", "kv_cache_scheme")
 
 
@@ -40,6 +41,8 @@ def corrected(result: Lint) -> dict[str, str]:
             inner[declared.exclude_key] = _excluded(modules, declared)
         if checks & {"quant_algo_tensors", "quant_algo_unknown", "quant_algo_missing"}:
             _set_algo(inner, declared, modules)
+        if "group_size_tensors" in checks:
+            _set_group_size(inner)
         if value != declared.file.value:
             files[declared.file.name] = _text(value)
     _agree(checkpoint, files, checks)
@@ -58,12 +61,14 @@ def _agree(checkpoint: Checkpoint, files: dict[str, str], checks: set[str]) -> N
     excluded = said.get("ignore", said.get("exclude_modules"))
     if isinstance(excluded, list):
         inner["exclude_modules"] = excluded
+    if isinstance(said.get("quantized_layers"), dict) and "quantized_layers" in inner:
+        inner["quantized_layers"] = said["quantized_layers"]
     declared = from_config(checkpoint)
     if declared is not None:
         kept = said.get("kv_cache_quant_algo") or said.get("kv_cache_scheme")
         inner["kv_cache_quant_algo"] = declared.kv if kept else None
-        if declared.group_size is not None:
-            inner["group_size"] = declared.group_size
+        if declared.group_size is not None and declared.scheme != "mixed":
+            inner["group_size"] = BLOCK if "group_size_tensors" in checks else declared.group_size
     files[checkpoint.hf_quant.name] = _text(hf_quant)
 
 
@@ -99,11 +104,48 @@ def _excluded(modules: Mapping[str, Parts], declared: Declared) -> list[str]:
 
 def _set_algo(inner: dict[str, Any], declared: Declared, modules: Mapping[str, Parts]) -> None:
     """Name the scheme that all quantised tensors have, where it is one that ModelOpt has a name for."""
-    kinds = {kind for parts in modules.values() if (kind := scheme(parts)) not in (None, "none")}
-    if (declared.method or "").startswith("modelopt") and len(kinds) == 1:
-        name = {"nvfp4": "NVFP4", "fp8": "FP8"}.get(str(kinds.pop()))
+    if not (declared.method or "").startswith("modelopt"):
+        return
+    kinds = {
+        module: kind for module, parts in modules.items() if (kind := scheme(parts)) not in (None, "none")
+    }
+    if declared.rules.layers is not None:
+        inner["quantized_layers"] = _layers(declared, modules, inner.get("quantized_layers"))
+    elif declared.scheme != "mixed" and len(set(kinds.values())) == 1:
+        name = _ALGOS.get(str(next(iter(kinds.values()))))
         if name is not None:
             inner["quant_algo"] = name
+
+
+def _layers(declared: Declared, modules: Mapping[str, Parts], old: Any) -> dict[str, Any]:
+    """The entries of `quantized_layers` that are right, and those that are lacking, by the tensors.
+
+    An entry that names no module of this checkpoint is kept: it may be another name of one.
+    """
+    lacking: dict[str, Any] = {}
+    for module, parts in modules.items():
+        rule, kind = declared.rules.of(module), str(scheme(parts))
+        if kind in _ALGOS and (rule is None or rule.scheme != kind):
+            lacking[module] = {"quant_algo": _ALGOS[kind]}
+    bare = {module for module, parts in modules.items() if scheme(parts) == "none"}
+    kept = old if isinstance(old, dict) else {}
+    return {name: one for name, one in kept.items() if name not in bare} | lacking
+
+
+def _set_group_size(inner: dict[str, Any]) -> None:
+    """16, which NVFP4 has, wherever a group size of 4-bit floats is said."""
+    groups, layers = inner.get("config_groups"), inner.get("quantized_layers")
+    entries = [inner] if inner.get("group_size") is not None and layers is None else []
+    for one in groups.values() if isinstance(groups, dict) else ():
+        weights = one.get("weights") if isinstance(one, dict) else None
+        if isinstance(weights, dict) and weights.get("num_bits") == 4 and weights.get("type") == "float":
+            entries.append(weights)
+    for one in layers.values() if isinstance(layers, dict) else ():
+        if isinstance(one, dict) and "NVFP4" in str(one.get("quant_algo")).upper():
+            entries.append(one)
+    for one in entries:
+        if one.get("group_size") is not None:
+            one["group_size"] = BLOCK
 
 
 def _index(checkpoint: Checkpoint) -> dict[str, Any]:

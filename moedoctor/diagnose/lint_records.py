@@ -62,6 +62,9 @@ CHECKS: Mapping[str, Check] = {
     "quant_algo_tensors": Check(
         None, "the tensors are not what the declared quantisation says", 0.9, _FIX_JSON
     ),
+    "group_size_tensors": Check(
+        None, "the declared group size is not the number of weights to a scale", 0.85, _FIX_JSON
+    ),
     "config_disagrees": Check(None, "hf_quant_config.json and config.json disagree", 0.85, _FIX_JSON),
     "excluded_quantised": Check(
         None, "modules are excluded from quantisation and quantised", 0.85, _FIX_JSON
@@ -91,7 +94,7 @@ CHECKS: Mapping[str, Check] = {
     ),
     "scale_missing": Check(None, "a quantised weight lacks a scale", 0.95, _AGAIN),
     "weight_missing": Check(None, "scales stand without their weight", 0.95, _AGAIN),
-    "expert_missing": Check(None, "experts or parts of them are missing", 0.95, _AGAIN),
+    "expert_missing": Check(None, "experts, parts of them or whole layers are missing", 0.95, _AGAIN),
     "expert_extra": Check(None, "there are more experts than config.json says", 0.9, _AGAIN),
     "tensor_duplicated": Check(None, "a tensor is in more than one place", 0.95, _AGAIN),
     "index_disagrees": Check(

@@ -14,6 +14,7 @@ from moedoctor.diagnose.checkpoint_modules import (
     Parts,
     expert_name,
     scheme,
+    tensor_name,
 )
 from moedoctor.diagnose.checkpoint_quant import Declared
 from moedoctor.diagnose.checkpoint_values import (
@@ -57,10 +58,10 @@ def check_values(reader: Reader, modules: Mapping[str, Parts], found: Findings) 
     singles: Single = {}
     largest: dict[str, tuple[float, str, TensorInfo]] = {}
     for module, part, parts, info in ordered:
-        name = f"{module}.{part}"
+        name = tensor_name(module, part)
         if info.dtype == "F8_E4M3":
             counts = reader.block_scales(info, whole)
-            _check_block_scales(reader, name, parts, info, counts, found)
+            _check_block_scales(reader, name, parts, info, counts, whole, found)
             most = counts.largest
             seen += counts.seen
         elif info.dtype in _READABLE and 0 < info.elements <= _MOST_VALUES:
@@ -84,7 +85,13 @@ def _scales(modules: Mapping[str, Parts]) -> Iterator[tuple[str, str, Parts, Ten
 
 
 def _check_block_scales(
-    reader: Reader, name: str, parts: Parts, info: TensorInfo, counts: BlockScaleCounts, found: Findings
+    reader: Reader,
+    name: str,
+    parts: Parts,
+    info: TensorInfo,
+    counts: BlockScaleCounts,
+    whole: bool,
+    found: Findings,
 ) -> None:
     if counts.nan:
         found.add("scale_nan", name, info.shard, f"{counts.nan} of {counts.seen} are NaN")
@@ -92,7 +99,7 @@ def _check_block_scales(
         found.add("scale_negative", name, info.shard, f"{counts.negative} of {counts.seen} are negative")
     if counts.zero:
         weight = parts.get("weight_packed") or parts.get("weight")
-        lost = reader.zero_blocks(info, weight) if weight is not None else 0
+        lost = reader.zero_blocks(info, weight, whole) if weight is not None else 0
         if lost:
             value = f"{counts.zero} of {counts.seen} are 0, {lost} or more of them over weights that are not"
             found.add("scale_zero", name, info.shard, value)
@@ -127,14 +134,15 @@ def _check_floats(name: str, part: str, info: TensorInfo, values: tuple[float, .
 
 def check_input_scales(modules: Mapping[str, Parts], declared: tuple[Declared, ...], found: Findings) -> None:
     """MD015: quantised modules without an input scale where activations are quantised with a stored one."""
-    wanted = {one.scheme for one in declared if one.static_inputs}
-    if not wanted:
-        return
     for module, parts in modules.items():
-        if scheme(parts) in wanted and not any(one in parts for one in INPUT_SCALES):
+        kind = scheme(parts)
+        if kind not in ("nvfp4", "fp8") or any(one in parts for one in INPUT_SCALES):
+            continue
+        rules = [rule for one in declared if (rule := one.rules.of(module)) is not None]
+        if any(rule.static_inputs and rule.scheme == kind for rule in rules):
             weight = parts.get("weight_packed") or parts["weight"]
-            name = "input_global_scale" if "weight_packed" in parts else "input_scale"
-            found.add("input_scale_missing", f"{module}.{name}", weight.shard, "not in the checkpoint")
+            name = tensor_name(module, "input_global_scale" if "weight_packed" in parts else "input_scale")
+            found.add("input_scale_missing", name, weight.shard, "not in the checkpoint")
 
 
 def check_pairs(singles: Single, found: Findings) -> None:

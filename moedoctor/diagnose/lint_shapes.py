@@ -66,7 +66,7 @@ def _check_size(
     if kind == "nvfp4" and columns % BLOCK:
         found.add("block_incomplete", module, shard, f"{columns} columns are no multiple of {BLOCK}")
         return
-    row_unit, column_unit = _units(kind, declared)
+    row_unit, column_unit = _units(module, kind, declared)
     # Gate and up are cut by rows, down and the attention's output by columns. q, k and v are cut by heads.
     if projection in _DOWN:
         size, unit, what = columns, column_unit, "columns"
@@ -81,10 +81,11 @@ def _check_size(
         found.add("does_not_tile", module, shard, value)
 
 
-def _units(kind: str, declared: Declared | None) -> tuple[int, int]:
+def _units(module: str, kind: str, declared: Declared | None) -> tuple[int, int]:
     """Rows and columns that share a scale and must stay together."""
     if kind == "nvfp4":
         return 1, BLOCK
-    if kind == "fp8" and declared is not None and declared.block is not None:
-        return declared.block
+    rule = declared.rules.of(module) if kind == "fp8" and declared is not None else None
+    if rule is not None and rule.block is not None:
+        return rule.block
     return 1, 1

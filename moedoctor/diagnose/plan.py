@@ -13,6 +13,10 @@ GIB = 1 << 30
 SCHEMES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}
 """Bytes of a weight with its block scales: E4M3 for 16 weights of NVFP4, E8M0 for 32 of MXFP4."""
 KV_TYPES = {"bf16": 2, "fp8": 1}
+_LEAST_OTHER = 0.5
+"""Bytes of a weight that is no expert's, in the smallest checkpoint that is believed."""
+_MOST = 1.5
+"""A checkpoint may be this many times what its shape gives: it may hold a vision tower and MTP layers."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class PlanRequest:
     shape: ModelShape
     scheme: str
     """Of the routed experts: a key of `SCHEMES`."""
+    scheme_source: str | None = None
+    """Where the scheme is said; None where it was given."""
     other_scheme: str = "bf16"
     """Of everything else."""
     checkpoint_bytes: int | None = None
@@ -71,19 +77,18 @@ def plan(request: PlanRequest) -> Plan:
     other_bytes = round(shape.other_parameters() * SCHEMES[request.other_scheme])
     notes = []
     if request.checkpoint_bytes is not None:
+        _check_size(request, request.checkpoint_bytes, expert_bytes)
         other_bytes = request.checkpoint_bytes - expert_bytes
-        if other_bytes < 0:
-            raise PlanError(
-                f"the checkpoint holds {request.checkpoint_bytes / GIB:.2f} GiB, less than its experts "
-                f"would take in {request.scheme} ({expert_bytes / GIB:.2f} GiB); give the right --scheme"
-            )
         notes.append("weights: the checkpoint's own size")
     else:
         notes.append(f"weights: computed, experts in {request.scheme}, the rest in {request.other_scheme}")
+    if request.scheme_source is not None:
+        notes.append(f"scheme: {request.scheme}, {request.scheme_source}")
+    embeddings = round(_embedding_parameters(shape) * SCHEMES[request.other_scheme])
     traffic = offload_traffic(
         shape,
         expert_bytes=expert_bytes,
-        other_bytes=other_bytes,
+        layer_bytes=max(0, other_bytes - embeddings),
         offload_bytes=request.offload_bytes,
         mode=request.offload_mode,
         cache_slots=request.cache_slots,
@@ -119,6 +124,23 @@ def plan(request: PlanRequest) -> Plan:
         traffic,
         tuple(notes),
     )
+
+
+def _check_size(request: PlanRequest, size: int, expert_bytes: int) -> None:
+    """Raises PlanError where a checkpoint of `size` bytes cannot store its experts in the scheme."""
+    others = request.shape.other_parameters()
+    least = expert_bytes + others * _LEAST_OTHER
+    most = _MOST * (expert_bytes + others * SCHEMES["bf16"])
+    if not least <= size <= most:
+        raise PlanError(
+            f"the checkpoint holds {size / GIB:.2f} GiB, and with experts in {request.scheme} it would be "
+            f"{least / GIB:.2f} to {most / GIB:.2f} GiB; give the right --scheme, or a config.json alone"
+        )
+
+
+def _embedding_parameters(shape: ModelShape) -> int:
+    """Parameters of the embeddings and of lm_head, which is theirs where the two are tied."""
+    return shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
 
 
 def _available(

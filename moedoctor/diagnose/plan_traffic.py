@@ -2,6 +2,9 @@
 
 The bound is for one request that decodes one token a step, with copies perfectly hidden behind each other
 and compute free. Nothing real is faster; batches move more experts a step, shared by their tokens.
+
+Only decoder layers can be offloaded: vLLM hands its offloader the modules that `make_layers` builds
+(vllm/model_executor/models/utils.py), and embeddings and lm_head are none of them.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def offload_traffic(
     shape: ModelShape,
     *,
     expert_bytes: int,
-    other_bytes: int,
+    layer_bytes: int,
     offload_bytes: int,
     mode: str,
     cache_slots: int | None,
@@ -41,7 +44,8 @@ def offload_traffic(
 ) -> Traffic:
     """Traffic of an offload of `offload_bytes`, or of an expert cache of `cache_slots` slots a layer.
 
-    Raises PlanError for values that cannot be.
+    `expert_bytes` are those of all routed experts, `layer_bytes` those of all else in the decoder layers,
+    `bandwidth` is in bytes a second. Raises PlanError for values that cannot be.
     """
     experts = shape.experts
     one = expert_bytes / (experts.count * experts.layer.experts)
@@ -64,10 +68,11 @@ def offload_traffic(
         )
     if hit_rate is not None:
         raise PlanError(f"--hit-rate {hit_rate:g}: is of an expert cache; give --expert-cache SLOTS as well")
-    if offload_bytes < 0 or offload_bytes > expert_bytes + other_bytes:
+    if offload_bytes < 0 or offload_bytes > expert_bytes + layer_bytes:
         raise PlanError(
             f"--offload {offload_bytes / (1 << 30):g}: expected 0 to "
-            f"{(expert_bytes + other_bytes) / (1 << 30):.2f} GiB, the size of the weights"
+            f"{(expert_bytes + layer_bytes) / (1 << 30):.2f} GiB, the size of the decoder layers; embeddings "
+            "and lm_head are not offloaded"
         )
     if not offload_bytes:
         return Traffic(0, 0, 0.0, None, "nothing is offloaded")
@@ -75,8 +80,8 @@ def offload_traffic(
         how = "every offloaded byte is copied in every step (no UVA, or --offload-backend prefetch)"
         return Traffic(offload_bytes, 0, float(offload_bytes), _bound(offload_bytes, bandwidth), how)
     # Offloaded layer by layer, so experts and the rest are offloaded in the proportion that they have.
-    share = offload_bytes / (expert_bytes + other_bytes)
-    moved = share * (active + other_bytes)
+    share = offload_bytes / (expert_bytes + layer_bytes)
+    moved = share * (active + layer_bytes)
     how = "UVA: kernels read what a token needs, the active experts and all the rest of an offloaded layer"
     return Traffic(offload_bytes, 0, moved, _bound(moved, bandwidth), how)
 

@@ -22,6 +22,8 @@ from moedoctor.results import CaseResult, CaseVerdict, ClaimVerdict, Death, Obse
 BOUNDS_CHECK = "0.6.10"
 """The release that brought the bounds check back (#2762)."""
 
+ERROR = "error"
+"""Another death than an illegal access, such as a hang: it says nothing of what finalize does."""
 OUT_OF_BOUNDS = "reads out of bounds"
 """Finalize took a row from beside the expert rows, where nothing stops it: a wrong sum without an error."""
 
@@ -32,7 +34,7 @@ def behaviour_of(case: CaseResult) -> str:
     if seen.get("death") == Death.ILLEGAL_MEMORY_ACCESS.value:
         return "illegal access"
     if case.verdict is CaseVerdict.ERROR:
-        return "error"
+        return ERROR
     if seen["rows_out_of_bounds"]:
         return OUT_OF_BOUNDS
     if seen["rows_wrong"]:
@@ -86,8 +88,8 @@ def judge_illegal_access(
     if beside:
         said += f"; rows from beside the expert rows read without an error in {', '.join(beside)}"
     holds = len({*crashing, *beside}) >= limits["min_releases"]
-    verdict = ClaimVerdict.CONFIRMED if holds else ClaimVerdict.REFUTED
-    return ClaimJudgement(verdict, {"releases": _rows(found)}, said)
+    verdict = ClaimVerdict.CONFIRMED if holds else _without_errors(found, ClaimVerdict.REFUTED)
+    return ClaimJudgement(verdict, {"releases": _rows(found)}, said + _errors(found))
 
 
 def judge_bounds_check(
@@ -104,8 +106,9 @@ def judge_bounds_check(
     }
     newest = list(found)[-1]
     said = f"{newest}: " + ", ".join(f"{what} in {count} cases" for what, count in found[newest].items())
-    verdict = ClaimVerdict.CONFIRMED if max(bad.values()) <= limits["max_cases"] else ClaimVerdict.REFUTED
-    return ClaimJudgement(verdict, {"releases": _rows(found)}, said)
+    holds = max(bad.values()) <= limits["max_cases"]
+    verdict = _without_errors(found, ClaimVerdict.CONFIRMED) if holds else ClaimVerdict.REFUTED
+    return ClaimJudgement(verdict, {"releases": _rows(found)}, said + _errors(found))
 
 
 def judge_newest_is_silent(
@@ -117,9 +120,11 @@ def judge_newest_is_silent(
         return _none_ran()
     newest = list(found)[-1]
     wrong = found[newest].get("wrong sum, no error", 0)
-    verdict = ClaimVerdict.CONFIRMED if wrong >= limits["min_cases"] else ClaimVerdict.REFUTED
+    one = {newest: found[newest]}
+    holds = wrong >= limits["min_cases"]
+    verdict = ClaimVerdict.CONFIRMED if holds else _without_errors(one, ClaimVerdict.REFUTED)
     said = f"{newest}: wrong sums and no error in {wrong} of {sum(found[newest].values())} cases"
-    return ClaimJudgement(verdict, {"releases": _rows(found)}, said)
+    return ClaimJudgement(verdict, {"releases": _rows(found)}, said + _errors(one))
 
 
 def judge_whole_runner(
@@ -136,6 +141,20 @@ def judge_whole_runner(
     ]
     said += f"; its maps and finalize alone, all tokens on one expert, crash: {', '.join(told)}"
     return ClaimJudgement(ClaimVerdict.UNTESTED, {"releases": _rows(found)}, said)
+
+
+def _without_errors(found: Mapping[str, Mapping[str, int]], verdict: ClaimVerdict) -> ClaimVerdict:
+    """`verdict`, which needs every case to have ended: untested where one died of something else."""
+    return ClaimVerdict.UNTESTED if any(counts.get(ERROR) for counts in found.values()) else verdict
+
+
+def _errors(found: Mapping[str, Mapping[str, int]]) -> str:
+    """The cases that say nothing, to go after the others."""
+    return "".join(
+        f"; {name}: {counts[ERROR]} cases ended in another error"
+        for name, counts in found.items()
+        if ERROR in counts
+    )
 
 
 def _rows(found: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:

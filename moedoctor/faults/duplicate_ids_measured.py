@@ -19,10 +19,17 @@ Limits = Mapping[str, float]
 
 
 def judge_maps(cases: Sequence[CaseResult], units: Sequence[Measurement], limits: Limits) -> ClaimJudgement:
-    """Whether the three-step sort leaves exactly one entry unwritten for each repeated slot, and no other."""
+    """Whether the three-step sort leaves exactly one entry unwritten for each repeated slot, and no other.
+
+    Both by the rows that were sorted and by the map itself, which holds there what it held before.
+    """
     rows = _rows(units)
     sorted_rows = [row for row in rows if row["path"] == "three-step"]
-    off = [row for row in sorted_rows if row["unwritten_entries"] != row["repeated_slots"]]
+    off = [
+        row
+        for row in sorted_rows
+        if not row["entries_as_before"] == row["unwritten_entries"] == row["repeated_slots"]
+    ]
     verdict = _verdict(units, refuted=len(off) > limits["max_maps"], seen=sorted_rows)
     said = f"in {len(sorted_rows) - len(off)} of {len(sorted_rows)} maps of {_releases(sorted_rows)} releases"
     evidence = {"paths": _paths(rows), "different": off[:_SHOWN]}

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from moedoctor.faults.duplicate_ids import DuplicateIdsParameters
-from moedoctor.faults.duplicate_ids_rows import Implementation, make_ids, map_figures, observe
+from moedoctor.faults.duplicate_ids_rows import (
+    GARBAGE,
+    Implementation,
+    entries_as_before,
+    make_ids,
+    map_figures,
+    observe,
+)
 from moedoctor.upstream.flashinfer_probe import FlashInferProbe
 
 _TOKENS = (1, 255, 256, 257, 4096)
@@ -32,8 +39,11 @@ def maps(unit: str, device: str, sources: Mapping[str, str]) -> list[dict[str, A
                 {**shape, "ids": kind, "ranks": ranks, "rank": start}
             )
             ids = make_ids(point).to(code.device)  # [T, K]
-            made = code.build_maps(ids, experts, start=experts * start, memory=0x7F7F7F7F)
-            figures = map_figures(point, ids, made)
+            made = code.build_maps(ids, experts, start=experts * start, memory=GARBAGE)
+            figures = {
+                **map_figures(point, ids, made),
+                "entries_as_before": entries_as_before(point, ids, made, GARBAGE),
+            }
             rows.append(
                 {
                     "path": "fused" if made.fused else "three-step",

@@ -154,6 +154,12 @@ def map_figures(parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any
     }
 
 
+def entries_as_before(parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any, memory: int) -> int:
+    """How many local slots' entries of the map still hold `memory`, which was there before, by reading it."""
+    local = _local(parameters, ids).t().reshape(-1)  # [K * T]
+    return int((local & (maps.permuted_of_row == memory)).sum())
+
+
 def _row_figures(
     parameters: DuplicateIdsParameters,
     ids: torch.Tensor,

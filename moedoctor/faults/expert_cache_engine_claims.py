@@ -15,11 +15,16 @@ _SIZES = {8, 16, 32, 64, 128}
 
 
 def judge_tokens(cases: Sequence[CaseResult], units: Sequence[Measurement], limits: Limits) -> ClaimJudgement:
-    """Every engine whose experts went through a cache answers as the one without."""
-    rows = _rows(units)
+    """Every engine whose experts went through a cache answers as the one without.
+
+    Other tokens refute. The same ones count only where the backend's tokens change with a planted fault, and
+    where the engines computed with what was asked for.
+    """
+    every = _rows(units)
+    rows = [row for row in every if not row.get("planted")]
     ran = [row for row in rows if row["outcome"] != "no control"]
     if not ran:
-        return ClaimJudgement(ClaimVerdict.UNTESTED, {"rows": rows}, "no engine without a cache ran")
+        return ClaimJudgement(ClaimVerdict.UNTESTED, {"rows": every}, "no engine without a cache ran")
     same = [row for row in ran if row["outcome"] == "same tokens" and row["misses"]]
     bits = sum(row["detail"] == "same logprobs" for row in same)
     said = (
@@ -33,7 +38,35 @@ def judge_tokens(cases: Sequence[CaseResult], units: Sequence[Measurement], limi
             f"{first['detail']}, {first['misses']} misses"
         )
     holds = len(same) >= limits["min_share"] * len(rows)
-    return ClaimJudgement(_verdict(holds), {"rows": rows}, said)
+    doubt = _doubt(every, same) if holds else None
+    if doubt is not None:
+        return ClaimJudgement(ClaimVerdict.UNTESTED, {"rows": every}, f"{said}; {doubt}")
+    if holds:
+        said += "; with wrong experts every backend gives others"
+    return ClaimJudgement(_verdict(holds), {"rows": every}, said)
+
+
+def _doubt(rows: Sequence[dict[str, Any]], same: Sequence[dict[str, Any]]) -> str | None:
+    """Why the tokens of the rows `same` prove nothing; None where they do."""
+    noticed = {
+        row["backend"]
+        for row in rows
+        if row.get("planted") and row["outcome"] == "other tokens" and _as_asked(row)
+    }
+    blind = sorted({row["backend"] for row in same} - noticed)
+    if blind:
+        return f"no planted fault was seen to change the tokens of {', '.join(blind)}"
+    other = next((row for row in same if not _as_asked(row)), None)
+    if other is not None:
+        return (
+            f"{other['backend']}, {other['mode']}, {other['slots']} slots: computed with "
+            f"{other['chosen']} and the cache's engine {other['engine']}"
+        )
+    return None
+
+
+def _as_asked(row: Mapping[str, Any]) -> bool:
+    return bool(row.get("asked") == row["chosen"] and row["engine"] == "device")
 
 
 def judge_refusals(
@@ -44,6 +77,9 @@ def judge_refusals(
     asked = [row for row in rows if row["refused"] is not None]
     refused = [row for row in asked if row["refused"]]
     left = [row["setting"] for row in rows if row["refused"] is None]
+    if not asked:
+        said = f"no engine was asked; not run: {', '.join(left) or 'any'}"
+        return ClaimJudgement(ClaimVerdict.UNTESTED, {"rows": rows}, said)
     said = f"{len(refused)} of {len(asked)} refused with the reason"
     said += "".join(f"; {row['setting']}: {row['said']}" for row in asked if not row["refused"])
     if left:
@@ -69,24 +105,37 @@ def judge_memory(cases: Sequence[CaseResult], units: Sequence[Measurement], limi
 
 
 def judge_speed(cases: Sequence[CaseResult], units: Sequence[Measurement], limits: Limits) -> ClaimJudgement:
-    """Single sequences draw the tokens that they draw with all experts on the GPU; speeds are told beside."""
+    """Single sequences draw the tokens that they draw with all experts on the GPU; speeds are told beside.
+
+    Tokens count only where a planted fault changes them and rounds repeat them.
+    """
     rows = _rows(units)
     single = [row for row in rows if row["batch"] == 1]
     most = max(row["slots"] for row in rows)
     said = "; ".join(
         f"{row['slots']} slots: {row['tokens_per_second']:.1f} tokens/s, "
         f"{other['tokens_per_second']:.1f} with 8 sequences, {row['torch_bytes'] / _GIB:.1f} GiB"
-        + ("" if row["hit_rate"] is None else f", hit rate {row['hit_rate']:.0%}")
+        + ("" if row["hit_rate"] is None else f", hit rate {row['hit_rate']:.0%}{_at_most(row)}")
         for row, other in zip(single, (row for row in rows if row["batch"] != 1), strict=True)
     )
     held = [row for row in single if row["slots"] < most]
     left = sorted(_SIZES - {row["slots"] for row in single})
     if left:
         return ClaimJudgement(ClaimVerdict.UNTESTED, {"rows": rows}, f"{said}; no time for {left} slots")
+    blind = [row["slots"] for row in single if not row.get("control_changes_tokens")]
+    if blind:
+        said += f"; no planted fault was seen to change the tokens with {blind} slots"
+        return ClaimJudgement(ClaimVerdict.UNTESTED, {"rows": rows}, said)
     holds = all(row["sequences_as_with_all"] >= limits["min_share"] for row in held) and all(
         row["engine"] == "device" for row in held
     )
     return ClaimJudgement(_verdict(holds), {"rows": rows}, said)
+
+
+def _at_most(row: Mapping[str, Any]) -> str:
+    """The optimum's hit rate, where it is known."""
+    bound = row.get("optimum_hit_rate")
+    return " (no bound is known)" if bound is None else f" of at most {bound:.0%}"
 
 
 def _verdict(holds: bool) -> ClaimVerdict:

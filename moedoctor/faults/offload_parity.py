@@ -4,6 +4,7 @@ model."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,10 @@ _OF_TOKENS = ("calls_compared", "until_parting")
 """What `first_parting` says that has no meaning for first calls alone."""
 DECIDED = 0.5
 """Lead of a token's logprob from which rounding in the layers does not explain another token."""
+_FIGURES = re.compile(r"0x[0-9a-f]+|\d[\d.,]*(?: ?[KMGT]?i?B\b)?", re.IGNORECASE)
+"""What differs between two messages of one error: sizes, addresses, process numbers."""
+_COMPARED = 160
+"""Characters of two messages that are compared: long ones are cut, and figures shift where."""
 
 
 class ParityParameters(BaseModel):
@@ -166,11 +171,15 @@ def _outputs(probe: Any) -> list[Mapping[str, Any]]:
 
 def judge_model(seen: Mapping[str, Any]) -> Judgement:
     """The user's own model: reproduced where offload changes the answer, or where what is expected is not
-    in it. Nothing is said of engines that lack the fix they asked for, or that offloaded nothing."""
+    in it. Nothing is said of engines that lack the fix they asked for, or that offloaded nothing, nor where
+    both engines stop with the same error."""
     unfit = _unfit(seen)
     if unfit is not None:
         return Judgement(CaseVerdict.ERROR, *unfit)
     if seen["offload_error"]:
+        if _same_error(seen["control_error"], seen["offload_error"]):
+            said = f"the engine without offload stops with the same error: {seen['control_error']}"
+            return Judgement(CaseVerdict.ERROR, "no control", said)
         return Judgement(CaseVerdict.REPRODUCED, f"with offload: {seen['offload_error']}"[:200])
     expected, control = seen["expected"], seen["control_text"]
     missing = expected is not None and expected not in (seen["offload_text"] or "")
@@ -206,6 +215,15 @@ def _unfit(seen: Mapping[str, Any]) -> tuple[str, str] | None:
     if not seen["offload_error"] and not seen.get("host_bytes"):
         return "nothing was offloaded", "the engine ran with cpu_offload_gb, and no weight is on the host"
     return None
+
+
+def _same_error(control: str | None, other: str) -> bool:
+    """Whether both engines stopped for one reason, which then is not the offload: a folder that is not there,
+    too little memory. Figures in the two messages may differ."""
+    if control is None:
+        return False
+    mine, wanted = (_FIGURES.sub("#", one)[:_COMPARED] for one in (other, control))
+    return mine == wanted
 
 
 def _not_rounding(seen: Mapping[str, Any]) -> str | None:

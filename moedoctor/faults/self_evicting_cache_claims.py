@@ -85,33 +85,32 @@ def measure_lfru_at_half(unit: str, device: str, sources: Mapping[str, str]) -> 
 
 
 def measure_monopoly(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
-    """Each layer's hit rate with a cache of its own and in one cache for all, under LRU and LFRU."""
+    """Each layer's hit rate with a cache of its own and in one cache for all, under LRU and LFRU.
+
+    ``all_layers`` has each scope's rates over all layers with the optimum of the same scope: the optimum of a
+    cache a layer is no bound of one cache for all, whose own optimum has no rates by layer.
+    """
     from moedoctor.bench.cache_replay import replay_trace
     from moedoctor.trace.shipped import shipped_trace
 
     trace = shipped_trace()
     rows: list[dict[str, Any]] = []
+    totals: list[dict[str, Any]] = []
     for capacity in (16, 32):
-        rates = {
-            (scope, one.policy): one.hit_rate_by_layer
+        points = {
+            f"{one.policy}_{scope}": one
             for scope in ("layer", "global")
-            for one in replay_trace(trace, capacities=(capacity,), policies=("lru", "lfru"), scope=scope)
+            for one in replay_trace(
+                trace, capacities=(capacity,), policies=("lru", "lfru", "belady"), scope=scope
+            )
         }
-        (bound,) = replay_trace(trace, capacities=(capacity,), policies=("belady",))
+        by_layer = {name: one.hit_rate_by_layer for name, one in points.items() if one.hit_rate_by_layer}
         rows += [
-            {
-                "slots": capacity,
-                "layer": layer,
-                **{
-                    f"{policy}_{scope}": rates[scope, policy][layer]
-                    for policy in ("lru", "lfru")
-                    for scope in ("layer", "global")
-                },
-                "belady_layer": bound.hit_rate_by_layer[layer],
-            }
+            {"slots": capacity, "layer": layer, **{name: rates[layer] for name, rates in by_layer.items()}}
             for layer in range(len(trace.layers))
         ]
-    return Observation({"rows": rows})
+        totals.append({"slots": capacity, **{name: one.hit_rate for name, one in points.items()}})
+    return Observation({"rows": rows, "all_layers": totals})
 
 
 def measure_policy_speed(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
@@ -177,20 +176,17 @@ def judge_monopoly(
     """What one LRU cache for all layers gives the first third of the layers, and takes from the last."""
     seen = _seen(units)
     said, tilts = [], []
-    for capacity in dict.fromkeys(row["slots"] for row in seen["rows"]):
-        rows = [row for row in seen["rows"] if row["slots"] == capacity]
+    for total in seen["all_layers"]:
+        rows = [row for row in seen["rows"] if row["slots"] == total["slots"]]
         third = max(1, len(rows) // 3)
         gain = [row["lru_global"] - row["lru_layer"] for row in rows]
         early, late = sum(gain[:third]) / third, sum(gain[-third:]) / third
         tilts.append(early - late)
-        mean = {
-            name: sum(row[name] for row in rows) / len(rows)
-            for name in ("lru_layer", "lru_global", "belady_layer")
-        }
         said.append(
-            f"{capacity} slots a layer: one cache for all gives the first third {early:+.1%} and the last "
-            f"{late:+.1%} (LRU {mean['lru_layer']:.1%} a layer, {mean['lru_global']:.1%} for all, optimum a "
-            f"layer {mean['belady_layer']:.1%})"
+            f"{total['slots']} slots a layer: one cache for all gives the first third {early:+.1%} and the "
+            f"last {late:+.1%} (LRU {total['lru_layer']:.1%} with a cache a layer, of at most "
+            f"{total['belady_layer']:.1%}, and {total['lru_global']:.1%} with one for all, of at most "
+            f"{total['belady_global']:.1%})"
         )
     reason = "; ".join(said) + ". The PR has a cache a layer, where layers cannot displace one another"
     return ClaimJudgement(_verdict(min(tilts) >= limits["min_tilt"]), seen, reason)

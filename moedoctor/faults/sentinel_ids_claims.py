@@ -45,17 +45,25 @@ def judge_paths(cases: Sequence[CaseResult], units: Sequence[Measurement], limit
 
 
 def judge_align(cases: Sequence[CaseResult], units: Sequence[Measurement], limits: Limits) -> ClaimJudgement:
-    """Empty slots that the kernel puts into a block of a real expert, and real ones that it loses."""
+    """Empty slots that the kernel puts into a block of a real expert, and real ones that it loses.
+
+    Calls without any -1 are the control: where one of them is not right, the others say nothing of -1.
+    """
     seen = [one.outcome.evidence for one in units if isinstance(one.outcome, Observation)]
     rows = [row for evidence in seen for row in evidence["rows"]]
     bad = [row for row in rows if row["empty_slots_in_blocks"] + row["slots_lost"] > limits["max_slots"]]
+    broken = [row for row in bad if not row["empty_slots"]]
+    sound = any(not row["empty_slots"] for row in rows) and not broken
     said = "; ".join(
         f"{row['call']}: {row['empty_slots_in_blocks']} of {row['empty_slots']} empty slots in an expert's "
         f"blocks, {row['slots_lost']} real slots lost"
         for row in rows
     )
-    good = ClaimVerdict.CONFIRMED if rows else ClaimVerdict.UNTESTED
-    verdict = ClaimVerdict.REFUTED if bad else good
+    if broken:
+        said += "; wrong without any -1, so it says nothing of -1"
+    tried = any(row["empty_slots"] for row in rows)
+    verdict = ClaimVerdict.REFUTED if bad else ClaimVerdict.CONFIRMED
+    verdict = verdict if tried and sound else ClaimVerdict.UNTESTED
     return ClaimJudgement(verdict, {"rows": rows}, _release(units) + said)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from moedoctor.fixes._packed_experts import PackedExperts, pack
+from moedoctor.fixes.pinned import PinError, allocate, register
 
 
 class ExpertStore:
@@ -19,21 +20,11 @@ class ExpertStore:
         """Take `weights` as they are where they are contiguous and, if they shall be, pinned; else copy them.
 
         `packed`: bfloat16 tensors that pack without loss are kept in 72 % of their bytes instead;
-        this works on the current CUDA device where there is one. Raises ValueError where there are no
-        tensors, where one is not on the CPU, or where they disagree about E.
+        this works on the current CUDA device where there is one. Pinned copies take whole pages, no more.
+        Raises TypeError where `weights` is no mapping to tensors, ValueError where there are none, where one
+        has no dimension or is not on the CPU, or where they disagree about E.
         """
-        if not weights:
-            raise ValueError("weights is empty: a cache needs at least one tensor [E, ...]")
-        for name, tensor in weights.items():
-            if tensor.device.type != "cpu" or tensor.dim() < 1:
-                raise ValueError(
-                    f"weights[{name!r}] must be a host tensor [E, ...], got {tuple(tensor.shape)} on "
-                    f"{tensor.device}: move it with .cpu()"
-                )
-        sizes = {name: int(tensor.shape[0]) for name, tensor in weights.items()}
-        if len(set(sizes.values())) != 1 or 0 in sizes.values():
-            raise ValueError(f"weights must agree on the number of experts, at least 1; got {sizes}")
-        self.num_experts = next(iter(sizes.values()))
+        self.num_experts = count_experts(weights)
         self.shapes = {name: (tensor.shape[1:], tensor.dtype) for name, tensor in weights.items()}
         """Of one expert's tensors."""
         self.uncached_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -55,8 +46,8 @@ class ExpertStore:
         try:
             tensors = {name: _pinned(one) for name, one in self.tensors.items()}
             packed = {name: replace(one, blocks=_pinned(one.blocks)) for name, one in self.packed.items()}
-        except RuntimeError as error:  # the driver refuses, or the limit on locked memory is reached
-            self.reason = str(error).splitlines()[0]
+        except PinError as error:  # the driver refuses, or the limit on locked memory is reached
+            self.reason = str(error)
             return
         self.tensors, self.packed, self.pinned, self.reason = tensors, packed, True, None
 
@@ -74,8 +65,39 @@ class ExpertStore:
         }
 
 
+def count_experts(weights: Mapping[str, torch.Tensor]) -> int:
+    """E of host tensors [E, ...]. Raises TypeError or ValueError as `ExpertStore`."""
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights must be a mapping of names to host tensors, got {type(weights).__name__}")
+    if not weights:
+        raise ValueError("weights is empty: a cache needs at least one tensor [E, ...]")
+    for name, tensor in weights.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"weights[{name!r}] must be a tensor [E, ...], got {type(tensor).__name__}")
+        if tensor.dim() < 1:
+            raise ValueError(f"weights[{name!r}] must be a tensor [E, ...], got one without dimensions")
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"weights[{name!r}] must be a host tensor [E, ...], got {tuple(tensor.shape)} on "
+                f"{tensor.device}: move it with .cpu()"
+            )
+    sizes = {name: int(tensor.shape[0]) for name, tensor in weights.items()}
+    if len(set(sizes.values())) != 1 or 0 in sizes.values():
+        raise ValueError(f"weights must agree on the number of experts, at least 1; got {sizes}")
+    return next(iter(sizes.values()))
+
+
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_pinned() else tensor.pin_memory()
+    """`tensor` where it is pinned, else a copy that keeps its block for as long as a view of it lives.
+
+    Page-locked in its own size: torch's pinned memory is rounded up to a power of two. Raises PinError.
+    """
+    if tensor.is_pinned():
+        return tensor
+    block, failure = allocate(tensor.nbytes, register)
+    if failure is not None:
+        raise PinError(failure)
+    return block.bytes.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _packed(weights: Mapping[str, torch.Tensor]) -> dict[str, PackedExperts]:

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 
 import torch
 
-from moedoctor.fixes._expert_store import ExpertStore
+from moedoctor.fixes._expert_store import ExpertStore, count_experts
 from moedoctor.fixes.eviction import ONLINE_POLICIES, CacheOverflow, CacheStats, SlotTable
-from moedoctor.fixes.expert_cache_engine import CachedExperts, Engine
+from moedoctor.fixes.expert_cache_engine import CachedExperts, Engine, check_range
 
 __all__ = [
     "ENGINES",
@@ -56,7 +56,8 @@ class CacheMemory:
     """What one cache holds, in bytes."""
 
     pinned: int
-    """Locked host memory; no profiler of GPU memory sees it."""
+    """Locked host memory; no profiler of GPU memory sees it. Of tensors that came pinned their own bytes, to
+    which torch's allocator adds up to the next power of two."""
     pageable: int
     """Host memory that could not be pinned."""
     device: int
@@ -107,7 +108,7 @@ class ExpertCache:
         if isinstance(weights, ExpertStore):
             self._store = weights
         else:
-            packed = packed and engine != "resident" and capacity < len(next(iter(weights.values()), ()))
+            packed = packed and engine != "resident" and capacity < count_experts(weights)
             self._store = ExpertStore(weights, pin=pin and self.device.type == "cuda", packed=packed)
         self.capacity, self.policy = capacity, policy
         self.num_experts = self._store.num_experts
@@ -140,9 +141,11 @@ class ExpertCache:
         """Make the experts of `ids` [T, K] resident; ids of -1 are none and stay -1.
 
         Copies are ordered before whatever the current stream does next. Raises CacheOverflow where the call
-        needs more experts than there are slots, ValueError for an id out of range (``host``; ``device``
-        treats such an id as -1), CacheBusy for a second thread. After any error the cache is as true as
-        before: an expert whose copy failed is not resident, and the next call loads it.
+        needs more experts than there are slots, CacheBusy for a second thread, TypeError or ValueError that
+        names `ids`. An id out of range is an error with ``host``, and with ``resident`` where the ids are on
+        the CPU; ``device`` treats it as -1; ``resident`` passes ids that are on the GPU on as they are, since
+        a check would cost more kernels than the rest of it. After any error the cache is as true as before:
+        an expert whose copy failed is not resident, and the next call loads it. ``device`` then forgets all.
         """
         _check_ids(ids)
         with self._alone():
@@ -155,6 +158,10 @@ class ExpertCache:
         add up the results: in float32 the sum differs from that of a single call by rounding alone, see
         `moe_forward.group_bound`. A call that fits is one group. The engine ``device`` cannot know how many
         experts there are, and gives as many groups as the shape may need; some may be empty.
+
+        Take all groups of a call before the next call. The engine ``device`` raises RuntimeError where one is
+        taken after another call in several groups has begun, or, with `overlap`, after any other call; the
+        replay of a CUDA graph is a call that it does not see. Other errors as `acquire`.
         """
         _check_ids(ids)
         with self._alone():
@@ -181,13 +188,16 @@ class ExpertCache:
 
         The state becomes what it would be had every token, or each of `calls`, been a call of its own, and
         the experts that are resident at its end are loaded. Replaces the present state; may synchronise.
+        Raises TypeError or ValueError that names `ids`, also for an id out of range.
         """
         _check_ids(ids)
+        if ids.dim() not in (2, 3):
+            raise ValueError(f"ids must be [T, K] or [calls, T, K], got {tuple(ids.shape)}")
+        ids = ids.to("cpu")
+        check_range(ids, self.num_experts)
         table = SlotTable(self.num_experts, self.capacity, self.policy)
         with self._alone():
             for row in ids.flatten(1).tolist():
-                if max(row, default=-1) >= self.num_experts:
-                    raise ValueError(f"ids: expert {max(row)} of {self.num_experts}")
                 for part in table.split(row):
                     table.plan(part)
             self._engine.adopt(table)
@@ -254,5 +264,7 @@ def _engine_class(name: str) -> type[Engine]:
 
 
 def _check_ids(ids: torch.Tensor) -> None:
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"ids must be an int32 or int64 tensor, got {type(ids).__name__}")
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"ids must be int32 or int64, got {ids.dtype}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -50,6 +51,12 @@ class DeviceEngine(Engine):
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._prefetched: torch.cuda.Event | None = None
         """Set while copies are under way beside the current stream that it has not waited for."""
+        self._torn = False
+        """From before a lookup until its copies are asked for; still set where the reset failed, too."""
+        self._moves = 0
+        """Lookups so far: each may evict."""
+        self._partings = 0
+        """Calls so far that were parted into several groups: all of them share one list of groups."""
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
         most = self._most(ids)
@@ -68,17 +75,32 @@ class DeviceEngine(Engine):
             return
         self._join()
         ids = ids.contiguous()  # [T, K]
+        self._partings += 1
+        mine = self._partings
         launch_groups(self._state, ids)
         for group in range(count):
+            if self._partings != mine:
+                raise RuntimeError(
+                    "another groups() of this cache has begun, which gave the experts other groups: take all "
+                    "groups of a call before the next call"
+                )
+            self._join()  # a prefetch between two groups
             yield self._run(ids, group)
 
     def _early_and_late(self, ids: torch.Tensor) -> Iterator[CachedExperts]:
         """The hits, while the misses are copied on a stream of their own; then the misses."""
         self._join()
         early, late = torch.empty_like(ids), torch.empty_like(ids)  # [T, K] each
-        launch_lookup(self._state, ids, early, late=late)
-        self._copy_beside()
+        with self._whole():
+            launch_lookup(self._state, ids, early, late=late)
+            self._copy_beside()
+        mine = self._moves
         yield CachedExperts(self.slots, early)
+        if self._moves != mine:
+            raise RuntimeError(
+                "another call of this cache has begun, which may have evicted the second group's experts: "
+                "take both groups before the next call"
+            )
         self._join()
         yield CachedExperts(self.slots, late)
 
@@ -100,34 +122,37 @@ class DeviceEngine(Engine):
             raise CacheOverflow(most, self.capacity, at_most=True)
         self._join()
         ids = ids.contiguous()
-        launch_lookup(self._state, ids, torch.empty_like(ids), counted=False)
-        self._copy_beside()
+        with self._whole():
+            launch_lookup(self._state, ids, torch.empty_like(ids), counted=False)
+            self._copy_beside()
 
     def adopt(self, table: SlotTable) -> None:
         self._join()
         state = self._state
-        for tensor, values in (
-            (state.slot_of, table.slot_of),
-            (state.expert_of, table.expert_of),
-            (state.uses, table.uses),
-            (state.last, table.last),
-            (state.clock, [table.clock]),
-            (state.loaded, [0] * self.store.num_experts),  # by the clock that was
-        ):
-            tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
         held = [(expert, slot) for slot, expert in enumerate(table.expert_of) if expert >= 0]
         copies = [0] * (1 + 2 * self.capacity)
         copies[0] = len(held)
         for number, (expert, slot) in enumerate(held):
             copies[1 + number], copies[1 + self.capacity + number] = expert, slot
-        state.copies.copy_(torch.tensor(copies, dtype=torch.int32))
-        self._transfer.launch(state.copies)
+        with self._whole():
+            for tensor, values in (
+                (state.slot_of, table.slot_of),
+                (state.expert_of, table.expert_of),
+                (state.uses, table.uses),
+                (state.last, table.last),
+                (state.clock, [table.clock]),
+                (state.loaded, [0] * self.store.num_experts),  # by the clock that was
+                (state.copies, copies),
+            ):
+                tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
+            self._transfer.launch(state.copies)
 
     def stats(self) -> CacheStats:
         calls, hits, misses, prefetched = self._state.counts.tolist()
         return CacheStats(calls, hits, misses, prefetched=prefetched)
 
     def table(self) -> SlotTable:
+        self._mend()
         state = self._state
         return SlotTable.restored(
             self.capacity,
@@ -151,12 +176,60 @@ class DeviceEngine(Engine):
     def _run(self, ids: torch.Tensor, group: int | None) -> CachedExperts:
         slot_ids = torch.empty_like(ids)  # [T, K]
         if ids.numel():
-            launch_lookup(self._state, ids, slot_ids, group=group)
-            self._transfer.launch(self._state.copies)
+            with self._whole():
+                launch_lookup(self._state, ids, slot_ids, group=group)
+                self._transfer.launch(self._state.copies)
         return CachedExperts(self.slots, slot_ids, None if group is None else self._state.group_experts)
 
     def _join(self) -> None:
         """Make the current stream wait for the copies of a prefetch."""
+        self._mend()
         if self._prefetched is not None:
             torch.cuda.current_stream(self.device).wait_event(self._prefetched)
             self._prefetched = None
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Around a lookup and its copies: where the copies are not asked for, nothing is resident after it.
+
+        The lookup writes who is resident before a byte has come. Which copies were asked for before an
+        error, Ctrl-C included, is not known here, so all experts are forgotten.
+        """
+        self._moves += 1
+        self._torn = True
+        try:
+            yield
+        except BaseException:
+            self._prefetched = None
+            with suppress(Exception):  # the caller needs the first error; `_mend` tries again
+                if self._captures():
+                    # Nothing of a capture has run: the cache is as it was before. The error voids the
+                    # capture, and a reset in it would empty the cache at each replay.
+                    self._torn = False
+                else:
+                    self._forget_all()
+            raise
+        self._torn = False
+
+    def _mend(self) -> None:
+        """Reset what an earlier call left, where its own reset failed or was interrupted."""
+        if self._torn:
+            if self._captures():
+                raise RuntimeError("the call before broke off: call acquire() once outside of the capture")
+            self._forget_all()
+
+    def _forget_all(self) -> None:
+        """Nothing is resident."""
+        self._prefetched = None
+        if self._copies is not None:
+            # They may still read the list of copies and write to slots.
+            torch.cuda.current_stream(self.device).wait_stream(self._copies)
+        self._state.slot_of.fill_(-1)
+        self._state.expert_of.fill_(-1)
+        self._state.copies[:1].zero_()
+        self._torn = False
+
+    def _captures(self) -> bool:
+        """Whether the current stream records a CUDA graph."""
+        with torch.cuda.device_of(self.mapping):
+            return self._copies is not None and torch.cuda.is_current_stream_capturing()

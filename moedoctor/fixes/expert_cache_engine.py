@@ -25,6 +25,17 @@ class CachedExperts:
     `moe_groups.GroupedForward` takes it; None where the call is one group."""
 
 
+def check_range(ids: torch.Tensor, num_experts: int) -> None:
+    """Raise ValueError for an id that is neither -1 nor one of `num_experts`. Reads the ids."""
+    if not ids.numel():
+        return
+    low, high = (int(one) for one in ids.aminmax())
+    if low < -1:
+        raise ValueError(f"ids: {low} is no expert; -1 stands for none")
+    if high >= num_experts:
+        raise ValueError(f"ids: expert {high} of {num_experts}")
+
+
 class Engine(ABC):
     """One way of looking up, evicting and copying. `ExpertCache` checks arguments and threads before."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 
 import torch
 
@@ -24,7 +25,9 @@ class HostEngine(Engine):
         """Raises ValueError where the store is packed: only kernels unpack."""
         super().__init__(store, capacity, policy, device)
         if store.packed:
-            raise ValueError("engine 'host' copies whole tensors and cannot unpack: use engine='device'")
+            can = device.type == "cuda" and store.pinned and find_spec("triton") is not None
+            remedy = "use engine='device'" if can else "leave out packed"
+            raise ValueError(f"engine 'host' copies whole tensors and cannot unpack: {remedy}")
         self.slots = store.slots(capacity, device)
         # Views made once: making them for each copy would take longer than asking for the copy.
         self._from_to = [

@@ -8,11 +8,14 @@ import torch
 
 from moedoctor.fixes._expert_store import ExpertStore
 from moedoctor.fixes.eviction import CacheStats, SlotTable
-from moedoctor.fixes.expert_cache_engine import CachedExperts, Engine
+from moedoctor.fixes.expert_cache_engine import CachedExperts, Engine, check_range
 
 
 class ResidentEngine(Engine):
-    """Costs nothing a call: no lookup, no synchronisation, no counting."""
+    """Costs nothing a call: no lookup, no synchronisation, no counting.
+
+    Ids on the CPU are checked; those on a GPU are not: kernels that do it would be all that a call costs.
+    """
 
     name = "resident"
 
@@ -34,6 +37,8 @@ class ResidentEngine(Engine):
         self.mapping = torch.arange(store.num_experts, dtype=torch.int32, device=device)  # [E]
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
+        if ids.device.type == "cpu":
+            check_range(ids, self.store.num_experts)
         return CachedExperts(self.slots, ids.to(self.device))
 
     def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
@@ -41,6 +46,8 @@ class ResidentEngine(Engine):
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Everything is there."""
+        if ids.device.type == "cpu":
+            check_range(ids, self.store.num_experts)
 
     def adopt(self, table: SlotTable) -> None:
         """Everything is there, whatever was used."""

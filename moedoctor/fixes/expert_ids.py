@@ -90,7 +90,12 @@ def validate_expert_ids(
         raise TypeError(f"num_experts must be an int, got {type(num_experts).__name__}")
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1, got {num_experts}")
-    flags = flags or ExpertIdFlags(ids.device)
+    if flags is None:
+        flags = ExpertIdFlags(ids.device)
+    if not isinstance(flags, ExpertIdFlags):
+        raise TypeError(f"flags must be ExpertIdFlags, got {type(flags).__name__}")
+    if real_rows is not None and not isinstance(real_rows, torch.Tensor):
+        raise TypeError(f"real_rows must be a torch.Tensor, got {type(real_rows).__name__}")
     for name, value in (("flags", flags.tensor), ("real_rows", real_rows)):
         if value is not None and value.device != ids.device:
             raise ValueError(f"{name} must be on the device of ids, {ids.device}, got {value.device}")
@@ -113,17 +118,12 @@ def deduplicate(ids: torch.Tensor, weights: torch.Tensor, *, num_experts: int | 
     not hold: for kernels that do not know -1, at the price of that expert's work. The sum over experts of
     weight times expert output is the same; it is formed in float32. Ids below 0 are left as they are, with
     their weights; so is an id that int32 cannot hold, which becomes -1.
+    With `num_experts`, 0 times the output of that other expert is NaN where it is not finite.
     `ids` int32 or int64 [T, K], `weights` floating [T, K]. Raises TypeError or ValueError otherwise, and
     where `num_experts` is below K.
     """
     _check_ids(ids)
-    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
-        raise TypeError("weights must be a floating torch.Tensor")
-    if weights.shape != ids.shape or weights.device != ids.device:
-        raise ValueError(
-            f"weights must be {list(ids.shape)} on {ids.device}, as ids; "
-            f"got {list(weights.shape)} on {weights.device}"
-        )
+    _check_weights(weights, ids)
     if num_experts is not None and num_experts < ids.shape[1]:
         raise ValueError(f"num_experts must be at least top_k {ids.shape[1]}, got {num_experts}")
     if _has_kernel(ids):
@@ -144,7 +144,9 @@ def local_ids(ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
     an id of -1 the last expert, which is what MD016 is about. Does not wait for the device.
     """
     _check_ids(ids)
-    if expert_map.dim() != 1 or expert_map.dtype not in _INTEGERS:
+    if not isinstance(expert_map, torch.Tensor):
+        raise TypeError(f"expert_map must be a torch.Tensor, got {type(expert_map).__name__}")
+    if expert_map.dim() != 1 or not len(expert_map) or expert_map.dtype not in _INTEGERS:
         raise ValueError(f"expert_map must be int [experts], got {expert_map.dtype} {list(expert_map.shape)}")
     known = (ids >= 0) & (ids < expert_map.shape[0])  # [T, K]
     return torch.where(known, expert_map[torch.where(known, ids, 0).long()], -1).to(torch.int32)
@@ -157,10 +159,17 @@ def without_sentinels(
     """Ids int32 [T, K] that a kernel may index with, and weights [T, K]: slots below 0 go to `spare` with 0.
 
     For kernels that take no -1. The work of those slots is done and adds nothing, unless the row itself or
-    the spare expert's output is not finite: 0 times NaN is NaN.
+    the spare expert's output is not finite: 0 times NaN is NaN. An id that int32 cannot hold counts as below
+    0. Raises TypeError or ValueError for other ids and weights, and where `spare` is no expert.
     """
     _check_ids(ids)
-    empty = ids < 0  # [T, K]
+    _check_weights(weights, ids)
+    if isinstance(spare, bool) or not isinstance(spare, int):
+        raise TypeError(f"spare must be an int, got {type(spare).__name__}")
+    largest = torch.iinfo(torch.int32).max
+    if not 0 <= spare <= largest:
+        raise ValueError(f"spare must be an expert, 0 or more, got {spare}")
+    empty = (ids < 0) | (ids > largest)  # [T, K]
     return torch.where(empty, spare, ids).to(torch.int32), weights.masked_fill(empty, 0.0)
 
 
@@ -207,6 +216,16 @@ def _earlier(ids: torch.Tensor) -> torch.Tensor:
 
 def _has_kernel(ids: torch.Tensor) -> bool:
     return ids.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+def _check_weights(weights: torch.Tensor, ids: torch.Tensor) -> None:
+    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
+        raise TypeError("weights must be a floating torch.Tensor")
+    if weights.shape != ids.shape or weights.device != ids.device:
+        raise ValueError(
+            f"weights must be {list(ids.shape)} on {ids.device}, as ids; "
+            f"got {list(weights.shape)} on {weights.device}"
+        )
 
 
 def _check_ids(ids: torch.Tensor) -> None:

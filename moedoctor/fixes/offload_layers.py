@@ -50,6 +50,7 @@ def check_layers(module: nn.Module, given: Sequence[nn.Module], *, by_forward: b
     `by_forward`: whether it is their `forward` that reads the weights.
     """
     found = {id(one): (name, one) for name, one in module.named_modules()}
+    given = list(given)  # may be an iterator
     unknown = [type(one).__name__ for one in given if id(one) not in found]
     if unknown:
         raise ValueError(f"layers: {unknown[0]} is no part of the module")

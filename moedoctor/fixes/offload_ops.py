@@ -4,6 +4,7 @@
 even what depends on weights alone. It is declared to write the layer's inputs too: an opaque operator that
 finds the weights by itself, as vLLM's MoE layer does, has no other tie to it. `release` reads the layer's
 outputs, so it comes behind all that led to them. All write a token, which orders them among each other.
+`eager` is false in compiled code.
 `copied` is a clone that no compiler takes out: it sees no reason for one where weights are returned.
 """
 
@@ -24,8 +25,10 @@ _PIPELINES: weakref.WeakValueDictionary[int, Pipeline] = weakref.WeakValueDictio
 _KEYS = itertools.count()
 
 _LIBRARY = torch.library.Library("moedoctor_offload", "DEF")
-_LIBRARY.define("begin(Tensor(a!) token, int key) -> ()")
-_LIBRARY.define("wait(Tensor(a!)[] weights, Tensor(c!)[] inputs, Tensor(b!) token, int key, int unit) -> ()")
+_LIBRARY.define("begin(Tensor(a!) token, int key, bool eager) -> ()")
+_LIBRARY.define(
+    "wait(Tensor(a!)[] weights, Tensor(c!)[] inputs, Tensor(b!) token, int key, int unit, bool eager) -> ()"
+)
 _LIBRARY.define("release(Tensor[] outputs, Tensor(a!) token, int key, int unit) -> ()")
 _LIBRARY.define("copied(Tensor weight) -> Tensor")
 _LIBRARY.define("finish(Tensor[] outputs, Tensor(a!) token, int key) -> ()")
@@ -38,13 +41,22 @@ def enrol(pipeline: Pipeline) -> int:
     return key
 
 
-def _begin(token: torch.Tensor, key: int) -> None:
+def _begin(token: torch.Tensor, key: int, eager: bool) -> None:
     _PIPELINES[key].begin()
+    if not eager:
+        _PIPELINES[key].go_unwatched("compiled")
 
 
 def _wait(
-    weights: list[torch.Tensor], inputs: list[torch.Tensor], token: torch.Tensor, key: int, unit: int
+    weights: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    token: torch.Tensor,
+    key: int,
+    unit: int,
+    eager: bool,
 ) -> None:
+    if not eager:
+        _PIPELINES[key].compiled.add(unit)
     _PIPELINES[key].wait(unit, weights)
 
 

@@ -141,6 +141,11 @@ def _reasons(
 ) -> dict[int, str]:
     """id of each parameter that must stay -> why; settled for whole storages, which go or stay as one."""
     reasons: dict[int, str] = {}
+    renormed = {
+        id(one.weight)
+        for one in module.modules()
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None
+    }
     for one in known:
         siblings = list(one.owner.parameters(recurse=False))
         why = stays(one.names[0], one.parameter, siblings, keep_below)
@@ -148,6 +153,8 @@ def _reasons(
             why = "no pattern names it"
         elif one.layer is None:
             why = "shared between layers" if place.get(id(one.parameter)) else "outside of the layers"
+        elif why is None and id(one.parameter) in renormed:
+            why = "its embedding's forward changes it (max_norm)"
         elif why is None:
             why = barred.get(id(one.parameter))
         if why is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from math import isfinite
+from numbers import Real
 
 import torch
 
@@ -25,6 +27,7 @@ RULES = (
     "shared: its memory belongs to something that stays, to another layer, or is held under another tensor"
     " by an object of the module, such as a quantisation config",
     "reader: a hook before its layer's forward may read it, or a module outside of its layer owns it too",
+    "written: the table of an embedding with max_norm, whose forward changes it",
     "kind: buffers, tensor subclasses, conjugate or negated views, and parameters outside of any layer",
 )
 
@@ -87,3 +90,11 @@ def spread(count: int) -> list[int]:
         if parts > 4 * count:
             order.extend(index for index in range(count) if index not in order)
     return order[:count]
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number that a float holds."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+    except OverflowError:
+        return False

@@ -106,7 +106,7 @@ def undo(layers: Sequence[StoredLayer], device: torch.device, kept: Sequence[Kep
             if id(one.parameter) in elsewhere:
                 continue
             try:
-                _bring_back(one, region, layer.block.bytes, device)
+                one.parameter.data = _bring_back(region, layer.block.bytes, device)
             except RuntimeError:  # torch's for no memory is one
                 one.parameter.data = region.of(layer.block.bytes)
                 homeless.append(one.names[0])
@@ -129,11 +129,16 @@ def map_into(layer: StoredLayer, device: torch.device) -> None:
     point(layer, device_view(layer.block.bytes, device))
 
 
-def bring_back(layers: Sequence[StoredLayer], device: torch.device) -> None:
-    """Device memory of their own for all parameters, filled from the host."""
-    for layer in layers:
-        for one, region in layer.items:
-            _bring_back(one, region, layer.block.bytes, device)
+def bring_back(layers: Sequence[StoredLayer], device: torch.device) -> list[Kept]:
+    """Device memory of their own for all parameters, filled from the host.
+
+    Gives each with its new data, and changes none: if memory runs out, all are as they were.
+    """
+    return [
+        (one.parameter, _bring_back(region, layer.block.bytes, device))
+        for layer in layers
+        for one, region in layer.items
+    ]
 
 
 def buffers_for(layers: Sequence[StoredLayer], device: torch.device) -> list[torch.Tensor]:
@@ -143,11 +148,11 @@ def buffers_for(layers: Sequence[StoredLayer], device: torch.device) -> list[tor
     return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
-def _bring_back(one: Known, region: Region, memory: torch.Tensor, device: torch.device) -> None:
+def _bring_back(region: Region, memory: torch.Tensor, device: torch.device) -> torch.Tensor:
     fresh = torch.empty(region.nbytes, dtype=torch.uint8, device=device)  # [nbytes]
     fresh.copy_(_bytes_of(memory, region))
     typed = torch.empty(0, dtype=region.dtype, device=device)
-    one.parameter.data = typed.set_(fresh.untyped_storage(), 0, region.size, region.stride)
+    return typed.set_(fresh.untyped_storage(), 0, region.size, region.stride)  # size
 
 
 def _region(tensor: torch.Tensor, offset: int) -> Region:

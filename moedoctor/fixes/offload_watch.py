@@ -25,6 +25,8 @@ class Watch(TorchDispatchMode):
         self._layers = layers
         self._names: dict[int | None, str] = {}
         self.done = False
+        self.saw = False
+        """Whether a whole pass ran under it."""
 
     def over(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What `forward` returns. Raises RuntimeError where it reads offloaded weights between layers."""
@@ -34,6 +36,7 @@ class Watch(TorchDispatchMode):
             self._names = {memory_of(one.parameter): one.names[0] for one in items}
             with self:
                 output = forward(*args, **kwargs)
+            self.saw = True
         else:
             output = forward(*args, **kwargs)
         self.done = True

@@ -16,20 +16,22 @@ places. Where an operator of one's own reads the weights, `reader` leaves the co
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from math import isfinite
-from numbers import Real
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import nn
 
 from moedoctor.fixes import offload_storage as storage
+from moedoctor.fixes.captured import held_tensors
 from moedoctor.fixes.copy_engine import BlockingEngine, CopyEngine, CudaEngine
 from moedoctor.fixes.offload_hooks import MARK, Hooks, Reader
 from moedoctor.fixes.offload_ops import enrol
 from moedoctor.fixes.offload_plan import make_plan
+from moedoctor.fixes.offload_policy import is_number
 from moedoctor.fixes.offload_report import OffloadReport, write_report
+from moedoctor.fixes.offload_settle import settle_in
 from moedoctor.fixes.offload_storage import StoredLayer
 from moedoctor.fixes.pinned import Pin, PinError, register
 from moedoctor.fixes.prefetch import Pipeline
@@ -57,8 +59,12 @@ class Offload:
         self._pipeline = pipeline
 
     def report(self) -> OffloadReport:
-        """Each parameter with its bytes, where it lives, pinned or not, view or copy, and why; with sums."""
-        return self._report
+        """Each parameter with its bytes, where it lives, pinned or not, view or copy, and why; with sums.
+
+        Once a first pass has run that could not be watched, the notes say so.
+        """
+        said = self._pipeline.unwatched if self._pipeline is not None else None
+        return self._report if said is None else replace(self._report, notes=(*self._report.notes, said))
 
     def host_weight(self, name: str) -> torch.Tensor:
         """The offloaded parameter `name` as it lies in host memory: not a copy, so do not write to it.
@@ -89,18 +95,28 @@ class Offload:
     def restore(self) -> None:
         """Bring every weight back to the device, give host memory and buffers back, unwrap all forwards.
 
-        Parameters that lay in one storage get one each. A second call does nothing.
+        Parameters that lay in one storage get one each. A second call does nothing. Where the device has no
+        room, torch's error is raised and the module stays offloaded. One warning names parameters that were
+        written since the offload, whose values are those of before.
         """
         if self._pipeline is not None:
             self._pipeline.settle()
-        if self._hooks is not None:
-            self._hooks.remove()
-        storage.bring_back(self._layers, self._device)
+        with torch.inference_mode(False), torch.no_grad():
+            fresh = storage.bring_back(self._layers, self._device)
+            changed = self._hooks.changed() if self._hooks is not None else []
+            if self._hooks is not None:
+                self._hooks.remove()
+            for parameter, data in fresh:
+                parameter.data = data
         for layer in self._layers:
             layer.block.close()
         for parameter in self._asked_for_gradients:
             parameter.requires_grad_(True)
         self._hooks, self._pipeline, self._layers, self._asked_for_gradients = None, None, [], []
+        if changed:
+            named = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if changed[3:] else "")
+            said = f"what was written to offloaded weights is not kept; as before the write: {named}"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
 
 
 def offload(
@@ -109,7 +125,7 @@ def offload(
     *,
     device: torch.device | str | None = None,
     patterns: Sequence[str] = (),
-    layers: Sequence[nn.Module] | None = None,
+    layers: Iterable[nn.Module] | None = None,
     access: Literal["copy", "view"] = "copy",
     pin: bool | Pin = True,
     keep_below: int = 65_536,
@@ -122,13 +138,22 @@ def offload(
     So nothing else may read them: no parent (`layers` can name it as the layer), no other layer, no hook, no
     method but `forward`; `state_dict` and `host_weight` may at any time. The first eager pass of a module
     with a `forward` is watched, and a read between layers raises RuntimeError; compiled code, a ModuleList
-    and what runs inside other layers are not watched. A layer that returns its weights returns a copy.
+    and what runs inside other layers are not watched; where the first pass is compiled, one warning and the
+    report's notes say so. A layer that returns its weights returns a copy.
+
+    Weights are loaded with `load_state_dict`. Any other write would be lost: an eager pass, `state_dict` and
+    `torch.func.functional_call` raise RuntimeError for a parameter that was written in place, whose `data` is
+    another, or in whose place another lies, and for a layer that writes its own weights. Not seen are
+    writes past torch's count (``weight.data.copy_(new)``), writes by or after compiled code, and all of this
+    inside of it. One pass runs at a time: another thread's raises RuntimeError. A copy (`copy.deepcopy`,
+    pickle) raises RuntimeError too.
 
     `module`: may be an `nn.ModuleList` of layers that something else calls. It runs forward only: its
     parameters ask for no gradients until `restore` (torch's own kernels may round otherwise where they ask,
     so bits are those of the module after `requires_grad_(False)`).
     `device`: where it runs; by default where its parameters are. With it given, parameters may lie on it or
-    (those that a loader left there) on the CPU; what is not offloaded is moved to it.
+    (those that a loader left there) on the CPU; what is not offloaded is moved to it, with tensors that
+    objects of the module hold over the same memory.
     `patterns`: dotted parts of parameter names, matched whole as `--cpu-offload-params` does (``experts``,
     ``w13_weight``); none means every parameter.
     `layers`: what is fetched together, in running order; by default the elements of the outermost ModuleList
@@ -151,7 +176,33 @@ def offload(
     names), meta tensors, a module on two devices, one that is offloaded already; PinError where ``view``
     cannot pin.
     """
+    if isinstance(patterns, str):
+        raise ValueError(
+            f"patterns: must be a sequence of names, got the text {patterns!r}; write ({patterns!r},)"
+        )
+    if not is_number(keep_below):
+        raise ValueError(f"keep_below: must be a number of bytes, got {keep_below!r}")
     where = _check(module, budget_bytes, device, access)
+    given = None if layers is None else list(layers)
+    # Memory made in inference mode could not be written to outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        return _offload(
+            module, budget_bytes, where, tuple(patterns), given, access, pin, keep_below, engine, reader
+        )
+
+
+def _offload(
+    module: nn.Module,
+    budget_bytes: int,
+    where: torch.device,
+    patterns: Sequence[str],
+    layers: Sequence[nn.Module] | None,
+    access: str,
+    pin: bool | Pin,
+    keep_below: int,
+    engine: CopyEngine | None,
+    reader: Reader | None,
+) -> Offload:
     plan = make_plan(module, budget_bytes, patterns, layers, keep_below, by_forward=reader is None)
     pinning = pin if callable(pin) else (register if pin and where.type == "cuda" else None)
     stored, failure = storage.store(plan, pinning)
@@ -159,9 +210,11 @@ def offload(
         raise PinError(f"a view needs pinned memory: {failure}")
     if failure is not None:
         failure = f"host memory is not pinned, so copies to the device block: {failure}"
-        warnings.warn(failure, RuntimeWarning, stacklevel=2)
+        warnings.warn(failure, RuntimeWarning, stacklevel=3)
     originals = storage.watch(stored, where)
     hooks, pipeline = None, None
+    elsewhere = any(one.device != where for one in [*module.parameters(), *module.buffers()])
+    held = held_tensors(module) if elsewhere else []  # before pipelines hang on it
     kept = storage.empty(stored, where)
     try:
         if access == "view":
@@ -170,7 +223,7 @@ def offload(
         elif stored:
             pipeline = _pipeline(stored, where, engine)
             hooks = Hooks(module, stored, pipeline, enrol(pipeline), reader)
-        _settle_in(module, where, kept)
+        settle_in(module, where, held, kept)
     except BaseException:
         if hooks is not None:
             hooks.remove()
@@ -186,7 +239,7 @@ def offload(
 
 def _check(module: nn.Module, budget: int, device: torch.device | str | None, access: str) -> torch.device:
     """Where the module is to run. Raises ValueError for what cannot be offloaded."""
-    if isinstance(budget, bool) or not isinstance(budget, Real) or not isfinite(budget):
+    if not is_number(budget):
         raise ValueError(f"budget_bytes: must be a number of bytes, got {budget!r}")
     if budget <= 0:
         raise ValueError(
@@ -239,11 +292,3 @@ def _pipeline(stored: Sequence[StoredLayer], device: torch.device, engine: CopyE
     if engine is None:
         engine = CudaEngine(device) if device.type == "cuda" else BlockingEngine()
     return Pipeline(units, buffers, engine)
-
-
-def _settle_in(module: nn.Module, device: torch.device, kept: list[storage.Kept]) -> None:
-    """Move what stays, and was left on the CPU by a loader, to the device; what it was goes to `kept`."""
-    for one in [*module.parameters(), *module.buffers()]:
-        if one.device != device:
-            kept.append((one, one.data))
-            one.data = one.data.to(device)

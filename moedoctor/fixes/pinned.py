@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,7 @@ def register(memory: torch.Tensor) -> Release:
     address = memory.data_ptr()
     code = int(runtime.cudaHostRegister(address, memory.numel(), _MAPPED_AND_PORTABLE))
     if code:
+        _take_error()
         raise PinError(f"cudaHostRegister of {memory.numel()} bytes failed with error {code}")
 
     def release() -> None:
@@ -55,6 +57,12 @@ def register(memory: torch.Tensor) -> Release:
         runtime.cudaHostUnregister(address)
 
     return release
+
+
+def _take_error() -> None:
+    """Let the runtime forget a failure that is handled: it would be raised at torch's next kernel launch."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")  # launches a kernel, and a launch takes the error
 
 
 def no_pin(memory: torch.Tensor) -> Release:

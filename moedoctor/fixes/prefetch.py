@@ -7,9 +7,11 @@ behind its copy. So a buffer is neither read before its copy is done nor overwri
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -72,6 +74,12 @@ class Pipeline:
     engine: CopyEngine
     plain: str | None = None
     """Why nothing is prefetched and every layer's weights are copied when it starts; None where they are."""
+    compiled: set[int] = field(default_factory=set)
+    """Units that compiled code has started: it counts writes to their parameters that it does not do."""
+    watched: bool = False
+    """Whether a pass was watched for reads of weights outside of their layers."""
+    unwatched: str | None = None
+    """What to tell a user whose first pass could not be watched."""
     _slots: list[_Slot] = field(init=False)
     _after: dict[int, int] = field(init=False)
     """Unit -> the one that ran after it the last time."""
@@ -81,6 +89,10 @@ class Pipeline:
     _in_whole_capture: bool = False
     _seen: set[int] = field(default_factory=set)
     """Units of this pass."""
+    _thread: threading.Thread | None = None
+    """Whose pass, or layer, is open."""
+    _in_pass: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self._slots = [_Slot(buffer) for buffer in self.buffers]
@@ -88,6 +100,8 @@ class Pipeline:
 
     def begin(self) -> None:
         """A pass over the whole module starts."""
+        self._claim()
+        self._in_pass = True
         for slot in self._slots:
             slot.user = None
         self._seen.clear()
@@ -106,6 +120,26 @@ class Pipeline:
         if self._in_whole_capture:
             self._forget()  # events that a graph recorded mean nothing outside of it
         self._in_whole_capture = False
+        self._yield()
+
+    def abandon(self) -> None:
+        """What this thread had open has failed."""
+        if self._thread is threading.current_thread():
+            self._yield()
+
+    def go_unwatched(self, how: str) -> None:
+        """Say, once, that the first pass ran `how` and so was not watched."""
+        if self.watched or self.unwatched is not None:
+            return
+        self.unwatched = (
+            f"the first pass ran {how}, so it was not watched: where something reads an offloaded weight"
+            " outside of its layer, such as a tied head, results are wrong; run one eager pass first"
+        )
+        warnings.warn(self.unwatched, RuntimeWarning, stacklevel=2)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """A copy would compute with the weights of the original."""
+        raise RuntimeError("an offloaded module cannot be copied or pickled: call restore() first")
 
     def join(self) -> None:
         """What is queued from now on starts behind every copy that is in flight."""
@@ -127,6 +161,7 @@ class Pipeline:
 
     def wait(self, index: int, arguments: Sequence[torch.Tensor]) -> None:
         """Unit `index` starts: `arguments`, its parameters, hold its weights for whatever is queued next."""
+        self._claim()
         unit = self.units[index]
         slot = self._slots[unit.slot]
         if slot.user not in (None, index):
@@ -158,6 +193,24 @@ class Pipeline:
         """All that reads the weights of unit `index` is queued."""
         self._slots[self.units[index].slot].user = None
         self._prefetch()
+        if not self._in_pass:
+            self._yield()
+
+    def _claim(self) -> None:
+        """Raises RuntimeError while another thread has a pass open: the two would share the buffers."""
+        own = threading.current_thread()
+        with self._lock:
+            other = self._thread
+            if other is not None and other is not own and other.is_alive():
+                raise RuntimeError(
+                    f"an offloaded module runs one pass at a time, and thread {other.name} has one open (if a"
+                    " compiled pass failed there, run one there again)"
+                )
+            self._thread = own
+
+    def _yield(self) -> None:
+        self._in_pass = False
+        self._thread = None
 
     def _copies(
         self, unit: Unit, slot: _Slot, arguments: Sequence[torch.Tensor]

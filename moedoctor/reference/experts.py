@@ -53,11 +53,14 @@ def forward(
     and `quantise_intermediate` the routed experts compute with what they return for the input [T, H] and
     for the activated values [n, I], as a backend with quantised activations does; the shared expert is not
     quantised. Such backends activate in bfloat16, so that is done here, too: a value near the edge between
-    two codes would else often fall to the other side. Raises ValueError for an id outside -1..E-1 and an
-    unknown activation.
+    two codes would else often fall to the other side. Raises ValueError for an id outside -1..E-1, an
+    unknown activation and half a shared expert.
     """
     experts = _experts(weights.w13)
     _check(topk_ids, experts, weights.activation)
+    if (weights.shared_w13 is None) != (weights.shared_w2 is None):
+        missing = "shared_w13" if weights.shared_w13 is None else "shared_w2"
+        raise ValueError(f"{missing}: expected both matrices of the shared expert or none, got one")
     routed_input = x.float() if quantise_input is None else quantise_input(x.float())  # [T, H]
     total = torch.zeros_like(x, dtype=torch.float32)  # [T, H]
     for expert in topk_ids[topk_ids >= 0].unique().tolist():

@@ -33,12 +33,16 @@ class Nvfp4:
 def quantize(w: torch.Tensor, global_scale: torch.Tensor | float | None = None) -> Nvfp4:
     """`w` [N, K] or [E, N, K] as NVFP4; K must be a multiple of 16, values finite.
 
-    Without a `global_scale` each matrix gets amax / (448 * 6), so that its largest block scale is 448. A
+    Without a `global_scale` each matrix gets amax / (448 * 6), so that its largest block scale is 448, but
+    at least the smallest normal float32. A
     given one (a float, a scalar or [E]) is used as it is; block scales then saturate at 448 and values at
-    6. Raises ValueError for another K, for values that are not finite and for a scale that is not positive.
+    6. Raises ValueError for another K, for matrices without rows that no scale is given for, for values that
+    are not finite and for a scale that is not positive.
     """
-    if w.ndim < 2 or w.shape[-1] % BLOCK:
+    if w.ndim < 2 or w.shape[-1] % BLOCK or not w.shape[-1]:
         raise ValueError(f"w: expected [..., N, K] with K a multiple of {BLOCK}, got {list(w.shape)}")
+    if not w.shape[-2] and global_scale is None:
+        raise ValueError(f"w: expected at least one row to take a global scale from, got {list(w.shape)}")
     if not bool(w.isfinite().all()):
         raise ValueError("w: expected finite values")
     blocks = w.double().unflatten(-1, (-1, BLOCK))  # [..., N, K/16, 16]
@@ -70,7 +74,9 @@ def round_trip(x: torch.Tensor, global_scale: torch.Tensor | float) -> torch.Ten
 def _global_scale(w: torch.Tensor, given: torch.Tensor | float | None) -> torch.Tensor:
     if given is None:
         amax = w.abs().amax((-2, -1)).float()  # [...]
-        return torch.where(amax > 0, amax / (E4M3_MAX * e2m1.MAX), 1.0)
+        # A subnormal scale loses digits or becomes zero, and the block scales are divided by it.
+        scale = (amax / (E4M3_MAX * e2m1.MAX)).clamp(min=torch.finfo(torch.float32).tiny)
+        return torch.where(amax > 0, scale, 1.0)
     scale = torch.as_tensor(given, dtype=torch.float32, device=w.device).expand(w.shape[:-2]).clone()
     if not bool(((scale > 0) & scale.isfinite()).all()):
         raise ValueError("global_scale: expected positive finite values")

@@ -68,23 +68,25 @@ class Agreement:
 def agree(actual: torch.Tensor, expected: torch.Tensor, bounds: Bounds) -> Agreement:
     """Compare `actual` [T, H] with the reference `expected` float32 [T, H].
 
-    Raises ValueError for another shape. A token whose expected output is zero must be zero.
+    Raises ValueError for another shape. A token whose expected output is zero must be zero, and one whose
+    expected output is not finite is wrong. All is computed in double: in float32 squares of 1e19 overflow.
     """
     if actual.shape != expected.shape or not len(actual):
         raise ValueError(f"actual: expected {list(expected.shape)} with a token, got {list(actual.shape)}")
-    got, want = actual.float(), expected.float()  # [T, H] each
+    got, want = actual.double(), expected.double()  # [T, H] each
     finite = got.isfinite().all(1)  # [T]
     clean = torch.where(finite[:, None], got, 0.0)  # [T, H]
     size, norm = clean.norm(dim=1), want.norm(dim=1)  # [T] each
-    tiny = torch.finfo(torch.float32).tiny
+    tiny = torch.finfo(torch.float64).tiny
     both_zero = (norm == 0) & (size == 0)  # [T]
     cosine = torch.where(both_zero, 1.0, (clean * want).sum(1) / (size * norm).clamp(min=tiny))  # [T]
     ratio = torch.where(both_zero, 1.0, size / norm.clamp(min=tiny))  # [T]
     allowance = norm[:, None] / want.shape[1] ** 0.5 + want.abs()  # [T, H]
     error = torch.where(clean == want, 0.0, (clean - want).abs() / allowance.clamp(min=tiny))  # [T, H]
-    matched = (error <= bounds.element).float().mean(1)  # [T]
-    wrong = ~finite | (cosine < bounds.cosine) | ((ratio - 1).abs() > bounds.norm)  # [T]
-    wrong |= (matched < bounds.matched) | (error.amax(1) > bounds.worst)
+    matched = (error <= bounds.element).double().mean(1)  # [T]
+    # What is right is asked for and negated, so that a NaN passes nothing.
+    close = (cosine >= bounds.cosine) & ((ratio - 1).abs() <= bounds.norm)  # [T]
+    wrong = ~(finite & close & (matched >= bounds.matched) & (error.amax(1) <= bounds.worst))  # [T]
     return _describe(got, want, finite, cosine, ratio, matched, error, wrong, bounds)
 
 
@@ -139,14 +141,14 @@ def _reason(one: Agreement, bounds: Bounds) -> str | None:
     if one.nonfinite_tokens:
         first = one.first_nonfinite_token
         return f"{one.nonfinite_tokens} of {one.tokens} tokens hold NaN or Inf, the first is token {first}"
-    if one.cosine < bounds.cosine:
+    if not one.cosine >= bounds.cosine:
         return f"cosine {one.cosine:.4f} at token {one.cosine_token}, expected at least {bounds.cosine:g}"
-    if abs(one.norm_ratio - 1) > bounds.norm:
+    if not abs(one.norm_ratio - 1) <= bounds.norm:
         return f"norm ratio {one.norm_ratio:.4f} at token {one.norm_token}, expected 1 within {bounds.norm:g}"
-    if one.matched < bounds.matched:
+    if not one.matched >= bounds.matched:
         share = f"{one.matched:.1%} of the elements match at token {one.matched_token}"
         return f"{share}, expected at least {bounds.matched:.1%}"
-    if one.error > bounds.worst:
+    if not one.error <= bounds.worst:
         where = f"token {one.error_token}, element {one.error_element}"
         return f"{where}: {one.got:.4g}, expected {one.expected:.4g}"
     return None

@@ -187,17 +187,22 @@ def _remarks(bench: BackendBench) -> Iterator[str]:
 
 def _harness(cost: Mapping[str, Any]) -> str:
     """What the harness adds; reports without ``launch_us`` measured that against do_bench."""
-    ours = (
-        f"{cost['graph_us']:.2f} µs warm ({cost['graph_overhead']:+.1%}), "
-        f"{cost['graph_cold_us']:.2f} µs cold ({cost['graph_cold_overhead']:+.1%})"
+    alone = cost["kernel_us"] if "launch_us" in cost else None
+    ours = ", ".join(
+        f"{cost[name]:.2f} µs {state} ({cost[overhead]:+.1%}"
+        + (f"; {cost[name] / alone - 1:+.1%} of the kernel alone)" if alone else ")")
+        for name, overhead, state in (
+            ("graph_us", "graph_overhead", "warm"),
+            ("graph_cold_us", "graph_cold_overhead", "cold"),
+        )
     )
     theirs = f"triton.testing.do_bench says {cost['do_bench_us']:.2f} µs"
     if "launch_us" not in cost:
         return f"The harness on a kernel that waits: {ours}, where {theirs}."
     return (
-        f"The harness on a kernel that takes {cost['launch_us']:.2f} µs by the GPU's own clock, "
-        f"{cost['launch_gap_us']:.2f} µs of them from one kernel of a graph to the next: {ours}, "
-        f"{'within' if cost['within_limit'] else 'NOT within'} 2 % of it; {theirs} "
+        f"The harness on a kernel of {cost['kernel_us']:.2f} µs by the GPU's own clock, "
+        f"{cost['launch_us']:.2f} µs with what the GPU puts between two kernels of a graph: {ours}, "
+        f"{'within' if cost['within_limit'] else 'NOT within'} 2 % of kernel and gap; {theirs} "
         f"({cost['do_bench_overhead']:+.1%})."
     )
 

@@ -7,7 +7,7 @@
 On a CUDA device with Triton every watched output is one small kernel that counts there; the host learns of
 it when it asks for the report. Without Triton, and on the CPU, torch looks at each output and the host waits.
 Hooks that are there when a CUDA graph is captured or the model is compiled stay in it, so enter the locator
-before that.
+before that: what was compiled before runs no hooks, and the report says of how many modules that is so.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class NanLocator:
     """Hooks on the modules of a model; a context manager that can be entered again.
 
     An output may be a tensor, or tuples, lists, mappings and dataclasses of them; other objects, such as
-    caches, are passed over. Rows are all dimensions of a tensor but the last. A step is one call of the
-    model, unless the caller says with `begin_step` and `end_step` where steps begin and end.
+    caches, are passed over. So are tensors on another device than the record's, sparse and nested ones; the
+    report counts the modules that gave such. Rows are all dimensions of a tensor but the last. A step is one
+    call of the model, unless the caller says with `begin_step` and `end_step` where steps begin and end.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class NanLocator:
         device: torch.device | str | None = None,
         capacity: int = 4096,
     ) -> None:
-        """Watch the modules of `model` that `wanted` picks, by default all of them.
+        """Watch the modules of `model` that `wanted` picks, by default all that can be called.
 
         Without a model, or for what is no module's output, take points with `point` and call `watch`.
         `device` is by default that of the model's first parameter. Raises ValueError where neither is given
@@ -63,7 +64,7 @@ class NanLocator:
         self._points = [
             (self._state.point(name or whole), module)
             for name, module in modules.items()
-            if chosen(name, module)
+            if _has_forward(module) and chosen(name, module)
         ]
 
     def __enter__(self) -> NanLocator:
@@ -75,10 +76,12 @@ class NanLocator:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._state.end()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        try:
+            self._state.end()
+        finally:  # a device that failed must not leave the model with hooks
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
 
     def begin_step(
         self, real_rows: int | None = None, rows: int | None = None, *, padding: torch.Tensor | None = None
@@ -138,13 +141,15 @@ class NanLocator:
 
         def hook(_: Any, inputs: Any, output: Any) -> None:
             tensors = _tensors(output)
-            for one in tensors:
-                if one.is_floating_point():
-                    state.watch(point, one)
+            floating = [one for one in tensors if one.is_floating_point()]
+            for one in floating:
+                state.watch(point, one)
+            if not floating:
+                state.looked.add(point)  # there is nothing in it that could be NaN
             for ids in tensors:
                 if ids.dtype in (torch.int32, torch.int64) and ids.dim() == 2:
-                    experts = _experts_of(module, tensors)
-                    if experts:
+                    experts = _experts_of(module)
+                    if experts and _are_experts(ids, experts, floating):
                         state.watch_ids(point, ids, experts)
 
         return hook
@@ -164,8 +169,24 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
-def _experts_of(module: torch.nn.Module, outputs: list[torch.Tensor]) -> int:
-    """How many experts a router chooses from; 0 where the module is no router."""
+def _has_forward(module: torch.nn.Module) -> bool:
+    """Whether the module can be called, unlike a list of modules."""
+    return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
+
+
+def _are_experts(ids: torch.Tensor, num_experts: int, floating: list[torch.Tensor]) -> bool:
+    """Whether integers [T, K] come with their weights [T, K] or logits [T, num_experts], as a router's do.
+
+    A whole model may have a number of experts, too, and give ids of tokens.
+    """
+    if ids.is_nested:
+        return False
+    shapes = (tuple(ids.shape), (ids.shape[0], num_experts))
+    return any(tuple(one.shape) in shapes for one in floating if not one.is_nested)
+
+
+def _experts_of(module: torch.nn.Module) -> int:
+    """How many experts a router would choose from; 0 where the module does not say."""
     told = getattr(module, "num_experts", None)
     if isinstance(told, int):
         return told

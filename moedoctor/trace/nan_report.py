@@ -71,6 +71,12 @@ class NanReport:
     """Points that were watched, routers included."""
     routers_watched: int
     """Points whose expert ids were looked at."""
+    looked_at: int
+    """Points that were looked at, in a step or before, as where a CUDA graph is captured."""
+    passed_over: int
+    """Points that gave an output on another device than the record's, sparse or nested."""
+    not_reached: int
+    """Points that are neither: code that was compiled before has no hooks, or the module was not called."""
 
     @property
     def mean_pad_tokens(self) -> float:
@@ -103,9 +109,15 @@ class NanReport:
             f"{row['steps_with_padding']:>18}   {row['nan_in_padding']:>6} ({row['nan_share']:.1%})"
             f"   {row['inf_in_padding']:>15}   {row['mean_pad_tokens']:>15.1f}",
             f"of {self.steps} steps; real rows: NaN in {self.nan_in_real} steps, Inf in {self.inf_in_real}",
-            _first("real rows", self.first_real),
-            _first("padding", self.first_padding),
         ]
+        if self.looked_at and self.steps:
+            which = " that were looked at" if self.not_reached or self.passed_over else ""
+            lines += [
+                _first(f"real rows{which}", self.first_real),
+                _first(f"padding{which}", self.first_padding),
+            ]
+        elif self.steps:
+            lines.append("nothing was looked at, so nothing is known of NaN and Inf")
         if self.first_unknown is not None:
             lines.append(
                 f"rows that may be either: NaN in {self.nan_in_unknown} steps, Inf in {self.inf_in_unknown}; "
@@ -113,6 +125,15 @@ class NanReport:
             )
         if not self.steps:
             lines.append("no step was traced, so nothing was looked at")
+        if self.not_reached:
+            lines.append(
+                f"{self.not_reached} of {self.watched} modules were never looked at "
+                "(compiled before the locator was entered, or not called)"
+            )
+        if self.passed_over:
+            outputs = "1 output" if self.passed_over == 1 else f"{self.passed_over} outputs"
+            were = "was" if self.passed_over == 1 else "were"
+            lines.append(f"{outputs} on other devices or layouts {were} not looked at")
         for one in self.routers:
             lines.append(
                 f"{one.point}: rows (real, padding, either) with repeated ids {one.repeated}, "

@@ -36,26 +36,34 @@ from moedoctor.trace.nan_record import (
 from moedoctor.trace.nan_record import LAST_STEP as LAST_STEP
 from moedoctor.trace.nan_report import Finding, NanReport, PointCounts, RouterCounts
 from moedoctor.trace.nan_rows import group_of, row_dimensions, rows_each
+from moedoctor.trace.nan_seen import SeenPoints
 
 
 class NanState:
     """Device memory for `capacity` points.
 
     On a CUDA device with Triton no method waits for the device but `report`; without Triton, `watch` and
-    `watch_ids` do.
+    `watch_ids` do. Tensors on another device than the record's, sparse and nested ones are passed over: the
+    report says how many points gave such.
     """
 
     def __init__(self, device: torch.device | str, capacity: int = 1024) -> None:
-        self.header = torch.zeros(HEADER, dtype=torch.int32, device=device)  # [HEADER]
-        self.header[REAL] = self.header[PADDED] = ALL_REAL
-        self.found = torch.zeros(capacity, KINDS, FIELDS, dtype=torch.int32, device=device)
-        """int32 [points, KINDS, FIELDS]"""
-        self.ids = torch.zeros(capacity, 2, 2, ID_KINDS, dtype=torch.int32, device=device)
-        """int32 [points, (rows, first step), (real, padding), ID_KINDS]"""
-        self.other_ids = torch.zeros_like(self.ids)
-        """The same for rows that may be either; of the third dimension only the first place is used."""
+        with torch.inference_mode(False):  # what is made in that mode can be written to in no other
+            self.header = torch.zeros(HEADER, dtype=torch.int32, device=device)  # [HEADER]
+            self.header[REAL] = self.header[PADDED] = ALL_REAL
+            self.found = torch.zeros(capacity, KINDS, FIELDS, dtype=torch.int32, device=device)
+            """int32 [points, KINDS, FIELDS]"""
+            self.ids = torch.zeros(capacity, 2, 2, ID_KINDS, dtype=torch.int32, device=device)
+            """int32 [points, (rows, first step), (real, padding), ID_KINDS]"""
+            self.other_ids = torch.zeros_like(self.ids)
+            """The same for rows that may be either; of the third dimension only the first place is used."""
+        self._device = self.header.device
         self.names: list[str] = []
-        self.routers: set[int] = set()
+        self.looked = SeenPoints()
+        """Points that were looked at; in a CUDA graph, when it was captured."""
+        self.passed_over = SeenPoints()
+        """Points that gave an output on another device, sparse or nested."""
+        self.routers = SeenPoints()
         """Points that ids were looked at for."""
         self._together: dict[int, int] = {}
         """Point -> the first of those that are watched in one launch with it."""
@@ -69,6 +77,8 @@ class NanState:
         if len(self.names) >= self.found.shape[0]:
             raise ValueError(f"a trace of {self.found.shape[0]} points is full; give a larger capacity")
         self.names.append(name)
+        for one in (self.looked, self.passed_over, self.routers):
+            one.take()
         return len(self.names) - 1
 
     def begin(self, real: int, padded: int) -> None:
@@ -81,7 +91,8 @@ class NanState:
         rows = mask.numel()
         size = 1 << max(rows - 1, 0).bit_length()
         if size not in self._masks:
-            self._masks[size] = torch.zeros(size, dtype=torch.int8, device=self.header.device)
+            with torch.inference_mode(False):
+                self._masks[size] = torch.zeros(size, dtype=torch.int8, device=self._device)
         self.padding = self._masks[size][:rows].view(mask.shape)
         self.padding.copy_(mask != 0)
         begin_step(self.header, rows, rows)
@@ -95,8 +106,12 @@ class NanState:
     def watch(self, point: int, x: torch.Tensor) -> None:
         """Look at `x` of a floating type; `row_dimensions` says what its rows are.
 
-        One without elements, and of a type that holds two numbers in a byte, is passed over.
+        Nothing is read of one without elements, and of a type that holds two numbers in a byte.
         """
+        if self._is_elsewhere(x):
+            self.passed_over.add(point)
+            return
+        self.looked.add(point)
         if not x.numel() or x.dtype is torch.float4_e2m1fn_x2:
             return
         padding, mask = self.padding, None if self.padding is None else self.padding.shape
@@ -115,10 +130,13 @@ class NanState:
 
     def watch_three(self, points: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Look at three tensors [rows, columns] of the same rows, in the order in which they were made."""
-        side_by_side = all(one.stride(1) == 1 and one.element_size() > 1 for one in tensors)
+        here = not any(self._is_elsewhere(one) for one in tensors)
+        side_by_side = here and all(one.stride(1) == 1 and one.element_size() > 1 for one in tensors)
         if has_kernel(tensors[0]) and tensors[0].shape[0] and side_by_side and self.padding is None:
             from moedoctor.kernels.watch import launch_watch_three
 
+            for point in points:
+                self.looked.add(point)
             self._together.update(dict.fromkeys(points, points[0]))
             launch_watch_three(tensors, self.header, self.found, points)
             return
@@ -127,10 +145,12 @@ class NanState:
 
     def watch_last(self, point: int, x: torch.Tensor) -> None:
         """Look at `x` [..., columns], after which the step is over."""
-        x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # [rows, columns]
-        if has_kernel(x) and x.numel() and self.padding is None:
+        here = not self._is_elsewhere(x)
+        x = x.reshape(-1, x.shape[-1]) if here and x.dim() != 2 else x  # [rows, columns]
+        if here and has_kernel(x) and x.numel() and self.padding is None:
             from moedoctor.kernels.watch import launch_watch
 
+            self.looked.add(point)
             launch_watch(x, self.header, self.found, point, None, ends=True)
             return
         self.watch(point, x)
@@ -143,6 +163,10 @@ class NanState:
         """
         if ids.dim() != 2:
             return
+        if self._is_elsewhere(ids):
+            self.passed_over.add(point)
+            return
+        self.looked.add(point)
         self.routers.add(point)
         ids = ids.view(torch.int32) if ids.dtype is torch.uint32 else ids  # [T, K]
         if own:
@@ -151,6 +175,10 @@ class NanState:
         padding = None if self.padding is None else self.padding.view(-1)  # [elements]
         look = torch.ops.moedoctor.watch_ids if torch.compiler.is_compiling() else watch_ids
         look(ids, self.header, self.ids, self.other_ids, padding, num_experts, point)
+
+    def _is_elsewhere(self, x: torch.Tensor) -> bool:
+        """Whether a kernel of the record's device cannot read the rows of `x`."""
+        return x.device != self._device or x.layout is not torch.strided or x.is_nested
 
     def report(self) -> NanReport:
         """Everything that was recorded, a step that still runs included; waits for the device."""
@@ -182,7 +210,10 @@ class NanState:
                 if bool(ids[index, 0].any()) or bool(others[index, 0].any())
             ),
             watched=len(self.names),
-            routers_watched=len(self.routers),
+            routers_watched=len(self.routers.points),
+            looked_at=len(self.looked.points),
+            passed_over=len(self.passed_over.points),
+            not_reached=len(self.names) - len(self.looked.points | self.passed_over.points),
         )
 
     def _first(self, found: torch.Tensor, offset: int) -> Finding | None:

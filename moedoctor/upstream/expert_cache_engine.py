@@ -44,10 +44,13 @@ class Cell:
     backend: str
     mode: str
     slots: int | None
+    planted: bool = False
+    """Whether its last layer computes with wrong experts: tokens that stay the same then prove nothing."""
 
     @property
     def label(self) -> str:
-        return f"{self.backend}, {self.mode}, {'no cache' if self.slots is None else f'{self.slots} slots'}"
+        held = "no cache" if self.slots is None else f"{self.slots} slots"
+        return f"{self.backend}, {self.mode}, {held}{', wrong experts' if self.planted else ''}"
 
     @property
     def control(self) -> Cell:
@@ -56,8 +59,12 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """All engines of the table, the slower ones first."""
-    return [Cell(one, mode, slots) for mode in (GRAPHS, EAGER) for one in BACKENDS for slots in SLOTS]
+    """All engines of the table, the slower ones first; for each backend one with a planted fault."""
+    planted = [Cell(one, GRAPHS, max(filter(None, SLOTS)), planted=True) for one in BACKENDS]
+    return [
+        *planted,
+        *(Cell(one, mode, slots) for mode in (GRAPHS, EAGER) for one in BACKENDS for slots in SLOTS),
+    ]
 
 
 def cached(slots: int | None) -> dict[str, str]:
@@ -84,14 +91,18 @@ def request(cell: Cell, folder: str, **arguments: Any) -> EngineRequest:
         cached(cell.slots),
         max_tokens=MAX_TOKENS,
         logprobs=LOGPROBS,
-        probe=f"{PROBES}caches",
+        probe=f"{PROBES}{'caches_with_a_fault' if cell.planted else 'caches'}",
+        probe_when="before" if cell.planted else "after",
         seconds=SECONDS,
         label=cell.label,
     )
 
 
 def tokens(sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A row for each engine with a cache, against the same engine without one. Raises UnavailableError."""
+    """A row for each engine with a cache, against the same engine without one.
+
+    Those that are `planted` must give other tokens. Raises UnavailableError.
+    """
     need_engine()
     chosen = cells()
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
@@ -113,9 +124,11 @@ def table(results: Mapping[Cell, EngineResult]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "backend": cell.backend,
+                "asked": BACKENDS[cell.backend][1].upper(),
                 "chosen": result.log.moe_backend or "not logged",
                 "mode": cell.mode,
                 "slots": cell.slots,
+                "planted": cell.planted,
                 "outcome": outcome,
                 "detail": detail,
                 **{key: seen.get(key) for key in ("engine", "layers", "hits", "misses")},

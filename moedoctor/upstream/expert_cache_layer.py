@@ -7,6 +7,7 @@ in those two places, and both get the cache's slots, whose addresses never chang
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,14 +21,46 @@ from moedoctor.fixes.pinned import allocate, register
 _PARTS = ("_a1", "_a2", "_w1", "_w2")
 _FIELDS = ("scale", "alpha_or_gscale", "zp", "bias")
 _ATTRIBUTE = "moedoctor_experts"
+_GAINS = {"w1": 1.0, "w2": 3.0}
+"""As in `reference.checkpoints`: w2 makes up for what SiLU and the mean of the experts take away."""
 EXPERTS: ContextVar[int | None] = ContextVar("experts of the layer that computes", default=None)
 """Set while a cached layer computes: tiles are to be chosen as without the cache."""
+
+
+class IdLog:
+    """The ids of a layer's calls, kept on the device by operations that a CUDA graph can hold."""
+
+    def __init__(self, calls: int, width: int, device: torch.device) -> None:
+        """Room for `calls` calls of at most `width` ids, T * K; later calls overwrite the first, wider ones
+        are left out."""
+        self._ids = torch.full((calls, width), -1, dtype=torch.int32, device=device)  # [calls, width]
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)  # [1]
+
+    def note(self, ids: torch.Tensor) -> None:
+        """Keep `ids` [T, K]."""
+        calls, width = self._ids.shape
+        if ids.numel() > width:
+            return
+        row = torch.nn.functional.pad(ids.reshape(1, -1).int(), (0, width - ids.numel()), value=-1)
+        self._ids.index_copy_(0, self._count % calls, row)  # the place is on the device: a replay moves on
+        self._count.add_(1)
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._count.zero_()
+
+    def calls(self) -> list[list[int]]:
+        """The ids of each call since `clear`, -1 for none; empty where there was no room for all."""
+        count = int(self._count)
+        return self._ids[:count].tolist() if count <= len(self._ids) else []
 
 
 class HostExperts:
     """One layer's experts in host memory, and the cache through which the layer computes with them."""
 
     cache: ExpertCache
+    log: IdLog | None = None
+    """What `keep_ids` made."""
 
     def __init__(self, layer: Any, device: torch.device) -> None:
         """Copy the experts of `layer`, which is loaded and repacked, to pinned memory where that can be had.
@@ -45,6 +78,11 @@ class HostExperts:
     def num_experts(self) -> int:
         """Of the layer."""
         return self.store.num_experts
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a token."""
+        return int(self._layer.top_k)
 
     def give(self, capacity: int, *, captured: bool) -> ExpertCache:
         """Let an empty cache of `capacity` slots take the place of what the layer computes with.
@@ -73,8 +111,50 @@ class HostExperts:
         to_device(self._layer, self._device)  # what is not by expert may be in host memory, too
         self._kernel.impl.inplace = False  # the input of the second group is not the output of the first
         self._kernel.apply = _applying(cache, self._compute)
-        self.cache = cache
+        self.cache, self.log = cache, None
         return cache
+
+    def keep_ids(self, calls: int, width: int) -> None:
+        """Log the ids of every call from now on, until `give`; graphs must be captured after this."""
+        log, compute = IdLog(calls, width, self._device), self._kernel.apply
+
+        def apply(
+            hidden_states: torch.Tensor,
+            w1: torch.Tensor,
+            w2: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            **given: Any,
+        ) -> torch.Tensor:
+            log.note(topk_ids)
+            result: torch.Tensor = compute(hidden_states, w1, w2, topk_weights, topk_ids, **given)  # [T, H]
+            return result
+
+        self._kernel.apply, self.log = apply, log
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Draw the experts' BF16, FP16 or FP32 weights anew, of deviation ``gain / sqrt(inputs)``.
+
+        Only in host memory: call `give` next, for the slots still hold the old ones. They are drawn on the
+        generator's device, one tensor at a time.
+        """
+        for name, gain in _GAINS.items():
+            host = self.store.tensors[name]  # [E, outputs, inputs]
+            drawn = torch.empty(host.shape, dtype=host.dtype, device=generator.device)
+            host.copy_(drawn.normal_(0.0, gain / math.sqrt(host.shape[-1]), generator=generator))
+
+    def roll(self, by: int) -> None:
+        """Plant a fault: expert e gets all that belongs to expert ``e - by``, on the host and in the slots.
+
+        ``roll(-by)`` takes it back. The caller synchronises before and after.
+        """
+        for tensor in self.store.tensors.values():
+            rows = tensor.view(self.num_experts, -1).view(torch.uint8)  # [E, bytes]: torch rolls no FP8
+            rows.copy_(rows.to(self._device).roll(by, 0))
+        for slot, expert in enumerate(self.cache.resident()):
+            if expert >= 0:
+                for name, slots in self.cache.weights.items():
+                    slots[slot].copy_(self.store.tensors[name][expert])
 
 
 def host_experts(model: Any) -> list[HostExperts]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -135,3 +136,33 @@ def _qwen_request(folder: str, vocab: int) -> EngineRequest:
         seconds=_QWEN_SECONDS,
         label="Qwen3-30B-A3B",
     )
+
+
+def draw_weights(model: Any) -> None:
+    """Draw all weights of a model with caches anew, so that its tokens depend on every expert.
+
+    The caches are to be made anew after this.
+    """
+    # vLLM's made-up weights are all within 0.001, norms too: what a layer adds is rounded away beside the
+    # embedding. So: norms of one, an embedding of unit size, and deviations of 1 / sqrt(inputs), as in the
+    # tiny checkpoints. Large norms alone would be cheaper, but vLLM draws each layer alike, and an expert of
+    # another layer would not be noticed. Experts are drawn on the GPU and cost one copy to the host.
+    import torch
+
+    from moedoctor.upstream.expert_cache_layer import host_experts
+
+    made = host_experts(model)
+    slots = {one.data_ptr() for layer in made for one in layer.cache.weights.values()}
+    draw = torch.Generator(device=made[0].cache.device).manual_seed(0)
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            if parameter.data_ptr() in slots:
+                continue
+            if parameter.dim() == 1:
+                parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+            elif parameter.dim() == 2:
+                gain = 4.0 if "lm_head" in name else 1.0  # [outputs, inputs]
+                deviation = 1.0 if "embed" in name else gain / math.sqrt(parameter.shape[1])
+                parameter.data.normal_(0.0, deviation, generator=draw)
+        for layer in made:
+            layer.draw(draw)

@@ -9,6 +9,10 @@ Here vLLM still chooses the parameters and loads the weights. When they are load
 takes over: every parameter, the same object as before, lies on the GPU for good, the large ones in buffers
 that are filled ahead of each layer, scales and other small ones by themselves. Nothing is swapped in
 `forward`, so nothing holds a host address. With UVA nothing is changed.
+
+Weights cannot be reloaded into such an engine: vLLM's `reload_weights` and `update_weights` write into
+`data` of parameters, which is a buffer here, so what they write is lost and nothing says so. Start the engine
+anew.
 """
 
 from __future__ import annotations

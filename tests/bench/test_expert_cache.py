@@ -11,7 +11,8 @@ import torch
 
 from moedoctor.bench import expert_cache as bench
 from moedoctor.bench import expert_cache_groups
-from moedoctor.bench.expert_cache_decode import Inputs, Model, Variant, host_weights
+from moedoctor.bench.expert_cache_decode import Inputs, Model, Variant, host_weights, zipf_ids
+from moedoctor.bench.expert_cache_run import Run, pr_wrong_steps
 from moedoctor.bench.timing import Comparison, compare_rounds
 from moedoctor.faults.pr37190 import PrRule
 from moedoctor.fixes.eviction import SlotTable, replay
@@ -73,6 +74,23 @@ def test_a_seeded_cache_goes_on_as_one_that_saw_the_trace(on_cpu: Any) -> None:
     assert found["host"]["correct"]
     assert found["host"]["speedup"] > 0
     assert found["host"]["against"] == "pr37190"
+
+
+def test_wrong_steps_of_the_pr_are_counted_over_more_than_is_timed() -> None:
+    run = Run.make(SMALL, "cpu", batch=1, capacity=2, rounds=1, seen=20, recorded=False)
+    wrong, steps = pr_wrong_steps(run)
+    assert steps == 2000 > run.last + 1
+    lost = set()
+    for calls in zipf_ids(SMALL, 1, 2000).transpose(0, 1).flatten(2).tolist():
+        rule = PrRule(16, 2)
+        for step, call in enumerate(calls):
+            rule.step(sorted(call))
+            if any(rule.expert_of[rule.slot_of[one]] != one for one in call):
+                lost.add(step)
+    assert 0 < wrong == len(lost) < 2000
+    assert torch.equal(zipf_ids(SMALL, 1, 2000)[: run.last + 1], run.inputs.ids), "the same trace, longer"
+    full = Run.make(SMALL, "cpu", batch=1, capacity=16, rounds=1, seen=20, recorded=False)
+    assert pr_wrong_steps(full) == (0, 2000)
 
 
 def test_what_the_bus_allows_is_told_by_the_bytes(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

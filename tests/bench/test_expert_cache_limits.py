@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 
-from moedoctor.bench.expert_cache_limits import judge
+from moedoctor.bench.expert_cache import VARIANTS
+from moedoctor.bench.expert_cache_limits import DEFAULT, judge
 from moedoctor.bench.replay_speed import replay_speed
+from moedoctor.fixes.expert_cache import ExpertCache
 
 PR = {"engine": "pr37190", "batch": 1, "capacity": 32, "gigabytes_a_step": 1.6, "bus_share": 0.7}
 OURS = {
@@ -33,7 +36,31 @@ def test_twice_the_pr(speedup: float, verdict: str) -> None:
     assert (first.verdict.value, first.measured, first.limit) == (verdict, speedup, 2.0)
     assert "0.90 GB a step against 1.60" in first.remark
     assert "2.60" in first.remark
+    assert "aging + packed + overlap + engine device: tokens per second over the PR's" in first.claim
     assert graph.verdict.value == "confirmed"
+
+
+@pytest.mark.parametrize("fastest", [2.4, None])
+def test_the_default_cache_stands_beside_the_fastest(fastest: float | None) -> None:
+    ours = OURS if fastest is None else OURS | {"speedup": fastest}
+    default = OURS | {"engine": "device", "speedup": 1.57}
+    elsewhere = default | {"capacity": 64, "speedup": 1.9}
+    first, *_ = judge([PR, elsewhere, default, ours])
+    row = first.row()
+    assert (row.get("measured"), row["default_cache"]) == (fastest, 1.57)
+    assert first.remark.endswith("the default cache (lfru + engine device): 1.57")
+    for unknown in ([], [default | {"against": "host"}], [elsewhere]):
+        first, *_ = judge([PR, ours, *unknown])
+        assert "default_cache" not in first.row()
+        assert first.remark.endswith("the default cache (lfru + engine device): not measured")
+
+
+def test_what_is_called_the_default_cache_is_the_one_that_is_made_without_options() -> None:
+    options = {name: one.default for name, one in inspect.signature(ExpertCache).parameters.items()}
+    assert options["policy"] == DEFAULT.policy
+    assert options["packed"] is DEFAULT.packed is False
+    assert inspect.signature(ExpertCache.groups).parameters["overlap"].default is DEFAULT.overlap is False
+    assert DEFAULT in VARIANTS
 
 
 def test_a_ratio_to_something_else_decides_nothing() -> None:
@@ -78,3 +105,11 @@ def test_the_replay_is_timed_by_the_clock() -> None:
     rows = replay_speed(capacities=(16,), tokens=20, rounds=3, clock=lambda: float(next(ticks)))
     assert {row["accesses_per_second"] for row in rows} == {160.0}
     assert {row["policy"] for row in rows} == {"lru", "lfu", "lfru", "aging"}
+
+
+def test_every_hit_rate_of_the_replays_stands_beside_its_bound() -> None:
+    rows = replay_speed(capacities=(16, 32), tokens=400, rounds=1)
+    bounds = {row["capacity"]: row["hit_rate_optimum"] for row in rows}
+    assert bounds[16] < bounds[32]
+    for row in rows:
+        assert 0 < row["hit_rate"] < row["hit_rate_optimum"] == bounds[row["capacity"]]

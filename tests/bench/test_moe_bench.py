@@ -171,6 +171,9 @@ def test_the_roofline_is_the_larger_of_two_times() -> None:
     assert ROOFLINE.least_seconds(1, 2 * 10**12, "bf16") == 2.0
     assert ROOFLINE.least_seconds(1, 2 * 10**12, "fp8") == 1.0
     assert ROOFLINE.least_seconds(1, 2 * 10**12, "int8") == 2.0, "an unknown type counts as bfloat16"
+    cpu = Roofline(1e9, {"bf16": 1e9, "fp32": 1e12})
+    assert cpu.least_seconds(1, 2 * 10**12, "bf16") == 2.0, "a backend there may compute in the faster type"
+    assert Roofline(1e9, {"bf16": 1e12, "fp32": 1e9}).least_seconds(1, 2 * 10**12, "bf16") == 2.0
 
 
 def test_a_cpu_has_a_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +181,17 @@ def test_a_cpu_has_a_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "_CPU_BYTES", 2**20)
     monkeypatch.setattr(module, "_CPU_SIDE", 64)
+    monkeypatch.setattr(module, "_CPU_SECONDS", 0.01)
     found = measure_roofline("cpu")
     assert found.bytes_per_second > 0
     assert found.flops["bf16"] > 0
+    assert found.flops["fp32"] > 0
+
+
+def test_the_reference_is_not_faster_than_the_cpu_that_it_runs_on() -> None:
+    """It computes in float32; held against products in bfloat16 it took many times the roofline's share."""
+    shape = LayerShape(512, 512, 4, 2)
+    task = Task(Variant("REFERENCE", "bf16"), "wide", shape, (256,), Routing(), "cpu")
+    (row,) = measure(task, measure_roofline("cpu"))
+    assert row["right"] is True
+    assert 0 < row["roofline_share"] <= 1.5, "what else runs here may slow either measurement"

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from moedoctor.cli import main
+from moedoctor.commands.errors import InputError
+from moedoctor.commands.plan import PlanOptions, plan_command
 
 ISSUE = ["plan", "--model", "nemotron-3-super-120b", "--kv-dtype", "fp8", "--context", "262144"]
 
@@ -35,17 +37,174 @@ def test_a_context_that_does_not_fit_is_1(capsys):
     assert "not one request of 262144 tokens fits" in capsys.readouterr().out
 
 
+CONFIG = {
+    "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+SIZE = 160_000
+"""Bytes of that model in BF16, and a little more."""
+
+
+def model_folder(folder, files, **config):
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    for name, size in files.items():
+        (folder / name).write_bytes(bytes(size))
+    return folder
+
+
+def planned(folder, capsys, **options):
+    """(inputs, plan) of the command without a --scheme."""
+    arguments = PlanOptions(str(folder), gpu_memory=1, context=16, format="json", **options)
+    assert plan_command(arguments) == 0
+    document = json.loads(capsys.readouterr().out)
+    return document["inputs"], document["plan"]
+
+
 def test_a_checkpoints_own_size_is_taken(tmp_path, capsys):
-    config = {
-        "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "head_dim": 16,         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
+    model_folder(tmp_path, {"model.safetensors": SIZE})
     command = ["plan", "--model", str(tmp_path), "--gpu-memory", "1", "--context", "16", "--scheme", "bf16"]
     assert main([*command, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)["plan"]
-    assert found["expert_bytes"] + found["other_bytes"] == 1 << 20
+    assert found["expert_bytes"] + found["other_bytes"] == SIZE
+
+
+def test_weights_that_lie_there_twice_count_once(tmp_path, capsys):
+    model_folder(tmp_path, {"model.safetensors": SIZE, "consolidated.safetensors": SIZE})
+    assert planned(tmp_path, capsys)[0]["checkpoint_bytes"] == SIZE
+
+
+def index(folder, *shards):
+    weights = {f"tensor{number}": shard for number, shard in enumerate(shards)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+def test_the_shards_of_the_index_count(tmp_path, capsys):
+    files = {"model-1.safetensors": SIZE // 2, "model-2.safetensors": SIZE // 2, "x.safetensors": SIZE}
+    model_folder(tmp_path, files)
+    index(tmp_path, "model-1.safetensors", "model-2.safetensors", "model-1.safetensors")
+    assert planned(tmp_path, capsys)[0]["checkpoint_bytes"] == SIZE
+
+
+def test_shards_that_are_not_there(tmp_path, capsys):
+    model_folder(tmp_path, {"model-1.safetensors": SIZE})
+    index(tmp_path, "model-1.safetensors", "model-2.safetensors")
+    with pytest.raises(InputError, match=r"1 of 2 shards are missing, the first is 'model-2\.safetensors'"):
+        plan_command(PlanOptions(str(tmp_path), gpu_memory=1))
+    (tmp_path / "model-1.safetensors").unlink()
+    assert planned(tmp_path, capsys)[0]["checkpoint_bytes"] is None, "an index alone: computed"
+    index(tmp_path, "../model-1.safetensors")
+    with pytest.raises(InputError, match="weight_map names no files"):
+        plan_command(PlanOptions(str(tmp_path), gpu_memory=1))
+
+
+def groups(*made):
+    """The `config_groups` of (targets, bits, group size)."""
+    return {
+        f"group_{number}": {
+            "targets": targets,
+            "weights": {"num_bits": bits, "type": "float", "group_size": size},
+        }
+        for number, (targets, bits, size) in enumerate(made)
+    }
+
+
+EXPERT, ATTENTION = "model.layers.0.mlp.experts.0.up_proj", "model.layers.0.self_attn.q_proj"
+SHARED = "model.layers.0.mlp.shared_experts.up_proj"
+DECLARED = [
+    (None, "bf16"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+    ({"quant_method": "mxfp4"}, "mxfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_NVFP4_FP8"}, "nvfp4"),
+    ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, "bf16"),
+    ({"quantization": {"quant_algo": "NVFP4"}}, "nvfp4"),
+    (
+        {
+            "quant_method": "modelopt_mixed",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                ATTENTION: {"quant_algo": "FP8"},
+                SHARED: {"quant_algo": "FP8"},
+                EXPERT: {"quant_algo": "NVFP4"},
+            },
+        },
+        "nvfp4",
+    ),
+    ({"quant_method": "compressed-tensors", "config_groups": groups((["Linear"], 4, 16))}, "nvfp4"),
+    ({"quant_method": "compressed-tensors", "config_groups": groups((["Linear"], 4, 32))}, "mxfp4"),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": groups((["re:.*self_attn.*"], 8, None), (["re:.*mlp.experts.*"], 4, 16)),
+        },
+        "nvfp4",
+    ),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": groups((["re:.*shared_experts.*"], 8, None), (["Linear"], 4, 16)),
+        },
+        "nvfp4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("declared", "scheme"), DECLARED)
+def test_the_scheme_is_the_configs_where_none_is_given(declared, scheme, tmp_path, capsys):
+    config = {} if declared is None else {"quantization_config": declared}
+    model_folder(tmp_path, {}, **config)
+    assert planned(tmp_path, capsys)[0]["scheme"] == scheme
+    assert planned(tmp_path / "config.json", capsys)[0]["scheme"] == scheme
+    assert planned(tmp_path, capsys, scheme="mxfp4")[0]["scheme"] == "mxfp4", "an explicit one stands"
+
+
+def test_the_scheme_is_modelopts_own_files_where_the_config_says_nothing(tmp_path, capsys):
+    model_folder(tmp_path, {})
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    inputs, found = planned(tmp_path, capsys)
+    assert inputs["scheme"] == "fp8"
+    assert "scheme: fp8, by ModelOpt's file beside config.json" in found["notes"]
+
+
+def test_a_preset_is_planned_in_nvfp4(capsys):
+    plan_command(PlanOptions("qwen3-30b-a3b", gpu_memory=80))
+    assert "scheme: nvfp4, the default of a preset" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is no scheme that plan counts"),
+        ({"quant_method": "modelopt", "quant_algo": "INT8_SQ"}, "quant_algo 'INT8_SQ' is no scheme"),
+        (
+            {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {EXPERT: {"quant_algo": "NVFP4"}, EXPERT + "x": {"quant_algo": "FP8"}},
+            },
+            "stores experts in fp8 and nvfp4; give the --scheme",
+        ),
+        ({"config_groups": {}}, "stores experts in nothing; give the --scheme"),
+        ({"config_groups": {"group_0": {"targets": 7, "weights": 7}}}, "weights of type None with None bits"),
+        ("fp8", "its quantisation is no object; give --scheme"),
+    ],
+)
+def test_a_scheme_that_cannot_be_told_is_one_line(declared, said, tmp_path):
+    model_folder(tmp_path, {}, quantization_config=declared)
+    with pytest.raises(InputError) as raised:
+        plan_command(PlanOptions(str(tmp_path), gpu_memory=1, context=16))
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(SIZE, "nvfp4"), (80_000, "bf16")])
+def test_files_that_contradict_the_scheme_are_one_line(size, scheme, tmp_path, capsys):
+    model_folder(tmp_path, {"model.safetensors": size})
+    command = ["plan", "--model", str(tmp_path), "--gpu-memory", "1", "--context", "16", "--scheme", scheme]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "give the right --scheme" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,29 @@ def drop_parts(end: str) -> Change:
     return change
 
 
+def without(*parts: str) -> Change:
+    """Drop all tensors whose name holds each of `parts`."""
+
+    def change(made: Made) -> None:
+        for name in [one for one in made.tensors if all(part in one for part in parts)]:
+            del made.tensors[name]
+
+    return change
+
+
+def zeros_behind_zeros(made: Made) -> None:
+    """70 scales of 0 over weights of 0, which is right, and then 100 over weights that are not."""
+    for name, places, per in (
+        (f"{UP}.weight_scale", (*range(70), *range(200, 300)), 1),
+        (f"{UP}.weight", range(70), 8),
+    ):
+        dtype, shape, data = made.tensors[name]
+        changed = bytearray(data)
+        for at in places:
+            changed[at * per : (at + 1) * per] = bytes(per)
+        made.tensors[name] = (dtype, shape, bytes(changed))
+
+
 def codes(name: str, *changed: int, every: bool = False) -> Change:
     """Overwrite the first block scales of a tensor, or all with the first code."""
 
@@ -432,6 +455,61 @@ DAMAGE: list[tuple[str, Callable[[], Made], Change, dict[str, str]]] = [
     ),
     ("expert absent", modelopt, drop(*parts_of(UP), *parts_of(GATE), *parts_of(DOWN)), {"expert_missing": E}),
     ("projection absent", modelopt, drop(*parts_of(UP)), {"expert_missing": UP}),
+    (
+        "no experts beside a router",
+        modelopt,
+        without("layers.1.mlp.experts"),
+        {"expert_missing": "layers.1.mlp"},
+    ),
+    (
+        "neither experts nor a router",
+        modelopt,
+        without("layers.1.mlp"),
+        {"expert_missing": "model.layers.1"},
+    ),
+    ("a layer absent", modelopt, without("layers.1."), {"expert_missing": "model.layers.1"}),
+    (
+        "a layer absent in the middle",
+        modelopt,
+        all_of(without("layers.0."), config(num_hidden_layers=None)),
+        {"expert_missing": "model.layers.0"},
+    ),
+    (
+        "fewer layers than declared",
+        modelopt,
+        config(num_hidden_layers=5),
+        {"expert_missing": "model.layers.4"},
+    ),
+    (
+        "a projection absent in a layer",
+        modelopt,
+        without("layers.1.mlp.experts", "up_proj"),
+        {"expert_missing": "layers.1.mlp.experts.0.up_proj"},
+    ),
+    ("up absent in all layers", modelopt, without("experts", "up_proj"), {"expert_missing": "0.up_proj"}),
+    ("gate absent in all layers", modelopt, without("experts", "gate_proj"), {"expert_missing": "gate_proj"}),
+    ("down absent in all layers", modelopt, without("experts", "down_proj"), {"expert_missing": "down_proj"}),
+    (
+        "up absent where experts have no gate",
+        modelopt,
+        all_of(without("experts", "gate_proj"), without("layers.1", "up_proj"), config(hidden_act="relu2")),
+        {"expert_missing": "layers.1.mlp.experts.0.up_proj"},
+    ),
+    (
+        "group size of no NVFP4",
+        modelopt,
+        all_of(quant(group_size=32), hf_quant(group_size=32)),
+        {"group_size_tensors": "group_size"},
+    ),
+    (
+        "packed: group size",
+        compressed,
+        lambda made: made.config["quantization_config"]["config_groups"]["group_0"]["weights"].update(
+            group_size=32
+        ),
+        {"group_size_tensors": "group_size"},
+    ),
+    ("zero scales far behind zero weights", modelopt, zeros_behind_zeros, {"scale_zero": UP}),
     ("more experts than declared", modelopt, config(num_experts=3), {"expert_extra": "experts.3"}),
     ("fewer experts than declared", modelopt, config(num_experts=5), {"expert_missing": "experts.4"}),
     ("shapes: no whole blocks", modelopt, narrow, {"block_incomplete": "down_proj"}),

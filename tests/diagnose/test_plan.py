@@ -97,15 +97,55 @@ def test_an_expert_cache_moves_the_misses_and_holds_its_slots():
     assert found.traffic.tokens_per_second == 50e9 / (48 * 8 * one * 0.25)
 
 
-def test_uva_moves_the_active_part_and_copies_move_everything():
-    common = {"gpu_bytes": 64 * GIB, "offload_bytes": 20 * GIB}
-    uva = plan(PlanRequest(QWEN, "bf16", **common))
-    copy = plan(PlanRequest(QWEN, "bf16", offload_mode="copy", **common))
-    share = 20 * GIB / (uva.expert_bytes + uva.other_bytes)
-    assert uva.traffic.bytes_per_token == pytest.approx(
-        share * (uva.expert_bytes * 8 / 128 + uva.other_bytes)
+def tiny_shape(**change):
+    """One layer. In BF16: embeddings and lm_head 2 x 100 x 64 x 2 = 25,600 bytes; attention of 4 heads of 16
+    with as many for keys and values 4 x 64 x 64 x 2 = 32,768; router 64 x 8 x 2 = 1,024; 8 experts of
+    3 x 64 x 32 x 2 = 12,288, of which a token takes 2."""
+    values = {
+        "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    }  # fmt: skip
+    return shape_of({**values, **change}, "tiny", "here")
+
+
+@pytest.mark.parametrize(
+    ("offloaded", "uva"),
+    [
+        (132_096, 58_368),  # all that can be: 32,768 + 1,024 + 2 x 12,288
+        (66_048, 29_184),  # half of it
+    ],
+)
+def test_uva_reads_active_experts_and_the_rest_of_a_layer_but_no_embeddings(offloaded, uva):
+    request = PlanRequest(tiny_shape(), "bf16", gpu_bytes=GIB, context=16, offload_bytes=offloaded)
+    found = plan(request)
+    assert found.traffic.bytes_per_token == uva
+    assert found.on_device_bytes == 25_600 + 132_096 - offloaded
+    copy = plan(dataclasses.replace(request, offload_mode="copy"))
+    assert copy.traffic.bytes_per_token == offloaded
+
+
+@pytest.mark.parametrize("mode", ["uva", "copy"])
+def test_embeddings_cannot_be_offloaded(mode):
+    request = PlanRequest(
+        tiny_shape(), "bf16", gpu_bytes=GIB, context=16, offload_mode=mode, offload_bytes=132_097
     )
-    assert copy.traffic.bytes_per_token == 20 * GIB
+    with pytest.raises(PlanError, match="the size of the decoder layers; embeddings and lm_head are not"):
+        plan(request)
+
+
+def test_tied_embeddings_are_there_once():
+    request = PlanRequest(
+        tiny_shape(tie_word_embeddings=True), "bf16", gpu_bytes=GIB, context=16, offload_bytes=132_096
+    )
+    assert plan(request).on_device_bytes == 12_800
+
+
+def test_an_offload_of_8_gib_of_qwen():
+    """Experts 48 x 128 x 3 x 2048 x 768 x 9/16 = 16,307,453,952 bytes, a sixteenth of them active; attention
+    and routers 48 x (2048 x 9216 + 2048 x 128) x 2 = 1,837,105,152. 8 GiB are 47.34 % of both."""
+    found = plan(PlanRequest(QWEN, "nvfp4", gpu_bytes=24 * GIB, offload_bytes=8 * GIB, bandwidth=50e9))
+    assert found.traffic.bytes_per_token == pytest.approx(0.47342 * (1_019_215_872 + 1_837_105_152), rel=1e-5)
+    assert found.traffic.tokens_per_second == pytest.approx(36.98, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +155,10 @@ def test_uva_moves_the_active_part_and_copies_move_everything():
         ({"gpu_bytes": 8 * GIB}, "offload at least"),
         ({"cache_slots": 4}, "expected 8 .top_k. to 128"),
         ({"cache_slots": 16, "offload_bytes": 1}, "exclude each other"),
-        ({"offload_bytes": 900 * GIB}, "the size of the weights"),
+        ({"offload_bytes": 900 * GIB}, "expected 0 to 16.90 GiB, the size of the decoder layers"),
         ({"checkpoint_bytes": GIB}, "give the right --scheme"),
+        ({"checkpoint_bytes": 57 * GIB}, "holds 57.00 GiB, and with experts in nvfp4 it would be 15.9"),
+        ({"checkpoint_bytes": 17 * GIB, "scheme": "bf16"}, "give the right --scheme"),
         ({"hit_rate": 0.5}, "--hit-rate 0.5: is of an expert cache; give --expert-cache"),
         ({"backend": "NONSENSE"}, "--backend 'NONSENSE': expected one of MARLIN"),
     ],

@@ -97,17 +97,41 @@ def test_every_claim_is_measured_whatever_the_subjects_are() -> None:
 
 
 def overheads(*values: float) -> dict[str, Any]:
+    """Graph replays say `values`, the wall clock of eager calls something far off."""
+    orders = {"": 0.0, "_in_turn": 0.2, "_eager_wall_clock": 3.0, "_in_turn_eager_wall_clock": 4.0}
     rows = [
-        {"groups": groups, "overhead": one, "overhead_in_turn": one + 0.2}
+        {
+            "groups": groups,
+            **{f"overhead{end}": one + more for end, more in orders.items()},
+            **{f"us_a_further_group{end}": 100 * groups + 10 * more for end, more in orders.items()},
+        }
         for groups, one in zip((2, 4, 8), values, strict=True)
     ]
-    return {"kernel": "k", "rows": rows}
+    return {"kernel": "k", "experts": 128, "rows": rows}
 
 
 def test_the_cost_of_groups_must_be_what_was_said_within_the_tolerance() -> None:
     assert judged("group_cost", overheads(0.07, 0.13, 0.36), tolerance=0.05) is ClaimVerdict.CONFIRMED
     assert judged("group_cost", overheads(0.07, 0.13, 0.45), tolerance=0.05) is ClaimVerdict.REFUTED
     assert judged("group_cost", overheads(0.0, 0.13, 0.36), tolerance=0.05) is ClaimVerdict.REFUTED
+
+
+def test_graph_replays_decide_and_the_eager_wall_clock_and_the_pr_are_told_beside_them() -> None:
+    test = next(one for one in claims.CLAIMS if one.key == "group_cost")
+    said = test.judge([], [Measurement("", Observation(overheads(0.07, 0.13, 0.36)))], {"tolerance": 0.05})
+    assert said.reason is not None
+    assert said.reason.startswith("2 groups +7.0%, 4 groups +13.0%, 8 groups +36.0% with k, 128 experts")
+    assert "eager calls by the wall clock 2 groups +307.0%, 4 groups +313.0%" in said.reason
+    assert "A further group adds 200, 400, 800 µs (eager 230, 430, 830)" in said.reason
+    # 6, 15 and 35 % of the PR's call of 6.5 ms, over 1, 3 and 7 further groups.
+    assert "the PR's 390, 325, 325 µs" in said.reason
+    assert [row["pr_us_a_further_group"] for row in said.evidence["rows"]] == pytest.approx([390, 325, 325])
+
+
+def test_the_judge_reads_the_columns_that_the_bench_writes() -> None:
+    from moedoctor.bench.expert_cache_groups import EAGER
+
+    assert claims._EAGER == EAGER
 
 
 def test_each_number_of_our_groups_has_its_limit() -> None:

@@ -16,7 +16,13 @@ from moedoctor.faults import duplicate_ids_measured as measured_claims
 from moedoctor.faults.base import Measurement
 from moedoctor.faults.duplicate_ids import DuplicateIds, DuplicateIdsParameters
 from moedoctor.faults.duplicate_ids_model import ThreeStepModel, takes_fused
-from moedoctor.faults.duplicate_ids_rows import Implementation, make_ids, map_figures, observe
+from moedoctor.faults.duplicate_ids_rows import (
+    Implementation,
+    entries_as_before,
+    make_ids,
+    map_figures,
+    observe,
+)
 from moedoctor.plan import Options, plan_cases
 from moedoctor.results import (
     Case,
@@ -67,6 +73,9 @@ def test_each_repeated_slot_leaves_one_entry_unwritten_and_no_other(point: dict[
     ids, local = make_ids(chosen), chosen.experts // 2
     maps = ThreeStepModel().build_maps(ids, local, start=local * chosen.rank, memory=-5)
     figures = map_figures(chosen, ids, maps)
+    assert entries_as_before(chosen, ids, maps, -5) == figures["unwritten_entries"]
+    cleared = dataclasses.replace(maps, permuted_of_row=maps.permuted_of_row.clamp(min=-1))
+    assert entries_as_before(chosen, ids, cleared, -5) == 0
     if maps.fused:
         assert figures["unwritten_entries"] == 0
     else:
@@ -158,6 +167,9 @@ CASES = (
     result("flashinfer@0.7.2.post1", "rows_with_the_repeat_dropped", memory="garbage"),
     result("faulty", "death", memory="garbage"),
 )
+DEAD = dataclasses.replace(
+    result("flashinfer@0.7.2.post1", "death"), verdict=CaseVerdict.ERROR, evidence={"death": "hang"}
+)
 
 
 def test_the_table_says_what_each_release_does_with_each_call() -> None:
@@ -199,12 +211,29 @@ def test_the_table_says_what_each_release_does_with_each_call() -> None:
         (claims.judge_newest_is_silent, {"min_cases": 1}, CASES, ClaimVerdict.CONFIRMED),
         (claims.judge_newest_is_silent, {"min_cases": 1}, CASES[3:], ClaimVerdict.REFUTED),
         (claims.judge_newest_is_silent, {"min_cases": 1}, CASES[4:], ClaimVerdict.UNTESTED),
+        (claims.judge_illegal_access, {"min_releases": 1}, [DEAD], ClaimVerdict.UNTESTED),
+        (claims.judge_illegal_access, {"min_releases": 1}, [*CASES, DEAD], ClaimVerdict.CONFIRMED),
+        (claims.judge_bounds_check, {"max_cases": 0}, [DEAD], ClaimVerdict.UNTESTED),
+        (
+            claims.judge_bounds_check,
+            {"max_cases": 0},
+            [DEAD, result("flashinfer@0.6.13", "death")],
+            ClaimVerdict.REFUTED,
+        ),
+        (claims.judge_newest_is_silent, {"min_cases": 1}, [DEAD], ClaimVerdict.UNTESTED),
+        (claims.judge_newest_is_silent, {"min_cases": 1}, [*CASES, DEAD], ClaimVerdict.CONFIRMED),
     ],
 )
 def test_claims_that_the_cases_decide(
     judge: Any, limits: Mapping[str, float], cases: Any, verdict: Any
 ) -> None:
     assert judge(cases, (), limits).verdict is verdict
+
+
+def test_cases_that_died_of_something_else_are_named() -> None:
+    for judge in (claims.judge_illegal_access, claims.judge_bounds_check, claims.judge_newest_is_silent):
+        judged = judge([*CASES, DEAD], (), {"min_releases": 1, "max_cases": 0, "min_cases": 1})
+        assert judged.reason.endswith("flashinfer@0.7.2.post1: 1 cases ended in another error")
 
 
 def test_the_whole_runner_is_open_and_what_its_parts_did_is_told() -> None:
@@ -326,6 +355,7 @@ SUM = {"path": "fused", "rows": 4, "rows_right": 4}
 MAP = {
     "path": "three-step",
     "unwritten_entries": 3,
+    "entries_as_before": 3,
     "repeated_slots": 3,
     "tokens": 257,
     "top_k": 8,
@@ -337,6 +367,7 @@ MAP = {
     ("judge", "limits", "good", "bad"),
     [
         (measured_claims.judge_maps, {"max_maps": 0}, MAP, {**MAP, "unwritten_entries": 2}),
+        (measured_claims.judge_maps, {"max_maps": 0}, MAP, {**MAP, "entries_as_before": 0}),
         (measured_claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
         (measured_claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "path": "three-step"}),
         (measured_claims.judge_right, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from pydantic import ValidationError
 from torch import nn
 
+from moedoctor.diagnose.package_fit import PINS
+from moedoctor.entries import entries
+from moedoctor.entry_rules import rules
 from moedoctor.faults.offload_garbage import OffloadGarbage
 from moedoctor.faults.offload_parity import ParityParameters, between_backends, first_parting, judge_model
 from moedoctor.faults.offload_parity_engine import compare, fit_together, own_request
@@ -205,16 +211,47 @@ ROUNDED = probe(1.001, 2.0)
         (died("CUDA out of memory"), said("no", [1]), CaseVerdict.REPRODUCED, "not 'Paris' in the answer"),
         (said("Rome", [1]), said("Rome", [1]), CaseVerdict.ERROR, "the control is wrong"),
         (said("Paris", [1]), died("b_scales is not on GPU"), CaseVerdict.REPRODUCED, "with offload: Runtime"),
+        (
+            died("CUDA out of memory"),
+            died("b_scales is not on GPU"),
+            CaseVerdict.REPRODUCED,
+            "with offload: Runtime",
+        ),
     ],
 )
 def test_ones_own_model(
     control: EngineResult, other: EngineResult, verdict: CaseVerdict, figure: str
 ) -> None:
-    import re
-
     judged = judge_model(compare(control, other, MINE))
     assert judged.verdict is verdict
     assert re.search(figure, judged.figure)
+
+
+@pytest.mark.parametrize(
+    ("without", "with_offload"),
+    [
+        ("no such model: /models/mime", "no such model: /models/mime"),
+        tuple(
+            f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 139.72 GiB of"
+            f" which {free} is free. Including non-PyTorch memory, this process has {used} memory in use. Of"
+            f" the allocated memory {used} is allocated by PyTorch, and {free} is reserved but unallocated"
+            for asked, free, used in (
+                ("9 GiB", "8 GiB", "131 GiB"),
+                ("768.00 MiB", "512.25 MiB", "138.6 GiB"),
+            )
+        ),
+        ("illegal access at 0x7f3a10", "illegal access at 0x55bc99ff"),
+    ],
+    ids=["a folder that is not there", "too little memory", "addresses"],
+)
+@pytest.mark.parametrize("expected", ["Paris", None])
+def test_two_engines_that_stop_with_the_same_error_say_nothing_of_offload(
+    without: str, with_offload: str, expected: str | None
+) -> None:
+    parameters = MINE.model_copy(update={"expected": expected})
+    judged = judge_model(compare(died(without), died(with_offload), parameters))
+    assert (judged.verdict, judged.figure) == (CaseVerdict.ERROR, "no control")
+    assert f"stops with the same error: RuntimeError: {without[:60]}" in (judged.reason or "")
 
 
 def test_garbage_after_the_prompt_without_anything_expected_is_no_rounding() -> None:
@@ -330,3 +367,20 @@ def test_the_scenarios_for_ones_own_model_ask_for_engines_and_a_control(tmp_path
         assert all(one["mode"] == "eager" and one["model"] for one in asked)
         assert {"marlin"} < {one["moe_backend"] for one in asked}
         assert {(one["access"], one["fixes"]) for one in asked} >= {("auto", "none"), ("copies", "offload")}
+
+
+def test_the_guide_names_the_older_runner_for_the_releases_whose_v2_runner_does_not_start() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "wsl.md").read_text(encoding="utf-8")
+    (struck,) = (one.when for one in rules(entries()["MD002"]) if one.severity == "error")
+    ((older, value),) = struck.variables_not.items()
+    affected = SpecifierSet(struck.packages["vllm"])
+    wanted = [release for release in PINS if release in affected]
+    listed = []
+    for first, last, row in re.findall(r"^\| (0[\d.]+)(?: to (0[\d.]+))? \|(.*)\|$", guide, re.MULTILINE):
+        releases = [one for one in PINS if Version(first) <= Version(one) <= Version(last or first)]
+        listed += releases
+        without, with_fix = row.split(" | ")
+        for cell in (without, with_fix):
+            assert (f"`{older}={value}`" in cell) == any(one in affected for one in releases), first
+    assert listed == list(PINS)
+    assert f"{wanted[0]} to {wanted[-1]} stops at start" in guide

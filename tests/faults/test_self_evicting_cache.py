@@ -119,9 +119,12 @@ def test_claims_are_measured_and_judged(key: str, monkeypatch: pytest.MonkeyPatc
     assert test.judge([], [found], limits).verdict in (ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED)
 
 
-def judged(key: str, rows: list[dict[str, Any]], **limits: float) -> tuple[ClaimVerdict, str]:
+def judged(
+    key: str, rows: list[dict[str, Any]], all_layers: list[dict[str, Any]] | None = None, **limits: float
+) -> tuple[ClaimVerdict, str]:
     test = next(one for one in claims.CLAIMS if one.key == key)
-    said = test.judge([], [Measurement("", Observation({"rows": rows, "calls": 1}))], limits)
+    evidence = {"rows": rows, "calls": 1, "all_layers": all_layers or []}
+    said = test.judge([], [Measurement("", Observation(evidence))], limits)
     return said.verdict, said.reason or ""
 
 
@@ -157,12 +160,36 @@ def layer(index: int, gain: float) -> dict[str, Any]:
     return {"slots": 8, "layer": index, "lru_global": 0.5 + gain, **alone}
 
 
+ALL_LAYERS = [{"slots": 8, "lru_layer": 0.5, "lru_global": 0.51, "belady_layer": 0.61, "belady_global": 0.72}]
+
+
 def test_a_monopoly_is_what_early_layers_gain_and_late_ones_lose() -> None:
+    def verdict(rows: list[dict[str, Any]]) -> ClaimVerdict:
+        return judged("lru_monopoly", rows, ALL_LAYERS, min_tilt=0.05)[0]
+
     unfair = [layer(0, 0.2), layer(1, 0.0), layer(2, -0.2)]
-    assert judged("lru_monopoly", unfair, min_tilt=0.05)[0] is ClaimVerdict.CONFIRMED
-    fair = [layer(0, 0.1), layer(1, 0.1), layer(2, 0.1)]
-    assert judged("lru_monopoly", fair, min_tilt=0.05)[0] is ClaimVerdict.REFUTED
-    assert judged("lru_monopoly", unfair[::-1], min_tilt=0.05)[0] is ClaimVerdict.REFUTED
+    assert verdict(unfair) is ClaimVerdict.CONFIRMED
+    assert verdict([layer(0, 0.1), layer(1, 0.1), layer(2, 0.1)]) is ClaimVerdict.REFUTED
+    assert verdict(unfair[::-1]) is ClaimVerdict.REFUTED
+
+
+def test_each_scope_is_told_beside_its_own_optimum() -> None:
+    _, reason = judged("lru_monopoly", [layer(index, 0.0) for index in range(3)], ALL_LAYERS, min_tilt=0.05)
+    assert "LRU 50.0% with a cache a layer, of at most 61.0%" in reason
+    assert "51.0% with one for all, of at most 72.0%" in reason
+
+
+@pytest.mark.usefixtures("shipped")
+def test_no_rate_is_above_the_optimum_of_its_scope() -> None:
+    seen = claims.measure_monopoly("", "cpu", {}).evidence
+    assert [one["slots"] for one in seen["all_layers"]] == [16, 32]
+    for one in seen["all_layers"]:
+        for scope in ("layer", "global"):
+            assert max(one[f"lru_{scope}"], one[f"lfru_{scope}"]) <= one[f"belady_{scope}"]
+        rows = [row for row in seen["rows"] if row["slots"] == one["slots"]]
+        assert sum(row["lru_global"] for row in rows) / len(rows) == pytest.approx(one["lru_global"])
+        assert all("belady_layer" in row and "belady_global" not in row for row in rows)
+    assert seen["all_layers"][0]["belady_global"] > seen["all_layers"][0]["belady_layer"]
 
 
 def test_the_speed_claim_is_judged_by_the_slowest_gain() -> None:

@@ -209,12 +209,21 @@ def test_the_installed_release_is_told_by_what_its_sources_hold(
 
 @pytest.mark.parametrize(("in_blocks", "lost"), [(1, 0), (0, 1)])
 def test_an_alignment_that_counts_empty_slots_or_loses_real_ones_refutes(in_blocks: int, lost: int) -> None:
-    def row(a: int, b: int) -> Measurement:
-        counts = {"call": "padding", "empty_slots": 4, "empty_slots_in_blocks": a, "slots_lost": b}
-        return Measurement("moe_align_block_size", Observation({"rows": [counts]}))
+    def judged(*rows: tuple[int, int, int]) -> Any:
+        names = ("empty_slots", "empty_slots_in_blocks", "slots_lost")
+        counts = [{"call": "padding", **dict(zip(names, one, strict=True))} for one in rows]
+        seen = Measurement("moe_align_block_size", Observation({"rows": counts}))
+        return claims.judge_align((), [seen], {"max_slots": 0})
 
-    assert claims.judge_align((), [row(0, 0)], {"max_slots": 0}).verdict is ClaimVerdict.CONFIRMED
-    assert claims.judge_align((), [row(in_blocks, lost)], {"max_slots": 0}).verdict is ClaimVerdict.REFUTED
+    control = (0, 0, 0)
+    assert judged(control, (4, 0, 0)).verdict is ClaimVerdict.CONFIRMED
+    assert judged(control, (4, in_blocks, lost)).verdict is ClaimVerdict.REFUTED
+    assert judged((4, in_blocks, lost)).verdict is ClaimVerdict.UNTESTED
+    assert judged(control).verdict is ClaimVerdict.UNTESTED
+    for other in ((4, 0, 0), (4, in_blocks, lost)):
+        found = judged(other, (0, 0, lost + 1))
+        assert found.verdict is ClaimVerdict.UNTESTED
+        assert found.reason.endswith("so it says nothing of -1")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ class Streams:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.captures = False
+        self.breaks: str | None = None
         self.current = "main"
 
     def wait_stream(self, other: str) -> None:
@@ -27,8 +29,10 @@ class Streams:
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         self.current = "copies"
-        yield
-        self.current = "main"
+        try:
+            yield
+        finally:
+            self.current = "main"
 
     def event(self) -> Event:
         return Event(self)
@@ -53,6 +57,10 @@ class Main:
 
     def __init__(self, streams: Streams) -> None:
         self.wait_event = streams.wait_event
+        self._log = streams.log
+
+    def wait_stream(self, other: Streams) -> None:
+        self._log.append("main waits for the stream of copies")
 
     def __str__(self) -> str:
         return "main"
@@ -64,7 +72,12 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     module = "moedoctor.fixes.expert_cache_device"
 
     def logs(what: str) -> Any:
-        return lambda *_, **__: found.log.append(f"{what} on {found.current}")
+        def ask(*_: object, **__: object) -> None:
+            found.log.append(f"{what} on {found.current}")
+            if what == found.breaks:
+                raise torch.OutOfMemoryError("out of memory")
+
+        return ask
 
     monkeypatch.setattr(f"{module}.interprets", lambda: True)
     monkeypatch.setattr(f"{module}.launch_lookup", logs("lookup"))
@@ -75,6 +88,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     )
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: found.inside())
     monkeypatch.setattr(torch.cuda, "Event", found.event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.captures)
     return found
 
 
@@ -118,3 +132,78 @@ def test_whatever_comes_after_a_broken_off_call_waits_for_its_copies(
     }[next_call]()
     assert streams.log[0] == WAITED
     assert streams.log.count(WAITED) == (2 if next_call == "overlap" else 1)
+
+
+def test_a_group_waits_for_a_prefetch_that_came_before_it(cache: ExpertCache, streams: Streams) -> None:
+    parts = cache.groups(torch.zeros(3, 2, dtype=torch.int32))
+    next(parts)
+    cache.prefetch(IDS)
+    streams.log.clear()
+    next(parts)
+    assert streams.log == [WAITED, "lookup on main", "copy on main"]
+
+
+def _fill(cache: ExpertCache) -> torch.Tensor:
+    """Pretend that expert 5 is in slot 2; the lookups here are stand-ins. The state."""
+    state = cache._engine._state  # type: ignore[attr-defined]
+    state.slot_of[5], state.expert_of[2], state.copies[0] = 2, 5, 1
+    return torch.cat([state.slot_of, state.expert_of, state.copies[:1]])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("breaks", ["lookup", "copy"])
+def test_nothing_is_resident_after_a_call_that_broke_off(
+    cache: ExpertCache, streams: Streams, overlap: bool, breaks: str
+) -> None:
+    """The reset comes after copies that may be under way."""
+    _fill(cache)
+    streams.breaks = breaks
+    with pytest.raises(torch.OutOfMemoryError):
+        next(cache.groups(IDS, overlap=overlap))
+    assert streams.log[-1] == "main waits for the stream of copies"
+    assert cache.mapping.tolist() == [-1] * 8
+    assert cache.resident() == [-1] * 4
+    assert int(cache._engine._state.copies[0]) == 0  # type: ignore[attr-defined]
+    streams.breaks = None
+    streams.log.clear()
+    cache.acquire(IDS)
+    assert streams.log == ["lookup on main", "copy on main"]
+
+
+@pytest.mark.parametrize("how", ["acquire", "overlap", "prefetch"])
+def test_a_capture_that_breaks_off_records_no_reset(cache: ExpertCache, streams: Streams, how: str) -> None:
+    """Nothing of it has run, and the next call finds the cache as it was."""
+    before = _fill(cache)
+    streams.breaks, streams.captures = "copy", True
+    with pytest.raises(torch.OutOfMemoryError):
+        {
+            "acquire": lambda: cache.acquire(IDS),
+            "overlap": lambda: next(cache.groups(IDS, overlap=True)),
+            "prefetch": lambda: cache.prefetch(IDS),
+        }[how]()
+    state = cache._engine._state  # type: ignore[attr-defined]
+    streams.breaks, streams.captures = None, False
+    streams.log.clear()
+    cache.acquire(IDS)
+    assert streams.log == ["lookup on main", "copy on main"]
+    assert torch.equal(torch.cat([state.slot_of, state.expert_of, state.copies[:1]]), before)
+
+
+def test_a_reset_that_is_due_is_not_recorded_either(
+    cache: ExpertCache, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = cache._engine
+    streams.breaks = "copy"
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_forget_all", lambda: 1 / 0)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.acquire(IDS)
+    before = _fill(cache)
+    streams.breaks, streams.captures = None, True
+    with pytest.raises(RuntimeError, match="once outside of the capture"):
+        cache.acquire(IDS)
+    state = engine._state  # type: ignore[attr-defined]
+    assert torch.equal(torch.cat([state.slot_of, state.expert_of, state.copies[:1]]), before)
+    streams.captures = False
+    cache.acquire(IDS)
+    assert cache.mapping.tolist() == [-1] * 8

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 
-from moedoctor.fixes.expert_ids import ExpertIdCounts, ExpertIdFlags, InvalidExpertIdsError
+from moedoctor.fixes.expert_ids import (
+    ExpertIdCounts,
+    ExpertIdFlags,
+    InvalidExpertIdsError,
+    local_ids,
+    without_sentinels,
+)
 from moedoctor.fixes.routing import deduplicate, validate_expert_ids
 
 EXPERTS = 6
@@ -108,6 +115,34 @@ def test_an_id_that_int32_cannot_hold_is_no_other_expert() -> None:
     assert found.weights.tolist() == [[0.25, 0.25, 0.25], [0.5, 0.25, 0.0]]
 
 
+def test_no_id_becomes_another_expert_where_slots_are_sent_to_a_spare_one() -> None:
+    ids, weights = torch.tensor([[(1 << 32) + 1, 1, -1]]), torch.tensor([[0.25, 0.5, 0.75]])
+    found, left = without_sentinels(ids, weights, spare=2)
+    assert found.tolist() == [[2, 1, 2]]
+    assert left.tolist() == [[0.0, 0.5, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("weights", "spare", "error"),
+    [
+        (torch.ones(1, 2), -5, "spare must be an expert"),
+        (torch.ones(1, 2), True, "spare must be an int"),
+        (torch.ones(1, 2), 1 << 31, "spare must be an expert"),
+        (torch.ones(1), 0, r"\[1, 2\]"),
+        ([[1.0, 1.0]], 0, "floating"),
+    ],
+)
+def test_a_spare_expert_must_be_one(weights: Any, spare: Any, error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        without_sentinels(torch.zeros(1, 2, dtype=torch.int32), weights, spare=spare)
+
+
+@pytest.mark.parametrize("expert_map", [[0, 1], torch.zeros(0, dtype=torch.int32), torch.zeros(2, 2)])
+def test_a_map_of_experts_must_be_one(expert_map: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="expert_map must be"):
+        local_ids(torch.zeros(1, 2, dtype=torch.int32), expert_map)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_are_added_in_float32(dtype: torch.dtype) -> None:
     weights = torch.tensor([[1.0, 0.0007, 0.0007]]).to(dtype)
@@ -129,6 +164,9 @@ def test_a_weight_that_is_nan_stays_with_its_own_expert() -> None:
         (torch.zeros(2, 2, dtype=torch.int32), {"num_experts": 0}, "at least 1"),
         (torch.zeros(2, 2, dtype=torch.int32), {"num_experts": True}, "must be an int"),
         (torch.zeros(2, 2, dtype=torch.int32), {"real_rows": torch.tensor([1])}, r"int32 \[1\]"),
+        (torch.zeros(2, 2, dtype=torch.int32), {"real_rows": 1}, "real_rows must be a torch.Tensor"),
+        (torch.zeros(2, 2, dtype=torch.int32), {"flags": {}}, "flags must be ExpertIdFlags"),
+        (torch.zeros(2, 2, dtype=torch.int32), {"flags": torch.zeros(2, 3)}, "flags must be ExpertIdFlags"),
     ],
 )
 def test_validation_refuses_what_it_cannot_judge(ids: torch.Tensor, options: dict, error: str) -> None:

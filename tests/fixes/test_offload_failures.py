@@ -51,7 +51,7 @@ def assert_untouched(model: nn.Module) -> None:
     [
         "moedoctor.fixes.offload_storage.buffers_for",
         "moedoctor.fixes.offloader.Hooks",
-        "moedoctor.fixes.offloader._settle_in",
+        "moedoctor.fixes.offloader.settle_in",
     ],
 )
 def test_memory_that_runs_out_leaves_the_module_as_it_was(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moedoctor.fixes.pinned import PAGE, PinError, allocate, device_view
+from moedoctor.fixes.pinned import PAGE, PinError, allocate, device_view, register
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 100_000])
@@ -61,3 +61,29 @@ def test_a_device_view_of_pageable_memory_is_refused() -> None:
     block, _ = allocate(10, None)
     with pytest.raises(PinError, match="needs pinned memory"):
         device_view(block.bytes, torch.device("cuda", 0))
+
+
+def test_a_refusal_of_the_driver_is_not_raised_again_by_the_next_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The runtime keeps its last error until a launch takes it, which torch does after each of its own."""
+
+    class Runtime:
+        last = 0
+
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802  the driver's
+            self.last = 2
+            return self.last
+
+    runtime = Runtime()
+
+    def launch(*_: object, **__: object) -> None:
+        last, runtime.last = runtime.last, 0
+        if last:
+            raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", launch)
+    block, failure = allocate(10, register)
+    assert (block.pinned, failure) == (False, "cudaHostRegister of 4096 bytes failed with error 2")
+    torch.ones(1, device="cuda")

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -130,3 +132,10 @@ def test_quantised_activations() -> None:
 def test_the_gate_is_the_first_half() -> None:
     up = torch.tensor([[1.0, 2.0]])
     assert torch.equal(activate(up, "silu"), functional.silu(torch.tensor([[1.0]])) * 2)
+
+
+@pytest.mark.parametrize("missing", ["shared_w13", "shared_w2"])
+def test_half_a_shared_expert_is_refused(missing: str) -> None:
+    weights, (x, scores, ids) = replace(layer(shared=True), **{missing: None}), inputs()
+    with pytest.raises(ValueError, match=f"^{missing}: expected both matrices"):
+        forward(x, weights, scores, ids)

@@ -123,3 +123,27 @@ def test_the_same_as_vllm() -> None:
     # They divide in float32 by a product that is rounded: a value on the edge may fall to either side.
     same = (e2m1.decode(e2m1.unpack(q.packed)) == codes).float().mean()
     assert float(same) > 0.999
+
+
+@pytest.mark.parametrize("value", [1e-43, 1e-38, 3e-36])
+def test_a_matrix_of_values_near_the_least_float32_stays_finite(value: float) -> None:
+    """amax / (448 * 6) is zero or subnormal for each of them."""
+    w = torch.zeros(16, 32)
+    w[0, 0] = value
+    q = quantize(w)
+    assert float(q.global_scale) == torch.finfo(torch.float32).tiny
+    back = dequantize(q)
+    assert bool(back.isfinite().all())
+    # Half the least block scale, times the largest code.
+    assert float((back - w).abs().max()) <= torch.finfo(torch.float32).tiny * 2**-10 * 6 + value / 16
+    assert not bool(back[1:].any())
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16), (4, 0)])
+def test_a_matrix_without_values_has_no_scale(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"^w: expected"):
+        quantize(torch.zeros(shape))
+
+
+def test_no_tokens_are_quantised_with_a_scale_that_is_given() -> None:
+    assert round_trip(torch.zeros(0, 32), 0.5).shape == (0, 32)

@@ -98,6 +98,25 @@ def test_the_size_of_the_output_does_not_matter(size: float, bits: int) -> None:
     assert agree(noisy, right, BOUNDS).right == agree(noisy / size, right / size, BOUNDS).right
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e19, 1e36])
+@pytest.mark.parametrize("factor", [0.5, -1.0])
+def test_sizes_whose_squares_overflow_in_float32_are_judged(size: float, factor: float) -> None:
+    right = expected() * size
+    assert agree(right, right, BOUNDS).right
+    found = agree(right * factor, right, BOUNDS)
+    assert found.wrong_tokens == 5
+    assert (found.reason or "").startswith("norm ratio 0.5" if factor > 0 else "cosine -1.0")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reference_that_is_not_finite_passes_nothing(value: float) -> None:
+    broken = expected()
+    broken[2, 5] = value
+    found = agree(expected(), broken, BOUNDS)
+    assert found.wrong_tokens == 1
+    assert found.reason == "cosine nan at token 2, expected at least 0.999"
+
+
 def test_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected \[5, 128\]"):
         agree(expected(4), expected(), BOUNDS)

@@ -9,9 +9,12 @@ from moedoctor.trace import NanLocator
 from moedoctor.trace.nan_report import NanReport
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(
-    not hasattr(transformers, "Qwen3MoeForCausalLM"), reason="needs a transformers with Qwen3-MoE"
-)
+pytestmark = [
+    pytest.mark.upstream,
+    pytest.mark.skipif(
+        not hasattr(transformers, "Qwen3MoeForCausalLM"), reason="needs a transformers with Qwen3-MoE"
+    ),
+]
 PADDING = torch.zeros(2, 6, dtype=torch.bool)
 PADDING[0, :3] = True  # left padding of the first of two sequences
 
@@ -77,3 +80,32 @@ def test_a_clean_model_shows_nothing_and_its_routers_were_watched(model: torch.n
     assert report.routers_watched in (0, 2)  # up to transformers 4 a router is a plain linear layer
     names = [name for name, module in model.named_modules() if type(module).__name__.endswith("Router")]
     assert report.routers_watched == len(names)
+    assert report.looked_at == report.watched
+
+
+def test_a_model_that_ran_compiled_is_not_said_to_be_clean(model: torch.nn.Module) -> None:
+    ids = torch.arange(12).reshape(2, 6) + 3
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(ids)
+        with NanLocator(model) as locator:
+            compiled(ids)
+    report = locator.report()
+    assert report.not_reached == report.watched - report.looked_at > 0
+    assert f"{report.not_reached} of {report.watched} modules were never looked at" in report.text()
+
+
+def test_ids_of_tokens_are_not_taken_for_experts(model: torch.nn.Module) -> None:
+    """The whole model has a number of experts, too; its tokens are larger than that."""
+    assert model.num_experts == 8
+
+    class Sampled(torch.nn.Module):
+        num_experts = model.num_experts
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return model(ids).logits.argmax(-1)  # [batch, tokens]
+
+    with torch.no_grad(), NanLocator(Sampled(), device="cpu") as locator:
+        locator._model(torch.arange(12).reshape(2, 6) + 3)
+    report = locator.report()
+    assert (report.routers_watched, report.routers) == (0, ())

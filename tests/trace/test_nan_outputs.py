@@ -188,8 +188,8 @@ def test_ids_are_padding_where_their_row_is(begin: dict[str, Any], repeated: tup
     class Router(torch.nn.Module):
         num_experts = 8
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tensor([[1, 1], [2, 2], [3, 4], [5, 5]])
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.ones(4, 2), torch.tensor([[1, 1], [2, 2], [3, 4], [5, 5]])
 
     model = Router()
     with NanLocator(model, device="cpu") as locator:
@@ -262,9 +262,9 @@ def test_masks_of_one_size_are_kept_in_one_place() -> None:
 
 
 def test_two_points_of_one_name_there_are_not() -> None:
-    model = torch.nn.Module()
+    model = Gives(lambda x: x)
     model.model = torch.nn.Linear(2, 2)
-    assert NanLocator(model)._state.names == ["Module", "model"]
+    assert NanLocator(model)._state.names == ["Gives", "model"]
 
 
 def test_the_kernels_tell_rows_apart_as_torch_does() -> None:

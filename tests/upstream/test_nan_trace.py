@@ -73,6 +73,21 @@ def test_a_clean_model_shows_nothing() -> None:
     assert (report.points, report.routers, report.steps_with_padding) == ((), (), 1)
 
 
+def test_what_a_graph_holds_was_looked_at_when_it_was_captured() -> None:
+    nan_trace.apply("0.21.0")
+    model = Model()
+    model(torch.zeros(4))  # the capture
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+    module("v1.worker.gpu_model_runner").GPUModelRunner(lambda input_ids: torch.zeros(4, 8)).execute_model(
+        asked
+    )  # the replay: no layer runs in Python
+    report = nan_trace.trace_of_this_process().report()
+    assert report is not None
+    assert (report.steps, report.watched, report.looked_at, report.not_reached) == (1, 5, 5, 0)
+    assert "looked at" not in report.text()
+    assert "first in real rows: nothing" in report.text()
+
+
 def test_attention_is_looked_at_with_the_experts_and_a_step_is_two_launches_beside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

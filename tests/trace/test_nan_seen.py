@@ -1,0 +1,209 @@
+"""What the NaN locator says of what it did not look at, and that it leaves models as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moedoctor.trace import NanLocator
+from moedoctor.trace.nan_report import Finding
+from moedoctor.trace.nan_state import NanState
+
+NAN = float("nan")
+NEVER = "modules were never looked at (compiled before the locator was entered, or not called)"
+
+
+class Layers(torch.nn.Module):
+    """Two layers in a list, which itself is never called; NaN between them does not get out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.nan_to_num()
+
+
+class Gives(torch.nn.Module):
+    """Gives what `make` makes of its layer's output."""
+
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(self.layer(x))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    torch._dynamo.reset()
+
+
+def hooks(model: torch.nn.Module) -> int:
+    return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules())
+
+
+def test_a_model_that_ran_compiled_is_not_said_to_be_clean() -> None:
+    model = Layers()
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(3, 4))
+    with NanLocator(model) as locator:
+        compiled(torch.full((3, 4), NAN))
+    report = locator.report()
+    assert (report.watched, report.looked_at, report.not_reached) == (3, 1, 2)
+    assert f"2 of 3 {NEVER}" in report.text()
+    assert "first in real rows that were looked at: nothing" in report.text()
+    with NanLocator(model) as locator:
+        model(torch.full((3, 4), NAN))
+    report = locator.report()
+    assert report.first_real == Finding("layers.0", "NaN", 1, 1)
+    assert (report.watched, report.looked_at, report.not_reached) == (3, 3, 0)
+    assert "first in real rows: NaN at layers.0" in report.text()
+    assert "never looked at" not in report.text()
+
+
+def test_where_nothing_was_looked_at_nothing_is_said_to_be_first() -> None:
+    model = Layers()
+    with NanLocator(model, wanted=lambda name, module: False) as locator:
+        model(torch.ones(3, 4))
+    text = locator.report().text()
+    assert "nothing was looked at" in text
+    assert "first in" not in text
+    with NanLocator(model) as locator:
+        model.layers[0](torch.ones(3, 4))  # no call of the model, so no step
+    assert "first in" not in locator.report().text()
+
+
+def test_a_module_that_is_not_called_is_counted() -> None:
+    model = Gives(lambda x: x)
+    model.unused = torch.nn.Linear(4, 4)
+    with NanLocator(model) as locator:
+        model(torch.ones(3, 4))
+    assert f"1 of 3 {NEVER}" in locator.report().text()
+
+
+def test_compiled_code_marks_its_points_and_is_compiled_once_a_locator() -> None:
+    compiled_graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        nonlocal compiled_graphs
+        compiled_graphs += 1
+        return graph
+
+    model = Layers()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):  # the second finds code that was compiled with the hooks of the first
+        with torch.no_grad(), NanLocator(model) as locator:
+            compiled(torch.ones(3, 4))
+            after_one = compiled_graphs
+            for _ in range(2):
+                compiled(torch.ones(3, 4))
+        report = locator.report()
+        assert (report.steps, report.looked_at, report.not_reached) == (3, 3, 0)
+        assert compiled_graphs == after_one > 0
+
+
+ELSEWHERE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "another device": lambda x: x.to("meta"),
+    "sparse": lambda x: x.to_sparse(),
+    "nested": lambda x: torch.nested.nested_tensor([x, x[:1]]),
+    "jagged": lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*")
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_what_cannot_be_looked_at_is_passed_over_and_counted(kind: str) -> None:
+    model = Gives(ELSEWHERE[kind])
+    with torch.no_grad(), NanLocator(model) as locator:
+        for _ in range(2):  # a module counts once
+            model(torch.full((3, 4), NAN))
+    report = locator.report()
+    assert report.first_real == Finding("layer", "NaN", 1, 1)
+    assert (report.looked_at, report.passed_over, report.not_reached) == (1, 1, 0)
+    assert "1 output on other devices or layouts was not looked at" in report.text()
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*")
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_every_way_to_look_passes_over_what_it_cannot_read(kind: str) -> None:
+    state = NanState("cpu", 8)
+    for name in "abcdefg":
+        state.point(name)
+    bad = torch.full((3, 4), NAN)
+    other = ELSEWHERE[kind](bad)
+    state.begin(3, 3)
+    state.watch(0, other)
+    state.watch_three((1, 2, 3), (other, bad, other))
+    ids = torch.zeros(3, 2, dtype=torch.int64)
+    state.watch_ids(4, ids.to("meta") if kind == "another device" else ids.to_sparse(), 8, own=True)
+    state.watch_last(5, other)
+    report = state.report()
+    assert [one.point for one in report.points] == ["c"]
+    assert (report.steps, report.looked_at, report.passed_over, report.not_reached) == (1, 1, 5, 1)
+    assert report.routers_watched == 0
+    assert "5 outputs on other devices or layouts were not looked at" in report.text()
+
+
+def test_a_model_without_tensors_to_look_at_was_reached() -> None:
+    model = Gives(lambda x: None)
+    with NanLocator(model) as locator:
+        model(torch.ones(3, 4))
+    assert locator.report().not_reached == 0
+
+
+def test_hooks_are_gone_where_the_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers()
+
+    def fails() -> None:
+        raise RuntimeError("the device is lost")
+
+    locator = NanLocator(model).__enter__()
+    assert hooks(model)
+    monkeypatch.setattr(locator._state, "end", fails)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        locator.__exit__()
+    assert hooks(model) == 0
+
+
+def test_a_locator_from_inference_mode_works_outside() -> None:
+    model, mask = Layers(), torch.tensor([0, 0, 1])
+    with torch.inference_mode():
+        locator = NanLocator(model)
+        locator.begin_step(padding=mask)
+    with locator:
+        locator.begin_step(padding=mask)
+        model(torch.full((3, 4), NAN))
+    assert locator.report().first_real == Finding("layers.0", "NaN", 2, 1)
+    assert hooks(model) == 0
+
+
+IDS = torch.tensor([[7, 7], [2, 9]])
+GIVEN: dict[str, tuple[tuple[torch.Tensor, ...], int]] = {
+    "alone, as ids of tokens": ((IDS,), 0),
+    "with logits of other rows": ((IDS, torch.ones(3, 8)), 0),
+    "with the logits of a vocabulary": ((IDS, torch.ones(2, 2, 100)), 0),
+    "with other integers": ((IDS, torch.ones(2, 2, dtype=torch.int64)), 0),
+    "with their weights": ((torch.ones(2, 2), IDS), 1),
+    "with the router's logits": ((torch.ones(2, 8), IDS), 1),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_integers_are_experts_where_weights_or_logits_come_with_them(given: str) -> None:
+    outputs, routers = GIVEN[given]
+    model = Gives(lambda x: outputs)
+    model.num_experts = 8  # as Qwen3MoeForCausalLM has
+    with NanLocator(model) as locator:
+        model(torch.ones(2, 4))
+    report = locator.report()
+    assert report.routers_watched == len(report.routers) == routers
+    for one in report.routers:
+        assert (one.repeated, one.out_of_range) == ((1, 0, 0), (1, 0, 0))

@@ -1,0 +1,71 @@
+"""The report at exit of a real engine whose process vLLM forks, as it does by default. About a minute."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.interpreted import ROOT
+
+pytestmark = [pytest.mark.gpu, pytest.mark.upstream]
+
+
+def test_an_engine_in_a_process_of_its_own_prints_its_report(tmp_path: Path) -> None:
+    # The checkpoint is written here: a process that used OpenMP before it forks makes its engine hang.
+    from moedoctor.reference.checkpoints import write_qwen3_moe
+
+    folder = write_qwen3_moe(tmp_path / "model", scheme="bf16", layers=2)
+    environ = os.environ | {
+        "MOEDOCTOR_TRACE": "nan",
+        "PYTHONPATH": os.pathsep.join(one for one in (str(ROOT), os.environ.get("PYTHONPATH")) if one),
+        "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD"):
+        environ.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    started = re.search(r"started by (\d+)", done.stdout)
+    printed = re.findall(r"NaN trace of process (\d+)", done.stdout)
+    assert len(printed) == 1, done.stdout[-5000:]
+    assert started is not None
+    assert printed[0] != started[1]  # the engine's own process
+    assert "Steps with padding   NaN in padding    Inf in padding   Mean pad tokens" in done.stdout
+    assert "never looked at" not in done.stdout  # what the graphs hold was looked at at capture
+
+
+def generate(folder: str) -> None:
+    """A few tokens from a default engine."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=folder,
+        skip_tokenizer_init=True,
+        attention_backend="TRITON_ATTN",
+        moe_backend="triton",
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=1 << 26,
+        max_model_len=256,
+        max_num_seqs=16,
+        compilation_config={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
+    )
+    prompts = [{"prompt_token_ids": list(range(5, 8 + prompt))} for prompt in range(3)]
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, detokenize=False), use_tqdm=False)
+    print(f"started by {os.getpid()}", flush=True)
+
+
+if __name__ == "__main__":
+    generate(sys.argv[1])
