@@ -108,6 +108,8 @@ def check_watch_three(device: str) -> None:
     """Three tensors in one launch and a launch that ends its step: the record of one launch each."""
     nan, inf = float("nan"), float("inf")
     ours, theirs = nan_state.NanState("cpu", 4), nan_state.NanState("cpu", 4)
+    for name in "abcd":
+        theirs.point(name)
     header, found = ours.header.to(device), ours.found.to(device)
     for step, spoil in enumerate(((), (2,), (1, 2), (0, 3))):
         draw = torch.Generator().manual_seed(step)
