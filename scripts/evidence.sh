@@ -92,7 +92,6 @@ make_report() {
         gate_up_order) both gate_up_order MD017 ;;
         scale_layout) both scale_layout MD018 ;;
         moe_backends) moe_backends ;;                                                                          # idle
-        untraceable_offload) write untraceable_offload run MD005 ;;                                            # idle
         offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;                          # idle
         offload_table) write offload_table run MD003 ;;                                                        # idle
         offload_parity) write offload_parity run MD008 ;;                                                      # idle

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from moedoctor.faults.base import Measurement
+from moedoctor.faults.nan_routing_engine import judge_overhead
+from moedoctor.results import Observation
+
 ROOT = Path(__file__).parent.parent
 REPORTS = ROOT / "reports"
 
@@ -48,6 +52,37 @@ def percent(share: float, sign: str = "") -> str:
     return f"{100 * share:{sign}.0f} %"
 
 
+def test_md001_trace() -> None:
+    """Judged as it would be today: that report has one claim for both models."""
+    text = entry("MD001")
+    _, seen = claim("nan_overhead.json", "MD001", "The NaN trace costs at most 5 % of a decode step")
+    rows = {one["model"]: one for one in seen["rows"]}
+    assert list(rows) == ["tiny", "Qwen3-30B-A3B's layers"]
+    verdicts, shares = {}, {}
+    for model, row in rows.items():
+        found = judge_overhead(
+            (), [Measurement("installed", Observation({"rows": [row]}))], {"max_overhead": 0.05}
+        )
+        verdicts[model] = found.verdict.value
+        shares[model] = (
+            f"{100 * one:.1f} %"
+            for one in (
+                row["overhead"],
+                row["noise"],
+                *(
+                    row[f"gpu_{key}"] * row["gpu_step_ms_off"] / row["step_ms_off"]
+                    for key in ("overhead", "noise")
+                ),
+            )
+        )
+    assert verdicts == {"tiny": "untested", "Qwen3-30B-A3B's layers": "confirmed"}
+    large, tiny = (list(shares[model]) for model in ("Qwen3-30B-A3B's layers", "tiny"))
+    assert f"it adds {large[0]} to a decode step of 12 layers of Qwen3-30B-A3B's size" in text
+    assert f"two engines that are alike differ by {large[1]}; by events around the model {large[2]}" in text
+    assert f"where they differ by {large[3]}. That is below the 5 %" in text
+    assert f"it adds {tiny[0]} (and {tiny[1]}) and {tiny[2]} (and {tiny[3]}): too much to tell" in text
+
+
 def test_md006() -> None:
     text = entry("MD006")
     _, seen = claim("expert_cache_faults.json", "MD006", "Eviction by frequency")
@@ -73,6 +108,8 @@ def test_md007() -> None:
     assert theirs["tokens"] == 1024
     added = [percent(one["overhead"]) for one in theirs["rows"]]
     assert f"them add {added[0]}, {added[1]} and {added[2]} where vLLM's" in text
+    eager = [percent(one["overhead_eager_wall_clock"]) for one in theirs["rows"]]
+    assert f"and {eager[0]}, {eager[1]} and {eager[2]} with the host's work" in text
     _, ours = claim("expert_cache_faults.json", "MD007", "Our layer costs")
     assert f"at most {percent(max(one['overhead'] for one in ours['rows']))} where `GroupedForward`" in text
     in_turn = [percent(one["overhead_in_turn"]) for one in ours["rows"]]
@@ -100,8 +137,8 @@ def test_md011() -> None:
         assert claim("duplicate_ids.json", "MD011", start)[0] == "confirmed"
     _, cost = claim("duplicate_ids.json", "MD011", "validate_expert_ids takes")
     (row,) = cost["rows"]
-    assert f"either takes {row['validate_us']:.1f} µs for 128 tokens" in text
-    assert f"{row['validate_us']:.1f}" == f"{row['deduplicate_us']:.1f}"
+    times = sorted((row["validate_us"], row["deduplicate_us"]))
+    assert f"either takes {times[0]:.1f} to {times[1]:.1f} µs for 128 tokens" in text
 
 
 def test_md016() -> None:
@@ -189,6 +226,8 @@ def test_expert_cache_page_engines() -> None:
     _, seen = claim("expert_cache_qwen.json", "MD007", "Qwen3-30B-A3B's shape")
     alone = {one["slots"]: one for one in seen["rows"] if one["batch"] == 1}
     assert f"decodes at {alone[64]['tokens_per_second']:.1f} tokens per second from 64 slots" in text
+    first, again = alone[64]["rounds"]
+    assert f"({first:.1f} when the prompt comes first, {again:.1f} when it comes again)" in text
     assert f"and at {alone[128]['tokens_per_second']:.1f} with all experts on the GPU" in text
     assert f"page-locked: {alone[64]['pinned_bytes'] / 2**30:.0f} GiB for Qwen3-30B-A3B in BF16" in text
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moedoctor.kernels.quick_launch import QuickLaunch, aligned, device_of
 from moedoctor.kernels.watch_row import (
     _ACTIVE,
     _FIELDS,
@@ -122,6 +123,10 @@ def end_step_kernel(header_ptr: tl.tensor) -> None:
     end_step(header_ptr)
 
 
+_watch_rows, _watch_three = QuickLaunch(watch_rows_kernel), QuickLaunch(watch_three_kernel)
+_begin_step, _end_step = QuickLaunch(begin_step_kernel), QuickLaunch(end_step_kernel)
+
+
 def launch_watch(
     x: torch.Tensor,
     header: torch.Tensor,
@@ -143,22 +148,24 @@ def launch_watch(
         return
     block = _block(columns)
     elements = 0 if padding is None else padding.numel()
-    with torch.cuda.device_of(x):
-        watch_rows_kernel[(rows,)](
+    mask = header if padding is None else padding
+    row, column = x.stride()
+    kind = (columns, padding is not None, ends, block)
+    with device_of(x):
+        _watch_rows(
+            (x.device, x.dtype, row, column, *kind, aligned(x, header, found, mask)),
+            rows,
             x,
             header,
             found,
-            header if padding is None else padding,
-            x.stride(0),
-            x.stride(1),
+            mask,
+            row,
+            column,
             point,
             rows,
             elements,
             group if group or not elements else max(rows // elements, 1),
-            columns=columns,
-            has_padding=padding is not None,
-            ends=ends,
-            block=block,
+            *kind,
             num_warps=1 if block <= 512 else 4,
         )
 
@@ -172,23 +179,22 @@ def launch_watch_three(
     """
     a, b, c = tensors
     blocks = [_block(one.shape[1]) for one in tensors]
-    with torch.cuda.device_of(a):
-        watch_three_kernel[(a.shape[0],)](
+    strides = [one.stride(0) for one in tensors]
+    columns = [one.shape[1] for one in tensors]
+    types = [one.dtype for one in tensors]
+    with device_of(a):
+        _watch_three(
+            (a.device, *types, *strides, *columns, aligned(a, b, c, header, found)),
+            a.shape[0],
             a,
             b,
             c,
             header,
             found,
-            a.stride(0),
-            b.stride(0),
-            c.stride(0),
+            *strides,
             *points,
-            columns_a=a.shape[1],
-            columns_b=b.shape[1],
-            columns_c=c.shape[1],
-            block_a=blocks[0],
-            block_b=blocks[1],
-            block_c=blocks[2],
+            *columns,
+            *blocks,
             num_warps=1 if max(blocks) <= 512 else 4,
         )
 
@@ -199,11 +205,11 @@ def _block(columns: int) -> int:
 
 def launch_begin(header: torch.Tensor, real: int, padded: int) -> None:
     """A step begins, with `real` rows of `padded`."""
-    with torch.cuda.device_of(header):
-        begin_step_kernel[(1,)](header, real, padded, num_warps=1)
+    with device_of(header):
+        _begin_step((header.device, aligned(header)), 1, header, real, padded, num_warps=1)
 
 
 def launch_end(header: torch.Tensor) -> None:
     """The step ends: what it showed is added up."""
-    with torch.cuda.device_of(header):
-        end_step_kernel[(1,)](header, num_warps=1)
+    with device_of(header):
+        _end_step((header.device, aligned(header)), 1, header, num_warps=1)

@@ -135,12 +135,34 @@ def test_an_engine_that_died_confirms_nothing(rows: list[dict[str, Any]], verdic
 def test_what_two_engines_that_are_alike_differ_by_counts(
     overhead: float, noise: float, verdict: ClaimVerdict
 ) -> None:
-    row = {**COST, "overhead": overhead, "noise": noise, "gpu_overhead": 0.01, "gpu_noise": 0.002}
-    found = judged(engine.judge_overhead, {"max_overhead": 0.05}, row)
+    found = judged(
+        engine.judge_overhead, {"max_overhead": 0.05}, {**COST, "overhead": overhead, "noise": noise}
+    )
     assert found.verdict is verdict
     assert f"differ by {noise:.1%}" in found.reason
     assert ("too much to tell" in found.reason) is (verdict is ClaimVerdict.UNTESTED)
-    assert "by events on the GPU +1.0% and 0.2%" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("around_the_model", "wall", "verdict"),
+    [
+        ((0.06, 0.01), (0.03, 0.04), ClaimVerdict.CONFIRMED),
+        ((0.09, 0.02), (0.03, 0.04), ClaimVerdict.UNTESTED),
+        ((0.12, 0.01), (0.03, 0.04), ClaimVerdict.REFUTED),
+        ((0.06, 0.01), (0.06, 0.04), ClaimVerdict.UNTESTED),
+        ((0.06, 0.01), (0.10, 0.04), ClaimVerdict.REFUTED),
+    ],
+)
+def test_events_around_the_model_decide_and_the_wall_clock_must_agree(
+    around_the_model: tuple[float, float], wall: tuple[float, float], verdict: ClaimVerdict
+) -> None:
+    """The model is half of the step here."""
+    gpu = {"gpu_overhead": around_the_model[0], "gpu_noise": around_the_model[1], "gpu_step_ms_off": 1.0}
+    row = {**COST, **gpu, "overhead": wall[0], "noise": wall[1]}
+    found = judged(engine.judge_overhead, {"max_overhead": 0.05}, row)
+    assert found.verdict is verdict
+    share, noise = (one / 2 for one in around_the_model)
+    assert f"by events around the model {share:+.1%} and {noise:.1%} of that step" in found.reason
 
 
 def test_the_trace_must_be_cheap_in_every_model() -> None:

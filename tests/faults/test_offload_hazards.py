@@ -128,7 +128,7 @@ def test_on_a_gpu_a_fault_of_our_own_engine_reproduces_the_failure(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(CudaEngine, name, lambda self, *mark: None)
-    seen = result(UnpinnedCopy(), "fixed", Tier.KERNEL, direction="h2d", bytes=1 << 20, copies=2)
+    seen = result(UnpinnedCopy(), "fixed", Tier.KERNEL, direction="h2d", bytes=1 << 20, copies=8)
     assert seen.verdict is CaseVerdict.REPRODUCED
 
 

@@ -93,7 +93,7 @@ def test_all_engines_work_on_one_core_and_wait_on_others() -> None:
 
 
 def test_models_are_written_and_only_the_trace_makes_engines_differ(tmp_path: Path) -> None:
-    for model in nan_overhead._MODELS:
+    for model in (nan_overhead._TINY, nan_overhead._LARGE):
         folder = tmp_path / str(model.layers)
         model.write(folder / "model", model.layers)
         config = json.loads((folder / "model" / "config.json").read_text())
