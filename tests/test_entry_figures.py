@@ -83,6 +83,25 @@ def test_md001_trace() -> None:
     assert f"it adds {tiny[0]} (and {tiny[1]}) and {tiny[2]} (and {tiny[3]}): too much to tell" in text
 
 
+def test_md005() -> None:
+    """The releases of torch on both sides of the one that traces it."""
+    text = entry("MD005")
+    name = "releases/untraceable_offload_torch_2.12.1"
+    assert f"`reports/{name}.md`" in text
+    fails, compiles = "the lines fail under 2.11.0 and 2.12.1", "and compile as one graph under 2.13.0"
+    assert fails in text
+    assert compiles in text
+    for report, torch, error in (
+        (f"{name}.json", "2.12.1", True),
+        ("nvidia-h200/offload_speed.json", "2.11.0", True),
+        ("baselines/cpu.json", "2.13.0", False),
+    ):
+        for seen in evidence(report, "MD005", "faulty"):
+            assert seen["torch"].startswith(torch)
+            assert bool(seen["error"]) is error
+        assert not any(seen["error"] for seen in evidence(report, "MD005", "fixed"))
+
+
 def test_md006() -> None:
     text = entry("MD006")
     _, seen = claim("expert_cache_faults.json", "MD006", "Eviction by frequency")

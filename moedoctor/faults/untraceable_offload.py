@@ -95,9 +95,18 @@ class UntraceableOffload(Fault):
             return judge(seen)
         if seen["error"]:
             return Judgement(CaseVerdict.REPRODUCED, f"torch {seen['torch']}: {seen['telling_line']}")
-        if not seen["same_bits"]:
-            return Judgement(CaseVerdict.REPRODUCED, "compiles, and gives other numbers than without offload")
-        return Judgement(CaseVerdict.CLEAN, f"torch {seen['torch']}: one graph, the same bits")
+        if seen["same_bits"]:
+            return Judgement(CaseVerdict.CLEAN, f"torch {seen['torch']}: one graph, the same bits")
+        apart, rounding = seen["largest_difference"], seen["rounding"]
+        if apart <= rounding:
+            figure = (
+                f"torch {seen['torch']}: one graph, the same numbers but for rounding, {apart:.1g} at most"
+            )
+            return Judgement(CaseVerdict.CLEAN, figure)
+        return Judgement(
+            CaseVerdict.REPRODUCED,
+            f"compiles, and gives other numbers than without offload, by up to {apart:.2g}",
+        )
 
     def absent(self, results: Sequence[CaseResult]) -> str | None:
         """Where Dynamo traced the control in every case, it is this torch that can."""

@@ -95,6 +95,22 @@ def observe(
             {**seen, "error": "\n".join(lines[:8]), "telling_line": telling.removeprefix("Explanation: ")}
         )
     same = all(torch.equal(one, expected) for one in results)
+    apart = max(float((one - expected).abs().max()) for one in results)
     offloaded = keep.report().host_bytes if keep is not None else shape.layers * shape.layer_bytes
     # fullgraph=True raises at the first break, so what ran was one graph.
-    return Observation({**seen, "graphs": 1, "same_bits": same, "host_bytes": offloaded})
+    numbers = {
+        "same_bits": same,
+        "largest_difference": apart,
+        "rounding": rounding(expected, parameters.compiler),
+    }
+    return Observation({**seen, "graphs": 1, **numbers, "host_bytes": offloaded})
+
+
+def rounding(expected: torch.Tensor, compiler: str) -> float:
+    """By how much results may differ: operators around a layer part what a compiler else computes at once.
+
+    With ``eager`` nothing is compiled, and bits must be equal; else a step of the type at the largest result.
+    A weight that comes late or stays behind makes a difference as large as the results themselves.
+    """
+    step = torch.finfo(expected.dtype).eps * float(expected.abs().max())
+    return 0.0 if compiler == "eager" else step

@@ -28,7 +28,8 @@ def route(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights float32 [T, K] and ids int32 [T, K] of checked arguments; see `moedoctor.fixes.routing`."""
-    x = logits.float()  # [T, E]
+    # torch's CPU activations give other last bits where elements do not lie side by side.
+    x = logits.float().contiguous()  # [T, E]
     clean = _sanitise(x) if nan_policy == "finite" else x  # [T, E]
     score = torch.softmax(clean, dim=-1) if scoring == "softmax" else torch.sigmoid(clean)  # [T, E]
     if nan_policy == "zero":

@@ -7,6 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from packaging.version import Version
+
+_OLDEST = Version("3.6")
+"""The Triton that this was seen to work with."""
 
 
 class QuickLaunch:
@@ -15,10 +19,12 @@ class QuickLaunch:
     Triton finds the compiled form anew at each launch, from every argument: 25 to 60 µs of the host on an
     H200's, which a launch outside of CUDA graphs adds to a step. The key must hold all that Triton compiles
     for: types, constants, and for what it specialises on whether a number is 1 or a multiple of 16.
+    `triton` is Triton's version: before 3.6 nothing is kept, for a compiled form took other arguments once.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, triton: str) -> None:
         self._kernel = kernel
+        self._keeps = Version(triton) >= _OLDEST
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(self, key: Hashable, grid: int, *arguments: Any, num_warps: int) -> None:
@@ -28,7 +34,7 @@ class QuickLaunch:
             known[(grid, 1, 1)](*arguments)
             return
         made = self._kernel[(grid,)](*arguments, num_warps=num_warps)
-        if made is not None:  # Triton's interpreter compiles nothing
+        if made is not None and self._keeps:  # Triton's interpreter compiles nothing
             self._compiled[key] = made
 
 

@@ -123,8 +123,10 @@ def end_step_kernel(header_ptr: tl.tensor) -> None:
     end_step(header_ptr)
 
 
-_watch_rows, _watch_three = QuickLaunch(watch_rows_kernel), QuickLaunch(watch_three_kernel)
-_begin_step, _end_step = QuickLaunch(begin_step_kernel), QuickLaunch(end_step_kernel)
+_watch_rows, _watch_three, _begin_step, _end_step = (
+    QuickLaunch(one, triton.__version__)
+    for one in (watch_rows_kernel, watch_three_kernel, begin_step_kernel, end_step_kernel)
+)
 
 
 def launch_watch(

@@ -24,6 +24,7 @@ from moedoctor.faults.stale_parameter import StaleParameter
 from moedoctor.faults.unpinned_copy import CELLS, UnpinnedCopy
 from moedoctor.faults.unpinned_copy_claims import PAGEABLE, STALE, judge_crash_3
 from moedoctor.faults.untraceable_offload import UntraceableOffload
+from moedoctor.faults.untraceable_offload_model import rounding
 from moedoctor.fixes import offload_storage
 from moedoctor.fixes.copy_engine import CudaEngine
 from moedoctor.fixes.prefetch import Pipeline
@@ -284,6 +285,31 @@ def test_forward_by_state_dict_is_traced_or_not_by_this_torch_and_ours_always() 
         assert fault.absent([control, fixed]) is None
 
 
+OTHERS = {"same_bits": False, "largest_difference": 0.3, "rounding": 0.03}
+
+
+@pytest.mark.parametrize(
+    ("seen", "verdict"),
+    [
+        (OTHERS, CaseVerdict.REPRODUCED),
+        ({**OTHERS, "largest_difference": 0.02}, CaseVerdict.CLEAN),
+        ({**OTHERS, "largest_difference": 0.02, "rounding": 0.0}, CaseVerdict.REPRODUCED),
+        ({**OTHERS, "largest_difference": float("nan")}, CaseVerdict.REPRODUCED),
+    ],
+)
+def test_what_the_compiler_rounds_elsewhere_is_no_failure(seen: Any, verdict: CaseVerdict) -> None:
+    traced = {"torch": "2.12.1", "error": None, "telling_line": None, "graphs": 1}
+    judged = UntraceableOffload().judge(
+        Case("MD005", "fixed", Tier.MODEL, {}), Observation({**traced, **seen})
+    )
+    assert judged.verdict is verdict
+
+
+def test_only_compiled_code_may_round_elsewhere() -> None:
+    expected = torch.tensor([-4.0, 1.0], dtype=torch.bfloat16)
+    assert (rounding(expected, "eager"), rounding(expected, "inductor")) == (0.0, 4 * 2**-7)
+
+
 def test_only_a_torch_that_traced_every_control_makes_the_failure_absent() -> None:
     fault = UntraceableOffload()
     traced = {"torch": "2.13.0", "error": None, "telling_line": None, "graphs": 1, "same_bits": True}
@@ -296,7 +322,7 @@ def test_only_a_torch_that_traced_every_control_makes_the_failure_absent() -> No
     assert fault.absent([case("faulty", traced), case("faulty", refused)]) is None
     assert fault.absent([case("fixed", traced)]) is None
     assert fault.conclude([case("faulty", refused)]) == {"torch": "2.13.0", "dynamo": "setattr"}
-    judged = fault.judge(Case("MD005", "fixed", Tier.MODEL, {}), Observation({**traced, "same_bits": False}))
+    judged = fault.judge(Case("MD005", "fixed", Tier.MODEL, {}), Observation({**traced, **OTHERS}))
     assert judged.verdict is CaseVerdict.REPRODUCED
 
 

@@ -230,6 +230,14 @@ def test_strides_do_not_matter(call: Call) -> None:
     assert torch.equal(weights, call.of(routing).weights)
 
 
+def test_the_last_bits_of_a_strided_sigmoid_are_those_of_a_contiguous_one() -> None:
+    logits = torch.zeros(3, 11)  # [T, E]
+    logits[1, 10] = -13.0
+    strided = torch.zeros(11, 6)[:, ::2].t().copy_(logits)  # [T, E]
+    assert not strided.is_contiguous()
+    assert torch.equal(routing.topk_sigmoid(strided, 11).weights, routing.topk_sigmoid(logits, 11).weights)
+
+
 @given(calls())
 def test_half_precision_is_routed_as_its_float32_value(call: Call) -> None:
     exact = Call(call.name, call.logits.float(), call.top_k, call.options).of(routing)

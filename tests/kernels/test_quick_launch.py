@@ -40,7 +40,7 @@ class Form:
 
 def test_a_form_is_launched_again_under_its_own_key_only() -> None:
     kernel = Kernel()
-    launch = QuickLaunch(kernel)
+    launch = QuickLaunch(kernel, "3.6.0")
     for key, argument in (("a", 1), ("b", 2), ("a", 3), ("b", 4)):
         launch(key, 7, argument, num_warps=4)
     assert [(number, arguments) for number, _, arguments in kernel.launches] == [
@@ -55,10 +55,19 @@ def test_a_form_is_launched_again_under_its_own_key_only() -> None:
 
 def test_an_interpreter_that_compiles_nothing_is_asked_each_time() -> None:
     kernel = Kernel(interpreted=True)
-    launch = QuickLaunch(kernel)
+    launch = QuickLaunch(kernel, "3.6.0")
     for argument in range(3):
         launch("key", 1, argument, num_warps=1)
     assert [arguments for _, _, arguments in kernel.launches] == [(0,), (1,), (2,)]
+
+
+def test_an_older_triton_finds_the_form_itself() -> None:
+    """Up to 3.2 a compiled form took no constants."""
+    kernel = Kernel()
+    launch = QuickLaunch(kernel, "3.2.0")
+    for argument in range(2):
+        launch("key", 1, argument, num_warps=1)
+    assert [number for number, *_ in kernel.launches] == [1, 2]
 
 
 def test_where_a_tensor_begins_is_part_of_a_key() -> None:
