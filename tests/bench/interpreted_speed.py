@@ -37,7 +37,7 @@ from moedoctor.commands import bench_cache, bench_cache_speed
 from moedoctor.fixes.expert_cache_device import DeviceEngine
 from moedoctor.reference.moe import moe_forward as reference
 
-MODEL = Model(layers=1, experts=128, top_k=8, hidden=128, inner=32, host_layers=1)
+MODEL = Model(layers=1, experts=128, top_k=8, hidden=64, inner=16, host_layers=1)
 GROUPED = Model(layers=1, experts=8, top_k=2, hidden=32, inner=16, host_layers=1)
 
 
@@ -84,7 +84,7 @@ def compare_times(calls: Any, *, baseline: str, launches: int) -> Comparison:
     def measured(call: Callable[[], object]) -> Callable[[], float]:
         return lambda: float(bool(call() is not None))
 
-    return compare_rounds({name: measured(one) for name, one in calls.items()}, baseline=baseline, rounds=2)
+    return compare_rounds({name: measured(one) for name, one in calls.items()}, baseline=baseline, rounds=1)
 
 
 @contextlib.contextmanager
