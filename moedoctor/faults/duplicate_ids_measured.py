@@ -31,7 +31,7 @@ def judge_maps(cases: Sequence[CaseResult], units: Sequence[Measurement], limits
         if not row["entries_as_before"] == row["unwritten_entries"] == row["repeated_slots"]
     ]
     verdict = _verdict(units, refuted=len(off) > limits["max_maps"], seen=sorted_rows)
-    said = f"in {len(sorted_rows) - len(off)} of {len(sorted_rows)} maps of {_releases(sorted_rows)} releases"
+    said = f"in {len(sorted_rows) - len(off)} of {len(sorted_rows)} maps of {_whose(sorted_rows)}"
     evidence = {"paths": _paths(rows), "different": off[:_SHOWN]}
     return ClaimJudgement(verdict, evidence, said + _missing(units))
 
@@ -57,7 +57,7 @@ def _judge_sums(
         if isinstance(one.outcome, Crash) and one.outcome.death is Death.ILLEGAL_MEMORY_ACCESS
     ]
     verdict = _verdict(units, refuted=len(wrong) + len(illegal) > limits["max_calls"], seen=rows)
-    said = f"all rows right in {len(rows) - len(wrong)} of {len(rows)} calls of {_releases(rows)} releases"
+    said = f"all rows right in {len(rows) - len(wrong)} of {len(rows)} calls of {_whose(rows)}"
     return ClaimJudgement(verdict, _calls(rows, wrong), said + _missing(units))
 
 
@@ -146,8 +146,12 @@ def _rows(units: Sequence[Measurement]) -> list[dict[str, Any]]:
     return [{"release": unit, **row} for unit, seen in _seen(units) for row in seen["rows"]]
 
 
-def _releases(rows: Sequence[Mapping[str, Any]]) -> int:
-    return len({row["release"] for row in rows})
+def _whose(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The installed release may be a named one, too, so it is not counted with them."""
+    found = {row["release"] for row in rows}
+    named = len(found - {"installed"})
+    parts = [f"{named} named release{'s' * (named != 1)}"] if named else []
+    return " and ".join([*parts, *(["the installed one"] if "installed" in found else [])]) or "no release"
 
 
 def _verdict(

@@ -409,6 +409,22 @@ def test_calls_are_counted_by_release_and_wrong_ones_shown() -> None:
     assert [one["rows_right"] for one in found["wrong"]] == [1]
 
 
+@pytest.mark.parametrize(
+    ("units", "said"),
+    [
+        (["flashinfer@0.6.6"], "1 named release"),
+        (["flashinfer@0.6.6", "flashinfer@0.6.13"], "2 named releases"),
+        (["flashinfer@0.6.8.post1", "installed"], "1 named release and the installed one"),
+        (["installed"], "the installed one"),
+    ],
+)
+def test_an_installed_release_is_not_counted_with_the_named_ones(units: list[str], said: str) -> None:
+    """It may be one of them."""
+    rows = [measured(SUM, unit=one) for one in units]
+    found = measured_claims.judge_right((), rows, {"max_calls": 0})
+    assert found.reason == f"all rows right in {len(units)} of {len(units)} calls of {said}"
+
+
 DIED = Measurement("flashinfer@0.7.2.post1", Crash(Death.HANG, "no answer in 400 s"))
 BOUNDARY = {"tokens": 64, "most_experts": 510}
 OPEN_WITH_A_DEATH = [
