@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from moedoctor.faults.stale_parameter import StaleParameter
 from moedoctor.faults.unpinned_copy import CELLS, UnpinnedCopy
 from moedoctor.faults.unpinned_copy_claims import PAGEABLE, STALE, judge_crash_3
 from moedoctor.faults.untraceable_offload import UntraceableOffload
-from moedoctor.faults.untraceable_offload_model import rounding
+from moedoctor.faults.untraceable_offload_model import largest_difference, rounding
 from moedoctor.fixes import offload_storage
 from moedoctor.fixes.copy_engine import CudaEngine
 from moedoctor.fixes.prefetch import Pipeline
@@ -303,6 +304,12 @@ def test_what_the_compiler_rounds_elsewhere_is_no_failure(seen: Any, verdict: Ca
         Case("MD005", "fixed", Tier.MODEL, {}), Observation({**traced, **seen})
     )
     assert judged.verdict is verdict
+
+
+def test_a_nan_in_a_later_pass_is_no_small_difference() -> None:
+    expected = torch.ones(2, 2)
+    assert largest_difference([expected, expected + 0.5], expected) == 0.5
+    assert math.isnan(largest_difference([expected + 0.5, expected * torch.nan], expected))
 
 
 def test_only_compiled_code_may_round_elsewhere() -> None:
