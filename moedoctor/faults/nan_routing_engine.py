@@ -133,8 +133,8 @@ def _claim(key: str, judge: Any, measure: str, *thresholds: str) -> ClaimTest:
     def run(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
         from moedoctor.upstream import nan_engine, nan_overhead, nan_parallel
 
-        own = {"overhead": nan_overhead, "overhead_tiny": nan_overhead, "parallel_table": nan_parallel}
-        module = own.get(measure, nan_engine)
+        elsewhere = {"overhead": nan_overhead, "overhead_tiny": nan_overhead, "parallel_table": nan_parallel}
+        module = elsewhere.get(measure, nan_engine)
         return Observation({"rows": getattr(module, measure)(sources)})
 
     return ClaimTest(

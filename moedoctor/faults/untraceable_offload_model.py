@@ -99,22 +99,32 @@ def observe(
     # fullgraph=True raises at the first break, so what ran was one graph.
     numbers = {
         "same_bits": same,
-        "largest_difference": largest_difference(results, expected),
-        "rounding": rounding(expected, parameters.compiler),
+        "distance": distance(results, expected),
+        **allowance(shape, device, parameters.seed, x, parameters.compiler),
     }
     return Observation({**seen, "graphs": 1, **numbers, "host_bytes": offloaded})
 
 
-def largest_difference(results: Sequence[torch.Tensor], expected: torch.Tensor) -> float:
-    """Of any of `results` [T, H] from `expected` [T, H]; NaN where one holds NaN, which torch's max keeps."""
-    return float(torch.stack([(one - expected).abs().max() for one in results]).max())
+def distance(results: Sequence[torch.Tensor], expected: torch.Tensor) -> float:
+    """The largest norm of what `results` [T, H] differ by from `expected` [T, H]; NaN where one holds NaN."""
+    apart = [(one.double() - expected.double()).norm() for one in results]
+    return float(torch.stack(apart).max())  # torch's max keeps NaN
 
 
-def rounding(expected: torch.Tensor, compiler: str) -> float:
-    """By how much results may differ: operators around a layer part what a compiler else computes at once.
+def allowance(shape: StackShape, device: str, seed: int, x: torch.Tensor, compiler: str) -> dict[str, float]:
+    """How far results would be apart with wrong weights, and how far they may be, as norms.
 
-    With ``eager`` nothing is compiled, and bits must be equal; else a step of the type at the largest result.
-    A weight that comes late or stays behind makes a difference as large as the results themselves.
+    Operators around a layer part what a compiler else computes at once, so it may round in another place.
+    The control is a stack in which one layer has the next one's experts, the layer that shows it least; a
+    tenth of that may be rounding. With ``eager`` nothing is compiled, and bits must be equal.
     """
-    step = torch.finfo(expected.dtype).eps * float(expected.abs().max())
-    return 0.0 if compiler == "eager" else step
+    right = make_stack(shape, device, seed)(x)  # [T, H]
+    wrong = []
+    for number in range(shape.layers):
+        stack = make_stack(shape, device, seed)
+        stack[number].experts = stack[(number + 1) % shape.layers].experts
+        wrong.append(distance([stack(x)], right))
+    return {
+        "wrong_weights_distance": min(wrong),
+        "allowed_distance": 0.0 if compiler == "eager" else min(wrong) / 10,
+    }

@@ -16,9 +16,9 @@ _OLDEST = Version("3.6")
 class QuickLaunch:
     """A kernel whose compiled forms are kept under a key of the caller's.
 
-    Triton finds the compiled form anew at each launch, from every argument: 25 to 60 µs of the host on an
-    H200's, which a launch outside of CUDA graphs adds to a step. The key must hold all that Triton compiles
-    for: types, constants, and for what it specialises on whether a number is 1 or a multiple of 16.
+    Triton finds the compiled form anew at each launch, from every argument, which takes longer than small
+    kernels do and, outside of CUDA graphs, adds to each step. The key must hold all that Triton compiles for:
+    types, constants, and for what it specialises on whether a number is 1 or a multiple of 16.
     `triton` is Triton's version: before 3.6 nothing is kept, for a compiled form took other arguments once.
     """
 

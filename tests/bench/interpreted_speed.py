@@ -37,7 +37,7 @@ from moedoctor.commands import bench_cache, bench_cache_speed
 from moedoctor.fixes.expert_cache_device import DeviceEngine
 from moedoctor.reference.moe import moe_forward as reference
 
-MODEL = Model(layers=1, experts=128, top_k=8, hidden=64, inner=16, host_layers=1)
+MODEL = Model(layers=1, experts=128, top_k=8, hidden=128, inner=32, host_layers=1)
 GROUPED = Model(layers=1, experts=8, top_k=2, hidden=32, inner=16, host_layers=1)
 
 
@@ -158,6 +158,8 @@ def one() -> None:
     assert all(row["correct"] for row in rows.values())
     assert rows[OVERLAP]["one_graph"]
     assert not rows[OURS["host"]]["one_graph"]
+    packed, plain = (rows[OURS[name]]["gigabytes_a_step"] for name in ("packed", "aging"))
+    assert packed < plain, "experts of this size are not worth packing, and nothing is unpacked here"
     assert {name: len(some) for name, some in found["measured"].items()} == {
         "recorded": 2,
         "misses": 4,

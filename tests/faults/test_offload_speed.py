@@ -113,6 +113,7 @@ def test_the_guide_holds_the_reports_figures() -> None:
             row["way"]: row["over_ours"]["median"] for row in found["evidence"]["rows"] if row["over_ours"]
         }
 
+    assert "not measured" not in guide
     times = over_ours("without UVA that copies from pageable")
     pageable, pinned = times["functional_call"], times["functional_call_pinned"]
     assert (
