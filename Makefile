@@ -32,7 +32,7 @@ run: setup ## run every built-in scenario
 	@$(BIN)/moedoctor run $(ARGS)
 
 test: setup ## run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto $(ARGS)
 
 test-upstream: setup ## run the tests that need a real vLLM and FlashInfer, in .venv-upstream
 	@VLLM='$(VLLM)' TORCH='$(TORCH)' ARGS='$(ARGS)' sh scripts/test_upstream.sh
@@ -42,15 +42,15 @@ lint: setup ## format, lint, types, import contracts, scenario schema, README
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy --strict moedoctor
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m moedoctor.scenario --check scenarios/schema.json
+	@$(BIN)/python -m moedoctor.scenario.file --check scenarios/schema.json
 	@$(BIN)/python scripts/check_readme.py
 
 format: setup ## format the code, and fix what can be fixed by itself
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-schema: setup ## write scenarios/schema.json anew from moedoctor/scenario.py
-	@$(BIN)/python -m moedoctor.scenario scenarios/schema.json
+schema: setup ## write scenarios/schema.json anew from moedoctor/scenario/file.py
+	@$(BIN)/python -m moedoctor.scenario.file scenarios/schema.json
 
 readme: setup ## put the real `moedoctor --help` into README.md
 	@$(BIN)/python scripts/check_readme.py --write

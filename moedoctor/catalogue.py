@@ -11,9 +11,7 @@ from collections.abc import Collection, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from moedoctor.faults.base import Fault
-from moedoctor.reporters.base import Reporter
-from moedoctor.subjects.base import SubjectProvider
+from moedoctor.interfaces import Fault, Reporter, SubjectProvider
 
 FAULTS = "moedoctor.faults"
 SUBJECTS = "moedoctor.subjects"

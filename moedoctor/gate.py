@@ -19,8 +19,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from moedoctor.comparison import SEVERITY, Change, Comparison, Incomparable, check_comparable, compare
-from moedoctor.metrics import Tolerance
+from moedoctor.comparison import (
+    SEVERITY,
+    Change,
+    Comparison,
+    Incomparable,
+    Tolerance,
+    check_comparable,
+    compare,
+)
 from moedoctor.results import CaseVerdict, Report, ScenarioVerdict
 
 __all__ = [

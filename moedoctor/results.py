@@ -114,6 +114,10 @@ class Skip:
     reason: str
 
 
+class UnavailableError(Exception):
+    """Raised in a child where a subject or a case turns out not to be runnable: the case is skipped."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One subject on one point of a scenario's matrix, before it runs."""

@@ -26,7 +26,7 @@ from moedoctor.results import (
     Summary,
     Tier,
 )
-from moedoctor.wording import escape
+from moedoctor.text import escape
 
 MAX_REPORT_BYTES = 64 * 1024 * 1024
 _COUNTS = ("proved", "found", "absent", "failed", "skipped", "error")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.fixes.backends import SCHEMES, select
-from moedoctor.upstream.substitute import LIBRARIES
+from moedoctor.upstream.selection.substitute import LIBRARIES
 
 THERE = dict.fromkeys(LIBRARIES, True)
 """The releases were asked with every optional library pretended to be there."""

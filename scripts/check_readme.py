@@ -105,7 +105,7 @@ def blocks(help_now: str) -> tuple[Block, ...]:
 
 def failures() -> str:
     """The catalogue as a table."""
-    from moedoctor.entries.readme import failures_table
+    from moedoctor.commands.readme_table import failures_table
 
     return failures_table()
 

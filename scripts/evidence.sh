@@ -46,7 +46,7 @@ both() {
 flashinfer() {
     local sources=()
     for one in 0.6.6 0.6.8.post1 0.6.13 0.7.2.post1; do sources+=("$one=${FLASHINFER:?}/$one"); done
-    python3 -m moedoctor.upstream.flashinfer_probe_build "${sources[@]}" # side by side, before anything waits for one
+    python3 -m moedoctor.upstream.flashinfer.probe_build "${sources[@]}" # side by side, before anything waits for one
     write duplicate_ids run duplicate_ids "${sources[@]/#/--flashinfer=}"
 }
 

@@ -1,4 +1,4 @@
-"""Makes the tables in moedoctor/fixes/backend_data out of unpacked vLLM releases.
+"""Makes the tables in moedoctor/fixes/backends/data out of unpacked vLLM releases.
 
     python scripts/extract_backends.py --vllm FOLDER --answers FOLDER --libraries FOLDER [--ask PYTHON]
 
@@ -25,7 +25,7 @@ from typing import Any
 from derive_backends import boxes, kind, merge, pack, predicates
 from packaging.version import Version
 
-OUT = Path(__file__).resolve().parent.parent / "moedoctor" / "fixes" / "backend_data"
+OUT = Path(__file__).resolve().parent.parent / "moedoctor" / "fixes" / "backends" / "data"
 FUSED_MOE = "vllm/model_executor/layers/fused_moe"
 MXFP4 = "vllm/model_executor/layers/quantization/mxfp4.py"
 ORACLES = {

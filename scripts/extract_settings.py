@@ -5,7 +5,7 @@ flags.
 
 Each FOLDER holds one folder a release, named by its version, with the unpacked wheel in it. The syntax trees
 say which names are read and where; what a variable makes of a value is found by reading it with that value.
-Writes the tables in moedoctor/diagnose/settings_data.
+Writes the tables in moedoctor/diagnose/settings/data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from packaging.version import Version
 
-OUT = Path(__file__).resolve().parent.parent / "moedoctor" / "diagnose" / "settings_data"
+OUT = Path(__file__).resolve().parent.parent / "moedoctor" / "diagnose" / "settings" / "data"
 PROBES = ("0", "1", "2", "-1", "true", "True", "false", "yes", "on", "1.5", "banana")
 NAMES = {"VLLM": re.compile(r"VLLM_[A-Z0-9_]+"), "FLASHINFER": re.compile(r"FLASHINFER_[A-Z0-9_]+")}
 _GETENV = re.compile(r'getenv\(\s*"(FLASHINFER_[A-Z0-9_]+)"')

@@ -2,7 +2,7 @@
 
 Run by `scripts/extract_backends.py` once a release, with the release's sources (an unpacked wheel) on
 PYTHONPATH, together with the FlashInfer and Humming that it pins. No GPU is used: see
-`moedoctor.upstream.substitute`.
+`moedoctor.upstream.selection.substitute`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from moedoctor.fixes import backend_tables
-from moedoctor.upstream.backend_oracle import Answer, Layer, Oracle
-from moedoctor.upstream.substitute import LIBRARIES
+from moedoctor.fixes.backends import release_tables as backend_tables
+from moedoctor.upstream.selection.oracle import Answer, Layer, Oracle
+from moedoctor.upstream.selection.substitute import LIBRARIES
 
 CAPABILITIES = tuple(tuple(map(int, one.split("."))) for one in backend_tables.CAPABILITIES)
 PARALLEL = {"tp": (False, False), "ep": (True, False), "dp": (False, True), "dp+ep": (True, True)}

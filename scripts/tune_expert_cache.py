@@ -2,7 +2,7 @@
 
     python scripts/tune_expert_cache.py tiles|bus
 
-Tiles are chosen in `moedoctor.kernels.moe_cuts`, numbers of programs in `moedoctor.kernels.cache_copies`.
+Tiles are chosen in `moedoctor.kernels.moe.cuts`, numbers of programs in `moedoctor.kernels.cache.copies`.
 Needs an NVIDIA GPU and a host that nothing else uses.
 """
 
@@ -16,12 +16,13 @@ from unittest.mock import patch
 import torch
 import triton
 
-from moedoctor.bench import expert_cache_misses
-from moedoctor.bench.expert_cache_decode import Model
-from moedoctor.bench.expert_cache_run import Host
+from moedoctor.bench.cache import misses as expert_cache_misses
+from moedoctor.bench.cache.decode import Model
+from moedoctor.bench.cache.run import Host
 from moedoctor.bench.timing import graph_time
-from moedoctor.kernels import cache_copies, moe_launch
-from moedoctor.kernels.moe_cuts import Cut
+from moedoctor.kernels.cache import copies as cache_copies
+from moedoctor.kernels.moe import launch as moe_launch
+from moedoctor.kernels.moe.cuts import Cut
 
 _TOKENS, _GROUPS = 1024, (1, 2, 4, 8)
 _COMPILERS = 12

@@ -9,8 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moedoctor.kernels.expert_launch import Tile
-from moedoctor.kernels.expert_product import expert_product
+from moedoctor.kernels.moe.expert_launch import Tile
+from moedoctor.kernels.moe.expert_product import expert_product
 
 _POINTERS = ("bf16", "i32", "i32", "fp32", "bf16", "i32", "i32", "i32")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from moedoctor.bench.backends.ours import _weights
-from moedoctor.bench.moe_layer import expected_output, make_layer, make_problem
-from moedoctor.kernels.expert_launch import ExpertWeights, Tile, _product, run_experts
-from moedoctor.kernels.expert_plan import plan_blocks
-from moedoctor.kernels.nvfp4_words import pack_words
+from moedoctor.kernels.moe.expert_launch import ExpertWeights, Tile, _product, run_experts
+from moedoctor.kernels.moe.expert_plan import plan_blocks
+from moedoctor.kernels.moe.nvfp4_words import pack_words
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1
+from moedoctor.reference.moe_layer import expected_output, make_layer, make_problem
 from moedoctor.reference.token_agreement import Bounds, agree
 
 

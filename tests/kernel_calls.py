@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from routing_cases import Call, assert_agrees, rows_of_every_kind
 
-from moedoctor.kernels.launch import Shape, launch_topk
+from moedoctor.kernels.routing.launch import Shape, launch_topk
 
 
 def assert_kernel_agrees(

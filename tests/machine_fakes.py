@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from moedoctor.diagnose.check import Probes
-from moedoctor.diagnose.cuda_tools import Tool
-from moedoctor.diagnose.fix_plugin import state
-from moedoctor.diagnose.jit_folders import JitCache
-from moedoctor.diagnose.pinning import Pinning
+from moedoctor.diagnose.check.check import Probes
+from moedoctor.diagnose.check.fix_plugin import state
+from moedoctor.diagnose.check.jit_folders import JitCache
+from moedoctor.diagnose.check.pinning import Pinning
 from moedoctor.environment import Sources
-from moedoctor.upstream.collectors import Collected
+from moedoctor.processes.cuda_tools import Tool
+from moedoctor.upstream.releases.collectors import Collected
 
 LINUX = "Linux version 6.8.0-45-generic"
 WSL = "Linux version 6.6.87.2-microsoft-standard-WSL2"

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from moedoctor.faults.base import ClaimJudgement, ClaimTest, Fault
+from moedoctor.interfaces import ClaimJudgement, ClaimTest, Fault
 from moedoctor.results import Case, ClaimVerdict, Observation, Tier
-from moedoctor.scenario import Scenario, load
+from moedoctor.scenario.file import Scenario, load
 
 
 class FakeParameters(BaseModel):

@@ -16,12 +16,12 @@ from moedoctor.comparison import (
     SEVERITY,
     Comparison,
     Incomparable,
+    Tolerance,
     case_key,
     check_comparable,
     compare,
     expected_verdict,
 )
-from moedoctor.metrics import Tolerance
 from moedoctor.results import CaseVerdict, ClaimResult, ClaimVerdict, Report, ScenarioResult, ScenarioVerdict
 from moedoctor.serialise import report_from_dict, report_to_dict
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.metrics import Tolerance, group_of, judge_metric, metrics
+from moedoctor.comparison import Tolerance, group_of, judge_metric, metrics
 
 LOWER = ("kernel_us", "load_ms", "start_seconds", "ours_vllm_ratio")
 HIGHER = ("copy_gb_s", "tokens_per_second")

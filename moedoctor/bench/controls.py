@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moedoctor.bench.moe_layer import Layer, Problem, expected_output
 from moedoctor.reference.conventions import swap_gate_up, swap_halves
 from moedoctor.reference.experts import Weight
 from moedoctor.reference.fp8 import Fp8
+from moedoctor.reference.moe_layer import Layer, Problem, expected_output
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.reference.swizzle import padded_shape, swizzle, unswizzle
 

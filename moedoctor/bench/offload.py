@@ -106,7 +106,7 @@ def make_runner(name: str, shape: StackShape, device: str) -> Runner:
 
     vLLM's own classes where they can be imported, else what `moedoctor.reference.offload_paths` restates.
     """
-    from moedoctor.upstream import offload_peers
+    from moedoctor.upstream.releases import offload_peers
 
     stack = make_stack(shape, device)
     if name == "resident":
@@ -146,7 +146,7 @@ def _offloaded(stack: nn.Module, shape: StackShape, *, pin: bool) -> Offload:
 
 def pinned_bandwidth(nbytes: int, device: str, rounds: int = 10) -> Spread:
     """GB/s of one large copy from page-locked memory, taken alone."""
-    from moedoctor.fixes.pinned import allocate, register
+    from moedoctor.fixes.offload.pinned import allocate, register
 
     block, failure = allocate(nbytes, register)
     if failure is not None:

@@ -12,11 +12,11 @@ from typing import Any
 import moedoctor
 from moedoctor import environment
 from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.diagnose.audit import NO_TOOL, AuditError, Fate, Item, audit, fate_of
-from moedoctor.diagnose.cuda_tools import Tool, find_tools
-from moedoctor.fixes.arch_targets import Capability, parse_capability, show
-from moedoctor.output import OutputError, check_writable, write
+from moedoctor.diagnose.cuda.audit import NO_TOOL, AuditError, Fate, Item, audit, fate_of
+from moedoctor.fixes.arch.targets import Capability, parse_capability, show
+from moedoctor.processes.cuda_tools import Tool, find_tools
 from moedoctor.redaction import Redactor
+from moedoctor.reporters.output import OutputError, check_writable, write
 from moedoctor.reporters.text import one_line
 
 FORMATS = ("table", "json", "markdown")

@@ -15,16 +15,18 @@ import moedoctor
 from moedoctor import environment
 from moedoctor.commands.backends_machine import capability_of, libraries_here, public_version, release_of
 from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.diagnose.setting_command import parallel_of, served
-from moedoctor.diagnose.setting_records import SettingFinding
-from moedoctor.diagnose.settings import check_settings, moe_backend_of
-from moedoctor.fixes import backend_requests, backend_tables, backends
-from moedoctor.output import OutputError, check_writable, write
+from moedoctor.diagnose.settings.command_line import parallel_of, served
+from moedoctor.diagnose.settings.records import SettingFinding
+from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
+from moedoctor.fixes import backends
+from moedoctor.fixes.backends import release_tables as backend_tables
+from moedoctor.fixes.backends import requests as backend_requests
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.backends import FORMATS, BackendsReport, outcome, render
+from moedoctor.reporters.output import OutputError, check_writable, write
 
 if TYPE_CHECKING:
-    from moedoctor.upstream.backend_agreement import Heard
+    from moedoctor.upstream.selection.agreement import Heard
 
 _ALIASES = {"relu2": "relu2_no_mul"}
 """Nemotron's configuration says relu2, and its layers have no gate."""
@@ -129,7 +131,7 @@ def _report(request: BackendsRequest, environ: Mapping[str, str]) -> BackendsRep
             asked = _asked(request.backend, question, libraries)
     differences: tuple[str, ...] = ()
     if heard is not None:
-        from moedoctor.upstream.backend_agreement import disagreements
+        from moedoctor.upstream.selection.agreement import disagreements
 
         differences = disagreements(selection, heard)
     found = bool(
@@ -192,7 +194,7 @@ def _ask(
     selection: backends.Selection, question: _Question, findings: Sequence[SettingFinding]
 ) -> tuple[Heard | None, tuple[str, ...]]:
     """(what the installed vLLM says of the same question, notes)."""
-    from moedoctor.upstream.backend_agreement import AgreementError, ask_installed
+    from moedoctor.upstream.selection.agreement import AgreementError, ask_installed
 
     stopping = [one.setting for one in findings if one.stops]
     if stopping:
@@ -235,7 +237,7 @@ def _redacted(
 
 def main(arguments: Sequence[str]) -> int:
     """Only for `python -m moedoctor.commands.backends`: write the reports that `reports/backends` keeps."""
-    from moedoctor.diagnose.backend_reports import write_reports
+    from moedoctor.reporters.backend_pages import write_reports
 
     if len(arguments) != 1:
         print("usage: python -m moedoctor.commands.backends FOLDER", file=sys.stderr)

@@ -14,8 +14,8 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from moedoctor.commands.errors import InputError
-from moedoctor.fixes import backend_tables
 from moedoctor.fixes.backends import is_on
+from moedoctor.fixes.backends import release_tables as backend_tables
 
 _DIGITS = re.compile(r"(?:sm[_ ]?|compute_)?(\d{2,3})[af]?", re.IGNORECASE)
 _SEPARATE = ("flashinfer", "humming", "b12x", "hpc", "quark")

@@ -10,14 +10,14 @@ from typing import Any
 
 from moedoctor import environment
 from moedoctor.bench.backends import registry
-from moedoctor.bench.backends.base import Variant
-from moedoctor.bench.moe_run import LayerTask, MachineError, measure_machine, measure_tasks
+from moedoctor.bench.moe.run import LayerTask, MachineError, measure_machine, measure_tasks
 from moedoctor.commands.errors import InputError, as_input_error
+from moedoctor.environment import no_gpu
 from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.layer_shape import QUANTIZATIONS, LayerShape
 from moedoctor.models.presets import find_model
-from moedoctor.output import OutputError, check_writable, write
 from moedoctor.redaction import Redactor
+from moedoctor.reference.moe_backend import Variant
 from moedoctor.reporters.bench_backends import (
     FORMATS,
     draw,
@@ -27,8 +27,8 @@ from moedoctor.reporters.bench_backends import (
     summary_line,
 )
 from moedoctor.reporters.bench_backends_json import BackendBench
+from moedoctor.reporters.output import OutputError, check_writable, write
 from moedoctor.reporters.plots import PlotError
-from moedoctor.subjects.base import no_gpu
 from moedoctor.trace.format import TraceError, load
 
 DEFAULT_MODEL = "qwen3-30b-a3b"

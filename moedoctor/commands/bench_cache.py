@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moedoctor import environment
-from moedoctor.bench.cache_replay import SCOPES, default_capacities, facts_of, replay_trace
+from moedoctor.bench.cache.replay import SCOPES, default_capacities, facts_of, replay_trace
 from moedoctor.commands.bench_cache_speed import measure_speed
 from moedoctor.commands.errors import InputError, as_input_error
+from moedoctor.environment import no_gpu
 from moedoctor.fixes.eviction import POLICIES
-from moedoctor.output import OutputError, check_writable, write
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.bench_cache import FORMATS, render, summary_line, write_pictures
 from moedoctor.reporters.bench_cache_json import CacheBench
+from moedoctor.reporters.output import OutputError, check_writable, write
 from moedoctor.reporters.plots import PlotError
-from moedoctor.subjects.base import no_gpu
 from moedoctor.trace.format import RoutingTrace, TraceError, load
 from moedoctor.trace.shipped import SHIPPED, shipped_trace
 from moedoctor.trace.synthetic import PREFIX, ZipfSettings, zipf_trace

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moedoctor.bench.expert_cache import Host
-    from moedoctor.bench.expert_cache_decode import Model
+    from moedoctor.bench.cache.decode import Model
+    from moedoctor.bench.cache.speed import Host
 
 SUBJECTS = {
     "overlap": "ours: aging, packed, hits computed during copies",
@@ -24,7 +24,7 @@ SUBJECTS = {
     "pr37190": "PR 37190, restated",
     "pinned": "a pinned copy",
 }
-"""Variants of `moedoctor.bench.expert_cache.decode` and `expert_cache_misses`, in words."""
+"""Variants of `moedoctor.bench.cache.speed.decode` and `expert_cache_misses`, in words."""
 
 Rows = tuple[Mapping[str, Any], ...]
 
@@ -51,9 +51,9 @@ def measure_speed(
     A part that fails leaves the others alone. After KeyboardInterrupt, which SIGTERM raises too, what is
     finished is given.
     """
-    from moedoctor.bench.expert_cache import Host
-    from moedoctor.bench.expert_cache_decode import Model
-    from moedoctor.bench.expert_cache_limits import judge
+    from moedoctor.bench.cache.decode import Model
+    from moedoctor.bench.cache.limits import judge
+    from moedoctor.bench.cache.speed import Host
 
     model = model or Model()
     found: dict[str, list[dict[str, Any]]] = {}
@@ -101,11 +101,11 @@ def _parts(
     batch: int, capacities: Sequence[int], device: str, model: Model, host: Host
 ) -> Iterator[tuple[str, str, Callable[[], list[dict[str, Any]]]]]:
     """(table, what is measured, the measurement that gives its rows), in the order of measurement."""
-    from moedoctor.bench.expert_cache import decode
-    from moedoctor.bench.expert_cache_groups import group_cost
-    from moedoctor.bench.expert_cache_limits import MIN_SPEEDUP
-    from moedoctor.bench.expert_cache_misses import miss_bandwidth
-    from moedoctor.bench.replay_speed import replay_speed
+    from moedoctor.bench.cache.groups import group_cost
+    from moedoctor.bench.cache.limits import MIN_SPEEDUP
+    from moedoctor.bench.cache.misses import miss_bandwidth
+    from moedoctor.bench.cache.replay_speed import replay_speed
+    from moedoctor.bench.cache.speed import decode
 
     def decoded(capacity: int, **options: bool) -> Callable[[], list[dict[str, Any]]]:
         return lambda: decode(device, batch=batch, capacity=capacity, host=host, model=model, **options)

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.output import OutputError, check_writable, write
 from moedoctor.reporters.check import FORMATS, check_json, check_markdown, summary_line
 from moedoctor.reporters.check_table import check_table
+from moedoctor.reporters.output import OutputError, check_writable, write
 
 
 def check_command(format: str, output: Path | None) -> int:
@@ -19,7 +19,7 @@ def check_command(format: str, output: Path | None) -> int:
         raise InputError(f"--format {format}: expected one of {', '.join(FORMATS)}")
     with as_input_error(OutputError):
         check_writable(output)
-    from moedoctor.diagnose.check import check
+    from moedoctor.diagnose.check.check import check
 
     result = check()
     if format == "json":

@@ -8,9 +8,9 @@ import sys
 
 from moedoctor import catalogue
 from moedoctor.commands.errors import InputError, as_input_error
+from moedoctor.commands.explained import Explained, explained_entry, explained_fault
 from moedoctor.entries import entries, find_entry
-from moedoctor.explained import Explained, explained_entry, explained_fault
-from moedoctor.wording import nearest
+from moedoctor.text import nearest
 
 FORMATS = ("table", "markdown", "json")
 _MAX_WIDTH = 110

@@ -10,13 +10,13 @@ from typing import Any
 
 import moedoctor
 from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.diagnose.lint import Lint, lint
-from moedoctor.diagnose.lint_fix import corrected
-from moedoctor.diagnose.lint_records import CHECKS, LintFinding
-from moedoctor.diagnose.safetensors_header import CheckpointError
-from moedoctor.output import OutputError, check_writable, write
+from moedoctor.diagnose.checkpoint.lint import Lint, lint
+from moedoctor.diagnose.checkpoint.lint_fix import corrected
+from moedoctor.diagnose.checkpoint.lint_records import CHECKS, LintFinding
+from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
 from moedoctor.redaction import Redactor
-from moedoctor.wording import escape
+from moedoctor.reporters.output import OutputError, check_writable, write
+from moedoctor.text import escape
 
 FORMATS = ("table", "json", "markdown")
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import moedoctor
 from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.diagnose.plan import GIB, KV_TYPES, SCHEMES, Plan, PlanRequest, plan
-from moedoctor.diagnose.plan_checkpoint import checkpoint_bytes, expert_scheme
-from moedoctor.diagnose.plan_kv import PlanError
-from moedoctor.diagnose.plan_traffic import MODES
-from moedoctor.diagnose.plan_workspace import check_backend
+from moedoctor.diagnose.plan.kv_cache import PlanError
+from moedoctor.diagnose.plan.plan import GIB, KV_TYPES, SCHEMES, Plan, PlanRequest, plan
+from moedoctor.diagnose.plan.traffic import MODES
+from moedoctor.diagnose.plan.weights import checkpoint_bytes, expert_scheme
+from moedoctor.diagnose.plan.workspace import check_backend
 from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.presets import find_model
 from moedoctor.models.shape import ModelShape
-from moedoctor.output import OutputError, check_writable, write
 from moedoctor.redaction import Redactor
+from moedoctor.reporters.output import OutputError, check_writable, write
 
 FORMATS = ("table", "json", "markdown")
 _PRESET_SCHEME = "nvfp4"

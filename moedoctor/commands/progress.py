@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from moedoctor.runner import Progress
+from moedoctor.runner.run import Progress
 
 
 @contextlib.contextmanager

@@ -13,16 +13,16 @@ from typing import cast, get_args
 from moedoctor import catalogue, environment, gate
 from moedoctor.commands.errors import InputError, as_input_error
 from moedoctor.commands.progress import progress_bar
-from moedoctor.output import OutputError, append_step_summary, check_writable, emit
-from moedoctor.plan import Options
+from moedoctor.environment import no_gpu
 from moedoctor.reporters.github import step_summary
+from moedoctor.reporters.output import OutputError, append_step_summary, check_writable, emit
 from moedoctor.reporters.text import summary_line
 from moedoctor.results import Report
-from moedoctor.runner import run
-from moedoctor.scenario import Scenario, ScenarioError
+from moedoctor.runner.plan import Options
+from moedoctor.runner.run import run
+from moedoctor.runner.targets import TargetError, load_targets
+from moedoctor.scenario.file import Scenario, ScenarioError
 from moedoctor.serialise import ReportError, load_report
-from moedoctor.subjects.base import no_gpu
-from moedoctor.targets import TargetError, load_targets
 
 _RELEASE = re.compile(r"\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
 _DEVICE = re.compile(r"auto|cpu|cuda:\d{1,2}")
@@ -121,7 +121,7 @@ def _condition(text: str) -> tuple[str, str]:
 
 
 def _sources(given: Sequence[str]) -> Mapping[str, str]:
-    from moedoctor.upstream.wheel import KernelError, check_kernels
+    from moedoctor.upstream.releases.wheel import KernelError, check_kernels
 
     sources: dict[str, str] = {}
     for text in given:
@@ -137,8 +137,8 @@ def _sources(given: Sequence[str]) -> Mapping[str, str]:
 
 
 def _flashinfer_sources(given: Sequence[str]) -> Mapping[str, str]:
-    from moedoctor.upstream.flashinfer_source import check_source
-    from moedoctor.upstream.wheel import KernelError
+    from moedoctor.upstream.flashinfer.source import check_source
+    from moedoctor.upstream.releases.wheel import KernelError
 
     sources: dict[str, str] = {}
     for text in given:
@@ -157,7 +157,7 @@ def _flashinfer_sources(given: Sequence[str]) -> Mapping[str, str]:
 
 def _kept(scenarios: Sequence[Scenario], options: Options) -> list[Scenario]:
     """The scenarios that --only leaves, and an error where it leaves nothing."""
-    from moedoctor.plan import plan_cases
+    from moedoctor.runner.plan import plan_cases
 
     if not options.partial:
         return list(scenarios)

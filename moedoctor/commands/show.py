@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moedoctor import catalogue
 from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.output import OutputError, check_writable, emit
+from moedoctor.reporters.output import OutputError, check_writable, emit
 from moedoctor.serialise import ReportError, load_report
 
 

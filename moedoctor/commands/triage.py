@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.diagnose.advice import NAMES
-from moedoctor.diagnose.triage import Finding, Triage, triage
-from moedoctor.output import OutputError, check_writable, write
+from moedoctor.diagnose.triage.advice import NAMES
+from moedoctor.diagnose.triage.triage import Finding, Triage, triage
 from moedoctor.redaction import Redactor
-from moedoctor.wording import escape, shorten
+from moedoctor.reporters.output import OutputError, check_writable, write
+from moedoctor.text import escape, shorten
 
 FORMATS = ("table", "json", "markdown")
 MOST_BYTES = 200 * 2**20

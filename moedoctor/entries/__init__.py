@@ -6,8 +6,8 @@ import functools
 from collections.abc import Mapping
 from pathlib import Path
 
-from moedoctor.entry import Entry, parse_entry
-from moedoctor.text_file import TextFileError, check_printable, read_text
+from moedoctor.entries.entry import Entry, parse_entry
+from moedoctor.text import TextFileError, check_printable, read_text
 
 FOLDER = Path(__file__).resolve().parent
 MAX_BYTES = 64 * 1024

@@ -1,156 +1,99 @@
-"""The interface of a known failure.
+"""What a known failure is made of: the interface, typed parameters, and claims.
 
-A fault judges; it neither collects facts about the machine nor prints. Its module must import
-without torch: what needs torch imports it inside the method that runs in the child process.
+`moedoctor.interfaces` defines the interface. Other projects import it from here.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from moedoctor.results import (
-    Case,
-    CaseResult,
-    CaseVerdict,
-    ClaimVerdict,
-    Crash,
-    Evidence,
-    Observation,
-    Scalar,
-    Skip,
-    Tier,
-)
+from pydantic import BaseModel, ConfigDict
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from moedoctor.interfaces import ClaimJudgement, ClaimTest, Explanation, Fault, Judgement, Measurement
+from moedoctor.results import CaseResult, ClaimVerdict, Evidence, Observation, Scalar, Tier
+
+__all__ = [
+    "ClaimCases",
+    "ClaimJudgement",
+    "ClaimTest",
+    "Explanation",
+    "Fault",
+    "Judgement",
+    "Measurement",
+    "Parameters",
+    "claim",
+    "decide",
+    "untested",
+]
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """A known failure of another project in words, for `moedoctor explain`. Every sentence has its source.
+class Parameters(BaseModel):
+    """The parameters of one case. Unknown keys and values of another type are refused."""
 
-    Ours are explained by their file in `moedoctor/entries/`.
-    """
-
-    mechanism: str
-    affected: str
-    """Releases, GPUs and settings."""
-    detection: str
-    fix: str
-    """What the fix is and where it landed."""
-    links: tuple[str, ...] = ()
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """The verdict of one case, with the figure that decides it."""
+class ClaimCases:
+    """What a claim is judged by."""
 
-    verdict: CaseVerdict
-    figure: str
-    """Short, for a table cell: ``13 of 128 rows hold a duplicate``."""
-    reason: str | None = None
+    cases: Sequence[CaseResult]
+    """All cases of the scenario, skipped ones included."""
+    measurements: Sequence[Measurement]
+    """What the claim's own units measured; empty for a claim that the cases decide."""
+    limits: Mapping[str, float]
+    """The thresholds from the scenario file, by name."""
 
+    def select(
+        self,
+        *,
+        subject: str | None = None,
+        tier: Tier | None = None,
+        has: str | None = None,
+        **parameters: Scalar,
+    ) -> list[CaseResult]:
+        """Return the cases with evidence that match. `has` names a key that the evidence must hold."""
+        return [
+            case
+            for case in self.cases
+            if case.evidence
+            and subject in (None, case.subject)
+            and tier in (None, case.tier)
+            and (has is None or has in case.evidence)
+            and all(case.parameters.get(key) == value for key, value in parameters.items())
+        ]
 
-@dataclass(frozen=True)
-class ClaimJudgement:
-    """The verdict of one claim, with its figures."""
-
-    verdict: ClaimVerdict
-    evidence: Evidence = field(default_factory=dict)
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What one child of a claim test came back with."""
-
-    unit: str
-    """The unit that was measured, as `ClaimTest.units` named it."""
-    outcome: Observation | Crash | Skip
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class ClaimTest:
-    """How one statement is tested. Each unit of it runs in a child of its own; `judge` runs in the parent."""
-
-    key: str
-    """The name that a scenario's `claims` entry uses."""
-    judge: Callable[[Sequence[CaseResult], Sequence[Measurement], Mapping[str, float]], ClaimJudgement]
-    """(results of all cases, what the units measured, thresholds from the scenario file) -> judgement."""
-    measure: Callable[[str, str, Mapping[str, str]], Observation] | None = None
-    """(unit, device, subject name -> path of its kernels) -> figures; None where the cases decide."""
-    units: Callable[[Sequence[str]], Sequence[str]] = lambda subjects: ("",)
-    """Names of the subjects at hand -> the units to measure, in order; an empty one measures nothing.
-    Two releases cannot be loaded into one process, so a comparison of releases is several units."""
-    needs_gpu: bool = False
-    needs: str = "a subject that it is about"
-    """What is missing where `units` is empty, for the reason that is then reported."""
-    thresholds: tuple[str, ...] = ()
-    """The threshold names that `judge` reads; the scenario file must give exactly these."""
+    def evidence(self, unit: str | None = None) -> list[Evidence]:
+        """Return what the units measured, or only `unit`. Units that were skipped or died are left out."""
+        return [
+            measurement.outcome.evidence
+            for measurement in self.measurements
+            if isinstance(measurement.outcome, Observation) and unit in (None, measurement.unit)
+        ]
 
 
-class Fault(ABC):
-    """One known failure."""
+def claim(key: str, **options: Any) -> Callable[[Callable[[ClaimCases], ClaimJudgement]], ClaimTest]:
+    """Make a `ClaimTest` called `key` of the function below. `options` are the other fields of `ClaimTest`."""
 
-    id: str
-    """``MD001`` …"""
-    name: str
-    """The catalogue name, also the scenario's file name."""
-    title: str
-    """The failure in one line."""
-    explanation: Explanation | None = None
-    """None for the entries of moedoctor's own catalogue, which have a file each in `moedoctor/entries/`."""
-    parameters: type[BaseModel]
-    """The typed parameters of one case: unknown keys refused, values that cannot be together refused."""
-    tiers: Mapping[str, tuple[Tier, ...]]
-    """Subject kind (``faulty``, ``fixed``, ``installed``, ``vllm``) -> the tiers it has here."""
-    claims: tuple[ClaimTest, ...] = ()
-    installed_package: str = "vllm"
-    """The package that the subject `installed` is about, by its key in the environment."""
+    def decorate(judge: Callable[[ClaimCases], ClaimJudgement]) -> ClaimTest:
+        def judge_all(
+            cases: Sequence[CaseResult], measurements: Sequence[Measurement], limits: Mapping[str, float]
+        ) -> ClaimJudgement:
+            return judge(ClaimCases(cases, measurements, limits))
 
-    @abstractmethod
-    def faulty(self, case: Case) -> Any:
-        """The failing algorithm restated: the positive control. Runs in the child."""
+        judge_all.__doc__ = judge.__doc__
+        return ClaimTest(key, judge_all, **options)
 
-    @abstractmethod
-    def fixed(self, case: Case) -> Any:
-        """Our implementation, from `moedoctor.fixes`. Runs in the child."""
+    return decorate
 
-    def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
-        """Whether a point of the matrix is run at this tier; by default every point is run at all of them."""
-        return True
 
-    def installed(self, case: Case) -> Any:
-        """The installed package's own implementation, loaded through `moedoctor.upstream`. Runs in the child.
+def decide(holds: bool, evidence: Evidence, reason: str | None = None) -> ClaimJudgement:
+    """Return confirmed if the claim holds, else refuted, with the figures and what they mean."""
+    return ClaimJudgement(ClaimVerdict.CONFIRMED if holds else ClaimVerdict.REFUTED, evidence, reason)
 
-        May raise `moedoctor.subjects.base.UnavailableError`, which skips the case.
-        """
-        raise NotImplementedError(f"{self.name} has no subject `installed`")
 
-    @abstractmethod
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        """Run the case on `implementation` and measure. Runs in the child; gives no opinion."""
-
-    @abstractmethod
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        """What the figures mean. Pure."""
-
-    def judge_crash(self, case: Case, crash: Crash) -> Judgement:
-        """What a dead child means; a fault whose symptom is the crash itself overrides this."""
-        return Judgement(CaseVerdict.ERROR, crash.death.value.replace("_", " "), crash.message)
-
-    def absent(self, results: Sequence[CaseResult]) -> str | None:
-        """Why the control cannot reproduce here, read off what it observed; None where it should have."""
-        return None
-
-    def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """What several cases say together, e.g. the first fixed release."""
-        return {}
-
-    def describe(self, parameters: Mapping[str, Scalar]) -> str:
-        """The parameters of a case in a few words, for tables and test names."""
-        return " ".join(f"{key}={value}" for key, value in parameters.items())
+def untested(reason: str, evidence: Evidence | None = None) -> ClaimJudgement:
+    """Return untested, with the reason."""
+    return ClaimJudgement(ClaimVerdict.UNTESTED, evidence or {}, reason)

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from operator import lt
 from typing import Protocol
 
-from moedoctor.fixes._eviction_belady import parts_of, replay_belady
-from moedoctor.fixes._eviction_policies import POLICIES as RESIDENTS
-from moedoctor.fixes._eviction_table import ONLINE_POLICIES, CacheOverflow, Load, Plan, SlotTable
+from moedoctor.fixes.cache.belady import parts_of, replay_belady
+from moedoctor.fixes.cache.policies import POLICIES as RESIDENTS
+from moedoctor.fixes.cache.slot_table import ONLINE_POLICIES, CacheOverflow, Load, Plan, SlotTable
 
 __all__ = [
     "ONLINE_POLICIES",

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 
 import torch
 
-from moedoctor.fixes._expert_store import ExpertStore, count_experts
+from moedoctor.fixes.cache.engine import CachedExperts, Engine, check_range
+from moedoctor.fixes.cache.store import ExpertStore, count_experts
 from moedoctor.fixes.eviction import ONLINE_POLICIES, CacheOverflow, CacheStats, SlotTable
-from moedoctor.fixes.expert_cache_engine import CachedExperts, Engine, check_range
 
 __all__ = [
     "ENGINES",
@@ -251,14 +251,14 @@ def _engine_class(name: str) -> type[Engine]:
     if name == "device":
         if importlib.util.find_spec("triton") is None:
             raise RuntimeError("engine 'device' needs Triton, which is not installed: use engine='host'")
-        from moedoctor.fixes.expert_cache_device import DeviceEngine
+        from moedoctor.fixes.cache.device import DeviceEngine
 
         return DeviceEngine
     if name == "host":
-        from moedoctor.fixes.expert_cache_host import HostEngine
+        from moedoctor.fixes.cache.host import HostEngine
 
         return HostEngine
-    from moedoctor.fixes.expert_cache_resident import ResidentEngine
+    from moedoctor.fixes.cache.resident import ResidentEngine
 
     return ResidentEngine
 

@@ -129,7 +129,7 @@ def _topk(
     scale: float = 1.0,
 ) -> TopK:
     if logits.is_cuda and importlib.util.find_spec("triton") is not None:
-        from moedoctor.kernels.launch import launch_topk
+        from moedoctor.kernels.routing.launch import launch_topk
 
         weights = torch.empty((logits.shape[0], top_k), dtype=torch.float32, device=logits.device)  # [T, K]
         ids = torch.empty((logits.shape[0], top_k), dtype=torch.int32, device=logits.device)  # [T, K]

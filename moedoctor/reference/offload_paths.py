@@ -57,7 +57,7 @@ def _functional(layer: nn.Module, device: torch.device, to_device: ToDevice | No
 
 def uva_offload(layers: Sequence[nn.Module], names: Sequence[str]) -> None:
     """The path with UVA: parameters become device views of pinned memory, which kernels read over the bus."""
-    from moedoctor.fixes.pinned import device_view
+    from moedoctor.fixes.offload.pinned import device_view
 
     for layer in layers:
         named = dict(layer.named_parameters())

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moedoctor.diagnose.setting_records import SettingFinding
-from moedoctor.fixes.backend_requests import Request
+from moedoctor.diagnose.settings.records import SettingFinding
 from moedoctor.fixes.backends import Selection
+from moedoctor.fixes.backends.requests import Request
 from moedoctor.json_value import plain
 from moedoctor.reporters.markdown import escape
 from moedoctor.reporters.text import one_line

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import moedoctor
-from moedoctor.bench.cache_replay import ReplayPoint
+from moedoctor.bench.cache.replay import ReplayPoint
 from moedoctor.reporters.bench_cache_json import CacheBench, to_dict
 from moedoctor.reporters.evidence_rows import EvidenceTable, evidence_tables, lines
 from moedoctor.reporters.markdown import escape

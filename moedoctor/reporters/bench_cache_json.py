@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import moedoctor
-from moedoctor.bench.cache_replay import ReplayPoint, TraceFacts
+from moedoctor.bench.cache.replay import ReplayPoint, TraceFacts
 from moedoctor.fixes.eviction import CacheStats
 from moedoctor.json_value import Node, plain
 from moedoctor.results import SCHEMA_VERSION

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from moedoctor.diagnose.check_records import SEVERITIES, CheckResult
+from moedoctor.diagnose.check.records import SEVERITIES, CheckResult
 from moedoctor.json_value import plain
 from moedoctor.reporters.check_facts import fact_rows
 from moedoctor.reporters.markdown import escape

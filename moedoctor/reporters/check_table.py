@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moedoctor.diagnose.check_records import CheckResult, Finding, Problem
+from moedoctor.diagnose.check.records import CheckResult, Finding, Problem
 from moedoctor.reporters.check import CAN_STRIKE, DEPENDS, PROBLEMS, seen, summary_line
 from moedoctor.reporters.check_facts import fact_rows
 from moedoctor.reporters.text import one_line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moedoctor.reporters.base import Reporter
+from moedoctor.interfaces import Reporter
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.text import one_line, summary_line
 from moedoctor.results import Report, ScenarioResult, ScenarioVerdict

@@ -6,7 +6,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from moedoctor.reporters.base import Reporter
+from moedoctor.interfaces import Reporter
 from moedoctor.results import Report
 from moedoctor.serialise import report_to_dict
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
 from moedoctor.comparison import expected_verdict
+from moedoctor.interfaces import Reporter
 from moedoctor.json_value import plain
-from moedoctor.reporters.base import Reporter
 from moedoctor.reporters.rows import crash_notes
 from moedoctor.reporters.text import (
     clean,

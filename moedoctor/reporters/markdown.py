@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from moedoctor.reporters.base import Reporter
+from moedoctor.interfaces import Reporter
 from moedoctor.reporters.evidence_rows import evidence_tables, without_records
 from moedoctor.reporters.rows import CrashNote, crash_notes, group_cases, shared_parameters
 from moedoctor.reporters.text import clean, figures, one_line, short_evidence, short_parameters, summary_line

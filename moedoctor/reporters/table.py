@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from moedoctor.reporters.base import Reporter
+from moedoctor.interfaces import Reporter
 from moedoctor.reporters.evidence_rows import evidence_tables, lines, without_records
 from moedoctor.reporters.rows import CrashNote, Group, Row, crash_notes, group_cases, shared_parameters
 from moedoctor.reporters.text import (

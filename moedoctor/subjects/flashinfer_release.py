@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from moedoctor.faults.base import Fault
+from moedoctor.environment import no_gpu
+from moedoctor.interfaces import Fault, Sources, SubjectProvider
 from moedoctor.results import Case, Tier
-from moedoctor.subjects.base import Sources, SubjectProvider, no_gpu
 
 PREFIX = "flashinfer@"
 _NAME = re.compile(r"flashinfer@\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
@@ -34,7 +34,7 @@ class FlashInferReleaseSubject(SubjectProvider):
     def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
         from pathlib import Path
 
-        from moedoctor.upstream.flashinfer_probe import FlashInferProbe
+        from moedoctor.upstream.flashinfer.probe import FlashInferProbe
 
         release = case.subject.removeprefix(PREFIX)
         return FlashInferProbe.named(release, Path(sources[case.subject]), case.device)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moedoctor.faults.base import Fault
+from moedoctor.environment import no_gpu
+from moedoctor.interfaces import Fault, Sources, SubjectProvider
 from moedoctor.results import Case, Tier
-from moedoctor.subjects.base import Sources, SubjectProvider, no_gpu
 
 
 class _Ours(SubjectProvider):

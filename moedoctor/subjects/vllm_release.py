@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from moedoctor.faults.base import Fault
-from moedoctor.results import Case, Tier
-from moedoctor.subjects.base import Sources, SubjectProvider, UnavailableError, no_gpu
+from moedoctor.environment import no_gpu
+from moedoctor.interfaces import Fault, Sources, SubjectProvider
+from moedoctor.results import Case, Tier, UnavailableError
 
 PREFIX = "vllm@"
 _NAME = re.compile(r"vllm@\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
@@ -43,10 +43,10 @@ class VllmReleaseSubject(SubjectProvider):
         from pathlib import Path
 
         if case.tier is Tier.LIBRARY:
-            from moedoctor.upstream.release_source import ReleaseSource
+            from moedoctor.upstream.releases.release_source import ReleaseSource
 
             return ReleaseSource(Path(sources[case.subject]))
-        from moedoctor.upstream.moe_kernels import KernelError, MoeKernels
+        from moedoctor.upstream.releases.moe_kernels import KernelError, MoeKernels
 
         try:
             return MoeKernels.load(Path(sources[case.subject]))

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from moedoctor.bench.controls import controls, wrong_problems
-from moedoctor.bench.moe_layer import Layer, make_layer, make_problem
 from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.moe_layer import Layer, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.reference.swizzle import swizzle, unswizzle
 

@@ -12,8 +12,8 @@ from moedoctor.commands import backends as command
 from moedoctor.commands import backends_machine
 from moedoctor.commands.backends import BackendsRequest, backends_command
 from moedoctor.commands.errors import InputError
-from moedoctor.upstream import backend_agreement
-from moedoctor.upstream.backend_agreement import AgreementError, Heard
+from moedoctor.upstream.selection import agreement as backend_agreement
+from moedoctor.upstream.selection.agreement import AgreementError, Heard
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moedoctor import cli, environment
-from moedoctor.bench import moe_run
+from moedoctor.bench.moe import run as moe_run
 from moedoctor.commands import bench_backends
 from moedoctor.models.presets import names
 from moedoctor.trace.format import RoutingTrace, save

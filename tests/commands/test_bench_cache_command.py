@@ -173,22 +173,22 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     facts = {"gpu": "a GPU", "torch_cuda": "13.0"}
     monkeypatch.setattr("moedoctor.commands.bench_cache.environment.collect", lambda: facts)
-    monkeypatch.setattr("moedoctor.bench.expert_cache.Host.make", lambda model, device: None)
+    monkeypatch.setattr("moedoctor.bench.cache.speed.Host.make", lambda model, device: None)
     monkeypatch.setattr(
-        "moedoctor.bench.expert_cache.decode",
+        "moedoctor.bench.cache.speed.decode",
         lambda device, *, capacity, **options: [one for one in rows if one["capacity"] == capacity],
     )
     misses = [
         {"engine": "pinned", "miss_gb_s": 50.0},
         {"engine": "host", "miss_gb_s": 48.0, "of_pinned": 0.96},
     ]
-    monkeypatch.setattr("moedoctor.bench.expert_cache_misses.miss_bandwidth", lambda *_, **__: misses)
+    monkeypatch.setattr("moedoctor.bench.cache.misses.miss_bandwidth", lambda *_, **__: misses)
     groups = {
         "rows": [{"groups": 2, "overhead": 0.05, "overhead_in_turn": 0.03, "us": 300.0, "us_in_turn": 310.0}]
     }
-    monkeypatch.setattr("moedoctor.bench.expert_cache_groups.group_cost", lambda *_, **__: groups)
+    monkeypatch.setattr("moedoctor.bench.cache.groups.group_cost", lambda *_, **__: groups)
     replays = [{"policy": "lru", "capacity": 16, "accesses_per_second": 2e6}]
-    monkeypatch.setattr("moedoctor.bench.replay_speed.replay_speed", lambda: replays)
+    monkeypatch.setattr("moedoctor.bench.cache.replay_speed.replay_speed", lambda: replays)
 
 
 @pytest.mark.usefixtures("measured")
@@ -238,7 +238,7 @@ def test_an_interrupted_measurement_is_written_as_far_as_it_came(
             if during == "a capture":
                 raise RuntimeError("the capture was broken off")
 
-    monkeypatch.setattr("moedoctor.bench.expert_cache_groups.group_cost", interrupted)
+    monkeypatch.setattr("moedoctor.bench.cache.groups.group_cost", interrupted)
     report = tmp_path / "cache.json"
     options = ("--trace", ZIPF, "--format", "json", "-o", str(report), "--speed", "--capacity", "4,8")
     assert run(capsys, *options)[0] == 1
@@ -260,7 +260,7 @@ def test_a_part_that_fails_leaves_the_others(
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("host: a slot differs\nfrom the host's expert")
 
-    monkeypatch.setattr("moedoctor.bench.expert_cache_misses.miss_bandwidth", fails)
+    monkeypatch.setattr("moedoctor.bench.cache.misses.miss_bandwidth", fails)
     code, out, err = run(capsys, "--trace", ZIPF, "--format", "json", "--speed", "--capacity", "4")
     assert code == 1
     assert "Traceback" in err

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from moedoctor import catalogue, explained
+from moedoctor import catalogue
+from moedoctor.commands import explained
 from moedoctor.commands.errors import InputError
 from moedoctor.commands.explain import explain_text, laid_out
 from moedoctor.entries import entries
-from moedoctor.entry import SECTIONS
-from moedoctor.faults.base import Explanation
+from moedoctor.entries.entry import SECTIONS
+from moedoctor.interfaces import Explanation
 from moedoctor.reporters.json import JsonReporter
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, ScenarioResult, ScenarioVerdict, Summary
 
@@ -156,6 +157,6 @@ def test_one_that_does_not_is_named_all_the_same(monkeypatch: pytest.MonkeyPatch
 def test_explaining_loads_no_fault() -> None:
     probe = (
         "import sys\nfrom moedoctor.commands.explain import explain_text\nexplain_text('MD001', 'table')\n"
-        "assert 'moedoctor.faults.nan_routing' not in sys.modules and 'pydantic' not in sys.modules\n"
+        "assert 'moedoctor.faults.routing.nan_routing' not in sys.modules and 'pydantic' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", probe], check=True)

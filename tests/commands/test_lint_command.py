@@ -14,7 +14,7 @@ from checkpoints_of_tests import INDEX, Made, block_fp8, f32, modelopt, write_sa
 
 from moedoctor.commands.errors import InputError
 from moedoctor.commands.lint import lint_command
-from moedoctor.diagnose.lint import lint
+from moedoctor.diagnose.checkpoint.lint import lint
 
 UP = "model.layers.1.mlp.experts.2.up_proj"
 
@@ -247,7 +247,7 @@ def large(folder: Path, shards: int, tensors: int) -> None:
 PROBE = """
 import sys
 from pathlib import Path
-from moedoctor.diagnose.lint import lint
+from moedoctor.diagnose.checkpoint.lint import lint
 result = lint(Path(sys.argv[1]))
 status = open("/proc/self/status").read()
 print(result.tensors, result.shards, int(status.partition("VmHWM:")[2].split()[0]) // 1024)
@@ -263,8 +263,8 @@ def megabytes_of(folder: Path) -> int:
 PROBE_MEMORY = """
 import contextlib, sys
 from pathlib import Path
-from moedoctor.diagnose.lint import lint
-from moedoctor.diagnose.safetensors_header import CheckpointError
+from moedoctor.diagnose.checkpoint.lint import lint
+from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
 with contextlib.suppress(CheckpointError):
     lint(Path(sys.argv[1]))
 print(int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) // 1024)

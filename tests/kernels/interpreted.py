@@ -18,8 +18,8 @@ import torch  # noqa: E402
 from kernel_calls import assert_kernel_agrees, launch  # noqa: E402
 from routing_cases import GROUP_EDGES, Call  # noqa: E402
 
-from moedoctor.kernels import half_softmax  # noqa: E402
-from moedoctor.kernels.launch import Shape  # noqa: E402
+from moedoctor.kernels.routing import half_softmax  # noqa: E402
+from moedoctor.kernels.routing.launch import Shape  # noqa: E402
 
 
 def _group_edges() -> None:

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from hypothesis.stateful import run_state_machine_as_test as run
 
-from moedoctor.fixes._eviction_policies import HALVED_EVERY
+from moedoctor.fixes.cache.policies import HALVED_EVERY
 from moedoctor.fixes.eviction import ONLINE_POLICIES, SlotTable
 from moedoctor.fixes.expert_cache import CachedExperts, ExpertCache
-from moedoctor.fixes.moe_forward import moe_forward
-from moedoctor.fixes.moe_groups import GroupedForward
+from moedoctor.fixes.moe.forward import moe_forward
+from moedoctor.fixes.moe.groups import GroupedForward
 from moedoctor.reference.moe import moe_forward as reference
 
 EXPERTS = 11

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.sorting import sort_lane, split_lanes
+from moedoctor.kernels.routing.sorting import sort_lane, split_lanes
 
 
 @triton.jit

@@ -53,7 +53,7 @@ def test_interpreted_plan() -> None:
 def test_compiled(quantization: str, activation: str) -> None:
     from expert_cases import assert_layer_is_right
 
-    from moedoctor.bench.parity_bounds import bounds_of
+    from moedoctor.bench.moe.parity_bounds import bounds_of
 
     for tokens, hidden, intermediate in ((1, 512, 256), (16, 160, 96), (17, 512, 256), (300, 704, 352)):
         assert_layer_is_right(
@@ -73,7 +73,7 @@ def test_compiled_decoding() -> None:
     """Every kind of tile that is launched, and one that takes the instructions of other GPUs."""
     from expert_cases import assert_decoding_is_exact
 
-    from moedoctor.kernels.expert_launch import Tile
+    from moedoctor.kernels.moe.expert_launch import Tile
 
     for rows, width, depth, warps in (
         (16, 64, 256, 4),
@@ -100,9 +100,9 @@ def test_compiled_plan() -> None:
 def test_captured_in_a_graph() -> None:
     """A replay follows the ids that are there then, with and without a plan."""
     from moedoctor.bench.backends.ours import _weights
-    from moedoctor.bench.moe_layer import make_layer, make_problem
-    from moedoctor.kernels.expert_launch import run_experts
+    from moedoctor.kernels.moe.expert_launch import run_experts
     from moedoctor.models.layer_shape import LayerShape
+    from moedoctor.reference.moe_layer import make_layer, make_problem
 
     layer = make_layer(LayerShape(512, 256, 8, 4, "relu2"), "nvfp4", device="cuda:0")
     w13, w2 = _weights(layer.w13), _weights(layer.w2)
@@ -126,7 +126,7 @@ def test_words_hold_what_the_checkpoint_holds() -> None:
     """Decoded here by the description of the format alone, for a weight whose last group is not full."""
     from expert_cases import every_code_and_scale
 
-    from moedoctor.kernels.nvfp4_words import pack_words
+    from moedoctor.kernels.moe.nvfp4_words import pack_words
     from moedoctor.reference import e2m1
 
     packed, scales = every_code_and_scale()
@@ -153,7 +153,7 @@ def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
     """Compiled for GPUs that need not be there: what is decoded is not stored in shared memory."""
     from compiled_experts import compiled
 
-    from moedoctor.kernels.expert_launch import choose_tiles
+    from moedoctor.kernels.moe.expert_launch import choose_tiles
 
     tile, _ = choose_tiles(3072, 128, True, gated=False)
     kernel = compiled(capability, tile, nvfp4=True, second=False, activation="relu2")
@@ -175,7 +175,7 @@ def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
 @pytest.mark.parametrize("nvfp4", [True, False])
 @pytest.mark.parametrize("slots", [1, 64, 65, 500, 4000, 65_536])
 def test_both_products_cut_tokens_alike(slots: int, nvfp4: bool) -> None:
-    from moedoctor.kernels.expert_launch import choose_tiles
+    from moedoctor.kernels.moe.expert_launch import choose_tiles
 
     first, second = choose_tiles(slots, 128, nvfp4, gated=True)
     assert first.block_m == second.block_m

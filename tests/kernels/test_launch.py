@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton")
 import hypothesis.strategies as st
 from hypothesis import given
 
-from moedoctor.kernels import launch
+from moedoctor.kernels.routing import launch
 
 
 def _assert_covers(shape: launch.Shape, columns: int, top_k: int) -> None:

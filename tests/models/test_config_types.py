@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.plan import GIB, PlanRequest, plan
-from moedoctor.diagnose.plan_kv import PlanError
+from moedoctor.diagnose.plan.kv_cache import PlanError
+from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
 from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.config_json import shape_of
 from moedoctor.models.presets import names, preset_document

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moedoctor.diagnose.plan_kv import kv_cache
+from moedoctor.diagnose.plan.kv_cache import kv_cache
 from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.config_json import shape_of
 

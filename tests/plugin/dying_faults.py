@@ -14,9 +14,16 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from moedoctor.faults.base import ClaimJudgement, ClaimTest, Explanation, Fault, Judgement
-from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier
-from moedoctor.subjects.base import Sources, SubjectProvider, UnavailableError
+from moedoctor.interfaces import (
+    ClaimJudgement,
+    ClaimTest,
+    Explanation,
+    Fault,
+    Judgement,
+    Sources,
+    SubjectProvider,
+)
+from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
 
 
 def _say(text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moedoctor.fixes import moe_forward as fixed
+from moedoctor.fixes.moe import forward as fixed
 from moedoctor.reference.moe import ACTIVATIONS, moe_forward
 
 SLOTS, HIDDEN, INNER, TOKENS, TOP_K = 5, 8, 6, 7, 3

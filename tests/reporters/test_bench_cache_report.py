@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moedoctor.bench.cache_replay import facts_of, replay_trace
+from moedoctor.bench.cache.replay import facts_of, replay_trace
 from moedoctor.reporters.bench_cache import render, summary_line
 from moedoctor.reporters.bench_cache_json import CacheBench, from_dict, is_cache_bench, to_dict
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace

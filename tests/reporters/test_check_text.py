@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from machine_fakes import probes, sources
 
-from moedoctor.diagnose.check import check
-from moedoctor.diagnose.check_records import CheckResult, Finding, Problem
+from moedoctor.diagnose.check.check import check
+from moedoctor.diagnose.check.records import CheckResult, Finding, Problem
 from moedoctor.reporters.check import check_json, check_markdown, summary_line
 from moedoctor.reporters.check_facts import fact_rows
 from moedoctor.reporters.check_table import check_table

@@ -11,7 +11,7 @@ from hypothesis import given
 from report_samples import HOSTILE, case, full_report, report, reports, scenario
 
 from moedoctor import catalogue
-from moedoctor.reporters.base import Reporter
+from moedoctor.interfaces import Reporter
 from moedoctor.reporters.github import GithubReporter
 from moedoctor.reporters.json import JsonReporter
 from moedoctor.reporters.junit import JunitReporter

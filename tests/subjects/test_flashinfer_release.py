@@ -11,11 +11,11 @@ import pytest
 from moedoctor import catalogue
 from moedoctor.commands.errors import InputError
 from moedoctor.commands.run import RunRequest, _flashinfer_sources, run_command
-from moedoctor.plan import Options, plan_cases, plan_claims
 from moedoctor.results import Tier
+from moedoctor.runner.plan import Options, plan_cases, plan_claims
+from moedoctor.runner.targets import load_targets
 from moedoctor.subjects.flashinfer_release import FlashInferReleaseSubject
-from moedoctor.targets import load_targets
-from moedoctor.upstream.flashinfer_source import KERNELS
+from moedoctor.upstream.flashinfer.source import KERNELS
 
 GPU = {"gpu": "an H200", "torch": "2.11.0", "torch_cuda": "13.0"}
 SUBJECT = FlashInferReleaseSubject()

@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from torch.nn import functional
 
-from moedoctor.bench.backends.base import Prepared
-from moedoctor.bench.moe_layer import Layer, quantiser
 from moedoctor.reference.experts import Weight, expert_weight
+from moedoctor.reference.moe_backend import Prepared
+from moedoctor.reference.moe_layer import Layer, quantiser
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Grouped(Prepared):
 
     @classmethod
     def of(cls, layer: Layer, activations: str) -> Grouped:
-        """Dequantise every expert; exact for weights on the grid of `moedoctor.bench.moe_layer`."""
+        """Dequantise every expert; exact for weights on the grid of `moedoctor.reference.moe_layer`."""
         w13, w2 = (_transposed(one, layer.shape.experts) for one in (layer.w13, layer.w2))
         return cls(w13, w2, layer.shape.activation, activations, layer.input_scale, layer.intermediate_scale)
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moedoctor.bench.backends.base import Backend, Prepared, Variant
 from moedoctor.bench.backends.grouped import Grouped
-from moedoctor.bench.moe_layer import Layer
 from moedoctor.reference.experts import Weight
+from moedoctor.reference.moe_backend import Backend, Prepared, Variant
+from moedoctor.reference.moe_layer import Layer
 from moedoctor.reference.nvfp4 import Nvfp4
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class _OnGpu(Prepared):
     activation: str
 
     def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        from moedoctor.kernels.expert_launch import run_experts
+        from moedoctor.kernels.moe.expert_launch import run_experts
 
         return run_experts(x, self.w13, self.w2, topk_weights, topk_ids, activation=self.activation)
 
@@ -54,8 +54,8 @@ class Ours(Backend):
 
 
 def _weights(weight: Weight) -> Any:
-    from moedoctor.kernels.expert_launch import ExpertWeights
-    from moedoctor.kernels.nvfp4_words import pack_words
+    from moedoctor.kernels.moe.expert_launch import ExpertWeights
+    from moedoctor.kernels.moe.nvfp4_words import pack_words
 
     if isinstance(weight, Nvfp4):
         return ExpertWeights(*pack_words(weight.packed, weight.block_scales), weight.global_scale)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moedoctor.bench.backends.base import Backend, Prepared, Variant
-from moedoctor.bench.moe_layer import Layer, Problem, expected_output
+from moedoctor.reference.moe_backend import Backend, Prepared, Variant
+from moedoctor.reference.moe_layer import Layer, Problem, expected_output
 
 if TYPE_CHECKING:
     import torch

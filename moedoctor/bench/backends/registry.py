@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moedoctor.bench.backends.base import Variant
 from moedoctor.models.layer_shape import QUANTIZATIONS
+from moedoctor.reference.moe_backend import Variant
 
 if TYPE_CHECKING:
-    from moedoctor.bench.backends.base import Backend
+    from moedoctor.reference.moe_backend import Backend
 
 UPSTREAM = (
     Variant("MARLIN", "nvfp4"),

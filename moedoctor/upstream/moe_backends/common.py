@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from moedoctor.bench.backends.base import Backend, Prepared, Variant
-from moedoctor.bench.moe_layer import Layer
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.fp8 import Fp8
+from moedoctor.reference.moe_backend import Backend, Prepared, Variant
+from moedoctor.reference.moe_layer import Layer
 from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.subjects.base import UnavailableError
+from moedoctor.results import UnavailableError
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 JIT_VARIABLE = "MOEDOCTOR_FLASHINFER_JIT"

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from moedoctor.bench.moe_layer import Layer
 from moedoctor.reference.fp8 import Fp8
+from moedoctor.reference.moe_layer import Layer
 from moedoctor.upstream.moe_backends.common import VllmBackend, load, scalar
 
 NAMES = ("TRITON", "MARLIN", "VLLM_CUTLASS", "FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moedoctor.bench.moe_layer import Layer
+from moedoctor.reference.moe_layer import Layer
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.upstream.moe_backends.common import VllmBackend, load, scalar
 

@@ -1,0 +1,230 @@
+"""Backends on the layers of a benchmark: checked first, timed after. Runs in a child process."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from moedoctor.bench.backends import registry
+from moedoctor.bench.moe.expert_load import Routing, make_routes
+from moedoctor.bench.moe.parity import ParityResult, check_parity
+from moedoctor.bench.moe.parity_bounds import bounds_of
+from moedoctor.bench.moe.timing import LayerTimes, time_layer
+from moedoctor.bench.roofline import Roofline
+from moedoctor.bench.timing import Spread
+from moedoctor.models.layer_shape import BITS, LayerShape
+from moedoctor.reference.moe_backend import Backend, Prepared, Variant
+from moedoctor.reference.moe_layer import (
+    Layer,
+    Problem,
+    expected_output,
+    make_input,
+    make_layer,
+    make_problem,
+)
+from moedoctor.reference.token_agreement import agree
+from moedoctor.results import UnavailableError
+
+_FEW_EXPERTS, _FEW_TOP_K, _FEW_TOKENS = 8, 2, 17
+"""The layer in whose weights faults are planted: each takes a copy, and a model's layer is too large."""
+
+
+class _WrongWhenTimedError(Exception):
+    """A backend that was right before gave a wrong result in the calls that were timed."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One backend on one layer."""
+
+    variant: Variant
+    model: str
+    """What reports call the layer."""
+    shape: LayerShape
+    tokens: tuple[int, ...]
+    routing: Routing
+    device: str
+    seed: int = 0
+
+
+def measure(
+    task: Task, roofline: Roofline, at: Callable[[int], None] = lambda tokens: None
+) -> Iterator[dict[str, Any]]:
+    """A row for each number of tokens, or one with ``unavailable`` where the backend cannot run here.
+
+    `at` is told the number of tokens before anything is done with it.
+    """
+    head = {"backend": task.variant.name, "quantization": task.variant.quantization, "model": task.model}
+    backend = registry.create(task.variant)
+    reason = backend.unavailable(task.shape, task.device)
+    if reason is None:
+        try:
+            few = _with_few_experts(task, backend)
+            layer = make_layer(task.shape, task.variant.quantization, seed=task.seed, device=task.device)
+            prepared = backend.prepare(layer)
+        except UnavailableError as error:
+            reason = str(error)
+    if reason is not None:
+        yield {**head, "unavailable": reason}
+        return
+    for tokens in task.tokens:
+        at(tokens)
+        problem = _problem(task, layer, tokens)
+        yield {**head, "tokens": tokens, **_row(task, backend, prepared, problem, roofline, few)}
+    del layer, prepared, problem
+    gc.collect()
+    if task.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+def _with_few_experts(task: Task, backend: Backend) -> ParityResult:
+    """`check_parity` with every control on a layer of the same sizes with few experts.
+
+    The task's own layer where the backend cannot compute one of few. Raises UnavailableError.
+    """
+    shape = replace(
+        task.shape,
+        experts=min(task.shape.experts, _FEW_EXPERTS),
+        top_k=min(task.shape.top_k, _FEW_TOP_K),
+    )
+    if backend.unavailable(shape, task.device) is not None:
+        shape = task.shape
+    layer = make_layer(shape, task.variant.quantization, seed=task.seed, device=task.device)
+    problem = make_problem(layer, _FEW_TOKENS, task.variant.activations, seed=task.seed, device=task.device)
+    return check_parity(backend, problem)
+
+
+def _problem(task: Task, layer: Layer, tokens: int) -> Problem:
+    weights, ids = make_routes(task.shape, tokens, task.routing, seed=task.seed, device=task.device)
+    x = make_input(layer, tokens, task.variant.activations, seed=task.seed, device=task.device)  # [T, H]
+    return Problem(layer, x, weights, ids)
+
+
+def _row(
+    task: Task,
+    backend: Backend,
+    prepared: Prepared,
+    problem: Problem,
+    roofline: Roofline,
+    few: ParityResult,
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    activations = task.variant.activations
+    expected = expected_output(problem, activations)  # [T, H]
+    parity = check_parity(backend, problem, prepared, weights=False, expected=expected)
+    row: dict[str, Any] = {
+        **_parity_facts(parity, few),
+        **_work(task, problem, prepared.bits or BITS[task.variant.quantization]),
+    }
+    if row["right"]:
+
+        def call() -> torch.Tensor:
+            return prepared(problem.x, problem.topk_weights, problem.topk_ids)
+
+        memory = _memory(prepared, problem, task.device)
+        check = partial(_check_timed, expected, activations)
+        try:
+            times = time_layer(call, task.device, capturable=backend.capturable, check=check)
+        except _WrongWhenTimedError as error:
+            row |= {"right": False, "wrong": str(error)}
+        else:
+            row |= memory | _time_facts(times) | _speed(times, row, roofline, activations)
+    row["seconds"] = round(time.perf_counter() - started, 2)
+    return row
+
+
+def _check_timed(expected: torch.Tensor, activations: str, how: str, output: object) -> None:
+    """Raise _WrongWhenTimedError where `output` is not `expected` [T, H]."""
+    assert isinstance(output, torch.Tensor)
+    found = agree(output, expected, bounds_of(activations))
+    if found.reason is not None:
+        raise _WrongWhenTimedError(
+            f"once it was timed ({how}): {found.wrong_tokens} of {found.tokens} tokens: {found.reason}"
+        )
+
+
+def _parity_facts(parity: ParityResult, few: ParityResult) -> dict[str, Any]:
+    """What was compared. ``failed`` says that the comparison missed a planted fault: then nothing counts."""
+    agreement = parity.agreement
+    controls = {**few.controls, **parity.controls}
+    missed = [name for name in controls if name in few.missed or name in parity.missed]
+    facts: dict[str, Any] = {
+        "right": agreement.right and few.agreement.right and not missed,
+        "wrong": None if missed else _what_is_wrong(parity, few),
+        "cosine": agreement.cosine,
+        "norm_ratio": agreement.norm_ratio,
+        "matched": agreement.matched,
+        "worst_error": agreement.error,
+        "worst_token": agreement.error_token,
+        "worst_element": agreement.error_element,
+        "deterministic": parity.deterministic,
+        "controls_noticed": f"{len(controls) - len(missed)} of {len(controls)}",
+        "controls_missed": missed,
+    }
+    if missed:
+        facts["failed"] = f"the comparison did not notice {', '.join(missed)}"
+    return facts
+
+
+def _what_is_wrong(parity: ParityResult, few: ParityResult) -> str | None:
+    for where, one in (("", parity.agreement), ("in the layer that faults are planted in: ", few.agreement)):
+        if one.reason is not None:
+            return f"{where}{one.wrong_tokens} of {one.tokens} tokens: {one.reason}"
+    return None
+
+
+def _work(task: Task, problem: Problem, bits: float) -> dict[str, Any]:
+    """What has to be moved and computed at the least: the experts that are chosen, the input, the output."""
+    active = int(problem.topk_ids.unique().numel())
+    outside = 2 * problem.x.numel() * problem.x.element_size() + problem.topk_ids.numel() * 8
+    return {
+        "active_experts": active,
+        "bytes": task.shape.weight_bytes(active, bits) + outside,
+        "flops": task.shape.flops(problem.topk_ids.numel()),
+    }
+
+
+def _memory(prepared: Prepared, problem: Problem, device: str) -> dict[str, Any]:
+    """Bytes at the peak of one call beyond weights and input, with buffers that stay between calls."""
+    kept = sum(one.numel() * one.element_size() for one in prepared.workspaces())
+    if not device.startswith("cuda"):
+        return {}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    prepared(problem.x, problem.topk_weights, problem.topk_ids)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated(device)
+    return {"workspace_bytes": kept + peak - before, "peak_memory_bytes": peak}
+
+
+def _time_facts(times: LayerTimes) -> dict[str, Any]:
+    facts: dict[str, Any] = {"timed": times.how, **_spread("time_us", times.time)}
+    for name, spread in (("warm_us", times.warm), ("eager_us", times.eager)):
+        if spread is not None:
+            facts |= _spread(name, spread)
+    return facts
+
+
+def _spread(name: str, spread: Spread) -> dict[str, float]:
+    return {
+        name: round(spread.median, 3),
+        f"{name}_p20": round(spread.p20, 3),
+        f"{name}_p80": round(spread.p80, 3),
+    }
+
+
+def _speed(times: LayerTimes, row: Mapping[str, Any], roofline: Roofline, activations: str) -> dict[str, Any]:
+    seconds = max(times.time.median, 1e-3) * 1e-6  # never 0, which noise can make of a cold time
+    operands = "fp8" if activations == "fp8" else "bf16"
+    return {
+        "tflops": round(row["flops"] / seconds / 1e12, 4),
+        "gigabytes_per_second": round(row["bytes"] / seconds / 1e9, 3),
+        "roofline_share": round(roofline.least_seconds(row["bytes"], row["flops"], operands) / seconds, 4),
+    }

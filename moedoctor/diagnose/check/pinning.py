@@ -1,0 +1,68 @@
+"""Whether pinned host memory can be had here, by trying: run `python -m` this module in a child.
+
+vLLM decides by the name of the operating system, so its answer says nothing about this machine. Pinning takes
+a CUDA context, about half a gigabyte of GPU memory while the child runs, and launches nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moedoctor.processes import json_child
+from moedoctor.redaction import Redactor
+
+SECONDS = 30.0
+"""For importing torch, making a CUDA context and pinning."""
+BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Pinning:
+    """Pinned memory, tried."""
+
+    tried: bool
+    works: bool | None
+    """None where it was not tried."""
+    reason: str
+    """Why it was not tried, what went wrong, or how much was pinned how fast."""
+
+
+def not_tried(reason: str) -> Pinning:
+    """The answer of a machine on which nothing can be pinned for a GPU."""
+    return Pinning(tried=False, works=None, reason=reason)
+
+
+def try_pinning(seconds: float = SECONDS) -> Pinning:
+    """Pin 64 MiB in a child process, for `seconds` at most."""
+    hide = Redactor.of_this_process().text
+    try:
+        facts = json_child.ask("moedoctor.diagnose.check.pinning", seconds=seconds)
+    except json_child.ChildError as error:
+        return Pinning(tried=True, works=False, reason=hide(str(error)))
+    if facts.get("cuda") is False:
+        return not_tried("torch sees no GPU")
+    if facts.get("pinned"):
+        took = f"in {float(facts['seconds']) * 1e3:.0f} ms"
+        return Pinning(tried=True, works=True, reason=f"{BYTES >> 20} MiB pinned {took}")
+    return Pinning(tried=True, works=False, reason=hide(str(facts.get("error", "torch did not say why"))))
+
+
+def _pin() -> Mapping[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"cuda": False}
+    torch.empty(1, pin_memory=True)  # makes the context, which is not what is to be timed
+    started = time.monotonic()
+    try:
+        memory = torch.empty(BYTES, dtype=torch.uint8, pin_memory=True)  # [BYTES]
+    except RuntimeError as error:
+        return {"pinned": False, "error": " ".join(str(error).split())[:300]}
+    return {"pinned": memory.is_pinned(), "seconds": time.monotonic() - started}
+
+
+if __name__ == "__main__":
+    json_child.answer(_pin)

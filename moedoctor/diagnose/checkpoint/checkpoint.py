@@ -1,0 +1,162 @@
+"""A checkpoint folder: its JSON files and the headers of its shards. No weights are loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError, TensorInfo, read_header
+from moedoctor.text import shorten
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MOST_INDEX_BYTES = 100_000_000
+_MOST_JSON_BYTES = 16_000_000
+_MOST_NESTED = 1_000_000
+"""Lists and objects of a JSON file: each takes more memory than its text."""
+_MOST_SHARDS = 10_000
+_SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
+
+
+@dataclass(frozen=True)
+class JsonFile:
+    """A JSON file of the checkpoint: its text and what it says."""
+
+    name: str
+    text: str
+    value: dict[str, Any]
+    repeated: tuple[str, ...] = ()
+    """Keys that one object has twice; the last one counts."""
+
+    def line_of(self, key: str) -> int | None:
+        """The line, from 1, on which `key` first stands as a key; None where it does not."""
+        found = re.search(rf'"{re.escape(key)}"\s*:', self.text)
+        return None if found is None else self.text.count("\n", 0, found.start()) + 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a folder holds."""
+
+    folder: Path
+    config: JsonFile
+    hf_quant: JsonFile | None
+    """``hf_quant_config.json``, which ModelOpt writes."""
+    index: JsonFile | None
+    weight_map: Mapping[str, str]
+    """Tensor -> shard by the index; empty without one."""
+    tensors: Mapping[str, TensorInfo]
+    """By the headers of the shards; of a name that two have, the first."""
+    duplicates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tensor -> all its shards, for those that more than one has."""
+    unlisted_shards: tuple[str, ...] = ()
+    """Files named like shards of the model that the index does not name."""
+    missing_shards: tuple[str, ...] = ()
+    """Files that the index names and that are not there."""
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`. Raises CheckpointError, one line, where it cannot be read safely."""
+    if not os.path.isdir(folder):  # unlike Path.is_dir, it raises nothing for a name that cannot be one
+        raise CheckpointError(
+            f"{shorten(str(folder), 300)}: is no folder, expected one with config.json and safetensors files"
+        )
+    config = _read_json(folder, "config.json")
+    if config is None:
+        raise CheckpointError(f"{folder}: has no config.json, expected a checkpoint folder")
+    index = _read_json(folder, INDEX)
+    weight_map = {} if index is None else _weight_map(index)
+    shards = sorted(set(weight_map.values())) if weight_map else _shards_without_index(folder)
+    missing = {shard for shard in shards if not os.path.exists(folder / shard)}
+    tensors: dict[str, TensorInfo] = {}
+    duplicates: dict[str, tuple[str, ...]] = {}
+    for shard in shards:
+        if shard in missing:
+            continue
+        _check_inside(folder, shard)
+        for name, info in read_header(folder / shard).items():
+            if name in tensors:
+                duplicates[name] = (*duplicates.get(name, (tensors[name].shard,)), shard)
+            else:
+                tensors[name] = info
+    hf_quant = _read_json(folder, "hf_quant_config.json")
+    listed = set(shards)
+    unlisted = tuple(sorted(one.name for one in folder.glob("model-*.safetensors") if one.name not in listed))
+    return Checkpoint(
+        folder, config, hf_quant, index, weight_map, tensors, duplicates, unlisted, tuple(sorted(missing))
+    )
+
+
+def _shards_without_index(folder: Path) -> list[str]:
+    if os.path.exists(folder / SINGLE):
+        return [SINGLE]
+    shards = sorted(one.name for one in folder.glob("*.safetensors"))
+    if not shards:
+        raise CheckpointError(f"{folder}: has no safetensors file, expected {SINGLE} or shards with {INDEX}")
+    if len(shards) > 1:
+        raise CheckpointError(f"{folder}: has {len(shards)} shards and no {INDEX}, expected one with them")
+    return shards
+
+
+def _weight_map(index: JsonFile) -> dict[str, str]:
+    found = index.value.get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(f"{index.name}: has no weight_map, expected an object of tensors and files")
+    for name, shard in found.items():
+        # A name only: a path could lead out of the folder.
+        if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
+            raise CheckpointError(
+                f"{index.name}: {name[:120]!r} is in {str(shard)[:120]!r}, expected the plain name of a "
+                ".safetensors file in the same folder"
+            )
+    if len(set(found.values())) > _MOST_SHARDS:
+        raise CheckpointError(f"{index.name}: names more than {_MOST_SHARDS} shards, expected fewer")
+    return found
+
+
+def _check_inside(folder: Path, shard: str) -> None:
+    """Raise CheckpointError for what is no regular file; links are followed, as the Hub's cache has them."""
+    if not (folder / shard).is_file():
+        raise CheckpointError(f"{shard}: is no regular file, expected a safetensors file")
+
+
+def _read_json(folder: Path, name: str) -> JsonFile | None:
+    path, most = folder / name, _MOST_INDEX_BYTES if name == INDEX else _MOST_JSON_BYTES
+    repeated: list[str] = []
+
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(found)
+        if len(made) != len(found):
+            seen: set[str] = set()
+            repeated.extend(
+                key
+                for key, _ in found
+                if key in seen or seen.add(key)  # type: ignore[func-returns-value]
+            )
+        return made
+
+    try:
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode) or info.st_size > most:
+            raise CheckpointError(f"{name}: is no file of at most {most // 10**6} MB")
+        text = path.read_text(encoding="utf-8-sig")
+        if text.count("[") + text.count("{") > _MOST_NESTED:
+            raise CheckpointError(f"{name}: holds more than {_MOST_NESTED} lists and objects, expected fewer")
+        value = json.loads(text, object_pairs_hook=pairs)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be read ({error.strerror}), expected JSON") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{name}:{error.lineno}: {error.msg}, expected JSON") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name}: is no JSON that can be read ({str(error)[:80]})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name}:1: is a {type(value).__name__}, expected an object")
+    return JsonFile(name, text, value, tuple(repeated))

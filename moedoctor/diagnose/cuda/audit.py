@@ -1,0 +1,204 @@
+"""Which GPU code lies on the disk, and what becomes of it on a GPU: loaded, compiled from PTX, or missing.
+
+Reads FlashInfer's cache, shared objects, cubins and wheels. Whole files are judged: a library may load for
+some of its kernels and lack others, which its list of targets with their counts shows.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moedoctor.diagnose.cuda.cubin import cubin_target
+from moedoctor.diagnose.cuda.device_code import DeviceCodeError, Image, cubin_images, list_images
+from moedoctor.diagnose.cuda.instructions import lacking, needed
+from moedoctor.diagnose.cuda.jit_cache import build_images, cached_module
+from moedoctor.fixes.arch.targets import Capability, ptx_compiles, sass_loads
+from moedoctor.processes.cuda_tools import Tool
+from moedoctor.text import TextFileError, read_text
+
+NO_TOOL = "needs cuobjdump: install triton or the CUDA toolkit"
+
+_NEWEST = (13, 5)
+_MAX_MEMBER_BYTES = 8 << 30
+_MAX_NINJA_BYTES = 64 << 20
+
+
+class AuditError(Exception):
+    """A path that cannot be audited; one line says why."""
+
+
+class Fate(str, enum.Enum):
+    """What a GPU does with device code."""
+
+    LOADS = "loads"
+    """Machine code that the GPU runs."""
+    COMPILED = "compiled from PTX"
+    """No machine code for it, but PTX that the driver compiles, with the instructions of the PTX's target."""
+    MISSING = "missing"
+    """Nothing that runs: no kernel image is available for execution on the device."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One file, or the cubins of one folder."""
+
+    path: str
+    source: str
+    """``shared object``, ``cubins`` or ``build file``."""
+    images: tuple[Image, ...] = ()
+    module: str | None = None
+    """``FlashInfer 0.6.6 fused_moe_120``, where it lies in FlashInfer's cache."""
+    fate: Fate | None = None
+    """None where no GPU was named, nothing was found or the file was skipped."""
+    lacks: tuple[str, ...] = ()
+    """Instructions that the kernels need and that what loads was compiled without."""
+    note: str | None = None
+    skipped: str | None = None
+    """Why the file could not be looked into."""
+
+
+def fate_of(images: Sequence[Image], capability: Capability) -> Fate | None:
+    """The best that a GPU of `capability` can do with `images`; None where there are none."""
+    if not images:
+        return None
+    if any(one.kind == "sass" and sass_loads(one.target, capability) for one in images):
+        return Fate.LOADS
+    if any(one.kind == "ptx" and ptx_compiles(one.target, capability) for one in images):
+        return Fate.COMPILED
+    return Fate.MISSING
+
+
+def audit(paths: Sequence[Path], capability: Capability | None, tool: Tool | None) -> tuple[Item, ...]:
+    """Every file with device code in or at `paths`, judged for a GPU of `capability` where one is named.
+
+    `tool` is cuobjdump; without it shared objects are skipped. Raises AuditError for a path that does not
+    exist or cannot hold device code; what cannot be read inside a folder is skipped with the reason.
+    """
+    items: list[Item] = []
+    for path in paths:
+        try:
+            items += (_folder if path.is_dir() else _named)(path, capability, tool)
+        except OSError as error:
+            reason = (error.strerror or type(error).__name__).lower()
+            raise AuditError(f"{path}: cannot be read ({reason})") from error
+    return tuple(items)
+
+
+def _named(path: Path, capability: Capability | None, tool: Tool | None) -> Sequence[Item]:
+    """A file that the user named."""
+    if not path.is_file():
+        found = "is no regular file" if path.exists() else "no such file or folder"
+        raise AuditError(f"{path}: {found}; expected a folder, .so, .cubin, .whl or build.ninja")
+    if path.suffix == ".ninja":
+        return [_build_file(path, capability)]
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if path.suffix == ".whl":
+        return list(_wheel(path, capability, tool))
+    if magic != b"\x7fELF":
+        raise AuditError(f"{path}: holds no device code (no ELF header); expected a .so, .cubin or .whl file")
+    return [_binary(path, capability, tool)]
+
+
+def _folder(folder: Path, capability: Capability | None, tool: Tool | None) -> Iterator[Item]:
+    """What lies under `folder`; links to folders are not followed."""
+    for where, folders, files in os.walk(folder):
+        folders.sort()
+        cubins = sorted(Path(where, name) for name in files if name.endswith(".cubin"))
+        if cubins:
+            images = cubin_images(one.read_bytes() for one in cubins)
+            yield _judged(Item(str(Path(where)), "cubins", images), Path(where), capability)
+        for name in sorted(files):
+            path = Path(where, name)
+            if name == "build.ninja":
+                yield _build_file(path, capability)
+            elif _is_library(name):
+                yield _binary(path, capability, tool)
+            elif name.endswith(".whl"):
+                yield from _wheel(path, capability, tool)
+
+
+def _build_file(path: Path, capability: Capability | None) -> Item:
+    try:
+        images, unreadable = build_images(read_text(path, _MAX_NINJA_BYTES))
+    except TextFileError as error:
+        return Item(str(path), "build file", skipped=error.message)
+    note = f"names what is no target: {', '.join(unreadable)}" if unreadable else None
+    return _judged(Item(str(path), "build file", images, note=note), path, capability)
+
+
+def _binary(path: Path, capability: Capability | None, tool: Tool | None, shown: str | None = None) -> Item:
+    item = Item(shown or str(path), "shared object")
+    try:
+        with path.open("rb") as file:
+            is_cubin = cubin_target(file.read(1 << 12)) is not None
+        if is_cubin:
+            images = cubin_images(iter([path.read_bytes()]))
+            return _judged(Item(item.path, "cubins", images), path, capability)
+        if tool is None:
+            return Item(item.path, item.source, skipped=NO_TOOL)
+        return _judged(Item(item.path, item.source, list_images(path, tool)), path, capability)
+    except DeviceCodeError as error:
+        return Item(item.path, item.source, skipped=str(error))
+    except OSError as error:
+        return Item(item.path, item.source, skipped=f"cannot be read ({(error.strerror or '?').lower()})")
+
+
+def _wheel(path: Path, capability: Capability | None, tool: Tool | None) -> Iterator[Item]:
+    """Each shared object of a wheel, and all its cubins together; as paths they stand behind a ``!``."""
+    cubins: list[bytes] = []
+    try:
+        with zipfile.ZipFile(path) as wheel:
+            for member in wheel.infolist():
+                if member.filename.endswith(".cubin") and member.file_size <= _MAX_MEMBER_BYTES:
+                    cubins.append(wheel.read(member)[:_MAX_MEMBER_BYTES])
+                elif _is_library(member.filename.rpartition("/")[2]):
+                    yield _member(wheel, member, path, capability, tool)
+    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError) as error:
+        raise AuditError(f"{path}: cannot be read as a wheel: {error}") from error
+    if cubins:
+        yield _judged(Item(f"{path}!*.cubin", "cubins", cubin_images(iter(cubins))), path, capability)
+
+
+def _member(
+    wheel: zipfile.ZipFile,
+    member: zipfile.ZipInfo,
+    path: Path,
+    capability: Capability | None,
+    tool: Tool | None,
+) -> Item:
+    shown = f"{path}!{member.filename}"
+    if tool is None:
+        return Item(shown, "shared object", skipped=NO_TOOL)
+    if member.file_size > _MAX_MEMBER_BYTES:
+        return Item(shown, "shared object", skipped=f"would unpack to {member.file_size} bytes")
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as folder:
+        # The name inside the wheel never becomes a path.
+        copy = Path(folder, "member.so")
+        with wheel.open(member) as packed, copy.open("wb") as file:
+            shutil.copyfileobj(packed, file, 1 << 20)
+        return _binary(copy, capability, tool, shown)
+
+
+def _is_library(name: str) -> bool:
+    return name.endswith(".so") or ".so." in name
+
+
+def _judged(item: Item, path: Path, capability: Capability | None) -> Item:
+    """`item` with its place in FlashInfer's cache, and with what a GPU does with it."""
+    cached = cached_module(path)
+    module = f"FlashInfer {cached.release} {cached.module}" if cached else None
+    note = item.note or (None if item.images else "no device code")
+    fate = fate_of(item.images, capability) if capability else None
+    lacks: tuple[str, ...] = ()
+    if cached and cached.needs_suffix and capability and fate is Fate.LOADS:
+        usable = [one for one in item.images if one.kind == "sass" and sass_loads(one.target, capability)]
+        lacks = min((lacking(one.target, needed(capability), _NEWEST) for one in usable), key=len)
+    return Item(item.path, item.source, item.images, module, fate, lacks, note, item.skipped)

@@ -1,0 +1,71 @@
+"""FlashInfer's cache of compiled kernels, read from names and build files alone.
+
+It lies at ``$FLASHINFER_WORKSPACE_BASE/.cache/flashinfer/<release>/<targets>/cached_ops/<module>/`` (0.5.0 to
+0.7.2.post1), where ``<targets>`` is such as ``120f`` or ``90a_120f``, with a ``build.ninja`` for each module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moedoctor.diagnose.cuda.device_code import Image
+from moedoctor.fixes.arch.targets import Target
+
+_GENCODE = re.compile(r"-gencode[= ][\"']?arch=compute_([^,\s\"']+),code=\[?([^\s\"'\]$]+)")
+_NEEDS_SUFFIX = re.compile(r"fused_moe|gemm|fp4")
+
+
+@dataclass(frozen=True)
+class CachedModule:
+    """Where in the cache a file lies."""
+
+    release: str
+    targets: tuple[Target, ...]
+    """Those in the folder's name; empty where FlashInfer found none."""
+    module: str
+
+    @property
+    def needs_suffix(self) -> bool:
+        """Whether the module holds tensor-core kernels, which need architecture-specific instructions."""
+        return _NEEDS_SUFFIX.search(self.module) is not None
+
+
+def cached_module(path: Path) -> CachedModule | None:
+    """What `path` belongs to in a FlashInfer cache; None where it lies in none."""
+    parts = path.parts
+    if "cached_ops" not in parts:
+        return None
+    place = len(parts) - 1 - parts[::-1].index("cached_ops")
+    if place < 2 or len(parts) <= place + 1:
+        return None
+    targets = _targets(parts[place - 1])
+    release = parts[place - 2] if targets else parts[place - 1]
+    return CachedModule(release, targets, parts[place + 1])
+
+
+def build_images(text: str) -> tuple[tuple[Image, ...], tuple[str, ...]]:
+    """(what the flags of a ``build.ninja`` compile for, names among them that are no target)."""
+    images: set[Image] = set()
+    unreadable: dict[str, None] = {}
+    for virtual, codes in _GENCODE.findall(text):
+        for name in (f"compute_{virtual}", *codes.split(",")):
+            try:
+                target = Target.parse(name)
+            except ValueError:
+                unreadable[name] = None
+                continue
+            if name in codes.split(","):
+                images.add(Image("ptx" if name.startswith("compute_") else "sass", target))
+    return tuple(sorted(images)), tuple(unreadable)
+
+
+def _targets(folder: str) -> tuple[Target, ...]:
+    found: Sequence[Target]
+    try:
+        found = [Target.parse(name) for name in folder.split("_")]
+    except ValueError:
+        return ()
+    return tuple(found)

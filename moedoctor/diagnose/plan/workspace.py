@@ -1,0 +1,128 @@
+"""The memory that one call of a MoE backend takes beside weights and cache, as far as its code says it.
+
+vLLM asks every backend for the shapes of its workspaces (`workspace_shapes`) and keeps them for the largest
+batch; quantised activations, dequantised weights, Marlin's sums and the layer's output come on top. What is
+computed here are the allocations of vLLM 0.21.0 on one GPU, and those of our own kernels; the tests compare
+them with what was measured. Left out are the lists of which token goes where: below 1 %. What a FlashInfer
+backend allocates inside its own library is in none of that code, so it has to be measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moedoctor.diagnose.plan.kv_cache import PlanError
+from moedoctor.models.layer_shape import LayerShape
+
+SCHEMES_OF = {
+    "MARLIN": ("nvfp4", "mxfp4", "fp8"),
+    "EMULATION": ("nvfp4",),
+    "TRITON": ("fp8", "bf16"),
+    "VLLM_CUTLASS": ("nvfp4", "fp8"),
+    "FLASHINFER_TRTLLM": ("nvfp4", "fp8", "bf16"),
+    "FLASHINFER_CUTLASS": ("nvfp4", "fp8", "bf16"),
+    "FLASHINFER_CUTEDSL": ("nvfp4",),
+    "OURS": ("nvfp4", "bf16"),
+}
+"""The backends that can be planned for, and the weights that each has on a GPU."""
+_SMS = 132
+"""Multiprocessors of an H100 or H200."""
+_MARLIN_BLOCKS = (8, 16, 32, 48, 64)
+_MARLIN_COLUMNS = 256
+"""Columns of Marlin's widest tile."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Workspace of a backend in bytes; None where the code that we know does not say it."""
+
+    bytes: int | None
+    how: str
+    """What it was computed from, or why it is not known."""
+
+
+def check_backend(name: str) -> str:
+    """The backend's name in vLLM's writing, given in any case and with ``-`` for ``_``. Raises PlanError."""
+    wanted = name.strip().upper().replace("-", "_")
+    if wanted not in SCHEMES_OF:
+        raise PlanError(f"--backend {name!r}: expected one of {', '.join(SCHEMES_OF)}")
+    return wanted
+
+
+def workspace(
+    backend: str,
+    scheme: str,
+    layer: LayerShape,
+    batched_tokens: int,
+    *,
+    model_bytes: int = 2,
+    sms: int = _SMS,
+) -> Workspace:
+    """What a call with `batched_tokens` tokens takes, experts stored in `scheme`.
+
+    `model_bytes` is the size of one element of the model's own type, `sms` the multiprocessors of the GPU.
+    Raises PlanError for a backend that is not known.
+    """
+    name = check_backend(backend)
+    reason = _unknown(name, scheme, layer)
+    if reason is not None:
+        return Workspace(None, f"{reason} give --workspace")
+    rows = batched_tokens * layer.top_k
+    narrow, wide = max(layer.intermediate, layer.hidden), max(layer.w13_rows, layer.hidden)
+    if name == "MARLIN":
+        # Twice the intermediate size also where there is no gate half (ReLU²) to hold.
+        wide = max(2 * layer.intermediate, layer.hidden)
+    if name == "OURS":
+        narrow, wide = layer.intermediate, layer.hidden
+    parts = {
+        f"workspaces [{rows}, {narrow}] and [{rows}, {wide}]": rows * (narrow + wide) * model_bytes,
+        "output": batched_tokens * layer.hidden * model_bytes,
+        **_beside(name, scheme, layer, batched_tokens, model_bytes, sms),
+    }
+    shown = ", ".join(f"{what} {size / (1 << 20):.1f} MiB" for what, size in parts.items())
+    return Workspace(sum(parts.values()), shown)
+
+
+def _unknown(name: str, scheme: str, layer: LayerShape) -> str | None:
+    """Why nothing can be computed; None where it can."""
+    if scheme not in SCHEMES_OF[name]:
+        return f"{name} has {', '.join(SCHEMES_OF[name])}, not {scheme}: name another --backend, or"
+    if name.startswith("FLASHINFER"):
+        return f"{name} allocates its workspace inside FlashInfer's own library;"
+    if name == "VLLM_CUTLASS" and scheme == "nvfp4":
+        return "VLLM_CUTLASS for nvfp4 was measured on no GPU yet, so nothing is computed for it;"
+    if name == "VLLM_CUTLASS" and layer.activation != "silu":
+        return f"VLLM_CUTLASS has no {layer.activation};"
+    return None
+
+
+def _beside(
+    name: str, scheme: str, layer: LayerShape, tokens: int, model_bytes: int, sms: int
+) -> dict[str, int]:
+    """What is allocated beside the workspaces and the output, in bytes."""
+    rows = tokens * layer.top_k
+    if name == "MARLIN":
+        return {f"float32 sums on {sms} multiprocessors": _marlin_sums(layer, rows, sms)}
+    if name == "TRITON" and scheme == "fp8":
+        return {"FP8 activations": tokens * layer.hidden + rows * layer.intermediate}
+    if name == "VLLM_CUTLASS":  # its FP8 intermediates lie in the workspaces
+        return {"FP8 input": tokens * layer.hidden}
+    if name == "EMULATION":
+        return {
+            "dequantised weights": layer.experts * layer.expert_parameters * model_bytes,
+            "rounded activations": (tokens * layer.hidden + rows * layer.intermediate) * model_bytes,
+        }
+    return {}
+
+
+def _marlin_sums(layer: LayerShape, rows: int, sms: int) -> int:
+    """Bytes of ``c_tmp``, in which the blocks of Marlin's threads add up their parts in float32."""
+    block = next(
+        (one for one in _MARLIN_BLOCKS if rows / layer.experts / one < 0.9), _MARLIN_BLOCKS[-1]
+    )  # tokens of a tile, as fused_marlin_moe chooses them
+    padded = rows + layer.experts * (block - 1)
+    if rows < layer.experts:
+        padded = min(rows * block, padded)
+    widest = max(layer.w13_rows, layer.hidden)
+    elements = min(widest * padded, sms * 4 * block * _MARLIN_COLUMNS)
+    return elements * (2 if block == _MARLIN_BLOCKS[0] else 1) * 4

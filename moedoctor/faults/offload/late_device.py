@@ -1,0 +1,155 @@
+"""A simulated device on the CPU whose work happens late, so that hazards of asynchronous copies show.
+
+Two queues, computation and copies, each in order; events are all that orders one behind the other. What was
+queued happens when somebody must wait for it, or at random moments in between. The rules are those of CUDA as
+measured: a copy from or to pinned memory is queued and reads or writes the host late, a copy from or to
+pageable memory is staged and has read or written the host when the call returns.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Work = Callable[[], object]
+
+
+@dataclass(eq=False)
+class Event:
+    """A point in a queue."""
+
+    passed: bool = False
+
+
+@dataclass(frozen=True)
+class _Wait:
+    event: Event
+
+
+@dataclass(frozen=True)
+class _Pass:
+    event: Event
+
+
+class LateDevice:
+    """Serves as `moedoctor.fixes.offload.copy_engine.CopyEngine`, and runs kernels late too.
+
+    `seed`: work happens at random moments drawn from it; None: as late as the rules allow.
+    `pinned`: whether all host memory that is copied from or to is pinned, else it is pageable.
+    """
+
+    def __init__(self, seed: int | None = None, *, pinned: bool = True) -> None:
+        self._pinned = pinned
+        self._random = random.Random(seed) if seed is not None else None
+        self._compute: deque[Work | _Wait | _Pass] = deque()
+        self._copies: deque[Work | _Wait | _Pass] = deque()
+
+    def run(self, kernel: Work) -> None:
+        """Queue a computation."""
+        self._compute.append(kernel)
+        self._sometimes()
+
+    def fork(self) -> None:
+        event = Event()
+        self._compute.append(_Pass(event))
+        self._copies.append(_Wait(event))
+        self._sometimes()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """To the device: pinned memory is read when the copy happens, pageable memory is staged now."""
+        source = self._as_read(source)
+        self._copies.append(lambda: target.copy_(source))
+        self._sometimes()
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """To the host; where that is pageable memory, the host waits until it is there."""
+        self._copies.append(lambda: target.copy_(source))
+        if self._pinned:
+            self._sometimes()
+        else:
+            self.synchronize()
+
+    def mark(self) -> Event:
+        event = Event()
+        self._copies.append(_Pass(event))
+        self._sometimes()
+        return event
+
+    def join(self, mark: Event) -> None:
+        self._compute.append(_Wait(mark))
+        self._sometimes()
+
+    def wait(self, mark: Event) -> None:
+        while not mark.passed:
+            if not (self._step(self._copies) or self._step(self._compute)):
+                raise RuntimeError("the event was never queued")
+
+    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        source, event = self._as_read(source), Event()
+        self._compute.append(lambda: target.copy_(source))
+        self._compute.append(_Pass(event))
+        self._sometimes()
+        return event
+
+    def capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        """All that was queued happens."""
+        while self._step(self._copies) or self._step(self._compute):
+            pass
+        if self._copies or self._compute:
+            raise RuntimeError("the queues wait for each other")
+
+    def _as_read(self, source: torch.Tensor) -> torch.Tensor:
+        return source if self._pinned else source.clone()
+
+    def _sometimes(self) -> None:
+        while self._random is not None and self._random.random() < 0.5:
+            self._step(self._random.choice((self._copies, self._compute)))
+
+    def _step(self, queue: deque[Work | _Wait | _Pass]) -> bool:
+        """Let the first piece of `queue` happen; False where it is empty or must wait."""
+        if not queue:
+            return False
+        first = queue[0]
+        if isinstance(first, _Wait):
+            if not first.event.passed:
+                return False
+            queue.popleft()
+            return True
+        queue.popleft()
+        if isinstance(first, _Pass):
+            first.event.passed = True
+        else:
+            first()
+        return True
+
+
+class DeviceMemory:
+    """Which addresses a simulated device can reach."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[StorageWeakRef, int, int]] = []
+
+    def admit(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Declare `tensor` device memory."""
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        # Weakly: memory that was given back is the device's no more, and its address soon somebody else's.
+        self._ranges.append((StorageWeakRef(storage), start, start + storage.nbytes()))
+        return tensor
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` on the device."""
+        return self.admit(tensor.clone())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a kernel could read `tensor`."""
+        address = tensor.data_ptr()
+        return any(start <= address < end and not storage.expired() for storage, start, end in self._ranges)

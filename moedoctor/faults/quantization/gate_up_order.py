@@ -1,0 +1,80 @@
+"""MD017: gate and up halves swapped."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from moedoctor.faults.quantization.checkpoint_fault import CheckpointFault
+from moedoctor.faults.quantization.layer_judgement import judge_layer
+from moedoctor.interfaces import Judgement
+from moedoctor.results import Case, Evidence, Observation, Tier
+
+
+class GateUpOrderParameters(BaseModel):
+    """One layer, handed to a kernel that reads the up half first."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    quantization: Literal["nvfp4", "fp8", "bf16"] = "nvfp4"
+    mistake: Literal["not_swapped", "only_values", "only_scales"] = Field(
+        "not_swapped", description="what the loader forgot; block scales exist in nvfp4 alone"
+    )
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    tokens: int = Field(9, ge=1, le=1024)
+    hidden: int = Field(256, ge=128, le=4096, multiple_of=128)
+    intermediate: int = Field(128, ge=128, le=4096, multiple_of=128)
+    experts: int = Field(8, ge=2, le=128)
+    top_k: int = Field(2, ge=1, le=16)
+    seed: int = Field(0, ge=0)
+    moe_backend: Literal["marlin", "emulation"] | None = Field(
+        None, description="real engines with this backend instead, on a checkpoint that is damaged so"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> GateUpOrderParameters:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k: {self.top_k} is more than experts {self.experts}")
+        if self.mistake != "not_swapped" and self.quantization != "nvfp4":
+            raise ValueError(f"mistake: {self.quantization} has no block scales; expected not_swapped")
+        return self
+
+
+class GateUpOrder(CheckpointFault):
+    """A kernel that reads ``[up; gate]`` given ``[gate; up]``."""
+
+    id = "MD017"
+    name = "gate_up_order"
+    title = "gate and up halves swapped"
+    parameters = GateUpOrderParameters
+    tiers = {
+        "faulty": (Tier.MODEL, Tier.ENGINE),
+        "fixed": (Tier.MODEL, Tier.ENGINE),
+        "installed": (Tier.LIBRARY,),
+    }
+    lints: ClassVar[bool] = False
+
+    def damaged(self, case: Case) -> Any:
+        from moedoctor.faults.quantization.gate_up_order_lab import forgetful_loader
+
+        return forgetful_loader(str(case.parameters["mistake"]))
+
+    def repaired(self, case: Case) -> Any:
+        from moedoctor.fixes.moe.weight_layout import up_first
+
+        return up_first
+
+    def installed(self, case: Case) -> Any:
+        from moedoctor.upstream.releases.weight_layout import up_first
+
+        return up_first
+
+    def measure(self, case: Case, implementation: Any) -> Observation:
+        from moedoctor.faults.quantization.gate_up_order_lab import observe
+
+        parameters = GateUpOrderParameters.model_validate(dict(case.parameters))
+        return observe(parameters, case.device, implementation)
+
+    def judge_tensors(self, seen: Evidence) -> Judgement:
+        return judge_layer(seen)

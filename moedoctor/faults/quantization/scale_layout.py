@@ -1,0 +1,82 @@
+"""MD018: block scales linear where swizzled are expected, or the reverse."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from moedoctor.faults.quantization.checkpoint_fault import CheckpointFault
+from moedoctor.faults.quantization.layer_judgement import judge_layer
+from moedoctor.interfaces import Judgement
+from moedoctor.results import Case, Evidence, Observation, Tier
+
+
+class ScaleLayoutParameters(BaseModel):
+    """One NVFP4 layer and a kernel that reads its block scales in one order."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    mistake: Literal["linear_given", "swizzled_given", "stale_padding"] = Field(
+        "linear_given",
+        description="linear scales to a kernel of tiles, tiles to a linear one, or NaN left in the padding",
+    )
+    activation: Literal["silu", "relu2"] = "silu"
+    tokens: int = Field(9, ge=1, le=1024)
+    hidden: int = Field(256, ge=64, le=4096, multiple_of=32)
+    intermediate: int = Field(128, ge=64, le=4096, multiple_of=32)
+    experts: int = Field(8, ge=2, le=128)
+    top_k: int = Field(2, ge=1, le=16)
+    seed: int = Field(0, ge=0)
+    moe_backend: Literal["marlin", "emulation"] | None = Field(
+        None, description="real engines with this backend instead, on a checkpoint that is damaged so"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> ScaleLayoutParameters:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k: {self.top_k} is more than experts {self.experts}")
+        if self.mistake == "stale_padding" and (self.hidden // 16) % 4 == 0:
+            raise ValueError("hidden: stale_padding needs padded columns; expected no multiple of 64")
+        return self
+
+
+class ScaleLayout(CheckpointFault):
+    """Both layouts have the same shape and type, so nothing notices."""
+
+    id = "MD018"
+    name = "scale_layout"
+    title = "block scales linear where swizzled are expected, or the reverse"
+    parameters = ScaleLayoutParameters
+    tiers = {
+        "faulty": (Tier.MODEL, Tier.ENGINE),
+        "fixed": (Tier.MODEL, Tier.ENGINE),
+        "installed": (Tier.KERNEL,),
+    }
+    lints: ClassVar[bool] = False
+
+    def damaged(self, case: Case) -> Any:
+        from moedoctor.faults.quantization.scale_layout_lab import mistaken
+
+        return mistaken(str(case.parameters["mistake"]))
+
+    def repaired(self, case: Case) -> Any:
+        from moedoctor.faults.quantization.scale_layout_lab import TiledKernel
+        from moedoctor.fixes.moe.weight_layout import tiled_scales
+
+        return TiledKernel(tiled_scales)
+
+    def installed(self, case: Case) -> Any:
+        from moedoctor.faults.quantization.scale_layout_lab import TiledKernel
+        from moedoctor.upstream.releases.weight_layout import tiled_scales
+
+        return TiledKernel(tiled_scales)
+
+    def measure(self, case: Case, implementation: Any) -> Observation:
+        from moedoctor.faults.quantization.scale_layout_lab import observe
+
+        parameters = ScaleLayoutParameters.model_validate(dict(case.parameters))
+        return observe(parameters, case.device, implementation)
+
+    def judge_tensors(self, seen: Evidence) -> Judgement:
+        return judge_layer(seen)

@@ -1,0 +1,154 @@
+"""PARITY: whether MoE backends compute what the reference computes, by a harness that proves it can see.
+
+No failure of upstream's is restated here. The control is the harness itself: faults are planted in a right
+computation, and each of them must be noticed before any verdict on a backend counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from moedoctor.bench.backends.registry import UPSTREAM
+from moedoctor.interfaces import Explanation, Fault, Judgement
+from moedoctor.reference.moe_backend import Variant
+from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier
+
+_NAMES = Literal[
+    "MARLIN",
+    "EMULATION",
+    "TRITON",
+    "VLLM_CUTLASS",
+    "FLASHINFER_TRTLLM",
+    "FLASHINFER_CUTEDSL",
+    "FLASHINFER_CUTLASS",
+]
+
+
+class BackendParityParameters(BaseModel):
+    """One layer, and the backend that is held to it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    backend: _NAMES = Field("MARLIN", description="vLLM's own name of the backend")
+    quantization: Literal["nvfp4", "fp8", "bf16"] = "nvfp4"
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    tokens: int = Field(17, ge=1, le=4096)
+    hidden: int = Field(256, ge=128, le=8192, multiple_of=128)
+    intermediate: int = Field(128, ge=128, le=8192, multiple_of=128)
+    experts: int = Field(8, ge=2, le=512)
+    top_k: int = Field(2, ge=1, le=16)
+    ids: Literal["distinct", "duplicates", "empty"] = Field(
+        "distinct", description="duplicates: an expert twice in a row; empty: slots of -1"
+    )
+    seed: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _fits(self) -> BackendParityParameters:
+        if self.top_k >= self.experts:
+            raise ValueError(f"top_k: {self.top_k} must be less than experts {self.experts}")
+        if self.ids == "duplicates" and self.top_k < 2:
+            raise ValueError("top_k: duplicates need at least 2")
+        if self.ids == "empty" and self.tokens < 3:
+            raise ValueError("tokens: empty slots need at least 3, as the first and the last token have none")
+        known = [one.name for one in UPSTREAM if one.quantization == self.quantization]
+        if self.backend not in known:
+            raise ValueError(f"backend: {self.quantization} has {', '.join(known)}; got {self.backend}")
+        return self
+
+    @property
+    def variant(self) -> Variant:
+        """The backend with what it does to activations."""
+        return next(
+            one for one in UPSTREAM if (one.name, one.quantization) == (self.backend, self.quantization)
+        )
+
+
+class BackendParity(Fault):
+    """The same weights and inputs through every backend."""
+
+    id = "PARITY"
+    name = "backend_parity"
+    title = "an MoE backend that computes something else than the reference"
+    parameters = BackendParityParameters
+    tiers = {
+        "faulty": (Tier.MODEL,),
+        "fixed": (Tier.MODEL,),
+        "installed": (Tier.KERNEL,),
+    }
+    explanation = Explanation(
+        mechanism="Backends lay out weights and scales each in its own way, and a wrong layout gives finite "
+        "numbers and no error. A comparison that averages over tokens or allows an absolute error passes "
+        "outputs that are wrong in a few tokens, or all zero.",
+        affected="Any backend, most of all after an upgrade or on a new GPU.",
+        detection="`moedoctor run backend_parity`: inputs on the quantisation grid, output and workspace "
+        "poisoned before each call, every token compared by itself, and faults planted in the same run. The "
+        "control `faulty` is reproduced where every planted fault was noticed.",
+        fix="Choose a backend that is right (`moedoctor backends`); `fixed` is ours.",
+    )
+
+    def faulty(self, case: Case) -> Any:
+        from moedoctor.bench.backends.reference import Reference
+
+        variant = self._parameters(case).variant
+        return Reference(variant.quantization, variant.activations)
+
+    def fixed(self, case: Case) -> Any:
+        from moedoctor.bench.backends.ours import Ours
+
+        variant = self._parameters(case).variant
+        return Ours(variant.quantization, variant.activations)
+
+    def installed(self, case: Case) -> Any:
+        from moedoctor.bench.backends.registry import create
+
+        return create(self._parameters(case).variant)
+
+    def observe(self, case: Case, implementation: Any) -> Observation:
+        from moedoctor.faults.selection.backend_parity_lab import observe
+
+        return observe(self._parameters(case), case.device, implementation, case.subject == "installed")
+
+    def judge(self, case: Case, observation: Observation) -> Judgement:
+        seen = observation.evidence
+        planted, missed = len(seen["controls"]), list(seen["controls_missed"])
+        noticed = f"{planted - len(missed)} of {planted} planted faults noticed"
+        if case.subject == "faulty":
+            if not missed and seen["reason"] is None:
+                return Judgement(CaseVerdict.REPRODUCED, noticed)
+            false_alarm = None if seen["reason"] is None else f"a right result was refused: {seen['reason']}"
+            return Judgement(
+                CaseVerdict.CLEAN, f"{noticed}; missed {', '.join(missed)}" if missed else str(false_alarm)
+            )
+        if missed:  # says nothing of a backend: it fails the scenario, and convicts no installed one
+            untrusted = f"the comparison did not notice {', '.join(missed)}"
+            if case.subject == "fixed":
+                return Judgement(CaseVerdict.REPRODUCED, f"{noticed}: {untrusted}")
+            return Judgement(CaseVerdict.ERROR, noticed, untrusted)
+        if seen["reason"] is not None:
+            wrong = f"{seen['wrong_tokens']} of {seen['tokens']} tokens wrong: {seen['reason']}"
+            return Judgement(CaseVerdict.REPRODUCED, wrong)
+        repeat = "" if seen["deterministic"] else ", not the same bits in every call"
+        return Judgement(
+            CaseVerdict.CLEAN, f"{seen['tokens']} tokens right, cosine {seen['cosine']:.5f}{repeat}"
+        )
+
+    def conclude(self, results: Sequence[CaseResult]) -> Evidence:
+        found: dict[str, list[str]] = {"right": [], "wrong": [], "not_run": []}
+        keys = {
+            CaseVerdict.CLEAN: "right",
+            CaseVerdict.REPRODUCED: "wrong",
+            CaseVerdict.SKIPPED: "not_run",
+        }
+        for one in results:
+            if one.subject == "installed" and one.verdict in keys:
+                parameters = one.parameters
+                label = f"{parameters['backend']} {parameters['quantization']} {parameters['activation']}"
+                label += "" if parameters["ids"] == "distinct" else f" {parameters['ids']}"
+                found[keys[one.verdict]].append(label)
+        return {key: sorted(set(labels)) for key, labels in found.items() if labels}
+
+    def _parameters(self, case: Case) -> BackendParityParameters:
+        return BackendParityParameters.model_validate(dict(case.parameters))

@@ -1,0 +1,236 @@
+"""FLASHINFER_CUDA_ARCH_LIST and TORCH_CUDA_ARCH_LIST: what is wrong with a value, and how it is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from moedoctor.fixes.arch.releases import GENERATIONS, flashinfer_targets
+from moedoctor.fixes.arch.resolve import ArchDecision, resolve_arch, supported_cuda
+from moedoctor.fixes.arch.targets import (
+    OLDEST_CUDA,
+    Capability,
+    CudaVersion,
+    Target,
+    first_cuda,
+    parse_capability,
+    parse_cuda,
+    sass_loads,
+    show,
+    toolkit_knows,
+)
+
+FLASHINFER_LIST = "FLASHINFER_CUDA_ARCH_LIST"
+TORCH_LIST = "TORCH_CUDA_ARCH_LIST"
+VARIABLES = (FLASHINFER_LIST, TORCH_LIST)
+
+_SEPARATORS = re.compile(r"[,;\s]+")
+_DOTTED = re.compile(r"\d{1,2}\.\d[af]?")
+
+_TORCH_SUFFIXED = {(9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)}
+_TORCH_PLAIN = {
+    *((3, 5), (3, 7), (5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2)),
+    *((7, 0), (7, 2), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9)),
+}
+_TORCH_NAMES = (
+    *(("Kepler+Tesla", "3.7"), ("Kepler", "3.5+PTX"), ("Maxwell+Tegra", "5.3"), ("Maxwell", "5.0;5.2+PTX")),
+    *(("Pascal", "6.0;6.1+PTX"), ("Volta+Tegra", "7.2"), ("Volta", "7.0+PTX"), ("Turing", "7.5+PTX")),
+    *(("Ampere+Tegra", "8.7"), ("Ampere", "8.0;8.6+PTX"), ("Ada", "8.9+PTX"), ("Hopper", "9.0+PTX")),
+    *(("Blackwell+Tegra", "11.0"), ("Blackwell", "10.0;10.3;12.0;12.1+PTX")),
+)
+"""What torch.utils.cpp_extension of 2.13 takes; it knows ``a`` suffixes and no ``f``."""
+
+
+@dataclass(frozen=True)
+class ListProblem:
+    """One thing that is wrong with a list, and for which variable."""
+
+    variable: str
+    entry: str
+    """The entry that it is about, or the whole text."""
+    message: str
+
+
+@dataclass(frozen=True)
+class ListReading:
+    """What one reader of the variable makes of the text."""
+
+    reader: str
+    """``FlashInfer 0.5.0 to 0.6.6`` or ``torch 2.13``."""
+    targets: tuple[str, ...]
+    """``("120f",)``; PTX for later GPUs is ``compute_120``. Empty where there is an error or a note."""
+    error: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class ArchListExplanation:
+    """A list, its problems, its readings, and for each variable the value to set in its place."""
+
+    text: str
+    problems: tuple[ListProblem, ...]
+    readings: tuple[ListReading, ...]
+    suggestions: Mapping[str, str]
+    """Variable -> the value to set, which every reader takes; none where an entry cannot be built."""
+
+
+def split_arch_list(text: str) -> list[str]:
+    """The entries of a list, whatever separates them."""
+    return [entry for entry in _SEPARATORS.split(text) if entry]
+
+
+def explain_arch_list(
+    text: str, *, variable: str | None = None, cuda: tuple[int, ...] | str = (13, 0)
+) -> ArchListExplanation:
+    """What is wrong with `text` as the value of `variable`, and what each release builds with it.
+
+    `variable` is FLASHINFER_CUDA_ARCH_LIST, TORCH_CUDA_ARCH_LIST or None for both; `cuda` is the toolkit
+    that will compile. Raises ValueError for another variable and for CUDA outside of 12.0 to 13.x.
+    """
+    if variable is not None and variable not in VARIABLES:
+        raise ValueError(f"variable: {variable!r} is unknown; expected {' or '.join(VARIABLES)}")
+    toolkit = supported_cuda(parse_cuda(cuda))
+    problems: list[ListProblem] = []
+    readings: list[ListReading] = []
+    suggestions: dict[str, str] = {}
+    for name in VARIABLES if variable is None else (variable,):
+        problems += [ListProblem(name, entry, message) for entry, message in _problems(name, text, toolkit)]
+        readings += _flashinfer(text, toolkit) if name == FLASHINFER_LIST else [_torch(text)]
+        suggestion = _suggestion(name, text, toolkit)
+        if suggestion:
+            suggestions[name] = suggestion
+    return ArchListExplanation(text, tuple(problems), tuple(readings), suggestions)
+
+
+def resolve_arch_list(
+    text: str | None, capability: Capability | str, cuda: tuple[int, ...] | str
+) -> tuple[ArchDecision, ...]:
+    """The targets that a list variable means for a build that must run on a GPU of `capability`.
+
+    Reads what FlashInfer refuses (commas, semicolons, stray spaces, ``120f``, ``sm_120f``, ``+PTX``),
+    gives every bare entry its suffix and replaces a suffix that this toolkit does not know. Where no
+    entry runs on the GPU, the target that does is added. None and an empty list mean the GPU alone.
+    Raises ValueError for an entry that is no target, and where nothing can be built for the GPU.
+    """
+    gpu, toolkit = parse_capability(capability), supported_cuda(parse_cuda(cuda))
+    own = resolve_arch(gpu, toolkit)
+    decisions = _decisions(text or "", toolkit)
+    if not any(sass_loads(Target.parse(one.target), gpu) for one in decisions):
+        why = f"nothing in {text!r} runs on a GPU of {show(gpu)}; " if decisions else ""
+        decisions.append(ArchDecision(own.target, why + own.reason))
+    return tuple(decisions)
+
+
+def _decisions(text: str, cuda: CudaVersion) -> list[ArchDecision]:
+    """One target for each entry, those that are the same only once."""
+    decisions: dict[str, ArchDecision] = {}
+    for entry in split_arch_list(text):
+        target = Target.parse(entry.removesuffix("+PTX"))
+        if target.suffix and toolkit_knows(target, cuda):
+            decision = ArchDecision(str(target), f"{entry} names its suffix, which CUDA {show(cuda)} knows")
+        else:
+            decision = resolve_arch(target.capability, cuda)
+        decisions.setdefault(decision.target, decision)
+    return list(decisions.values())
+
+
+def _flashinfer(text: str, cuda: CudaVersion) -> list[ListReading]:
+    readings = []
+    for one in GENERATIONS:
+        seen = flashinfer_targets(one.first, capability=(0, 0), cuda=cuda, arch_list=text)
+        readings.append(ListReading(f"FlashInfer {one.name}", seen.targets, seen.error))
+    return readings
+
+
+def _torch(text: str) -> ListReading:
+    """torch.utils.cpp_extension: entries separated by spaces or semicolons, each known by name."""
+    reader = "torch 2.13"
+    if not text or text == "native":
+        return ListReading(reader, (), note="builds for the GPUs that it sees, and PTX for the newest")
+    named = text.replace(" ", ";")
+    for name, meaning in _TORCH_NAMES:
+        named = named.replace(name, meaning)
+    targets: set[str] = set()
+    for entry in named.split(";"):
+        if not _torch_takes(entry.removesuffix("+PTX")):
+            return ListReading(reader, (), f"ValueError: unknown entry {entry!r}")
+        number = entry.removesuffix("+PTX").replace(".", "")
+        targets |= {number, f"compute_{number}"} if entry.endswith("+PTX") else {number}
+    return ListReading(reader, tuple(sorted(targets, key=lambda one: (Target.parse(one), one))))
+
+
+def _torch_takes(entry: str) -> bool:
+    if _DOTTED.fullmatch(entry) is None:
+        return False
+    target = Target.parse(entry)
+    known = _TORCH_SUFFIXED if target.suffix else _TORCH_SUFFIXED | _TORCH_PLAIN
+    return target.capability in known and target.suffix != "f"
+
+
+def _problems(variable: str, text: str, cuda: CudaVersion) -> Iterator[tuple[str, str]]:
+    """(entry, message) for the separators, then for each entry."""
+    flashinfer = variable == FLASHINFER_LIST
+    entries = split_arch_list(text)
+    if not entries:
+        yield text, f"is empty{': the import of FlashInfer fails; unset it' if flashinfer else ''}"
+        return
+    wrong = [mark for mark in (",", *(";" if flashinfer else ())) if mark in text]
+    if wrong:
+        right = "single spaces" if flashinfer else "semicolons or spaces"
+        yield text, f"{' and '.join(map(repr, wrong))} does not separate entries; expected {right}"
+    blank = re.search(r"^\s|\s$|\s\s" if flashinfer else r"^[\s;]|[\s;]$|[\s;]{2}", text)
+    if blank:
+        where = "before the first entry" if blank.start() == 0 else "after the last entry or between two"
+        yield text, f"a stray separator {where} makes an empty entry, which cannot be read"
+    for entry in entries:
+        yield from ((entry, message) for message in _entry_problems(entry, flashinfer, cuda))
+
+
+def _entry_problems(entry: str, flashinfer: bool, cuda: CudaVersion) -> Iterator[str]:
+    bare = entry.removesuffix("+PTX")
+    if not flashinfer and bare in ("native", *(name for name, _ in _TORCH_NAMES)):
+        return
+    try:
+        target = Target.parse(bare)
+    except ValueError:
+        yield f"is no target; expected one such as {'12.0f' if flashinfer else '12.0a'}"
+        return
+    right = _replacement(target, flashinfer, cuda)
+    if entry != bare and flashinfer:
+        yield "FlashInfer knows no +PTX and passes it to nvcc as part of the target"
+    if _DOTTED.fullmatch(bare) is None:
+        yield f"is not MAJOR.MINOR; expected {target.dotted}"
+    if first_cuda(target) is None:
+        yield f"no CUDA release from {show(OLDEST_CUDA)} on compiles for sm_{target}"
+    elif not toolkit_knows(target, cuda):
+        yield f"CUDA {show(cuda)} does not know sm_{target}; expected {right}"
+    elif not flashinfer and target.suffix == "f":
+        yield f"torch 2.13 takes no family targets; expected {right}"
+    elif not target.suffix and target.major >= 9:
+        plain = f"plain sm_{target}, without the instructions of MoE kernels; expected {right}"
+        yield f"has no suffix: {'FlashInfer up to 0.6.6' if flashinfer else 'torch'} builds {plain}"
+
+
+def _replacement(target: Target, flashinfer: bool, cuda: CudaVersion) -> str:
+    try:
+        decided = Target.parse(resolve_arch(target.capability, cuda).target)
+    except ValueError as error:
+        return f"another toolkit ({error})"
+    return decided.dotted if flashinfer else _for_torch(decided).dotted
+
+
+def _for_torch(target: Target) -> Target:
+    """torch has no name for family targets; the architecture's own takes the same instructions."""
+    return Target(*target.capability, "a") if target.suffix == "f" else target
+
+
+def _suggestion(variable: str, text: str, cuda: CudaVersion) -> str | None:
+    try:
+        targets = [Target.parse(one.target) for one in _decisions(text, cuda)]
+    except ValueError:
+        return None
+    if variable == FLASHINFER_LIST:
+        return " ".join(one.dotted for one in targets)
+    entries = [_for_torch(one).dotted for one in targets]
+    return ";".join(dict.fromkeys(entries)) if all(map(_torch_takes, entries)) else None

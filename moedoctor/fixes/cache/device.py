@@ -1,0 +1,235 @@
+"""The engine ``device``: lookup, eviction and copies in kernels; the host only launches them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from moedoctor.fixes.cache.engine import CachedExperts, Engine
+from moedoctor.fixes.cache.packed import LANES, SIZE
+from moedoctor.fixes.cache.store import ExpertStore
+from moedoctor.fixes.eviction import CacheOverflow, CacheStats, SlotTable
+from moedoctor.kernels.cache.copies import Transfer
+from moedoctor.kernels.cache.launch import (
+    MOST_EXPERTS,
+    LookupState,
+    interprets,
+    launch_groups,
+    launch_lookup,
+)
+
+
+class DeviceEngine(Engine):
+    """Never synchronises in `acquire`, `groups` and `prefetch`; all of them can be captured in a CUDA graph.
+
+    A captured `prefetch` must be followed by an `acquire` of the same capture, which joins its copies, and
+    one outside of a capture by an `acquire` before it.
+    """
+
+    name = "device"
+
+    def __init__(self, store: ExpertStore, capacity: int, policy: str, device: torch.device) -> None:
+        """Raises RuntimeError without a GPU or pinned memory, ValueError for too many experts."""
+        super().__init__(store, capacity, policy, device)
+        if device.type != "cuda" and not interprets():
+            raise RuntimeError(f"engine 'device' needs a CUDA device, got {device}: use engine='host'")
+        if device.type == "cuda" and not store.pinned:
+            raise RuntimeError(
+                f"engine 'device' reads pinned host memory; there is none: {store.reason}; use engine='host'"
+            )
+        if store.num_experts > MOST_EXPERTS:
+            raise ValueError(
+                f"engine 'device' takes {MOST_EXPERTS} experts at most, got {store.num_experts}: use 'host'"
+            )
+        self.slots = store.slots(capacity, device)
+        self._state = LookupState.empty(store.num_experts, capacity, policy, device)
+        packed = {name: (one.blocks, one.elements, one.rare) for name, one in store.packed.items()}
+        self._transfer = Transfer(store.tensors, packed, self.slots, (SIZE, LANES))
+        self.mapping = self._state.slot_of
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._prefetched: torch.cuda.Event | None = None
+        """Set while copies are under way beside the current stream that it has not waited for."""
+        self._torn = False
+        """From before a lookup until its copies are asked for; still set where the reset failed, too."""
+        self._moves = 0
+        """Lookups so far: each may evict."""
+        self._partings = 0
+        """Calls so far that were parted into several groups: all of them share one list of groups."""
+
+    def acquire(self, ids: torch.Tensor) -> CachedExperts:
+        most = self._most(ids)
+        if most > self.capacity:
+            raise CacheOverflow(most, self.capacity, at_most=True)
+        self._join()
+        return self._run(ids.contiguous(), None)
+
+    def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
+        count = -(-self._most(ids) // self.capacity)
+        if count <= 1 and overlap:
+            yield from self._early_and_late(ids.contiguous())
+            return
+        if count <= 1:
+            yield self.acquire(ids)
+            return
+        self._join()
+        ids = ids.contiguous()  # [T, K]
+        self._partings += 1
+        mine = self._partings
+        launch_groups(self._state, ids)
+        for group in range(count):
+            if self._partings != mine:
+                raise RuntimeError(
+                    "another groups() of this cache has begun, which gave the experts other groups: take all "
+                    "groups of a call before the next call"
+                )
+            self._join()  # a prefetch between two groups
+            yield self._run(ids, group)
+
+    def _early_and_late(self, ids: torch.Tensor) -> Iterator[CachedExperts]:
+        """The hits, while the misses are copied on a stream of their own; then the misses."""
+        self._join()
+        early, late = torch.empty_like(ids), torch.empty_like(ids)  # [T, K] each
+        with self._whole():
+            launch_lookup(self._state, ids, early, late=late)
+            self._copy_beside()
+        mine = self._moves
+        yield CachedExperts(self.slots, early)
+        if self._moves != mine:
+            raise RuntimeError(
+                "another call of this cache has begun, which may have evicted the second group's experts: "
+                "take both groups before the next call"
+            )
+        self._join()
+        yield CachedExperts(self.slots, late)
+
+    def _copy_beside(self) -> None:
+        """Copy while the current stream goes on, up to its next `_join`."""
+        copies = self._copies
+        if copies is None:  # the interpreter has no streams
+            self._transfer.launch(self._state.copies)
+            return
+        copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(copies):
+            self._transfer.launch(self._state.copies)
+            self._prefetched = torch.cuda.Event()
+            self._prefetched.record()
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        most = self._most(ids)
+        if most > self.capacity:
+            raise CacheOverflow(most, self.capacity, at_most=True)
+        self._join()
+        ids = ids.contiguous()
+        with self._whole():
+            launch_lookup(self._state, ids, torch.empty_like(ids), counted=False)
+            self._copy_beside()
+
+    def adopt(self, table: SlotTable) -> None:
+        self._join()
+        state = self._state
+        held = [(expert, slot) for slot, expert in enumerate(table.expert_of) if expert >= 0]
+        copies = [0] * (1 + 2 * self.capacity)
+        copies[0] = len(held)
+        for number, (expert, slot) in enumerate(held):
+            copies[1 + number], copies[1 + self.capacity + number] = expert, slot
+        with self._whole():
+            for tensor, values in (
+                (state.slot_of, table.slot_of),
+                (state.expert_of, table.expert_of),
+                (state.uses, table.uses),
+                (state.last, table.last),
+                (state.clock, [table.clock]),
+                (state.loaded, [0] * self.store.num_experts),  # by the clock that was
+                (state.copies, copies),
+            ):
+                tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
+            self._transfer.launch(state.copies)
+
+    def stats(self) -> CacheStats:
+        calls, hits, misses, prefetched = self._state.counts.tolist()
+        return CacheStats(calls, hits, misses, prefetched=prefetched)
+
+    def table(self) -> SlotTable:
+        self._mend()
+        state = self._state
+        return SlotTable.restored(
+            self.capacity,
+            self.policy,
+            state.slot_of.tolist(),
+            state.uses.tolist(),
+            state.last.tolist(),
+            int(state.clock),
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        return self._state.nbytes + self._transfer.nbytes
+
+    def _most(self, ids: torch.Tensor) -> int:
+        """How many experts `ids` can name, by its shape."""
+        if ids.device != self.device:
+            raise ValueError(f"ids are on {ids.device}, the cache is on {self.device}: move them with .to()")
+        return min(ids.numel(), self.store.num_experts)
+
+    def _run(self, ids: torch.Tensor, group: int | None) -> CachedExperts:
+        slot_ids = torch.empty_like(ids)  # [T, K]
+        if ids.numel():
+            with self._whole():
+                launch_lookup(self._state, ids, slot_ids, group=group)
+                self._transfer.launch(self._state.copies)
+        return CachedExperts(self.slots, slot_ids, None if group is None else self._state.group_experts)
+
+    def _join(self) -> None:
+        """Make the current stream wait for the copies of a prefetch."""
+        self._mend()
+        if self._prefetched is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._prefetched)
+            self._prefetched = None
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Around a lookup and its copies: where the copies are not asked for, nothing is resident after it.
+
+        The lookup writes who is resident before a byte has come. Which copies were asked for before an
+        error, Ctrl-C included, is not known here, so all experts are forgotten.
+        """
+        self._moves += 1
+        self._torn = True
+        try:
+            yield
+        except BaseException:
+            self._prefetched = None
+            with suppress(Exception):  # the caller needs the first error; `_mend` tries again
+                if self._captures():
+                    # Nothing of a capture has run: the cache is as it was before. The error voids the
+                    # capture, and a reset in it would empty the cache at each replay.
+                    self._torn = False
+                else:
+                    self._forget_all()
+            raise
+        self._torn = False
+
+    def _mend(self) -> None:
+        """Reset what an earlier call left, where its own reset failed or was interrupted."""
+        if self._torn:
+            if self._captures():
+                raise RuntimeError("the call before broke off: call acquire() once outside of the capture")
+            self._forget_all()
+
+    def _forget_all(self) -> None:
+        """Nothing is resident."""
+        self._prefetched = None
+        if self._copies is not None:
+            # They may still read the list of copies and write to slots.
+            torch.cuda.current_stream(self.device).wait_stream(self._copies)
+        self._state.slot_of.fill_(-1)
+        self._state.expert_of.fill_(-1)
+        self._state.copies[:1].zero_()
+        self._torn = False
+
+    def _captures(self) -> bool:
+        """Whether the current stream records a CUDA graph."""
+        with torch.cuda.device_of(self.mapping):
+            return self._copies is not None and torch.cuda.is_current_stream_capturing()

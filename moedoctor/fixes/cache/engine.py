@@ -1,0 +1,78 @@
+"""What an engine of the expert cache offers: it owns slots, mapping and state, and moves the bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from moedoctor.fixes.cache.store import ExpertStore
+from moedoctor.fixes.eviction import CacheStats, SlotTable
+
+
+@dataclass(frozen=True)
+class CachedExperts:
+    """Resident experts of one call, or of one group of it; valid until the next `acquire`."""
+
+    weights: Mapping[str, torch.Tensor]
+    """[capacity, ...] each, on the device: always the same tensors, at the same addresses."""
+    slot_ids: torch.Tensor
+    """[T, K], the ids' own type: rows of `weights`; -1 where the id is -1 or belongs to another group."""
+    experts: torch.Tensor | None = None
+    """int32 [capacity] on the device: the expert of this group that each slot holds, -1 for none, as
+    `moe_groups.GroupedForward` takes it; None where the call is one group."""
+
+
+def check_range(ids: torch.Tensor, num_experts: int) -> None:
+    """Raise ValueError for an id that is neither -1 nor one of `num_experts`. Reads the ids."""
+    if not ids.numel():
+        return
+    low, high = (int(one) for one in ids.aminmax())
+    if low < -1:
+        raise ValueError(f"ids: {low} is no expert; -1 stands for none")
+    if high >= num_experts:
+        raise ValueError(f"ids: expert {high} of {num_experts}")
+
+
+class Engine(ABC):
+    """One way of looking up, evicting and copying. `ExpertCache` checks arguments and threads before."""
+
+    name: str
+    slots: dict[str, torch.Tensor]
+    """[capacity, ...] each."""
+    mapping: torch.Tensor
+    """int32 [E] on the device: slot or -1, updated in place."""
+
+    def __init__(self, store: ExpertStore, capacity: int, policy: str, device: torch.device) -> None:
+        self.store, self.capacity, self.policy, self.device = store, capacity, policy, device
+
+    @abstractmethod
+    def acquire(self, ids: torch.Tensor) -> CachedExperts:
+        """Make the experts of `ids` [T, K] resident. Raises CacheOverflow, with nothing changed."""
+
+    @abstractmethod
+    def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
+        """Make them resident in groups that fit, resident ones first; `overlap` as `ExpertCache.groups`."""
+
+    @abstractmethod
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Start loading the experts of `ids`, without counting a call."""
+
+    @abstractmethod
+    def adopt(self, table: SlotTable) -> None:
+        """Replace state and slots by those of `table`. May synchronise."""
+
+    @abstractmethod
+    def stats(self) -> CacheStats:
+        """Counts since the start. May synchronise."""
+
+    @abstractmethod
+    def table(self) -> SlotTable:
+        """The state as a table of its own. May synchronise."""
+
+    @property
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """Bytes on the device besides the slots."""

@@ -1,0 +1,275 @@
+"""Which layer's weights are in which device buffer, and when the next ones may be copied there.
+
+Each layer has one buffer for good, layers in running order taking turns. A copy into a buffer starts when
+the layer that used it has been released, behind everything that was queued until then; a layer starts
+behind its copy. So a buffer is neither read before its copy is done nor overwritten while it is read.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from moedoctor.fixes.offload.copy_engine import CopyEngine, Mark
+
+
+@dataclass(frozen=True)
+class Region:
+    """One parameter's bytes in its layer's block and buffer."""
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The parameter as it lies in `memory`, a uint8 tensor [n]; a tensor with a storage of its own.
+
+        A compiler that saw two layers' parameters in one storage would take writing the one for writing the
+        other and copy both.
+        """
+        own = from_dlpack(memory[self.offset : self.offset + self.nbytes])  # [nbytes]
+        typed = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return typed.set_(own.untyped_storage(), 0, self.size, self.stride)  # size
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """The offloaded weights of one layer."""
+
+    name: str
+    host: torch.Tensor
+    """uint8 [n]."""
+    pinned: bool
+    slot: int
+    regions: tuple[Region, ...]
+
+
+@dataclass(eq=False)
+class _Slot:
+    buffer: torch.Tensor
+    """uint8 [n]: as large as its largest unit."""
+    holds: int | None = None
+    """The unit whose weights are there, or on their way behind `mark`."""
+    mark: Mark = None
+    read: Mark = None
+    """Behind the last copy in the current queue. Only the host waits for it: that queue is in order."""
+    user: int | None = None
+    """The unit that computes with it."""
+
+
+@dataclass(eq=False)
+class Pipeline:
+    """Units, their buffers and the engine that fills them."""
+
+    units: Sequence[Unit]
+    buffers: Sequence[torch.Tensor]
+    engine: CopyEngine
+    plain: str | None = None
+    """Why nothing is prefetched and every layer's weights are copied when it starts; None where they are."""
+    compiled: set[int] = field(default_factory=set)
+    """Units that compiled code has started: it counts writes to their parameters that it does not do."""
+    watched: bool = False
+    """Whether a pass was watched for reads of weights outside of their layers."""
+    unwatched: str | None = None
+    """What to tell a user whose first pass could not be watched."""
+    _slots: list[_Slot] = field(init=False)
+    _after: dict[int, int] = field(init=False)
+    """Unit -> the one that ran after it the last time."""
+    _last: int | None = None
+    _captured: bool = False
+    """Part of some graph: its replays change buffers without being seen here."""
+    _in_whole_capture: bool = False
+    _seen: set[int] = field(default_factory=set)
+    """Units of this pass."""
+    _thread: threading.Thread | None = None
+    """Whose pass, or layer, is open."""
+    _in_pass: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._slots = [_Slot(buffer) for buffer in self.buffers]
+        self._after = {index: (index + 1) % len(self.units) for index in range(len(self.units))}
+
+    def begin(self) -> None:
+        """A pass over the whole module starts."""
+        self._claim()
+        self._in_pass = True
+        for slot in self._slots:
+            slot.user = None
+        self._seen.clear()
+        capturing = self.engine.capturing()
+        self._in_whole_capture = capturing
+        self._captured |= capturing
+        if self._captured:
+            if not capturing:
+                self.join()
+            self._forget()
+
+    def finish(self) -> None:
+        """The pass is over. With graphs about nothing stays in flight: a replay would not wait for it."""
+        if self._captured:
+            self.join()
+        if self._in_whole_capture:
+            self._forget()  # events that a graph recorded mean nothing outside of it
+        self._in_whole_capture = False
+        self._yield()
+
+    def abandon(self) -> None:
+        """What this thread had open has failed."""
+        if self._thread is threading.current_thread():
+            self._yield()
+
+    def go_unwatched(self, how: str) -> None:
+        """Say, once, that the first pass ran `how` and so was not watched."""
+        if self.watched or self.unwatched is not None:
+            return
+        self.unwatched = (
+            f"the first pass ran {how}, so it was not watched: where something reads an offloaded weight"
+            " outside of its layer, such as a tied head, results are wrong; run one eager pass first"
+        )
+        warnings.warn(self.unwatched, RuntimeWarning, stacklevel=2)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """A copy would compute with the weights of the original."""
+        raise RuntimeError("an offloaded module cannot be copied or pickled: call restore() first")
+
+    def join(self) -> None:
+        """What is queued from now on starts behind every copy that is in flight."""
+        for slot in self._slots:
+            if slot.mark is not None:
+                self.engine.join(slot.mark)
+
+    def settle(self) -> None:
+        """The host waits for every copy, and nothing that the buffers hold is relied on any more.
+
+        Before weights on the host are overwritten: only an event says that a copy has read them.
+        """
+        for slot in self._slots:
+            for mark in (slot.mark, slot.read):
+                if mark is not None:
+                    self.engine.wait(mark)
+            slot.read = None
+        self._forget()
+
+    def wait(self, index: int, arguments: Sequence[torch.Tensor]) -> None:
+        """Unit `index` starts: `arguments`, its parameters, hold its weights for whatever is queued next."""
+        self._claim()
+        unit = self.units[index]
+        slot = self._slots[unit.slot]
+        if slot.user not in (None, index):
+            other = self.units[slot.user or 0].name
+            slot.user = None
+            raise RuntimeError(
+                f"{unit.name} runs inside {other}, which uses the same buffer: offloaded layers must not run"
+                " inside each other (or the call before this one failed; then call again)"
+            )
+        copies = self._copies(unit, slot, arguments)
+        capturing = self.engine.capturing()
+        if copies:
+            self._go_plain("the compiler hands over copies of the weights", capturing)
+        elif capturing and not self._in_whole_capture:
+            self._go_plain("a graph records a part of the module alone", capturing)
+        if capturing and not unit.pinned:
+            raise RuntimeError(f"a graph cannot record copies from memory that is not pinned ({unit.name})")
+        self._fetch(index, unit, slot)
+        slot.user = index
+        for argument, region in copies:
+            argument.copy_(region.of(slot.buffer))
+        if self._last is not None:
+            self._after[self._last] = index
+        self._last = index
+        self._seen.add(index)
+        self._prefetch()
+
+    def release(self, index: int) -> None:
+        """All that reads the weights of unit `index` is queued."""
+        self._slots[self.units[index].slot].user = None
+        self._prefetch()
+        if not self._in_pass:
+            self._yield()
+
+    def _claim(self) -> None:
+        """Raises RuntimeError while another thread has a pass open: the two would share the buffers."""
+        own = threading.current_thread()
+        with self._lock:
+            other = self._thread
+            if other is not None and other is not own and other.is_alive():
+                raise RuntimeError(
+                    f"an offloaded module runs one pass at a time, and thread {other.name} has one open (if a"
+                    " compiled pass failed there, run one there again)"
+                )
+            self._thread = own
+
+    def _yield(self) -> None:
+        self._in_pass = False
+        self._thread = None
+
+    def _copies(
+        self, unit: Unit, slot: _Slot, arguments: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, Region]]:
+        """Arguments that do not lie in the buffer: a compiler may hand over copies to be written instead."""
+        base = slot.buffer.data_ptr()
+        return [
+            (argument, region)
+            for argument, region in zip(arguments, unit.regions, strict=True)
+            if argument.data_ptr() != base + region.offset
+        ]
+
+    def _fetch(self, index: int, unit: Unit, slot: _Slot) -> None:
+        if self.plain is None and unit.pinned:
+            if slot.holds != index:
+                self._start(index)
+            self.engine.join(slot.mark)
+            return
+        if slot.mark is not None:
+            self.engine.join(slot.mark)
+        if self.plain is not None or slot.holds != index:
+            slot.read = self.engine.copy_in_order(slot.buffer[: unit.host.numel()], unit.host)
+        slot.mark, slot.holds = None, index
+
+    def _prefetch(self) -> None:
+        """Start the copies of the next units whose buffers are free, in running order."""
+        if self.plain is not None or self._last is None:
+            return
+        index, claimed = self._last, set[int]()
+        for _ in self._slots:
+            index = self._after[index]
+            unit = self.units[index]
+            slot = self._slots[unit.slot]
+            if not unit.pinned or unit.slot in claimed or (self._captured and index in self._seen):
+                return
+            claimed.add(unit.slot)
+            if slot.holds == index:
+                continue
+            if slot.user is not None:
+                return
+            self._start(index)
+
+    def _start(self, index: int) -> None:
+        unit = self.units[index]
+        slot = self._slots[unit.slot]
+        self.engine.fork()
+        self.engine.copy(slot.buffer[: unit.host.numel()], unit.host)
+        slot.mark, slot.holds = self.engine.mark(), index
+
+    def _go_plain(self, why: str, capturing: bool) -> None:
+        """Copy each unit when it starts, from now on: what else writes the buffers is not seen here."""
+        if self.plain is not None:
+            return
+        if not capturing:
+            self.join()
+        self._forget()
+        self.plain = why
+        warnings.warn(f"weights are no longer prefetched: {why}", RuntimeWarning, stacklevel=2)
+
+    def _forget(self) -> None:
+        for slot in self._slots:
+            slot.holds = slot.mark = None

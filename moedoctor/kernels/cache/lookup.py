@@ -1,0 +1,274 @@
+"""Lookup and eviction of an expert cache in one program, on state that stays on the device.
+
+The same decisions as `moedoctor.fixes.eviction.SlotTable`: one call is one event. Experts are lanes; a
+program has them all, so that ranks and prefix sums need no second launch. Loops over what only the run
+knows are `while` loops: Triton's interpreter takes no tensor as a range.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moedoctor.fixes.cache.policies import HALVED_EVERY
+
+_NEVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+"""The key of an expert that may not leave."""
+_HALVED_EVERY = tl.constexpr(HALVED_EVERY)
+_IDS = tl.constexpr(4096)
+"""Above the largest expert id, to put one below another key in one integer."""
+
+
+@triton.jit
+def _is_needed(
+    ids_ptr: tl.tensor,
+    stamp_ptr: tl.tensor,
+    expert: tl.tensor,
+    count: tl.tensor,
+    experts: tl.constexpr,
+    few: tl.constexpr,
+    chunk: tl.constexpr,
+) -> tl.tensor:
+    """Which of the experts [lanes] `ids` [count] names.
+
+    Many ids are marked in `stamp` int64 [E + 1], with a number that its last element counts up.
+    """
+    place = tl.arange(0, chunk)  # [chunk]
+    if few:
+        ids = tl.load(ids_ptr + place, mask=place < count, other=-1).to(tl.int32)  # [chunk]
+        named = tl.max((expert[:, None] == ids[None, :]).to(tl.int32), axis=1) > 0  # [lanes]
+    else:
+        mark = tl.load(stamp_ptr + experts) + 1
+        start = count * 0
+        while start < count:
+            ids = tl.load(ids_ptr + start + place, mask=start + place < count, other=-1).to(tl.int32)
+            tl.store(stamp_ptr + ids, ids * 0 + mark, mask=(ids >= 0) & (ids < experts))
+            start += chunk
+        tl.debug_barrier()
+        named = tl.load(stamp_ptr + expert, mask=expert < experts, other=0) == mark
+        tl.store(stamp_ptr + experts, mark)
+    return named & (expert < experts)
+
+
+@triton.jit
+def _rank(
+    major: tl.tensor,
+    minor: tl.tensor,
+    keys_ptr: tl.tensor,
+    expert: tl.tensor,
+    lanes: tl.constexpr,
+    together: tl.constexpr,
+) -> tl.tensor:
+    """How many of the keys (major, minor) [lanes] are below each one."""
+    if lanes <= together:
+        below = (major[None, :] < major[:, None]) | (
+            (major[None, :] == major[:, None]) & (minor[None, :] < minor[:, None])
+        )  # [lanes, lanes]
+        rank = tl.sum(below.to(tl.int32), axis=1)
+    else:
+        tl.store(keys_ptr + expert, major)
+        tl.store(keys_ptr + lanes + expert, minor)
+        tl.debug_barrier()
+        rank = tl.zeros([lanes], tl.int32)
+        for start in range(0, lanes, together):
+            other = start + tl.arange(0, together)
+            first = tl.load(keys_ptr + other)  # [together]
+            second = tl.load(keys_ptr + lanes + other)  # [together]
+            below = (first[None, :] < major[:, None]) | (
+                (first[None, :] == major[:, None]) & (second[None, :] < minor[:, None])
+            )  # [lanes, together]
+            rank += tl.sum(below.to(tl.int32), axis=1)
+    return rank
+
+
+@triton.jit
+def _keys(
+    uses: tl.tensor, last: tl.tensor, now: tl.tensor, expert: tl.tensor, policy: tl.constexpr
+) -> tl.tuple:
+    """(major, minor) int64 [lanes]; the lowest leaves first."""
+    if policy == "lru":
+        keys = (last, expert.to(tl.int64))
+    elif policy == "lfru":
+        score = uses.to(tl.float64) / (now - last + 1).to(tl.float64)
+        # Positive floats are ordered as their bits are.
+        keys = (score.to(tl.int64, bitcast=True), uses * _IDS + expert)
+    else:
+        keys = (uses, last * _IDS + expert)
+    return keys
+
+
+@triton.jit(do_not_specialize=["count", "group"])  # which would compile it once more for group 1
+def lookup_kernel(
+    ids_ptr: tl.tensor,
+    slot_ids_ptr: tl.tensor,
+    late_ptr: tl.tensor,
+    slot_of_ptr: tl.tensor,
+    expert_of_ptr: tl.tensor,
+    uses_ptr: tl.tensor,
+    last_ptr: tl.tensor,
+    loaded_ptr: tl.tensor,
+    clock_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    group_of_ptr: tl.tensor,
+    group_experts_ptr: tl.tensor,
+    copies_ptr: tl.tensor,
+    stamp_ptr: tl.tensor,
+    scratch_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    count: tl.tensor,
+    group: tl.tensor,
+    experts: tl.constexpr,
+    capacity: tl.constexpr,
+    policy: tl.constexpr,
+    grouped: tl.constexpr,
+    splits: tl.constexpr,
+    counted: tl.constexpr,
+    few: tl.constexpr,
+    chunk: tl.constexpr,
+    lanes: tl.constexpr,
+    slot_lanes: tl.constexpr,
+    together: tl.constexpr,
+) -> None:
+    """Make the experts of `ids` [count] resident in the bookkeeping; one program.
+
+    Writes `slot_ids` [count], and to `copies` int32 [1 + 2 * capacity] the number of copies, their experts
+    and their slots. `splits`: slots that are still to be filled go to `late` [count] instead. `counts`
+    int64 [4] are calls, hits, misses and prefetched. `grouped`: only the experts with
+    ``group_of[expert] == group``; `group_experts` int32 [capacity] gets whom of them each slot holds, or
+    -1. `loaded` int64 [E] is the call that loaded each expert, `scratch` int32 [capacity], `keys` int64
+    [2 * lanes].
+    """
+    expert = tl.arange(0, lanes)  # [lanes]
+    real = expert < experts
+    now = tl.load(clock_ptr) + 1
+    slot = tl.load(slot_of_ptr + expert, mask=real, other=-1)  # [lanes]
+    uses = tl.load(uses_ptr + expert, mask=real, other=0)  # [lanes]
+    last = tl.load(last_ptr + expert, mask=real, other=0)  # [lanes]
+    needed = _is_needed(ids_ptr, stamp_ptr, expert, count, experts, few, chunk)
+    if grouped:
+        needed = needed & (tl.load(group_of_ptr + expert, mask=real, other=-1) == group)
+    resident = slot >= 0
+    missing = needed & (slot < 0)
+    misses = tl.sum(missing.to(tl.int32), axis=0)
+    hits = tl.sum((needed & resident).to(tl.int32), axis=0)
+    if policy == "aging":
+        uses = tl.where((now % _HALVED_EVERY == 0) & (hits + misses > 0), uses >> 1, uses)
+    tl.store(copies_ptr, misses)
+    if misses > 0:
+        place = tl.arange(0, slot_lanes)  # [slot_lanes]
+        held = tl.load(expert_of_ptr + place, mask=place < capacity, other=0)
+        free = (held < 0) & (place < capacity)
+        free_rank = tl.cumsum(free.to(tl.int32), axis=0) - 1
+        frees = tl.sum(free.to(tl.int32), axis=0)
+        tl.store(scratch_ptr + free_rank, place, mask=free & (free_rank < misses))
+        victim = needed & (expert < 0)
+        if frees < misses:
+            major, minor = _keys(uses, last, now, expert, policy)
+            may_leave = resident & (needed == 0)
+            major = tl.where(may_leave, major, _NEVER)
+            rank = frees + _rank(major, minor, keys_ptr, expert, lanes, together)
+            victim = may_leave & (rank < misses)
+            tl.store(scratch_ptr + rank, slot, mask=victim)
+        tl.debug_barrier()
+        order = tl.cumsum(missing.to(tl.int32), axis=0) - 1
+        target = tl.load(scratch_ptr + order, mask=missing, other=-1)  # [lanes]
+        tl.store(copies_ptr + 1 + order, expert, mask=missing)
+        tl.store(copies_ptr + 1 + capacity + order, target, mask=missing)
+        tl.store(expert_of_ptr + target, expert, mask=missing)
+        slot = tl.where(missing, target, tl.where(victim, -1, slot))
+        tl.store(slot_of_ptr + expert, slot, mask=missing | victim)
+        if policy != "aging":
+            uses = tl.where(missing, 0, uses)
+    tl.store(uses_ptr + expert, tl.where(needed, uses + 1, uses), mask=real)
+    tl.store(loaded_ptr + expert, last * 0 + now, mask=missing)
+    if grouped:
+        every = tl.arange(0, slot_lanes)  # [slot_lanes]
+        tl.store(group_experts_ptr + every, every * 0 - 1, mask=every < capacity)
+        tl.debug_barrier()
+        tl.store(group_experts_ptr + slot, expert, mask=needed)
+    tl.store(last_ptr + expert, last * 0 + now, mask=needed)
+    tl.debug_barrier()
+    if hits + misses > 0:
+        tl.store(clock_ptr, now)
+    if counted:
+        if group == 0:
+            tl.store(counts_ptr, tl.load(counts_ptr) + 1)
+        tl.store(counts_ptr + 1, tl.load(counts_ptr + 1) + hits)
+        tl.store(counts_ptr + 2, tl.load(counts_ptr + 2) + misses)
+    else:
+        tl.store(counts_ptr + 3, tl.load(counts_ptr + 3) + misses)
+    _translate(
+        ids_ptr,
+        slot_ids_ptr,
+        late_ptr,
+        slot_of_ptr,
+        loaded_ptr,
+        group_of_ptr,
+        count,
+        now,
+        group,
+        experts,
+        grouped,
+        splits,
+        chunk,
+    )
+
+
+@triton.jit
+def _translate(
+    ids_ptr: tl.tensor,
+    slot_ids_ptr: tl.tensor,
+    late_ptr: tl.tensor,
+    slot_of_ptr: tl.tensor,
+    loaded_ptr: tl.tensor,
+    group_of_ptr: tl.tensor,
+    count: tl.tensor,
+    now: tl.tensor,
+    group: tl.tensor,
+    experts: tl.constexpr,
+    grouped: tl.constexpr,
+    splits: tl.constexpr,
+    chunk: tl.constexpr,
+) -> None:
+    """`slot_ids` [count] from `ids` [count]; -1 for ids that are no expert, or none of this group."""
+    place = tl.arange(0, chunk)  # [chunk]
+    start = count * 0
+    while start < count:
+        inside = start + place < count
+        ids = tl.load(ids_ptr + start + place, mask=inside, other=-1)
+        known = (ids >= 0) & (ids < experts)
+        if grouped:
+            known = known & (tl.load(group_of_ptr + ids, mask=known, other=-1) == group)
+        slots = tl.load(slot_of_ptr + ids, mask=known, other=-1)
+        if splits:
+            late = tl.load(loaded_ptr + ids, mask=known, other=0) == now
+            tl.store(late_ptr + start + place, tl.where(late, slots, -1), mask=inside)
+            slots = tl.where(late, -1, slots)
+        tl.store(slot_ids_ptr + start + place, slots, mask=inside)
+        start += chunk
+
+
+@triton.jit(do_not_specialize=["count"])
+def group_kernel(
+    ids_ptr: tl.tensor,
+    slot_of_ptr: tl.tensor,
+    group_of_ptr: tl.tensor,
+    stamp_ptr: tl.tensor,
+    count: tl.tensor,
+    experts: tl.constexpr,
+    capacity: tl.constexpr,
+    few: tl.constexpr,
+    chunk: tl.constexpr,
+    lanes: tl.constexpr,
+) -> None:
+    """Part the experts of `ids` [count] into groups of `capacity`, resident ones first; one program."""
+    expert = tl.arange(0, lanes)  # [lanes]
+    real = expert < experts
+    needed = _is_needed(ids_ptr, stamp_ptr, expert, count, experts, few, chunk)
+    resident = tl.load(slot_of_ptr + expert, mask=real, other=-1) >= 0
+    first = (needed & resident).to(tl.int32)
+    second = (needed & (resident == 0)).to(tl.int32)
+    order = tl.where(
+        resident, tl.cumsum(first, axis=0) - 1, tl.sum(first, axis=0) + tl.cumsum(second, axis=0) - 1
+    )
+    tl.store(group_of_ptr + expert, tl.where(needed, order // capacity, -1), mask=real)

@@ -1,0 +1,171 @@
+"""Which kernel routes a batch, in which shape, and the call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from moedoctor.kernels.routing.half_softmax import half_softmax_kernel
+from moedoctor.kernels.routing.topk import topk_kernel
+
+_WARP = 32
+_VECTOR_BYTES = 16
+_MOST_EXPERTS = 512
+"""What the half-precision kernel holds in registers."""
+_LONGEST_PICK = 16
+"""The largest `top_k` that it unrolls."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel's programs cover the logits."""
+
+    rows: int
+    """Tokens a program."""
+    lanes: int
+    """Lanes a row."""
+    width: int
+    """Experts a lane."""
+    warps: int
+    registers: int | None = None
+    """Registers a thread at most: what rare rows need must not keep other programs off the GPU."""
+
+
+def launch_topk(
+    logits: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    scoring: str,
+    bias: torch.Tensor | None = None,
+    renormalize: bool = False,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    routed_scaling_factor: float = 1.0,
+    nan_policy: str | None = "zero",
+    shape: Shape | None = None,
+) -> None:
+    """Route `logits` [T, E] into `weights` float32 [T, K] and `ids` int32 [T, K] in one launch.
+
+    Arguments are those of `moedoctor.fixes.routing`, which checks them. ``nan_policy=None`` leaves the
+    NaN handling out, to measure what it costs; its results on rows that hold a NaN mean nothing. `shape`
+    replaces the tuned one.
+    """
+    (tokens, experts), top_k = logits.shape, ids.shape[1]
+    if tokens == 0:
+        return
+    policy = nan_policy or "none"
+    with torch.cuda.device_of(logits):
+        if is_half_softmax(logits, top_k, scoring, bias, num_groups, routed_scaling_factor):
+            shape = shape or half_softmax_shape(tokens, experts)
+            half_softmax_kernel[(triton.cdiv(tokens, shape.rows),)](
+                logits,
+                weights,
+                ids,
+                tokens,
+                logits.stride(0),
+                logits.stride(1),
+                experts=experts,
+                top_k=top_k,
+                renormalize=renormalize,
+                policy=policy,
+                rows=shape.rows,
+                lanes=shape.lanes,
+                width=shape.width,
+                num_warps=shape.warps,
+                maxnreg=shape.registers,
+            )
+            return
+        groups = num_groups if num_groups > 1 else 0
+        shape = shape or topk_shape(tokens, experts, top_k, num_groups, logits.element_size(), policy)
+        topk_kernel[(triton.cdiv(tokens, shape.rows),)](
+            logits,
+            logits if bias is None else bias,
+            weights,
+            ids,
+            tokens,
+            logits.stride(0),
+            logits.stride(1),
+            0 if bias is None else bias.stride(0),
+            routed_scaling_factor,
+            experts=experts,
+            top_k=top_k,
+            scoring=scoring,
+            has_bias=bias is not None,
+            renormalize=renormalize,
+            groups=groups,
+            kept_groups=topk_groups,
+            group_size=experts // num_groups,
+            padded_groups=triton.next_power_of_2(groups) if groups else 0,
+            policy=policy,
+            rows=shape.rows,
+            lanes=shape.lanes,
+            width=shape.width,
+            num_warps=shape.warps,
+            maxnreg=shape.registers,
+        )
+
+
+def is_half_softmax(
+    logits: torch.Tensor, top_k: int, scoring: str, bias: torch.Tensor | None, num_groups: int, scale: float
+) -> bool:
+    """Whether `half_softmax_kernel` takes this call."""
+    return (
+        scoring == "softmax"
+        and bias is None
+        and num_groups == 1
+        and scale == 1.0
+        and logits.dtype in (torch.bfloat16, torch.float16)
+        and logits.shape[1] <= _MOST_EXPERTS
+        and top_k <= _LONGEST_PICK
+    )
+
+
+def half_softmax_shape(tokens: int, experts: int) -> Shape:
+    """The shape of `half_softmax_kernel`, from measurements on an H200.
+
+    Few tokens: a program of one warp each. More: fewer programs with more rows, as starting a program takes
+    about as long as routing a row.
+    """
+    lanes, width = _cover(triton.next_power_of_2(experts), _WARP, element_size=2)
+    together = max(_WARP // lanes, 1)  # rows that share a warp
+    if tokens <= 512 or lanes > _WARP:
+        return Shape(rows=together, lanes=lanes, width=width, warps=1)
+    if width == 8:
+        return Shape(rows=2, lanes=lanes, width=width, warps=1, registers=64)
+    if tokens <= 2048 or lanes < _WARP:
+        return Shape(rows=4 * together, lanes=lanes, width=width, warps=4, registers=64)
+    return Shape(rows=16, lanes=lanes, width=width, warps=4, registers=72)
+
+
+def topk_shape(
+    tokens: int, experts: int, top_k: int, num_groups: int, element_size: int, policy: str = "zero"
+) -> Shape:
+    """The shape of `topk_kernel`: each group is padded to a power of two and starts on a lane of its own.
+
+    Programs of one warp, where that is as fast: asking whether a row is to be routed again then needs no
+    exchange between warps.
+    """
+    groups = triton.next_power_of_2(num_groups)
+    columns = groups * triton.next_power_of_2(experts // num_groups)
+    lanes, width = _cover(columns, max(_WARP, groups, triton.next_power_of_2(top_k)), element_size)
+    if lanes > _WARP:
+        return Shape(rows=1, lanes=lanes, width=width, warps=min(max(columns // 1024, 1), 8))
+    together = _WARP // lanes  # rows that share a warp
+    if tokens <= 512:
+        return Shape(rows=together, lanes=lanes, width=width, warps=1)
+    if width <= 4 and tokens <= 2048:
+        return Shape(rows=2 * together, lanes=lanes, width=width, warps=1, registers=80)
+    if width <= 4:
+        registers = 80 if policy == "finite" else None
+        return Shape(rows=4 * together, lanes=lanes, width=width, warps=1, registers=registers)
+    return Shape(rows=4 * together, lanes=lanes, width=width, warps=4)
+
+
+def _cover(columns: int, lanes: int, element_size: int) -> tuple[int, int]:
+    """Lanes and elements a lane: at least `lanes` of them, no elements beyond one vector load."""
+    widest = max(_VECTOR_BYTES // element_size, 1)
+    lanes = min(columns, max(lanes, columns // widest))
+    return lanes, columns // lanes

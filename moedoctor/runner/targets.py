@@ -1,0 +1,84 @@
+"""From what a person names to scenario files: paths, folders, catalogue names and ids."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from moedoctor import catalogue
+from moedoctor.entries import find_entry
+from moedoctor.entries.shipped import builtin_folder
+from moedoctor.scenario.file import Scenario, ScenarioError, load
+
+_SUFFIXES = (".yaml", ".yml")
+_MAX_FILES = 1000
+
+
+class TargetError(Exception):
+    """A name that stands for no scenario; one line says what was expected."""
+
+
+def load_targets(targets: Sequence[str]) -> list[Scenario]:
+    """The scenarios that `targets` name, each once; no target means all built-in ones.
+
+    Raises TargetError for a name that stands for nothing, ScenarioError for a file that is wrong.
+    """
+    scenarios: dict[str, Scenario] = {}
+    for target in targets or [str(builtin_folder())]:
+        for path in _files(target):
+            scenarios.setdefault(str(path.resolve()), load_scenario(path))
+    return list(scenarios.values())
+
+
+def load_scenario(path: Path) -> Scenario:
+    """One scenario file, with the file shown as ``scenarios/NAME.yaml`` where it is built in."""
+    shown = _shown(path)
+    try:
+        scenario = load(path, faults=catalogue.faults(), subject_kind=catalogue.subject_kind)
+    except ScenarioError as error:
+        error.file = shown
+        raise
+    return replace(scenario, file=shown)
+
+
+def builtin_file(name: str) -> Path:
+    """The built-in scenario of the known failure called `name`."""
+    return builtin_folder() / f"{name}.yaml"
+
+
+def _files(target: str) -> Iterable[Path]:
+    path = Path(target)
+    fault = catalogue.find_fault(target)
+    if fault is not None and not path.is_file():
+        return [builtin_file(fault.name)]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+        if not files:
+            raise TargetError(
+                f"{target}: no scenario in this folder; expected files that end in .yaml or .yml"
+            )
+        if len(files) > _MAX_FILES:
+            raise TargetError(f"{target}: {len(files)} files in this folder; expected at most {_MAX_FILES}")
+        return files
+    if path.suffix in _SUFFIXES or len(path.parts) > 1 or path.exists():
+        return [path]
+    entry = find_entry(target)
+    if entry is not None:
+        raise TargetError(
+            f"{target}: has no scenario yet, so it cannot run; `moedoctor explain {entry.id}` tells it"
+        )
+    known = [*catalogue.faults(), *(one.name for one in catalogue.faults().values())]
+    near = difflib.get_close_matches(target, known, n=1) or difflib.get_close_matches(
+        target.upper(), known, n=1
+    )
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise TargetError(
+        f"{target}: no such scenario file, folder, id or name; {hint}`moedoctor list` shows what there is"
+    )
+
+
+def _shown(path: Path) -> str:
+    folder = builtin_folder()
+    return f"scenarios/{path.name}" if path.resolve().parent == folder.resolve() else str(path)

@@ -1,0 +1,204 @@
+"""What the NaN trace costs a decode step: engines with and without it side by side, timed in turn.
+
+Four engines are up at once and only one of them works at a time, in the order off, on, on, off and on the
+same core, so that clocks and neighbours strike all alike and a drift cancels out. A round is the difference
+between a long and a short generation. What an engine takes is the best of the medians of blocks of rounds,
+for whatever else the machine does only adds time. How far two engines that are alike differ is the noise.
+
+A tiny model shows what watching a layer costs where launches take the time, layers of a real model's size
+what is left of that beside real work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moedoctor.reference.checkpoints import write_qwen3_moe
+from moedoctor.results import UnavailableError
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, run_engines
+from moedoctor.upstream.engine.expert_cache_shape import write_shape
+from moedoctor.upstream.engine.nan_requests import BATCH, SECONDS, engine_arguments, prompts, said, traced
+from moedoctor.upstream.engine.step_events import step_events
+
+_NAMES = ("off 1", "on 1", "on 2", "off 2")
+_STEPS, _ROUNDS, _BLOCK = 48, 64, 8
+_PATIENCE = 200.0
+"""Seconds that an engine waits for the others to be up, or to be through."""
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A checkpoint to decode with."""
+
+    name: str
+    layers: int
+    write: Callable[[Path, int], Path]
+    arguments: Mapping[str, Any]
+
+
+def _tiny(folder: Path, layers: int) -> Path:
+    return write_qwen3_moe(folder, layers=layers, hidden=512, intermediate=256, experts=32, top_k=4)
+
+
+def _qwen(folder: Path, layers: int) -> Path:
+    return write_shape(folder, num_hidden_layers=layers)
+
+
+_TINY = _Model("tiny", 4, _tiny, {})
+_LARGE = _Model("Qwen3-30B-A3B's layers", 12, _qwen, {"load_format": "dummy", "gpu_memory_utilization": 0.2})
+
+
+def overhead(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Milliseconds of a decode step without and with the trace, and the ratio less 1: real layers."""
+    return [_of_model(_LARGE)]
+
+
+def overhead_tiny(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The same of a tiny model."""
+    return [_of_model(_TINY)]
+
+
+def _of_model(model: _Model) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+        folder = Path(name)
+        model.write(folder / "model", model.layers)
+        results = run_engines([_request(model, folder, one) for one in _NAMES], parallel=len(_NAMES))
+    for result in results:
+        if result.error is not None:
+            raise UnavailableError(f"{model.name}, {result.label}: {said(result)}")
+    return {"model": model.name, "layers": model.layers, "batch": BATCH, **_figures(results)}
+
+
+def decode_times(llm: Any, *, steps: int, rounds: int, meet: str, name: str) -> dict[str, Any]:
+    """Probe: milliseconds of a decode step in each round; `meet` is a folder that the engines share."""
+    folder = Path(meet)
+    _seconds(llm, steps)  # warm-up
+    _wait_for_all(folder, name, "up")
+    wall, gpu = [], []
+    with step_events() as events, _one_core() as work:
+        for slot, whose in enumerate(turns(rounds)):
+            if whose != name:
+                continue
+            if slot:
+                _wait_for(folder / f"{slot - 1}.done", "its turn did not come")
+            with work():
+                # A generation of two tokens has the prefill and one decode step; the rest is decode steps.
+                short = _seconds(llm, 2)
+                events.clear()
+                wall.append((_seconds(llm, steps + 2) - short) / steps * 1e3)
+            gpu.append(events.milliseconds(skipped=2))
+            (folder / f"{slot}.done").touch()
+    _wait_for_all(folder, name, "through")
+    return {"step_ms": wall, "gpu_ms": [one for one in gpu if one is not None]}
+
+
+@contextmanager
+def _one_core() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Gives a context in which this thread has the last core, as in every engine; else it has the others.
+
+    Without it engines that are alike differed by 8 %. Where cores cannot be chosen it does nothing.
+    """
+    every = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if len(every) < 2:
+        yield nullcontext
+        return
+    own = {max(every)}
+
+    @contextmanager
+    def work() -> Iterator[None]:
+        os.sched_setaffinity(0, own)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, every - own)
+
+    os.sched_setaffinity(0, every - own)
+    try:
+        yield work
+    finally:
+        os.sched_setaffinity(0, every)
+
+
+def turns(rounds: int) -> Sequence[str]:
+    """Which engine works, one after another: each round there and the next one back."""
+    return [one for index in range(rounds) for one in (_NAMES if index % 2 == 0 else _NAMES[::-1])]
+
+
+def _seconds(llm: Any, tokens: int) -> float:
+    vllm: Any = importlib.import_module("vllm")
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    started = time.perf_counter()
+    llm.generate([{"prompt_token_ids": one} for one in prompts()], sampling, use_tqdm=False)
+    return time.perf_counter() - started
+
+
+def _wait_for_all(folder: Path, name: str, stage: str) -> None:
+    (folder / f"{name}.{stage}").touch()
+    for one in _NAMES:
+        _wait_for(folder / f"{one}.{stage}", f"not all engines were {stage}")
+
+
+def _wait_for(file: Path, otherwise: str) -> None:
+    until = time.monotonic() + _PATIENCE
+    while not file.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"{otherwise} within {_PATIENCE:g} s")
+        time.sleep(0.002)
+
+
+def _request(model: _Model, folder: Path, name: str) -> EngineRequest:
+    return EngineRequest(
+        str(folder / "model"),
+        prompts(),
+        {**engine_arguments(), **model.arguments},
+        # Without a seed for hashes even dictionaries differ from process to process.
+        {"PYTHONHASHSEED": "0", **(traced() if name.startswith("on") else {})},
+        max_tokens=2,
+        probe="moedoctor.upstream.engine.nan_overhead:decode_times",
+        probe_options={"steps": _STEPS, "rounds": _ROUNDS, "meet": str(folder), "name": name},
+        seconds=SECONDS,
+        label=f"trace {name}",
+    )
+
+
+def _figures(results: Sequence[EngineResult]) -> dict[str, Any]:
+    probes = {name: result.probe for name, result in zip(_NAMES, results, strict=True)}
+    rounds = zip(*(probes[name]["step_ms"] for name in _NAMES), strict=True)
+    ratios = sorted((on_1 + on_2) / (off_1 + off_2) for off_1, on_1, on_2, off_2 in rounds)
+    figures = {
+        **_compared(probes, "step_ms", ""),
+        "overhead_p20": ratios[len(ratios) // 5] - 1,
+        "overhead_p80": ratios[len(ratios) * 4 // 5] - 1,
+        "rounds": len(ratios),
+    }
+    if all(probe["gpu_ms"] for probe in probes.values()):
+        figures |= _compared(probes, "gpu_ms", "gpu_")
+    return figures
+
+
+def _compared(probes: Mapping[str, Mapping[str, Any]], key: str, prefix: str) -> dict[str, Any]:
+    """The best of each engine, the overhead of their means, and how far engines that are alike differ."""
+    best = {name: best_median(probe[key]) for name, probe in probes.items()}
+    off, on = ([best[name] for name in _NAMES if name.startswith(kind)] for kind in ("off", "on"))
+    return {
+        f"{prefix}step_ms_off": statistics.mean(off),
+        f"{prefix}step_ms_on": statistics.mean(on),
+        f"{prefix}overhead": statistics.mean(on) / statistics.mean(off) - 1,
+        f"{prefix}noise": max(max(alike) / min(alike) for alike in (off, on)) - 1,
+        f"{prefix}best_off": off,
+        f"{prefix}best_on": on,
+    }
+
+
+def best_median(times: Sequence[float]) -> float:
+    """The smallest median of `_BLOCK` rounds that follow each other."""
+    return min(statistics.median(times[start : start + _BLOCK]) for start in range(0, len(times), _BLOCK))

@@ -1,0 +1,147 @@
+"""The experiment of MD001 in a real engine: padding rows made NaN, and the top-k kernel of another release.
+
+Only for engines that moedoctor starts itself: ``MOEDOCTOR_EXPERIMENT`` is read by the trace `nan` alone, and
+holds JSON: ``{"poison_padding": true, "topk_softmax": "moe_C.so of another release"}``, or
+``{"poison_memory": true}``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moedoctor.upstream.plugin.fix_support import FixError, expect, replace_once
+
+VARIABLE = "MOEDOCTOR_EXPERIMENT"
+_NAMESPACE, _OTHER = b"\0_moe_C\0", b"\0_moe_X\0"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is put wrong on purpose."""
+
+    poison_padding: bool = False
+    """The attention output of padding rows becomes NaN."""
+    poison_memory: bool = False
+    """Memory that the process will be given holds NaN before the model is made."""
+    topk_softmax: str | None = None
+    """Shared object of another release, whose `topk_softmax` takes the place of vLLM's own."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Experiment | None:
+        """The experiment that the environment asks for; raises FixError for one that makes no sense."""
+        text = environ.get(VARIABLE, "").strip()
+        if not text:
+            return None
+        try:
+            asked = cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise FixError(f"{VARIABLE}: {error}; expected JSON with poison_padding") from None
+        for name in ("poison_padding", "poison_memory"):
+            if not isinstance(getattr(asked, name), bool):
+                raise FixError(f"{VARIABLE}: {name} is {getattr(asked, name)!r}; expected true or false")
+        if not isinstance(asked.topk_softmax, str | None):
+            raise FixError(f"{VARIABLE}: topk_softmax is {asked.topk_softmax!r}; expected a path")
+        return asked
+
+    def poison(self, output: Any, real: int) -> None:
+        """Make the rows of `output` [tokens, ...] from `real` on NaN."""
+        if self.poison_padding and output.shape[0] > real:
+            output[real:].fill_(float("nan"))
+
+    def apply(self) -> str:
+        """Put the other release's kernel in place; what is wrong on purpose, in words."""
+        said = ["padding rows are made NaN"] if self.poison_padding else []
+        if self.poison_memory:
+            said.append(f"{_leave_nan_behind()} MiB of memory held NaN")
+        if self.topk_softmax is not None:
+            operations = importlib.import_module("vllm._custom_ops")
+            expect(operations, "topk_softmax", ("topk_weights", "gating_output"), ("topk_softmax(",))
+            operators = load_beside(Path(self.topk_softmax))
+            replace_once(operations, "topk_softmax", lambda original: _other(operators), by="experiment")
+            said.append(f"topk_softmax of {Path(self.topk_softmax).parent.name}")
+        return "; ".join(said) or "nothing is put wrong"
+
+
+def _leave_nan_behind() -> int:
+    """Fill GPU memory with NaN and give it back; MiB. What is allocated next and not written holds it."""
+    import torch
+
+    mib = min(torch.cuda.mem_get_info()[0] // 4, 8 << 30) >> 20
+    blocks = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(mib)]
+    for block in blocks:
+        block.fill_(0xFF)  # all ones is NaN in bfloat16, float16 and float32
+    torch.cuda.synchronize()
+    del blocks, block
+    torch.cuda.empty_cache()
+    return mib
+
+
+def load_beside(path: Path) -> Any:
+    """The MoE operators of another release, beside those of the vLLM that is loaded.
+
+    All releases register the same namespace, which is one string in the shared object; a copy that says
+    ``_moe_X`` instead is what is loaded. Raises FixError where the string is not there exactly once.
+    """
+    import torch
+
+    from moedoctor.upstream.releases.moe_kernels import load_library
+
+    changed = renamed(path.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"moedoctor-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    copy = folder / f"{hashlib.sha256(changed).hexdigest()[:16]}.so"
+    copy.write_bytes(changed)
+    try:
+        runtime = path.parent / "libcudart.so.12"
+        if runtime.is_file():
+            import ctypes
+
+            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+        load_library(copy)
+    except OSError as error:
+        raise FixError(f"{path} does not load beside vLLM's own kernels: {error}") from None
+    finally:
+        copy.unlink(missing_ok=True)
+    return torch.ops._moe_X
+
+
+def renamed(library: bytes) -> bytes:
+    """`library` with its operators' namespace changed; raises FixError where it is not there exactly once."""
+    count = library.count(_NAMESPACE)
+    if count != 1:
+        raise FixError(f"the namespace _moe_C is {count} times in the shared object; expected it once")
+    return library.replace(_NAMESPACE, _OTHER)
+
+
+def _other(operators: Any) -> Any:
+    from moedoctor.upstream.releases.moe_kernels import fill
+
+    schema = operators.topk_softmax.default._schema
+
+    def topk_softmax(
+        topk_weights: Any,
+        topk_ids: Any,
+        token_expert_indices: Any,
+        gating_output: Any,
+        renormalize: bool = False,
+        e_score_correction_bias: Any = None,
+    ) -> None:
+        values = {
+            "topk_weights": topk_weights,
+            "topk_indices": topk_ids,
+            "token_expert_indices": token_expert_indices,
+            "gating_output": gating_output,
+            "renormalize": renormalize,
+            "bias": e_score_correction_bias,
+        }
+        operators.topk_softmax(**fill(schema, values))
+
+    return topk_softmax

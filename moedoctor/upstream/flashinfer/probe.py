@@ -1,0 +1,186 @@
+"""FlashInfer's own routing maps and finalize, called through the compiled probe.
+
+Only these functions of the release run: no GEMM, no workspace manager, no Python of FlashInfer. Buffers are
+laid out as the release's runner lays them out: slot k of token t is row ``k * tokens + t`` of the maps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moedoctor.results import UnavailableError
+from moedoctor.upstream.flashinfer.probe_build import arch_of, build, plan_build
+from moedoctor.upstream.flashinfer.source import FlashInferSource, installed_source, named_source
+from moedoctor.upstream.releases.wheel import KernelError
+
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+
+
+@dataclass(frozen=True)
+class RoutingMaps:
+    """What the release's routing-map builders wrote. Rows are slots in the order k * tokens + t."""
+
+    fused: bool
+    """Whether the fused prologue took the call; else the three-step sort did."""
+    permuted_of_row: torch.Tensor
+    """int32 [K * T]: where the row is among the rows sorted by expert."""
+    row_of_permuted: torch.Tensor
+    """int32 [K * T], the inverse, as far as it was written."""
+    first_offset: torch.Tensor
+    """int64 [E + 1]: the first sorted row of each local expert, and their number."""
+
+
+@dataclass(frozen=True)
+class FlashInferProbe:
+    """One release's functions, loaded."""
+
+    release: str
+    path: Path
+    library: ctypes.CDLL
+
+    @classmethod
+    def load(cls, source: FlashInferSource, device: str) -> FlashInferProbe:
+        """Build where it was not built before, and load; raises UnavailableError where that fails."""
+        try:
+            path = build(plan_build(source, arch_of(torch.cuda.get_device_capability(device))))
+            return cls(source.release, path, _functions(str(path)))
+        except (KernelError, OSError) as error:
+            raise UnavailableError(f"FlashInfer {source.release}: {error}") from error
+
+    @classmethod
+    def named(cls, release: str, path: Path, device: str) -> FlashInferProbe:
+        """The probe of `release` from its wheel or folder at `path`; raises UnavailableError."""
+        try:
+            return cls.load(named_source(release, path), device)
+        except KernelError as error:
+            raise UnavailableError(str(error)) from error
+
+    @classmethod
+    def installed(cls, device: str) -> FlashInferProbe:
+        """The probe of the installed FlashInfer; raises UnavailableError."""
+        try:
+            return cls.load(installed_source(), device)
+        except KernelError as error:
+            raise UnavailableError(str(error)) from error
+
+    device: str = "cuda"
+    """Where the tensors that it is given must be."""
+
+    def build_maps(
+        self, ids: torch.Tensor, experts: int, *, start: int = 0, memory: RoutingMaps | int = 0
+    ) -> RoutingMaps:
+        """The maps for `ids` int32 [T, K] and the local experts `start` to `start + experts - 1`.
+
+        As the runner does: the fused prologue first, the three-step sort where it declines. `memory` is what
+        the maps' memory holds before: one value everywhere, or the maps of an earlier call, which are
+        overwritten.
+        """
+        tokens, top_k = ids.shape
+        maps = memory if isinstance(memory, RoutingMaps) else _empty_maps(ids, experts, memory)
+        stream = torch.cuda.current_stream(ids.device).cuda_stream
+        common = (tokens, experts, top_k, start, stream)
+        taken = self.library.moedoctor_probe_fused(
+            ids.data_ptr(),
+            maps.row_of_permuted.data_ptr(),
+            maps.permuted_of_row.data_ptr(),
+            maps.first_offset.data_ptr(),
+            *common,
+        )
+        self._check(taken)
+        if not taken:
+            block = self.library.moedoctor_probe_tokens_per_block(tokens, experts)
+            blocks = -(-tokens // block)
+            scratch = [
+                torch.empty(size, dtype=torch.int32, device=ids.device)
+                for size in (tokens * top_k, experts * blocks, experts * blocks, experts * tokens)
+            ]  # sorted experts, counts, their sums, rows by expert
+            self._check(
+                self.library.moedoctor_probe_three_step(
+                    ids.data_ptr(),
+                    scratch[0].data_ptr(),
+                    maps.row_of_permuted.data_ptr(),
+                    maps.permuted_of_row.data_ptr(),
+                    maps.first_offset.data_ptr(),
+                    *(one.data_ptr() for one in scratch[1:]),
+                    *common,
+                )
+            )
+            torch.cuda.synchronize(ids.device)  # the scratch memory lives until here
+        return RoutingMaps(bool(taken), maps.permuted_of_row, maps.row_of_permuted, maps.first_offset)
+
+    def finalize(
+        self,
+        maps: RoutingMaps,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        experts: int,
+        *,
+        ranks: int = 1,
+        rank: int = 0,
+        all_to_all: bool = False,
+    ) -> None:
+        """Write to `out` bf16 [T, H] each token's sum of weight times its sorted row of `rows` bf16 [R, H].
+
+        `ids` int32 and `weights` float32 [T, K]; `experts` are those of one of `ranks`, of which this is
+        `rank`. With more ranks and `all_to_all` the release takes its kernel that fills no rows.
+        """
+        tokens, top_k = ids.shape
+        self._check(
+            self.library.moedoctor_probe_finalize(
+                rows.data_ptr(),
+                out.data_ptr(),
+                weights.data_ptr(),
+                maps.permuted_of_row.data_ptr(),
+                maps.row_of_permuted.data_ptr(),
+                ids.data_ptr(),
+                maps.first_offset.data_ptr(),
+                tokens,
+                rows.shape[1],
+                top_k,
+                experts,
+                ranks,
+                rank,
+                int(all_to_all),
+                torch.cuda.current_stream(ids.device).cuda_stream,
+            )
+        )
+        torch.cuda.synchronize(ids.device)
+
+    def _check(self, code: int) -> None:
+        if code < 0:
+            said = self.library.moedoctor_probe_error().decode("utf-8", "replace")
+            raise RuntimeError(f"FlashInfer {self.release}: {said}")
+
+
+def _empty_maps(ids: torch.Tensor, experts: int, value: int) -> RoutingMaps:
+    size, device = ids.numel(), ids.device
+    return RoutingMaps(
+        False,
+        torch.full((size,), value, dtype=torch.int32, device=device),
+        torch.full((size,), value, dtype=torch.int32, device=device),
+        torch.zeros(experts + 1, dtype=torch.int64, device=device),
+    )
+
+
+@functools.cache
+def _functions(path: str) -> ctypes.CDLL:
+    library = ctypes.CDLL(path)
+    library.moedoctor_probe_error.restype = ctypes.c_char_p
+    library.moedoctor_probe_tokens_per_block.argtypes = [_LONG, _LONG]
+    library.moedoctor_probe_tokens_per_block.restype = _LONG
+    library.moedoctor_probe_fused.argtypes = [*[_POINTER] * 4, _LONG, _INT, _INT, _INT, _POINTER]
+    library.moedoctor_probe_three_step.argtypes = [*[_POINTER] * 8, _LONG, _INT, _INT, _INT, _POINTER]
+    library.moedoctor_probe_finalize.argtypes = [
+        *[_POINTER] * 7,
+        *[_LONG] * 4,
+        *[_INT] * 3,
+        _POINTER,
+    ]
+    return library

@@ -1,0 +1,174 @@
+"""Compiles the FlashInfer probe: one translation unit that includes a release's own headers.
+
+A result is kept under release and architecture and reused while the probe, the release's header, the flags
+and the CUDA release are the same. A build takes about a minute on one core and 1.2 GB of memory.
+
+``python -m moedoctor.upstream.flashinfer.probe_build X.Y.Z=PATH ... [--arch 90a]`` builds ahead of time,
+all releases side by side, and prints where each is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from moedoctor.processes.cuda_tools import Tool, find_tools, run_tool
+from moedoctor.upstream.flashinfer.source import FlashInferSource, named_source
+from moedoctor.upstream.releases.wheel import KernelError, cache_folder
+
+_SECONDS = 900.0
+_OPTIONS = (
+    "-std=c++17",
+    "-O3",
+    "-use_fast_math",
+    "--expt-relaxed-constexpr",
+    "-static-global-template-stub=false",
+    "-Xcompiler=-fPIC",
+    "-Xfatbin=-compress-all",
+)
+"""Those of FlashInfer's own build."""
+_CAUSES = ("undefined reference|cannot find -l", "(?i)error")
+"""What the line that says why a build failed holds, the telling ones first."""
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """Everything that decides what comes out, and where it is kept."""
+
+    source: FlashInferSource
+    arch: str
+    """As nvcc names it, ``90a``."""
+    nvcc: Tool
+    defines: tuple[str, ...]
+
+    @property
+    def target(self) -> Path:
+        """The shared object, there or not yet."""
+        parts = [probe_text(), self.arch, *_OPTIONS, *self.defines, str(self.nvcc.cuda)]
+        digest = hashlib.sha256("\0".join(parts).encode())
+        digest.update(self.source.kernels.read_bytes())
+        name = f"{self.source.release}-sm_{self.arch}-{digest.hexdigest()[:16]}"
+        return cache_folder().parent / "flashinfer_probe" / name / "probe.so"
+
+
+def probe_text() -> str:
+    """The source of the probe, which ships with the package."""
+    file = resources.files("moedoctor.upstream.flashinfer") / "probe_data" / "probe.cu"
+    return file.read_text(encoding="utf-8")
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """The target for a GPU of `capability`: with the suffix ``a`` from 9.0 on, as FlashInfer's own build."""
+    major, minor = capability
+    return f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
+
+
+def plan_build(source: FlashInferSource, arch: str) -> BuildPlan:
+    """What will be built; raises KernelError without nvcc."""
+    tools = [tool for tool in find_tools(["nvcc"]) if tool.cuda >= (12, 8)]
+    if not tools:
+        raise KernelError("no nvcc of CUDA 12.8 or later: set CUDA_HOME, or install nvidia-cuda-nvcc")
+    return BuildPlan(source, arch, tools[-1], tuple(source.defines()))
+
+
+def build(plan: BuildPlan) -> Path:
+    """The compiled probe, built where it is not kept already; raises KernelError with nvcc's first error."""
+    target = plan.target
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=target.parent))
+    try:
+        probe = folder / "probe.cu"
+        probe.write_text(probe_text(), encoding="utf-8")
+        sources = [probe, *plan.source.sources]
+        with ThreadPoolExecutor(len(sources)) as pool:
+            objects = list(pool.map(lambda one: _compiled(plan, one, folder), sources))
+        made = folder / "probe.so"
+        # Undefined symbols must show here and not when it is loaded.
+        link = ["-shared", *_gencode(plan.arch), *map(str, objects), "-Xlinker", "--no-undefined"]
+        _nvcc(plan, [*link, *_libraries(plan.nvcc), "-o", str(made)])
+        os.replace(made, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return target
+
+
+def _compiled(plan: BuildPlan, source: Path, folder: Path) -> Path:
+    made = folder / f"{source.stem}.o"
+    includes = [f"-I{one}" for one in plan.source.includes]
+    includes += [argument for one in _cuda_libraries() for argument in ("-isystem", str(one))]
+    arguments = [*_OPTIONS, *_gencode(plan.arch), *plan.defines, *includes]
+    _nvcc(plan, [*arguments, "-c", str(source), "-o", str(made)])
+    return made
+
+
+def _gencode(arch: str) -> list[str]:
+    return [f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+
+
+def _cuda_libraries() -> list[Path]:
+    """Headers of cuBLAS and cuRAND in pip's packages, for a toolkit that comes without them."""
+    from importlib.util import find_spec
+
+    spec = find_spec("nvidia")
+    roots = [Path(one) for one in (spec.submodule_search_locations or [])] if spec else []
+    folders = [folder for root in roots for folder in sorted(root.glob("*/include"))]
+    return [one for one in folders if any((one / name).is_file() for name in ("cublasLt.h", "curand.h"))]
+
+
+def _libraries(nvcc: Tool) -> list[str]:
+    """What lets pip's toolkit link, which keeps its libraries in ``lib`` and has no device runtime."""
+    return ["-cudadevrt", "none", f"-L{Path(nvcc.path).parent.parent / 'lib'}"]
+
+
+def _nvcc(plan: BuildPlan, arguments: Sequence[str]) -> None:
+    try:
+        done = run_tool(plan.nvcc.path, arguments, seconds=_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelError(f"{plan.nvcc} does not run: {error}") from error
+    if done.code == 0:
+        return
+    lines = [*done.stderr.splitlines(), *done.stdout.splitlines()]
+    # The linker says what it misses in lines without "error", which only the compiler's last line has.
+    causes = (re.search(pattern, line) and line for pattern in _CAUSES for line in lines)
+    said = next(filter(None, causes), done.first_line)
+    raise KernelError(f"{plan.nvcc} does not compile the probe for FlashInfer {plan.source.release}: {said}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Build the releases named on the command line: 0, or 2 with one line a release that cannot be built."""
+    arch, given = "90a", list(arguments)
+    if "--arch" in given[:-1]:
+        place = given.index("--arch")
+        arch, given = given[place + 1], given[:place] + given[place + 2 :]
+    pairs = [text.partition("=") for text in given]
+    if not pairs or not all(release and path for release, _, path in pairs):
+        print("usage: flashinfer_probe_build X.Y.Z=PATH ... [--arch 90a]", file=sys.stderr)
+        return 2
+
+    def built(pair: tuple[str, str, str]) -> str | KernelError:
+        try:
+            return str(build(plan_build(named_source(pair[0], Path(pair[2])), arch)))
+        except KernelError as error:
+            return error
+
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        results = list(pool.map(built, pairs))
+    for one in results:
+        print(one, file=sys.stderr if isinstance(one, KernelError) else sys.stdout)
+    return 2 if any(isinstance(one, KernelError) for one in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

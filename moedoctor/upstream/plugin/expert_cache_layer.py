@@ -1,0 +1,269 @@
+"""The experts of one MoE layer of vLLM in host memory, with slots on the GPU that compute in their place.
+
+Every modular backend computes a layer by ``moe_kernel.apply(hidden_states, w1, w2, topk_weights, topk_ids,
+...)``, with scales and biases in a quantisation config that the kernel holds. So what is indexed by expert is
+in those two places, and both get the cache's slots, whose addresses never change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
+from moedoctor.fixes.offload.pinned import allocate, register
+
+_PARTS = ("_a1", "_a2", "_w1", "_w2")
+_FIELDS = ("scale", "alpha_or_gscale", "zp", "bias")
+_ATTRIBUTE = "moedoctor_experts"
+_GAINS = {"w1": 1.0, "w2": 3.0}
+"""As in `reference.checkpoints`: w2 makes up for what SiLU and the mean of the experts take away."""
+EXPERTS: ContextVar[int | None] = ContextVar("experts of the layer that computes", default=None)
+"""Set while a cached layer computes: tiles are to be chosen as without the cache."""
+
+
+class IdLog:
+    """The ids of a layer's calls, kept on the device by operations that a CUDA graph can hold."""
+
+    def __init__(self, calls: int, width: int, device: torch.device) -> None:
+        """Room for `calls` calls of at most `width` ids, T * K; later calls overwrite the first, wider ones
+        are left out."""
+        self._ids = torch.full((calls, width), -1, dtype=torch.int32, device=device)  # [calls, width]
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)  # [1]
+
+    def note(self, ids: torch.Tensor) -> None:
+        """Keep `ids` [T, K]."""
+        calls, width = self._ids.shape
+        if ids.numel() > width:
+            return
+        row = torch.nn.functional.pad(ids.reshape(1, -1).int(), (0, width - ids.numel()), value=-1)
+        self._ids.index_copy_(0, self._count % calls, row)  # the place is on the device: a replay moves on
+        self._count.add_(1)
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._count.zero_()
+
+    def calls(self) -> list[list[int]]:
+        """The ids of each call since `clear`, -1 for none; empty where there was no room for all."""
+        count = int(self._count)
+        return self._ids[:count].tolist() if count <= len(self._ids) else []
+
+
+class HostExperts:
+    """One layer's experts in host memory, and the cache through which the layer computes with them."""
+
+    cache: ExpertCache
+    log: IdLog | None = None
+    """What `keep_ids` made."""
+
+    def __init__(self, layer: Any, device: torch.device) -> None:
+        """Copy the experts of `layer`, which is loaded and repacked, to pinned memory where that can be had.
+
+        The layer keeps its own until `give` replaces them.
+        """
+        tensors = per_expert(layer)
+        self.store = ExpertStore({name: _on_the_host(one) for name, one in tensors.items()})
+        self._layer, self._device = layer, device
+        self._kernel = layer.quant_method.moe_kernel
+        self._compute = self._kernel.apply
+        self._parameters = {name: _holders(layer, one) for name, one in tensors.items()}
+
+    @property
+    def num_experts(self) -> int:
+        """Of the layer."""
+        return self.store.num_experts
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a token."""
+        return int(self._layer.top_k)
+
+    def give(self, capacity: int, *, captured: bool) -> ExpertCache:
+        """Let an empty cache of `capacity` slots take the place of what the layer computes with.
+
+        `captured`: the engine captures CUDA graphs, which must be captured anew then. Raises RuntimeError
+        where it does and memory could not be pinned.
+        """
+        if captured and not self.store.pinned:
+            raise RuntimeError(
+                f"CUDA graphs need pinned host memory: {self.store.reason}; use --enforce-eager"
+            )
+        engine = "device" if self.store.pinned else "host"
+        cache = ExpertCache(
+            self.store,
+            capacity,
+            device=self._device,
+            engine="resident" if capacity >= self.num_experts else engine,
+        )
+        quant_config = self._kernel.fused_experts.quant_config
+        for name, slots in cache.weights.items():
+            for holder in self._parameters[name]:
+                setattr(self._layer, holder, torch.nn.Parameter(slots, requires_grad=False))
+            part, _, field = name.partition(".")
+            if field:
+                setattr(getattr(quant_config, part), field, slots)
+        to_device(self._layer, self._device)  # what is not by expert may be in host memory, too
+        self._kernel.impl.inplace = False  # the input of the second group is not the output of the first
+        self._kernel.apply = _applying(cache, self._compute)
+        self.cache, self.log = cache, None
+        return cache
+
+    def keep_ids(self, calls: int, width: int) -> None:
+        """Log the ids of every call from now on, until `give`; graphs must be captured after this."""
+        log, compute = IdLog(calls, width, self._device), self._kernel.apply
+
+        def apply(
+            hidden_states: torch.Tensor,
+            w1: torch.Tensor,
+            w2: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            **given: Any,
+        ) -> torch.Tensor:
+            log.note(topk_ids)
+            result: torch.Tensor = compute(hidden_states, w1, w2, topk_weights, topk_ids, **given)  # [T, H]
+            return result
+
+        self._kernel.apply, self.log = apply, log
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Draw the experts' BF16, FP16 or FP32 weights anew, of deviation ``gain / sqrt(inputs)``.
+
+        Only in host memory: call `give` next, for the slots still hold the old ones. They are drawn on the
+        generator's device, one tensor at a time.
+        """
+        for name, gain in _GAINS.items():
+            host = self.store.tensors[name]  # [E, outputs, inputs]
+            drawn = torch.empty(host.shape, dtype=host.dtype, device=generator.device)
+            host.copy_(drawn.normal_(0.0, gain / math.sqrt(host.shape[-1]), generator=generator))
+
+    def roll(self, by: int) -> None:
+        """Plant a fault: expert e gets all that belongs to expert ``e - by``, on the host and in the slots.
+
+        ``roll(-by)`` takes it back. The caller synchronises before and after.
+        """
+        for tensor in self.store.tensors.values():
+            rows = tensor.view(self.num_experts, -1).view(torch.uint8)  # [E, bytes]: torch rolls no FP8
+            rows.copy_(rows.to(self._device).roll(by, 0))
+        for slot, expert in enumerate(self.cache.resident()):
+            if expert >= 0:
+                for name, slots in self.cache.weights.items():
+                    slots[slot].copy_(self.store.tensors[name][expert])
+
+
+def host_experts(model: Any) -> list[HostExperts]:
+    """Of all layers of `model` that have a cache, in their order."""
+    found = (getattr(one, _ATTRIBUTE, None) for one in model.modules())
+    return [one for one in found if one is not None]
+
+
+def install(layer: Any, capacity: int, device: torch.device, *, captured: bool) -> ExpertCache:
+    """Move the layer's experts to host memory and let `capacity` slots take their place.
+
+    Raises RuntimeError as `HostExperts.give`. The caller has asked `expert_cache_refusals.refusal` before.
+    """
+    experts = HostExperts(layer, device)
+    cache = experts.give(capacity, captured=captured)
+    setattr(layer, _ATTRIBUTE, experts)
+    return cache
+
+
+def to_device(layer: Any, device: torch.device) -> None:
+    """Move the layer's parameters; each stays the object that the quantisation config may hold."""
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.to(device)
+
+
+def per_expert(layer: Any) -> dict[str, torch.Tensor]:
+    """Every tensor that the layer's kernel indexes by expert, [E, ...] each, by a name of our own."""
+    experts, kernel = layer.local_num_experts, layer.quant_method.moe_kernel
+    found = {"w1": layer.w13_weight.data, "w2": layer.w2_weight.data}
+    for part, field, tensor in _described(kernel.fused_experts.quant_config):
+        # One element is a scale of activations, for all experts.
+        if tensor.dim() and tensor.shape[0] == experts and not (experts == 1 and part.startswith("_a")):
+            found[f"{part}.{field}"] = tensor.data
+    return found
+
+
+def _described(quant_config: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for part in _PARTS:
+        for field in _FIELDS:
+            tensor = getattr(getattr(quant_config, part), field)
+            if isinstance(tensor, torch.Tensor):
+                yield part, field, tensor
+
+
+def _holders(layer: Any, tensor: torch.Tensor) -> list[str]:
+    """The layer's parameters that hold `tensor`: nothing may keep the experts on the device."""
+    return [
+        name
+        for name, one in layer.named_parameters(recurse=False)
+        if one.data_ptr() == tensor.data_ptr() and one.shape == tensor.shape
+    ]
+
+
+def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, page-locked in its own size: torch's pinned memory is rounded up to a power of two."""
+    block, _ = allocate(tensor.nbytes, register if torch.cuda.is_available() else None)
+    return block.bytes.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _applying(cache: ExpertCache, compute: Any) -> Any:
+    """The kernel's `apply`, through `cache`."""
+    # Ids of other groups are mapped to no expert, as those of other ranks are.
+    nowhere = torch.arange(cache.num_experts, dtype=torch.int32, device=cache.device)  # [E]
+    nowhere[cache.capacity :] = -1
+
+    def apply(
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        **given: Any,
+    ) -> torch.Tensor:
+        many = _groups(cache, topk_ids) > 1
+        given["global_num_experts"] = cache.num_experts
+        given["expert_map"] = nowhere if many else None
+        total: torch.Tensor | None = None
+        with _choosing_tiles_for(cache.num_experts):
+            for part in cache.groups(topk_ids):
+                slots = part.slot_ids  # [T, K]
+                if many:
+                    slots = torch.where(slots < 0, cache.capacity, slots)
+                result: torch.Tensor = compute(
+                    hidden_states=hidden_states,
+                    w1=cache.weights["w1"],
+                    w2=cache.weights["w2"],
+                    topk_weights=topk_weights,
+                    topk_ids=slots,
+                    **given,
+                )  # [T, H]
+                if not many:
+                    return result
+                # A copy, whatever the type: the kernel's output may be a view of its workspace.
+                total = result.to(torch.float32, copy=True) if total is None else total.add_(result)
+        assert total is not None
+        return total.to(hidden_states.dtype)
+
+    return apply
+
+
+def _groups(cache: ExpertCache, ids: torch.Tensor) -> int:
+    """How many groups a call of this shape may have."""
+    return -(-min(ids.numel(), cache.num_experts) // cache.capacity)
+
+
+@contextmanager
+def _choosing_tiles_for(experts: int) -> Iterator[None]:
+    token = EXPERTS.set(experts)
+    try:
+        yield
+    finally:
+        EXPERTS.reset(token)

@@ -1,0 +1,105 @@
+"""vLLM's and FlashInfer's own reports about this environment, each collected in a child process.
+
+Both import their whole package and torch, so they take seconds and may fail in any way: that is a fact, not
+a crash. Left out is what moedoctor collects itself (variables, host facts) and what its folders distort.
+`python -m moedoctor.upstream.releases.collectors vllm` is the child.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moedoctor.processes import json_child
+from moedoctor.redaction import Redactor
+
+SECONDS = 30.0
+_MAX_TEXT = 2_000
+_OURS = re.compile(
+    r"env|cpu_info|topo|lsb|^os$|libc|pip_version|conda|^(?:xpu|sycl|intel|one|level|libig|hip|mi)"
+)
+"""Fields of vLLM's report that are about the host, or about other makers' GPUs."""
+_SECTIONS = ("FlashInfer", "CUDA Toolkit", "cuDNN Frontend", "GPU Libraries: loaded vs on disk")
+"""Sections of FlashInfer's report that say more than moedoctor's own facts."""
+_DISTORTED = ("JIT cache", "Cubin store (local)")
+"""They lie where the child's folders do; moedoctor looks at the real ones itself."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What one collector said, or why it did not."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+def collect_vllm(seconds: float = SECONDS) -> Collected:
+    """What ``vllm collect-env`` reports."""
+    return _collected("vllm", seconds)
+
+
+def collect_flashinfer(seconds: float = SECONDS) -> Collected:
+    """What ``flashinfer collect-env`` reports; releases before 0.6.16 have none."""
+    return _collected("flashinfer", seconds)
+
+
+def _collected(package: str, seconds: float) -> Collected:
+    redactor = Redactor.of_this_process()
+    try:
+        facts = json_child.ask("moedoctor.upstream.releases.collectors", (package,), seconds=seconds)
+    except json_child.ChildError as error:
+        return Collected(error=redactor.text(str(error)))
+    if "error" in facts:
+        return Collected(error=redactor.text(str(facts["error"])))
+    return Collected(_redacted(facts, redactor))
+
+
+def _redacted(value: Any, redactor: Redactor) -> Any:
+    if isinstance(value, Mapping):
+        return {redactor.text(str(key)): _redacted(one, redactor) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redacted(one, redactor) for one in value]
+    return redactor.text(value[:_MAX_TEXT]) if isinstance(value, str) else value
+
+
+def _vllm() -> Mapping[str, Any]:
+    module = importlib.import_module("vllm.collect_env")
+    facts = module.get_env_info()._asdict()
+    return {
+        name: value for name, value in facts.items() if value not in (None, "") and not _OURS.search(name)
+    }
+
+
+def _flashinfer() -> Mapping[str, Any]:
+    spec = importlib.util.find_spec("flashinfer")  # finds the package without importing it
+    if spec is None:
+        return {"error": "there is no module flashinfer, only its metadata"}
+    folders = spec.submodule_search_locations or []
+    files = [file for folder in folders if (file := Path(folder) / "collect_env.py").is_file()]
+    if not files:
+        return {"error": "this FlashInfer release brings no collect_env.py"}
+    # As a file, as upstream recommends: it must also report where `import flashinfer` fails.
+    module_spec = importlib.util.spec_from_file_location("flashinfer_collect_env", files[0])
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module: Any = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    module._force_load_gpu_libs = lambda: None  # it multiplies matrices on the GPU; a diagnosis does not
+    report = module.collect_env_info()
+    return {
+        section: {name: value for name, value in report[section].items() if name not in _DISTORTED}
+        for section in _SECTIONS
+        if report.get(section)
+    }
+
+
+_COLLECTORS: Mapping[str, Callable[[], Mapping[str, Any]]] = {"vllm": _vllm, "flashinfer": _flashinfer}
+
+if __name__ == "__main__":
+    json_child.answer(_COLLECTORS[sys.argv[1]])

@@ -1,0 +1,140 @@
+"""The selection of the installed vLLM, put to the test by MD010 at tier `library`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from moedoctor.diagnose.settings.settings import moe_backend_of
+from moedoctor.fixes import backends
+from moedoctor.fixes.backends.requests import NVFP4_VARIABLE
+from moedoctor.results import UnavailableError
+from moedoctor.upstream.selection.oracle import Layer, Oracle
+from moedoctor.upstream.selection.substitute import SubstituteError
+
+if TYPE_CHECKING:
+    from moedoctor.faults.selection.backend_override import BackendOverrideParameters
+    from moedoctor.faults.selection.backend_override_lab import Outcome
+
+
+class InstalledSelection:
+    """vLLM's own code, asked with variables and flags set, on a GPU of any capability."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+
+    @classmethod
+    def of_this_environment(cls, release: str) -> InstalledSelection:
+        """The vLLM of this environment. Raises UnavailableError where it is not `release`, or cannot be
+        asked."""
+        installed = installed_release()
+        if installed != release:
+            raise UnavailableError(f"this point is about vLLM {release}, and {installed} is installed")
+        try:
+            return cls(Oracle())
+        except SubstituteError as error:
+            raise UnavailableError(str(error)) from error
+
+    def start(
+        self, question: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
+    ) -> Outcome:
+        """Select with these variables in the environment of this process, which is a child's."""
+        from moedoctor.faults.selection.backend_override_lab import Outcome
+
+        moe_backend = moe_backend_of(command, question.release)
+        layer = Layer(question.scheme, question.activation, moe_backend=moe_backend)
+        major, _, minor = question.capability.partition(".")
+        with _environment(environ):
+            asked = self._oracle.ask((int(major), int(minor)), layer)
+            warnings = _validated()
+        warned = any(name in line for name in environ for line in warnings)
+        return Outcome(asked.chosen, asked.error or "", warned, "")
+
+    def overrides(self, capability: tuple[int, int], activation: str) -> dict[str, Any]:
+        """What flags and variables do to the selection for NVFP4 layers, on a GPU of this capability."""
+
+        def chosen(moe_backend: str = backends.AUTO, activation: str = activation, **environ: str) -> str:
+            with _environment(environ):
+                layer = Layer("nvfp4", activation, moe_backend=moe_backend)
+                asked = self._oracle.ask(capability, layer)
+            return asked.chosen or f"an error: {asked.error}"
+
+        declared: Mapping[str, Any] = importlib.import_module("vllm.envs").environment_variables
+        gemm = "VLLM_NVFP4_GEMM_BACKEND"
+        libraries = self._oracle.substitute.libraries()
+        return {
+            "vllm": installed_release(),
+            "flashinfer_usable": bool(libraries.get("flashinfer")),
+            "automatic": chosen(),
+            # Layers with a gate, which all releases' VLLM_CUTLASS takes.
+            "with_flag_marlin": chosen("marlin", "silu"),
+            "with_flag_cutlass": chosen("cutlass", "silu"),
+            "variable_declared": NVFP4_VARIABLE in declared,
+            "with_variable_MARLIN": chosen(**{NVFP4_VARIABLE: "MARLIN"}),
+            "with_variable_VLLM_CUTLASS": chosen(**{NVFP4_VARIABLE: "VLLM_CUTLASS"}),
+            "gemm_declared": gemm in declared,
+            "with_gemm_variable": chosen(**{gemm: "marlin"}),
+            "gemm_capitals": _refusal(declared, gemm, "MARLIN"),
+            "gemm_small": _refusal(declared, gemm, "marlin"),
+        }
+
+
+def installed_release() -> str:
+    """The release of the vLLM of this environment. Raises UnavailableError where there is none."""
+    try:
+        return importlib.metadata.version("vllm").partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        raise UnavailableError("vllm is not installed here") from None
+
+
+def _refusal(declared: Mapping[str, Any], name: str, value: str) -> str:
+    """How reading a variable with this value fails; empty where it does not, or nothing reads it."""
+    if name not in declared:
+        return ""
+    with _environment({name: value}):
+        try:
+            declared[name]()
+        except ValueError as error:
+            return f"ValueError: {' '.join(str(error).split())}"
+    return ""
+
+
+@contextmanager
+def _environment(environ: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _validated() -> list[str]:
+    """The warnings that vLLM itself has about the environment, as it looks at it when an engine is
+    configured."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    envs: Any = importlib.import_module("vllm.envs")
+    validate = getattr(envs, "validate_environ", None)
+    if validate is None:  # moved to the platform by 0.33.0
+        validate = importlib.import_module("vllm.platforms").current_platform.validate_environ
+    keep = Keep(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("vllm", "vllm.envs", "vllm.platforms.interface")]
+    for one in loggers:
+        one.addHandler(keep)
+    try:
+        validate(False)
+    finally:
+        for one in loggers:
+            one.removeHandler(keep)
+    return lines

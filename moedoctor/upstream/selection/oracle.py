@@ -1,0 +1,238 @@
+"""Asks an importable vLLM which MoE backend it would select, backend by backend and with its own reasons.
+
+No weights are loaded and no GPU is used: vLLM's own selection runs against a substituted compute capability
+(`moedoctor.upstream.selection.substitute`), and every `is_supported_config` that it calls is written down.
+For a child process only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from moedoctor.upstream.selection.substitute import Substitute, install
+
+ORACLES = "vllm.model_executor.layers.fused_moe.oracle"
+_KEYS = {
+    "nvfp4": ("kNvfp4Static", "kNvfp4Dynamic"),
+    "nvfp4-w4a16": ("kNvfp4Static", None),
+    "fp8": ("kFp8StaticTensorSym", "kFp8StaticTensorSym"),
+    "fp8-block": ("kFp8Static128BlockSym", "kFp8Dynamic128Sym"),
+}
+"""Scheme -> the names of vLLM's keys for weights and activations."""
+_MODULES = {"nvfp4": "nvfp4", "nvfp4-w4a16": "nvfp4", "mxfp4": "mxfp4", "bf16": "unquantized"}
+_SELECT = (
+    "select_nvfp4_moe_backend",
+    "select_fp8_moe_backend",
+    "select_gpt_oss_mxfp4_moe_backend",  # 0.20 only; select_mxfp4_moe_backend is DeepSeek-V4's there
+    "select_mxfp4_moe_backend",
+    "select_unquantized_moe_backend",
+)
+UNIMPORTABLE = "?"
+"""In place of the kernel's name, where the backend's module cannot be imported."""
+ALL_TO_ALL = "allgather_reducescatter"
+"""vLLM's default since 0.17.1, used where experts and data are both split."""
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 4096, 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What vLLM said of one kernel class."""
+
+    backend: str
+    """Upstream's name, as its log prints it."""
+    kernel: str
+    """The class of the experts; empty for releases that select without one."""
+    supported: bool
+    reason: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """One selection of vLLM's."""
+
+    answers: tuple[Answer, ...]
+    """In the order in which vLLM asks; a backend with two kernels comes twice."""
+    chosen: str | None
+    error: str | None = None
+    """What vLLM raises where nothing fits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The MoE layer that vLLM is asked about."""
+
+    scheme: str
+    activation: str = "silu"
+    ep: bool = False
+    dp: bool = False
+    moe_backend: str = "auto"
+
+
+class Oracle:
+    """The selection code of the vLLM of this process."""
+
+    def __init__(self, libraries: Mapping[str, bool] | None = None) -> None:
+        """Substitutes the platform. Raises SubstituteError where vLLM cannot be asked."""
+        self.substitute: Substitute = install(libraries)
+        self.config = importlib.import_module("vllm.model_executor.layers.fused_moe.config")
+        self.activation = importlib.import_module(
+            "vllm.model_executor.layers.fused_moe.activation"
+        ).MoEActivation
+        engine: Any = importlib.import_module("vllm.config.vllm")
+        engine._current_vllm_config = _engine_config()
+        self.keys = importlib.import_module("vllm.model_executor.layers.quantization.utils.quant_utils")
+
+    def activations(self) -> tuple[str, ...]:
+        """The activations that this release knows."""
+        return tuple(one.value for one in self.activation)
+
+    def ask(self, capability: tuple[int, int], layer: Layer) -> Asked:
+        """Run the release's own selection for `layer` on a GPU of this capability."""
+        self.substitute.use(capability)
+        return self.ask_again(layer)
+
+    def ask_again(self, layer: Layer) -> Asked:
+        """The same on the capability that is substituted already, without forgetting cached answers."""
+        name = f"{ORACLES}.{_MODULES.get(layer.scheme, 'fp8')}"
+        if importlib.util.find_spec(name) is None:
+            return self._without_oracle(layer)
+        module = importlib.import_module(name)
+        if not hasattr(module, "backend_to_kernel_cls"):
+            return self._without_kernels(module, layer)
+        answers: list[Answer] = []
+        with _listening(module, answers, to_the_end=True):
+            self._selected(module, layer)
+        heard = tuple(answers)
+        with _listening(module, [], to_the_end=False):
+            chosen, error = self._selected(module, layer)
+        return Asked(heard, chosen, error)
+
+    def _selected(self, module: Any, layer: Layer) -> tuple[str | None, str | None]:
+        config = self._layer_config(layer)
+        names = _KEYS.get(layer.scheme)
+        arguments: list[Any] = [config]
+        if names is not None:
+            arguments += [None if name is None else getattr(self.keys, name) for name in names]
+        select = next(vars(module)[name] for name in _SELECT if name in vars(module))
+        try:
+            backend, *_ = select(*arguments)
+        except (ValueError, NotImplementedError, ImportError) as error:
+            return None, " ".join(str(error).split())
+        return str(backend.value), None
+
+    def _without_kernels(self, module: Any, layer: Layer) -> Asked:
+        """Unquantized layers up to 0.19.1: one backend is computed, and no other is asked."""
+        try:
+            backend = module.select_unquantized_moe_backend(self._layer_config(layer), layer.ep, layer.dp)
+        except ValueError as error:
+            return Asked((), None, " ".join(str(error).split()))
+        return Asked((Answer(backend.value, "", True, None),), backend.value)
+
+    def _without_oracle(self, layer: Layer) -> Asked:
+        """MXFP4 up to 0.18.1: chosen by a chain of conditions that --moe-backend is no part of."""
+        module = importlib.import_module("vllm.model_executor.layers.quantization.mxfp4")
+        backend = module.get_mxfp4_backend(with_lora_support=False)
+        return Asked((Answer(backend.name, "", True, None),), backend.name)
+
+    def _layer_config(self, layer: Layer) -> Any:
+        ranks = 2 if layer.ep or layer.dp else 1
+        values: dict[str, Any] = {
+            "num_experts": EXPERTS,
+            "experts_per_token": TOP_K,
+            "hidden_dim": HIDDEN,
+            "intermediate_size": INTERMEDIATE,
+            "intermediate_size_per_partition": INTERMEDIATE,
+            "num_local_experts": EXPERTS // ranks if layer.ep else EXPERTS,
+            "num_logical_experts": EXPERTS,
+            "activation": self.activation(layer.activation),
+            "device": "cuda",
+            "routing_method": self.config.RoutingMethodType.Renormalize,
+            "moe_parallel_config": self._parallel_config(layer),
+            "in_dtype": _bfloat16(),
+            "moe_backend": layer.moe_backend,
+            "is_act_and_mul": not layer.activation.endswith("_no_mul"),
+            "has_bias": layer.scheme == "mxfp4" and layer.activation == "swigluoai",  # gpt-oss
+        }
+        fields = {one.name: one for one in dataclasses.fields(self.config.FusedMoEConfig) if one.init}
+        if "intermediate_size" in fields:
+            del values["intermediate_size_per_partition"]
+        return self.config.FusedMoEConfig(**{name: values[name] for name in fields if name in values})
+
+    def _parallel_config(self, layer: Layer) -> Any:
+        split = 1 if layer.ep else (2 if layer.dp else 1)
+        values: dict[str, Any] = {
+            "tp_size": split,
+            "dp_size": 2 if layer.dp else 1,
+            "ep_size": 2 if layer.ep else 1,
+            "use_ep": layer.ep,
+            # The engine binds these backends to it: vllm/config/kernel.py, bind_passthrough_all2all_backend.
+            "all2all_backend": "passthrough"
+            if layer.moe_backend.startswith("flashinfer_moe_ep")
+            else ALL_TO_ALL,
+            "enable_eplb": False,
+        }
+        kind = self.config.FusedMoEParallelConfig
+        sizes = {"pcp_size": 1, "sp_size": 1}
+        names = [one.name for one in dataclasses.fields(kind) if one.init]
+        return kind(**{name: values.get(name, sizes.get(name, 0)) for name in names})
+
+
+@contextlib.contextmanager
+def _listening(module: Any, answers: list[Answer], *, to_the_end: bool) -> Iterator[None]:
+    """Write down what each kernel class answers; `to_the_end` makes vLLM go on past the one that fits."""
+    original: Callable[[Any], Any] = module.backend_to_kernel_cls
+
+    def listening(backend: Any) -> Any:
+        try:
+            kernels = original(backend)
+        except ImportError as error:
+            if not to_the_end:
+                raise
+            # A library that selection would not have come to; it is not there, and so neither is the backend.
+            answers.append(Answer(backend.value, UNIMPORTABLE, False, f"cannot be imported: {error}"))
+            return []
+        if not isinstance(kernels, list):  # FP8 up to 0.17.1
+            return _Listener(backend.value, kernels, answers, to_the_end)
+        return [_Listener(backend.value, kernel, answers, to_the_end) for kernel in kernels]
+
+    module.backend_to_kernel_cls = listening
+    try:
+        yield
+    finally:
+        module.backend_to_kernel_cls = original
+
+
+class _Listener:
+    """Stands in for a kernel class while backends are selected."""
+
+    def __init__(self, backend: str, kernel: Any, answers: list[Answer], to_the_end: bool) -> None:
+        self._backend, self._kernel, self._answers, self._to_the_end = backend, kernel, answers, to_the_end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+    def is_supported_config(self, cls: Any, *arguments: Any) -> tuple[bool, str | None]:
+        supported, reason = self._kernel.is_supported_config(self._kernel, *arguments)
+        self._answers.append(Answer(self._backend, self._kernel.__name__, bool(supported), reason))
+        return (False if self._to_the_end else supported), reason
+
+
+def _engine_config() -> Any:
+    """What selection asks of the engine's configuration: the model's type and its own quantisation
+    settings."""
+    text = types.SimpleNamespace(model_type=None)
+    model = types.SimpleNamespace(quantization_config=None, hf_text_config=text, hf_config=text)
+    parallel = types.SimpleNamespace(enable_dbo=False, enable_eplb=False)
+    return types.SimpleNamespace(model_config=model, parallel_config=parallel, weight_transfer_config=None)
+
+
+def _bfloat16() -> Any:
+    import torch
+
+    return torch.bfloat16

@@ -1,0 +1,205 @@
+"""The bench of the expert cache: its inputs, and on a GPU that what is wrong is not timed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moedoctor.bench.cache import groups as expert_cache_groups
+from moedoctor.bench.cache import speed as bench
+from moedoctor.bench.cache.decode import Inputs, Model, Variant, host_weights, zipf_ids
+from moedoctor.bench.cache.run import Run, pr_wrong_steps
+from moedoctor.bench.timing import Comparison, compare_rounds
+from moedoctor.fixes.eviction import SlotTable, replay
+from moedoctor.fixes.expert_cache import ExpertStore
+from moedoctor.fixes.moe.groups import GroupedForward
+from moedoctor.reference.pr37190 import PrRule
+from moedoctor.trace.shipped import shipped_trace
+from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
+
+SMALL = Model(layers=3, experts=16, top_k=2, hidden=256, inner=128, host_layers=2)
+
+
+def test_inputs_are_the_trace_by_step_layer_and_token() -> None:
+    inputs = Inputs.make(SMALL, 4, 5, "cpu")
+    settings = ZipfSettings(experts=16, top_k=2, layers=3, rows=20, streams=4, skew=1.0, drift=0.1, seed=0)
+    ids = list(zipf_trace(settings).topk_ids)  # by token, layer, choice
+    assert inputs.ids.shape == (5, 3, 4, 2)
+    for step, layer, token in ((0, 0, 0), (2, 1, 3), (4, 2, 1)):
+        start = ((step * 4 + token) * 3 + layer) * 2
+        assert inputs.ids[step, layer, token].tolist() == ids[start : start + 2]
+    assert torch.allclose(inputs.shares.sum(1), torch.ones(4))
+    assert SMALL.expert_bytes == 2 * (256 * 256 + 256 * 128)
+
+
+def test_the_recorded_trace_goes_on_where_its_layers_come_again() -> None:
+    model = Model(layers=10, hidden=16, inner=16)
+    inputs = Inputs.recorded(model, 100, "cpu")
+    trace = shipped_trace()
+    ids = torch.tensor(list(trace.topk_ids)).view(-1, 8, 8)
+    assert inputs.ids.shape == (100, 10, 1, 8)
+    assert torch.equal(inputs.ids[:, 3, 0], ids[:100, 3])
+    assert torch.equal(inputs.ids[:, 9, 0], ids[-100:, 1])
+    with pytest.raises(ValueError, match="128 experts, top-8"):
+        Inputs.recorded(SMALL, 10, "cpu")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, dict[str, Any]]]:
+    monkeypatch.setattr(bench, "VARIANTS", (Variant("host", "host"), Variant("aging", "host", "aging")))
+
+    def measured(**options: Any) -> dict[str, dict[str, Any]]:
+        return {row["engine"]: row for row in bench.decode("cpu", model=SMALL, rounds=2, **options)}
+
+    return measured
+
+
+def test_a_seeded_cache_goes_on_as_one_that_saw_the_trace(on_cpu: Any) -> None:
+    found = on_cpu(batch=1, capacity=6, seen=60)
+    inputs = Inputs.make(SMALL, 1, 68, "cpu")
+    for name, policy in (("host", "lfru"), ("aging", "aging"), ("pr37190", None)):
+        hits = misses = 0
+        for calls in inputs.ids.transpose(0, 1).flatten(2).tolist():
+            table = SlotTable(16, 6, policy) if policy else PrRule(16, 6)
+            replay(calls[:60], table)
+            stats = replay(calls[60:], table)
+            hits, misses = hits + stats.hits, misses + stats.misses
+        assert found[name]["hit_rate"] == hits / (hits + misses)
+        assert found[name]["misses_a_layer"] == misses / (8 * 3)
+        assert found[name]["gigabytes_a_step"] == pytest.approx(misses * SMALL.expert_bytes / 8 * 1e-9)
+    assert found["host"]["correct"]
+    assert found["host"]["speedup"] > 0
+    assert found["host"]["against"] == "pr37190"
+
+
+def test_wrong_steps_of_the_pr_are_counted_over_more_than_is_timed() -> None:
+    run = Run.make(SMALL, "cpu", batch=1, capacity=2, rounds=1, seen=20, recorded=False)
+    wrong, steps = pr_wrong_steps(run)
+    assert steps == 2000 > run.last + 1
+    lost = set()
+    for calls in zipf_ids(SMALL, 1, 2000).transpose(0, 1).flatten(2).tolist():
+        rule = PrRule(16, 2)
+        for step, call in enumerate(calls):
+            rule.step(sorted(call))
+            if any(rule.expert_of[rule.slot_of[one]] != one for one in call):
+                lost.add(step)
+    assert 0 < wrong == len(lost) < 2000
+    assert torch.equal(zipf_ids(SMALL, 1, 2000)[: run.last + 1], run.inputs.ids), "the same trace, longer"
+    full = Run.make(SMALL, "cpu", batch=1, capacity=16, rounds=1, seen=20, recorded=False)
+    assert pr_wrong_steps(full) == (0, 2000)
+
+
+def test_what_the_bus_allows_is_told_by_the_bytes(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = host_weights(SMALL, "cpu")
+    stores = [ExpertStore(one) for one in weights]
+    found = on_cpu(batch=1, capacity=6, seen=60, host=bench.Host(weights, stores, stores, 50.0))
+    ours, pr = found["host"], found["pr37190"]
+    assert ours["bus_us"] == pytest.approx(ours["gigabytes_a_step"] / 50.0 * 1e6)
+    assert ours["speedup_bound"] == pytest.approx(pr["step_us"] / ours["bus_us"])
+    assert "speedup_bound" not in pr
+
+
+def test_what_is_wrong_is_not_timed_on_a_cpu(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moedoctor.fixes.cache.host.HostEngine._copy", lambda self, load: None)
+    found = on_cpu(batch=1, capacity=6, seen=40)
+    assert found["host"]["correct"] is False
+    assert "tokens_per_second" not in found["host"]
+    assert found["pr37190"]["correct"]
+
+
+def test_groups_that_differ_from_one_call_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+
+    def times(calls: Any, *, baseline: str, launches: int) -> Comparison:
+        timed.extend(calls)
+        return compare_rounds({name: lambda: 1.0 for name in calls}, baseline=baseline, rounds=1)
+
+    monkeypatch.setattr(expert_cache_groups, "compare_times", times)
+    found = expert_cache_groups.group_cost("cpu", tokens=9, groups=(2, 4), model=SMALL)
+    assert [row["groups"] for row in found["rows"]] == [2, 4]
+    assert timed == ["1", "2", "2 in turn", "4", "4 in turn"]
+    total = GroupedForward.total
+    for wrong in (1.001, float("nan")):
+        for call, name in enumerate(("2", "2 in turn")):
+            made = itertools.count()
+            monkeypatch.setattr(
+                GroupedForward,
+                "total",
+                lambda self, by=wrong, which=call, made=made: (
+                    total(self) * (by if next(made) == which else 1)
+                ),
+            )
+            with pytest.raises(RuntimeError, match=rf"groups \({name}\) differ from one call by"):
+                expert_cache_groups.group_cost("cpu", tokens=9, groups=(2,), model=SMALL)
+    assert len(timed) == 5
+
+
+def test_groups_in_turn_are_not_computed_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    beside = GroupedForward.add_resident
+    monkeypatch.setattr(
+        GroupedForward, "add_resident", lambda self, parts: (seen.append(len(parts)), beside(self, parts))
+    )
+    calls, _, _ = expert_cache_groups.grouped_calls("cpu", tokens=9, groups=(2,), model=SMALL)
+    calls["2 in turn"]()
+    assert seen == []
+    calls["2"]()
+    assert seen == [2]
+
+
+@pytest.fixture(scope="module")
+def host() -> bench.Host:
+    return bench.Host.make(SMALL, "cuda:0")
+
+
+@pytest.fixture
+def rows(host: bench.Host) -> Any:
+    def measured(**options: Any) -> dict[str, dict[str, Any]]:
+        found = bench.decode("cuda:0", model=SMALL, host=host, rounds=3, seen=40, **options)
+        return {row["engine"]: row for row in found}
+
+    return measured
+
+
+@pytest.mark.gpu
+def test_every_variant_is_right_and_timed(rows: Any) -> None:
+    found = rows(batch=1, capacity=6)
+    ours = [one.name for one in bench.VARIANTS]
+    assert set(found) == {*ours, "pr37190"}
+    for name in ours:
+        assert found[name]["correct"]
+        assert found[name]["tokens_per_second"] > 0
+        assert found[name]["one_graph"] is (name != "host")
+    for policy in ("lfru", "aging"):
+        rates = {found[one.name]["hit_rate"] for one in bench.VARIANTS if one.policy == policy}
+        assert len(rates) == 1, "all engines decide alike"
+    assert found["packed"]["gigabytes_a_step"] < 0.75 * found["aging"]["gigabytes_a_step"]
+
+
+@pytest.mark.gpu
+def test_a_full_cache_is_compared_with_none(rows: Any) -> None:
+    found = rows(batch=2, capacity=16)
+    assert set(found) == {"resident", "uncached", "pr37190"}
+    assert found["resident"]["against"] == "uncached"
+
+
+@pytest.mark.gpu
+def test_a_call_that_the_pr_refuses_is_said(rows: Any) -> None:
+    found = rows(batch=4, capacity=3)
+    assert "the PR raises an error" in found["pr37190"]["reason"]
+    assert found["device"]["correct"]
+    assert found["host"]["correct"]
+
+
+@pytest.mark.gpu
+def test_what_is_wrong_is_not_timed(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its copies the host engine computes with empty slots."""
+    monkeypatch.setattr("moedoctor.fixes.cache.host.HostEngine._copy", lambda self, load: None)
+    found = rows(batch=1, capacity=6)
+    assert found["host"]["correct"] is False
+    assert "tokens_per_second" not in found["host"]
+    assert "tokens_per_second" in found["device"]

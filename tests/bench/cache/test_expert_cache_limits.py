@@ -1,0 +1,115 @@
+"""What the expert cache is meant to reach: each limit is refuted by a figure on its wrong side."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from moedoctor.bench.cache.limits import DEFAULT, judge
+from moedoctor.bench.cache.replay_speed import replay_speed
+from moedoctor.bench.cache.speed import VARIANTS
+from moedoctor.fixes.expert_cache import ExpertCache
+
+PR = {"engine": "pr37190", "batch": 1, "capacity": 32, "gigabytes_a_step": 1.6, "bus_share": 0.7}
+OURS = {
+    "engine": "overlap",
+    "batch": 1,
+    "capacity": 32,
+    "against": "pr37190",
+    "gigabytes_a_step": 0.9,
+    "bus_share": 0.9,
+    "speedup_bound": 2.6,
+    "one_graph": True,
+}
+FULL = {"engine": "resident", "batch": 8, "capacity": 128, "against": "uncached", "one_graph": True}
+
+
+def _verdicts(decode: list[dict[str, Any]] = [], **rows: list[dict[str, Any]]) -> list[str]:  # noqa: B006
+    return [one.verdict.value for one in judge(decode, **rows)]
+
+
+@pytest.mark.parametrize(("speedup", "verdict"), [(2.0, "confirmed"), (1.99, "refuted")])
+def test_twice_the_pr(speedup: float, verdict: str) -> None:
+    first, graph = judge([PR, OURS | {"speedup": speedup}])
+    assert (first.verdict.value, first.measured, first.limit) == (verdict, speedup, 2.0)
+    assert "0.90 GB a step against 1.60" in first.remark
+    assert "2.60" in first.remark
+    assert "aging + packed + overlap + engine device: tokens per second over the PR's" in first.claim
+    assert graph.verdict.value == "confirmed"
+
+
+@pytest.mark.parametrize("fastest", [2.4, None])
+def test_the_default_cache_stands_beside_the_fastest(fastest: float | None) -> None:
+    ours = OURS if fastest is None else OURS | {"speedup": fastest}
+    default = OURS | {"engine": "device", "speedup": 1.57}
+    elsewhere = default | {"capacity": 64, "speedup": 1.9}
+    first, *_ = judge([PR, elsewhere, default, ours])
+    row = first.row()
+    assert (row.get("measured"), row["default_cache"]) == (fastest, 1.57)
+    assert first.remark.endswith("the default cache (lfru + engine device): 1.57")
+    for unknown in ([], [default | {"against": "host"}], [elsewhere]):
+        first, *_ = judge([PR, ours, *unknown])
+        assert "default_cache" not in first.row()
+        assert first.remark.endswith("the default cache (lfru + engine device): not measured")
+
+
+def test_what_is_called_the_default_cache_is_the_one_that_is_made_without_options() -> None:
+    options = {name: one.default for name, one in inspect.signature(ExpertCache).parameters.items()}
+    assert options["policy"] == DEFAULT.policy
+    assert options["packed"] is DEFAULT.packed is False
+    assert inspect.signature(ExpertCache.groups).parameters["overlap"].default is DEFAULT.overlap is False
+    assert DEFAULT in VARIANTS
+
+
+def test_a_ratio_to_something_else_decides_nothing() -> None:
+    first, _ = judge([OURS | {"speedup": 3.0, "against": "device"}])
+    assert first.verdict.value == "untested"
+    assert "measured" not in first.row()
+    assert _verdicts([OURS | {"speedup": 3.0, "batch": 8}]) == ["confirmed"]  # the graph alone
+
+
+def test_the_recorded_trace_has_limits_of_its_own() -> None:
+    found = judge([PR, OURS | {"speedup": 2.5}], recorded=[PR, OURS | {"speedup": 1.9}])
+    assert [(one.verdict.value, "recorded" in one.claim) for one in found] == [
+        ("confirmed", False),
+        ("refuted", True),
+        ("confirmed", False),
+    ]
+
+
+def test_the_rest_of_the_limits() -> None:
+    assert _verdicts([FULL | {"speedup": 0.95}]) == ["confirmed", "confirmed"]
+    assert _verdicts([FULL | {"speedup": 0.94, "one_graph": False}]) == ["refuted", "refuted"]
+    misses = [
+        {"engine": "pinned", "miss_gb_s": 50.0},
+        {"engine": "device", "miss_gb_s": 46.0, "of_pinned": 0.92},
+        {"engine": "host", "miss_gb_s": 44.0, "of_pinned": 0.88},
+        {"engine": "packed", "miss_gb_s": 60.0, "of_pinned": 1.2},
+    ]
+    assert _verdicts(misses=misses) == ["confirmed", "refuted"]
+    both = {"overhead": 0.1, "overhead_in_turn": 0.3, "us": 300.0, "us_in_turn": 350.0}
+    groups = [{"groups": count, **both} for count in (2, 4, 8)]
+    assert _verdicts(groups=groups) == ["refuted", "confirmed", "confirmed", *["refuted"] * 3]
+    replays = [
+        {"policy": "lru", "capacity": 16, "accesses_per_second": 2e6},
+        {"policy": "lru", "capacity": 32, "accesses_per_second": 0.9e6},
+        {"policy": "lfu", "capacity": 32, "accesses_per_second": 1e6},
+    ]
+    assert _verdicts(replays=replays) == ["refuted", "confirmed"]
+
+
+def test_the_replay_is_timed_by_the_clock() -> None:
+    ticks = iter(range(1000))
+    rows = replay_speed(capacities=(16,), tokens=20, rounds=3, clock=lambda: float(next(ticks)))
+    assert {row["accesses_per_second"] for row in rows} == {160.0}
+    assert {row["policy"] for row in rows} == {"lru", "lfu", "lfru", "aging"}
+
+
+def test_every_hit_rate_of_the_replays_stands_beside_its_bound() -> None:
+    rows = replay_speed(capacities=(16, 32), tokens=400, rounds=1)
+    bounds = {row["capacity"]: row["hit_rate_optimum"] for row in rows}
+    assert bounds[16] < bounds[32]
+    for row in rows:
+        assert 0 < row["hit_rate"] < row["hit_rate_optimum"] == bounds[row["capacity"]]

@@ -1,0 +1,197 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moedoctor.bench.backends import registry
+from moedoctor.bench.backends.reference import Reference
+from moedoctor.bench.moe.bench import Task, measure
+from moedoctor.bench.moe.expert_load import Routing
+from moedoctor.bench.roofline import Roofline, measure_roofline
+from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.moe_backend import Backend, Prepared, Variant
+from moedoctor.reference.moe_layer import Layer
+from moedoctor.reference.token_agreement import Bounds
+from moedoctor.results import UnavailableError
+
+ROOFLINE = Roofline(1e9, {"bf16": 1e12, "fp8": 2e12})
+TASK = Task(Variant("OURS", "nvfp4"), "tiny", LayerShape(64, 32, 4, 2), (1, 5), Routing(), "cpu")
+
+
+class Wrong(Backend):
+    """The reference with an output that is wrong from five tokens on."""
+
+    variant = TASK.variant
+
+    def unavailable(self, shape: LayerShape, device: str) -> str | None:
+        return None
+
+    def prepare(self, layer: Layer) -> Prepared:
+        right = Reference("nvfp4").prepare(layer)
+
+        class Call(Prepared):
+            def __call__(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+                output = right(x, w, ids)
+                return output * 0 if len(x) == 5 else output
+
+        return Call()
+
+
+class Absent(Wrong):
+    def prepare(self, layer: Layer) -> Prepared:
+        raise UnavailableError("not built for this")
+
+
+def rows_of(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> list[dict[str, Any]]:
+    monkeypatch.setattr(registry, "create", lambda variant: backend)
+    return list(measure(TASK, ROOFLINE))
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, wrong = rows_of(monkeypatch, Wrong())
+    assert right["right"] is True
+    assert right["wrong"] is None
+    assert right["time_us"] > 0
+    assert wrong["right"] is False
+    assert wrong["wrong"].startswith("5 of 5 tokens: cosine 0")
+    assert not {name for name in wrong if name.endswith("_us") or name == "tflops"}
+
+
+def test_what_a_backend_finds_out_late_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = rows_of(monkeypatch, Absent())
+    assert row["unavailable"] == "not built for this"
+
+
+class RightFor(Wrong):
+    """The reference for so many calls of a layer that it took over, and zeros after."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def prepare(self, layer: Layer) -> Prepared:
+        right, outer = Reference("nvfp4").prepare(layer), self
+
+        class Call(Prepared):
+            calls = 0
+
+            def __call__(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+                self.calls += 1
+                return right(x, w, ids) if self.calls <= outer.calls else x * 0
+
+        return Call()
+
+
+def test_a_backend_that_is_wrong_once_it_is_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Three calls to compare and two with other routes come first.
+    row, _ = rows_of(monkeypatch, RightFor(5))
+    assert row["right"] is False
+    assert row["wrong"].startswith("once it was timed (wall time): 1 of 1 tokens: cosine 0")
+    assert not {name for name in row if name.endswith("_us") or name == "tflops"}
+
+
+@pytest.mark.parametrize("tokens", [(1, 5), (5,)])
+def test_faults_are_planted_in_every_run_whatever_the_size(tokens: tuple[int, ...]) -> None:
+    large = LayerShape(64, 32, 1024, 4)  # with 1024 experts; weights are changed with 8
+    task = replace(TASK, shape=large, tokens=tokens)
+    rows = list(measure(task, ROOFLINE))
+    assert [row["controls_noticed"] for row in rows] == ["11 of 11"] * len(tokens)
+    assert all(row["controls_missed"] == [] for row in rows)
+
+
+def test_weights_are_changed_in_a_layer_of_few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counts(Wrong):
+        def prepare(self, layer: Layer) -> Prepared:
+            experts.append((layer.shape.hidden, layer.shape.intermediate, layer.shape.experts))
+            return Reference("nvfp4").prepare(layer)
+
+    experts: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(registry, "create", lambda variant: Counts())
+    list(measure(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1, 2, 3)), ROOFLINE))
+    assert experts == [(64, 32, 8)] * 6 + [(64, 32, 32)]
+
+
+def test_a_backend_that_cannot_compute_few_experts_has_its_own_layer_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Many(Wrong):
+        def unavailable(self, shape: LayerShape, device: str) -> str | None:
+            return None if shape.experts >= 32 else "needs 32 experts"
+
+        def prepare(self, layer: Layer) -> Prepared:
+            assert layer.shape.experts == 32
+            return Reference("nvfp4").prepare(layer)
+
+    monkeypatch.setattr(registry, "create", lambda variant: Many())
+    (row,) = measure(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1,)), ROOFLINE)
+    assert row["controls_noticed"] == "11 of 11"
+
+
+def test_a_backend_that_is_wrong_with_few_experts_alone_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Few(Wrong):
+        def prepare(self, layer: Layer) -> Prepared:
+            right = Reference("nvfp4").prepare(layer)
+            if layer.shape.experts == 8:
+                return RightFor(0).prepare(layer)
+            return right
+
+    monkeypatch.setattr(registry, "create", lambda variant: Few())
+    (row,) = measure(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1,)), ROOFLINE)
+    assert row["wrong"].startswith("in the layer that faults are planted in: 17 of 17 tokens")
+    assert "time_us" not in row
+
+
+@pytest.mark.parametrize("where", ["weights of few experts", "routes and outputs"])
+def test_a_comparison_that_misses_a_fault_says_nothing_of_a_backend(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    from moedoctor.bench.moe import parity
+
+    lax = Bounds(cosine=-1, norm=1e9, element=1e9, matched=0, worst=1e9)
+    strict = parity.bounds_of("none")
+    calls = iter([lax if where == "weights of few experts" else strict, *[lax] * 9])
+    monkeypatch.setattr(parity, "bounds_of", lambda activations: next(calls))
+    for row in rows_of(monkeypatch, Wrong()):
+        assert row["right"] is False
+        assert row["wrong"] is None, "not the backend's"
+        assert row["failed"].startswith("the comparison did not notice ")
+        assert ("swapped_gate_up" in row["controls_missed"]) is (where == "weights of few experts")
+        assert "half_output" in row["controls_missed"]
+        assert "time_us" not in row
+
+
+def test_one_expert_has_no_control_that_changes_nothing() -> None:
+    (row,) = measure(replace(TASK, shape=LayerShape(64, 32, 1, 1), tokens=(3,)), ROOFLINE)
+    assert row["controls_noticed"] == "10 of 10"
+    assert row["right"] is True
+
+
+def test_the_roofline_is_the_larger_of_two_times() -> None:
+    assert ROOFLINE.least_seconds(10**9, 1, "bf16") == 1.0
+    assert ROOFLINE.least_seconds(1, 2 * 10**12, "bf16") == 2.0
+    assert ROOFLINE.least_seconds(1, 2 * 10**12, "fp8") == 1.0
+    assert ROOFLINE.least_seconds(1, 2 * 10**12, "int8") == 2.0, "an unknown type counts as bfloat16"
+    cpu = Roofline(1e9, {"bf16": 1e9, "fp32": 1e12})
+    assert cpu.least_seconds(1, 2 * 10**12, "bf16") == 2.0, "a backend there may compute in the faster type"
+    assert Roofline(1e9, {"bf16": 1e12, "fp32": 1e9}).least_seconds(1, 2 * 10**12, "bf16") == 2.0
+
+
+def test_a_cpu_has_a_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    import moedoctor.bench.roofline as module
+
+    monkeypatch.setattr(module, "_CPU_BYTES", 2**20)
+    monkeypatch.setattr(module, "_CPU_SIDE", 64)
+    monkeypatch.setattr(module, "_CPU_SECONDS", 0.01)
+    found = measure_roofline("cpu")
+    assert found.bytes_per_second > 0
+    assert found.flops["bf16"] > 0
+    assert found.flops["fp32"] > 0
+
+
+def test_the_reference_is_not_faster_than_the_cpu_that_it_runs_on() -> None:
+    """It computes in float32; held against products in bfloat16 it took many times the roofline's share."""
+    shape = LayerShape(512, 512, 4, 2)
+    task = Task(Variant("REFERENCE", "bf16"), "wide", shape, (256,), Routing(), "cpu")
+    (row,) = measure(task, measure_roofline("cpu"))
+    assert row["right"] is True
+    assert 0 < row["roofline_share"] <= 1.5, "what else runs here may slow either measurement"

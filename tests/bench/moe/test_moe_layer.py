@@ -1,0 +1,76 @@
+import pytest
+import torch
+
+from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.experts import activate, expert_weight
+from moedoctor.reference.moe_layer import expected_output, make_layer, make_problem, quantiser
+from moedoctor.reference.nvfp4 import Nvfp4
+
+SHAPE = LayerShape(256, 128, 6, 2)
+
+
+@pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "bf16"])
+def test_weights_fit_into_bfloat16(quantization: str) -> None:
+    layer = make_layer(SHAPE, quantization)
+    for weight, size in ((layer.w13, (256, 256)), (layer.w2, (256, 128))):
+        one = expert_weight(weight, 3)
+        assert one.shape == size
+        assert torch.equal(one.bfloat16().float(), one)
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "fp8"])
+def test_inputs_lie_on_the_grid(activations: str) -> None:
+    layer = make_layer(SHAPE, "nvfp4" if activations == "nvfp4" else "fp8")
+    problem = make_problem(layer, 9, activations)
+    quantise = quantiser(activations, layer.input_scale)
+    assert quantise is not None
+    assert torch.equal(quantise(problem.x.float()), problem.x.float())
+    assert 0.3 < float(problem.x.float().std()) < 2
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize(("quantization", "activations"), [("nvfp4", "nvfp4"), ("fp8", "fp8")])
+def test_intermediates_do_not_saturate(activation: str, quantization: str, activations: str) -> None:
+    shape = LayerShape(2048, 256, 4, 2, activation)
+    layer = make_layer(shape, quantization)
+    problem = make_problem(layer, 64, activations)
+    middle = activate(problem.x.float() @ expert_weight(layer.w13, 0).T, activation)
+    largest = {"nvfp4": 448 * 6, "fp8": 448}[activations] * layer.intermediate_scale
+    assert float(middle.abs().max()) < largest
+
+
+def test_scales_differ_from_block_to_block_and_from_expert_to_expert() -> None:
+    layer = make_layer(LayerShape(256, 128, 32, 2), "nvfp4")
+    assert isinstance(layer.w13, Nvfp4)
+    assert len(layer.w13.block_scales[0].float().unique()) > 10
+    assert len(layer.w13.global_scale.unique()) == 2
+
+
+def test_the_seed_decides() -> None:
+    def output(seed: int) -> torch.Tensor:
+        return expected_output(
+            make_problem(make_layer(SHAPE, "nvfp4", seed=seed), 3, "none", seed=seed), "none"
+        )
+
+    assert torch.equal(output(1), output(1))
+    assert not torch.equal(output(1), output(2))
+
+
+def test_routes_are_distinct_and_weights_add_up() -> None:
+    problem = make_problem(make_layer(SHAPE, "bf16"), 50, "none")
+    assert all(len(set(row)) == 2 for row in problem.topk_ids.tolist())
+    assert torch.allclose(problem.topk_weights.sum(1), torch.ones(50))
+
+
+@pytest.mark.parametrize(("sizes", "name"), [((0, 1, 1, 1), "hidden"), ((1, 1, 2, 3), "top_k")])
+def test_impossible_shapes_are_refused(sizes: tuple[int, int, int, int], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        LayerShape(*sizes)
+
+
+def test_what_a_shape_costs() -> None:
+    gated, plain = LayerShape(64, 32, 4, 2), LayerShape(64, 32, 4, 2, "relu2")
+    assert gated.expert_parameters == 3 * 64 * 32
+    assert plain.expert_parameters == 2 * 64 * 32
+    assert gated.weight_bytes(2, 4.5) == 2 * 3 * 64 * 32 * 4.5 / 8
+    assert gated.flops(10) == 2 * 10 * 3 * 64 * 32

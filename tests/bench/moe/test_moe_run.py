@@ -1,0 +1,149 @@
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from moedoctor.bench.moe import child as moe_child
+from moedoctor.bench.moe import run as moe_run
+from moedoctor.bench.moe.run import LayerTask, MachineError, measure_machine, measure_tasks
+from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.moe_backend import Variant
+
+SHAPE = LayerShape(64, 32, 4, 2)
+ROOFLINE = {"bytes_per_second": 1e9, "flops": {"bf16": 1e12}}
+
+
+@pytest.fixture
+def fake_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_run, "_CHILD", "moe_child_fake")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
+def task(model: str, backend: str = "OURS", tokens: tuple[int, ...] = (1,)) -> LayerTask:
+    return LayerTask(Variant(backend, "bf16"), model, SHAPE, tokens)
+
+
+def outcomes(rows: list[dict[str, object]]) -> list[tuple[object, ...]]:
+    return [(row["backend"], row["model"], "failed" in row) for row in rows]
+
+
+@pytest.mark.usefixtures("fake_child")
+def test_a_child_that_dies_costs_only_its_own_task() -> None:
+    rows = measure_tasks(
+        [task("first"), task("dies"), task("last"), task("other", "TRITON")], "cpu", ROOFLINE, seconds=30
+    )
+    assert outcomes(rows) == [
+        ("OURS", "first", False),
+        ("OURS", "dies", False),  # what it had measured before it died
+        ("OURS", "dies", True),
+        ("OURS", "last", False),
+        ("TRITON", "other", False),
+    ]
+    assert "-6" in rows[2]["failed"]
+
+
+@pytest.mark.usefixtures("fake_child")
+def test_a_task_that_raises_is_told_from_the_others() -> None:
+    rows = measure_tasks([task("raises"), task("last")], "cpu", ROOFLINE, seconds=30)
+    assert outcomes(rows) == [("OURS", "raises", True), ("OURS", "last", False)]
+    assert rows[0]["failed"] == "ValueError: no"
+
+
+@pytest.mark.usefixtures("fake_child")
+def test_a_child_that_hangs_is_ended_and_the_other_package_goes_on() -> None:
+    tasks = [task("first"), task("hangs"), task("last"), task("other", "TRITON")]
+    rows = measure_tasks(tasks, "cpu", ROOFLINE, seconds=2)
+    assert outcomes(rows) == [
+        ("OURS", "first", False),
+        ("OURS", "hangs", True),
+        ("OURS", "last", True),
+        ("TRITON", "other", False),
+    ]
+    assert "no answer within" in rows[1]["failed"]
+    assert rows[2]["failed"] == "not measured within 2 s"
+
+
+@pytest.mark.usefixtures("fake_child")
+@pytest.mark.parametrize("model", ["dies at 8", "raises at 8", "raises CUDA at 8"])
+def test_a_death_or_an_error_costs_the_number_of_tokens_that_it_was_at(model: str) -> None:
+    tasks = [task(model, tokens=(1, 8, 64, 512)), task("last", tokens=(1, 8))]
+    rows = measure_tasks(tasks, "cpu", ROOFLINE, seconds=30)
+    assert [(row["model"], row["tokens"], "failed" in row) for row in rows] == [
+        (model, 1, False),
+        (model, 8, True),
+        (model, 64, False),
+        (model, 512, False),
+        ("last", 1, False),
+        ("last", 8, False),
+    ]
+
+
+@pytest.mark.usefixtures("fake_child")
+def test_a_death_while_a_layer_is_prepared_costs_the_task() -> None:
+    tasks = [task("dies first", tokens=(1, 8)), task("last")]
+    rows = measure_tasks(tasks, "cpu", ROOFLINE, seconds=30)
+    assert outcomes(rows) == [("OURS", "dies first", True), ("OURS", "last", False)]
+    assert "tokens" not in rows[0]
+
+
+@pytest.mark.usefixtures("fake_child")
+def test_a_hang_costs_what_comes_after_too_as_no_time_is_left() -> None:
+    rows = measure_tasks([task("hangs at 8", tokens=(1, 8, 64))], "cpu", ROOFLINE, seconds=2)
+    assert [(row.get("tokens"), "failed" in row) for row in rows] == [(1, False), (8, True), (None, True)]
+
+
+def test_the_child_goes_on_after_a_number_of_tokens_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moedoctor.bench.moe import bench as moe_bench
+
+    problem = moe_bench._problem
+
+    def raises_at_2(task: object, layer: object, tokens: int) -> object:
+        if tokens == 2:
+            raise MemoryError("not that many")
+        return problem(task, layer, tokens)
+
+    monkeypatch.setattr(moe_bench, "_problem", raises_at_2)
+    one = LayerTask(Variant("REFERENCE", "bf16"), "tiny", SHAPE, (1, 2, 3))
+    said = io.StringIO()
+    moe_child.main(moe_run._request([one], "cpu", ROOFLINE), said)
+    events = [json.loads(line) for line in said.getvalue().splitlines()]
+    assert [(e["event"], e.get("tokens")) for e in events] == [
+        ("task", None),
+        ("point", 1),
+        ("row", 1),
+        ("point", 2),
+        ("failed", 2),
+        ("point", 3),
+        ("row", 3),
+        ("end", None),
+    ]
+
+
+@pytest.mark.usefixtures("fake_child")
+def test_a_machine_that_cannot_be_measured() -> None:
+    assert measure_machine("cpu")[0] == ROOFLINE
+    with pytest.raises(MachineError, match=r"broken: its bandwidth could not be measured.*no such device"):
+        measure_machine("broken")
+
+
+def test_a_real_child_on_the_cpu() -> None:
+    tasks = [
+        LayerTask(Variant("REFERENCE", "nvfp4"), "tiny", SHAPE, (1, 5)),
+        LayerTask(Variant("MARLIN", "nvfp4"), "tiny", SHAPE, (1,)),
+    ]
+    rows = measure_tasks(tasks, "cpu", ROOFLINE, seconds=120)
+    by_backend = {row["backend"]: row for row in rows}
+    assert by_backend["MARLIN"]["unavailable"] == "needs an NVIDIA GPU that torch can use"
+    one = by_backend["REFERENCE"]
+    assert one["tokens"] == 5
+    assert one["right"] is True
+    assert one["controls_noticed"] == "11 of 11"
+    assert one["time_us_p20"] <= one["time_us"] <= one["time_us_p80"]
+    # 5 tokens of 2 experts each reach all 4; 4.5 bits a weight; 5 rows in and out; ids and weights.
+    assert one["active_experts"] == 4
+    assert one["bytes"] == 4 * 3 * 64 * 32 * 4.5 / 8 + 2 * 5 * 64 * 2 + 5 * 2 * 8
+    assert one["flops"] == 2 * 10 * 3 * 64 * 32
+    seconds = one["time_us"] * 1e-6
+    assert one["gigabytes_per_second"] == pytest.approx(one["bytes"] / seconds / 1e9, rel=0.01, abs=1e-3)
+    assert one["roofline_share"] == pytest.approx(one["bytes"] / 1e9 / seconds, rel=0.01, abs=1e-4)

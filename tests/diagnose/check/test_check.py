@@ -1,0 +1,411 @@
+"""Made-up machines: which known failures must be found on them, which must not, and with which facts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from machine_fakes import PINNED, probes, sources
+
+from moedoctor.diagnose.check.check import check
+from moedoctor.diagnose.check.jit_folders import JitCache, JitFolder
+from moedoctor.diagnose.check.pinning import Pinning
+from moedoctor.diagnose.check.records import CheckResult
+from moedoctor.entries import entries
+
+H200 = ("NVIDIA H200", "9.0")
+RTX_5090 = ("NVIDIA GeForce RTX 5090", "12.0")
+GB10 = ("NVIDIA GB10", "12.1")
+VLLM_018 = {"vllm": "0.18.0", "torch": "2.10.0+cu129", "flashinfer-python": "0.6.6"}
+VLLM_033 = {"vllm": "0.33.0", "torch": "2.14.0+cu130", "flashinfer-python": "0.7.2.post1"}
+
+
+def found(result: CheckResult) -> dict[str, str]:
+    return {one.id: one.severity for one in result.findings}
+
+
+def evidence(result: CheckResult, id: str) -> dict[str, Any]:
+    return dict(next(one.evidence for one in (*result.findings, *result.conditional) if one.id == id))
+
+
+def test_wsl_with_vllm_018() -> None:
+    result = check(sources(VLLM_018, gpu=H200, wsl=True, torch_cuda="12.9"), probes())
+    assert found(result) == {
+        "MD001": "error",  # 0.20.0 has the NaN check
+        "MD003": "error",  # no UVA on WSL before 0.24.0, and by choice after it
+        "MD005": "error",  # torch 2.10 cannot trace state_dict()
+        "MD011": "error",  # MD001 makes duplicates, FlashInfer 0.6.6 cannot take them
+        "MD020": "error",
+        "MD002": "warning",
+        "MD008": "warning",
+        "MD009": "warning",  # the assertion went in 0.20.0
+    }
+    # The V2 model runner is off there, and an H200 has nothing of MD004 and MD016.
+    assert {"MD013", "MD004", "MD016"}.isdisjoint(one.id for one in result.conditional)
+    assert evidence(result, "MD003") == {
+        "vllm": "0.18.0",
+        "uva": "no: vLLM 0.18.0 never pins memory on WSL",
+    }
+    assert result.exit_code == 1
+
+
+def test_linux_with_vllm_018_has_none_of_what_needs_wsl() -> None:
+    result = check(sources(VLLM_018, gpu=H200, torch_cuda="12.9"), probes())
+    assert set(found(result)) == {"MD001", "MD011", "MD008", "MD009"}
+
+
+@pytest.mark.parametrize("name", ["VLLM_WEIGHT_OFFLOADING_DISABLE_UVA"])
+def test_linux_takes_the_path_of_wsl_where_uva_is_turned_off(name: str) -> None:
+    result = check(sources(VLLM_018, gpu=H200, torch_cuda="12.9", environ={name: "1"}), probes())
+    assert {"MD003", "MD005", "MD020"} <= set(found(result))
+    assert "MD002" not in found(result), "memory is still pinned"
+    assert evidence(result, "MD003")["uva"] == f"no: {name}=1 is set"
+
+
+def test_unpinned_copies_on_linux_need_their_own_variable() -> None:
+    variables = {
+        "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA": "1",
+        "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY": "1",
+    }
+    result = check(sources(VLLM_033, gpu=H200, environ=variables), probes())
+    assert found(result) == {"MD003": "error", "MD020": "error", "MD002": "warning"}
+    # torch 2.14 traces what 2.10 could not.
+    assert "MD005" not in found(result)
+
+
+def test_sm120_with_flashinfer_064() -> None:
+    packages = {"torch": "2.10.0+cu129", "flashinfer-python": "0.6.4"}
+    result = check(sources(packages, gpu=RTX_5090, torch_cuda="12.9"), probes())
+    assert found(result) == {"MD004": "error"}
+    assert evidence(result, "MD004") == {"flashinfer-python": "0.6.4", "capability": "12.0"}
+    assert not result.problems
+
+
+@pytest.mark.parametrize(("release", "struck"), [("0.6.7", True), ("0.6.8", False), ("0.7.2.post1", False)])
+def test_sm120_is_struck_before_flashinfer_068(release: str, struck: bool) -> None:
+    result = check(sources({"flashinfer-python": release}, gpu=RTX_5090), probes())
+    assert ("MD004" in found(result)) is struck
+
+
+def test_clean_h200_with_vllm_033() -> None:
+    result = check(sources(VLLM_033, gpu=H200), probes())
+    assert found(result) == {}
+    assert not result.problems
+    assert result.exit_code == 0
+    # No machine can rule these out; MD006 and MD007 need a build that no release is.
+    depends = {one.id for one in result.conditional}
+    assert {"MD012", "MD014", "MD015"} <= depends
+    assert {"MD001", "MD002", "MD003", "MD005", "MD006", "MD007", "MD009", "MD010"}.isdisjoint(depends)
+    assert all(one.severity == "note" and one.needs for one in result.conditional)
+
+
+def test_no_packages() -> None:
+    result = check(sources({}), probes())
+    assert (result.findings, result.conditional, result.problems, result.exit_code) == ((), (), (), 0)
+    assert result.environment["collectors"] == {}
+
+
+@pytest.mark.parametrize(
+    ("id", "vllm", "struck"),
+    [
+        ("MD001", "0.19.1", True),
+        ("MD001", "0.20.0", False),
+        ("MD002", "0.33.0", True),
+        ("MD003", "0.33.0", True),
+        ("MD005", "0.26.0", True),
+        ("MD008", "0.19.1", True),
+        ("MD008", "0.20.0", False),
+        ("MD009", "0.19.1", True),
+        ("MD009", "0.20.0", False),
+        ("MD011", "0.19.1", True),
+        ("MD011", "0.20.0", False),
+        ("MD020", "0.33.0", True),
+    ],
+)
+def test_the_first_and_last_releases_that_are_struck(id: str, vllm: str, struck: bool) -> None:
+    packages = {"vllm": vllm, "torch": "2.11.0", "flashinfer-python": "0.6.8.post1"}
+    assert (id in found(check(sources(packages, gpu=H200, wsl=True), probes()))) is struck
+
+
+@pytest.mark.parametrize(
+    ("torch", "severity"), [("2.11.0", "error"), ("2.12.1", "error"), ("2.13.0", None), ("2.14.0", None)]
+)
+def test_dynamo_learnt_to_trace_the_offloader(torch: str, severity: str | None) -> None:
+    result = check(sources({"vllm": "0.27.0", "torch": torch}, gpu=H200, wsl=True), probes())
+    assert found(result).get("MD005") == severity
+
+
+@pytest.mark.parametrize(
+    ("vllm", "variables", "severity"),
+    [
+        ("0.21.0", {}, "warning"),
+        ("0.22.0", {}, "error"),  # some models run on the V2 model runner, which then does not start
+        ("0.22.0", {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "warning"),
+        ("0.29.0", {}, "error"),
+        ("0.30.0", {}, "warning"),
+    ],
+)
+def test_wsl_and_the_v2_model_runner(vllm: str, variables: dict[str, str], severity: str) -> None:
+    result = check(sources({"vllm": vllm}, gpu=H200, wsl=True, environ=variables), probes())
+    assert found(result)["MD002"] == severity
+
+
+def test_linux_without_pinning_starts_the_v2_model_runner() -> None:
+    variables = {"VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY": "1"}
+    result = check(sources({"vllm": "0.25.1"}, gpu=H200, environ=variables), probes())
+    assert found(result)["MD002"] == "warning"
+
+
+def test_no_gpu_halves_the_confidence_and_says_so() -> None:
+    here = check(sources(VLLM_018, gpu=H200, torch_cuda="12.9"), probes())
+    away = check(sources(VLLM_018, torch_cuda="12.9"), probes())
+    with_gpu, without = (next(one for one in result.findings if one.id == "MD001") for result in (here, away))
+    assert without.confidence == pytest.approx(with_gpu.confidence / 2)
+    assert "none here" in without.evidence["gpu"]
+    assert "gpu" not in with_gpu.evidence
+    # A setting without effect needs no GPU to be one.
+    setting = sources(VLLM_033, environ={"VLLM_NVFP4_MOE_BACKEND": "MARLIN"})
+    (ignored,) = check(setting, probes()).findings
+    assert (ignored.id, ignored.confidence) == ("MD010", 0.9)
+    # A rule about a capability cannot fit without a GPU.
+    assert "MD011" not in found(away)
+
+
+def test_an_unknown_vllm_version_fits_no_rule() -> None:
+    result = check(sources({"vllm": "dev-build", "torch": "2.11.0"}, gpu=H200, wsl=True), probes())
+    assert found(result) == {}
+
+
+def test_a_development_build_counts_by_its_number() -> None:
+    packages = {**VLLM_018, "vllm": "0.18.2rc1.dev25+gef53395e2"}
+    assert "MD001" in found(check(sources(packages, gpu=H200, torch_cuda="12.9"), probes()))
+
+
+@pytest.mark.parametrize(
+    ("vllm", "setting", "severity"),
+    [
+        ("0.18.0", "1", "error"),
+        ("0.18.0", None, None),
+        ("0.23.0", None, "warning"),
+        ("0.25.1", None, "warning"),
+        ("0.25.1", "0", None),
+        ("0.27.1", "1", "error"),
+        ("0.28.0", "1", None),
+        ("0.33.0", None, "note"),
+    ],
+)
+def test_the_v2_runner_ignores_offload_until_028(
+    vllm: str, setting: str | None, severity: str | None
+) -> None:
+    environ = {} if setting is None else {"VLLM_USE_V2_MODEL_RUNNER": setting}
+    result = check(sources({"vllm": vllm}, gpu=H200, environ=environ), probes())
+    seen = {one.id: one.severity for one in (*result.findings, *result.conditional)}
+    assert seen.get("MD013") == severity
+
+
+@pytest.mark.parametrize(
+    ("vllm", "gpu", "variables", "severity"),
+    [
+        ("0.33.0", RTX_5090, {}, "warning"),
+        ("0.33.0", RTX_5090, {"VLLM_MOE_SKIP_PADDING": "0"}, None),
+        ("0.33.0", H200, {}, "note"),
+        ("0.26.0", RTX_5090, {}, None),
+        ("0.26.0", RTX_5090, {"VLLM_MOE_SKIP_PADDING": "1"}, "warning"),
+        ("0.24.0", RTX_5090, {"VLLM_MOE_SKIP_PADDING": "1"}, None),
+    ],
+)
+def test_sentinels_strike_where_padding_is_skipped(
+    vllm: str, gpu: tuple[str, str], variables: dict[str, str], severity: str | None
+) -> None:
+    result = check(sources({"vllm": vllm}, gpu=gpu, environ=variables), probes())
+    seen = {one.id: one.severity for one in (*result.findings, *result.conditional)}
+    assert seen.get("MD016") == severity
+
+
+@pytest.mark.parametrize(
+    ("vllm", "name", "struck"),
+    [
+        ("0.23.0", "VLLM_USE_FLASHINFER_MOE_FP4", False),
+        ("0.24.0", "VLLM_USE_FLASHINFER_MOE_FP4", True),
+        ("0.28.0", "VLLM_TEST_FORCE_FP8_MARLIN", False),
+        ("0.29.0", "VLLM_TEST_FORCE_FP8_MARLIN", True),
+        ("0.18.0", "VLLM_NVFP4_MOE_BACKEND", True),
+        ("0.33.0", "VLLM_LOGGING_LEVEL", False),
+    ],
+)
+def test_settings_without_effect_are_found(vllm: str, name: str, struck: bool) -> None:
+    result = check(sources({"vllm": vllm}, gpu=H200, environ={name: "1"}), probes())
+    assert ("MD010" in found(result)) is struck
+    if struck:
+        assert evidence(result, "MD010")["variables"] == {name: "1"}
+
+
+def test_the_expert_cache_is_seen_by_its_file() -> None:
+    file = "vllm/model_executor/layers/fused_moe/expert_weight_provider.py"
+    result = check(sources(VLLM_033, gpu=H200, files=(file,)), probes())
+    assert found(result) == {"MD006": "error", "MD007": "warning"}
+    assert evidence(result, "MD006")["file"] == file
+
+
+@pytest.mark.parametrize(
+    ("release", "gpu", "cuda", "setting", "said"),
+    [
+        ("0.6.6", H200, (13, 0), "9.0", "plain 90"),
+        ("0.6.6", H200, (13, 0), "9.0a", None),
+        ("0.6.7", H200, (13, 0), "9.0", None),
+        ("0.7.2", H200, (13, 0), "9.0 ", "cannot read FLASHINFER_CUDA_ARCH_LIST"),
+        ("0.7.2", H200, (13, 0), "8.0", "does not run on this GPU"),
+        ("0.6.8", RTX_5090, (12, 8), None, "no architecture to build for"),
+        ("0.7.2", RTX_5090, (12, 8), None, None),
+        ("0.7.2", GB10, (12, 8), None, "no architecture to build for"),
+        ("0.7.2", GB10, (13, 0), "12.0f", None),
+        ("0.7.2", GB10, (13, 0), "12.0a", "does not run on this GPU"),
+    ],
+)
+def test_what_flashinfer_would_build_is_judged_for_this_gpu(
+    release: str, gpu: tuple[str, str], cuda: tuple[int, int], setting: str | None, said: str | None
+) -> None:
+    from moedoctor.processes.cuda_tools import Tool
+
+    environ = {} if setting is None else {"FLASHINFER_CUDA_ARCH_LIST": setting}
+    tool = Tool("nvcc", "/nvcc", cuda, ".".join(map(str, cuda)))
+    made = sources({"flashinfer-python": release}, gpu=gpu, environ=environ)
+    result = check(made, probes(nvcc=lambda environ: tool))
+    whys = [one.why for one in result.findings if one.id == "MD004"]
+    if said is None:
+        assert whys == []
+        return
+    assert said in whys[0]
+    finding = next(one for one in result.findings if one.id == "MD004")
+    if setting is not None:
+        assert finding.evidence["variables"] == {"FLASHINFER_CUDA_ARCH_LIST": setting}
+        assert "FLASHINFER_CUDA_ARCH_LIST=" in finding.next_step
+
+
+def test_a_cache_of_plain_kernels_is_found_for_the_installed_release_only() -> None:
+    def cached(release: str) -> JitCache:
+        return JitCache("/x", (JitFolder(release, ("120",), 3, ("fused_moe_120",)),))
+
+    made = sources({"flashinfer-python": "0.7.2"}, gpu=RTX_5090)
+    result = check(made, probes(jit_cache=lambda environ: cached("0.7.2")))
+    assert found(result) == {"MD004": "warning"}
+    assert evidence(result, "MD004")["jit_cache"] == {"0.7.2/120": ["fused_moe_120"]}
+    assert found(check(made, probes(jit_cache=lambda environ: cached("0.6.6")))) == {}
+
+
+def test_findings_of_one_entry_are_one_and_the_worst_speaks() -> None:
+    environ = {"FLASHINFER_CUDA_ARCH_LIST": "12.0"}
+    made = sources({"flashinfer-python": "0.6.6"}, gpu=RTX_5090, environ=environ)
+    result = check(made, probes())
+    (finding,) = [one for one in result.findings if one.id == "MD004"]
+    assert finding.confidence == 0.9
+    assert "plain 120" in finding.why
+    assert "known to crash" in finding.why
+    assert finding.evidence["builds_for"] == ["120"]
+    assert finding.evidence["flashinfer-python"] == "0.6.6"
+
+
+def test_two_gpus_are_judged_each() -> None:
+    from machine_fakes import Nvml
+
+    made = sources({"flashinfer-python": "0.6.4"}, gpu=H200)
+    both = type(made)(**{**vars(made), "nvml": lambda: Nvml([H200, RTX_5090])})
+    assert evidence(check(both, probes()), "MD004")["capability"] == "12.0"
+    hidden = {**made.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    only = type(made)(**{**vars(both), "environ": hidden})
+    assert found(check(only, probes())) == {}
+
+
+def test_findings_come_worst_first() -> None:
+    result = check(sources(VLLM_018, gpu=H200, wsl=True, torch_cuda="12.9"), probes())
+    severities = [one.severity for one in result.findings]
+    assert severities == sorted(severities)  # error before warning
+    first = [one.confidence for one in result.findings if one.severity == "error"]
+    assert first == sorted(first, reverse=True)
+    assert all(0 < one.confidence <= 1 for one in (*result.findings, *result.conditional))
+
+
+def test_every_finding_carries_its_entrys_words() -> None:
+    result = check(sources(VLLM_018, gpu=H200, wsl=True, torch_cuda="12.9"), probes())
+    for one in (*result.findings, *result.conditional):
+        entry = entries()[one.id]
+        assert (one.name, one.title) == (entry.name, entry.title)
+        assert one.why
+        assert one.next_step
+        assert one.line is None
+
+
+# Problems: no catalogue entries, and something found all the same.
+
+
+def what(result: CheckResult) -> dict[str, str]:
+    return {one.what: one.severity for one in result.problems}
+
+
+def test_packages_that_do_not_fit_are_problems() -> None:
+    packages = {"vllm": "0.33.0", "torch": "2.11.0+cu130", "flashinfer-python": "0.6.8.post1"}
+    result = check(sources(packages, gpu=H200), probes())
+    assert what(result) == {
+        "torch 2.11.0+cu130 with vllm 0.33.0": "warning",
+        "flashinfer-python 0.6.8.post1 with vllm 0.33.0": "warning",
+    }
+    assert result.exit_code == 1
+    assert result.problems[0].next_step == "pip install 'torch==2.14.0'"
+
+
+@pytest.mark.parametrize(
+    ("release", "variables", "severity"),
+    [
+        ("0.6.6", {}, "error"),
+        ("0.6.6", {"FLASHINFER_DISABLE_VERSION_CHECK": "1"}, "warning"),
+        ("0.7.2", {}, "warning"),
+    ],
+)
+def test_kernels_of_another_release(release: str, variables: dict[str, str], severity: str) -> None:
+    packages = {"flashinfer-python": release, "flashinfer-cubin": "0.6.4"}
+    result = check(sources(packages, gpu=H200, environ=variables), probes())
+    assert what(result) == {f"flashinfer-cubin 0.6.4 with flashinfer-python {release}": severity}
+
+
+def test_pinning_that_fails_is_a_problem_and_pinning_that_works_is_a_fact() -> None:
+    broken = Pinning(tried=True, works=False, reason="CUDA error: out of memory")
+    result = check(sources({"torch": "2.13.0+cu130"}, gpu=H200), probes(pinning=lambda: broken))
+    assert what(result) == {"pinned memory cannot be had": "error"}
+    assert result.problems[0].evidence == {"error": "CUDA error: out of memory"}
+    works = check(sources({"torch": "2.13.0+cu130"}, gpu=H200), probes())
+    assert works.environment["pinned_memory"] == vars(PINNED)
+    assert works.exit_code == 0
+
+
+def test_pinning_is_not_tried_without_a_gpu_or_without_cuda() -> None:
+    def never() -> Pinning:
+        raise AssertionError
+
+    for made in (sources({"torch": "2.13.0"}), sources({"torch": "2.13.0"}, gpu=H200, torch_cuda="")):
+        result = check(made, probes(pinning=never))
+        assert result.environment["collector_errors"] == {}
+        pinned = result.environment["pinned_memory"]
+        assert pinned["tried"] is False
+        assert pinned["works"] is None
+        assert "GPU" in pinned["reason"] or "without CUDA" in pinned["reason"]
+
+
+def test_flashinfer_without_a_compiler_and_without_kernels() -> None:
+    made = sources({"flashinfer-python": "0.7.2"}, gpu=H200)
+    assert what(check(made, probes(nvcc=lambda environ: None))) == {"FlashInfer cannot compile": "warning"}
+    assert what(check(made, probes())) == {}
+    with_kernels = sources({"flashinfer-python": "0.7.2", "flashinfer-jit-cache": "0.7.2+cu130"}, gpu=H200)
+    assert what(check(with_kernels, probes(nvcc=lambda environ: None))) == {}
+    assert what(check(sources({"flashinfer-python": "0.7.2"}), probes(nvcc=lambda environ: None))) == {}
+
+
+def test_a_driver_that_is_too_old() -> None:
+    result = check(sources({"torch": "2.13.0+cu130"}, gpu=H200, driver_cuda=12080), probes())
+    assert what(result) == {"the driver's CUDA 12.8 with torch 2.13.0+cu130": "error"}
+
+
+def test_vllm_and_torch_for_different_cuda_releases() -> None:
+    result = check(sources(VLLM_033, gpu=H200, torch_cuda="12.8"), probes())
+    assert what(result) == {"torch's CUDA 12.8 with vllm 0.33.0": "error"}
+    rebuilt = {**VLLM_033, "vllm": "0.33.0+cu128"}
+    assert what(check(sources(rebuilt, gpu=H200, torch_cuda="12.8"), probes())) == {}

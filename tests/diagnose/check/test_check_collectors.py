@@ -1,0 +1,148 @@
+"""Every collector of `check` fails in turn: the other facts stay, and nothing private is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from machine_fakes import probes, sources
+
+from moedoctor import environment
+from moedoctor.diagnose.check.check import Probes, check
+from moedoctor.entries import entries
+from moedoctor.environment import Sources
+from moedoctor.reporters.check import check_json, check_markdown
+from moedoctor.reporters.check_table import check_table
+from moedoctor.upstream.releases.collectors import Collected
+
+PACKAGES = {"vllm": "0.18.0", "torch": "2.10.0+cu129", "flashinfer-python": "0.6.6"}
+GPU = ("NVIDIA H200", "9.0")
+SECRET = "no entry to /home/alice/models on workstation-7, hf_abcdefghijklmnop123"
+SOURCES = [name for name in vars(Sources()) if name != "environ"]
+PROBES = [name for name in vars(Probes()) if name != "requires"]
+
+
+def machine(**replaced: Any) -> Sources:
+    made = sources(PACKAGES, gpu=GPU, wsl=True, torch_cuda="12.9")
+    return Sources(**{**vars(made), **replaced})
+
+
+def broken(*arguments: Any) -> Any:
+    raise OSError(SECRET)
+
+
+def texts(result: Any) -> tuple[str, ...]:
+    return check_json(result), check_table(result), check_markdown(result)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_source_that_fails(name: str) -> None:
+    result = check(machine(**{name: broken}), probes())
+    assert result.exit_code in (0, 1)
+    if name not in ("host", "exists", "package_folder"):
+        assert result.environment["collector_errors"], name
+    for text in texts(result):
+        assert "alice" not in text
+        assert "hf_abc" not in text
+        assert name == "host" or "workstation-7" not in text
+    if name not in ("package_version", "read_text"):
+        assert {"MD001", "MD003"} <= {one.id for one in result.findings}
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_a_probe_that_fails(name: str) -> None:
+    result = check(machine(), probes(**{name: broken}))
+    assert {"MD001", "MD003", "MD009"} <= {one.id for one in result.findings}
+    data = json.loads(check_json(result))
+    told = json.dumps(data["environment"])
+    assert "OSError: no entry to ~" in told, name
+    for text in texts(result):
+        assert "alice" not in text
+        assert "workstation-7" not in text
+        assert "hf_abc" not in text
+
+
+@pytest.mark.parametrize("name", list(environment.COLLECTORS))
+def test_a_fact_that_cannot_be_had(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "COLLECTORS", {**environment.COLLECTORS, name: broken})
+    monkeypatch.setattr(environment.collect, "__defaults__", (None, environment.COLLECTORS))
+    result = check(machine(), probes())
+    assert result.environment[name] is None
+    assert "OSError" in result.environment["collector_errors"][name]
+    expected = {"vllm": set(), "wsl": {"MD001"}}.get(name, {"MD001", "MD003"})
+    assert expected <= {one.id for one in result.findings}
+    if name == "wsl":
+        assert "MD003" not in {one.id for one in result.findings}, "whether UVA is on is not known"
+    assert len(texts(result)) == 3
+
+
+def test_everything_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_broken = dict.fromkeys(environment.COLLECTORS, broken)
+    monkeypatch.setattr(environment.collect, "__defaults__", (None, all_broken))
+    made = machine(**dict.fromkeys(SOURCES, broken))
+    result = check(made, probes(**dict.fromkeys(PROBES, broken)))
+    assert result.findings == ()
+    # That the driver does not answer is found; nothing else can be.
+    assert [one.what for one in result.problems] == ["the NVIDIA driver does not answer"]
+    assert len(result.environment["collector_errors"]) >= len(all_broken)
+    for text in texts(result):
+        assert "alice" not in text
+
+
+def test_a_collector_that_says_why_it_cannot_is_a_fact() -> None:
+    silent = Collected(error="no answer within 30 s")
+    result = check(machine(), probes(vllm=lambda: silent))
+    assert result.environment["collectors"]["vllm"] == {"error": "no answer within 30 s"}
+    assert "vllm says" in check_table(result)
+    assert "nothing: no answer within 30 s" in check_table(result)
+    assert result.environment["collectors"]["flashinfer"]["FlashInfer"]
+
+
+def test_upstreams_collectors_run_only_where_their_package_is() -> None:
+    def never() -> Collected:
+        raise AssertionError
+
+    result = check(sources({"torch": "2.13.0"}, gpu=GPU), probes(vllm=never, flashinfer=never))
+    assert result.environment["collectors"] == {}
+    assert result.environment["collector_errors"] == {}
+
+
+def test_nothing_private_is_told() -> None:
+    environ = {
+        "HOME": "/home/alice",
+        "USER": "alice",
+        "VLLM_API_KEY": "sk-12345678901234567890",
+        "VLLM_CACHE_ROOT": "/home/alice/.cache/vllm",
+        "FLASHINFER_CUDA_ARCH_LIST": "9.0 /home/alice",
+        "VLLM_NVFP4_MOE_BACKEND": "/home/alice/backend",
+        "VLLM_HOST_IP": "10.1.2.3",
+        "MOEDOCTOR_FIXES": "backend,/home/alice/x",
+        "HF_TOKEN": "hf_abcdefghijklmnop123",
+    }
+    result = check(machine(environ=environ), probes())
+    assert {"MD010", "MD004"} <= {one.id for one in result.findings}
+    for text in texts(result):
+        for private in ("alice", "sk-123", "10.1.2.3", "hf_abc", "workstation-7"):
+            assert private not in text
+
+
+def test_an_observer_that_fails_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moedoctor.diagnose.check import check as module
+
+    monkeypatch.setattr(module, "OBSERVERS", {"MD004": broken})
+    result = check(machine(), probes())
+    assert "OSError" in result.environment["collector_errors"]["observations for MD004"]
+    assert "MD001" in {one.id for one in result.findings}
+
+
+def test_a_broken_entry_of_our_own_is_no_fact_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    from moedoctor.diagnose.check import check as module
+    from moedoctor.text import TextFileError
+
+    first = dataclasses.replace(entries()["MD001"], rules="affects: []")
+    monkeypatch.setattr(module, "entries", lambda: {**entries(), "MD001": first})
+    with pytest.raises(TextFileError):
+        check(machine(), probes())

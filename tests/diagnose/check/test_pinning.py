@@ -1,0 +1,58 @@
+"""Pinning is tried in a child; here the child is asked for real, and without a GPU it says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moedoctor.diagnose.check.pinning import Pinning, try_pinning
+from moedoctor.processes import json_child
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    def ask(module: str, **options: Any) -> Any:
+        assert module == "moedoctor.diagnose.check.pinning"
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(json_child, "ask", ask)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"cuda": False}, Pinning(False, None, "torch sees no GPU")),
+        ({"pinned": True, "seconds": 0.012}, Pinning(True, True, "64 MiB pinned in 12 ms")),
+        (
+            {"pinned": False, "error": "CUDA error: OS call failed"},
+            Pinning(True, False, "CUDA error: OS call failed"),
+        ),
+        ({"pinned": False, "seconds": 0.1}, Pinning(True, False, "torch did not say why")),
+        (json_child.ChildError("no answer within 30 s"), Pinning(True, False, "no answer within 30 s")),
+    ],
+)
+def test_what_the_child_says(monkeypatch: pytest.MonkeyPatch, answer: Any, expected: Pinning) -> None:
+    answering(monkeypatch, answer)
+    assert try_pinning() == expected
+
+
+def test_names_in_an_error_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, json_child.ChildError("no such file /home/alice/lib.so"))
+    assert "alice" not in try_pinning().reason
+
+
+def test_a_child_that_is_too_slow_is_a_failure_with_its_limit() -> None:
+    assert try_pinning(seconds=0.01) == Pinning(True, False, "no answer within 0.01 s")
+
+
+def test_the_real_child_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert try_pinning() == Pinning(False, None, "torch sees no GPU")
+
+
+@pytest.mark.gpu
+def test_a_gpu_machine_pins() -> None:
+    pinning = try_pinning()
+    assert pinning.works, pinning.reason

@@ -1,0 +1,475 @@
+"""Damaged and hostile checkpoints are refused in one line; nothing outside the folder is opened."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from checkpoints_of_tests import INDEX, modelopt
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from moedoctor.diagnose.checkpoint.lint import lint
+from moedoctor.diagnose.checkpoint.lint_fix import corrected
+from moedoctor.diagnose.checkpoint.name_patterns import Patterns
+from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError, read_header
+from moedoctor.reporters.output import write
+
+
+def header(value: object, length: int | None = None, data: bytes = b"\0" * 8) -> bytes:
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def u8(start: int, end: int) -> dict[str, object]:
+    return {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+
+
+def one(dtype: object = "F32", shape: object = (2,), place: object = (0, 8)) -> dict[str, object]:
+    return {"t": {"dtype": dtype, "shape": shape, "data_offsets": place}}
+
+
+HEADERS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "0 bytes"),
+    "seven bytes": (b"\0" * 7, "7 bytes"),
+    "length 2^63": (header({}, 1 << 63), "claims 9223372036854775808"),
+    "length past the end": (header({}, 10_000), "claims 10000"),
+    "truncated header": (header(one())[:20], "claims"),
+    "no JSON": (header(b"{]"), "no JSON"),
+    "not UTF-8": (header(b'{"\xff\xfe": 1}'), "no JSON"),
+    "a list": (header([1]), "list"),
+    "deep": (header(b"[" * 100_000), "no JSON"),
+    "an endless number": (header(b'{"t": ' + b"9" * 10_000 + b"}"), "no JSON"),
+    "nested lists": (header(b'{"t": {"shape": [' + b"[]," * 10_000 + b"[]]}}"), "no JSON"),
+    "nested lists in the metadata": (header(b'{"__metadata__": {"a": [[]]}}'), "no JSON"),
+    "metadata that are no text": (header({"__metadata__": {"a": 1}}), "expected a string"),
+    "cut off": (header(b'{"t": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}'), "no JSON"),
+    "two objects": (header(b"{}{}"), "no JSON"),
+    "half a character for a name": (header(b'{"\\ud800": {}}'), "no JSON"),
+    "a key of an entry twice": (header(b'{"t": {"shape": [1], "shape": [2]}}'), "twice"),
+    "the same name twice": (
+        header(f'{{"t": {json.dumps(u8(0, 8))}, "t": {json.dumps(u8(0, 8))}}}'.encode()),
+        "names t twice",
+    ),
+    "no object": (header({"t": 3}), "no object"),
+    "unknown dtype": (header(one(dtype="F4_X")), "dtype"),
+    "dtype of another type": (header(one(dtype=[1])), "dtype"),
+    "negative shape": (header(one(shape=[-2])), "shape"),
+    "shape of floats": (header(one(shape=[2.0])), "shape"),
+    "shape of booleans": (header(one(shape=[True])), "shape"),
+    "many dimensions": (header(one(shape=[1] * 9)), "shape"),
+    "offsets backwards": (header(one(place=[8, 0])), "data_offsets"),
+    "offsets outside": (header(one(place=[4, 12])), "data_offsets"),
+    "part of a byte": (header(one("F4", [3], [0, 2])), "expected whole bytes"),
+    "bytes behind the last tensor": (header(one(), data=b"\0" * 64), "56 bytes after its last tensor t"),
+    "a hole": (header({"a": u8(0, 2), "b": u8(5, 8)}), "3 bytes before tensor b"),
+    "a hole at the start": (header({"a": u8(2, 8)}), "2 bytes before tensor a"),
+    "an empty tensor within another": (header({"a": u8(0, 8), "b": u8(4, 4)}), "a and b overlap"),
+    "data and no tensor": (header({}), "8 bytes and no tensor"),
+    "huge offsets": (header(one(place=[0, 1 << 70])), "data_offsets"),
+    "three offsets": (header(one(place=[0, 4, 8])), "data_offsets"),
+    "size of another shape": (header(one(shape=[3])), "expected 12"),
+    "a product that overflows": (header(one(shape=[1 << 40, 1 << 40])), "bytes"),
+    "overlap": (
+        header({"a": u8(0, 8), "b": u8(7, 15)}, data=b"\0" * 15),
+        "overlap",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_cannot_be_believed(name: str, tmp_path: Path) -> None:
+    data, said = HEADERS[name]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError) as error:
+        read_header(path)
+    message = str(error.value)
+    assert said in message
+    assert message.startswith("model.safetensors: ")
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+def test_a_good_header_is_believed(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    metadata = {"format": "pt", "training": "[[{}]]" * 10_000}
+    path.write_bytes(header({"__metadata__": metadata, "empty": u8(8, 8), **one()}))
+    info = read_header(path)["t"]
+    assert (info.shape, info.size, info.elements) == ((2,), 8, 2)
+    assert info.start == path.stat().st_size - 8
+    path.write_bytes(header(json.dumps({"__metadata__": None, **one()}, indent=4).encode() + b" \n"))
+    assert list(read_header(path)) == ["t"]
+
+
+SIZES = st.integers(0, 3)
+ENTRIES = st.lists(
+    st.tuples(st.sampled_from(["U8", "F4", "BF16"]), SIZES, st.integers(-1, 1), st.integers(-1, 1)),
+    max_size=4,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ENTRIES, st.integers(-1, 1), st.randoms(use_true_random=False))
+def test_what_is_believed_can_be_loaded(
+    tmp_path: Path, entries: list[tuple[str, int, int, int]], more: int, pick: Random
+) -> None:
+    """Against the safetensors library itself: places that meet, overlap, leave holes or end early."""
+    safe_open = pytest.importorskip("safetensors").safe_open
+    at, tensors = 0, {}
+    for number, (dtype, count, gap, longer) in enumerate(entries):
+        start = max(0, at + gap * (pick.random() < 0.2))
+        size = count * {"U8": 8, "F4": 4, "BF16": 16}[dtype] // 8
+        at = max(start, start + size + longer * (pick.random() < 0.2))
+        tensors[f"t{number}"] = {"dtype": dtype, "shape": [count], "data_offsets": [start, at]}
+    names = list(tensors)
+    pick.shuffle(names)
+    path = tmp_path / "model.safetensors"
+    data = b"\0" * max(0, at + more * (pick.random() < 0.2))
+    path.write_bytes(header({name: tensors[name] for name in names}, data=data))
+    try:
+        ours: set[str] | None = set(read_header(path))
+    except CheckpointError:
+        ours = None
+    try:
+        with safe_open(path, "numpy") as file:
+            theirs: set[str] | None = set(file.keys())
+    except Exception:
+        theirs = None
+    assert ours == theirs
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Processor time, which others on the machine do not lengthen as they do the wall clock."""
+    started = time.process_time()
+    with contextlib.suppress(CheckpointError):
+        call()
+    return time.process_time() - started
+
+
+def test_many_names_and_one_twice_take_no_longer_than_their_text(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    entry = json.dumps(u8(0, 0))
+    names = ", ".join(f'"t{number}": {entry}' for number in [*range(80_000), 79_999])
+    path.write_bytes(header(f"{{{names}}}".encode(), data=b""))
+    with pytest.raises(CheckpointError, match="t79999 twice"):
+        read_header(path)
+    assert seconds(lambda: read_header(path)) < 5
+    keys = ", ".join(f'"{number}":0' for number in [*range(200), 199])
+    path.write_bytes(header(f'{{"t": {{{keys}}}}}'.encode(), data=b""))
+    with pytest.raises(CheckpointError, match="names 199 twice"):
+        read_header(path)
+
+
+def test_an_index_that_names_many_tensors_too_many_takes_no_longer_than_its_text(tmp_path: Path) -> None:
+    made = modelopt(3)
+    ghosts = {f"model.ghost.{number}.weight": "model-00001-of-00003.safetensors" for number in range(40_000)}
+    made.change_index = lambda index: index["weight_map"].update(ghosts)
+    folder = made.write(tmp_path)
+    assert seconds(lambda: lint(folder)) < 5
+    (finding,) = lint(folder).findings
+    assert (finding.check, finding.count) == ("index_disagrees", 40_000)
+    lines = (folder / INDEX).read_text().splitlines()
+    assert finding.line is not None
+    assert "model.ghost.0.weight" in lines[finding.line - 1]
+
+
+def test_an_index_that_names_many_tensors_twice_takes_no_longer_than_its_text(tmp_path: Path) -> None:
+    folder = modelopt(3).write(tmp_path)
+    text = (folder / INDEX).read_text()
+    lines = "".join(
+        f'"model.ghost.{number // 2}.weight": "model-00001-of-00003.safetensors",\n'
+        for number in range(60_000)
+    )
+    (folder / INDEX).write_text(text.replace('"weight_map": {', f'"weight_map": {{\n{lines}'))
+    assert seconds(lambda: lint(folder)) < 5
+    assert {one.check: one.count for one in lint(folder).findings}["tensor_duplicated"] == 30_000
+
+
+def test_long_lists_of_excluded_modules_that_differ_take_no_longer_than_their_text(tmp_path: Path) -> None:
+    made = modelopt()
+    made.config["quantization_config"]["quant_method"] = "awq"  # excluded modules are not checked
+    made.config["quantization_config"]["ignore"] = [f"a{number}" for number in range(20_000)]
+    assert made.hf_quant is not None
+    made.hf_quant["quantization"]["exclude_modules"] = [f"b{number}" for number in range(20_000)]
+    folder = made.write(tmp_path)
+    assert seconds(lambda: lint(folder)) < 5
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=400), st.integers(0, 400))
+def test_no_bytes_raise_anything_else(tmp_path: Path, data: bytes, length: int) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + data)
+    with contextlib.suppress(CheckpointError):
+        read_header(path)
+
+
+KEYS = st.sampled_from(["dtype", "shape", "data_offsets", "x"])
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(VALUES)
+def test_no_json_raises_anything_else(tmp_path: Path, value: object) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header({"t": value}))
+    with pytest.raises(CheckpointError):
+        read_header(path)
+
+
+SECRET = "outside.safetensors"
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "../outside.safetensors",
+        "/etc/passwd",
+        "a/../../outside.safetensors",
+        "..",
+        "",
+        "x\n.safetensors",
+        "\\\\host\\x.safetensors",
+        "model.bin",
+        3,
+        None,
+        ["model.safetensors"],
+        "a" * 300 + ".safetensors",
+    ],
+)
+def test_an_index_cannot_lead_out_of_the_folder(shard: object, tmp_path: Path) -> None:
+    folder = modelopt(2).write(tmp_path / "checkpoint")
+    (tmp_path / SECRET).write_bytes(b"secret")
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["x"] = shard
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"expected the plain name of a \.safetensors file") as error:
+        lint(folder)
+    assert "secret" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+JSON_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "config is a list": (
+        lambda folder: (folder / "config.json").write_text("[]"),
+        "config.json:1: is a list",
+    ),
+    "config is no JSON": (
+        lambda folder: (folder / "config.json").write_text('{\n"a": 1,\n}'),
+        "config.json:3:",
+    ),
+    "config is deep": (
+        lambda folder: (folder / "config.json").write_text("[" * 200_000),
+        "config.json: is no JSON",
+    ),
+    "config of too many lists": (
+        lambda folder: (folder / "config.json").write_text('{"a": [' + "[]," * 1_000_001 + "[]]}"),
+        "more than 1000000 lists",
+    ),
+    "config is too large": (
+        lambda folder: os.truncate(folder / "config.json", 20_000_000),
+        "at most 16 MB",
+    ),
+    "config is a loop of links": (
+        lambda folder: (
+            (folder / "config.json").unlink(),
+            (folder / "config.json").symlink_to("config.json"),
+        ),
+        "config.json: cannot be read",
+    ),
+    "index without a map": (lambda folder: (folder / INDEX).write_text("{}"), "has no weight_map"),
+    "index with an empty map": (
+        lambda folder: (folder / INDEX).write_text('{"weight_map": {}}'),
+        "has no weight_map",
+    ),
+    "shards without an index": (lambda folder: (folder / INDEX).unlink(), "2 shards and no"),
+    "no shards": (
+        lambda folder: [one.unlink() for one in (*folder.glob("*.safetensors"), folder / INDEX)],
+        "no safetensors file",
+    ),
+    "a folder for a shard": (
+        lambda folder: (
+            (folder / "model-00001-of-00002.safetensors").unlink(),
+            (folder / "model-00001-of-00002.safetensors").mkdir(),
+        ),
+        "no regular file",
+    ),
+    "a truncated shard": (
+        lambda folder: os.truncate(folder / "model-00001-of-00002.safetensors", 20_000),
+        "expected a range within",
+    ),
+    "a shard with bytes behind its tensors": (
+        lambda folder: (folder / "model-00001-of-00002.safetensors").open("ab").write(b"x" * 3),
+        "model-00001-of-00002.safetensors: has 3 bytes after its last tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+def test_files_that_cannot_be_read(name: str, tmp_path: Path) -> None:
+    damage, said = JSON_FILES[name]
+    folder = modelopt(2).write(tmp_path)
+    damage(folder)
+    with pytest.raises(CheckpointError) as error:
+        lint(folder)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    folder = modelopt(2).write(tmp_path)
+    shard = folder / "model-00001-of-00002.safetensors"
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(CheckpointError, match="no regular file"):
+        lint(folder)
+
+
+KEYS_OF_CONFIG = [
+    "quantization_config", "quantization", "text_config", "quant_method", "quant_algo", "config_groups", "g",
+    "weights", "input_activations", "num_bits", "type", "dynamic", "group_size", "block_structure", "ignore",
+    "exclude_modules", "modules_to_not_convert", "ignored_layers", "kv_cache_scheme", "kv_cache_quant_algo",
+    "quantized_layers", "weight_block_size", "activation_scheme", "format", "num_experts", "n_routed_experts",
+    "num_attention_heads",
+]  # fmt: skip
+WORDS = [
+    "modelopt", "compressed-tensors", "fp8", "modelopt_fp4", "NVFP4", "FP8", "MIXED_PRECISION", "float",
+    "int", "static", "lm_head", "re:.*mlp.gate$", "re:(a+)+", "*", "", "\ud800", "é",
+]  # fmt: skip
+CONFIG_VALUES = st.recursive(
+    st.sampled_from(WORDS)
+    | st.sampled_from([None, True, False, 0, 1, 4, 8, 16, -1, 1 << 70, 0.5, float("nan"), float("inf")]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS_OF_CONFIG), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return modelopt().write(tmp_path_factory.mktemp("clean"))
+
+
+PLACES = [
+    (),
+    ("num_experts",),
+    ("num_attention_heads",),
+    ("text_config",),
+    ("quantization_config",),
+    *(("quantization_config", key) for key in KEYS_OF_CONFIG),
+    *(
+        ("quantization_config", "config_groups", "group_0", part, key)
+        for part in ("weights", "input_activations")
+        for key in ("num_bits", "type", "dynamic", "group_size", "block_structure")
+    ),
+]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(PLACES),
+    st.sampled_from([None, "modelopt", "compressed-tensors", "fp8"]),
+    CONFIG_VALUES,
+    st.none() | CONFIG_VALUES,
+)
+@example(
+    ("quantization_config", "config_groups", "group_0", "weights", "num_bits"),
+    "compressed-tensors",
+    [4],
+    None,
+)
+@example(
+    ("quantization_config", "config_groups", "group_0", "weights", "type"), "compressed-tensors", {}, None
+)
+def test_no_value_of_a_config_raises_anything_else(
+    clean: Path, tmp_path: Path, place: tuple[str, ...], method: str | None, value: object, hf_quant: object
+) -> None:
+    """Any value at any place of the two JSON files: a lint, or one line; a correction that can be written."""
+    made = modelopt()
+    made.config["quantization_config"]["quant_method"] = method
+    owner: Any = made.config
+    for key in place[:-1]:
+        owner = owner.setdefault(key, {})
+    if place:
+        owner[place[-1]] = value
+    elif isinstance(value, dict):
+        owner.update(value)
+    made.hf_quant = {"quantization": hf_quant}
+    (clean / "config.json").write_text(json.dumps(made.config))
+    (clean / "hf_quant_config.json").write_text(json.dumps(made.hf_quant))
+    with contextlib.suppress(CheckpointError):
+        for name, text in corrected(lint(clean)).items():
+            write(tmp_path / name, text)
+            json.loads((tmp_path / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, [], "x", {"quant_method": 3}, {"quant_method": "modelopt", "ignore": 7, "config_groups": []},
+     {"quant_method": "modelopt", "quant_algo": ["NVFP4"], "kv_cache_scheme": 3, "ignore": [None, 3, {}]},
+     {"quant_method": "compressed-tensors", "config_groups": {"g": 3}},
+     {"quant_method": "fp8", "weight_block_size": [0, "x"]},
+     {"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": []}}],
+)  # fmt: skip
+def test_any_quantization_config_is_survived(value: object, tmp_path: Path) -> None:
+    made = modelopt()
+    made.config["quantization_config"] = value
+    made.hf_quant = {"quantization": value}
+    lint(made.write(tmp_path))
+
+
+def test_an_expert_number_without_end_is_survived(tmp_path: Path) -> None:
+    made = modelopt()
+    made.config["num_experts"] = 1 << 31
+    name = "model.layers.0.mlp.experts.999999999.up_proj.weight"
+    made.tensors[name] = made.tensors["model.layers.0.mlp.experts.0.up_proj.weight"]
+    assert {one.check for one in lint(made.write(tmp_path)).findings} >= {"expert_missing"}
+
+
+def test_a_pattern_that_would_take_for_ever_is_not_run() -> None:
+    started = time.process_time()
+    patterns = Patterns(["re:(a+)+$", "re:(.*a){20}", "*a" * 40 + "b"], substrings=False)
+    assert patterns.not_read == ["re:(a+)+$", "re:(.*a){20}"]
+    assert not patterns.match("a" * 200)
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "module", "named"),
+    [
+        ("re:.*self_attn.*", "model.layers.3.self_attn.q_proj", True),
+        ("re:.*mlp.gate$", "model.layers.3.mlp.gate", True),
+        ("re:.*mlp.gate$", "model.layers.3.mlp.gate_proj", False),
+        (r"re:^model\.layers\.(0|11)\..*", "model.layers.11.mlp.up_proj", True),
+        (r"re:^model\.layers\.(0|11)\..*", "model.layers.1.mlp.up_proj", False),
+        (r"re:.*layers\.\d+\.mlp", "model.layers.12.mlp.up_proj", True),
+        ("model.layers.*.self_attn*", "model.layers.3.self_attn.q_proj", True),
+        ("lm_head", "lm_head", True),
+        ("lm_head", "model.lm_head_2", False),
+        ("model.vision", "model.vision.blocks.0.q_proj", True),
+    ],
+)
+def test_patterns_mean_what_their_writers_mean(pattern: str, module: str, named: bool) -> None:
+    patterns = Patterns([pattern], substrings=False)
+    assert patterns.not_read == []
+    assert patterns.match(module) is named
+
+
+def test_a_plain_name_of_modelopt_is_a_substring() -> None:
+    assert Patterns(["layers.1"], substrings=True).match("model.layers.11.mlp")
+    assert not Patterns(["layers.1"], substrings=False).match("model.layers.11.mlp")

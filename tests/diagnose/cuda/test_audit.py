@@ -1,0 +1,407 @@
+"""GPU code on the disk: what is found in it, what a GPU does with it, and what the command says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from cuda_fakes import fake_cubin, fake_tool
+from hypothesis import given, settings
+
+from moedoctor.commands import audit as command
+from moedoctor.commands.audit import audit_command
+from moedoctor.commands.errors import InputError
+from moedoctor.diagnose.cuda.audit import NO_TOOL, AuditError, Fate, audit, fate_of
+from moedoctor.diagnose.cuda.cubin import cubin_target
+from moedoctor.diagnose.cuda.device_code import Image, list_images
+from moedoctor.diagnose.cuda.jit_cache import build_images, cached_module
+from moedoctor.diagnose.cuda.toolchain import attempt, find_compilers
+from moedoctor.fixes.arch.targets import Target
+from moedoctor.processes.cuda_tools import Tool, find_tools
+
+CUOBJDUMP = next(reversed(find_tools(["cuobjdump"])), None)
+COMPILERS = find_compilers()
+NVCC = next((one for one in find_tools(["nvcc"]) if shutil.which("c++") and one.cuda >= (12, 9)), None)
+needs_ptxas = pytest.mark.skipif(not COMPILERS, reason="needs ptxas: pip install triton, or CUDA on PATH")
+needs_toolkit = pytest.mark.skipif(
+    NVCC is None or CUOBJDUMP is None, reason="needs nvcc of CUDA 12.9 or later, a C++ compiler and cuobjdump"
+)
+
+GPU = (12, 0)
+
+
+def image(text: str) -> Image:
+    """``sass 120f`` or ``ptx 80``."""
+    kind, target = text.split()
+    return Image(kind, Target.parse(target))
+
+
+def ninja(*codes: str) -> str:
+    """A build file with the flags that FlashInfer writes."""
+    flags = " $\n    ".join(f"-gencode=arch=compute_{one},code=sm_{one}" for one in codes)
+    return f"cuda_cflags = $common_cflags $\n    -O3 $\n    {flags}\n\nrule compile\n"
+
+
+def cache(folder: Path, release: str, targets: str, module: str, *codes: str) -> Path:
+    """A module of a FlashInfer cache, its build file alone."""
+    path = folder / ".cache" / "flashinfer" / release / targets / "cached_ops" / module
+    path.mkdir(parents=True)
+    (path / "build.ninja").write_text(ninja(*codes))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("images", "gpu", "fate"),
+    [
+        (["sass 120f"], (12, 0), Fate.LOADS),
+        (["sass 120f"], (12, 1), Fate.LOADS),
+        (["sass 120a"], (12, 1), Fate.MISSING),
+        (["sass 121a"], (12, 0), Fate.MISSING),
+        (["sass 100f"], (10, 3), Fate.LOADS),
+        (["sass 100f"], (12, 0), Fate.MISSING),
+        (["sass 90a", "ptx 90a"], (10, 0), Fate.MISSING),
+        (["sass 90a", "ptx 90"], (10, 0), Fate.COMPILED),
+        (["sass 80"], (8, 6), Fate.LOADS),
+        (["sass 86"], (8, 0), Fate.MISSING),
+        (["sass 80", "ptx 80"], (12, 0), Fate.COMPILED),
+        (["ptx 120f"], (12, 1), Fate.COMPILED),
+        (["sass 80", "sass 120"], (12, 0), Fate.LOADS),
+        ([], (12, 0), None),
+    ],
+)
+def test_what_a_gpu_does(images: list[str], gpu: tuple[int, int], fate: Fate | None) -> None:
+    assert fate_of([image(one) for one in images], gpu) is fate
+
+
+def test_a_cubin_says_its_target() -> None:
+    assert str(cubin_target(fake_cubin(120))) == "120"
+    assert str(cubin_target(fake_cubin(120, flags=0x600780A))) == "120a"  # as CUDA 12.9 writes it
+    assert str(cubin_target(fake_cubin(90, abi=7))) == "90"
+    assert str(cubin_target(fake_cubin(90, abi=7, flags=0x5A0D5A))) == "90a"
+    for name in ("120a", "120f", "120"):  # as CUDA 13 does: the suffix in the note alone
+        assert str(cubin_target(fake_cubin(120, command_line=f"ptxas\0-arch sm_{name} -m 64 \0"))) == name
+    assert str(cubin_target(fake_cubin(120, command_line="-arch sm_90a -m 64"))) == "120"
+    assert str(cubin_target(fake_cubin(120, command_line="nvlink\0-arch=sm_121f -arch=sm_120f "))) == "120f"
+    assert cubin_target(b"") is None
+    assert cubin_target(b"\x7fELF" + bytes(60)) is None
+    assert cubin_target(fake_cubin(120)[:40]) is None
+    assert cubin_target(fake_cubin(5)) is None
+    other = bytearray(fake_cubin(120))
+    other[18] = 62  # an x86 program
+    assert cubin_target(bytes(other)) is None
+
+
+@settings(max_examples=300)
+@given(cut=st.integers(0, 400), edits=st.dictionaries(st.integers(0, 399), st.integers(0, 255), max_size=8))
+def test_a_damaged_cubin_never_raises(cut: int, edits: dict[int, int]) -> None:
+    blob = bytearray(fake_cubin(120, command_line="-arch sm_120f -m 64")[: 400 - cut])
+    for place, value in edits.items():
+        if place < len(blob):
+            blob[place] = value
+    target = cubin_target(bytes(blob))
+    assert target is None or target.major > 0
+
+
+@needs_ptxas
+@pytest.mark.parametrize("compiler", COMPILERS, ids=str)
+def test_cubins_of_real_compilers(compiler: Tool, tmp_path: Path) -> None:
+    tried = 0
+    for name in ("75", "90", "90a", "100", "100a", "100f", "120", "120a", "120f", "121a", "121f"):
+        target = Target.parse(name)
+        if not attempt(compiler, target, None).accepted:
+            continue
+        version = {(12, 8): "8.7", (12, 9): "8.8"}.get(compiler.cuda, "9.0")
+        text = f".version {version}\n.target sm_{name}\n.address_size 64\n.visible .entry k() {{ ret; }}\n"
+        (tmp_path / "k.ptx").write_text(text)
+        subprocess.run(
+            [compiler.path, f"-arch=sm_{name}", "k.ptx", "-o", f"{name}.cubin"], cwd=tmp_path, check=True
+        )
+        assert cubin_target((tmp_path / f"{name}.cubin").read_bytes()) == target
+        tried += 1
+    assert tried >= 4
+    (item,) = audit([tmp_path], GPU, None)
+    assert (item.source, item.fate, sum(one.count for one in item.images)) == ("cubins", Fate.LOADS, tried)
+
+
+@needs_toolkit
+@pytest.mark.parametrize(("sass", "ptx"), [("75 90a 100a 120f", "80"), ("90 100f 120 121a", "90a 120f")])
+def test_a_library_of_the_real_compiler(tmp_path: Path, sass: str, ptx: str) -> None:
+    assert NVCC is not None
+    assert CUOBJDUMP is not None
+    (tmp_path / "k.cu").write_text("__global__ void k(float *p) { p[threadIdx.x] = 1.f; }\n")
+    flags = [f"-gencode=arch=compute_{one},code=sm_{one}" for one in sass.split()]
+    flags += [f"-gencode=arch=compute_{one},code=compute_{one}" for one in ptx.split()]
+    subprocess.run([NVCC.path, "-c", "k.cu", "-o", "k.o", *flags], cwd=tmp_path, check=True)
+    listed = {(one.kind, str(one.target)) for one in list_images(tmp_path / "k.o", CUOBJDUMP)}
+    assert listed == {("sass", one) for one in sass.split()} | {("ptx", one) for one in ptx.split()}
+
+
+HEADER = """
+Fatbin {kind} code:
+================
+arch = sm_{name}
+code version = [1,8]
+host = linux
+compile_size = 64bit
+"""
+
+
+def fake_cuobjdump(folder: Path, pieces: dict[str, list[str]], shown: str = "") -> Tool:
+    """cuobjdump 12.8, which lists every piece without its ``f`` and takes it out as it is."""
+    listing, extracting = "", ""
+    for kind, names in pieces.items():
+        for place, name in enumerate(names):
+            plain = name.removesuffix("f")
+            listing += HEADER.format(kind="elf" if kind == "sass" else "ptx", name=plain)
+            number = plain.rstrip("a")
+            if kind == "sass":
+                (folder / f"piece{place}").write_bytes(
+                    fake_cubin(int(number), command_line=f"-arch sm_{name} -m 64")
+                )
+                extracting += (
+                    f'[ "$2" = sm_{number} ] && cp {folder}/piece{place} {place}.sm_{number}.cubin\n'
+                )
+            else:
+                (folder / f"text{place}").write_text(f"\n\n.version 9.0\n.target sm_{name}\n")
+                extracting += f'[ "$2" = sm_{number} ] && cp {folder}/text{place} {place}.sm_{number}.ptx\n'
+    (folder / "listing").write_text(listing)
+    listed = shown or f"cat {folder}/listing"
+    body = f'case "$1" in -xelf|-xptx) {extracting or ":"}\nexit 0;; *) {listed};; esac'
+    path = fake_tool(folder, "cuobjdump", "12.8", body)
+    return Tool("cuobjdump", str(path), (12, 8), "12.8.93")
+
+
+def library(path: Path) -> Path:
+    path.write_bytes(b"\x7fELF" + bytes(100))
+    return path
+
+
+def test_suffixes_that_the_tool_drops_are_read_from_the_pieces(tmp_path: Path) -> None:
+    tool = fake_cuobjdump(tmp_path, {"sass": ["80", "90a", "120f", "120a", "120f", "120", "121a"]})
+    listed = list_images(library(tmp_path / "k.so"), tool)
+    assert [(one.kind, str(one.target), one.count) for one in listed] == [
+        ("sass", "80", 1),
+        ("sass", "90a", 1),
+        ("sass", "120", 1),
+        ("sass", "120a", 1),
+        ("sass", "120f", 2),
+        ("sass", "121a", 1),
+    ]
+
+
+def test_ptx_of_families_too(tmp_path: Path) -> None:
+    tool = fake_cuobjdump(tmp_path, {"ptx": ["80", "120f"]})
+    assert [str(one.target) for one in list_images(library(tmp_path / "k.so"), tool)] == ["80", "120f"]
+
+
+def test_a_suffix_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    tool = fake_cuobjdump(tmp_path, {"sass": ["120f", "120f"]})
+    (tmp_path / "piece1").write_bytes(b"not a cubin")
+    assert [(str(one.target), one.count) for one in list_images(library(tmp_path / "k.so"), tool)] == [
+        ("120", 2)
+    ]
+
+
+def test_a_file_without_device_code(tmp_path: Path) -> None:
+    says = "echo \"cuobjdump info    : File 'k.so' does not contain device code\" >&2; exit 255"
+    tool = fake_cuobjdump(tmp_path, {}, says)
+    (item,) = audit([library(tmp_path / "k.so")], GPU, tool)
+    assert (item.fate, item.note, item.skipped) == (None, "no device code", None)
+
+
+def test_a_tool_that_fails_skips_the_file_with_its_words(tmp_path: Path) -> None:
+    tool = fake_cuobjdump(tmp_path, {}, "echo 'cuobjdump fatal   : Invalid fatbin header' >&2; exit 1")
+    (item,) = audit([library(tmp_path / "k.so")], GPU, tool)
+    assert (item.fate, item.skipped) == (None, "cuobjdump fatal   : Invalid fatbin header")
+
+
+def test_without_the_tool_libraries_are_skipped_and_the_rest_is_read(tmp_path: Path) -> None:
+    module = cache(tmp_path, "0.6.8", "120f", "fused_moe_120", "120f")
+    library(module / "fused_moe_120.so")
+    (tmp_path / "one.cubin").write_bytes(fake_cubin(120))
+    items = {one.source: one for one in audit([tmp_path], GPU, None)}
+    assert items["shared object"].skipped == NO_TOOL
+    assert items["build file"].fate is Fate.LOADS
+    assert items["cubins"].fate is Fate.LOADS
+
+
+def test_a_wheel_is_read_file_by_file(tmp_path: Path) -> None:
+    tool = fake_cuobjdump(tmp_path, {"sass": ["90a"]})
+    with zipfile.ZipFile(tmp_path / "some-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("vllm/_C.abi3.so", b"\x7fELF" + bytes(100))
+        wheel.writestr("cubins/a.cubin", fake_cubin(120, command_line="-arch sm_120a -m 64"))
+        wheel.writestr("../../b.cubin", fake_cubin(100))
+        wheel.writestr("vllm/readme.txt", "no code")
+    items = audit([tmp_path / "some-1.0-py3-none-any.whl"], GPU, tool)
+    assert [(one.path.partition("!")[2], [str(i.target) for i in one.images], one.fate) for one in items] == [
+        ("vllm/_C.abi3.so", ["90a"], Fate.MISSING),
+        ("*.cubin", ["100", "120a"], Fate.LOADS),
+    ]
+    assert not (tmp_path.parent / "b.cubin").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("gone.so", None, "no such file or folder"),
+        ("text.so", b"hello", "no ELF header"),
+        ("empty.cubin", b"", "no ELF header"),
+        ("bad.whl", b"PK\x03\x04 no wheel", "cannot be read as a wheel"),
+    ],
+)
+def test_paths_that_cannot_be_audited(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(AuditError, match=words) as refused:
+        audit([tmp_path / name], GPU, None)
+    assert str(refused.value).startswith(str(tmp_path / name))
+
+
+def test_build_files() -> None:
+    images, unreadable = build_images(ninja("120f", "120f", "90a"))
+    assert [str(one.target) for one in images] == ["90a", "120f"]
+    assert unreadable == ()
+    both = build_images(
+        "-gencode=arch=compute_90,code=[sm_90,compute_90] -gencode arch=compute_80,code=sm_80"
+    )[0]
+    assert [(one.kind, str(one.target)) for one in both] == [("ptx", "90"), ("sass", "80"), ("sass", "90")]
+    assert build_images(ninja("120+PTX"))[1] == ("compute_120+PTX", "sm_120+PTX")
+    assert build_images("nothing here") == ((), ())
+
+
+def test_places_in_the_cache() -> None:
+    base = Path("/home/x/.cache/flashinfer")
+    one = cached_module(base / "0.6.6" / "90a_120f" / "cached_ops" / "fused_moe_120" / "build.ninja")
+    assert one is not None
+    assert (one.release, [str(t) for t in one.targets], one.module) == (
+        "0.6.6",
+        ["90a", "120f"],
+        "fused_moe_120",
+    )
+    assert one.needs_suffix
+    bare = cached_module(base / "0.6.7" / "cached_ops" / "sampling" / "sampling.so")
+    assert bare is not None
+    assert (bare.release, bare.targets, bare.needs_suffix) == ("0.6.7", (), False)
+    assert cached_module(Path("/lib/x.so")) is None
+    assert cached_module(Path("cached_ops/x")) is None
+
+
+def test_kernels_built_without_their_suffix(tmp_path: Path) -> None:
+    cache(tmp_path, "0.6.6", "120", "fused_moe_120", "120")
+    cache(tmp_path, "0.6.6", "120f", "fused_moe_120", "120f")
+    cache(tmp_path, "0.6.7", "120", "sampling", "120")
+    items = audit([tmp_path], GPU, None)
+    assert [(one.module, one.fate, bool(one.lacks)) for one in items] == [
+        ("FlashInfer 0.6.6 fused_moe_120", Fate.LOADS, True),
+        ("FlashInfer 0.6.6 fused_moe_120", Fate.LOADS, False),
+        ("FlashInfer 0.6.7 sampling", Fate.LOADS, False),
+    ]
+    assert "mma_mxf4nvf4" in items[0].lacks
+    assert all(one.fate is None for one in audit([tmp_path], None, None))
+
+
+def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
+    cache(tmp_path / "elsewhere", "0.6.6", "120", "fused_moe_120", "120")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "elsewhere")
+    assert audit([tmp_path / "here"], GPU, None) == ()
+
+
+def run(
+    paths: list[Path], capsys: pytest.CaptureFixture[str], sm: str | None = "12.0", format: str = "table"
+) -> tuple[int, str]:
+    code = audit_command(paths, sm, format)
+    return code, capsys.readouterr().out
+
+
+def test_the_command_finds_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache(tmp_path, "0.7.2.post1", "120a", "fused_moe_120", "120a")
+    assert run([tmp_path], capsys, "12.0")[0] == 0
+    code, text = run([tmp_path], capsys, "12.1")
+    assert code == 1
+    assert "does not: SASS 120a" in text
+    assert "1 missing" in text
+    assert "no kernel image" in text
+
+
+def test_the_command_finds_kernels_without_suffix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache(tmp_path, "0.6.6", "120", "fused_moe_120", "120")
+    code, text = run([tmp_path], capsys)
+    assert code == 1
+    assert "loads, but compiled without tensormap_replace" in text
+    assert "FLASHINFER_CUDA_ARCH_LIST=12.0f" in text
+
+
+def test_json_and_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache(tmp_path, "0.6.6", "120a", "fused_moe_120", "120a")
+    code, text = run([tmp_path], capsys, "12.1", "json")
+    document = json.loads(text)
+    assert (code, document["summary"]["exit_code"], document["schema_version"]) == (1, 1, 1)
+    (item,) = document["items"]
+    assert item["images"] == [{"kind": "sass", "target": "120a", "count": 1, "verdict": "missing"}]
+    (finding,) = document["findings"]
+    assert (finding["id"], finding["line"]) == ("MD004", None)
+    assert {"evidence", "confidence", "next_step"} <= set(finding)
+    code, text = run([tmp_path], capsys, "12.0", "markdown")
+    assert code == 0
+    assert text.splitlines()[2].startswith("| file | runs there |")
+    assert "| SASS 120a | – | loads |" in text
+
+
+def test_without_a_gpu_targets_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache(tmp_path, "0.6.6", "120a", "fused_moe_120", "120a")
+    monkeypatch.setattr(command.environment, "collect", lambda: {"capability": None})
+    code, text = run([tmp_path], capsys, None)
+    assert (code, "targets: SASS 120a" in text) == (0, True)
+    monkeypatch.setattr(command.environment, "collect", lambda: {"capability": "12.1"})
+    assert run([tmp_path], capsys, None)[0] == 1
+
+
+def test_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for format in ("table", "markdown"):
+        code, text = run([tmp_path], capsys, "12.0", format)
+        assert (code, "no shared object, cubin, wheel or build file found" in text) == (0, True)
+
+
+def test_home_folders_are_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cache(tmp_path, "0.6.6", "120f", "fused_moe_120", "120f")
+    for format in command.FORMATS:
+        text = run([tmp_path], capsys, "12.0", format)[1]
+        assert str(tmp_path) not in text
+        assert "~/.cache/flashinfer/0.6.6" in text
+
+
+def test_the_report_goes_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache(tmp_path, "0.6.6", "120f", "fused_moe_120", "120f")
+    target = tmp_path / "audit.json"
+    assert audit_command([tmp_path], "12.0", "json", target) == 0
+    shown = capsys.readouterr()
+    assert (shown.out, "written to" in shown.err) == ("", True)
+    assert json.loads(target.read_text())["capability"] == "12.0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"format": "xml"}, "--format xml: expected one of table, json, markdown"),
+        ({"capability": "120"}, "capability: '120'"),
+        ({"paths": []}, "no path given"),
+        ({"output": Path("/nonexistent/a.json")}, "does not exist"),
+        ({"paths": [Path("/nonexistent/a.so")]}, "no such file or folder"),
+    ],
+)
+def test_wrong_usage(tmp_path: Path, arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError) as refused:
+        audit_command(**{"paths": [tmp_path], "capability": "12.0", **arguments})  # type: ignore[arg-type]
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)

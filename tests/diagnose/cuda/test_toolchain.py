@@ -1,0 +1,203 @@
+"""What the compilers of this machine accept, against what was written down; and compilers that misbehave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cuda_fakes import fake_tool
+
+from moedoctor.diagnose.cuda import toolchain
+from moedoctor.diagnose.cuda.instructions import INSTRUCTIONS, lacking, needed, ptx_version, takes
+from moedoctor.diagnose.cuda.toolchain import (
+    acceptance,
+    attempt,
+    attempts,
+    compiler_for,
+    find_compilers,
+    summarise,
+)
+from moedoctor.fixes.arch.targets import Target, sass_loads, toolkit_knows, toolkit_targets
+from moedoctor.processes import cuda_tools
+from moedoctor.processes.cuda_tools import Tool, find_tools, run_tool
+
+COMPILERS = find_compilers()
+needs_compiler = pytest.mark.skipif(not COMPILERS, reason="needs ptxas: pip install triton, or CUDA on PATH")
+EVERY_TARGET = sorted(
+    {one for cuda in ((12, 8), (12, 9), (13, 4)) for one in toolkit_targets(cuda) if one.major > 6}
+)
+NOWHERE = {"PATH": "/nonexistent"}
+
+
+@pytest.fixture
+def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the only place where tools are looked for."""
+    monkeypatch.setattr(cuda_tools, "_candidates", lambda names, environ: [tmp_path / name for name in names])
+    return tmp_path
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiler", COMPILERS, ids=str)
+def test_every_compiler_takes_what_was_written_down(compiler: Tool) -> None:
+    known = [str(one) for one in EVERY_TARGET if attempt(compiler, one, None).accepted]
+    assert known == [str(one) for one in EVERY_TARGET if toolkit_knows(one, compiler.cuda)]
+    for target in ("89", "90", "90a", "100a", "100f", "110a", "120", "120a", "120f", "121a"):
+        one = Target.parse(target)
+        taken = [name for name, said in attempts(compiler, one, INSTRUCTIONS).items() if said.accepted]
+        assert taken == [what.name for what in INSTRUCTIONS if takes(one, what, compiler.cuda)], target
+
+
+@needs_compiler
+def test_all_at_once_says_the_same_as_one_by_one() -> None:
+    for compiler in COMPILERS:
+        for target in ("120", "120a", "90a", "121a"):
+            one = Target.parse(target)
+            together = attempts(compiler, one, INSTRUCTIONS)
+            single = {what.name: attempt(compiler, one, what) for what in INSTRUCTIONS}
+            assert {name: said.accepted for name, said in together.items()} == {
+                name: said.accepted for name, said in single.items()
+            }
+            assert [name for name, said in together.items() if bool(said.line) == said.accepted] == []
+
+
+@needs_compiler
+def test_the_compiler_is_quoted() -> None:
+    said = attempt(
+        COMPILERS[-1], Target(12, 0), next(one for one in INSTRUCTIONS if one.name == "cvt_e2m1x2")
+    )
+    assert not said.accepted
+    assert said.knows_target
+    assert "not supported on .target 'sm_120'" in said.line
+    unknown = attempt(COMPILERS[-1], Target(4, 2), None)
+    assert not unknown.accepted
+    assert not unknown.knows_target
+
+
+@needs_compiler
+def test_families_are_those_of_the_compiler(tmp_path: Path) -> None:
+    """PTX of a family target goes to exactly those GPUs that its machine code is said to run on."""
+    newest = COMPILERS[-1]
+    if newest.cuda < (12, 9):
+        pytest.skip(f"{newest} knows no family targets")
+    plain = [one for one in toolkit_targets(newest.cuda) if not one.suffix and one.major >= 10]
+    for source in (one for one in toolkit_targets(newest.cuda) if one.suffix):
+        reached = [gpu.capability for gpu in plain if _goes_to(newest, source, gpu, tmp_path)]
+        # ptxas refuses ``a`` PTX even for the plain target of its own GPU, which the driver does not.
+        mine = source.capability if source.suffix == "a" else None
+        said = [gpu.capability for gpu in plain if sass_loads(source, gpu.capability)]
+        assert reached == [gpu for gpu in said if gpu != mine], str(source)
+
+
+def _goes_to(compiler: Tool, source: Target, gpu: Target, folder: Path) -> bool:
+    """Whether PTX for `source` compiles for `gpu`."""
+    text = toolchain._SOURCE.format(version=ptx_version(compiler.cuda), target=source, statements="")
+    (folder / "probe.ptx").write_text(text)
+    options = [f"-arch=sm_{gpu}", "probe.ptx", "-o", "probe.cubin"]
+    return run_tool(compiler.path, options, folder=str(folder)).code == 0
+
+
+@needs_compiler
+def test_the_table_in_words() -> None:
+    words = summarise(acceptance(COMPILERS[0], ["120a", "999f"]))
+    assert words["120a"].startswith("takes tma_load griddepcontrol tensormap_replace setmaxnreg")
+    assert "is not defined" in words["999f"]
+
+
+def test_nvcc_is_asked_where_there_is_no_ptxas(only_here: Path) -> None:
+    fake_tool(only_here, "nvcc", "13.0", '[ "$1 $2 $3" = "-cubin -arch=sm_120f probe.ptx" ]')
+    (nvcc,) = find_compilers()
+    assert (nvcc.name, nvcc.cuda) == ("nvcc", (13, 0))
+    assert attempt(nvcc, Target(12, 0, "f"), None).accepted
+    fake_tool(only_here, "ptxas", "13.0")
+    assert [one.name for one in find_compilers()] == ["ptxas"]
+
+
+def test_one_compiler_for_each_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [
+        fake_tool(tmp_path / str(place), "ptxas", cuda) for place, cuda in enumerate(("13.0", "12.9", "12.9"))
+    ]
+    monkeypatch.setattr(cuda_tools, "_candidates", lambda names, environ: paths)
+    compilers = find_compilers()
+    assert [(str(one), one.path) for one in compilers] == [
+        ("ptxas 12.9.93", str(paths[1])),
+        ("ptxas 13.0.93", str(paths[0])),
+    ]
+    assert compiler_for((12, 9), compilers) == compilers[0]
+    assert compiler_for((12, 8), compilers) is None
+
+
+def test_what_is_no_tool_is_passed_over(only_here: Path) -> None:
+    assert find_tools(["ptxas"]) == ()
+    (only_here / "ptxas").mkdir()
+    assert find_tools(["ptxas"]) == ()
+    (only_here / "ptxas").rmdir()
+    (only_here / "ptxas").write_text("#!/bin/sh\necho 'release 13.0, V13.0.88'\n")
+    assert find_tools(["ptxas"]) == ()  # not executable
+    (only_here / "ptxas2").write_text("#!/bin/sh\necho hello\n")
+    (only_here / "ptxas2").chmod(0o755)
+    (only_here / "ptxas3").write_text("no script, no ELF")
+    (only_here / "ptxas3").chmod(0o755)
+    assert find_tools(["ptxas2", "ptxas3"]) == ()
+
+
+def test_tools_come_from_cuda_home_and_path(tmp_path: Path) -> None:
+    fake_tool(tmp_path / "home" / "bin", "nvcc", "12.4")
+    fake_tool(tmp_path / "path", "nvcc", "12.5")
+    environ = {"CUDA_HOME": str(tmp_path / "home"), "PATH": str(tmp_path / "path")}
+    found = {one.cuda: one.path for one in find_tools(["nvcc"], environ)}
+    assert found[12, 4] == str(tmp_path / "home" / "bin" / "nvcc")
+    assert found[12, 5] == str(tmp_path / "path" / "nvcc")
+
+
+def test_tritons_tools_are_found_without_cuda() -> None:
+    triton = pytest.importorskip("triton")
+    root = str(Path(triton.__file__).parent)
+    assert any(one.path.startswith(root) for one in find_tools(["ptxas"], NOWHERE))
+
+
+def test_a_compiler_that_hangs_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = fake_tool(tmp_path, "ptxas", "13.0", "sleep 30")
+    monkeypatch.setattr(toolchain, "_SECONDS", 0.2)
+    hanging = Tool("ptxas", str(path), (13, 0), "hangs")
+    assert attempt(hanging, Target(12, 0), None).line == "ptxas: no answer within 0.2 s"
+
+
+def test_a_compiler_that_vanished_refuses(tmp_path: Path) -> None:
+    gone = Tool("ptxas", str(tmp_path / "ptxas"), (13, 0), "gone")
+    said = attempts(gone, Target(12, 0), INSTRUCTIONS)
+    assert {one.accepted for one in said.values()} == {False}
+    assert "ptxas does not start: No such file or directory" in said["wgmma"].line
+
+
+SYNTAX_ERROR = r"""
+grep -q tensormap probe.ptx && grep -q setmaxnreg probe.ptx && {
+  echo "ptxas probe.ptx, line 9; error   : Unknown modifier" >&2
+  echo "ptxas probe.ptx, line 10; fatal   : Parsing error near ':': syntax error" >&2
+  echo "ptxas fatal   : Ptx assembly aborted due to errors" >&2; exit 255; }
+grep -q cvt probe.ptx && { echo "ptxas probe.ptx, line 7; error   : no cvt" >&2; exit 255; }
+exit 0
+"""
+
+
+def test_a_syntax_error_hides_nothing(tmp_path: Path) -> None:
+    path = fake_tool(tmp_path, "ptxas", "12.0", SYNTAX_ERROR)
+    said = attempts(Tool("ptxas", str(path), (12, 0), "syntax"), Target(9, 0, "a"), INSTRUCTIONS)
+    assert [name for name, one in said.items() if not one.accepted] == ["cvt_e2m1x2"]
+
+
+def test_a_tool_gets_no_shell_and_no_input(tmp_path: Path) -> None:
+    path = fake_tool(tmp_path, "echo", "13.0", 'printf "%s\\n" "$@"; cat')
+    said = run_tool(str(path), ["$(touch hacked)", "a b"], folder=str(tmp_path))
+    assert said.stdout.splitlines() == ["$(touch hacked)", "a b"]
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_what_gpus_need() -> None:
+    assert {one.name for one in needed((12, 0))} >= {"mma_mxf4nvf4", "cvt_e2m1x2", "setmaxnreg"}
+    assert needed((8, 9)) == ()
+    assert "wgmma" in lacking(Target(9, 0), needed((9, 0)), (13, 0))
+    assert lacking(Target(9, 0, "a"), needed((9, 0)), (13, 0)) == ()
+    assert lacking(Target(12, 0, "f"), needed((12, 0)), (13, 0)) == ()
+    assert ptx_version((12, 7)) == "8.5"
+    assert ptx_version((13, 9)) == "9.0"
+    assert ptx_version((11, 0)) == "8.0"

@@ -1,0 +1,190 @@
+"""`plan` against the figures of vllm#38971 and against cases worked by hand."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moedoctor.diagnose.plan.kv_cache import PlanError, kv_cache
+from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
+from moedoctor.models.config_json import shape_of
+from moedoctor.models.presets import names, preset
+
+SUPER = preset("nemotron-3-super-120b")
+QWEN = preset("qwen3-30b-a3b")
+
+
+@pytest.mark.parametrize(("gib", "tokens", "concurrency"), [(16.79, 732_160, 14.27), (18.37, 798_720, 15.62)])
+def test_the_two_rows_of_the_issue(gib, tokens, concurrency):
+    """Its log gives the KV memory with two digits, so the last block of 529 may be there or not."""
+    kv = kv_cache(SUPER, available_bytes=round(gib * GIB), context=262_144, kv_bytes=1)
+    assert kv.tokens_printed_to_0_20 == tokens
+    assert kv.concurrency == pytest.approx(concurrency, rel=0.003)
+    assert (kv.block_size, kv.groups, kv.layers_per_group) == (8320, 6, 8)
+
+
+def test_the_rows_need_an_fp8_cache():
+    kv = kv_cache(SUPER, available_bytes=round(16.79 * GIB), context=262_144, kv_bytes=2)
+    assert abs(kv.tokens_printed_to_0_20 / 732_160 - 1) > 0.01
+
+
+def test_a_model_of_attention_alone():
+    """48 layers of 4 heads of 128, BF16: 2 x 4 x 128 x 2 x 48 = 98,304 bytes a token, one group."""
+    kv = kv_cache(QWEN, available_bytes=98_304 * 16 * 1000 + 5, context=4096, kv_bytes=2)
+    assert (kv.groups, kv.blocks, kv.bytes_per_token) == (1, 1000, 98_304)
+    assert kv.tokens_printed_to_0_20 == 16_000
+    assert kv.concurrency == 1000 / 256
+    assert kv.tokens_printed_from_0_21 == 16_000
+
+
+def test_a_window_caps_what_a_request_takes():
+    """Gemma: 25 sliding layers of 8 x 256 and 5 full ones of 2 x 512, whose pages hold twice the tokens."""
+    kv = kv_cache(
+        preset("gemma-4-26b-a4b"), available_bytes=10 * GIB, context=65_536, kv_bytes=2, batched_tokens=2048
+    )
+    assert (kv.groups, kv.layers_per_group) == (6, 5)
+    full = 65_536 // 32
+    sliding = -(-(1023 + 2048) // 16) + 1
+    assert kv.blocks_per_request == full + 5 * sliding
+
+
+def test_pages_that_cannot_be_unified_are_refused():
+    shape = preset("gemma-4-26b-a4b")
+    odd = dataclasses.replace(shape.attention[0], num_kv_heads=3)
+    with pytest.raises(PlanError, match="do not divide"):
+        kv_cache(
+            dataclasses.replace(shape, attention=(odd, shape.attention[1])),
+            available_bytes=GIB,
+            context=1024,
+            kv_bytes=2,
+        )
+
+
+@given(name=st.sampled_from(names()), gib=st.integers(1, 64), more=st.integers(0, 64))
+def test_more_memory_never_holds_less_and_the_pool_never_overflows(name, gib, more):
+    shape = preset(name)
+    less = kv_cache(shape, available_bytes=gib * GIB, context=32_768, kv_bytes=2)
+    greater = kv_cache(shape, available_bytes=(gib + more) * GIB, context=32_768, kv_bytes=2)
+    assert greater.tokens_printed_to_0_20 >= less.tokens_printed_to_0_20
+    assert greater.concurrency >= less.concurrency
+    assert less.blocks * less.block_bytes <= gib * GIB < (less.blocks + 1) * less.block_bytes
+
+
+def test_weights_workspace_and_cache_add_up_to_the_budget():
+    request = PlanRequest(QWEN, "nvfp4", gpu_bytes=32 * GIB, utilization=0.9, batched_tokens=2048)
+    found = plan(request)
+    assert found.expert_bytes == 48 * 128 * 3 * 2048 * 768 * 9 // 16
+    rows = 2048 * 8
+    sums = 132 * 4 * 64 * 256 * 4  # Marlin's, in float32
+    assert found.workspace.bytes == (rows * 2048 + rows * 2048 + 2048 * 2048) * 2 + sums
+    total = found.on_device_bytes + found.workspace.bytes + found.available_kv_bytes
+    assert total == found.budget_bytes == round(32 * GIB * 0.9)
+
+
+def test_a_workspace_that_is_not_known_makes_the_kv_memory_an_upper_bound():
+    request = PlanRequest(QWEN, "nvfp4", gpu_bytes=32 * GIB, backend="flashinfer_cutlass")
+    assert any("upper bound" in one for one in plan(request).notes)
+
+
+def test_an_expert_cache_moves_the_misses_and_holds_its_slots():
+    request = PlanRequest(QWEN, "bf16", gpu_bytes=32 * GIB, cache_slots=32, hit_rate=0.75, bandwidth=50e9)
+    found = plan(request)
+    one = 3 * 2048 * 768 * 2
+    assert found.on_host_bytes == 48 * 128 * one
+    assert found.on_device_bytes == found.other_bytes + 48 * 32 * one
+    assert found.traffic.bytes_per_token == 48 * 8 * one * 0.25
+    assert found.traffic.tokens_per_second == 50e9 / (48 * 8 * one * 0.25)
+
+
+def tiny_shape(**change):
+    """One layer. In BF16: embeddings and lm_head 2 x 100 x 64 x 2 = 25,600 bytes; attention of 4 heads of 16
+    with as many for keys and values 4 x 64 x 64 x 2 = 32,768; router 64 x 8 x 2 = 1,024; 8 experts of
+    3 x 64 x 32 x 2 = 12,288, of which a token takes 2."""
+    values = {
+        "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    }  # fmt: skip
+    return shape_of({**values, **change}, "tiny", "here")
+
+
+@pytest.mark.parametrize(
+    ("offloaded", "uva"),
+    [
+        (132_096, 58_368),  # all that can be: 32,768 + 1,024 + 2 x 12,288
+        (66_048, 29_184),  # half of it
+    ],
+)
+def test_uva_reads_active_experts_and_the_rest_of_a_layer_but_no_embeddings(offloaded, uva):
+    request = PlanRequest(tiny_shape(), "bf16", gpu_bytes=GIB, context=16, offload_bytes=offloaded)
+    found = plan(request)
+    assert found.traffic.bytes_per_token == uva
+    assert found.on_device_bytes == 25_600 + 132_096 - offloaded
+    copy = plan(dataclasses.replace(request, offload_mode="copy"))
+    assert copy.traffic.bytes_per_token == offloaded
+
+
+@pytest.mark.parametrize("mode", ["uva", "copy"])
+def test_embeddings_cannot_be_offloaded(mode):
+    request = PlanRequest(
+        tiny_shape(), "bf16", gpu_bytes=GIB, context=16, offload_mode=mode, offload_bytes=132_097
+    )
+    with pytest.raises(PlanError, match="the size of the decoder layers; embeddings and lm_head are not"):
+        plan(request)
+
+
+def test_tied_embeddings_are_there_once():
+    request = PlanRequest(
+        tiny_shape(tie_word_embeddings=True), "bf16", gpu_bytes=GIB, context=16, offload_bytes=132_096
+    )
+    assert plan(request).on_device_bytes == 12_800
+
+
+def test_an_offload_of_8_gib_of_qwen():
+    """Experts 48 x 128 x 3 x 2048 x 768 x 9/16 = 16,307,453,952 bytes, a sixteenth of them active; attention
+    and routers 48 x (2048 x 9216 + 2048 x 128) x 2 = 1,837,105,152. 8 GiB are 47.34 % of both."""
+    found = plan(PlanRequest(QWEN, "nvfp4", gpu_bytes=24 * GIB, offload_bytes=8 * GIB, bandwidth=50e9))
+    assert found.traffic.bytes_per_token == pytest.approx(0.47342 * (1_019_215_872 + 1_837_105_152), rel=1e-5)
+    assert found.traffic.tokens_per_second == pytest.approx(36.98, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"gpu_bytes": None}, "neither --gpu-memory nor --available-kv"),
+        ({"gpu_bytes": 8 * GIB}, "offload at least"),
+        ({"cache_slots": 4}, "expected 8 .top_k. to 128"),
+        ({"cache_slots": 16, "offload_bytes": 1}, "exclude each other"),
+        ({"offload_bytes": 900 * GIB}, "expected 0 to 16.90 GiB, the size of the decoder layers"),
+        ({"checkpoint_bytes": GIB}, "give the right --scheme"),
+        ({"checkpoint_bytes": 57 * GIB}, "holds 57.00 GiB, and with experts in nvfp4 it would be 15.9"),
+        ({"checkpoint_bytes": 17 * GIB, "scheme": "bf16"}, "give the right --scheme"),
+        ({"hit_rate": 0.5}, "--hit-rate 0.5: is of an expert cache; give --expert-cache"),
+        ({"backend": "NONSENSE"}, "--backend 'NONSENSE': expected one of MARLIN"),
+    ],
+)
+def test_what_cannot_be_planned_says_what_to_give_instead(change, said):
+    with pytest.raises(PlanError, match=said):
+        plan(dataclasses.replace(PlanRequest(QWEN, "nvfp4", gpu_bytes=32 * GIB), **change))
+
+
+def test_a_model_without_any_cache_is_refused():
+    shape = dataclasses.replace(QWEN, attention=())
+    with pytest.raises(PlanError, match="no KV cache to plan"):
+        kv_cache(shape, available_bytes=GIB, context=1, kv_bytes=2)
+
+
+def test_a_hybrid_pays_for_its_state_in_whole_blocks():
+    values = {
+        "hidden_size": 64, "vocab_size": 10, "hybrid_override_pattern": "M*E", "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "mamba_num_heads": 2, "mamba_head_dim": 8, "n_groups": 1,
+        "ssm_state_size": 16, "conv_kernel": 4, "n_routed_experts": 4, "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+    }  # fmt: skip
+    shape = shape_of(values, "tiny", "here")
+    state = 2 * 8 * 16 * 4 + (16 + 2 * 16) * 3 * 2  # float32 state, BF16 convolution
+    assert shape.recurrent.bytes_per_request(2) == state
+    kv = kv_cache(shape, available_bytes=10**6, context=64, kv_bytes=2)
+    assert kv.block_size == 16  # 16 x 128 bytes hold the state of 1,312
+    assert kv.block_bytes == 16 * 128
+    assert kv.blocks_per_request == 64 // 16 + 1

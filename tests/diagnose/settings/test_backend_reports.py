@@ -1,0 +1,68 @@
+"""The selection reports: made by a command, the same as those that are kept, and true to the tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moedoctor.commands import backends as command
+from moedoctor.fixes.backends import select
+from moedoctor.fixes.backends.release_tables import releases
+from moedoctor.reporters.backend_pages import FAMILIES, write_reports
+
+KEPT = Path(__file__).resolve().parents[3] / "reports" / "backends"
+PARALLEL = {"tp": (False, False), "ep": (True, False), "dp": (False, True), "dp+ep": (True, True)}
+
+
+def test_the_kept_reports_are_what_the_command_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([str(tmp_path / "new")]) == 0
+    fresh = {
+        file.relative_to(tmp_path / "new"): file for file in (tmp_path / "new").rglob("*") if file.is_file()
+    }
+    kept = {file.relative_to(KEPT) for file in KEPT.rglob("*") if file.is_file()}
+    assert set(fresh) == kept
+    different = [str(name) for name, file in fresh.items() if file.read_bytes() != (KEPT / name).read_bytes()]
+    assert different == [], "run: make backendreports"
+    assert command.main([]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("capability", FAMILIES)
+def test_every_release_and_setting_is_in_the_json_once_and_right(capability: str) -> None:
+    file = KEPT / "json" / f"sm{capability.replace('.', '')}.json"
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert (report["schema_version"], report["capability"]) == (1, capability)
+    seen = set()
+    for row in report["selections"]:
+        for parallel in row["parallel"]:
+            for release in row["releases"]:
+                key = (row["scheme"], row["activation"], parallel, release)
+                assert key not in seen
+                seen.add(key)
+        ep, dp = PARALLEL[row["parallel"][-1]]
+        release = row["releases"][-1]
+        said = select(capability, row["scheme"], release=release, ep=ep, dp=dp, activation=row["activation"])
+        assert row["chosen"] == said.chosen
+        assert [one["reason"] for one in row["candidates"]] == [one.reason for one in said.candidates]
+    layers = {key[:2] for key in seen}
+    assert ("nvfp4", "relu2_no_mul") in layers
+    assert len(seen) == len(layers) * len(PARALLEL) * len(releases())
+
+
+def test_the_markdown_is_one_table_a_family(tmp_path: Path) -> None:
+    written = write_reports(tmp_path)
+    markdown = [file for file in written if file.suffix == ".md"]
+    assert len(markdown) == len(FAMILIES) + 1
+    text = (tmp_path / "sm120.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len({line.count(" | ") for line in rows}) == 1
+    assert len(rows) == len(set(rows))
+    first = next(line for line in rows if line.startswith("| nvfp4 | tp"))
+    assert "0.17.1 to 0.19.1" in first
+    assert "**FLASHINFER_CUTLASS** (flashinfer_cutlass)" in first
+    index = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert all(f"(sm{one.replace('.', '')}.md)" in index for one in FAMILIES)

@@ -1,0 +1,83 @@
+"""A server's command line: where vLLM's own words begin, what is set before them, and how it is split."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moedoctor.diagnose.settings.command_line import parallel_of, served
+from moedoctor.diagnose.settings.flags import given_flags
+
+IMAGE = "vllm/vllm-openai:v0.21.0"
+
+
+@pytest.mark.parametrize(
+    ("line", "settings", "command"),
+    [
+        ("vllm serve m --x", {}, "vllm serve m --x"),
+        ("VLLM_A=1 nice -n 5 /opt/bin/vllm serve m", {"VLLM_A": "1"}, "/opt/bin/vllm serve m"),
+        ("python -m vllm.entrypoints.openai.api_server --model m", {}, None),
+        (f"docker run -e VLLM_A=x=y --env=FLASHINFER_B=2 {IMAGE} --model m", {"VLLM_A": "x=y"}, None),
+        (f"docker run -eVLLM_A=1 -e HF_TOKEN=secret {IMAGE}", {"VLLM_A": "1"}, IMAGE),
+        ("serve m --moe-backend marlin", {}, "serve m --moe-backend marlin"),
+        ("", {}, ""),
+    ],
+)
+def test_where_the_servers_own_words_begin(line: str, settings: dict[str, str], command: str | None) -> None:
+    found = served(line.split())
+    assert settings.items() <= found.settings.items()
+    assert "HF_TOKEN" not in found.settings
+    if command is None:
+        assert found.command[-2:] == ("--model", "m")
+        assert found.command[0].startswith("vllm")
+    else:
+        assert " ".join(found.command) == command
+
+
+@given(
+    st.lists(st.sampled_from(["vllm", "serve", "-e", "VLLM_A=1", "FLASHINFER_B=", "--ep", "x=y", IMAGE, ""]))
+)
+def test_nothing_is_lost_or_made_up(words: list[str]) -> None:
+    found = served(words)
+    before = words[: len(words) - len(found.command)]
+    assert [*before, *found.command] == words
+    assert set(found.settings) <= {word.removeprefix("-e").partition("=")[0] for word in before}
+
+
+@pytest.mark.parametrize(
+    ("flags", "split"),
+    [
+        ("", (False, False)),
+        ("--enable-expert-parallel", (True, False)),
+        ("--enable_expert_parallel", (True, False)),
+        ("--enable-expert-parallel --no-enable-expert-parallel", (False, False)),
+        ("--enable-expert-parallel --disable-expert-parallel", (False, False)),
+        ("--data-parallel-size 2", (False, True)),
+        ("--data-parallel-size=1", (False, False)),
+        ("-dp 4", (False, True)),
+        ("-dp=4 -dp 1", (False, False)),
+        ("-tp 8 --enable-expert-parallel --data-parallel-size=8", (True, True)),
+    ],
+)
+def test_how_it_is_split(flags: str, split: tuple[bool, bool]) -> None:
+    assert parallel_of(["vllm", "serve", "m", *flags.split()], "0.21.0") == split
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("--no-enable-prefix-caching", "--enable-prefix-caching"),
+        ("--disable-offline-docs", "--enable-offline-docs"),
+        ("--enable-fastapi-docs", "--disable-fastapi-docs"),
+        ("--moe-back", "--moe-backend"),  # any beginning that is no other's
+        ("--moe-backend-of-mine", None),
+    ],
+)
+def test_what_a_flag_is_taken_for(written: str, meant: str | None) -> None:
+    (flag,) = given_flags([written], "0.33.0")
+    assert flag.name == meant
+
+
+def test_a_call_for_help_is_no_flag() -> None:
+    assert given_flags(["vllm", "serve", "--help=KernelConfig", "--help"], "0.33.0") == ()

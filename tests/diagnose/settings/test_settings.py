@@ -1,0 +1,292 @@
+"""Settings that do not take effect, per release: the facts about each variable, each kind of problem, and no
+false alarm."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moedoctor.diagnose.settings.records import SettingFinding
+from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
+from moedoctor.diagnose.settings.tables import flashinfer_variables, vllm_flags, vllm_variables
+from moedoctor.fixes.backends.release_tables import SCHEMES, releases
+
+RELEASES = vllm_variables().releases
+
+
+def span(first: str, last: str) -> set[str]:
+    return set(RELEASES[RELEASES.index(first) : RELEASES.index(last) + 1])
+
+
+def one(release: str, setting: str, command: str = "", **options: str) -> SettingFinding | None:
+    """The only finding about NAME=VALUE, or about a command line."""
+    environ = dict([setting.split("=", 1)]) if setting else {}
+    found = check_settings(release, environ, command.split(), **options)  # type: ignore[arg-type]
+    assert len(found) <= 1, found
+    return found[0] if found else None
+
+
+REMOVED_WITH_24 = [
+    "VLLM_USE_FLASHINFER_MOE_FP4",
+    "VLLM_USE_FLASHINFER_MOE_FP8",
+    "VLLM_USE_FLASHINFER_MOE_FP16",
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8",
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16",
+    "VLLM_FLASHINFER_MOE_BACKEND",
+    "VLLM_NVFP4_GEMM_BACKEND",
+    "VLLM_MXFP4_USE_MARLIN",
+]
+ALWAYS = [
+    "VLLM_USE_DEEP_GEMM",
+    "VLLM_MOE_USE_DEEP_GEMM",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MARLIN_USE_ATOMIC_ADD",
+    "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA",
+    "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_COMPUTE_NANS_IN_LOGITS",
+    "VLLM_USE_FUSED_MOE_GROUPED_TOPK",
+]
+KNOWN_IN = {
+    **{name: span("0.17.1", "0.23.0") for name in REMOVED_WITH_24},
+    **{name: set(RELEASES) for name in ALWAYS},
+    "VLLM_TEST_FORCE_FP8_MARLIN": span("0.17.1", "0.28.0"),
+    "VLLM_BATCH_INVARIANT": set(RELEASES),  # before 0.19.0 read beside envs.py
+    "VLLM_WSL2_ENABLE_PIN_MEMORY": span("0.24.0", "0.33.0"),
+    "VLLM_MOE_SKIP_PADDING": span("0.25.0", "0.33.0"),
+    "VLLM_B12X_MOE_FP4_FORCE_A16": span("0.29.0", "0.33.0"),
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": span("0.22.0", "0.33.0"),
+    "VLLM_NVFP4_MOE_BACKEND": set[str](),
+}
+"""Variable -> the releases that read it, as established by reading 24 releases."""
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name", KNOWN_IN)
+def test_each_variable_is_known_in_exactly_the_releases_that_read_it(name: str, release: str) -> None:
+    values = {
+        "VLLM_FLASHINFER_MOE_BACKEND": "latency",
+        "VLLM_NVFP4_GEMM_BACKEND": "marlin",
+        "VLLM_MARLIN_INPUT_DTYPE": "fp8",
+    }
+    found = [
+        finding.problem
+        for finding in check_settings(release, {name: values.get(name, "1")})
+        if finding.problem in ("unknown", "removed", "not_yet", "misspelt", "invalid", "wrong_case")
+    ]
+    if release in KNOWN_IN[name]:
+        assert found == []
+    else:
+        later = KNOWN_IN[name] and RELEASES.index(release) < min(map(RELEASES.index, KNOWN_IN[name]))
+        assert found == ["unknown" if not KNOWN_IN[name] else "not_yet" if later else "removed"]
+
+
+def test_defaults_that_changed() -> None:
+    for release, default in (("0.26.0", "0.26.0"), ("0.27.0", "0.33.0")):
+        assert vllm_variables().at(release)["VLLM_MOE_SKIP_PADDING"].last == default
+
+
+@pytest.mark.parametrize(
+    ("release", "setting", "problem", "instead"),
+    [
+        ("0.33.0", "VLLM_NVFP4_MOE_BACKEND=MARLIN", "unknown", "--moe-backend marlin"),
+        ("0.33.0", "VLLM_NVFP4_MOE_BACKEND=VLLM_CUTLASS", "unknown", "--moe-backend cutlass"),
+        ("0.24.0", "VLLM_FLASHINFER_MOE_BACKEND=throughput", "removed", "--moe-backend flashinfer_cutlass"),
+        ("0.24.0", "VLLM_FLASHINFER_MOE_BACKEND=masked_gemm", "removed", "--moe-backend flashinfer_cutedsl"),
+        ("0.24.0", "VLLM_USE_FLASHINFER_MOE_FP4=0", "removed", "--moe-backend cutlass (or marlin)"),
+        ("0.29.0", "VLLM_TEST_FORCE_FP8_MARLIN=1", "removed", "--moe-backend marlin"),
+        (
+            "0.24.0",
+            "VLLM_NVFP4_GEMM_BACKEND=flashinfer-cutlass",
+            "removed",
+            "--linear-backend flashinfer_cutlass",
+        ),
+        ("0.23.0", "VLLM_WSL2_ENABLE_PIN_MEMORY=1", "not_yet", None),
+        ("0.33.0", "VLLM_USE_DEEPGEMM=1", "misspelt", "VLLM_USE_DEEP_GEMM=1"),
+        ("0.33.0", "VLLM_SOMETHING_ELSE_ALTOGETHER=1", "unknown", None),
+        ("0.33.0", "vllm_use_deep_gemm=1", "wrong_case", "VLLM_USE_DEEP_GEMM=1"),
+        ("0.18.0", "VLLM_NVFP4_GEMM_BACKEND=MARLIN", "wrong_case", "VLLM_NVFP4_GEMM_BACKEND=marlin"),
+        (
+            "0.18.0",
+            "VLLM_FLASHINFER_MOE_BACKEND=throughputs",
+            "invalid",
+            "VLLM_FLASHINFER_MOE_BACKEND=throughput",
+        ),
+        ("0.18.0", "VLLM_USE_FLASHINFER_MOE_FP4=true", "invalid", "VLLM_USE_FLASHINFER_MOE_FP4=1"),
+        ("0.18.0", "VLLM_USE_FLASHINFER_MOE_FP4=off", "invalid", "VLLM_USE_FLASHINFER_MOE_FP4=0"),
+        ("0.18.0", "VLLM_TEST_FORCE_FP8_MARLIN=yes", "silently_off", "VLLM_TEST_FORCE_FP8_MARLIN=1"),
+        ("0.18.0", "VLLM_FLASHINFER_MOE_BACKEND=latency", "shadowed", None),
+        ("0.33.0", "VLLM_PORT=tcp://10.0.0.1:80", "invalid", None),
+        ("0.33.0", "VLLM_PORT=many", "invalid", None),
+        ("0.33.0", "FLASHINFER_FORCE_SM=120f", "unknown", None),
+        ("0.33.0", "FLASHINFER_CUDA_ARCHLIST=12.0f", "misspelt", "FLASHINFER_CUDA_ARCH_LIST=12.0f"),
+        ("0.17.1", "FLASHINFER_AUTOTUNE_DIR=/tmp/x", "not_yet", None),
+    ],
+)
+def test_what_does_not_take_effect(release: str, setting: str, problem: str, instead: str | None) -> None:
+    found = one(release, setting)
+    assert found is not None
+    assert (found.problem, found.instead, found.takes_effect) == (problem, instead, False)
+    assert found.setting == setting
+
+
+@pytest.mark.parametrize(
+    ("release", "setting"),
+    [
+        ("0.18.0", "VLLM_TEST_FORCE_FP8_MARLIN=TRUE"),  # read in lower case
+        ("0.18.0", "VLLM_TEST_FORCE_FP8_MARLIN=false"),
+        ("0.18.0", "VLLM_USE_FLASHINFER_MOE_FP4=0"),
+        ("0.33.0", "VLLM_LOGGING_LEVEL=DEBUG"),
+        ("0.33.0", "VLLM_SERVICE_HOST=10.0.0.1"),  # Kubernetes
+        ("0.33.0", "VLLM_PORT_8000_TCP_ADDR=10.0.0.1"),
+        ("0.33.0", "VLLM_CUSTOM_ALLREDUCE_ALGO=1"),  # read by compiled code alone
+        ("0.33.0", "vllm_home=/srv"),  # somebody's own
+        ("0.33.0", "FLASHINFER_CUDA_ARCH_LIST=12.0f"),
+        ("0.17.1", "FLASHINFER_WORKSPACE_BASE=/tmp"),
+        ("0.33.0", "PATH=/bin"),
+        ("0.33.0", "VLLM_USE_DEEP_GEMM=1"),
+        ("0.33.0", "VLLM_WORKER_MULTIPROC_METHOD=spawn"),
+    ],
+)
+def test_no_false_alarm(release: str, setting: str) -> None:
+    assert one(release, setting) is None
+
+
+def test_what_takes_effect_but_not_as_it_seems() -> None:
+    linear = one("0.18.0", "VLLM_NVFP4_GEMM_BACKEND=marlin")
+    assert linear is not None
+    assert (linear.problem, linear.takes_effect) == ("other_layers", True)
+    going = one("0.22.0", "VLLM_MXFP4_USE_MARLIN=1")
+    assert going is not None
+    assert (going.problem, going.takes_effect, going.instead) == ("deprecated", True, "--moe-backend marlin")
+    other = one("0.18.0", "VLLM_USE_FLASHINFER_MOE_FP8=1", scheme="nvfp4")
+    assert other is not None
+    assert (other.problem, other.takes_effect) == ("other_layers", True)
+
+
+def test_one_setting_stands_in_the_way_of_another() -> None:
+    environ = {"VLLM_USE_FLASHINFER_MOE_FP4": "1", "VLLM_TEST_FORCE_FP8_MARLIN": "1"}
+    (found,) = check_settings("0.18.0", environ, scheme="nvfp4")
+    assert (found.setting, found.problem) == ("VLLM_TEST_FORCE_FP8_MARLIN=1", "shadowed")
+    assert "VLLM_USE_FLASHINFER_MOE_FP4=1 comes before it" in found.message
+    flagged = check_settings(
+        "0.18.0", environ, ["vllm", "serve", "m", "--moe-backend", "cutlass"], scheme="nvfp4"
+    )
+    assert [(one.problem, "--moe-backend cutlass" in one.message) for one in flagged] == [
+        ("shadowed", True)
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("release", "command", "problem", "instead"),
+    [
+        ("0.18.0", "--moe-backed marlin", "misspelt", "--moe-backend marlin"),
+        ("0.18.0", "--moe-backend banana", "invalid", None),
+        ("0.18.0", "--moe-backend=martin", "invalid", "--moe-backend marlin"),
+        ("0.18.0", "--moe-backend humming", "invalid", None),
+        ("0.18.0", "--linear-backend marlin", "not_yet", None),
+        ("0.33.0", "--swap-space 4", "removed", None),
+        ("0.33.0", "--moe-expert-cache-size 8", "unknown", None),
+        ("0.33.0", "--all2all-backend Naive", "wrong_case", "--all2all-backend naive"),
+        ("0.33.0", "--kernel-config.moe-backend=marlin", "invalid", "--kernel-config.moe_backend=marlin"),
+        ("0.33.0", "--moe-backend marlin --moe-backend cutlass", "shadowed", None),
+        ("0.33.0", '--kernel-config {"moe_backend":"cutlass"} --moe-backend marlin', "shadowed", None),
+    ],
+)
+def test_flags_that_do_not_take_effect(release: str, command: str, problem: str, instead: str | None) -> None:
+    found = one(release, "", f"vllm serve MODEL {command}")
+    assert found is not None
+    assert (found.problem, found.instead, found.takes_effect) == (problem, instead, False)
+
+
+@pytest.mark.parametrize(
+    ("command", "moe_backend"),
+    [
+        ("vllm serve m", "auto"),
+        ("vllm serve m --moe-backend MARLIN", "marlin"),
+        ("vllm serve m --moe_backend=Flashinfer-Cutlass", "flashinfer_cutlass"),
+        ("vllm serve m --moe-back marlin", "marlin"),
+        ('vllm serve m --kernel-config {"moe_backend":"marlin"}', "marlin"),
+        ("vllm serve m --kernel-config.moe_backend marlin", "marlin"),
+        ('vllm serve m --moe-backend auto --kernel-config {"moe_backend":"marlin"}', "marlin"),
+        ('vllm serve m --moe-backend cutlass --kernel-config {"moe_backend":"marlin"}', "cutlass"),
+        ("vllm serve m --no-enable-prefix-caching --served-model-name x", "auto"),
+        ("python -m vllm.entrypoints.openai.api_server --model m --moe-backend marlin", "marlin"),
+    ],
+)
+def test_command_lines_are_read_as_vllm_reads_them(command: str, moe_backend: str) -> None:
+    """Each of these was given to the parsers of 0.17.1, 0.24.0 and 0.33.0, with this result and no error."""
+    for release in ("0.17.1", "0.24.0", "0.33.0"):
+        assert moe_backend_of(command.split(), release) == moe_backend
+        problems = [one.problem for one in check_settings(release, {}, command.split())]
+        assert problems == (["shadowed"] if moe_backend == "cutlass" else [])
+
+
+def test_a_flag_that_is_ignored_for_a_scheme() -> None:
+    found = one("0.18.0", "", "vllm serve m --moe-backend marlin", scheme="mxfp4")
+    assert found is not None
+    assert (found.problem, found.instead) == ("ignored", "VLLM_MXFP4_USE_MARLIN=1")
+    # It does not stand in the way of the variable then.
+    both = check_settings(
+        "0.18.0", {"VLLM_MXFP4_USE_MARLIN": "1"}, ["--moe-backend", "marlin"], scheme="mxfp4"
+    )
+    assert [one.problem for one in both] == ["ignored"]
+    assert one("0.19.0", "", "vllm serve m --moe-backend marlin", scheme="mxfp4") is None
+    refused = one("0.33.0", "", "vllm serve m --moe-backend triton", scheme="nvfp4")
+    assert refused is not None
+    assert (refused.problem, refused.stops) == ("invalid", True)
+
+
+def test_the_flashinfer_that_is_installed_counts_before_the_pinned_one() -> None:
+    environ = {"FLASHINFER_AUTOTUNE_DIR": "/tmp/x"}
+    assert check_settings("0.17.1", environ)[0].problem == "not_yet"
+    assert check_settings("0.17.1", environ, flashinfer="0.7.2.post1") == ()
+    # What is no version is not judged by the oldest release.
+    assert check_settings("0.17.1", environ, flashinfer="no version") == ()
+
+
+def test_every_pinned_flashinfer_is_in_its_table() -> None:
+    assert {one.flashinfer for one in releases().values()} <= set(flashinfer_variables().releases)
+
+
+def test_an_unknown_release_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("release 0.16.0: the tables know 0.17.1 to 0.33.0")):
+        check_settings("0.16.0", {})
+
+
+def test_every_row_says_where_it_comes_from() -> None:
+    for settings in (vllm_variables(), vllm_flags(), flashinfer_variables()):
+        for spans in settings.rows.values():
+            assert all(re.match(r"(vllm|flashinfer)/\S+", one.source) for one in spans)
+            for before, after in itertools.pairwise(spans):
+                assert settings.releases.index(before.last) < settings.releases.index(after.first)
+
+
+@given(
+    st.sampled_from(RELEASES),
+    st.dictionaries(
+        st.one_of(
+            st.sampled_from(sorted(vllm_variables().rows)),
+            st.from_regex(r"(VLLM|FLASHINFER)_\w*", fullmatch=True),
+        ),
+        st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=20),
+        max_size=4,
+    ),
+    st.lists(st.one_of(st.sampled_from(sorted(vllm_flags().rows)), st.text(max_size=12)), max_size=5),
+    st.sampled_from([None, *SCHEMES]),
+)
+def test_nothing_that_is_given_breaks_it(
+    release: str, environ: dict[str, str], command: list[str], scheme: str | None
+) -> None:
+    found = check_settings(release, environ, command, scheme=scheme)
+    effects = [one.takes_effect for one in found]
+    assert effects == sorted(effects)
+    for finding in found:
+        assert finding.message
+        assert finding.setting.partition("=")[0] in environ or any(
+            finding.setting.startswith(w) for w in ("--", "vllm")
+        )

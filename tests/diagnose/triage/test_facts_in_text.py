@@ -1,0 +1,98 @@
+"""The releases that a text is about, and what they rule out."""
+
+from __future__ import annotations
+
+import pytest
+
+from moedoctor.diagnose.triage.facts_in_text import Facts, parse
+
+
+@pytest.mark.parametrize(
+    ("line", "release"),
+    [
+        ("vllm api server version 0.18.0", (0, 18, 0, 0)),
+        ("vllm version                 : 0.24.0", (0, 24, 0, 0)),
+        ("vllm: 0.18.2rc1.dev25+gef53395e2 (built from main)", (0, 18, 2, -1)),
+        ("vllm version: v0.18.2rc1.dev54+g73f48ce55", (0, 18, 2, -1)),
+        ("initializing a v1 llm engine (v0.19.1) with config: model='x'", (0, 19, 1, 0)),
+        ("vllm==0.5.3", (0, 5, 3, 0)),
+        ("| vllm | 0.17.1 |", (0, 17, 1, 0)),
+        ("image: vllm/vllm-openai:v0.25.1", (0, 25, 1, 0)),
+        ("vllm 0.26", (0, 26, 0, 0)),
+        ("reproduced with vllm v0.8.3.dev172+g2b93162f", (0, 8, 3, -1)),
+        ("▀▄▀ █  version 0.20.2rc1.dev562+g1c78f76c2.d20260521", (0, 20, 2, -1)),
+    ],
+)
+def test_vllm_releases_are_found(line: str, release: tuple[int, ...]) -> None:
+    facts = Facts()
+    facts.read(line)
+    assert facts.vllm == {release}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "it will be removed in vllm v0.24.0",
+        "the v4 codepath will become unmaintained in vllm v0.22.0",
+        "fixed in vllm 0.20.0",
+        "upgrading to vllm 0.20.0 helped",
+        "vllm 0.1.dev20073+g8e685d198",
+        "torch 2.11.0 and vllm",
+        "vllm on 127.0.0.1:8000",
+        "vllm#39593",
+    ],
+)
+def test_other_numbers_are_not_the_release_at_fault(line: str) -> None:
+    facts = Facts()
+    facts.read(line)
+    assert facts.vllm == set()
+
+
+@pytest.mark.parametrize(
+    "line", ["[pip3] flashinfer-python==0.6.6", "flashinfer                   : 0.6.6", "flashinfer 0.6.6"]
+)
+def test_flashinfer_releases_are_found(line: str) -> None:
+    facts = Facts()
+    facts.read(line)
+    assert facts.flashinfer == {(0, 6, 6, 0)}
+
+
+def test_numbers_without_a_release_are_none() -> None:
+    assert parse("7") is None
+    assert parse("0.1.dev1") is None
+    assert parse("0.6.8.post1") == (0, 6, 8, 0)
+
+
+def about(*lines: str) -> Facts:
+    facts = Facts()
+    for line in lines:
+        facts.read(line)
+    return facts
+
+
+def test_a_fixed_release_rules_a_failure_out() -> None:
+    assert not about("vllm 0.20.0").allows(None, "0.20.0", None, False)
+    assert about("vllm 0.19.1").allows(None, "0.20.0", None, False)
+    assert about("vllm 0.20.0rc1.dev3").allows(None, "0.20.0", None, False)
+    assert about("vllm 0.19.1", "vllm 0.21.0").allows(None, "0.20.0", None, False)
+    assert about().allows(None, "0.20.0", None, False)
+
+
+def test_an_older_release_rules_a_failure_out() -> None:
+    assert not about("vllm 0.5.3").allows("0.17.1", None, None, False)
+    assert about("vllm 0.17.1").allows("0.17.1", None, None, False)
+
+
+def test_a_failure_of_certain_releases_needs_one() -> None:
+    assert not about().allows("0.24.0", None, None, True)
+    assert about("vllm 0.24.0").allows("0.24.0", None, None, True)
+
+
+def test_flashinfer_rules_out_too() -> None:
+    assert not about("flashinfer 0.6.8").allows(None, None, "0.6.8", False)
+    assert about("flashinfer 0.6.6").allows(None, None, "0.6.8", False)
+
+
+def test_the_summary_names_both() -> None:
+    assert about("vllm 0.18.2rc1", "flashinfer 0.6.6").summary() == "vLLM 0.18.2-dev · FlashInfer 0.6.6"
+    assert about().summary() == ""

@@ -1,0 +1,101 @@
+"""A line without its prefixes and markup, and with everything that belongs to the message."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moedoctor.diagnose.triage.line_text import clean
+
+MESSAGE = "RuntimeError: b_scales is not on GPU"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        MESSAGE,
+        f"  {MESSAGE}\r",
+        f"(EngineCore_DP0 pid=123) {MESSAGE}",
+        f"(Worker_TP1 pid=88) ERROR 03-12 02:59:39 [core.py:1098] {MESSAGE}",
+        f"(Worker pid=352531) (Worker_TP0_EP0 pid=352531) {MESSAGE}",
+        f"(RayWorkerWrapper pid=991, ip=10.1.2.3) {MESSAGE}",
+        f"ERROR 02-15 10:48:11 engine.py:139] {MESSAGE}",
+        f"[rank0]: {MESSAGE}",
+        f"[1,0]<stderr>: {MESSAGE}",
+        f"2026-04-22T10:00:00.123456789Z {MESSAGE}",
+        f"2026-04-22T10:00:00.123456789Z stderr F {MESSAGE}",
+        f"2026-06-06 16:43:06,594 - {MESSAGE}",
+        f"[2026-04-22 10:00:00+02:00] {MESSAGE}",
+        f"Apr 22 10:00:00 gpu-node-7 vllm[4711]: {MESSAGE}",
+        f"Apr 22 10:00:00 gpu-node-7 docker/vllm[4711]: (Worker_TP0 pid=9) {MESSAGE}",
+        f"2026-04-22T10:00:00+0200 gpu-node-7 vllm[4711]: {MESSAGE}",
+        f"[pod/vllm-0/server] {MESSAGE}",
+        f"vllm-1  | {MESSAGE}",
+        f"\x1b[1;36m(EngineCore_DP0 pid=9)\x1b[0;0m \x1b[31m{MESSAGE}\x1b[0m",
+        f"^[[31m{MESSAGE}^[[0m",
+        f"#033[31m{MESSAGE}#033[0m",
+        f"> > {MESSAGE}",
+        f"&gt; {MESSAGE}",
+        f"<p dir='auto'><code>{MESSAGE}</code></p>",
+        f"- [x] **{MESSAGE}**",
+        f"## `{MESSAGE}`",
+        json.dumps({"log": f"{MESSAGE}\n", "stream": "stderr", "time": "2026-04-22T10:00:00Z"}),
+        json.dumps({"level": "error", "msg": f"\x1b[31m{MESSAGE}\x1b[0m"}),
+    ],
+)
+def test_the_message_is_left(line: str) -> None:
+    assert clean(line.encode()) == MESSAGE
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "   ^^^^^^^^^^^^",
+        "~~~~~~^^^^",
+        "-----",
+        "━━━━━",
+        "```",
+        "> ",
+        "|---|---|",
+        "vllm-1  | ",
+        "Apr 22 10:00:00 gpu7 vllm[47]: ",
+    ],
+)
+def test_decoration_is_nothing(line: str) -> None:
+    assert clean(line.encode()) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "left"),
+    [
+        (
+            "finalizeMoeRoutingKernel<__nv_bfloat16, float>(int const*)",
+            "finalizeMoeRoutingKernel<__nv_bfloat16, float>(int const*)",
+        ),
+        (
+            "| FLASHINFER_CUTLASS | compute_120a | garbage |",
+            "| FLASHINFER_CUTLASS | compute_120a | garbage |",
+        ),
+        ("topk_ids is -1", "topk_ids is -1"),
+        ("VLLM\\_NVFP4\\_MOE\\_BACKEND", "VLLM_NVFP4_MOE_BACKEND"),
+        ("a &amp;lt; b &#39;c&#39;", "a < b 'c'"),
+        ('{"not": "a log line"}', '{"not": "a log line"}'),
+        ('{ broken json "log"', '{ broken json "log"'),
+        ("two\\nlines", "two lines"),
+    ],
+)
+def test_the_rest_of_a_line_stays(line: str, left: str) -> None:
+    assert clean(line.encode()) == left
+
+
+def test_other_encodings_are_read_as_windows_writes_them() -> None:
+    assert clean("größer als –".encode("cp1252")) == "größer als –"
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_give_one_line(line: bytes) -> None:
+    assert "\n" not in clean(line.replace(b"\n", b""))

@@ -1,0 +1,176 @@
+"""The stream of a log: encodings, line numbers, what is looked at, and in how much memory."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moedoctor.diagnose.triage import log_lines, log_text, looks
+from moedoctor.diagnose.triage.log_text import Passage, Passages
+
+TEXT = "one\nRuntimeError: größer — b_scales is not on GPU\nthree\n"
+
+
+def passages(
+    data: bytes, anchors: tuple[bytes, ...] = (b"moe",), rare: tuple[bytes, ...] = (b"illegal",)
+) -> list[Passage]:
+    return list(Passages(io.BytesIO(data), anchors, rare))
+
+
+def shown(data: bytes) -> dict[int, str]:
+    return {one.line: one.shown for one in passages(data)}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TEXT.encode(),
+        codecs.BOM_UTF8 + TEXT.encode(),
+        codecs.BOM_UTF16_LE + TEXT.encode("utf-16-le"),
+        codecs.BOM_UTF16_BE + TEXT.encode("utf-16-be"),
+        codecs.BOM_UTF32_LE + TEXT.encode("utf-32-le"),
+        TEXT.encode("utf-16-le"),
+        TEXT.encode("utf-16-be"),
+        TEXT.encode("cp1252"),
+        TEXT.replace("\n", "\r\n").encode(),
+    ],
+    ids=["utf-8", "bom", "utf-16-le", "utf-16-be", "utf-32", "no bom le", "no bom be", "cp1252", "crlf"],
+)
+def test_encodings(data: bytes) -> None:
+    assert shown(data) == {1: "one", 2: "RuntimeError: größer — b_scales is not on GPU", 3: "three"}
+
+
+def test_broken_bytes_do_not_hide_the_line() -> None:
+    assert "b_scales is not on GPU" in shown(b"one\n\xff\xfe\x80 b_scales is not on GPU\n")[2]
+
+
+def test_utf_16_cut_in_a_character() -> None:
+    assert shown((codecs.BOM_UTF16_LE + TEXT.encode("utf-16-le"))[:-3])[3] == "three"[:-1]
+
+
+def test_line_numbers_over_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_lines, "BLOCK", 7)
+    lines = [f"line {chr(103 + index % 20) * 5} {chr(103 + index // 20) * 3}" for index in range(100)]
+    found = shown("\n".join(lines).encode())
+    assert found == dict(enumerate(lines, 1))
+
+
+def test_a_passage_holds_the_neighbours_and_knows_the_middle() -> None:
+    middle = passages(b"an illegal\nmemory\naccess\n")[1]
+    assert middle.text == "an illegal memory access"
+    assert middle.text[middle.start : middle.end] == "memory"
+
+
+def test_a_word_that_a_terminal_broke_is_glued() -> None:
+    broken = "x" * 50 + " torch.AcceleratorError: CUDA error: an illegal mem\nory access was encountered"
+    assert any(one.glued and "illegal memory access" in one.glued for one in passages(broken.encode()))
+
+
+def test_a_repeated_shape_counts_four_times() -> None:
+    data = "\n".join(f"request {index:08x} took {index} ms" for index in range(1000)).encode()
+    assert len(passages(data)) == 4
+
+
+def many(count: int, text: str = "step") -> list[str]:
+    """Lines of shapes that are all new."""
+    letters = "ghijklmnopqrstuvwxyz"
+    return [
+        f"{text} {letters[index % 20] * 3}{letters[index // 20 % 20] * 2}{letters[index // 400 % 20]}"
+        f" {'y' * (index // 8000)}"
+        for index in range(count)
+    ]
+
+
+def test_later_only_what_is_near_an_anchor_is_looked_at() -> None:
+    before = many(log_text.THOROUGH // 10)
+    lines = [*before, *many(100, "quiet"), "a line about MoE", *many(100, "still")]
+    found = shown("\n".join(lines).encode())
+    at = lines.index("a line about MoE") + 1
+    assert found[at] == "a line about MoE"
+    late = [number for number in found if number > len(before) + 1]
+    assert min(late) == at - log_text.AROUND
+    assert max(late) == at + log_text.AROUND
+
+
+def test_a_word_of_every_line_does_not_hide_what_another_word_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_text, "THOROUGH", 0)
+    monkeypatch.setattr(looks, "FIRST", 30)
+    monkeypatch.setattr(log_lines, "BLOCK", 100)
+    lines = [*many(200, "moe"), "an illegal access", *many(200, "moe and more")]
+    found = shown("\n".join(lines).encode())
+    assert found[201] == "an illegal access"
+    assert 5 < len([one for one in found.values() if one.startswith("moe")]) < 100
+
+
+def test_an_account_wakes_with_the_bytes_read() -> None:
+    account = looks.Account(b"moe", first=100, bytes_each=1_000)
+    assert account.awake(0)
+    account.spend(100)
+    assert not account.awake(0)
+    assert not account.awake(24_000)
+    assert account.awake(26_000)
+    account.spend(20)
+    assert account.awake(26_000), "what is left is spent before it sleeps again"
+
+
+def test_which_lines_hold_a_word() -> None:
+    account = looks.Account(b"moe", first=100, bytes_each=1_000)
+    assert looks.lines_holding(b"moe moe\nx\n\nsome moe\nmo\ne", account) == [0, 3]
+    assert looks.lines_holding(b"", account) == []
+
+
+def test_a_long_line_is_looked_at_in_pieces_and_keeps_its_number() -> None:
+    data = b"first\n" + b"x" * 2_500_000 + b" moe at the end\nlast"
+    found = passages(data)
+    assert {one.line for one in found if "moe at the end" in one.shown} == {2}
+    assert found[-1].line == 3
+    assert max(len(one.text) for one in found) < 10_000
+
+
+def test_nothing_in_nothing() -> None:
+    assert passages(b"") == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=2_000))
+def test_any_bytes_are_read(data: bytes) -> None:
+    for one in passages(data):
+        assert one.line >= 1
+        assert 0 <= one.start <= one.end <= len(one.text)
+
+
+PROBE = """
+import sys
+from moedoctor.diagnose.triage.triage import triage
+class Stream:
+    left = 200 * 2**20
+    count = 0
+    def read(self, size):
+        size = min(size, self.left)
+        self.left -= size
+        self.count += 1
+        if 100 < self.count < 260:
+            return b"zq" * (size // 2)  # 80 MB without the end of a line
+        line = b"INFO [loggers.py:%d] Engine 000: Avg throughput: %d tokens/s, KV cache usage: 1.%d%%\\n"
+        if self.count % 3 == 0:
+            line = b"zq" * 300_000 + b"%d %d %d"
+        block = line % (self.count, self.count, self.count)
+        return (block * (size // len(block) + 1))[:size]
+triage(Stream())
+# ru_maxrss would count the parent's peak too: Linux keeps it over fork and exec.
+status = open('/proc/self/status').read()
+print(int(status.partition('VmHWM:')[2].split()[0]) // 1024)
+"""
+
+
+def test_memory_is_bounded_for_200_megabytes() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert int(ended.stdout) < 120  # MiB; the interpreter alone takes about 15

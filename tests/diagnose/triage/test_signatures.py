@@ -1,0 +1,75 @@
+"""Every known failure is found in texts about it and not in texts that only look like it."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+
+import pytest
+
+from moedoctor.diagnose.triage import vocabulary
+from moedoctor.diagnose.triage.advice import NAMES, NEXT_STEPS
+from moedoctor.diagnose.triage.signatures import Clue, clues, signatures
+from moedoctor.diagnose.triage.triage import triage
+from tests.diagnose.triage.threads_of_tests import Thread, threads
+
+THREADS = tuple(threads())
+POSITIVE = tuple(one for one in THREADS if one.ids)
+NEGATIVE = tuple(one for one in THREADS if not one.ids)
+
+
+def found(text: str) -> set[str]:
+    return {one.id for one in triage(io.BytesIO(text.encode())).findings}
+
+
+@pytest.mark.parametrize("thread", POSITIVE, ids=lambda one: f"{'+'.join(sorted(one.ids))} {one.source}")
+def test_a_text_about_a_failure_shows_it_and_no_other(thread: Thread) -> None:
+    assert found(thread.text) == thread.ids
+
+
+@pytest.mark.parametrize("thread", NEGATIVE, ids=lambda one: one.source)
+def test_a_text_about_something_else_shows_nothing(thread: Thread) -> None:
+    assert found(thread.text) == set()
+
+
+def test_each_failure_has_texts_about_it_and_lookalikes() -> None:
+    about = Counter(one for thread in POSITIVE for one in thread.ids)
+    like = Counter(one for thread in NEGATIVE for one in thread.lookalike_of)
+    assert {one: about[one] for one in NAMES if about[one] < 3} == {}
+    assert {one: like[one] for one in NAMES if like[one] < 3} == {}
+    assert sum("general" in one.file for one in NEGATIVE) >= 40
+
+
+def test_each_failure_has_a_signature_a_name_and_a_next_step() -> None:
+    ids = {one.id for one in signatures()}
+    assert ids == set(NAMES) == set(NEXT_STEPS) == {f"MD{number:03d}" for number in range(1, 21)}
+
+
+def test_signatures_name_clues_that_exist_and_every_clue_is_used() -> None:
+    groups = [(*one.shows, *one.unless, *one.unless_near) for one in signatures()]
+    groups += [group for one in signatures() for group in (*one.near, *one.anywhere)]
+    named = {name for group in groups for name in group}
+    assert named - clues().keys() == set()
+    assert clues().keys() - named - {"foreign", "vllm"} == set()
+
+
+def test_confidences_are_above_one_half_and_below_one() -> None:
+    assert all(0.5 < one.confidence < 1 for one in signatures())
+
+
+def test_repetitions_in_patterns_are_bounded() -> None:
+    unbounded = re.compile(r"(?<!\\)(?:[*+]|\{\d+,\})(?![^\[]*\])")
+    assert {one.name: one.pattern for one in clues().values() if unbounded.search(one.pattern)} == {}
+
+
+@pytest.mark.parametrize("clue", clues().values(), ids=lambda one: one.name)
+def test_needles_start_with_the_text_of_a_clue(clue: Clue) -> None:
+    """The words of a line lead to every clue that matches it, for all lines of the labelled texts."""
+    if clue.cased:
+        return
+    pattern = re.compile(clue.pattern)
+    for thread in THREADS:
+        for line in thread.text.lower().splitlines():
+            if pattern.search(line):
+                assert clue in vocabulary.clues_in(line), line

@@ -1,0 +1,324 @@
+"""Findings in texts as people really have them: wrapped, prefixed, quoted, encoded, large, hostile."""
+
+from __future__ import annotations
+
+import codecs
+import html
+import io
+import json
+import random
+import re
+import textwrap
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moedoctor.diagnose.triage import triage as triage_module
+from moedoctor.diagnose.triage.triage import Triage, triage
+from moedoctor.redaction import Redactor
+from tests.diagnose.triage.threads_of_tests import threads
+
+THREADS = tuple(threads())
+POSITIVE = tuple(one for one in THREADS if one.ids)
+CRASH = "RuntimeError: b_scales is not on GPU in fused_marlin_moe, --cpu-offload-gb 4"
+
+
+def read(text: str | bytes, redactor: Redactor | None = None) -> Triage:
+    return triage(io.BytesIO(text.encode() if isinstance(text, str) else text), redactor)
+
+
+def ids(text: str | bytes) -> set[str]:
+    return {one.id for one in read(text).findings}
+
+
+def each_line(change: Callable[[str], str]) -> Callable[[str], bytes]:
+    return lambda text: "\n".join(change(line) for line in text.splitlines()).encode()
+
+
+WRAPPERS: dict[str, Callable[[str], bytes]] = {
+    "crlf": lambda text: text.replace("\n", "\r\n").encode(),
+    "utf-8 with mark": lambda text: codecs.BOM_UTF8 + text.encode(),
+    "utf-16": lambda text: text.encode("utf-16"),
+    "utf-16 be": lambda text: codecs.BOM_UTF16_BE + text.encode("utf-16-be"),
+    "latin-1": lambda text: text.encode("latin-1", "replace") + b"\nfin \xe9\xff",
+    "docker": each_line(lambda line: f"2026-04-22T10:00:00.123456789Z {line}"),
+    "docker json": each_line(lambda line: json.dumps({"log": line + "\n", "stream": "stderr", "time": "x"})),
+    "containerd": each_line(lambda line: f"2026-04-22T10:00:00.123456789+02:00 stderr F {line}"),
+    "journald": each_line(lambda line: f"Apr 22 10:00:00 gpu7 vllm[4711]: {line}"),
+    "kubectl": each_line(lambda line: f"[pod/vllm-0/server] {line}"),
+    "compose": each_line(lambda line: f"vllm-1  | {line}"),
+    "engine": each_line(lambda line: f"(EngineCore_DP0 pid=123) {line}"),
+    "worker": each_line(lambda line: f"(Worker_TP1 pid=9) ERROR 04-22 10:00:00 [core.py:700] {line}"),
+    "rank": each_line(lambda line: f"[rank3]: {line}"),
+    "colour": each_line(lambda line: f"\x1b[1;36m(Worker_TP1 pid=9)\x1b[0;0m \x1b[31m{line}\x1b[0m"),
+    "markdown quote": each_line(lambda line: f"> > {line}"),
+    "html quote": each_line(lambda line: f"&gt; {html.escape(html.escape(line))}"),
+    "page": each_line(lambda line: f'<p dir="auto"><span>{html.escape(line)}</span></p>'),
+    "code fence": lambda text: f"```text\n{text}\n```\n".encode(),
+    "in the middle": lambda text: ("ordinary line\n" * 50 + text + "\nordinary line" * 50).encode(),
+    "wrapped at words": each_line(lambda line: textwrap.fill(line, 100, break_long_words=False)),
+    "wrapped by a terminal": each_line(lambda line: "\n".join(re.findall(".{1,120}", line))),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_is_around_a_text_does_not_change_what_it_shows(name: str) -> None:
+    found = {one.source: ids(WRAPPERS[name](one.text)) ^ one.ids for one in THREADS}
+    changed = {source: difference for source, difference in found.items() if difference}
+    # A few texts stand on a phrase that a hard wrap breaks in more than one place.
+    assert len(changed) <= (3 if name.startswith("wrapped") else 0), changed
+
+
+def test_the_line_and_the_excerpt() -> None:
+    finding = read(f"first\nsecond\n{CRASH}\nfourth").findings[0]
+    assert (finding.id, finding.line, finding.excerpt) == ("MD003", 3, CRASH)
+    assert "--cpu-offload-params" in finding.next_step
+
+
+def test_the_excerpt_is_short_and_holds_the_message() -> None:
+    excerpt = read("x " * 400 + CRASH + " y" * 400).findings[0].excerpt
+    assert "b_scales is not on GPU" in excerpt
+    assert len(excerpt) <= 170
+
+
+def test_the_excerpt_is_masked() -> None:
+    text = (
+        "RuntimeError: b_scales is not on GPU at /home/alice/vllm --api-key=s3cret123 alice@example.org\x07 "
+        "http://10.1.2.3:8000/x C:\\Users\\bob\\log hf_abcdefghijklmnop1234 gpu-box"
+    )
+    excerpt = (
+        read(text + " --cpu-offload-gb 4 marlin", Redactor(home="/data/carol", user="carol", host="gpu-box"))
+        .findings[0]
+        .excerpt
+    )
+    for secret in ("alice", "s3cret", "example.org", "10.1.2.3", "bob", "abcdefgh", "gpu-box", "\x07"):
+        assert secret not in excerpt
+    assert "b_scales is not on GPU" in excerpt
+
+
+def test_the_best_comes_first() -> None:
+    findings = read("\n\n".join(one.text for one in POSITIVE)).findings
+    assert len(findings) >= 15
+    assert [one.confidence for one in findings] == sorted((one.confidence for one in findings), reverse=True)
+    assert len({one.id for one in findings}) == len(findings)
+    assert all(0.5 < one.confidence <= 1 for one in findings)
+
+
+def test_two_signs_are_surer_than_one() -> None:
+    told = (
+        "\n" * 20
+        + "The scales were offloaded to CPU and the Marlin MoE kernel fails. NVFP4, --cpu-offload-gb 4\n"
+    )
+    crash = "\n" * 20 + "RuntimeError: b_scales is not on GPU in marlin"
+    assert read(told).findings[0].confidence < read(crash).findings[0].confidence
+    assert read(crash).findings[0].confidence < read(told + crash).findings[0].confidence
+
+
+@pytest.mark.parametrize(("distance", "found"), [(5, {"MD008"}), (60, set())])
+def test_clues_count_together_only_where_they_stand_together(distance: int, found: set[str]) -> None:
+    flag, symptom = "vllm serve X-NVFP4 --cpu-offload-gb 8", "The output is garbage."
+    between = "\n" * distance
+    assert ids(flag + between + symptom) == found
+    assert ids(symptom + between + flag) == found
+
+
+def test_a_headline_is_surer_than_a_remark() -> None:
+    told = "--cpu-offload-gb 20 does not reduce VRAM usage at all, vllm 0.26.0"
+    assert read("\n" * 30 + told).findings[0].confidence < read(told).findings[0].confidence
+
+
+CRASH_OF_0_19 = (
+    "vLLM Version : {}\nFlashInfer CUTLASS MoE backend, BF16 Qwen3-30B-A3B with CUDA graphs:\n"
+    "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
+)
+
+
+@pytest.mark.parametrize(("release", "found"), [("0.19.1", {"MD001"}), ("0.20.0", set()), ("0.33.0", set())])
+def test_releases_rule_a_crash_in_or_out(release: str, found: set[str]) -> None:
+    assert ids(CRASH_OF_0_19.format(release)) == found
+
+
+@pytest.mark.parametrize(
+    ("flag", "found"), [("--cpu-offload-gb 8", {"MD008"}), ("--cpu-offload-gb 0", set()), ("", set())]
+)
+def test_settings_rule_garbage_in_or_out(flag: str, found: set[str]) -> None:
+    assert ids(f"vllm serve nvidia/Nemotron-3-Nano-30B-A3B-NVFP4 {flag}\nThe output is garbage.") == found
+
+
+@pytest.mark.parametrize(
+    "dump",
+    [
+        "Namespace(model='Qwen3-30B-A3B', cpu_offload_gb=0, quantization='fp8')",
+        "config: {'cpu_offload_gb': 0.0, 'cpu_offload_params': set(), 'model': 'Qwen3-30B-A3B'}",
+        "OffloadConfig(offload_backend='auto', uva=UVAOffloadConfig(cpu_offload_gb=0, cpu_offload_params={})",
+    ],
+)
+def test_a_dump_of_defaults_is_no_offload(dump: str) -> None:
+    assert ids(f"vLLM\n{dump}\nThe output of this FP8 model is garbage.") == set()
+
+
+def test_another_engine_is_another_matter() -> None:
+    text = "The output is garbage with cpu offload of the MoE experts in NVFP4, --cpu-offload-gb 4"
+    assert ids(text) == {"MD008"}
+    assert ids(f"{text}\nllama-server, ggml") == set()
+
+
+def test_a_report_in_the_middle_of_a_large_log() -> None:
+    noise = "\n".join(
+        f"INFO 04-22 12:00:{index % 60:02d} [loggers.py:259] Engine 000: Avg throughput: {index}.5 tokens/s"
+        for index in range(60_000)
+    )
+    report = next(one for one in POSITIVE if one.source.startswith("the same as a log"))
+    found = read(f"{noise}\n{report.text}\n{noise}").findings
+    assert [one.id for one in found] == ["MD002"]
+    assert 60_000 < found[0].line < 60_010
+
+
+def test_fifty_megabytes_a_second() -> None:
+    line = '(APIServer pid={}) INFO:     10.0.{}.{}:{} - "POST /v1/chat/completions HTTP/1.1" 200 OK'
+    lines = [
+        line.format(index % 7, index % 255, index % 199, 30_000 + index % 20_000) for index in range(100_000)
+    ]
+    lines[::100] = [
+        f"(Worker_TP{index % 8} pid={index}) INFO 04-22 [fused_moe.py:{index}] step {index}"
+        for index in range(1000)
+    ]
+    data = "\n".join(lines).encode() * 3
+    read("warm up the patterns of moe, offload and flashinfer")
+    started = time.process_time()
+    read(data)
+    rate = len(data) / 1e6 / (time.process_time() - started)
+    assert rate > 50, f"{rate:.0f} MB/s"
+
+
+def talkative_log(size: int) -> bytes:
+    """Lines of shapes that are all new and that talk about experts."""
+    pick = random.Random(1)
+    lines, length = [], 0
+    while length < size:
+        word = "".join(pick.choices("ghjkpqtuvyz", k=12))
+        lines.append(
+            f"INFO [fused_moe.py:{length % 900}] expert {word[:4]} of the MoE layer {word[4:9]} {word[9:]}"
+        )
+        length += len(lines[-1]) + 1
+    return "\n".join(lines).encode()
+
+
+def test_a_log_of_new_lines_about_experts_costs_little_more_than_a_search_for_the_words() -> None:
+    """A search for the same words on the same machine, which runs at about 120 MB/s, is the yardstick."""
+    data = talkative_log(24_000_000)
+    words = [*triage_module._ANCHORS, *triage_module._RARE_ANCHORS]
+
+    def seconds(work: Callable[[], object]) -> float:
+        started = time.process_time()
+        work()
+        return time.process_time() - started
+
+    def search() -> None:
+        lowered = data.lower()
+        for word in words:
+            lowered.count(word.encode())
+
+    read("warm up the patterns of moe, offload and flashinfer")
+    ratio = min(seconds(lambda: read(data)) / seconds(search) for _ in range(3))
+    assert ratio < 3, f"{ratio:.1f} times a search for the words"
+
+
+def test_a_crash_in_a_log_that_talks_about_experts_is_found() -> None:
+    report = f"{CRASH}\nINFO 04-22 other things\n".encode()
+    noise = talkative_log(3_000_000)
+    found = read(noise + b"\n" + report + noise).findings
+    assert [(one.id, one.line) for one in found] == [("MD003", noise.count(b"\n") + 2)]
+
+
+PROBES = (
+    "moe ",
+    "nan router ",
+    "[w1, w3] [gate, up] ",
+    "block scales swizzled linear ",
+    "cpu offload weights experts ",
+    "expert ids -1 index ",
+    "!",
+    "(pid=",
+    "> ",
+    '{"log":"',
+    "&amp;gt;",
+    "\x1b[",
+    "<a ",
+    "\\n",
+    "no kv scales missing ",
+    "vllm version 0.",
+    "VLLM_USE_FLASHINFER_MOE_FP4=",
+    "Apr 22 10:00:00 a ",
+    "accuracy: a a a ",
+    "((((",
+)
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_time_is_linear_in_the_length_of_a_line(probe: str) -> None:
+    def seconds(length: int) -> float:
+        data = (probe * (length // len(probe) + 1)).encode()[:length]
+        best = 1e9
+        for _ in range(2):
+            started = time.process_time()
+            read(data)
+            best = min(best, time.process_time() - started)
+        return best
+
+    assert seconds(1_000_000) < 3 * seconds(500_000) + 0.1
+
+
+@pytest.mark.parametrize("probe", PROBES[:6])
+def test_time_is_linear_in_the_number_of_lines(probe: str) -> None:
+    def seconds(lines: int) -> float:
+        letters = "ghijklmnopqrstuvwxyz"
+        data = "\n".join(
+            f"{probe * 5} {letters[index % 20]}{letters[index // 20 % 20]}{letters[index // 400]}"
+            for index in range(lines)
+        ).encode()
+        started = time.process_time()
+        read(data)
+        return time.process_time() - started
+
+    seconds(100)
+    assert seconds(3_000) < 3 * seconds(1_500) + 0.1
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=3_000))
+def test_random_bytes_never_raise(data: bytes) -> None:
+    read(data)
+
+
+WORDS = sorted({word for one in POSITIVE for word in re.findall(r"\S+", one.text)})
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from([*WORDS, "\n", "\x00", "\x1b[31m", "\ud800", "> ", "{"]), max_size=120))
+def test_mixed_words_never_raise(words: list[str]) -> None:
+    for one in read(" ".join(words).encode("utf-8", "surrogatepass")).findings:
+        assert one.line >= 1
+        assert one.excerpt.isprintable()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(POSITIVE), st.integers(0, 400))
+def test_a_text_cut_anywhere_never_raises(thread: object, cut: int) -> None:
+    read(thread.text.encode("utf-16")[:cut])  # type: ignore[attr-defined]
+
+
+def test_no_more_is_kept_of_a_clue_than_needed() -> None:
+    text = "\n".join(
+        f"expert {chr(103 + index % 20)} {chr(103 + index // 20 % 20)}{'y' * (index // 400)}"
+        for index in range(3_000)
+    )
+    notes = triage_module._Notes()
+    for line in range(10_000):
+        notes.add(line, "x")
+    assert len(notes.lines()) == 2_500
+    assert len(notes.shown) == 40
+    assert ids(text) == set()

@@ -1,0 +1,144 @@
+"""An entry file is read whole, or refused with the line that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moedoctor.entries import EntryError, load_entry
+from moedoctor.entries.entry import Link, parse_entry
+from moedoctor.entries.rules import rules
+from moedoctor.text import TextFileError
+
+WHOLE = """---
+id: MD901
+name: made_up
+title: "a failure: made up"
+where: nowhere
+fixed: no
+affects:
+  - severity: error
+    confidence: 0.5
+    when:
+      packages: {vllm: ">=0.17.1,<0.20.0", vllm-gguf-plugin: ">=0"}
+      capability: ">=9.0"
+    needs: "--cpu-offload-gb"
+    why: because
+    next: do this
+---
+## What happens
+One
+line, and another.
+
+## Who is affected
+Nobody.
+
+## How to see it
+Not at all.
+
+## Fix
+None.
+
+## Links
+- https://example.org/1 the report
+- https://example.org/2 closed: the fix
+"""
+
+
+def test_a_whole_entry_is_read() -> None:
+    entry = parse_entry(WHOLE)
+    assert (entry.id, entry.name, entry.title) == ("MD901", "made_up", "a failure: made up")
+    assert (entry.where, entry.fixed) == ("nowhere", "no")
+    assert entry.mechanism == "One\nline, and another."
+    assert (entry.affected, entry.detection, entry.fix) == ("Nobody.", "Not at all.", "None.")
+    assert entry.links == (
+        Link("https://example.org/1", "the report"),
+        Link("https://example.org/2", "closed: the fix"),
+    )
+    (rule,) = rules(entry)
+    assert (rule.severity, rule.confidence, rule.needs) == ("error", 0.5, "--cpu-offload-gb")
+    assert rule.when.packages == {"vllm": ">=0.17.1,<0.20.0", "vllm-gguf-plugin": ">=0"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        ("---\nid", "id", 1, "has no head"),
+        ("id: MD901", "id: MD1", 2, "'MD1', expected text like"),
+        ("name: made_up", "name: Made-Up", 3, "'Made-Up', expected text like"),
+        ("name: made_up\n", "", 3, "expected 'name: …'"),
+        ("where: nowhere", "fixed: nowhere", 5, "expected 'where: …'"),
+        ('title: "a failure: made up"', 'title: "a failure', 4, "is not closed"),
+        ('title: "a failure: made up"', "title: ", 4, "expected 'title: …'"),
+        (
+            "## Fix\n",
+            "",
+            17,
+            "has the sections What happens, Who is affected, How to see it, Links, expected",
+        ),
+        ("## Fix\n", "## Cure\n", 17, "Cure"),
+        ("Nobody.", "", 21, "the section Who is affected is empty"),
+        ("---\n## What", "---\nwords\n## What", 17, "has text before its first section"),
+        ("- https://example.org/2", "- http://example.org/2", 32, "expected '- https://… what is there'"),
+        ("/1 the report", "/1", 31, "expected '- https://… what is there'"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_line(old: str, new: str, line: int, said: str) -> None:
+    assert old in WHOLE
+    with pytest.raises(TextFileError) as refused:
+        parse_entry(WHOLE.replace(old, new, 1))
+    assert refused.value.line == line
+    assert said in refused.value.message
+
+
+def test_a_head_that_is_all_there_is_is_refused() -> None:
+    with pytest.raises(TextFileError, match="ends too early"):
+        parse_entry("---\nid: MD901\n---\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        (
+            "severity: error",
+            "severity: fatal",
+            8,
+            "affects[0].severity: must be 'error', 'warning' or 'note'",
+        ),
+        ("confidence: 0.5", "confidence: 1.5", 9, "affects[0].confidence"),
+        ("<0.20.0", "<the next", 11, "is no version range"),
+        ("needs:", "nedes:", 13, "affects[0].nedes: unknown key"),
+        ("    why: because\n", "", 8, "affects[0]"),
+        (">=0.17.1,<0.20.0", ">=0.17.1 || 1", 11, "is no version range"),
+        (
+            '      packages: {vllm: ">=0.17.1,<0.20.0", vllm-gguf-plugin: ">=0"}\n',
+            "",
+            10,
+            "must name packages",
+        ),
+    ],
+)
+def test_a_wrong_rule_is_told_with_its_line_in_the_file(old: str, new: str, line: int, said: str) -> None:
+    assert old in WHOLE
+    with pytest.raises(TextFileError) as refused:
+        rules(parse_entry(WHOLE.replace(old, new, 1)))
+    assert said in refused.value.message
+    assert refused.value.line == line
+
+
+def test_a_file_is_called_by_its_id(tmp_path: Path) -> None:
+    right, wrong = tmp_path / "MD901.md", tmp_path / "MD902.md"
+    for file in (right, wrong):
+        file.write_text(WHOLE)
+    assert load_entry(right).id == "MD901"
+    with pytest.raises(EntryError, match=r"entries/MD902.md:2: id MD901, expected MD902"):
+        load_entry(wrong)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"---\n\x00", WHOLE.encode() + b"\x1b[31m"])
+def test_what_is_no_text_is_refused(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "MD901.md"
+    file.write_bytes(data)
+    with pytest.raises(EntryError, match=r"entries/MD901.md:\d+: "):
+        load_entry(file)

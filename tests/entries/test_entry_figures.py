@@ -1,0 +1,308 @@
+"""The figures in catalogue entries and in docs are those of stored reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moedoctor.faults.routing.nan_routing_engine import judge_overhead
+from moedoctor.interfaces import Measurement
+from moedoctor.results import Observation
+
+ROOT = Path(__file__).parent.parent.parent
+REPORTS = ROOT / "reports"
+
+
+def entry(id: str) -> str:
+    return document(f"moedoctor/entries/{id}.md")
+
+
+def document(path: str) -> str:
+    return " ".join((ROOT / path).read_text(encoding="utf-8").split())
+
+
+def evidence(report: str, id: str, subject: str, **wanted: Any) -> list[Mapping[str, Any]]:
+    """Of the cases of one subject with these parameters that ran, in the order of the report."""
+    document = json.loads((REPORTS / report).read_text(encoding="utf-8"))
+    (scenario,) = (one for one in document["scenarios"] if one["id"] == id)
+    found = [
+        one["evidence"]
+        for one in scenario["cases"]
+        if one["subject"] == subject
+        and one["verdict"] != "skipped"
+        and wanted.items() <= one["parameters"].items()
+    ]
+    assert found, f"{report} holds no such case of {id}"
+    return found
+
+
+def claim(report: str, id: str, start: str) -> tuple[str, Mapping[str, Any]]:
+    """Verdict and evidence of the one claim whose text begins so."""
+    stored = json.loads((REPORTS / "nvidia-h200" / report).read_text(encoding="utf-8"))
+    (scenario,) = (one for one in stored["scenarios"] if one["id"] == id)
+    (found,) = (one for one in scenario["claims"] if one["text"].startswith(start))
+    return found["verdict"], found["evidence"]
+
+
+def percent(share: float, sign: str = "") -> str:
+    return f"{100 * share:{sign}.0f} %"
+
+
+def test_md001_trace() -> None:
+    """Judged as it would be today: that report has one claim for both models."""
+    text = entry("MD001")
+    _, seen = claim("nan_overhead.json", "MD001", "The NaN trace costs at most 5 % of a decode step")
+    rows = {one["model"]: one for one in seen["rows"]}
+    assert list(rows) == ["tiny", "Qwen3-30B-A3B's layers"]
+    verdicts, shares = {}, {}
+    for model, row in rows.items():
+        found = judge_overhead(
+            (), [Measurement("installed", Observation({"rows": [row]}))], {"max_overhead": 0.05}
+        )
+        verdicts[model] = found.verdict.value
+        shares[model] = (
+            f"{100 * one:.1f} %"
+            for one in (
+                row["overhead"],
+                row["noise"],
+                *(
+                    row[f"gpu_{key}"] * row["gpu_step_ms_off"] / row["step_ms_off"]
+                    for key in ("overhead", "noise")
+                ),
+            )
+        )
+    assert verdicts == {"tiny": "untested", "Qwen3-30B-A3B's layers": "confirmed"}
+    large, tiny = (list(shares[model]) for model in ("Qwen3-30B-A3B's layers", "tiny"))
+    assert f"it adds {large[0]} to a decode step of 12 layers of Qwen3-30B-A3B's size" in text
+    assert f"two engines that are alike differ by {large[1]}; by events around the model {large[2]}" in text
+    assert f"where they differ by {large[3]}. That is below the 5 %" in text
+    assert f"it adds {tiny[0]} (and {tiny[1]}) and {tiny[2]} (and {tiny[3]}): too much to tell" in text
+
+
+def test_md005() -> None:
+    """The releases of torch on both sides of the one that traces it."""
+    text = entry("MD005")
+    name = "releases/untraceable_offload_torch_2.12.1"
+    assert f"`reports/{name}.md`" in text
+    fails, compiles = "the lines fail under 2.11.0 and 2.12.1", "and compile as one graph under 2.13.0"
+    assert fails in text
+    assert compiles in text
+    for report, torch, error in (
+        (f"{name}.json", "2.12.1", True),
+        ("nvidia-h200/offload_speed.json", "2.11.0", True),
+        ("baselines/cpu.json", "2.13.0", False),
+    ):
+        for seen in evidence(report, "MD005", "faulty"):
+            assert seen["torch"].startswith(torch)
+            assert bool(seen["error"]) is error
+        assert not any(seen["error"] for seen in evidence(report, "MD005", "fixed"))
+
+
+def test_md006() -> None:
+    text = entry("MD006")
+    _, seen = claim("expert_cache_faults.json", "MD006", "Eviction by frequency")
+    chosen = [one for one in seen["rows"] if one["top_k"] in (6, 8)]
+    by_slots = {
+        times: [one["pr_share"] for one in chosen if one["slots"] == times * one["top_k"]]
+        for times in (1, 2, 4)
+    }
+    assert f"{percent(min(by_slots[1]))} to {percent(max(by_slots[1]))} of the calls" in text
+    twice = f"With twice the slots it is {min(by_slots[2]):.2%} to {max(by_slots[2]):.1%}"
+    assert f"{twice}, with four times none".replace("%", " %") in text
+    assert max(by_slots[4]) == max(one["plain_lru_share"] for one in seen["rows"]) == 0
+    verdict, speed = claim("expert_cache_faults.json", "MD006", "LFRU is 5 % faster")
+    assert verdict == "refuted"
+    assert "with 8 and with 16 slots a layer, decoding" in text
+    assert [one["slots"] for one in speed["rows"]] == [8, 16]
+    assert all(one["lru_over_lfru_time"] <= 1 for one in speed["rows"]), "no faster than with LRU"
+
+
+def test_md007() -> None:
+    text = entry("MD007")
+    _, theirs = claim("expert_cache_faults.json", "MD007", "Computing a layer in 2, 4 and 8 groups")
+    assert theirs["tokens"] == 1024
+    added = [percent(one["overhead"]) for one in theirs["rows"]]
+    assert f"them add {added[0]}, {added[1]} and {added[2]} where vLLM's" in text
+    eager = [percent(one["overhead_eager_wall_clock"]) for one in theirs["rows"]]
+    assert f"and {eager[0]}, {eager[1]} and {eager[2]} with the host's work" in text
+    _, ours = claim("expert_cache_faults.json", "MD007", "Our layer costs")
+    assert f"at most {percent(max(one['overhead'] for one in ours['rows']))} where `GroupedForward`" in text
+    in_turn = [percent(one["overhead_in_turn"]) for one in ours["rows"]]
+    assert f"they add {in_turn[0]}, {in_turn[1]} and {in_turn[2]} there" in text
+
+
+def test_md011() -> None:
+    text = entry("MD011")
+    _, seen = claim("duplicate_ids.json", "MD011", "The newest release")
+    releases = [one["release"].removeprefix("flashinfer@") for one in seen["releases"]]
+    assert f"with {', '.join(releases[:-1])} and {releases[-1]} (`reports" in text
+    assert all(one["wrong sum, no error"] for one in seen["releases"]), "every release, the newest too"
+    assert (
+        "in an illegal memory access up to 0.6.8.post1 and dropped the duplicate in 0.6.13 and later" in text
+    )
+    assert [one["release"] for one in seen["releases"] if "repeat dropped" in one] == [
+        f"flashinfer@{one}" for one in ("0.6.13", "0.7.2.post1")
+    ]
+    _, fused = claim("duplicate_ids.json", "MD011", "Up to 256 tokens")
+    for row in fused["most_local_experts"]:
+        assert f"the fused one takes {row['128 tokens']} and declines {row['128 tokens'] + 1}" in text
+        assert f"129 to 256 tokens already {row['256 tokens'] + 1} local experts or more" in text
+        assert row["129 tokens"] == row["256 tokens"]
+    for start in ("After moedoctor.fixes.routing.deduplicate", "Distinct ids", "Ids of -1"):
+        assert claim("duplicate_ids.json", "MD011", start)[0] == "confirmed"
+    _, cost = claim("duplicate_ids.json", "MD011", "validate_expert_ids takes")
+    (row,) = cost["rows"]
+    times = sorted((row["validate_us"], row["deduplicate_us"]))
+    assert f"either takes {times[0]:.1f} to {times[1]:.1f} µs for 128 tokens" in text
+
+
+def test_md016() -> None:
+    text = entry("MD016")
+    _, seen = claim("sentinel_ids.json", "MD016", "The Triton and Marlin paths")
+    rows = {(one["path"], one["ids"]): one for one in seen["rows"]}
+    paths = ("TRITON bf16", "TRITON fp8", "MARLIN nvfp4", "MARLIN fp8")
+    assert {path for path, _ in rows} == set(paths)
+    assert not any(rows[path, "no -1"]["rows_wrong"] for path in paths), "all right without -1"
+    bf16, fp8, nvfp4, marlin = (rows[path, "padding rows of -1"] for path in paths)
+    assert nvfp4["death"] == "TimeoutError: its kernels had not ended after 10 s"
+    assert "Marlin NVFP4 does not end: its kernels still ran after 10 s" in text
+    assert bf16["rows_wrong"] == fp8["rows_wrong"]
+    assert bf16["rows_without_empty_slots_wrong"] == fp8["rows_without_empty_slots_wrong"]
+    assert (
+        f"Triton BF16 and FP8 {bf16['rows_wrong']} of {bf16['rows']} rows, "
+        f"{bf16['rows_without_empty_slots_wrong']} of them without any -1; Marlin FP8 {marlin['rows_wrong']} "
+        f"of {marlin['rows']}, {marlin['rows_without_empty_slots_wrong']} of them without any -1"
+    ) in text
+    bf16, fp8, nvfp4, marlin = (rows[path, "one slot of -1 a row"] for path in paths)
+    assert bf16["rows_wrong"] == nvfp4["rows_wrong"]
+    assert (
+        f"Triton BF16 and Marlin NVFP4 {bf16['rows_wrong']} of {bf16['rows']} rows wrong, "
+        f"Marlin FP8 {marlin['rows_wrong']}, Triton FP8 {fp8['rows_wrong']}."
+    ) in text
+    _, align = claim("sentinel_ids.json", "MD016", "The alignment kernel")
+    (padding,) = (one for one in align["rows"] if one["call"] == "padding rows of -1")
+    assert (
+        f"gives {padding['empty_slots_in_blocks']} of {padding['empty_slots']} empty slots to real experts "
+        f"and loses {padding['slots_lost']} slots of other rows"
+    ) in text
+    verdict, ours = claim("sentinel_ids.json", "MD016", "Our MoE kernels")
+    ran = {one["path"] for one in ours["rows"] if "skipped" not in one}
+    assert (verdict, ran) == ("confirmed", {"OURS bf16", "OURS nvfp4"})
+
+
+def test_md019() -> None:
+    _, seen = claim("expert_cache_faults.json", "MD019", "vLLM's modular kernel")
+    wrong, of = (
+        {
+            what: sum(one[key] for one in seen["rows"] if one["what"] == what)
+            for what in ("what apply returns", "the result before apply copies it")
+        }
+        for key in ("wrong_rows", "rows")
+    )
+    (returned, before), (tokens, _) = wrong.values(), of.values()
+    assert before == tokens
+    assert f"{returned} of {tokens} tokens were wrong with the first and all {before} with" in entry("MD019")
+    assert {one["groups"] for one in seen["rows"]} == {2, 4}
+
+
+def test_expert_cache_page() -> None:
+    text = document("docs/expert-cache.md")
+    stored = json.loads((REPORTS / "nvidia-h200/expert_cache_speed.json").read_text(encoding="utf-8"))
+    cache = stored["bench"]["cache"]
+    gained = [one["measured"] for one in cache["limits"] if one["claim"].endswith("per second over the PR's")]
+    assert len(gained) == 4
+    assert f"{min(gained):.1f} to {max(gained):.1f} times as fast" in text
+    shares = {one["subject"]: one.get("of_pinned") for one in cache["measured"]["misses"]}
+    assert f"{percent(shares['ours: device engine'])} of the rate of a pinned copy" in text
+    assert f"at {percent(shares['ours: host engine'])} with the host engine" in text
+    groups = cache["measured"]["groups"]
+    assert [one["groups"] for one in groups] == [2, 4, 8]
+    for key, before in (("overhead", "beside each other"), ("overhead_in_turn", "a full cache allows,")):
+        costs = [percent(one[key], "+") for one in groups]
+        assert f"{before} they cost {costs[0]}, {costs[1]} and {costs[2]}" in text
+    in_turn = [one for one in cache["limits"] if "one after another" in one["claim"]]
+    aims = [percent(one["limit"]) for one in in_turn]
+    assert f"At most {aims[0]}, {aims[1]} and {aims[2]} were aimed at, so 2 and 4 groups miss it" in text
+    assert [one["verdict"] for one in in_turn] == ["refuted", "refuted", "confirmed"]
+    slowest = {
+        aging: min(
+            one["accesses_per_second"] / 1e6
+            for one in cache["measured"]["replays"]
+            if (one["policy"] == "aging") is aging
+        )
+        for aging in (False, True)
+    }
+    assert f"replays {slowest[False]:.2f} million accesses a second on one core at the slowest of lru" in text
+    assert f"and {slowest[True]:.2f} million at the slowest of aging" in text
+
+
+def test_expert_cache_page_engines() -> None:
+    text = document("docs/expert-cache.md")
+    _, seen = claim("expert_cache_qwen.json", "MD007", "Qwen3-30B-A3B's shape")
+    alone = {one["slots"]: one for one in seen["rows"] if one["batch"] == 1}
+    assert f"decodes at {alone[64]['tokens_per_second']:.1f} tokens per second from 64 slots" in text
+    first, again = alone[64]["rounds"]
+    assert f"({first:.1f} when the prompt comes first, {again:.1f} when it comes again)" in text
+    assert f"and at {alone[128]['tokens_per_second']:.1f} with all experts on the GPU" in text
+    assert f"page-locked: {alone[64]['pinned_bytes'] / 2**30:.0f} GiB for Qwen3-30B-A3B in BF16" in text
+
+
+def test_md014_layers() -> None:
+    for ratio in (1.25, 2.0):
+        (seen,) = evidence("baselines/cpu.json", "MD014", "faulty", ratio=ratio, merged="gate")
+        error = seen["ways"]["gate"]["worst_token_error"]
+        assert f"{error:.1%} at {'a ratio of ' if ratio == 1.25 else ''}{ratio:g}" in entry("MD014")
+    repaired = evidence("baselines/cpu.json", "MD014", "fixed")
+    worst = max(one["ways"]["rescaled"]["worst_token_error"] for one in repaired)
+    assert f"by up to {worst:.1%}" in entry("MD014")
+    assert max(one["ways"]["folded"]["worst_token_error"] for one in repaired) < 1e-5
+
+
+def test_md014_engines() -> None:
+    for backend, before in (("marlin", "logprobs differ by "), ("emulation", "EMULATION (")):
+        report = f"nvidia-h200/global_scale_mismatch_{backend}.json"
+        (damaged,) = evidence(report, "MD014", "faulty", moe_backend=backend)
+        assert f"{before}{damaged['largest_logprob_difference']:g}" in entry("MD014")
+        assert damaged["prompts_with_other_tokens"] == damaged["prompts"]
+        assert damaged["vllm"] == "0.21.0"
+        (repaired,) = evidence(report, "MD014", "fixed", moe_backend=backend)
+        assert repaired["largest_logprob_difference"] == repaired["prompts_with_other_tokens"] == 0
+
+
+def test_md015() -> None:
+    repaired = evidence("baselines/cpu.json", "MD015", "fixed")
+    shown = {f"{one['error']:.0%}" for one in repaired}
+    (whole,) = {f"{one['healthy_error']:.0%}" for one in repaired}
+    assert f"as far off as with a whole checkpoint, {whole}" in entry("MD015")
+    (worse,) = shown - {whole}
+    assert f"from the activations at hand, {worse}" in entry("MD015")
+    (damaged,) = evidence("nvidia-h200/input_scale_missing.json", "MD015", "faulty", moe_backend="emulation")
+    assert damaged["error"] is None
+    assert damaged["prompts_with_other_tokens"] == damaged["prompts"]
+    assert damaged["vllm"] == "0.21.0"
+
+
+def test_md012() -> None:
+    (damaged,) = evidence("nvidia-h200/kv_scales_missing_marlin.json", "MD012", "faulty")
+    (repaired,) = evidence("nvidia-h200/kv_scales_missing_marlin.json", "MD012", "fixed")
+    text = entry("MD012")
+    assert f"gives {damaged['tested_distance']:.0%} of the probability" in text
+    assert f"with computed scales {repaired['tested_distance']:.0%}, as much as" in text
+    assert f"{repaired['tested_distance']:.0%}" == f"{repaired['control_distance']:.0%}"
+    triton = repaired["triton_attn"]
+    assert triton["kv_cache"]["tested"] == repaired["kv_cache"]["tested"], "the same scales"
+    assert f"it moves {triton['tested_distance']:.0%} with the right scales" in text
+
+
+@pytest.mark.parametrize(("id", "name"), [("MD017", "gate_up_order"), ("MD018", "scale_layout")])
+@pytest.mark.parametrize("backend", ["marlin", "emulation"])
+def test_layouts_in_engines(id: str, name: str, backend: str) -> None:
+    assert f"reports/nvidia-h200/{name}_*.md" in entry(id)
+    (damaged,) = evidence(f"nvidia-h200/{name}_{backend}.json", id, "faulty", moe_backend=backend)
+    assert damaged["error"] is None, "it starts"
+    assert damaged["prompts_with_other_tokens"] == damaged["prompts"]
+    assert damaged["vllm"] == "0.21.0"

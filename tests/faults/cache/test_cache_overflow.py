@@ -1,0 +1,149 @@
+"""MD007: truncation is wrong and silent; ours refuses, and its groups give the full output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moedoctor.faults.cache import cache_overflow_claims as claims
+from moedoctor.faults.cache.cache_overflow import CacheOverflowFault, CacheOverflowParameters
+from moedoctor.faults.cache.cache_overflow_lab import Grouped, Prefill, observe
+from moedoctor.interfaces import Measurement
+from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier
+
+torch.set_num_threads(1)
+
+
+def case(subject: str, **given: Any) -> Case:
+    return Case("MD007", subject, Tier.MODEL, CacheOverflowParameters(**given).model_dump())
+
+
+def seen(subject: str, **given: Any) -> Observation:
+    fault, one = CacheOverflowFault(), case(subject, **given)
+    return fault.observe(one, getattr(fault, subject)(one))
+
+
+POINTS = [
+    {"experts": 8, "capacity": 2, "top_k": 2, "tokens": 16},
+    {"experts": 8, "capacity": 7, "top_k": 2, "tokens": 32},
+    {"experts": 32, "capacity": 8, "top_k": 4, "tokens": 32},
+    {"experts": 32, "capacity": 3, "top_k": 4, "tokens": 8},
+]
+
+
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_the_control_is_wrong_and_silent_and_the_fix_refuses_or_is_right(point: dict[str, Any]) -> None:
+    fault = CacheOverflowFault()
+    faulty, fixed = seen("faulty", **point), seen("fixed", **point)
+    assert fault.judge(case("faulty", **point), faulty).verdict is CaseVerdict.REPRODUCED
+    assert faulty.evidence["wrong_rows"] > 0
+    assert faulty.evidence["dropped_experts"] > 0
+    assert faulty.evidence["message"] is None
+    assert fault.judge(case("fixed", **point), fixed).verdict is CaseVerdict.CLEAN
+    assert fixed.evidence["worst_error"] < 1e-4
+    assert fixed.evidence["groups"] >= 2
+
+
+def test_the_error_names_what_is_needed_and_what_there_is() -> None:
+    fixed = seen("fixed", **POINTS[0]).evidence
+    assert f"needs {fixed['needed']} experts" in fixed["message"]
+    assert "2 slots" in fixed["message"]
+
+
+class Silent(Grouped):
+    """Right, but does not refuse a caller who did not ask for groups."""
+
+    def run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Prefill:
+        return super().run(x, weights, ids)._replace(refused=None)
+
+
+class LosesAGroup(Grouped):
+    """Refuses, and leaves out the last group."""
+
+    def run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Prefill:
+        came = super().run(x, weights, ids)
+        last = torch.where(ids >= 4, ids, -1)
+        return came._replace(output=super().run(x, weights, last).output)
+
+
+@pytest.mark.parametrize("implementation", [Silent, LosesAGroup])
+def test_the_judge_notices_silence_and_a_lost_group(implementation: type[Grouped]) -> None:
+    parameters = CacheOverflowParameters(**POINTS[0])
+    found = observe(parameters, "cpu", implementation())
+    judged = CacheOverflowFault().judge(case("fixed", **POINTS[0]), found)
+    assert judged.verdict is CaseVerdict.REPRODUCED
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"experts": 8, "capacity": 8, "top_k": 2}, {"tokens": 1, "capacity": 8, "top_k": 8}, {"top_k": 200}],
+    ids=str,
+)
+def test_a_call_that_fits_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        CacheOverflowParameters(**{"experts": 128, **given})
+
+
+def judged(key: str, evidence: dict[str, Any], **limits: float) -> ClaimVerdict:
+    test = next(one for one in claims.CLAIMS if one.key == key)
+    return test.judge([], [Measurement("", Observation(evidence))], limits).verdict
+
+
+def test_every_claim_is_measured_whatever_the_subjects_are() -> None:
+    assert all(test.units(["faulty", "fixed"]) for test in claims.CLAIMS)
+
+
+def overheads(*values: float) -> dict[str, Any]:
+    """Graph replays say `values`, the wall clock of eager calls something far off."""
+    orders = {"": 0.0, "_in_turn": 0.2, "_eager_wall_clock": 3.0, "_in_turn_eager_wall_clock": 4.0}
+    rows = [
+        {
+            "groups": groups,
+            **{f"overhead{end}": one + more for end, more in orders.items()},
+            **{f"us_a_further_group{end}": 100 * groups + 10 * more for end, more in orders.items()},
+        }
+        for groups, one in zip((2, 4, 8), values, strict=True)
+    ]
+    return {"kernel": "k", "experts": 128, "rows": rows}
+
+
+def test_the_cost_of_groups_must_be_what_was_said_within_the_tolerance() -> None:
+    assert judged("group_cost", overheads(0.07, 0.13, 0.36), tolerance=0.05) is ClaimVerdict.CONFIRMED
+    assert judged("group_cost", overheads(0.07, 0.13, 0.45), tolerance=0.05) is ClaimVerdict.REFUTED
+    assert judged("group_cost", overheads(0.0, 0.13, 0.36), tolerance=0.05) is ClaimVerdict.REFUTED
+
+
+def test_graph_replays_decide_and_the_eager_wall_clock_and_the_pr_are_told_beside_them() -> None:
+    test = next(one for one in claims.CLAIMS if one.key == "group_cost")
+    said = test.judge([], [Measurement("", Observation(overheads(0.07, 0.13, 0.36)))], {"tolerance": 0.05})
+    assert said.reason is not None
+    assert said.reason.startswith("2 groups +7.0%, 4 groups +13.0%, 8 groups +36.0% with k, 128 experts")
+    assert "eager calls by the wall clock 2 groups +307.0%, 4 groups +313.0%" in said.reason
+    assert "A further group adds 200, 400, 800 µs (eager 230, 430, 830)" in said.reason
+    # 6, 15 and 35 % of the PR's call of 6.5 ms, over 1, 3 and 7 further groups.
+    assert "the PR's 390, 325, 325 µs" in said.reason
+    assert [row["pr_us_a_further_group"] for row in said.evidence["rows"]] == pytest.approx([390, 325, 325])
+
+
+def test_the_judge_reads_the_columns_that_the_bench_writes() -> None:
+    from moedoctor.bench.cache.groups import EAGER
+
+    assert claims._EAGER == EAGER
+
+
+def test_each_number_of_our_groups_has_its_limit() -> None:
+    limits = {"max_overhead_2": 0.04, "max_overhead_4": 0.1, "max_overhead_8": 0.25}
+    assert judged("our_group_cost", overheads(0.03, 0.09, 0.2), **limits) is ClaimVerdict.CONFIRMED
+    assert judged("our_group_cost", overheads(0.03, 0.11, 0.2), **limits) is ClaimVerdict.REFUTED
+
+
+def test_a_cold_swap_is_bound_by_the_bus_where_the_transfer_is_nearly_all_of_it() -> None:
+    def evidence(share: float) -> dict[str, Any]:
+        row = {"way": "w", "gigabytes_per_second": 48.0, "transfer_share": share}
+        return {"rows": [{**row, "transfer_share": 0.95}, row], "pinned_gigabytes_per_second": 50.0}
+
+    assert judged("cold_swap", evidence(0.92), min_share=0.9) is ClaimVerdict.CONFIRMED
+    assert judged("cold_swap", evidence(0.6), min_share=0.9) is ClaimVerdict.REFUTED

@@ -1,0 +1,173 @@
+"""The judges of MD007's claims about the expert cache inside vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moedoctor.entries.shipped import builtin_folder
+from moedoctor.faults.cache import engine_claims as claims
+from moedoctor.interfaces import Measurement
+from moedoctor.results import ClaimVerdict, Observation
+from moedoctor.runner.targets import load_targets
+
+ALL = {"min_share": 1.0}
+CELL = {
+    "backend": "BF16 TRITON",
+    "mode": "eager",
+    "slots": 2,
+    "outcome": "same tokens",
+    "detail": "same logprobs",
+    "misses": 5,
+    "asked": "TRITON",
+    "chosen": "TRITON",
+    "engine": "device",
+    "planted": False,
+}
+PLANTED = {**CELL, "planted": True, "outcome": "other tokens", "detail": "prompt 1"}
+REFUSED = {"setting": "fewer slots", "refused": True, "said": "1 slots"}
+WITHOUT = {"slots": None, "kv_cache_bytes": 10 << 30, "saved_bytes": 0}
+WITH = {"slots": 8, "kv_cache_bytes": 11 << 30, "saved_bytes": 1 << 30}
+SPEED = {
+    "slots": 8,
+    "batch": 1,
+    "engine": "device",
+    "tokens_per_second": 20.0,
+    "torch_bytes": 9 << 30,
+    "hit_rate": 0.1,
+    "sequences_as_with_all": 1,
+    "control_changes_tokens": True,
+    "optimum_hit_rate": 0.25,
+}
+EIGHT = {"batch": 8, "sequences_as_with_all": 5}
+EVERY = {"slots": 128, "engine": "resident", "hit_rate": None, "optimum_hit_rate": None}
+
+
+def judged(judge: Any, *rows: dict[str, Any], limits: dict[str, float] = ALL) -> Any:
+    return judge((), [Measurement("", Observation({"rows": list(rows)}))], limits)
+
+
+def verdict(judge: Any, *rows: dict[str, Any], limits: dict[str, float] = ALL) -> ClaimVerdict:
+    found: ClaimVerdict = judged(judge, *rows, limits=limits).verdict
+    return found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"outcome": "other tokens", "detail": "prompt 1"},
+        {"outcome": "crash", "misses": None},
+        {"outcome": "no control", "misses": None},
+        {"misses": 0},
+        {"misses": None},
+    ],
+)
+def test_one_engine_that_parts_or_never_loads_refutes(change: dict[str, Any]) -> None:
+    assert verdict(claims.judge_tokens, PLANTED, CELL, CELL) is ClaimVerdict.CONFIRMED
+    assert verdict(claims.judge_tokens, PLANTED, CELL, {**CELL, **change}) is ClaimVerdict.REFUTED
+    assert verdict(claims.judge_tokens, CELL, {**CELL, **change}) is ClaimVerdict.REFUTED
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([CELL], "no planted fault was seen to change the tokens of BF16 TRITON"),
+        ([{**CELL, "planted": True}, CELL], "no planted fault was seen"),
+        ([{**PLANTED, "outcome": "crash", "misses": None}, CELL], "no planted fault was seen"),
+        ([{**PLANTED, "chosen": "MARLIN"}, CELL], "no planted fault was seen"),
+        ([PLANTED, CELL, {**CELL, "backend": "FP8 TRITON"}], "to change the tokens of FP8 TRITON"),
+        ([PLANTED, {**CELL, "chosen": "MARLIN"}], "computed with MARLIN and the cache's engine device"),
+        ([PLANTED, {**CELL, "chosen": "not logged"}], "computed with not logged"),
+        ([PLANTED, {**CELL, "engine": "host"}], "computed with TRITON and the cache's engine host"),
+    ],
+)
+def test_the_same_tokens_count_only_beside_a_fault_that_shows(rows: list[dict[str, Any]], said: str) -> None:
+    found = judged(claims.judge_tokens, *rows)
+    assert found.verdict is ClaimVerdict.UNTESTED
+    assert said in found.reason
+    assert len(found.evidence["rows"]) == len(rows), "the planted ones are shown, too"
+
+
+def test_rows_of_older_reports_can_still_be_judged() -> None:
+    new = ("asked", "planted", "control_changes_tokens", "optimum_hit_rate")
+    old = {key: one for key, one in CELL.items() if key not in new}
+    assert verdict(claims.judge_tokens, old) is ClaimVerdict.UNTESTED
+
+
+def test_tokens_are_told() -> None:
+    off = {**CELL, "detail": "logprobs differ by up to 0.01"}
+    assert judged(claims.judge_tokens, PLANTED, CELL, off).reason.startswith(
+        "2 of 2 engines give the tokens of the one without a cache, 1 its logprobs"
+    )
+    found = judged(claims.judge_tokens, {**CELL, "outcome": "no control"})
+    assert found.verdict is ClaimVerdict.UNTESTED
+
+
+def test_an_engine_that_starts_is_no_refusal() -> None:
+    not_run = {"setting": "expert parallel", "refused": None, "said": "not run"}
+    assert verdict(claims.judge_refusals, REFUSED) is ClaimVerdict.CONFIRMED
+    assert verdict(claims.judge_refusals, REFUSED, {**REFUSED, "refused": False}) is ClaimVerdict.REFUTED
+    found = judged(claims.judge_refusals, REFUSED, not_run)
+    assert (found.verdict, found.reason) == (
+        ClaimVerdict.CONFIRMED,
+        "1 of 1 refused with the reason; not run: expert parallel",
+    )
+    found = judged(claims.judge_refusals, not_run)
+    assert (found.verdict, found.reason) == (
+        ClaimVerdict.UNTESTED,
+        "no engine was asked; not run: expert parallel",
+    )
+    assert verdict(claims.judge_refusals) is ClaimVerdict.UNTESTED
+
+
+def test_the_profile_must_find_what_is_saved() -> None:
+    limits = {"min_share": 0.95}
+    little = {**WITH, "kv_cache_bytes": WITHOUT["kv_cache_bytes"] + (9 << 26)}
+    nothing = {**WITH, "saved_bytes": 0}
+    assert verdict(claims.judge_memory, WITHOUT, WITH, limits=limits) is ClaimVerdict.CONFIRMED
+    assert verdict(claims.judge_memory, WITHOUT, little, limits=limits) is ClaimVerdict.REFUTED
+    assert verdict(claims.judge_memory, WITHOUT, nothing, limits=limits) is ClaimVerdict.REFUTED
+    died = {"slots": 8, "error": "died"}
+    assert verdict(claims.judge_memory, WITHOUT, died, limits=limits) is ClaimVerdict.UNTESTED
+
+
+@pytest.mark.parametrize("change", [{"sequences_as_with_all": 0}, {"engine": "host"}])
+def test_a_single_sequence_draws_the_same_tokens(change: dict[str, Any]) -> None:
+    more = [
+        one
+        for slots in (16, 32, 64)
+        for one in ({**SPEED, "slots": slots}, {**SPEED, "slots": slots, **EIGHT})
+    ]
+    every = (*more, {**SPEED, **EVERY}, {**SPEED, **EVERY, **EIGHT})
+    good = judged(claims.judge_speed, SPEED, {**SPEED, **EIGHT}, *every)
+    assert good.verdict is ClaimVerdict.CONFIRMED
+    assert (
+        "8 slots: 20.0 tokens/s, 20.0 with 8 sequences, 9.0 GiB, hit rate 10% of at most 25%; 16 slots"
+        in good.reason
+    )
+    bad = ({**SPEED, **change}, {**SPEED, **EIGHT})
+    assert verdict(claims.judge_speed, *bad, *every) is ClaimVerdict.REFUTED
+    assert verdict(claims.judge_speed, SPEED, {**SPEED, **EIGHT}, *every[2:]) is ClaimVerdict.UNTESTED
+    unbounded = {**SPEED, "optimum_hit_rate": None}
+    told = judged(claims.judge_speed, unbounded, {**SPEED, **EIGHT}, *every)
+    assert "hit rate 10% (no bound is known); 16" in told.reason
+    for blind in ({**SPEED, "control_changes_tokens": False}, _without(SPEED, "control_changes_tokens")):
+        found = judged(claims.judge_speed, blind, {**SPEED, **EIGHT}, *every)
+        assert found.verdict is ClaimVerdict.UNTESTED
+        assert "no planted fault was seen to change the tokens with [8] slots" in found.reason
+    unseen = {**SPEED, **EVERY, "control_changes_tokens": False}
+    rows = (SPEED, {**SPEED, **EIGHT}, *more, unseen, {**SPEED, **EVERY, **EIGHT})
+    assert verdict(claims.judge_speed, *rows) is ClaimVerdict.UNTESTED
+
+
+def _without(row: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: one for name, one in row.items() if name != key}
+
+
+@pytest.mark.parametrize("name", ["expert_cache", "expert_cache_memory", "expert_cache_qwen"])
+def test_the_scenarios_run_by_name_only(name: str) -> None:
+    (scenario,) = load_targets((str(builtin_folder() / "engine" / f"{name}.yaml"),))
+    known = {one.key for one in claims.ENGINE_CLAIMS}
+    assert {one.key for one in scenario.claims} <= known
+    assert not any("expert_cache" in one.file for one in load_targets(()))

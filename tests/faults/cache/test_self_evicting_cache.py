@@ -1,0 +1,200 @@
+"""MD006: the control loses experts, the fix does not, and the judge and the claims notice wrong figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moedoctor.faults.cache import self_evicting_cache_claims as claims
+from moedoctor.faults.cache.self_evicting_cache import SelfEvictingCache, SelfEvictingCacheParameters
+from moedoctor.faults.cache.self_evicting_cache_lab import FaultyCache, observe
+from moedoctor.interfaces import Measurement
+from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier
+from moedoctor.trace.format import save
+from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
+
+torch.set_num_threads(1)
+
+
+def case(subject: str, **given: Any) -> Case:
+    parameters = SelfEvictingCacheParameters(**{"calls": 200, "computed": 16, **given})
+    return Case("MD006", subject, Tier.MODEL, parameters.model_dump())
+
+
+def seen(subject: str, **given: Any) -> Observation:
+    fault, one = SelfEvictingCache(), case(subject, **given)
+    return fault.observe(one, getattr(fault, subject)(one))
+
+
+POINTS = [
+    {"experts": 8, "capacity": 2, "top_k": 2},
+    {"experts": 32, "capacity": 8, "top_k": 8},
+    {"experts": 32, "capacity": 8, "top_k": 8, "clock": "call"},
+    {"experts": 64, "capacity": 16, "top_k": 8},
+    {"experts": 32, "capacity": 12, "top_k": 4, "tokens": 2, "calls": 400},
+]
+
+
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_the_control_is_wrong_in_bookkeeping_and_output_and_the_fix_in_neither(point: dict[str, Any]) -> None:
+    fault = SelfEvictingCache()
+    faulty, fixed = seen("faulty", **point), seen("fixed", **point)
+    assert fault.judge(case("faulty", **point), faulty).verdict is CaseVerdict.REPRODUCED
+    assert faulty.evidence["wrong_calls"] > 0
+    assert faulty.evidence["wrong_outputs"] > 0
+    assert faulty.evidence["worst_error"] > 0.1
+    assert fault.judge(case("fixed", **point), fixed).verdict is CaseVerdict.CLEAN
+    assert (fixed.evidence["wrong_calls"], fixed.evidence["wrong_outputs"]) == (0, 0)
+    assert fixed.evidence["worst_error"] < 1e-4
+    assert fixed.evidence["hit_rate"] <= fixed.evidence["belady_hit_rate"]
+
+
+def test_the_same_calls_are_computed_for_both_and_wrong_ones_are_among_them() -> None:
+    point = {"experts": 64, "capacity": 16, "top_k": 8, "calls": 500}
+    faulty, fixed = seen("faulty", **point).evidence, seen("fixed", **point).evidence
+    assert faulty["computed"] == fixed["computed"]
+    assert 0 < faulty["wrong_calls"] < 50, "rare here, so that choosing calls matters"
+    assert faulty["wrong_outputs"] == min(8, faulty["wrong_calls"])
+
+
+class WrongWeights(FaultyCache):
+    """Good bookkeeping, and weights that are not the expert's."""
+
+    def table(self, experts: int, capacity: int) -> Any:
+        from moedoctor.fixes.eviction import SlotTable
+
+        return SlotTable(experts, capacity)
+
+    def resident(self, cache: Any, ids: torch.Tensor) -> Any:
+        slots, slot_ids = super().resident(cache, ids)
+        return {name: one * 1.01 for name, one in slots.items()}, slot_ids
+
+
+def test_a_wrong_output_counts_though_the_bookkeeping_is_right() -> None:
+    point = {"experts": 8, "capacity": 8, "top_k": 2}
+    parameters = SelfEvictingCacheParameters(**{"calls": 50, "computed": 8, **point})
+    found = observe(parameters, "cpu", WrongWeights())
+    assert found.evidence["wrong_calls"] == 0
+    assert SelfEvictingCache().judge(case("faulty", **point), found).verdict is CaseVerdict.REPRODUCED
+
+
+def test_what_cannot_be_this_fault_is_refused() -> None:
+    for given in ({"top_k": 9, "capacity": 8}, {"capacity": 200}, {"calls": 4, "computed": 8}, {"slots": 3}):
+        with pytest.raises(ValidationError):
+            SelfEvictingCacheParameters(**given)
+    with pytest.raises(ValueError, match="MD007"):
+        seen("fixed", experts=32, capacity=4, top_k=4, tokens=8)
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small trace in place of the one that ships."""
+    (tmp_path / "traces").mkdir()
+    trace = zipf_trace(ZipfSettings(experts=32, top_k=4, layers=3, rows=90, streams=3))
+    save(trace, tmp_path / "traces" / "small_moe_decode.safetensors")
+    monkeypatch.setattr("moedoctor.trace.shipped.reports_folder", lambda: tmp_path)
+
+
+@pytest.mark.usefixtures("shipped")
+def test_the_shipped_trace_can_be_the_routing() -> None:
+    point = {"routing": "trace", "experts": 32, "capacity": 4, "top_k": 4, "calls": 90}
+    assert seen("faulty", **point).evidence["wrong_calls"] > 0
+    with pytest.raises(ValueError, match="32 experts and top-4"):
+        seen("faulty", **{**point, "experts": 64})
+
+
+@pytest.mark.usefixtures("shipped")
+@pytest.mark.parametrize("key", ["wrong_share", "lfru_at_half", "lru_monopoly"])
+def test_claims_are_measured_and_judged(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "_GRID", ((16, 4, 4), (16, 4, 8), (64, 4, 16)))
+    monkeypatch.setattr(claims, "_CALLS", 200)
+    test = next(one for one in claims.CLAIMS if one.key == key)
+    assert test.measure is not None
+    found = Measurement("", test.measure("", "cpu", {}))
+    limits = dict.fromkeys(test.thresholds, 0.0)
+    assert test.judge([], [found], limits).verdict in (ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED)
+
+
+def judged(
+    key: str, rows: list[dict[str, Any]], all_layers: list[dict[str, Any]] | None = None, **limits: float
+) -> tuple[ClaimVerdict, str]:
+    test = next(one for one in claims.CLAIMS if one.key == key)
+    evidence = {"rows": rows, "calls": 1, "all_layers": all_layers or []}
+    said = test.judge([], [Measurement("", Observation(evidence))], limits)
+    return said.verdict, said.reason or ""
+
+
+def share(slots: int, wrong: float, ours: float = 0.0) -> dict[str, Any]:
+    rest = {"clock_by_call_share": 0.5, "plain_lru_share": 0.0, "ours_share": ours}
+    return {"experts": 64, "top_k": 8, "slots": slots, "pr_share": wrong, **rest}
+
+
+def test_the_share_of_wrong_calls_decides() -> None:
+    limits = {"min_share_tight": 0.5, "max_share_ample": 0.01}
+    assert judged("wrong_share", [share(8, 0.8), share(32, 0.0)], **limits)[0] is ClaimVerdict.CONFIRMED
+    assert judged("wrong_share", [share(8, 0.4), share(32, 0.0)], **limits)[0] is ClaimVerdict.REFUTED
+    assert judged("wrong_share", [share(8, 0.8), share(32, 0.1)], **limits)[0] is ClaimVerdict.REFUTED
+    wrong_ours = [share(8, 0.8, ours=0.1), share(32, 0.0)]
+    assert judged("wrong_share", wrong_ours, **limits)[0] is ClaimVerdict.REFUTED
+
+
+def rates(lfru_8: float, lru_16: float) -> dict[str, Any]:
+    return {"trace": "t", "lfru_8": lfru_8, "belady_8": 0.4, "lru_16": lru_16, "belady_16": 0.6}
+
+
+def test_half_the_slots_must_do_better_on_every_trace() -> None:
+    assert (
+        judged("lfru_at_half", [rates(0.3, 0.2), rates(0.3, 0.25)], min_gain=0.0)[0] is ClaimVerdict.CONFIRMED
+    )
+    verdict, reason = judged("lfru_at_half", [rates(0.3, 0.2), rates(0.3, 0.5)], min_gain=0.0)
+    assert verdict is ClaimVerdict.REFUTED
+    assert "On 1 of 2 traces not even the optimum" in reason
+
+
+def layer(index: int, gain: float) -> dict[str, Any]:
+    alone = {"lru_layer": 0.5, "lfru_layer": 0.5, "lfru_global": 0.5, "belady_layer": 0.6}
+    return {"slots": 8, "layer": index, "lru_global": 0.5 + gain, **alone}
+
+
+ALL_LAYERS = [{"slots": 8, "lru_layer": 0.5, "lru_global": 0.51, "belady_layer": 0.61, "belady_global": 0.72}]
+
+
+def test_a_monopoly_is_what_early_layers_gain_and_late_ones_lose() -> None:
+    def verdict(rows: list[dict[str, Any]]) -> ClaimVerdict:
+        return judged("lru_monopoly", rows, ALL_LAYERS, min_tilt=0.05)[0]
+
+    unfair = [layer(0, 0.2), layer(1, 0.0), layer(2, -0.2)]
+    assert verdict(unfair) is ClaimVerdict.CONFIRMED
+    assert verdict([layer(0, 0.1), layer(1, 0.1), layer(2, 0.1)]) is ClaimVerdict.REFUTED
+    assert verdict(unfair[::-1]) is ClaimVerdict.REFUTED
+
+
+def test_each_scope_is_told_beside_its_own_optimum() -> None:
+    _, reason = judged("lru_monopoly", [layer(index, 0.0) for index in range(3)], ALL_LAYERS, min_tilt=0.05)
+    assert "LRU 50.0% with a cache a layer, of at most 61.0%" in reason
+    assert "51.0% with one for all, of at most 72.0%" in reason
+
+
+@pytest.mark.usefixtures("shipped")
+def test_no_rate_is_above_the_optimum_of_its_scope() -> None:
+    seen = claims.measure_monopoly("", "cpu", {}).evidence
+    assert [one["slots"] for one in seen["all_layers"]] == [16, 32]
+    for one in seen["all_layers"]:
+        for scope in ("layer", "global"):
+            assert max(one[f"lru_{scope}"], one[f"lfru_{scope}"]) <= one[f"belady_{scope}"]
+        rows = [row for row in seen["rows"] if row["slots"] == one["slots"]]
+        assert sum(row["lru_global"] for row in rows) / len(rows) == pytest.approx(one["lru_global"])
+        assert all("belady_layer" in row and "belady_global" not in row for row in rows)
+    assert seen["all_layers"][0]["belady_global"] > seen["all_layers"][0]["belady_layer"]
+
+
+def test_the_speed_claim_is_judged_by_the_slowest_gain() -> None:
+    row = {"lfru_hit_rate": 0.5, "lru_hit_rate": 0.4, "belady_hit_rate": 0.6, "lfru_wrong": 0.8}
+    rows = [{"slots": 8, "lru_over_lfru_time": 1.08, **row}, {"slots": 16, "lru_over_lfru_time": 1.06, **row}]
+    assert judged("lfru_speed", rows, min_gain=0.05)[0] is ClaimVerdict.CONFIRMED
+    rows[1]["lru_over_lfru_time"] = 1.01
+    assert judged("lfru_speed", rows, min_gain=0.05)[0] is ClaimVerdict.REFUTED

@@ -1,0 +1,90 @@
+"""MD009: the assertion, the plug-in's way around it, and a release's own function out of its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moedoctor.faults.offload.offload_reinit import OffloadReinit, OffloadReinitParameters
+from moedoctor.faults.offload.offload_reinit_lab import FILE, observe, outcome, refuses
+from moedoctor.results import Case, CaseResult, CaseVerdict, Tier
+from moedoctor.upstream.plugin.offload_fix import unasserted
+from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
+
+CASE = Case("MD009", "faulty", Tier.MODEL, {"layout": "hybrid", "offload_gb": 4.0})
+RELEASE = """
+class GPUModelRunner:
+    def may_reinitialize_input_batch(self, kv_cache_config, kernel_block_sizes):
+        sizes = [one.kv_cache_spec.block_size for one in kv_cache_config.kv_cache_groups]
+        if sizes != self._init_block_sizes or kernel_block_sizes != self._init_kernel_block_sizes:
+            {check}
+            self.input_batch = InputBatch(block_sizes=sizes)
+"""
+CHECK = "assert self.offload_config.uva.cpu_offload_gb == 0, 'Cannot re-initialize'"
+
+
+def release(tmp_path: Path, check: str) -> ReleaseSource:
+    file = tmp_path / FILE
+    file.parent.mkdir(parents=True)
+    file.write_text(RELEASE.replace("{check}", check), encoding="utf-8")
+    return ReleaseSource(tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["hybrid", "block_size"])
+def test_control_and_fix(layout: str) -> None:
+    fault = OffloadReinit()
+    case = Case("MD009", "faulty", Tier.MODEL, {"layout": layout, "offload_gb": 4.0})
+    assert fault.judge(case, fault.observe(case, fault.faulty(case))).verdict is CaseVerdict.REPRODUCED
+    assert fault.judge(case, fault.observe(case, fault.fixed(case))).verdict is CaseVerdict.CLEAN
+
+
+@pytest.mark.parametrize(("check", "verdict"), [(CHECK, CaseVerdict.REPRODUCED), ("pass", CaseVerdict.CLEAN)])
+def test_a_release_is_run_from_its_file(tmp_path: Path, check: str, verdict: CaseVerdict) -> None:
+    fault = OffloadReinit()
+    seen = fault.observe(CASE, release(tmp_path, check))
+    assert fault.judge(CASE, seen).verdict is verdict
+    assert seen.evidence["with_offload_and_plug_in"] == "rebuilt"
+
+
+def test_a_function_that_never_rebuilds_is_no_clean_one(tmp_path: Path) -> None:
+    seen = observe(OffloadReinitParameters(), lambda runner, config, sizes: None)
+    assert OffloadReinit().judge(CASE, seen).verdict is CaseVerdict.ERROR
+
+
+def test_the_plug_in_gives_the_configuration_back() -> None:
+    assert outcome(unasserted(refuses), (32,), 4.0) == "rebuilt"
+    from moedoctor.faults.offload.offload_reinit_lab import stand_in
+
+    runner = stand_in(4.0)
+
+    def failing(self: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        unasserted(failing)(runner)
+    assert runner.offload_config.uva.cpu_offload_gb == 4.0
+
+
+def test_source_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="cannot be read"):
+        ReleaseSource(tmp_path).text(FILE)
+    source = release(tmp_path, "pass")
+    with pytest.raises(SourceError, match="has no class Other"):
+        source.function(FILE, "Other.method", {})
+    with pytest.raises(SourceError, match="has no function"):
+        source.function(FILE, "GPUModelRunner.other", {})
+
+
+def test_the_first_fixed_of_the_releases_at_hand() -> None:
+    def result(name: str, verdict: CaseVerdict) -> CaseResult:
+        return CaseResult(name, Tier.LIBRARY, CASE.parameters, verdict, {"with_offload": "?"})
+
+    bad, good = CaseVerdict.REPRODUCED, CaseVerdict.CLEAN
+    results = [result("vllm@0.20.0", good), result("vllm@0.9.0", bad), result("vllm@0.19.1", bad)]
+    assert OffloadReinit().conclude(results) == {
+        "releases_run": ["0.9.0", "0.19.1", "0.20.0"],
+        "refusing": ["0.9.0", "0.19.1"],
+        "first_fixed_of_these": "0.20.0",
+    }
+    assert OffloadReinit().conclude([]) == {}

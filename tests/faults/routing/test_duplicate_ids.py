@@ -1,0 +1,507 @@
+"""MD011: the restated sort, what is counted, and what the judges make of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from moedoctor.faults.routing import duplicate_ids_claims as claims
+from moedoctor.faults.routing import duplicate_ids_measured as measured_claims
+from moedoctor.faults.routing.duplicate_ids import DuplicateIds, DuplicateIdsParameters
+from moedoctor.faults.routing.duplicate_ids_lab import ThreeStepModel, takes_fused
+from moedoctor.faults.routing.duplicate_ids_rows import (
+    Implementation,
+    entries_as_before,
+    make_ids,
+    map_figures,
+    observe,
+)
+from moedoctor.interfaces import Measurement
+from moedoctor.results import (
+    Case,
+    CaseResult,
+    CaseVerdict,
+    ClaimVerdict,
+    Crash,
+    Death,
+    Observation,
+    Skip,
+    Tier,
+    UnavailableError,
+)
+from moedoctor.runner.plan import Options, plan_cases
+from moedoctor.runner.targets import load_targets
+from moedoctor.upstream.releases.wheel import KernelError
+
+FAULT = DuplicateIds()
+DEFAULT = DuplicateIdsParameters().model_dump()
+
+
+def parameters(**changes: Any) -> DuplicateIdsParameters:
+    return DuplicateIdsParameters.model_validate({**DEFAULT, **changes})
+
+
+def case(**changes: Any) -> Case:
+    return Case("MD011", "faulty", Tier.MODEL, parameters(**changes).model_dump())
+
+
+points = st.fixed_dictionaries(
+    {
+        "tokens": st.sampled_from([1, 7, 40, 257]),
+        "experts": st.sampled_from([16, 512]),
+        "top_k": st.sampled_from([2, 8, 10]),
+        "ids": st.sampled_from(["one_expert", "one_repeat", "distinct", "sentinel"]),
+        "memory": st.sampled_from(["garbage", "earlier", "zeros", "minus_one"]),
+        "finalize": st.sampled_from(["normal", "no_filling"]),
+        "rank": st.sampled_from([0, 1]),
+        "ranks": st.just(2),
+        "seed": st.integers(0, 3),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(points)
+def test_each_repeated_slot_leaves_one_entry_unwritten_and_no_other(point: dict[str, Any]) -> None:
+    chosen = parameters(**point)
+    ids, local = make_ids(chosen), chosen.experts // 2
+    maps = ThreeStepModel().build_maps(ids, local, start=local * chosen.rank, memory=-5)
+    figures = map_figures(chosen, ids, maps)
+    assert entries_as_before(chosen, ids, maps, -5) == figures["unwritten_entries"]
+    cleared = dataclasses.replace(maps, permuted_of_row=maps.permuted_of_row.clamp(min=-1))
+    assert entries_as_before(chosen, ids, cleared, -5) == 0
+    if maps.fused:
+        assert figures["unwritten_entries"] == 0
+    else:
+        assert figures["unwritten_entries"] == figures["repeated_slots"]
+        assert figures["local_slots"] - figures["sorted_rows"] == figures["repeated_slots"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(points)
+def test_distinct_ids_and_deduplicated_ones_give_the_right_sum(point: dict[str, Any]) -> None:
+    chosen = parameters(**point)
+    guarded = observe(chosen, Implementation(ThreeStepModel(), guard=True)).evidence
+    assert guarded["rows_right"] == guarded["rows"]
+    if chosen.ids in ("distinct", "sentinel"):
+        plain = observe(chosen, Implementation(ThreeStepModel())).evidence
+        assert plain["rows_right"] == plain["rows"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "finalize", "figure"),
+    [
+        ("garbage", "normal", "the repeat is dropped in 300 of 300 rows"),
+        ("minus_one", "normal", "the repeat is dropped in 300 of 300 rows"),
+        ("earlier", "normal", "of 300 rows hold a wrong sum, without an error"),
+        ("garbage", "no_filling", "2100 entries of the map lead out of bounds"),
+        ("earlier", "no_filling", "of 300 rows hold a wrong sum, without an error"),
+    ],
+)
+def test_what_the_memory_held_decides_what_happens(memory: str, finalize: str, figure: str) -> None:
+    one = case(memory=memory, finalize=finalize, ranks=2 if finalize == "no_filling" else 1)
+    seen = FAULT.observe(one, FAULT.faulty(one))
+    judged = FAULT.judge(one, seen)
+    assert judged.verdict is CaseVerdict.REPRODUCED
+    assert judged.figure.endswith(figure)
+    fixed = FAULT.judge(one, FAULT.observe(one, FAULT.fixed(one)))
+    assert (fixed.verdict, fixed.figure) == (CaseVerdict.CLEAN, "300 of 300 rows are right, three-step")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "last"),
+    [(1, 8, 510), (128, 8, 510), (129, 8, 254), (256, 8, 254), (257, 8, 0), (1, 10, 0)],
+)
+def test_the_last_number_of_experts_that_the_fused_prologue_takes(tokens: int, top_k: int, last: int) -> None:
+    taken = [experts for experts in range(1, 600) if takes_fused(tokens, top_k, experts)]
+    assert taken == list(range(1, last + 1))
+
+
+def test_the_fused_prologue_sorts_repeated_ids_rightly() -> None:
+    one = parameters(tokens=64, ids="one_repeat")
+    seen = observe(one, Implementation(ThreeStepModel())).evidence
+    assert (seen["path"], seen["rows_right"], seen["unwritten_entries"]) == ("fused", 64, 0)
+
+
+def test_an_illegal_access_is_the_symptom_and_another_death_is_not() -> None:
+    crash = Crash(Death.ILLEGAL_MEMORY_ACCESS, "CUDA error: an illegal memory access was encountered")
+    assert FAULT.judge_crash(case(), crash).verdict is CaseVerdict.REPRODUCED
+    assert FAULT.judge_crash(case(), Crash(Death.HANG, "no answer")).verdict is CaseVerdict.ERROR
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"top_k": 9, "experts": 8}, "more than experts 8"),
+        ({"ranks": 3}, "does not divide"),
+        ({"ranks": 2, "rank": 2}, "below ranks 2"),
+        ({"finalize": "no_filling"}, "two ranks or more"),
+    ],
+)
+def test_points_that_cannot_be_are_refused(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        parameters(**changes)
+
+
+# --- Judges ----------------------------------------------------------------------------------------------
+
+
+def result(subject: str, what: str, **changes: Any) -> CaseResult:
+    kinds = ("rows_right", "rows_with_the_repeat_dropped", "rows_wrong", "rows_out_of_bounds")
+    counts = {"rows": 4, **dict.fromkeys(kinds, 0)}
+    evidence: dict[str, Any] = {**counts, what: 4} if what != "death" else {"death": "illegal_memory_access"}
+    verdict = CaseVerdict.CLEAN if what == "rows_right" else CaseVerdict.REPRODUCED
+    return CaseResult(subject, Tier.KERNEL, parameters(**changes).model_dump(), verdict, evidence)
+
+
+CASES = (
+    result("flashinfer@0.6.6", "death", memory="garbage"),
+    result("flashinfer@0.6.6", "rows_wrong"),
+    result("flashinfer@0.7.2.post1", "rows_wrong"),
+    result("flashinfer@0.7.2.post1", "rows_with_the_repeat_dropped", memory="garbage"),
+    result("faulty", "death", memory="garbage"),
+)
+DEAD = dataclasses.replace(
+    result("flashinfer@0.7.2.post1", "death"), verdict=CaseVerdict.ERROR, evidence={"death": "hang"}
+)
+
+
+def test_the_table_says_what_each_release_does_with_each_call() -> None:
+    (earlier, garbage) = sorted(FAULT.conclude(CASES)["finalize"], key=lambda row: str(row["call"]))
+    assert earlier["flashinfer@0.6.6"] == earlier["flashinfer@0.7.2.post1"] == "wrong sum, no error"
+    assert (garbage["flashinfer@0.6.6"], garbage["flashinfer@0.7.2.post1"]) == (
+        "illegal access",
+        "repeat dropped",
+    )
+    assert FAULT.conclude([result("faulty", "rows_wrong")]) == {}
+
+
+@pytest.mark.parametrize(
+    ("judge", "limits", "cases", "verdict"),
+    [
+        (claims.judge_illegal_access, {"min_releases": 1}, CASES, ClaimVerdict.CONFIRMED),
+        (claims.judge_illegal_access, {"min_releases": 1}, CASES[1:4], ClaimVerdict.REFUTED),
+        (claims.judge_illegal_access, {"min_releases": 1}, CASES[4:], ClaimVerdict.UNTESTED),
+        (
+            claims.judge_illegal_access,
+            {"min_releases": 1},
+            [result("flashinfer@0.6.6", "rows_out_of_bounds", memory="minus_one")],
+            ClaimVerdict.CONFIRMED,
+        ),
+        (
+            claims.judge_bounds_check,
+            {"max_cases": 0},
+            [result("flashinfer@0.6.13", "rows_out_of_bounds", memory="minus_one")],
+            ClaimVerdict.REFUTED,
+        ),
+        (claims.judge_bounds_check, {"max_cases": 0}, CASES, ClaimVerdict.CONFIRMED),
+        (
+            claims.judge_bounds_check,
+            {"max_cases": 0},
+            [*CASES, result("flashinfer@0.6.13", "death", finalize="no_filling", ranks=2)],
+            ClaimVerdict.REFUTED,
+        ),
+        (claims.judge_bounds_check, {"max_cases": 0}, CASES[:2], ClaimVerdict.UNTESTED),
+        (claims.judge_newest_is_silent, {"min_cases": 1}, CASES, ClaimVerdict.CONFIRMED),
+        (claims.judge_newest_is_silent, {"min_cases": 1}, CASES[3:], ClaimVerdict.REFUTED),
+        (claims.judge_newest_is_silent, {"min_cases": 1}, CASES[4:], ClaimVerdict.UNTESTED),
+        (claims.judge_illegal_access, {"min_releases": 1}, [DEAD], ClaimVerdict.UNTESTED),
+        (claims.judge_illegal_access, {"min_releases": 1}, [*CASES, DEAD], ClaimVerdict.CONFIRMED),
+        (claims.judge_bounds_check, {"max_cases": 0}, [DEAD], ClaimVerdict.UNTESTED),
+        (
+            claims.judge_bounds_check,
+            {"max_cases": 0},
+            [DEAD, result("flashinfer@0.6.13", "death")],
+            ClaimVerdict.REFUTED,
+        ),
+        (claims.judge_newest_is_silent, {"min_cases": 1}, [DEAD], ClaimVerdict.UNTESTED),
+        (claims.judge_newest_is_silent, {"min_cases": 1}, [*CASES, DEAD], ClaimVerdict.CONFIRMED),
+    ],
+)
+def test_claims_that_the_cases_decide(
+    judge: Any, limits: Mapping[str, float], cases: Any, verdict: Any
+) -> None:
+    assert judge(cases, (), limits).verdict is verdict
+
+
+def test_cases_that_died_of_something_else_are_named() -> None:
+    for judge in (claims.judge_illegal_access, claims.judge_bounds_check, claims.judge_newest_is_silent):
+        judged = judge([*CASES, DEAD], (), {"min_releases": 1, "max_cases": 0, "min_cases": 1})
+        assert judged.reason.endswith("flashinfer@0.7.2.post1: 1 cases ended in another error")
+
+
+def test_the_whole_runner_is_open_and_what_its_parts_did_is_told() -> None:
+    judged = claims.judge_whole_runner(CASES, (), {})
+    assert judged.verdict is ClaimVerdict.UNTESTED
+    assert judged.reason == (
+        "the whole cutlass_fused_moe was not built; its maps and finalize alone, all tokens on one expert, "
+        "crash: flashinfer@0.6.6 in 1 of 2 cases, flashinfer@0.7.2.post1 in 0 of 2 cases"
+    )
+    assert judged.evidence["releases"][0]["illegal access"] == 1
+    other = [result("flashinfer@0.6.6", "death", ids="one_repeat")]
+    assert str(claims.judge_whole_runner(other, (), {}).reason).endswith("nor did its maps and finalize run")
+
+
+def test_a_read_from_beside_the_expert_rows_is_told_from_a_wrong_sum() -> None:
+    judged = claims.judge_illegal_access(
+        [*CASES, result("flashinfer@0.6.8.post1", "rows_out_of_bounds", memory="minus_one")],
+        (),
+        {"min_releases": 1},
+    )
+    assert judged.reason == (
+        "illegal accesses in flashinfer@0.6.6; rows from beside the expert rows read without an error in "
+        "flashinfer@0.6.8.post1"
+    )
+
+
+class Unchecked(ThreeStepModel):
+    """Finalize of a release without a bounds check: an entry of -1 is the row before the first one."""
+
+    def finalize(
+        self, maps: Any, rows: Any, ids: Any, weights: Any, out: Any, experts: int, **_: Any
+    ) -> None:
+        tokens, top_k = ids.shape
+        at = maps.permuted_of_row.reshape(top_k, tokens).t()  # [T, K]
+        first = rows.storage_offset() // rows.shape[1]
+        buffer = rows.as_strided((rows.shape[0] + first, rows.shape[1]), rows.stride(), 0)  # [8 + R, H]
+        out[:] = (buffer[first + at].float() * weights[:, :, None]).sum(1)
+
+
+def test_a_row_taken_from_before_the_buffer_is_a_read_out_of_bounds() -> None:
+    point = parameters(ids="one_repeat", memory="minus_one")
+    seen = observe(point, Implementation(Unchecked()))
+    assert (seen.evidence["rows_out_of_bounds"], seen.evidence["rows_wrong"]) == (300, 0)
+    judged = FAULT.judge(case(), seen)
+    assert judged.verdict is CaseVerdict.REPRODUCED
+    assert judged.figure == "reads out of bounds in 300 of 300 rows, without an error"
+    stale = observe(parameters(ids="one_repeat"), Implementation(Unchecked())).evidence
+    assert stale["rows_out_of_bounds"] == 0
+    assert stale["rows_wrong"] > 0
+
+
+def test_many_stale_rows_are_no_read_out_of_bounds() -> None:
+    point = parameters(tokens=30, experts=80, top_k=64)
+    seen = observe(point, Implementation(ThreeStepModel())).evidence
+    assert (seen["rows_out_of_bounds"], seen["rows_wrong"] > 0) == (0, True)
+
+
+# --- The tier `kernel` -----------------------------------------------------------------------------------
+
+
+def kernel_case(subject: str) -> Case:
+    return Case("MD011", subject, Tier.KERNEL, parameters().model_dump(), "cuda:0")
+
+
+def test_at_the_tier_kernel_control_and_fix_are_the_installed_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moedoctor.upstream.flashinfer.probe import FlashInferProbe
+
+    asked: list[str] = []
+
+    def installed(device: str) -> ThreeStepModel:
+        asked.append(device)
+        return code
+
+    code = ThreeStepModel()
+    monkeypatch.setattr(FlashInferProbe, "installed", installed)
+    faulty, fixed = FAULT.faulty(kernel_case("faulty")), FAULT.fixed(kernel_case("fixed"))
+    assert faulty is code
+    assert fixed == Implementation(code, guard=True)
+    assert asked == ["cuda:0", "cuda:0"]
+    assert FAULT.tiers["faulty"] == FAULT.tiers["fixed"] == (Tier.MODEL, Tier.KERNEL)
+
+
+def test_without_flashinfer_or_nvcc_the_tier_kernel_is_skipped_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from moedoctor.upstream.flashinfer import probe as flashinfer_probe
+
+    def missing() -> Any:
+        raise KernelError("flashinfer is not installed here")
+
+    monkeypatch.setattr(flashinfer_probe, "installed_source", missing)
+    for subject in ("faulty", "fixed"):
+        with pytest.raises(UnavailableError, match="flashinfer is not installed here"):
+            getattr(FAULT, subject)(kernel_case(subject))
+    (scenario,) = load_targets(("MD011",))
+    planned = plan_cases(scenario, FAULT, Options(), {"gpu": None})
+    kernel = [one for one in planned if one.case.tier is Tier.KERNEL and one.case.subject == "fixed"]
+    assert len(kernel) == len(scenario.points)
+    assert {one.skip for one in kernel} == {"needs an NVIDIA GPU, none is visible"}
+
+
+def test_an_installed_release_with_right_sums_has_no_failure_to_show() -> None:
+    model = dataclasses.replace(result("faulty", "rows_wrong"), tier=Tier.MODEL)
+    clean, wrong = result("faulty", "rows_right"), result("faulty", "rows_wrong")
+    said = "the installed FlashInfer gives the right sums in 1 of 2 cases"
+    assert FAULT.absent([model, clean, wrong]) == said
+    assert FAULT.absent([model, wrong]) is None
+    assert FAULT.absent([dataclasses.replace(clean, tier=Tier.MODEL), clean]) is None
+
+
+# --- Judges of measurements ------------------------------------------------------------------------------
+
+
+def measured(*rows: dict[str, Any], unit: str = "flashinfer@0.6.6") -> Measurement:
+    return Measurement(unit, Observation({"rows": list(rows)}))
+
+
+SUM = {"path": "fused", "rows": 4, "rows_right": 4}
+MAP = {
+    "path": "three-step",
+    "unwritten_entries": 3,
+    "entries_as_before": 3,
+    "repeated_slots": 3,
+    "tokens": 257,
+    "top_k": 8,
+    "experts": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("judge", "limits", "good", "bad"),
+    [
+        (measured_claims.judge_maps, {"max_maps": 0}, MAP, {**MAP, "unwritten_entries": 2}),
+        (measured_claims.judge_maps, {"max_maps": 0}, MAP, {**MAP, "entries_as_before": 0}),
+        (measured_claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+        (measured_claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "path": "three-step"}),
+        (measured_claims.judge_right, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+        (
+            measured_claims.judge_guard_cost,
+            {"max_us": 2.0},
+            {"shape": "128 x 8", "validate_us": 1.3, "deduplicate_us": 1.4},
+            {"shape": "128 x 8", "validate_us": 2.3, "deduplicate_us": 1.4},
+        ),
+        (
+            measured_claims.judge_boundary,
+            {"experts": 510, "tokens": 256},
+            {"tokens": 64, "most_experts": 510},
+            {"tokens": 256, "most_experts": 254},
+        ),
+    ],
+)
+def test_claims_that_measurements_decide(judge: Any, limits: Any, good: Any, bad: Any) -> None:
+    assert judge((), [measured(good)], limits).verdict is ClaimVerdict.CONFIRMED
+    assert judge((), [measured(good), measured(bad)], limits).verdict is ClaimVerdict.REFUTED
+
+
+def test_the_table_of_paths_names_releases_that_differ() -> None:
+    maps = [measured(MAP), measured({**MAP, "path": "fused"}, unit="flashinfer@0.6.13")]
+    evidence = measured_claims.judge_maps((), maps, {"max_maps": 0}).evidence
+    said = "fused: flashinfer@0.6.13; three-step: flashinfer@0.6.6"
+    assert evidence["paths"] == [{"tokens": 257, "top_k": 8, "128 experts": said}]
+    assert (
+        measured_claims.judge_maps((), maps[:1], {"max_maps": 0}).evidence["paths"][0]["128 experts"]
+        == "three-step"
+    )
+
+
+def test_calls_are_counted_by_release_and_wrong_ones_shown() -> None:
+    found = measured_claims.judge_right(
+        (), [measured(SUM, {**SUM, "rows_right": 1})], {"max_calls": 0}
+    ).evidence
+    assert found["calls"] == [{"release": "flashinfer@0.6.6", "calls": 2, "calls_right": 1}]
+    assert [one["rows_right"] for one in found["wrong"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("units", "said"),
+    [
+        (["flashinfer@0.6.6"], "1 named release"),
+        (["flashinfer@0.6.6", "flashinfer@0.6.13"], "2 named releases"),
+        (["flashinfer@0.6.8.post1", "installed"], "1 named release and the installed one"),
+        (["installed"], "the installed one"),
+    ],
+)
+def test_an_installed_release_is_not_counted_with_the_named_ones(units: list[str], said: str) -> None:
+    """It may be one of them."""
+    rows = [measured(SUM, unit=one) for one in units]
+    found = measured_claims.judge_right((), rows, {"max_calls": 0})
+    assert found.reason == f"all rows right in {len(units)} of {len(units)} calls of {said}"
+
+
+DIED = Measurement("flashinfer@0.7.2.post1", Crash(Death.HANG, "no answer in 400 s"))
+BOUNDARY = {"tokens": 64, "most_experts": 510}
+OPEN_WITH_A_DEATH = [
+    (measured_claims.judge_maps, {"max_maps": 0}, MAP, {**MAP, "unwritten_entries": 2}),
+    (measured_claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+    (measured_claims.judge_right, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+    (
+        measured_claims.judge_boundary,
+        {"experts": 510, "tokens": 256},
+        BOUNDARY,
+        {**BOUNDARY, "most_experts": 9},
+    ),
+]
+
+
+@pytest.mark.parametrize(("judge", "limits", "good", "bad"), OPEN_WITH_A_DEATH)
+def test_a_release_that_died_or_did_not_run_is_named(judge: Any, limits: Any, good: Any, bad: Any) -> None:
+    judged = judge((), [measured(good), DIED], limits)
+    assert judged.verdict is ClaimVerdict.UNTESTED
+    assert "; flashinfer@0.7.2.post1 died: no answer in 400 s" in judged.reason
+    assert judge((), [measured(bad), DIED], limits).verdict is ClaimVerdict.REFUTED
+    judged = judge((), [measured(good), Measurement("installed", Skip("no nvcc"))], limits)
+    assert judged.verdict is ClaimVerdict.CONFIRMED
+    assert judged.reason.endswith("; installed not run: no nvcc")
+
+
+@pytest.mark.parametrize(
+    ("judge", "limits", "rows"),
+    [
+        (measured_claims.judge_maps, {"max_maps": 0}, [{**MAP, "path": "fused"}]),
+        (measured_claims.judge_fused, {"max_calls": 0}, []),
+        (measured_claims.judge_right, {"max_calls": 0}, []),
+        (
+            measured_claims.judge_boundary,
+            {"experts": 510, "tokens": 256},
+            [{"tokens": 257, "most_experts": 0}],
+        ),
+    ],
+)
+def test_where_nothing_of_the_kind_was_seen_nothing_is_confirmed(judge: Any, limits: Any, rows: Any) -> None:
+    assert judge((), [measured(*rows)], limits).verdict is ClaimVerdict.UNTESTED
+
+
+@pytest.mark.parametrize("judge", [measured_claims.judge_fused, measured_claims.judge_right])
+def test_an_illegal_access_in_sums_refutes(judge: Any) -> None:
+    crash = Measurement("flashinfer@0.6.6", Crash(Death.ILLEGAL_MEMORY_ACCESS, "CUDA error"))
+    assert judge((), [measured(SUM), crash], {"max_calls": 0}).verdict is ClaimVerdict.REFUTED
+
+
+def test_plain_distinct_ids_are_measured_on_the_release_s_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moedoctor.faults.routing import duplicate_ids_probe
+
+    monkeypatch.setattr(duplicate_ids_probe, "_load", lambda unit, device, sources: ThreeStepModel())
+    rows = duplicate_ids_probe.distinct("flashinfer@0.6.6", "cpu", {})
+    assert {row["ids"] for row in rows} == {"distinct"}
+    assert {row["finalize"] for row in rows} == {"normal", "no_filling"}
+    assert {row["path"] for row in rows} == {"fused", "three-step"}
+    assert all(row["rows_right"] == row["rows"] > 0 for row in rows)
+
+
+def test_a_measurement_that_died_is_no_right_sum() -> None:
+    died = Measurement("flashinfer@0.6.13", Crash(Death.ILLEGAL_MEMORY_ACCESS, "CUDA error"))
+    judged = measured_claims.judge_right((), [measured(SUM), died], {"max_calls": 0})
+    assert judged.verdict is ClaimVerdict.REFUTED
+    assert "flashinfer@0.6.13 died" in str(judged.reason)
+
+
+def test_more_tokens_than_the_fused_prologue_takes_say_nothing_about_the_boundary() -> None:
+    rows = [{"tokens": 64, "most_experts": 510}, {"tokens": 257, "most_experts": 0}]
+    judged = measured_claims.judge_boundary((), [measured(*rows)], {"experts": 510, "tokens": 256})
+    assert judged.verdict is ClaimVerdict.CONFIRMED
+
+
+def test_ids_of_each_kind() -> None:
+    torch.manual_seed(0)
+    assert (make_ids(parameters(ids="one_expert", ranks=2, rank=1)) == 64).all()
+    repeat = make_ids(parameters(ids="one_repeat", ranks=2, rank=1))
+    assert (repeat[:, 0] == repeat[:, 1]).all()
+    assert (repeat[:, 0] >= 64).all()
+    assert (make_ids(parameters(ids="sentinel"))[::2, 4:] == -1).all()

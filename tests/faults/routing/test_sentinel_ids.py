@@ -1,0 +1,240 @@
+"""MD016: three ways to index with -1, and the same without; the judges of the paths."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from moedoctor.faults.routing import sentinel_ids_claims as claims
+from moedoctor.faults.routing import sentinel_ids_paths
+from moedoctor.faults.routing.sentinel_ids import SentinelIds, SentinelIdsParameters
+from moedoctor.faults.routing.sentinel_ids_lab import FaultyUse, make_batch, observe
+from moedoctor.fixes.expert_ids import local_ids, without_sentinels
+from moedoctor.interfaces import Measurement
+from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Crash, Death, Observation, Skip, Tier
+from moedoctor.upstream.releases.sentinel_probe import installed_release
+
+FAULT = SentinelIds()
+DEFAULT = SentinelIdsParameters().model_dump()
+
+
+def parameters(**changes: Any) -> SentinelIdsParameters:
+    return SentinelIdsParameters.model_validate({**DEFAULT, **changes})
+
+
+points = st.fixed_dictionaries(
+    {
+        "tokens": st.integers(2, 40),
+        "experts": st.sampled_from([8, 24]),
+        "top_k": st.integers(1, 8),
+        "ranks": st.sampled_from([1, 4]),
+        "rank": st.just(0),
+        "slots": st.sampled_from(["padding", "dropped"]),
+        "seed": st.integers(0, 5),
+    }
+)
+
+
+@settings(deadline=None)
+@given(points, st.sampled_from(["expert_map", "gather", "row_map"]))
+def test_the_fix_is_right_everywhere_and_the_control_wrong_where_it_can_be(point: dict, use: str) -> None:
+    if use != "expert_map":
+        point = {**point, "ranks": 1}
+    one = Case("MD016", "faulty", Tier.MODEL, parameters(use=use, **point).model_dump())
+    fixed = FAULT.judge(one, FAULT.observe(one, FAULT.fixed(one)))
+    assert fixed.verdict is CaseVerdict.CLEAN
+    faulty = FAULT.judge(one, FAULT.observe(one, FAULT.faulty(one)))
+    # The first of four ranks does not have the expert that -1 wraps to.
+    expected = CaseVerdict.CLEAN if point["ranks"] == 4 else CaseVerdict.REPRODUCED
+    assert faulty.verdict is expected
+
+
+def test_minus_one_wraps_to_the_last_expert() -> None:
+    batch = make_batch(parameters())
+    used = FaultyUse().expert_map(batch)
+    assert (used.slots[batch.ids < 0] == 31).all()
+    seen = observe(parameters(), FaultyUse()).evidence
+    assert (seen["empty_slots"], seen["empty_slots_given_to_an_expert"], seen["expert"]) == (64, 64, 31)
+
+
+def test_empty_slots_of_weight_zero_are_noticed_too() -> None:
+    one = Case("MD016", "faulty", Tier.MODEL, DEFAULT)
+    seen = {"rows": 4, "rows_wrong": 0, "empty_slots": 2, "empty_slots_given_to_an_expert": 2, "expert": 7}
+    judged = FAULT.judge(one, Observation(seen))
+    assert (judged.verdict, judged.figure) == (CaseVerdict.REPRODUCED, "2 empty slots go to expert 7")
+
+
+def test_local_ids_by_hand() -> None:
+    expert_map = torch.tensor([-1, -1, 0, 1])
+    ids = torch.tensor([[3, 0], [-1, 2], [4, -7]], dtype=torch.int32)
+    assert local_ids(ids, expert_map).tolist() == [[1, -1], [-1, 0], [-1, -1]]
+    with pytest.raises(ValueError, match="int \\[experts\\]"):
+        local_ids(ids, expert_map.float())
+
+
+def test_without_sentinels_by_hand() -> None:
+    ids, weights = without_sentinels(torch.tensor([[3, -1]]), torch.tensor([[0.5, 0.25]]), spare=2)
+    assert (ids.tolist(), weights.tolist()) == ([[3, 2]], [[0.5, 0.0]])
+
+
+NONE, PADDING, DROPPED = claims.IDS
+LIMITS = {"max_rows": 0}
+RELEASE = "0.21.0, before #46408"
+
+
+def measured(path: str, ids: str, wrong: int = 0) -> Measurement:
+    row = {"rows": 4, "rows_wrong": wrong}
+    return Measurement(f"{path}, {ids}", Observation({"row": row, "vllm": RELEASE}))
+
+
+def died(path: str, ids: str) -> Measurement:
+    return Measurement(f"{path}, {ids}", Crash(Death.ILLEGAL_MEMORY_ACCESS, "an illegal memory access"))
+
+
+GOOD = [measured("TRITON bf16", ids) for ids in claims.IDS]
+
+
+def judged(*units: Measurement) -> tuple[ClaimVerdict, str]:
+    found = claims.judge_paths((), units, LIMITS)
+    return found.verdict, str(found.reason)
+
+
+@pytest.mark.parametrize(("asked", "ends"), [(3, True), (10**9, False)])
+def test_a_kernel_that_does_not_end_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, asked: int, ends: bool
+) -> None:
+    class Event:
+        times = 0
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            self.times += 1
+            return self.times >= asked
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    expected = contextlib.nullcontext() if ends else pytest.raises(TimeoutError, match=r"after 0\.05 s")
+    with expected:
+        sentinel_ids_paths._finish("cuda:0", 0.05)
+
+
+def test_paths_that_are_right_confirm_for_the_release_that_ran() -> None:
+    said = "vLLM 0.21.0, before #46408: all rows right in 2 calls of TRITON bf16"
+    assert judged(*GOOD) == (ClaimVerdict.CONFIRMED, said)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (measured("MARLIN nvfp4", PADDING, 2), "MARLIN nvfp4, padding rows of -1: 2 of 4 rows wrong"),
+        (died("MARLIN nvfp4", PADDING), "MARLIN nvfp4, padding rows of -1: an illegal memory access"),
+    ],
+)
+def test_a_path_that_is_wrong_or_dies_with_minus_one_only_refutes(bad: Measurement, said: str) -> None:
+    verdict, reason = judged(*GOOD, measured("MARLIN nvfp4", NONE), bad, measured("MARLIN nvfp4", DROPPED))
+    assert verdict is ClaimVerdict.REFUTED
+    assert reason == f"vLLM {RELEASE}: {said}"
+
+
+@pytest.mark.parametrize("control", [measured("MARLIN fp8", NONE, 1), died("MARLIN fp8", NONE)])
+def test_a_path_that_fails_without_minus_one_says_nothing_of_it(control: Measurement) -> None:
+    verdict, reason = judged(*GOOD, control, died("MARLIN fp8", PADDING), measured("MARLIN fp8", DROPPED, 4))
+    assert verdict is ClaimVerdict.UNTESTED
+    assert "MARLIN fp8, no -1: " in reason
+    assert "so it says nothing of -1" in reason
+    assert "padding" not in reason
+    assert judged(control)[0] is ClaimVerdict.UNTESTED
+
+
+def test_a_path_that_did_not_run_is_named_once_with_its_reason() -> None:
+    left = [Measurement(one, Skip("no FP8 here")) for one in claims.units_of(["OURS fp8"])]
+    verdict, reason = judged(*GOOD, *left)
+    assert verdict is ClaimVerdict.CONFIRMED
+    assert reason.endswith("; OURS fp8 not run: no FP8 here")
+    evidence = claims.judge_paths((), [*GOOD, *left], LIMITS).evidence
+    assert [row["ids"] for row in evidence["rows"] if row.get("skipped") == "no FP8 here"] == [*claims.IDS]
+
+
+def test_each_path_has_a_process_for_each_kind_of_ids_and_the_control_first() -> None:
+    tests = {one.key: one for one in SentinelIds.claims}
+    for key, paths in (("upstream_paths", claims.UPSTREAM), ("our_path", claims.OURS)):
+        units = tests[key].units(())
+        assert list(units) == [f"{path}, {ids}" for path in paths for ids in (NONE, PADDING, DROPPED)]
+
+
+@pytest.mark.parametrize(("ids", "empty"), [(NONE, 0), (PADDING, 48), (DROPPED, 48)])
+def test_our_path_is_measured_with_the_ids_that_the_unit_names(
+    ids: str, empty: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def figures(problem: Any, out: Any, expected: Any) -> dict[str, Any]:
+        seen.append(int((problem.topk_ids < 0).sum()))
+        return paths_figures(problem, out, expected)
+
+    paths_figures = sentinel_ids_paths._figures
+    monkeypatch.setattr(sentinel_ids_paths, "_figures", figures)
+    found = claims._measure_path(f"OURS bf16, {ids}", "cpu", {}).evidence
+    assert seen == [empty]
+    assert (found["row"]["rows"], found["row"]["rows_wrong"]) == (48, 0)
+    assert "vllm" not in found
+
+
+def test_no_slot_seen_says_nothing_of_the_alignment() -> None:
+    nothing = Measurement("moe_align_block_size", Observation({"rows": []}))
+    assert claims.judge_align((), [nothing], {"max_slots": 0}).verdict is ClaimVerdict.UNTESTED
+
+
+@pytest.mark.parametrize(("text", "word"), [("def remap_topk_to_local(): ...", "with"), ("", "before")])
+def test_the_installed_release_is_told_by_what_its_sources_hold(
+    text: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = tmp_path / "vllm" / "model_executor" / "layers" / "fused_moe" / "experts" / "kernels.py"
+    kernels.parent.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('is not to be imported')")
+    (tmp_path / "vllm-0.30.0.dist-info").mkdir()
+    (tmp_path / "vllm-0.30.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.30.0\n")
+    kernels.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    assert installed_release() == f"0.30.0, {word} #46408"
+
+
+@pytest.mark.parametrize(("in_blocks", "lost"), [(1, 0), (0, 1)])
+def test_an_alignment_that_counts_empty_slots_or_loses_real_ones_refutes(in_blocks: int, lost: int) -> None:
+    def judged(*rows: tuple[int, int, int]) -> Any:
+        names = ("empty_slots", "empty_slots_in_blocks", "slots_lost")
+        counts = [{"call": "padding", **dict(zip(names, one, strict=True))} for one in rows]
+        seen = Measurement("moe_align_block_size", Observation({"rows": counts}))
+        return claims.judge_align((), [seen], {"max_slots": 0})
+
+    control = (0, 0, 0)
+    assert judged(control, (4, 0, 0)).verdict is ClaimVerdict.CONFIRMED
+    assert judged(control, (4, in_blocks, lost)).verdict is ClaimVerdict.REFUTED
+    assert judged((4, in_blocks, lost)).verdict is ClaimVerdict.UNTESTED
+    assert judged(control).verdict is ClaimVerdict.UNTESTED
+    for other in ((4, 0, 0), (4, in_blocks, lost)):
+        found = judged(other, (0, 0, lost + 1))
+        assert found.verdict is ClaimVerdict.UNTESTED
+        assert found.reason.endswith("so it says nothing of -1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"top_k": 40}, "more than experts"),
+        ({"ranks": 3}, "does not divide"),
+        ({"ranks": 2, "rank": 2}, "below ranks"),
+        ({"use": "gather", "ranks": 2}, "knows no ranks"),
+    ],
+)
+def test_points_that_cannot_be_are_refused(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        parameters(**changes)

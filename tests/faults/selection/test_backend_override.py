@@ -1,0 +1,275 @@
+"""MD010: the control loses settings, the fix answers each, and claims are decided by a real package alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from vllm_stub import write
+
+from moedoctor.faults.selection.backend_override import BackendOverride
+from moedoctor.fixes.backends.release_tables import releases
+from moedoctor.interfaces import Measurement
+from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
+from moedoctor.scenario import file as scenario
+
+FAULT = BackendOverride()
+FILE = Path(__file__).resolve().parents[3] / "scenarios" / "backend_override.yaml"
+SEED = {"setting": "VLLM_NVFP4_MOE_BACKEND=MARLIN", "wants": "MARLIN", "activation": "relu2_no_mul"}
+
+
+def case(subject: str, parameters: Mapping[str, Any], tier: Tier = Tier.MODEL) -> Case:
+    return Case("MD010", subject, tier, FAULT.parameters.model_validate(dict(parameters)).model_dump())
+
+
+def run(subject: str, parameters: Mapping[str, Any]) -> tuple[CaseVerdict, str, dict[str, Any]]:
+    one = case(subject, parameters)
+    observation = FAULT.observe(one, getattr(FAULT, subject)(one))
+    judged = FAULT.judge(one, observation)
+    return judged.verdict, judged.figure, dict(observation.evidence)
+
+
+@pytest.mark.parametrize("release", releases())
+def test_in_every_release_the_variable_is_lost_and_the_fix_honours_it(release: str) -> None:
+    verdict, figure, seen = run("faulty", {**SEED, "release": release})
+    assert verdict is CaseVerdict.REPRODUCED
+    assert seen["selected"] == seen["without"] == "FLASHINFER_CUTLASS"
+    assert figure == "FLASHINFER_CUTLASS all the same, one warning in the log names it"
+    verdict, figure, _ = run("fixed", {**SEED, "release": release})
+    assert (verdict, figure) == (CaseVerdict.CLEAN, "MARLIN selected, as asked for")
+
+
+def load() -> scenario.Scenario:
+    kinds = {"faulty": "faulty", "fixed": "fixed", "installed": "installed"}
+    return scenario.load(FILE, faults={"MD010": FAULT}, subject_kind=kinds.get)
+
+
+@pytest.mark.parametrize("point", load().points, ids=FAULT.describe)
+def test_every_point_of_the_scenario(point: Mapping[str, Any]) -> None:
+    assert run("faulty", point)[0] is CaseVerdict.REPRODUCED
+    assert run("fixed", point)[0] is CaseVerdict.CLEAN
+
+
+@pytest.mark.parametrize(
+    ("parameters", "selected", "warned", "advice"),
+    [
+        (
+            {"release": "0.18.0", "setting": "VLLM_NVFP4_GEMM_BACKEND=marlin", "wants": "MARLIN"},
+            "FLASHINFER_CUTLASS",
+            False,
+            "--moe-backend marlin",
+        ),
+        (
+            {"release": "0.33.0", "setting": "VLLM_USE_FLASHINFER_MOE_FP4=0", "wants": "VLLM_CUTLASS"},
+            "FLASHINFER_CUTLASS",
+            True,
+            "--moe-backend cutlass",
+        ),
+        (
+            {"release": "0.18.0", "setting": "--moe-backend marlin", "wants": "MARLIN", "scheme": "mxfp4"}
+            | {"capability": "9.0"},
+            "TRITON",
+            False,
+            "VLLM_MXFP4_USE_MARLIN=1",
+        ),
+        (
+            {
+                "release": "0.21.0",
+                "setting": "vllm_test_force_fp8_marlin=1",
+                "wants": "MARLIN",
+                "scheme": "fp8",
+            }
+            | {"capability": "9.0"},
+            "FLASHINFER_CUTLASS",
+            False,
+            "--moe-backend marlin",
+        ),
+    ],
+)
+def test_who_is_told_what(parameters: dict[str, str], selected: str, warned: bool, advice: str) -> None:
+    verdict, figure, seen = run("faulty", parameters)
+    assert (verdict, seen["selected"], seen["warned"], seen["advice"]) == (
+        CaseVerdict.REPRODUCED,
+        selected,
+        warned,
+        "",
+    )
+    assert figure.endswith("one warning in the log names it" if warned else "not a word")
+    verdict, figure, seen = run("fixed", parameters)
+    assert (verdict, seen["advice"]) == (CaseVerdict.CLEAN, advice)
+    assert figure == f"no effect, and said so: use {advice}"
+
+
+def test_what_works_or_stops_is_no_failure() -> None:
+    """The control is not at fault where vLLM does what was asked, or refuses to start."""
+    works = {"release": "0.23.0", "setting": "VLLM_TEST_FORCE_FP8_MARLIN=1", "wants": "MARLIN"}
+    assert run("faulty", works)[:2] == (CaseVerdict.CLEAN, "MARLIN selected, as asked for")
+    flag = {"release": "0.23.0", "setting": "--moe-backend MARLIN", "wants": "MARLIN"}
+    assert run("faulty", flag)[0] is CaseVerdict.CLEAN
+    stops = {"release": "0.23.0", "setting": "VLLM_USE_FLASHINFER_MOE_FP4=true", "wants": "VLLM_CUTLASS"}
+    verdict, figure, _ = run("faulty", stops)
+    assert (verdict, figure.split(":")[0]) == (CaseVerdict.CLEAN, "refused")
+    capitals = {"release": "0.23.0", "setting": "VLLM_NVFP4_GEMM_BACKEND=MARLIN", "wants": "MARLIN"}
+    assert run("faulty", capitals)[1].startswith("refused: the choices are case sensitive")
+
+
+def test_a_setting_that_selects_something_else_without_a_word_is_reproduced() -> None:
+    one = case("installed", {**SEED, "release": "0.21.0"}, Tier.LIBRARY)
+    seen = {
+        "selected": "VLLM_CUTLASS",
+        "without": "FLASHINFER_CUTLASS",
+        "refused": "",
+        "warned": False,
+        "advice": "",
+    }
+    judged = FAULT.judge(one, Observation(seen))
+    assert (judged.verdict, judged.figure) == (CaseVerdict.REPRODUCED, "VLLM_CUTLASS, not MARLIN, not a word")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"release": "0.16.0"}, "must be a release of the tables"),
+        ({"capability": "9.9"}, "must be one of 7.0"),
+        ({"setting": "MARLIN"}, "must be NAME=VALUE or a flag"),
+        ({"wants": "BANANA"}, "wants: vLLM 0.21.0 has"),
+        ({"activation": "situ"}, "activation: vLLM 0.21.0 knows"),
+        ({"scheme": "int8"}, "Input should be 'nvfp4'"),
+        ({"surplus": 1}, "Extra inputs are not permitted"),
+    ],
+)
+def test_parameters_are_checked(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        FAULT.parameters.model_validate({**SEED, "release": "0.21.0", **wrong})
+
+
+REAL = {
+    "vllm": "0.17.1",
+    "flashinfer_usable": True,
+    "automatic": "FLASHINFER_CUTLASS",
+    "with_flag_marlin": "MARLIN",
+    "with_flag_cutlass": "VLLM_CUTLASS",
+    "variable_declared": False,
+    "with_variable_MARLIN": "FLASHINFER_CUTLASS",
+    "with_variable_VLLM_CUTLASS": "FLASHINFER_CUTLASS",
+    "gemm_declared": True,
+    "with_gemm_variable": "FLASHINFER_CUTLASS",
+    "gemm_capitals": "ValueError: Invalid value 'MARLIN'",
+    "gemm_small": "",
+}
+"""What a release answers, as `InstalledSelection.overrides` gives it."""
+
+
+def judge(key: str, seen: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:
+    test = next(one for one in FAULT.claims if one.key == key)
+    thresholds = next(one.thresholds for one in load().claims if one.key == key)
+    judged = test.judge([], [Measurement("", Observation(seen))], thresholds)
+    return judged.verdict, judged.reason or ""
+
+
+@pytest.mark.parametrize(
+    ("key", "changed", "verdict", "said"),
+    [
+        ("no_override", {}, "refuted", "--moe-backend marlin selects MARLIN"),
+        ("no_override", {"with_flag_marlin": "VLLM_CUTLASS"}, "confirmed", "marlin selects VLLM_CUTLASS"),
+        ("no_variable", {}, "confirmed", "does not declare it; VLLM_NVFP4_MOE_BACKEND changes nothing"),
+        ("no_variable", {"variable_declared": True}, "refuted", "0.17.1: declares it"),
+        ("no_variable", {"with_variable_MARLIN": "MARLIN"}, "refuted", "changes the selection"),
+        ("gemm_selects", {}, "refuted", "FLASHINFER_CUTLASS with it, FLASHINFER_CUTLASS without"),
+        ("gemm_selects", {"with_gemm_variable": "MARLIN"}, "confirmed", "MARLIN with it"),
+        ("gemm_crashes", {}, "confirmed", "MARLIN: ValueError: Invalid value 'MARLIN'; marlin: taken"),
+        ("gemm_crashes", {"gemm_capitals": ""}, "refuted", "MARLIN: taken"),
+        ("gemm_crashes", {"gemm_declared": False}, "untested", "does not read it any more"),
+        ("marlin_by_default", {}, "refuted", "selects FLASHINFER_CUTLASS on SM120"),
+        ("marlin_by_default", {"automatic": "MARLIN"}, "confirmed", "selects MARLIN on SM120"),
+        ("marlin_by_default", {"vllm": "0.21.0"}, "untested", "the claim is about 0.17.1"),
+        ("marlin_by_default", {"flashinfer_usable": False}, "untested", "with FlashInfer"),
+    ],
+)
+def test_the_claims_of_38971_are_decided_by_what_a_release_answers(
+    key: str, changed: dict[str, Any], verdict: str, said: str
+) -> None:
+    judged, reason = judge(key, {**REAL, **changed})
+    assert judged.value == verdict
+    assert said in reason
+
+
+@pytest.mark.parametrize(
+    ("key", "recorded"),
+    [
+        ("no_override", "--moe-backend marlin selects MARLIN in 24 of 24 releases"),
+        ("no_variable", "0 of 24 releases read it"),
+        ("gemm_selects", "it decides MoE layers in 0 of 24 releases"),
+        ("gemm_crashes", "12 of the 12 releases that read it (to 0.23.0) refuse MARLIN"),
+        (
+            "marlin_by_default",
+            "FLASHINFER_CUTLASS on SM120 where FlashInfer is usable, and MARLIN where it counts as missing",
+        ),
+    ],
+)
+def test_without_a_vllm_nothing_is_confirmed_or_refuted(key: str, recorded: str) -> None:
+    verdict, reason = judge(key, {"not_asked": "vllm is not installed here"})
+    assert verdict is ClaimVerdict.UNTESTED
+    assert reason.startswith("vllm is not installed here; recorded from the releases' own code: ")
+    assert recorded in reason
+
+
+def test_the_claims_are_put_to_the_installed_package(stub: Path) -> None:
+    measure = next(one.measure for one in FAULT.claims if one.key == "no_override")
+    assert measure is not None
+    seen = measure("", "cpu", {}).evidence
+    assert (seen["vllm"], seen["automatic"]) == ("0.21.0", "MARLIN")  # the stub's VLLM_CUTLASS wants a gate
+    assert (seen["with_flag_marlin"], seen["with_flag_cutlass"]) == ("MARLIN", "VLLM_CUTLASS")
+    assert (seen["gemm_declared"], seen["variable_declared"]) == (False, False)
+
+
+def test_what_the_cases_say_together() -> None:
+    def result(subject: str, verdict: CaseVerdict, release: str, **evidence: Any) -> CaseResult:
+        return CaseResult(subject, Tier.MODEL, {**SEED, "release": release}, verdict, evidence)
+
+    results = [
+        result("faulty", CaseVerdict.REPRODUCED, "0.21.0", warned=False),
+        result("faulty", CaseVerdict.REPRODUCED, "0.33.0", warned=True),
+        result("fixed", CaseVerdict.CLEAN, "0.21.0", selected="MARLIN"),
+        result("fixed", CaseVerdict.CLEAN, "0.33.0", selected="VLLM_CUTLASS"),
+    ]
+    assert FAULT.conclude(results) == {
+        "settings_without_a_word": 1,
+        "settings_honoured_by_the_fix": 1,
+        "releases": 2,
+    }
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    def forget() -> None:
+        for name in [one for one in sys.modules if one == "vllm" or one.startswith("vllm.")]:
+            del sys.modules[name]
+
+    forget()
+    monkeypatch.syspath_prepend(str(write(tmp_path)))
+    yield tmp_path
+    forget()
+
+
+def test_an_installed_package_is_asked_with_the_setting_in_its_environment(stub: Path) -> None:
+    one = case("installed", {**SEED, "release": "0.21.0"}, Tier.LIBRARY)
+    seen = FAULT.observe(one, FAULT.installed(one)).evidence
+    assert seen == {"selected": "MARLIN", "without": "MARLIN", "refused": "", "warned": True, "advice": ""}
+    flag = case(
+        "installed", {**SEED, "release": "0.21.0", "setting": "--moe-backend marlin", "activation": "silu"}
+    )
+    seen = FAULT.observe(flag, FAULT.installed(flag)).evidence
+    assert (seen["selected"], seen["without"], seen["warned"]) == ("MARLIN", "VLLM_CUTLASS", False)
+
+
+def test_a_point_about_another_release_is_skipped(stub: Path) -> None:
+    one = case("installed", {**SEED, "release": "0.33.0"}, Tier.LIBRARY)
+    with pytest.raises(
+        UnavailableError, match=r"this point is about vLLM 0\.33\.0, and 0\.21\.0 is installed"
+    ):
+        FAULT.installed(one)

@@ -1,0 +1,180 @@
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moedoctor.bench.backends.reference import Reference
+from moedoctor.bench.moe import parity
+from moedoctor.faults.selection.backend_parity import BackendParity, BackendParityParameters
+from moedoctor.faults.selection.backend_parity_lab import observe
+from moedoctor.reference.moe_backend import Prepared
+from moedoctor.reference.moe_layer import Layer
+from moedoctor.reference.token_agreement import Bounds
+from moedoctor.results import (
+    Case,
+    CaseResult,
+    CaseVerdict,
+    Observation,
+    ScenarioVerdict,
+    Tier,
+    UnavailableError,
+)
+from moedoctor.runner.verdicts import decide
+
+FAULT = BackendParity()
+
+
+def case(subject: str, **parameters: str) -> Case:
+    values = {"backend": "MARLIN", "quantization": "nvfp4", "tokens": 5, **parameters}
+    return Case("PARITY", subject, Tier.MODEL, BackendParityParameters(**values).model_dump())
+
+
+def judged(subject: str, **parameters: str) -> tuple[CaseVerdict, str]:
+    one = case(subject, **parameters)
+    judgement = FAULT.judge(one, FAULT.observe(one, getattr(FAULT, subject)(one)))
+    return judgement.verdict, judgement.figure
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"backend": "MARLIN"},
+        {"backend": "EMULATION", "activation": "relu2"},
+        {"backend": "TRITON", "quantization": "fp8"},
+        {"backend": "TRITON", "quantization": "bf16"},
+        {"backend": "EMULATION", "ids": "duplicates"},
+        {"backend": "MARLIN", "ids": "empty"},
+    ],
+)
+def test_control_and_fix(parameters: dict[str, str]) -> None:
+    verdict, figure = judged("faulty", **parameters)
+    assert verdict is CaseVerdict.REPRODUCED
+    noticed, planted = figure.split(" planted")[0].split(" of ")
+    assert noticed == planted
+    assert judged("fixed", **parameters)[0] is CaseVerdict.CLEAN
+
+
+def test_a_harness_that_misses_a_planted_fault_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds as loose as those of a harness that only looks at direction."""
+    lax = Bounds(cosine=0.9, norm=math.inf, element=math.inf, matched=0, worst=math.inf)
+    monkeypatch.setattr(parity, "bounds_of", lambda activations: lax)
+    verdict, figure = judged("faulty")
+    assert verdict is CaseVerdict.CLEAN
+    assert "half_output" in figure
+
+
+def test_a_harness_that_refuses_a_right_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    strict = Bounds(cosine=1.1, norm=0, element=0, matched=1, worst=0)
+    monkeypatch.setattr(parity, "bounds_of", lambda activations: strict)
+    verdict, figure = judged("faulty")
+    assert verdict is CaseVerdict.CLEAN
+    assert "a right result was refused" in figure
+
+
+def seen(**changed: object) -> Observation:
+    one = case("fixed")
+    return Observation({**FAULT.observe(one, FAULT.fixed(one)).evidence, **changed})
+
+
+def test_a_wrong_backend_is_named_with_its_tokens() -> None:
+    judgement = FAULT.judge(case("installed"), seen(reason="cosine 0.1 at token 3", wrong_tokens=2))
+    assert judgement.verdict is CaseVerdict.REPRODUCED
+    assert judgement.figure == "2 of 5 tokens wrong: cosine 0.1 at token 3"
+
+
+@pytest.mark.parametrize("reason", [None, "cosine 0.1 at token 3"])
+def test_a_harness_that_does_not_see_says_nothing_of_an_installed_backend(reason: str | None) -> None:
+    found = seen(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
+    judgement = FAULT.judge(case("installed"), found)
+    assert judgement.verdict is CaseVerdict.ERROR, "neither right nor convicted"
+    assert judgement.reason == "the comparison did not notice stale_row"
+
+
+@pytest.mark.parametrize("reason", [None, "cosine 0.1 at token 3"])
+def test_a_harness_that_does_not_see_fails_the_scenario(reason: str | None) -> None:
+    found = seen(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
+    results = []
+    for subject in ("faulty", "fixed", "installed"):
+        one = case(subject)
+        # The control itself is as it should be: it is the fix whose comparison is blind.
+        judgement = FAULT.judge(one, seen() if subject == "faulty" else found)
+        results.append(
+            CaseResult(subject, one.tier, one.parameters, judgement.verdict, figure=judgement.figure)
+        )
+    verdict, why = decide(FAULT, results, {"faulty": CaseVerdict.REPRODUCED, "fixed": CaseVerdict.CLEAN})
+    assert verdict is ScenarioVerdict.FAILED
+    assert "the comparison did not notice stale_row" in (why or "")
+
+
+def test_what_is_not_deterministic_is_said() -> None:
+    assert "not the same bits" in FAULT.judge(case("fixed"), seen(deterministic=False)).figure
+
+
+def test_a_backend_that_cannot_run_is_skipped_with_its_reason() -> None:
+    one = case("installed")
+    with pytest.raises(UnavailableError, match="needs an NVIDIA GPU"):
+        FAULT.observe(one, FAULT.installed(one))
+
+
+class Forgetful(Reference):
+    """Takes a duplicate once, or an empty slot for expert 0."""
+
+    def prepare(self, layer: Layer) -> Prepared:
+        right = super().prepare(layer)
+
+        class Call(Prepared):
+            def __call__(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+                twice = ids[:, :1] == ids[:, 1:]  # [T, 1]
+                once = torch.cat((torch.ones_like(twice), ~twice), 1)  # [T, 2]
+                return right(x, torch.where(once, w, 0.0), ids.clamp(min=0))
+
+        return Call()
+
+
+@pytest.mark.parametrize("ids", ["duplicates", "empty"])
+def test_a_backend_that_is_wrong_with_unusual_ids_alone_is_noticed(ids: str) -> None:
+    for kind, verdict in (("distinct", CaseVerdict.CLEAN), (ids, CaseVerdict.REPRODUCED)):
+        one = case("installed", ids=kind)
+        parameters = BackendParityParameters.model_validate(dict(one.parameters))
+        found = observe(parameters, "cpu", Forgetful("nvfp4"), True)
+        assert FAULT.judge(one, found).verdict is verdict
+
+
+def test_a_backend_that_is_not_made_for_empty_slots_is_not_given_any() -> None:
+    class Refuses(Reference):
+        def refuses_empty_slots(self) -> str | None:
+            return "no -1"
+
+    parameters = BackendParityParameters.model_validate(dict(case("installed", ids="empty").parameters))
+    with pytest.raises(UnavailableError, match="no -1"):
+        observe(parameters, "cpu", Refuses("nvfp4"), True)
+
+
+def test_conclusions_name_what_was_right_wrong_and_not_run() -> None:
+    def result(verdict: CaseVerdict, backend: str) -> CaseResult:
+        parameters = case("installed", backend=backend).parameters
+        return CaseResult("installed", Tier.KERNEL, parameters, verdict)
+
+    found = FAULT.conclude([result(CaseVerdict.CLEAN, "MARLIN"), result(CaseVerdict.REPRODUCED, "EMULATION")])
+    assert found == {"right": ["MARLIN nvfp4 silu"], "wrong": ["EMULATION nvfp4 silu"]}
+    duplicates = CaseResult(
+        "installed", Tier.KERNEL, case("installed", ids="duplicates").parameters, CaseVerdict.CLEAN
+    )
+    assert FAULT.conclude([duplicates]) == {"right": ["MARLIN nvfp4 silu duplicates"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"backend": "TRITON", "quantization": "nvfp4"}, "nvfp4 has MARLIN"),
+        ({"top_k": 8, "experts": 8}, "must be less than experts"),
+        ({"hidden": 200}, "multiple of 128"),
+        ({"top_k": 1, "ids": "duplicates"}, "at least 2"),
+        ({"tokens": 2, "ids": "empty"}, "at least 3"),
+        ({"backend": "HUMMING"}, "backend"),
+    ],
+)
+def test_what_cannot_be_is_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        BackendParityParameters(**values)

@@ -1,0 +1,177 @@
+"""The engine ``device`` where a call breaks off or another one comes between, as a script.
+
+Triton decides at import whether it interprets, so this needs a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from moedoctor.fixes.cache import device as expert_cache_device
+from moedoctor.fixes.eviction import ONLINE_POLICIES
+from moedoctor.fixes.expert_cache import CachedExperts, ExpertCache
+from moedoctor.kernels.cache.copies import Transfer
+
+EXPERTS, SLOTS = 12, 4
+WEIGHTS = {
+    "w": torch.randn(EXPERTS, 8, generator=torch.Generator().manual_seed(0)),
+    "bias": torch.randn(EXPERTS, 3, generator=torch.Generator().manual_seed(1)).bfloat16(),
+}
+IDS = torch.tensor([[1, 2, 3]])
+MANY = torch.tensor([[0, 1, 2, 3, 4, 5]])
+CALLS: dict[str, Callable[[ExpertCache], Any]] = {
+    "acquire": lambda cache: cache.acquire(IDS),
+    "groups": lambda cache: list(cache.groups(MANY)),
+    "overlap": lambda cache: list(cache.groups(IDS, overlap=True)),
+    "prefetch": lambda cache: cache.prefetch(IDS),
+    "seed": lambda cache: cache.seed(IDS),
+}
+
+
+def new(policy: str = "lfru", engine: str = "device") -> ExpertCache:
+    cache = ExpertCache(WEIGHTS, SLOTS, policy=policy, engine=engine, device="cpu")
+    cache.acquire(torch.tensor([[9, 1]]))
+    return cache
+
+
+def assert_true(cache: ExpertCache) -> None:
+    """Mapping, slots and bytes agree."""
+    mapping = cache.mapping.tolist()  # first: to ask for the residents mends what is torn
+    held = cache.resident()
+    mapped = [held.index(expert) if expert in held else -1 for expert in range(EXPERTS)]
+    assert mapping == mapped
+    for slot, expert in enumerate(held):
+        for name, tensor in WEIGHTS.items():
+            assert expert < 0 or torch.equal(cache.weights[name][slot], tensor[expert]), (slot, expert)
+
+
+def assert_holds(ids: torch.Tensor, held: CachedExperts) -> None:
+    named = held.slot_ids >= 0  # [T, K]
+    for name, tensor in WEIGHTS.items():
+        assert torch.equal(held.weights[name][held.slot_ids[named].long()], tensor[ids[named].long()])
+
+
+class Breaking:
+    """Raises `error` in place of its call number `at`, or right after that call has been carried out."""
+
+    def __init__(self, wrapped: Callable[..., Any], error: BaseException, at: int, after: bool) -> None:
+        self._wrapped, self._error, self._left, self._after = wrapped, error, at, after
+
+    def __call__(self, *given: Any, **named: Any) -> None:
+        self._left -= 1
+        if self._left or self._after:
+            self._wrapped(*given, **named)
+        if not self._left:
+            raise self._error
+
+
+def broken() -> None:
+    """Wherever a call breaks off, the state is true after it, and the next call computes with its experts."""
+    kinds = (torch.OutOfMemoryError("out of memory"), KeyboardInterrupt())
+    for how, call in CALLS.items():
+        for at in (1, 2) if how == "groups" else (1,):
+            for error in kinds:
+                for after in (False, True):
+                    for where in ("copies", "lookup"):
+                        if how == "seed" and where == "lookup":
+                            continue  # it has none
+                        cache = new()
+                        if where == "copies":
+                            owner, name = Transfer, "launch"
+                            real = cache._engine._transfer.launch
+                        else:
+                            owner, name = expert_cache_device, "launch_lookup"
+                            real = expert_cache_device.launch_lookup
+                        with (
+                            mock.patch.object(owner, name, Breaking(real, error, at, after)),
+                            pytest.raises(type(error)) as caught,
+                        ):
+                            call(cache)
+                        assert caught.value is error
+                        assert_true(cache)
+                        assert_holds(IDS, cache.acquire(IDS))
+
+
+def broken_twice() -> None:
+    """A reset that fails too is made up for by the next call, and by whoever looks at the state."""
+    for look in (lambda cache: cache.acquire(IDS), lambda cache: cache.resident()):
+        for second in (RuntimeError("the context is broken"), KeyboardInterrupt()):
+            cache = new()
+            engine = cache._engine
+            first = torch.OutOfMemoryError("out of memory")
+            with (
+                mock.patch.object(Transfer, "launch", mock.Mock(side_effect=first)),
+                mock.patch.object(engine, "_forget_all", mock.Mock(side_effect=second)),
+                pytest.raises(KeyboardInterrupt if type(second) is KeyboardInterrupt else type(first)),
+            ):
+                cache.acquire(IDS)
+            look(cache)
+            assert_true(cache)
+            assert_holds(IDS, cache.acquire(IDS))
+
+
+def policies() -> None:
+    """After a reset the kernel decides as the table of its own state does."""
+    draw = torch.Generator().manual_seed(2)
+    for policy in ONLINE_POLICIES:
+        cache = new(policy)
+        with (
+            mock.patch.object(Transfer, "launch", mock.Mock(side_effect=MemoryError)),
+            pytest.raises(MemoryError),
+        ):
+            cache.acquire(IDS)
+        for _ in range(12):
+            ids = torch.randint(0, EXPERTS, (1, 3), generator=draw)  # [T, K]
+            table = cache._engine.table()
+            table.step(sorted(set(ids.flatten().tolist())))
+            assert_holds(ids, cache.acquire(ids))
+            assert cache.resident() == table.expert_of
+            assert_true(cache)
+
+
+def between() -> None:
+    """Calls between two groups: right, or an error; never a group that lacks experts."""
+    others: dict[str, Callable[[ExpertCache], Any]] = {
+        **CALLS,
+        "begun groups": lambda cache: next(cache.groups(MANY + 6)),
+        "begun overlap": lambda cache: next(cache.groups(IDS + 6, overlap=True)),
+    }
+    for engine in ("device", "host"):
+        for how, other in others.items():
+            cache = new(engine=engine)
+            parts = cache.groups(MANY)
+            first = next(parts)
+            assert_holds(MANY, first)
+            seen = (first.slot_ids >= 0).int()  # [T, K]
+            other(cache)
+            if engine == "device" and how in ("groups", "begun groups"):
+                with pytest.raises(RuntimeError, match=r"another groups\(\) of this cache has begun"):
+                    next(parts)
+            else:
+                for part in parts:
+                    assert_holds(MANY, part)
+                    seen += part.slot_ids >= 0
+                assert bool((seen == 1).all()), (engine, how)
+            assert_true(cache)
+    for other in others.values():
+        cache = new()
+        hits_and_misses = cache.groups(IDS, overlap=True)
+        next(hits_and_misses)
+        other(cache)
+        with pytest.raises(RuntimeError, match="may have evicted the second group's experts"):
+            next(hits_and_misses)
+        assert_true(cache)
+
+
+if __name__ == "__main__":
+    {one.__name__: one for one in (broken, broken_twice, policies, between)}[sys.argv[1]]()

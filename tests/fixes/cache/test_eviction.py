@@ -1,0 +1,269 @@
+"""Policies, the rule that a call is one event, and the optimum."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations, pairwise
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from moedoctor.fixes.cache import policies as _eviction_policies
+from moedoctor.fixes.cache.policies import HALVED_EVERY, Lfru
+from moedoctor.fixes.eviction import (
+    ONLINE_POLICIES,
+    POLICIES,
+    CacheOverflow,
+    CacheStats,
+    SlotTable,
+    replay,
+    simulate,
+)
+from moedoctor.reference.pr37190 import PrRule
+
+EXPERTS = 9
+calls = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=4), max_size=40)
+long_calls = st.integers(0, 1000).map(
+    lambda seed: [
+        [one % EXPERTS for one in random.Random(seed + call).sample(range(40), 3)] for call in range(150)
+    ]
+)
+"""Long enough for `aging` to halve its counts."""
+
+
+def _key(policy: str, uses: int, last: int, now: int, expert: int) -> tuple[float, ...]:
+    """The policies as the module states them."""
+    if policy == "lru":
+        return (last, expert)
+    if policy in ("lfu", "aging"):
+        return (uses, last, expert)
+    return (uses / (now - last + 1), uses, expert)
+
+
+class Naive:
+    """The same rule with nothing to make it fast; it knows residents, not slots."""
+
+    def __init__(self, capacity: int, policy: str) -> None:
+        self.capacity, self.policy, self.now = capacity, policy, 0
+        self.uses: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        self.known: dict[int, int] = {}
+
+    def call(self, needed: set[int]) -> int:
+        self.now += 1
+        if self.policy == "aging" and self.now % HALVED_EVERY == 0:
+            self.uses, self.known = (
+                {expert: count // 2 for expert, count in one.items()} for one in (self.uses, self.known)
+            )
+        misses = needed - set(self.uses)
+        others = sorted(
+            set(self.uses) - needed,
+            key=lambda one: _key(self.policy, self.uses[one], self.last[one], self.now, one),
+        )
+        for victim in others[: max(len(self.uses) + len(misses) - self.capacity, 0)]:
+            del self.last[victim]
+            self.known[victim] = self.uses.pop(victim)
+        for expert in needed:
+            start = self.known.get(expert, 0) if self.policy == "aging" else 0
+            self.uses[expert] = self.uses.get(expert, start) + 1
+            self.last[expert] = self.now
+        return len(misses)
+
+
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+@given(trace=st.one_of(calls, long_calls), capacity=st.integers(4, EXPERTS))
+def test_decisions_are_those_of_the_plain_rule(policy: str, trace: list[list[int]], capacity: int) -> None:
+    table, naive = SlotTable(EXPERTS, capacity, policy), Naive(capacity, policy)
+    for call in trace:
+        needed = sorted(set(call))
+        assert table.step(needed) == naive.call(set(needed))
+        assert {one for one in table.expert_of if one >= 0} == set(naive.uses)
+
+
+def skewed(seed: int, experts: int, calls: int) -> list[list[int]]:
+    """A few experts are needed often, and most now and then: residents grow old, and used often."""
+    draw = random.Random(seed)
+    weights = [1 / (rank + 1) for rank in range(experts)]
+    return [draw.choices(range(experts), weights, k=4) for _ in range(calls)]
+
+
+@pytest.mark.parametrize("capacity", [5, 30, 90])
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+def test_decisions_among_many_are_those_of_the_plain_rule(policy: str, capacity: int) -> None:
+    table, naive = SlotTable(120, capacity, policy), Naive(capacity, policy)
+    for call in skewed(0, 120, 1500):
+        needed = sorted(set(call))
+        assert table.step(needed) == naive.call(set(needed))
+        assert {one for one in table.expert_of if one >= 0} == set(naive.uses)
+
+
+@pytest.mark.parametrize("capacity", [30, 90])
+def test_the_order_that_lfru_keeps_does_not_change_decisions(
+    capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every look counts, so that residents are ordered anew again and again, for higher ages and lower."""
+    monkeypatch.setattr(_eviction_policies, "_FEW", 0)
+    ages, choose = [], Lfru._choose_age
+
+    def noted(self: Lfru, age: int, uses: Sequence[int]) -> None:
+        ages.append(age)
+        choose(self, age, uses)
+
+    monkeypatch.setattr(Lfru, "_choose_age", noted)
+    test_decisions_among_many_are_those_of_the_plain_rule("lfru", capacity)
+    steps = [later - age for age, later in pairwise(ages)]
+    assert min(steps) < 0 < max(steps)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(trace=calls, capacity=st.integers(1, EXPERTS + 1))
+def test_no_call_loses_an_expert(policy: str, trace: list[list[int]], capacity: int) -> None:
+    stats = simulate(trace, num_experts=EXPERTS, capacity=capacity, policy=policy)
+    assert stats.wrong == 0
+    assert stats.calls == len(trace)
+    assert stats.accesses == sum(len(set(call)) for call in trace)
+    assert stats.misses >= len({one for call in trace for one in call})
+
+
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+@given(trace=calls, capacity=st.integers(1, EXPERTS))
+def test_slots_are_never_shared(policy: str, trace: list[list[int]], capacity: int) -> None:
+    table = SlotTable(EXPERTS, capacity, policy)
+    for call in trace:
+        for part in table.split(call):
+            plan = table.plan(part)
+            assert len({load.slot for load in plan.loads}) == len(plan.loads)
+            for expert in part:
+                assert table.expert_of[table.slot_of[expert]] == expert
+            held = [slot for slot in table.slot_of if slot >= 0]
+            assert len(held) == len(set(held)) == sum(one >= 0 for one in table.expert_of)
+
+
+def test_the_rule_of_the_pr_is_caught() -> None:
+    """8 slots, 16 experts, 4 a call: experts that were just placed have the lowest score and leave again."""
+    draw = random.Random(0)
+    trace = [draw.sample(range(16), 4) for _ in range(400)]
+    assert replay(trace, PrRule(16, 8)).wrong > 0
+    assert replay(trace, SlotTable(16, 8, "lfru")).wrong == 0
+
+
+def test_a_trace_by_hand() -> None:
+    """Two slots. LRU drops 0 for 2, then 1 for 0; LFU and LFRU keep 0, which was used twice."""
+    trace = [[0], [0], [1], [2], [0]]
+    counts = {policy: simulate(trace, num_experts=3, capacity=2, policy=policy).misses for policy in POLICIES}
+    assert counts == {"lru": 4, "lfu": 3, "lfru": 3, "aging": 3, "belady": 3}
+
+
+def test_aging_remembers_who_left_and_forgets_by_halves() -> None:
+    """Two slots. 0 leaves after two uses and comes back: LFU takes it for new, `aging` does not."""
+    trace = [[0], [0], [1], [1], [1], [2], [2], [2], [0], [3]]
+    tables = {policy: SlotTable(4, 2, policy) for policy in ("lfu", "aging")}
+    for table in tables.values():
+        for call in trace:
+            table.step(call)
+    assert sorted(tables["lfu"].expert_of) == [2, 3]
+    assert sorted(tables["aging"].expert_of) == [0, 3]
+    for _ in range(HALVED_EVERY - len(trace)):
+        tables["aging"].step([3])
+    assert tables["aging"].uses[:3] == [1, 1, 1]
+
+
+def test_age_outweighs_frequency_in_lfru_alone() -> None:
+    """Expert 0: used 3 times, long ago, 3 / 7. Expert 1: used once, in the last call, 1 / 2."""
+    trace = [[0], [0], [0], [2], [2], [2], [2], [2], [1], [3]]
+    table = {policy: SlotTable(4, 3, policy) for policy in ONLINE_POLICIES}
+    for one in table.values():
+        for call in trace:
+            one.step(call)
+    assert [sorted(table[policy].expert_of) for policy in ("lru", "lfu", "lfru")] == [
+        [1, 2, 3],
+        [0, 2, 3],
+        [1, 2, 3],
+    ]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2), max_size=7),
+    st.integers(2, 3),
+)
+def test_belady_is_the_brute_force_optimum(trace: list[list[int]], capacity: int) -> None:
+    needed = [frozenset(call) for call in trace]
+
+    @cache
+    def fewest(index: int, resident: frozenset[int]) -> int:
+        if index == len(needed):
+            return 0
+        call = needed[index]
+        others = resident - call
+        kept = min(len(others), capacity - len(call))
+        return len(call - resident) + min(
+            fewest(index + 1, call | frozenset(rest)) for rest in combinations(sorted(others), kept)
+        )
+
+    assert simulate(trace, num_experts=5, capacity=capacity, policy="belady").misses == fewest(0, frozenset())
+
+
+@given(trace=calls, capacity=st.integers(4, EXPERTS))
+def test_no_policy_beats_belady(trace: list[list[int]], capacity: int) -> None:
+    misses = {
+        one: simulate(trace, num_experts=EXPERTS, capacity=capacity, policy=one).misses for one in POLICIES
+    }
+    assert misses["belady"] == min(misses.values())
+
+
+def test_more_experts_than_slots_raise_and_change_nothing() -> None:
+    table = SlotTable(8, 2, "lru")
+    table.step([0, 1])
+    with pytest.raises(CacheOverflow, match="needs 3 experts and the cache has 2 slots") as caught:
+        table.plan([1, 2, 3])
+    assert (caught.value.needed, caught.value.capacity) == (3, 2)
+    assert (table.expert_of, table.clock) == ([0, 1], 1)
+    assert table.split([5, 1, 7, 0, 1, -1]) == [[0, 1], [5, 7]]
+
+
+def test_a_forgotten_expert_leaves_a_free_slot() -> None:
+    table = SlotTable(8, 2, "lfru")
+    table.step([3, 4])
+    table.forget(3)
+    table.forget(3)
+    assert (table.expert_of, table.slot_of[3]) == ([-1, 4], -1)
+    assert table.plan([5]).loads == [(5, 0)]
+    assert table.expert_of == [5, 4]
+
+
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+@given(trace=calls, capacity=st.integers(4, EXPERTS))
+def test_a_restored_table_goes_on_alike(policy: str, trace: list[list[int]], capacity: int) -> None:
+    table = SlotTable(EXPERTS, capacity, policy)
+    for index, call in enumerate(trace):
+        if index == len(trace) // 2:
+            table = SlotTable.restored(capacity, policy, table.slot_of, table.uses, table.last, table.clock)
+        table.step(sorted(set(call)))
+    whole = SlotTable(EXPERTS, capacity, policy)
+    for call in trace:
+        whole.step(sorted(set(call)))
+    assert table.expert_of == whole.expert_of
+
+
+@pytest.mark.parametrize(
+    ("trace", "options", "message"),
+    [
+        ([[0, 9]], {}, "call 0 needs expert 9, but there are 9 experts"),
+        ([[1], [-2]], {}, "call 1 holds expert -2"),
+        ([[0]], {"policy": "fifo"}, "policy must be one of lru, lfu, lfru, aging, belady, got 'fifo'"),
+        ([[0]], {"capacity": 0}, "at least 1"),
+        ([[0]], {"capacity": 0, "policy": "belady"}, "at least 1"),
+    ],
+)
+def test_wrong_arguments_are_named(trace: list[list[int]], options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulate(trace, **({"num_experts": EXPERTS, "capacity": 4} | options))
+
+
+def test_ids_of_none_and_empty_calls() -> None:
+    stats = simulate([[-1, 3, 3], [], [-1]], num_experts=4, capacity=2)
+    assert stats == CacheStats(calls=3, hits=0, misses=1)
+    assert CacheStats(0, 0, 0).hit_rate == 1.0

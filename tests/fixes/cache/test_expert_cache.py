@@ -1,0 +1,223 @@
+"""The expert cache on the CPU, with the engines ``host`` and ``resident``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from moedoctor.fixes.cache.host import HostEngine
+from moedoctor.fixes.eviction import ONLINE_POLICIES, Load, SlotTable, simulate
+from moedoctor.fixes.expert_cache import (
+    CacheBusy,
+    CachedExperts,
+    CacheOverflow,
+    ExpertCache,
+)
+from moedoctor.reference.pr37190 import PrRule
+
+EXPERTS = 10
+WEIGHTS = {
+    "w13": torch.randn(EXPERTS, 6, 4, generator=torch.Generator().manual_seed(0)),
+    "w2": torch.randn(EXPERTS, 4, 3, generator=torch.Generator().manual_seed(1)).bfloat16(),
+    "w2_scale": torch.rand(EXPERTS, generator=torch.Generator().manual_seed(2)),
+    "w13_bias": torch.randint(0, 255, (EXPERTS, 5), generator=torch.Generator().manual_seed(3)).to(
+        torch.uint8
+    ),
+}
+id_rows = st.lists(st.lists(st.integers(-1, EXPERTS - 1), min_size=3, max_size=3), min_size=1, max_size=3)
+
+
+def assert_holds(
+    ids: torch.Tensor, held: CachedExperts, weights: Mapping[str, torch.Tensor] = WEIGHTS
+) -> None:
+    """Each slot that `held` names has the bytes of its expert."""
+    named = held.slot_ids >= 0  # [T, K]
+    for name, tensor in weights.items():
+        got = held.weights[name][held.slot_ids[named].long()]
+        assert torch.equal(got.contiguous().view(torch.uint8), tensor[ids[named].long()].view(torch.uint8)), (
+            name
+        )
+
+
+def assert_consistent(cache: ExpertCache) -> None:
+    """Mapping, slots and bytes agree."""
+    held = cache.resident()
+    slots = [held.index(expert) if expert in held else -1 for expert in range(EXPERTS)]
+    assert cache.mapping.tolist() == slots
+    for slot, expert in enumerate(held):
+        for name in WEIGHTS:
+            assert expert < 0 or torch.equal(cache.weights[name][slot], WEIGHTS[name][expert])
+
+
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+@given(rows=st.lists(id_rows, max_size=12), capacity=st.integers(1, EXPERTS + 2))
+def test_every_call_gets_its_experts(policy: str, rows: list[Any], capacity: int) -> None:
+    cache = ExpertCache(WEIGHTS, capacity, policy=policy, engine="host", device="cpu")
+    addresses = {name: tensor.data_ptr() for name, tensor in cache.weights.items()}, cache.mapping.data_ptr()
+    for row in rows:
+        ids = torch.tensor(row, dtype=torch.int32)  # [T, K]
+        seen = torch.zeros_like(ids)
+        for part in cache.groups(ids):
+            assert_holds(ids, part)
+            seen += part.slot_ids >= 0
+        assert torch.equal(seen, (ids >= 0).int()), "each id is in one group"
+        assert_consistent(cache)
+    trace = [list(chain(*row)) for row in rows]
+    expected = simulate(trace, num_experts=EXPERTS, capacity=capacity, policy=policy)
+    stats = cache.stats
+    assert (stats.calls, stats.hits, stats.misses) == (expected.calls, expected.hits, expected.misses)
+    assert addresses == (
+        {name: tensor.data_ptr() for name, tensor in cache.weights.items()},
+        cache.mapping.data_ptr(),
+    )
+
+
+def test_the_rule_of_the_pr_is_caught_by_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the PR's rule switched in, the check above finds a slot that holds another expert."""
+    rule = PrRule(EXPERTS, 4)
+
+    def plan(self: SlotTable, experts: list[int]) -> Any:
+        rule.step(experts)
+        self.slot_of[:] = rule.slot_of
+        return type("Plan", (), {"hits": 0, "loads": [Load(*one) for one in rule.loads]})
+
+    monkeypatch.setattr(SlotTable, "plan", plan)
+    cache = ExpertCache(WEIGHTS, 4, engine="host", device="cpu")
+    draw = torch.Generator().manual_seed(0)
+
+    def calls() -> None:
+        for _ in range(200):
+            ids = torch.randperm(EXPERTS, generator=draw)[:4][None]
+            assert_holds(ids, cache.acquire(ids))
+
+    with pytest.raises(AssertionError):
+        calls()
+
+
+def test_resident_where_every_expert_fits() -> None:
+    cache = ExpertCache(WEIGHTS, EXPERTS, device="cpu")
+    ids = torch.tensor([[9, -1, 0]])
+    held = cache.acquire(ids)
+    assert cache.engine == "resident"
+    assert torch.equal(held.slot_ids, ids)
+    assert_holds(ids, held)
+    assert cache.mapping.tolist() == cache.resident() == list(range(EXPERTS))
+    assert len(list(cache.groups(ids))) == 1
+    for call in (cache.acquire, cache.prefetch, cache.seed, lambda one: next(cache.groups(one))):
+        for wrong, message in (([[0, 10]], "expert 10 of 10"), ([[-5, 1]], "-5 is no expert")):
+            with pytest.raises(ValueError, match=f"ids: {message}"):
+                call(torch.tensor(wrong))
+    cache.prefetch(ids)
+    cache.seed(ids)
+    assert cache.stats.misses == 0
+
+
+def test_overflow_names_needed_and_capacity_and_changes_nothing() -> None:
+    cache = ExpertCache(WEIGHTS, 2, engine="host", device="cpu")
+    cache.acquire(torch.tensor([[0, 1]]))
+    with pytest.raises(
+        CacheOverflow, match="needs 3 experts and the cache has 2 slots: use groups"
+    ) as caught:
+        cache.acquire(torch.tensor([[0, 4], [5, -1]]))
+    assert caught.value.needed == 3
+    assert cache.resident() == [0, 1]
+    assert cache.stats.calls == 1
+
+
+def test_groups_run_resident_experts_first() -> None:
+    cache = ExpertCache(WEIGHTS, 2, engine="host", device="cpu")
+    cache.acquire(torch.tensor([[5, 7]]))
+    ids = torch.tensor([[1, 5, 7, -1, 2]])
+    first, *others = [part.slot_ids.tolist()[0] for part in cache.groups(ids)]
+    assert [slot >= 0 for slot in first] == [False, True, True, False, False]
+    assert [[slot >= 0 for slot in other] for other in others] == [[True, False, False, False, True]]
+    assert cache.stats.calls == 2
+
+
+class Interrupted(HostEngine):
+    """A host engine whose copies fail on demand."""
+
+    fail_at = -1
+
+    def _copy(self, load: Load) -> None:
+        self.fail_at -= 1
+        if self.fail_at == 0:
+            self.slots["w13"][load.slot] = torch.nan  # half a copy
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        super()._copy(load)
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 3])
+def test_out_of_memory_in_the_middle_leaves_a_true_state(
+    monkeypatch: pytest.MonkeyPatch, fail_at: int
+) -> None:
+    monkeypatch.setattr("moedoctor.fixes.cache.host.HostEngine", Interrupted)
+    cache = ExpertCache(WEIGHTS, 4, engine="host", device="cpu")
+    cache.acquire(torch.tensor([[0, 1, 2, 3]]))
+    cache._engine.fail_at = fail_at
+    ids = torch.tensor([[3, 6, 7, 8]])
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.acquire(ids)
+    assert len([one for one in cache.resident() if one >= 0]) == fail_at
+    assert_consistent(cache)
+    assert_holds(ids, cache.acquire(ids))
+    assert_consistent(cache)
+
+
+def test_a_second_thread_inside_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    class Slow(HostEngine):
+        def acquire(self, ids: torch.Tensor) -> CachedExperts:
+            inside.set()
+            assert leave.wait(10)
+            return super().acquire(ids)
+
+    monkeypatch.setattr("moedoctor.fixes.cache.host.HostEngine", Slow)
+    cache = ExpertCache(WEIGHTS, 4, engine="host", device="cpu")
+    ids = torch.tensor([[1, 2]])
+    thread = threading.Thread(target=cache.acquire, args=(ids,))
+    thread.start()
+    try:
+        assert inside.wait(10)
+        for enter in (cache.acquire, cache.prefetch, cache.seed, lambda one: next(cache.groups(one))):
+            with pytest.raises(CacheBusy, match="another thread is inside"):
+                enter(ids)
+    finally:
+        leave.set()
+        thread.join()
+    monkeypatch.undo()
+    assert_holds(ids, cache.acquire(ids))
+
+
+def test_prefetched_experts_hit() -> None:
+    cache = ExpertCache(WEIGHTS, 4, engine="host", device="cpu")
+    cache.prefetch(torch.tensor([3, 4]))
+    ids = torch.tensor([[3, 5]])
+    assert_holds(ids, cache.acquire(ids))
+    stats = cache.stats
+    assert (stats.calls, stats.hits, stats.misses, stats.prefetched) == (1, 1, 1, 2)
+
+
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+@pytest.mark.parametrize("capacity", [5, 2])
+def test_seeding_gives_the_state_after_the_prefill(policy: str, capacity: int) -> None:
+    prefill = torch.randint(0, EXPERTS, (40, 3), generator=torch.Generator().manual_seed(5))  # [T, K]
+    cache = ExpertCache(WEIGHTS, capacity, policy=policy, engine="host", device="cpu")
+    cache.acquire(torch.tensor([[0, 1]]))
+    cache.seed(prefill)
+    table = SlotTable(EXPERTS, capacity, policy)
+    for row in prefill.tolist():
+        for part in table.split(row):
+            table.step(part)
+    assert cache.resident() == table.expert_of
+    assert_consistent(cache)
+    ids = torch.tensor([[0, 9]])
+    assert_holds(ids, cache.acquire(ids))

@@ -1,0 +1,275 @@
+"""The expert cache on a GPU: both engines, CUDA graphs, no synchronisation, prefetch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moedoctor.fixes.eviction import ONLINE_POLICIES, SlotTable
+from moedoctor.fixes.expert_cache import CacheOverflow, ExpertCache
+from moedoctor.fixes.moe.forward import moe_forward
+from moedoctor.fixes.moe.groups import GroupedForward
+from moedoctor.reference.moe import moe_forward as reference
+
+pytestmark = pytest.mark.gpu
+EXPERTS, HIDDEN, INNER = 32, 256, 128
+CAPACITY = 9
+"""And ids of [2, 4] wherever it does not matter: each other number would compile the kernels again."""
+
+
+def _weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    w13 = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=draw) / HIDDEN**0.5  # [E, 2I, H]
+    w2 = torch.randn(EXPERTS, HIDDEN, INNER, generator=draw) / INNER**0.5  # [E, H, I]
+    weights = {
+        "w13": w13.to(dtype),
+        "w2": w2.to(dtype),
+        "w13_bias": torch.randn(EXPERTS, 2 * INNER, generator=draw),
+    }
+    if dtype is torch.float8_e4m3fn:
+        weights |= {name: torch.rand(EXPERTS, generator=draw) + 0.5 for name in ("w13_scale", "w2_scale")}
+    return weights
+
+
+def _assert_holds(weights: dict[str, torch.Tensor], ids: torch.Tensor, held: object) -> None:
+    chosen = ids >= 0
+    for name, tensor in weights.items():
+        got = held.weights[name][held.slot_ids[chosen].long()].cpu()
+        assert torch.equal(got.view(torch.uint8), tensor[ids[chosen].long().cpu()].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("engine", ["device", "host"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_slots_hold_the_bytes_of_the_host(engine: str, dtype: torch.dtype) -> None:
+    weights = _weights(dtype)
+    cache = ExpertCache(weights, CAPACITY, engine=engine)
+    torch.manual_seed(1)
+    for _ in range(30):
+        ids = torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int32, device="cuda")
+        _assert_holds(weights, ids, cache.acquire(ids))
+    stats = cache.stats
+    assert stats.calls == 30
+    assert stats.misses > EXPERTS
+
+
+def test_both_engines_decide_alike() -> None:
+    caches = [ExpertCache(_weights(), CAPACITY, engine=engine) for engine in ("device", "host")]
+    torch.manual_seed(2)
+    for _ in range(40):
+        ids = torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int64, device="cuda")
+        slots = [cache.acquire(ids).slot_ids for cache in caches]
+        assert torch.equal(*slots)
+        assert torch.equal(*(cache.mapping for cache in caches))
+    assert caches[0].stats == caches[1].stats
+
+
+def test_a_graph_of_the_device_engine_follows_the_ids() -> None:
+    weights = _weights()
+    cache = ExpertCache(weights, CAPACITY, engine="device")
+    x = torch.randn(4, HIDDEN, device="cuda").bfloat16()
+    ids = torch.zeros(4, 4, dtype=torch.int32, device="cuda")
+    shares = torch.rand(4, 4, device="cuda")
+
+    def step() -> torch.Tensor:
+        out = torch.zeros(4, HIDDEN, device="cuda")
+        for part in cache.groups(ids):
+            moe_forward(x, part.weights, part.slot_ids, shares, out=out)
+        return out
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    torch.manual_seed(3)
+    for _ in range(20):
+        ids.copy_(torch.randint(0, EXPERTS, (4, 4), dtype=torch.int32))
+        graph.replay()
+        right = reference(x.cpu(), weights, ids.cpu(), shares.cpu())
+        assert torch.allclose(out.cpu(), right, rtol=2e-3, atol=2e-3)
+
+
+def test_the_host_engine_never_overwrites_what_is_still_computed_with() -> None:
+    weights = _weights()
+    cache = ExpertCache(weights, 4, engine="host")
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.manual_seed(4)
+    for _ in range(10):
+        ids = torch.randperm(EXPERTS)[:4].view(1, 4).int()  # on the host: nothing waits for the device
+        held = cache.acquire(ids)
+        for _ in range(4):
+            busy = busy @ busy * 1e-4
+        copies = {name: tensor[held.slot_ids[0].long()].clone() for name, tensor in held.weights.items()}
+        cache.acquire(torch.randperm(EXPERTS)[:4].view(1, 4).int())
+        for name, tensor in weights.items():
+            assert torch.equal(copies[name].cpu(), tensor[ids[0].long()]), name
+
+
+@pytest.mark.parametrize("engine", ["device", "host"])
+def test_prefetched_experts_are_there(engine: str) -> None:
+    weights = _weights()
+    cache = ExpertCache(weights, CAPACITY, engine=engine)
+    for start in range(0, 24, 8):
+        ids = torch.arange(start, start + 8, dtype=torch.int32, device="cuda").view(2, 4)
+        cache.prefetch(ids)
+        _assert_holds(weights, ids, cache.acquire(ids))
+    assert cache.stats.misses == 0
+    assert cache.stats.prefetched == 24
+
+
+def test_a_capacity_of_all_experts_is_resident() -> None:
+    cache = ExpertCache(_weights(), EXPERTS)
+    ids = torch.tensor([[3, -1, 31]], device="cuda")
+    assert cache.engine == "resident"
+    assert torch.equal(cache.acquire(ids).slot_ids, ids)
+    _assert_holds(_weights(), ids, cache.acquire(ids))
+
+
+def test_the_device_engine_refuses_by_shape() -> None:
+    cache = ExpertCache(_weights(), CAPACITY, engine="device")
+    with pytest.raises(CacheOverflow, match="up to 16 experts and the cache has 9 slots"):
+        cache.acquire(torch.zeros(4, 4, dtype=torch.int32, device="cuda"))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_forward_against_the_reference(tokens: int, dtype: torch.dtype) -> None:
+    weights = _weights(dtype)
+    device = {name: tensor.cuda() for name, tensor in weights.items()}
+    torch.manual_seed(5)
+    x = torch.randn(tokens, HIDDEN).bfloat16()
+    ids = torch.randint(-1, EXPERTS, (tokens, 4), dtype=torch.int32)
+    ids[tokens // 2 :, 0] = 3  # more rows than one tile has, and more than a tall one
+    shares = torch.rand(tokens, 4)
+    out = moe_forward(x.cuda(), device, ids.cuda(), shares.cuda())
+    right = reference(x, weights, ids, shares)
+    assert float((out.cpu() - right).norm() / right.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_hits_are_computed_while_misses_are_copied(packed: bool) -> None:
+    draw = torch.Generator().manual_seed(6)
+    weights = {
+        "w13": (torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=draw) / 16).bfloat16(),
+        "w2": (torch.randn(EXPERTS, HIDDEN, INNER, generator=draw) / 11).bfloat16(),
+    }
+    cache = ExpertCache(weights, CAPACITY, engine="device", packed=packed)
+    x = torch.randn(2, HIDDEN, device="cuda").bfloat16()
+    shares = torch.rand(2, 4, device="cuda")
+    ids = torch.zeros(2, 4, dtype=torch.int32, device="cuda")
+
+    def step() -> torch.Tensor:
+        out = torch.zeros(2, HIDDEN, device="cuda")
+        for part in cache.groups(ids, overlap=True):
+            moe_forward(x, part.weights, part.slot_ids, shares, out=out)
+        return out
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(30):
+        ids.copy_(torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int32))
+        graph.replay()
+        right = reference(x.cpu(), weights, ids.cpu(), shares.cpu())
+        assert torch.allclose(out.cpu(), right, rtol=1e-3, atol=1e-4)
+        _assert_holds(weights, ids, cache.acquire(ids))
+
+
+@pytest.mark.parametrize("engine", ["device", "host"])
+def test_a_call_in_groups_is_that_of_one_call_bit_by_bit(engine: str) -> None:
+    weights = _weights()
+    every = {name: tensor.cuda() for name, tensor in weights.items()}
+    cache = ExpertCache(weights, CAPACITY, engine=engine)
+    torch.manual_seed(7)
+    x = torch.randn(200, HIDDEN, device="cuda").bfloat16()
+    shares = torch.rand(200, 4, device="cuda")
+    for _ in range(3):
+        ids = torch.randint(-1, EXPERTS, (200, 4), dtype=torch.int32, device="cuda")
+        call = GroupedForward(x, ids, shares, EXPERTS)
+        for part in cache.groups(ids):
+            call.add(part.weights, part.experts)
+        assert torch.equal(call.total(), moe_forward(x, every, ids, shares))
+
+
+@pytest.mark.parametrize("size", [4, 8, 12])
+def test_groups_beside_each_other_give_the_bits_of_one_call(size: int) -> None:
+    """Inputs are written just before and weights over right after: nothing may run too early or too late."""
+    every = {name: tensor.cuda() for name, tensor in _weights().items()}
+    torch.manual_seed(7)
+    shares = torch.rand(1200, 4, device="cuda")
+    for _ in range(5):
+        x = torch.randn(1200, HIDDEN, device="cuda").bfloat16()
+        ids = torch.randint(-1, EXPERTS, (1200, 4), dtype=torch.int32, device="cuda")
+        whole = moe_forward(x, every, ids, shares)
+        copies = {name: torch.zeros_like(tensor) for name, tensor in every.items()}
+        experts = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
+        parts = [
+            ({name: one[at : at + size] for name, one in copies.items()}, experts[at : at + size])
+            for at in range(0, EXPERTS, size)
+        ]
+        call = GroupedForward(x, ids, shares, EXPERTS)
+        torch.cuda._sleep(2_000_000)
+        for name, tensor in every.items():
+            copies[name].copy_(tensor)
+        call.add_resident(parts)
+        for tensor in copies.values():
+            tensor.zero_()
+        assert torch.equal(call.total(), whole)
+
+
+def test_groups_beside_each_other_are_one_graph_of_the_same_bits() -> None:
+    every = {name: tensor.cuda() for name, tensor in _weights().items()}
+    torch.manual_seed(8)
+    x = torch.randn(1200, HIDDEN, device="cuda").bfloat16()
+    ids = torch.randint(-1, EXPERTS, (1200, 4), dtype=torch.int32, device="cuda")
+    shares = torch.rand(1200, 4, device="cuda")
+    experts = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
+    parts = [
+        ({name: one[at : at + 8] for name, one in every.items()}, experts[at : at + 8])
+        for at in range(0, EXPERTS, 8)
+    ]
+
+    def step() -> torch.Tensor:
+        call = GroupedForward(x, ids, shares, EXPERTS)
+        call.add_resident(parts)
+        return call.total()
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(5):
+        x.normal_()
+        ids.copy_(torch.randint(-1, EXPERTS, (1200, 4), dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, moe_forward(x, every, ids, shares))
+
+
+def test_a_group_that_is_refused_leaves_the_stream_in_order() -> None:
+    every = {name: tensor.cuda() for name, tensor in _weights().items()}
+    x = torch.randn(300, HIDDEN, device="cuda").bfloat16()
+    ids = torch.randint(0, EXPERTS, (300, 4), dtype=torch.int32, device="cuda")
+    call = GroupedForward(x, ids, torch.rand(300, 4, device="cuda"), EXPERTS)
+    experts = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
+    call.add_resident([(every, experts), (every, experts)])  # compiles, outside the capture
+    # The end of a capture raises where a stream has not come back.
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(ValueError, match="experts must be int32"):
+        call.add_resident([(every, experts), (every, experts), (every, experts.long())])
+
+
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+def test_the_kernel_decides_as_the_table_does(policy: str) -> None:
+    cache = ExpertCache(_weights(), CAPACITY, engine="device", policy=policy)
+    table = SlotTable(EXPERTS, CAPACITY, policy)
+    draw = torch.Generator().manual_seed(8)
+    for _ in range(120):  # `aging` halves its counts twice
+        ids = torch.randint(0, EXPERTS, (2, 4), generator=draw, dtype=torch.int32)
+        table.step(sorted(set(ids.flatten().tolist())))
+        cache.acquire(ids.cuda())
+    assert cache.resident() == table.expert_of

@@ -1,0 +1,104 @@
+"""A MoE layer over slots on the CPU: sums of groups, and errors. Its kernels: tests/kernels/test_cache.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from moedoctor.fixes.expert_cache import ExpertCache
+from moedoctor.fixes.moe.forward import group_bound, moe_forward
+from moedoctor.reference.moe import moe_forward as reference
+
+EXPERTS, HIDDEN, INNER = 12, 8, 6
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {
+        "w13": torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=draw),
+        "w2": torch.randn(EXPERTS, HIDDEN, INNER, generator=draw),
+    }
+
+
+WEIGHTS = _weights()
+
+
+def _grouped(cache: ExpertCache, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(x.shape)
+    for part in cache.groups(ids):
+        moe_forward(x, part.weights, part.slot_ids, shares, out=out)
+    return out
+
+
+@given(
+    seed=st.integers(0, 2**31), tokens=st.integers(1, 6), top_k=st.integers(1, 8), capacity=st.integers(1, 6)
+)
+def test_groups_are_within_the_bound_of_one_call(seed: int, tokens: int, top_k: int, capacity: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, generator=draw)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=draw)[:top_k] for _ in range(tokens)])
+    shares = torch.rand(tokens, top_k, generator=draw)
+    whole = reference(x, WEIGHTS, ids, shares)
+    cache = ExpertCache(WEIGHTS, capacity, engine="host", device="cpu")
+    parts = _grouped(cache, x, ids, shares)
+    each = [
+        reference(x, WEIGHTS, torch.where(torch.arange(top_k) == lane, ids, -1), shares).abs()
+        for lane in range(top_k)
+    ]
+    # The CPU's products differ with the rows that they are computed with; the bound is about the sum.
+    slack = 1e-6
+    assert bool(((parts - whole).abs() <= (group_bound(top_k) + slack) * sum(each)).all())
+
+
+def test_one_expert_a_token_is_equal_bit_by_bit() -> None:
+    x, shares = torch.randn(1, HIDDEN), torch.rand(1, 1)
+    cache = ExpertCache(WEIGHTS, 1, engine="host", device="cpu")
+    for expert in range(EXPERTS):
+        ids = torch.tensor([[expert]])
+        assert torch.equal(_grouped(cache, x, ids, shares), moe_forward(x, WEIGHTS, ids, shares))
+    assert group_bound(1) == 0.0
+    assert group_bound(8) == pytest.approx(14 * 2**-24, rel=1e-5)
+
+
+def test_out_is_added_to_and_returned() -> None:
+    x, ids, shares = torch.randn(2, HIDDEN), torch.tensor([[1], [2]]), torch.ones(2, 1)
+    out = torch.ones(2, HIDDEN)
+    assert moe_forward(x, WEIGHTS, ids, shares, out=out) is out
+    assert torch.equal(out, 1 + moe_forward(x, WEIGHTS, ids, shares))
+
+
+FINE: dict[str, Any] = {
+    "x": torch.zeros(2, HIDDEN),
+    "weights": WEIGHTS,
+    "slot_ids": torch.zeros(2, 1, dtype=torch.int32),
+    "topk_weights": torch.ones(2, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"activation": "gelu"}, "activation must be one of silu, relu2, got 'gelu'"),
+        ({"weights": {"w2": WEIGHTS["w2"]}}, "weights lacks w13; it holds w2"),
+        ({"activation": "relu2"}, r"weights\['w13'\] must be \(12, 6, 8\) for w2, got \(12, 12, 8\)"),
+        ({"weights": WEIGHTS | {"w2_bias": torch.zeros(12)}}, r"weights\['w2_bias'\] must be \(12, 8\)"),
+        (
+            {"weights": WEIGHTS | {"w13": WEIGHTS["w13"].to(torch.float8_e4m3fn)}},
+            "is float8 and has no w13_scale",
+        ),
+        ({"x": torch.zeros(2, 9)}, r"x must be \[T, 8\] for w2"),
+        ({"topk_weights": torch.ones(2, 2)}, r"slot_ids and topk_weights must be \[2, K\]"),
+        ({"out": torch.zeros(2, HIDDEN).bfloat16()}, "out must be contiguous float32"),
+        (
+            {"weights": WEIGHTS | {"w2": WEIGHTS["w2"].transpose(1, 2).contiguous().transpose(1, 2)}},
+            "must be contiguous",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(given_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        moe_forward(**(FINE | given_))

@@ -1,0 +1,324 @@
+"""Weight offload of modules of any build: the same bits, or an error that says who reads what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
+
+from moedoctor.fixes.offload.layers import find_layers
+from moedoctor.fixes.offloader import Offload, offload
+
+WIDTH = 16
+PLENTY = 1 << 40
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def offloaded(model: nn.Module, budget: int = PLENTY, **options: Any) -> Offload:
+    return offload(model, budget, **{"keep_below": 0, "pin": lambda memory: lambda: None, **options})
+
+
+class Listed(nn.Module):
+    """Its parameters hang on lists, which have no forward of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 4 for _ in range(2))
+        self.named = nn.ParameterDict({"last": torch.randn(WIDTH, WIDTH) / 4})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for one in self.many:
+            x = x @ one
+        return x @ self.named["last"]
+
+
+class Table(nn.Module):
+    """Returns a part of its weight, in one shape or another."""
+
+    def __init__(self, shape: str = "plain") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, WIDTH))
+        self.shape = shape
+
+    def forward(self, count: int) -> Any:
+        rows = self.weight[:count]
+        return {"plain": rows, "tuple": (rows, rows * 2), "mapping": {"rows": rows}}[self.shape]
+
+
+class Reading(nn.Module):
+    """A parent that has a weight of its own and reads its child's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.gate @ self.inner.weight)
+
+
+class Holder(nn.Module):
+    """A module without a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Holder()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.parts[0].weight)
+
+
+def weight_norm() -> nn.Module:
+    return torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+
+def attended(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x, x, x)[0]
+
+
+def plain(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x)
+
+
+def first(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x)[0]
+
+
+def looked_up(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + layer(x.shape[1])
+
+
+def with_memory(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x, x)
+
+
+Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+KINDS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
+    "linear": (lambda: nn.Linear(WIDTH, WIDTH), plain),
+    "sequence": (lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH)), plain),
+    "attention": (lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True), attended),
+    "encoder": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True), plain),
+    "decoder": (lambda: nn.TransformerDecoderLayer(WIDTH, 2, 32, batch_first=True), with_memory),
+    "lstm": (lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), first),
+    "gru": (lambda: nn.GRU(WIDTH, WIDTH, 2, batch_first=True), first),
+    "weight_norm": (weight_norm, plain),
+    "parametrized": (lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), plain),
+    "spectral_norm": (lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)), plain),
+    "lists": (Listed, plain),
+    "table": (Table, looked_up),
+    "reading": (Reading, plain),
+    "held": (Held, plain),
+}
+
+
+class Mixed(nn.Module):
+    """Parts of all kinds, in a ModuleList or as attributes."""
+
+    def __init__(self, kinds: Sequence[str], *, listed: bool) -> None:
+        super().__init__()
+        made = [KINDS[kind][0]() for kind in kinds]
+        if listed:
+            self.parts = nn.ModuleList(made)
+        for number, part in enumerate([] if listed else made):
+            setattr(self, f"part{number}", part)
+        self.calls = [KINDS[kind][1] for kind in kinds]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tables = 0.0  # what a layer returned is used when others have long had its place
+        parts = self.parts if hasattr(self, "parts") else self.children()
+        for part, call in zip(parts, self.calls, strict=True):
+            if isinstance(part, Table):
+                tables = part(x.shape[1]) + 2 * tables
+            else:
+                x = call(part, x)
+        return torch.tanh(x) + tables
+
+
+@given(
+    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=6),
+    listed=st.booleans(),
+    share=st.sampled_from([0.4, 1.0]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=80, deadline=None)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_any_mix_of_layers_gives_the_same_bits(
+    kinds: list[str], listed: bool, share: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model, x = Mixed(kinds, listed=listed).eval().requires_grad_(False), torch.randn(2, 5, WIDTH)
+    expected = model(x)
+    state = {name: one.clone() for name, one in model.state_dict().items()}
+    handle = offloaded(model, int(share * sum(one.nbytes for one in model.parameters())))
+    assert all(torch.equal(model(x), expected) for _ in range(3))
+    assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
+    handle.restore()
+    assert torch.equal(model(x), expected)
+
+
+GOES = sorted(set(KINDS) - {"weight_norm", "spectral_norm"})
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("kind", GOES)
+def test_four_of_a_kind_are_offloaded_indeed(kind: str, listed: bool) -> None:
+    model, x = Mixed([kind] * 4, listed=listed).eval().requires_grad_(False), torch.randn(2, 5, WIDTH)
+    expected = model(x)
+    assert offloaded(model).report().host_bytes > 0
+    assert all(torch.equal(model(x), expected) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.TransformerEncoderLayer(64, 4, batch_first=True),
+        lambda: nn.TransformerDecoderLayer(64, 4, batch_first=True),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 4),
+        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(64, 4, batch_first=True), 2),
+        lambda: nn.Transformer(64, 4, 2, 2, batch_first=True),
+    ],
+)
+def test_torch_s_own_transformers_give_the_same_bits(make: Callable[[], nn.Module]) -> None:
+    model, x = make().eval().requires_grad_(False), torch.randn(2, 9, 64)
+    inputs = (x,) if isinstance(model, (nn.TransformerEncoderLayer, nn.TransformerEncoder)) else (x, x)
+    expected = model(*inputs)
+    offloaded(model)
+    assert all(torch.equal(model(*inputs), expected) for _ in range(3))
+
+
+@pytest.mark.parametrize("shape", ["plain", "tuple", "mapping"])
+@pytest.mark.parametrize("compiler", [None, "eager", "aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:weights are no longer prefetched")
+def test_weights_that_a_layer_returns_keep_their_values(shape: str, compiler: str | None) -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(Table(shape) for _ in range(5))
+
+        def forward(self, count: int) -> torch.Tensor:
+            found = [part(count) for part in self.parts]
+            if shape != "plain":
+                found = [one["rows"] if shape == "mapping" else one[0] for one in found]
+            return torch.stack(found)  # [parts, count, W]
+
+    model = Tables()
+    expected = model(3)
+    offloaded(model)
+    torch._dynamo.reset()
+    function = model if compiler is None else torch.compile(model, fullgraph=True, backend=compiler)
+    assert all(torch.equal(function(3), expected) for _ in range(3))
+    torch._dynamo.reset()
+
+
+def test_weights_in_an_object_that_cannot_be_taken_apart_are_refused() -> None:
+    from types import MappingProxyType
+
+    class Wrapped(Table):
+        def forward(self, count: int) -> Any:
+            return MappingProxyType({"rows": self.weight[:count]})
+
+    model = nn.ModuleList(Wrapped() for _ in range(4))
+    offloaded(model)
+    with pytest.raises(RuntimeError, match="returns its own weights in a mappingproxy"):
+        model[0](3)
+
+
+def test_what_a_layer_returns_is_not_copied_where_it_is_its_own() -> None:
+    class Same(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"same": x}
+
+    model, x = nn.ModuleList(Same(WIDTH, WIDTH) for _ in range(4)), torch.randn(3, WIDTH)
+    offloaded(model)
+    assert model[1](x)["same"] is x
+
+
+def reasons(model: nn.Module, **options: Any) -> dict[str, str]:
+    return {one.name: one.reason for one in offloaded(model, **options).report().placements}
+
+
+def test_a_layer_with_a_hook_before_it_stays() -> None:
+    model, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))), torch.randn(3, WIDTH)
+    seen: list[float] = []
+    model[2].register_forward_pre_hook(lambda module, inputs: seen.append(float(module.weight.sum())))
+    why = reasons(model)
+    model(x)
+    assert why["2.weight"] == "a hook before its layer's forward may read it"
+    assert why["1.weight"] == "weight of 1"
+    assert seen == [float(model[2].weight.sum())]
+
+
+@pytest.mark.parametrize("part", ["conj", "neg"])
+def test_conjugate_and_negated_views_stay(part: str) -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = torch.randn(WIDTH, WIDTH, dtype=torch.cfloat).conj()
+            self.weight = nn.Parameter(weight.imag if part == "neg" else weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.to(self.weight.dtype) @ self.weight
+
+    model, x = nn.ModuleList(Complex() for _ in range(4)), torch.randn(3, WIDTH)
+    expected = [one(x) for one in model]
+    assert set(reasons(model).values()) == {"conjugate or negative bit set: not plain memory"}
+    assert all(torch.equal(one(x), wanted) for one, wanted in zip(model, expected, strict=True))
+
+
+def test_a_weight_that_a_module_outside_of_its_layer_owns_too_stays() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+            self.head = self.layers[1].weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x @ self.head
+
+    model, x = Tied().requires_grad_(False), torch.randn(3, WIDTH)
+    expected = model(x)
+    why = reasons(model)
+    assert why["layers.1.weight"] == why["head"] == "a module outside of its layer owns it too"
+    assert why["layers.2.weight"] == "weight of layers.2"
+    assert torch.equal(model(x), expected)
+
+
+def test_which_modules_are_the_layers() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.lists = Reading(), Held(), Listed()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lists(self.two(self.one(x)))
+
+    assert [name for name, _ in find_layers(Pair())] == ["one", "two", "lists"]
+    nested = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(2))
+    assert [name for name, _ in find_layers(nested)] == ["0.0", "0.1", "1.0", "1.1"]
+    assert find_layers(nn.ModuleList(nn.ParameterList([torch.ones(2, 2)]) for _ in range(4))) == []
+    transformer = nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
+    names = ["encoder.layers.0", "encoder.layers.1", "encoder.norm"]
+    names += ["decoder.layers.0", "decoder.layers.1", "decoder.norm"]
+    assert [name for name, _ in find_layers(transformer)] == names
+    attention = nn.MultiheadAttention(16, 2)
+    assert find_layers(attention) == [("", attention)]

@@ -1,0 +1,104 @@
+"""What stays on the device, which names a pattern means, and how layers are spread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moedoctor.fixes.offload.policy import closest, is_metadata_name, matches, spread, stays
+
+METADATA = [
+    "experts.w13_weight_scale",
+    "w2_weight_scale_2",
+    "w13_input_scale",
+    "weight_scale_inv",
+    "w13_blockscale_swizzled",
+    "w1_global_scale",
+    "qzeros",
+    "weight_zero_point",
+    "w2_zp",
+    "g_idx",
+    "w13_g_idx",
+    "w13_g_idx_sort_indices",
+    "perm",
+    "w2_perm",
+    "g1_alphas",
+    "absmax",
+]
+WEIGHTS = [
+    "experts.w13_weight",
+    "qweight",
+    "weight",
+    "scale_proj.weight",
+    "permute_out",
+    "w2_weight_packed",
+    "globe",
+]
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_names_of_metadata(name: str) -> None:
+    assert is_metadata_name(name)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_names_of_weights(name: str) -> None:
+    assert not is_metadata_name(name)
+
+
+def rule(name: str, tensor: torch.Tensor, *others: torch.Tensor, keep_below: int = 0) -> str | None:
+    return stays(name, tensor, [tensor, *others], keep_below)
+
+
+def test_metadata_needs_the_name_and_the_size() -> None:
+    weight, scale = torch.empty(64, 64), torch.empty(64, 16)
+    assert (rule("scale", scale, weight) or "").startswith("metadata by name, 25.0%")
+    assert rule("scale", torch.empty(64, 64), torch.empty(64, 40)) is None, "the largest is the weight itself"
+    assert rule("scale", torch.empty(64, 40), weight) is None, "more than half as large"
+    assert rule("scale", scale) is None, "alone it is what there is to offload"
+
+
+def test_without_the_name_the_type_and_the_size_decide() -> None:
+    weight = torch.empty(64, 64, dtype=torch.uint8)
+    assert (rule("w13_s", torch.empty(64, 4), weight) or "").startswith(
+        "metadata by type and size: float32, 25.0%"
+    )
+    assert rule("w13_s", torch.empty(64, 5), weight) is None, "over a quarter"
+    assert rule("w13_s", torch.empty(64, 4, dtype=torch.uint8), weight) is None, "the type of the weight"
+
+
+def test_vectors_and_small_tensors_stay() -> None:
+    assert rule("weight", torch.empty(1 << 10)) == "vector"
+    assert rule("weight", torch.empty(1 << 19)) is None
+    assert rule("weight", torch.empty(8, 8), keep_below=257) == "fewer than 257 bytes"
+    assert rule("weight", torch.empty(8, 8), keep_below=256) is None
+    assert rule("weight", torch.empty(0, 8)) == "fewer than 1 bytes"
+
+
+def test_a_tensor_that_is_no_plain_memory_stays() -> None:
+    sparse = torch.nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
+    assert "not plain memory" in (rule("weight", sparse) or "")
+
+
+def test_patterns_match_whole_parts() -> None:
+    assert matches(["mlp.experts.w13_weight"], "experts")
+    assert matches(["mlp.experts.w13_weight"], "experts.w13_weight")
+    assert not matches(["mlp.experts.w13_weight_scale"], "w13_weight")
+    assert not matches(["mlp.expert.w13_weight"], "experts")
+
+
+def test_the_closest_names_are_parts_or_else_any() -> None:
+    names = ["model.layers.0.mlp.experts.w13_weight", "model.embed.weight"]
+    assert closest("expert", names)[0] == "experts"
+    assert closest("zzz", names) == ["model.embed.weight", "model.layers.0.mlp.experts.w13_weight"]
+
+
+@given(count=st.integers(0, 200))
+def test_the_order_of_layers_is_a_permutation_and_its_first_half_is_spread(count: int) -> None:
+    order = spread(count)
+    assert sorted(order) == list(range(count))
+    if count >= 4:
+        half = sorted(order[: count // 2])
+        assert max(second - first for first, second in zip([-1, *half], [*half, count], strict=True)) <= 5

@@ -1,0 +1,299 @@
+"""Writes to offloaded weights, copies of offloaded modules and passes of two threads are errors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moedoctor.fixes.offload import storage as offload_storage
+from moedoctor.fixes.offload.settle import settle_in
+from moedoctor.fixes.offloader import Offload, offload
+
+WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(3, WIDTH)
+
+
+def stack(layers: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+
+
+def offloaded(model: nn.Module, **options: Any) -> Offload:
+    return offload(model, 1 << 40, **{"keep_below": 0, "pin": lambda memory: lambda: None, **options})
+
+
+def write(model: Any, new: torch.Tensor) -> None:
+    model[1].weight.copy_(new)
+
+
+def exchange(model: Any, new: torch.Tensor) -> None:
+    model[1].weight.data = new
+
+
+def replace(model: Any, new: torch.Tensor) -> None:
+    model[1].weight = nn.Parameter(new)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [(write, "written in place"), (exchange, "data was exchanged"), (replace, "another tensor was put")],
+)
+def test_a_write_is_refused_until_weights_are_loaded(
+    x: torch.Tensor, change: Callable[[Any, torch.Tensor], None], what: str
+) -> None:
+    model, other = stack(), stack()
+    state, new = other.state_dict(), torch.zeros(WIDTH, WIDTH)
+    offloaded(model)
+    model(x)
+    change(model, new)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"1\.weight is offloaded and .*{what}.* load_state_dict"):
+            model(x)
+    with pytest.raises(RuntimeError, match=what):
+        model.state_dict()
+    assert not new.any(), "the caller's tensor is not the place for our weights"
+    if change is not exchange:
+        model.load_state_dict(state)
+        assert all(torch.equal(model(x), other(x)) for _ in range(2))
+
+
+def test_restoring_names_what_was_written(x: torch.Tensor) -> None:
+    model = stack()
+    expected = model(x)
+    handle = offloaded(model)
+    write(model, torch.zeros(WIDTH, WIDTH))
+    with pytest.warns(RuntimeWarning, match=r"not kept; as before the write: 1\.weight$"):
+        handle.restore()
+    assert torch.equal(model(x), expected)
+
+
+def test_a_functional_call_is_refused_and_leaves_its_tensors_alone(x: torch.Tensor) -> None:
+    model = stack()
+    offloaded(model)
+    zeros = {name: torch.zeros_like(one) for name, one in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="another tensor was put in its place"):
+        torch.func.functional_call(model, zeros, (x,))
+    assert not any(one.any() for one in zeros.values())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_and_loading_by_assignment_are_no_writes(x: torch.Tensor, assign: bool) -> None:
+    model, other = stack(), stack()
+    handle = offloaded(model)
+    before = [one.weight for one in model]
+    for _ in range(2):
+        model.load_state_dict(other.state_dict(), assign=assign)
+        assert all(torch.equal(model(x), other(x)) for _ in range(2))
+    assert all(one.weight is was for one, was in zip(model, before, strict=True))
+    handle.restore()
+    assert torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_compiled_passes_are_no_writes(x: torch.Tensor, compiler: str) -> None:
+    model = stack()
+    expected = model(x)
+    offloaded(model)
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    for _ in range(2):
+        assert torch.equal(model(x), expected)
+        assert torch.equal(compiled(x), expected)
+    assert len(model.state_dict()) == 8
+    torch._dynamo.reset()
+
+
+class Changing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.weight.mul_(0.5)
+        return y
+
+
+def test_a_layer_that_writes_its_own_weight_is_refused(x: torch.Tensor) -> None:
+    model = nn.Sequential(*(Changing(WIDTH, WIDTH) for _ in range(4)))
+    offloaded(model)
+    with pytest.raises(RuntimeError, match=r"0\.weight .* written by its layer's own forward"):
+        model(x)
+
+
+def test_an_embedding_that_is_renormed_stays() -> None:
+    model = nn.Sequential(nn.Embedding(40, WIDTH, max_norm=0.1), *stack())
+    same, ids = copy.deepcopy(model), torch.arange(9)
+    rows = {one.name: one for one in offloaded(model).report().placements}
+    assert (rows["0.weight"].lives, rows["1.weight"].lives) == ("device", "host")
+    assert "max_norm" in rows["0.weight"].reason
+    assert all(torch.equal(model(ids), same(ids)) for _ in range(3))
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_where_restoring_runs_out_of_memory_the_module_stays_offloaded(
+    monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, at: int
+) -> None:
+    model, calls, real = stack(), 0, offload_storage._bring_back
+    expected = model(x)
+    handle = offloaded(model)
+
+    def failing(*args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise torch.OutOfMemoryError("no room")
+        return real(*args)
+
+    monkeypatch.setattr(offload_storage, "_bring_back", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        handle.restore()
+    assert all(torch.equal(model(x), expected) for _ in range(2))
+    assert "forward" in vars(model[0])
+    handle.restore()
+    assert torch.equal(model(x), expected)
+    assert "forward" not in vars(model[0])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused(copied: Callable[[Any], Any]) -> None:
+    model = stack()
+    handle = offloaded(model)
+    for one in (model, model[0], handle):
+        with pytest.raises(RuntimeError, match=r"cannot be copied or pickled: call restore\(\) first"):
+            copied(one)
+    handle.restore()
+    copy.deepcopy(model)
+
+
+class Waiting(nn.Linear):
+    inside: threading.Event | None = None
+    go: threading.Event | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inside is not None and self.go is not None:
+            self.inside.set()
+            assert self.go.wait(60)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_another_threads_pass_is_refused_while_one_is_open(x: torch.Tensor, whole: bool) -> None:
+    layers = [Waiting(WIDTH, WIDTH) for _ in range(4)]
+    model = nn.Sequential(*layers) if whole else nn.ModuleList(layers)
+    run: Any = model if whole else layers[2]
+    expected = run(x)
+    offloaded(model)
+    layers[2].inside, layers[2].go = threading.Event(), threading.Event()
+    results: list[torch.Tensor] = []
+
+    def other() -> None:
+        with torch.no_grad():
+            results.append(run(x))
+
+    thread = threading.Thread(target=other, name="another")
+    thread.start()
+    assert layers[2].inside.wait(60)
+    with pytest.raises(RuntimeError, match="one pass at a time, and thread another has one open"):
+        run(x)
+    layers[2].go.set()
+    thread.join()
+    assert torch.equal(results[0], expected)
+    assert torch.equal(run(x), expected)
+
+
+def test_a_pass_that_failed_is_not_open_for_other_threads(x: torch.Tensor) -> None:
+    model = stack()
+    expected = model(x)
+    offloaded(model)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model(x[:, :3])
+    results: list[torch.Tensor] = []
+
+    def other() -> None:
+        with torch.no_grad():
+            results.append(model(x))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], expected)
+
+
+@pytest.mark.parametrize("eager_first", [True, False])
+def test_a_first_pass_that_is_compiled_is_said_to_be_unwatched(
+    recwarn: pytest.WarningsRecorder, x: torch.Tensor, eager_first: bool
+) -> None:
+    model = stack()
+    handle = offloaded(model)
+    if eager_first:
+        model(x)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled(x)
+    compiled(x)
+    said = [str(one.message) for one in recwarn if "not watched" in str(one.message)]
+    assert [one for one in handle.report().notes if "not watched" in one] == said
+    assert len(said) == (not eager_first)
+    torch._dynamo.reset()
+
+
+def test_layers_may_be_an_iterator_and_inference_mode_changes_nothing(x: torch.Tensor) -> None:
+    model: Any = stack()
+    expected = model(x)
+    with torch.inference_mode():
+        handle = offloaded(model, layers=iter(list(model)))
+        assert handle.report().host_bytes == 4 * 4 * WIDTH * WIDTH
+        assert torch.equal(model(x), expected)
+    assert torch.equal(model(x), expected)
+    model.load_state_dict(model.state_dict())
+    handle.restore()
+    model[0].weight.zero_()
+    assert not model[0].weight.is_inference()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patterns": "weight"}, r"patterns: must be a sequence of names, got the text 'weight'"),
+        ({"keep_below": None}, r"keep_below: must be a number of bytes, got None"),
+        ({"keep_below": "a"}, r"keep_below: must be a number of bytes, got 'a'"),
+        ({"budget_bytes": 10**400}, r"budget_bytes: must be a number of bytes"),
+    ],
+)
+def test_bad_input_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        offload(stack(), **{"budget_bytes": 1 << 40, **options})
+
+
+def test_what_a_config_holds_over_a_parameters_memory_moves_with_it() -> None:
+    model: Any = stack(2)
+    whole = torch.randn(3 * WIDTH)
+    model[0].bias = nn.Parameter(whole[1 : 1 + WIDTH])
+    model[1].bias = nn.Parameter(whole[2 * WIDTH :])
+    view, alone = model[0].bias.detach()[3:9:2], torch.randn(4)
+    model[0].config = types.SimpleNamespace(view=view, alone=alone)
+    before, values, stays = view.data_ptr(), view.clone(), alone.data_ptr()
+    kept: list[Any] = []
+    settle_in(model, torch.device("cpu", 0), [view, alone], kept)  # torch takes it for another device
+    assert view.data_ptr() != before
+    assert alone.data_ptr() == stays
+    assert torch.equal(view, values)
+    model[0].bias.fill_(7)
+    assert view.eq(7).all()
+    assert torch.equal(model[1].bias, whole[2 * WIDTH :])
+    assert model[1].bias.untyped_storage().nbytes() <= 4 * WIDTH + 16
+    assert len(kept) == 5

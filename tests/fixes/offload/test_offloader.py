@@ -1,0 +1,498 @@
+"""Weight offload on a CPU: the same bits, what it frees, what it refuses, what it survives."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from moedoctor.fixes.offload.pinned import PinError
+from moedoctor.fixes.offloader import Offload, offload
+
+PLENTY = 1 << 40
+WIDTH = 16
+
+
+def pinned(memory: torch.Tensor) -> Callable[[], None]:
+    """As if memory had been pinned, so that layers are prefetched."""
+    return lambda: None
+
+
+class Block(nn.Module):
+    """A layer with a transposed weight, a gap-ridden view, a scale, a buffer and something tied inside it."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, shared: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(WIDTH, WIDTH).to(dtype))
+        self.down = nn.Parameter(torch.randn(WIDTH, WIDTH).to(dtype).t())
+        self.gaps = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).to(dtype)[:, ::2])
+        self.up_scale = nn.Parameter(torch.rand(WIDTH, 1))
+        self.tied = self.up
+        self.shared = shared
+        self.register_buffer("offset", torch.randn(WIDTH).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = (self.up.float() * self.up_scale).to(x.dtype)  # [W, W]
+        y = torch.tanh(x @ up) @ self.down + self.offset
+        if self.shared is not None:
+            y = y @ self.shared
+        return x + torch.tanh(y @ self.gaps + x @ self.tied.t())
+
+
+class Model(nn.Module):
+    """Layers between an embedding and a head that are tied."""
+
+    def __init__(self, layers: int, dtype: torch.dtype = torch.float32, *, shared: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, WIDTH, dtype=dtype)
+        common = nn.Parameter(torch.randn(WIDTH, WIDTH).to(dtype)) if shared else None
+        self.layers = nn.ModuleList(Block(dtype, common) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 40, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+IDS = torch.arange(12).view(3, 4)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def offloaded(model: nn.Module, budget: int = PLENTY, **options: Any) -> Offload:
+    return offload(model, budget, **{"keep_below": 0, "pin": pinned, **options})
+
+
+@given(
+    layers=st.integers(1, 6),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    shared=st.booleans(),
+    share=st.floats(0.05, 1.2),
+    pin=st.booleans(),
+    patterns=st.sampled_from([(), ("up",), ("layers",), ("down", "gaps"), ("head", "layers.0")]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_module_gives_the_same_bits_within_the_budget(
+    layers: int,
+    dtype: torch.dtype,
+    shared: bool,
+    share: float,
+    pin: bool,
+    patterns: tuple[str, ...],
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    model = Model(layers, dtype, shared=shared)
+    expected = model(IDS)
+    state = {name: one.clone() for name, one in model.state_dict().items()}
+    budget = max(1, int(share * sum(one.nbytes for one in model.parameters())))
+    handle = offloaded(model, budget, patterns=patterns, pin=pinned if pin else False)
+    report = handle.report()
+    assert report.host_bytes <= budget
+    assert all(torch.equal(model(IDS), expected) for _ in range(3))
+    assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
+    assert report.held_bytes == 0
+    assert report.freed_bytes >= report.host_bytes
+    assert len(report.placements) == len(list(model.named_parameters(remove_duplicate=False)))
+    handle.restore()
+    assert torch.equal(model(IDS), expected)
+    assert all(one.requires_grad for one in model.parameters())
+
+
+class Random(nn.Module):
+    """Nested modules of random shape, some of them used twice."""
+
+    def __init__(self, plan: list[tuple[int, bool]]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList()
+        for depth, again in plan:
+            part = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=depth % 2 == 0) for _ in range(depth)))
+            self.parts.append(part)
+            if again:
+                self.parts.append(part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = torch.tanh(part(x)) + x
+        return x
+
+
+@given(
+    plan=st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=6), seed=st.integers(0, 9)
+)
+@settings(max_examples=25, deadline=None)
+def test_layers_that_run_twice_give_the_same_bits(plan: list[tuple[int, bool]], seed: int) -> None:
+    torch.manual_seed(seed)
+    model, x = Random(plan), torch.randn(3, WIDTH)
+    expected = model(x)
+    offloaded(model)
+    assert all(torch.equal(model(x), expected) for _ in range(3))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:weights are no longer prefetched")
+def test_it_compiles_as_one_graph_to_the_same_bits(compiler: str) -> None:
+    model = Model(4)
+    expected = torch.compile(model, fullgraph=True, backend=compiler)(IDS)
+    torch._dynamo.reset()
+    offloaded(model)
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    assert all(torch.equal(compiled(IDS), expected) for _ in range(3))
+    torch._dynamo.reset()
+
+
+def test_compiled_code_uses_the_buffers_themselves() -> None:
+    model = Model(4)
+    offloaded(model)
+    torch.compile(model, fullgraph=True, backend="inductor")(IDS)
+    assert model.layers[0]._moedoctor_offload.plain is None  # type: ignore[union-attr]
+    torch._dynamo.reset()
+
+
+def test_an_operator_that_finds_its_weights_by_itself_comes_behind_their_copy() -> None:
+    """As vLLM's MoE layer: the compiler sees no weight go into it."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    library = torch.library.Library("moedoctor_test", "DEF")
+    library.define("opaque(Tensor x, int layer) -> Tensor")
+    model, x = nn.Sequential(), torch.randn(3, WIDTH)
+    library.impl("opaque", lambda x, layer: x @ model[layer].weight, "CPU")
+    torch.library.register_fake("moedoctor_test::opaque", lambda x, layer: torch.empty_like(x), lib=library)
+
+    class Opaque(nn.Linear):
+        number = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.moedoctor_test.opaque(x, self.number)
+
+    for number in range(4):
+        model.append(Opaque(WIDTH, WIDTH))
+        model[number].number = number
+    expected = model(x)
+    offloaded(model)
+    graphs = []
+
+    def keep(module: Any, inputs: Any) -> Any:
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(x)
+    assert torch.equal(got, expected)
+    found = [node for node in graphs[0].nodes if "opaque" in str(node.target)]
+    assert len(found) == 4
+    for number, node in enumerate(found):
+        before, todo = set(), [node]
+        while todo:
+            new = [one for one in todo.pop().all_input_nodes if one not in before]
+            before.update(new)
+            todo += new
+        waits = [one for one in before if "wait" in str(one.args[:1])]
+        assert len(waits) == number + 1
+    torch._dynamo.reset()
+
+
+def test_forward_does_not_gather_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(3)
+    offloaded(model)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("state_dict() in forward")
+
+    monkeypatch.setattr(nn.Module, "state_dict", refuse)
+    model(IDS)
+
+
+def test_what_is_quantisation_metadata_stays_and_the_report_says_by_which_rule() -> None:
+    model = Model(3)
+    report = offloaded(model).report()
+    rows = {one.name: one for one in report.placements}
+    scale = rows["layers.0.up_scale"]
+    assert (scale.lives, scale.access) == ("device", "resident")
+    assert scale.reason.startswith("metadata by name")
+    assert rows["embed.weight"].reason == "shared between layers"
+    up, tied = rows["layers.0.up"], rows["layers.0.tied"]
+    assert (up.lives, up.pinned, up.access, up.bytes) == ("host", True, "copy", 4 * WIDTH * WIDTH)
+    assert (tied.lives, tied.bytes) == ("host", 0)
+    assert any(rule.startswith("name:") for rule in report.rules)
+    assert any(rule.startswith("type and size:") for rule in report.rules)
+    lines = str(report).splitlines()
+    assert len(lines) == 1 + len(report.placements) + 1 + len(report.rules)
+    assert lines[0].split() == ["name", "bytes", "lives", "pinned", "access", "reason"]
+    assert f"{report.freed_bytes} freed on the device" in lines[1 + len(report.placements)]
+    assert lines[-len(report.rules) :] == [f"stays on the device by {rule}" for rule in report.rules]
+
+
+@dataclass(frozen=True)
+class Config:
+    """As vLLM's `FusedMoEQuantConfig` holds parameters."""
+
+    weight: torch.Tensor
+
+
+def test_a_config_that_holds_an_offloaded_parameter_sees_the_fetched_weight() -> None:
+    class Configured(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Config(self.up)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) @ self.config.weight
+
+    model, x = nn.Sequential(*(Configured() for _ in range(5))), torch.randn(3, WIDTH)
+    expected = model(x)
+    report = offloaded(model).report()
+    assert {one.name: one.lives for one in report.placements}["0.up"] == "host"
+    assert all(torch.equal(model(x), expected) for _ in range(3))
+
+
+def test_a_weight_that_a_config_holds_as_another_tensor_stays() -> None:
+    model = Model(4)
+    model.layers[1].config = {"inner": [Config(model.layers[1].up.detach())]}  # type: ignore[assignment]
+    report = offloaded(model).report()
+    rows = {one.name: one for one in report.placements}
+    assert rows["layers.1.up"].lives == "device"
+    assert "held under another tensor" in rows["layers.1.up"].reason
+    assert rows["layers.2.up"].lives == "host"
+    assert report.held_bytes == 0
+
+
+def test_memory_that_somebody_outside_holds_is_not_called_free() -> None:
+    model = Model(4)
+    outside = model.layers[1].up.detach()
+    report = offloaded(model).report()
+    assert report.held_bytes == outside.nbytes
+    assert report.freed_bytes + report.held_bytes == offloaded(Model(4)).report().freed_bytes
+    assert "holds on to them" in " ".join(report.notes)
+
+
+def test_the_device_gains_what_was_freed_less_two_buffers() -> None:
+    model = Model(6)
+    largest = sum(one.nbytes for name, one in model.layers[0].named_parameters() if "scale" not in name)
+    report = offloaded(model).report()
+    assert report.freed_bytes >= report.host_bytes > 0
+    assert 2 * largest <= report.buffer_bytes <= 2 * (largest + 4096)
+    assert report.net_bytes == report.freed_bytes - report.buffer_bytes
+    assert offloaded(Model(2), patterns=("layers",)).report().buffer_bytes <= largest + 4096
+
+
+def test_weights_that_are_loaded_later_are_used_and_saved() -> None:
+    model, other = Model(4), Model(4)
+    offloaded(model)
+    model(IDS)
+    model.load_state_dict(other.state_dict())
+    assert all(torch.equal(model(IDS), other(IDS)) for _ in range(2))
+    assert all(torch.equal(one, other.state_dict()[name]) for name, one in model.state_dict().items())
+
+
+def test_gradients_are_refused_because_the_buffers_move_on() -> None:
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    offloaded(model)
+    with torch.enable_grad(), pytest.raises(RuntimeError, match=r"forward only: call it under torch.no_grad"):
+        model(torch.randn(3, WIDTH, requires_grad=True))
+
+
+def test_a_pass_that_raised_does_not_spoil_the_next() -> None:
+    class Moody(Block):
+        angry = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.angry:
+                raise ArithmeticError
+            return super().forward(x)
+
+    model, x = nn.Sequential(*(Moody() for _ in range(5))), torch.randn(3, WIDTH)
+    expected = model(x)
+    offloaded(model)
+    model[2].angry = True
+    with pytest.raises(ArithmeticError):
+        model(x)
+    model[2].angry = False
+    assert all(torch.equal(model(x), expected) for _ in range(2))
+
+
+def test_layers_inside_each_other_at_run_time_are_refused_once() -> None:
+    class Nested(Block):
+        inner: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x if self.inner is None else self.inner(x))
+
+    model, x = nn.ModuleList(Nested() for _ in range(4)), torch.randn(3, WIDTH)
+    expected = model[2](x)
+    offloaded(model)
+    model[0].inner = model[2].forward  # two apart: the same buffer
+    with pytest.raises(RuntimeError, match="runs inside 0"):
+        model[0](x)
+    assert torch.equal(model[2](x), expected)
+
+
+def snapshot(model: nn.Module) -> list[tuple[str, int, bool]]:
+    return [(name, one.data_ptr(), one.requires_grad) for name, one in model.named_parameters()]
+
+
+def nested(model: Model) -> dict[str, Any]:
+    return {"layers": [model.layers, model.layers[0]]}
+
+
+def containers(model: Model) -> dict[str, Any]:
+    return {"layers": [model.layers]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 0}, r"budget_bytes: must be positive, got 0"),
+        ({"budget": -5}, r"budget_bytes: must be positive, got -5"),
+        ({"patterns": ("layer",)}, r"patterns: no parameter has 'layer' .* the closest are: layers"),
+        ({"patterns": ("up_scal",)}, r"closest are: .*up_scale"),
+        ({"patterns": ("xyzzy",)}, r"the closest are: "),
+        ({"layers": [nn.Linear(2, 2)]}, r"layers: Linear is no part of the module"),
+        ({"layers": nested}, r"layers: layers contains another of the layers"),
+        ({"access": "view"}, r"access: a view needs a CUDA device"),
+        ({"access": "copies"}, r"access: must be 'copy' or 'view', got 'copies'"),
+        ({"budget": float("nan")}, r"budget_bytes: must be a number of bytes, got nan"),
+        ({"budget": float("inf")}, r"budget_bytes: must be a number of bytes, got inf"),
+        ({"budget": "5"}, r"budget_bytes: must be a number of bytes, got '5'"),
+        ({"budget": True}, r"budget_bytes: must be a number of bytes, got True"),
+        ({"device": "meta"}, r"device: meta tensors hold no data"),
+        ({"device": "nonsense"}, r"device: 'nonsense' cannot be used here: "),
+        ({"device": "cuda:77"}, r"device: 'cuda:77' cannot be used here: "),
+        ({"device": 3.5}, r"device: 3.5 cannot be used here: "),
+        (
+            {"layers": containers},
+            r"layers: layers \(ModuleList\) has no forward to wrap; name the module that",
+        ),
+    ],
+)
+def test_bad_input_is_named_and_changes_nothing(options: dict[str, Any], message: str) -> None:
+    model = Model(4)
+    before, expected = snapshot(model), model(IDS)
+    if callable(options.get("layers")):
+        options = options["layers"](model)
+    with pytest.raises(ValueError, match=message):
+        offloaded(model, **options)
+    assert snapshot(model) == before
+    assert torch.equal(model(IDS), expected)
+
+
+def test_a_meta_tensor_is_named() -> None:
+    model = Model(4)
+    model.layers[0].up = nn.Parameter(torch.empty(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"layers\.0\.\w+ is a meta tensor without data"):
+        offloaded(model)
+
+
+def test_a_module_on_two_devices_is_refused() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+        for number in (0, 1, 3):
+            model[number].weight = nn.Parameter(torch.empty(WIDTH, WIDTH, device="cuda"))
+        before = [(name, one.device) for name, one in model.named_parameters()]
+        message = r"2\.weight is on cpu, expected everything on cuda:0; move .*, or name it with device="
+        with pytest.raises(ValueError, match=message):
+            offloaded(model)
+        assert [(name, one.device) for name, one in model.named_parameters()] == before
+    assert all("forward" not in vars(one) for one in model.modules())
+
+
+def test_a_module_without_parameters_and_one_that_is_offloaded_are_refused() -> None:
+    with pytest.raises(ValueError, match="has no parameters"):
+        offloaded(nn.ReLU())
+    model = Model(4)
+    offloaded(model)
+    with pytest.raises(ValueError, match=r"is offloaded already; call restore\(\) first"):
+        offloaded(model)
+
+
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_where_pinning_fails_copies_block_and_one_warning_says_so(number: int) -> None:
+    calls = 0
+
+    def failing(memory: torch.Tensor) -> Callable[[], None]:
+        nonlocal calls
+        calls += 1
+        if calls > number:
+            raise PinError("cudaHostRegister of 4096 bytes failed with error 2")
+        return lambda: None
+
+    model = Model(5)
+    expected = model(IDS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle = offloaded(model, patterns=("layers",), pin=failing)
+        results = [model(IDS) for _ in range(4)]
+    said = "host memory is not pinned, so copies to the device block: cudaHostRegister of 4096 bytes failed"
+    assert [str(one.message) for one in caught] == [f"{said} with error 2"]
+    assert calls == number + 1, "after a refusal no more is asked for"
+    assert all(torch.equal(one, expected) for one in results)
+    names = {one.name.split(".")[1] for one in handle.report().placements if one.pinned}
+    assert len(names) == number
+    assert handle.report().notes[0] == str(caught[0].message)
+
+
+def test_a_module_that_is_dropped_is_freed() -> None:
+    import weakref
+
+    model = Model(4)
+    handle = offloaded(model)
+    model(IDS)
+    buffer = weakref.ref(handle.device_tensors()[-1])
+    del model, handle
+    gc.collect()
+    assert buffer() is None
+
+
+def test_the_layers_of_a_partial_budget_are_spread_out() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+    rows = offloaded(model, 4 * 4 * WIDTH * WIDTH).report().placements
+    assert [one.name for one in rows if one.lives == "host"] == [
+        "1.weight",
+        "2.weight",
+        "4.weight",
+        "6.weight",
+    ]
+    assert {one.reason for one in rows if one.name == "0.weight"} == {"over the budget"}
+
+
+class LoaderParameter(nn.Parameter):
+    """As vLLM's parameters: a subclass with attributes and its own way through torch functions."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_subclass_of_parameter_stays_the_same_object_with_its_attributes() -> None:
+    model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(3, WIDTH)
+    for layer in model:
+        layer.up = LoaderParameter(layer.up.data, requires_grad=False)
+        layer.up.weight_loader = "loader"
+    expected, before = model(x), [layer.up for layer in model]
+    report = offloaded(model).report()
+    assert {one.name: one.lives for one in report.placements}["2.up"] == "host"
+    assert all(torch.equal(model(x), expected) for _ in range(3))
+    assert all(
+        layer.up is one and one.weight_loader == "loader" for layer, one in zip(model, before, strict=True)
+    )

@@ -1,0 +1,161 @@
+"""Weight offload on a GPU: streams, page-locked memory, compiled code, CUDA graphs."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from moedoctor.fixes.offload.pinned import allocate, device_view, register
+from moedoctor.fixes.offloader import offload
+
+pytestmark = pytest.mark.gpu
+
+WIDTH = 2048
+
+
+class Block(nn.Module):
+    """Weight-only work before the product tempts a compiler to start early."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(WIDTH, WIDTH, device="cuda", dtype=dtype) * 0.02)
+        self.down = nn.Parameter((torch.randn(WIDTH, WIDTH, device="cuda", dtype=dtype) * 0.02).t())
+        self.up_scale = nn.Parameter(torch.rand(WIDTH, 1, device="cuda"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = (self.up.float() * self.up_scale).to(x.dtype)  # [W, W]
+        return x + torch.relu(x @ up) @ self.down
+
+
+@pytest.fixture
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(7))).requires_grad_(False)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(256, WIDTH, device="cuda", dtype=torch.bfloat16)
+
+
+def test_many_passes_give_the_same_bits_and_everything_is_pinned(
+    stack: nn.Sequential, x: torch.Tensor
+) -> None:
+    inputs = [x * (1 + 0.01 * number) for number in range(20)]
+    expected = [stack(one) for one in inputs]
+    handle = offload(stack, 1 << 40)
+    assert handle.report().pinned_bytes == handle.report().host_bytes > 0
+    # No synchronisation in between: the host runs far ahead of the copies.
+    assert all(
+        torch.equal(got, want) for got, want in zip([stack(one) for one in inputs], expected, strict=True)
+    )
+    handle.restore()
+    assert torch.equal(stack(x), expected[0])
+
+
+def test_the_device_gains_what_the_report_says(stack: nn.Sequential) -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    handle = offload(stack, 1 << 40)
+    gained = before - torch.cuda.memory_allocated()
+    report = handle.report()
+    assert report.freed_bytes == 14 * WIDTH * WIDTH * 2
+    assert abs(gained - report.net_bytes) <= 4096  # the token
+    handle.restore()
+    assert abs(torch.cuda.memory_allocated() - before) <= 4096
+
+
+def test_unpinned_weights_give_the_same_bits(stack: nn.Sequential, x: torch.Tensor) -> None:
+    expected = stack(x)
+    handle = offload(stack, 1 << 40, pin=False)
+    assert handle.report().pinned_bytes == 0
+    assert all(torch.equal(stack(x), expected) for _ in range(5))
+
+
+def test_views_over_the_bus_give_the_same_bits_and_need_no_buffer(
+    stack: nn.Sequential, x: torch.Tensor
+) -> None:
+    expected = stack(x)
+    report = offload(stack, 1 << 40, access="view").report()
+    assert report.buffer_bytes == 0
+    assert report.freed_bytes == 14 * WIDTH * WIDTH * 2
+    assert torch.equal(stack(x), expected)
+
+
+def test_compiled_code_is_not_broken_apart_and_gives_its_own_bits(
+    stack: nn.Sequential, x: torch.Tensor
+) -> None:
+    expected = torch.compile(stack, fullgraph=True)(x)
+    torch._dynamo.reset()
+    offload(stack, 1 << 40)
+    compiled = torch.compile(stack, fullgraph=True)
+    assert all(torch.equal(compiled(x), expected) for _ in range(5))
+    assert stack._moedoctor_offload.plain is None  # type: ignore[union-attr]
+
+
+def test_a_graph_of_the_whole_module_replays_to_the_same_bits(stack: nn.Sequential, x: torch.Tensor) -> None:
+    expected = stack(x)
+    offload(stack, 1 << 40)
+    assert torch.equal(stack(x), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = stack(x)
+    assert stack._moedoctor_offload.plain is None  # type: ignore[union-attr]
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+        assert torch.equal(stack(x), expected), "an eager pass must not believe what the replay overwrote"
+
+
+def test_a_graph_of_one_layer_falls_back_to_copies_in_order(stack: nn.Sequential, x: torch.Tensor) -> None:
+    expected = stack(x)
+    offload(stack, 1 << 40)
+    stack(x)
+    first = stack[0](x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.warns(RuntimeWarning, match="part of the module alone"):
+        out = stack[0](x)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(out, first)
+        assert torch.equal(stack(x), expected)
+
+
+def test_a_graph_over_unpinned_weights_is_refused(stack: nn.Sequential, x: torch.Tensor) -> None:
+    offload(stack, 1 << 40, pin=False)
+    stack(x)
+    with pytest.raises(RuntimeError, match="not pinned"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        stack(x)
+
+
+def test_a_module_that_was_loaded_on_the_cpu_runs_on_the_gpu(x: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    stack = nn.Sequential(*(Block() for _ in range(5))).requires_grad_(False)
+    expected = stack(x)
+    stack.cpu()
+    offload(stack, 1 << 40, device="cuda")
+    assert torch.equal(stack(x), expected)
+
+
+def test_a_device_view_keeps_its_memory() -> None:
+    block, failure = allocate(1 << 20, register)
+    assert failure is None
+    block.bytes.fill_(7)
+    view = device_view(block.bytes, torch.device("cuda", torch.cuda.current_device()))
+    del block
+    gc.collect()
+    assert bool((view == 7).all())
+
+
+def test_pinned_blocks_are_as_large_as_asked_for_and_read_as_pinned() -> None:
+    block, failure = allocate((1 << 20) + 1, register)
+    assert failure is None
+    assert block.bytes.is_pinned()
+    assert block.bytes.numel() == (1 << 20) + 1
+    block.close()
+    assert not block.bytes.is_pinned()

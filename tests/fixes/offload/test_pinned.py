@@ -1,0 +1,89 @@
+"""Host blocks: aligned, as large as asked for, unlocked before they are freed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from moedoctor.fixes.offload.pinned import PAGE, PinError, allocate, device_view, register
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 100_000])
+def test_a_block_covers_whole_pages_and_shows_what_was_asked_for(nbytes: int) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def pin(memory: torch.Tensor) -> Callable[[], None]:
+        seen.append((memory.data_ptr() % PAGE, memory.numel()))
+        return lambda: None
+
+    block, failure = allocate(nbytes, pin)
+    assert failure is None
+    assert block.pinned
+    assert block.bytes.numel() == nbytes
+    assert seen == [(0, -(-nbytes // PAGE) * PAGE)]
+    # torch asks for the beginning of the storage when it looks whether memory is pinned
+    assert block.bytes.untyped_storage().data_ptr() == block.bytes.data_ptr()
+
+
+def test_the_lock_goes_with_the_last_view_and_only_once() -> None:
+    released: list[str] = []
+    block, _ = allocate(10, lambda memory: lambda: released.append("released"))
+    view = block.bytes[3:]
+    del block
+    gc.collect()
+    assert released == []
+    del view
+    gc.collect()
+    assert released == ["released"]
+    block, _ = allocate(10, lambda memory: lambda: released.append("again"))
+    block.close()
+    block.close()
+    assert not block.pinned
+    del block
+    gc.collect()
+    assert released == ["released", "again"]
+
+
+@pytest.mark.parametrize("error", [PinError("limit"), RuntimeError("limit\nmore"), MemoryError("limit")])
+def test_a_block_that_cannot_be_pinned_is_there_all_the_same(error: Exception) -> None:
+    def refuse(memory: torch.Tensor) -> Callable[[], None]:
+        raise error
+
+    block, failure = allocate(10, refuse)
+    assert (block.pinned, failure) == (False, "limit")
+    block.bytes.fill_(1)
+
+
+def test_a_device_view_of_pageable_memory_is_refused() -> None:
+    block, _ = allocate(10, None)
+    with pytest.raises(PinError, match="needs pinned memory"):
+        device_view(block.bytes, torch.device("cuda", 0))
+
+
+def test_a_refusal_of_the_driver_is_not_raised_again_by_the_next_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The runtime keeps its last error until a launch takes it, which torch does after each of its own."""
+
+    class Runtime:
+        last = 0
+
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802  the driver's
+            self.last = 2
+            return self.last
+
+    runtime = Runtime()
+
+    def launch(*_: object, **__: object) -> None:
+        last, runtime.last = runtime.last, 0
+        if last:
+            raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", launch)
+    block, failure = allocate(10, register)
+    assert (block.pinned, failure) == (False, "cudaHostRegister of 4096 bytes failed with error 2")
+    torch.ones(1, device="cuda")

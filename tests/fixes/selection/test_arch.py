@@ -1,0 +1,414 @@
+"""The target for a GPU and toolkit, and the list variables, against FlashInfer's and torch's own readings."""
+
+from __future__ import annotations
+
+import os
+import re
+from unittest import mock
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from moedoctor.diagnose.cuda.instructions import needed, takes
+from moedoctor.fixes.arch import (
+    FLASHINFER_LIST,
+    TORCH_LIST,
+    explain_arch_list,
+    resolve_arch,
+    resolve_arch_list,
+)
+from moedoctor.fixes.arch.releases import GENERATIONS, RELEASES, flashinfer_targets, generation, moe_targets
+from moedoctor.fixes.arch.targets import (
+    Target,
+    capabilities,
+    first_cuda,
+    parse_capability,
+    parse_cuda,
+    ptx_compiles,
+    sass_loads,
+    toolkit_knows,
+    toolkit_targets,
+)
+
+CUDAS = [(12, minor) for minor in range(10)] + [(13, minor) for minor in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "target"),
+    [
+        ("7.5", "12.0", "75"),
+        ("8.0", "12.0", "80"),
+        ("8.6", "12.4", "86"),
+        ("8.7", "12.8", "87"),
+        ("8.8", "13.0", "88"),
+        ("8.9", "13.0", "89"),
+        ("9.0", "12.0", "90a"),
+        ("9.0", "13.2", "90a"),
+        ("10.0", "12.8", "100a"),
+        ("10.0", "13.0", "100a"),
+        ("10.1", "12.9", "101a"),
+        ("10.3", "12.9", "103a"),
+        ("10.7", "13.0", "100f"),
+        ("10.7", "13.5", "107a"),
+        ("11.0", "13.0", "110a"),
+        ("12.0", "12.8", "120a"),
+        ("12.0", "12.9", "120f"),
+        ("12.0", "13.0", "120f"),
+        ("12.1", "12.9", "121a"),
+        ("12.1", "13.0", "121a"),
+    ],
+)
+def test_target_of_each_gpu(capability: str, cuda: str, target: str) -> None:
+    decision = resolve_arch(capability, cuda)
+    assert decision.target == target
+    assert decision == resolve_arch(parse_capability(capability), parse_cuda(cuda))
+    assert len(decision.reason) > 20
+    assert decision.gencode == f"-gencode=arch=compute_{target},code=sm_{target}"
+
+
+def test_the_documented_call() -> None:
+    decision = resolve_arch((12, 0), (13, 0))
+    assert decision.target == "120f"
+    assert decision.list_entry == "12.0f"
+    assert "120a takes the same" in decision.reason
+    assert resolve_arch((12, 0), (13, 0, 88)) == resolve_arch("12.0", "13.0.88") == decision
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "words"),
+    [
+        ((12, 0), (12, 6), ["12.6", "sm_120a needs CUDA 12.8", "sm_120f 12.9"]),
+        ((12, 1), (12, 8), ["12.8", "sm_121a needs CUDA 12.9"]),
+        ((11, 0), (12, 9), ["sm_110a needs CUDA 13.0"]),
+        ((10, 7), (12, 8), ["sm_107a needs CUDA 13.5"]),
+        ((10, 1), (13, 0), ["sm_101a went after CUDA 12.9", "11.0"]),
+        ((8, 8), (12, 9), ["sm_88 needs CUDA 13.0"]),
+        ((12, 2), (13, 0), ["capability", "12.2", "12.1"]),
+        ((7, 0), (12, 0), ["capability", "7.0", "7.5"]),
+        ((9, 0), (11, 8), ["cuda", "11.8", "12.0 to 13.x"]),
+        ((9, 0), (14, 0), ["cuda", "14.0", "12.0 to 13.x"]),
+        ("120", (13, 0), ["capability", "'120'"]),
+        ("12.0f", (13, 0), ["capability", "'12.0f'"]),
+        (12.0, (13, 0), ["capability", "12.0"]),
+        ((12,), (13, 0), ["capability"]),
+        ((12, True), (13, 0), ["capability"]),
+        ((12, -1), (13, 0), ["capability"]),
+        ((12, 0), "13", ["cuda", "'13'"]),
+        ((12, 0), 13.0, ["cuda", "13.0"]),
+        ((12, 0), None, ["cuda", "None"]),
+    ],
+)
+def test_what_is_refused_and_why(capability: object, cuda: object, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=re.escape(words[0])) as refused:
+        resolve_arch(capability, cuda)  # type: ignore[arg-type]
+    assert "\n" not in str(refused.value)
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+@given(capability=st.sampled_from(capabilities()), cuda=st.sampled_from(CUDAS))
+def test_a_target_compiles_loads_and_has_the_instructions_or_there_is_none(
+    capability: tuple[int, int], cuda: tuple[int, int]
+) -> None:
+    def does(target: Target) -> bool:
+        usable = toolkit_knows(target, cuda) and sass_loads(target, capability)
+        return usable and all(takes(target, one, cuda) for one in needed(capability) if one.since <= cuda)
+
+    try:
+        target = Target.parse(resolve_arch(capability, cuda).target)
+    except ValueError:
+        # Code without suffix for an older GPU of the same major version may remain, before 9.0 alone.
+        others = [one for one in toolkit_targets(cuda) if does(one) and one.capability == capability]
+        assert others == []
+    else:
+        assert does(target)
+
+
+def test_targets_have_one_name() -> None:
+    for text in ("120f", "12.0f", "sm_120f", "compute_120f", "sm120f"):
+        assert str(Target.parse(text)) == "120f"
+    assert Target.parse("9.0a") == Target(9, 0, "a")
+    assert Target.parse("90a").dotted == "9.0a"
+    for text in (
+        "",
+        "f",
+        "9",
+        "12.0g",
+        "12.0ff",
+        "1234",
+        "12.0+PTX",
+        "sm_",
+        "lto_120",
+        " 120",
+        "120\n",
+        "05",
+    ):
+        with pytest.raises(ValueError, match="no CUDA target"):
+            Target.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("target", "runs", "does_not"),
+    [
+        ("80", "8.0 8.6 8.9", "7.5 9.0 12.0"),
+        ("86", "8.6 8.9", "8.0 9.0"),
+        ("90", "9.0", "8.9 10.0 12.0"),
+        ("90a", "9.0", "10.0 12.0"),
+        ("100", "10.0 10.3 10.7", "11.0 12.0 9.0"),
+        ("100a", "10.0", "10.3 12.0"),
+        ("100f", "10.0 10.3 10.7", "10.1 11.0 12.0"),
+        ("103f", "10.3 10.7", "10.0 11.0"),
+        ("110f", "11.0", "10.0 12.0"),
+        ("120", "12.0 12.1", "10.0 11.0"),
+        ("120a", "12.0", "12.1"),
+        ("120f", "12.0 12.1", "10.0 11.0"),
+        ("121a", "12.1", "12.0"),
+        ("121f", "12.1", "12.0"),
+    ],
+)
+def test_where_machine_code_runs(target: str, runs: str, does_not: str) -> None:
+    one = Target.parse(target)
+    assert [gpu for gpu in runs.split() if not sass_loads(one, parse_capability(gpu))] == []
+    assert [gpu for gpu in does_not.split() if sass_loads(one, parse_capability(gpu))] == []
+
+
+def test_where_ptx_compiles() -> None:
+    assert ptx_compiles(Target(8, 0), (12, 1))
+    assert ptx_compiles(Target(9, 0), (9, 0))
+    assert not ptx_compiles(Target(9, 0), (8, 9))
+    assert not ptx_compiles(Target(9, 0, "a"), (10, 0))
+    assert ptx_compiles(Target(12, 0, "f"), (12, 1))
+    assert not ptx_compiles(Target(10, 0, "f"), (12, 0))
+
+
+def test_family_targets_came_with_cuda_12_9() -> None:
+    assert first_cuda(Target(12, 0, "f")) == (12, 9)
+    assert first_cuda(Target(12, 0, "a")) == (12, 8)
+    assert first_cuda(Target(11, 0, "f")) == (13, 0)
+    assert first_cuda(Target(9, 0, "f")) is None
+    assert first_cuda(Target(8, 9, "a")) is None
+    assert not toolkit_knows(Target(10, 1), (13, 0))
+    assert not toolkit_knows(Target(7, 0), (13, 0))
+    assert toolkit_knows(Target(7, 0), (12, 9))
+
+
+# What each release resolves to: (setting, CUDA) -> target, None for an error. From the table of the releases.
+OLD, FIRST_F, OWN_121, AGAIN_128 = "0.6.6", "0.6.7", "0.6.13", "0.7.2.post1"
+
+
+@pytest.mark.parametrize(
+    ("release", "capability", "arch_list", "cuda", "target"),
+    [
+        *((OLD, (12, 0), "12.0", cuda, "120") for cuda in ((12, 6), (12, 8), (12, 9), (13, 0))),
+        *((OLD, (12, 0), None, cuda, "120a") for cuda in ((12, 6), (12, 8), (12, 9), (13, 0))),
+        ("0.5.0", (12, 0), "12.0", (13, 0), "120"),
+        (OLD, (12, 1), None, (13, 0), "121a"),
+        (OLD, (10, 0), "10.0", (13, 0), "100"),
+        (OLD, (9, 0), "9.0", (13, 0), "90"),
+        (OLD, (9, 0), None, (13, 0), "90a"),
+        (OLD, (8, 9), None, (13, 0), "89"),
+        (FIRST_F, (12, 0), "12.0", (12, 9), "120f"),
+        (FIRST_F, (12, 0), "12.0", (12, 8), None),
+        (FIRST_F, (12, 0), None, (12, 8), None),
+        (FIRST_F, (12, 1), None, (13, 0), "120f"),
+        ("0.6.7.post3", (12, 1), "12.1", (13, 0), "120f"),
+        (FIRST_F, (9, 0), "9.0", (12, 4), "90a"),
+        (FIRST_F, (10, 0), "10.0", (12, 8), "100a"),
+        ("0.6.8", (12, 1), "12.1", (13, 0), "121a"),
+        (OWN_121, (12, 0), None, (13, 0), "120f"),
+        (OWN_121, (12, 1), None, (12, 8), None),
+        ("0.7.0.post1", (12, 0), None, (12, 8), None),
+        ("0.7.1", (12, 0), None, (12, 8), "120a"),
+        (AGAIN_128, (12, 0), "12.0", (12, 8), "120a"),
+        (AGAIN_128, (12, 0), "12.0", (12, 9), "120f"),
+        (AGAIN_128, (12, 0), None, (12, 6), None),
+        (AGAIN_128, (12, 1), None, (12, 8), None),
+        (AGAIN_128, (12, 1), None, (12, 9), "121a"),
+        *((release, (12, 0), "12.0f", (12, 6), "120f") for release in (OLD, FIRST_F, OWN_121, AGAIN_128)),
+        *((release, (12, 0), "12.0a", (13, 0), "120a") for release in (OLD, FIRST_F, OWN_121, AGAIN_128)),
+        *(
+            (one, (12, 0), text, (13, 0), None)
+            for one in RELEASES
+            for text in ("12.0,12.1", "12.0 ", "120f", "")
+        ),
+    ],
+)
+def test_what_each_release_makes_of_it(
+    release: str,
+    capability: tuple[int, int],
+    arch_list: str | None,
+    cuda: tuple[int, int],
+    target: str | None,
+) -> None:
+    reading = flashinfer_targets(release, capability=capability, cuda=cuda, arch_list=arch_list)
+    assert reading.targets == (() if target is None else (target,))
+    assert (reading.error is None) == (target is not None)
+
+
+def test_every_release_belongs_to_one_generation() -> None:
+    assert [generation(one.first) for one in GENERATIONS] == list(GENERATIONS)
+    assert [generation(one.last) for one in GENERATIONS] == list(GENERATIONS)
+    assert generation("0.6.18") is GENERATIONS[2]
+    assert generation("0.9.0") is GENERATIONS[3]
+    assert {one.first for one in GENERATIONS} | {one.last for one in GENERATIONS} <= set(RELEASES)
+    with pytest.raises(ValueError, match=r"older than .* 0\.5\.0 to 0\.7\.2\.post1"):
+        generation("0.4.1")
+
+
+def test_the_moe_module_takes_the_targets_of_its_own_majors() -> None:
+    def moe(capability: tuple[int, int], text: str) -> tuple[str, ...]:
+        return moe_targets("0.6.6", capability=capability, cuda=(13, 0), arch_list=text).targets
+
+    assert moe((12, 0), "9.0a 10.0a 12.0f 12.1a") == ("120f", "121a")
+    assert moe((10, 0), "9.0a 10.0a 11.0a 12.0f") == ("100a", "110a")
+    assert moe((9, 0), "9.0") == ("90a",)  # its flags are fixed, whatever the list says
+    absent = moe_targets("0.6.6", capability=(12, 0), cuda=(13, 0), arch_list="9.0")
+    assert "no target" in str(absent.error)
+
+
+@pytest.mark.parametrize(
+    ("text", "suggestion", "said"),
+    [
+        ("12.0,12.1", "12.0f 12.1a", ["',' does not separate", "has no suffix"]),
+        ("12.0 ", "12.0f", ["stray separator after the last entry"]),
+        (" 12.0f", "12.0f", ["stray separator before the first entry"]),
+        ("12.0f  12.1a", "12.0f 12.1a", ["stray separator"]),
+        ("120f", "12.0f", ["is not MAJOR.MINOR; expected 12.0f"]),
+        ("sm_90a", "9.0a", ["is not MAJOR.MINOR; expected 9.0a"]),
+        ("12.0", "12.0f", ["has no suffix", "plain sm_120", "expected 12.0f"]),
+        ("9.0;12.0", "9.0a 12.0f", ["';' does not separate"]),
+        ("12.0+PTX", "12.0f", ["no +PTX"]),
+        ("8.9", "8.9", []),
+        ("12.0f", "12.0f", []),
+        ("9.0a 10.0a 12.0f 12.1a", "9.0a 10.0a 12.0f 12.1a", []),
+        ("9.0f", "9.0a", ["no CUDA release from 12.0 on compiles for sm_90f"]),
+        ("banana", None, ["is no target"]),
+        ("13.5", None, ["no CUDA release"]),
+        ("", None, ["is empty", "unset it"]),
+    ],
+)
+def test_what_is_wrong_with_a_flashinfer_list(text: str, suggestion: str | None, said: list[str]) -> None:
+    explained = explain_arch_list(text, variable=FLASHINFER_LIST)
+    assert explained.suggestions.get(FLASHINFER_LIST) == suggestion
+    messages = " | ".join(one.message for one in explained.problems)
+    assert [word for word in said if word not in messages] == []
+    assert bool(explained.problems) == bool(said)
+    assert [one.reader for one in explained.readings] == [f"FlashInfer {one.name}" for one in GENERATIONS]
+
+
+def test_the_toolkit_decides_what_a_list_should_be() -> None:
+    explained = explain_arch_list("12.0f", variable=FLASHINFER_LIST, cuda="12.8")
+    assert explained.suggestions[FLASHINFER_LIST] == "12.0a"
+    assert "CUDA 12.8 does not know sm_120f; expected 12.0a" in explained.problems[0].message
+    with pytest.raises(ValueError, match=r"cuda: 11\.8"):
+        explain_arch_list("12.0", cuda="11.8")
+    with pytest.raises(ValueError, match="variable: 'CUDA_ARCH' is unknown"):
+        explain_arch_list("12.0", variable="CUDA_ARCH")
+
+
+def test_both_variables_without_one_named() -> None:
+    explained = explain_arch_list("12.0,12.1")
+    assert {one.variable for one in explained.problems} == {FLASHINFER_LIST, TORCH_LIST}
+    assert explained.suggestions == {FLASHINFER_LIST: "12.0f 12.1a", TORCH_LIST: "12.0a;12.1a"}
+    assert all(one.error for one in explained.readings)
+
+
+@given(text=st.text(alphabet="0123456789.af ,;+PTXsm_\t", max_size=24))
+def test_a_suggestion_is_read_without_error_by_every_release(text: str) -> None:
+    explained = explain_arch_list(text, variable=FLASHINFER_LIST)
+    suggestion = explained.suggestions.get(FLASHINFER_LIST)
+    if suggestion is None:
+        assert explained.problems
+        return
+    again = explain_arch_list(suggestion, variable=FLASHINFER_LIST)
+    assert again.problems == ()
+    assert all(one.error is None and one.targets for one in again.readings)
+    assert len({one.targets for one in again.readings}) == 1
+
+
+def _by_torch(text: str) -> tuple[str, ...] | None:
+    """What the installed torch makes of the list; None where it raises ValueError."""
+    from torch.utils import cpp_extension
+
+    with mock.patch.dict(os.environ, {TORCH_LIST: text}):
+        try:
+            flags = cpp_extension._get_cuda_arch_flags()
+        except ValueError:
+            return None
+    codes = [re.fullmatch(r"-gencode=arch=compute_\w+,code=(sm_)?(\w+)", flag) for flag in flags]
+    return tuple(sorted(match[2] for match in codes if match))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "12.0",
+            "12.0a",
+            "12.0f",
+            "120a",
+            "12.0 ",
+            "12.0;;9.0",
+            "12.0,9.0",
+            "9.0a;12.0+PTX",
+            "8.9 9.0a",
+            "9.0a+PTX",
+        ),
+        *(
+            "Hopper",
+            "Blackwell",
+            "Blackwell+Tegra",
+            "Ampere;Ada",
+            "Turing+PTX",
+            "8.8",
+            "10.7",
+            "7.5+PTX+PTX",
+            ";",
+        ),
+        *("8.0a", "7.2", "10.3a", "11.0", "13.0", "banana", "sm_90", "3.5", "6.1+PTX", "8.9\t9.0"),
+    ],
+)
+def test_torchs_own_reading(text: str) -> None:
+    """Written down from torch 2.13; another release may know more targets."""
+    torch = pytest.importorskip("torch")
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip(f"the reading is that of torch 2.13, this is {torch.__version__}")
+    (reading,) = explain_arch_list(text, variable=TORCH_LIST).readings
+    expected = _by_torch(text)
+    assert (tuple(sorted(reading.targets)) if reading.error is None else None) == expected
+
+
+def test_torchs_suggestions_are_taken_by_torch() -> None:
+    for text in ("12.0f", "12.0,12.1", "120f", "9.0 ", "8.9;12.1f"):
+        explained = explain_arch_list(text, variable=TORCH_LIST)
+        assert explained.problems
+        assert _by_torch(explained.suggestions[TORCH_LIST]) is not None
+    assert explain_arch_list("", variable=TORCH_LIST).readings[0].note is not None
+    assert explain_arch_list("Hopper", variable=TORCH_LIST).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "capability", "cuda", "targets"),
+    [
+        (None, "12.0", "13.0", ["120f"]),
+        ("", "12.0", "13.0", ["120f"]),
+        ("12.0,12.1", "12.0", "13.0", ["120f", "121a"]),
+        ("12.0 12.0f 120f", "12.0", "13.0", ["120f"]),
+        ("12.0f", "12.0", "12.8", ["120a"]),
+        ("12.0a", "12.1", "13.0", ["120a", "121a"]),
+        ("12.0a", "12.0", "13.0", ["120a"]),
+        ("9.0", "12.0", "13.0", ["90a", "120f"]),
+        ("12.0+PTX", "12.0", "13.0", ["120f"]),
+    ],
+)
+def test_a_list_is_read_for_a_gpu(text: str | None, capability: str, cuda: str, targets: list[str]) -> None:
+    decisions = resolve_arch_list(text, capability, cuda)
+    assert [one.target for one in decisions] == targets
+    assert all(one.reason for one in decisions)
+
+
+def test_a_list_that_cannot_be_built_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sm_121a needs CUDA 12\.9"):
+        resolve_arch_list("12.1", "12.0", "12.8")
+    with pytest.raises(ValueError, match="'banana' is no CUDA target"):
+        resolve_arch_list("banana", "12.0", "13.0")

@@ -1,0 +1,399 @@
+"""The selection tables against what is known of the releases, and what must hold at every point of them.
+
+The tables were compared with the releases' own code at 263 172 points when they were made
+(scripts/check_backends.py, which needs the releases' sources); what is written down here comes from reading
+those sources.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moedoctor.fixes.backends import Candidate, select
+from moedoctor.fixes.backends import release_tables as backend_tables
+from moedoctor.fixes.backends.reasons import spoken
+from moedoctor.fixes.backends.release_tables import CAPABILITIES, SCHEMES, releases, tables
+from moedoctor.fixes.backends.requests import (
+    NVFP4_VARIABLE,
+    governing_variables,
+    request,
+    shadowed_variables,
+    wanted_backend,
+    way_to_ask,
+)
+
+RELEASES = tuple(releases())
+OLDEST, NEWEST = RELEASES[0], RELEASES[-1]
+DATA = Path(backend_tables.__file__).parent / "data"
+
+points = st.fixed_dictionaries(
+    {
+        "capability": st.sampled_from(CAPABILITIES),
+        "scheme": st.sampled_from(SCHEMES),
+        "ep": st.booleans(),
+        "dp": st.booleans(),
+    }
+)
+
+
+def candidate(backend: str, capability: str, scheme: str, release: str, **options: object) -> Candidate:
+    found = select(capability, scheme, release=release, **options).candidates  # type: ignore[arg-type]
+    return next(one for one in found if one.backend == backend)
+
+
+def test_the_tables_know_every_release() -> None:
+    assert len(RELEASES) == 24
+    assert (OLDEST, NEWEST) == ("0.17.1", "0.33.0")
+
+
+@pytest.mark.parametrize(
+    ("release", "capability", "scheme", "chosen"),
+    [
+        ("0.17.1", "12.0", "nvfp4", "FLASHINFER_CUTLASS"),
+        ("0.18.0", "12.1", "nvfp4", "FLASHINFER_CUTLASS"),
+        ("0.18.0", "10.0", "nvfp4", "FLASHINFER_TRTLLM"),
+        ("0.20.2", "11.0", "nvfp4", "FLASHINFER_CUTLASS"),
+        ("0.21.0", "11.0", "nvfp4", "VLLM_CUTLASS"),  # FlashInfer's kernels lost 11.0 there
+        ("0.31.0", "9.0", "nvfp4", "MARLIN"),
+        ("0.32.0", "9.0", "nvfp4", "HUMMING"),  # preferred on 9.0 alone, from 0.32.0 on
+        ("0.32.0", "8.9", "nvfp4", "MARLIN"),
+        ("0.33.0", "12.0", "nvfp4-w4a16", "MARLIN"),
+        ("0.33.0", "7.5", "nvfp4", "MARLIN"),
+        ("0.19.0", "7.0", "nvfp4", None),
+        ("0.20.0", "7.0", "nvfp4", "EMULATION"),
+        ("0.18.0", "9.0", "fp8-block", "TRITON"),
+        ("0.23.0", "12.0", "fp8-block", "TRITON"),
+        ("0.24.0", "12.0", "fp8-block", "DEEPGEMM"),
+        ("0.18.0", "8.9", "fp8", "TRITON"),
+        ("0.18.0", "8.0", "fp8", "MARLIN"),
+        ("0.19.1", "10.0", "bf16", "TRITON"),
+        ("0.20.0", "10.0", "bf16", "FlashInfer TRTLLM"),
+        ("0.22.1", "9.0", "bf16", "FlashInfer CUTLASS"),
+        ("0.23.0", "9.0", "bf16", "TRITON"),
+        ("0.17.1", "9.0", "mxfp4", "TRITON"),
+        ("0.17.1", "10.3", "mxfp4", "SM100_FI_MXFP4_BF16"),
+        ("0.17.1", "12.0", "mxfp4", "MARLIN"),
+    ],
+)
+def test_what_a_release_selects_by_itself(
+    release: str, capability: str, scheme: str, chosen: str | None
+) -> None:
+    selection = select(capability, scheme, release=release)
+    assert selection.chosen == chosen
+    assert (selection.error is None) is (chosen is not None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "release", "capabilities"),
+    [
+        ("FLASHINFER_TRTLLM", "0.18.0", {"10.0", "10.3", "10.7"}),
+        ("FLASHINFER_CUTEDSL", "0.21.0", {"10.0", "10.3", "10.7"}),
+        ("FLASHINFER_CUTLASS", "0.18.0", {"10.0", "10.3", "10.7", "11.0", "12.0", "12.1"}),
+        ("FLASHINFER_CUTLASS", "0.33.0", {"10.0", "10.3", "10.7", "12.0", "12.1"}),
+        ("VLLM_CUTLASS", "0.18.0", {"10.0", "10.3", "10.7", "11.0", "12.0", "12.1"}),
+        ("MARLIN", "0.33.0", set(CAPABILITIES) - {"7.0"}),
+        ("HUMMING", "0.25.0", set(CAPABILITIES) - {"7.0"}),
+        ("EMULATION", "0.20.0", set(CAPABILITIES)),
+        ("FLASHINFER_B12X", "0.22.0", {"12.0", "12.1"}),
+    ],
+)
+def test_which_gpus_run_a_backend_for_nvfp4(backend: str, release: str, capabilities: set[str]) -> None:
+    runs = {one for one in CAPABILITIES if candidate(backend, one, "nvfp4", release).supported}
+    assert runs == capabilities
+
+
+def test_weight_only_nvfp4_is_for_marlin_and_its_like_alone() -> None:
+    for release in RELEASES:
+        taken = {
+            one.backend for one in select("12.0", "nvfp4-w4a16", release=release).candidates if one.supported
+        }
+        assert taken <= {"MARLIN", "HUMMING", "FLASHINFER_B12X", "B12X"}
+        assert "MARLIN" in taken
+
+
+def test_cutlass_without_a_gate_and_with_expert_parallelism() -> None:
+    assert not candidate("VLLM_CUTLASS", "12.0", "nvfp4", "0.18.0", activation="relu2_no_mul").supported
+    assert candidate("VLLM_CUTLASS", "12.0", "nvfp4", "0.19.0", activation="relu2_no_mul").supported
+    assert not candidate("VLLM_CUTLASS", "12.0", "nvfp4", "0.20.0", ep=True).supported
+    assert candidate("VLLM_CUTLASS", "12.0", "nvfp4", "0.33.0", ep=True).supported
+
+
+def test_block_fp8_on_hopper_prefers_triton_for_tp_and_flashinfer_for_ep() -> None:
+    assert select("9.0", "fp8-block", release="0.18.0").chosen == "TRITON"
+    assert select("9.0", "fp8-block", release="0.18.0", ep=True).chosen == "FLASHINFER_CUTLASS"
+    elsewhere = [one for one in CAPABILITIES if one != "9.0"]
+    assert not any(candidate("FLASHINFER_CUTLASS", one, "fp8-block", "0.18.0").supported for one in elsewhere)
+
+
+def test_bf16_with_data_parallelism_leaves_flashinfer_cutlass_to_the_end() -> None:
+    assert select("12.0", "bf16", release="0.33.0").chosen == "FlashInfer CUTLASS"
+    assert select("12.0", "bf16", release="0.33.0", dp=True).chosen == "TRITON"
+
+
+def test_reasons_say_what_is_missing() -> None:
+    assert candidate("FLASHINFER_TRTLLM", "12.0", "nvfp4", "0.21.0").reason == (
+        "has no kernel for compute capability 12.0, only for 10.0 to 10.7"
+    )
+    assert "takes nvfp4 on" in candidate("FLASHINFER_CUTLASS", "9.0", "nvfp4", "0.21.0").reason
+    assert "expert parallelism" in candidate("VLLM_CUTLASS", "12.0", "nvfp4", "0.21.0", ep=True).reason
+    assert (
+        "without a gate"
+        in candidate("VLLM_CUTLASS", "12.0", "nvfp4", "0.18.0", activation="relu2_no_mul").reason
+    )
+    assert (
+        "does not compute gelu"
+        in candidate("FLASHINFER_CUTLASS", "12.0", "nvfp4", "0.21.0", activation="gelu").reason
+    )
+    assert candidate("AITER", "9.0", "fp8", "0.21.0").reason == "for ROCm only"
+    assert "b12x" in candidate("B12X", "12.0", "nvfp4", "0.32.0").reason
+    assert "does not take nvfp4-w4a16" in candidate("VLLM_CUTLASS", "12.0", "nvfp4-w4a16", "0.21.0").reason
+    assert "batched" in candidate("BATCHED_TRITON", "9.0", "fp8", "0.21.0").reason
+    assert (
+        candidate("MARLIN", "12.0", "nvfp4", "0.21.0").reason
+        == "would work; FLASHINFER_CUTLASS comes before it"
+    )
+    assert (
+        "on request: --moe-backend flashinfer_b12x"
+        in candidate("FLASHINFER_B12X", "12.0", "nvfp4", "0.22.0").reason
+    )
+
+
+def test_optional_libraries() -> None:
+    assert select("9.0", "fp8-block", release="0.33.0", libraries={"humming": False}).chosen == "TRITON"
+    assert select("9.0", "nvfp4", release="0.33.0", libraries={"humming": False}).chosen == "MARLIN"
+    assert select("12.0", "nvfp4", release="0.33.0", libraries={"flashinfer": False}).chosen == "VLLM_CUTLASS"
+    # The FlashInfer of 0.33.0 carries b12x along.
+    assert candidate("B12X", "12.0", "nvfp4", "0.33.0").supported
+    assert not candidate("B12X", "12.0", "nvfp4", "0.32.0").supported
+    assert candidate("B12X", "12.0", "nvfp4", "0.32.0", libraries={"b12x": True}).supported
+    # 0.19.1 brings no DeepGEMM, 0.20.0 does.
+    assert not candidate("DEEPGEMM", "9.0", "fp8-block", "0.19.1").supported
+    assert candidate("DEEPGEMM", "9.0", "fp8-block", "0.20.0").supported
+
+
+FP4, BACKEND, FORCE = (
+    "VLLM_USE_FLASHINFER_MOE_FP4",
+    "VLLM_FLASHINFER_MOE_BACKEND",
+    "VLLM_TEST_FORCE_FP8_MARLIN",
+)
+
+
+@pytest.mark.parametrize(
+    ("release", "environ", "chosen"),
+    [
+        ("0.18.0", {}, "FLASHINFER_CUTLASS"),
+        ("0.18.0", {FP4: "0"}, "VLLM_CUTLASS"),  # not MARLIN, as vllm#37883 takes for granted
+        ("0.18.0", {FP4: "1"}, "FLASHINFER_CUTLASS"),
+        ("0.18.0", {FP4: "1", BACKEND: "latency"}, "FLASHINFER_CUTLASS"),  # TRTLLM is for 10.x
+        ("0.18.0", {FP4: "1", BACKEND: "masked_gemm"}, None),
+        ("0.18.0", {BACKEND: "masked_gemm"}, "FLASHINFER_CUTLASS"),  # not looked at
+        ("0.18.0", {FORCE: "1"}, "MARLIN"),
+        ("0.18.0", {FORCE: "true"}, "MARLIN"),
+        ("0.18.0", {FORCE: "0"}, "FLASHINFER_CUTLASS"),
+        ("0.18.0", {FP4: "1", FORCE: "1"}, "FLASHINFER_CUTLASS"),
+        ("0.18.0", {FP4: "0", FORCE: "1"}, "MARLIN"),
+        ("0.23.0", {FP4: "0"}, "VLLM_CUTLASS"),
+        ("0.24.0", {FP4: "0"}, "FLASHINFER_CUTLASS"),  # removed
+        ("0.28.0", {FORCE: "1"}, "MARLIN"),
+        ("0.29.0", {FORCE: "1"}, "FLASHINFER_CUTLASS"),  # removed
+        ("0.33.0", {"VLLM_NVFP4_MOE_BACKEND": "MARLIN"}, "FLASHINFER_CUTLASS"),  # never there
+        ("0.18.0", {"VLLM_NVFP4_GEMM_BACKEND": "marlin"}, "FLASHINFER_CUTLASS"),  # linear layers
+    ],
+)
+def test_variables_have_the_say_that_the_release_gives_them(
+    release: str, environ: dict[str, str], chosen: str | None
+) -> None:
+    selection = select("12.0", "nvfp4", release=release, environ=environ)
+    assert selection.chosen == chosen
+    if chosen is None:
+        assert "FLASHINFER_CUTEDSL was asked for" in (selection.error or "")
+
+
+def test_the_flag_comes_before_every_variable() -> None:
+    environ = {FP4: "1", BACKEND: "throughput", FORCE: "1"}
+    selection = select("12.0", "nvfp4", release="0.18.0", environ=environ, moe_backend="cutlass")
+    assert (selection.chosen, selection.decided_by) == ("VLLM_CUTLASS", "--moe-backend cutlass")
+
+
+def test_other_schemes_variables() -> None:
+    assert select("9.0", "mxfp4", release="0.17.1", environ={"VLLM_MXFP4_USE_MARLIN": "1"}).chosen == "MARLIN"
+    bf16 = {"VLLM_USE_FLASHINFER_MOE_FP16": "1"}
+    assert select("10.0", "bf16", release="0.17.1", environ=bf16).chosen == "FlashInfer TRTLLM"
+    assert select("9.0", "bf16", release="0.17.1", environ=bf16, ep=True).chosen == "FlashInfer CUTLASS"
+    assert select("9.0", "bf16", release="0.17.1", environ=bf16, ep=True, dp=True).chosen == "TRITON"
+    waiting = candidate("FlashInfer TRTLLM", "10.0", "bf16", "0.17.1")
+    assert waiting.reason.startswith("only with VLLM_USE_FLASHINFER_MOE_FP16=1")
+    assert (
+        select("9.0", "fp8-block", release="0.33.0", environ={"VLLM_USE_DEEP_GEMM": "1"}).chosen == "DEEPGEMM"
+    )
+    without = select("12.0", "fp8-block", release="0.33.0", environ={"VLLM_USE_DEEP_GEMM": "0"})
+    assert without.chosen == "TRITON"
+    assert "VLLM_USE_DEEP_GEMM=0" in next(
+        one.reason for one in without.candidates if one.backend == "DEEPGEMM"
+    )
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_marlin_can_be_asked_for_in_every_release(release: str) -> None:
+    """What vllm#38971 says cannot be done."""
+    for word in ("MARLIN", "marlin", "Marlin"):
+        asked = request(word, "12.0", "nvfp4", release=release, activation="relu2_no_mul")
+        assert (asked.backend, asked.works, asked.how) == ("MARLIN", True, "--moe-backend marlin")
+        assert select("12.0", "nvfp4", release=release, moe_backend=word).chosen == "MARLIN"
+
+
+def test_asking_for_what_would_not_work() -> None:
+    asked = request("FLASHINFER_TRTLLM", "12.0", "nvfp4", release="0.33.0")
+    assert (asked.works, asked.how) == (False, "--moe-backend flashinfer_trtllm")
+    assert "10.0 to 10.7" in asked.reason
+    refused = request("cutlass", "9.0", "fp8", release="0.33.0")
+    assert not refused.works
+    assert "is refused" in refused.reason
+
+
+def test_the_way_to_ask_is_one_that_the_release_has() -> None:
+    """MXFP4 layers take no flag before 0.19.0, and no variable after 0.23.0."""
+    assert request("MARLIN", "9.0", "mxfp4", release="0.18.0").how == "VLLM_MXFP4_USE_MARLIN=1"
+    assert request("MARLIN", "9.0", "mxfp4", release="0.19.0").how == "--moe-backend marlin"
+    assert request("MARLIN", "12.0", "mxfp4", release="0.18.0").how is None  # chosen by itself
+    assert request("MARLIN", "10.0", "mxfp4", release="0.18.0").works is False
+    assert way_to_ask("marlin", "mxfp4", "0.18.0") == "VLLM_MXFP4_USE_MARLIN=1"
+    mxfp8 = "FLASHINFER_TRTLLM_MXFP4_MXFP8"
+    assert request(mxfp8, "10.0", "mxfp4", release="0.21.0").how == "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1"
+
+
+@given(points, st.sampled_from(RELEASES), st.data())
+def test_what_request_says_is_what_select_does(point: dict, release: str, data: st.DataObject) -> None:
+    where = {"ep": point["ep"], "dp": point["dp"], "release": release}
+    shown = select(point["capability"], point["scheme"], **where).candidates
+    one = data.draw(st.sampled_from(shown))
+    asked = request(one.backend, point["capability"], point["scheme"], **where)
+    if asked.how is None:
+        return
+    if asked.how.startswith("--moe-backend "):
+        done = select(point["capability"], point["scheme"], moe_backend=asked.how.split()[1], **where)
+    else:
+        environ = dict(part.split("=") for part in asked.how.split())
+        done = select(point["capability"], point["scheme"], environ=environ, **where)
+    assert (done.chosen is not None) is asked.works
+    if asked.works:
+        assert done.chosen == asked.backend
+
+
+@given(points, st.sampled_from(RELEASES), st.data())
+def test_every_point_has_a_complete_answer(point: dict, release: str, data: st.DataObject) -> None:
+    activation = data.draw(st.sampled_from(releases()[release].activations))
+    selection = select(**point, release=release, activation=activation)
+    names = [one.backend for one in selection.candidates]
+    assert len(names) == len(set(names))
+    chosen = [one for one in selection.candidates if one.chosen]
+    assert [one.backend for one in chosen] == ([selection.chosen] if selection.chosen else [])
+    automatic = [one for one in selection.candidates if one.automatic]
+    assert selection.chosen == next((one.backend for one in automatic if one.supported), None)
+    for one in selection.candidates:
+        assert one.reason
+        assert bool(one.kernels) is one.supported
+        assert one.reason.startswith(("chosen", "would work")) is one.supported
+
+
+@given(points, st.sampled_from(RELEASES), st.sampled_from(["flashinfer", "humming", "deep_gemm"]))
+def test_a_missing_library_never_adds_a_backend(point: dict, release: str, library: str) -> None:
+    with_it = {one.backend for one in select(**point, release=release).candidates if one.supported}
+    without = select(**point, release=release, libraries={library: False}).candidates
+    assert {one.backend for one in without if one.supported} <= with_it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"capability": "9.5"}, "capability 9.5: expected one of 7.0"),
+        ({"scheme": "int4"}, "scheme int4: expected one of nvfp4"),
+        ({"release": "0.34.0"}, "release 0.34.0: the tables know 0.17.1 to 0.33.0"),
+        ({"activation": "situ", "release": "0.17.1"}, "activation situ: vLLM 0.17.1 knows silu"),
+    ],
+)
+def test_what_is_not_known_is_refused(arguments: dict[str, str], said: str) -> None:
+    everything = {"capability": "9.0", "scheme": "nvfp4", "release": "0.33.0", **arguments}
+    with pytest.raises(ValueError, match=re.escape(said)):
+        select(**everything)  # type: ignore[arg-type]
+
+
+def test_flags_that_a_release_does_not_take() -> None:
+    unknown = select("12.0", "nvfp4", release="0.18.0", moe_backend="humming")
+    assert unknown.chosen is None
+    assert "--moe-backend humming is none of aiter, auto" in (unknown.error or "")
+    other = select("12.0", "nvfp4", release="0.18.0", moe_backend="triton")
+    assert "not for nvfp4" in (other.error or "")
+    ignored = select("9.0", "mxfp4", release="0.18.0", moe_backend="marlin")
+    assert (ignored.chosen, ignored.decided_by) == ("TRITON", "automatic")
+    with pytest.raises(ValueError, match=r"no MoE backend of vLLM 0\.18\.0 for nvfp4; it has FLASH"):
+        request("BANANA", "12.0", "nvfp4", release="0.18.0")
+
+
+def test_what_the_variable_of_38971_asks_for() -> None:
+    for value in ("MARLIN", "marlin", " Marlin "):
+        wanted = wanted_backend({NVFP4_VARIABLE: value}, "0.21.0")
+        assert wanted is not None
+        assert (wanted.flag, wanted.problem) == ("marlin", None)
+    for value, flag in (("VLLM_CUTLASS", "cutlass"), ("FLASHINFER-CUTLASS", "flashinfer_cutlass")):
+        assert wanted_backend({NVFP4_VARIABLE: value}, "0.21.0").flag == flag  # type: ignore[union-attr]
+    assert wanted_backend({}, "0.21.0") is None
+    assert wanted_backend({NVFP4_VARIABLE: "auto"}, "0.21.0") is None
+    early = wanted_backend({NVFP4_VARIABLE: "HUMMING"}, "0.21.0")
+    assert early is not None
+    assert early.flag is None
+    assert "0.21.0 has no such NVFP4 MoE backend; it has cutlass" in (early.problem or "")
+
+
+def test_variables_with_a_say() -> None:
+    assert set(governing_variables("nvfp4", "0.18.0")) == {FP4, BACKEND, FORCE}
+    assert set(governing_variables("nvfp4", "0.24.0")) == {FORCE}
+    assert set(governing_variables("nvfp4", "0.29.0")) == set()
+    assert set(governing_variables("fp8", "0.33.0")) == {"VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"}
+    assert shadowed_variables("nvfp4", "0.18.0", {FP4: "1", FORCE: "1"}) == {
+        FORCE: f"{FP4}=1 comes before it"
+    }
+    assert shadowed_variables("nvfp4", "0.18.0", {FP4: "0", FORCE: "1"}) == {}
+    assert FP4 in shadowed_variables("nvfp4", "0.18.0", {BACKEND: "throughput"})[BACKEND]
+    assert shadowed_variables("nvfp4", "0.18.0", {FP4: "1", BACKEND: "latency"}) == {}
+
+
+def test_every_row_says_where_it_comes_from() -> None:
+    for scheme in SCHEMES:
+        generated = json.loads((DATA / f"{scheme}.json").read_text(encoding="utf-8"))
+        for row in (*generated["orders"], *generated["flags"], *generated["kernels"]):
+            first = row["releases"].partition("-")[0]
+            assert re.fullmatch(rf"{re.escape(first)}: vllm/[\w/]+\.py:\d+", row["source"]), row
+    for scheme in SCHEMES:
+        for release in RELEASES:
+            table = tables(scheme, release)
+            assert all(one.source for one in (*table.orders, *table.overrides, *table.kernels))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_tables_fit_together(scheme: str, release: str) -> None:
+    table = tables(scheme, release)
+    have = {one.backend for one in table.kernels}
+    assert {one for order in table.orders for one in order.backends} <= have
+    assert {one for flag in table.flags.values() for one in flag.backends} <= have
+    assert set(table.flags) <= set(releases()[release].moe_backends)
+    for capability in CAPABILITIES:
+        for parallel in backend_tables.PARALLEL:
+            for activation in releases()[release].activations:
+                point = (capability, parallel, activation)
+                assert len({one.backends for one in table.orders if one.box.contains(point)}) == 1
+
+
+def test_capabilities_in_words() -> None:
+    assert spoken(None) == "every capability"
+    assert spoken(frozenset(("9.0",))) == "9.0"
+    assert spoken(frozenset(("10.0", "10.3", "10.7"))) == "10.0 to 10.7"
+    assert spoken(frozenset(("9.0", "12.0", "12.1"))) == "9.0, 12.0 and 12.1"
+    assert spoken(frozenset(("11.0", "12.0", "12.1"))) == "11.0 and newer"

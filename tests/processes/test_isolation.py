@@ -1,0 +1,165 @@
+"""Every way in which a child can end, provoked for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from moedoctor.processes.child import Request
+from moedoctor.processes.isolation import Finished, Job, Outcome, RunInterruptedError, run_jobs
+from moedoctor.results import Case, Crash, Death, Observation, Skip, Tier
+
+pytestmark = pytest.mark.usefixtures("dying_plugin")
+
+
+def job(way: str, timeout: float = 60.0, device: str = "cpu") -> Job:
+    parameters = {
+        "faulty": way,
+        "fixed": "answers",
+        "third": "answers",
+        "symptom_faulty": True,
+        "symptom_fixed": False,
+        "absent": False,
+    }
+    case = Case("MD901", "faulty", Tier.MODEL, parameters)
+    return Job(Request("MD901", {}, case=case, device=device), timeout)
+
+
+def outcome(way: str, timeout: float = 60.0) -> Outcome:
+    (finished,) = run_jobs([job(way, timeout)], parallel=1)
+    return finished.outcome
+
+
+def crash(way: str, timeout: float = 60.0) -> Crash:
+    ended = outcome(way, timeout)
+    assert isinstance(ended, Crash), ended
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("way", "death", "message"),
+    [
+        ("illegal_memory_access", Death.ILLEGAL_MEMORY_ACCESS, "illegal memory access"),
+        ("illegal_instruction", Death.ILLEGAL_INSTRUCTION, "illegal instruction"),
+        ("device_assert", Death.DEVICE_ASSERT, "device-side assert"),
+        ("device_assert_abort", Death.DEVICE_ASSERT, "device-side assert triggered"),
+        ("no_kernel_image", Death.NO_KERNEL_IMAGE, "no kernel image"),
+        ("cuda_error", Death.CUDA_ERROR, "unspecified launch failure"),
+        ("out_of_memory", Death.OUT_OF_MEMORY, "MemoryError: no more"),
+        ("exception", Death.EXCEPTION, "KeyError: 'w13_weight'"),
+        ("system_exit", Death.EXCEPTION, "SystemExit: 3"),
+        ("signal", Death.SIGNAL, "killed by SIGSEGV"),
+        ("silent", Death.SILENT, "exit status 0"),
+        ("exit_status", Death.SILENT, "exit status 7"),
+    ],
+)
+def test_each_way_to_die_is_told_apart(way: str, death: Death, message: str) -> None:
+    ended = crash(way)
+    assert ended.death is death
+    assert message in ended.message
+    assert "\n" not in ended.message
+
+
+def test_last_lines_of_stderr_are_kept() -> None:
+    assert "last words" in crash("silent").stderr_tail
+    assert "about to be killed" in crash("signal").stderr_tail
+    assert any("KeyError" in line for line in crash("exception").stderr_tail)
+
+
+def test_a_child_that_ignores_sigterm_is_killed_at_its_time_limit() -> None:
+    started = time.monotonic()
+    ended = crash("hang", timeout=1.0)
+    assert ended.death is Death.HANG
+    assert ended.message == "no answer within 1 s"
+    assert "going to sleep" in ended.stderr_tail
+    assert time.monotonic() - started < 20
+
+
+def test_what_a_child_started_dies_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    crash("hang_with_grandchild", timeout=1.0)
+    assert _still_running(tmp_path) == set()
+
+
+def test_a_skip_raised_in_the_child_is_a_skip() -> None:
+    assert outcome("skip") == Skip("no such thing here")
+
+
+def test_one_death_does_not_touch_the_next_case() -> None:
+    ways = ["answers", "signal", "answers", "device_assert", "silent", "answers"]
+    ended = run_jobs([job(way) for way in ways], parallel=2)
+    assert [one.index for one in ended] == list(range(len(ways)))
+    assert [isinstance(one.outcome, Observation) for one in ended] == [way == "answers" for way in ways]
+    pids = [one.outcome.evidence["pid"] for one in ended if isinstance(one.outcome, Observation)]
+    assert len({*pids, os.getpid()}) == len(pids) + 1, "every case has a process of its own"
+
+
+def test_cpu_jobs_run_side_by_side() -> None:
+    started = time.monotonic()
+    run_jobs([job("hang", timeout=1.5) for _ in range(4)], parallel=4)
+    assert time.monotonic() - started < 4 * 1.5
+
+
+def test_gpu_jobs_run_one_at_a_time_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moedoctor.processes import isolation
+
+    jobs = [job("answers", device=device) for device in ("cuda:0", "cuda:0", "cuda:1", "cpu", "cpu")]
+    chosen = isolation._startable([0, 1, 2, 3, 4], [], jobs, parallel=1)
+    assert chosen == [0, 2, 3]
+
+
+def test_interrupt_kills_the_children_and_keeps_what_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen: list[Finished] = []
+
+    def after_first(one: Finished) -> None:
+        seen.append(one)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    started = time.monotonic()
+    with pytest.raises(RunInterruptedError) as stop:
+        run_jobs([job("answers"), job("hang", timeout=600)], parallel=1, on_finished=after_first)
+    assert time.monotonic() - started < 30
+    assert [one.index for one in stop.value.finished] == [0]
+    assert _still_running(tmp_path) == set()
+
+
+@pytest.mark.gpu
+def test_real_cuda_faults_are_told_apart_and_do_not_touch_the_next_case() -> None:
+    deaths = {
+        "gpu_illegal_memory_access": Death.ILLEGAL_MEMORY_ACCESS,
+        "gpu_illegal_instruction": Death.ILLEGAL_INSTRUCTION,
+        "gpu_device_assert": Death.DEVICE_ASSERT,
+        "gpu_no_kernel_image": Death.NO_KERNEL_IMAGE,
+    }
+    ways = [one for way in deaths for one in (way, "gpu_answers")]
+    ended = run_jobs([job(way, device="cuda:0") for way in ways], parallel=1)
+    seen = {way: one.outcome for way, one in zip(ways, ended, strict=True) if way != "gpu_answers"}
+    assert {way: one.death if isinstance(one, Crash) else one for way, one in seen.items()} == deaths
+    assert all(isinstance(one.outcome, Observation) for one in ended[1::2])
+
+
+def _still_running(folder: Path) -> set[int]:
+    """Living processes of a run whose temporary files are in `folder`: their stderr is one of these."""
+    deadline = time.monotonic() + 5
+    while True:
+        living = set()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and entry.name != str(os.getpid()):
+                try:
+                    target = os.readlink(entry / "fd" / "2")
+                except OSError:
+                    continue
+                if target.startswith(str(folder)):
+                    living.add(int(entry.name))
+        if not living or time.monotonic() > deadline:
+            return living
+        time.sleep(0.05)

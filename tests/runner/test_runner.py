@@ -1,0 +1,179 @@
+"""Scenarios through real children: every verdict of a case, a claim and a scenario."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moedoctor import catalogue
+from moedoctor.results import CaseVerdict, ClaimVerdict, Report, ScenarioResult, ScenarioVerdict
+from moedoctor.runner.plan import Options
+from moedoctor.runner.run import run
+from moedoctor.scenario.file import load
+
+pytestmark = pytest.mark.usefixtures("dying_plugin")
+
+NO_GPU: dict[str, Any] = {"gpu": None, "torch": "2.13.0", "vllm": None}
+
+
+def report(tmp_path: Path, text: str, options: Options | None = None, **arguments: Any) -> Report:
+    file = tmp_path / "dying.yaml"
+    file.write_text(f"id: MD901\nname: dying\ntitle: told how to end\ntiers: [model, kernel]\n{text}")
+    scenario = load(file, faults=catalogue.faults(), subject_kind=catalogue.subject_kind)
+    return run([scenario], options or Options(), NO_GPU, **arguments)
+
+
+def result(tmp_path: Path, text: str, options: Options | None = None) -> ScenarioResult:
+    return report(tmp_path, text, options).scenarios[0]
+
+
+def verdicts(scenario: ScenarioResult) -> list[tuple[str, CaseVerdict]]:
+    return [(one.subject, one.verdict) for one in scenario.cases]
+
+
+def test_proved_when_the_control_shows_it_and_the_fix_does_not(tmp_path: Path) -> None:
+    ended = report(tmp_path, "")
+    scenario = ended.scenarios[0]
+    assert scenario.verdict is ScenarioVerdict.PROVED
+    assert scenario.reason is None
+    assert verdicts(scenario) == [
+        ("faulty", CaseVerdict.REPRODUCED),
+        ("fixed", CaseVerdict.CLEAN),
+        ("installed", CaseVerdict.SKIPPED),
+    ]
+    assert scenario.cases[0].figure == "symptom True"
+    assert scenario.cases[2].reason == "vllm is not installed here"
+    assert (ended.summary.proved, ended.summary.cases["skipped"]) == (1, 1)
+
+
+def test_failed_when_the_fix_shows_the_failure(tmp_path: Path) -> None:
+    scenario = result(tmp_path, "parameters: {symptom_fixed: true}\n")
+    assert scenario.verdict is ScenarioVerdict.FAILED
+    assert scenario.reason is not None
+    assert scenario.reason.startswith("fixed was reproduced, expected clean")
+
+
+def test_failed_when_the_control_shows_nothing(tmp_path: Path) -> None:
+    scenario = result(tmp_path, "parameters: {symptom_faulty: false}\n")
+    assert scenario.verdict is ScenarioVerdict.FAILED
+    assert "faulty was clean" in str(scenario.reason)
+
+
+def test_failed_when_one_point_of_many_fails(tmp_path: Path) -> None:
+    assert result(tmp_path, "parameters: {symptom_fixed: [false, true]}\n").verdict is ScenarioVerdict.FAILED
+
+
+def test_absent_needs_the_rule_of_the_fault(tmp_path: Path) -> None:
+    scenario = result(tmp_path, "parameters: {symptom_faulty: false, absent: true}\n")
+    assert (scenario.verdict, scenario.reason) == (ScenarioVerdict.ABSENT, "told to be absent")
+
+
+def test_a_fix_that_misbehaves_is_never_absent(tmp_path: Path) -> None:
+    text = "parameters: {symptom_faulty: false, symptom_fixed: true, absent: true}\n"
+    assert result(tmp_path, text).verdict is ScenarioVerdict.FAILED
+
+
+def test_error_when_a_child_dies(tmp_path: Path) -> None:
+    scenario = result(tmp_path, "parameters: {fixed: signal}\n")
+    assert scenario.verdict is ScenarioVerdict.ERROR
+    case = scenario.cases[1]
+    assert case.verdict is CaseVerdict.ERROR
+    assert case.reason == "killed by SIGSEGV"
+    assert case.evidence["death"] == "signal"
+    assert "about to be killed" in case.evidence["stderr_tail"]
+
+
+def test_skipped_when_the_fix_cannot_run(tmp_path: Path) -> None:
+    scenario = result(tmp_path, "parameters: {fixed: skip}\n")
+    assert (scenario.verdict, scenario.reason) == (ScenarioVerdict.SKIPPED, "no such thing here")
+
+
+@pytest.mark.parametrize("subject", ["faulty", "fixed"])
+def test_one_half_proves_nothing(tmp_path: Path, subject: str) -> None:
+    scenario = result(tmp_path, "", Options(subjects=(subject,)))
+    assert scenario.verdict is ScenarioVerdict.SKIPPED
+    assert "nothing is proved" in str(scenario.reason)
+
+
+def test_half_of_the_points_proves_nothing(tmp_path: Path) -> None:
+    scenario = result(tmp_path, "parameters: {fixed: [answers, skip]}\n")
+    assert scenario.verdict is ScenarioVerdict.SKIPPED
+    assert "1 points ran with only one of" in str(scenario.reason)
+
+
+def test_timeout_of_the_options_overrides_the_scenario(tmp_path: Path) -> None:
+    scenario = result(tmp_path, "timeout: 600\nparameters: {fixed: hang}\n", Options(timeout=0.5))
+    assert scenario.cases[1].reason == "no answer within 0.5 s"
+
+
+def test_only_keeps_the_cases_that_show_every_pair(tmp_path: Path) -> None:
+    text = "parameters: {fixed: [answers, skip]}\n"
+    scenario = result(tmp_path, text, Options(only=(("fixed", "answers"), ("tier", "model"))))
+    assert [(one.subject, one.parameters["fixed"]) for one in scenario.cases] == [
+        ("faulty", "answers"),
+        ("fixed", "answers"),
+    ]
+    assert scenario.verdict is ScenarioVerdict.PROVED
+
+
+CLAIMS = """claims:
+  - {key: measured, text: three is enough, source: nowhere, thresholds: {at_least: LIMIT}}
+  - {key: needs_gpu, text: costs nothing, source: nowhere}
+  - {key: dies, text: never works, source: nowhere}
+"""
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [("3", ClaimVerdict.CONFIRMED), ("4", ClaimVerdict.REFUTED)])
+def test_claims_are_measured_against_their_thresholds(
+    tmp_path: Path, limit: str, verdict: ClaimVerdict
+) -> None:
+    measured, gpu, dead = result(tmp_path, CLAIMS.replace("LIMIT", limit)).claims
+    assert (measured.verdict, measured.evidence) == (verdict, {"value": 3})
+    assert (gpu.verdict, gpu.reason) == (ClaimVerdict.UNTESTED, "needs an NVIDIA GPU, none is visible")
+    assert (dead.verdict, dead.evidence["message"]) == (ClaimVerdict.UNTESTED, "RuntimeError: boom")
+
+
+def test_progress_counts_every_job(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    report(tmp_path, "", progress=lambda done, total, what: seen.append((done, total, what)))
+    assert [one[:2] for one in seen] == [(0, 2), (1, 2), (2, 2)]
+    assert seen[1][2] == "dying faulty"
+
+
+def test_an_interrupted_run_reports_what_finished(tmp_path: Path) -> None:
+    def interrupt(done: int, total: int, what: str) -> None:
+        if done == 1:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    ended = report(tmp_path, "parameters: {fixed: hang}\n", progress=interrupt)
+    assert ended.summary.interrupted
+    assert verdicts(ended.scenarios[0])[:2] == [
+        ("faulty", CaseVerdict.REPRODUCED),
+        ("fixed", CaseVerdict.SKIPPED),
+    ]
+    assert ended.scenarios[0].cases[1].reason == "interrupted before it finished"
+    assert ended.scenarios[0].verdict is ScenarioVerdict.SKIPPED
+
+
+def test_a_run_that_was_cut_short_is_not_proved(tmp_path: Path) -> None:
+    def interrupt(done: int, total: int, what: str) -> None:
+        if done == 2:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    text = "subjects: [faulty, fixed, third]\nparameters: {third: hang}\n"
+    scenario = report(tmp_path, text, progress=interrupt).scenarios[0]
+    assert verdicts(scenario)[:2] == [("faulty", CaseVerdict.REPRODUCED), ("fixed", CaseVerdict.CLEAN)]
+    assert (scenario.verdict, scenario.reason) == (
+        ScenarioVerdict.SKIPPED,
+        "interrupted before every case had run",
+    )
+
+
+def test_a_subject_of_another_project_runs(tmp_path: Path) -> None:
+    scenario = result(tmp_path, "subjects: [faulty, fixed, third]\n")
+    assert ("third", CaseVerdict.CLEAN) in verdicts(scenario)

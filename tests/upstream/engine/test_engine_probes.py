@@ -1,0 +1,164 @@
+"""What is looked at inside an engine, on a model of plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moedoctor.upstream.engine.probes import (
+    bytes_on_host,
+    decoder_layers,
+    in_model,
+    kv_cache_scales,
+    layer_outputs,
+    layers_and_places,
+    memory_of,
+    serve_from_gpu,
+    take_off_the_host,
+    weights_by_place,
+    where_weights_live,
+)
+
+
+class Layer(nn.Module):
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), gain), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        state = x if residual is None else x + residual
+        return x * self.weight, state
+
+
+class Model(nn.Module):
+    def __init__(self, gains: tuple[float, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(gain) for gain in gains)
+        self.heads = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        residual = None
+        for layer in self.layers:
+            x, residual = layer(x, residual)
+        return x
+
+
+class Engine:
+    """An `LLM` with one worker, or several."""
+
+    def __init__(self, model: nn.Module, workers: int = 1) -> None:
+        self.model, self.workers = model, workers
+
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        return [function(self.model) for _ in range(self.workers)]
+
+
+def outputs(*gains: float, calls: int = 1) -> list[dict[str, Any]]:
+    engine = Engine(Model(gains))
+    after = layer_outputs(engine, calls)
+    for _ in range(3):
+        engine.model(torch.arange(8.0).reshape(2, 4))
+    found = after()
+    assert found["layers"] == len(gains)
+    return list(found["outputs"])
+
+
+def test_what_each_layer_puts_out_is_recorded_for_the_first_calls() -> None:
+    assert [(one["layer"], one["tokens"]) for one in outputs(1.0, 2.0)] == [("layers.0", 2), ("layers.1", 2)]
+    assert len(outputs(1.0, 2.0, calls=2)) == 4
+
+
+def test_equal_bits_equal_digest_and_the_first_layer_that_differs() -> None:
+    first, second = outputs(1.0, 2.0, 3.0), outputs(1.0, 2.5, 3.0)
+    assert first == outputs(1.0, 2.0, 3.0)
+    assert [a["digest"] == b["digest"] for a, b in zip(first, second, strict=True)] == [True, False, False]
+    assert first[0]["norm"] == pytest.approx(
+        2 * math.sqrt(sum(i * i for i in range(8)))
+    )  # update and residual
+
+
+def test_what_is_not_finite_is_said() -> None:
+    assert [one["finite"] for one in outputs(1.0, math.inf)] == [True, False]
+
+
+def test_bytes_by_place_and_mark() -> None:
+    model = Model((1.0, 2.0))
+    model.layers[1].weight._vllm_is_uva_offloaded = True
+    found = where_weights_live(Engine(model))
+    assert (found["bytes"], found["marked"]) == ({"cpu": 32}, {"cpu": 16})
+    assert found["parameters"][1] == {"name": "layers.1.weight", "bytes": 16, "place": "cpu", "marked": True}
+    assert weights_by_place(model, "layers.0")["bytes"] == {"cpu": 16}
+
+
+def test_bytes_on_the_host_are_counted_wherever_they_lie() -> None:
+    from moedoctor.fixes.offloader import offload
+
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
+    model.register_parameter("empty", nn.Parameter(torch.empty(0)))
+    assert bytes_on_host(model) == {"parameter_bytes": 4096, "host_bytes": 4096}  # all of it is on the CPU
+    assert bytes_on_host(model, "2.weight") == {"parameter_bytes": 1024, "host_bytes": 1024}
+    handle = offload(model, 1 << 30, keep_below=0)
+    stored = bytes_on_host(model)["host_bytes"] - 4096
+    assert stored == handle.report().host_bytes > 0
+
+
+def test_layers_and_bytes_are_seen_by_one_probe() -> None:
+    engine = Engine(Model((1.0, 2.0)))
+    after, bytes_alone = layers_and_places(engine, calls=2), layers_and_places(engine, "layers.1")
+    for _ in range(3):
+        engine.model(torch.arange(8.0).reshape(2, 4))
+    found = after()
+    assert [one["call"] for one in found["outputs"]] == [1, 1, 2, 2]
+    assert (found["layers"], found["host_bytes"], found["parameter_bytes"]) == (2, 32, 32)
+    assert bytes_alone() == {"host_bytes": 16, "parameter_bytes": 16}
+
+
+def test_a_model_without_layers_and_several_workers() -> None:
+    with pytest.raises(ValueError, match="has no list of layers"):
+        list(decoder_layers(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="2 workers answered"):
+        in_model(Engine(Model((1.0,)), workers=2), lambda model: None)
+
+
+@pytest.mark.gpu
+def test_the_driver_tells_mapped_memory_from_the_gpus_own() -> None:
+    from moedoctor.fixes.offload.pinned import device_view
+
+    own = torch.ones(1024, dtype=torch.uint8, device="cuda")
+    host = torch.ones(1 << 16, dtype=torch.uint8).pin_memory()
+    assert memory_of(own) == "device"
+    assert memory_of(host) == "cpu"
+    assert memory_of(device_view(host, torch.device("cuda:0"))) == "host"
+
+
+def test_weights_are_served_from_the_device_and_no_longer_from_the_host() -> None:
+    from moedoctor.fixes.offloader import offload
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), torch.randn(3, 16)
+    with torch.no_grad():
+        expected = model(x)
+        handle = offload(model, 1 << 30, keep_below=0)
+        assert torch.equal(model(x), expected)
+        seen = serve_from_gpu(Engine(model))
+        assert seen["bytes"] >= handle.report().host_bytes > 0
+        assert all(torch.equal(model(x), expected) for _ in range(2))
+    assert bool(handle.host_weight("0.weight").isnan().all()), "what was on the host could still be read"
+    assert take_off_the_host(nn.Linear(2, 2)) == 0
+
+
+def test_what_a_kv_cache_holds() -> None:
+    model = Model((1.0,))
+    attention = nn.Module()
+    attention.kv_cache_dtype = "fp8_e4m3"
+    attention._k_scale_float, attention._v_scale_float = 1.0, 0.5
+    model.layers[0].attn = attention
+    assert kv_cache_scales(Engine(model)) == [
+        {"layer": "layers.0.attn", "dtype": "fp8_e4m3", "k_scale": 1.0, "v_scale": 0.5}
+    ]
+    assert kv_cache_scales(Engine(Model((1.0,)))) == []

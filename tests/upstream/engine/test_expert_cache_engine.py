@@ -1,0 +1,332 @@
+"""What is made of engines with an expert cache: their requests, the table, and the probes on a stand-in."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moedoctor.results import Death, UnavailableError
+from moedoctor.upstream.engine import expert_cache as engines
+from moedoctor.upstream.engine import expert_cache_probes as probes
+from moedoctor.upstream.engine import expert_cache_shape as shape
+from moedoctor.upstream.engine.engine import EngineError, EngineResult
+from moedoctor.upstream.engine.expert_cache import Cell
+from moedoctor.upstream.engine.log import LogFacts
+from moedoctor.upstream.plugin.expert_cache_layer import HostExperts, IdLog, host_experts, install
+from tests.upstream.plugin.test_expert_cache_fix import HIDDEN, INNER, Layer, call
+from tests.upstream.plugin.test_expert_cache_fix import E as EXPERTS
+
+VOCAB, LAYERS = 256, 3
+
+STEP = ({"7": -0.1, "8": -3.0},)
+SEEN = {"engine": "device", "layers": 2, "hits": 3, "misses": 4}
+
+
+def result(tokens: tuple[int, ...] = (7, 9), *, probe: Any = None, **given: Any) -> EngineResult:
+    return EngineResult("", (tokens,), logprobs=(STEP,), probe=probe or SEEN, **given)
+
+
+def failed(message: str, *logged: str) -> EngineResult:
+    error = EngineError("RuntimeError", message, "load", Death.EXCEPTION)
+    return EngineResult("", error=error, log=LogFacts(refused=logged))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    found = {"count": 1}
+    for module in (engines, shape):
+        monkeypatch.setattr(module, "need_engine", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found["count"])
+    return found
+
+
+def test_every_backend_runs_without_a_cache_and_with_one() -> None:
+    chosen = engines.cells()
+    assert len(chosen) == len(set(chosen)) == 4 * 2 * 3 + 4
+    assert all(one.control in chosen and not one.control.planted for one in chosen)
+    assert {one.backend for one in chosen if one.planted} == set(engines.BACKENDS)
+    whole, broken = (
+        engines.request(Cell("FP8 MARLIN", engines.GRAPHS, 6, one), "x") for one in (False, True)
+    )
+    assert (whole.probe, whole.probe_when) == (f"{engines.PROBES}caches", "after")
+    assert (broken.probe, broken.probe_when) == (f"{engines.PROBES}caches_with_a_fault", "before")
+    assert (broken.arguments, broken.environ) == (whole.arguments, whole.environ)
+    control, cached = (engines.request(Cell("FP8 MARLIN", engines.GRAPHS, one), "x") for one in (None, 6))
+    assert (control.environ["MOEDOCTOR_FIXES"], cached.environ["MOEDOCTOR_FIXES"]) == ("", "expert_cache")
+    assert cached.environ["MOEDOCTOR_EXPERT_CACHE"] == "6"
+    assert (cached.arguments, cached.prompts) == (control.arguments, control.prompts)
+    assert cached.arguments["moe_backend"] == "marlin"
+
+
+@pytest.mark.parametrize(
+    ("cached", "control", "outcome", "detail"),
+    [
+        (result(), result(), "same tokens", "same logprobs"),
+        (result((7, 8)), result(), "other tokens", "prompt 1, token 2: 8, not 9"),
+        (failed("broken"), result(), "crash", "RuntimeError: broken"),
+        (result(), failed("broken"), "no control", "RuntimeError: broken"),
+    ],
+)
+def test_what_becomes_of_an_engine(
+    cached: EngineResult, control: EngineResult, outcome: str, detail: str
+) -> None:
+    cell = Cell("BF16 TRITON", engines.EAGER, 2)
+    (row,) = engines.table({cell.control: control, cell: cached})
+    assert (row["outcome"], row["detail"], row["slots"]) == (outcome, detail, 2)
+    assert row["misses"] == (None if outcome == "crash" else 4)
+    assert (row["asked"], row["planted"]) == ("TRITON", False)
+
+
+def test_refusals_need_the_reason(gpus: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "MOEDOCTOR_EXPERT_CACHE=4: a: m computes with X; expected --moe-backend triton or marlin"
+    few = "MOEDOCTOR_EXPERT_CACHE=1: a: 1 slots hold fewer experts than one token needs (top_k 2)"
+
+    def run(requests: Any, parallel: int) -> list[EngineResult]:
+        assert len(requests) == 2 + gpus["count"]
+        spread = failed("worker died", "experts are spread over several GPUs MOEDOCTOR_EXPERT_CACHE")
+        return [failed(few), failed(f"x\n{said}"), result(), spread][: len(requests)]
+
+    monkeypatch.setattr(engines, "run_engines", run)
+    assert [row["refused"] for row in engines.refusals({})] == [True, True, False, None]
+    gpus["count"] = 2
+    assert [row["refused"] for row in engines.refusals({})] == [True, True, False, True]
+
+
+def test_memory_is_what_the_profile_says(gpus: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def run(request: Any) -> EngineResult:
+        document = json.loads((Path(request.model) / "config.json").read_text())
+        assert document["num_hidden_layers"] == 4
+        assert document["head_dim"] == 128
+        assert request.arguments["kv_cache_memory_bytes"] is None, "it would take the place of the profile"
+        asked.append(request.environ["MOEDOCTOR_EXPERT_CACHE"])
+        return result(probe={"kv_cache_bytes": 5, "saved_bytes": 3, "layers": 4, "slots": None})
+
+    monkeypatch.setattr(shape, "run_engine", run)
+    assert shape.memory({})[1] == {"slots": 8, "kv_cache_bytes": 5, "saved_bytes": 3, "layers": 4}
+    assert asked == ["", "8"]
+
+
+def test_qwens_tokens_are_held_against_all_experts(
+    gpus: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(request: Any) -> EngineResult:
+        assert request.arguments["load_format"] == "dummy"
+        assert request.probe_options["vocab"] == 151936
+        rows = [
+            {"slots": slots, "batch": batch, "tokens": [[slots == 16, 1]] * batch}
+            for slots in request.probe_options["slots"]
+            for batch in request.probe_options["batches"]
+        ]
+        return result(probe=rows, seconds={"load": 60.0})
+
+    monkeypatch.setattr(shape, "run_engine", run)
+    rows = shape.qwen({})
+    equal = {(row["slots"], row["batch"]): row["sequences_as_with_all"] for row in rows}
+    assert equal[8, 1] == 1
+    assert equal[8, 8] == 8
+    assert equal[16, 1] == 0
+    assert rows[0]["seconds_to_load"] == 60.0
+    monkeypatch.setattr(shape, "run_engine", lambda request: failed("no memory"))
+    with pytest.raises(UnavailableError, match="no memory"):
+        shape.qwen({})
+
+
+class Runner:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.captured = model, 0
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def capture_model(self) -> None:
+        self.captured += 1
+
+
+class Model(torch.nn.Module):
+    """A MoE model without attention, of weights as vLLM makes them up: all within 0.001."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.lm_head = torch.nn.Embedding(VOCAB, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB)
+        self.gates = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, EXPERTS, bias=False) for _ in range(LAYERS))
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(HIDDEN, eps=1e-6) for _ in range(LAYERS + 1))
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(LAYERS))
+        for parameter in self.parameters():
+            parameter.data.uniform_(-1e-3, 1e-3, generator=torch.Generator().manual_seed(1234))
+        for layer in self.layers:
+            layer.w13_weight_scale.data.fill_(1.0)
+            layer.w2_bias.data.zero_()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] of `tokens` [B]."""
+        state = self.embed_tokens(tokens)  # [B, H]
+        for gate, norm, layer in zip(self.gates, self.norms, self.layers, strict=False):
+            x = norm(state)  # [B, H]
+            shares, ids = gate(x).softmax(-1).topk(2)  # [B, K] each
+            state = state + call(layer, x, ids.int(), shares / shares.sum(-1, keepdim=True))
+        logits: torch.Tensor = self.lm_head(self.norms[-1](state))
+        return logits
+
+
+class Llm:
+    """Draws one token after another, each from the one before, as an engine's worker in this process does."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.worker = types.SimpleNamespace(
+            model_runner=Runner(model), vllm_config=None, available_kv_cache_memory_bytes=11
+        )
+
+    def collective_rpc(self, function: Any, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [function(self.worker, *args)]
+
+    def apply_model(self, function: Any) -> list[Any]:
+        return [function(self.worker.model_runner.model)]
+
+    @torch.no_grad()
+    def generate(self, prompts: Any, sampling: Any, use_tqdm: bool) -> list[Any]:
+        draws = [torch.Generator().manual_seed(one.seed) for one in sampling]
+        tokens = [[one["prompt_token_ids"][0] % VOCAB] for one in prompts]
+        for _ in range(sampling[0].max_tokens):
+            logits = self.worker.model_runner.model(torch.tensor([one[-1] for one in tokens]))  # [B, V]
+            for mine, row, draw in zip(tokens, logits.softmax(-1), draws, strict=True):
+                mine.append(int(torch.multinomial(row, 1, generator=draw)))
+        return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=one[1:])]) for one in tokens]
+
+
+VLLM = types.SimpleNamespace(cleared=[], wrapper=types.SimpleNamespace(graph_pool=None))
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
+    """An engine with 3 slots a layer, and the parts of vLLM that the probes touch."""
+    model = Model()
+    for layer in model.layers:
+        install(layer, 3, torch.device("cpu"), captured=False)
+    VLLM.cleared.clear()
+    graphs = types.ModuleType("vllm.compilation.cuda_graph")
+    graphs.CUDAGraphWrapper = types.SimpleNamespace(  # type: ignore[attr-defined]
+        clear_all_graphs=lambda: VLLM.cleared.append(1), _all_instances=[VLLM.wrapper]
+    )
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, len(VLLM.cleared)))
+    config = types.ModuleType("vllm.config")
+    config.set_current_vllm_config = lambda one: torch.no_grad()  # type: ignore[attr-defined]
+    vllm = types.ModuleType("vllm")
+    vllm.SamplingParams = lambda **given: types.SimpleNamespace(**given)  # type: ignore[attr-defined]
+    for one in (graphs, config, vllm):
+        monkeypatch.setitem(sys.modules, one.__name__, one)
+    give = HostExperts.give
+    monkeypatch.setattr(HostExperts, "give", lambda self, slots, captured: give(self, slots, captured=False))
+    return Llm(model)
+
+
+def decoded(llm: Llm, slots: list[int]) -> list[dict[str, Any]]:
+    return probes.decode_speeds(
+        llm, slots=slots, batches=[1, 2], steps=[12, 6], rounds=2, vocab=VOCAB, seconds=60.0
+    )
+
+
+def test_one_engine_decodes_with_caches_of_every_size(llm: Llm) -> None:
+    before = probes.caches(llm)
+    assert (before["layers"], before["slots"], before["kv_cache_bytes"]) == (LAYERS, 3, 11)
+    rows = decoded(llm, [4, EXPERTS])
+    assert [(row["slots"], row["batch"]) for row in rows] == [(4, 1), (4, 2), (12, 1), (12, 2)]
+    assert [row["engine"] for row in rows] == ["host", "host", "resident", "resident"]
+    assert 0 < rows[0]["hit_rate"] < 1
+    assert rows[2]["hit_rate"] is None
+    assert all(len(row["rounds"]) == 2 for row in rows)
+    assert rows[0]["expert_bytes"] < rows[2]["expert_bytes"]
+    assert VLLM.wrapper.graph_pool == (0, 3), "a size for each row, and the recorded run"
+    assert len(VLLM.cleared) == llm.worker.model_runner.captured == 3
+    assert [row["tokens"] for row in rows[:2]] == [row["tokens"] for row in rows[2:]]
+
+
+def test_wrong_experts_change_the_tokens_and_are_taken_back(llm: Llm) -> None:
+    rows = decoded(llm, [4, EXPERTS])
+    assert all(row["control_changes_tokens"] and row["rounds_agree"] for row in rows)
+    (layer,) = host_experts(llm.worker.model_runner.model)[-1:]
+    host = {name: tensor.clone() for name, tensor in layer.store.tensors.items()}
+    layer.roll(1)
+    for name, tensor in layer.store.tensors.items():
+        assert torch.equal(tensor, host[name].roll(1, 0))
+        assert torch.equal(layer.cache.weights[name], tensor)
+    layer.roll(-1)
+    assert all(torch.equal(tensor, host[name]) for name, tensor in layer.store.tensors.items())
+
+
+def test_tokens_of_weights_as_vllm_makes_them_up_depend_on_no_expert(
+    llm: Llm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "draw_weights", lambda model: None)
+    rows = decoded(llm, [4])
+    assert not any(row["control_changes_tokens"] for row in rows)
+    assert all(row["rounds_agree"] for row in rows)
+
+
+def test_every_weight_is_drawn_and_no_two_layers_are_alike(llm: Llm) -> None:
+    model = llm.worker.model_runner.model
+    shape.draw_weights(model)
+    layers = host_experts(model)
+    for name, inputs, gain in (("w1", HIDDEN, 1.0), ("w2", INNER, 3.0)):
+        drawn = [one.store.tensors[name] for one in layers]
+        assert all(float(one.std()) == pytest.approx(gain / inputs**0.5, rel=0.1) for one in drawn)
+        assert not torch.equal(drawn[0], drawn[1])
+    assert float(model.embed_tokens.weight.detach().std()) == pytest.approx(1.0, rel=0.1)
+    assert torch.equal(model.norms[0].weight, torch.ones(HIDDEN))
+    assert float(model.lm_head.bias.detach().abs().max()) == 0
+    assert not torch.equal(model.gates[0].weight, model.gates[1].weight)
+
+
+def test_a_probe_plants_a_fault_before_an_engine_is_asked(llm: Llm) -> None:
+    (layer,) = host_experts(llm.worker.model_runner.model)[-1:]
+    before = layer.store.tensors["w2"].clone()
+    later = probes.caches_with_a_fault(llm)
+    assert torch.equal(layer.store.tensors["w2"], before.roll(1, 0))
+    assert later()["layers"] == LAYERS
+
+
+def test_the_optimum_is_above_every_hit_rate_or_not_known(llm: Llm) -> None:
+    rows = decoded(llm, [2, 3, 4, EXPERTS])
+    known = [row for row in rows if row["optimum_hit_rate"] is not None]
+    assert [(row["slots"], row["batch"]) for row in known if row["batch"] == 1] == [(2, 1), (3, 1), (4, 1)]
+    assert all(row["hit_rate"] <= row["optimum_hit_rate"] < 1 for row in known)
+    assert (4, 2) in [(row["slots"], row["batch"]) for row in known]
+    notes = {(row["slots"], row["batch"]): row["optimum_note"] for row in rows}
+    assert notes[2, 2].endswith("a call that does not fit goes in groups")
+    assert notes[EXPERTS, 1].endswith("every expert is resident")
+
+
+def run(ids: list[list[int]], start: list[int], lookups: int, token: int = 7) -> probes._Run:
+    return probes._Run({"hit_rate": 0.1}, [[token]], [start], lookups, [ids])
+
+
+def test_the_optimum_starts_from_what_is_resident() -> None:
+    calls = [[0, 1], [1, -1], [2, 2], [0, 1]]
+    recorded = run(calls, [], 0)
+    # 0, 1, 1 hit; 2 takes the place of one of them, so that one of the last two hits.
+    assert probes._optimum(run([], [0, 1], 6), recorded, 2, 4)["optimum_hit_rate"] == 4 / 6
+    assert probes._optimum(run([], [], 6), recorded, 2, 4)["optimum_hit_rate"] == 2 / 6
+    for other in (run([], [], 5), run([], [], 6, token=8)):
+        found = probes._optimum(other, recorded, 2, 4)
+        assert found["optimum_hit_rate"] is None
+        assert "other experts were asked for" in found["optimum_note"]
+
+
+def test_a_log_keeps_ids_until_there_is_no_room() -> None:
+    log = IdLog(2, 4, torch.device("cpu"))
+    log.note(torch.tensor([[3, 1]]))
+    log.note(torch.tensor([[0, 1], [2, 3]], dtype=torch.int32))
+    log.note(torch.zeros(3, 2, dtype=torch.int32))  # too wide
+    assert log.calls() == [[3, 1, -1, -1], [0, 1, 2, 3]]
+    log.note(torch.tensor([[5, 6]]))
+    assert log.calls() == []
+    log.clear()
+    log.note(torch.tensor([[5, 6]]))
+    assert log.calls() == [[5, 6, -1, -1]]

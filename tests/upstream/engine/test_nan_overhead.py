@@ -1,0 +1,175 @@
+"""Engines that are timed in turn: one at a time, together until the end, and the ratio of their rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moedoctor.upstream.engine import nan_overhead
+from moedoctor.upstream.engine import step_events as nan_step_events
+from moedoctor.upstream.engine.engine import EngineResult
+
+
+def result(name: str, times: list[float]) -> EngineResult:
+    return EngineResult(label=name, probe={"step_ms": times, "gpu_ms": []})
+
+
+class Events:
+    """Stands for events where no GPU is."""
+
+    def __init__(self) -> None:
+        self.cleared = 0
+
+    def clear(self) -> None:
+        self.cleared += 1
+
+    def milliseconds(self, skipped: int) -> float:
+        return float(self.cleared)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nan_overhead, "step_events", lambda: contextlib.nullcontext(Events()))
+
+
+def test_only_one_engine_works_at_a_time_and_all_stay_until_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working, most, calls, guard = [0], [0], [0], threading.Lock()
+    ended: list[float] = []
+    order: list[str] = []
+    local = threading.local()
+
+    def seconds(llm: Any, tokens: int) -> float:
+        if tokens == 48:  # the warm-up is not in turn
+            return 0.0
+        with guard:
+            working[0] += 1
+            most[0] = max(most[0], working[0])
+            calls[0] += 1
+            order.append(local.name)
+        time.sleep(0.002)
+        with guard:
+            working[0] -= 1
+            ended.append(time.monotonic())
+        return tokens * 1e-3
+
+    def probe(name: str) -> tuple[dict[str, Any], float]:
+        local.name = name
+        found = nan_overhead.decode_times(None, steps=48, rounds=3, meet=str(tmp_path), name=name)
+        return found, time.monotonic()
+
+    monkeypatch.setattr(nan_overhead, "_seconds", seconds)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(probe, nan_overhead._NAMES))
+    assert (most[0], calls[0]) == (1, 4 * 3 * 2)
+    assert all(one["step_ms"] == pytest.approx([1.0] * 3) for one, _ in found)
+    assert all(one["gpu_ms"] == [1.0, 2.0, 3.0] for one, _ in found)
+    assert order[::2] == list(nan_overhead.turns(3))
+    assert order[::2][:8] == ["off 1", "on 1", "on 2", "off 2", "off 2", "on 2", "on 1", "off 1"]
+    assert [one.split()[0] for one in order[::2]] == ["off", "on", "on", "off"] * 3
+    assert min(left for _, left in found) >= max(ended)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
+@pytest.mark.skipif(os.cpu_count() == 1, reason="there is one core only")
+def test_all_engines_work_on_one_core_and_wait_on_others() -> None:
+    every = os.sched_getaffinity(0)
+    with nan_overhead._one_core() as work:
+        assert os.sched_getaffinity(0) == every - {max(every)}
+        with work():
+            assert os.sched_getaffinity(0) == {max(every)}
+        assert os.sched_getaffinity(0) == every - {max(every)}
+    assert os.sched_getaffinity(0) == every
+
+
+def test_models_are_written_and_only_the_trace_makes_engines_differ(tmp_path: Path) -> None:
+    for model in (nan_overhead._TINY, nan_overhead._LARGE):
+        folder = tmp_path / str(model.layers)
+        model.write(folder / "model", model.layers)
+        config = json.loads((folder / "model" / "config.json").read_text())
+        assert config["num_hidden_layers"] == model.layers
+        off, on = (nan_overhead._request(model, folder, name) for name in ("off 1", "on 1"))
+        assert off.arguments == on.arguments
+        assert set(on.environ.items()) - set(off.environ.items()) == {("MOEDOCTOR_TRACE", "nan")}
+
+
+def test_an_engine_that_does_not_come_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nan_overhead, "_PATIENCE", 0.1)
+    with pytest.raises(TimeoutError, match="not all engines were up"):
+        nan_overhead._wait_for_all(tmp_path, "on 1", "up")
+
+
+def test_an_engine_whose_turn_does_not_come_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nan_overhead, "_PATIENCE", 0.1)
+    with pytest.raises(TimeoutError, match=r"its turn did not come within 0\.1 s"):
+        nan_overhead._wait_for(tmp_path / "0.done", "its turn did not come")
+
+
+def test_the_best_block_of_each_engine_counts_and_engines_that_are_alike_say_the_noise() -> None:
+    block = nan_overhead._BLOCK
+    quiet, loud = [1.0] * block, [3.0] * block
+    times = {"off 1": 1.0, "on 1": 1.1, "on 2": 1.1, "off 2": 1.02}
+    results = [
+        result(name, [times[name] * one for one in (loud + quiet if name[-1] == "1" else quiet + loud)])
+        for name in nan_overhead._NAMES
+    ]
+    figures = nan_overhead._figures(results)
+    assert figures["overhead"] == pytest.approx(1.1 / 1.01 - 1)
+    assert figures["noise"] == pytest.approx(0.02)
+    assert figures["best_off"] == pytest.approx([1.0, 1.02])
+    assert (figures["step_ms_off"], figures["rounds"]) == (pytest.approx(1.01), 2 * block)
+    assert "gpu_overhead" not in figures
+    for one in results:
+        one.probe["gpu_ms"] = [0.5 if "off" in one.label else 0.6]
+    figures = nan_overhead._figures(results)
+    assert figures["gpu_overhead"] == pytest.approx(0.2)
+    assert figures["gpu_noise"] == 0
+
+
+def test_events_stand_around_each_step_and_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    class Runner:
+        def _model_forward(self, took: float) -> float:
+            clock[0] += took
+            return took
+
+    module = types.SimpleNamespace(GPUModelRunner=Runner)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", module)
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    original = Runner._model_forward
+    with nan_step_events.step_events() as events:
+        assert Runner()._model_forward(9.0) == 9.0
+        events.clear()
+        assert events.milliseconds(skipped=0) is None
+        for took in (50.0, 2.0, 1.0, 3.0):
+            Runner()._model_forward(took)
+            clock[0] += 100
+        assert events.milliseconds(skipped=1) == 2.0
+    assert Runner._model_forward is original

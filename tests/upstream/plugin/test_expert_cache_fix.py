@@ -1,0 +1,310 @@
+"""The fix `expert_cache` on stand-ins for vLLM's layers: what is replaced, computed and refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moedoctor.reference.moe import moe_forward
+from moedoctor.upstream.plugin import expert_cache_fix as fix
+from moedoctor.upstream.plugin.expert_cache_layer import EXPERTS, host_experts, install, per_expert
+from moedoctor.upstream.plugin.expert_cache_refusals import refusal, refused_engine, refused_setting
+from moedoctor.upstream.plugin.fix_support import FixError
+
+E, HIDDEN, INNER, TOP_K = 12, 8, 6, 2
+
+
+@dataclass
+class Description:
+    scale: Any = None
+    alpha_or_gscale: Any = None
+    zp: Any = None
+    bias: Any = None
+
+
+@dataclass
+class QuantConfig:
+    _a1: Description = field(default_factory=Description)
+    _a2: Description = field(default_factory=Description)
+    _w1: Description = field(default_factory=Description)
+    _w2: Description = field(default_factory=Description)
+
+
+class TritonExperts:
+    def __init__(self, quant_config: QuantConfig) -> None:
+        self.quant_config = quant_config
+
+
+class Kernel:
+    """Computes as vLLM's kernels do: over local experts, ids mapped first, into one shared workspace."""
+
+    is_monolithic = owns_shared_experts = False
+
+    def __init__(self, quant_config: QuantConfig) -> None:
+        self.fused_experts = TritonExperts(quant_config)
+        self.impl = SimpleNamespace(inplace=True)
+        self.workspace: torch.Tensor | None = None
+        self.tiles: list[int | None] = []
+
+    def apply(
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self.tiles.append(EXPERTS.get())
+        assert int(topk_ids.min()) >= 0, "kernels take no -1"
+        assert int(topk_ids.max()) < global_num_experts == E
+        local = topk_ids if expert_map is None else expert_map[topk_ids.long()].to(topk_ids.dtype)
+        described = self.fused_experts.quant_config
+        weights = {"w13": w1, "w2": w2, "w13_scale": described._w1.scale, "w2_bias": described._w2.bias}
+        result = moe_forward(hidden_states, weights, local, topk_weights)
+        if self.impl.inplace:
+            self.workspace = hidden_states
+        elif self.workspace is None or self.workspace.shape != result.shape:
+            self.workspace = torch.empty_like(hidden_states)
+        return self.workspace.copy_(result)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(*shape, generator=draw), requires_grad=False)
+
+        self.w13_weight, self.w2_weight = parameter(E, 2 * INNER, HIDDEN), parameter(E, HIDDEN, INNER)
+        self.w13_weight_scale, self.w2_bias = parameter(E), parameter(E, HIDDEN)
+        described = QuantConfig(
+            _a1=Description(scale=torch.ones(1)),
+            _w1=Description(scale=self.w13_weight_scale),
+            _w2=Description(bias=self.w2_bias),
+        )
+        self.quant_method = SimpleNamespace(moe_kernel=Kernel(described))
+        self.moe_parallel_config = SimpleNamespace(use_ep=False, ep_size=1, dp_size=1, pcp_size=1)
+        self.moe_config, self.layer_name = SimpleNamespace(is_lora_enabled=False), "layers.0.experts"
+        self.local_num_experts, self.top_k, self.enable_eplb = E, TOP_K, False
+
+
+def call(layer: Layer, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """As vLLM's quantised methods call their kernel; the one without quantisation names all arguments."""
+    result: torch.Tensor = layer.quant_method.moe_kernel.apply(
+        x.clone(),
+        layer.w13_weight,
+        layer.w2_weight,
+        shares,
+        ids,
+        activation="silu",
+        global_num_experts=E,
+        expert_map=None,
+        apply_router_weight_on_input=False,
+        shared_experts_input=None,
+    )
+    return result.clone()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_a_cached_layer_computes_the_same(tokens: int) -> None:
+    plain, layer = Layer(), Layer()
+    cache = install(layer, 5, torch.device("cpu"), captured=False)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        x = torch.randn(tokens, HIDDEN, generator=draw)  # [T, H]
+        shares = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
+        ids = torch.randint(0, E, (tokens, TOP_K), generator=draw, dtype=torch.int32)  # [T, K]
+        assert torch.allclose(call(layer, x, ids, shares), call(plain, x, ids, shares), atol=1e-5)
+    assert cache.stats.calls == 20
+    assert set(layer.quant_method.moe_kernel.tiles) == {E}, "tiles as without a cache"
+    assert EXPERTS.get() is None
+
+
+def test_nothing_keeps_the_experts_on_the_device() -> None:
+    layer = Layer()
+    assert set(per_expert(layer)) == {"w1", "w2", "_w1.scale", "_w2.bias"}
+    cache = install(layer, 5, torch.device("cpu"), captured=False)
+    described = layer.quant_method.moe_kernel.fused_experts.quant_config
+    for tensor, name in (
+        (layer.w13_weight, "w1"),
+        (layer.w2_weight, "w2"),
+        (layer.w13_weight_scale, "_w1.scale"),
+        (described._w1.scale, "_w1.scale"),
+        (layer.w2_bias, "_w2.bias"),
+        (described._w2.bias, "_w2.bias"),
+    ):
+        assert tensor.shape[0] == 5
+        assert tensor.data_ptr() == cache.weights[name].data_ptr()
+    assert described._a1.scale.shape == (1,)
+
+
+def test_a_layer_may_be_given_other_caches_later() -> None:
+    plain, layer = Layer(), Layer()
+    install(layer, 2, torch.device("cpu"), captured=False)
+    (experts,) = host_experts(torch.nn.ModuleList([layer]))
+    draw = torch.Generator().manual_seed(2)
+    for slots in (2, 7, E, 3):
+        cache = experts.give(slots, captured=False)
+        assert layer.w13_weight.shape[0] == slots
+        assert cache.engine == ("resident" if slots == E else "host")
+        for tokens in (1, 6):
+            x, shares = torch.randn(tokens, HIDDEN, generator=draw), torch.rand(tokens, 2, generator=draw)
+            ids = torch.randint(0, E, (tokens, TOP_K), generator=draw, dtype=torch.int32)  # [T, K]
+            assert torch.allclose(call(layer, x, ids, shares), call(plain, x, ids, shares), atol=1e-5)
+
+
+def test_cuda_graphs_without_pinned_memory_are_refused() -> None:
+    layer = Layer()
+    with pytest.raises(RuntimeError, match="CUDA graphs need pinned host memory"):
+        install(layer, 5, torch.device("cpu"), captured=True)
+    assert layer.w13_weight.shape[0] == E
+
+
+def _changed(**attributes: Any) -> Layer:
+    layer = Layer()
+    for path, value in attributes.items():
+        owner: Any = layer
+        *parents, last = path.split("__")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        setattr(owner, last, value)
+    return layer
+
+
+class CutlassExperts(TritonExperts):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "capacity", "reason"),
+    [
+        (_changed(moe_parallel_config__ep_size=2), 5, "spread over several GPUs"),
+        (_changed(moe_parallel_config__use_ep=True), 5, "spread over several GPUs"),
+        (_changed(), 1, "1 slots hold fewer experts than one token needs"),
+        (_changed(moe_parallel_config__pcp_size=2), 5, "spread over several GPUs"),
+        (_changed(moe_config__is_lora_enabled=True), 5, "LoRA"),
+        (_changed(quant_method__moe_kernel__fused_experts__w2_g_idx=torch.zeros(E, 4)), 5, "act-order"),
+        (_changed(quant_method__moe_kernel__fused_experts__w2_g_idx=torch.zeros(E, 0)), 5, None),
+        (_changed(enable_eplb=True), 5, "load balancing"),
+        (_changed(quant_method__moe_kernel__is_monolithic=True), 5, "routes and computes in one kernel"),
+        (_changed(quant_method__moe_kernel=None), 5, "routes and computes in one kernel"),
+        (_changed(quant_method__moe_kernel__owns_shared_experts=True), 5, "shared experts"),
+        (
+            _changed(quant_method__moe_kernel__fused_experts=CutlassExperts(QuantConfig())),
+            5,
+            "computes with CutlassExperts",
+        ),
+        (_changed(), 2, None),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(layer: Layer, capacity: int, reason: str | None) -> None:
+    said = refusal(layer, capacity)
+    assert said is None if reason is None else reason in str(said)
+
+
+def test_settings_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    create = fix._on_the_host(lambda self, layer, **given: made.append(layer), slots=1)
+    with pytest.raises(RuntimeError, match=r"=1: layers\.0\.experts cannot have .* one token needs"):
+        create(None, layer=Layer(), num_experts=E)
+    assert made == []
+    assert refused_setting(Layer(), TOP_K) is None
+
+
+def engine(cpu: float = 0.0, group: int = 0, graphs: str = "FULL", eager: bool = False) -> SimpleNamespace:
+    """The parts of a `VllmConfig` that are read."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=eager),
+        device_config=SimpleNamespace(device="cpu"),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=graphs)),
+        offload_config=SimpleNamespace(
+            uva=SimpleNamespace(cpu_offload_gb=cpu), prefetch=SimpleNamespace(offload_group_size=group)
+        ),
+    )
+
+
+@pytest.mark.parametrize(("cpu", "group", "refused"), [(0.0, 0, False), (1.0, 0, True), (0.0, 4, True)])
+def test_offload_and_a_cache_are_one_too_many(cpu: float, group: int, refused: bool) -> None:
+    reason = refused_engine(engine(cpu, group))
+    assert (reason is not None) == refused
+    load = fix._caching(lambda *arguments: torch.nn.ModuleList([Layer()]), slots=5, layer_type=Layer)
+    config = engine(cpu, group, graphs="NONE")
+    if refused:
+        with pytest.raises(RuntimeError, match="weights are offloaded"):
+            load(None, config, config.model_config)
+    else:
+        model = load(None, config, config.model_config)
+        assert model[0].w13_weight.shape[0] == 5
+        assert fix._give_caches(model, 5, Layer, "cpu", False) is None, "a second time changes nothing"
+        assert model[0].w13_weight.shape[0] == 5
+
+
+def test_graphs_are_captured_unless_they_are_off() -> None:
+    for config, captures in (
+        (engine(), True),
+        (engine(graphs="PIECEWISE"), True),
+        (engine(graphs="NONE"), False),
+        (engine(eager=True), False),
+    ):
+        assert fix._captures(config, config.model_config) is captures
+
+
+def test_a_draft_model_needs_no_experts() -> None:
+    config = engine(graphs="NONE")
+    load = fix._caching(lambda *arguments: torch.nn.Linear(2, 2), slots=5, layer_type=Layer)
+    assert isinstance(load(None, config, SimpleNamespace(enforce_eager=True)), torch.nn.Linear)
+    with pytest.raises(RuntimeError, match="the model has no MoE layer"):
+        load(None, config, config.model_config)
+
+
+def test_a_model_that_cannot_have_a_cache_does_not_start() -> None:
+    model = torch.nn.ModuleList([Layer(), _changed(enable_eplb=True)])
+    with pytest.raises(
+        RuntimeError, match="MOEDOCTOR_EXPERT_CACHE=5: 1 cannot have an expert cache: expert load"
+    ):
+        fix._give_caches(model, 5, Layer, "cpu", False)
+    assert model[0].w13_weight.shape[0] == E, "nothing was changed"
+    with pytest.raises(RuntimeError, match="the model has no MoE layer"):
+        fix._give_caches(torch.nn.Linear(2, 2), 5, Layer, "cpu", False)
+
+
+def test_layers_that_fit_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.ModuleList([Layer()])
+    with caplog.at_level("INFO", logger="vllm.moedoctor"):
+        fix._give_caches(model, E, Layer, "cpu", False)
+    assert model[0].w13_weight.shape[0] == E
+    assert "0 of 1 MoE layers with 12 slots, engine none" in caplog.text
+
+
+def test_the_number_of_slots_is_read() -> None:
+    assert fix.wanted_slots({}) is None
+    assert fix.wanted_slots({fix.VARIABLE: " 16 "}) == 16
+    for value in ("0", "-4", "many", "1.5"):
+        with pytest.raises(FixError, match="expected a number of slots, at least 1"):
+            fix.wanted_slots({fix.VARIABLE: value})
+
+
+def test_other_releases_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fix.VARIABLE, raising=False)
+    assert fix.apply("0.21.0") == "MOEDOCTOR_EXPERT_CACHE is not set: no cache"
+    monkeypatch.setenv(fix.VARIABLE, "8")
+    with pytest.raises(FixError, match=r"made for vLLM 0\.21\.0"):
+        fix.apply("0.33.0")
+
+
+def test_tiles_are_chosen_for_all_experts() -> None:
+    chosen = fix._unchanged_tiles(lambda w1_shape, w2_shape, top_k: (w1_shape, w2_shape, top_k))
+    assert chosen((4, 6, 8), (4, 8, 3), 2) == ((4, 6, 8), (4, 8, 3), 2)
+    token = EXPERTS.set(E)
+    assert chosen((4, 6, 8), (4, 8, 3), 2) == ((E, 6, 8), (E, 8, 3), 2)
+    EXPERTS.reset(token)

@@ -1,0 +1,284 @@
+"""The trace `nan` in a stub that is shaped like vLLM 0.21.0 where it is hooked, on the CPU."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moedoctor.trace.nan_report import Finding
+from moedoctor.upstream.engine import nan_padding_engines as nan_engine
+from moedoctor.upstream.engine.padding_experiment import VARIABLE, Experiment, renamed
+from moedoctor.upstream.plugin import nan_exit, nan_trace
+from moedoctor.upstream.plugin import register as vllm_plugin
+from moedoctor.upstream.plugin.fix_support import FixError
+from tests.upstream.plugin.nan_stub import Model, module, step, write_stub
+
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    write_stub(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(nan_exit.ExitReport, "prepare", lambda self: None)  # test_nan_exit's
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    for name in [one for one in sys.modules if one == "vllm" or one.startswith("vllm.")]:
+        del sys.modules[name]
+
+
+def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router() -> None:
+    assert "report at exit" in nan_trace.apply("0.21.0")
+    model = Model(leftover=NAN)
+    model(torch.zeros(4))  # as in a warm-up: no step runs
+    step(model)
+    model.real = 4
+    step(model)
+    report = nan_trace.trace_of_this_process().report()
+    assert report is not None
+    assert report.row() == {
+        "steps": 2,
+        "steps_with_padding": 1,
+        "nan_in_padding": 1,
+        "nan_share": 1.0,
+        "inf_in_padding": 0,
+        "mean_pad_tokens": 1.0,
+    }
+    assert report.first_padding == Finding("layers.0.attn", "NaN", 1, 1)
+    assert report.first_real is None
+    (router,) = report.routers
+    assert (router.point, router.repeated, router.first_repeated) == (
+        "layers.0.experts.topk_ids",
+        (0, 1, 0),
+        1,
+    )
+    seen = [one.point for one in report.points]
+    assert seen == ["layers.0.attn", "layers.0.experts.router_logits", "layers.0.experts", "model"]
+    assert nan_engine.report(None)["nan_in_padding"] == 1
+
+
+def test_a_clean_model_shows_nothing() -> None:
+    nan_trace.apply("0.21.0")
+    step(Model())
+    report = nan_trace.trace_of_this_process().report()
+    assert report is not None
+    assert (report.points, report.routers, report.steps_with_padding) == ((), (), 1)
+
+
+def test_what_a_graph_holds_was_looked_at_when_it_was_captured() -> None:
+    nan_trace.apply("0.21.0")
+    model = Model()
+    model(torch.zeros(4))  # the capture
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+    module("v1.worker.gpu_model_runner").GPUModelRunner(lambda input_ids: torch.zeros(4, 8)).execute_model(
+        asked
+    )  # the replay: no layer runs in Python
+    report = nan_trace.trace_of_this_process().report()
+    assert report is not None
+    assert (report.steps, report.watched, report.looked_at, report.not_reached) == (1, 5, 5, 0)
+    assert "looked at" not in report.text()
+    assert "first in real rows: nothing" in report.text()
+
+
+def test_attention_is_looked_at_with_the_experts_and_a_step_is_two_launches_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nan_trace.apply("0.21.0")
+    model = Model()
+    model(torch.zeros(4))  # the profile run, where it shows that experts follow
+    state, seen = nan_trace.trace_of_this_process().state, []
+    for name in ("begin", "watch", "watch_three", "watch_ids", "watch_last"):
+        monkeypatch.setattr(
+            state, name, lambda *arguments, name=name, **options: seen.append((name, arguments[0]))
+        )
+    runner = module("v1.worker.gpu_model_runner").GPUModelRunner
+    replayed = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+
+    def replay(input_ids: torch.Tensor) -> torch.Tensor:
+        """As where a graph holds the experts: only attention runs in Python."""
+        return model.attention(torch.zeros(3, 8), torch.zeros(4, 8))
+
+    for _ in range(2):
+        runner(replay).execute_model(replayed)
+    assert [name for name, _ in seen] == ["begin", "watch_last"] * 2
+    seen.clear()
+    step(model)
+    assert [name for name, _ in seen] == ["begin", "watch_ids", "watch_three", "watch_last"]
+    assert [state.names[one] for one in seen[2][1]] == [
+        "layers.0.attn",
+        "layers.0.experts.router_logits",
+        "layers.0.experts",
+    ]
+
+
+def test_an_attention_layer_without_experts_is_looked_at_at_once() -> None:
+    nan_trace.apply("0.21.0")
+    model = Model()
+    dense = module("model_executor.layers.attention.attention").Attention("layers.dense.attn")
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        dense(torch.zeros(3, 8), torch.full((4, 8), NAN))
+        return model(input_ids)
+
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+    runner = module("v1.worker.gpu_model_runner").GPUModelRunner(forward)
+    forward(asked.input_ids)  # the profile run
+    runner.execute_model(asked)
+    report = nan_trace.trace_of_this_process().report()
+    assert report is not None
+    assert report.first_padding == Finding("layers.dense.attn", "NaN", 1, 1)
+    assert [one.point for one in report.points] == ["layers.dense.attn"]
+
+
+def test_rows_of_all_ranks_are_not_taken_for_this_ranks_rows() -> None:
+    nan_trace.apply("0.21.0")
+    model = Model(leftover=NAN)
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        x = model.attention(torch.zeros(3, 8), torch.full((4, 8), NAN))
+        gathered = torch.cat([x, x])  # what another rank sent comes after this rank's rows
+        model.runner._apply_quant_method(model.layer, gathered, gathered, None)
+        return torch.zeros(4, 8)
+
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+    module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
+    report = nan_trace.trace_of_this_process().report()
+    assert report is not None
+    assert [one.point for one in report.points] == ["layers.0.attn"]
+    assert (report.routers, report.nan_in_padding) == ((), 1)
+
+
+def test_the_experiment_makes_padding_nan_and_only_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, '{"poison_padding": true}')
+    assert "padding rows are made NaN" in nan_trace.apply("0.21.0")
+    out = step(Model(), rows=6)
+    assert out.isnan().any(1).tolist() == [False] * 3 + [True] * 3
+
+
+def test_asked_twice_the_first_trace_stays() -> None:
+    nan_trace.apply("0.21.0")
+    trace = nan_trace.trace_of_this_process()
+    assert nan_trace.apply("0.21.0") == "is active already"
+    step(Model(leftover=NAN))
+    assert nan_trace.trace_of_this_process() is trace
+    found = trace.report()
+    assert found is not None
+    assert found.steps == 1
+
+
+def test_another_vllm_is_left_alone() -> None:
+    runner = module("v1.worker.gpu_model_runner").GPUModelRunner
+    original = runner.execute_model
+    del module("model_executor.layers.fused_moe.runner.moe_runner").MoERunner._apply_quant_method
+    with pytest.raises(FixError, match=r"there is no MoERunner\._apply_quant_method"):
+        nan_trace.apply("0.21.0")
+    assert runner.execute_model is original
+    with pytest.raises(LookupError, match="MOEDOCTOR_TRACE=nan"):
+        nan_trace.trace_of_this_process()
+
+
+def test_a_step_that_raised_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    nan_trace.apply("0.21.0")
+    model = Model(leftover=NAN)
+
+    def forward(input_ids: torch.Tensor) -> None:
+        model(input_ids)
+        raise ValueError("on purpose")
+
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+    with pytest.raises(ValueError, match="on purpose"):
+        module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
+    state = nan_trace.trace_of_this_process().state
+    before = state.report()
+    assert (before.steps, before.nan_in_padding) == (1, 1)
+    model(torch.zeros(4))  # outside a step
+    assert state.report() == before
+
+
+def test_without_a_router_it_is_said_that_none_was_watched() -> None:
+    nan_trace.apply("0.21.0")
+    attention = module("model_executor.layers.attention.attention").Attention("layers.0.attn")
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        return attention(torch.zeros(3, 8), torch.zeros(4, 8))
+
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+    module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
+    report = nan_trace.trace_of_this_process().report()
+    assert report is not None
+    assert report.routers_watched == 0
+    assert "no router was watched" in report.text()
+
+
+def test_ids_are_kept_apart_where_no_attention_said_how_many_rows_there_are() -> None:
+    nan_trace.apply("0.21.0")
+    model = Model()
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        x = torch.full((6, 8), NAN)  # neither the step's rows nor a multiple of them
+        model.runner._apply_quant_method(model.layer, x, x, None)
+        return torch.zeros(4, 8)
+
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+    module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
+    report = nan_trace.trace_of_this_process().report()
+    assert report is not None
+    assert [one.repeated for one in report.routers] == [(0, 0, 6)]
+    assert (report.nan_in_real, report.nan_in_padding, report.nan_in_unknown) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False), ("", False)])
+def test_the_other_model_runner_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: str, refused: bool
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
+    if not refused:
+        assert "attention (not MLA)" in nan_trace.apply("0.21.0")
+        return
+    with pytest.raises(FixError, match="VLLM_USE_V2_MODEL_RUNNER is set"):
+        nan_trace.apply("0.21.0")
+    with pytest.raises(LookupError):
+        nan_trace.trace_of_this_process()
+
+
+def test_the_plug_in_knows_the_trace() -> None:
+    assert vllm_plugin.TRACES["nan"] == "moedoctor.upstream.plugin.nan_trace"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no json",
+        '{"other": 1}',
+        "[]",
+        '{"poison_padding": "false"}',
+        '{"poison_memory": 1}',
+        '{"topk_softmax": 5}',
+    ],
+)
+def test_an_experiment_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(FixError, match=VARIABLE):
+        Experiment.from_environment({VARIABLE: text})
+
+
+def test_no_experiment_unless_it_is_asked_for() -> None:
+    assert Experiment.from_environment({}) is None
+    assert Experiment.from_environment({VARIABLE: '{"poison_padding": false}'}) == Experiment()
+
+
+def test_the_namespace_is_renamed_where_it_is_once() -> None:
+    library = b"\x7fELF\0PyInit__moe_C\0topk\0_moe_C\0\0end"
+    assert renamed(library) == b"\x7fELF\0PyInit__moe_C\0topk\0_moe_X\0\0end"
+    for other in (b"nothing", library + library):
+        with pytest.raises(FixError, match="expected it once"):
+            renamed(other)

@@ -1,0 +1,460 @@
+"""The fixes `offload` and `routing` inside stubs that are shaped like the supported releases."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import nn
+from vllm_stub import write
+
+from moedoctor.upstream.plugin import offload_fix, routing_fix
+from moedoctor.upstream.plugin import register as vllm_plugin
+from moedoctor.upstream.plugin.fix_support import FixError, replace_once
+
+BASE = """
+class BaseOffloader:
+    def post_init(self):
+        return
+"""
+UVA = """
+from torch.func import functional_call
+
+from vllm.model_executor.offloader.base import BaseOffloader
+
+
+class UVAOffloader(BaseOffloader):
+    def __init__(self, budget, params=None, uva=False):
+        self.budget, self.cpu_offload_bytes, self.params = budget, 0, params or ()
+        self.pin_memory, self.uva_offloading = False, uva
+
+    def _maybe_offload_to_cpu(self, module{prefix}):
+        moved = False
+        for name, p in module.named_parameters():
+            if self.cpu_offload_bytes < self.budget:
+                p.data = p.data.to(device="cpu")
+                self.cpu_offload_bytes += p.nbytes
+                moved = True
+        if not self.uva_offloading and moved:
+            original = module.forward
+
+            def forward(*args, **kwargs):
+                module.forward = original
+                state = {k: v for k, v in module.state_dict().items()}
+                output = functional_call(module, state, args=args, kwargs=kwargs)
+                module.forward = forward
+                return output
+
+            module.forward = forward
+        return module
+"""
+ARGUMENTS = """
+import types
+
+
+class EngineArgs:
+    additional_config = None
+
+    def __init__(self, cpu_offload_gb=0.0, enforce_eager=False, **options):
+        self.cpu_offload_gb, self.enforce_eager = cpu_offload_gb, enforce_eager
+        self.compilation_config = types.SimpleNamespace(cudagraph_mode="full")
+        vars(self).update(options)
+
+    def create_engine_config(self, usage_context=None, headless=False):
+        return make(additional_config=self.additional_config, graphs=self.compilation_config.cudagraph_mode)
+
+
+def make(**options):
+    return types.SimpleNamespace(**options)
+"""
+RUNNER = """
+class GPUModelRunner:
+    offload_config = None
+
+    def may_reinitialize_input_batch(self, kv_cache_config, kernel_block_sizes):
+        {check}
+        self.made = kernel_block_sizes
+"""
+ASSERTION = "assert self.offload_config.uva.cpu_offload_gb == 0, 'refused'"
+LOADING = """
+from contextlib import contextmanager
+
+
+@contextmanager
+def device_loading_context(module, target_device):
+    yield getattr(module, "_vllm_is_uva_offloaded", module)
+"""
+OPERATIONS = """
+import torch
+
+
+def topk_softmax(
+    topk_weights,
+    topk_ids,
+    token_expert_indices,
+    gating_output,
+    renormalize=False,
+    e_score_correction_bias=None,
+):
+    torch.ops._moe_C.topk_softmax(topk_weights)
+
+
+def topk_sigmoid(
+    topk_weights,
+    topk_ids,
+    token_expert_indices,
+    gating_output,
+    renormalize=False,
+    e_score_correction_bias=None,
+):
+    torch.ops._moe_C.topk_sigmoid(topk_weights)
+"""
+RELEASES = ("0.17.1", "0.19.1", "0.20.0", "0.21.0", "0.28.0", "0.29.0", "0.33.0")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("MOEDOCTOR_FIXES", "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA"):
+        monkeypatch.delenv(name, raising=False)
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    vllm_plugin._register.cache_clear()
+    for name in [one for one in sys.modules if one == "vllm" or one.startswith("vllm.")]:
+        del sys.modules[name]
+
+
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, **replaced: str) -> None:
+    """A vllm of this release, which `import vllm` now finds; `replaced` holds files by their last name."""
+    root = write(tmp_path, version)
+    old = tuple(int(part) for part in version.split(".")) < (0, 20, 0)
+    prefixed = tuple(int(part) for part in version.split(".")) >= (0, 29, 0)
+    files = {
+        "model_executor/offloader/__init__.py": "",
+        "model_executor/offloader/base.py": BASE,
+        "model_executor/offloader/uva.py": UVA.replace("{prefix}", ', prefix=""' if prefixed else ""),
+        "model_executor/model_loader/__init__.py": "",
+        "model_executor/model_loader/utils.py": LOADING,
+        "engine/arg_utils.py": ARGUMENTS,
+        "v1/__init__.py": "",
+        "v1/worker/__init__.py": "",
+        "v1/worker/gpu_model_runner.py": RUNNER.replace("{check}", ASSERTION if old else "pass"),
+        "utils/platform_utils.py": "def is_uva_available():\n    return True\n",
+        "config/__init__.py": "class CUDAGraphMode:\n    NONE = 'none'\n",
+        "_custom_ops.py": OPERATIONS,
+        "envs.py": "import os\n\n\ndef __getattr__(name):\n    return int(os.environ.get(name, '0'))\n",
+    }
+    for file, text in files.items():
+        path = root / "vllm" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(replaced.get(path.stem, text), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(root))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(160, 160), requires_grad=False)
+        self.weight_scale = nn.Parameter(torch.rand(160), requires_grad=False)
+        self.config = types.SimpleNamespace(scale=self.weight_scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight * self.config.scale)
+
+
+def wrapped(budget: int, *, uva: bool = False, layers: int = 3) -> tuple[list[nn.Module], Any]:
+    offloader = importlib.import_module("vllm.model_executor.offloader.uva").UVAOffloader(budget, uva=uva)
+    return [offloader._maybe_offload_to_cpu(Layer()) for _ in range(layers)], offloader
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_every_release_is_patched_and_computes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    stub(tmp_path, monkeypatch, version)
+    said = offload_fix.apply(version)
+    assert ("rebuilt" in said) == (version < "0.20.0")
+    assert ("back to the host" in said) == (version == "0.33.0")
+    modules, offloader = wrapped(1 << 20)
+    x = torch.randn(5, 160)
+    with torch.no_grad():
+        plain = [one(x) for one in modules]
+        assert all("forward" not in vars(one) for one in modules)  # vLLM's own wrapper is off
+        held = [one.weight_scale for one in modules]
+        offloader.post_init()
+        assert all(torch.equal(one(x), wanted) for one, wanted in zip(modules, plain, strict=True))
+        compiled = torch.compile(nn.Sequential(*modules), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x), nn.Sequential(*modules)(x))
+    assert [
+        one.weight_scale for one in modules
+    ] == held  # what a config holds is still the module's parameter
+    report = offloader._moedoctor_offload.report()
+    assert report.host_bytes == 3 * 160 * 160 * 4
+    assert {one.name.rpartition(".")[2] for one in report.placements if one.lives == "host"} == {"weight"}
+
+
+def test_only_what_vllm_chose_is_offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(tmp_path, monkeypatch, "0.21.0")
+    offload_fix.apply("0.21.0")
+    _, offloader = wrapped(0)
+    offloader.post_init()
+    assert not hasattr(offloader, "_moedoctor_offload")
+
+
+def test_where_ours_cannot_take_over_it_stays_as_vllm_had_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub(tmp_path, monkeypatch, "0.21.0")
+    offload_fix.apply("0.21.0")
+    modules, offloader = wrapped(1 << 20)
+    x = torch.randn(5, 160)
+    plain = [one(x) for one in modules]
+    modules[1].register_buffer("mask", torch.empty(4, device="meta"))
+    offloader.post_init()
+    assert [one.forward.__name__ for one in modules] == ["forward"] * 3
+    assert all("forward" in vars(one) for one in modules)
+    del modules[1].mask
+    assert all(torch.equal(one(x), wanted) for one, wanted in zip(modules, plain, strict=True))
+    (said,) = [one.getMessage() for one in caplog.records if one.name == "vllm.moedoctor"]
+    assert "could not take over: ValueError: module: 1.mask is a meta tensor" in said
+
+
+def test_where_memory_runs_out_vllm_goes_on_with_the_weights_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from moedoctor.fixes.offload import storage as offload_storage
+
+    stub(tmp_path, monkeypatch, "0.21.0")
+    offload_fix.apply("0.21.0")
+    modules, offloader = wrapped(1 << 20)
+    x = torch.randn(5, 160)
+    plain = [one(x) for one in modules]
+
+    def no_room(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    for name in ("buffers_for", "_bring_back"):  # neither for buffers nor for what did not fit anyway
+        monkeypatch.setattr(offload_storage, name, no_room)
+    with pytest.warns(RuntimeWarning, match=r"on the host now: 0\.weight, 1\.weight, 2\.weight$"):
+        offloader.post_init()
+    assert [tuple(one.weight.shape) for one in modules] == [(160, 160)] * 3
+    assert all(torch.equal(one(x), wanted) for one, wanted in zip(modules, plain, strict=True))
+    (said,) = [one.getMessage() for one in caplog.records if one.name == "vllm.moedoctor"]
+    assert "could not take over: OutOfMemoryError: no room" in said
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_that_memory_is_not_pinned_is_said_once(
+    caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder, pin: bool
+) -> None:
+    from moedoctor.fixes.offloader import offload
+
+    def refuse(memory: torch.Tensor) -> Any:
+        raise RuntimeError("no lock")
+
+    def refusing(*arguments: Any, **options: Any) -> Any:
+        return offload(*arguments, **{**options, "pin": refuse if options["pin"] else False})
+
+    pending = [offload_fix._Layer(Layer(), torch.device("cpu"), None) for _ in range(3)]
+    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
+        offload_fix._take_over(pending, refusing, pin=pin)
+    said = [one.getMessage() for one in caplog.records] + [str(one.message) for one in recwarn]
+    (line,) = [one for one in said if "not pinned" in one]
+    assert line.endswith("no lock" if pin else "host memory is not pinned, so copies block")
+
+
+def test_with_uva_nothing_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(tmp_path, monkeypatch, "0.21.0")
+    offload_fix.apply("0.21.0")
+    modules, offloader = wrapped(1 << 20, uva=True)
+    offloader.post_init()
+    assert not hasattr(offloader, "_moedoctor_offload")
+    assert all("forward" not in vars(one) for one in modules)
+
+
+def test_an_engine_that_copies_gets_no_graphs_and_a_cache_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(tmp_path, monkeypatch, "0.21.0")
+    offload_fix.apply("0.21.0")
+    made = importlib.import_module("vllm.engine.arg_utils").EngineArgs
+    mapped = made(cpu_offload_gb=1.0).create_engine_config()
+    assert (mapped.additional_config, mapped.graphs) == (None, "full")
+    monkeypatch.setenv("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", "1")
+    copied = made(cpu_offload_gb=1.0, additional_config={"mine": 1}).create_engine_config()
+    assert (copied.additional_config, copied.graphs) == ({"mine": 1, "moedoctor": "offload"}, "none")
+    others = (
+        made(),
+        made(cpu_offload_gb=1.0, offload_backend="prefetch"),
+        made(cpu_offload_gb=1.0, offload_group_size=4),
+    )
+    assert [one.create_engine_config().graphs for one in others] == ["full"] * 3
+    eager = made(cpu_offload_gb=1.0, enforce_eager=True).create_engine_config()
+    assert (eager.additional_config, eager.graphs) == ({"moedoctor": "offload"}, "full")
+
+
+def test_the_assertion_is_lifted_before_0_20(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(tmp_path, monkeypatch, "0.19.1")
+    runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner()
+    runner.offload_config = config = types.SimpleNamespace(uva=types.SimpleNamespace(cpu_offload_gb=4))
+    with pytest.raises(AssertionError, match="refused"):
+        runner.may_reinitialize_input_batch(None, [32])
+    offload_fix.apply("0.19.1")
+    runner.may_reinitialize_input_batch(None, [32])
+    assert runner.made == [32]
+    assert runner.offload_config is config
+
+
+@pytest.mark.parametrize(
+    ("replaced", "said"),
+    [
+        ({"uva": UVA.replace("functional_call(module", "call(module")}, "does not hold `functional_call"),
+        (
+            {"uva": UVA.replace("_maybe_offload_to_cpu", "_offload")},
+            "there is no UVAOffloader._maybe_offload",
+        ),
+        (
+            {"arg_utils": ARGUMENTS.replace("=self.additional_config", "={}")},
+            "does not hold `additional_config",
+        ),
+        ({"gpu_model_runner": RUNNER.replace("{check}", "pass")}, "does not hold `assert"),
+        (
+            {"gpu_model_runner": RUNNER.replace("{check}", f"{ASSERTION}; self.offload_config.uva")},
+            "reads offload_config for more",
+        ),
+    ],
+)
+def test_a_vllm_that_is_not_as_expected_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str], said: str
+) -> None:
+    filled = {name: text.replace("{prefix}", "") for name, text in replaced.items()}
+    stub(tmp_path, monkeypatch, "0.19.1", **filled)
+    with pytest.raises(FixError, match=said):
+        offload_fix.apply("0.19.1")
+    uva = importlib.import_module("vllm.model_executor.offloader.uva").UVAOffloader
+    assert not any(hasattr(one, "__moedoctor_fix__") for one in vars(uva).values())
+
+
+def test_all_fixes_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub(tmp_path, monkeypatch, "0.19.1")
+    monkeypatch.setenv("MOEDOCTOR_FIXES", "routing,offload")
+    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
+        vllm_plugin.register()
+        vllm_plugin.register()
+    (said,) = [one.getMessage() for one in caplog.records if one.name == "vllm.moedoctor"]
+    assert said.startswith("moedoctor: active in vLLM 0.19.1: routing (topk_softmax and topk_sigmoid")
+    assert "; offload (without UVA" in said
+
+
+def test_a_trace_is_registered_like_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub(tmp_path, monkeypatch, "0.21.0")
+    module = types.ModuleType("moedoctor_tracer")
+    module.apply = lambda version: f"looking at {version}"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "moedoctor_tracer", module)
+    tables = (("MOEDOCTOR_FIXES", "fix", {}), ("MOEDOCTOR_TRACE", "trace", {"x": "moedoctor_tracer"}))
+    monkeypatch.setattr(vllm_plugin, "_TABLES", tables)
+    monkeypatch.setenv("MOEDOCTOR_TRACE", "x,y")
+    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
+        vllm_plugin.register()
+    said = [one.getMessage() for one in caplog.records]
+    assert "names no trace called y; expected x, all" in said[0]
+    assert said[1] == "moedoctor: active in vLLM 0.21.0: x (looking at 0.21.0)"
+
+
+def test_two_fixes_of_one_function() -> None:
+    owner = types.SimpleNamespace(function=lambda: ["original"])
+    for name in ("one", "two", "one"):
+        replace_once(owner, "function", lambda original, name=name: lambda: [*original(), name], by=name)
+    assert owner.function() == ["original", "one", "two"]
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64, torch.uint32])
+def test_nan_rows_get_distinct_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scoring: str, ids: torch.dtype
+) -> None:
+    stub(tmp_path, monkeypatch, "0.19.1")
+    routing_fix.apply("0.19.1")
+    operations = importlib.import_module("vllm._custom_ops")
+    logits = torch.randn(6, 16)
+    logits[2] = float("nan")
+    weights, chosen = torch.empty(6, 4), torch.empty(6, 4, dtype=ids)
+    places = torch.empty(6, 4, dtype=torch.int32)
+    getattr(operations, f"topk_{scoring}")(weights, chosen, places, logits, True)
+    assert all(len(set(row)) == 4 for row in chosen.tolist())
+    assert bool(weights.isfinite().all())
+    scores = logits[0].softmax(-1) if scoring == "softmax" else logits[0].sigmoid()
+    best = scores.topk(4)
+    assert chosen[0].tolist() == best.indices.tolist()
+    torch.testing.assert_close(weights[0], best.values / best.values.sum())
+    assert places[:, 1].tolist() == [6, 7, 8, 9, 10, 11]
+
+
+def test_routing_is_left_alone_where_it_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(tmp_path, monkeypatch, "0.20.0")
+    assert routing_fix.apply("0.20.0").startswith("not needed")
+    assert not hasattr(importlib.import_module("vllm._custom_ops").topk_softmax, "__moedoctor_fix__")
+
+
+REAL = """
+import json, types
+import torch
+from torch import nn
+from moedoctor.upstream import vllm_plugin
+
+vllm_plugin.register()
+vllm_plugin.register()
+from vllm.model_executor.offloader import uva
+
+uva.torch = types.SimpleNamespace(device=lambda kind: None)  # it leaves what is on a CPU alone
+offloader = uva.UVAOffloader(1 << 30, {"weight"})
+offloader.uva_offloading = offloader.pin_memory = False
+layers = [nn.Linear(160, 160) for _ in range(3)]
+x = torch.randn(5, 160)
+with torch.no_grad():
+    plain = [one(x) for one in layers]
+    offloader.wrap_modules(iter(layers))
+    offloader.post_init()
+    same = all(torch.equal(one(x), wanted) for one, wanted in zip(layers, plain))
+    compiled = torch.compile(nn.Sequential(*layers), fullgraph=True, backend="eager")(x)
+    same = same and torch.equal(compiled, nn.Sequential(*layers)(x))
+handle = getattr(offloader, "_moedoctor_offload", None)
+print(json.dumps([vllm_plugin.installed_version(), same, handle and handle.report().host_bytes]))
+"""
+
+
+@pytest.mark.upstream
+def test_the_installed_vllm_is_patched_and_computes_the_same() -> None:
+    """The release's own Python files, in a process of their own; ``make test-upstream`` takes releases."""
+    environ = {**os.environ, "MOEDOCTOR_FIXES": "offload,routing"}
+    command = [sys.executable, "-c", REAL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ)
+    assert done.returncode == 0, done.stderr[-2000:]
+    version, same, host_bytes = json.loads(done.stdout.splitlines()[-1])
+    release = Version(version)
+    assert same
+    # From 0.29.0 on it asks each parameter as well whether it is on a CPU.
+    assert host_bytes == (3 * 160 * 160 * 4 if release < Version("0.29.0") else None)
+    said = [line for line in (done.stderr + done.stdout).splitlines() if "moedoctor: active in" in line]
+    assert len(said) == 1
+    assert f"vLLM {version}: offload (without UVA" in said[0]
+    assert ("input batch may be rebuilt" in said[0]) == (release < Version("0.20.0"))
+    assert ("back to the host" in said[0]) == (release >= Version("0.33.0"))

@@ -1,0 +1,199 @@
+"""Asking a vLLM for its own selection: a stub of it in a process of its own, and the real one where it is
+installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from vllm_stub import FILES, write
+
+from moedoctor.fixes.backends import select
+from moedoctor.fixes.backends.release_tables import SCHEMES, releases
+from moedoctor.reporters.backend_pages import FAMILIES
+from moedoctor.upstream.selection.agreement import (
+    AgreementError,
+    Heard,
+    ask_all,
+    ask_installed,
+    disagreements,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path)}:{ROOT}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen", "supported"),
+    [
+        ("10.0", "FLASHINFER_TRTLLM", {"FLASHINFER_TRTLLM": True, "VLLM_CUTLASS": True, "MARLIN": True}),
+        ("12.0", "VLLM_CUTLASS", {"FLASHINFER_TRTLLM": False, "VLLM_CUTLASS": True, "MARLIN": True}),
+        ("8.0", "MARLIN", {"FLASHINFER_TRTLLM": False, "VLLM_CUTLASS": False, "MARLIN": True}),
+    ],
+)
+def test_the_capability_is_substituted_and_every_backend_is_heard(
+    stub: Path, capability: str, chosen: str, supported: dict[str, bool]
+) -> None:
+    heard = ask_installed(select(capability, "nvfp4", release="0.21.0"))
+    assert (heard.chosen, heard.error, heard.supported) == (chosen, None, supported)
+    assert any("do not load here" in note for note in heard.notes)
+
+
+def test_the_activation_and_the_flag_reach_it(stub: Path) -> None:
+    ungated = select("12.0", "nvfp4", release="0.21.0", activation="relu2_no_mul")
+    assert ask_installed(ungated).chosen == "MARLIN"
+    plain = select("12.0", "nvfp4", release="0.21.0")
+    assert ask_installed(plain, moe_backend="marlin").chosen == "MARLIN"
+    refused = ask_installed(plain, moe_backend="triton")
+    assert refused.chosen is None
+    assert "is not supported for NvFP4" in (refused.error or "")
+
+
+def test_it_says_which_libraries_it_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = "def has_deep_gemm():\n    return True\n\ndef has_humming():\n    raise OSError('broken')\n"
+    monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, import_utils=there)}:{ROOT}")
+    heard = ask_installed(select("12.0", "nvfp4", release="0.21.0"))
+    assert heard.libraries == {"flashinfer": False, "deep_gemm": True, "humming": False}
+
+
+def test_a_backend_that_cannot_be_imported_is_no_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Selection does not come to it on this GPU, so that vLLM works all the same."""
+    body = "def backend_to_kernel_cls(backend):\n"
+    broken = f"{body}    if backend.value == 'MARLIN':\n        import no_such_library\n"
+    oracle = FILES["vllm/model_executor/layers/fused_moe/oracle/nvfp4.py"].format().replace(body, broken)
+    monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, nvfp4=oracle)}:{ROOT}")
+    works, stops = ask_all([select(one, "nvfp4", release="0.21.0") for one in ("12.0", "8.0")])
+    assert (works.chosen, works.supported["MARLIN"]) == ("VLLM_CUTLASS", False)
+    assert (stops.chosen, stops.error) == (None, "No module named 'no_such_library'")
+
+
+def test_nothing_fits(stub: Path) -> None:
+    heard = ask_installed(select("7.5", "nvfp4", release="0.21.0"))
+    assert heard.chosen is None
+    assert heard.error == "No NvFp4 MoE backend supports the deployment configuration."
+
+
+def test_releases_that_select_without_kernels(stub: Path) -> None:
+    heard = ask_installed(select("12.0", "bf16", release="0.19.1"))
+    assert (heard.chosen, heard.supported) == ("TRITON", {})
+
+
+def test_disagreements_are_named() -> None:
+    selection = select("12.0", "nvfp4", release="0.21.0")
+    agreed = Heard(selection.chosen, None, {one.backend: one.supported for one in selection.candidates})
+    assert disagreements(selection, agreed) == ()
+    other = Heard("MARLIN", None, {**agreed.supported, "FLASHINFER_CUTLASS": False, "NEW": True})
+    said = disagreements(selection, other)
+    assert said[0] == "selected: MARLIN; the tables say FLASHINFER_CUTLASS"
+    assert said[1].startswith("FLASHINFER_CUTLASS: does not take this layer; the tables say: chosen")
+    assert said[2] == "NEW: not in the tables"
+    assert disagreements(selection, Heard(None, "broken", agreed.supported))[0].startswith("selected: broken")
+
+
+@pytest.mark.parametrize(
+    ("replaced", "said"),
+    [
+        ({"cuda": "raise RuntimeError('no driver')\n"}, "cannot be imported here: RuntimeError: no driver"),
+        ({"nvfp4": "import nothing_like_it\n"}, "could not be asked: ModuleNotFoundError: No module named"),
+        ({"config": "import os\nos._exit(3)\n"}, "could not be asked: it said nothing"),
+    ],
+)
+def test_a_vllm_that_cannot_be_asked_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str], said: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, **replaced)}:{ROOT}")
+    with pytest.raises(AgreementError, match=said):
+        ask_installed(select("12.0", "nvfp4", release="0.21.0"))
+
+
+def test_a_vllm_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hang = "import time\ntime.sleep(60)\n"
+    monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, cuda=hang)}:{ROOT}")
+    with pytest.raises(AgreementError, match="did not answer within 1 s"):
+        ask_installed(select("12.0", "nvfp4", release="0.21.0"), timeout=1)
+
+
+def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if any((Path(one) / "vllm").is_dir() for one in sys.path):
+        pytest.skip("vllm is installed here")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.raises(AgreementError, match="vllm is not installed here"):
+        ask_installed(select("12.0", "nvfp4", release="0.21.0"))
+
+
+def test_a_platform_that_vllm_has_chosen_already_is_replaced_everywhere(stub: Path) -> None:
+    """As on a machine with a GPU, and in releases that ask for the platform while they are imported."""
+    code = """
+import json
+import vllm.platforms
+vllm.platforms._current_platform = vllm.platforms.Platform()
+from vllm.platforms import current_platform as kept
+from moedoctor.upstream.selection.substitute import install
+substitute = install({"deep_gemm": True})
+substitute.use((12, 1))
+from vllm.utils.import_utils import has_deep_gemm
+answers = [list(kept.get_device_capability()), kept.is_cuda(), kept.has_device_capability(120)]
+print(json.dumps([*answers, has_deep_gemm()]))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == [[12, 1], True, True, True]
+
+
+@pytest.mark.upstream
+def test_the_installed_vllm_agrees_with_the_tables() -> None:
+    """On every GPU family, scheme and parallel setting, with the optional libraries that it finds here.
+
+    FlashInfer's CUTEDSL kernels want the CUTLASS DSL besides, which `make test-upstream` leaves out.
+    """
+    release = importlib.metadata.version("vllm").partition("+")[0]
+    if release not in releases():
+        pytest.skip(f"vllm {release} is not in the tables")
+    points = [
+        select(capability, scheme, release=release, ep=ep, dp=dp, activation=activation)
+        for scheme in SCHEMES
+        for capability in FAMILIES
+        for ep, dp in ((False, False), (True, False), (False, True), (True, True))
+        for activation in ("silu", "relu2_no_mul", "swigluoai")
+    ]
+    answers = ask_all(points)
+    wrong = []
+    for point, heard in zip(points, answers, strict=True):
+        split = {"ep": "ep" in point.parallel, "dp": "dp" in point.parallel}
+        said = select(
+            *(point.capability, point.scheme),
+            release=release,
+            activation=point.activation,
+            libraries=heard.libraries,
+            **split,
+        )
+        wrong += [
+            (point.capability, point.scheme, point.parallel, one)
+            for one in disagreements(said, heard)
+            if "CUTEDSL" not in one or find_spec("cutlass") is not None
+        ]
+    assert wrong == []
+    assert sum(len(one.supported) for one in answers) > 1000
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("flag", ["marlin", "cutlass"])
+def test_the_installed_vllm_takes_the_flag(flag: str) -> None:
+    release = importlib.metadata.version("vllm").partition("+")[0]
+    selection = select("12.0", "nvfp4", release=release, moe_backend=flag)
+    heard = ask_installed(selection, moe_backend=flag)
+    assert heard.chosen == selection.chosen is not None

@@ -1,0 +1,76 @@
+"""The tables of settings against the installed vLLM: its own parser, and the variables that it declares."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from moedoctor.diagnose.settings.flags import given_flags
+from moedoctor.diagnose.settings.tables import vllm_flags, vllm_variables
+
+CODE = """
+import importlib, importlib.util, json
+from moedoctor.upstream.selection.substitute import install
+install().use((9, 0))
+places = [f"vllm.entrypoints.{one}.cli_args" for one in ("openai", "launchers", "common")]
+folders = [one for one in places if importlib.util.find_spec(one.rpartition(".")[0])]
+arguments = importlib.import_module(next(one for one in folders if importlib.util.find_spec(one)))
+empty = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
+parser = arguments.make_arg_parser(empty)
+flags = {}
+for action in parser._actions:
+    choices = list(map(str, action.choices)) if action.choices else []
+    flags.update({name: choices for name in action.option_strings if name.startswith("--")})
+print("ANSWER " + json.dumps([flags, list(importlib.import_module("vllm.envs").environment_variables)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def answer() -> tuple[str, dict[str, list[str]], list[str]]:
+    """(release, flags with their choices, variables) of the installed vLLM."""
+    release = importlib.metadata.version("vllm").partition("+")[0]
+    if release not in vllm_flags().releases:
+        pytest.skip(f"vllm {release} is not in the tables")
+    ended = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, check=False
+    )
+    line = next((one for one in ended.stdout.splitlines() if one.startswith("ANSWER ")), None)
+    assert line is not None, ended.stderr[-2000:]
+    found: tuple[Any, Any] = json.loads(line.removeprefix("ANSWER "))
+    return release, found[0], found[1]
+
+
+@pytest.mark.upstream
+def test_every_flag_of_the_real_parser_is_known(answer: tuple[str, dict[str, list[str]], list[str]]) -> None:
+    release, flags, _ = answer
+    known = vllm_flags().at(release)
+    derived = ("--no-", "--disable-", "--enable-", "--help")  # switches come with their opposites
+    assert {name for name in flags if name not in known and not name.startswith(derived)} == set()
+    assert all(one.name for one in given_flags([name for name in flags if name != "--help"], release))
+    assert len(flags) > 200
+
+
+@pytest.mark.upstream
+def test_the_choices_are_those_of_the_real_parser(
+    answer: tuple[str, dict[str, list[str]], list[str]],
+) -> None:
+    release, flags, _ = answer
+    known = vllm_flags().at(release)
+    for name in ("--moe-backend", "--all2all-backend", "--linear-backend"):
+        if flags.get(name):
+            assert set(flags[name]) <= set(known[name].choices), name
+    assert set(flags["--moe-backend"]) == set(known["--moe-backend"].choices)
+
+
+@pytest.mark.upstream
+def test_the_variables_are_those_that_it_declares(
+    answer: tuple[str, dict[str, list[str]], list[str]],
+) -> None:
+    release, _, variables = answer
+    declared = {name for name, one in vllm_variables().at(release).items() if one.kind != "elsewhere"}
+    assert declared == set(variables)
