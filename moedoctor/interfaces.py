@@ -127,19 +127,22 @@ class Fault(ABC):
     tiers: Mapping[str, tuple[Tier, ...]]
     """Subject kind (``faulty``, ``fixed``, ``installed``, ``vllm``) -> the tiers it has here."""
     lab: str | None = None
-    """The module that measures, by its dotted name. Only the child imports it. It has a function for each tier of
-    the fault, called ``model``, ``library``, ``kernel`` or ``engine``: (case, parameters, release) -> Observation.
-    `case.subject` says what to measure; `release` is the code of a named release, else None."""
+    """The dotted name of the module that measures; only the child imports it.
+
+    It has one function for each tier of the fault, called ``model``, ``library``, ``kernel`` or ``engine``:
+    (case, parameters, release) -> Observation. `case.subject` says what to measure; `release` is the code of a
+    named release, else None.
+    """
     claims: tuple[ClaimTest, ...] = ()
     installed_package: str = "vllm"
     """The package that the subject `installed` is about, by its key in the environment."""
 
     def faulty(self, case: Case) -> Any:
-        """Return the failing algorithm, for `observe`. Runs in the child; a fault with a lab does not need it."""
+        """Return the failing algorithm, for `observe`. Runs in the child; not needed with a lab."""
         return None
 
     def fixed(self, case: Case) -> Any:
-        """Return our implementation, for `observe`. Runs in the child; a fault with a lab does not need it."""
+        """Return our implementation, for `observe`. Runs in the child; not needed with a lab."""
         return None
 
     def installed(self, case: Case) -> Any:

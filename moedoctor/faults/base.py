@@ -75,7 +75,7 @@ class ClaimCases:
 
 
 def claim(key: str, **options: Any) -> Callable[[Callable[[ClaimCases], ClaimJudgement]], ClaimTest]:
-    """Make a `ClaimTest` called `key` of the function below. `options` are the other fields of `ClaimTest`."""
+    """Make a `ClaimTest` of the function below. `options` are the other fields of `ClaimTest`."""
 
     def decorate(judge: Callable[[ClaimCases], ClaimJudgement]) -> ClaimTest:
         def judge_all(
