@@ -130,8 +130,8 @@ class Fault(ABC):
     """The dotted name of the module that measures; only the child imports it.
 
     It has one function for each tier of the fault, called ``model``, ``library``, ``kernel`` or ``engine``:
-    (case, parameters, release) -> Observation. `case.subject` says what to measure; `release` is the code of a
-    named release, else None.
+    (case, parameters, release) -> Observation. `case.subject` says what to measure; `release` is the code of
+    a named release, else None.
     """
     claims: tuple[ClaimTest, ...] = ()
     installed_package: str = "vllm"
