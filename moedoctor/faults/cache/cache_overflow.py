@@ -36,8 +36,6 @@ class CacheOverflowFault(Fault):
     """Silently wrong tokens where a call needs more experts than there are slots."""
 
     id = "MD007"
-    name = "cache_overflow"
-    title = "more unique experts than cache slots: truncation computes with stale weights"
     parameters = CacheOverflowParameters
     tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
     claims = CLAIMS

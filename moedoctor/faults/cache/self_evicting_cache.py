@@ -48,8 +48,6 @@ class SelfEvictingCache(Fault):
     """Wrong experts from a cache that evicts what its own call has just placed."""
 
     id = "MD006"
-    name = "self_evicting_cache"
-    title = "the LFRU expert cache evicts an expert that the same call needs"
     parameters = SelfEvictingCacheParameters
     tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
     claims = CLAIMS

@@ -40,8 +40,6 @@ class WorkspaceAliasing(Fault):
     """A sum over expert groups that its own kernel overwrites."""
 
     id = "MD019"
-    name = "workspace_aliasing"
-    title = "running expert groups one by one through a shared workspace overwrites the sum"
     parameters = WorkspaceAliasingParameters
     tiers = {
         "faulty": (Tier.MODEL,),

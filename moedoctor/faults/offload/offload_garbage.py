@@ -28,8 +28,6 @@ class OffloadGarbage(Fault):
     """A mapped view of host memory that does not keep the memory: weights become whatever comes next."""
 
     id = "MD008"
-    name = "offload_garbage"
-    title = "quantised MoE talks garbage with CPU offload"
     parameters = OffloadGarbageParameters
     tiers = {
         "faulty": (Tier.MODEL, Tier.KERNEL),

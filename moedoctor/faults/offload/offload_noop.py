@@ -26,8 +26,6 @@ class OffloadNoop(Fault):
     """Bytes that count as offloaded, and are not."""
 
     id = "MD013"
-    name = "offload_noop"
-    title = "--cpu-offload-gb without effect under the V2 runner, 0.17.1 to 0.27.1"
     parameters = OffloadNoopParameters
     tiers = {
         "faulty": (Tier.MODEL, Tier.ENGINE),

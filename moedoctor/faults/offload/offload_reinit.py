@@ -26,8 +26,6 @@ class OffloadReinit(Fault):
     """The input batch cannot be made again while weights are offloaded."""
 
     id = "MD009"
-    name = "offload_reinit"
-    title = "offload refused by an assertion for non-default block sizes"
     parameters = OffloadReinitParameters
     tiers = {
         "faulty": (Tier.MODEL,),

@@ -29,8 +29,6 @@ class OffloadedScales(Fault):
     """A kernel that is handed the scales which the quantisation config kept, and checks where they are."""
 
     id = "MD003"
-    name = "offloaded_scales"
-    title = "quantisation scales offloaded off the GPU: b_scales is not on GPU"
     parameters = OffloadedScalesParameters
     tiers = {
         "faulty": (Tier.MODEL, Tier.KERNEL, Tier.ENGINE),

@@ -39,8 +39,6 @@ class StaleParameter(Fault):
     """What each backend does with a parameter that has gone to the host behind its back."""
 
     id = "MD020"
-    name = "stale_parameter"
-    title = "a quant config that keeps the offloaded CPU parameter: illegal memory access"
     parameters = StaleParameterParameters
     tiers = {
         "faulty": (Tier.MODEL, Tier.KERNEL),

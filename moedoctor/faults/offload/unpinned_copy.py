@@ -29,8 +29,6 @@ class UnpinnedCopy(Fault):
     """Host memory that is overwritten, or read, right after an asynchronous copy was asked for."""
 
     id = "MD002"
-    name = "unpinned_copy"
-    title = "asynchronous copies without pinned memory, as on WSL"
     parameters = UnpinnedCopyParameters
     tiers = {
         "faulty": (Tier.MODEL, Tier.KERNEL),

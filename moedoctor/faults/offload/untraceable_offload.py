@@ -38,8 +38,6 @@ class UntraceableOffload(Fault):
     """A compiled forward that gathers its weights by `state_dict()`."""
 
     id = "MD005"
-    name = "untraceable_offload"
-    title = "state_dict() in forward cannot be traced by Dynamo"
     parameters = UntraceableOffloadParameters
     tiers = {
         "faulty": (Tier.MODEL, Tier.ENGINE),

@@ -45,8 +45,6 @@ class GateUpOrder(CheckpointFault):
     """A kernel that reads ``[up; gate]`` given ``[gate; up]``."""
 
     id = "MD017"
-    name = "gate_up_order"
-    title = "gate and up halves swapped"
     parameters = GateUpOrderParameters
     tiers = {
         "faulty": (Tier.MODEL, Tier.ENGINE),

@@ -46,8 +46,6 @@ class GlobalScaleMismatch(CheckpointFault):
     """One global scale for two halves that were quantised with their own."""
 
     id = "MD014"
-    name = "global_scale_mismatch"
-    title = "w1 and w3 have different weight_scale_2"
     parameters = GlobalScaleMismatchParameters
 
     def damaged(self, case: Case) -> Any:

@@ -52,8 +52,6 @@ class InputScaleMissing(CheckpointFault):
     """The reciprocal of an input scale that is zero or was never loaded."""
 
     id = "MD015"
-    name = "input_scale_missing"
-    title = "input_scale zero or absent: 1/0"
     parameters = InputScaleMissingParameters
     claims = CLAIMS
 

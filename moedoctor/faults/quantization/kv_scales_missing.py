@@ -35,8 +35,6 @@ class KvScalesMissing(CheckpointFault):
     """A scale of 1.0 for an FP8 cache, whatever the keys and values are."""
 
     id = "MD012"
-    name = "kv_scales_missing"
-    title = "FP8 KV cache declared, no scales shipped"
     parameters = KvScalesMissingParameters
     claims: tuple[ClaimTest, ...] = CLAIMS
 

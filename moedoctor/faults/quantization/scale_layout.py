@@ -45,8 +45,6 @@ class ScaleLayout(CheckpointFault):
     """Both layouts have the same shape and type, so nothing notices."""
 
     id = "MD018"
-    name = "scale_layout"
-    title = "block scales linear where swizzled are expected, or the reverse"
     parameters = ScaleLayoutParameters
     tiers = {
         "faulty": (Tier.MODEL, Tier.ENGINE),

@@ -65,8 +65,6 @@ class DuplicateIds(Fault):
     """
 
     id = "MD011"
-    name = "duplicate_ids"
-    title = "duplicate expert ids leave a row unwritten in FlashInfer's three-step sort"
     parameters = DuplicateIdsParameters
     tiers = {
         "faulty": (Tier.MODEL, Tier.KERNEL),

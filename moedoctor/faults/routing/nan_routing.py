@@ -65,8 +65,6 @@ class NanRouting(Fault):
     """Duplicate expert ids from NaN router logits."""
 
     id = "MD001"
-    name = "nan_routing"
-    title = "NaN router logits give one token the same expert K times"
     parameters = NanRoutingParameters
     tiers = {
         "faulty": (Tier.MODEL,),

@@ -48,8 +48,6 @@ class SentinelIds(Fault):
     """An id that says "no expert", taken for one."""
 
     id = "MD016"
-    name = "sentinel_ids"
-    title = "topk_ids of -1 used as an index"
     parameters = SentinelIdsParameters
     tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
     claims = CLAIMS

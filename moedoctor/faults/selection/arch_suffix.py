@@ -40,8 +40,6 @@ class ArchSuffix(Fault):
     """The wrong suffix, or none, for the CUDA target of MoE kernels."""
 
     id = "MD004"
-    name = "arch_suffix"
-    title = "kernels built for the wrong CUDA architecture suffix: 120 / 120a / 120f"
     parameters = ArchSuffixParameters
     tiers = {
         "faulty": (Tier.MODEL,),

@@ -68,8 +68,6 @@ class BackendOverride(Fault):
     """A setting that is given and changes nothing, while nobody says what would."""
 
     id = "MD010"
-    name = "backend_override"
-    title = "a backend setting that is unknown, removed, invalid or silently ignored"
     parameters = BackendOverrideParameters
     tiers = {
         "faulty": (Tier.MODEL,),
