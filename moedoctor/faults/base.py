@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "Parameters",
     "claim",
     "decide",
+    "in_lab",
     "untested",
 ]
 
@@ -72,6 +74,31 @@ class ClaimCases:
             for measurement in self.measurements
             if isinstance(measurement.outcome, Observation) and unit in (None, measurement.unit)
         ]
+
+    def keeps(self, limit: str, values: float | Iterable[float]) -> bool:
+        """Return whether every one of `values` keeps the threshold `limit`; False without any value.
+
+        A threshold ``min_...`` is the least that is allowed, any other the most.
+        """
+        figures = [values] if isinstance(values, (int, float)) else list(values)
+        bound = self.limits[limit]
+        return bool(figures) and all(
+            figure >= bound if limit.startswith("min_") else figure <= bound for figure in figures
+        )
+
+
+def in_lab(function: str) -> Callable[[str, str, Mapping[str, str]], Observation]:
+    """Return a `measure` for `claim` that is in a lab: ``moedoctor.faults.cache.cache_overflow_lab:groups``.
+
+    Only the child imports the lab. `function` takes (unit, device, subject name -> path of its kernels).
+    """
+    module, _, name = function.partition(":")
+
+    def measure(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+        observation: Observation = getattr(importlib.import_module(module), name)(unit, device, sources)
+        return observation
+
+    return measure
 
 
 def claim(key: str, **options: Any) -> Callable[[Callable[[ClaimCases], ClaimJudgement]], ClaimTest]:

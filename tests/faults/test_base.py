@@ -1,0 +1,51 @@
+"""What claims are written with: thresholds by name, and measures that only the child imports."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from moedoctor.faults.base import ClaimCases, claim, decide, in_lab
+from moedoctor.interfaces import ClaimJudgement, Measurement
+from moedoctor.results import ClaimVerdict, Crash, Death, Observation
+
+CASES = ClaimCases((), (), {"min_share": 0.5, "max_rows": 2})
+
+
+@pytest.mark.parametrize(
+    ("limit", "values", "kept"),
+    [
+        ("min_share", 0.5, True),
+        ("min_share", [0.6, 0.4], False),
+        ("min_share", float("nan"), False),
+        ("min_share", [], False),
+        ("max_rows", (0, 2), True),
+        ("max_rows", 3, False),
+    ],
+)
+def test_the_worst_value_decides(limit: str, values: float | list[float], kept: bool) -> None:
+    assert CASES.keeps(limit, values) is kept
+
+
+def test_a_measure_of_a_lab_is_imported_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = in_lab("moedoctor.results:Observation")
+    with pytest.raises(TypeError):
+        measure("", "cpu", {})  # the function is found, and takes no such arguments
+    monkeypatch.delitem(sys.modules, "moedoctor.no_lab", raising=False)
+    with pytest.raises(ModuleNotFoundError):
+        in_lab("moedoctor.no_lab:measure")("", "cpu", {})
+
+
+def test_units_that_died_are_no_evidence() -> None:
+    @claim("share", thresholds=("min_share",))
+    def share(cases: ClaimCases) -> ClaimJudgement:
+        """Every unit has its share."""
+        rows = cases.evidence()
+        return decide(cases.keeps("min_share", (row["share"] for row in rows)), {"units": len(rows)})
+
+    died = Measurement("b", Crash(Death.EXCEPTION, "x"))
+    measurements = [Measurement("a", Observation({"share": 0.7})), died]
+    judgement = share.judge((), measurements, {"min_share": 0.5})
+    assert (judgement.verdict, judgement.evidence) == (ClaimVerdict.CONFIRMED, {"units": 1})
+    assert share.judge((), [died], {"min_share": 0.5}).verdict is ClaimVerdict.REFUTED
