@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
 from pydantic import BaseModel, ConfigDict
 
 from moedoctor.interfaces import ClaimJudgement, ClaimTest, Explanation, Fault, Judgement, Measurement
@@ -102,7 +103,12 @@ def in_lab(function: str) -> Callable[[str, str, Mapping[str, str]], Observation
 
 
 def claim(key: str, **options: Any) -> Callable[[Callable[[ClaimCases], ClaimJudgement]], ClaimTest]:
-    """Make a `ClaimTest` of the function below. `options` are the other fields of `ClaimTest`."""
+    """Make a `ClaimTest` of the function below. `options` are the other fields of `ClaimTest`.
+
+    `measure` may also be the text ``module:function``; see `measured_by`.
+    """
+    if isinstance(options.get("measure"), str):
+        options["measure"] = measured_by(options["measure"])
 
     def decorate(judge: Callable[[ClaimCases], ClaimJudgement]) -> ClaimTest:
         def judge_all(
@@ -124,3 +130,23 @@ def decide(holds: bool, evidence: Evidence, reason: str | None = None) -> ClaimJ
 def untested(reason: str, evidence: Evidence | None = None) -> ClaimJudgement:
     """Return untested, with the reason."""
     return ClaimJudgement(ClaimVerdict.UNTESTED, evidence or {}, reason)
+
+
+def measured_by(function: str) -> Callable[[str, str, Mapping[str, str]], Observation]:
+    """Return a measurement that calls ``module:function``. Only the child imports the module.
+
+    The function takes (unit, device, sources), as `ClaimTest.measure` does, and returns the evidence.
+    """
+    module, _, name = function.partition(":")
+
+    def measure(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+        return Observation(getattr(importlib.import_module(module), name)(unit, device, sources))
+
+    return measure
+
+
+def releases(subjects: Sequence[str], kind: str) -> list[str]:
+    """Return the named releases of `kind` in the order of their versions, then ``installed`` if it is there."""
+    named = [subject for subject in subjects if subject.startswith(f"{kind}@")]
+    named.sort(key=lambda subject: Version(subject.partition("@")[2]))
+    return [*named, *(subject for subject in subjects if subject == "installed")]
