@@ -146,7 +146,7 @@ def measured_by(function: str) -> Callable[[str, str, Mapping[str, str]], Observ
 
 
 def releases(subjects: Sequence[str], kind: str) -> list[str]:
-    """Return the named releases of `kind` in the order of their versions, then ``installed`` if it is there."""
+    """Return the named releases of `kind`, oldest first, then ``installed`` if it is there."""
     named = [subject for subject in subjects if subject.startswith(f"{kind}@")]
     named.sort(key=lambda subject: Version(subject.partition("@")[2]))
     return [*named, *(subject for subject in subjects if subject == "installed")]
