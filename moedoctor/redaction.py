@@ -19,6 +19,12 @@ _TOKEN = re.compile(
     r"|\b[0-9a-fA-F]{32,}\b"
     r"|\b(?=[A-Za-z0-9]*\d)(?=[A-Za-z0-9]*[a-z])(?=[A-Za-z0-9]*[A-Z])[A-Za-z0-9]{24,}\b"
 )
+_SECRET = (
+    r"((?:api[-_]?key|token|password|passwd|secret|authorization)[\"']?(?:[=:]| bearer"
+    r"|(?<=key) ) ?[\"']?)(?!\*)[^\s\"',]{3,}"
+)
+_MAIL = r"[\w.+-]{1,64}@[\w-]{1,64}\.[\w.-]{1,64}"
+_WINDOWS_HOME = r"([A-Za-z]:[\\/]{1,2}Users[\\/]{1,2})[^\\/\s\"']{1,64}"
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH|HOST|HOSTID|HOSTNAME|ADDR|IP)(?:_|$)"
     r"|^NCCL_COMM_ID$",
@@ -70,6 +76,13 @@ class Redactor:
             if _identifies(word):
                 text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])", HIDDEN, text)
         return text
+
+    def pasted(self, text: str) -> str:
+        """Return a stranger's text, also without ``token=…``, mail addresses and home folders of Windows."""
+        text = re.sub(_SECRET, rf"\1{HIDDEN}", text, flags=re.IGNORECASE)
+        text = re.sub(_MAIL, HIDDEN, text)
+        text = re.sub(_WINDOWS_HOME, rf"\1{HIDDEN}", text)
+        return self.text(text)
 
     def setting(self, name: str, value: str) -> str:
         """The value of the environment variable `name` as a report may show it, at most 300 characters."""

@@ -1,4 +1,4 @@
-"""Versions and GPUs named in a text: what rules a known failure in or out."""
+"""The releases of vLLM and FlashInfer that a text is about; they rule known failures in or out."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 
+from moedoctor.diagnose.triage.signature import Signature
+
 Release = tuple[int, int, int, int]
-"""Major, minor, patch, and -1 for what came before that release, 0 for the release itself."""
+"""Major, minor, patch, and 0, or -1 for a build before that release."""
 
 _NUMBER = r"v?(\d{1,2}\.\d{1,3}(?:\.\d{1,4})?(?:\.?(?:rc|dev|post|a|b)\d{1,9}){0,3})(?![\d.]*\d)"
 _VLLM = (
@@ -22,61 +24,55 @@ _NOT_ABOUT = (
     r"|good|available) (?:in|on|with|since|by|as of)"
     r"|upgrad\w{2,4} (?:to|vllm)|updat\w{2,3} (?:to|vllm)|downgrad|requires? |needs? |at least|target"
 )
+_MOST = 64
 
 
 @dataclass
 class Facts:
-    """What a text says that it is about. Filled line by line."""
+    """The releases that a text is about. Filled line by line."""
 
     vllm: set[Release] = field(default_factory=set)
     flashinfer: set[Release] = field(default_factory=set)
 
     def read(self, line: str) -> None:
         """Take in one line, in lower case."""
-        for product, pattern, found in (
+        for product, pattern, releases in (
             ("vllm", _VLLM, self.vllm),
             ("flashinfer", _FLASHINFER, self.flashinfer),
         ):
-            if (product not in line and "version" not in line and "llm engine" not in line) or len(
-                found
-            ) >= 64:
+            if len(releases) >= _MOST or not any(word in line for word in (product, "version", "llm engine")):
                 continue
             for match in _compiled(pattern).finditer(line):
                 text = next(filter(None, match.groups()))
-                if not _compiled(_NOT_ABOUT).search(line, max(0, match.start() - 40), match.start()) and (
-                    release := parse(text)
-                ):
-                    found.add(release)
+                if _compiled(_NOT_ABOUT).search(line, max(0, match.start() - 40), match.start()):
+                    continue
+                if release := parse(text):
+                    releases.add(release)
 
-    def allows(
-        self, since: str | None, fixed: str | None, flashinfer_fixed: str | None, needs_version: bool
-    ) -> bool:
-        """Whether a failure of these releases can be what the text is about."""
-        if needs_version and not self.vllm:
+    def allows(self, signature: Signature) -> bool:
+        """Return whether the releases named leave a signature possible. Unknown releases do."""
+        if signature.needs_version and not self.vllm:
             return False
-        if since and self.vllm and all(one < _boundary(since) for one in self.vllm):
+        if signature.since and self.vllm and max(self.vllm) < _boundary(signature.since):
             return False
-        if fixed and self.vllm and all(one >= _boundary(fixed) for one in self.vllm):
+        if signature.fixed and self.vllm and min(self.vllm) >= _boundary(signature.fixed):
             return False
-        return not (
-            flashinfer_fixed
-            and self.flashinfer
-            and all(one >= _boundary(flashinfer_fixed) for one in self.flashinfer)
-        )
+        fixed = signature.flashinfer_fixed
+        return not (fixed and self.flashinfer and min(self.flashinfer) >= _boundary(fixed))
 
     def summary(self) -> str:
-        """The releases in a few words; an empty string where none was named."""
-        named = [
-            f"{product} {', '.join(_show(one) for one in sorted(found)[:4])}"
-            for product, found in (("vLLM", self.vllm), ("FlashInfer", self.flashinfer))
-            if found
-        ]
-        return " · ".join(named)
+        """Return the releases in a few words, or an empty string without any."""
+        return " · ".join(
+            f"{product} {', '.join(_show(release) for release in sorted(releases)[:4])}"
+            for product, releases in (("vLLM", self.vllm), ("FlashInfer", self.flashinfer))
+            if releases
+        )
 
 
 def parse(text: str) -> Release | None:
-    """A release number; None for what is none: builds from a clone without tags call themselves 0.1.dev1."""
-    numbers = [int(one) for one in re.findall(r"\d+", re.split(r"rc|dev|post|a|b", text, maxsplit=1)[0])][:3]
+    """Return a release, or None for what is not one: builds from a clone without tags are 0.1.dev1."""
+    final = re.split(r"rc|dev|post|a|b", text, maxsplit=1)[0]
+    numbers = [int(number) for number in re.findall(r"\d+", final)][:3]
     if len(numbers) < 2:
         return None
     early = any(mark in text for mark in ("rc", "dev", "a", "b"))
@@ -89,7 +85,7 @@ def parse(text: str) -> Release | None:
 def _boundary(text: str) -> Release:
     release = parse(text)
     if release is None:
-        raise ValueError(f"{text} is no release")
+        raise ValueError(f"{text} is not a release")
     return release
 
 

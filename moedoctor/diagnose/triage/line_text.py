@@ -39,7 +39,7 @@ _STRIPPED = str.maketrans("", "", "`\x00\ufeff\u200b\u200c\u200d")
 
 
 def clean(line: bytes) -> str:
-    """The words of a line, spaces collapsed; an empty string where only decoration was there."""
+    """Return the words of a line with single spaces, or an empty string for a line of decoration."""
     text = _decoded(line).replace("\r", " ").strip()
     if text[:1] == "{" and '"' in text:
         text = _from_json(text)
@@ -66,7 +66,7 @@ def clean(line: bytes) -> str:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    # Not at import time: a command that reads no log need not wait for it.
+    # Not at import time: commands that read no log start faster.
     return re.compile(pattern)
 
 
@@ -79,7 +79,7 @@ def _decoded(line: bytes) -> str:
 
 
 def _from_json(text: str) -> str:
-    """The message of a log line written as JSON, as docker and structured loggers do."""
+    """Return the message of a log line written as JSON, as docker and structured loggers do."""
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,19 +1,41 @@
 """A log, traceback or pasted report as a stream: bytes in, the passages worth a closer look out.
 
 Time and memory are bounded whatever comes in: blocks of half a megabyte, lines cut into pieces, a table of
-line shapes with a fixed number of entries, and accounts of what is looked at closely. Nothing here raises for
-the content of the stream.
+line shapes with a fixed number of entries, and a budget for what is looked at closely. Nothing here raises
+for the content of the stream.
 """
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from moedoctor.diagnose.triage.line_text import clean
-from moedoctor.diagnose.triage.log_lines import Lines
-from moedoctor.diagnose.triage.looks import Account, accounts, lines_holding
+
+BLOCK = 1 << 19
+"""Bytes read at a time."""
+PIECE = 4_000
+"""A longer line is looked at in pieces of so many bytes."""
+_OVERLAP = 300
+_LONGEST = 1 << 20
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+FIRST = 1_000
+"""Patterns tried on account of an anchor before the log must be long enough for more."""
+FIRST_RARE = 2_000
+"""The same for a rare anchor, which names a failure."""
+_BYTES_EACH = 80_000
+_BYTES_EACH_RARE = 40_000
+_AWAKE = 0.25
+_HITS_EACH = 32
 
 THOROUGH = 1 << 18
 """So many bytes of lines of new shapes are looked at line by line, as the whole of a pasted report is,"""
@@ -37,7 +59,7 @@ class Passage:
     """A line together with its neighbours, so that what was wrapped can be read as one sentence."""
 
     line: int
-    """Of the middle line, from 1."""
+    """The number of the middle line, from 1."""
     shown: str
     """The middle line without prefixes and markup."""
     text: str
@@ -45,19 +67,20 @@ class Passage:
     start: int
     """Where the middle line starts in `text`."""
     end: int
+    """Where the middle line ends in `text`."""
     glued: str | None = None
-    """Three lines, lower case, nothing between them, where a terminal seems to have broken a word."""
+    """Three lines, lower case, nothing between them, if a terminal seems to have broken a word."""
     joints: tuple[int, int] = (0, 0)
-    """Where in `glued` one line ends and the next one starts."""
+    """Where in `glued` a line ends and the next one starts."""
 
 
 @dataclass
 class Passages:
-    """Iterates over the passages of `stream` that are worth a look; a line shape counts four times at most.
+    """Iterates over the passages of `stream` that are worth a look, at most four of each line shape.
 
     The shape of a line is the line without digits and hexadecimal letters: a server log repeats few shapes.
-    Of lines of new shapes, the first ones are all looked at, later ones where an anchor, a telling word, is
-    near, and as many as the anchor's account allows.
+    All of the first lines with new shapes are looked at. Later lines are looked at if an anchor, a word that
+    suggests a failure, is near, and only as many as the anchor's account allows.
     """
 
     stream: BinaryIO
@@ -71,7 +94,6 @@ class Passages:
     def __post_init__(self) -> None:
         self._lines = Lines(self.stream)
         self._accounts = accounts(self.anchors, self.rare_anchors)
-        self._all_anchors = tuple(one.anchor for one in self._accounts)
 
     @property
     def bytes_read(self) -> int:
@@ -79,23 +101,23 @@ class Passages:
         return self._lines.bytes_read
 
     def charge(self, patterns: int) -> None:
-        """Say how many patterns were tried on the passage given last."""
+        """Charge the patterns that were tried on the last passage."""
         if self._charged is not None:
             self._charged.spend(patterns)
         self._patterns += patterns
 
     def __iter__(self) -> Iterator[Passage]:
-        """One passage after the other, in the order of their lines."""
+        """Yield the passages in the order of their lines."""
         window, numbers, pieces = [b""], [0], set[int]()
-        for lines, its_numbers, its_pieces in self._lines:
+        for lines, line_numbers, line_pieces in self._lines:
             shift = len(window)
             window += lines
-            numbers += its_numbers
-            pieces |= {shift + one for one in its_pieces}
+            numbers += line_numbers
+            pieces |= {shift + piece for piece in line_pieces}
             yield from self._passages(window, numbers, pieces)
             done = len(window) - 2
             window, numbers = window[done:], numbers[done:]
-            pieces = {one - done for one in pieces if one >= done}
+            pieces = {piece - done for piece in pieces if piece >= done}
         yield from self._passages([*window, b""], [*numbers, 0], pieces)
 
     def _passages(self, window: list[bytes], numbers: list[int], pieces: set[int]) -> Iterator[Passage]:
@@ -109,7 +131,7 @@ class Passages:
             if alone:
                 passage = _passage("", cleaned[index], "", numbers[index], False)
             else:
-                before, after = ("" if one in pieces else cleaned[one] for one in (index - 1, index + 1))
+                before, after = ("" if near in pieces else cleaned[near] for near in (index - 1, index + 1))
                 longest = max(map(len, window[index - 1 : index + 1]))
                 wrapped = self._fresh_bytes <= THOROUGH and longest >= _TERMINAL
                 passage = _passage(before, cleaned[index], after, numbers[index], wrapped)
@@ -118,17 +140,15 @@ class Passages:
             yield passage
 
     def _candidates(self, window: list[bytes], pieces: set[int]) -> Iterator[tuple[int, Account | None]]:
-        """(position of a line that is to be looked at, on whose account), in order."""
+        """Yield (position of a line to look at, account to charge), in order."""
         index, last = 1, len(window) - 1
         fresh: dict[int, bool] = {}
         while index < last and self._fresh_bytes < THOROUGH and self._patterns < PATTERNS:
-            if self._is_fresh(window[index]):
+            fresh[index] = self._is_fresh(window[index])
+            if fresh[index]:
                 self._fresh_bytes += len(window[index])
                 if index not in pieces or self._holds_anchor(window[index]):
                     yield index, None
-                fresh[index] = True
-            else:
-                fresh[index] = False
             index += 1
         if index < last:
             yield from self._later(window, fresh, index)
@@ -136,20 +156,20 @@ class Passages:
     def _later(
         self, window: list[bytes], fresh: dict[int, bool], first: int
     ) -> Iterator[tuple[int, Account | None]]:
-        """The lines from `first` on that are near an anchor whose account is not empty, in order."""
-        looked_for = [one for one in self._accounts if one.awake(self.bytes_read)]
-        if not looked_for:
+        """Yield the lines from `first` on that are near an anchor with a filled account, in order."""
+        searched = [account for account in self._accounts if account.awake(self.bytes_read)]
+        if not searched:
             return
         text = b"\n".join(window).lower()
-        found: dict[int, list[Account]] = {}
-        for account in looked_for:
+        hits: dict[int, list[Account]] = {}
+        for account in searched:
             for hit in lines_holding(text, account):
-                found.setdefault(hit, []).append(account)
+                hits.setdefault(hit, []).append(account)
         done = first - 1
-        for hit in sorted(found):
+        for hit in sorted(hits):
             if not 0 < hit < len(window) - 1:
                 continue
-            paying = next((one for one in found[hit] if one.awake(self.bytes_read)), None)
+            paying = next((account for account in hits[hit] if account.awake(self.bytes_read)), None)
             if paying is None or not self._fresh(window, fresh, hit):
                 continue
             for index in self._around(window, fresh, hit, done):
@@ -157,7 +177,7 @@ class Passages:
                 yield index, paying
 
     def _around(self, window: list[bytes], fresh: dict[int, bool], hit: int, done: int) -> list[int]:
-        """`hit` and the nearest lines of new shapes before and after it, in order, those behind `done`."""
+        """Return `hit` and the nearest lines of new shapes around it that come after `done`, in order."""
         near: list[int] = []
         for index in range(hit - 1, max(done, hit - _FAR), -1):
             if len(near) == AROUND:
@@ -176,23 +196,23 @@ class Passages:
         return [index for index in near if index > done]
 
     def _fresh(self, window: list[bytes], fresh: dict[int, bool], index: int) -> bool:
-        """Whether the shape of a line is new; asked once for each line of a window."""
+        """Return whether the shape of a line is new; each line of a window is counted once."""
         if index not in fresh:
             fresh[index] = self._is_fresh(window[index])
         return fresh[index]
 
     def _is_fresh(self, line: bytes) -> bool:
         shape = hash(line.translate(_LOWER, _HEX))
-        seen = self._shapes.get(shape, 0)
-        if seen >= _REPEATS:
+        count = self._shapes.get(shape, 0)
+        if count >= _REPEATS:
             return False
-        if seen or len(self._shapes) < _SHAPES:
-            self._shapes[shape] = seen + 1
+        if count or len(self._shapes) < _SHAPES:
+            self._shapes[shape] = count + 1
         return True
 
     def _holds_anchor(self, piece: bytes) -> bool:
         lowered = piece.lower()
-        return any(anchor in lowered for anchor in self._all_anchors)
+        return any(account.anchor in lowered for account in self._accounts)
 
 
 def _passage(before: str, shown: str, after: str, number: int, wrapped: bool) -> Passage:
@@ -207,5 +227,124 @@ def _passage(before: str, shown: str, after: str, number: int, wrapped: bool) ->
 
 
 def _may_break(first: str, second: str) -> bool:
-    """Whether a terminal may have broken a word between these two lines."""
+    """Return whether a terminal may have broken a word between these two lines."""
     return len(first) >= _TERMINAL // 2 and first[-1:].isalnum() and second[:1].isalnum()
+
+
+@dataclass
+class Account:
+    """How many patterns may be tried on lines with one word: some at first, more with the bytes read.
+
+    An empty account sleeps until a quarter of the first sum is there again. So a log that says "expert" in
+    every line is not searched for it block by block, and other failures in the log are still found.
+    """
+
+    anchor: bytes
+    first: int
+    bytes_each: int
+    spent: float = 0.0
+    asleep: bool = False
+
+    def awake(self, bytes_read: int) -> bool:
+        """Return whether to search for the word after so many bytes."""
+        left = self.first + bytes_read / self.bytes_each - self.spent
+        if left <= 0:
+            self.asleep = True
+        elif left >= _AWAKE * self.first:
+            self.asleep = False
+        return not self.asleep
+
+    def spend(self, patterns: float) -> None:
+        """Charge so many patterns tried."""
+        self.spent += patterns
+
+
+def accounts(anchors: Sequence[bytes], rare: Sequence[bytes]) -> tuple[Account, ...]:
+    """Return an account for each word, those of the rare anchors first."""
+    return (
+        *(Account(anchor, FIRST_RARE, _BYTES_EACH_RARE) for anchor in rare),
+        *(Account(anchor, FIRST, _BYTES_EACH) for anchor in anchors if anchor not in rare),
+    )
+
+
+def lines_holding(text: bytes, account: Account) -> list[int]:
+    """Return the positions of the lines of `text`, from 0, that hold the word of `account`, in order."""
+    anchor, positions = account.anchor, list[int]()
+    position, start, at = 0, 0, text.find(account.anchor)
+    while at >= 0:
+        position += text.count(b"\n", start, at)
+        positions.append(position)
+        start = text.find(b"\n", at)
+        at = text.find(anchor, start) if start >= 0 else -1
+    account.spend(len(positions) / _HITS_EACH)
+    return positions
+
+
+@dataclass
+class Lines:
+    """Iterates over the lines of `stream` in blocks: UTF-8 lines, their numbers, and which lines are pieces.
+
+    A line of more than `PIECE` bytes comes as overlapping pieces with the same number. Parts of a line of
+    more than a megabyte have the same number too, but do not overlap where a megabyte ends.
+    """
+
+    stream: BinaryIO
+    bytes_read: int = 0
+
+    def __iter__(self) -> Iterator[tuple[list[bytes], list[int], set[int]]]:
+        """Yield (lines, their numbers from 1, positions of the pieces among them)."""
+        number, rest = 1, b""
+        for block in self._blocks():
+            lines = (rest + block).split(b"\n")
+            rest = lines.pop()
+            cut = len(rest) > _LONGEST
+            if cut:
+                lines.append(rest)
+                rest = b""
+            if lines:
+                yield _in_pieces(lines, number)
+                number += len(lines) - cut  # what follows a cut is still the same line
+        if rest:
+            yield _in_pieces([rest], number)
+
+    def _blocks(self) -> Iterator[bytes]:
+        """Yield the stream as UTF-8, or unchanged if it is another superset of ASCII."""
+        decoder: codecs.IncrementalDecoder | None = None
+        while block := self.stream.read(BLOCK):
+            if not self.bytes_read and (encoding := _encoding(block)):
+                decoder = codecs.getincrementaldecoder(encoding)("replace")
+            self.bytes_read += len(block)
+            yield block if decoder is None else decoder.decode(block).encode("utf-8", "replace")
+
+
+def _in_pieces(lines: list[bytes], first: int) -> tuple[list[bytes], list[int], set[int]]:
+    """Cut long lines into pieces. `first` is the number of the first line."""
+    if max(map(len, lines)) <= PIECE:
+        return lines, list(range(first, first + len(lines))), set()
+    shorter: list[bytes] = []
+    numbers: list[int] = []
+    pieces: set[int] = set()
+    for number, line in enumerate(lines, first):
+        if len(line) <= PIECE:
+            shorter.append(line)
+            numbers.append(number)
+            continue
+        for start in range(0, len(line), PIECE - _OVERLAP):
+            pieces.add(len(shorter))
+            shorter.append(line[start : start + PIECE])
+            numbers.append(number)
+    return shorter, numbers, pieces
+
+
+def _encoding(start: bytes) -> str | None:
+    """Return the encoding to translate from: by byte order mark, or by the zeros of UTF-16 without one."""
+    for mark, encoding in _MARKS:
+        if start.startswith(mark):
+            return None if encoding == "utf-8" else encoding
+    sample = start[:4096]
+    if len(sample) >= 16:
+        for offset, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
+            zeros, others = sample[offset::2].count(0), sample[1 - offset :: 2].count(0)
+            if zeros > 0.8 * len(sample[offset::2]) and others < 0.2 * len(sample[1 - offset :: 2]):
+                return encoding
+    return None

@@ -1,7 +1,7 @@
 """Which known failures a log, traceback or report shows.
 
-The text is read once, as a stream. In the lines worth a look, clues are noted with their line numbers and
-releases are taken in; at the end the signatures say what the clues mean together.
+The text is read once, as a stream. In the lines worth a look, clues are noted with their line numbers, and
+releases are collected. At the end the signatures decide what the clues mean together.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
@@ -17,22 +17,22 @@ from typing import BinaryIO
 from moedoctor.diagnose.triage.advice import NEXT_STEPS
 from moedoctor.diagnose.triage.facts_in_text import Facts
 from moedoctor.diagnose.triage.log_text import Passage, Passages
-from moedoctor.diagnose.triage.signatures import Clue, Signature, clues, signatures
-from moedoctor.diagnose.triage.vocabulary import clues_in
+from moedoctor.diagnose.triage.signature import Clue, Signature
+from moedoctor.diagnose.triage.vocabulary import clues, clues_in, signatures
 from moedoctor.redaction import Redactor
 from moedoctor.text import escape
 
 _EXCERPT = 160
 _LONG = 500
 _HEADLINES, _HEADLINE = 3, 0.1
-"""What the first lines of a report say is what the report is about."""
+"""The first lines of a report name its subject."""
 _AGREEMENT = 0.04
 _SUREST = 0.98
-_KEPT = 2_000
-_KEPT_LAST = 500
-_SHOWN = 40
+_FIRST_LINES = 2_000
+_LAST_LINES = 500
+_EXCERPTS = 40
 _ENOUGH = 20_000
-"""A clue that was seen so often is not looked for any more."""
+"""After so many lines with a clue, it is not looked for any more."""
 _RARE_ANCHORS = (
     "illegal memory",
     "illegal instruction",
@@ -76,13 +76,7 @@ _ANCHORS = (
     "llm engine",
     "server version",
 )
-"""Words of log lines, tracebacks and reports near which the clues stand."""
-_SECRET = (
-    r"((?:api[-_]?key|token|password|passwd|secret|authorization)[\"']?(?:[=:]| bearer"
-    r"|(?<=key) ) ?[\"']?)(?!\*)[^\s\"',]{3,}"
-)
-_MAIL = r"[\w.+-]{1,64}@[\w-]{1,64}\.[\w.-]{1,64}"
-_WINDOWS_HOME = r"([A-Za-z]:[\\/]{1,2}Users[\\/]{1,2})[^\\/\s\"']{1,64}"
+"""Words of log lines, tracebacks and reports that are near clues."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +85,9 @@ class Finding:
 
     id: str
     line: int
-    """Of the line that shows it, from 1."""
+    """The number of the line that shows it, from 1."""
     excerpt: str
-    """What stands there: one line, shortened, without names, paths and secrets."""
+    """The text of that line, shortened, without names, paths and secrets."""
     confidence: float
     """Above 0.5, at most 1."""
     next_step: str
@@ -101,7 +95,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Triage:
-    """The result: findings, best first, and the releases that the text names."""
+    """The findings, best first, and the releases that the text names."""
 
     findings: tuple[Finding, ...]
     releases: str
@@ -110,34 +104,30 @@ class Triage:
 
 @dataclass
 class _Notes:
-    """Where a clue was seen: line numbers, in order, the first and the last ones."""
+    """The lines with one clue, in order: the first and the last ones."""
 
     first: list[int] = field(default_factory=list)
-    last: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_LAST))
-    shown: dict[int, str] = field(default_factory=dict)
+    last: deque[int] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
+    excerpts: dict[int, str] = field(default_factory=dict)
     count: int = 0
 
     def add(self, line: int, excerpt: str) -> None:
-        if (
-            line in self.shown
-            or (self.first and self.first[-1] == line)
-            or (self.last and self.last[-1] == line)
-        ):
+        if line in self.excerpts or line in self.first[-1:] or (self.last and self.last[-1] == line):
             return
         self.count += 1
-        if len(self.first) < _KEPT:
+        if len(self.first) < _FIRST_LINES:
             self.first.append(line)
         else:
             self.last.append(line)
-        if len(self.shown) < _SHOWN:
-            self.shown[line] = excerpt
+        if len(self.excerpts) < _EXCERPTS:
+            self.excerpts[line] = excerpt
 
     def lines(self) -> list[int]:
         return sorted((*self.first, *self.last))
 
 
 def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
-    """The known failures in `stream`, whatever it holds; the caller bounds its size."""
+    """Return the known failures in `stream`, whatever it holds. The caller bounds its size."""
     facts, notes = Facts(), dict[str, _Notes]()
     once = clues().keys() - _placed()
     settled: set[str] = set()
@@ -146,13 +136,15 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     )
     for passage in passages:
         facts.read(passage.text[passage.start : passage.end])
-        wanted = [clue for clue in clues_in(_words_of(passage)) if clue.name not in settled]
-        passages.charge(len(wanted) * (1 + len(passage.text) // _LONG))
-        for name, line, excerpt in _seen(passage, wanted):
-            note = notes.setdefault(name, _Notes())
-            note.add(line, excerpt)
-            if name in once or note.count >= _ENOUGH:
-                settled.add(name)
+        words = passage.text if passage.glued is None else f"{passage.text} {passage.glued}"
+        open_clues = [clue for clue in clues_in(words) if clue.name not in settled]
+        passages.charge(len(open_clues) * (1 + len(passage.text) // _LONG))
+        for clue in open_clues:
+            if place := _place(passage, clue):
+                note = notes.setdefault(clue.name, _Notes())
+                note.add(*place)
+                if clue.name in once or note.count >= _ENOUGH:
+                    settled.add(clue.name)
     lines = {name: note.lines() for name, note in notes.items()}
     best: dict[str, Finding] = {}
     if not ("foreign" in lines and "vllm" not in lines):
@@ -160,20 +152,23 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
             finding = _finding(signature, lines, notes, facts, redactor or Redactor())
             if finding:
                 best[signature.id] = _better(best.get(signature.id), finding)
-    ordered = sorted(best.values(), key=lambda one: (-one.confidence, one.id))
+    ordered = sorted(best.values(), key=lambda finding: (-finding.confidence, finding.id))
     return Triage(tuple(ordered), facts.summary(), passages.bytes_read)
 
 
 @cache
 def _placed() -> frozenset[str]:
-    """The clues of which the place counts; of the others it is enough to know that they are there."""
+    """Return the clues whose lines matter. Of the others it is enough to know that the text has them."""
     return frozenset(
-        name for one in signatures() for group in (one.shows, one.unless_near, *one.near) for name in group
+        name
+        for signature in signatures()
+        for group in (signature.shows, signature.unless_near, *signature.near)
+        for name in group
     )
 
 
 def _better(known: Finding | None, new: Finding) -> Finding:
-    """The surer of two findings of one failure; that there are two makes it a little surer still."""
+    """Return the surer of two findings of one failure, a little surer since there are two."""
     if known is None:
         return new
     surer = known if known.confidence >= new.confidence else new
@@ -184,32 +179,24 @@ def _sure(confidence: float) -> float:
     return round(min(confidence, _SUREST), 2)
 
 
-def _words_of(passage: Passage) -> str:
-    return passage.text if passage.glued is None else f"{passage.text} {passage.glued}"
-
-
-def _seen(passage: Passage, wanted: Sequence[Clue]) -> Iterator[tuple[str, int, str]]:
-    """Those of the clues that are in a passage: name, line, and the text around them."""
-    for clue in wanted:
-        pattern = _compiled(clue.pattern)
-        if clue.cased:
-            if match := pattern.search(passage.shown):
-                yield clue.name, passage.line, _around(passage.shown, match.start(), match.end())
-            continue
-        for match in pattern.finditer(passage.text):
-            if match.start() >= passage.end:
-                break
-            if match.end() > passage.start:
-                start = match.start() - passage.start
-                excerpt = _around(passage.shown, max(0, start), max(0, match.end() - passage.start))
-                yield clue.name, max(1, passage.line - (start < 0)), excerpt
-                break
-        else:
-            # Only what the break went through: elsewhere gluing makes one word of two.
-            for match in pattern.finditer(passage.glued or ""):
-                if any(match.start() < joint < match.end() for joint in passage.joints):
-                    yield clue.name, passage.line, passage.shown[:_EXCERPT]
-                    break
+def _place(passage: Passage, clue: Clue) -> tuple[int, str] | None:
+    """Return the line of a clue in a passage and the text around it, or None if it is not there."""
+    pattern = _compiled(clue.pattern)
+    if clue.cased:
+        match = pattern.search(passage.shown)
+        return (passage.line, _around(passage.shown, *match.span())) if match else None
+    for match in pattern.finditer(passage.text):
+        if match.start() >= passage.end:
+            break
+        if match.end() > passage.start:
+            start = match.start() - passage.start
+            excerpt = _around(passage.shown, max(0, start), max(0, match.end() - passage.start))
+            return max(1, passage.line - (start < 0)), excerpt
+    # Only a match across a joint: elsewhere gluing makes one word of two.
+    for match in pattern.finditer(passage.glued or ""):
+        if any(match.start() < joint < match.end() for joint in passage.joints):
+            return passage.line, passage.shown[:_EXCERPT]
+    return None
 
 
 @cache
@@ -224,13 +211,9 @@ def _finding(
     facts: Facts,
     redactor: Redactor,
 ) -> Finding | None:
-    if any(name in lines for name in signature.unless):
+    if any(name in lines for name in signature.unless) or not facts.allows(signature):
         return None
     if not all(any(name in lines for name in group) for group in signature.anywhere):
-        return None
-    if not facts.allows(
-        signature.since, signature.fixed, signature.flashinfer_fixed, signature.needs_version
-    ):
         return None
     if signature.silent and "crash" in lines and "wrong" not in lines:
         return None
@@ -238,7 +221,8 @@ def _finding(
         for line in lines.get(name, ()):
             near = all(_any_near(lines, group, line, signature.within) for group in signature.near)
             if near and not _any_near(lines, signature.unless_near, line, signature.within):
-                excerpt = _masked(notes[name].shown.get(line, name.replace("_", " ")), redactor)
+                excerpt = notes[name].excerpts.get(line, name.replace("_", " "))
+                excerpt = escape(redactor.pasted(excerpt))
                 confidence = _sure(signature.confidence + (_HEADLINE if line <= _HEADLINES else 0.0))
                 return Finding(signature.id, line, excerpt, confidence, NEXT_STEPS[signature.id])
     return None
@@ -246,26 +230,19 @@ def _finding(
 
 def _any_near(lines: Mapping[str, list[int]], names: tuple[str, ...], line: int, within: int) -> bool:
     for name in names:
-        its_lines = lines.get(name)
-        if its_lines:
-            at = bisect_left(its_lines, line - within)
-            if at < len(its_lines) and its_lines[at] <= line + within:
+        clue_lines = lines.get(name)
+        if clue_lines:
+            at = bisect_left(clue_lines, line - within)
+            if at < len(clue_lines) and clue_lines[at] <= line + within:
                 return True
     return False
 
 
 def _around(text: str, start: int, end: int) -> str:
-    """About 160 characters of `text` with what lies between `start` and `end` in them."""
+    """Return about 160 characters of `text` that hold the range from `start` to `end`."""
     if len(text) <= _EXCERPT:
         return text
     room = max(0, _EXCERPT - (end - start))
     begin = max(0, min(start - room // 2, len(text) - _EXCERPT))
     stop = min(len(text), max(begin + _EXCERPT, min(end, begin + 2 * _EXCERPT)))
     return f"{'…' if begin else ''}{text[begin:stop].strip()}{'…' if stop < len(text) else ''}"
-
-
-def _masked(text: str, redactor: Redactor) -> str:
-    text = _compiled(f"(?i){_SECRET}").sub(r"\1***", text)
-    text = _compiled(_MAIL).sub("***", text)
-    text = _compiled(_WINDOWS_HOME).sub(r"\1***", text)
-    return escape(redactor.text(text))

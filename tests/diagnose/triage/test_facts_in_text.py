@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from moedoctor.diagnose.triage.facts_in_text import Facts, parse
+from moedoctor.diagnose.triage.signature import Signature
 
 
 @pytest.mark.parametrize(
@@ -70,27 +73,26 @@ def about(*lines: str) -> Facts:
     return facts
 
 
-def test_a_fixed_release_rules_a_failure_out() -> None:
-    assert not about("vllm 0.20.0").allows(None, "0.20.0", None, False)
-    assert about("vllm 0.19.1").allows(None, "0.20.0", None, False)
-    assert about("vllm 0.20.0rc1.dev3").allows(None, "0.20.0", None, False)
-    assert about("vllm 0.19.1", "vllm 0.21.0").allows(None, "0.20.0", None, False)
-    assert about().allows(None, "0.20.0", None, False)
-
-
-def test_an_older_release_rules_a_failure_out() -> None:
-    assert not about("vllm 0.5.3").allows("0.17.1", None, None, False)
-    assert about("vllm 0.17.1").allows("0.17.1", None, None, False)
-
-
-def test_a_failure_of_certain_releases_needs_one() -> None:
-    assert not about().allows("0.24.0", None, None, True)
-    assert about("vllm 0.24.0").allows("0.24.0", None, None, True)
-
-
-def test_flashinfer_rules_out_too() -> None:
-    assert not about("flashinfer 0.6.8").allows(None, None, "0.6.8", False)
-    assert about("flashinfer 0.6.6").allows(None, None, "0.6.8", False)
+@pytest.mark.parametrize(
+    ("lines", "releases", "allowed"),
+    [
+        (["vllm 0.20.0"], {"fixed": "0.20.0"}, False),
+        (["vllm 0.19.1"], {"fixed": "0.20.0"}, True),
+        (["vllm 0.20.0rc1.dev3"], {"fixed": "0.20.0"}, True),
+        (["vllm 0.19.1", "vllm 0.21.0"], {"fixed": "0.20.0"}, True),
+        ([], {"fixed": "0.20.0"}, True),
+        (["vllm 0.5.3"], {"since": "0.17.1"}, False),
+        (["vllm 0.17.1"], {"since": "0.17.1"}, True),
+        ([], {"since": "0.24.0", "needs_version": True}, False),
+        (["vllm 0.24.0"], {"since": "0.24.0", "needs_version": True}, True),
+        (["flashinfer 0.6.8"], {"flashinfer_fixed": "0.6.8"}, False),
+        (["flashinfer 0.6.6"], {"flashinfer_fixed": "0.6.8"}, True),
+    ],
+)
+def test_releases_rule_a_signature_in_or_out(
+    lines: list[str], releases: dict[str, Any], allowed: bool
+) -> None:
+    assert about(*lines).allows(Signature("MD001", ("moe",), 0.8, **releases)) is allowed
 
 
 def test_the_summary_names_both() -> None:

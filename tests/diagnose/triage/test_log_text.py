@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.triage import log_lines, log_text, looks
+from moedoctor.diagnose.triage import log_text
 from moedoctor.diagnose.triage.log_text import Passage, Passages
 
 TEXT = "one\nRuntimeError: größer — b_scales is not on GPU\nthree\n"
@@ -55,7 +55,7 @@ def test_utf_16_cut_in_a_character() -> None:
 
 
 def test_line_numbers_over_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_lines, "BLOCK", 7)
+    monkeypatch.setattr(log_text, "BLOCK", 7)
     lines = [f"line {chr(103 + index % 20) * 5} {chr(103 + index // 20) * 3}" for index in range(100)]
     found = shown("\n".join(lines).encode())
     assert found == dict(enumerate(lines, 1))
@@ -100,8 +100,8 @@ def test_later_only_what_is_near_an_anchor_is_looked_at() -> None:
 
 def test_a_word_of_every_line_does_not_hide_what_another_word_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_text, "THOROUGH", 0)
-    monkeypatch.setattr(looks, "FIRST", 30)
-    monkeypatch.setattr(log_lines, "BLOCK", 100)
+    monkeypatch.setattr(log_text, "FIRST", 30)
+    monkeypatch.setattr(log_text, "BLOCK", 100)
     lines = [*many(200, "moe"), "an illegal access", *many(200, "moe and more")]
     found = shown("\n".join(lines).encode())
     assert found[201] == "an illegal access"
@@ -109,7 +109,7 @@ def test_a_word_of_every_line_does_not_hide_what_another_word_shows(monkeypatch:
 
 
 def test_an_account_wakes_with_the_bytes_read() -> None:
-    account = looks.Account(b"moe", first=100, bytes_each=1_000)
+    account = log_text.Account(b"moe", first=100, bytes_each=1_000)
     assert account.awake(0)
     account.spend(100)
     assert not account.awake(0)
@@ -120,9 +120,9 @@ def test_an_account_wakes_with_the_bytes_read() -> None:
 
 
 def test_which_lines_hold_a_word() -> None:
-    account = looks.Account(b"moe", first=100, bytes_each=1_000)
-    assert looks.lines_holding(b"moe moe\nx\n\nsome moe\nmo\ne", account) == [0, 3]
-    assert looks.lines_holding(b"", account) == []
+    account = log_text.Account(b"moe", first=100, bytes_each=1_000)
+    assert log_text.lines_holding(b"moe moe\nx\n\nsome moe\nmo\ne", account) == [0, 3]
+    assert log_text.lines_holding(b"", account) == []
 
 
 def test_a_long_line_is_looked_at_in_pieces_and_keeps_its_number() -> None:

@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
-from moedoctor.diagnose.triage import vocabulary
 from moedoctor.diagnose.triage.advice import NAMES, NEXT_STEPS
-from moedoctor.diagnose.triage.signatures import Clue, clues, signatures
+from moedoctor.diagnose.triage.signature import Clue
 from moedoctor.diagnose.triage.triage import triage
+from moedoctor.diagnose.triage.vocabulary import clues, clues_in, signatures
 from tests.diagnose.triage.threads_of_tests import Thread, threads
 
 THREADS = tuple(threads())
@@ -72,4 +72,4 @@ def test_needles_start_with_the_text_of_a_clue(clue: Clue) -> None:
     for thread in THREADS:
         for line in thread.text.lower().splitlines():
             if pattern.search(line):
-                assert clue in vocabulary.clues_in(line), line
+                assert clue in clues_in(line), line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moedoctor.diagnose.triage.signatures import Clue, Signature, either
+from moedoctor.diagnose.triage.signature import Clue, Signature, either
 
 _ROUTER = r"rout(?:er|ing)|gating|gate logits|top-?_?k\w{0,12}|topk_softmax|moe_fused_gate"
 _EXPERT_ID = (
@@ -10,11 +10,11 @@ _EXPERT_ID = (
 )
 
 CLUES = (
-    Clue("nan_router", ("nan",), either(r"\bnans?\b", _ROUTER, 160)),
-    Clue("nan", ("nan",), r"\bnans?\b"),
+    Clue("nan_router", "nan", either(r"\bnans?\b", _ROUTER, 160)),
+    Clue("nan", "nan", r"\bnans?\b"),
     Clue(
         "same_expert",
-        ("expert", "duplicate", "top", "out-of-range", "[0, 0, 0", "[0,0,0"),
+        "expert|duplicate|top|out-of-range|[0, 0, 0|[0,0,0",
         r"(?:same|duplicated?|repeated|identical|repeating) (?:top-?k )?experts?\b(?! (?:weight|replica"
         r"|group))"
         r"|duplicate (?:top-?_?k|token_selected|routing)[-_ ]?\w{0,16}|experts? (?:ids? )?(?:more than once"
@@ -23,12 +23,12 @@ CLUES = (
         r"|out-of-range (?:expert|ids?\b)|(?:non-|not )distinct experts?|distinct expert"
         r"|unique experts? \[0, ?1, ?2",
     ),
-    Clue("padding", ("padd",), r"padd(?:ed|ing)"),
+    Clue("padding", "padd", r"padd(?:ed|ing)"),
     # The backend at work, not a list of candidates: `'FLASHINFER_CUTLASS', …` in quotes and brackets is a
     # list.
     Clue(
         "flashinfer_cutlass_moe",
-        ("flashinfer", "finalizemoe", "cutlass_fused_moe"),
+        "flashinfer|finalizemoe|cutlass_fused_moe",
         r"using '?flashinfer_cutlass'? (?:backend|unquantized|fp8)"
         r"|(?<![',\[] )(?<!['\[])flashinfer[-_ ]cutlass(?!')"
         r"|flashinfer_cutlass_moe|cutlass_fused_moe|finalizemoerouting|vllm_use_flashinfer_moe_fp(?:16"
@@ -38,26 +38,14 @@ CLUES = (
     # Crashes of the same look whose cause was found to be another one: vllm#34948, flashinfer#4036, #5438.
     Clue(
         "other_cause",
-        ("allreduce", "all_reduce", "utmaldg", "tensormap", "tma desc", "tma_desc", "griddepcontrol", "gdc"),
+        "allreduce|all_reduce|utmaldg|tensormap|tma desc|tma_desc|griddepcontrol|gdc",
         r"fuse_allreduce_rms|allreduce_fusion|utmaldg|tensormap|tma descriptor|griddepcontrol|enable_gdc"
         r"|\bgdc\b",
     ),
-    Clue(
-        "finalize_kernel", ("finalize",), r"finalizemoerouting|finalize ?_?moe ?_?routing|moe finalize path"
-    ),
+    Clue("finalize_kernel", "finalize", r"finalizemoerouting|finalize ?_?moe ?_?routing|moe finalize path"),
     Clue(
         "three_step",
-        (
-            "three",
-            "3-step",
-            "unpermuted",
-            "prefixsum",
-            "finalize",
-            "uninitiali",
-            "unwritten",
-            "never written",
-            "wild pointer",
-        ),
+        "three|3-step|unpermuted|prefixsum|finalize|uninitiali|unwritten|never written|wild pointer",
         r"three[- ]?step|3-step (?:sort|moe)|threestep|unpermuted_row_to|blockexpertprefixsum"
         r"|finalizemoerouting"
         r"|uninitiali[sz]ed (?:row|memory|entr|index|perm)|never written|unwritten (?:row|entr|slot)"
@@ -65,7 +53,7 @@ CLUES = (
     ),
     Clue(
         "minus_one",
-        ("-1", "negative", "skip_padding", "sentinel", "expert_id", "eid", "topk_id"),
+        "-1|negative|skip_padding|sentinel|expert_id|eid|topk_id",
         either(_EXPERT_ID, r"(?<![\w.])-1\b(?!\.|[-/]\d)", 70)
         + r"|negative (?:expert|topk|top-k|\W?eid)\w{0,3}[ _]?(?:ids?)?\b|negative entr\w{1,3} in \W?topk_ids"
         r"|(?:missing|never checks|no check for)\W{1,3}(?:expert_id|eid|topk_id) ?< ?0"
@@ -76,22 +64,8 @@ CLUES = (
     Clue(
         "raw_index",
         (
-            "index",
-            "outside",
-            "raw",
-            "wrap",
-            "deref",
-            "out-of-bound",
-            "out of bound",
-            "unguarded",
-            "before the",
-            "gather",
-            "negative",
-            "from above",
-            "guard",
-            "only",
-            "bounds",
-            "bound",
+            "index|outside|raw|wrap|deref|out-of-bound|out of bound|unguarded|before the|gather|negative"
+            "|from above|guard|only|bounds|bound"
         ),
         r"(?<!-)index(?:es|ed|ing)? (?:\w{1,15} ){0,4}(?:with|by|the|into|expert|directly|raw)"
         r"|as an? (?:raw |array )?index|raw (?:expert )?(?:id|index)|negative offset"
@@ -153,11 +127,6 @@ SIGNATURES = (
     ),
     # vllm#57036, #57946, #46408, #42034, vllm-gguf-plugin#130: -1 marks padding and somebody indexes with it.
     Signature(
-        "MD016",
-        ("minus_one",),
-        0.85,
-        near=(("raw_index", "illegal_access"),),
-        within=8,
-        anywhere=(("moe",),),
+        "MD016", ("minus_one",), 0.85, near=(("raw_index", "illegal_access"),), within=8, anywhere=(("moe",),)
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moedoctor.diagnose.triage.signatures import Clue, Signature
+from moedoctor.diagnose.triage.signature import Clue, Signature
 
 _MOE_VARIABLE = (
     r"vllm_(?:use_flashinfer_moe_\w{2,14}|flashinfer_moe_backend|nvfp4_(?:moe|gemm)_backend"
@@ -25,44 +25,27 @@ CLUES = (
     # of nvcc. Triton's own ptxas error (vllm#29469) has one too.
     Clue(
         "arch_suffix",
-        ("12",),
+        "12",
         r"(?<!arch=)(?<!code=)(?:compute|sm|arch)[-_ ]?12[01][af]\b|(?<![\w/=])12[01][af]\b(?!/)"
         r"|\b12\.[01][af]\b|sm_?12x[af]",
     ),
-    Clue("arch_list", ("arch_list",), r"flashinfer_cuda_arch_list"),
+    Clue("arch_list", "arch_list", r"flashinfer_cuda_arch_list"),
     Clue(
         "triton_ptxas",
-        ("gpu-name", "triton_ptxas", "ptx codegen"),
+        "gpu-name|triton_ptxas|ptx codegen",
         r"option 'gpu-name'|triton_ptxas_path|triton ptx codegen",
     ),
-    Clue(
-        "ptxas_target", ("not supported on",), r"instruction .{0,60}not supported on \.target '?sm_1[012]\d"
-    ),
+    Clue("ptxas_target", "not supported on", r"instruction .{0,60}not supported on \.target '?sm_1[012]\d"),
     Clue(
         "no_arch_found",
-        ("no supported cuda arch", "requires cuda"),
+        "no supported cuda arch|requires cuda",
         # For 12 alone: a module that was never meant for 12.x is another matter (flashinfer#5237).
         r"no supported cuda architectures found for major versions \[(?:\d{1,2}, ?){0,6}12\b"
         r"|sm 12\.x requires cuda",
     ),
     Clue(
         "sm12x",
-        (
-            "sm_12",
-            "sm12",
-            "sm 12",
-            "12.0",
-            "12.1",
-            "rtx 50",
-            "5080",
-            "5090",
-            "5070",
-            "5060",
-            "rtx pro",
-            "gb10",
-            "spark",
-            "[12]",
-        ),
+        "sm_12|sm12|sm 12|12.0|12.1|rtx 50|5080|5090|5070|5060|rtx pro|gb10|spark|[12]",
         r"sm_?-? ?12(?:\.?[01x])|compute capability\W{0,4}12\.[01]|rtx\W{0,3}50[5-9]0|\b50[5-9]0 ?d?\b"
         r"|rtx pro [456]\d00|gb10\b|dgx spark|\bspark\b"
         r"|major versions \[12\]",
@@ -70,21 +53,8 @@ CLUES = (
     Clue(
         "build_trouble",
         (
-            "illegal",
-            "no kernel image",
-            "invalid device",
-            "not support",
-            "unsupported",
-            "fail",
-            "crash",
-            "abort",
-            "invalid output",
-            "garb",
-            "wrong",
-            "incorrect",
-            "requires",
-            "misaligned",
-            "broken",
+            "illegal|no kernel image|invalid device|not support|unsupported|fail|crash|abort|invalid output"
+            "|garb|wrong|incorrect|requires|misaligned|broken"
         ),
         r"illegal ?_?instruction|no kernel image|not support|unsupported|fail(?:s|ed|ure|ing)?\b|crash"
         r"|abort|invalid output|garbage|\bwrong|incorrect"
@@ -92,51 +62,49 @@ CLUES = (
     ),
     Clue(
         "wrong_build",
-        ("illegal", "no kernel image", "not supported on", "garbage", "requires cuda"),
+        "illegal|no kernel image|not supported on|garbage|requires cuda",
         r"illegal ?_?instruction|no kernel image|not supported on .target|garbage|requires cuda",
     ),
     Clue(
         "cutlass_or_flashinfer",
-        ("cutlass", "flashinfer", "fused_moe_120", "grouped gemm", "grouped-gemm"),
+        "cutlass|flashinfer|fused_moe_120|grouped gemm|grouped-gemm",
         r"cutlass|flashinfer|fused_moe_120|grouped[- ]gemm",
     ),
     # The one choice of a backend in vLLM's log that says NVFP4.
-    Clue("nvfp4_selected", ("nvfp4 moe", "nvfp4-moe"), r"using '?\w{4,30}'? nvfp4 moe backend"),
+    Clue("nvfp4_selected", "nvfp4 moe|nvfp4-moe", r"using '?\w{4,30}'? nvfp4 moe backend"),
     # vLLM's warning; the attention backend's variable is the most frequent one there and no concern of an
     # MoE.
     Clue(
         "unknown_variable",
-        ("environment variable",),
+        "environment variable",
         rf"unknown vllm environment variable(?: detected)?\W{{1,4}}{_MOE_VARIABLE}",
     ),
     # vLLM's env_with_choices, and a value that it refuses for its case.
     Clue(
         "invalid_choice",
-        ("invalid value", "moe_backend", "moe-backend"),
+        "invalid value|moe_backend|moe-backend",
         rf"invalid value\W{{1,4}}[\w.-]{{1,40}}\W{{1,4}}for {_BACKEND_SETTING}"
         r"|moe_backend ?= ?[\"']?\w{1,40}[\"']? is not supported for|argument --moe-backend: invalid choice"
         r"|moe_backend\W{1,20}input should be",
     ),
-    Clue(
-        "upper_case_choice", ("gemm_backend",), r"VLLM_NVFP4_GEMM_BACKEND\W{1,3}[A-Z][A-Z_-]{3}", cased=True
-    ),
+    Clue("upper_case_choice", "gemm_backend", r"VLLM_NVFP4_GEMM_BACKEND\W{1,3}[A-Z][A-Z_-]{3}", cased=True),
     # It never existed in any release (facts: 24 wheels).
-    Clue("invented_variable", ("nvfp4_moe_backend",), r"vllm_nvfp4_moe_backend"),
+    Clue("invented_variable", "nvfp4_moe_backend", r"vllm_nvfp4_moe_backend"),
     Clue(
         "setting_not_taken",
-        ("backend", "vllm_use_flashinfer_moe", "mxfp4_use_marlin", "force_fp8_marlin", "vllm_fused_moe"),
+        "backend|vllm_use_flashinfer_moe|mxfp4_use_marlin|force_fp8_marlin|vllm_fused_moe",
         rf"{_BACKEND_SETTING}[^;]{{0,140}}?(?:{_NOT_TAKEN})|(?:{_NOT_TAKEN})[^;]{{0,60}}?{_BACKEND_SETTING}"
         r"|moe[- ]backend (?:setting|choice|override|selection|flag|option)[^;.]{0,60}(?:ignored|no effect"
         r"|not honou?red)",
     ),
     Clue(
         "setting_deprecated",
-        ("deprecat",),
+        "deprecat",
         rf"{_BACKEND_SETTING}[^;]{{0,100}}?deprecat|deprecat[^;]{{0,60}}?{_BACKEND_SETTING}",
     ),
     Clue(
         "no_choice",
-        ("backend",),
+        "backend",
         r"(?:\bno (?:way|option|flag|env\w{0,9}|override|means|possibility)|can ?not|can't|unable"
         r"|impossible|not possible|no override)\b[^.;]{0,70}?"
         r"(?:overrid|choos|select|forc|pick|switch|chang|pin)\w{0,4}[^.;]{0,70}?backend"
@@ -145,12 +113,12 @@ CLUES = (
     ),
     Clue(
         "moe_variable_set",
-        ("vllm_",),
+        "vllm_",
         r"(?<!setting )(?:vllm_use_flashinfer_moe_(?:fp4|fp8|fp16|mxfp4_\w{4,14})"
         r"|vllm_flashinfer_moe_backend|vllm_nvfp4_gemm_backend|vllm_mxfp4_use_marlin)"
         r" ?[=:] ?[\"']?\w",
     ),
-    Clue("consider_setting", ("consider setting",), r"not enabled, consider setting vllm_use_flashinfer_moe"),
+    Clue("consider_setting", "consider setting", r"not enabled, consider setting vllm_use_flashinfer_moe"),
 )
 
 SIGNATURES = (

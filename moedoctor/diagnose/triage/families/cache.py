@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from moedoctor.diagnose.triage.signatures import Clue, Signature, either
+from moedoctor.diagnose.triage.signature import Clue, Signature, either
 
 CLUES = (
     Clue(
         "expert_cache",
-        ("cache", "lfru"),
+        "cache|lfru",
         r"experts?[-_ ](?:weight[-_ ])?(?:lru[-_ ]|lfru[-_ ]|gpu[-_ ])?cache|cachedweightprovider"
         r"|expertlrucache|\blfru\b"
         r"|gpu cache\b.{0,60}experts?|cache[sd]?\b (?:\w{1,12} ){0,4}experts\b|moe[-_ ]cache"
@@ -15,7 +15,7 @@ CLUES = (
     ),
     Clue(
         "evicts_needed",
-        ("evict",),
+        "evict",
         either(
             r"evict(?:s|ed|ing|ion)?\b",
             r"still (?:need|require|in use)\w{0,3}|needed (?:by|in|for) (?:the |this )?(?:same|current"
@@ -26,43 +26,29 @@ CLUES = (
     ),
     Clue(
         "lfru_score",
-        ("freq", "lowest"),
+        "freq|lowest",
         r"freq\w{0,8} ?/ ?\(?(?:1 ?\+ ?)?(?:age|recency)|lowest (?:freq\w{0,8}|lfru|score)\b.{0,20}(?:score"
         r"|age|recency)?",
     ),
-    Clue("evict", ("evict",), r"evict"),
+    Clue("evict", "evict", r"evict"),
     Clue(
         "overflow",
-        ("unique expert", "distinct expert", "overflow", "capacity", "cache size", "slots", "cache-size"),
+        "unique expert|distinct expert|overflow|capacity|cache size|slots|cache-size",
         r"(?:unique|distinct) experts?\b.{0,120}(?:request|exceed|\bthan\b|capacity|slots|cache[- ]size)"
         r"|(?:more|exceed\w{0,3}|larger|greater) (?:\w{1,12} ){0,4}experts? than (?:\w{1,12} ){0,3}(?:cache"
         r"|slots|capacity|fit)"
         r"|cache (?:is |was |gets )?overflow\w{0,4}|overflow\w{0,4} (?:the |of the )?(?:expert )?cache"
         r"|(?:unique_ids|num_unique|unique experts?)\b.{0,20}> ?(?:self\.)?(?:gpu_)?capacity",
     ),
-    Clue(
-        "unique_requested",
-        ("unique expert",),
-        r"\d unique experts? requested|unique experts? requested but",
-    ),
+    Clue("unique_requested", "unique expert", r"\d unique experts? requested|unique experts? requested but"),
     Clue(
         "truncates",
-        (
-            "truncat",
-            "dropped",
-            "silent",
-            "stale",
-            "wrong",
-            "incorrect",
-            "suffix",
-            "runtimeerror",
-            "arbitrary",
-        ),
+        "truncat|dropped|silent|stale|wrong|incorrect|suffix|runtimeerror|arbitrary",
         r"truncat|dropped|silent|stale|wrong|incorrect|suffix|runtimeerror|arbitrary",
     ),
     Clue(
         "workspace",
-        ("workspace", "alias", "clobber"),
+        "workspace|alias|clobber",
         either(
             r"workspace\w{0,4}|intermediate[-_ ]cache\w{0,4}|fused_out",
             r"alias\w{0,4}|overwr\w{2,6}|clobber\w{0,4}",
@@ -71,13 +57,13 @@ CLUES = (
     ),
     Clue(
         "expert_groups",
-        ("group", "fused_experts", "fused_moe", "modular", "mini-ep", "partition", "chunk", "accumulat"),
+        "group|fused_experts|fused_moe|modular|mini-ep|partition|chunk|accumulat",
         r"(?:expert|n|\d) groups?|groups? of experts|per[- ]group|fused_experts|fused_moe"
         r"|modular (?:moe )?kernel|mini-ep|partition|chunk|accumulat",
     ),
     Clue(
         "wrong_sum",
-        ("overwr", "clobber", "incorrect", "wrong", "corrupt", "correctness", "stale", "lost"),
+        "overwr|clobber|incorrect|wrong|corrupt|correctness|stale|lost",
         r"overwr|clobber|incorrect|wrong|corrupt|correctness|stale|\blost\b",
     ),
 )

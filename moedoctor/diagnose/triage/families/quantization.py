@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moedoctor.diagnose.triage.signatures import Clue, Signature, either
+from moedoctor.diagnose.triage.signature import Clue, Signature, either
 
 _GLOBAL_SCALE = r"weight_scale_2|global[-_ ]scales?|scale_2\b|\bgs_(?:gate|up)|per-tensor (?:weight )?scales?"
 _INPUT_SCALE = (
@@ -24,10 +24,10 @@ _KV = (
 
 CLUES = (
     # The warning of vLLM's kv_cache.py. The one on a missing q scale is another thing.
-    Clue("kv_scale_one", ("scaling factor 1.0",), r"using kv cache scaling factor 1\.0"),
+    Clue("kv_scale_one", "scaling factor 1.0", r"using kv cache scaling factor 1\.0"),
     Clue(
         "kv_scale_missing",
-        ("scale", "scaling"),
+        "scale|scaling",
         rf"(?:without|\bno|missing|lacks?|not (?:provide|include|ship|contain|load|carry)\w{{0,3}}"
         rf"|never loads?|uncalibrated|absent)\b[^.;]{{0,50}}?(?:{_KV})"
         rf"|(?:{_KV})[^;]{{0,60}}?(?:\bmissing|absent"
@@ -38,22 +38,22 @@ CLUES = (
         r"|(?:absence of|without|no) (?:\w{1,12} ){0,2}(?:scale|scaling) factors?\b[^.;]{0,40}checkpoint"
         r"|default\w{0,3} (?:the )?(?:scale|scaling) factors? to 1\b",
     ),
-    Clue("fp8_kv", ("kv",), either(r"fp8", r"kv", 50) + r"|kv_cache_(?:quant_algo|scheme)"),
-    Clue("fp8", ("fp8", "mxfp8"), r"fp8"),
+    Clue("fp8_kv", "kv", either(r"fp8", r"kv", 50) + r"|kv_cache_(?:quant_algo|scheme)"),
+    Clue("fp8", "fp8|mxfp8", r"fp8"),
     Clue(
         "misleading",
-        ("misleading", "nvfp4 kv", "kv-cache-dtype nvfp4"),
+        "misleading|nvfp4 kv|kv-cache-dtype nvfp4",
         r"misleading|nvfp4 kv cache|kv-cache-dtype nvfp4",
     ),
     # The warning of vLLM's modelopt.py and compressed_tensors_moe.
     Clue(
         "w1_w3_warning",
-        ("weight_scale_2", "global_scale", "w3"),
+        "weight_scale_2|global_scale|w3",
         r"w1_weight_(?:scale_2|global_scale) must match w3|w1_weight_\w{5,14} must match w3_weight",
     ),
     Clue(
         "global_scale_mismatch",
-        ("scale", "gs_"),
+        "scale|gs_",
         either(
             _GLOBAL_SCALE,
             r"mismatch\w{0,4}|differ\w{0,4}|disagree|must match|not (?:equal|match|the same)|unequal"
@@ -63,13 +63,13 @@ CLUES = (
     ),
     Clue(
         "gate_and_up",
-        ("w1", "w13", "gate"),
+        "w1|w13|gate",
         r"\bw1\b.{0,40}\bw3\b|\bw13|w1/w3|gate(?:_proj)?\b.{0,60}\bup(?:_proj)?\b|gate_up|w1_weight",
     ),
-    Clue("qkv", ("qkv", "q_proj", "k_proj"), r"qkv|[qk]_proj"),
+    Clue("qkv", "qkv|q_proj|k_proj", r"qkv|[qk]_proj"),
     Clue(
         "input_scale_bad",
-        ("scale", "calibrat", "dead expert"),
+        "scale|calibrat|dead expert",
         either(
             _INPUT_SCALE,
             r"missing|absent|omit\w{0,4}|torch\.empty|undefined|\bzeros?\b|\b0\.0\b|uninitiali[sz]ed"
@@ -84,13 +84,13 @@ CLUES = (
     ),
     Clue(
         "zero_scale_effect",
-        ("nan", "inf", "empty", "garb", "gibberish", "pad token", "zero", "degenerat", "blank", "wrong"),
+        "nan|inf|empty|garb|gibberish|pad token|zero|degenerat|blank|wrong",
         r"\bnans?\b|\binf\b|empty|garbage|gibberish|pad[- ]token|zeroe?s every|multiplied by zero|degenerat"
         r"|blank|1(?:\.0)? ?/ ?0|wrong",
     ),
     Clue(
         "gate_up_order",
-        ("w3", "w31", "gate", "halves", "silu"),
+        "w3|w31|gate|halves|silu",
         r"\[?w1[,;|] ?w3\]?.{0,120}\[?w3[,;|] ?w1\]?|\[?w3[,;|] ?w1\]?.{0,120}\[?w1[,;|] ?w3\]?"
         r"|\[gate ?[,;|] ?up\].{0,160}\[?up ?[,;|] ?gate|\[up ?[,;|] ?gate\].{0,160}\[?gate ?[,;|] ?up"
         r"|w13_?to_?w31|w1w3_to_w3w1"
@@ -102,28 +102,12 @@ CLUES = (
         r"|(?:wrong|swapped) (?:order of (?:the )?)?halves"
         r"|expects (?:the )?up (?:first|half first|before gate)|load_up_proj_weight_first",
     ),
-    Clue(
-        "scale_layout", ("scal", "sf", "blockscale", "swizzl", "interleav", "128x4"), either(_SF, _LAYOUT, 80)
-    ),
+    Clue("scale_layout", "scal|sf|blockscale|swizzl|interleav|128x4", either(_SF, _LAYOUT, 80)),
     Clue(
         "layout_mismatch",
         (
-            "expect",
-            "requir",
-            "need",
-            "restor",
-            "hardcod",
-            "unswizzl",
-            "row-major",
-            "wrong",
-            "mismatch",
-            "instead",
-            "not swizzl",
-            "without swizzl",
-            "linear",
-            "un-swizzl",
-            "de-swizzl",
-            "as if",
+            "expect|requir|need|restor|hardcod|unswizzl|row-major|wrong|mismatch|instead|not swizzl"
+            "|without swizzl|linear|un-swizzl|de-swizzl|as if"
         ),
         r"expects?|requires?|needs?\b|restor|hardcod|unswizzled|row-major|wrong (?:layout|order|block|e8m0)"
         r"|mismatch|instead of|not swizzled|without swizzl"
@@ -131,22 +115,12 @@ CLUES = (
     ),
     Clue(
         "scale_padding",
-        ("torch.empty", "stale", "padding rows", "zero-fill", "zero_fill", "padded"),
+        "torch.empty|stale|padding rows|zero-fill|zero_fill|padded",
         r"torch\.empty|stale (?:gpu )?memory|padding rows|zero[-_]fill",
     ),
     Clue(
         "attention",
-        (
-            "attention",
-            "kv cache",
-            "kv-cache",
-            " mha",
-            "xqa",
-            "fmha",
-            "reshape_and_cache",
-            "fp4 kv",
-            "nvfp4 kv",
-        ),
+        "attention|kv cache|kv-cache| mha|xqa|fmha|reshape_and_cache|fp4 kv|nvfp4 kv",
         r"attention|kv[- ]cache|\bmha\b|\bxqa\b|fmha|reshape_and_cache|fp4 kv\b",
     ),
 )
