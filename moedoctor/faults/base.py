@@ -70,10 +70,14 @@ class ClaimCases:
 
     def evidence(self, unit: str | None = None) -> list[Evidence]:
         """Return what the units measured, or only `unit`. Units that were skipped or died are left out."""
+        return [evidence for name, evidence in self.measured() if unit in (None, name)]
+
+    def measured(self) -> list[tuple[str, Evidence]]:
+        """Return (unit, what it measured). Units that were skipped or died are left out."""
         return [
-            measurement.outcome.evidence
+            (measurement.unit, measurement.outcome.evidence)
             for measurement in self.measurements
-            if isinstance(measurement.outcome, Observation) and unit in (None, measurement.unit)
+            if isinstance(measurement.outcome, Observation)
         ]
 
     def keeps(self, limit: str, values: float | Iterable[float]) -> bool:
@@ -91,24 +95,26 @@ class ClaimCases:
 def in_lab(function: str) -> Callable[[str, str, Mapping[str, str]], Observation]:
     """Return a `measure` for `claim` that is in a lab: ``moedoctor.faults.cache.cache_overflow_lab:groups``.
 
-    Only the child imports the lab. `function` takes (unit, device, subject name -> path of its kernels).
+    Only the child imports the lab. `function` takes (unit, device, subject name -> path of its kernels) and
+    returns an Observation or its evidence.
     """
     module, _, name = function.partition(":")
 
     def measure(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
-        observation: Observation = getattr(importlib.import_module(module), name)(unit, device, sources)
-        return observation
+        answer = getattr(importlib.import_module(module), name)(unit, device, sources)
+        return answer if isinstance(answer, Observation) else Observation(answer)
 
+    measure.__qualname__ = function
     return measure
 
 
 def claim(key: str, **options: Any) -> Callable[[Callable[[ClaimCases], ClaimJudgement]], ClaimTest]:
     """Make a `ClaimTest` of the function below. `options` are the other fields of `ClaimTest`.
 
-    `measure` may also be the text ``module:function``; see `measured_by`.
+    `measure` may also be the text that `in_lab` takes.
     """
     if isinstance(options.get("measure"), str):
-        options["measure"] = measured_by(options["measure"])
+        options["measure"] = in_lab(options["measure"])
 
     def decorate(judge: Callable[[ClaimCases], ClaimJudgement]) -> ClaimTest:
         def judge_all(
@@ -130,19 +136,6 @@ def decide(holds: bool, evidence: Evidence, reason: str | None = None) -> ClaimJ
 def untested(reason: str, evidence: Evidence | None = None) -> ClaimJudgement:
     """Return untested, with the reason."""
     return ClaimJudgement(ClaimVerdict.UNTESTED, evidence or {}, reason)
-
-
-def measured_by(function: str) -> Callable[[str, str, Mapping[str, str]], Observation]:
-    """Return a measurement that calls ``module:function``. Only the child imports the module.
-
-    The function takes (unit, device, sources), as `ClaimTest.measure` does, and returns the evidence.
-    """
-    module, _, name = function.partition(":")
-
-    def measure(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
-        return Observation(getattr(importlib.import_module(module), name)(unit, device, sources))
-
-    return measure
 
 
 def releases(subjects: Sequence[str], kind: str) -> list[str]:
