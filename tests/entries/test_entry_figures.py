@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moedoctor.faults.routing.nan_routing_engine import judge_overhead
+from moedoctor.faults.routing.nan_routing import trace_overhead
 from moedoctor.interfaces import Measurement
 from moedoctor.results import Observation
 
@@ -60,7 +60,7 @@ def test_md001_trace() -> None:
     assert list(rows) == ["tiny", "Qwen3-30B-A3B's layers"]
     verdicts, shares = {}, {}
     for model, row in rows.items():
-        found = judge_overhead(
+        found = trace_overhead.judge(
             (), [Measurement("installed", Observation({"rows": [row]}))], {"max_overhead": 0.05}
         )
         verdicts[model] = found.verdict.value

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import pytest
 
+from moedoctor import catalogue
 from moedoctor.faults.base import ClaimCases, claim, decide, in_lab
 from moedoctor.interfaces import ClaimJudgement, Measurement
 from moedoctor.results import ClaimVerdict, Crash, Death, Observation
@@ -49,3 +51,16 @@ def test_units_that_died_are_no_evidence() -> None:
     judgement = share.judge((), measurements, {"min_share": 0.5})
     assert (judgement.verdict, judgement.evidence) == (ClaimVerdict.CONFIRMED, {"units": 1})
     assert share.judge((), [died], {"min_share": 0.5}).verdict is ClaimVerdict.REFUTED
+
+
+def test_every_measure_that_is_named_by_a_string_is_a_function() -> None:
+    names = {
+        measure.__qualname__
+        for fault in catalogue.faults().values()
+        for measure in (test.measure for test in fault.claims)
+        if ":" in getattr(measure, "__qualname__", "")
+    }
+    assert len(names) > 5
+    for name in names:
+        module, _, function = name.partition(":")
+        assert callable(getattr(importlib.import_module(module), function)), name

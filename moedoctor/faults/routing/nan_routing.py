@@ -1,17 +1,36 @@
-"""MD001: NaN router logits give one token the same expert K times."""
+"""MD001: NaN router logits give one token the same expert K times.
+
+vLLM's own code decides the claims about its kernels and its engine. The restated control never does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from packaging.version import Version
+from pydantic import Field, model_validator
 
-from moedoctor.faults.routing.nan_routing_claims import CLAIMS
-from moedoctor.interfaces import Fault, Judgement
-from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier
+from moedoctor.faults.base import (
+    ClaimCases,
+    ClaimJudgement,
+    ClaimTest,
+    Fault,
+    Judgement,
+    Parameters,
+    claim,
+    decide,
+    releases,
+    untested,
+)
+from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
 
-_COUNTED = (
+FIRST_FIXED = "0.20.0"
+"""The release that #39391 landed in. The report's conclusions show what the releases themselves do."""
+
+_SUMMED = (
     "nan_rows",
     "duplicates_from_nan",
     "rows_with_nonfinite_weights",
@@ -22,10 +41,8 @@ _COUNTED = (
 """Columns of the conclusions, summed over the cases of a release."""
 
 
-class NanRoutingParameters(BaseModel):
+class NanRoutingParameters(Parameters):
     """One point of the matrix."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     router: Literal["softmax", "sigmoid", "grouped"] = "softmax"
     tokens: int = Field(96, ge=1, le=65_536, description="rows of logits; every other one is clean")
@@ -72,72 +89,377 @@ class NanRouting(Fault):
         "installed": (Tier.KERNEL,),
         "vllm": (Tier.KERNEL,),
     }
-    claims = CLAIMS
-
-    def faulty(self, case: Case) -> Any:
-        from moedoctor.faults.routing.nan_routing_lab import FaultyRouting
-
-        return {"greater-than argmax": FaultyRouting()}
-
-    def fixed(self, case: Case) -> Any:
-        from moedoctor.faults.routing.nan_routing_lab import FixedRouting
-
-        return {policy: FixedRouting(policy) for policy in ("zero", "finite")}
-
-    def installed(self, case: Case) -> Any:
-        from moedoctor.upstream.releases.moe_kernels import MoeKernels
-
-        return MoeKernels.installed()
-
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.routing.nan_routing_lab import observe
-
-        return observe(self.parameters.model_validate(case.parameters), case.device, implementation)
+    lab = "moedoctor.faults.routing.nan_routing_lab"
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        rows = seen["rows"]
-        symptoms = [
-            (seen["clean_rows_with_duplicates"], "are clean and hold a duplicate id: not because of NaN"),
-            (seen["rows_with_duplicates"], "hold a duplicate id"),
-            (seen["rows_out_of_range"], "hold an id out of range"),
-            (seen["rows_with_nonfinite_weights"], "have a weight that is NaN or Inf"),
-            (seen["clean_rows_wrong"], "are clean and differ from the reference"),
-        ]
-        said = [f"{count} of {rows} rows {what}" for count, what in symptoms if count]
-        if said:
-            return Judgement(CaseVerdict.REPRODUCED, said[0])
+        evidence = observation.evidence
+        rows = evidence["rows"]
+        symptoms = (
+            ("clean_rows_with_duplicates", "are clean and hold a duplicate id: not because of NaN"),
+            ("rows_with_duplicates", "hold a duplicate id"),
+            ("rows_out_of_range", "hold an id out of range"),
+            ("rows_with_nonfinite_weights", "have a weight that is NaN or Inf"),
+            ("clean_rows_wrong", "are clean and differ from the reference"),
+        )
+        for key, symptom in symptoms:
+            if evidence[key]:
+                return Judgement(CaseVerdict.REPRODUCED, f"{evidence[key]} of {rows} rows {symptom}")
         return Judgement(CaseVerdict.CLEAN, f"0 of {rows} rows hold a duplicate id")
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """Over named releases: what each does to its rows, and the first release that NaN does not harm.
+        """Sum up the rows of each named release, and find the first release that NaN does not harm.
 
-        Where clean rows hold duplicates too, those of the NaN rows have another cause and are not counted.
+        If clean rows hold duplicates too, the duplicates of the NaN rows have another cause and do not count.
         """
-        from packaging.version import Version
-
-        releases: dict[str, dict[str, int]] = {}
-        for one in results:
-            if one.subject.startswith("vllm@") and "rows_with_duplicates" in one.evidence:
-                sums = releases.setdefault(one.subject.removeprefix("vllm@"), dict.fromkeys(_COUNTED, 0))
-                for key in _COUNTED:
-                    if key in one.evidence:
-                        sums[key] += one.evidence[key]
-                if not one.evidence["clean_rows_with_duplicates"]:
-                    sums["duplicates_from_nan"] += one.evidence["nan_rows_with_duplicates"]
-        if not releases:
+        rows: dict[str, dict[str, int]] = {}
+        for case in results:
+            if case.subject.startswith("vllm@") and "rows_with_duplicates" in case.evidence:
+                sums = rows.setdefault(case.subject.removeprefix("vllm@"), dict.fromkeys(_SUMMED, 0))
+                for key in _SUMMED:
+                    sums[key] += case.evidence.get(key, 0)
+                if not case.evidence["clean_rows_with_duplicates"]:
+                    sums["duplicates_from_nan"] += case.evidence["nan_rows_with_duplicates"]
+        if not rows:
             return {}
-        order = sorted(releases, key=Version)
-        failing = [name for name in order if releases[name]["duplicates_from_nan"]]
+        order = sorted(rows, key=Version)
+        failing = [release for release in order if rows[release]["duplicates_from_nan"]]
         after = order[order.index(failing[-1]) + 1 :] if failing else []
         return {
-            "releases": [{"release": name, **releases[name]} for name in order],
+            "releases": [{"release": release, **rows[release]} for release in order],
             "last_failing_release": failing[-1] if failing else None,
             "first_fixed_release": after[0] if after else None,
         }
 
-    def describe(self, parameters: Any) -> str:
+    def describe(self, parameters: Mapping[str, Scalar]) -> str:
         shape = (
             f"{parameters['router']} E={parameters['experts']} K={parameters['top_k']} {parameters['dtype']}"
         )
         return shape if parameters["bias"] == "none" else f"{shape} {parameters['bias']} bias"
+
+
+# --- Claims about kernels --------------------------------------------------------------------------------
+
+_BENCH = "moedoctor.bench.routing"
+_REPEATS = 3
+"""How often each release is timed, in turn with the other one."""
+
+
+def _is_fixed(subject: str) -> bool:
+    return Version(subject.removeprefix("vllm@")) >= Version(FIRST_FIXED)
+
+
+def _releases(subjects: Sequence[str]) -> list[str]:
+    return releases(subjects, "vllm")
+
+
+def _newest(subjects: Sequence[str]) -> Sequence[str]:
+    return _releases(subjects)[-1:]
+
+
+def _peer(subjects: Sequence[str]) -> Sequence[str]:
+    """Return vLLM 0.21.0, which our speed is compared with. No other release replaces it."""
+    return [subject for subject in subjects if subject == "vllm@0.21.0"]
+
+
+def _around_the_fix(subjects: Sequence[str]) -> Sequence[str]:
+    """Return the last release before the fix and the first one after it, in turn; nothing without both."""
+    named = [subject for subject in _releases(subjects) if subject.startswith("vllm@")]
+    before = [subject for subject in named if not _is_fixed(subject)][-1:]
+    after = [subject for subject in named if _is_fixed(subject)][:1]
+    return [*before, *after] * _REPEATS if before and after else ()
+
+
+@claim("same_expert", thresholds=("min_share",))
+def same_expert(given: ClaimCases) -> ClaimJudgement:
+    """Judge the share of all-NaN rows that got one id K times, in each release's top-k kernels."""
+    counts: dict[str, list[int]] = {}
+    for case in given.select(has="all_nan_rows"):
+        if case.subject not in ("faulty", "fixed") and case.parameters["router"] in ("softmax", "sigmoid"):
+            count = counts.setdefault(case.subject, [0, 0])
+            count[0] += case.evidence["all_nan_rows_with_one_id"]
+            count[1] += case.evidence["all_nan_rows"]
+    shares = {name: same / total for name, (same, total) in counts.items() if total}
+    old = {name: share for name, share in shares.items() if name.startswith("vllm@") and not _is_fixed(name)}
+    evidence = {"share_of_all_nan_rows_with_one_id": shares}
+    if not old:
+        return untested(f"no kernel of a release before {FIRST_FIXED} ran", evidence)
+    worst = min(old.values())
+    reason = f"{worst:.0%} of all-NaN rows or more, in {', '.join(old)}"
+    return decide(given.keeps("min_share", worst), evidence, reason)
+
+
+@claim("always_distinct", thresholds=("max_rows",))
+def always_distinct(given: ClaimCases) -> ClaimJudgement:
+    """Judge the rows of any kind that still hold a duplicate id in releases from the fix on, case by case."""
+    cases = [
+        case
+        for case in given.select(has="rows_with_duplicates")
+        if case.subject.startswith("vllm@") and _is_fixed(case.subject)
+    ]
+    if not cases:
+        return untested(f"no kernel of {FIRST_FIXED} or later ran")
+    rows = [
+        {
+            "release": case.subject,
+            **{key: case.parameters[key] for key in ("router", "experts", "top_k", "dtype", "bias")},
+            "rows_with_duplicates": f"{case.evidence['rows_with_duplicates']} of {case.evidence['rows']}",
+            "kinds": ", ".join(case.evidence["duplicates_by_kind"]),
+        }
+        for case in cases
+        if case.evidence["rows_with_duplicates"] > given.limits["max_rows"]
+    ]
+    if not rows:
+        return decide(True, {}, f"none in {len(cases)} cases")
+    where = ", ".join(dict.fromkeys(f"{row['router']} E={row['experts']} {row['bias']} bias" for row in rows))
+    return decide(False, {"rows": rows}, f"duplicates in {len(rows)} of {len(cases)} cases: {where}")
+
+
+@claim(
+    "separate_launch",
+    measure=f"{_BENCH}:separate_launch",
+    units=_newest,
+    needs_gpu=True,
+    needs="the kernels of a release: --vllm-kernels X.Y.Z=PATH",
+    thresholds=("min_overhead", "max_overhead"),
+)
+def separate_launch(given: ClaimCases) -> ClaimJudgement:
+    """Judge what `torch.nan_to_num` before the kernel adds to it."""
+    ((unit, figures),) = given.measured()
+    overheads = [row["overhead"] for row in figures["rows"]]
+    holds = given.keeps("min_overhead", overheads) and given.keeps("max_overhead", overheads)
+    costs = ", ".join(f"{row['kernel']} {row['overhead']:+.0%}" for row in figures["rows"])
+    return decide(holds, {"subject": unit, **figures}, f"{costs} at 128 x 128, {unit}")
+
+
+@claim(
+    "fused_is_free",
+    measure=f"{_BENCH}:kernel_times",
+    units=_around_the_fix,
+    needs_gpu=True,
+    needs=f"the kernels of a release before {FIRST_FIXED} and of one from it on: --vllm-kernels, twice",
+    thresholds=("max_overhead",),
+)
+def fused_is_free(given: ClaimCases) -> ClaimJudgement:
+    """Judge the kernel's time after the fix over before it. Each release is timed in its own processes."""
+    times: dict[str, dict[str, list[float]]] = {}
+    for unit, figures in given.measured():
+        for row in figures["rows"]:
+            times.setdefault(row["shape"], {}).setdefault(unit, []).append(row["kernel_us"])
+    rows: list[dict[str, Any]] = []
+    for shape, by_unit in times.items():
+        if len(by_unit) == 2:
+            (before, old), (after, new) = sorted(by_unit.items(), key=lambda item: _is_fixed(item[0]))
+            rows.append({"shape": shape, "overhead": median(new) / median(old) - 1, before: old, after: new})
+    if not rows:
+        return untested("needs a release before the fix and one after it")
+    worst = max(row["overhead"] for row in rows)
+    reason = f"{worst:+.1%} at most over {len(rows)} shapes, {after} over {before}"
+    return decide(given.keeps("max_overhead", worst), {"rows": rows}, reason)
+
+
+@claim(
+    "fp8_clamps_nan",
+    measure=f"{_BENCH}:fp8_nan",
+    units=_releases,
+    needs_gpu=True,
+    needs="the kernels of a release: --vllm-kernels X.Y.Z=PATH",
+    thresholds=("min_share",),
+)
+def fp8_clamps_nan(given: ClaimCases) -> ClaimJudgement:
+    """Judge what became of NaN in the release's own FP8 quantisation kernel."""
+    (unit, figures), *_ = given.measured()  # the first release whose quantisation kernel could be loaded
+    clamped = figures["clamped_to_plus_448"] + figures["clamped_to_minus_448"]
+    reason = (
+        f"{unit}: of all NaN {figures['clamped_to_plus_448']:.0%} became +448, "
+        f"{figures['clamped_to_minus_448']:.0%} -448, {figures['still_nan']:.0%} stayed NaN; "
+        f"torch's own cast keeps {figures['torch_cast_still_nan']:.0%} of them NaN"
+    )
+    return decide(given.keeps("min_share", clamped), {"subject": unit, **figures}, reason)
+
+
+def _is_as_fast(given: ClaimCases) -> ClaimJudgement:
+    """Judge our time over the peer's, each shape by its own limit."""
+    ((unit, figures),) = given.measured()
+    rows, evidence = figures["rows"], {"subject": unit, **figures}
+    wrong = [row["shape"] for row in rows if not row["correct"]]
+    if wrong:
+        return decide(False, evidence, f"wrong results at {', '.join(wrong)}")
+    over = [
+        row
+        for row in rows
+        if row["time_ratio"] > given.limits["max_ratio_8192" if row["tokens"] >= 8192 else "max_ratio"]
+    ]
+    ratios = ", ".join(f"{row['shape']} {row['time_ratio']:.2f}" for row in (over or rows))
+    return decide(not over, evidence, f"ours/{unit}: {ratios}")
+
+
+speed, never_slower = (
+    claim(
+        key,
+        measure=f"{_BENCH}:{function}",
+        units=_peer,
+        needs_gpu=True,
+        needs="the kernels of 0.21.0: --vllm-kernels 0.21.0=PATH",
+        thresholds=("max_ratio", "max_ratio_8192"),
+    )(_is_as_fast)
+    for key, function in (("speed", "against_peer"), ("never_slower", "other_routers_against_peer"))
+)
+
+
+@claim("policy_cost", measure=f"{_BENCH}:policy_cost", needs_gpu=True, thresholds=("max_overhead",))
+def policy_cost(given: ClaimCases) -> ClaimJudgement:
+    """Judge each policy's time over that of the same kernel without one."""
+    (figures,) = given.evidence()
+    worst = max(figures["rows"], key=lambda row: float(row["overhead"]))
+    reason = f"{worst['overhead']:+.1%} at most, at {worst['shape']} with {worst['policy']}"
+    return decide(given.keeps("max_overhead", worst["overhead"]), figures, reason)
+
+
+# --- Claims that only a real engine can decide: NaN in padding, what it does, what tracing costs ------------
+
+
+def _engine_claim(
+    key: str, function: str, *thresholds: str
+) -> Callable[[Callable[[ClaimCases], ClaimJudgement]], ClaimTest]:
+    """Make a claim whose rows come from ``module:function`` with the installed vLLM."""
+    module, _, name = function.partition(":")
+
+    def measure(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+        return Observation({"rows": getattr(importlib.import_module(module), name)(sources)})
+
+    measure.__qualname__ = function
+    return claim(
+        key,
+        measure=measure,
+        units=lambda subjects: [subject for subject in subjects if subject == "installed"],
+        needs_gpu=True,
+        needs="an installed vLLM that starts",
+        thresholds=thresholds,
+    )
+
+
+def _rows(given: ClaimCases) -> list[dict[str, Any]]:
+    return [row for figures in given.evidence() for row in figures["rows"]]
+
+
+def _padding_holds_nan(given: ClaimCases) -> ClaimJudgement:
+    """Judge in how many padded steps some padding row held NaN.
+
+    Engines whose memory was made NaN on purpose do not count. One engine with too few steps refutes the
+    claim; all engines must have run to confirm it.
+    """
+    rows = _rows(given)
+    counted = [row for row in rows if "held NaN before" not in row["config"] and "not_run" not in row]
+    padded = [row for row in counted if row.get("steps_with_padding")]
+    if not padded:
+        return untested("no engine ran a padded step", {"rows": rows})
+    steps = "; ".join(
+        f"{row['config']}: {row['nan_in_padding']} of {row['steps_with_padding']}"
+        for row in rows
+        if row.get("steps_with_padding")
+    )
+    reason = f"steps of a tiny model with NaN in padding, {steps}"
+    if not given.keeps("min_share", (row["nan_share"] for row in padded)):
+        return decide(False, {"rows": rows}, reason)
+    absent = [row for row in counted if row not in padded]
+    if absent:
+        why = "; ".join(f"{row['config']}: {row.get('error', 'no padded step')}" for row in absent)
+        return untested(f"{reason}; {why}", {"rows": rows})
+    return decide(True, {"rows": rows}, reason)
+
+
+padding_holds_nan = _engine_claim(
+    "padding_holds_nan", "moedoctor.upstream.engine.nan_padding_engines:padding_table", "min_share"
+)(_padding_holds_nan)
+padding_holds_nan_dp = _engine_claim(
+    "padding_holds_nan_dp", "moedoctor.upstream.engine.nan_parallel:parallel_table", "min_share"
+)(_padding_holds_nan)
+
+
+@_engine_claim(
+    "end_to_end",
+    "moedoctor.upstream.engine.nan_padding_engines:end_to_end",
+    *("min_share", "max_rows", "min_old_rows"),
+)
+def end_to_end(given: ClaimCases) -> ClaimJudgement:
+    """Judge whether NaN in padding leaves the release's own routing and tokens alone, and 0.19.1's not."""
+    rows = {row["engine"]: row for row in _rows(given)}
+    own, old = rows.get("own topk_softmax", {}), rows.get("topk_softmax of 0.19.1", {})
+    untouched = rows.get("untouched", {"error": "it did not run"})
+    evidence, limits = {"rows": list(rows.values())}, given.limits
+    if "error" in untouched:
+        return untested(f"no tokens to compare with; the untouched engine: {untouched['error']}", evidence)
+    if not own.get("nan_in_padding"):
+        return untested("no padding row was made NaN", evidence)
+    if not own.get("routers_watched"):
+        return untested("no router was watched", evidence)
+    reason = f"own: {_routed(own)}"
+    if (
+        own["prompts_with_the_same_tokens"] < limits["min_share"] * own["prompts"]
+        or own["rows_with_repeated_ids"] > limits["max_rows"]
+    ):
+        return decide(False, evidence, reason)
+    if not old.get("nan_in_padding"):
+        why = old.get("error", "the kernels of 0.19.1 were not given: --vllm-kernels 0.19.1=PATH")
+        return untested(f"{reason}; 0.19.1: {why}", evidence)
+    if not old.get("routers_watched"):
+        return untested(f"{reason}; 0.19.1: no router was watched", evidence)
+    holds = given.keeps("min_old_rows", old["rows_with_repeated_ids"])
+    return decide(holds, evidence, f"{reason}; 0.19.1: {_routed(old)}")
+
+
+def _routed(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['rows_with_repeated_ids']} rows with repeated ids, of them "
+        f"{row['real_rows_with_repeated_ids']} real, "
+        f"{row['prompts_with_the_same_tokens']} of {row['prompts']} prompts keep their tokens"
+    )
+
+
+def _trace_is_cheap(given: ClaimCases) -> ClaimJudgement:
+    """Judge a decode step with the trace over one without.
+
+    The difference between two identical engines is added to both sides. If there are events around the
+    model, they decide: all that the trace does is between them, while scheduling and sampling vary by more
+    than the trace costs. The wall clock must agree.
+    """
+    rows, limit = _rows(given), given.limits["max_overhead"]
+    costs = [(*_added(row), row["overhead"], row["noise"]) for row in rows]
+    above = any(max(share - noise, wall - wall_noise) > limit for share, noise, wall, wall_noise in costs)
+    below = all(max(share + noise, wall) <= limit for share, noise, wall, _ in costs)
+    reason = "; ".join(_cost(row) for row in rows)
+    if not above and not below:
+        return untested(f"{reason}; too much to tell", {"rows": rows})
+    return decide(below, {"rows": rows}, reason)
+
+
+trace_overhead, trace_overhead_tiny = (
+    _engine_claim(key, f"moedoctor.upstream.engine.nan_overhead:{function}", "max_overhead")(_trace_is_cheap)
+    for key, function in (("trace_overhead", "overhead"), ("trace_overhead_tiny", "overhead_tiny"))
+)
+
+
+def _added(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Return what the trace adds, and the difference of identical engines, as shares of the whole step."""
+    if "gpu_overhead" not in row:
+        return row["overhead"], row["noise"]
+    of_step = row["gpu_step_ms_off"] / row["step_ms_off"]
+    return row["gpu_overhead"] * of_step, row["gpu_noise"] * of_step
+
+
+def _cost(row: Mapping[str, Any]) -> str:
+    wall = (
+        f"{row['model']}, {row['layers']} layers, batch {row['batch']}: {row['overhead']:+.1%} "
+        f"({row['overhead_p20']:+.1%} to {row['overhead_p80']:+.1%}) of {row['step_ms_off']:.2f} ms, "
+        f"two identical engines differ by {row['noise']:.1%}"
+    )
+    if "gpu_overhead" not in row:
+        return wall
+    share, noise = _added(row)
+    return f"{wall}, by events around the model {share:+.1%} and {noise:.1%} of that step"
+
+
+NanRouting.claims = (
+    *(same_expert, always_distinct, separate_launch, fused_is_free, fp8_clamps_nan, speed, never_slower),
+    *(policy_cost, padding_holds_nan, padding_holds_nan_dp, end_to_end, trace_overhead, trace_overhead_tiny),
+)

@@ -1,32 +1,127 @@
-"""What runs in the child for MD001: the failing algorithm restated, ours, and what is counted."""
+"""The lab of MD001: rows of logits of every kind, the failing top-k restated, ours, and what is counted."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 
-from moedoctor.faults.routing.rows import NAN_KINDS, WELL_DEFINED_KINDS, Rows, make_rows
+from moedoctor.faults.routing.nan_routing import NanRoutingParameters
 from moedoctor.fixes import routing as fixes
 from moedoctor.fixes.routing import TopK
 from moedoctor.reference import routing as reference
 from moedoctor.reference.agreement import differing_rows
-from moedoctor.results import Observation
+from moedoctor.results import Case, Observation
+from moedoctor.upstream.releases.moe_kernels import MoeKernels
 
-if TYPE_CHECKING:
-    from moedoctor.faults.routing.nan_routing import NanRoutingParameters
+CLEAN, ALL_NAN, ONE_NAN, HALF_NAN = "clean", "all_nan", "one_nan", "half_nan"
+POS_INF, NEG_INF, ALL_EQUAL, ALL_NEG_INF = "pos_inf", "neg_inf", "all_equal", "all_neg_inf"
+
+KINDS = (CLEAN, ALL_NAN, ONE_NAN, HALF_NAN, POS_INF, NEG_INF, ALL_EQUAL, ALL_NEG_INF)
+NAN_KINDS = (ALL_NAN, ONE_NAN, HALF_NAN)
+WELL_DEFINED_KINDS = (CLEAN, NEG_INF, ALL_EQUAL)
+"""Rows whose softmax is finite: every implementation must agree on them."""
 
 _BLANK = -10000.0
 """What vLLM's kernel overwrites a winner with before it looks for the next one."""
 
 
+def model(case: Case, parameters: NanRoutingParameters, release: None) -> Observation:
+    """Count what the failing argmax does, or ours under both NaN policies."""
+    if case.subject == "faulty":
+        return count(parameters, case.device, {"greater-than argmax": FaultyRouting()})
+    return count(parameters, case.device, {policy: FixedRouting(policy) for policy in ("zero", "finite")})
+
+
+def kernel(case: Case, parameters: NanRoutingParameters, release: MoeKernels | None) -> Observation:
+    """Count what a release's kernels do, or those of the installed vLLM."""
+    return count(parameters, case.device, {"kernel": release or MoeKernels.installed()})
+
+
+def count(parameters: NanRoutingParameters, device: str, variants: Mapping[str, Any]) -> Observation:
+    """Route rows of every kind through each variant and add up what comes out."""
+    rows = make_rows(
+        parameters.tokens,
+        parameters.experts,
+        dtype=getattr(torch, parameters.dtype),
+        bias=parameters.bias,
+        seed=parameters.seed,
+        device=device,
+    )
+    totals = Counter[str]()
+    duplicates_by_kind = Counter[str]()
+    example: dict[str, Any] = {}
+    for variant in variants.values():
+        routed = _route(parameters, variant, rows)
+        failing = _failing_rows(parameters, rows, routed)  # name -> [T]
+        totals.update(_counts(rows, routed, failing))
+        duplicates_by_kind.update(
+            kind for kind, bad in zip(rows.kinds, failing["duplicate"].tolist(), strict=True) if bad
+        )
+        shown = (failing["duplicate"] | failing["outside"] | failing["wrong"]).nonzero()
+        if len(shown) and not example:
+            row = int(shown[0])
+            ids, weights = routed.ids[row].tolist(), routed.weights[row].tolist()
+            example = {"kind": rows.kinds[row], "ids": ids, "weights": weights}
+    evidence = {
+        "variants": list(variants),
+        **totals,
+        "duplicates_by_kind": dict(sorted(duplicates_by_kind.items())),
+    }
+    return Observation({**evidence, "example": example} if example else evidence)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Router logits and what was done to each row."""
+
+    logits: torch.Tensor
+    """[T, E]"""
+    kinds: tuple[str, ...]
+    """Kind of each of the T rows. Every other row is clean, the rest take turns."""
+    bias: torch.Tensor | None
+    """[E] float32, for the choice only."""
+
+    def mask(self, *kinds: str) -> torch.Tensor:
+        """[T] bool: the rows of these kinds."""
+        return torch.tensor([kind in kinds for kind in self.kinds], device=self.logits.device)
+
+
+def make_rows(tokens: int, experts: int, *, dtype: torch.dtype, bias: str, seed: int, device: str) -> Rows:
+    """`tokens` rows of `experts` logits. Drawn on the CPU, so a seed gives the same rows everywhere."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, experts, generator=draw) * 2  # [T, E]
+    place = torch.randint(experts, (tokens,), generator=draw)  # [T]
+    whole_rows = {ALL_NAN: float("nan"), ALL_NEG_INF: float("-inf")}
+    one_entry = {ONE_NAN: float("nan"), POS_INF: float("inf"), NEG_INF: float("-inf")}
+    others = KINDS[1:]
+    kinds = tuple(CLEAN if row % 2 == 0 else others[row // 2 % len(others)] for row in range(tokens))
+    for row, kind in enumerate(kinds):
+        if kind in whole_rows:
+            logits[row] = whole_rows[kind]
+        elif kind in one_entry:
+            logits[row, place[row]] = one_entry[kind]
+        elif kind == HALF_NAN:
+            logits[row, torch.randperm(experts, generator=draw)[: experts // 2]] = float("nan")
+        elif kind == ALL_EQUAL:
+            logits[row] = logits[row, place[row]].clone()
+    if bias == "none":
+        return Rows(logits.to(device, dtype), kinds, None)
+    values = torch.rand(experts, generator=draw) - 0.5  # [E], in [-0.5, 0.5)
+    if bias == "negative":
+        values = values - 3.0  # every choice below -1
+    return Rows(logits.to(device, dtype), kinds, values.to(device))
+
+
 class FaultyRouting:
     """The argmax of vLLM up to 0.19.1 (csrc/moe/topk_softmax_kernels.cu), one thread's view of it.
 
-    Restated for grouped routing too, as the same argmax over groups and then over their experts; no
-    upstream grouped kernel is known to do that. What the real ones do is shown at tier `kernel`.
+    Restated for grouped routing too, as the same argmax over groups and then over their experts. No
+    upstream grouped kernel is known to do that. The tier `kernel` shows what the real ones do.
     """
 
     def topk_softmax(
@@ -52,128 +147,82 @@ class FaultyRouting:
         scores = torch.sigmoid(logits.float())  # [T, E]
         choice = scores if bias is None else scores + bias  # [T, E]
         grouped = choice.unflatten(1, (num_groups, -1))  # [T, G, E/G]
-        best = grouped.topk(min(2, grouped.shape[2]) if bias is not None else 1, dim=2).values.sum(
-            2
-        )  # [T, G]
+        counted = 1 if bias is None else min(2, grouped.shape[2])
+        best = grouped.topk(counted, dim=2).values.sum(2)  # [T, G]
         groups = _winners(best, topk_groups)  # [T, topk_groups]
         keep = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)  # [T, G]
         allowed = keep.repeat_interleave(grouped.shape[2], dim=1)  # [T, E]
         return _argmax_k_times(scores, top_k, renormalize, bias, allowed)
 
 
-@dataclass(frozen=True)
 class FixedRouting:
     """`moedoctor.fixes.routing` under one policy."""
 
-    policy: str
-
-    def topk_softmax(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
-        return fixes.topk_softmax(logits, top_k, nan_policy=self.policy, **options)
-
-    def topk_sigmoid(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
-        return fixes.topk_sigmoid(logits, top_k, nan_policy=self.policy, **options)
-
-    def grouped_topk(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
-        return fixes.grouped_topk(logits, top_k, nan_policy=self.policy, **options)
-
-
-def observe(parameters: NanRoutingParameters, device: str, implementation: Any) -> Observation:
-    """Route rows of every kind through each variant of `implementation` and count what comes out."""
-    rows = make_rows(
-        parameters.tokens,
-        parameters.experts,
-        dtype=getattr(torch, parameters.dtype),
-        bias=parameters.bias,
-        seed=parameters.seed,
-        device=device,
-    )
-    variants = implementation if isinstance(implementation, Mapping) else {"kernel": implementation}
-    totals: dict[str, Any] = {"variants": list(variants)}
-    for variant in variants.values():
-        for key, value in _count(parameters, rows, _route(parameters, variant, rows)).items():
-            totals[key] = _add(totals.get(key), value)
-    return Observation(totals)
+    def __init__(self, policy: str) -> None:
+        self.topk_softmax = partial(fixes.topk_softmax, nan_policy=policy)
+        self.topk_sigmoid = partial(fixes.topk_sigmoid, nan_policy=policy)
+        self.grouped_topk = partial(fixes.grouped_topk, nan_policy=policy)
 
 
 def _route(parameters: NanRoutingParameters, routing: Any, rows: Rows) -> TopK:
     options: dict[str, Any] = {"renormalize": parameters.renormalize, "bias": rows.bias}
     if parameters.router == "grouped":
         options |= {"num_groups": parameters.num_groups or 1, "topk_groups": parameters.topk_groups or 1}
-        result = routing.grouped_topk(rows.logits, parameters.top_k, **options)
-    elif parameters.router == "sigmoid":
-        result = routing.topk_sigmoid(rows.logits, parameters.top_k, **options)
-    else:
-        result = routing.topk_softmax(rows.logits, parameters.top_k, **options)
-    return TopK(*result)
+        return TopK(*routing.grouped_topk(rows.logits, parameters.top_k, **options))
+    route = routing.topk_sigmoid if parameters.router == "sigmoid" else routing.topk_softmax
+    return TopK(*route(rows.logits, parameters.top_k, **options))
 
 
-def _count(parameters: NanRoutingParameters, rows: Rows, routed: TopK) -> dict[str, Any]:
-    ids, weights = routed.ids.long(), routed.weights  # [T, K] each
+def _failing_rows(parameters: NanRoutingParameters, rows: Rows, routed: TopK) -> dict[str, torch.Tensor]:
+    """Symptom -> bool [T], the rows that show it."""
+    ids = routed.ids.long()  # [T, K]
     ordered = ids.sort(dim=1).values  # [T, K]
-    duplicate = (ordered[:, 1:] == ordered[:, :-1]).any(1)  # [T]
-    outside = ((ids < 0) | (ids >= parameters.experts)).any(1)  # [T]
-    same = (ids == ids[:, :1]).all(1) & (ids.shape[1] > 1)  # [T]
-    nan, all_nan = rows.mask(NAN_KINDS), rows.mask(("all_nan",))  # [T] each
-    clean = rows.mask(WELL_DEFINED_KINDS)  # [T]
     expected = _route(parameters, reference, Rows(rows.logits.float(), rows.kinds, rows.bias))
-    wrong = clean & differing_rows(
+    differing = differing_rows(
         rows.logits,
         ids,
-        weights,
+        routed.weights,
         expected.ids,
         scoring="softmax" if parameters.router == "softmax" else "sigmoid",
         bias=rows.bias,
         renormalize=parameters.renormalize,
         atol=_tolerance(parameters),
     )  # [T]
-    counts = {
-        "rows": len(rows.kinds),
-        "rows_with_duplicates": int(duplicate.sum()),
-        "rows_out_of_range": int(outside.sum()),
-        "rows_with_nonfinite_weights": int((~weights.isfinite()).any(1).sum()),
-        "nan_rows": int(nan.sum()),
-        "nan_rows_with_duplicates": int((duplicate & nan).sum()),
-        "clean_rows_with_duplicates": int((duplicate & clean).sum()),
-        "all_nan_rows": int(all_nan.sum()),
-        "all_nan_rows_with_one_id": int((same & all_nan).sum()),
-        "clean_rows": int(clean.sum()),
-        "clean_rows_wrong": int(wrong.sum()),
-        "duplicates_by_kind": {
-            kind: sum(1 for row, one in enumerate(rows.kinds) if one == kind and bool(duplicate[row]))
-            for kind in sorted({one for row, one in enumerate(rows.kinds) if bool(duplicate[row])})
-        },
+    return {
+        "duplicate": (ordered[:, 1:] == ordered[:, :-1]).any(1),
+        "outside": ((ids < 0) | (ids >= parameters.experts)).any(1),
+        "one_id": (ids == ids[:, :1]).all(1) & (ids.shape[1] > 1),
+        "nonfinite": (~routed.weights.isfinite()).any(1),
+        "wrong": differing & rows.mask(*WELL_DEFINED_KINDS),
     }
-    shown = (duplicate | outside | wrong).nonzero()
-    if len(shown):
-        row = int(shown[0])
-        counts["example"] = {
-            "kind": rows.kinds[row],
-            "ids": ids[row].tolist(),
-            "weights": weights[row].tolist(),
-        }
-    return counts
+
+
+def _counts(rows: Rows, routed: TopK, failing: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    nan, all_nan, clean = rows.mask(*NAN_KINDS), rows.mask(ALL_NAN), rows.mask(*WELL_DEFINED_KINDS)  # [T]
+    duplicate = failing["duplicate"]  # [T]
+    masks = {
+        "rows_with_duplicates": duplicate,
+        "rows_out_of_range": failing["outside"],
+        "rows_with_nonfinite_weights": failing["nonfinite"],
+        "nan_rows": nan,
+        "nan_rows_with_duplicates": duplicate & nan,
+        "clean_rows_with_duplicates": duplicate & clean,
+        "all_nan_rows": all_nan,
+        "all_nan_rows_with_one_id": failing["one_id"] & all_nan,
+        "clean_rows": clean,
+        "clean_rows_wrong": failing["wrong"],
+    }
+    return {"rows": len(rows.kinds), **{name: int(mask.sum()) for name, mask in masks.items()}}
 
 
 def _tolerance(parameters: NanRoutingParameters) -> float:
-    """How far a clean row may part from the float32 reference.
+    """How far a clean row may be from the float32 reference.
 
     vLLM's grouped kernel computes in the type of the logits; all others, and ours, in float32.
     """
     if parameters.router == "grouped" and parameters.dtype != "float32":
         return torch.finfo(getattr(torch, parameters.dtype)).eps
     return 1e-5
-
-
-def _add(total: Any, value: Any) -> Any:
-    if total is None:
-        return value
-    if isinstance(value, int):
-        return total + value
-    return (
-        {**value, **total}
-        if "ids" in total
-        else {key: total.get(key, 0) + value.get(key, 0) for key in {*total, *value}}
-    )
 
 
 def _argmax_k_times(
@@ -197,8 +246,8 @@ def _argmax_k_times(
 def _winners(choice: torch.Tensor, count: int) -> torch.Tensor:
     """[T, count]: the winner of ``value > best``, scanned from the first column, `count` times.
 
-    Nothing is greater than NaN, so a scan that starts on NaN ends where it started, and one that
-    starts elsewhere walks past it.
+    Nothing is greater than NaN. So a scan that starts on NaN ends where it started, and one that starts
+    elsewhere walks past it.
     """
     choice = choice.clone()  # [T, E]
     winners = []

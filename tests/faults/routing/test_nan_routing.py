@@ -1,4 +1,4 @@
-"""MD001: its rows, what is counted, what the counts mean, and what its claims make of them."""
+"""MD001: its rows, what is counted, what the counts mean, and what its claims make of figures."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moedoctor.faults.routing import nan_routing_claims as claims
+from moedoctor.entries.shipped import builtin_folder
+from moedoctor.faults.routing import nan_routing as md001
 from moedoctor.faults.routing.nan_routing import NanRouting, NanRoutingParameters
-from moedoctor.faults.routing.nan_routing_lab import FaultyRouting, observe
-from moedoctor.faults.routing.rows import ALL_NAN, KINDS, NEG_INF, ONE_NAN, POS_INF, make_rows
+from moedoctor.faults.routing.nan_routing_lab import (
+    ALL_NAN,
+    KINDS,
+    NEG_INF,
+    ONE_NAN,
+    POS_INF,
+    FaultyRouting,
+    count,
+    make_rows,
+)
 from moedoctor.fixes import routing as fixes
 from moedoctor.fixes.routing import TopK
-from moedoctor.interfaces import Measurement
+from moedoctor.interfaces import ClaimJudgement, ClaimTest, Measurement
 from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Observation, Skip, Tier
+from moedoctor.runner.targets import load_targets
 
 FAULT = NanRouting()
 ROUTERS = ("softmax", "sigmoid", "grouped")
@@ -30,10 +40,10 @@ def parameters(**given: Any) -> NanRoutingParameters:
     return NanRoutingParameters(**{"experts": 16, "top_k": 4, "tokens": 56, "dtype": "float32", **given})
 
 
-def judged(given: NanRoutingParameters, implementation: Any) -> tuple[CaseVerdict, Mapping[str, Any]]:
-    seen = observe(given, "cpu", implementation)
+def judged(given: NanRoutingParameters, routing: Any) -> tuple[CaseVerdict, Mapping[str, Any]]:
     case = Case("MD001", "fixed", Tier.MODEL, given.model_dump())
-    return FAULT.judge(case, seen).verdict, seen.evidence
+    observation = count(given, "cpu", {"kernel": routing}) if routing else FAULT.observe(case, None)
+    return FAULT.judge(case, observation).verdict, observation.evidence
 
 
 @given(tokens=st.integers(1, 60), experts=st.integers(1, 40), seed=st.integers(0, 5))
@@ -51,12 +61,12 @@ def test_rows_are_what_their_kind_says(tokens: int, experts: int, seed: int) -> 
 @pytest.mark.parametrize("bias", ["none", "random", "negative"])
 def test_the_control_gives_an_all_nan_row_one_expert_k_times(router: str, bias: str) -> None:
     given = parameters(router=router, bias=bias)
-    verdict, seen = judged(given, FaultyRouting())
+    verdict, evidence = judged(given, FaultyRouting())
     assert verdict is CaseVerdict.REPRODUCED
-    assert seen["all_nan_rows_with_one_id"] == seen["all_nan_rows"] > 0
-    assert (seen["clean_rows_wrong"], seen["rows_out_of_range"]) == (0, 0)
-    assert seen["duplicates_by_kind"].get("clean") is None
-    assert seen["example"]["ids"] == [seen["example"]["ids"][0]] * given.top_k
+    assert evidence["all_nan_rows_with_one_id"] == evidence["all_nan_rows"] > 0
+    assert (evidence["clean_rows_wrong"], evidence["rows_out_of_range"]) == (0, 0)
+    assert evidence["duplicates_by_kind"].get("clean") is None
+    assert evidence["example"]["ids"] == [evidence["example"]["ids"][0]] * given.top_k
 
 
 def test_the_control_is_stuck_only_where_its_scan_starts_on_nan() -> None:
@@ -67,13 +77,18 @@ def test_the_control_is_stuck_only_where_its_scan_starts_on_nan() -> None:
     assert routed.weights.isnan().tolist() == [[True, False], [False, False]]
 
 
+def test_the_control_of_the_scenario_is_the_failing_argmax() -> None:
+    case = Case("MD001", "faulty", Tier.MODEL, parameters().model_dump())
+    evidence = FAULT.observe(case, None).evidence
+    assert evidence["variants"] == ["greater-than argmax"]
+    assert evidence["all_nan_rows_with_one_id"] == evidence["all_nan_rows"] > 0
+
+
 @pytest.mark.parametrize("router", ROUTERS)
 def test_ours_is_clean_under_both_policies(router: str) -> None:
-    implementation = FAULT.fixed(Case("MD001", "fixed", Tier.MODEL, {}))
-    assert sorted(implementation) == ["finite", "zero"]
-    verdict, seen = judged(parameters(router=router, bias="random"), implementation)
+    verdict, evidence = judged(parameters(router=router, bias="random"), None)
     assert verdict is CaseVerdict.CLEAN
-    assert (seen["rows"], seen["variants"]) == (2 * 56, ["zero", "finite"])
+    assert (evidence["rows"], evidence["variants"]) == (2 * 56, ["zero", "finite"])
 
 
 class Broken:
@@ -115,9 +130,9 @@ class Broken:
 )
 def test_every_wrong_result_is_noticed(wrong: dict[str, Any], counter: str) -> None:
     assert judged(parameters(), Broken())[0] is CaseVerdict.CLEAN
-    verdict, seen = judged(parameters(), Broken(**wrong))
+    verdict, evidence = judged(parameters(), Broken(**wrong))
     assert verdict is CaseVerdict.REPRODUCED
-    assert seen[counter] > 0
+    assert evidence[counter] > 0
 
 
 @pytest.mark.parametrize(
@@ -171,10 +186,10 @@ def test_first_fixed_release_is_read_off_the_releases() -> None:
         case("vllm@0.20.0"),
         case("vllm@0.19.1", **FAILING),
     ]
-    said = FAULT.conclude(results)
-    assert (said["last_failing_release"], said["first_fixed_release"]) == ("0.19.1", "0.20.0")
-    assert [row["release"] for row in said["releases"]] == ["0.9.2", "0.19.1", "0.20.0", "0.33.0"]
-    assert [row["duplicates_from_nan"] for row in said["releases"]] == [24, 24, 0, 0]
+    conclusions = FAULT.conclude(results)
+    assert (conclusions["last_failing_release"], conclusions["first_fixed_release"]) == ("0.19.1", "0.20.0")
+    assert [row["release"] for row in conclusions["releases"]] == ["0.9.2", "0.19.1", "0.20.0", "0.33.0"]
+    assert [row["duplicates_from_nan"] for row in conclusions["releases"]] == [24, 24, 0, 0]
 
 
 def test_a_release_that_fails_again_is_not_passed_over() -> None:
@@ -189,117 +204,267 @@ def test_nothing_is_concluded_from_fixed_releases_alone() -> None:
 
 def test_duplicates_that_clean_rows_hold_too_do_not_come_from_nan() -> None:
     other = case("vllm@0.20.0", **FAILING, clean_rows_with_duplicates=56)
-    said = FAULT.conclude([case("vllm@0.19.1", **FAILING), case("vllm@0.20.0"), other])
-    assert said["first_fixed_release"] == "0.20.0"
-    assert said["releases"][1]["clean_rows_with_duplicates"] == 56
-    judged = FAULT.judge(
+    conclusions = FAULT.conclude([case("vllm@0.19.1", **FAILING), case("vllm@0.20.0"), other])
+    assert conclusions["first_fixed_release"] == "0.20.0"
+    assert conclusions["releases"][1]["clean_rows_with_duplicates"] == 56
+    judgement = FAULT.judge(
         Case("MD001", "vllm@0.20.0", Tier.KERNEL, other.parameters),
         Observation({**other.evidence, "rows_out_of_range": 0}),
     )
-    assert (judged.verdict, judged.figure) == (
+    assert (judgement.verdict, judgement.figure) == (
         CaseVerdict.REPRODUCED,
         "56 of 112 rows are clean and hold a duplicate id: not because of NaN",
     )
 
 
+# --- Claims about the kernels of releases ----------------------------------------------------------------
+
+CONFIRMED, REFUTED, UNTESTED = ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED, ClaimVerdict.UNTESTED
+
+
+def by_cases(claim: ClaimTest, limits: Mapping[str, float], *cases: Any) -> ClaimJudgement:
+    return claim.judge(cases, (), limits)
+
+
+def by_rows(
+    claim: ClaimTest, limits: Mapping[str, float], *rows: Any, unit: str = "vllm@0.21.0", **figures: Any
+) -> ClaimJudgement:
+    evidence = {"rows": list(rows), **figures}
+    return claim.judge((), [Measurement(unit, Observation(evidence))], limits)
+
+
 def test_always_distinct_looks_at_releases_from_the_fix_on_alone() -> None:
-    limits, judge = {"max_rows": 0}, claims.judge_always_distinct
-    assert (
-        judge([case("vllm@0.19.1", **FAILING), case("faulty", **FAILING)], [], limits).verdict
-        is ClaimVerdict.UNTESTED
-    )
-    assert judge([case("vllm@0.33.0")], [], limits).verdict is ClaimVerdict.CONFIRMED
-    refuted = judge([case("vllm@0.33.0"), case("vllm@0.33.0", **FAILING)], [], limits)
-    assert (refuted.verdict, len(refuted.evidence["rows"])) == (ClaimVerdict.REFUTED, 1)
+    limits, old = {"max_rows": 0}, (case("vllm@0.19.1", **FAILING), case("faulty", **FAILING))
+    assert by_cases(md001.always_distinct, limits, *old).verdict is UNTESTED
+    assert by_cases(md001.always_distinct, limits, *old, case("vllm@0.33.0")).verdict is CONFIRMED
+    refuted = by_cases(md001.always_distinct, limits, case("vllm@0.33.0"), case("vllm@0.33.0", **FAILING))
+    assert (refuted.verdict, len(refuted.evidence["rows"])) == (REFUTED, 1)
     assert "E=60 negative bias" in str(refuted.reason)
 
 
-def test_same_expert_is_decided_by_releases_before_the_fix_alone() -> None:
-    limits = {"min_share": 0.99}
-    judge = claims.judge_same_expert
-    assert judge([case("faulty", **FAILING)], [], limits).verdict is ClaimVerdict.UNTESTED
-    assert judge([case("vllm@0.20.0")], [], limits).verdict is ClaimVerdict.UNTESTED
-    assert judge([case("vllm@0.19.1", **FAILING)], [], limits).verdict is ClaimVerdict.CONFIRMED
-    assert judge([case("vllm@0.19.1")], [], limits).verdict is ClaimVerdict.REFUTED
-    grouped = case("vllm@0.19.1", router="grouped")
-    assert judge([case("vllm@0.19.1", **FAILING), grouped], [], limits).verdict is ClaimVerdict.CONFIRMED
-
-
-def measured(unit: str, **evidence: Any) -> Measurement:
-    return Measurement(unit, Observation(evidence))
+@pytest.mark.parametrize(
+    ("cases", "verdict"),
+    [
+        ([case("faulty", **FAILING)], UNTESTED),
+        ([case("vllm@0.20.0")], UNTESTED),
+        ([case("vllm@0.19.1", **FAILING)], CONFIRMED),
+        ([case("vllm@0.19.1")], REFUTED),
+        ([case("vllm@0.19.1", **FAILING), case("vllm@0.19.1", router="grouped")], CONFIRMED),
+    ],
+)
+def test_same_expert_is_decided_by_releases_before_the_fix_alone(cases: Any, verdict: ClaimVerdict) -> None:
+    assert by_cases(md001.same_expert, {"min_share": 0.99}, *cases).verdict is verdict
 
 
 def test_fused_is_free_compares_the_two_sides_of_the_fix_per_shape() -> None:
     def units(after: float) -> list[Measurement]:
-        rows = {"vllm@0.19.1": 4.0, "vllm@0.20.0": after}
+        times = {"vllm@0.19.1": 4.0, "vllm@0.20.0": after}
         return [
-            measured(name, rows=[{"shape": "128x128", "kernel_us": rows[name]}]) for name in [*rows, *rows]
+            Measurement(name, Observation({"rows": [{"shape": "128x128", "kernel_us": times[name]}]}))
+            for name in [*times, *times]
         ]
 
-    limits = {"max_overhead": 0.03}
-    assert claims.judge_fused_is_free([], units(4.1), limits).verdict is ClaimVerdict.CONFIRMED
-    assert claims.judge_fused_is_free([], units(4.2), limits).verdict is ClaimVerdict.REFUTED
+    judge, limits = md001.fused_is_free.judge, {"max_overhead": 0.03}
+    assert judge([], units(4.1), limits).verdict is CONFIRMED
+    assert judge([], units(4.2), limits).verdict is REFUTED
     one_side = [units(4.0)[0], Measurement("vllm@0.20.0", Skip("does not load"))]
-    assert claims.judge_fused_is_free([], one_side, limits).verdict is ClaimVerdict.UNTESTED
+    assert judge([], one_side, limits).verdict is UNTESTED
 
 
 def test_units_around_the_fix_are_in_turn() -> None:
     names = ["vllm@0.33.0", "vllm@0.18.0", "vllm@0.20.0", "vllm@0.19.1", "faulty"]
-    assert claims._around_the_fix(names) == ["vllm@0.19.1", "vllm@0.20.0"] * 3
-    assert list(claims._around_the_fix(names[:1])) == []
+    assert md001.fused_is_free.units(names) == ["vllm@0.19.1", "vllm@0.20.0"] * 3
+    assert list(md001.fused_is_free.units(names[:1])) == []
+    assert list(md001.separate_launch.units(names)) == ["vllm@0.33.0"]
+    assert list(md001.speed.units(names)) == []
 
 
 @pytest.mark.parametrize(
     ("ratio", "tokens", "correct", "verdict"),
     [
-        (0.6, 1024, True, ClaimVerdict.CONFIRMED),
-        (0.61, 1024, True, ClaimVerdict.REFUTED),
-        (0.5, 8192, True, ClaimVerdict.CONFIRMED),
-        (0.55, 8192, True, ClaimVerdict.REFUTED),
-        (0.1, 128, False, ClaimVerdict.REFUTED),
+        (0.6, 1024, True, CONFIRMED),
+        (0.61, 1024, True, REFUTED),
+        (0.5, 8192, True, CONFIRMED),
+        (0.55, 8192, True, REFUTED),
+        (0.1, 128, False, REFUTED),
     ],
 )
+@pytest.mark.parametrize("claim", [md001.speed, md001.never_slower])
 def test_speed_holds_each_shape_to_its_limit(
-    ratio: float, tokens: int, correct: bool, verdict: ClaimVerdict
+    claim: ClaimTest, ratio: float, tokens: int, correct: bool, verdict: ClaimVerdict
 ) -> None:
     row = {"shape": "s", "tokens": tokens, "time_ratio": ratio, "correct": correct}
-    said = claims.judge_speed(
-        [], [measured("vllm@0.21.0", rows=[row])], {"max_ratio": 0.6, "max_ratio_8192": 0.5}
-    )
-    assert said.verdict is verdict
+    assert by_rows(claim, {"max_ratio": 0.6, "max_ratio_8192": 0.5}, row).verdict is verdict
 
 
-def test_separate_launch_must_lie_within_both_limits() -> None:
-    limits = {"min_overhead": 0.2, "max_overhead": 0.4}
-    for overhead, verdict in (
-        (0.3, ClaimVerdict.CONFIRMED),
-        (0.1, ClaimVerdict.REFUTED),
-        (0.5, ClaimVerdict.REFUTED),
-    ):
-        unit = measured("vllm@0.33.0", rows=[{"kernel": "topk_softmax", "overhead": overhead}])
-        assert claims.judge_separate_launch([], [unit], limits).verdict is verdict
+@pytest.mark.parametrize(("overhead", "verdict"), [(0.3, CONFIRMED), (0.1, REFUTED), (0.5, REFUTED)])
+def test_separate_launch_must_be_within_its_limits(overhead: float, verdict: ClaimVerdict) -> None:
+    limits, row = {"min_overhead": 0.2, "max_overhead": 0.4}, {"kernel": "topk_softmax", "overhead": overhead}
+    assert by_rows(md001.separate_launch, limits, row).verdict is verdict
 
 
-def test_fp8_counts_what_became_of_nan() -> None:
-    def said(plus: float, minus: float) -> ClaimVerdict:
-        shares = {"clamped_to_plus_448": plus, "clamped_to_minus_448": minus, "still_nan": 1 - plus - minus}
-        unit = measured("vllm@0.21.0", torch_cast_still_nan=1.0, **shares)
-        return claims.judge_fp8([], [unit], {"min_share": 1.0}).verdict
-
-    assert said(1.0, 0.0) is said(0.5, 0.5) is ClaimVerdict.CONFIRMED
-    assert said(0.9, 0.0) is ClaimVerdict.REFUTED
+@pytest.mark.parametrize(
+    ("plus", "minus", "verdict"), [(1.0, 0.0, CONFIRMED), (0.5, 0.5, CONFIRMED), (0.9, 0.0, REFUTED)]
+)
+def test_fp8_counts_what_became_of_nan(plus: float, minus: float, verdict: ClaimVerdict) -> None:
+    shares = {"clamped_to_plus_448": plus, "clamped_to_minus_448": minus, "still_nan": 1 - plus - minus}
+    judgement = by_rows(md001.fp8_clamps_nan, {"min_share": 1.0}, torch_cast_still_nan=1.0, **shares)
+    assert judgement.verdict is verdict
 
 
 def test_policy_cost_is_the_worst_row() -> None:
-    rows = [
-        {"shape": "a", "policy": "zero", "overhead": 0.0},
-        {"shape": "b", "policy": "finite", "overhead": 0.03},
-    ]
-    assert (
-        claims.judge_policy_cost([], [measured("", rows=rows)], {"max_overhead": 0.02}).verdict
-        is ClaimVerdict.REFUTED
-    )
-    assert (
-        claims.judge_policy_cost([], [measured("", rows=rows[:1])], {"max_overhead": 0.02}).verdict
-        is ClaimVerdict.CONFIRMED
-    )
+    free = {"shape": "a", "policy": "zero", "overhead": 0.0}
+    limits = {"max_overhead": 0.02}
+    assert by_rows(md001.policy_cost, limits, free).verdict is CONFIRMED
+    costly = {"shape": "b", "policy": "finite", "overhead": 0.03}
+    assert by_rows(md001.policy_cost, limits, free, costly).verdict is REFUTED
+
+
+# --- Engines ---------------------------------------------------------------------------------------------
+
+TABLE = {"config": "1 GPU", "steps_with_padding": 20, "nan_in_padding": 20, "nan_share": 1.0}
+OWN = {
+    "engine": "own topk_softmax",
+    "prompts": 4,
+    "prompts_with_the_same_tokens": 4,
+    "nan_in_padding": 9,
+    "routers_watched": 4,
+    "rows_with_repeated_ids": 0,
+    "real_rows_with_repeated_ids": 0,
+}
+UNTOUCHED = {"engine": "untouched", "prompts": 4, "prompts_with_the_same_tokens": 4, "nan_in_padding": 0}
+OLD = {**OWN, "engine": "topk_softmax of 0.19.1", "rows_with_repeated_ids": 50}
+SHARE = {"min_share": 0.95}
+END_TO_END = {"min_share": 1.0, "max_rows": 0, "min_old_rows": 1}
+OVERHEAD = {"max_overhead": 0.05}
+COST = {
+    "overhead": 0.03,
+    "overhead_p20": 0.02,
+    "overhead_p80": 0.04,
+    "step_ms_off": 2.0,
+    "noise": 0.02,
+    "model": "tiny",
+    "layers": 4,
+    "batch": 11,
+}
+
+
+@pytest.mark.parametrize(
+    ("untouched", "own", "old", "verdict"),
+    [
+        ({}, {}, {}, CONFIRMED),
+        ({}, {"prompts_with_the_same_tokens": 3}, {}, REFUTED),
+        ({}, {"rows_with_repeated_ids": 1}, {}, REFUTED),
+        ({}, {}, {"rows_with_repeated_ids": 0}, REFUTED),
+        ({}, {}, {"nan_in_padding": 0}, UNTESTED),
+        ({}, {"routers_watched": 0}, {}, UNTESTED),
+        ({}, {}, {"routers_watched": 0}, UNTESTED),
+        ({}, {"nan_in_padding": 0}, {}, UNTESTED),
+        ({"error": "process: hang"}, {"prompts_with_the_same_tokens": None}, {}, UNTESTED),
+        ({"engine": "something else"}, {"prompts_with_the_same_tokens": 0}, {}, UNTESTED),
+    ],
+)
+def test_both_releases_must_do_as_claimed_beside_an_untouched_engine(
+    untouched: Any, own: Any, old: Any, verdict: ClaimVerdict
+) -> None:
+    rows = ({**UNTOUCHED, **untouched}, {**OWN, **own}, {**OLD, **old})
+    assert by_rows(md001.end_to_end, END_TO_END, *rows).verdict is verdict
+
+
+@pytest.mark.parametrize("own", [OWN, {"engine": OWN["engine"], "error": "load: died"}])
+def test_engines_that_did_not_run_decide_nothing(own: dict[str, Any]) -> None:
+    assert by_rows(md001.end_to_end, END_TO_END, UNTOUCHED, own).verdict is UNTESTED
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict"),
+    [
+        ([TABLE], CONFIRMED),
+        ([{**TABLE, "nan_share": 0.5}], REFUTED),
+        ([{"config": "1 GPU", "error": "load: died"}], UNTESTED),
+        ([{**TABLE, "steps_with_padding": 0}], UNTESTED),
+        ([TABLE, {"config": "2 GPUs", "error": "died"}], UNTESTED),
+        ([TABLE, {**TABLE, "config": "2 GPUs", "steps_with_padding": 0}], UNTESTED),
+        ([TABLE, {**TABLE, "nan_share": 0.5}, {"config": "2 GPUs", "error": "died"}], REFUTED),
+        ([TABLE, {"config": "1 GPU, memory held NaN before", "error": "died"}], CONFIRMED),
+        ([TABLE, {"config": "DP=2", "not_run": "elsewhere"}], CONFIRMED),
+    ],
+)
+@pytest.mark.parametrize("claim", [md001.padding_holds_nan, md001.padding_holds_nan_dp])
+def test_every_engine_must_run_and_hold_nan_in_padding(
+    claim: ClaimTest, rows: list[dict[str, Any]], verdict: ClaimVerdict
+) -> None:
+    assert by_rows(claim, SHARE, *rows).verdict is verdict
+
+
+def test_memory_that_was_made_nan_on_purpose_confirms_nothing() -> None:
+    poisoned = {**TABLE, "config": "1 GPU, memory held NaN before"}
+    none = {**TABLE, "nan_in_padding": 0, "nan_share": 0.0}
+    judgement = by_rows(md001.padding_holds_nan, SHARE, none, poisoned)
+    assert judgement.verdict is REFUTED
+    assert "held NaN before: 20 of 20" in str(judgement.reason)
+    assert by_rows(md001.padding_holds_nan, SHARE, poisoned).verdict is UNTESTED
+
+
+@pytest.mark.parametrize(
+    ("overhead", "noise", "verdict"),
+    [
+        (0.026, 0.039, UNTESTED),
+        (0.06, 0.02, UNTESTED),
+        (0.026, 0.02, CONFIRMED),
+        (0.08, 0.02, REFUTED),
+    ],
+)
+@pytest.mark.parametrize("claim", [md001.trace_overhead, md001.trace_overhead_tiny])
+def test_the_difference_of_two_identical_engines_is_added_to_both_sides(
+    claim: ClaimTest, overhead: float, noise: float, verdict: ClaimVerdict
+) -> None:
+    judgement = by_rows(claim, OVERHEAD, {**COST, "overhead": overhead, "noise": noise})
+    assert judgement.verdict is verdict
+    assert f"differ by {noise:.1%}" in str(judgement.reason)
+    assert ("too much to tell" in str(judgement.reason)) is (verdict is UNTESTED)
+
+
+@pytest.mark.parametrize(
+    ("around_the_model", "wall", "verdict"),
+    [
+        ((0.06, 0.01), (0.03, 0.04), CONFIRMED),
+        ((0.09, 0.02), (0.03, 0.04), UNTESTED),
+        ((0.12, 0.01), (0.03, 0.04), REFUTED),
+        ((0.06, 0.01), (0.06, 0.04), UNTESTED),
+        ((0.06, 0.01), (0.10, 0.04), REFUTED),
+    ],
+)
+def test_events_around_the_model_decide_and_the_wall_clock_must_agree(
+    around_the_model: tuple[float, float], wall: tuple[float, float], verdict: ClaimVerdict
+) -> None:
+    """The model is half of the step here."""
+    gpu = {"gpu_overhead": around_the_model[0], "gpu_noise": around_the_model[1], "gpu_step_ms_off": 1.0}
+    row = {**COST, **gpu, "overhead": wall[0], "noise": wall[1]}
+    judgement = by_rows(md001.trace_overhead, OVERHEAD, row)
+    assert judgement.verdict is verdict
+    share, noise = (figure / 2 for figure in around_the_model)
+    assert f"by events around the model {share:+.1%} and {noise:.1%} of that step" in str(judgement.reason)
+
+
+def test_the_trace_must_be_cheap_in_every_model() -> None:
+    assert by_rows(md001.trace_overhead, OVERHEAD, COST, COST).verdict is CONFIRMED
+    for other, verdict in ((0.08, REFUTED), (0.04, UNTESTED)):
+        rows = (COST, {**COST, "overhead": other})
+        for order in (rows, rows[::-1]):
+            assert by_rows(md001.trace_overhead, OVERHEAD, *order).verdict is verdict
+
+
+def test_the_engine_scenarios_are_valid_and_run_by_name_only() -> None:
+    folder = builtin_folder() / "engine"
+    names = ("nan_padding", "nan_padding_dp", "nan_overhead")
+    scenarios = [load_targets((str(folder / f"{name}.yaml"),))[0] for name in names]
+    assert [scenario.id for scenario in scenarios] == ["MD001"] * 3
+    keys = {claim.key for scenario in scenarios for claim in scenario.claims}
+    engine_keys = {
+        claim.key
+        for claim in md001.NanRouting.claims
+        if "upstream.engine" in getattr(claim.measure, "__qualname__", "")
+    }
+    assert keys == engine_keys
+    assert not any("nan_padding" in scenario.file for scenario in load_targets(()))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moedoctor.faults.routing.nan_routing_engine import judge_end_to_end, judge_padding
+from moedoctor.faults.routing.nan_routing import end_to_end, padding_holds_nan
 from moedoctor.interfaces import Measurement
 from moedoctor.results import ClaimVerdict, Death, Observation, UnavailableError
 from moedoctor.upstream.engine import nan_padding_engines as nan_engine
@@ -68,7 +68,7 @@ def test_an_engine_that_died_decides_nothing_end_to_end(
     run(monkeypatch, *dead)
     rows = nan_engine.end_to_end({"vllm@0.19.1": "wheel"})
     limits = {"min_share": 1.0, "max_rows": 0, "min_old_rows": 1}
-    assert verdict(judge_end_to_end, rows, limits) is expected
+    assert verdict(end_to_end.judge, rows, limits) is expected
     same = {row["engine"]: row.get("prompts_with_the_same_tokens") for row in rows}
     if "untouched" in dead:
         assert set(same.values()) == {None}
@@ -89,7 +89,7 @@ def test_an_engine_that_died_confirms_nothing_of_padding(
 ) -> None:
     run(monkeypatch, *dead)
     rows = nan_engine.padding_table({})
-    assert verdict(judge_padding, rows, {"min_share": 0.95}) is expected
+    assert verdict(padding_holds_nan.judge, rows, {"min_share": 0.95}) is expected
     assert rows[-1]["config"] == "DP=2"
     assert "error" not in rows[-1]
 
