@@ -35,7 +35,6 @@ from pathlib import PureWindowsPath
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from moedoctor.json_value import plain
 from moedoctor.results import (
     CaseResult,
     CaseVerdict,
@@ -45,6 +44,7 @@ from moedoctor.results import (
     Report,
     ScenarioResult,
     ScenarioVerdict,
+    plain,
 )
 
 SEVERITY = (

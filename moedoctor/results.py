@@ -1,17 +1,30 @@
-"""What a run found: frozen records, from one measurement up to the whole report.
+"""The records of a run, from one measurement up to the whole report, and their JSON.
 
-Everything here is plain data that imports no torch. The JSON that `moedoctor.serialise` makes of a
-`Report` is the only machine-readable output (schema_version 1); every format derives from these records.
+The records are frozen dataclasses without torch, and every format is made from them. `to_json` writes any of
+them, `from_json` reads one back, and `load_report` reads the file that `moedoctor run --format json` wrote.
+The JSON of a `Report` has the keys of `reporters/report.schema.json`, in the order of the fields here.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
+import json
+import math
+import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from moedoctor.text import TextFileError, dotted, escape, explain, read_text, shorten
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 SCHEMA_VERSION = 1
+MAX_REPORT_BYTES = 64 * 1024 * 1024
 
 Scalar = str | int | float | bool | None
 """One parameter value of a case."""
@@ -138,16 +151,16 @@ class CaseResult:
 
     subject: str
     tier: Tier
+    device: str = field(default="cpu", kw_only=True)
     parameters: Mapping[str, Scalar]
     verdict: CaseVerdict
+    figure: str = field(default="", kw_only=True)
+    """The figure that decides the verdict, in words short enough for a table cell."""
     evidence: Evidence = field(default_factory=dict)
     reason: str | None = None
     """Why it was skipped or went wrong; None for `reproduced` and `clean`."""
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, metadata={"ge": 0, "allow_inf_nan": False})
     """Wall time of the child, in seconds."""
-    device: str = "cpu"
-    figure: str = ""
-    """The figure that decides the verdict, in words short enough for a table cell."""
 
 
 @dataclass(frozen=True)
@@ -172,27 +185,31 @@ class ScenarioResult:
     title: str
     verdict: ScenarioVerdict
     file: str
+    line: int = field(default=1, kw_only=True, metadata={"ge": 1})
+    """Where in `file` the scenario starts, for annotations."""
+    reason: str | None = field(default=None, kw_only=True)
+    """Why the verdict is not `proved`, in one line."""
     cases: tuple[CaseResult, ...] = ()
     claims: tuple[ClaimResult, ...] = ()
-    reason: str | None = None
-    """Why the verdict is not `proved`, in one line."""
     conclusions: Evidence = field(default_factory=dict)
     """What several cases say together, e.g. ``{"first_fixed_release": "0.20.0"}``."""
-    line: int = 1
-    """Where in `file` the scenario starts, for annotations."""
+
+
+def _count() -> Any:
+    return field(default=0, metadata={"ge": 0})
 
 
 @dataclass(frozen=True)
 class Summary:
     """Scenarios counted by verdict, and the exit code they mean."""
 
-    proved: int = 0
-    found: int = 0
-    absent: int = 0
-    failed: int = 0
-    skipped: int = 0
-    error: int = 0
-    exit_code: int = 0
+    proved: int = _count()
+    found: int = _count()
+    absent: int = _count()
+    failed: int = _count()
+    skipped: int = _count()
+    error: int = _count()
+    exit_code: int = _count()
     cases: Mapping[str, int] = field(default_factory=dict)
     """Cases counted by verdict."""
     interrupted: bool = False
@@ -203,12 +220,172 @@ class Summary:
 class Report:
     """One run of one command."""
 
+    schema_version: int = field(default=SCHEMA_VERSION, kw_only=True)
+    version: str = field(kw_only=True, metadata={"alias": "moedoctor"})
+    """moedoctor's own version."""
     command: str
     environment: Mapping[str, Any]
     scenarios: tuple[ScenarioResult, ...]
-    summary: Summary
-    version: str
-    """moedoctor's own version."""
-    findings: tuple[str, ...] = ()
+    findings: tuple[str, ...] = field(default=(), kw_only=True)
     """Gate decisions in words: what regressed against the baseline, and where."""
-    schema_version: int = SCHEMA_VERSION
+    summary: Summary
+
+
+_MAX_DEPTH = 64
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_Path = tuple[str | int, ...]
+_Record = TypeVar("_Record")
+
+
+class ReportError(ValueError):
+    """JSON that cannot be used. As text it is one line: ``file:line: message`` or ``file: key: message``."""
+
+    def __init__(self, file: str, message: str, line: int | None = None) -> None:
+        place = file if line is None else f"{file}:{line}"
+        super().__init__(escape(f"{place}: {message}"))
+
+
+def to_json(record: Any, indent: int | None = 2) -> str:
+    """Return any record as strict JSON that ends with a line end; equal records give equal text."""
+    return json.dumps(plain(record), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def plain(value: Any, path: _Path = ()) -> Any:
+    """Return `value` in the types of JSON: records as objects, tuples as arrays, enums as their values.
+
+    A float that is not finite becomes the text ``nan``, ``inf`` or ``-inf``, and stays text when it is read
+    back. Raises ValueError, with the path, for a value that JSON cannot hold (a tensor, a set).
+    """
+    if len(path) > _MAX_DEPTH:
+        raise ValueError(f"{dotted(path[:8])}: nested more than {_MAX_DEPTH} levels deep")
+    if isinstance(value, enum.Enum):
+        return plain(value.value, path)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        # A child's stderr may hold bytes that are not UTF-8; lone surrogates cannot be written to a file.
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if is_dataclass(value):
+        members = {member.metadata.get("alias", member.name): member.name for member in fields(value)}
+        return {key: plain(getattr(value, name), (*path, key)) for key, name in members.items()}
+    if isinstance(value, Mapping):
+        result = {_key(key, path): plain(item, (*path, str(key))) for key, item in value.items()}
+        if len(result) != len(value):
+            raise ValueError(f"{dotted(path)}: two of its keys are the same text")
+        return result
+    if isinstance(value, (list, tuple)):
+        return [plain(item, (*path, index)) for index, item in enumerate(value)]
+    raise ValueError(
+        f"{dotted(path)}: a {type(value).__name__} cannot be written to JSON, "
+        "only numbers, text, lists, mappings and records of these"
+    )
+
+
+def _key(key: Any, path: _Path) -> str:
+    key = key.value if isinstance(key, enum.Enum) else key
+    if isinstance(key, bool) or not isinstance(key, (str, int)):
+        raise ValueError(f"{dotted(path)}: the key {key!r} is a {type(key).__name__}, expected text")
+    return str(plain(str(key)))
+
+
+def load_report(path: Path | str) -> Report:
+    """Return the report in a file. Keys that this version does not know are ignored.
+
+    Raises ReportError for a file that cannot be read, is not strict JSON, or is not a report.
+    """
+    file = os.fspath(path)
+    data = read_json(file)
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version is not None and (version is True or version != SCHEMA_VERSION):
+        hint = f"this moedoctor reads schema_version {SCHEMA_VERSION}; make the report again"
+        raise ReportError(file, f"schema_version: {shorten(str(version))}: {hint}")
+    return from_json(Report, data, file)
+
+
+def from_json(kind: type[_Record], data: Any, file: str = "report") -> _Record:
+    """Return the record of type `kind` that `data` holds, as `to_json` wrote it.
+
+    Raises ReportError that names `file` and the first key that is missing or has a value of another type.
+    """
+    from pydantic import ValidationError
+
+    try:
+        # Through JSON, because pydantic's strict mode takes enums and tuples from text only there.
+        record: _Record = _adapter(kind).validate_json(json.dumps(plain(data)), strict=True)
+        return record
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    except ValueError as error:
+        raise ReportError(file, str(error)) from None
+    where = dotted(first["loc"] if first["type"] == "missing" else _known(first["loc"], data))
+    raise ReportError(file, f"{where}: {explain(first)}" if where else explain(first))
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _known(path: _Path, data: Any) -> _Path:
+    """Return the part of `path` that is in `data`; pydantic adds the name of a type for a union."""
+    for length, step in enumerate(path):
+        try:
+            data = data[step]
+        except (KeyError, IndexError, TypeError):
+            return path[:length]
+    return path
+
+
+class _RefusedError(ValueError):
+    """Raised inside the parser for what strict JSON does not allow."""
+
+
+def read_json(path: Path | str, limit: int = MAX_REPORT_BYTES) -> Any:
+    """Return the data in a JSON file of at most `limit` bytes.
+
+    Python's parser takes ``NaN``, keeps the last of two equal keys and turns ``1e999`` into infinity. A
+    report is evidence, so these are refused. Raises ReportError.
+    """
+    file = os.fspath(path)
+    try:
+        return json.loads(
+            read_text(Path(file), limit),
+            object_pairs_hook=_unique_pairs,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+        )
+    except TextFileError as error:
+        raise ReportError(file, error.message, error.line) from None
+    except json.JSONDecodeError as error:
+        raise ReportError(file, f"not JSON: {error.msg}", error.lineno) from None
+    except RecursionError:
+        raise ReportError(file, "nested too deeply to be a report") from None
+    except ValueError as error:
+        message = str(error) if isinstance(error, _RefusedError) else "a number of too many digits"
+        raise ReportError(file, message) from None
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise _RefusedError(f"the key '{shorten(key)}' occurs twice in one object")
+        result[key] = value
+    return result
+
+
+def _refuse_constant(token: str) -> NoReturn:
+    raise _RefusedError(f'the number {token} is not JSON; moedoctor writes "nan", "inf" and "-inf" as text')
+
+
+def _finite_float(token: str) -> float:
+    value = float(token)
+    if not math.isfinite(value):
+        raise _RefusedError(f"the number {shorten(token)} is out of range")
+    return value

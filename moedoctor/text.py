@@ -101,13 +101,22 @@ _LISTED = 12
 _EXPECTED = {
     "model_type": "must be a mapping (key: value)",
     "dict_type": "must be a mapping (key: value)",
+    "dataclass_type": "must be a mapping (key: value)",
     "list_type": "must be a list ([a, b])",
     "tuple_type": "must be a list ([a, b])",
     "string_type": "must be text (quote it)",
     "too_short": "must not be empty",
     "string_too_short": "must not be empty",
 }
-_TYPES = ("model_type", "dict_type", "list_type", "tuple_type", "string_type", "scalar_type")
+_TYPES = (
+    "model_type",
+    "dataclass_type",
+    "dict_type",
+    "list_type",
+    "tuple_type",
+    "string_type",
+    "scalar_type",
+)
 """Findings for which "not a mapping" says more than what was expected."""
 
 

@@ -22,8 +22,16 @@ from moedoctor.comparison import (
     compare,
     expected_verdict,
 )
-from moedoctor.results import CaseVerdict, ClaimResult, ClaimVerdict, Report, ScenarioResult, ScenarioVerdict
-from moedoctor.serialise import report_from_dict, report_to_dict
+from moedoctor.results import (
+    CaseVerdict,
+    ClaimResult,
+    ClaimVerdict,
+    Report,
+    ScenarioResult,
+    ScenarioVerdict,
+    from_json,
+    to_json,
+)
 
 V = ScenarioVerdict
 C = CaseVerdict
@@ -41,7 +49,7 @@ def _cases(before: str, after: str, subject: str = "installed") -> Comparison:
 def test_a_report_is_no_worse_than_itself(one: Report) -> None:
     comparison = compare(one, one, Tolerance(0.0))
     assert comparison.regressions == comparison.improvements == ()
-    again = report_from_dict(json.loads(json.dumps(report_to_dict(one))))
+    again = from_json(Report, json.loads(to_json(one)))
     assert compare(again, one, Tolerance(0.0)) == compare(one, again, Tolerance(0.0)) == comparison
 
 

@@ -18,7 +18,7 @@ from moedoctor.entries.shipped import builtin_folder, reports_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "triton", "numpy", "vllm", "flashinfer")
-LIGHT = ("cli", "scenario", "catalogue", "gate", "results", "environment", "reporters", "serialise", "runner")
+LIGHT = ("cli", "scenario", "catalogue", "gate", "results", "environment", "reporters", "runner")
 GROUPS = ("moedoctor.faults", "moedoctor.subjects", "moedoctor.reporters")
 
 

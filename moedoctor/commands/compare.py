@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moedoctor import gate
 from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.serialise import ReportError, load_report
+from moedoctor.results import ReportError, load_report
 
 FORMATS = ("table", "json", "markdown")
 

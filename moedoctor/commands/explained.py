@@ -10,8 +10,7 @@ from typing import Any
 from moedoctor.entries.entry import SECTIONS, Entry, Link
 from moedoctor.entries.shipped import builtin_folder, reports_folder
 from moedoctor.interfaces import Fault
-from moedoctor.results import Report
-from moedoctor.serialise import ReportError, load_report
+from moedoctor.results import Report, ReportError, load_report
 from moedoctor.text import TextFileError, read
 
 NOT_YET = "moedoctor cannot run this one yet: it has no scenario."

@@ -17,12 +17,11 @@ from moedoctor.environment import no_gpu
 from moedoctor.reporters.github import step_summary
 from moedoctor.reporters.output import OutputError, append_step_summary, check_writable, emit
 from moedoctor.reporters.text import summary_line
-from moedoctor.results import Report
+from moedoctor.results import Report, ReportError, load_report
 from moedoctor.runner.plan import Options
 from moedoctor.runner.run import run
 from moedoctor.runner.targets import TargetError, load_targets
 from moedoctor.scenario.file import Scenario, ScenarioError
-from moedoctor.serialise import ReportError, load_report
 
 _RELEASE = re.compile(r"\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
 _DEVICE = re.compile(r"auto|cpu|cuda:\d{1,2}")

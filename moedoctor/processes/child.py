@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
-import math
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 from moedoctor import catalogue
 from moedoctor.processes import deaths
-from moedoctor.results import Case, Observation, UnavailableError
+from moedoctor.results import Case, Observation, UnavailableError, plain
 
 _PR_SET_PDEATHSIG = 1
 
@@ -107,16 +106,3 @@ def _detach(stderr_path: str) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     faulthandler.enable(file=sys.stderr)
-
-
-def plain(value: Any) -> Any:
-    """`value` as strict JSON takes it: mappings, lists and scalars; a float that is no number as text."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    raise TypeError(f"evidence must be plain data, not {type(value).__name__}")

@@ -12,10 +12,9 @@ from typing import Any
 from moedoctor.diagnose.settings.records import SettingFinding
 from moedoctor.fixes.backends import Selection
 from moedoctor.fixes.backends.requests import Request
-from moedoctor.json_value import plain
 from moedoctor.reporters.markdown import escape
 from moedoctor.reporters.text import one_line
-from moedoctor.results import SCHEMA_VERSION
+from moedoctor.results import SCHEMA_VERSION, plain
 
 FORMATS = ("table", "json", "markdown")
 

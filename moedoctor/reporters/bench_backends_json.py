@@ -4,25 +4,96 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import Required, TypedDict
 
 import moedoctor
-from moedoctor.json_value import Node, plain
-from moedoctor.results import SCHEMA_VERSION
+from moedoctor.results import SCHEMA_VERSION, ReportError, from_json, plain
+from moedoctor.text import show
 
 _VERDICTS = ("proved", "found", "absent", "failed", "skipped", "error")
-_SIZES = ("hidden", "intermediate", "experts", "top_k")
-_MEASURED = (
-    *(f"{name}{part}" for name in ("time_us", "warm_us", "eager_us") for part in ("", "_p20", "_p80")),
-    "tflops",
-    "gigabytes_per_second",
-    "roofline_share",
-    "bytes",
-    "workspace_bytes",
-    "peak_memory_bytes",
+_Positive = Annotated[int, Field(ge=1)]
+_Figure = Annotated[float, Field(ge=0)]
+_Change = Annotated[float, Field(ge=-1)]
+
+
+class _Layer(TypedDict):
+    hidden: _Positive
+    intermediate: _Positive
+    experts: _Positive
+    top_k: _Positive
+    activation: str
+
+
+class _Roofline(TypedDict):
+    bytes_per_second: _Figure
+    flops: dict[str, _Figure]
+
+
+class _Harness(TypedDict, total=False):
+    graph_overhead: _Change
+    graph_us: _Figure
+    graph_cold_us: _Figure
+    graph_cold_overhead: _Change
+    do_bench_us: _Figure
+    launch_us: _Figure
+    kernel_us: _Figure
+    launch_gap_us: _Change
+    do_bench_overhead: _Change
+    within_limit: bool
+
+
+class _Row(TypedDict, total=False):
+    backend: Required[str]
+    quantization: Required[str]
+    model: Required[str]
+    tokens: _Positive
+    active_experts: Annotated[int, Field(ge=0)]
+    time_us: _Figure
+    time_us_p20: _Figure
+    time_us_p80: _Figure
+    warm_us: _Figure
+    warm_us_p20: _Figure
+    warm_us_p80: _Figure
+    eager_us: _Figure
+    eager_us_p20: _Figure
+    eager_us_p80: _Figure
+    tflops: _Figure
+    gigabytes_per_second: _Figure
+    roofline_share: _Figure
+    bytes: _Figure
+    workspace_bytes: _Figure
+    peak_memory_bytes: _Figure
+    controls_noticed: str
+    cosine: float
+    deterministic: bool
+    timed: str
+
+
+class _Backends(TypedDict):
+    layers: dict[str, _Layer]
+    routing: str
+    device: str
+    roofline: _Roofline
+    harness: _Harness
+    rows: list[_Row]
+
+
+_GO_TOGETHER = (
+    (_Harness, "graph_overhead", ("graph_us", "graph_cold_us", "graph_cold_overhead", "do_bench_us")),
+    (_Harness, "launch_us", ("kernel_us", "launch_gap_us", "do_bench_overhead", "within_limit")),
+    (
+        _Row,
+        "time_us",
+        (
+            *("tokens", "active_experts", "time_us_p20", "time_us_p80", "tflops", "gigabytes_per_second"),
+            *("roofline_share", "cosine", "deterministic", "timed"),
+        ),
+    ),
 )
-_TIMED = ("time_us", "time_us_p20", "time_us_p80", "tflops", "gigabytes_per_second", "roofline_share")
-"""What every row has that was timed."""
+"""(record, key, keys that it must have too if it has this one)."""
 
 
 @dataclass(frozen=True)
@@ -65,70 +136,35 @@ def to_dict(bench: BackendBench) -> dict[str, Any]:
 
 
 def from_dict(document: Any) -> BackendBench:
-    """The record that `to_dict` wrote. Raises ShapeError (a ValueError) that names what is wrong."""
-    root = Node(document, ())
-    backends = root["bench"]["backends"]
-    layers = {name: _layer(backends["layers"][name]) for name in backends["layers"].mapping()}
-    roofline = backends["roofline"]
-    roofline["bytes_per_second"].number()
-    for name in roofline["flops"].mapping():
-        roofline["flops"][name].number()
-    harness = backends["harness"]
-    if "graph_overhead" in harness.mapping():
-        for name in ("graph_us", "graph_cold_us", "do_bench_us"):
-            harness[name].number()
-        for name in ("graph_overhead", "graph_cold_overhead"):
-            harness[name].number(minimum=-1)
-    if "launch_us" in harness.mapping():  # reports of before have no more than do_bench to go by
-        harness["launch_us"].number()
-        harness["kernel_us"].number()
-        harness["launch_gap_us"].number(minimum=-1)
-        harness["do_bench_overhead"].number(minimum=-1)
-        harness["within_limit"].boolean()
-    return BackendBench(
-        layers=layers,
-        routing=backends["routing"].text(),
-        device=backends["device"].text(),
-        rows=tuple(_row(one, layers) for one in backends["rows"].elements()),
-        roofline=roofline.mapping(),
-        harness=harness.mapping(),
-        environment=root["environment"].mapping(),
-        exit_code=root["summary"]["exit_code"].integer(),
-    )
+    """Return the record that `to_dict` wrote. Raises ReportError that names what is wrong."""
+    try:
+        backends, summary = document["bench"]["backends"], document["summary"]
+        environment = document["environment"]
+    except (KeyError, TypeError) as error:
+        raise ReportError("report", f"is not from `bench --backend`: {error}") from None
+    from_json(_Backends, backends)
+    _check_together(_Harness, "harness", backends["harness"])
+    for index, row in enumerate(backends["rows"]):
+        where = f"rows[{index}]"
+        if row["model"] not in backends["layers"]:
+            raise ReportError("report", f"{where}.model: {show(row['model'])}: expected one of the layers")
+        _check_together(_Row, where, row)
+        if row.keys().isdisjoint(("time_us", "unavailable", "failed")) and not isinstance(
+            row.get("wrong"), str
+        ):
+            raise ReportError("report", f"{where}.wrong: must be text")
+    record = {**backends, "environment": environment, "exit_code": summary.get("exit_code")}
+    return from_json(BackendBench, record)
+
+
+def _check_together(kind: type, where: str, values: Mapping[str, Any]) -> None:
+    for record, key, others in _GO_TOGETHER:
+        for other in others if record is kind and key in values else ():
+            if other not in values:
+                raise ReportError("report", f"{where}.{other}: is missing, expected a value")
 
 
 def is_backend_bench(document: Any) -> bool:
     """Whether a JSON report is one of `bench --backend`."""
     bench = document.get("bench") if isinstance(document, dict) else None
     return isinstance(bench, dict) and "backends" in bench
-
-
-def _layer(node: Node) -> dict[str, Any]:
-    for name in _SIZES:
-        node[name].integer(minimum=1)
-    node["activation"].text()
-    return node.mapping()
-
-
-def _row(node: Node, layers: Mapping[str, Any]) -> dict[str, Any]:
-    """A row that every reporter can show: known layer, and the figures that go with its kind."""
-    for name in ("backend", "quantization"):
-        node[name].text()
-    if node["model"].text() not in layers:
-        raise node["model"].wrong("expected one of the layers")
-    row = node.mapping()
-    for name in (one for one in _MEASURED if one in row):
-        node[name].number()
-    if "controls_noticed" in row:
-        node["controls_noticed"].text()
-    if "time_us" in row:
-        for name in _TIMED:
-            node[name].number()
-        node["tokens"].integer(minimum=1)
-        node["active_experts"].integer()
-        node["cosine"].number()
-        node["deterministic"].boolean()
-        node["timed"].text()
-    elif "unavailable" not in row and "failed" not in row:
-        node["wrong"].text()
-    return row

@@ -9,9 +9,7 @@ from typing import Any
 
 import moedoctor
 from moedoctor.bench.cache.replay import ReplayPoint, TraceFacts
-from moedoctor.fixes.eviction import CacheStats
-from moedoctor.json_value import Node, plain
-from moedoctor.results import SCHEMA_VERSION
+from moedoctor.results import SCHEMA_VERSION, ReportError, from_json, plain
 
 _VERDICTS = ("proved", "found", "absent", "failed", "skipped", "error")
 
@@ -85,50 +83,37 @@ def to_dict(bench: CacheBench) -> dict[str, Any]:
 
 
 def from_dict(document: Any) -> CacheBench:
-    """The record that `to_dict` wrote. Raises ShapeError (a ValueError) that names what is wrong."""
-    root = Node(document, ())
-    cache = root["bench"]["cache"]
-    trace = cache["trace"]
-    counts = ("layers", "num_experts", "top_k", "tokens", "calls", "most_experts_a_call")
-    shares = ("experts_a_call", "reuse", "experts_for_90")
-    facts = TraceFacts(
-        model=trace["model"].text(),
-        **{name: trace[name].integer() for name in counts},
-        **{name: trace[name].number() for name in shares},  # type: ignore[arg-type]
-    )
-    batch = cache["batch"]
-    return CacheBench(
-        trace=trace["source"].text(),
-        facts=facts,
-        made=trace["made"].mapping(),
-        scope=cache["scope"].text(),
-        batch=None if batch.value is None else batch.integer(minimum=1),
-        points=tuple(_point(one) for one in cache["points"].elements()),
-        environment=root["environment"].mapping(),
-        speed=_rows(cache["speed"]),
-        measured={name: _rows(cache["measured"][name]) for name in cache["measured"].mapping()},
-        limits=_rows(cache["limits"]),
-        speed_note=cache["speed_note"].text(),
-        exit_code=root["summary"]["exit_code"].integer(),
-    )
-
-
-def _rows(node: Node) -> tuple[Mapping[str, Any], ...]:
-    return tuple(row.mapping() for row in node.elements())
+    """Return the record that `to_dict` wrote. Raises ReportError that names what is wrong."""
+    try:
+        cache = document["bench"]["cache"]
+        points = [
+            {
+                **point,
+                "stats": {
+                    "calls": point["layer_calls"],
+                    "hits": point["hits"],
+                    "misses": point["misses"],
+                    "wrong": point["wrong_calls"],
+                },
+                "overflowing": point["overflowing_calls"],
+            }
+            for point in cache["points"]
+        ]
+        record = {
+            **cache,
+            "trace": cache["trace"]["source"],
+            "facts": cache["trace"],
+            "made": cache["trace"]["made"],
+            "points": points,
+            "environment": document["environment"],
+            "exit_code": document["summary"]["exit_code"],
+        }
+    except (KeyError, TypeError) as error:
+        raise ReportError("report", f"is not from `bench --cache`: {error}") from None
+    return from_json(CacheBench, record)
 
 
 def is_cache_bench(document: Any) -> bool:
     """Whether a JSON report is one of `bench --cache`."""
     bench = document.get("bench") if isinstance(document, dict) else None
     return isinstance(bench, dict) and "cache" in bench
-
-
-def _point(node: Node) -> ReplayPoint:
-    counts = (node[name].integer() for name in ("layer_calls", "hits", "misses", "wrong_calls"))
-    return ReplayPoint(
-        policy=node["policy"].text(),
-        capacity=node["capacity"].integer(minimum=1),
-        stats=CacheStats(*counts),
-        overflowing=node["overflowing_calls"].integer(),
-        hit_rate_by_layer=tuple(one.number() for one in node["hit_rate_by_layer"].elements()),
-    )

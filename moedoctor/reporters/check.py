@@ -8,11 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from moedoctor.diagnose.check.records import SEVERITIES, CheckResult
-from moedoctor.json_value import plain
 from moedoctor.reporters.check_facts import fact_rows
 from moedoctor.reporters.markdown import escape
 from moedoctor.reporters.text import figures
-from moedoctor.results import SCHEMA_VERSION
+from moedoctor.results import SCHEMA_VERSION, plain
 
 FORMATS = ("table", "json", "markdown")
 PROBLEMS = "What does not work together"

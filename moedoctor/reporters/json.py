@@ -7,8 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from moedoctor.interfaces import Reporter
-from moedoctor.results import Report
-from moedoctor.serialise import report_to_dict
+from moedoctor.results import Report, to_json
 
 
 class JsonReporter(Reporter):
@@ -17,7 +16,7 @@ class JsonReporter(Reporter):
     name = "json"
 
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
-        return json.dumps(report_to_dict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return to_json(report)
 
 
 def report_schema() -> dict[str, Any]:

@@ -25,7 +25,6 @@ from xml.etree import ElementTree as ET
 
 from moedoctor.comparison import expected_verdict
 from moedoctor.interfaces import Reporter
-from moedoctor.json_value import plain
 from moedoctor.reporters.rows import crash_notes
 from moedoctor.reporters.text import (
     clean,
@@ -35,7 +34,7 @@ from moedoctor.reporters.text import (
     short_evidence,
     short_parameters,
 )
-from moedoctor.results import CaseResult, CaseVerdict, Report, ScenarioResult, ScenarioVerdict
+from moedoctor.results import CaseResult, CaseVerdict, Report, ScenarioResult, ScenarioVerdict, plain
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _PROVEN = (ScenarioVerdict.PROVED, ScenarioVerdict.FOUND)

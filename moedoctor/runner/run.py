@@ -76,7 +76,7 @@ def run(
         results.append(_assemble(plan, [by_place.get(place) for place in range(start, start + size)]))
         start += size
     summary = summarise(results, interrupted=interrupted)
-    return Report("run", environment, tuple(results), summary, moedoctor.__version__)
+    return Report("run", environment, tuple(results), summary, version=moedoctor.__version__)
 
 
 def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) -> _Planned:

@@ -99,7 +99,7 @@ def evidence(folder: Path, machine: str, verdict: ClaimVerdict, reason: str | No
         file="scenarios/nan_routing.yaml",
         claims=(ClaimResult(TEXT, SOURCE, verdict, {}, reason),),
     )
-    report = Report("run", {}, (scenario,), Summary(proved=1), "0.1.0")
+    report = Report("run", {}, (scenario,), Summary(proved=1), version="0.1.0")
     (folder / machine).mkdir()
     (folder / machine / "run.json").write_text(JsonReporter().render(report))
 
@@ -157,6 +157,6 @@ def test_one_that_does_not_is_named_all_the_same(monkeypatch: pytest.MonkeyPatch
 def test_explaining_loads_no_fault() -> None:
     probe = (
         "import sys\nfrom moedoctor.commands.explain import explain_text\nexplain_text('MD001', 'table')\n"
-        "assert 'moedoctor.faults.routing.nan_routing' not in sys.modules and 'pydantic' not in sys.modules\n"
+        "assert 'moedoctor.faults.routing.nan_routing' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", probe], check=True)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from moedoctor.json_value import ShapeError
 from moedoctor.reporters.bench_backends import draw, drawable, render, slug, summary_line
 from moedoctor.reporters.bench_backends_json import BackendBench, from_dict, is_backend_bench
+from moedoctor.results import ReportError
 
 TIMED = {
     "backend": "MARLIN", "quantization": "nvfp4", "model": "m|1", "tokens": 8, "right": True, "wrong": None,
@@ -197,7 +197,7 @@ def test_a_stored_report_is_the_same_report() -> None:
         (("rows", 0, "bytes"), "x", "bytes"),
         (("rows", 0, "controls_noticed"), 4, "controls_noticed"),
         (("harness", "launch_us"), "x", "launch_us"),
-        (("rows", 0), 7, "expected an object"),
+        (("rows", 0), 7, "must be a mapping"),
         (("rows", 2), {"backend": "A", "quantization": "b", "model": "m|1"}, "wrong"),
     ],
 )
@@ -207,5 +207,5 @@ def test_a_damaged_report_is_refused(path: tuple[str | int, ...], value: object,
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    with pytest.raises(ShapeError, match=message):
+    with pytest.raises(ReportError, match=message):
         from_dict(document)

@@ -17,8 +17,7 @@ from moedoctor.reporters.json import JsonReporter
 from moedoctor.reporters.junit import JunitReporter
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.table import TableReporter
-from moedoctor.results import Report
-from moedoctor.serialise import report_from_dict, report_to_dict
+from moedoctor.results import Report, from_json, to_json
 
 OURS: dict[str, Reporter] = {
     one.name: one
@@ -37,7 +36,7 @@ def test_a_report_from_a_file_reads_as_the_one_in_memory(name: str) -> None:
         scenario("found", case("installed", "reproduced", evidence={"x": (1.5, float("nan")), 8: HOSTILE})),
         *full_report().scenarios,
     )
-    again = report_from_dict(json.loads(json.dumps(report_to_dict(one))))
+    again = from_json(Report, json.loads(to_json(one)))
     assert OURS[name].render(one) == OURS[name].render(again)
 
 
@@ -74,7 +73,7 @@ def test_no_format_needs_torch_and_only_the_table_needs_rich() -> None:
         "for name in ('github', 'json', 'junit', 'markdown', 'table'):\n"
         "    module = __import__(f'moedoctor.reporters.{name}', fromlist=['x'])\n"
         "    kind = getattr(module, name.capitalize() + 'Reporter')\n"
-        "    if name != 'table': kind().render(Report('run', {}, (), Summary(), '0'))\n"
+        "    if name != 'table': kind().render(Report('run', {}, (), Summary(), version='0'))\n"
         "print(sorted({'torch', 'rich'} & set(sys.modules)))"
     )
     assert (

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from moedoctor.json_value import plain
+from moedoctor.results import plain
 
 if TYPE_CHECKING:
     from moedoctor.bench.moe.bench import Task

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moedoctor.processes.child import plain
+from moedoctor.results import plain
 
 _SETS = ("cpu_offload_params", "offload_params")
 """Arguments that vLLM wants as sets, which JSON has not."""
