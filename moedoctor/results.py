@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from moedoctor.text import TextFileError, dotted, escape, explain, read_text, shorten
 
@@ -315,7 +315,7 @@ def from_json(kind: type[_Record], data: Any, file: str = "report") -> _Record:
 
     try:
         # Through JSON, because pydantic's strict mode takes enums and tuples from text only there.
-        record: _Record = _adapter(kind).validate_json(json.dumps(plain(data)), strict=True)
+        record: _Record = _adapter(cast(Any, kind)).validate_json(json.dumps(plain(data)), strict=True)
         return record
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
