@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from moedoctor.cli import app
 from moedoctor.commands.readme_table import failures_table
-from moedoctor.diagnose.check.package_fit import PINS
+from moedoctor.diagnose.check.packages import PINS
 from moedoctor.entries import entries, find_entry
 from moedoctor.entries.entry import Entry
 from moedoctor.entries.rules import Rule, rules

@@ -1,27 +1,23 @@
-"""What can strike this machine: facts are collected, then each entry's rules are held against them.
+"""Which known failures can strike this machine: collect facts, then match each entry's rules with them.
 
-Every collector may fail; its reason is then a fact, under `collector_errors`, and rules that need the fact
-do not fit. What needs seconds (trying to pin memory, upstream's own collectors) runs in child processes, side
-by side.
+Every collector may fail. Its error is then a fact, under `collector_errors`, and rules that need the missing
+fact do not fit. What takes seconds (trying to pin memory, upstream's own collectors) runs in child processes,
+at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moedoctor import __version__, environment
 from moedoctor.diagnose.check import fix_plugin
-from moedoctor.diagnose.check.arch_findings import arch_findings
-from moedoctor.diagnose.check.jit_folders import JitCache, read_jit_cache
-from moedoctor.diagnose.check.machine import Machine
-from moedoctor.diagnose.check.matching import fits
-from moedoctor.diagnose.check.offload_path import offload_path
-from moedoctor.diagnose.check.package_fit import Fit, package_fits
+from moedoctor.diagnose.check.arch import JitCache, arch_findings, read_jit_cache
+from moedoctor.diagnose.check.machine import Machine, fits, offload_path
+from moedoctor.diagnose.check.packages import find_problems, package_fits
 from moedoctor.diagnose.check.pinning import Pinning, not_tried, try_pinning
-from moedoctor.diagnose.check.problems import find_problems
 from moedoctor.diagnose.check.records import SEVERITIES, CheckResult, Finding
 from moedoctor.diagnose.settings.findings import setting_findings, setting_problems
 from moedoctor.entries import entries
@@ -33,17 +29,17 @@ from moedoctor.redaction import Redactor
 from moedoctor.upstream.releases.collectors import Collected, collect_flashinfer, collect_vllm
 
 _WITHOUT_GPU = 0.5
-"""What a rule without a word on GPUs is worth on a machine that has none: the failure needs one to strike."""
+"""The factor on the confidence of a rule that does not mention GPUs, on a machine without one."""
 
 
 def _nvcc(environ: Mapping[str, str]) -> Tool | None:
-    """The nvcc that FlashInfer would call: the newest of those found."""
+    """Return the nvcc that FlashInfer would call: the newest on this machine."""
     return max(find_tools(("nvcc",), environ), key=lambda tool: tool.cuda, default=None)
 
 
 @dataclass(frozen=True)
 class Probes:
-    """What is asked beside `moedoctor.environment`. Tests replace any of them; each may raise anything."""
+    """The collectors beside `moedoctor.environment`. Tests replace them; each may raise anything."""
 
     pinning: Callable[[], Pinning] = try_pinning
     vllm: Callable[[], Collected] = collect_vllm
@@ -52,12 +48,12 @@ class Probes:
     jit_cache: Callable[[Mapping[str, str]], JitCache] = read_jit_cache
     fix_plugin: Callable[[Mapping[str, str]], Mapping[str, Any]] = fix_plugin.state
     requires: Callable[[str], Iterable[str] | None] | None = None
-    """A distribution's requirements; None for those of its metadata."""
+    """The requirements of a distribution; None reads its metadata."""
 
 
 @dataclass
 class _Facts:
-    """Facts as they come in, and why others do not."""
+    """Facts, and the errors of those that could not be collected."""
 
     values: dict[str, Any]
     redactor: Redactor
@@ -73,33 +69,35 @@ class _Facts:
 
 
 def check(sources: Sources | None = None, probes: Probes | None = None) -> CheckResult:
-    """Collect the facts and judge them. Never raises for what a machine is or lacks."""
+    """Collect the facts and judge them. Never raises for the state of a machine."""
     sources, probes = sources or Sources(), probes or Probes()
     collected = environment.collect(sources)
     facts = _Facts(collected, _redactor(sources), dict(collected.get("collector_errors") or {}))
     nvcc = facts.attempt("nvcc", lambda: probes.nvcc(sources.environ))
     machine = _machine(sources, probes, collected, nvcc)
     cache = facts.attempt("jit_cache", lambda: probes.jit_cache(sources.environ))
-    pinning, reports = _asked_in_children(machine, probes, facts)
-    fitting = facts.attempt("packages", lambda: _fits(machine)) or ()
-    result = _judged(machine, cache or JitCache("", ()), facts)
-    shown = {
-        **collected,
-        "nvcc": nvcc.version if nvcc else None,
-        "cuda_toolkit": machine.cuda,
-        "pinned_memory": asdict(pinning),
-        "vllm_offload": asdict(machine.offload),
-        "packages": [asdict(one) for one in fitting],
-        "flashinfer_jit_folders": _folders(cache, facts.redactor),
-        "moedoctor_fixes": facts.attempt("moedoctor_fixes", lambda: _plugin(sources, probes, facts.redactor)),
-        "collectors": reports,
-        "collector_errors": facts.errors,
-    }
-    return replace(
-        result,
-        environment=shown,
+    pinning, reports = _ask_children(machine, probes, facts)
+    package_pairs = facts.attempt("packages", lambda: package_fits(machine)) or ()
+    findings = _findings(machine, cache or JitCache("", ()), facts)
+    return CheckResult(
+        environment={
+            **collected,
+            "nvcc": nvcc.version if nvcc else None,
+            "cuda_toolkit": machine.cuda,
+            "pinned_memory": asdict(pinning),
+            "vllm_offload": asdict(machine.offload),
+            "packages": [asdict(pair) for pair in package_pairs],
+            "flashinfer_jit_folders": _folders(cache, facts.redactor),
+            "moedoctor_fixes": facts.attempt(
+                "moedoctor_fixes", lambda: _plugin(sources, probes, facts.redactor)
+            ),
+            "collectors": reports,
+            "collector_errors": facts.errors,
+        },
+        findings=tuple(finding for finding in findings if finding.severity != "note"),
+        conditional=tuple(finding for finding in findings if finding.severity == "note"),
         problems=(
-            *find_problems(machine, fitting, pinning, nvcc, facts.errors),
+            *find_problems(machine, package_pairs, pinning, nvcc, facts.errors),
             *(facts.attempt("settings", lambda: tuple(setting_problems(machine, facts.redactor))) or ()),
         ),
         version=__version__,
@@ -122,29 +120,21 @@ def _machine(sources: Sources, probes: Probes, facts: Mapping[str, Any], nvcc: T
     return replace(machine, metadata_requires=probes.requires) if probes.requires else machine
 
 
-def _fits(machine: Machine) -> tuple[Fit, ...]:
-    return package_fits(
-        machine.version,
-        machine.requires,
-        torch_cuda=machine.facts.get("torch_cuda"),
-        driver_cuda=machine.facts.get("cuda_driver"),
-    )
-
-
-def _asked_in_children(machine: Machine, probes: Probes, facts: _Facts) -> tuple[Pinning, dict[str, Any]]:
-    """Pinning and upstream's reports, at once; (pinning, report or error by package)."""
+def _ask_children(machine: Machine, probes: Probes, facts: _Facts) -> tuple[Pinning, dict[str, Any]]:
+    """Try pinning and run upstream's collectors; return (pinning, report or error by package)."""
     without = no_gpu(machine.facts)
-    asked: dict[str, Callable[[], Any]] = {} if without else {"pinning": probes.pinning}
-    asked |= {
+    questions: dict[str, Callable[[], Any]] = {} if without else {"pinning": probes.pinning}
+    questions |= {
         name: ask
         for name, ask in (("vllm", probes.vllm), ("flashinfer", probes.flashinfer))
         if machine.facts.get(name)
     }
     with ThreadPoolExecutor(max_workers=3) as pool:
-        answers = dict(zip(asked, pool.map(lambda item: facts.attempt(*item), asked.items()), strict=True))
-    pinning = answers.pop("pinning", None) or not_tried(without or facts.errors.get("pinning", "no answer"))
+        answers = pool.map(lambda item: facts.attempt(*item), questions.items())
+        by_name = dict(zip(questions, answers, strict=True))
+    pinning = by_name.pop("pinning", None) or not_tried(without or facts.errors.get("pinning", "no answer"))
     reports: dict[str, Any] = {}
-    for name, answer in answers.items():
+    for name, answer in by_name.items():
         error = facts.errors.get(name) if answer is None else answer.error
         reports[name] = {"error": error} if error else dict(answer.facts)
     return pinning, reports
@@ -153,30 +143,27 @@ def _asked_in_children(machine: Machine, probes: Probes, facts: _Facts) -> tuple
 Observer = Callable[[Entry, Machine, JitCache, Redactor], Iterable[Finding]]
 
 OBSERVERS: Mapping[str, Observer] = {"MD004": arch_findings, "MD010": setting_findings}
-"""Entry -> what sees it where rules over versions and settings do not reach; findings of both are merged."""
+"""Entry -> code that finds what rules cannot express. Findings of both are merged."""
 
 
-def _judged(machine: Machine, cache: JitCache, facts: _Facts) -> CheckResult:
-    found: list[Finding] = []
+def _findings(machine: Machine, cache: JitCache, facts: _Facts) -> list[Finding]:
+    """Return one finding an entry, the worst first."""
+    by_entry: list[Finding] = []
     for entry in entries().values():
-        found += _by_rules(entry, machine, facts.redactor)
-        found += _observed(entry, machine, cache, facts)
-    merged = sorted(_merged(found), key=_rank)
-    return CheckResult(
-        environment={},
-        findings=tuple(one for one in merged if one.severity != "note"),
-        conditional=tuple(one for one in merged if one.severity == "note"),
-    )
+        findings = [*_by_rules(entry, machine, facts.redactor), *_observed(entry, machine, cache, facts)]
+        if findings:
+            by_entry.append(_merged(findings))
+    return sorted(by_entry, key=_rank)
 
 
 def _observed(entry: Entry, machine: Machine, cache: JitCache, facts: _Facts) -> Iterable[Finding]:
     observer = OBSERVERS.get(entry.id)
     if observer is None:
         return ()
-    seen = facts.attempt(
+    findings = facts.attempt(
         f"observations for {entry.id}", lambda: tuple(observer(entry, machine, cache, facts.redactor))
     )
-    return seen or ()
+    return findings or ()
 
 
 def _by_rules(entry: Entry, machine: Machine, redactor: Redactor) -> Iterator[Finding]:
@@ -205,22 +192,18 @@ def _finding(entry: Entry, rule: Rule, evidence: Mapping[str, Any], machine: Mac
     )
 
 
-def _merged(found: Iterable[Finding]) -> Iterator[Finding]:
-    """One finding for each entry: the worst speaks, the others add what they saw."""
-    groups: dict[str, list[Finding]] = {}
-    for one in found:
-        groups.setdefault(one.id, []).append(one)
-    for members in groups.values():
-        first, *others = sorted(members, key=_rank)
-        why = "; ".join(dict.fromkeys(one.why for one in members))
-        evidence = dict(first.evidence)
-        for other in others:
-            evidence |= {key: value for key, value in other.evidence.items() if key not in evidence}
-        yield replace(first, why=why, evidence=evidence)
+def _merged(findings: Sequence[Finding]) -> Finding:
+    """Return the worst finding of an entry, with the reasons and the evidence of the others added."""
+    first, *others = sorted(findings, key=_rank)
+    why = "; ".join(dict.fromkeys(finding.why for finding in findings))
+    evidence = dict(first.evidence)
+    for other in others:
+        evidence |= {key: fact for key, fact in other.evidence.items() if key not in evidence}
+    return replace(first, why=why, evidence=evidence)
 
 
-def _rank(one: Finding) -> tuple[int, float, str]:
-    return SEVERITIES.index(one.severity), -one.confidence, one.id
+def _rank(finding: Finding) -> tuple[int, float, str]:
+    return SEVERITIES.index(finding.severity), -finding.confidence, finding.id
 
 
 def _plugin(sources: Sources, probes: Probes, redactor: Redactor) -> dict[str, Any]:
@@ -231,4 +214,4 @@ def _plugin(sources: Sources, probes: Probes, redactor: Redactor) -> dict[str, A
 def _folders(cache: JitCache | None, redactor: Redactor) -> dict[str, Any] | None:
     if cache is None:
         return None
-    return {"path": redactor.text(cache.path), "folders": [asdict(one) for one in cache.folders]}
+    return {"path": redactor.text(cache.path), "folders": [asdict(folder) for folder in cache.folders]}

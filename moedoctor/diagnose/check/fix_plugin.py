@@ -16,20 +16,21 @@ GROUP = "vllm.general_plugins"
 
 
 def state(environ: Mapping[str, str]) -> dict[str, Any]:
-    """``{"setting", "plugin", "fixes", "active", "reason"}``; vLLM itself is not asked.
+    """Return ``{"setting", "plugin", "fixes", "active", "reason"}``. Does not import vLLM.
 
-    ``fixes`` are those that the plug-in reads out of the variable; each of them still looks at vLLM's code
-    when it is applied, and may refuse.
+    ``fixes`` are those that the plug-in reads from the variable. Each of them checks vLLM's code when it is
+    applied, and may refuse.
     """
     setting = environ.get(VARIABLE)
-    names = [one.name for one in entry_points(group=GROUP) if one.value.startswith("moedoctor.")]
+    plugins = [point.name for point in entry_points(group=GROUP) if point.value.startswith("moedoctor.")]
+    plugin = plugins[0] if plugins else None
     fixes, unknown = _read(setting or "")
-    reason = _why_not(setting, fixes, names, environ.get(FILTER))
-    active = f"{VARIABLE} names {', '.join(fixes)}, and vLLM loads the plug-in {names[0] if names else None}"
+    reason = _why_not(setting, fixes, plugin, environ.get(FILTER))
+    active = f"{VARIABLE} names {', '.join(fixes)}, and vLLM loads the plug-in {plugin}"
     left_out = f"; left out, for it names no fix: {', '.join(unknown)}" if fixes and unknown else ""
     return {
         "setting": setting,
-        "plugin": names[0] if names else None,
+        "plugin": plugin,
         "fixes": list(fixes),
         "active": reason is None,
         "reason": (reason or active) + left_out,
@@ -37,17 +38,17 @@ def state(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _why_not(
-    setting: str | None, fixes: Sequence[str], names: Sequence[str], chosen: str | None
+    setting: str | None, fixes: Sequence[str], plugin: str | None, allowed: str | None
 ) -> str | None:
     if not setting or not setting.strip():
         return f"{VARIABLE} is not set" if not setting else f"{VARIABLE} is set, and holds nothing but spaces"
     if not fixes:
         known = ", ".join((*vllm_plugin.FIXES, vllm_plugin.ALL))
         return f"{VARIABLE}={setting} names no fix; expected {known}"
-    if not names:
+    if plugin is None:
         return f"{VARIABLE} is set, but this moedoctor registers no plug-in under {GROUP}"
-    if chosen is not None and names[0] not in chosen.split(","):
-        return f"{VARIABLE} is set, but {FILTER} does not name {names[0]}"
+    if allowed is not None and plugin not in allowed.split(","):
+        return f"{VARIABLE} is set, but {FILTER} does not name {plugin}"
     try:
         release = version("vllm").partition("+")[0]
     except PackageNotFoundError:
@@ -60,15 +61,15 @@ def _why_not(
 
 
 def _read(setting: str) -> tuple[Sequence[str], Sequence[str]]:
-    """The fixes that the plug-in finds in the value, and the parts in which it finds none."""
-    parts = [one.strip() for one in setting.split(",") if one.strip()]
+    """Return the fixes that the plug-in finds in the value, and the parts that name no fix."""
+    parts = [part.strip() for part in setting.split(",") if part.strip()]
     with _quiet():
-        return vllm_plugin.chosen(setting), [one for one in parts if not vllm_plugin.chosen(one)]
+        return vllm_plugin.chosen(setting), [part for part in parts if not vllm_plugin.chosen(part)]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the plug-in's warnings: what they say is in the reason."""
+    """Silence the plug-in's warnings; the reason says the same."""
     before, vllm_plugin.logger.disabled = vllm_plugin.logger.disabled, True
     try:
         yield

@@ -1,7 +1,7 @@
-"""Whether pinned host memory can be had here, by trying: run `python -m` this module in a child.
+"""Try whether pinned host memory works here. The child runs ``python -m`` this module.
 
-vLLM decides by the name of the operating system, so its answer says nothing about this machine. Pinning takes
-a CUDA context, about half a gigabyte of GPU memory while the child runs, and launches nothing.
+vLLM decides by the name of the operating system and does not try. Pinning takes a CUDA context: about half a
+gigabyte of GPU memory while the child runs. No kernel is launched.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from moedoctor.processes import json_child
 from moedoctor.redaction import Redactor
 
 SECONDS = 30.0
-"""For importing torch, making a CUDA context and pinning."""
+"""The time to import torch, make a CUDA context and pin."""
 BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Pinning:
-    """Pinned memory, tried."""
+    """The result of a try."""
 
     tried: bool
     works: bool | None
-    """None where it was not tried."""
+    """None if it was not tried."""
     reason: str
     """Why it was not tried, what went wrong, or how much was pinned how fast."""
 
 
 def not_tried(reason: str) -> Pinning:
-    """The answer of a machine on which nothing can be pinned for a GPU."""
+    """Return the result for a machine on which nothing can be pinned for a GPU."""
     return Pinning(tried=False, works=None, reason=reason)
 
 
 def try_pinning(seconds: float = SECONDS) -> Pinning:
     """Pin 64 MiB in a child process, for `seconds` at most."""
-    hide = Redactor.of_this_process().text
+    redact = Redactor.of_this_process().text
     try:
         facts = json_child.ask("moedoctor.diagnose.check.pinning", seconds=seconds)
     except json_child.ChildError as error:
-        return Pinning(tried=True, works=False, reason=hide(str(error)))
+        return Pinning(tried=True, works=False, reason=redact(str(error)))
     if facts.get("cuda") is False:
         return not_tried("torch sees no GPU")
     if facts.get("pinned"):
         took = f"in {float(facts['seconds']) * 1e3:.0f} ms"
         return Pinning(tried=True, works=True, reason=f"{BYTES >> 20} MiB pinned {took}")
-    return Pinning(tried=True, works=False, reason=hide(str(facts.get("error", "torch did not say why"))))
+    return Pinning(tried=True, works=False, reason=redact(str(facts.get("error", "torch did not say why"))))
 
 
 def _pin() -> Mapping[str, Any]:
@@ -55,7 +55,7 @@ def _pin() -> Mapping[str, Any]:
 
     if not torch.cuda.is_available():
         return {"cuda": False}
-    torch.empty(1, pin_memory=True)  # makes the context, which is not what is to be timed
+    torch.empty(1, pin_memory=True)  # makes the context, which must not be timed
     started = time.monotonic()
     try:
         memory = torch.empty(BYTES, dtype=torch.uint8, pin_memory=True)  # [BYTES]

@@ -1,4 +1,4 @@
-"""What `moedoctor check` found: plain records, made into text by `moedoctor.reporters.check`."""
+"""The result of `moedoctor check`: plain records that `moedoctor.reporters.check` makes into text."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Finding:
     severity: str
     """``error``, ``warning`` or ``note``, as `moedoctor.entries.rules.Severity` defines them."""
     confidence: float
-    """How sure it is, above 0 and at most 1: an estimate."""
+    """An estimate, above 0 and at most 1."""
     why: str
     needs: str | None
-    """What else it takes that cannot be seen from here."""
+    """What else the failure needs and this machine does not show."""
     evidence: Mapping[str, Any]
-    """The facts that say so."""
+    """The facts behind it."""
     next_step: str
     line: int | None = None
-    """No file was read: always None, and there because triage has it."""
+    """Always None; triage's findings have a line."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong here that is no entry of the catalogue."""
+    """Something wrong here that is not in the catalogue."""
 
     what: str
     """``flashinfer-cubin 0.6.4 with flashinfer-python 0.6.6``."""
@@ -51,12 +51,12 @@ class CheckResult:
     findings: tuple[Finding, ...] = ()
     """What can strike here by versions, GPU and settings, the worst first."""
     conditional: tuple[Finding, ...] = ()
-    """Notes: what only the checkpoint, the model or other code decides."""
+    """Notes: only the checkpoint, the model or other code decides these."""
     problems: tuple[Problem, ...] = ()
     version: str = ""
-    """moedoctor's own."""
+    """moedoctor's version."""
 
     @property
     def exit_code(self) -> int:
-        """0 where nothing was found, else 1; what only a checkpoint can decide is not found."""
+        """1 if there are findings or problems, else 0. Notes do not count."""
         return 1 if self.findings or self.problems else 0

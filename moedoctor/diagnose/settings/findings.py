@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from moedoctor.diagnose.check.jit_folders import JitCache
-from moedoctor.diagnose.check.machine import Machine
-from moedoctor.diagnose.check.matching import fits
+from moedoctor.diagnose.check.arch import JitCache
+from moedoctor.diagnose.check.machine import Machine, fits
 from moedoctor.diagnose.check.records import Finding, Problem
 from moedoctor.diagnose.settings.records import SettingFinding
 from moedoctor.diagnose.settings.settings import check_flashinfer, check_settings

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from machine_fakes import PINNED, probes, sources
 
+from moedoctor.diagnose.check.arch import JitCache, JitFolder
 from moedoctor.diagnose.check.check import check
-from moedoctor.diagnose.check.jit_folders import JitCache, JitFolder
 from moedoctor.diagnose.check.pinning import Pinning
 from moedoctor.diagnose.check.records import CheckResult
 from moedoctor.entries import entries

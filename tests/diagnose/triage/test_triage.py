@@ -320,5 +320,5 @@ def test_no_more_is_kept_of_a_clue_than_needed() -> None:
     for line in range(10_000):
         notes.add(line, "x")
     assert len(notes.lines()) == 2_500
-    assert len(notes.shown) == 40
+    assert len(notes.excerpts) == 40
     assert ids(text) == set()

@@ -17,7 +17,7 @@ from packaging.version import Version
 from pydantic import ValidationError
 from torch import nn
 
-from moedoctor.diagnose.check.package_fit import PINS
+from moedoctor.diagnose.check.packages import PINS
 from moedoctor.entries import entries
 from moedoctor.entries.rules import rules
 from moedoctor.faults.offload.offload_garbage import OffloadGarbage

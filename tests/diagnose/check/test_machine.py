@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moedoctor.diagnose.check.offload_path import DISABLE_PIN, DISABLE_UVA, WSL_PIN, offload_path
+from moedoctor.diagnose.check.machine import DISABLE_PIN, DISABLE_UVA, WSL_PIN, offload_path
 
 NEW = "6.6.87.2-microsoft-standard-WSL2"
 OLD = "4.19.104-microsoft-standard"

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.version import Version
 
-from moedoctor.diagnose.check.package_fit import PINS, Fit, package_fits
+from moedoctor.diagnose.check.packages import PINS, Fit, package_fits
+
+
+def machine(packages: Mapping[str, str], requires: tuple[str, ...] = (), **facts: str | None) -> Any:
+    return SimpleNamespace(version=packages.get, requires=lambda name: requires, facts=facts)
 
 
 def fits(
@@ -19,9 +25,9 @@ def fits(
     driver_cuda: str | None = None,
 ) -> dict[str, tuple[str, bool]]:
     """Package -> (what is expected, whether it fits)."""
-    found = package_fits(packages.get, lambda name: requires, torch_cuda=torch_cuda, driver_cuda=driver_cuda)
-    assert len({(one.package, one.by) for one in found}) == len(found)
-    return {f"{one.package} by {one.by.split()[0]}": (one.expected, one.ok) for one in found}
+    pairs = package_fits(machine(packages, requires, torch_cuda=torch_cuda, cuda_driver=driver_cuda))
+    assert len({(fit.package, fit.by) for fit in pairs}) == len(pairs)
+    return {f"{fit.package} by {fit.by.split()[0]}": (fit.expected, fit.ok) for fit in pairs}
 
 
 @pytest.mark.parametrize("release", PINS)
@@ -48,7 +54,7 @@ def test_what_differs_does_not_fit() -> None:
 
 
 def test_what_is_missing_does_not_fit_but_the_cubins_may_be_missing() -> None:
-    found = package_fits({"vllm": "0.19.0"}.get, lambda name: (), torch_cuda=None, driver_cuda=None)
+    found = package_fits(machine({"vllm": "0.19.0"}))
     assert found == (
         Fit("torch", "not installed", "2.10.0", "vllm 0.19.0", ok=False),
         Fit("flashinfer-python", "not installed", "0.6.6", "vllm 0.19.0", ok=False),

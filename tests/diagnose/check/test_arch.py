@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moedoctor.diagnose.check.jit_folders import BASE, JitFolder, read_jit_cache
+from moedoctor.diagnose.check.arch import BASE, JitFolder, read_jit_cache
 
 
 @pytest.fixture

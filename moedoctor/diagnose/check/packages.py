@@ -1,0 +1,220 @@
+"""What is wrong here and not in the catalogue: packages that do not go together, tools that fail.
+
+The table of pins is read from the metadata of vLLM's wheels 0.17.1 to 0.33.0. For other releases the metadata
+of the installed vLLM is read. pip installs what is pinned, so a difference is a choice or an accident: it is
+reported, not forbidden.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion, Version
+
+from moedoctor.diagnose.check.machine import Machine, within
+from moedoctor.diagnose.check.pinning import Pinning
+from moedoctor.diagnose.check.records import Problem
+from moedoctor.processes.cuda_tools import Tool
+
+SKIP_VERSION_CHECK = "FLASHINFER_DISABLE_VERSION_CHECK"
+_KERNELS = ("flashinfer-cubin", "flashinfer-jit-cache")
+_REFUSES = "<0.7.0"
+"""FlashInfer releases whose import fails with kernels of another release; later ones ignore those."""
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What one vLLM release requires."""
+
+    torch: str
+    flashinfer: str
+    cubin: bool
+    """Whether it also requires flashinfer-cubin, of FlashInfer's release."""
+    cuda: str
+    """The CUDA release that its wheel on the package index is built with."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One package, against what another expects of it."""
+
+    package: str
+    installed: str
+    expected: str
+    by: str
+    """The package that expects it: ``vllm 0.33.0``."""
+    ok: bool
+
+
+def _pins(releases: str, torch: str, flashinfer: str, cubin: bool, cuda: str) -> dict[str, Pins]:
+    return dict.fromkeys(releases.split(), Pins(torch, flashinfer, cubin, cuda))
+
+
+PINS: Mapping[str, Pins] = {
+    **_pins("0.17.1", "2.10.0", "0.6.4", False, "12.9"),
+    **_pins("0.18.0 0.18.1", "2.10.0", "0.6.6", False, "12.9"),
+    **_pins("0.19.0 0.19.1", "2.10.0", "0.6.6", True, "12.9"),
+    **_pins("0.20.0 0.20.1 0.20.2 0.21.0", "2.11.0", "0.6.8.post1", True, "13.0"),
+    **_pins("0.22.0 0.22.1", "2.11.0", "0.6.11.post2", True, "13.0"),
+    **_pins("0.23.0 0.24.0", "2.11.0", "0.6.12", True, "13.0"),
+    **_pins("0.25.0 0.25.1", "2.11.0", "0.6.13", True, "13.0"),
+    **_pins("0.26.0", "2.11.0", "0.6.14", False, "13.0"),
+    **_pins("0.27.0 0.27.1 0.28.0", "2.13.0", "0.6.16.post3", False, "13.0"),
+    **_pins("0.29.0", "2.13.0", "0.6.18", False, "13.0"),
+    **_pins("0.30.0", "2.13.0", "0.6.18.post1", False, "13.0"),
+    **_pins("0.31.0 0.32.0", "2.13.0", "0.7.0.post1", False, "13.0"),
+    **_pins("0.33.0", "2.14.0", "0.7.2.post1", False, "13.0"),
+}
+"""vLLM release -> what it requires."""
+
+_NAMES = ("torch", "flashinfer-python", "flashinfer-cubin")
+_LOCAL_CUDA = re.compile(r"cu(\d+)(\d)")
+
+
+def package_fits(machine: Machine) -> tuple[Fit, ...]:
+    """Return every pair of packages that can be compared, fitting or not."""
+    return (*_vllm_fits(machine), *_kernel_package_fits(machine), *_cuda_fits(machine))
+
+
+def _vllm_fits(machine: Machine) -> Iterator[Fit]:
+    vllm = machine.version("vllm")
+    if vllm is None:
+        return
+    for name, expected in _required_by(vllm, machine).items():
+        installed = machine.version(name)
+        if installed is not None or name != "flashinfer-cubin":
+            ok = installed is not None and _public(installed) == _public(expected)
+            yield Fit(name, installed or "not installed", expected, f"vllm {vllm}", ok)
+
+
+def _required_by(vllm: str, machine: Machine) -> dict[str, str]:
+    """Return distribution -> the release that this vLLM requires."""
+    pins = PINS.get(_public(vllm))
+    if pins is not None:
+        cubin = {"flashinfer-cubin": pins.flashinfer} if pins.cubin else {}
+        return {"torch": pins.torch, "flashinfer-python": pins.flashinfer, **cubin}
+    releases = {}
+    for line in machine.requires("vllm"):
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue
+        exact = [clause.version for clause in requirement.specifier if clause.operator == "=="]
+        if requirement.name.lower() in _NAMES and exact and requirement.marker is None:
+            releases[requirement.name.lower()] = exact[0]
+    return releases
+
+
+def _kernel_package_fits(machine: Machine) -> Iterator[Fit]:
+    flashinfer = machine.version("flashinfer-python")
+    if flashinfer is None:
+        return
+    for name in _KERNELS:
+        installed = machine.version(name)
+        if installed is not None:
+            # FlashInfer's own rule: kernels of its release, at most with a suffix for CUDA.
+            ok = _public(installed) == _public(flashinfer)
+            yield Fit(name, installed, flashinfer, f"flashinfer-python {flashinfer}", ok)
+
+
+def _cuda_fits(machine: Machine) -> Iterator[Fit]:
+    vllm, torch = machine.version("vllm"), machine.version("torch")
+    torch_cuda, driver_cuda = machine.facts.get("torch_cuda"), machine.facts.get("cuda_driver")
+    built = _built_with(vllm) if vllm else None
+    if built and torch_cuda:
+        # A library of another major release has another file name; within one, the newer runtime serves both.
+        ok = _major(built) == _major(torch_cuda)
+        yield Fit("torch's CUDA", torch_cuda, f"{_major(built)}.x", f"vllm {vllm}", ok)
+    if torch_cuda and driver_cuda:
+        ok = int(_major(driver_cuda)) >= int(_major(torch_cuda))
+        yield Fit("the driver's CUDA", driver_cuda, f"{_major(torch_cuda)}.0 or later", f"torch {torch}", ok)
+
+
+def _built_with(vllm: str) -> str | None:
+    """Return the CUDA release of a vLLM build: its local version, ``0.18.0+cu130``, else the index's."""
+    try:
+        local = _LOCAL_CUDA.fullmatch(Version(vllm).local or "")
+    except InvalidVersion:
+        return None
+    if local is not None:
+        return f"{local[1]}.{local[2]}"
+    pins = PINS.get(_public(vllm))
+    return pins.cuda if pins else None
+
+
+def _major(release: str) -> str:
+    return release.partition(".")[0]
+
+
+def _public(version: str) -> str:
+    """Return a version without its local part: ``2.13.0`` for ``2.13.0+cpu``."""
+    try:
+        return Version(version).public
+    except InvalidVersion:
+        return version
+
+
+def find_problems(
+    machine: Machine,
+    package_pairs: Iterable[Fit],
+    pinning: Pinning,
+    nvcc: Tool | None,
+    errors: Mapping[str, str],
+) -> list[Problem]:
+    """Return the problems, worst first."""
+    misfits = [_misfit(fit, machine) for fit in package_pairs if not fit.ok]
+    return sorted([*misfits, *_tools(machine, pinning, nvcc, errors)], key=lambda problem: problem.severity)
+
+
+def _misfit(fit: Fit, machine: Machine) -> Problem:
+    severity, why = "warning", f"{fit.by} requires {fit.expected} and was tested with nothing else"
+    next_step = f"pip install '{fit.package}=={fit.expected}'"
+    if fit.package in _KERNELS and fit.by.startswith("flashinfer"):
+        why = "kernels of another FlashInfer release are ignored, or used unchecked"
+        refuses = within(_REFUSES, machine.version("flashinfer-python"))
+        if refuses and not machine.variables.get(SKIP_VERSION_CHECK):
+            severity, why = "error", "`import flashinfer` refuses kernels of another release"
+    elif fit.package == "torch's CUDA":
+        severity = "error"
+        why = f"vLLM's kernels need CUDA {fit.expected} and do not load beside another major release"
+        next_step = "install torch and vLLM for the same CUDA release"
+    elif fit.package == "the driver's CUDA":
+        severity, why = "error", f"torch needs a driver for CUDA {fit.expected}"
+        next_step = "update the NVIDIA driver"
+    evidence = {"package": fit.package, "installed": fit.installed, "expected": fit.expected, "by": fit.by}
+    return Problem(f"{fit.package} {fit.installed} with {fit.by}", severity, why, evidence, next_step)
+
+
+def _tools(
+    machine: Machine, pinning: Pinning, nvcc: Tool | None, errors: Mapping[str, str]
+) -> Iterator[Problem]:
+    if "gpus" in errors:
+        yield Problem(
+            "the NVIDIA driver does not answer",
+            "error",
+            "NVML fails, as after an update of the driver without a reboot",
+            {"error": errors["gpus"]},
+            "run nvidia-smi, and reboot where it reports a version mismatch",
+        )
+    if pinning.tried and not pinning.works:
+        yield Problem(
+            "pinned memory cannot be had",
+            "error",
+            "vLLM pins host memory for its batches and for CPU offload without trying first",
+            {"error": pinning.reason},
+            "look at the limits of this container and at the driver; on WSL update the kernel (wsl --update)",
+        )
+    flashinfer = machine.version("flashinfer-python")
+    ready = any(machine.version(name) for name in _KERNELS)
+    if flashinfer and machine.capabilities and nvcc is None and not ready and "nvcc" not in errors:
+        yield Problem(
+            "FlashInfer cannot compile",
+            "warning",
+            "no nvcc was found and neither flashinfer-cubin nor flashinfer-jit-cache is installed: kernels "
+            "that are not in the cache yet cannot be built at first use",
+            {"flashinfer-python": flashinfer},
+            "install a CUDA toolkit and set CUDA_HOME, or install the flashinfer-jit-cache of this release",
+        )
