@@ -152,3 +152,12 @@ def _reason(one: Agreement, bounds: Bounds) -> str | None:
         where = f"token {one.error_token}, element {one.error_element}"
         return f"{where}: {one.got:.4g}, expected {one.expected:.4g}"
     return None
+
+
+def relative_errors(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each row's difference over the norm of the expected row, [T] of [T, H].
+
+    A row that is not finite has the error infinity.
+    """
+    errors = (output - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)  # [T]
+    return torch.where(output.isfinite().all(1), errors, float("inf"))

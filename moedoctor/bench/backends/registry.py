@@ -61,10 +61,6 @@ def create(variant: Variant) -> Backend:
         from moedoctor.bench.backends.ours import Ours
 
         return Ours(variant.quantization, variant.activations)
-    from moedoctor.upstream.moe_backends.bf16 import VllmBf16
-    from moedoctor.upstream.moe_backends.fp8 import VllmFp8
-    from moedoctor.upstream.moe_backends.nvfp4 import VllmNvfp4
+    from moedoctor.upstream.moe_backends.backends import VllmBackend
 
-    if variant.quantization == "nvfp4":
-        return VllmNvfp4(variant.name)
-    return VllmFp8(variant.name) if variant.quantization == "fp8" else VllmBf16(variant.name)
+    return VllmBackend(variant)

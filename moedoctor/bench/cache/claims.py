@@ -16,7 +16,7 @@ from moedoctor.bench.timing import Spread, compare_rounds
 from moedoctor.fixes.eviction import CacheStats, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.moe.forward import moe_forward
-from moedoctor.reference.expert_cache_problem import PrCache
+from moedoctor.reference.expert_cache import PrCache
 
 if TYPE_CHECKING:
     from moedoctor.bench.cache.decode import Model
@@ -30,7 +30,7 @@ _BFLOAT16_UNIT = 2.0**-8
 
 def policy_speed(device: str, *, steps: int = 160, rounds: int = 5) -> dict[str, Any]:
     """Decode at batch 1 over the recorded trace, through the PR's cache under LFRU and under LRU in turn."""
-    from moedoctor.reference.pr37190 import PrRule
+    from moedoctor.reference.expert_cache import PrRule
     from moedoctor.trace.shipped import shipped_trace
 
     trace = shipped_trace()

@@ -16,7 +16,7 @@ import torch
 
 from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
 from moedoctor.fixes.moe.forward import moe_forward
-from moedoctor.reference.expert_cache_problem import PrCache
+from moedoctor.reference.expert_cache import PrCache
 from moedoctor.trace.shipped import shipped_trace
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 

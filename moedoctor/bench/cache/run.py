@@ -11,7 +11,7 @@ from moedoctor.bench.cache.claims import pinned_bandwidth
 from moedoctor.bench.cache.decode import Inputs, Model, host_weights, recorded_ids, zipf_ids
 from moedoctor.fixes.eviction import replay
 from moedoctor.fixes.expert_cache import ExpertStore
-from moedoctor.reference.pr37190 import PrRule
+from moedoctor.reference.expert_cache import PrRule
 
 CHECKED_STEPS = 12
 """Steps before the timed ones whose results are compared."""

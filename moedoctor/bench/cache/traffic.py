@@ -6,7 +6,7 @@ from typing import Any
 
 from moedoctor.bench.cache.run import Run
 from moedoctor.fixes.eviction import CacheStats, replay, simulate
-from moedoctor.reference.pr37190 import PrRule
+from moedoctor.reference.expert_cache import PrRule
 
 
 def traffic_of(

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from moedoctor.faults.cache.cache_overflow_claims import CLAIMS
-from moedoctor.interfaces import Fault, Judgement
+from moedoctor.faults.base import (
+    ClaimCases,
+    ClaimJudgement,
+    Fault,
+    Judgement,
+    Parameters,
+    claim,
+    decide,
+    in_lab,
+)
+from moedoctor.faults.cache.engine_claims import ENGINE_CLAIMS
 from moedoctor.results import Case, CaseVerdict, Observation, Tier
 
+LAB = "moedoctor.faults.cache.cache_overflow_lab"
+PR_OVERHEAD = {2: 0.06, 4: 0.15, 8: 0.35}
+"""Groups -> overhead that the PR measured, at 1024 tokens with all experts resident."""
+PR_LAYER_US = 6500.0
+"""Time of one call of the layer that the PR measured, in microseconds, on another GPU."""
+EAGER = "_eager_wall_clock"
+"""Suffix of the eager columns; as `moedoctor.bench.cache.groups.EAGER`, which loads torch."""
 
-class CacheOverflowParameters(BaseModel):
+
+class CacheOverflowParameters(Parameters):
     """One point of the matrix."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     experts: int = Field(128, ge=2, le=1024)
     capacity: int = Field(32, ge=1, le=1024, description="slots")
@@ -32,40 +48,96 @@ class CacheOverflowParameters(BaseModel):
         return self
 
 
+def _overheads(rows: Sequence[Mapping[str, Any]], suffix: str = "") -> str:
+    return ", ".join(f"{row['groups']} groups {row[f'overhead{suffix}']:+.1%}" for row in rows)
+
+
+def _microseconds(rows: Sequence[Mapping[str, Any]], key: str) -> str:
+    return ", ".join(f"{row[key]:.0f}" for row in rows)
+
+
+@claim("group_cost", measure=in_lab(f"{LAB}:group_cost"), thresholds=("tolerance",), needs_gpu=True)
+def group_cost(cases: ClaimCases) -> ClaimJudgement:
+    """With vLLM's kernel, each number of groups has the overhead that the PR measured, within a tolerance.
+
+    CUDA-graph replays decide. An overhead in percent depends on how long one call is, so the time that a
+    group adds is shown beside the PR's. Eager calls are shown too: most of their time is the host's launches.
+    """
+    (measured,) = cases.evidence()
+    rows = [
+        {
+            **row,
+            "pr_us_a_further_group": PR_OVERHEAD[row["groups"]] * PR_LAYER_US / (row["groups"] - 1),
+        }
+        for row in measured["rows"]
+    ]
+    return decide(
+        cases.keeps("tolerance", (abs(row["overhead"] - PR_OVERHEAD[row["groups"]]) for row in rows)),
+        {**measured, "rows": rows},
+        f"{_overheads(rows)} with {measured['kernel']}, {measured['experts']} experts, CUDA-graph replays; "
+        f"eager calls by the wall clock {_overheads(rows, EAGER)}. A further group adds "
+        f"{_microseconds(rows, 'us_a_further_group')} µs "
+        f"(eager {_microseconds(rows, f'us_a_further_group{EAGER}')}); "
+        f"the PR's {_microseconds(rows, 'pr_us_a_further_group')} µs, to a call of {PR_LAYER_US:.0f} µs",
+    )
+
+
+@claim(
+    "our_group_cost",
+    measure=in_lab(f"{LAB}:our_group_cost"),
+    thresholds=("max_overhead_2", "max_overhead_4", "max_overhead_8"),
+    needs_gpu=True,
+)
+def our_group_cost(cases: ClaimCases) -> ClaimJudgement:
+    """With our kernel, each number of groups keeps its own limit, by CUDA-graph replays."""
+    (measured,) = cases.evidence()
+    rows = measured["rows"]
+    return decide(
+        all(cases.keeps(f"max_overhead_{row['groups']}", row["overhead"]) for row in rows),
+        measured,
+        f"{_overheads(rows)} with {measured['kernel']}, {measured['experts']} experts, CUDA-graph replays; "
+        f"one group after another {_overheads(rows, '_in_turn')}, so that a further group adds "
+        f"{_microseconds(rows, 'us_a_further_group_in_turn')} µs. Eager calls by the wall clock: "
+        f"{_overheads(rows, EAGER)}, one after another {_overheads(rows, f'_in_turn{EAGER}')}",
+    )
+
+
+@claim("cold_swap", measure=in_lab(f"{LAB}:cold_swap"), thresholds=("min_share",), needs_gpu=True)
+def cold_swap(cases: ClaimCases) -> ClaimJudgement:
+    """The transfer of its bytes at the bandwidth of pinned copies is most of a cold call."""
+    (measured,) = cases.evidence()
+    rows = measured["rows"]
+    figure = "; ".join(
+        f"{row['way']}: {row['gigabytes_per_second']:.1f} GB/s, {row['transfer_share']:.0%} of the call"
+        for row in rows
+    )
+    figure += (
+        f" would be the transfer at the measured pinned bandwidth, "
+        f"{measured['pinned_gigabytes_per_second']:.1f} GB/s"
+    )
+    return decide(cases.keeps("min_share", (row["transfer_share"] for row in rows)), measured, figure)
+
+
 class CacheOverflowFault(Fault):
-    """Silently wrong tokens where a call needs more experts than there are slots."""
+    """Silently wrong tokens if a call needs more experts than there are slots."""
 
     id = "MD007"
     parameters = CacheOverflowParameters
     tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
-    claims = CLAIMS
-
-    def faulty(self, case: Case) -> Any:
-        from moedoctor.faults.cache.cache_overflow_lab import Truncating
-
-        return Truncating()
-
-    def fixed(self, case: Case) -> Any:
-        from moedoctor.faults.cache.cache_overflow_lab import Grouped
-
-        return Grouped()
-
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.cache.cache_overflow_lab import observe
-
-        return observe(self.parameters.model_validate(case.parameters), case.device, implementation)
+    lab = LAB
+    claims = (group_cost, our_group_cost, cold_swap, *ENGINE_CLAIMS)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        rows, wrong = seen["rows"], seen["wrong_rows"]
-        needs = f"{seen['needed']} experts for {case.parameters['capacity']} slots"
+        evidence = observation.evidence
+        rows, wrong = evidence["rows"], evidence["wrong_rows"]
+        needs = f"{evidence['needed']} experts for {case.parameters['capacity']} slots"
         if wrong:
-            figure = f"{needs}: {wrong} of {rows} tokens wrong, by up to {seen['worst_error']:.0%}"
+            figure = f"{needs}: {wrong} of {rows} tokens wrong, by up to {evidence['worst_error']:.0%}"
             return Judgement(CaseVerdict.REPRODUCED, figure)
-        if not seen["refused"]:
+        if not evidence["refused"]:
             return Judgement(CaseVerdict.REPRODUCED, f"{needs}, and no error")
         return Judgement(
-            CaseVerdict.CLEAN, f"{needs}: refused; in {seen['groups']} groups 0 of {rows} tokens wrong"
+            CaseVerdict.CLEAN, f"{needs}: refused; in {evidence['groups']} groups 0 of {rows} tokens wrong"
         )
 
     def describe(self, parameters: Any) -> str:

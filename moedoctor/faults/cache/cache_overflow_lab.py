@@ -1,24 +1,24 @@
-"""What runs in the child for MD007: a cache that drops experts, and ours, which refuses or makes groups."""
+"""MD007 in the child: a cache that drops experts, and ours, which refuses the call or makes groups."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
+from moedoctor.faults.cache.cache_overflow import CacheOverflowParameters
 from moedoctor.fixes.expert_cache import CacheOverflow, ExpertCache
 from moedoctor.fixes.moe.forward import moe_forward
-from moedoctor.reference.expert_cache_problem import PrCache, Problem, compute, differ
-from moedoctor.results import Observation
-
-if TYPE_CHECKING:
-    from moedoctor.faults.cache.cache_overflow import CacheOverflowParameters
+from moedoctor.reference import moe as reference
+from moedoctor.reference.expert_cache import PrCache, Problem, differ
+from moedoctor.results import Case, Observation
 
 _HIDDEN, _INTERMEDIATE = 64, 32
 
 
 class Prefill(NamedTuple):
-    """What came of one call."""
+    """The result of one call."""
 
     output: torch.Tensor
     """float32 [T, H]"""
@@ -29,73 +29,73 @@ class Prefill(NamedTuple):
     """Experts that were left out."""
 
 
-class OverflowingCache(Protocol):
-    """What is put to the test."""
-
-    def open(self, problem: Problem, capacity: int) -> None:
-        """Start with an empty cache."""
-
-    def run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Prefill:
-        """The layer for `x` [T, H], `weights` and `ids` [T, K]."""
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Prefill]
+"""A layer behind a cache: (x [T, H], topk_weights [T, K], topk_ids [T, K]) -> the result."""
 
 
-class Truncating:
-    """PR 37190 before its commit 1a8df90: keeps the highest expert ids that fit, and says nothing."""
+def truncating(problem: Problem, capacity: int) -> Layer:
+    """Return PR 37190 before its commit 1a8df90: it silently keeps the highest expert ids that fit."""
+    cache = PrCache(problem.weights, capacity, device=problem.device)
 
-    def open(self, problem: Problem, capacity: int) -> None:
-        self._cache = PrCache(problem.weights, capacity, device=problem.device)
+    def prefill(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Prefill:
+        slot_ids = cache.acquire(topk_ids)  # [T, K]
+        output = reference.moe_forward(x, cache.slots, slot_ids, topk_weights)  # [T, H]
+        return Prefill(output, None, dropped=len(cache.rule.dropped))
 
-    def run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Prefill:
-        slot_ids = self._cache.acquire(ids)  # [T, K]
-        output = compute(self._cache.slots, x, weights, slot_ids)  # [T, H]
-        return Prefill(output, None, dropped=len(self._cache.rule.dropped))
+    return prefill
 
 
-class Grouped:
-    """Ours: `acquire` refuses the call, `groups` computes it in parts that fit."""
+def grouped(problem: Problem, capacity: int) -> Layer:
+    """Return our cache: `acquire` refuses the call, `groups` computes it in parts that fit."""
+    cache = ExpertCache(problem.weights, capacity, device=problem.device)
 
-    def open(self, problem: Problem, capacity: int) -> None:
-        self._cache = ExpertCache(problem.weights, capacity, device=problem.device)
-
-    def run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Prefill:
+    def prefill(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Prefill:
         refused = None
         try:
-            self._cache.acquire(ids)
+            cache.acquire(topk_ids)
         except CacheOverflow as error:
             refused = str(error)
         total, groups = torch.zeros_like(x), 0  # [T, H]
-        for part in self._cache.groups(ids):
-            moe_forward(x, part.weights, part.slot_ids, weights, out=total)
+        for part in cache.groups(topk_ids):
+            moe_forward(x, part.weights, part.slot_ids, topk_weights, out=total)
             groups += 1
         return Prefill(total, refused, groups)
 
+    return prefill
 
-def observe(
-    parameters: CacheOverflowParameters, device: str, implementation: OverflowingCache
+
+def model(case: Case, parameters: CacheOverflowParameters, release: object) -> Observation:
+    """Compute prefills that need more experts than there are slots."""
+    return measure(parameters, case.device, truncating if case.subject == "faulty" else grouped)
+
+
+def measure(
+    parameters: CacheOverflowParameters, device: str, make: Callable[[Problem, int], Layer]
 ) -> Observation:
-    """Prefills that need more experts than there are slots, against the layer without a cache."""
+    """Compare the layer that `make` returns with the layer without a cache."""
     draw = torch.Generator().manual_seed(parameters.seed)
     problem = Problem.make(parameters.experts, _HIDDEN, _INTERMEDIATE, device, parameters.seed)
-    implementation.open(problem, parameters.capacity)
-    rows = wrong = dropped = 0
-    worst, needed, groups = 0.0, 0, 0
+    layer = make(problem, parameters.capacity)
+    wrong = dropped = needed = groups = 0
+    worst = 0.0
     refusals = []
     for index in range(parameters.prefills):
         logits = torch.randn(parameters.tokens, parameters.experts, generator=draw)  # [T, E]
-        weights, ids = (one.to(device) for one in logits.softmax(1).topk(parameters.top_k))  # [T, K] each
-        weights, ids = weights / weights.sum(1, keepdim=True), ids.int()  # [T, K] each
-        needed = needed or len(ids.unique())
+        topk_weights, topk_ids = (part.to(device) for part in logits.softmax(1).topk(parameters.top_k))
+        topk_weights = topk_weights / topk_weights.sum(1, keepdim=True)  # [T, K]
+        topk_ids = topk_ids.int()  # [T, K]
+        needed = needed or len(topk_ids.unique())
         x = problem.tokens(parameters.tokens, seed=index)  # [T, H]
-        came = implementation.run(x, weights, ids)
-        found = differ(came.output, problem.right(x, weights, ids))
-        rows += parameters.tokens
-        wrong += int(found.rows.sum())
-        worst, groups, dropped = max(worst, found.worst), max(groups, came.groups), dropped + came.dropped
-        refusals.append(came.refused)
+        result = layer(x, topk_weights, topk_ids)
+        difference = differ(result.output, problem.expected(x, topk_weights, topk_ids))
+        wrong += int(difference.rows.sum())
+        worst, groups = max(worst, difference.worst), max(groups, result.groups)
+        dropped += result.dropped
+        refusals.append(result.refused)
     return Observation(
         {
             "needed": needed,
-            "rows": rows,
+            "rows": parameters.prefills * parameters.tokens,
             "wrong_rows": wrong,
             "worst_error": worst,
             "dropped_experts": dropped,
@@ -104,3 +104,27 @@ def observe(
             "message": refusals[0],
         }
     )
+
+
+# --- Measurements for the claims. Each is (unit, device, sources) -> Observation. -------------------------
+
+
+def group_cost(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+    """Measure vLLM's own Triton kernel once a group, against one call, in the same shape as ours."""
+    from moedoctor.bench.cache.claims import upstream_groups
+
+    return Observation(upstream_groups(device))
+
+
+def our_group_cost(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+    """Measure our layer once a group, against one call."""
+    from moedoctor.bench.cache.claims import our_groups
+
+    return Observation(our_groups(device))
+
+
+def cold_swap(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+    """Measure a layer whose experts all have to be loaded, against the bandwidth of pinned copies."""
+    from moedoctor.bench.cache import claims
+
+    return Observation(claims.cold_swap(device))

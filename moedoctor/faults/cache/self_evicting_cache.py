@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from moedoctor.faults.cache.self_evicting_cache_claims import CLAIMS
-from moedoctor.interfaces import Fault, Judgement
+from moedoctor.faults.base import (
+    ClaimCases,
+    ClaimJudgement,
+    Fault,
+    Judgement,
+    Parameters,
+    claim,
+    decide,
+    in_lab,
+)
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier
 
+LAB = "moedoctor.faults.cache.self_evicting_cache_lab"
 
-class SelfEvictingCacheParameters(BaseModel):
+
+class SelfEvictingCacheParameters(Parameters):
     """One point of the matrix."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     routing: Literal["zipf", "trace"] = Field(
         "zipf", description="trace: the first layer of the recorded trace that ships with moedoctor"
@@ -44,51 +52,109 @@ class SelfEvictingCacheParameters(BaseModel):
         return self
 
 
+@claim("wrong_share", measure=in_lab(f"{LAB}:wrong_share"), thresholds=("min_share_tight", "max_share_ample"))
+def wrong_share(cases: ClaimCases) -> ClaimJudgement:
+    """Most calls are wrong with top-k slots, few with four times as many, none under LRU and ours."""
+    (measured,) = cases.evidence()
+    rows = measured["rows"]
+    tight = [row["pr_share"] for row in rows if row["slots"] == row["top_k"] and row["top_k"] > 2]
+    ample = [row["pr_share"] for row in rows if row["slots"] == 4 * row["top_k"]]
+    others = [row[name] for row in rows for name in ("plain_lru_share", "ours_share")]
+    holds = cases.keeps("min_share_tight", tight) and cases.keeps("max_share_ample", ample)
+    return decide(
+        holds and max(others) == 0,
+        measured,
+        f"as many slots as top-k (6, 8): {min(tight):.0%} to {max(tight):.0%} of calls wrong; four times as "
+        f"many: at most {max(ample):.1%}; plain LRU and ours: at most {max(others):.1%}",
+    )
+
+
+@claim("lfru_at_half", measure=in_lab(f"{LAB}:lfru_at_half"), thresholds=("min_gain",))
+def lfru_at_half(cases: ClaimCases) -> ClaimJudgement:
+    """LFRU with 8 slots has a higher hit rate than LRU with 16 on every trace."""
+    (measured,) = cases.evidence()
+    rows = measured["rows"]
+    figure = "; ".join(
+        f"{row['trace']}: LFRU 8 {row['lfru_8']:.1%} (optimum {row['belady_8']:.1%}), "
+        f"LRU 16 {row['lru_16']:.1%} (optimum {row['belady_16']:.1%})"
+        for row in rows
+    )
+    impossible = sum(row["belady_8"] < row["lru_16"] for row in rows)
+    if impossible:
+        figure += (
+            f". On {impossible} of {len(rows)} traces not even the optimum with 8 slots reaches LRU with 16"
+        )
+    figure += ". No routing of the model that the claim is about was available"
+    gains = [row["lfru_8"] - row["lru_16"] for row in rows]
+    return decide(min(gains) > cases.limits["min_gain"], measured, figure)
+
+
+@claim("lru_monopoly", measure=in_lab(f"{LAB}:lru_monopoly"), thresholds=("min_tilt",))
+def lru_monopoly(cases: ClaimCases) -> ClaimJudgement:
+    """One LRU cache for all layers favours the first third of the layers over the last."""
+    (measured,) = cases.evidence()
+    figures, tilts = [], []
+    for total in measured["all_layers"]:
+        rows = [row for row in measured["rows"] if row["slots"] == total["slots"]]
+        third = max(1, len(rows) // 3)
+        gain = [row["lru_global"] - row["lru_layer"] for row in rows]
+        early, late = sum(gain[:third]) / third, sum(gain[-third:]) / third
+        tilts.append(early - late)
+        figures.append(
+            f"{total['slots']} slots a layer: one cache for all gives the first third {early:+.1%} and the "
+            f"last {late:+.1%} (LRU {total['lru_layer']:.1%} with a cache a layer, of at most "
+            f"{total['belady_layer']:.1%}, and {total['lru_global']:.1%} with one for all, of at most "
+            f"{total['belady_global']:.1%})"
+        )
+    reason = "; ".join(figures) + ". The PR has a cache a layer, where layers cannot displace one another"
+    return decide(cases.keeps("min_tilt", tilts), measured, reason)
+
+
+@claim("lfru_speed", measure=in_lab(f"{LAB}:lfru_speed"), thresholds=("min_gain",), needs_gpu=True)
+def lfru_speed(cases: ClaimCases) -> ClaimJudgement:
+    """Decoding is faster under LFRU than under LRU."""
+    (measured,) = cases.evidence()
+    gains = [row["lru_over_lfru_time"] - 1 for row in measured["rows"]]
+    figure = "; ".join(
+        f"{row['slots']} slots: {gain:+.1%}, hit rates {row['lfru_hit_rate']:.1%} and "
+        f"{row['lru_hit_rate']:.1%} (optimum {row['belady_hit_rate']:.1%}), "
+        f"{row['lfru_wrong']:.0%} of LFRU's calls wrong"
+        for row, gain in zip(measured["rows"], gains, strict=True)
+    )
+    return decide(cases.keeps("min_gain", gains), measured, figure)
+
+
 class SelfEvictingCache(Fault):
-    """Wrong experts from a cache that evicts what its own call has just placed."""
+    """A cache that evicts what its own call has just placed, so the kernel reads another expert."""
 
     id = "MD006"
     parameters = SelfEvictingCacheParameters
     tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
-    claims = CLAIMS
-
-    def faulty(self, case: Case) -> Any:
-        from moedoctor.faults.cache.self_evicting_cache_lab import FaultyCache
-
-        return FaultyCache(str(case.parameters["clock"]))
-
-    def fixed(self, case: Case) -> Any:
-        from moedoctor.faults.cache.self_evicting_cache_lab import FixedCache
-
-        return FixedCache()
-
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.cache.self_evicting_cache_lab import observe
-
-        return observe(self.parameters.model_validate(case.parameters), case.device, implementation)
+    lab = LAB
+    claims = (wrong_share, lfru_at_half, lru_monopoly, lfru_speed)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        wrong, calls = seen["wrong_calls"], seen["calls"]
-        outputs, computed = seen["wrong_outputs"], seen["computed"]
+        evidence = observation.evidence
+        wrong, calls = evidence["wrong_calls"], evidence["calls"]
+        outputs, computed = evidence["wrong_outputs"], evidence["computed"]
         if wrong or outputs:
             figure = f"{wrong / calls:.1%} of {calls} calls hold a wrong expert"
             if outputs:
-                figure += f"; {outputs} of {computed} outputs wrong, by up to {seen['worst_error']:.0%}"
+                figure += f"; {outputs} of {computed} outputs wrong, by up to {evidence['worst_error']:.0%}"
             return Judgement(CaseVerdict.REPRODUCED, figure)
-        rates = f"hit rate {seen['hit_rate']:.1%} of at most {seen['belady_hit_rate']:.1%}"
+        rates = f"hit rate {evidence['hit_rate']:.1%} of at most {evidence['belady_hit_rate']:.1%}"
         return Judgement(CaseVerdict.CLEAN, f"0 of {calls} calls, 0 of {computed} outputs wrong; {rates}")
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """The hit rates that the control counts, wrong experts among them, beside LRU and the bound."""
+        """Return the hit rates that the control counts, wrong experts included, beside LRU and the bound."""
         rows = [
             {
-                **{key: one.parameters[key] for key in ("routing", "experts", "capacity", "top_k", "clock")},
-                "wrong_calls": f"{one.evidence['wrong_calls'] / one.evidence['calls']:.1%}",
-                **{key: one.evidence[key] for key in ("hit_rate", "lru_hit_rate", "belady_hit_rate")},
+                **{key: case.parameters[key] for key in ("routing", "experts", "capacity", "top_k", "clock")},
+                "wrong_calls": f"{case.evidence['wrong_calls'] / case.evidence['calls']:.1%}",
+                **{key: case.evidence[key] for key in ("hit_rate", "lru_hit_rate", "belady_hit_rate")},
             }
-            for one in results
-            if one.subject == "faulty" and "wrong_calls" in one.evidence
+            for case in results
+            if case.subject == "faulty" and "wrong_calls" in case.evidence
         ]
         return {"faulty": rows} if rows else {}
 

@@ -1,83 +1,109 @@
-"""What runs in the child for MD006: the PR's cache, ours, and what each computes."""
+"""MD006 in the child: the PR's cache and ours on the same routes, and the hit rates that the claims need."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
+from moedoctor.faults.cache.self_evicting_cache import SelfEvictingCacheParameters
 from moedoctor.fixes.eviction import CacheTable, SlotTable, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache
-from moedoctor.reference.expert_cache_problem import PrCache, Problem, compute, differ, even_weights
-from moedoctor.reference.pr37190 import PrRule
-from moedoctor.results import Observation
-
-if TYPE_CHECKING:
-    from moedoctor.faults.cache.self_evicting_cache import SelfEvictingCacheParameters
-    from moedoctor.trace.format import RoutingTrace
+from moedoctor.reference.expert_cache import PrCache, Problem, PrRule, differ
+from moedoctor.reference.moe import moe_forward
+from moedoctor.results import Case, Observation
+from moedoctor.trace.format import RoutingTrace
+from moedoctor.trace.shipped import shipped_trace
+from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 _HIDDEN, _INTERMEDIATE = 64, 32
-Resident = tuple[Mapping[str, torch.Tensor], torch.Tensor]
-"""(slots [C, ...] by name, slot ids [T, K])."""
+_GRID = tuple(
+    (experts, top_k, times * top_k)
+    for experts in (64, 128, 256)
+    for top_k in (2, 6, 8)
+    for times in (1, 2, 4)
+    if times * top_k < experts
+)
+_CALLS = 1500
 
 
-class CacheUnderTest(Protocol):
-    """What is put to the test."""
+class TestedCache(NamedTuple):
+    """An expert cache on `problem`."""
 
-    def table(self, experts: int, capacity: int) -> CacheTable:
-        """The bookkeeping alone."""
-
-    def cache(self, problem: Problem, capacity: int, ids_a_call: int) -> Any:
-        """Something that `resident` takes."""
-
-    def resident(self, cache: Any, ids: torch.Tensor) -> Resident:
-        """What the kernel is given for `ids` [T, K]."""
+    table: CacheTable
+    """Its bookkeeping alone."""
+    acquire: Callable[[torch.Tensor], tuple[Mapping[str, torch.Tensor], torch.Tensor]]
+    """Ids [T, K] -> (slots [C, ...] by name, slot ids [T, K]): what the kernel is given."""
+    engine: str | None = None
 
 
-@dataclass(frozen=True)
-class FaultyCache:
-    """PR 37190's rule, restated."""
-
-    clock: str = "access"
-
-    def table(self, experts: int, capacity: int) -> CacheTable:
-        return PrRule(experts, capacity, clock=self.clock)
-
-    def cache(self, problem: Problem, capacity: int, ids_a_call: int) -> PrCache:
-        return PrCache(problem.weights, capacity, device=problem.device, clock=self.clock)
-
-    def resident(self, cache: PrCache, ids: torch.Tensor) -> Resident:
-        return cache.slots, cache.acquire(ids)
+def control(parameters: SelfEvictingCacheParameters, problem: Problem) -> TestedCache:
+    """Return PR 37190's cache."""
+    capacity, clock = parameters.capacity, parameters.clock
+    cache = PrCache(problem.weights, capacity, device=problem.device, clock=clock)
+    table = PrRule(parameters.experts, capacity, clock=clock)
+    return TestedCache(table, lambda ids: (cache.slots, cache.acquire(ids)))
 
 
-@dataclass(frozen=True)
-class FixedCache:
-    """Ours: `moedoctor.fixes.eviction` and `moedoctor.fixes.expert_cache`."""
+def fix(parameters: SelfEvictingCacheParameters, problem: Problem) -> TestedCache:
+    """Return our cache with the same policy."""
+    # The engine `device` goes by shape: a call whose ids could all differ must fit.
+    fits = parameters.tokens * parameters.top_k <= parameters.capacity
+    cache = ExpertCache(
+        problem.weights,
+        parameters.capacity,
+        policy="lfru",
+        device=problem.device,
+        engine="auto" if fits else "host",
+    )
 
-    policy: str = "lfru"
+    def acquire(ids: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
+        acquired = cache.acquire(ids)
+        return acquired.weights, acquired.slot_ids
 
-    def table(self, experts: int, capacity: int) -> CacheTable:
-        return SlotTable(experts, capacity, self.policy)
-
-    def cache(self, problem: Problem, capacity: int, ids_a_call: int) -> ExpertCache:
-        # The engine `device` goes by shape: a call whose ids could all differ must fit.
-        engine = "auto" if ids_a_call <= capacity else "host"
-        return ExpertCache(
-            problem.weights, capacity, policy=self.policy, device=problem.device, engine=engine
-        )
-
-    def resident(self, cache: ExpertCache, ids: torch.Tensor) -> Resident:
-        got = cache.acquire(ids)
-        return got.weights, got.slot_ids
+    return TestedCache(SlotTable(parameters.experts, parameters.capacity, "lfru"), acquire, cache.engine)
 
 
-def routing(parameters: SelfEvictingCacheParameters) -> RoutingTrace:
-    """The recorded trace, or one that is drawn for the parameters."""
-    from moedoctor.trace.shipped import shipped_trace
-    from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
+def model(case: Case, parameters: SelfEvictingCacheParameters, release: object) -> Observation:
+    """Replay the bookkeeping over all calls, and compute some of them with real weights."""
+    return measure(parameters, case.device, control if case.subject == "faulty" else fix)
 
+
+def measure(
+    parameters: SelfEvictingCacheParameters,
+    device: str,
+    make: Callable[[SelfEvictingCacheParameters, Problem], TestedCache],
+) -> Observation:
+    """Measure the cache that `make` returns."""
+    trace = _routing(parameters)
+    experts, capacity = parameters.experts, parameters.capacity
+    if (trace.num_experts, trace.top_k) != (experts, parameters.top_k):
+        raise ValueError(f"the trace has {trace.num_experts} experts and top-{trace.top_k}")
+    calls = trace.calls(0, parameters.tokens)[: parameters.calls]
+    if max(map(len, calls)) > capacity:
+        raise ValueError("a call needs more experts than there are slots; that is MD007")
+    problem = Problem.make(experts, _HIDDEN, _INTERMEDIATE, device, parameters.seed)
+    cache = make(parameters, problem)
+    stats = replay(calls, cache.table)
+    bounds = {
+        name: simulate(calls, num_experts=experts, capacity=capacity, policy=name).hit_rate
+        for name in ("lru", "belady")
+    }
+    return Observation(
+        {
+            "calls": stats.calls,
+            "wrong_calls": stats.wrong,
+            "hit_rate": stats.hit_rate,
+            "lru_hit_rate": bounds["lru"],
+            "belady_hit_rate": bounds["belady"],
+            **_compute(parameters, trace, problem, cache),
+        }
+    )
+
+
+def _routing(parameters: SelfEvictingCacheParameters) -> RoutingTrace:
+    """Return the recorded trace, or one that is drawn for the parameters."""
     if parameters.routing == "trace":
         return shipped_trace()
     return zipf_trace(
@@ -93,58 +119,39 @@ def routing(parameters: SelfEvictingCacheParameters) -> RoutingTrace:
     )
 
 
-def observe(
-    parameters: SelfEvictingCacheParameters, device: str, implementation: CacheUnderTest
-) -> Observation:
-    """Replay the bookkeeping over all calls, and compute the first of them with real weights."""
-    trace = routing(parameters)
-    if (trace.num_experts, trace.top_k) != (parameters.experts, parameters.top_k):
-        raise ValueError(f"the trace has {trace.num_experts} experts and top-{trace.top_k}")
-    calls = trace.calls(0, parameters.tokens)[: parameters.calls]
-    if max(map(len, calls)) > parameters.capacity:
-        raise ValueError("a call needs more experts than there are slots, which is MD007")
-    experts, capacity = parameters.experts, parameters.capacity
-    stats = replay(calls, implementation.table(experts, capacity))
-    bounds = {
-        name: simulate(calls, num_experts=experts, capacity=capacity, policy=name).hit_rate
-        for name in ("lru", "belady")
-    }
-    return Observation(
-        {
-            "calls": stats.calls,
-            "wrong_calls": stats.wrong,
-            "hit_rate": stats.hit_rate,
-            "lru_hit_rate": bounds["lru"],
-            "belady_hit_rate": bounds["belady"],
-            **_compute(parameters, trace, device, implementation),
-        }
-    )
-
-
 def _compute(
-    parameters: SelfEvictingCacheParameters, trace: RoutingTrace, device: str, implementation: CacheUnderTest
+    parameters: SelfEvictingCacheParameters, trace: RoutingTrace, problem: Problem, cache: TestedCache
 ) -> dict[str, Any]:
-    """Move real weights through all calls, and compare the output of some with the layer without a cache."""
-    problem = Problem.make(parameters.experts, _HIDDEN, _INTERMEDIATE, device, parameters.seed)
-    cache = implementation.cache(problem, parameters.capacity, parameters.tokens * parameters.top_k)
-    batches = _batches(trace, parameters.tokens, parameters.calls)
-    chosen = _to_compute(parameters, [ids.unique().tolist() for ids in batches])
-    outputs = 0
-    worst = 0.0
-    for call, ids in enumerate(one.to(device) for one in batches):  # [T, K] each
-        slots, slot_ids = implementation.resident(cache, ids)
-        if call in chosen:
-            x, weights = problem.tokens(len(ids), seed=call), even_weights(ids)  # [T, H], [T, K]
-            found = differ(compute(slots, x, weights, slot_ids), problem.right(x, weights, ids))
-            outputs += bool(found.rows.any())
-            worst = max(worst, found.worst)
-    engine = getattr(cache, "engine", None)
-    return {"computed": len(chosen), "wrong_outputs": outputs, "worst_error": worst, "engine": engine}
+    """Move real weights in all calls, and compare the output of some with the layer without a cache."""
+    width = len(trace.layers) * trace.top_k
+    ids = torch.tensor(list(trace.topk_ids), dtype=torch.int32).view(-1, width)[:, : trace.top_k]  # [rows, K]
+    batches = [ids[list(rows)] for rows in trace.batches(parameters.tokens)[: parameters.calls]]
+    computed = _calls_to_compute(parameters, [batch.unique().tolist() for batch in batches])
+    wrong_outputs, worst = 0, 0.0
+    for call, batch in enumerate(batches):
+        topk_ids = batch.to(problem.device)  # [T, K]
+        slots, slot_ids = cache.acquire(topk_ids)
+        if call not in computed:
+            continue
+        x = problem.tokens(len(topk_ids), seed=call)  # [T, H]
+        topk_weights = torch.full(slot_ids.shape, 1.0 / trace.top_k, device=problem.device)  # [T, K]
+        output = moe_forward(x, slots, slot_ids, topk_weights)  # [T, H]
+        difference = differ(output, problem.expected(x, topk_weights, topk_ids))
+        wrong_outputs += bool(difference.rows.any())
+        worst = max(worst, difference.worst)
+    return {
+        "computed": len(computed),
+        "wrong_outputs": wrong_outputs,
+        "worst_error": worst,
+        "engine": cache.engine,
+    }
 
 
-def _to_compute(parameters: SelfEvictingCacheParameters, calls: list[list[int]]) -> set[int]:
-    """Calls whose output is compared, the same for every subject: half of them first ones, half where the
-    PR's rule is wrong, as far as there are such."""
+def _calls_to_compute(parameters: SelfEvictingCacheParameters, calls: list[list[int]]) -> set[int]:
+    """Choose the calls whose output is compared, the same for every subject.
+
+    Half of them are the first calls, half are calls in which the PR's rule is wrong, if there are enough.
+    """
     rule = PrRule(parameters.experts, parameters.capacity, clock=parameters.clock)
     wrong = []
     for index, call in enumerate(calls):
@@ -155,8 +162,99 @@ def _to_compute(parameters: SelfEvictingCacheParameters, calls: list[list[int]])
     return {*range(min(len(calls), parameters.computed - half)), *wrong[:half]}
 
 
-def _batches(trace: RoutingTrace, tokens: int, count: int) -> list[torch.Tensor]:
-    """int32 [T, K] of the first layer, the first `count` calls at `tokens` sequences side by side."""
-    width = len(trace.layers) * trace.top_k
-    ids = torch.tensor(list(trace.topk_ids), dtype=torch.int32).view(-1, width)[:, : trace.top_k]  # [rows, K]
-    return [ids[list(rows)] for rows in trace.batches(tokens)[:count]]
+# --- Measurements for the claims. Each is (unit, device, sources) -> Observation. -------------------------
+
+
+def wrong_share(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+    """Measure the share of calls with a wrong expert, for numbers of experts, top-k and slots."""
+    rows = []
+    for experts, top_k, capacity in _GRID:
+        trace = zipf_trace(ZipfSettings(experts, top_k, layers=1, rows=_CALLS, streams=1, drift=0.0))
+        calls = trace.calls(0)
+        rules: dict[str, CacheTable] = {
+            "pr_share": PrRule(experts, capacity),
+            "clock_by_call_share": PrRule(experts, capacity, clock="call"),
+            "plain_lru_share": PrRule(experts, capacity, policy="lru"),
+            "ours_share": SlotTable(experts, capacity),
+        }
+        shares = {name: replay(calls, rule).wrong / len(calls) for name, rule in rules.items()}
+        rows.append({"experts": experts, "top_k": top_k, "slots": capacity, **shares})
+    return Observation({"calls": _CALLS, "rows": rows})
+
+
+def _traces() -> Iterator[tuple[str, RoutingTrace]]:
+    """Yield the recorded trace, and two drawn in the shape of the model that the claim was made for."""
+    yield "recorded, 128 experts top-8", shipped_trace()
+    for skew in (1.0, 1.5):
+        settings = ZipfSettings(experts=128, top_k=6, layers=2, rows=1500, streams=1, skew=skew, drift=0.1)
+        yield f"Zipf {skew:g}, 128 experts top-6", zipf_trace(settings)
+
+
+def lfru_at_half(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+    """Measure the hit rates of LFRU with 8 slots and LRU with 16, beside the optimum of each.
+
+    Hit rates belong to policies, so they come from a replay of `moedoctor.fixes.eviction`. The PR's own rule
+    is listed beside them: it counts hits on slots that hold another expert.
+    """
+    from moedoctor.bench.cache.replay import replay_trace
+
+    rows = []
+    for name, trace in _traces():
+        rates = {
+            (point.policy, point.capacity): point.hit_rate
+            for point in replay_trace(trace, capacities=(8, 16), policies=("lru", "lfru", "belady"))
+        }
+        counts = [
+            replay(trace.calls(layer), PrRule(trace.num_experts, 8)) for layer in range(len(trace.layers))
+        ]
+        rows.append(
+            {
+                "trace": name,
+                "lfru_8": rates["lfru", 8],
+                "belady_8": rates["belady", 8],
+                "lru_16": rates["lru", 16],
+                "belady_16": rates["belady", 16],
+                "pr_rule_counts_8": sum(count.hits for count in counts)
+                / sum(count.accesses for count in counts),
+                "pr_rule_wrong_8": sum(count.wrong for count in counts)
+                / sum(count.calls for count in counts),
+            }
+        )
+    return Observation({"rows": rows})
+
+
+def lru_monopoly(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+    """Measure each layer's hit rate with a cache of its own and in one cache for all, under LRU and LFRU.
+
+    ``all_layers`` has each scope's rates over all layers with the optimum of the same scope. The optimum of a
+    cache a layer does not bound one cache for all, whose own optimum has no rates by layer.
+    """
+    from moedoctor.bench.cache.replay import replay_trace
+
+    trace = shipped_trace()
+    rows: list[dict[str, Any]] = []
+    totals: list[dict[str, Any]] = []
+    for capacity in (16, 32):
+        points = {
+            f"{point.policy}_{scope}": point
+            for scope in ("layer", "global")
+            for point in replay_trace(
+                trace, capacities=(capacity,), policies=("lru", "lfru", "belady"), scope=scope
+            )
+        }
+        by_layer = {
+            name: point.hit_rate_by_layer for name, point in points.items() if point.hit_rate_by_layer
+        }
+        rows += [
+            {"slots": capacity, "layer": layer, **{name: rates[layer] for name, rates in by_layer.items()}}
+            for layer in range(len(trace.layers))
+        ]
+        totals.append({"slots": capacity, **{name: point.hit_rate for name, point in points.items()}})
+    return Observation({"rows": rows, "all_layers": totals})
+
+
+def lfru_speed(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+    """Measure decoding through the PR's cache under LFRU and LRU in turn."""
+    from moedoctor.bench.cache.claims import policy_speed
+
+    return Observation(policy_speed(device))

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from moedoctor.faults.cache.workspace_aliasing_claims import CLAIMS
-from moedoctor.interfaces import Fault, Judgement
+from moedoctor.faults.base import (
+    ClaimCases,
+    ClaimJudgement,
+    Fault,
+    Judgement,
+    Parameters,
+    claim,
+    decide,
+    in_lab,
+)
 from moedoctor.results import Case, CaseVerdict, Observation, Tier
 
+LAB = "moedoctor.faults.cache.workspace_aliasing_lab"
+RESULTS = {"what apply returns": False, "the result before apply copies it": True}
+"""What the claim is measured on -> whether it is taken before the kernel copies it."""
 
-class WorkspaceAliasingParameters(BaseModel):
+
+class WorkspaceAliasingParameters(Parameters):
     """One point of the matrix."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     alias: Literal["sum", "results", "input"] = Field(
         "sum",
@@ -36,6 +46,26 @@ class WorkspaceAliasingParameters(BaseModel):
         return self
 
 
+@claim(
+    "modular_kernel",
+    measure=in_lab(f"{LAB}:modular_kernel"),
+    units=lambda subjects: [subject for subject in subjects if subject == "installed"],
+    needs_gpu=True,
+    needs="an installed vLLM",
+    thresholds=("min_share",),
+)
+def modular_kernel(cases: ClaimCases) -> ClaimJudgement:
+    """Tokens are wrong because the next group overwrites what vLLM's modular kernel returned."""
+    (measured,) = cases.evidence()
+    wrong, rows = (
+        {result: sum(row[key] for row in measured["rows"] if row["what"] == result) for result in RESULTS}
+        for key in ("wrong_rows", "rows")
+    )
+    figure = "; ".join(f"{result}: {wrong[result]} of {rows[result]} tokens wrong" for result in RESULTS)
+    returned = next(iter(RESULTS))
+    return decide(cases.keeps("min_share", wrong[returned] / rows[returned]), measured, figure)
+
+
 class WorkspaceAliasing(Fault):
     """A sum over expert groups that its own kernel overwrites."""
 
@@ -46,38 +76,18 @@ class WorkspaceAliasing(Fault):
         "fixed": (Tier.MODEL,),
         "installed": (Tier.KERNEL,),
     }
-    claims = CLAIMS
-
-    def faulty(self, case: Case) -> Any:
-        from moedoctor.faults.cache.workspace_aliasing_lab import SharedWorkspace
-
-        return SharedWorkspace()
-
-    def fixed(self, case: Case) -> Any:
-        from moedoctor.faults.cache.workspace_aliasing_lab import OwnSum
-
-        return OwnSum()
-
-    def installed(self, case: Case) -> Any:
-        """vLLM's modular kernel with its Triton experts, called once a group. Runs in the child."""
-        from moedoctor.upstream.moe_backends.modular_moe import ModularMoe
-
-        return ModularMoe.installed(case.device)
-
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.cache.workspace_aliasing_lab import observe
-
-        return observe(self.parameters.model_validate(case.parameters), case.device, implementation)
+    lab = LAB
+    claims = (modular_kernel,)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        rows, wrong, groups = seen["rows"], seen["wrong_rows"], case.parameters["groups"]
-        if wrong:
-            said = f"{groups} groups: {wrong} of {rows} tokens wrong, by up to {seen['worst_error']:.0%}"
-            if seen["same_memory"]:
-                said += f"; {seen['same_memory']} of {groups} results at the first one's address"
-            return Judgement(CaseVerdict.REPRODUCED, said)
-        return Judgement(CaseVerdict.CLEAN, f"{groups} groups: 0 of {rows} tokens wrong")
+        evidence = observation.evidence
+        rows, wrong, groups = evidence["rows"], evidence["wrong_rows"], case.parameters["groups"]
+        if not wrong:
+            return Judgement(CaseVerdict.CLEAN, f"{groups} groups: 0 of {rows} tokens wrong")
+        figure = f"{groups} groups: {wrong} of {rows} tokens wrong, by up to {evidence['worst_error']:.0%}"
+        if evidence["same_memory"]:
+            figure += f"; {evidence['same_memory']} of {groups} results at the first one's address"
+        return Judgement(CaseVerdict.REPRODUCED, figure)
 
     def describe(self, parameters: Any) -> str:
         return f"{parameters['alias']} {parameters['groups']} groups E={parameters['experts']}"

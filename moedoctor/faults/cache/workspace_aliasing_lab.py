@@ -1,65 +1,62 @@
-"""What runs in the child for MD019: groups through one workspace, and through ours."""
+"""MD019 in the child: groups of experts through one workspace, through vLLM's kernel, and through ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
+from moedoctor.faults.cache.workspace_aliasing import RESULTS, WorkspaceAliasingParameters
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.moe.forward import moe_forward
-from moedoctor.reference.expert_cache_problem import Problem, compute, differ
-from moedoctor.results import Observation
-
-if TYPE_CHECKING:
-    from moedoctor.faults.cache.workspace_aliasing import WorkspaceAliasingParameters
+from moedoctor.reference import moe as reference
+from moedoctor.reference.expert_cache import Problem, differ
+from moedoctor.results import Case, Observation, UnavailableError
 
 _HIDDEN, _INTERMEDIATE = 128, 64
-
+_FLOAT32, _BFLOAT16 = 1e-4, 0.03
+"""Relative errors that rounding explains."""
 
 Kernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(hidden states [T, H], ids [T, K]) -> [T, H], perhaps a view of memory that the next call writes."""
+"""(hidden states [T, H], topk_ids [T, K]) -> [T, H], maybe a view of memory that the next call overwrites."""
+
+
+class Call(NamedTuple):
+    """One layer's input."""
+
+    problem: Problem
+    x: torch.Tensor
+    """float32 [T, H]"""
+    topk_weights: torch.Tensor
+    """float32 [T, K]"""
+    topk_ids: torch.Tensor
+    """int32 [T, K]"""
+    groups: int
+    alias: str
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """`topk_ids` [T, K] once a group of consecutive experts, with -1 for the experts of other groups."""
+        size = len(self.problem.weights["w13"]) // self.groups
+        return [
+            torch.where(self.topk_ids // size == group, self.topk_ids, -1) for group in range(self.groups)
+        ]
 
 
 class Summed(NamedTuple):
-    """The sum over the groups, and where each group's result lay."""
+    """The sum over the groups, and the address of each group's result."""
 
     output: torch.Tensor
     """float32 [T, H]"""
     addresses: tuple[int, ...]
 
 
-class GroupRunner(Protocol):
-    """What is put to the test."""
-
-    tolerance: float
-    """How far a row may part from the reference, relative to its length: the rounding of its type."""
-
-    def run(
-        self,
-        problem: Problem,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        *,
-        groups: int,
-        alias: str,
-    ) -> Summed:
-        """The layer for `x` [T, H], its experts in `groups` parts of consecutive ids."""
-
-
-def groups_of(ids: torch.Tensor, experts: int, groups: int) -> list[torch.Tensor]:
-    """`ids` [T, K] once a group, -1 where an id belongs to another one."""
-    each = experts // groups
-    return [torch.where(ids // each == group, ids, -1) for group in range(groups)]
-
-
 def add_up(run: Kernel, parts: Sequence[torch.Tensor], x: torch.Tensor, alias: str) -> Summed:
-    """Add the results of `run(x, ids)` as a caller would who takes them for tensors of his own."""
+    """Add the results of `run(x, part)` [T, H] like a caller who takes them for tensors of its own."""
     if alias == "results":
         results = [run(x, part) for part in parts]  # [T, H] each
-        return Summed(torch.stack(results).sum(0), tuple(one.data_ptr() for one in results))
+        return Summed(torch.stack(results).sum(0), tuple(result.data_ptr() for result in results))
     total = run(x, parts[0])  # [T, H]
     addresses = [total.data_ptr()]
     for part in parts[1:]:
@@ -69,89 +66,108 @@ def add_up(run: Kernel, parts: Sequence[torch.Tensor], x: torch.Tensor, alias: s
     return Summed(total, tuple(addresses))
 
 
-class SharedWorkspace:
-    """A kernel whose output is a view of a workspace that all its calls share, or of its own input."""
+def shared_workspace(call: Call) -> Summed:
+    """Run a kernel whose output is a view of a workspace that all its calls share, or of its own input."""
+    weights = {name: tensor.to(call.x.device) for name, tensor in call.problem.weights.items()}
+    workspace = torch.empty_like(call.x)  # [T, H]
 
-    tolerance = 1e-4
+    def kernel(x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        output = x if call.alias == "input" else workspace  # [T, H]
+        return output.copy_(reference.moe_forward(x, weights, part, call.topk_weights))
 
-    def run(
-        self,
-        problem: Problem,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        *,
-        groups: int,
-        alias: str,
-    ) -> Summed:
-        here = {name: one.to(problem.device) for name, one in problem.weights.items()}
-        workspace = torch.empty(x.numel(), device=x.device)
-        parts = groups_of(ids, here["w13"].shape[0], groups)
-
-        def kernel(hidden: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-            output = hidden if alias == "input" else workspace.view_as(hidden)  # [T, H]
-            return output.copy_(compute(here, hidden, weights, part))
-
-        if alias == "input":
-            return _through_input(kernel, parts, x)
-        return add_up(kernel, parts, x, alias)
-
-
-def _through_input(kernel: Kernel, parts: Sequence[torch.Tensor], x: torch.Tensor) -> Summed:
-    """Each result is copied at once, so the sum is safe; the input of the next group is not."""
-    hidden, total = x.clone(), torch.zeros_like(x)  # [T, H] each
+    if call.alias != "input":
+        return add_up(kernel, call.parts, call.x, call.alias)
+    # Each result is copied at once, so the sum is safe; the input of the next group is not.
+    x, total = call.x.clone(), torch.zeros_like(call.x)  # [T, H] each
     addresses = []
-    for part in parts:
-        result = kernel(hidden, part)  # [T, H]
+    for part in call.parts:
+        result = kernel(x, part)  # [T, H]
         addresses.append(result.data_ptr())
         total += result
     return Summed(total, tuple(addresses))
 
 
-class OwnSum:
-    """Ours: `ExpertCache.groups`, and a layer that adds to a buffer of the caller's and has no workspace."""
-
-    tolerance = 1e-4
-
-    def run(
-        self,
-        problem: Problem,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        *,
-        groups: int,
-        alias: str,
-    ) -> Summed:
-        experts = problem.weights["w13"].shape[0]
-        cache = ExpertCache(problem.weights, experts // groups, device=problem.device)
-        total = torch.zeros_like(x)  # [T, H]
-        addresses = []
-        for part in cache.groups(ids):
-            moe_forward(x, part.weights, part.slot_ids, weights, out=total)
-            addresses.append(total.data_ptr())
-        return Summed(total, tuple(addresses))
+def own_sum(call: Call) -> Summed:
+    """Run ours: `ExpertCache.groups`, and a layer that adds to the caller's buffer and has no workspace."""
+    experts = len(call.problem.weights["w13"])
+    cache = ExpertCache(call.problem.weights, experts // call.groups, device=call.problem.device)
+    total = torch.zeros_like(call.x)  # [T, H]
+    addresses = []
+    for part in cache.groups(call.topk_ids):
+        moe_forward(call.x, part.weights, part.slot_ids, call.topk_weights, out=total)
+        addresses.append(total.data_ptr())
+    return Summed(total, tuple(addresses))
 
 
-def observe(parameters: WorkspaceAliasingParameters, device: str, implementation: GroupRunner) -> Observation:
-    """The sum over groups against one call with all experts."""
+def vllm_kernel(call: Call, *, unfinished: bool = False) -> Summed:
+    """Run vLLM's modular kernel in bfloat16; `unfinished` takes each result before the kernel copies it.
+
+    Raises UnavailableError.
+    """
+    from moedoctor.upstream.moe_backends.modular_moe import modular_kernel
+
+    if call.alias == "input":
+        raise UnavailableError("vLLM writes into its input only with torch before 2.9")
+    w13, w2 = (call.problem.weights[name].to(call.x.device, torch.bfloat16) for name in ("w13", "w2"))
+    apply = modular_kernel(w13, w2, top_k=call.topk_ids.shape[1], unfinished=unfinished)
+
+    def kernel(x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        topk_weights = torch.where(part >= 0, call.topk_weights, 0.0)  # [T, K]
+        return apply(x, topk_weights, call.topk_ids)
+
+    summed = add_up(kernel, call.parts, call.x.to(torch.bfloat16), call.alias)
+    return Summed(summed.output.float(), summed.addresses)
+
+
+def model(case: Case, parameters: WorkspaceAliasingParameters, release: object) -> Observation:
+    """Compute with the shared workspace, or with ours."""
+    return measure(parameters, case.device, shared_workspace if case.subject == "faulty" else own_sum)
+
+
+def kernel(case: Case, parameters: WorkspaceAliasingParameters, release: object) -> Observation:
+    """Compute with the installed vLLM's modular kernel."""
+    return measure(parameters, case.device, vllm_kernel, _BFLOAT16)
+
+
+def measure(
+    parameters: WorkspaceAliasingParameters,
+    device: str,
+    run: Callable[[Call], Summed],
+    tolerance: float = _FLOAT32,
+) -> Observation:
+    """Compare the sum over groups with one call that has all experts."""
     draw = torch.Generator().manual_seed(parameters.seed)
     problem = Problem.make(parameters.experts, _HIDDEN, _INTERMEDIATE, device, parameters.seed)
     logits = torch.randn(parameters.tokens, parameters.experts, generator=draw)  # [T, E]
-    weights, ids = (one.to(device) for one in logits.softmax(1).topk(parameters.top_k))  # [T, K] each
+    topk_weights, topk_ids = (part.to(device) for part in logits.softmax(1).topk(parameters.top_k))
+    topk_ids = topk_ids.int()  # [T, K]
     x = problem.tokens(parameters.tokens, seed=parameters.seed)  # [T, H]
-    right = problem.right(x, weights, ids.int())  # [T, H]
-    summed = implementation.run(
-        problem, x.clone(), weights, ids.int(), groups=parameters.groups, alias=parameters.alias
-    )
-    found = differ(summed.output, right, implementation.tolerance)
-    first = summed.addresses[0]
+    expected = problem.expected(x, topk_weights, topk_ids)  # [T, H]
+    call = Call(problem, x.clone(), topk_weights, topk_ids, parameters.groups, parameters.alias)
+    summed = run(call)
+    difference = differ(summed.output, expected, tolerance)
     return Observation(
         {
             "rows": parameters.tokens,
-            "wrong_rows": int(found.rows.sum()),
-            "worst_error": found.worst,
-            "same_memory": sum(one == first for one in summed.addresses),
+            "wrong_rows": int(difference.rows.sum()),
+            "worst_error": difference.worst,
+            "same_memory": summed.addresses.count(summed.addresses[0]),
             "calls": len(summed.addresses),
         }
     )
+
+
+def modular_kernel(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+    """Measure the installed vLLM's kernel once a group: what it returns, and what it copies that from."""
+    rows = []
+    for result, unfinished in RESULTS.items():
+        for groups in (2, 4):
+            evidence = measure(
+                WorkspaceAliasingParameters(alias="sum", groups=groups),
+                device,
+                lambda call, unfinished=unfinished: vllm_kernel(call, unfinished=unfinished),
+                _BFLOAT16,
+            ).evidence
+            counts = {key: evidence[key] for key in ("wrong_rows", "rows", "same_memory")}
+            rows.append({"what": result, "groups": groups, **counts})
+    return Observation({"rows": rows})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from moedoctor.faults.cache import cache_overflow_claims as claims
+from moedoctor.faults.cache import cache_overflow as claims
 from moedoctor.faults.cache.cache_overflow import CacheOverflowFault, CacheOverflowParameters
-from moedoctor.faults.cache.cache_overflow_lab import Grouped, Prefill, observe
-from moedoctor.interfaces import Measurement
+from moedoctor.faults.cache.cache_overflow_lab import Layer, Prefill, grouped, measure
+from moedoctor.interfaces import ClaimJudgement, Measurement
+from moedoctor.reference.expert_cache import Problem
 from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier
 
 torch.set_num_threads(1)
@@ -21,9 +23,8 @@ def case(subject: str, **given: Any) -> Case:
     return Case("MD007", subject, Tier.MODEL, CacheOverflowParameters(**given).model_dump())
 
 
-def seen(subject: str, **given: Any) -> Observation:
-    fault, one = CacheOverflowFault(), case(subject, **given)
-    return fault.observe(one, getattr(fault, subject)(one))
+def observed(subject: str, **given: Any) -> Observation:
+    return CacheOverflowFault().observe(case(subject, **given), None)
 
 
 POINTS = [
@@ -37,7 +38,7 @@ POINTS = [
 @pytest.mark.parametrize("point", POINTS, ids=str)
 def test_the_control_is_wrong_and_silent_and_the_fix_refuses_or_is_right(point: dict[str, Any]) -> None:
     fault = CacheOverflowFault()
-    faulty, fixed = seen("faulty", **point), seen("fixed", **point)
+    faulty, fixed = observed("faulty", **point), observed("fixed", **point)
     assert fault.judge(case("faulty", **point), faulty).verdict is CaseVerdict.REPRODUCED
     assert faulty.evidence["wrong_rows"] > 0
     assert faulty.evidence["dropped_experts"] > 0
@@ -48,33 +49,33 @@ def test_the_control_is_wrong_and_silent_and_the_fix_refuses_or_is_right(point: 
 
 
 def test_the_error_names_what_is_needed_and_what_there_is() -> None:
-    fixed = seen("fixed", **POINTS[0]).evidence
+    fixed = observed("fixed", **POINTS[0]).evidence
     assert f"needs {fixed['needed']} experts" in fixed["message"]
     assert "2 slots" in fixed["message"]
 
 
-class Silent(Grouped):
+def silent(problem: Problem, capacity: int) -> Layer:
     """Right, but does not refuse a caller who did not ask for groups."""
-
-    def run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Prefill:
-        return super().run(x, weights, ids)._replace(refused=None)
-
-
-class LosesAGroup(Grouped):
-    """Refuses, and leaves out the last group."""
-
-    def run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Prefill:
-        came = super().run(x, weights, ids)
-        last = torch.where(ids >= 4, ids, -1)
-        return came._replace(output=super().run(x, weights, last).output)
+    layer = grouped(problem, capacity)
+    return lambda x, topk_weights, topk_ids: layer(x, topk_weights, topk_ids)._replace(refused=None)
 
 
-@pytest.mark.parametrize("implementation", [Silent, LosesAGroup])
-def test_the_judge_notices_silence_and_a_lost_group(implementation: type[Grouped]) -> None:
-    parameters = CacheOverflowParameters(**POINTS[0])
-    found = observe(parameters, "cpu", implementation())
-    judged = CacheOverflowFault().judge(case("fixed", **POINTS[0]), found)
-    assert judged.verdict is CaseVerdict.REPRODUCED
+def without_the_last_group(problem: Problem, capacity: int) -> Layer:
+    """Refuses, and leaves out the experts below 4."""
+    layer = grouped(problem, capacity)
+
+    def prefill(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Prefill:
+        refused = layer(x, topk_weights, topk_ids).refused
+        return layer(x, topk_weights, torch.where(topk_ids >= 4, topk_ids, -1))._replace(refused=refused)
+
+    return prefill
+
+
+@pytest.mark.parametrize("make", [silent, without_the_last_group])
+def test_the_judge_notices_silence_and_a_lost_group(make: Callable[[Problem, int], Layer]) -> None:
+    observation = measure(CacheOverflowParameters(**POINTS[0]), "cpu", make)
+    judgement = CacheOverflowFault().judge(case("fixed", **POINTS[0]), observation)
+    assert judgement.verdict is CaseVerdict.REPRODUCED
 
 
 @pytest.mark.parametrize(
@@ -87,13 +88,17 @@ def test_a_call_that_fits_is_refused(given: dict[str, Any]) -> None:
         CacheOverflowParameters(**{"experts": 128, **given})
 
 
+def judge(key: str, evidence: dict[str, Any], **limits: float) -> ClaimJudgement:
+    test = next(claim for claim in CacheOverflowFault.claims if claim.key == key)
+    return test.judge([], [Measurement("", Observation(evidence))], limits)
+
+
 def judged(key: str, evidence: dict[str, Any], **limits: float) -> ClaimVerdict:
-    test = next(one for one in claims.CLAIMS if one.key == key)
-    return test.judge([], [Measurement("", Observation(evidence))], limits).verdict
+    return judge(key, evidence, **limits).verdict
 
 
 def test_every_claim_is_measured_whatever_the_subjects_are() -> None:
-    assert all(test.units(["faulty", "fixed"]) for test in claims.CLAIMS)
+    assert all(test.units(["faulty", "fixed"]) for test in CacheOverflowFault.claims)
 
 
 def overheads(*values: float) -> dict[str, Any]:
@@ -102,10 +107,10 @@ def overheads(*values: float) -> dict[str, Any]:
     rows = [
         {
             "groups": groups,
-            **{f"overhead{end}": one + more for end, more in orders.items()},
+            **{f"overhead{end}": value + more for end, more in orders.items()},
             **{f"us_a_further_group{end}": 100 * groups + 10 * more for end, more in orders.items()},
         }
-        for groups, one in zip((2, 4, 8), values, strict=True)
+        for groups, value in zip((2, 4, 8), values, strict=True)
     ]
     return {"kernel": "k", "experts": 128, "rows": rows}
 
@@ -116,22 +121,23 @@ def test_the_cost_of_groups_must_be_what_was_said_within_the_tolerance() -> None
     assert judged("group_cost", overheads(0.0, 0.13, 0.36), tolerance=0.05) is ClaimVerdict.REFUTED
 
 
-def test_graph_replays_decide_and_the_eager_wall_clock_and_the_pr_are_told_beside_them() -> None:
-    test = next(one for one in claims.CLAIMS if one.key == "group_cost")
-    said = test.judge([], [Measurement("", Observation(overheads(0.07, 0.13, 0.36)))], {"tolerance": 0.05})
-    assert said.reason is not None
-    assert said.reason.startswith("2 groups +7.0%, 4 groups +13.0%, 8 groups +36.0% with k, 128 experts")
-    assert "eager calls by the wall clock 2 groups +307.0%, 4 groups +313.0%" in said.reason
-    assert "A further group adds 200, 400, 800 µs (eager 230, 430, 830)" in said.reason
+def test_graph_replays_decide_and_the_eager_wall_clock_and_the_pr_are_shown_beside_them() -> None:
+    judgement = judge("group_cost", overheads(0.07, 0.13, 0.36), tolerance=0.05)
+    assert judgement.reason is not None
+    assert judgement.reason.startswith("2 groups +7.0%, 4 groups +13.0%, 8 groups +36.0% with k, 128 experts")
+    assert "eager calls by the wall clock 2 groups +307.0%, 4 groups +313.0%" in judgement.reason
+    assert "A further group adds 200, 400, 800 µs (eager 230, 430, 830)" in judgement.reason
     # 6, 15 and 35 % of the PR's call of 6.5 ms, over 1, 3 and 7 further groups.
-    assert "the PR's 390, 325, 325 µs" in said.reason
-    assert [row["pr_us_a_further_group"] for row in said.evidence["rows"]] == pytest.approx([390, 325, 325])
+    assert "the PR's 390, 325, 325 µs" in judgement.reason
+    assert [row["pr_us_a_further_group"] for row in judgement.evidence["rows"]] == pytest.approx(
+        [390, 325, 325]
+    )
 
 
 def test_the_judge_reads_the_columns_that_the_bench_writes() -> None:
     from moedoctor.bench.cache.groups import EAGER
 
-    assert claims._EAGER == EAGER
+    assert claims.EAGER == EAGER
 
 
 def test_each_number_of_our_groups_has_its_limit() -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moedoctor.faults.cache import self_evicting_cache_claims as claims
+from moedoctor.faults.cache import self_evicting_cache_lab as lab
 from moedoctor.faults.cache.self_evicting_cache import SelfEvictingCache, SelfEvictingCacheParameters
-from moedoctor.faults.cache.self_evicting_cache_lab import FaultyCache, observe
+from moedoctor.fixes.eviction import SlotTable
 from moedoctor.interfaces import Measurement
+from moedoctor.reference.expert_cache import Problem
 from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier
 from moedoctor.trace.format import save
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
@@ -25,9 +26,8 @@ def case(subject: str, **given: Any) -> Case:
     return Case("MD006", subject, Tier.MODEL, parameters.model_dump())
 
 
-def seen(subject: str, **given: Any) -> Observation:
-    fault, one = SelfEvictingCache(), case(subject, **given)
-    return fault.observe(one, getattr(fault, subject)(one))
+def observed(subject: str, **given: Any) -> Observation:
+    return SelfEvictingCache().observe(case(subject, **given), None)
 
 
 POINTS = [
@@ -42,7 +42,7 @@ POINTS = [
 @pytest.mark.parametrize("point", POINTS, ids=str)
 def test_the_control_is_wrong_in_bookkeeping_and_output_and_the_fix_in_neither(point: dict[str, Any]) -> None:
     fault = SelfEvictingCache()
-    faulty, fixed = seen("faulty", **point), seen("fixed", **point)
+    faulty, fixed = observed("faulty", **point), observed("fixed", **point)
     assert fault.judge(case("faulty", **point), faulty).verdict is CaseVerdict.REPRODUCED
     assert faulty.evidence["wrong_calls"] > 0
     assert faulty.evidence["wrong_outputs"] > 0
@@ -55,31 +55,28 @@ def test_the_control_is_wrong_in_bookkeeping_and_output_and_the_fix_in_neither(p
 
 def test_the_same_calls_are_computed_for_both_and_wrong_ones_are_among_them() -> None:
     point = {"experts": 64, "capacity": 16, "top_k": 8, "calls": 500}
-    faulty, fixed = seen("faulty", **point).evidence, seen("fixed", **point).evidence
+    faulty, fixed = observed("faulty", **point).evidence, observed("fixed", **point).evidence
     assert faulty["computed"] == fixed["computed"]
     assert 0 < faulty["wrong_calls"] < 50, "rare here, so that choosing calls matters"
     assert faulty["wrong_outputs"] == min(8, faulty["wrong_calls"])
 
 
-class WrongWeights(FaultyCache):
+def wrong_weights(parameters: SelfEvictingCacheParameters, problem: Problem) -> lab.TestedCache:
     """Good bookkeeping, and weights that are not the expert's."""
+    cache = lab.control(parameters, problem)
 
-    def table(self, experts: int, capacity: int) -> Any:
-        from moedoctor.fixes.eviction import SlotTable
+    def acquire(ids: torch.Tensor) -> Any:
+        slots, slot_ids = cache.acquire(ids)
+        return {name: tensor * 1.01 for name, tensor in slots.items()}, slot_ids
 
-        return SlotTable(experts, capacity)
-
-    def resident(self, cache: Any, ids: torch.Tensor) -> Any:
-        slots, slot_ids = super().resident(cache, ids)
-        return {name: one * 1.01 for name, one in slots.items()}, slot_ids
+    return cache._replace(table=SlotTable(parameters.experts, parameters.capacity), acquire=acquire)
 
 
 def test_a_wrong_output_counts_though_the_bookkeeping_is_right() -> None:
-    point = {"experts": 8, "capacity": 8, "top_k": 2}
-    parameters = SelfEvictingCacheParameters(**{"calls": 50, "computed": 8, **point})
-    found = observe(parameters, "cpu", WrongWeights())
-    assert found.evidence["wrong_calls"] == 0
-    assert SelfEvictingCache().judge(case("faulty", **point), found).verdict is CaseVerdict.REPRODUCED
+    given = case("faulty", experts=8, capacity=8, top_k=2, calls=50, computed=8)
+    observation = lab.measure(SelfEvictingCacheParameters(**given.parameters), "cpu", wrong_weights)
+    assert observation.evidence["wrong_calls"] == 0
+    assert SelfEvictingCache().judge(given, observation).verdict is CaseVerdict.REPRODUCED
 
 
 def test_what_cannot_be_this_fault_is_refused() -> None:
@@ -87,7 +84,7 @@ def test_what_cannot_be_this_fault_is_refused() -> None:
         with pytest.raises(ValidationError):
             SelfEvictingCacheParameters(**given)
     with pytest.raises(ValueError, match="MD007"):
-        seen("fixed", experts=32, capacity=4, top_k=4, tokens=8)
+        observed("fixed", experts=32, capacity=4, top_k=4, tokens=8)
 
 
 @pytest.fixture
@@ -102,30 +99,30 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("shipped")
 def test_the_shipped_trace_can_be_the_routing() -> None:
     point = {"routing": "trace", "experts": 32, "capacity": 4, "top_k": 4, "calls": 90}
-    assert seen("faulty", **point).evidence["wrong_calls"] > 0
+    assert observed("faulty", **point).evidence["wrong_calls"] > 0
     with pytest.raises(ValueError, match="32 experts and top-4"):
-        seen("faulty", **{**point, "experts": 64})
+        observed("faulty", **{**point, "experts": 64})
 
 
 @pytest.mark.usefixtures("shipped")
 @pytest.mark.parametrize("key", ["wrong_share", "lfru_at_half", "lru_monopoly"])
 def test_claims_are_measured_and_judged(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "_GRID", ((16, 4, 4), (16, 4, 8), (64, 4, 16)))
-    monkeypatch.setattr(claims, "_CALLS", 200)
-    test = next(one for one in claims.CLAIMS if one.key == key)
+    monkeypatch.setattr(lab, "_GRID", ((16, 4, 4), (16, 4, 8), (64, 4, 16)))
+    monkeypatch.setattr(lab, "_CALLS", 200)
+    test = next(claim for claim in SelfEvictingCache.claims if claim.key == key)
     assert test.measure is not None
-    found = Measurement("", test.measure("", "cpu", {}))
+    measurement = Measurement("", test.measure("", "cpu", {}))
     limits = dict.fromkeys(test.thresholds, 0.0)
-    assert test.judge([], [found], limits).verdict in (ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED)
+    assert test.judge([], [measurement], limits).verdict in (ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED)
 
 
 def judged(
     key: str, rows: list[dict[str, Any]], all_layers: list[dict[str, Any]] | None = None, **limits: float
 ) -> tuple[ClaimVerdict, str]:
-    test = next(one for one in claims.CLAIMS if one.key == key)
+    test = next(claim for claim in SelfEvictingCache.claims if claim.key == key)
     evidence = {"rows": rows, "calls": 1, "all_layers": all_layers or []}
-    said = test.judge([], [Measurement("", Observation(evidence))], limits)
-    return said.verdict, said.reason or ""
+    judgement = test.judge([], [Measurement("", Observation(evidence))], limits)
+    return judgement.verdict, judgement.reason or ""
 
 
 def share(slots: int, wrong: float, ours: float = 0.0) -> dict[str, Any]:
@@ -173,7 +170,7 @@ def test_a_monopoly_is_what_early_layers_gain_and_late_ones_lose() -> None:
     assert verdict(unfair[::-1]) is ClaimVerdict.REFUTED
 
 
-def test_each_scope_is_told_beside_its_own_optimum() -> None:
+def test_each_scope_is_shown_beside_its_own_optimum() -> None:
     _, reason = judged("lru_monopoly", [layer(index, 0.0) for index in range(3)], ALL_LAYERS, min_tilt=0.05)
     assert "LRU 50.0% with a cache a layer, of at most 61.0%" in reason
     assert "51.0% with one for all, of at most 72.0%" in reason
@@ -181,15 +178,15 @@ def test_each_scope_is_told_beside_its_own_optimum() -> None:
 
 @pytest.mark.usefixtures("shipped")
 def test_no_rate_is_above_the_optimum_of_its_scope() -> None:
-    seen = claims.measure_monopoly("", "cpu", {}).evidence
-    assert [one["slots"] for one in seen["all_layers"]] == [16, 32]
-    for one in seen["all_layers"]:
+    evidence = lab.lru_monopoly("", "cpu", {}).evidence
+    assert [total["slots"] for total in evidence["all_layers"]] == [16, 32]
+    for total in evidence["all_layers"]:
         for scope in ("layer", "global"):
-            assert max(one[f"lru_{scope}"], one[f"lfru_{scope}"]) <= one[f"belady_{scope}"]
-        rows = [row for row in seen["rows"] if row["slots"] == one["slots"]]
-        assert sum(row["lru_global"] for row in rows) / len(rows) == pytest.approx(one["lru_global"])
+            assert max(total[f"lru_{scope}"], total[f"lfru_{scope}"]) <= total[f"belady_{scope}"]
+        rows = [row for row in evidence["rows"] if row["slots"] == total["slots"]]
+        assert sum(row["lru_global"] for row in rows) / len(rows) == pytest.approx(total["lru_global"])
         assert all("belady_layer" in row and "belady_global" not in row for row in rows)
-    assert seen["all_layers"][0]["belady_global"] > seen["all_layers"][0]["belady_layer"]
+    assert evidence["all_layers"][0]["belady_global"] > evidence["all_layers"][0]["belady_layer"]
 
 
 def test_the_speed_claim_is_judged_by_the_slowest_gain() -> None:

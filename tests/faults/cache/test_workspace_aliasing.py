@@ -1,4 +1,4 @@
-"""MD019: sums through shared memory are wrong, ours are right, and the figures say where the results lay."""
+"""MD019: sums through shared memory are wrong, ours are right, and the figures say which memory was shared."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moedoctor.faults.cache import workspace_aliasing_claims as claims
-from moedoctor.faults.cache.workspace_aliasing import WorkspaceAliasing, WorkspaceAliasingParameters
-from moedoctor.faults.cache.workspace_aliasing_lab import SharedWorkspace, groups_of
+from moedoctor.faults.cache.workspace_aliasing import (
+    RESULTS,
+    WorkspaceAliasing,
+    WorkspaceAliasingParameters,
+    modular_kernel,
+)
+from moedoctor.faults.cache.workspace_aliasing_lab import Call, shared_workspace
 from moedoctor.interfaces import Measurement
-from moedoctor.reference.expert_cache_problem import Problem, compute, even_weights
+from moedoctor.reference.expert_cache import Problem
+from moedoctor.reference.moe import moe_forward
 from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier
 
 torch.set_num_threads(1)
@@ -23,16 +28,11 @@ def case(subject: str, **given: Any) -> Case:
     return Case("MD019", subject, Tier.MODEL, parameters.model_dump())
 
 
-def seen(subject: str, **given: Any) -> Observation:
-    fault, one = WorkspaceAliasing(), case(subject, **given)
-    return fault.observe(one, getattr(fault, subject)(one))
-
-
 @pytest.mark.parametrize("alias", ["sum", "results", "input"])
 @pytest.mark.parametrize("groups", [2, 4])
 def test_the_control_is_wrong_and_the_fix_is_not(alias: str, groups: int) -> None:
     fault, given = WorkspaceAliasing(), {"alias": alias, "groups": groups}
-    faulty, fixed = seen("faulty", **given), seen("fixed", **given)
+    faulty, fixed = (fault.observe(case(subject, **given), None) for subject in ("faulty", "fixed"))
     assert fault.judge(case("faulty", **given), faulty).verdict is CaseVerdict.REPRODUCED
     assert faulty.evidence["same_memory"] == groups
     assert fault.judge(case("fixed", **given), fixed).verdict is CaseVerdict.CLEAN
@@ -40,40 +40,39 @@ def test_the_control_is_wrong_and_the_fix_is_not(alias: str, groups: int) -> Non
     assert fixed.evidence["calls"] == groups
 
 
-def summed(alias: str, groups: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(what the control adds up, what each group really gives)."""
+def call(alias: str, groups: int) -> Call:
     problem = Problem.make(8, 16, 8, "cpu", 0)
-    ids = torch.tensor([[0, 5], [3, 7]], dtype=torch.int32)
-    x, weights = problem.tokens(2, 0), even_weights(ids)
-    said = SharedWorkspace().run(problem, x.clone(), weights, ids, groups=groups, alias=alias)
-    parts = [compute(problem.weights, x, weights, one) for one in groups_of(ids, 8, groups)]
-    return said.output, parts
+    topk_ids = torch.tensor([[0, 5], [3, 7]], dtype=torch.int32)
+    return Call(problem, problem.tokens(2, 0), torch.full((2, 2), 0.5), topk_ids, groups, alias)
+
+
+def outputs(task: Call, x: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The right output of each group, [T, H] each."""
+    x = task.x if x is None else x
+    return [moe_forward(x, task.problem.weights, part, task.topk_weights) for part in task.parts]
 
 
 def test_a_running_sum_in_the_workspace_counts_the_last_group_twice() -> None:
-    output, parts = summed("sum", 2)
-    assert torch.allclose(output, 2 * parts[1], atol=1e-6)
+    task = call("sum", 2)
+    assert torch.allclose(shared_workspace(task).output, 2 * outputs(task)[1], atol=1e-6)
 
 
 def test_kept_results_are_all_the_last_one() -> None:
-    output, parts = summed("results", 4)
-    assert torch.allclose(output, 4 * parts[3], atol=1e-6)
+    task = call("results", 4)
+    assert torch.allclose(shared_workspace(task).output, 4 * outputs(task)[3], atol=1e-6)
 
 
-def test_an_overwritten_input_leaves_the_first_group_right_alone() -> None:
-    output, parts = summed("input", 2)
-    ids = torch.tensor([[0, 5], [3, 7]], dtype=torch.int32)
-    problem = Problem.make(8, 16, 8, "cpu", 0)
-    second = compute(problem.weights, parts[0], even_weights(ids), groups_of(ids, 8, 2)[1])
-    assert torch.allclose(output, parts[0] + second, atol=1e-6)
-    assert not torch.allclose(output, parts[0] + parts[1], atol=1e-3)
+def test_an_overwritten_input_leaves_only_the_first_group_right() -> None:
+    task = call("input", 2)
+    output, (first, second) = shared_workspace(task).output, outputs(task)
+    assert torch.allclose(output, first + outputs(task, first)[1], atol=1e-6)
+    assert not torch.allclose(output, first + second, atol=1e-3)
 
 
-def test_groups_part_the_ids_and_lose_none() -> None:
-    ids = torch.tensor([[0, 5], [3, 7]], dtype=torch.int32)
-    parts = groups_of(ids, 8, 4)
-    assert torch.equal(torch.stack(parts).amax(0), ids)
-    assert sum(int((one >= 0).sum()) for one in parts) == ids.numel()
+def test_groups_divide_the_ids_and_lose_none() -> None:
+    task = call("sum", 4)
+    assert torch.equal(torch.stack(task.parts).amax(0), task.topk_ids)
+    assert sum(int((part >= 0).sum()) for part in task.parts) == task.topk_ids.numel()
 
 
 @pytest.mark.parametrize("given", [{"groups": 3}, {"top_k": 17}, {"groups": 1}, {"alias": "output"}], ids=str)
@@ -84,13 +83,13 @@ def test_points_that_make_no_sense_are_refused(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("wrong", "verdict"), [(0, ClaimVerdict.REFUTED), (64, ClaimVerdict.CONFIRMED)])
 def test_the_claim_is_about_what_the_kernel_returns(wrong: int, verdict: ClaimVerdict) -> None:
-    (test,) = claims.CLAIMS
-    returned, before = claims._WAYS
+    returned, before = RESULTS
     rows = [
         {"what": returned, "groups": 2, "wrong_rows": wrong, "rows": 64},
         {"what": before, "groups": 2, "wrong_rows": 64, "rows": 64},
     ]
-    said = test.judge([], [Measurement("installed", Observation({"rows": rows}))], {"min_share": 0.5})
-    assert said.verdict is verdict
-    assert f"{wrong} of 64" in (said.reason or "")
-    assert test.units(["faulty", "fixed"]) == []
+    measurements = [Measurement("installed", Observation({"rows": rows}))]
+    judgement = modular_kernel.judge([], measurements, {"min_share": 0.5})
+    assert judgement.verdict is verdict
+    assert f"{wrong} of 64" in (judgement.reason or "")
+    assert modular_kernel.units(["faulty", "fixed"]) == []

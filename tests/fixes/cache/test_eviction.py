@@ -22,7 +22,7 @@ from moedoctor.fixes.eviction import (
     replay,
     simulate,
 )
-from moedoctor.reference.pr37190 import PrRule
+from moedoctor.reference.expert_cache import PrRule
 
 EXPERTS = 9
 calls = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=4), max_size=40)

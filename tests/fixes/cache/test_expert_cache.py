@@ -20,7 +20,7 @@ from moedoctor.fixes.expert_cache import (
     CacheOverflow,
     ExpertCache,
 )
-from moedoctor.reference.pr37190 import PrRule
+from moedoctor.reference.expert_cache import PrRule
 
 EXPERTS = 10
 WEIGHTS = {

@@ -7,26 +7,26 @@ from typing import Any
 import pytest
 import torch
 
-from moedoctor.faults.cache.workspace_aliasing import WorkspaceAliasing, WorkspaceAliasingParameters
-from moedoctor.faults.cache.workspace_aliasing_lab import observe
-from moedoctor.reference.expert_cache_problem import compute
+from moedoctor.faults.cache.workspace_aliasing import RESULTS, WorkspaceAliasing, WorkspaceAliasingParameters
+from moedoctor.faults.cache.workspace_aliasing_lab import kernel, modular_kernel
+from moedoctor.reference.moe import moe_forward
+from moedoctor.reference.moe_backend import Variant
 from moedoctor.results import Case, CaseVerdict, Tier, UnavailableError
-from moedoctor.upstream.moe_backends import modular_moe
-from moedoctor.upstream.moe_backends.modular_moe import ModularMoe
+from moedoctor.upstream.moe_backends import backends, modular_moe
 
 
 class Implementation:
     """As `FusedMoEKernelModularImpl`: computes into a shared workspace and copies out of it at the end."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        self._weights = {name: one.float() for name, one in weights.items()}
+        self._weights = {name: tensor.float() for name, tensor in weights.items()}
         self._workspace = torch.empty(1 << 16, dtype=torch.bfloat16)
 
     def apply(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(x)
-        inner = self._workspace[: x.numel()].view_as(x)
-        inner.copy_(compute(self._weights, x.float(), weights, ids))
-        return self._finalize(output, inner, x)
+        fused_out = self._workspace[: x.numel()].view_as(x)
+        fused_out.copy_(moe_forward(x.float(), self._weights, ids, weights))
+        return self._finalize(output, fused_out, x)
 
     def _finalize(self, output: torch.Tensor, fused_out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return output.copy_(fused_out)
@@ -39,15 +39,15 @@ class Kernel:
 
 class Prepared:
     def __init__(self, layer: Any) -> None:
-        self._kernel = Kernel(layer)
+        self.kernel = Kernel(layer)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return self._kernel.impl.apply(x, weights, ids)
+        return self.kernel.impl.apply(x, weights, ids)
 
 
 class Backend:
-    def __init__(self, name: str) -> None:
-        assert name == "TRITON"
+    def __init__(self, variant: Variant) -> None:
+        assert variant == Variant("TRITON", "bf16")
 
     def unavailable(self, shape: Any, device: str) -> str | None:
         return None
@@ -59,35 +59,41 @@ class Backend:
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modular_moe, "VllmBf16", Backend)
+    monkeypatch.setattr(modular_moe, "VllmBackend", Backend)
 
 
-def verdict(alias: str, *, unfinished: bool) -> CaseVerdict:
+def verdict(alias: str) -> CaseVerdict:
     parameters = WorkspaceAliasingParameters(alias=alias, groups=4, experts=16, top_k=4, tokens=8)
-    seen = observe(parameters, "cpu", ModularMoe.installed("cpu", unfinished=unfinished))
     case = Case("MD019", "installed", Tier.KERNEL, parameters.model_dump())
-    return WorkspaceAliasing().judge(case, seen).verdict
+    return WorkspaceAliasing().judge(case, kernel(case, parameters, None)).verdict
 
 
 @pytest.mark.parametrize("alias", ["sum", "results"])
-def test_results_that_are_copied_add_up_and_those_that_are_not_do_not(alias: str) -> None:
-    assert verdict(alias, unfinished=False) is CaseVerdict.CLEAN
-    assert verdict(alias, unfinished=True) is CaseVerdict.REPRODUCED
+def test_results_that_are_copied_add_up(alias: str) -> None:
+    assert verdict(alias) is CaseVerdict.CLEAN
+
+
+def test_the_claim_measures_the_result_before_and_after_the_copy() -> None:
+    rows = modular_kernel("installed", "cpu", {}).evidence["rows"]
+    wrong = {(row["what"], row["groups"]): row["wrong_rows"] for row in rows}
+    returned, before = RESULTS
+    assert wrong[returned, 2] == wrong[returned, 4] == 0
+    assert wrong[before, 2] == wrong[before, 4] == 64
 
 
 def test_writing_into_the_input_is_not_tried_with_this_torch() -> None:
     with pytest.raises(UnavailableError, match=r"torch before 2\.9"):
-        verdict("input", unfinished=False)
+        verdict("input")
 
 
 def test_a_vllm_that_cannot_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Backend, "unavailable", lambda self, shape, device: "vLLM is not installed")
     with pytest.raises(UnavailableError, match="not installed"):
-        ModularMoe.installed("cpu")
+        verdict("sum")
 
 
 def test_fused_experts_of_a_missing_vllm_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modular_moe, "FUSED_MOE", "no_such_vllm.fused_moe")
+    monkeypatch.setattr(backends, "FUSED_MOE", "no_such_vllm.fused_moe")
     x = torch.zeros(1, 2)
     with pytest.raises(UnavailableError, match="does not load"):
         modular_moe.fused_experts(x, x, x, x, x, None)

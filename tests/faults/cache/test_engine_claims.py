@@ -8,7 +8,7 @@ import pytest
 
 from moedoctor.entries.shipped import builtin_folder
 from moedoctor.faults.cache import engine_claims as claims
-from moedoctor.interfaces import Measurement
+from moedoctor.interfaces import ClaimTest, Measurement
 from moedoctor.results import ClaimVerdict, Observation
 from moedoctor.runner.targets import load_targets
 
@@ -44,13 +44,12 @@ EIGHT = {"batch": 8, "sequences_as_with_all": 5}
 EVERY = {"slots": 128, "engine": "resident", "hit_rate": None, "optimum_hit_rate": None}
 
 
-def judged(judge: Any, *rows: dict[str, Any], limits: dict[str, float] = ALL) -> Any:
-    return judge((), [Measurement("", Observation({"rows": list(rows)}))], limits)
+def judged(claim: ClaimTest, *rows: dict[str, Any], limits: dict[str, float] = ALL) -> Any:
+    return claim.judge((), [Measurement("", Observation({"rows": list(rows)}))], limits)
 
 
-def verdict(judge: Any, *rows: dict[str, Any], limits: dict[str, float] = ALL) -> ClaimVerdict:
-    found: ClaimVerdict = judged(judge, *rows, limits=limits).verdict
-    return found
+def verdict(claim: ClaimTest, *rows: dict[str, Any], limits: dict[str, float] = ALL) -> ClaimVerdict:
+    return claim.judge((), [Measurement("", Observation({"rows": list(rows)}))], limits).verdict
 
 
 @pytest.mark.parametrize(
@@ -63,14 +62,14 @@ def verdict(judge: Any, *rows: dict[str, Any], limits: dict[str, float] = ALL) -
         {"misses": None},
     ],
 )
-def test_one_engine_that_parts_or_never_loads_refutes(change: dict[str, Any]) -> None:
-    assert verdict(claims.judge_tokens, PLANTED, CELL, CELL) is ClaimVerdict.CONFIRMED
-    assert verdict(claims.judge_tokens, PLANTED, CELL, {**CELL, **change}) is ClaimVerdict.REFUTED
-    assert verdict(claims.judge_tokens, CELL, {**CELL, **change}) is ClaimVerdict.REFUTED
+def test_an_engine_with_other_tokens_or_without_a_miss_refutes(change: dict[str, Any]) -> None:
+    assert verdict(claims.engine_tokens, PLANTED, CELL, CELL) is ClaimVerdict.CONFIRMED
+    assert verdict(claims.engine_tokens, PLANTED, CELL, {**CELL, **change}) is ClaimVerdict.REFUTED
+    assert verdict(claims.engine_tokens, CELL, {**CELL, **change}) is ClaimVerdict.REFUTED
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "doubt"),
     [
         ([CELL], "no planted fault was seen to change the tokens of BF16 TRITON"),
         ([{**CELL, "planted": True}, CELL], "no planted fault was seen"),
@@ -82,92 +81,85 @@ def test_one_engine_that_parts_or_never_loads_refutes(change: dict[str, Any]) ->
         ([PLANTED, {**CELL, "engine": "host"}], "computed with TRITON and the cache's engine host"),
     ],
 )
-def test_the_same_tokens_count_only_beside_a_fault_that_shows(rows: list[dict[str, Any]], said: str) -> None:
-    found = judged(claims.judge_tokens, *rows)
-    assert found.verdict is ClaimVerdict.UNTESTED
-    assert said in found.reason
-    assert len(found.evidence["rows"]) == len(rows), "the planted ones are shown, too"
+def test_the_same_tokens_count_only_beside_a_fault_that_shows(rows: list[dict[str, Any]], doubt: str) -> None:
+    judgement = judged(claims.engine_tokens, *rows)
+    assert judgement.verdict is ClaimVerdict.UNTESTED
+    assert doubt in judgement.reason
+    assert len(judgement.evidence["rows"]) == len(rows), "the planted ones are shown, too"
 
 
 def test_rows_of_older_reports_can_still_be_judged() -> None:
     new = ("asked", "planted", "control_changes_tokens", "optimum_hit_rate")
-    old = {key: one for key, one in CELL.items() if key not in new}
-    assert verdict(claims.judge_tokens, old) is ClaimVerdict.UNTESTED
+    old = {key: value for key, value in CELL.items() if key not in new}
+    assert verdict(claims.engine_tokens, old) is ClaimVerdict.UNTESTED
 
 
-def test_tokens_are_told() -> None:
+def test_the_figure_counts_equal_tokens_and_equal_logprobs() -> None:
     off = {**CELL, "detail": "logprobs differ by up to 0.01"}
-    assert judged(claims.judge_tokens, PLANTED, CELL, off).reason.startswith(
+    assert judged(claims.engine_tokens, PLANTED, CELL, off).reason.startswith(
         "2 of 2 engines give the tokens of the one without a cache, 1 its logprobs"
     )
-    found = judged(claims.judge_tokens, {**CELL, "outcome": "no control"})
-    assert found.verdict is ClaimVerdict.UNTESTED
+    judgement = judged(claims.engine_tokens, {**CELL, "outcome": "no control"})
+    assert judgement.verdict is ClaimVerdict.UNTESTED
 
 
-def test_an_engine_that_starts_is_no_refusal() -> None:
+def test_an_engine_that_starts_has_not_refused() -> None:
     not_run = {"setting": "expert parallel", "refused": None, "said": "not run"}
-    assert verdict(claims.judge_refusals, REFUSED) is ClaimVerdict.CONFIRMED
-    assert verdict(claims.judge_refusals, REFUSED, {**REFUSED, "refused": False}) is ClaimVerdict.REFUTED
-    found = judged(claims.judge_refusals, REFUSED, not_run)
-    assert (found.verdict, found.reason) == (
+    assert verdict(claims.engine_refusals, REFUSED) is ClaimVerdict.CONFIRMED
+    assert verdict(claims.engine_refusals, REFUSED, {**REFUSED, "refused": False}) is ClaimVerdict.REFUTED
+    judgement = judged(claims.engine_refusals, REFUSED, not_run)
+    assert (judgement.verdict, judgement.reason) == (
         ClaimVerdict.CONFIRMED,
         "1 of 1 refused with the reason; not run: expert parallel",
     )
-    found = judged(claims.judge_refusals, not_run)
-    assert (found.verdict, found.reason) == (
+    judgement = judged(claims.engine_refusals, not_run)
+    assert (judgement.verdict, judgement.reason) == (
         ClaimVerdict.UNTESTED,
         "no engine was asked; not run: expert parallel",
     )
-    assert verdict(claims.judge_refusals) is ClaimVerdict.UNTESTED
+    assert verdict(claims.engine_refusals) is ClaimVerdict.UNTESTED
 
 
 def test_the_profile_must_find_what_is_saved() -> None:
     limits = {"min_share": 0.95}
     little = {**WITH, "kv_cache_bytes": WITHOUT["kv_cache_bytes"] + (9 << 26)}
     nothing = {**WITH, "saved_bytes": 0}
-    assert verdict(claims.judge_memory, WITHOUT, WITH, limits=limits) is ClaimVerdict.CONFIRMED
-    assert verdict(claims.judge_memory, WITHOUT, little, limits=limits) is ClaimVerdict.REFUTED
-    assert verdict(claims.judge_memory, WITHOUT, nothing, limits=limits) is ClaimVerdict.REFUTED
+    assert verdict(claims.engine_memory, WITHOUT, WITH, limits=limits) is ClaimVerdict.CONFIRMED
+    assert verdict(claims.engine_memory, WITHOUT, little, limits=limits) is ClaimVerdict.REFUTED
+    assert verdict(claims.engine_memory, WITHOUT, nothing, limits=limits) is ClaimVerdict.REFUTED
     died = {"slots": 8, "error": "died"}
-    assert verdict(claims.judge_memory, WITHOUT, died, limits=limits) is ClaimVerdict.UNTESTED
+    assert verdict(claims.engine_memory, WITHOUT, died, limits=limits) is ClaimVerdict.UNTESTED
 
 
 @pytest.mark.parametrize("change", [{"sequences_as_with_all": 0}, {"engine": "host"}])
 def test_a_single_sequence_draws_the_same_tokens(change: dict[str, Any]) -> None:
-    more = [
-        one
-        for slots in (16, 32, 64)
-        for one in ({**SPEED, "slots": slots}, {**SPEED, "slots": slots, **EIGHT})
-    ]
+    more = [{**SPEED, "slots": slots, **batch} for slots in (16, 32, 64) for batch in ({}, EIGHT)]
     every = (*more, {**SPEED, **EVERY}, {**SPEED, **EVERY, **EIGHT})
-    good = judged(claims.judge_speed, SPEED, {**SPEED, **EIGHT}, *every)
+    good = judged(claims.engine_speed, SPEED, {**SPEED, **EIGHT}, *every)
     assert good.verdict is ClaimVerdict.CONFIRMED
     assert (
         "8 slots: 20.0 tokens/s, 20.0 with 8 sequences, 9.0 GiB, hit rate 10% of at most 25%; 16 slots"
         in good.reason
     )
     bad = ({**SPEED, **change}, {**SPEED, **EIGHT})
-    assert verdict(claims.judge_speed, *bad, *every) is ClaimVerdict.REFUTED
-    assert verdict(claims.judge_speed, SPEED, {**SPEED, **EIGHT}, *every[2:]) is ClaimVerdict.UNTESTED
+    assert verdict(claims.engine_speed, *bad, *every) is ClaimVerdict.REFUTED
+    assert verdict(claims.engine_speed, SPEED, {**SPEED, **EIGHT}, *every[2:]) is ClaimVerdict.UNTESTED
     unbounded = {**SPEED, "optimum_hit_rate": None}
-    told = judged(claims.judge_speed, unbounded, {**SPEED, **EIGHT}, *every)
-    assert "hit rate 10% (no bound is known); 16" in told.reason
-    for blind in ({**SPEED, "control_changes_tokens": False}, _without(SPEED, "control_changes_tokens")):
-        found = judged(claims.judge_speed, blind, {**SPEED, **EIGHT}, *every)
-        assert found.verdict is ClaimVerdict.UNTESTED
-        assert "no planted fault was seen to change the tokens with [8] slots" in found.reason
+    judgement = judged(claims.engine_speed, unbounded, {**SPEED, **EIGHT}, *every)
+    assert "hit rate 10% (no bound is known); 16" in judgement.reason
+    without = {key: value for key, value in SPEED.items() if key != "control_changes_tokens"}
+    for blind in ({**SPEED, "control_changes_tokens": False}, without):
+        judgement = judged(claims.engine_speed, blind, {**SPEED, **EIGHT}, *every)
+        assert judgement.verdict is ClaimVerdict.UNTESTED
+        assert "no planted fault was seen to change the tokens with [8] slots" in judgement.reason
     unseen = {**SPEED, **EVERY, "control_changes_tokens": False}
     rows = (SPEED, {**SPEED, **EIGHT}, *more, unseen, {**SPEED, **EVERY, **EIGHT})
-    assert verdict(claims.judge_speed, *rows) is ClaimVerdict.UNTESTED
-
-
-def _without(row: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: one for name, one in row.items() if name != key}
+    assert verdict(claims.engine_speed, *rows) is ClaimVerdict.UNTESTED
 
 
 @pytest.mark.parametrize("name", ["expert_cache", "expert_cache_memory", "expert_cache_qwen"])
 def test_the_scenarios_run_by_name_only(name: str) -> None:
     (scenario,) = load_targets((str(builtin_folder() / "engine" / f"{name}.yaml"),))
-    known = {one.key for one in claims.ENGINE_CLAIMS}
-    assert {one.key for one in scenario.claims} <= known
-    assert not any("expert_cache" in one.file for one in load_targets(()))
+    known = {claim.key for claim in claims.ENGINE_CLAIMS}
+    assert {claim.key for claim in scenario.claims} <= known
+    assert not any("expert_cache" in scenario.file for scenario in load_targets(()))

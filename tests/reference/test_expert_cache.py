@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.fixes.eviction import SlotTable, replay
-from moedoctor.reference.pr37190 import PrRule
+from moedoctor.reference.expert_cache import PrRule
 
 
 def test_a_call_evicts_what_it_has_just_placed() -> None:

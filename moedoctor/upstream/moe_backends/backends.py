@@ -1,0 +1,358 @@
+"""The MoE backends of the installed vLLM, each called the way vLLM's own layer calls it.
+
+vLLM's own code decides whether a kernel class fits (`is_supported_config`), converts the weights and builds
+the kernel; nothing of that is restated here. Written against vLLM 0.21.0. For a child process only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.fp8 import Fp8
+from moedoctor.reference.moe_backend import Backend, Prepared, Variant
+from moedoctor.reference.moe_layer import Layer
+from moedoctor.reference.nvfp4 import Nvfp4
+from moedoctor.results import UnavailableError
+
+FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+JIT_VARIABLE = "MOEDOCTOR_FLASHINFER_JIT"
+EMPTY_SLOTS = "VLLM_MOE_SKIP_PADDING"
+"""The setting that makes vLLM mark padding with ids of -1, since 0.25.0."""
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_tanh", "relu2": "relu2_no_mul"}
+
+
+def load(name: str) -> Any:
+    """Import a module of vLLM below `FUSED_MOE`. Raises UnavailableError."""
+    try:
+        return importlib.import_module(f"{FUSED_MOE}.{name}")
+    except Exception as error:  # an optional dependency can raise anything while vLLM is imported
+        raise UnavailableError(f"vLLM's {name} does not load: {type(error).__name__}: {error}") from error
+
+
+class VllmKernel(Prepared):
+    """A layer in the form of one of vLLM's backends."""
+
+    def __init__(self, kernel: Any, w13: torch.Tensor, w2: torch.Tensor, shape: LayerShape) -> None:
+        self.kernel = kernel
+        """vLLM's modular kernel."""
+        self._w13, self._w2, self._shape = w13, w2, shape
+        self._activation = _activation(shape)
+
+    def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.kernel.apply(
+            hidden_states=x,
+            w1=self._w13,
+            w2=self._w2,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=self._activation,
+            global_num_experts=self._shape.experts,
+            expert_map=None,
+            apply_router_weight_on_input=False,
+        )
+        return output
+
+    def workspaces(self) -> Sequence[torch.Tensor]:
+        manager = importlib.import_module("vllm.v1.worker.workspace").current_workspace_manager()
+        return [workspace for workspace in manager._current_workspaces if workspace is not None]
+
+
+Build = Callable[[Any, Any, Layer, Any, Any, Any], tuple[Any, torch.Tensor, torch.Tensor]]
+"""(oracle module, its backend, layer, holder, vLLM's config, kernel class) -> (kernel, w13, w2).
+
+`holder` takes the place of vLLM's layer module.
+"""
+
+
+def _build_bf16(
+    oracle: Any, backend: Any, layer: Layer, holder: Any, config: Any, kernel_class: Any
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    w13, w2 = oracle.convert_to_unquantized_kernel_format(
+        unquantized_backend=backend, layer=holder, w13_weight=layer.w13, w2_weight=layer.w2
+    )
+    kernel = oracle.make_unquantized_moe_kernel(
+        quant_config=load("config").FUSED_MOE_UNQUANTIZED_CONFIG,
+        moe_config=config,
+        backend=backend,
+        experts_cls=kernel_class,
+    )
+    return kernel, w13, w2
+
+
+def _build_fp8(
+    oracle: Any, backend: Any, layer: Layer, holder: Any, config: Any, kernel_class: Any
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Build from weights with static scales per tensor."""
+    assert isinstance(layer.w13, Fp8)
+    assert isinstance(layer.w2, Fp8)
+    device = layer.w13.values.device
+    input_scale = _scale(layer.input_scale, device)
+    intermediate_scale = _scale(layer.intermediate_scale, device)
+    holder.w13_weight, holder.w2_weight = layer.w13.values, layer.w2.values
+    w13, w2, w13_scale, w2_scale = oracle.convert_to_fp8_moe_kernel_format(
+        fp8_backend=backend,
+        layer=holder,
+        w13=layer.w13.values.clone(),
+        w2=layer.w2.values.clone(),
+        w13_scale=layer.w13.scale.clone(),
+        w2_scale=layer.w2.scale.clone(),
+        w13_input_scale=input_scale,
+        w2_input_scale=intermediate_scale,
+    )
+    quant_config = oracle.make_fp8_moe_quant_config(
+        fp8_backend=backend,
+        w1_scale=w13_scale,
+        w2_scale=w2_scale,
+        a1_scale=input_scale,
+        a2_scale=intermediate_scale,
+    )
+    kernel = oracle.make_fp8_moe_kernel(
+        moe_quant_config=quant_config, moe_config=config, experts_cls=kernel_class, fp8_backend=backend
+    )
+    del holder.w13_weight, holder.w2_weight
+    return kernel, w13, w2
+
+
+def _build_nvfp4(
+    oracle: Any, backend: Any, layer: Layer, holder: Any, config: Any, kernel_class: Any
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Build from weights as a ModelOpt checkpoint has them."""
+    assert isinstance(layer.w13, Nvfp4)
+    assert isinstance(layer.w2, Nvfp4)
+    experts, device = layer.shape.experts, layer.w13.packed.device
+    w13, w13_scale, w13_scale_2, a13_scale, w2, w2_scale, w2_scale_2, a2_scale = (
+        oracle.convert_to_nvfp4_moe_kernel_format(
+            nvfp4_backend=backend,
+            layer=holder,
+            w13=layer.w13.packed.clone(),
+            w13_scale=layer.w13.block_scales.clone(),
+            w13_scale_2=layer.w13.global_scale.clone(),
+            a13_scale=_scale(layer.input_scale, device, experts),
+            w2=layer.w2.packed.clone(),
+            w2_scale=layer.w2.block_scales.clone(),
+            w2_scale_2=layer.w2.global_scale.clone(),
+            a2_scale=_scale(layer.intermediate_scale, device, experts),
+            is_act_and_mul=config.is_act_and_mul,
+        )
+    )
+    quant_config = oracle.make_nvfp4_moe_quant_config(
+        backend=backend,
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+        w13_scale_2=w13_scale_2,
+        w2_scale_2=w2_scale_2,
+        a13_scale=a13_scale,
+        a2_scale=a2_scale,
+    )
+    kernel = oracle.make_nvfp4_moe_kernel(
+        moe_quant_config=quant_config, moe_config=config, experts_cls=kernel_class
+    )
+    holder.w13_weight_scale_2, holder.w2_weight_scale_2 = w13_scale_2, w2_scale_2
+    holder.w13_input_scale, holder.w2_input_scale = a13_scale, a2_scale
+    kernel.fused_experts.process_weights_after_loading(holder)
+    return kernel, w13, w2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Quantization:
+    """How vLLM selects and builds the backends for one quantization of the weights."""
+
+    oracle: str
+    """The module below `FUSED_MOE` that selects."""
+    backends: str
+    """The enumeration in it."""
+    build: Build
+    schemes: tuple[str | None, str | None] = (None, None)
+    """vLLM's names for the schemes of weights and activations."""
+
+
+_QUANTIZATIONS = {
+    "bf16": _Quantization("oracle.unquantized", "UnquantizedMoeBackend", _build_bf16),
+    "fp8": _Quantization(
+        "oracle.fp8", "Fp8MoeBackend", _build_fp8, ("kFp8StaticTensorSym", "kFp8StaticTensorSym")
+    ),
+    "nvfp4": _Quantization(
+        "oracle.nvfp4", "NvFp4MoeBackend", _build_nvfp4, ("kNvfp4Static", "kNvfp4Dynamic")
+    ),
+}
+
+
+class VllmBackend(Backend):
+    """One backend of vLLM's for one quantization."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+        self._quantization = _QUANTIZATIONS[variant.quantization]
+
+    def unavailable(self, shape: LayerShape, device: str) -> str | None:
+        if not device.startswith("cuda") or not torch.cuda.is_available():
+            return "needs an NVIDIA GPU that torch can use"
+        reason = self._unsupported(shape, device)
+        if reason is None and self.variant.name.startswith("FLASHINFER") and not os.environ.get(JIT_VARIABLE):
+            reason = (
+                "FlashInfer would first compile its kernels, which can take over half an hour; "
+                f"set {JIT_VARIABLE}=1 to let it"
+            )
+        return reason
+
+    def refuses_empty_slots(self) -> str | None:
+        """vLLM gives ids of -1 since it has `EMPTY_SLOTS`; before, its kernels use them as an index."""
+        if hasattr(importlib.import_module("vllm.envs"), EMPTY_SLOTS):
+            return None
+        return (
+            f"this vLLM gives no ids of -1 (it has no {EMPTY_SLOTS}); what its kernels make of them is MD016"
+        )
+
+    def prepare(self, layer: Layer) -> Prepared:
+        device = _device(layer)
+        _start(device, fresh=True)
+        config = moe_config(layer.shape, device)
+        kernel_class, reason = self._kernel_class(config)
+        if kernel_class is None:
+            raise UnavailableError(f"{self.variant.name}: {reason}")
+        holder = _layer_module(layer.shape, config)
+        with _engine():
+            oracle = load(self._quantization.oracle)
+            kernel, w13, w2 = self._quantization.build(
+                oracle, self._member(oracle), layer, holder, config, kernel_class
+            )
+        return VllmKernel(kernel, w13, w2, layer.shape)
+
+    def _member(self, oracle: Any) -> Any:
+        for member in getattr(oracle, self._quantization.backends):
+            if member.name == self.variant.name:
+                return member
+        raise UnavailableError(
+            f"this vLLM has no backend {self.variant.name} for {self.variant.quantization}"
+        )
+
+    def _unsupported(self, shape: LayerShape, device: str) -> str | None:
+        try:
+            _start(device)
+            kernel_class, reason = self._kernel_class(moe_config(shape, device))
+        except UnavailableError as error:
+            return str(error)
+        return None if kernel_class is not None else reason
+
+    def _kernel_class(self, config: Any) -> tuple[Any, str | None]:
+        """Return vLLM's class for this backend, or None with the reason."""
+        oracle = load(self._quantization.oracle)
+        member = self._member(oracle)
+        try:
+            classes = oracle.backend_to_kernel_cls(member)
+        except (ImportError, ValueError, RuntimeError) as error:
+            return None, f"vLLM cannot load it: {error}"
+        utilities = importlib.import_module("vllm.model_executor.layers.quantization.utils.quant_utils")
+        schemes = [None if name is None else getattr(utilities, name) for name in self._quantization.schemes]
+        standard = load("modular_kernel").FusedMoEActivationFormat.Standard
+        reason: str | None = None
+        for kernel in classes if isinstance(classes, list) else [classes]:
+            supported, reason = kernel.is_supported_config(kernel, config, *schemes, standard)
+            if supported and not kernel.is_monolithic():
+                return kernel, None
+        return None, f"vLLM says: {reason}" if reason else "vLLM has only a kernel that does its own routing"
+
+
+def moe_config(shape: LayerShape, device: str) -> Any:
+    """Return vLLM's `FusedMoEConfig` of a layer on one GPU, without the fields that a release lacks."""
+    module = load("config")
+    parallel = _filled(
+        module.FusedMoEParallelConfig,
+        {
+            **dict.fromkeys(("tp_size", "dp_size", "ep_size", "pcp_size", "sp_size"), 1),
+            "use_ep": False,
+            "enable_eplb": False,
+            "all2all_backend": "allgather_reducescatter",
+        },
+        otherwise=0,
+    )
+    return _filled(
+        module.FusedMoEConfig,
+        {
+            "num_experts": shape.experts,
+            "experts_per_token": shape.top_k,
+            "hidden_dim": shape.hidden,
+            "intermediate_size": shape.intermediate,
+            "intermediate_size_per_partition": shape.intermediate,
+            "num_local_experts": shape.experts,
+            "num_logical_experts": shape.experts,
+            "activation": _activation(shape),
+            "device": device,
+            "routing_method": module.RoutingMethodType.Renormalize,
+            "moe_parallel_config": parallel,
+            "in_dtype": torch.bfloat16,
+            "is_act_and_mul": shape.activation != "relu2",
+        },
+    )
+
+
+def _scale(value: float, device: str | torch.device, experts: int | None = None) -> torch.Tensor:
+    """Return a scale as vLLM holds it: float32, [] or [experts]."""
+    return torch.full(() if experts is None else (experts,), value, dtype=torch.float32, device=device)
+
+
+def _filled(kind: Any, values: Mapping[str, Any], otherwise: Any = None) -> Any:
+    """Make a `kind` of the `values` that it has fields for; required fields without one get `otherwise`."""
+    given = {}
+    for field in dataclasses.fields(kind):
+        if not field.init:
+            continue
+        if field.name in values:
+            given[field.name] = values[field.name]
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            given[field.name] = otherwise
+    return kind(**given)
+
+
+def _activation(shape: LayerShape) -> Any:
+    return load("activation").MoEActivation(_ACTIVATIONS[shape.activation])
+
+
+def _layer_module(shape: LayerShape, config: Any) -> Any:
+    """Return the attributes of vLLM's layer that the conversion of weights reads."""
+    holder: Any = torch.nn.Module()
+    holder.num_experts = holder.local_num_experts = holder.global_num_experts = shape.experts
+    holder.hidden_size = shape.hidden
+    holder.intermediate_size_per_partition = shape.intermediate
+    holder.params_dtype = holder.orig_dtype = torch.bfloat16
+    holder.moe_config = config
+    holder.activation = config.activation
+    return holder
+
+
+def _device(layer: Layer) -> str:
+    weight = layer.w13
+    if isinstance(weight, Nvfp4):
+        return str(weight.packed.device)
+    return str((weight.values if isinstance(weight, Fp8) else weight).device)
+
+
+def _start(device: str, *, fresh: bool = False) -> None:
+    """Load vLLM's kernels and give it a workspace; a `fresh` one, because a workspace only grows."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UnavailableError("vLLM is not installed")
+    try:
+        importlib.import_module("vllm._custom_ops")
+        workspace = importlib.import_module("vllm.v1.worker.workspace")
+    except Exception as error:
+        raise UnavailableError(f"vLLM does not load: {type(error).__name__}: {error}") from error
+    if fresh:
+        workspace.reset_workspace_manager()
+    if not workspace.is_workspace_manager_initialized():
+        workspace.init_workspace_manager(torch.device(device))
+
+
+def _engine() -> contextlib.AbstractContextManager[Any]:
+    """Make vLLM's default configuration the current one, because some of its constructors ask for it."""
+    config = importlib.import_module("vllm.config")
+    manager: contextlib.AbstractContextManager[Any] = config.set_current_vllm_config(config.VllmConfig())
+    return manager
