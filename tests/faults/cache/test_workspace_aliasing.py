@@ -1,4 +1,4 @@
-"""MD019: sums through shared memory are wrong, ours are right, and the figures say which memory was shared."""
+"""MD019: sums through shared memory are wrong, ours are right, and the figures count shared memory."""
 
 from __future__ import annotations
 
