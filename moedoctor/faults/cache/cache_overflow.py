@@ -15,7 +15,6 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
-    in_lab,
 )
 from moedoctor.faults.cache.engine_claims import ENGINE_CLAIMS
 from moedoctor.results import Case, CaseVerdict, Observation, Tier
@@ -56,7 +55,7 @@ def _microseconds(rows: Sequence[Mapping[str, Any]], key: str) -> str:
     return ", ".join(f"{row[key]:.0f}" for row in rows)
 
 
-@claim("group_cost", measure=in_lab(f"{LAB}:group_cost"), thresholds=("tolerance",), needs_gpu=True)
+@claim("group_cost", measure=f"{LAB}:group_cost", thresholds=("tolerance",), needs_gpu=True)
 def group_cost(cases: ClaimCases) -> ClaimJudgement:
     """With vLLM's kernel, each number of groups has the overhead that the PR measured, within a tolerance.
 
@@ -84,7 +83,7 @@ def group_cost(cases: ClaimCases) -> ClaimJudgement:
 
 @claim(
     "our_group_cost",
-    measure=in_lab(f"{LAB}:our_group_cost"),
+    measure=f"{LAB}:our_group_cost",
     thresholds=("max_overhead_2", "max_overhead_4", "max_overhead_8"),
     needs_gpu=True,
 )
@@ -102,7 +101,7 @@ def our_group_cost(cases: ClaimCases) -> ClaimJudgement:
     )
 
 
-@claim("cold_swap", measure=in_lab(f"{LAB}:cold_swap"), thresholds=("min_share",), needs_gpu=True)
+@claim("cold_swap", measure=f"{LAB}:cold_swap", thresholds=("min_share",), needs_gpu=True)
 def cold_swap(cases: ClaimCases) -> ClaimJudgement:
     """The transfer of its bytes at the bandwidth of pinned copies is most of a cold call."""
     (measured,) = cases.evidence()

@@ -15,7 +15,6 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
-    in_lab,
 )
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier
 
@@ -52,7 +51,7 @@ class SelfEvictingCacheParameters(Parameters):
         return self
 
 
-@claim("wrong_share", measure=in_lab(f"{LAB}:wrong_share"), thresholds=("min_share_tight", "max_share_ample"))
+@claim("wrong_share", measure=f"{LAB}:wrong_share", thresholds=("min_share_tight", "max_share_ample"))
 def wrong_share(cases: ClaimCases) -> ClaimJudgement:
     """Most calls are wrong with top-k slots, few with four times as many, none under LRU and ours."""
     (measured,) = cases.evidence()
@@ -69,7 +68,7 @@ def wrong_share(cases: ClaimCases) -> ClaimJudgement:
     )
 
 
-@claim("lfru_at_half", measure=in_lab(f"{LAB}:lfru_at_half"), thresholds=("min_gain",))
+@claim("lfru_at_half", measure=f"{LAB}:lfru_at_half", thresholds=("min_gain",))
 def lfru_at_half(cases: ClaimCases) -> ClaimJudgement:
     """LFRU with 8 slots has a higher hit rate than LRU with 16 on every trace."""
     (measured,) = cases.evidence()
@@ -89,7 +88,7 @@ def lfru_at_half(cases: ClaimCases) -> ClaimJudgement:
     return decide(min(gains) > cases.limits["min_gain"], measured, figure)
 
 
-@claim("lru_monopoly", measure=in_lab(f"{LAB}:lru_monopoly"), thresholds=("min_tilt",))
+@claim("lru_monopoly", measure=f"{LAB}:lru_monopoly", thresholds=("min_tilt",))
 def lru_monopoly(cases: ClaimCases) -> ClaimJudgement:
     """One LRU cache for all layers favours the first third of the layers over the last."""
     (measured,) = cases.evidence()
@@ -110,7 +109,7 @@ def lru_monopoly(cases: ClaimCases) -> ClaimJudgement:
     return decide(cases.keeps("min_tilt", tilts), measured, reason)
 
 
-@claim("lfru_speed", measure=in_lab(f"{LAB}:lfru_speed"), thresholds=("min_gain",), needs_gpu=True)
+@claim("lfru_speed", measure=f"{LAB}:lfru_speed", thresholds=("min_gain",), needs_gpu=True)
 def lfru_speed(cases: ClaimCases) -> ClaimJudgement:
     """Decoding is faster under LFRU than under LRU."""
     (measured,) = cases.evidence()

@@ -14,7 +14,6 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
-    in_lab,
 )
 from moedoctor.results import Case, CaseVerdict, Observation, Tier
 
@@ -48,7 +47,7 @@ class WorkspaceAliasingParameters(Parameters):
 
 @claim(
     "modular_kernel",
-    measure=in_lab(f"{LAB}:modular_kernel"),
+    measure=f"{LAB}:modular_kernel",
     units=lambda subjects: [subject for subject in subjects if subject == "installed"],
     needs_gpu=True,
     needs="an installed vLLM",

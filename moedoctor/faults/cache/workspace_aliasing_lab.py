@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -161,13 +162,10 @@ def modular_kernel(unit: str, device: str, sources: Mapping[str, str]) -> Observ
     """Measure the installed vLLM's kernel once a group: what it returns, and what it copies that from."""
     rows = []
     for result, unfinished in RESULTS.items():
+        run = functools.partial(vllm_kernel, unfinished=unfinished)
         for groups in (2, 4):
-            evidence = measure(
-                WorkspaceAliasingParameters(alias="sum", groups=groups),
-                device,
-                lambda call, unfinished=unfinished: vllm_kernel(call, unfinished=unfinished),
-                _BFLOAT16,
-            ).evidence
+            parameters = WorkspaceAliasingParameters.model_validate({"alias": "sum", "groups": groups})
+            evidence = measure(parameters, device, run, _BFLOAT16).evidence
             counts = {key: evidence[key] for key in ("wrong_rows", "rows", "same_memory")}
             rows.append({"what": result, "groups": groups, **counts})
     return Observation({"rows": rows})
