@@ -10,7 +10,7 @@ import moedoctor
 from moedoctor import catalogue
 from moedoctor.interfaces import Fault, Measurement
 from moedoctor.processes.child import Request
-from moedoctor.processes.isolation import Finished, Job, RunInterruptedError, run_jobs
+from moedoctor.processes.pool import Finished, Job, RunInterruptedError, run_jobs
 from moedoctor.results import (
     CaseResult,
     CaseVerdict,

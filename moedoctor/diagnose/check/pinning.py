@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moedoctor.processes import json_child
+from moedoctor.processes.ask import CACHES, ChildError, answer, ask
 from moedoctor.redaction import Redactor
 
 SECONDS = 30.0
@@ -39,8 +39,8 @@ def try_pinning(seconds: float = SECONDS) -> Pinning:
     """Pin 64 MiB in a child process, for `seconds` at most."""
     redact = Redactor.of_this_process().text
     try:
-        facts = json_child.ask("moedoctor.diagnose.check.pinning", seconds=seconds)
-    except json_child.ChildError as error:
+        facts = ask("moedoctor.diagnose.check.pinning", seconds=seconds, caches=CACHES)
+    except ChildError as error:
         return Pinning(tried=True, works=False, reason=redact(str(error)))
     if facts.get("cuda") is False:
         return not_tried("torch sees no GPU")
@@ -50,7 +50,7 @@ def try_pinning(seconds: float = SECONDS) -> Pinning:
     return Pinning(tried=True, works=False, reason=redact(str(facts.get("error", "torch did not say why"))))
 
 
-def _pin() -> Mapping[str, Any]:
+def _pin(request: None) -> Mapping[str, Any]:
     import torch
 
     if not torch.cuda.is_available():
@@ -65,4 +65,4 @@ def _pin() -> Mapping[str, Any]:
 
 
 if __name__ == "__main__":
-    json_child.answer(_pin)
+    answer(_pin)

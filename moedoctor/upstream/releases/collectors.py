@@ -10,13 +10,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moedoctor.processes import json_child
+from moedoctor.processes.ask import CACHES, ChildError, answer, ask
 from moedoctor.redaction import Redactor
 
 SECONDS = 30.0
@@ -52,8 +51,8 @@ def collect_flashinfer(seconds: float = SECONDS) -> Collected:
 def _collected(package: str, seconds: float) -> Collected:
     redactor = Redactor.of_this_process()
     try:
-        facts = json_child.ask("moedoctor.upstream.releases.collectors", (package,), seconds=seconds)
-    except json_child.ChildError as error:
+        facts = ask("moedoctor.upstream.releases.collectors", package, seconds=seconds, caches=CACHES)
+    except ChildError as error:
         return Collected(error=redactor.text(str(error)))
     if "error" in facts:
         return Collected(error=redactor.text(str(facts["error"])))
@@ -72,7 +71,9 @@ def _vllm() -> Mapping[str, Any]:
     module = importlib.import_module("vllm.collect_env")
     facts = module.get_env_info()._asdict()
     return {
-        name: value for name, value in facts.items() if value not in (None, "") and not _OURS.search(name)
+        name: str(value)
+        for name, value in facts.items()
+        if value not in (None, "") and not _OURS.search(name)
     }
 
 
@@ -102,4 +103,4 @@ def _flashinfer() -> Mapping[str, Any]:
 _COLLECTORS: Mapping[str, Callable[[], Mapping[str, Any]]] = {"vllm": _vllm, "flashinfer": _flashinfer}
 
 if __name__ == "__main__":
-    json_child.answer(_COLLECTORS[sys.argv[1]])
+    answer(lambda package: _COLLECTORS[package]())

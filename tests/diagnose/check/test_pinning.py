@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from moedoctor.diagnose.check import pinning
 from moedoctor.diagnose.check.pinning import Pinning, try_pinning
-from moedoctor.processes import json_child
+from moedoctor.processes.ask import ChildError
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
@@ -17,7 +18,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
             raise answer
         return answer
 
-    monkeypatch.setattr(json_child, "ask", ask)
+    monkeypatch.setattr(pinning, "ask", ask)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
             Pinning(True, False, "CUDA error: OS call failed"),
         ),
         ({"pinned": False, "seconds": 0.1}, Pinning(True, False, "torch did not say why")),
-        (json_child.ChildError("no answer within 30 s"), Pinning(True, False, "no answer within 30 s")),
+        (ChildError("no answer within 30 s"), Pinning(True, False, "no answer within 30 s")),
     ],
 )
 def test_what_the_child_says(monkeypatch: pytest.MonkeyPatch, answer: Any, expected: Pinning) -> None:
@@ -39,7 +40,7 @@ def test_what_the_child_says(monkeypatch: pytest.MonkeyPatch, answer: Any, expec
 
 
 def test_names_in_an_error_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, json_child.ChildError("no such file /home/alice/lib.so"))
+    answering(monkeypatch, ChildError("no such file /home/alice/lib.so"))
     assert "alice" not in try_pinning().reason
 
 
@@ -54,5 +55,5 @@ def test_the_real_child_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_machine_pins() -> None:
-    pinning = try_pinning()
-    assert pinning.works, pinning.reason
+    found = try_pinning()
+    assert found.works, found.reason

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moedoctor.processes.child import Request
-from moedoctor.processes.isolation import Finished, Job, Outcome, RunInterruptedError, run_jobs
+from moedoctor.processes.pool import Finished, Job, Outcome, RunInterruptedError, run_jobs
 from moedoctor.results import Case, Crash, Death, Observation, Skip, Tier
 
 pytestmark = pytest.mark.usefixtures("dying_plugin")
@@ -107,7 +107,7 @@ def test_cpu_jobs_run_side_by_side() -> None:
 
 
 def test_gpu_jobs_run_one_at_a_time_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moedoctor.processes import isolation
+    from moedoctor.processes import pool as isolation
 
     jobs = [job("answers", device=device) for device in ("cuda:0", "cuda:0", "cuda:1", "cpu", "cpu")]
     chosen = isolation._startable([0, 1, 2, 3, 4], [], jobs, parallel=1)

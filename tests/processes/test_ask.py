@@ -1,0 +1,137 @@
+"""A module in a child process: its answers, or one line for every way of not giving one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moedoctor.processes.ask import CACHES, ChildError, ask, run_module
+
+PRELUDE = "import os, signal, sys, time\nfrom moedoctor.processes.ask import answer\n"
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module `child_module` that `ask` finds; the test writes it."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path / "child_module.py"
+
+
+def test_the_answer_comes_back_whatever_is_printed_beside_it(child: Path) -> None:
+    child.write_text(
+        PRELUDE + "def facts(request):\n"
+        "    print('noise'); os.write(1, b'more noise'); sys.stderr.write('and here')\n"
+        "    return {'a': [1, float('nan')], 'request': request, 'set': os.environ['SET'], 'path': 'ü'}\n"
+        "answer(facts)\n"
+    )
+    found = ask("child_module", {"x": (1,)}, seconds=30, environ={"SET": "yes"})
+    assert found == {"a": [1, "nan"], "request": {"x": [1]}, "set": "yes", "path": "ü"}
+
+
+def test_answers_that_were_written_before_a_death_are_there(child: Path) -> None:
+    child.write_text(
+        PRELUDE + "def count(request):\n    yield 1\n    yield 2\n    os.abort()\nanswer(count)\n"
+    )
+    ended = run_module("child_module", seconds=30)
+    assert (ended.answers, ended.code) == ((1, 2), -signal.SIGABRT)
+    assert ended.problem is not None
+    assert ended.problem.startswith("killed by SIGABRT: ")
+    assert "Fatal Python error: Aborted" in ended.log
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('gone')", "exit status 1: KeyError: 'gone'"),
+        ("answer(lambda request: request['no key'])", "exit status 1: TypeError: "),
+        ("os._exit(3)", "exit status 3: it printed nothing"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV: it printed nothing"),
+        ("print('no answer')", "its answer is not one JSON object"),
+        ("answer(lambda request: [1])", "its answer is not one JSON object"),
+        ("open(sys.argv[1] + '/answers', 'w').write('{')", "its answer is not one JSON object"),
+    ],
+)
+def test_every_other_end_is_one_line(child: Path, body: str, message: str) -> None:
+    child.write_text(PRELUDE + body)
+    with pytest.raises(ChildError) as failed:
+        ask("child_module", seconds=30)
+    assert str(failed.value).startswith(message)
+    assert "\n" not in str(failed.value)
+
+
+def test_a_module_that_is_not_there() -> None:
+    with pytest.raises(ChildError, match="No module named no_such_module"):
+        ask("no_such_module", seconds=30)
+
+
+FORKS = (
+    "def answers(request):\n"
+    "    if os.fork() == 0:\n"
+    "        open(request, 'w').write(str(os.getpid()))\n"
+    "        time.sleep(600)\n"
+    "    time.sleep(600)\n"
+    "answer(answers)\n"
+)
+
+
+def test_a_child_that_hangs_is_killed_with_what_it_started(child: Path, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    child.write_text(PRELUDE + FORKS)
+    started = time.monotonic()
+    with pytest.raises(ChildError, match=r"no answer within 1\.5 s"):
+        ask("child_module", str(pid), seconds=1.5)
+    assert time.monotonic() - started < 10
+    assert not running(int(pid.read_text()))
+
+
+def test_a_child_does_not_outlive_its_parent(child: Path, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    child.write_text(PRELUDE + FORKS)
+    code = f"from moedoctor.processes.ask import ask; ask('child_module', {str(pid)!r}, seconds=60)"
+    search = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": search})
+    while not (pid.exists() and pid.read_text()):
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    assert not running(int(pid.read_text()))
+
+
+def running(pid: int) -> bool:
+    """Whether the process is there after a second, and not merely unburied."""
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        if state in "ZX":
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_child_leaves_nothing_behind(child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    child.write_text(
+        PRELUDE + "import pathlib, helper_module\n"
+        "folder = pathlib.Path(os.environ['FLASHINFER_WORKSPACE_BASE'])\n"
+        "(folder / 'cache').write_text('x')\n"
+        "pathlib.Path('beside').write_text('x')\n"
+        "answer(lambda request: {'folder': str(folder), 'cache': os.environ['XDG_CACHE_HOME']})\n"
+    )
+    (tmp_path / "helper_module.py").write_text("")
+    facts = ask("child_module", seconds=30, caches=CACHES)
+    assert facts["folder"] == facts["cache"]
+    assert not Path(facts["folder"]).parent.exists()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["child_module.py", "helper_module.py", "home"]
+    assert list(home.iterdir()) == []
