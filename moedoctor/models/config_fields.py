@@ -1,20 +1,28 @@
-"""The fields of a ``config.json``, each asked for with the type that it must have."""
+"""The fields of a ``config.json``, each read with the type that it must have."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+"""Fields of a multimodal config that may hold the language model's config."""
 _MOST = (1 << 31) - 1
-"""No size of a model is greater; it keeps products of sizes within what a float holds."""
+"""The largest size of a model; it keeps products of sizes within what a float holds."""
 
 
 class ConfigError(ValueError):
-    """A config.json that no shape can be read from; one line says which field and what was expected."""
+    """A config.json without a readable shape; one line says which field and what was expected."""
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the language model's part of a multimodal config, or the whole config."""
+    parts = (config.get(name) for name in TEXT_CONFIGS)
+    return next((part for part in parts if isinstance(part, Mapping) and part), config)
 
 
 class Fields:
-    """The fields of a config, asked for by any of their names. A field that is null counts as missing."""
+    """The fields of a config, read by any of their names. A field that is null is missing."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
@@ -24,57 +32,57 @@ class Fields:
         return self.values.get(name) is not None
 
     def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
-        """A whole number from `least` to `most`; raises ConfigError where it is not, or is missing."""
-        name, found = self._found(names, default)
-        if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
-            wide = f"at least {least}" if isinstance(found, int) and found < least else f"{least} to {most}"
-            raise self.error(name, found, f"a whole number, {wide}")
-        return found
+        """Return a whole number from `least` to `most`. Raises ConfigError."""
+        name, value = self._first(names, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            span = f"at least {least}" if isinstance(value, int) and value < least else f"{least} to {most}"
+            raise self.error(name, value, f"a whole number, {span}")
+        return value
 
     def optional(self, name: str) -> int | None:
-        """A whole number of at least 1, or None where it is missing. Raises ConfigError."""
+        """Return a whole number of at least 1, or None if it is missing. Raises ConfigError."""
         return self.integer(name) if name in self else None
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """true or false. Raises ConfigError."""
-        _, found = self._found((name,), default)
-        if not isinstance(found, bool):
-            raise self.error(name, found, "true or false")
-        return found
+        """Return true or false. Raises ConfigError."""
+        _, value = self._first((name,), default)
+        if not isinstance(value, bool):
+            raise self.error(name, value, "true or false")
+        return value
 
     def text(self, *names: str, default: str) -> str:
-        """A text that is not empty. Raises ConfigError."""
-        name, found = self._found(names, default)
-        if not isinstance(found, str) or not found:
-            raise self.error(name, found, "a name")
-        return found
+        """Return a text that is not empty. Raises ConfigError."""
+        name, value = self._first(names, default)
+        if not isinstance(value, str) or not value:
+            raise self.error(name, value, "a name")
+        return value
 
     def texts(self, name: str) -> Sequence[str]:
-        """A list of texts with at least one. Raises ConfigError."""
-        found = self.values.get(name)
-        if not isinstance(found, list) or not found or not all(isinstance(one, str) for one in found):
-            raise self.error(name, found, "a list with a name for every layer")
-        return found
+        """Return a list of at least one text. Raises ConfigError."""
+        value = self.values.get(name)
+        if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+            raise self.error(name, value, "a list with a name for every layer")
+        return value
 
     def indices(self, name: str) -> Sequence[int]:
-        """A list of layers, counted from 0; empty where it is missing. Raises ConfigError."""
-        _, found = self._found((name,), [])
-        if not isinstance(found, list) or not all(type(one) is int and one >= 0 for one in found):
-            raise self.error(name, found, "a list of layer numbers, counted from 0")
-        return found
+        """Return a list of layers, counted from 0; empty if it is missing. Raises ConfigError."""
+        _, value = self._first((name,), [])
+        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+            raise self.error(name, value, "a list of layer numbers, counted from 0")
+        return value
 
-    def error(self, name: str, found: Any, expected: str) -> ConfigError:
-        """What to raise for the field `name` that holds `found`."""
-        said = "is missing" if found is None else f"is {short(found)}"
-        return ConfigError(f"{self.where}: {name} {said}, expected {expected}")
+    def error(self, name: str, value: Any, expected: str) -> ConfigError:
+        """Return the error for the field `name` with `value`."""
+        actual = "is missing" if value is None else f"is {short(value)}"
+        return ConfigError(f"{self.where}: {name} {actual}, expected {expected}")
 
-    def _found(self, names: Sequence[str], default: Any) -> tuple[str, Any]:
-        """The first of `names` that is there with its value, else all of them with the default."""
-        name = next((one for one in names if one in self), None)
+    def _first(self, names: Sequence[str], default: Any) -> tuple[str, Any]:
+        """Return the first of `names` that is there and its value, else all names and the default."""
+        name = next((name for name in names if name in self), None)
         return (" or ".join(names), default) if name is None else (name, self.values[name])
 
 
 def short(value: Any) -> str:
-    """The value as ASCII in one line of at most 60 characters."""
+    """Return the value as ASCII in one line of at most 60 characters."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

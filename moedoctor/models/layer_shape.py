@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 QUANTIZATIONS = ("nvfp4", "fp8", "bf16")
-"""How the expert weights are stored."""
+"""Formats of the expert weights."""
 BITS = {"nvfp4": 4.5, "fp8": 8.0, "bf16": 16.0}
-"""Bits a weight takes with its block scales; the scale of a whole matrix is not counted."""
+"""Bits of a weight with its block scales, without the scale of the whole matrix."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """E routed experts of hidden size H and intermediate size I, K of them a token."""
+    """A layer of routed experts; each token uses `top_k` of them."""
 
     hidden: int
     intermediate: int
@@ -38,7 +38,7 @@ class LayerShape:
 
     @property
     def w13_rows(self) -> int:
-        """Rows of the first weight: gate and up, or one matrix without a gate."""
+        """Rows of w13: gate and up, or one matrix without a gate."""
         return self.intermediate * (2 if self.gated else 1)
 
     @property
@@ -47,12 +47,12 @@ class LayerShape:
         return (self.w13_rows + self.intermediate) * self.hidden
 
     def weight_bytes(self, experts: int, bits: float) -> int:
-        """Bytes of the weights and block scales of so many experts, at so many bits a weight."""
+        """Return the bytes of the weights and block scales of `experts` experts at `bits` bits a weight."""
         return int(experts * self.expert_parameters * bits / 8)
 
-    def flops(self, slots: int) -> int:
-        """Floating-point operations of the products for so many (token, expert) pairs."""
-        return 2 * slots * self.expert_parameters
+    def flops(self, pairs: int) -> int:
+        """Return the floating-point operations of the products for so many (token, expert) pairs."""
+        return 2 * pairs * self.expert_parameters
 
     def __str__(self) -> str:
         return (

@@ -9,37 +9,36 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from moedoctor.models.config import read_config, shape_of
 from moedoctor.models.config_fields import ConfigError
-from moedoctor.models.config_json import read_config, shape_of
 from moedoctor.models.shape import ModelShape
 
 
 def names() -> Sequence[str]:
-    """The presets, in alphabetical order."""
+    """Return the names of the presets in alphabetical order."""
     folder = resources.files("moedoctor.models") / "presets"
-    return sorted(one.name.removesuffix(".json") for one in folder.iterdir() if one.name.endswith(".json"))
+    return sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json"))
 
 
 def preset(name: str) -> ModelShape:
-    """The preset called `name`, in any case. Raises ConfigError, which lists the presets."""
+    """Return the preset called `name`, in any case. Raises ConfigError, which lists the presets."""
     return shape_of(preset_document(name), name.lower(), f"preset {name.lower()}")
 
 
 def preset_document(name: str) -> dict[str, Any]:
-    """The fields of the preset's config.json, and ``_source``. Raises ConfigError as `preset`."""
-    wanted = name.lower()
-    if wanted not in names():
+    """Return the fields of the preset's config.json, and ``_source``. Raises ConfigError."""
+    if name.lower() not in names():
         raise ConfigError(
             f"--model {name}: no such preset or folder; expected a folder with a config.json, or "
             f"one of {', '.join(names())}"
         )
-    text = (resources.files("moedoctor.models") / "presets" / f"{wanted}.json").read_text(encoding="utf-8")
-    document: dict[str, Any] = json.loads(text)
+    file = resources.files("moedoctor.models") / "presets" / f"{name.lower()}.json"
+    document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return document
 
 
 def find_model(name: str) -> ModelShape:
-    """The model in the folder `name`, else the preset of that name. Raises ConfigError."""
+    """Return the model in the folder `name`, else the preset of that name. Raises ConfigError."""
     path = Path(name)
     if os.path.isdir(path) or path.name == "config.json":
         file = path / "config.json" if os.path.isdir(path) else path

@@ -1,4 +1,4 @@
-"""What of a model decides how much memory it takes and what one token costs: layers and their sizes."""
+"""The layers of a model and their sizes: they decide its memory and the cost of a token."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from moedoctor.models.layer_shape import LayerShape
 
 @dataclass(frozen=True)
 class AttentionLayers:
-    """Attention layers of one size. Attention is what holds keys and values per token."""
+    """Attention layers of one size. They keep keys and values of every token."""
 
     count: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
-    """Tokens that a layer looks back; None where it sees the whole context."""
+    """Tokens that a layer looks back; None for the whole context."""
     output_gate: bool = False
     """Whether the query projection also makes a gate of the output's size."""
     shared_kv: bool = False
-    """Whether the values are the keys: one projection, but both are still kept in the cache."""
+    """Whether the values are the keys: one projection, but the cache keeps both."""
 
     def kv_elements(self) -> int:
-        """Elements that one layer keeps of one token: keys and values."""
+        """Return the elements that one layer keeps of one token: keys and values."""
         return 2 * self.num_kv_heads * self.head_dim
 
     def parameters(self, hidden_size: int) -> int:
-        """Parameters of one layer."""
+        """Return the parameters of one layer."""
         queries = self.num_heads * self.head_dim * (2 if self.output_gate else 1)
         keys_values = self.num_kv_heads * self.head_dim * (1 if self.shared_kv else 2)
         return hidden_size * (queries + keys_values + self.num_heads * self.head_dim)
@@ -41,22 +41,22 @@ class LatentAttentionLayers:
     count: int
     num_heads: int
     kv_rank: int
-    """Width of the vector that keys and values are made of."""
+    """Width of the vector from which keys and values are made."""
     rope_dim: int
     """Width of the part of the key that carries the position; kept beside that vector."""
     nope_dim: int
     """Width of the rest of a head's key."""
     value_dim: int
     query_rank: int | None = None
-    """Width that queries are compressed to; None where they are not."""
+    """Width to which queries are compressed; None if they are not."""
     sliding_window: ClassVar[None] = None
 
     def kv_elements(self) -> int:
-        """Elements that one layer keeps of one token."""
+        """Return the elements that one layer keeps of one token."""
         return self.kv_rank + self.rope_dim
 
     def parameters(self, hidden_size: int) -> int:
-        """Parameters of one layer."""
+        """Return the parameters of one layer."""
         queries = self.num_heads * (self.nope_dim + self.rope_dim)
         rank = self.query_rank
         query = hidden_size * queries if rank is None else rank * (hidden_size + queries)
@@ -67,7 +67,7 @@ class LatentAttentionLayers:
 
 @dataclass(frozen=True)
 class RecurrentLayers:
-    """Layers with a state of fixed size per request in place of keys and values: Mamba 2, gated delta net."""
+    """Layers with a state of fixed size per request instead of keys and values: Mamba 2, gated delta net."""
 
     count: int
     conv_elements: int
@@ -79,7 +79,7 @@ class RecurrentLayers:
     parameters_each: int
 
     def bytes_per_request(self, model_bytes: int) -> int:
-        """Bytes of one layer's state; `model_bytes` is the size of one element of the model's type."""
+        """Return the bytes of one layer's state; an element of the model's type has `model_bytes`."""
         return self.conv_elements * model_bytes + self.state_elements * self.state_bytes
 
 
@@ -89,25 +89,25 @@ class ExpertLayers:
 
     count: int
     layer: LayerShape
-    """The routed experts; their hidden size is below the model's where they work in a latent space."""
+    """The routed experts; their hidden size is below the model's if they work in a latent space."""
     latent_parameters: int = 0
     """Parameters of the projections into the latent space and back."""
     shared_intermediate_size: int = 0
     """Width of the shared expert, 0 without one."""
 
     def parameters_beside(self, model_hidden_size: int) -> int:
-        """Parameters of one layer beside its routed experts: router, shared expert, latent projections."""
+        """Return the parameters beside the routed experts of a layer: router, shared expert, projections."""
         shared = (3 if self.layer.gated else 2) * model_hidden_size * self.shared_intermediate_size
         return model_hidden_size * self.layer.experts + shared + self.latent_parameters
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model as far as memory and traffic are concerned. Norms and biases are left out: below 0.1 %."""
+    """The sizes that decide memory and traffic. Norms and biases are left out: below 0.1 %."""
 
     name: str
     source: str
-    """Where the figures come from."""
+    """The origin of the figures."""
     hidden_size: int
     vocab_size: int
     tied_embeddings: bool
@@ -120,14 +120,17 @@ class ModelShape:
     max_context: int | None = None
 
     def expert_parameters(self) -> int:
-        """Parameters of all routed experts of all layers."""
+        """Return the parameters of all routed experts of all layers."""
         layer = self.experts.layer
         return self.experts.count * layer.experts * layer.expert_parameters
 
+    def embedding_parameters(self) -> int:
+        """Return the parameters of the embeddings and of lm_head, which share them if they are tied."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+
     def other_parameters(self) -> int:
-        """Parameters of everything but the routed experts."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        attention = sum(one.count * one.parameters(self.hidden_size) for one in self.attention)
+        """Return the parameters of everything but the routed experts."""
+        attention = sum(layers.count * layers.parameters(self.hidden_size) for layers in self.attention)
         recurrent = self.recurrent.count * self.recurrent.parameters_each if self.recurrent else 0
         beside = self.experts.count * self.experts.parameters_beside(self.hidden_size)
-        return embeddings + attention + recurrent + beside + self.dense_parameters
+        return self.embedding_parameters() + attention + recurrent + beside + self.dense_parameters

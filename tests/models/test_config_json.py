@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from moedoctor.models.config import read_config, shape_of
 from moedoctor.models.config_fields import ConfigError
-from moedoctor.models.config_json import read_config, shape_of
 from moedoctor.models.presets import find_model, names, preset
 
 TINY = {

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from moedoctor.diagnose.plan.kv_cache import PlanError
 from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
-from moedoctor.models.config_fields import ConfigError
-from moedoctor.models.config_json import shape_of
+from moedoctor.models.config import shape_of
+from moedoctor.models.config_fields import TEXT_CONFIGS, ConfigError
 from moedoctor.models.presets import names, preset_document
 
 TINY = {
@@ -27,7 +27,7 @@ CONFIGS = {
     "sliding": {**TINY, "use_sliding_window": True, "sliding_window": 64},
     **{name: preset_document(name) for name in names()},
 }
-_OBJECTS = ("text_config", "llm_config")
+_OBJECTS = TEXT_CONFIGS
 
 
 class Recorder(Mapping[str, Any]):

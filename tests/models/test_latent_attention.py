@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from moedoctor.diagnose.plan.kv_cache import kv_cache
+from moedoctor.models.config import shape_of
 from moedoctor.models.config_fields import ConfigError
-from moedoctor.models.config_json import shape_of
 
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3", "hidden_size": 7168, "vocab_size": 129_280, "num_hidden_layers": 61,

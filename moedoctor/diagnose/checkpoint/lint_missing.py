@@ -10,8 +10,8 @@ from typing import Any
 from moedoctor.diagnose.checkpoint.checkpoint import INDEX, Checkpoint
 from moedoctor.diagnose.checkpoint.lint_records import Findings
 from moedoctor.diagnose.checkpoint.modules import whole_number
+from moedoctor.models.config import dense_layers, layer_kinds
 from moedoctor.models.config_fields import ConfigError, Fields
-from moedoctor.models.layer_kinds import dense_layers, layer_kinds
 
 EXPERT_NUMBERS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers")

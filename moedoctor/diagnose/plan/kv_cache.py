@@ -1,8 +1,8 @@
 """How many tokens fit into the memory that is left for the KV cache, counted as vLLM counts them.
 
-vLLM keeps one pool of blocks for all layers. Layers are put into groups of equal size, every group takes
-blocks of one size in bytes, and a request takes blocks from every group. So a hybrid model pays for its
-recurrent layers in whole blocks, and "bytes per token" times tokens is not the size of its pool. Source:
+vLLM keeps one pool of blocks for all layers. It puts layers into groups of equal size; every group takes
+blocks of the same size in bytes, and a request takes blocks from every group. So a hybrid model pays for its
+recurrent layers in whole blocks, and the pool is larger than "bytes per token" times tokens. Source:
 vllm/v1/core/kv_cache_utils.py and vllm/model_executor/models/config.py of 0.18.0, 0.19.1, 0.20.0 and 0.21.0.
 """
 
@@ -20,16 +20,16 @@ _PADDING_LIMIT = 1.5
 
 
 class PlanError(ValueError):
-    """Something that cannot be planned; one line says what and what to give instead."""
+    """A request that cannot be planned; one line says why and what to give instead."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers of one kind, as the cache sees them."""
+    """Layers of one kind in the cache."""
 
     count: int
     page_bytes: int
-    """Bytes that one block takes in one layer."""
+    """Bytes of one block in one layer."""
     block_tokens: int
     """Tokens of one block; 0 for recurrent layers, whose block is one request's state."""
     window: int | None = None
@@ -44,18 +44,18 @@ class KvCache:
     groups: int
     layers_per_group: int
     block_bytes: int
-    """Bytes of one block over the layers of a group: what the pool is divided by."""
+    """Bytes of one block over the layers of a group; the pool consists of such blocks."""
     blocks: int
     blocks_per_request: int
-    """Blocks that a request of the whole context takes."""
+    """Blocks of a request of the whole context."""
     bytes_per_token: int
     """Bytes of keys and values of one token in all attention layers, without rounding to blocks."""
     state_bytes_per_request: int
     """Bytes of recurrent state of one request, without rounding to blocks."""
     tokens_printed_to_0_20: int
-    """What vLLM 0.17.1 to 0.20.0 print as the size of the cache: blocks // groups x block size."""
+    """The size of the cache that vLLM 0.17.1 to 0.20.0 print: blocks // groups x block size."""
     tokens_printed_from_0_21: int
-    """What vLLM 0.21.0 and newer print: concurrency x context."""
+    """The size that vLLM 0.21.0 and newer print: concurrency x context."""
     concurrency: float
     """Requests of the whole context that fit at once."""
 
@@ -70,23 +70,23 @@ def kv_cache(
     block_size: int = 16,
     batched_tokens: int = 8192,
 ) -> KvCache:
-    """What `available_bytes` of cache hold for requests of `context` tokens.
+    """Return what `available_bytes` of cache hold for requests of `context` tokens.
 
     `kv_bytes` and `model_bytes` are the sizes of one element of the cache and of the model's own type.
-    Raises PlanError where the model's layers cannot share blocks.
+    Raises PlanError if the model's layers cannot share blocks.
     """
     kinds = _same_page(_kinds(shape, kv_bytes, model_bytes, block_size))
     if not kinds:
         raise PlanError(
             f"{shape.name}: no attention and no recurrent layers, so there is no KV cache to plan"
         )
-    per_group = _group_size([one.count for one in kinds])
-    groups = [(one, _ceil(one.count, per_group)) for one in kinds]
+    per_group = _group_size([kind.count for kind in kinds])
+    groups = [(kind, _ceil(kind.count, per_group)) for kind in kinds]
     count = sum(number for _, number in groups)
     block_bytes = kinds[0].page_bytes * per_group
     blocks = max(0, available_bytes // kinds[0].page_bytes // per_group)
-    taken = sum(number * _blocks_of(one, context, batched_tokens) for one, number in groups)
-    tokens = min(one.block_tokens for one in kinds if one.block_tokens) if _attends(kinds) else 0
+    taken = sum(number * _blocks_of(kind, context, batched_tokens) for kind, number in groups)
+    tokens = min((kind.block_tokens for kind in kinds if kind.block_tokens), default=0)
     concurrency = blocks / taken
     return KvCache(
         block_size=tokens,
@@ -95,7 +95,7 @@ def kv_cache(
         block_bytes=block_bytes,
         blocks=blocks,
         blocks_per_request=taken,
-        bytes_per_token=sum(one.count * one.kv_elements() for one in shape.attention) * kv_bytes,
+        bytes_per_token=sum(layers.count * layers.kv_elements() for layers in shape.attention) * kv_bytes,
         state_bytes_per_request=(
             shape.recurrent.count * shape.recurrent.bytes_per_request(model_bytes) if shape.recurrent else 0
         ),
@@ -106,35 +106,35 @@ def kv_cache(
 
 
 def _kinds(shape: ModelShape, kv_bytes: int, model_bytes: int, block_size: int) -> list[Layers]:
-    """The kinds of layers with their own page sizes. A hybrid's attention block grows to hold a state."""
+    """Return the kinds of layers with their page sizes. A hybrid's attention block grows to hold a state."""
     recurrent = shape.recurrent
     state = recurrent.bytes_per_request(model_bytes) if recurrent else 0
     if state and shape.attention:
-        per_token = max(one.kv_elements() for one in shape.attention) * kv_bytes
+        per_token = max(layers.kv_elements() for layers in shape.attention) * kv_bytes
         block_size = max(block_size, ALIGNMENT * _ceil(state, ALIGNMENT * per_token))
     kinds = [
-        Layers(one.count, one.kv_elements() * kv_bytes * block_size, block_size, one.sliding_window)
-        for one in shape.attention
+        Layers(layers.count, layers.kv_elements() * kv_bytes * block_size, block_size, layers.sliding_window)
+        for layers in shape.attention
     ]
     if recurrent:
         # Padded to the attention layers' page, which was made large enough above.
-        kinds.append(Layers(recurrent.count, max([state, *(one.page_bytes for one in kinds)]), 0))
+        kinds.append(Layers(recurrent.count, max([state, *(kind.page_bytes for kind in kinds)]), 0))
     return kinds
 
 
 def _same_page(kinds: Sequence[Layers]) -> list[Layers]:
-    """All layers with the largest page: those with a smaller one get blocks of more tokens."""
-    largest = max((one.page_bytes for one in kinds), default=0)
-    made = []
-    for one in kinds:
-        if largest % one.page_bytes:
+    """Give all layers the largest page; layers with a smaller one get blocks of more tokens."""
+    largest = max((kind.page_bytes for kind in kinds), default=0)
+    unified = []
+    for kind in kinds:
+        if largest % kind.page_bytes:
             raise PlanError(
-                f"pages of {one.page_bytes} and {largest} bytes do not divide each other, so vLLM "
+                f"pages of {kind.page_bytes} and {largest} bytes do not divide each other, so vLLM "
                 "refuses this model; give another --block-size or --kv-dtype"
             )
-        ratio = largest // one.page_bytes
-        made.append(replace(one, page_bytes=largest, block_tokens=one.block_tokens * ratio))
-    return made
+        ratio = largest // kind.page_bytes
+        unified.append(replace(kind, page_bytes=largest, block_tokens=kind.block_tokens * ratio))
+    return unified
 
 
 def _group_size(counts: Sequence[int]) -> int:
@@ -143,17 +143,13 @@ def _group_size(counts: Sequence[int]) -> int:
 
 
 def _blocks_of(layers: Layers, context: int, batched_tokens: int) -> int:
-    """Blocks that one request of `context` tokens takes of one group of these layers."""
+    """Return the blocks that a request of `context` tokens takes of one group of these layers."""
     if not layers.block_tokens:
         return 1
     if layers.window is None:
         return _ceil(context, layers.block_tokens)
     # The window need not begin at the start of a block: one more.
     return _ceil(min(layers.window - 1 + batched_tokens, context), layers.block_tokens) + 1
-
-
-def _attends(kinds: Sequence[Layers]) -> bool:
-    return any(one.block_tokens for one in kinds)
 
 
 def _ceil(dividend: int, divisor: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moedoctor.diagnose.plan.kv_cache import KvCache, PlanError, kv_cache
-from moedoctor.diagnose.plan.traffic import Traffic, offload_traffic
 from moedoctor.diagnose.plan.workspace import Workspace, workspace
 from moedoctor.models.shape import ModelShape
 
@@ -13,10 +12,11 @@ GIB = 1 << 30
 SCHEMES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}
 """Bytes of a weight with its block scales: E4M3 for 16 weights of NVFP4, E8M0 for 32 of MXFP4."""
 KV_TYPES = {"bf16": 2, "fp8": 1}
+MODES = ("uva", "copy")
 _LEAST_OTHER = 0.5
-"""Bytes of a weight that is no expert's, in the smallest checkpoint that is believed."""
+"""Bytes of a weight outside the experts, in the smallest checkpoint that is believed."""
 _MOST = 1.5
-"""A checkpoint may be this many times what its shape gives: it may hold a vision tower and MTP layers."""
+"""A checkpoint may be this many times its computed size: it may hold a vision tower and MTP layers."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,17 @@ class PlanRequest:
 
     shape: ModelShape
     scheme: str
-    """Of the routed experts: a key of `SCHEMES`."""
+    """The scheme of the routed experts: a key of `SCHEMES`."""
     scheme_source: str | None = None
-    """Where the scheme is said; None where it was given."""
+    """The file that names the scheme; None if it was given."""
     other_scheme: str = "bf16"
-    """Of everything else."""
+    """The scheme of everything else."""
     checkpoint_bytes: int | None = None
-    """Bytes of the checkpoint's weights where they are known; else they are computed from the shape."""
+    """Bytes of the checkpoint's weights, or None to compute them from the shape."""
     gpu_bytes: int | None = None
     utilization: float = 0.9
     available_kv_bytes: int | None = None
-    """The memory that vLLM's log gives for the KV cache; replaces what is computed from `gpu_bytes`."""
+    """The memory for the KV cache by vLLM's log; replaces what is computed from `gpu_bytes`."""
     context: int = 32768
     kv_type: str = "bf16"
     block_size: int = 16
@@ -47,15 +47,29 @@ class PlanRequest:
     """Bytes of weights kept in host memory."""
     offload_mode: str = "uva"
     cache_slots: int | None = None
-    """Slots a layer of an expert cache; all experts are then in host memory."""
+    """Slots of the expert cache in each layer; all experts are then in host memory."""
     hit_rate: float | None = None
     bandwidth: float = 50e9
     """Bytes a second from host to device."""
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """The place of offloaded weights and what a token moves, in bytes."""
+
+    host_bytes: int
+    """Weights in host memory."""
+    device_bytes: int
+    """Device memory for copies of them: the slots of an expert cache."""
+    bytes_per_token: float
+    tokens_per_second: float | None
+    """The bound for one request that decodes one token a step; None if nothing moves."""
+    how: str
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What comes of a request. Sizes in bytes; None where an input is not given."""
+    """The result. Sizes in bytes; None if an input is not given."""
 
     expert_bytes: int
     other_bytes: int
@@ -71,7 +85,7 @@ class Plan:
 
 
 def plan(request: PlanRequest) -> Plan:
-    """Plan `request`. Raises PlanError where it cannot fit, or where an input is missing."""
+    """Plan `request`. Raises PlanError if it cannot fit or an input is missing."""
     shape = request.shape
     expert_bytes = round(shape.expert_parameters() * SCHEMES[request.scheme])
     other_bytes = round(shape.other_parameters() * SCHEMES[request.other_scheme])
@@ -84,22 +98,14 @@ def plan(request: PlanRequest) -> Plan:
         notes.append(f"weights: computed, experts in {request.scheme}, the rest in {request.other_scheme}")
     if request.scheme_source is not None:
         notes.append(f"scheme: {request.scheme}, {request.scheme_source}")
-    embeddings = round(_embedding_parameters(shape) * SCHEMES[request.other_scheme])
-    traffic = offload_traffic(
-        shape,
-        expert_bytes=expert_bytes,
-        layer_bytes=max(0, other_bytes - embeddings),
-        offload_bytes=request.offload_bytes,
-        mode=request.offload_mode,
-        cache_slots=request.cache_slots,
-        hit_rate=request.hit_rate,
-        bandwidth=request.bandwidth,
-    )
+    embeddings = round(shape.embedding_parameters() * SCHEMES[request.other_scheme])
+    traffic = _traffic(request, expert_bytes, max(0, other_bytes - embeddings))
     on_device = expert_bytes + other_bytes - traffic.host_bytes + traffic.device_bytes
     space = workspace(request.backend, request.scheme, shape.experts.layer, request.batched_tokens)
     if request.workspace_bytes is not None:
         space = Workspace(request.workspace_bytes, "given")
-    available, budget = _available(request, on_device, space, notes)
+    budget = round(request.gpu_bytes * request.utilization) if request.gpu_bytes is not None else None
+    available = _available(request, budget, on_device, space, notes)
     kv = kv_cache(
         shape,
         available_bytes=available,
@@ -113,21 +119,21 @@ def plan(request: PlanRequest) -> Plan:
     elif kv.concurrency < 1:
         notes.append(f"not one request of {request.context} tokens fits: lower --context")
     return Plan(
-        expert_bytes,
-        other_bytes,
-        on_device,
-        traffic.host_bytes,
-        space,
-        budget,
-        available,
-        kv,
-        traffic,
-        tuple(notes),
+        expert_bytes=expert_bytes,
+        other_bytes=other_bytes,
+        on_device_bytes=on_device,
+        on_host_bytes=traffic.host_bytes,
+        workspace=space,
+        budget_bytes=budget,
+        available_kv_bytes=available,
+        kv=kv,
+        traffic=traffic,
+        notes=tuple(notes),
     )
 
 
 def _check_size(request: PlanRequest, size: int, expert_bytes: int) -> None:
-    """Raises PlanError where a checkpoint of `size` bytes cannot store its experts in the scheme."""
+    """Raise PlanError if a checkpoint of `size` bytes cannot store its experts in the scheme."""
     others = request.shape.other_parameters()
     least = expert_bytes + others * _LEAST_OTHER
     most = _MOST * (expert_bytes + others * SCHEMES["bf16"])
@@ -138,18 +144,13 @@ def _check_size(request: PlanRequest, size: int, expert_bytes: int) -> None:
         )
 
 
-def _embedding_parameters(shape: ModelShape) -> int:
-    """Parameters of the embeddings and of lm_head, which is theirs where the two are tied."""
-    return shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
-
-
 def _available(
-    request: PlanRequest, on_device: int, space: Workspace, notes: list[str]
-) -> tuple[int, int | None]:
-    budget = round(request.gpu_bytes * request.utilization) if request.gpu_bytes is not None else None
+    request: PlanRequest, budget: int | None, on_device: int, space: Workspace, notes: list[str]
+) -> int:
+    """Return the bytes that are left for the KV cache. Raises PlanError if nothing is left."""
     if request.available_kv_bytes is not None:
         notes.append("KV memory: as given, not computed from the GPU's memory")
-        return request.available_kv_bytes, budget
+        return request.available_kv_bytes
     if budget is None:
         raise PlanError("neither --gpu-memory nor --available-kv is given; expected one of them, in GiB")
     if space.bytes is None:
@@ -163,4 +164,58 @@ def _available(
             f"{budget / GIB:.2f} GiB; offload at least {-left / GIB:.2f} GiB more (--offload) "
             "or use an expert cache (--expert-cache)"
         )
-    return left, budget
+    return left
+
+
+def _traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) -> Traffic:
+    """Return the traffic of the request's offload or expert cache. Raises PlanError for impossible values.
+
+    The bound is for one request that decodes one token a step, with perfectly hidden copies and free compute.
+    Nothing real is faster; a batch moves more experts a step, shared by its tokens. `layer_bytes` are the
+    bytes of the decoder layers beside their experts. Only decoder layers can be offloaded: vLLM gives its
+    offloader the modules that `make_layers` builds (vllm/model_executor/models/utils.py).
+    """
+    experts, offloaded = request.shape.experts, request.offload_bytes
+    expert = expert_bytes / (experts.count * experts.layer.experts)
+    active = experts.count * experts.layer.top_k * expert
+    if request.cache_slots is not None:
+        rate, how = _hit_rate(request, request.cache_slots)
+        cached = round(experts.count * request.cache_slots * expert)
+        return _moving(request, expert_bytes, cached, active * (1 - rate), how)
+    if request.hit_rate is not None:
+        raise PlanError(
+            f"--hit-rate {request.hit_rate:g}: is of an expert cache; give --expert-cache SLOTS as well"
+        )
+    if offloaded < 0 or offloaded > expert_bytes + layer_bytes:
+        raise PlanError(
+            f"--offload {offloaded / GIB:g}: expected 0 to "
+            f"{(expert_bytes + layer_bytes) / GIB:.2f} GiB, the size of the decoder layers; embeddings "
+            "and lm_head are not offloaded"
+        )
+    if not offloaded:
+        return Traffic(0, 0, 0.0, None, "nothing is offloaded")
+    if request.offload_mode == "copy":
+        how = "every offloaded byte is copied in every step (no UVA, or --offload-backend prefetch)"
+        return _moving(request, offloaded, 0, float(offloaded), how)
+    # Offloaded layer by layer, so experts and the rest are offloaded in the proportion that they have.
+    share = offloaded / (expert_bytes + layer_bytes)
+    how = "UVA: kernels read what a token needs, the active experts and all the rest of an offloaded layer"
+    return _moving(request, offloaded, 0, share * (active + layer_bytes), how)
+
+
+def _hit_rate(request: PlanRequest, slots: int) -> tuple[float, str]:
+    layer = request.shape.experts.layer
+    if request.offload_bytes:
+        raise PlanError("--offload and --expert-cache exclude each other; give one of them")
+    if not layer.top_k <= slots <= layer.experts:
+        raise PlanError(
+            f"--expert-cache {slots}: expected {layer.top_k} (top_k) to {layer.experts} slots a layer"
+        )
+    if request.hit_rate is not None:
+        return request.hit_rate, f"hit rate {request.hit_rate:.3f}"
+    rate = slots / layer.experts
+    return rate, f"hit rate {rate:.3f} of uniform routing; measure yours with bench --cache"
+
+
+def _moving(request: PlanRequest, host_bytes: int, device_bytes: int, moved: float, how: str) -> Traffic:
+    return Traffic(host_bytes, device_bytes, moved, request.bandwidth / moved if moved else None, how)

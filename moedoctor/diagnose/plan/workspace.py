@@ -1,10 +1,10 @@
-"""The memory that one call of a MoE backend takes beside weights and cache, as far as its code says it.
+"""The memory that one call of a MoE backend takes beside weights and cache, computed from its code.
 
 vLLM asks every backend for the shapes of its workspaces (`workspace_shapes`) and keeps them for the largest
-batch; quantised activations, dequantised weights, Marlin's sums and the layer's output come on top. What is
-computed here are the allocations of vLLM 0.21.0 on one GPU, and those of our own kernels; the tests compare
-them with what was measured. Left out are the lists of which token goes where: below 1 %. What a FlashInfer
-backend allocates inside its own library is in none of that code, so it has to be measured.
+batch. Quantised activations, dequantised weights, Marlin's sums and the layer's output come on top. The
+figures are the allocations of vLLM 0.21.0 on one GPU, and of our own kernels; the tests compare them with
+measurements. The lists of which token goes where are left out: below 1 %. FlashInfer's backends allocate
+inside their own library; that has to be measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCHEMES_OF = {
     "FLASHINFER_CUTEDSL": ("nvfp4",),
     "OURS": ("nvfp4", "bf16"),
 }
-"""The backends that can be planned for, and the weights that each has on a GPU."""
+"""The backends that can be planned for, and the weight formats that each has on a GPU."""
 _SMS = 132
 """Multiprocessors of an H100 or H200."""
 _MARLIN_BLOCKS = (8, 16, 32, 48, 64)
@@ -34,19 +34,20 @@ _MARLIN_COLUMNS = 256
 
 @dataclass(frozen=True)
 class Workspace:
-    """Workspace of a backend in bytes; None where the code that we know does not say it."""
+    """The workspace of a backend."""
 
     bytes: int | None
+    """None if it is not known."""
     how: str
-    """What it was computed from, or why it is not known."""
+    """The parts that were added up, or why it is not known."""
 
 
 def check_backend(name: str) -> str:
-    """The backend's name in vLLM's writing, given in any case and with ``-`` for ``_``. Raises PlanError."""
-    wanted = name.strip().upper().replace("-", "_")
-    if wanted not in SCHEMES_OF:
+    """Return vLLM's spelling of a backend, given in any case and with ``-`` for ``_``. Raises PlanError."""
+    spelled = name.strip().upper().replace("-", "_")
+    if spelled not in SCHEMES_OF:
         raise PlanError(f"--backend {name!r}: expected one of {', '.join(SCHEMES_OF)}")
-    return wanted
+    return spelled
 
 
 def workspace(
@@ -58,10 +59,10 @@ def workspace(
     model_bytes: int = 2,
     sms: int = _SMS,
 ) -> Workspace:
-    """What a call with `batched_tokens` tokens takes, experts stored in `scheme`.
+    """Return the workspace of a call with `batched_tokens` tokens and experts stored in `scheme`.
 
     `model_bytes` is the size of one element of the model's own type, `sms` the multiprocessors of the GPU.
-    Raises PlanError for a backend that is not known.
+    Raises PlanError for an unknown backend.
     """
     name = check_backend(backend)
     reason = _unknown(name, scheme, layer)
@@ -70,7 +71,7 @@ def workspace(
     rows = batched_tokens * layer.top_k
     narrow, wide = max(layer.intermediate, layer.hidden), max(layer.w13_rows, layer.hidden)
     if name == "MARLIN":
-        # Twice the intermediate size also where there is no gate half (ReLU²) to hold.
+        # Twice the intermediate size even without a gate half (ReLU²).
         wide = max(2 * layer.intermediate, layer.hidden)
     if name == "OURS":
         narrow, wide = layer.intermediate, layer.hidden
@@ -84,7 +85,7 @@ def workspace(
 
 
 def _unknown(name: str, scheme: str, layer: LayerShape) -> str | None:
-    """Why nothing can be computed; None where it can."""
+    """Return why the workspace cannot be computed, or None if it can."""
     if scheme not in SCHEMES_OF[name]:
         return f"{name} has {', '.join(SCHEMES_OF[name])}, not {scheme}: name another --backend, or"
     if name.startswith("FLASHINFER"):
@@ -99,13 +100,13 @@ def _unknown(name: str, scheme: str, layer: LayerShape) -> str | None:
 def _beside(
     name: str, scheme: str, layer: LayerShape, tokens: int, model_bytes: int, sms: int
 ) -> dict[str, int]:
-    """What is allocated beside the workspaces and the output, in bytes."""
+    """Return the bytes that are allocated beside the workspaces and the output, by purpose."""
     rows = tokens * layer.top_k
     if name == "MARLIN":
         return {f"float32 sums on {sms} multiprocessors": _marlin_sums(layer, rows, sms)}
     if name == "TRITON" and scheme == "fp8":
         return {"FP8 activations": tokens * layer.hidden + rows * layer.intermediate}
-    if name == "VLLM_CUTLASS":  # its FP8 intermediates lie in the workspaces
+    if name == "VLLM_CUTLASS":  # its FP8 intermediates are in the workspaces
         return {"FP8 input": tokens * layer.hidden}
     if name == "EMULATION":
         return {
@@ -116,9 +117,9 @@ def _beside(
 
 
 def _marlin_sums(layer: LayerShape, rows: int, sms: int) -> int:
-    """Bytes of ``c_tmp``, in which the blocks of Marlin's threads add up their parts in float32."""
+    """Return the bytes of ``c_tmp``, in which Marlin's thread blocks add up their parts in float32."""
     block = next(
-        (one for one in _MARLIN_BLOCKS if rows / layer.experts / one < 0.9), _MARLIN_BLOCKS[-1]
+        (size for size in _MARLIN_BLOCKS if rows / layer.experts / size < 0.9), _MARLIN_BLOCKS[-1]
     )  # tokens of a tile, as fused_marlin_moe chooses them
     padded = rows + layer.experts * (block - 1)
     if rows < layer.experts:

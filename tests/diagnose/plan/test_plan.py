@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moedoctor.diagnose.plan.kv_cache import PlanError, kv_cache
 from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
-from moedoctor.models.config_json import shape_of
+from moedoctor.models.config import shape_of
 from moedoctor.models.presets import names, preset
 
 SUPER = preset("nemotron-3-super-120b")

@@ -1,0 +1,303 @@
+"""From a ``config.json`` of Hugging Face's layout to a `ModelShape`, or an error that names the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moedoctor.models.config_fields import TEXT_CONFIGS, ConfigError, Fields, short, text_config
+from moedoctor.models.layer_shape import LayerShape
+from moedoctor.models.shape import (
+    AttentionLayers,
+    ExpertLayers,
+    LatentAttentionLayers,
+    ModelShape,
+    RecurrentLayers,
+)
+
+_LARGEST_FILE = 4 << 20
+_MOST_LAYERS = 10_000
+_PATTERN = {"M": "mamba", "E": "moe", "*": "full_attention", "-": "mlp"}
+_NAMES = {
+    "attention": "full_attention",
+    "full_attention": "full_attention",
+    "sliding_attention": "sliding_attention",
+    "linear_attention": "linear_attention",
+    "mamba": "mamba",
+    "moe": "moe",
+    "mlp": "mlp",
+}
+"""Names in configs -> ours. The memory of chunked attention and of convolutions is not known."""
+_OTHER_PATTERNS = (
+    "attention_chunk_size",
+    "attn_layer_period",
+    "attn_type_list",
+    "hybrid_layer_pattern",
+    "sliding_window_pattern",
+)
+"""Other fields that say which layers see less than the whole context; they are not read here."""
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe")
+"""Models that vLLM 0.21.0 runs with MLA and whose cache holds only the latents."""
+_STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def read_config(path: Path, name: str | None = None) -> ModelShape:
+    """Return the shape of the model whose ``config.json`` is `path`. Raises ConfigError, OSError."""
+    if path.stat().st_size > _LARGEST_FILE:
+        raise ConfigError(f"{path}: larger than {_LARGEST_FILE >> 20} MiB, expected a model's config.json")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected an object with the model's fields")
+    return shape_of(values, name or path.parent.resolve().name, str(path))
+
+
+def shape_of(values: Mapping[str, Any], name: str, source: str) -> ModelShape:
+    """Return the shape that the fields `values` of a config describe. Raises ConfigError."""
+    outer = Fields(values, source)
+    for key in TEXT_CONFIGS:
+        if key in outer and not isinstance(outer.values[key], Mapping):
+            raise ConfigError(f"{source}: {key} is no object, expected the language model's fields")
+    config = Fields(text_config(values), source)
+    kinds = layer_kinds(config)
+    hidden = config.integer("hidden_size")
+    experts = _experts(config, kinds, hidden)
+    return ModelShape(
+        name=name,
+        source=outer.text("_source", default=source),
+        hidden_size=hidden,
+        vocab_size=config.integer("vocab_size"),
+        tied_embeddings=config.flag("tie_word_embeddings", default=outer.flag("tie_word_embeddings")),
+        num_layers=len(kinds),
+        attention=_attention(config, kinds, hidden),
+        recurrent=_recurrent(config, kinds, hidden),
+        experts=experts,
+        dense_parameters=_dense_parameters(config, kinds, hidden, experts.count),
+        max_context=config.optional("max_position_embeddings"),
+    )
+
+
+def layer_kinds(config: Fields) -> Sequence[str]:
+    """Return the kind of each layer: full_attention, sliding_attention, linear_attention, mamba, moe or mlp.
+
+    Raises ConfigError, also for an unknown kind: a plan without that layer would be wrong.
+    """
+    if "hybrid_override_pattern" in config:
+        return _kinds_of_pattern(config)
+    for name in ("layer_types", "layers_block_type"):
+        if name in config:
+            return _kinds_of_names(config, name)
+    other = next((name for name in _OTHER_PATTERNS if name in config), None)
+    if other is not None:
+        raise config.error(other, config.values[other], "layer_types beside it, a name for every layer")
+    count = config.integer("num_hidden_layers", most=_MOST_LAYERS)
+    every = config.integer("full_attention_interval", default=0, least=0)
+    if every:
+        return ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(count)]
+    slides = config.flag("use_sliding_window") and config.integer("sliding_window", default=0, least=0)
+    return ["sliding_attention" if slides else "full_attention"] * count
+
+
+def dense_layers(config: Fields, kinds: Sequence[str]) -> Sequence[int]:
+    """Return the layers that have a dense MLP instead of experts. Raises ConfigError."""
+    first = config.integer("first_k_dense_replace", default=0, least=0)
+    every = config.integer("moe_layer_freq", default=1)
+    only = set(config.indices("mlp_only_layers"))
+    step = config.integer("decoder_sparse_step", default=1)
+    for name in ("interleave_moe_layer_step", "expert_layer_period"):
+        if config.integer(name, default=1) != 1:
+            raise config.error(name, config.values[name], "1: experts in every layer")
+    return [i for i in range(len(kinds)) if i < first or i % every or i in only or (i + 1) % step]
+
+
+def _kinds_of_pattern(config: Fields) -> Sequence[str]:
+    name = "hybrid_override_pattern"
+    pattern = config.text(name, default="")
+    unknown = sorted(set(pattern) - set(_PATTERN))
+    if unknown:
+        raise ConfigError(f"{config.where}: {name} holds {unknown[0]!r}, expected {' '.join(_PATTERN)}")
+    if "E" not in pattern:
+        raise config.error(name, pattern, "at least one E, a layer of experts")
+    _check_count(config, name, len(pattern))
+    return [_PATTERN[letter] for letter in pattern]
+
+
+def _kinds_of_names(config: Fields, name: str) -> Sequence[str]:
+    listed = config.texts(name)
+    unknown = next((kind for kind in listed if kind not in _NAMES), None)
+    if unknown is not None:
+        raise ConfigError(f"{config.where}: {name} holds {short(unknown)}, expected {', '.join(_NAMES)}")
+    _check_count(config, name, len(listed))
+    return [_NAMES[kind] for kind in listed]
+
+
+def _check_count(config: Fields, name: str, count: int) -> None:
+    layers = config.integer("num_hidden_layers", default=count, most=_MOST_LAYERS)
+    if count != layers:
+        raise ConfigError(
+            f"{config.where}: {name} has {count} layers and num_hidden_layers is {layers}, "
+            "expected the same number"
+        )
+
+
+def _experts(config: Fields, kinds: Sequence[str], hidden: int) -> ExpertLayers:
+    number = config.integer("num_experts", "n_routed_experts", "num_local_experts")
+    count = _count_expert_layers(config, kinds)
+    latent = config.integer("moe_latent_size", default=0, least=0)
+    activation = config.text("mlp_hidden_act", "hidden_act", "hidden_activation", default="silu")
+    intermediate = config.integer("moe_intermediate_size", "intermediate_size")
+    shared = config.integer(
+        "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=0, least=0
+    )
+    shared = shared or intermediate * config.integer("n_shared_experts", default=0, least=0)
+    top_k = config.integer("num_experts_per_tok", "top_k_experts")
+    try:
+        layer = LayerShape(latent or hidden, intermediate, number, top_k, _activation(activation))
+    except ValueError as error:
+        raise ConfigError(f"{config.where}: {error}") from None
+    return ExpertLayers(count, layer, 2 * hidden * latent, shared)
+
+
+def _count_expert_layers(config: Fields, kinds: Sequence[str]) -> int:
+    """Return how many layers have experts. Raises ConfigError if there are none."""
+    count = kinds.count("moe") if "moe" in kinds else len(kinds) - len(dense_layers(config, kinds))
+    if not count:
+        names = ("first_k_dense_replace", "moe_layer_freq", "mlp_only_layers", "decoder_sparse_step")
+        given = " and ".join(f"{name} {short(config.values[name])}" for name in names if name in config)
+        raise ConfigError(
+            f"{config.where}: {given} leaves none of {len(kinds)} layers with experts, expected at least one"
+        )
+    return count
+
+
+def _activation(name: str) -> str:
+    """Return our name of an activation. An unknown one is taken for SiLU: only its gate matters."""
+    if name.startswith("relu2"):
+        return "relu2"
+    return "gelu_tanh" if name.startswith("gelu") else "silu"
+
+
+def _dense_parameters(config: Fields, kinds: Sequence[str], hidden: int, moe_layers: int) -> int:
+    if "moe" in kinds:
+        return kinds.count("mlp") * 2 * hidden * config.integer("intermediate_size", default=0, least=0)
+    dense = len(dense_layers(config, kinds))
+    if config.flag("enable_moe_block"):  # a dense MLP beside the experts in every layer
+        dense += moe_layers
+    return dense * 3 * hidden * config.integer("intermediate_size", default=0, least=0) if dense else 0
+
+
+def _attention(
+    config: Fields, kinds: Sequence[str], hidden: int
+) -> tuple[AttentionLayers | LatentAttentionLayers, ...]:
+    """Return the attention layers, one entry a size."""
+    full, sliding = kinds.count("full_attention"), kinds.count("sliding_attention")
+    if not full and not sliding:
+        return ()
+    heads = config.integer("num_attention_heads")
+    if "kv_lora_rank" in config:
+        return (_latent(config, kinds, heads),)
+    kv_heads = config.integer("num_key_value_heads", default=heads)
+    head_dim = config.integer("head_dim", "attention_head_dim", default=hidden // heads)
+    gate = config.flag("attn_output_gate")
+    layers = []
+    if full:
+        layers.append(
+            AttentionLayers(
+                count=full,
+                num_heads=heads,
+                num_kv_heads=config.integer("num_global_key_value_heads", default=kv_heads),
+                head_dim=config.integer("global_head_dim", default=head_dim),
+                output_gate=gate,
+                shared_kv=config.flag("attention_k_eq_v"),
+            )
+        )
+    if sliding:
+        window = config.integer("sliding_window")
+        layers.append(AttentionLayers(sliding, heads, kv_heads, head_dim, window, gate))
+    return tuple(layers)
+
+
+def _latent(config: Fields, kinds: Sequence[str], heads: int) -> LatentAttentionLayers:
+    model_type = config.text("model_type", default=_LATENT[0])
+    if model_type not in _LATENT:
+        raise config.error(
+            "model_type", model_type, f"{', '.join(_LATENT)} of a model with kv_lora_rank (latent attention)"
+        )
+    # An indexer, compressed blocks and Kimi Delta Attention keep more, or less, than a latent a token.
+    for name in ("index_topk", "compress_ratios", "linear_attn_config"):
+        if name in config:
+            raise config.error(name, config.values[name], "latent attention alone, without it")
+    if set(kinds) != {"full_attention"}:
+        raise ConfigError(
+            f"{config.where}: kv_lora_rank (latent attention) beside layers of other kinds, "
+            "expected full_attention alone"
+        )
+    return LatentAttentionLayers(
+        count=len(kinds),
+        num_heads=heads,
+        kv_rank=config.integer("kv_lora_rank"),
+        rope_dim=config.integer("qk_rope_head_dim"),
+        nope_dim=config.integer("qk_nope_head_dim"),
+        value_dim=config.integer("v_head_dim"),
+        query_rank=config.optional("q_lora_rank"),
+    )
+
+
+def _recurrent(config: Fields, kinds: Sequence[str], hidden: int) -> RecurrentLayers | None:
+    """Return the recurrent layers of a hybrid model, sized as in vLLM's mamba_utils.py."""
+    mamba, linear = kinds.count("mamba"), kinds.count("linear_attention")
+    if mamba and linear:
+        raise ConfigError(
+            f"{config.where}: has both mamba and linear_attention layers, expected one of the two"
+        )
+    if mamba:
+        return _mamba2(config, mamba, hidden)
+    return _gated_delta_net(config, linear, hidden) if linear else None
+
+
+def _mamba2(config: Fields, count: int, hidden: int) -> RecurrentLayers:
+    """Mamba 2: the convolution sees x, B and C of the last tokens; the state is [heads, head_dim, state]."""
+    heads = config.integer("mamba_num_heads")
+    head_dim = config.integer("mamba_head_dim")
+    groups = config.integer("n_groups", "mamba_n_groups")
+    state = config.integer("ssm_state_size", "mamba_d_state")
+    kernel = config.integer("conv_kernel", "mamba_d_conv")
+    inner = heads * head_dim
+    conv = inner + 2 * groups * state
+    return RecurrentLayers(
+        count=count,
+        conv_elements=conv * (kernel - 1),
+        state_elements=heads * head_dim * state,
+        state_bytes=_state_bytes(config, "mamba_ssm_cache_dtype", "mamba_ssm_dtype"),
+        parameters_each=hidden * (inner + conv + heads) + inner * hidden + conv * kernel,
+    )
+
+
+def _gated_delta_net(config: Fields, count: int, hidden: int) -> RecurrentLayers:
+    """Gated delta net: the convolution sees q, k and v; the state is [value heads, value dim, key dim]."""
+    key_heads = config.integer("linear_num_key_heads")
+    value_heads = config.integer("linear_num_value_heads")
+    key_dim = config.integer("linear_key_head_dim")
+    value_dim = config.integer("linear_value_head_dim")
+    kernel = config.integer("linear_conv_kernel_dim")
+    values = value_heads * value_dim
+    conv = 2 * key_heads * key_dim + values
+    return RecurrentLayers(
+        count=count,
+        conv_elements=conv * (kernel - 1),
+        state_elements=value_heads * value_dim * key_dim,
+        state_bytes=_state_bytes(config, "mamba_ssm_dtype", "mamba_ssm_cache_dtype"),
+        parameters_each=hidden * (conv + values + 2 * value_heads) + values * hidden + conv * kernel,
+    )
+
+
+def _state_bytes(config: Fields, *names: str) -> int:
+    # vLLM falls back to float32 for the recurrent state: the only type known to be exact enough.
+    dtype = config.text(*names, default="float32")
+    if dtype not in _STATE_BYTES:
+        raise config.error(" or ".join(names), dtype, ", ".join(_STATE_BYTES))
+    return _STATE_BYTES[dtype]
