@@ -13,8 +13,7 @@ from typing import Any
 import moedoctor
 from moedoctor.commands.errors import InputError, as_input_error
 from moedoctor.diagnose.plan.kv_cache import PlanError
-from moedoctor.diagnose.plan.plan import GIB, KV_TYPES, SCHEMES, Plan, PlanRequest, plan
-from moedoctor.diagnose.plan.plan import MODES
+from moedoctor.diagnose.plan.plan import GIB, KV_TYPES, MODES, SCHEMES, Plan, PlanRequest, plan
 from moedoctor.diagnose.plan.weights import checkpoint_bytes, expert_scheme
 from moedoctor.diagnose.plan.workspace import check_backend
 from moedoctor.models.config_fields import ConfigError
