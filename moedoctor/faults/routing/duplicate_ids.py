@@ -1,38 +1,63 @@
-"""MD011: duplicate expert ids leave a row unwritten in FlashInfer's three-step sort."""
+"""MD011: duplicate expert ids leave a row unwritten in FlashInfer's three-step sort.
+
+FlashInfer's own code, compiled from its own headers, decides the claims about it, not the restated sort.
+A counterexample refutes a claim. If a release died, or nothing of the kind was measured, it is untested.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from packaging.version import Version
+from pydantic import Field, model_validator
 
-from moedoctor.faults.routing.duplicate_ids_claims import CLAIMS, OUT_OF_BOUNDS, behaviour_of
-from moedoctor.interfaces import Fault, Judgement
+from moedoctor.faults.base import (
+    ClaimCases,
+    ClaimJudgement,
+    Fault,
+    Judgement,
+    Parameters,
+    claim,
+    decide,
+    releases,
+    untested,
+)
 from moedoctor.results import (
     Case,
     CaseResult,
     CaseVerdict,
+    ClaimVerdict,
     Crash,
     Death,
     Evidence,
     Observation,
     Scalar,
+    Skip,
     Tier,
 )
 
+BOUNDS_CHECK = "0.6.10"
+"""The release that brought the bounds check back (#2762)."""
 
-class DuplicateIdsParameters(BaseModel):
+ILLEGAL = "illegal access"
+OUT_OF_BOUNDS = "reads out of bounds"
+"""Finalize took a row from beside the expert rows, where nothing stops it: a wrong sum without an error."""
+SILENT = "wrong sum, no error"
+ERROR = "error"
+"""Another death than an illegal access, such as a hang. It does not show what finalize does."""
+
+
+class DuplicateIdsParameters(Parameters):
     """One point of the matrix: a call of the routing maps and finalize."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     tokens: int = Field(300, ge=1, le=16_384)
     experts: int = Field(128, ge=1, le=1024, description="of all ranks together")
     top_k: int = Field(8, ge=1, le=64)
     ids: Literal["one_expert", "one_repeat", "distinct", "sentinel"] = Field(
         "one_expert",
-        description="all slots the same, the second as the first, none repeated, half are -1",
+        description="of a token: all the same, the second as the first, none repeated, half are -1",
     )
     memory: Literal["garbage", "earlier", "zeros", "minus_one"] = Field(
         "earlier", description="what the map's memory holds before; earlier is a healthy call's map"
@@ -72,54 +97,23 @@ class DuplicateIds(Fault):
         "installed": (Tier.KERNEL,),
         "flashinfer": (Tier.KERNEL,),
     }
-    claims = CLAIMS
+    lab = "moedoctor.faults.routing.duplicate_ids_lab"
     installed_package = "flashinfer"
 
-    def faulty(self, case: Case) -> Any:
-        if case.tier is Tier.KERNEL:
-            return self.installed(case)
-        _need_numpy()
-        from moedoctor.faults.routing.duplicate_ids_lab import ThreeStepModel
-
-        return ThreeStepModel()
-
-    def fixed(self, case: Case) -> Any:
-        code = self.faulty(case)
-        from moedoctor.faults.routing.duplicate_ids_rows import Implementation
-
-        return Implementation(code, guard=True)
-
-    def installed(self, case: Case) -> Any:
-        from moedoctor.upstream.flashinfer.probe import FlashInferProbe
-
-        return FlashInferProbe.installed(case.device)
-
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.routing.duplicate_ids_rows import Implementation, observe
-
-        if not isinstance(implementation, Implementation):
-            implementation = Implementation(implementation)
-        return observe(self.parameters.model_validate(case.parameters), implementation)
-
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        rows = seen["rows"]
-        if seen.get("entries_out_of_bounds"):
-            said = f"{seen['entries_out_of_bounds']} entries of the map lead out of bounds"
-            return Judgement(CaseVerdict.REPRODUCED, said)
-        if seen["rows_out_of_bounds"]:
-            said = f"{OUT_OF_BOUNDS} in {seen['rows_out_of_bounds']} of {rows} rows, without an error"
-            return Judgement(CaseVerdict.REPRODUCED, said)
-        if seen["rows_wrong"]:
-            said = f"{seen['rows_wrong']} of {rows} rows hold a wrong sum, without an error"
-            return Judgement(CaseVerdict.REPRODUCED, said)
-        if seen["rows_with_the_repeat_dropped"]:
-            said = f"the repeat is dropped in {seen['rows_with_the_repeat_dropped']} of {rows} rows"
-            return Judgement(CaseVerdict.REPRODUCED, said)
-        if seen["unwritten_entries"]:
-            said = f"{seen['unwritten_entries']} entries of the map are not written"
-            return Judgement(CaseVerdict.REPRODUCED, said)
-        return Judgement(CaseVerdict.CLEAN, f"{rows} of {rows} rows are right, {seen['path']}")
+        evidence = observation.evidence
+        rows = evidence["rows"]
+        symptoms = (
+            ("entries_out_of_bounds", "{} entries of the map lead out of bounds"),
+            ("rows_out_of_bounds", f"{OUT_OF_BOUNDS} in {{}} of {rows} rows, without an error"),
+            ("rows_wrong", f"{{}} of {rows} rows hold a wrong sum, without an error"),
+            ("rows_with_the_repeat_dropped", f"the repeat is dropped in {{}} of {rows} rows"),
+            ("unwritten_entries", "{} entries of the map are not written"),
+        )
+        for key, figure in symptoms:
+            if evidence.get(key):
+                return Judgement(CaseVerdict.REPRODUCED, figure.format(evidence[key]))
+        return Judgement(CaseVerdict.CLEAN, f"{rows} of {rows} rows are right, {evidence['path']}")
 
     def judge_crash(self, case: Case, crash: Crash) -> Judgement:
         if crash.death is Death.ILLEGAL_MEMORY_ACCESS:
@@ -127,31 +121,28 @@ class DuplicateIds(Fault):
         return super().judge_crash(case, crash)
 
     def absent(self, results: Sequence[CaseResult]) -> str | None:
-        """Where the installed FlashInfer gives right sums, the control has nothing to show at this tier."""
+        """If the installed FlashInfer gives right sums, the control cannot show anything at this tier."""
         control = [
-            one for one in results if one.subject == "faulty" and one.verdict is not CaseVerdict.SKIPPED
+            case for case in results if case.subject == "faulty" and case.verdict is not CaseVerdict.SKIPPED
         ]
-        silent = [one for one in control if one.verdict is CaseVerdict.CLEAN]
-        if not silent or any(one.tier is not Tier.KERNEL for one in silent):
+        clean = [case for case in control if case.verdict is CaseVerdict.CLEAN]
+        if not clean or any(case.tier is not Tier.KERNEL for case in clean):
             return None
-        kernel = sum(one.tier is Tier.KERNEL for one in control)
-        return f"the installed FlashInfer gives the right sums in {len(silent)} of {kernel} cases"
+        kernel = sum(case.tier is Tier.KERNEL for case in control)
+        return f"the installed FlashInfer gives the right sums in {len(clean)} of {kernel} cases"
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """For each kind of call, what each release does."""
+        """Show what each release does with each kind of call."""
         table: dict[str, dict[str, str]] = {}
-        releases: list[str] = []
-        for one in results:
-            if one.subject not in ("faulty", "fixed") and one.verdict is not CaseVerdict.SKIPPED:
-                if one.subject not in releases:
-                    releases.append(one.subject)
-                table.setdefault(self.describe(one.parameters), {})[one.subject] = behaviour_of(one)
-        if not releases:
-            return {}
+        for case in results:
+            if case.subject not in ("faulty", "fixed") and case.verdict is not CaseVerdict.SKIPPED:
+                table.setdefault(self.describe(case.parameters), {})[case.subject] = behaviour_of(case)
+        names = list(dict.fromkeys(case.subject for case in results))
+        columns = [name for name in names if any(name in row for row in table.values())]
         rows = [
-            {"call": call, **{name: seen.get(name, "") for name in releases}} for call, seen in table.items()
+            {"call": call, **{name: row.get(name, "") for name in columns}} for call, row in table.items()
         ]
-        return {"finalize": rows}
+        return {"finalize": rows} if rows else {}
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:
         shape = f"T={parameters['tokens']} E={parameters['experts']} K={parameters['top_k']}"
@@ -160,10 +151,265 @@ class DuplicateIds(Fault):
         return f"{shape} {parameters['ids']} {parameters['memory']}{kernel}{ranks}"
 
 
-def _need_numpy() -> None:
-    from importlib.util import find_spec
+def behaviour_of(case: CaseResult) -> str:
+    """Return what finalize did, in two or three words."""
+    if case.evidence.get("death") == Death.ILLEGAL_MEMORY_ACCESS.value:
+        return ILLEGAL
+    if case.verdict is CaseVerdict.ERROR:
+        return ERROR
+    kinds = {
+        "rows_out_of_bounds": OUT_OF_BOUNDS,
+        "rows_wrong": SILENT,
+        "rows_with_the_repeat_dropped": "repeat dropped",
+    }
+    return next((words for key, words in kinds.items() if case.evidence[key]), "right")
 
-    if find_spec("numpy") is None:
-        from moedoctor.results import UnavailableError
 
-        raise UnavailableError("the restated sort needs numpy: pip install numpy")
+# --- Claims that the cases decide -----------------------------------------------------------------------
+
+Behaviour = Mapping[str, Mapping[str, int]]
+"""Release -> what its finalize did with repeated ids -> in how many cases."""
+
+_NONE_RAN = "no release's own code ran: --flashinfer X.Y.Z=PATH"
+
+
+def _by_release(given: ClaimCases, ids: Sequence[str] = ("one_expert", "one_repeat")) -> Behaviour:
+    behaviour: dict[str, Counter[str]] = {}
+    for case in given.cases:
+        named = case.subject.startswith("flashinfer@") and case.verdict is not CaseVerdict.SKIPPED
+        if named and case.parameters["ids"] in ids:
+            behaviour.setdefault(case.subject, Counter())[behaviour_of(case)] += 1
+    return {name: behaviour[name] for name in releases(list(behaviour), "flashinfer")}
+
+
+def _judgement(
+    verdict: ClaimVerdict, shown: Behaviour, reason: str, decisive: Behaviour | None = None
+) -> ClaimJudgement:
+    """Name the cases that ended in another error. They leave open what every case must show."""
+    errors = {name: counts[ERROR] for name, counts in (decisive or shown).items() if ERROR in counts}
+    reason += "".join(f"; {name}: {count} cases ended in another error" for name, count in errors.items())
+    rows = [{"release": name, **counts} for name, counts in shown.items()]
+    return ClaimJudgement(verdict, {"releases": rows}, reason)
+
+
+def _unless_errors(behaviour: Behaviour, verdict: ClaimVerdict) -> ClaimVerdict:
+    """Return `verdict`, or untested if a case ended in another error."""
+    return ClaimVerdict.UNTESTED if any(counts.get(ERROR) for counts in behaviour.values()) else verdict
+
+
+@claim("illegal_access", thresholds=("min_releases",))
+def illegal_access(given: ClaimCases) -> ClaimJudgement:
+    """Judge how many releases read out of bounds for some content of the map's memory, noticed or not."""
+    behaviour = _by_release(given)
+    if not behaviour:
+        return untested(_NONE_RAN)
+    crashing = [name for name, counts in behaviour.items() if counts.get(ILLEGAL)]
+    beside = [name for name, counts in behaviour.items() if counts.get(OUT_OF_BOUNDS)]
+    reason = f"illegal accesses in {', '.join(crashing) or 'no release'}"
+    if beside:
+        reason += f"; rows from beside the expert rows read without an error in {', '.join(beside)}"
+    holds = given.keeps("min_releases", len({*crashing, *beside}))
+    verdict = ClaimVerdict.CONFIRMED if holds else _unless_errors(behaviour, ClaimVerdict.REFUTED)
+    return _judgement(verdict, behaviour, reason)
+
+
+@claim("bounds_check", thresholds=("max_cases",))
+def bounds_check(given: ClaimCases) -> ClaimJudgement:
+    """Judge the reads out of bounds, noticed or not, of the releases that have the bounds check."""
+    behaviour = {
+        name: counts
+        for name, counts in _by_release(given).items()
+        if Version(name.partition("@")[2]) >= Version(BOUNDS_CHECK)
+    }
+    if not behaviour:
+        return untested(f"no release from {BOUNDS_CHECK} on ran: --flashinfer X.Y.Z=PATH")
+    newest, newest_counts = list(behaviour.items())[-1]
+    reason = f"{newest}: " + ", ".join(f"{what} in {count} cases" for what, count in newest_counts.items())
+    bad = (counts.get(ILLEGAL, 0) + counts.get(OUT_OF_BOUNDS, 0) for counts in behaviour.values())
+    holds = given.keeps("max_cases", bad)
+    verdict = _unless_errors(behaviour, ClaimVerdict.CONFIRMED) if holds else ClaimVerdict.REFUTED
+    return _judgement(verdict, behaviour, reason)
+
+
+@claim("newest_is_silent", thresholds=("min_cases",))
+def newest_is_silent(given: ClaimCases) -> ClaimJudgement:
+    """Judge the wrong sums without an error in the newest release that ran."""
+    behaviour = _by_release(given)
+    if not behaviour:
+        return untested(_NONE_RAN)
+    newest, counts = list(behaviour.items())[-1]
+    wrong, decisive = counts.get(SILENT, 0), {newest: counts}
+    holds = given.keeps("min_cases", wrong)
+    verdict = ClaimVerdict.CONFIRMED if holds else _unless_errors(decisive, ClaimVerdict.REFUTED)
+    reason = f"{newest}: wrong sums and no error in {wrong} of {sum(counts.values())} cases"
+    return _judgement(verdict, behaviour, reason, decisive)
+
+
+@claim("whole_runner")
+def whole_runner(given: ClaimCases) -> ClaimJudgement:
+    """Leave the claim open, for only maps and finalize are compiled. Name what they did with one expert."""
+    behaviour = _by_release(given, ids=("one_expert",))
+    reason = "the whole cutlass_fused_moe was not built"
+    if not behaviour:
+        return untested(f"{reason}; nor did its maps and finalize run")
+    crashes = [
+        f"{name} in {counts.get(ILLEGAL, 0)} of {sum(counts.values())} cases"
+        for name, counts in behaviour.items()
+    ]
+    reason += f"; its maps and finalize alone, all tokens on one expert, crash: {', '.join(crashes)}"
+    return untested(reason, {"releases": [{"release": name, **counts} for name, counts in behaviour.items()]})
+
+
+# --- Claims that measurements in the release's own code decide ------------------------------------------
+
+_LAB = "moedoctor.faults.routing.duplicate_ids_lab"
+_SHOWN = 20
+"""Exceptions that the evidence holds in full."""
+_MEASURED = {
+    "units": lambda subjects: releases(subjects, "flashinfer"),
+    "needs_gpu": True,
+    "needs": "a release's own code: --flashinfer X.Y.Z=PATH",
+}
+Row = Mapping[str, Any]
+
+
+@claim("maps", measure=f"{_LAB}:maps", thresholds=("max_maps",), **_MEASURED)
+def maps(given: ClaimCases) -> ClaimJudgement:
+    """Judge whether the three-step sort leaves one entry unwritten for each repeated id, and no other.
+
+    Both by the rows that were sorted and by the map itself, which holds there what it held before.
+    """
+    rows = _rows(given)
+    three_step = [row for row in rows if row["path"] == "three-step"]
+    different = [
+        row
+        for row in three_step
+        if not row["entries_as_before"] == row["unwritten_entries"] == row["repeated_slots"]
+    ]
+    reason = f"in {len(three_step) - len(different)} of {len(three_step)} maps of {_releases_of(three_step)}"
+    evidence = {"paths": _paths(rows), "different": different[:_SHOWN]}
+    return _measured(given, given.keeps("max_maps", len(different)), three_step, evidence, reason)
+
+
+def _sums_are_right(given: ClaimCases, path: str | None = None) -> ClaimJudgement:
+    """Judge sums that are not right, or not made by `path`. An illegal access counts as one."""
+    rows = _rows(given)
+    wrong = [row for row in rows if row["rows_right"] != row["rows"] or path not in (None, row["path"])]
+    illegal = [crash for _, crash in _outcomes(given, Crash) if crash.death is Death.ILLEGAL_MEMORY_ACCESS]
+    reason = f"all rows right in {len(rows) - len(wrong)} of {len(rows)} calls of {_releases_of(rows)}"
+    calls = Counter(row["release"] for row in rows)
+    right = Counter(row["release"] for row in rows if row["rows_right"] == row["rows"])
+    counts = [
+        {"release": release, "calls": count, "calls_right": right[release]}
+        for release, count in calls.items()
+    ]
+    evidence = {"calls": counts, "wrong": list(wrong[:_SHOWN])}
+    holds = given.keeps("max_calls", len(wrong) + len(illegal))
+    return _measured(given, holds, rows, evidence, reason)
+
+
+@claim("fused", measure=f"{_LAB}:fused_sums", thresholds=("max_calls",), **_MEASURED)
+def fused(given: ClaimCases) -> ClaimJudgement:
+    """Judge the sums of repeated ids if the fused prologue made the map."""
+    return _sums_are_right(given, path="fused")
+
+
+distinct, sentinels, deduplicated = (
+    claim(key, measure=f"{_LAB}:{key}", thresholds=("max_calls",), **_MEASURED)(_sums_are_right)
+    for key in ("distinct", "sentinels", "deduplicated")
+)
+
+
+@claim("boundary", measure=f"{_LAB}:boundary", thresholds=("experts", "tokens"), **_MEASURED)
+def boundary(given: ClaimCases) -> ClaimJudgement:
+    """Judge the largest number of local experts that the fused prologue takes, by tokens."""
+    rows = _rows(given)
+    claimed = [row for row in rows if row["tokens"] <= given.limits["tokens"]]
+    holds = all(row["most_experts"] == given.limits["experts"] for row in claimed)
+    most: dict[int, set[int]] = {}
+    for row in rows:
+        most.setdefault(row["tokens"], set()).add(row["most_experts"])
+    by_tokens = "; ".join(
+        f"{tokens} tokens: {', '.join(str(experts) for experts in sorted(found))}"
+        for tokens, found in most.items()
+    )
+    table = [
+        {"release": unit, **{f"{row['tokens']} tokens": row["most_experts"] for row in figures["rows"]}}
+        for unit, figures in given.measured()
+    ]
+    reason = f"the most local experts, {by_tokens or 'not seen'}"
+    return _measured(given, holds, claimed, {"most_local_experts": table}, reason)
+
+
+@claim(
+    "guard_cost",
+    measure=f"{_LAB}:guard_cost",
+    units=lambda subjects: ("ours",),
+    needs_gpu=True,
+    thresholds=("max_us",),
+)
+def guard_cost(given: ClaimCases) -> ClaimJudgement:
+    """Judge the microseconds of our guard in a CUDA graph."""
+    rows = [row for figures in given.evidence() for row in figures["rows"]]
+    reason = "; ".join(
+        f"{row['shape']}: validate {row['validate_us']:.2f} µs, deduplicate {row['deduplicate_us']:.2f} µs"
+        for row in rows
+    )
+    return decide(given.keeps("max_us", (row["validate_us"] for row in rows)), {"rows": rows}, reason)
+
+
+def _rows(given: ClaimCases) -> list[dict[str, Any]]:
+    return [{"release": unit, **row} for unit, figures in given.measured() for row in figures["rows"]]
+
+
+def _outcomes(given: ClaimCases, kind: type[Any]) -> list[tuple[str, Any]]:
+    """Return (unit, outcome) of the units that ended in an outcome of this kind."""
+    return [(unit.unit, unit.outcome) for unit in given.measurements if isinstance(unit.outcome, kind)]
+
+
+def _measured(
+    given: ClaimCases, holds: bool, relevant: Sequence[Row], evidence: Evidence, reason: str
+) -> ClaimJudgement:
+    """Refute by a counterexample. Confirm nothing if a release died or no relevant row was measured."""
+    died = [f"{unit} died: {crash.message}" for unit, crash in _outcomes(given, Crash)]
+    skipped = [f"{unit} not run: {skip.reason}" for unit, skip in _outcomes(given, Skip)]
+    reason = "; ".join((reason, *died, *skipped))
+    if holds and (died or not relevant):
+        return untested(reason, evidence)
+    return decide(holds, evidence, reason)
+
+
+def _releases_of(rows: Sequence[Row]) -> str:
+    """Count the named releases. The installed one may be among them, so it is counted apart."""
+    names = {row["release"] for row in rows}
+    named = len(names - {"installed"})
+    parts = [f"{named} named release{'s' * (named != 1)}"] if named else []
+    return " and ".join([*parts, *(["the installed one"] if "installed" in names else [])]) or "no release"
+
+
+def _paths(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return who makes the map: tokens and top_k down, local experts across. Differing releases are named."""
+    table: dict[tuple[int, int], dict[int, dict[str, set[str]]]] = {}
+    for row in rows:
+        cell = table.setdefault((row["tokens"], row["top_k"]), {}).setdefault(row["experts"], {})
+        cell.setdefault(row["path"], set()).add(row["release"])
+
+    def path(cell: Mapping[str, set[str]]) -> str:
+        if len(cell) == 1:
+            return next(iter(cell))
+        return "; ".join(f"{path}: {', '.join(sorted(names))}" for path, names in sorted(cell.items()))
+
+    return [
+        {
+            "tokens": tokens,
+            "top_k": top_k,
+            **{f"{experts} experts": path(cell) for experts, cell in sorted(cells.items())},
+        }
+        for (tokens, top_k), cells in sorted(table.items())
+    ]
+
+
+DuplicateIds.claims = (
+    *(illegal_access, bounds_check, newest_is_silent, maps, fused, boundary),
+    *(distinct, sentinels, deduplicated, guard_cost, whole_runner),
+)

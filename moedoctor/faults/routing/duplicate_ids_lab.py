@@ -1,71 +1,245 @@
-"""FlashInfer's routing maps and finalize restated in numpy, with what goes wrong in them.
+"""The lab of MD011: ids with repeats through routing maps and finalize, and which sums are right.
 
-After csrc/fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh of 0.7.2.post1. Slot k of token t is row
-``k * tokens + t`` of the maps. The three-step sort looks for each expert through each token's slots and stops
-at the first match; a second slot of the same expert is never written, and whoever reads the map finds there
-what the memory held before.
+The maps and finalize are FlashInfer's own, compiled, or restated here in torch. The expert outputs are small
+whole numbers and the weights eighths, so every sum is exact and a row is either right or not.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-Ints = npt.NDArray[np.int64]
+from moedoctor.faults.routing.duplicate_ids import DuplicateIdsParameters
+from moedoctor.fixes.expert_ids import ExpertIdFlags, deduplicate, validate_expert_ids
+from moedoctor.results import Case, Observation
+from moedoctor.upstream.flashinfer.probe import FlashInferProbe, RoutingMaps
+
+HIDDEN = 64
+GARBAGE = 0x7F7F7F7F
+_STALE = 64.0
+"""What expert rows hold that this call did not write."""
+_GUARD = 8
+"""Rows before and after the expert rows, so that a read a little out of bounds is noticed and not fatal."""
+_OUTSIDE = 2.0**40
+"""What those rows hold: with the smallest weight, an eighth, still more than any sum of rows within."""
+_MEMORY = {"garbage": GARBAGE, "zeros": 0, "minus_one": -1}
+
+
+def model(case: Case, parameters: DuplicateIdsParameters, release: None) -> Observation:
+    """Observe the restated sort."""
+    return observe(parameters, ThreeStepModel(), guard=case.subject == "fixed")
+
+
+def kernel(case: Case, parameters: DuplicateIdsParameters, release: FlashInferProbe | None) -> Observation:
+    """Observe a release's own code, or that of the installed FlashInfer."""
+    code = release or FlashInferProbe.installed(case.device)
+    return observe(parameters, code, guard=case.subject == "fixed")
+
+
+def observe(parameters: DuplicateIdsParameters, code: Any, *, guard: bool = False) -> Observation:
+    """Build the maps, finalize, and count the rows whose sum is right.
+
+    `code` is a `ThreeStepModel` or a `FlashInferProbe`. With `guard` the ids are made distinct first.
+    """
+    experts = parameters.experts // parameters.ranks
+    ids = make_ids(parameters).to(code.device)  # [T, K]
+    eighths = torch.arange(1, ids.numel() + 1).reshape(ids.shape) % 4 + 1  # [T, K]
+    weights = (eighths / 8).to(code.device)  # [T, K]
+    expected = _sums(parameters, ids, weights)  # [T, H]
+    without_repeats = _sums(parameters, ids, weights.masked_fill(_repeats(ids), 0.0))  # [T, H]
+    if guard:
+        ids, weights = deduplicate(ids, weights)
+    maps = code.build_maps(
+        ids, experts, start=experts * parameters.rank, memory=_memory(parameters, code, experts)
+    )
+    evidence = {"path": "fused" if maps.fused else "three-step", **map_figures(parameters, ids, maps)}
+    buffer, rows = _expert_rows(parameters, ids, maps)
+    out = torch.full((parameters.tokens, HIDDEN), float("nan"), dtype=torch.bfloat16, device=code.device)
+    try:
+        code.finalize(
+            maps,
+            rows,
+            ids,
+            weights.float(),
+            out,
+            experts,
+            ranks=parameters.ranks,
+            rank=parameters.rank,
+            all_to_all=parameters.finalize == "no_filling",
+        )
+    except ReadOutOfBoundsError as error:
+        return Observation({**evidence, "rows": parameters.tokens, "entries_out_of_bounds": error.entries})
+    del buffer  # it had to live until here, because finalize may read beside the rows
+    return Observation({**evidence, **_row_figures(parameters, ids, out, expected, without_repeats)})
+
+
+def make_ids(parameters: DuplicateIdsParameters) -> torch.Tensor:
+    """int32 [T, K]: distinct ids, then repeated or emptied as `parameters.ids` says."""
+    draw = torch.Generator().manual_seed(parameters.seed)
+    tokens, experts, top_k = parameters.tokens, parameters.experts, parameters.top_k
+    ids = torch.rand(tokens, experts, generator=draw).argsort(dim=1)[:, :top_k].int()  # [T, K]
+    local = experts // parameters.ranks
+    first = local * parameters.rank
+    if parameters.ids == "one_expert":
+        ids = torch.full_like(ids, first)
+    elif parameters.ids == "one_repeat":
+        ids[:, 0] = first + ids[:, 0] % local  # a local expert
+        ids[:, 1] = ids[:, 0]
+    elif parameters.ids == "sentinel":
+        ids[::2, top_k // 2 :] = -1
+    return ids.contiguous()
+
+
+def map_figures(parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any) -> dict[str, Any]:
+    """Count local pairs, how many of them were sorted, and the entries of the map that were not written."""
+    local = _local(parameters, ids).t().reshape(-1)  # [K * T]
+    used = int(maps.first_offset[parameters.experts // parameters.ranks])
+    written = torch.zeros_like(local)  # [K * T]
+    written[maps.row_of_permuted[:used].long()] = True
+    return {
+        "local_slots": int(local.sum()),
+        "sorted_rows": used,
+        "repeated_slots": int((_repeats(ids).t().reshape(-1) & local).sum()),
+        "unwritten_entries": int((local & ~written).sum()),
+        "tokens": ids.shape[0],
+    }
+
+
+def entries_as_before(parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any, memory: int) -> int:
+    """Count the local pairs whose entry of the map still holds `memory`, which was there before."""
+    local = _local(parameters, ids).t().reshape(-1)  # [K * T]
+    return int((local & (maps.permuted_of_row == memory)).sum())
+
+
+def _memory(parameters: DuplicateIdsParameters, code: Any, experts: int) -> Any:
+    """What the maps hold before the call."""
+    if parameters.memory != "earlier":
+        return _MEMORY[parameters.memory]
+    healthy = parameters.model_copy(update={"ids": "distinct", "seed": parameters.seed + 1})
+    ids = make_ids(healthy).to(code.device)  # [T, K]
+    return code.build_maps(ids, experts, start=experts * parameters.rank, memory=0)
+
+
+def _local(parameters: DuplicateIdsParameters, ids: torch.Tensor) -> torch.Tensor:
+    """bool [T, K]: whether this rank has the pair's expert."""
+    experts = parameters.experts // parameters.ranks
+    own = ids - experts * parameters.rank  # [T, K]
+    return (own >= 0) & (own < experts)
+
+
+def _repeats(ids: torch.Tensor) -> torch.Tensor:
+    """bool [T, K]: pairs whose expert is that of an earlier pair of the token."""
+    same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & (ids >= 0).unsqueeze(2)  # [T, K, K]
+    place = torch.arange(ids.shape[1], device=ids.device)  # [K]
+    return (same & (place[None, :] < place[:, None])).any(2)
+
+
+def _output(token: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+    """The output of expert `expert` for token `token`: a whole number from 1 to 13."""
+    return ((token * 7 + expert * 3) % 13 + 1).float()
+
+
+def _sums(parameters: DuplicateIdsParameters, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """bf16 [T, H]: each token's sum over this rank's experts."""
+    token = torch.arange(ids.shape[0], device=ids.device)[:, None]  # [T, 1]
+    values = torch.where(_local(parameters, ids), weights.float() * _output(token, ids), 0.0)  # [T, K]
+    return values.sum(1, keepdim=True).expand(-1, HIDDEN).bfloat16()
+
+
+def _expert_rows(
+    parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The expert outputs in sorted order, as the GEMMs would leave them: the buffer, and its rows [R, H]."""
+    tokens, size = ids.shape[0], ids.numel()
+    buffer = torch.full((size + 2 * _GUARD, HIDDEN), _OUTSIDE, dtype=torch.bfloat16, device=ids.device)
+    rows = buffer[_GUARD : _GUARD + size]  # [R, H]
+    rows.fill_(_STALE)
+    used = int(maps.first_offset[parameters.experts // parameters.ranks])
+    source = maps.row_of_permuted[:used].long()  # [used]: k * T + t
+    token, place = source % tokens, source // tokens  # [used] each
+    rows[:used] = _output(token, ids[token, place].long())[:, None].bfloat16()
+    return buffer, rows
+
+
+def _row_figures(
+    parameters: DuplicateIdsParameters,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    expected: torch.Tensor,
+    without_repeats: torch.Tensor,
+) -> dict[str, Any]:
+    counted = torch.ones(ids.shape[0], dtype=torch.bool, device=ids.device)  # [T]
+    if parameters.finalize == "no_filling":
+        counted = _local(parameters, ids).any(1)  # the kernel leaves other rows as they were
+    right = (out == expected).all(1) & counted  # [T]
+    dropped = (out == without_repeats).all(1) & ~right & counted  # [T]
+    outside = (out.float().abs() >= _OUTSIDE / 8).all(1) & counted  # [T]
+    wrong = counted & ~right & ~dropped & ~outside  # [T]
+    figures: dict[str, Any] = {
+        "rows": int(counted.sum()),
+        "rows_right": int(right.sum()),
+        "rows_with_the_repeat_dropped": int(dropped.sum()),
+        "rows_wrong": int(wrong.sum()),
+        "rows_out_of_bounds": int(outside.sum()),
+        "rows_not_finite": int((~out.isfinite().all(1) & counted).sum()),
+    }
+    if bool((wrong | outside).any()):
+        row = int((wrong | outside).nonzero()[0])
+        figures["example"] = {"row": row, "sum": float(out[row, 0]), "right": float(expected[row, 0])}
+    return figures
+
+
+# --- The restated code ----------------------------------------------------------------------------------
 
 FUSED_TOP_K = (1, 2, 4, 6, 8)
-"""The slots a token for which there is a fused prologue."""
+"""The numbers of experts a token for which there is a fused prologue."""
 FUSED_TOKENS = 256
 SHARED_MEMORY = 232_448
-"""Bytes that a block may have on a GPU of 9.0; the fused prologue ranks all rows in one block."""
+"""Bytes that a block may have on a GPU of 9.0. The fused prologue ranks all rows in one block."""
 
 
-@dataclass(frozen=True)
-class ModelMaps:
-    """The maps, as `moedoctor.upstream.flashinfer.probe.RoutingMaps` has them, on the CPU."""
+class ReadOutOfBoundsError(Exception):
+    """An entry of the map leads finalize beside the rows: on a GPU an illegal memory access."""
 
-    fused: bool
-    permuted_of_row: torch.Tensor
-    """int64 [K * T]"""
-    row_of_permuted: torch.Tensor
-    """int64 [K * T]"""
-    first_offset: torch.Tensor
-    """int64 [E + 1]"""
+    def __init__(self, entries: int) -> None:
+        super().__init__(f"{entries} entries of the map lead out of bounds")
+        self.entries = entries
 
 
 class ThreeStepModel:
-    """The restated functions; the same methods as the probe of a real release."""
+    """FlashInfer's routing maps and finalize restated, with the same methods as `FlashInferProbe`.
+
+    After csrc/fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh of 0.7.2.post1. Pair k of token t is
+    row ``k * tokens + t`` of the maps. For each expert the three-step sort looks through each token's pairs
+    and stops at the first match. A second pair with the same expert is never written, and whoever reads the
+    map finds there what the memory held before.
+    """
 
     device = "cpu"
-    release = "model"
 
     def build_maps(
-        self, ids: torch.Tensor, experts: int, *, start: int = 0, memory: ModelMaps | int = 0
-    ) -> ModelMaps:
+        self, ids: torch.Tensor, experts: int, *, start: int = 0, memory: RoutingMaps | int = 0
+    ) -> RoutingMaps:
         """The maps for `ids` int32 [T, K] and local experts from `start` on; `memory` is what was there."""
         tokens, top_k = ids.shape
-        if isinstance(memory, ModelMaps):
-            before = memory.permuted_of_row.numpy().copy(), memory.row_of_permuted.numpy().copy()
+        if isinstance(memory, RoutingMaps):
+            before = memory.permuted_of_row.clone(), memory.row_of_permuted.clone()
         else:
-            before = np.full(tokens * top_k, memory), np.full(tokens * top_k, memory)
-        local = ids.numpy().astype(np.int64) - start  # [T, K]
+            before = torch.full((tokens * top_k,), memory), torch.full((tokens * top_k,), memory)
         fused = takes_fused(tokens, top_k, experts)
         build = _fused if fused else _three_step
-        permuted_of_row, row_of_permuted, first_offset = build(local, experts, *before)
-        return ModelMaps(
-            fused,
-            torch.from_numpy(permuted_of_row),
-            torch.from_numpy(row_of_permuted),
-            torch.from_numpy(first_offset),
-        )
+        first_offset = build(ids.long() - start, experts, *before)
+        return RoutingMaps(fused, *before, first_offset)
 
     def finalize(
         self,
-        maps: ModelMaps,
+        maps: RoutingMaps,
         rows: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
@@ -78,74 +252,207 @@ class ThreeStepModel:
     ) -> None:
         """Each token's weighted sum of its sorted rows into `out` bf16 [T, H].
 
-        The kernel for all-to-all does not ask whether a row is within the map; the other does, since 0.6.10.
-        Raises ReadOutOfBoundsError where it reads a row that is none.
+        The kernel for all-to-all does not check that a row is within the map; the other does, since 0.6.10.
+        Raises ReadOutOfBoundsError if it reads beside the rows.
         """
         tokens, top_k = ids.shape
-        local = ids.numpy().astype(np.int64) - experts * rank  # [T, K]
+        local = ids - experts * rank  # [T, K]
         is_local = (local >= 0) & (local < experts)  # [T, K]
-        at = maps.permuted_of_row.numpy().reshape(top_k, tokens).T  # [T, K]
+        at = maps.permuted_of_row.view(top_k, tokens).t()  # [T, K]
         inside = (at >= 0) & (at < tokens * top_k)  # [T, K]
         unchecked = all_to_all and ranks > 1
-        if unchecked and (is_local & ~inside).any():
+        if unchecked and bool((is_local & ~inside).any()):
             raise ReadOutOfBoundsError(int((is_local & ~inside).sum()))
         used = is_local & inside  # [T, K]
-        values = rows.float().numpy()[np.where(used, at, 0)]  # [T, K, H]
-        scale = np.where(used, weights.numpy(), 0.0).astype(np.float32)  # [T, K]
-        total = torch.from_numpy((values * scale[:, :, None]).sum(1)).to(out.dtype)  # [T, H]
-        written = torch.from_numpy(is_local.any(1) if unchecked else np.ones(tokens, dtype=bool))  # [T]
+        values = rows.float()[torch.where(used, at, 0)]  # [T, K, H]
+        scale = torch.where(used, weights, 0.0)  # [T, K]
+        total = (values * scale[:, :, None]).sum(1).to(out.dtype)  # [T, H]
+        written = is_local.any(1) if unchecked else torch.ones(tokens, dtype=torch.bool)  # [T]
         out[written] = total[written]
 
 
-class ReadOutOfBoundsError(Exception):
-    """Finalize follows an entry of the map to memory that is no row: on a GPU an illegal memory access."""
-
-    def __init__(self, entries: int) -> None:
-        super().__init__(f"{entries} entries of the map lead out of bounds")
-        self.entries = entries
-
-
 def takes_fused(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether the fused prologue takes a call with so many tokens, slots a token and local experts."""
-    bits = int(np.log2(experts + 1)) + 1
-    return (
-        bits <= 9
-        and top_k in FUSED_TOP_K
-        and tokens <= FUSED_TOKENS
-        and _fused_bytes(tokens, bits) < SHARED_MEMORY
-    )
-
-
-def _fused_bytes(tokens: int, bits: int) -> int:
-    """Shared memory of cub's BlockRadixRank, without its scan: 16-bit counters, two in a word."""
+    """Whether the fused prologue takes a call with so many tokens, experts a token and local experts."""
+    bits = int(math.log2(experts + 1)) + 1
+    if bits > 9 or top_k not in FUSED_TOP_K or tokens > FUSED_TOKENS:
+        return False
+    # Shared memory of cub's BlockRadixRank, without its scan: 16-bit counters, two in a word.
     block = next(size for size in (32, 64, 128, 256) if tokens <= size)
     lanes = (1 << max(bits - 1, 0)) + 1
-    return int(lanes * block * 4)
+    return lanes * block * 4 < SHARED_MEMORY
 
 
-def _three_step(local: Ints, experts: int, of_row: Any, of_permuted: Any) -> tuple[Ints, Ints, Ints]:
-    tokens = local.shape[0]
-    first = np.zeros(experts + 1, dtype=np.int64)  # [E + 1]
-    total = 0
-    for expert in range(experts):
-        first[expert] = total
-        slot = np.where((local == expert).any(1), (local == expert).argmax(1), -1)  # [T]: the first match
-        token = np.flatnonzero(slot >= 0)  # [N]
-        row = slot[token] * tokens + token  # [N]
-        of_permuted[total : total + len(row)] = row
-        of_row[row] = np.arange(total, total + len(row))
-        total += len(row)
-    first[experts] = total
-    return of_row.astype(np.int64), of_permuted.astype(np.int64), first
-
-
-def _fused(local: Ints, experts: int, of_row: Any, of_permuted: Any) -> tuple[Ints, Ints, Ints]:
+def _three_step(
+    local: torch.Tensor, experts: int, of_row: torch.Tensor, of_permuted: torch.Tensor
+) -> torch.Tensor:
+    """Write the maps int64 [K * T] of `local` ids [T, K] in place; return the first offsets [E + 1]."""
     tokens, top_k = local.shape
-    keys = np.where((local >= 0) & (local < experts), local, experts)  # [T, K]
-    flat = keys.reshape(-1)  # [T * K], a thread's slots together
-    order = np.argsort(flat, kind="stable")  # [T * K]
-    token, slot = order // top_k, order % top_k  # [T * K] each
-    of_permuted[:] = slot * tokens + token
-    of_row[of_permuted] = np.arange(tokens * top_k)
-    first = np.searchsorted(flat[order], np.arange(experts + 1)).astype(np.int64)  # [E + 1]
-    return of_row.astype(np.int64), of_permuted.astype(np.int64), first
+    place = torch.arange(top_k).expand(tokens, -1)  # [T, K]
+    none = torch.full((tokens, experts + 1), top_k)  # [T, E + 1]
+    first = none.scatter_reduce(1, _keys(local, experts), place, "amin")  # [T, E + 1], the first match
+    expert, token = (first[:, :experts] < top_k).t().nonzero().unbind(1)  # [N] each, by expert
+    row = first[token, expert] * tokens + token  # [N]
+    of_permuted[: len(row)] = row
+    of_row[row] = torch.arange(len(row))
+    return torch.searchsorted(expert.contiguous(), torch.arange(experts + 1))
+
+
+def _fused(
+    local: torch.Tensor, experts: int, of_row: torch.Tensor, of_permuted: torch.Tensor
+) -> torch.Tensor:
+    """The same as `_three_step`, by one stable sort of all pairs."""
+    tokens, top_k = local.shape
+    ordered, order = _keys(local, experts).reshape(-1).sort(stable=True)  # [T * K] each
+    token, place = order // top_k, order % top_k  # [T * K] each
+    of_permuted[:] = place * tokens + token
+    of_row[of_permuted] = torch.arange(tokens * top_k)
+    return torch.searchsorted(ordered, torch.arange(experts + 1))  # [E + 1]
+
+
+def _keys(local: torch.Tensor, experts: int) -> torch.Tensor:
+    """int64 [T, K]: the local ids, with `experts` for those of other ranks and for -1."""
+    return torch.where((local >= 0) & (local < experts), local, experts)
+
+
+# --- Measurements of the claims: a release's own code in this process -----------------------------------
+
+
+def maps(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """The map of each shape and each kind of ids: who made it, and which entries were not written."""
+    code, rows = _load(unit, device, sources), []
+    kinds = (("one_expert", 0), ("one_repeat", 0), ("distinct", 0), ("one_repeat", 1))
+    shapes = product((1, 255, 256, 257, 4096), (128, 510, 511, 512), (8, 10))
+    for (tokens, experts, top_k), (kind, rank) in product(shapes, kinds):
+        # Rank 1 is the second of two, so that half of the ids are not local.
+        point = DuplicateIdsParameters.model_validate(
+            {
+                "tokens": tokens,
+                "experts": experts * (rank + 1),
+                "top_k": top_k,
+                "ids": kind,
+                "ranks": rank + 1,
+                "rank": rank,
+            }
+        )
+        ids = make_ids(point).to(code.device)  # [T, K]
+        made = code.build_maps(ids, experts, start=experts * rank, memory=GARBAGE)
+        rows.append(
+            {
+                "path": "fused" if made.fused else "three-step",
+                "experts": experts,
+                "top_k": top_k,
+                "ids": kind,
+                "start_expert": experts * rank,
+                **map_figures(point, ids, made),
+                "entries_as_before": entries_as_before(point, ids, made, GARBAGE),
+            }
+        )
+    return {"rows": rows}
+
+
+def boundary(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """By number of tokens: the most local experts for which the fused prologue makes the map, or 0."""
+    code = _load(unit, device, sources)
+
+    def takes(tokens: int, experts: int) -> bool:
+        ids = torch.zeros(tokens, 8, dtype=torch.int32, device=code.device)  # [T, K]
+        return bool(code.build_maps(ids, experts, memory=0).fused)
+
+    tokens = (1, 32, 64, 128, 129, 256, 257)
+    return {"rows": [{"tokens": count, "most_experts": _last(partial(takes, count))} for count in tokens]}
+
+
+def _last(takes: Callable[[int], bool], most: int = 1024) -> int:
+    """The last number up to `most` that is taken, by halving: taken below, declined above."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if takes(middle) else (low, middle)
+    return low
+
+
+def _sums_of(
+    unit: str,
+    device: str,
+    sources: Mapping[str, str],
+    *,
+    shapes: tuple[tuple[int, int, int], ...],
+    ids: tuple[str, ...],
+    finalizes: tuple[str, ...] = ("normal", "no_filling"),
+    ranks: tuple[int, ...] = (0, 1),
+    guard: bool = False,
+) -> dict[str, Any]:
+    """How many sums are right for each combination, over all contents of the map's memory."""
+    code, rows = _load(unit, device, sources), []
+    keys = ("path", "rows", "rows_right", "rows_with_the_repeat_dropped", "rows_wrong", "rows_out_of_bounds")
+    for point in _points(shapes, ids, finalizes, ranks):
+        evidence = observe(point, code, guard=guard).evidence
+        rows.append({**point.model_dump(exclude={"seed"}), **{key: evidence[key] for key in keys}})
+    return {"rows": rows}
+
+
+_MEMORIES = ("garbage", "earlier", "zeros", "minus_one")
+_REPEATED = ("one_expert", "one_repeat")
+fused_sums = partial(
+    _sums_of,
+    shapes=((1, 128, 8), (128, 128, 8), (256, 128, 8), (64, 64, 6)),
+    ids=_REPEATED,
+    finalizes=("normal",),
+    ranks=(0,),
+)
+distinct = partial(_sums_of, shapes=((300, 128, 8), (1, 512, 10), (128, 128, 8)), ids=("distinct",))
+sentinels = partial(
+    _sums_of, shapes=((300, 128, 8), (300, 512, 10), (128, 128, 8)), ids=("sentinel",), ranks=(0,)
+)
+deduplicated = partial(
+    _sums_of, shapes=((300, 128, 8), (1, 512, 10), (256, 512, 8)), ids=_REPEATED, guard=True
+)
+
+
+def _points(
+    shapes: tuple[tuple[int, int, int], ...],
+    ids: tuple[str, ...],
+    finalizes: tuple[str, ...],
+    ranks: tuple[int, ...],
+) -> Iterator[DuplicateIdsParameters]:
+    """Shapes are (tokens, local experts, top_k)."""
+    for (tokens, experts, top_k), kind, memory, finalize, rank in product(
+        shapes, ids, _MEMORIES, finalizes, ranks
+    ):
+        parallel = 2 if rank or finalize == "no_filling" else 1
+        yield DuplicateIdsParameters.model_validate(
+            {
+                "tokens": tokens,
+                "experts": experts * parallel,
+                "top_k": top_k,
+                "ids": kind,
+                "memory": memory,
+                "finalize": finalize,
+                "ranks": parallel,
+                "rank": rank,
+            }
+        )
+
+
+def guard_cost(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """Microseconds of `validate_expert_ids` and `deduplicate` in a CUDA graph, at 128 tokens of 8 experts."""
+    from moedoctor.bench.timing import graph_time
+
+    ids = torch.rand(128, 128, device=device).argsort(1)[:, :8].int()  # [T, K]
+    weights = torch.rand(128, 8, device=device)  # [T, K]
+    flags = ExpertIdFlags(device)
+    times = {
+        "validate": graph_time(lambda: validate_expert_ids(ids, 128, flags=flags)),
+        "deduplicate": graph_time(lambda: deduplicate(ids, weights)),
+    }
+    flags.raise_if_found()
+    row: dict[str, Any] = {"shape": "128 x 8"}
+    for name, time in times.items():
+        row |= {f"{name}_us": time.median, f"{name}_us_p20": time.p20, f"{name}_us_p80": time.p80}
+    return {"rows": [row]}
+
+
+def _load(unit: str, device: str, sources: Mapping[str, str]) -> FlashInferProbe:
+    if unit == "installed":
+        return FlashInferProbe.installed(device)
+    return FlashInferProbe.named(unit.partition("@")[2], Path(sources[unit]), device)

@@ -137,7 +137,7 @@ class NanRouting(Fault):
         return shape if parameters["bias"] == "none" else f"{shape} {parameters['bias']} bias"
 
 
-# --- Claims about kernels --------------------------------------------------------------------------------
+# --- Claims about kernels -------------------------------------------------------------------------------
 
 _BENCH = "moedoctor.bench.routing"
 _REPEATS = 3
@@ -315,7 +315,7 @@ def policy_cost(given: ClaimCases) -> ClaimJudgement:
     return decide(given.keeps("max_overhead", worst["overhead"]), figures, reason)
 
 
-# --- Claims that only a real engine can decide: NaN in padding, what it does, what tracing costs ------------
+# --- Claims that only a real engine can decide: NaN in padding, what it does, what tracing costs --------
 
 
 def _engine_claim(

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from moedoctor.faults.routing.sentinel_ids_claims import CLAIMS
-from moedoctor.interfaces import Fault, Judgement
-from moedoctor.results import Case, CaseVerdict, Observation, Scalar, Tier
+from moedoctor.faults.base import (
+    ClaimCases,
+    ClaimJudgement,
+    Fault,
+    Judgement,
+    Measurement,
+    Parameters,
+    claim,
+    decide,
+    untested,
+)
+from moedoctor.results import Case, CaseVerdict, Crash, Observation, Scalar, Tier
 
 
-class SentinelIdsParameters(BaseModel):
-    """One point of the matrix: a batch in which some slots hold -1."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+class SentinelIdsParameters(Parameters):
+    """One point of the matrix: a batch in which some ids are -1."""
 
     use: Literal["expert_map", "gather", "row_map"] = Field(
         "expert_map",
@@ -27,7 +34,7 @@ class SentinelIdsParameters(BaseModel):
     ranks: int = Field(1, ge=1, le=64)
     rank: int = Field(0, ge=0, le=63)
     slots: Literal["padding", "dropped"] = Field(
-        "padding", description="-1 in all slots of the last quarter of the rows, or in one slot of every row"
+        "padding", description="-1 in the whole last quarter of the rows, or once in every row"
     )
     seed: int = Field(0, ge=0)
 
@@ -45,38 +52,130 @@ class SentinelIdsParameters(BaseModel):
 
 
 class SentinelIds(Fault):
-    """An id that says "no expert", taken for one."""
+    """An id that means "no expert", taken for one."""
 
     id = "MD016"
     parameters = SentinelIdsParameters
     tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
-    claims = CLAIMS
-
-    def faulty(self, case: Case) -> Any:
-        from moedoctor.faults.routing.sentinel_ids_lab import FaultyUse
-
-        return FaultyUse()
-
-    def fixed(self, case: Case) -> Any:
-        from moedoctor.faults.routing.sentinel_ids_lab import FixedUse
-
-        return FixedUse()
-
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.routing.sentinel_ids_lab import observe
-
-        return observe(self.parameters.model_validate(case.parameters), implementation)
+    lab = "moedoctor.faults.routing.sentinel_ids_lab"
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        if seen["rows_wrong"]:
-            said = f"{seen['rows_wrong']} of {seen['rows']} rows hold a wrong sum"
-            return Judgement(CaseVerdict.REPRODUCED, said)
-        if seen["empty_slots_given_to_an_expert"]:
-            said = f"{seen['empty_slots_given_to_an_expert']} empty slots go to expert {seen['expert']}"
-            return Judgement(CaseVerdict.REPRODUCED, said)
-        return Judgement(CaseVerdict.CLEAN, f"{seen['rows']} of {seen['rows']} rows are right")
+        evidence = observation.evidence
+        rows, given = evidence["rows"], evidence["empty_slots_given_to_an_expert"]
+        if evidence["rows_wrong"]:
+            figure = f"{evidence['rows_wrong']} of {rows} rows hold a wrong sum"
+            return Judgement(CaseVerdict.REPRODUCED, figure)
+        if given:
+            return Judgement(CaseVerdict.REPRODUCED, f"{given} empty slots go to expert {evidence['expert']}")
+        return Judgement(CaseVerdict.CLEAN, f"{rows} of {rows} rows are right")
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:
         rank = f" rank {parameters['rank']}/{parameters['ranks']}" if parameters["ranks"] != 1 else ""
         return f"{parameters['use']} {parameters['slots']}{rank}"
+
+
+# --- Claims: what the MoE paths that run here do with -1, by their own kernels --------------------------
+
+_LAB = "moedoctor.faults.routing.sentinel_ids_lab"
+UPSTREAM = ("TRITON bf16", "TRITON fp8", "MARLIN nvfp4", "MARLIN fp8")
+OURS = ("OURS bf16", "OURS fp8", "OURS nvfp4")
+NO_SENTINEL = "no -1"
+"""The kind of ids that is the control of the others."""
+IDS = (NO_SENTINEL, "padding rows of -1", "one slot of -1 a row")
+Row = Mapping[str, Any]
+
+
+def units_of(paths: Sequence[str]) -> tuple[str, ...]:
+    """Return a process for each path and kind of ids, so that a death loses no other figure."""
+    return tuple(f"{path}, {ids}" for path in paths for ids in IDS)
+
+
+def _paths_skip_sentinels(given: ClaimCases) -> ClaimJudgement:
+    """Judge the rows that are wrong if some ids are -1, path by path. A path that died has no right row.
+
+    Only a path that is right without any -1 can show something about -1. Others are named, with the reason.
+    """
+    rows = [_row(measurement) for measurement in given.measurements]
+    ran = [row for row in rows if "skipped" not in row]
+    bad = [row for row in ran if "death" in row or not given.keeps("max_rows", row["rows_wrong"])]
+    broken = [row for row in bad if row["ids"] == NO_SENTINEL]
+    broken_paths = {row["path"] for row in broken}
+    sound = {row["path"] for row in ran if row["ids"] == NO_SENTINEL} - broken_paths
+    tried = [row for row in ran if row["ids"] != NO_SENTINEL and row["path"] in sound]
+    wrong = [row for row in tried if row in bad]
+    parts = [_figure(row) for row in wrong]
+    if tried and not wrong:
+        paths = ", ".join(dict.fromkeys(row["path"] for row in tried))
+        parts = [f"all rows right in {len(tried)} calls of {paths}"]
+    parts += [f"{_figure(row)}, so it says nothing of -1" for row in broken]
+    parts += dict.fromkeys(f"{row['path']} not run: {row['skipped']}" for row in rows if "skipped" in row)
+    reason = _release(given) + "; ".join(parts)
+    if not wrong and (broken or not tried):
+        return untested(reason, {"rows": rows})
+    return decide(not wrong, {"rows": rows}, reason)
+
+
+upstream_paths, our_path = (
+    claim(
+        key,
+        measure=f"{_LAB}:measure_path",
+        units=lambda subjects, paths=paths: units_of(paths),
+        needs_gpu=True,
+        thresholds=("max_rows",),
+    )(_paths_skip_sentinels)
+    for key, paths in (("upstream_paths", UPSTREAM), ("our_path", OURS))
+)
+
+
+@claim(
+    "alignment",
+    measure=f"{_LAB}:measure_alignment",
+    units=lambda subjects: ("moe_align_block_size",),
+    needs_gpu=True,
+    thresholds=("max_slots",),
+)
+def alignment(given: ClaimCases) -> ClaimJudgement:
+    """Judge the empty pairs that the kernel puts into a block of a real expert, and real ones that it loses.
+
+    Calls without any -1 are the control: if one of them is wrong, the others show nothing about -1.
+    """
+    rows = [row for figures in given.evidence() for row in figures["rows"]]
+    bad = [
+        row for row in rows if not given.keeps("max_slots", row["empty_slots_in_blocks"] + row["slots_lost"])
+    ]
+    control = [row for row in rows if not row["empty_slots"]]
+    broken = [row for row in control if row in bad]
+    reason = _release(given) + "; ".join(
+        f"{row['call']}: {row['empty_slots_in_blocks']} of {row['empty_slots']} empty slots in an expert's "
+        f"blocks, {row['slots_lost']} real slots lost"
+        for row in rows
+    )
+    if broken:
+        reason += "; wrong without any -1, so it says nothing of -1"
+    if broken or not control or len(control) == len(rows):
+        return untested(reason, {"rows": rows})
+    return decide(not bad, {"rows": rows}, reason)
+
+
+def _row(measurement: Measurement) -> dict[str, Any]:
+    """Return what one process measured of its path and kind of ids, or why it measured nothing."""
+    path, _, ids = measurement.unit.partition(", ")
+    outcome = measurement.outcome
+    if isinstance(outcome, Observation):
+        return {"path": path, "ids": ids, **outcome.evidence["row"]}
+    if isinstance(outcome, Crash):
+        return {"path": path, "ids": ids, "death": outcome.message}
+    return {"path": path, "ids": ids, "skipped": outcome.reason}
+
+
+def _figure(row: Row) -> str:
+    figure = row.get("death") or f"{row['rows_wrong']} of {row['rows']} rows wrong"
+    return f"{row['path']}, {row['ids']}: {figure}"
+
+
+def _release(given: ClaimCases) -> str:
+    """Name the release that the figures are of, because the verdict holds for no other."""
+    return next((f"vLLM {figures['vllm']}: " for figures in given.evidence() if figures.get("vllm")), "")
+
+
+SentinelIds.claims = (upstream_paths, alignment, our_path)

@@ -11,16 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from moedoctor.faults.routing import duplicate_ids_claims as claims
-from moedoctor.faults.routing import duplicate_ids_measured as measured_claims
+from moedoctor.faults.routing import duplicate_ids as md011
+from moedoctor.faults.routing import duplicate_ids_lab as lab
 from moedoctor.faults.routing.duplicate_ids import DuplicateIds, DuplicateIdsParameters
-from moedoctor.faults.routing.duplicate_ids_lab import ThreeStepModel, takes_fused
-from moedoctor.faults.routing.duplicate_ids_rows import (
-    Implementation,
+from moedoctor.faults.routing.duplicate_ids_lab import (
+    ThreeStepModel,
     entries_as_before,
     make_ids,
     map_figures,
     observe,
+    takes_fused,
 )
 from moedoctor.interfaces import Measurement
 from moedoctor.results import (
@@ -37,6 +37,8 @@ from moedoctor.results import (
 )
 from moedoctor.runner.plan import Options, plan_cases
 from moedoctor.runner.targets import load_targets
+from moedoctor.upstream.flashinfer import probe as flashinfer_probe
+from moedoctor.upstream.flashinfer.probe import FlashInferProbe
 from moedoctor.upstream.releases.wheel import KernelError
 
 FAULT = DuplicateIds()
@@ -66,7 +68,7 @@ points = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(points)
 def test_each_repeated_slot_leaves_one_entry_unwritten_and_no_other(point: dict[str, Any]) -> None:
     chosen = parameters(**point)
@@ -83,14 +85,14 @@ def test_each_repeated_slot_leaves_one_entry_unwritten_and_no_other(point: dict[
         assert figures["local_slots"] - figures["sorted_rows"] == figures["repeated_slots"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(points)
 def test_distinct_ids_and_deduplicated_ones_give_the_right_sum(point: dict[str, Any]) -> None:
     chosen = parameters(**point)
-    guarded = observe(chosen, Implementation(ThreeStepModel(), guard=True)).evidence
+    guarded = observe(chosen, ThreeStepModel(), guard=True).evidence
     assert guarded["rows_right"] == guarded["rows"]
     if chosen.ids in ("distinct", "sentinel"):
-        plain = observe(chosen, Implementation(ThreeStepModel())).evidence
+        plain = observe(chosen, ThreeStepModel()).evidence
         assert plain["rows_right"] == plain["rows"]
 
 
@@ -105,12 +107,11 @@ def test_distinct_ids_and_deduplicated_ones_give_the_right_sum(point: dict[str, 
     ],
 )
 def test_what_the_memory_held_decides_what_happens(memory: str, finalize: str, figure: str) -> None:
-    one = case(memory=memory, finalize=finalize, ranks=2 if finalize == "no_filling" else 1)
-    seen = FAULT.observe(one, FAULT.faulty(one))
-    judged = FAULT.judge(one, seen)
+    faulty = case(memory=memory, finalize=finalize, ranks=2 if finalize == "no_filling" else 1)
+    judged = FAULT.judge(faulty, FAULT.observe(faulty, None))
     assert judged.verdict is CaseVerdict.REPRODUCED
     assert judged.figure.endswith(figure)
-    fixed = FAULT.judge(one, FAULT.observe(one, FAULT.fixed(one)))
+    fixed = FAULT.judge(faulty, FAULT.observe(dataclasses.replace(faulty, subject="fixed"), None))
     assert (fixed.verdict, fixed.figure) == (CaseVerdict.CLEAN, "300 of 300 rows are right, three-step")
 
 
@@ -125,7 +126,7 @@ def test_the_last_number_of_experts_that_the_fused_prologue_takes(tokens: int, t
 
 def test_the_fused_prologue_sorts_repeated_ids_rightly() -> None:
     one = parameters(tokens=64, ids="one_repeat")
-    seen = observe(one, Implementation(ThreeStepModel())).evidence
+    seen = observe(one, ThreeStepModel()).evidence
     assert (seen["path"], seen["rows_right"], seen["unwritten_entries"]) == ("fused", 64, 0)
 
 
@@ -185,43 +186,43 @@ def test_the_table_says_what_each_release_does_with_each_call() -> None:
 @pytest.mark.parametrize(
     ("judge", "limits", "cases", "verdict"),
     [
-        (claims.judge_illegal_access, {"min_releases": 1}, CASES, ClaimVerdict.CONFIRMED),
-        (claims.judge_illegal_access, {"min_releases": 1}, CASES[1:4], ClaimVerdict.REFUTED),
-        (claims.judge_illegal_access, {"min_releases": 1}, CASES[4:], ClaimVerdict.UNTESTED),
+        (md011.illegal_access.judge, {"min_releases": 1}, CASES, ClaimVerdict.CONFIRMED),
+        (md011.illegal_access.judge, {"min_releases": 1}, CASES[1:4], ClaimVerdict.REFUTED),
+        (md011.illegal_access.judge, {"min_releases": 1}, CASES[4:], ClaimVerdict.UNTESTED),
         (
-            claims.judge_illegal_access,
+            md011.illegal_access.judge,
             {"min_releases": 1},
             [result("flashinfer@0.6.6", "rows_out_of_bounds", memory="minus_one")],
             ClaimVerdict.CONFIRMED,
         ),
         (
-            claims.judge_bounds_check,
+            md011.bounds_check.judge,
             {"max_cases": 0},
             [result("flashinfer@0.6.13", "rows_out_of_bounds", memory="minus_one")],
             ClaimVerdict.REFUTED,
         ),
-        (claims.judge_bounds_check, {"max_cases": 0}, CASES, ClaimVerdict.CONFIRMED),
+        (md011.bounds_check.judge, {"max_cases": 0}, CASES, ClaimVerdict.CONFIRMED),
         (
-            claims.judge_bounds_check,
+            md011.bounds_check.judge,
             {"max_cases": 0},
             [*CASES, result("flashinfer@0.6.13", "death", finalize="no_filling", ranks=2)],
             ClaimVerdict.REFUTED,
         ),
-        (claims.judge_bounds_check, {"max_cases": 0}, CASES[:2], ClaimVerdict.UNTESTED),
-        (claims.judge_newest_is_silent, {"min_cases": 1}, CASES, ClaimVerdict.CONFIRMED),
-        (claims.judge_newest_is_silent, {"min_cases": 1}, CASES[3:], ClaimVerdict.REFUTED),
-        (claims.judge_newest_is_silent, {"min_cases": 1}, CASES[4:], ClaimVerdict.UNTESTED),
-        (claims.judge_illegal_access, {"min_releases": 1}, [DEAD], ClaimVerdict.UNTESTED),
-        (claims.judge_illegal_access, {"min_releases": 1}, [*CASES, DEAD], ClaimVerdict.CONFIRMED),
-        (claims.judge_bounds_check, {"max_cases": 0}, [DEAD], ClaimVerdict.UNTESTED),
+        (md011.bounds_check.judge, {"max_cases": 0}, CASES[:2], ClaimVerdict.UNTESTED),
+        (md011.newest_is_silent.judge, {"min_cases": 1}, CASES, ClaimVerdict.CONFIRMED),
+        (md011.newest_is_silent.judge, {"min_cases": 1}, CASES[3:], ClaimVerdict.REFUTED),
+        (md011.newest_is_silent.judge, {"min_cases": 1}, CASES[4:], ClaimVerdict.UNTESTED),
+        (md011.illegal_access.judge, {"min_releases": 1}, [DEAD], ClaimVerdict.UNTESTED),
+        (md011.illegal_access.judge, {"min_releases": 1}, [*CASES, DEAD], ClaimVerdict.CONFIRMED),
+        (md011.bounds_check.judge, {"max_cases": 0}, [DEAD], ClaimVerdict.UNTESTED),
         (
-            claims.judge_bounds_check,
+            md011.bounds_check.judge,
             {"max_cases": 0},
             [DEAD, result("flashinfer@0.6.13", "death")],
             ClaimVerdict.REFUTED,
         ),
-        (claims.judge_newest_is_silent, {"min_cases": 1}, [DEAD], ClaimVerdict.UNTESTED),
-        (claims.judge_newest_is_silent, {"min_cases": 1}, [*CASES, DEAD], ClaimVerdict.CONFIRMED),
+        (md011.newest_is_silent.judge, {"min_cases": 1}, [DEAD], ClaimVerdict.UNTESTED),
+        (md011.newest_is_silent.judge, {"min_cases": 1}, [*CASES, DEAD], ClaimVerdict.CONFIRMED),
     ],
 )
 def test_claims_that_the_cases_decide(
@@ -231,13 +232,13 @@ def test_claims_that_the_cases_decide(
 
 
 def test_cases_that_died_of_something_else_are_named() -> None:
-    for judge in (claims.judge_illegal_access, claims.judge_bounds_check, claims.judge_newest_is_silent):
+    for judge in (md011.illegal_access.judge, md011.bounds_check.judge, md011.newest_is_silent.judge):
         judged = judge([*CASES, DEAD], (), {"min_releases": 1, "max_cases": 0, "min_cases": 1})
         assert judged.reason.endswith("flashinfer@0.7.2.post1: 1 cases ended in another error")
 
 
 def test_the_whole_runner_is_open_and_what_its_parts_did_is_told() -> None:
-    judged = claims.judge_whole_runner(CASES, (), {})
+    judged = md011.whole_runner.judge(CASES, (), {})
     assert judged.verdict is ClaimVerdict.UNTESTED
     assert judged.reason == (
         "the whole cutlass_fused_moe was not built; its maps and finalize alone, all tokens on one expert, "
@@ -245,11 +246,11 @@ def test_the_whole_runner_is_open_and_what_its_parts_did_is_told() -> None:
     )
     assert judged.evidence["releases"][0]["illegal access"] == 1
     other = [result("flashinfer@0.6.6", "death", ids="one_repeat")]
-    assert str(claims.judge_whole_runner(other, (), {}).reason).endswith("nor did its maps and finalize run")
+    assert str(md011.whole_runner.judge(other, (), {}).reason).endswith("nor did its maps and finalize run")
 
 
 def test_a_read_from_beside_the_expert_rows_is_told_from_a_wrong_sum() -> None:
-    judged = claims.judge_illegal_access(
+    judged = md011.illegal_access.judge(
         [*CASES, result("flashinfer@0.6.8.post1", "rows_out_of_bounds", memory="minus_one")],
         (),
         {"min_releases": 1},
@@ -275,59 +276,55 @@ class Unchecked(ThreeStepModel):
 
 def test_a_row_taken_from_before_the_buffer_is_a_read_out_of_bounds() -> None:
     point = parameters(ids="one_repeat", memory="minus_one")
-    seen = observe(point, Implementation(Unchecked()))
+    seen = observe(point, Unchecked())
     assert (seen.evidence["rows_out_of_bounds"], seen.evidence["rows_wrong"]) == (300, 0)
     judged = FAULT.judge(case(), seen)
     assert judged.verdict is CaseVerdict.REPRODUCED
     assert judged.figure == "reads out of bounds in 300 of 300 rows, without an error"
-    stale = observe(parameters(ids="one_repeat"), Implementation(Unchecked())).evidence
+    stale = observe(parameters(ids="one_repeat"), Unchecked()).evidence
     assert stale["rows_out_of_bounds"] == 0
     assert stale["rows_wrong"] > 0
 
 
 def test_many_stale_rows_are_no_read_out_of_bounds() -> None:
     point = parameters(tokens=30, experts=80, top_k=64)
-    seen = observe(point, Implementation(ThreeStepModel())).evidence
+    seen = observe(point, ThreeStepModel()).evidence
     assert (seen["rows_out_of_bounds"], seen["rows_wrong"] > 0) == (0, True)
 
 
 # --- The tier `kernel` -----------------------------------------------------------------------------------
 
 
-def kernel_case(subject: str) -> Case:
-    return Case("MD011", subject, Tier.KERNEL, parameters().model_dump(), "cuda:0")
-
-
 def test_at_the_tier_kernel_control_and_fix_are_the_installed_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moedoctor.upstream.flashinfer.probe import FlashInferProbe
-
     asked: list[str] = []
 
     def installed(device: str) -> ThreeStepModel:
         asked.append(device)
-        return code
+        return ThreeStepModel()
 
-    code = ThreeStepModel()
     monkeypatch.setattr(FlashInferProbe, "installed", installed)
-    faulty, fixed = FAULT.faulty(kernel_case("faulty")), FAULT.fixed(kernel_case("fixed"))
-    assert faulty is code
-    assert fixed == Implementation(code, guard=True)
+    verdicts = {}
+    for subject in ("faulty", "fixed"):
+        kernel_case = Case("MD011", subject, Tier.KERNEL, parameters().model_dump(), "cuda:0")
+        verdicts[subject] = FAULT.judge(kernel_case, FAULT.observe(kernel_case, None)).verdict
+    assert verdicts == {"faulty": CaseVerdict.REPRODUCED, "fixed": CaseVerdict.CLEAN}
     assert asked == ["cuda:0", "cuda:0"]
-    assert FAULT.tiers["faulty"] == FAULT.tiers["fixed"] == (Tier.MODEL, Tier.KERNEL)
+    release = ThreeStepModel()
+    named = Case("MD011", "flashinfer@0.6.6", Tier.KERNEL, parameters().model_dump(), "cuda:0")
+    assert FAULT.judge(named, FAULT.observe(named, release)).verdict is CaseVerdict.REPRODUCED
+    assert len(asked) == 2
 
 
 def test_without_flashinfer_or_nvcc_the_tier_kernel_is_skipped_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from moedoctor.upstream.flashinfer import probe as flashinfer_probe
-
     def missing() -> Any:
         raise KernelError("flashinfer is not installed here")
 
     monkeypatch.setattr(flashinfer_probe, "installed_source", missing)
-    for subject in ("faulty", "fixed"):
-        with pytest.raises(UnavailableError, match="flashinfer is not installed here"):
-            getattr(FAULT, subject)(kernel_case(subject))
+    fixed = Case("MD011", "fixed", Tier.KERNEL, parameters().model_dump(), "cuda:0")
+    with pytest.raises(UnavailableError, match="flashinfer is not installed here"):
+        FAULT.observe(fixed, None)
     (scenario,) = load_targets(("MD011",))
     planned = plan_cases(scenario, FAULT, Options(), {"gpu": None})
     kernel = [one for one in planned if one.case.tier is Tier.KERNEL and one.case.subject == "fixed"]
@@ -366,19 +363,19 @@ MAP = {
 @pytest.mark.parametrize(
     ("judge", "limits", "good", "bad"),
     [
-        (measured_claims.judge_maps, {"max_maps": 0}, MAP, {**MAP, "unwritten_entries": 2}),
-        (measured_claims.judge_maps, {"max_maps": 0}, MAP, {**MAP, "entries_as_before": 0}),
-        (measured_claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
-        (measured_claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "path": "three-step"}),
-        (measured_claims.judge_right, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+        (md011.maps.judge, {"max_maps": 0}, MAP, {**MAP, "unwritten_entries": 2}),
+        (md011.maps.judge, {"max_maps": 0}, MAP, {**MAP, "entries_as_before": 0}),
+        (md011.fused.judge, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+        (md011.fused.judge, {"max_calls": 0}, SUM, {**SUM, "path": "three-step"}),
+        (md011.distinct.judge, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
         (
-            measured_claims.judge_guard_cost,
+            md011.guard_cost.judge,
             {"max_us": 2.0},
             {"shape": "128 x 8", "validate_us": 1.3, "deduplicate_us": 1.4},
             {"shape": "128 x 8", "validate_us": 2.3, "deduplicate_us": 1.4},
         ),
         (
-            measured_claims.judge_boundary,
+            md011.boundary.judge,
             {"experts": 510, "tokens": 256},
             {"tokens": 64, "most_experts": 510},
             {"tokens": 256, "most_experts": 254},
@@ -392,19 +389,14 @@ def test_claims_that_measurements_decide(judge: Any, limits: Any, good: Any, bad
 
 def test_the_table_of_paths_names_releases_that_differ() -> None:
     maps = [measured(MAP), measured({**MAP, "path": "fused"}, unit="flashinfer@0.6.13")]
-    evidence = measured_claims.judge_maps((), maps, {"max_maps": 0}).evidence
+    evidence = md011.maps.judge((), maps, {"max_maps": 0}).evidence
     said = "fused: flashinfer@0.6.13; three-step: flashinfer@0.6.6"
     assert evidence["paths"] == [{"tokens": 257, "top_k": 8, "128 experts": said}]
-    assert (
-        measured_claims.judge_maps((), maps[:1], {"max_maps": 0}).evidence["paths"][0]["128 experts"]
-        == "three-step"
-    )
+    assert md011.maps.judge((), maps[:1], {"max_maps": 0}).evidence["paths"][0]["128 experts"] == "three-step"
 
 
 def test_calls_are_counted_by_release_and_wrong_ones_shown() -> None:
-    found = measured_claims.judge_right(
-        (), [measured(SUM, {**SUM, "rows_right": 1})], {"max_calls": 0}
-    ).evidence
+    found = md011.distinct.judge((), [measured(SUM, {**SUM, "rows_right": 1})], {"max_calls": 0}).evidence
     assert found["calls"] == [{"release": "flashinfer@0.6.6", "calls": 2, "calls_right": 1}]
     assert [one["rows_right"] for one in found["wrong"]] == [1]
 
@@ -421,18 +413,18 @@ def test_calls_are_counted_by_release_and_wrong_ones_shown() -> None:
 def test_an_installed_release_is_not_counted_with_the_named_ones(units: list[str], said: str) -> None:
     """It may be one of them."""
     rows = [measured(SUM, unit=one) for one in units]
-    found = measured_claims.judge_right((), rows, {"max_calls": 0})
+    found = md011.distinct.judge((), rows, {"max_calls": 0})
     assert found.reason == f"all rows right in {len(units)} of {len(units)} calls of {said}"
 
 
 DIED = Measurement("flashinfer@0.7.2.post1", Crash(Death.HANG, "no answer in 400 s"))
 BOUNDARY = {"tokens": 64, "most_experts": 510}
 OPEN_WITH_A_DEATH = [
-    (measured_claims.judge_maps, {"max_maps": 0}, MAP, {**MAP, "unwritten_entries": 2}),
-    (measured_claims.judge_fused, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
-    (measured_claims.judge_right, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+    (md011.maps.judge, {"max_maps": 0}, MAP, {**MAP, "unwritten_entries": 2}),
+    (md011.fused.judge, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+    (md011.distinct.judge, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
     (
-        measured_claims.judge_boundary,
+        md011.boundary.judge,
         {"experts": 510, "tokens": 256},
         BOUNDARY,
         {**BOUNDARY, "most_experts": 9},
@@ -454,11 +446,11 @@ def test_a_release_that_died_or_did_not_run_is_named(judge: Any, limits: Any, go
 @pytest.mark.parametrize(
     ("judge", "limits", "rows"),
     [
-        (measured_claims.judge_maps, {"max_maps": 0}, [{**MAP, "path": "fused"}]),
-        (measured_claims.judge_fused, {"max_calls": 0}, []),
-        (measured_claims.judge_right, {"max_calls": 0}, []),
+        (md011.maps.judge, {"max_maps": 0}, [{**MAP, "path": "fused"}]),
+        (md011.fused.judge, {"max_calls": 0}, []),
+        (md011.distinct.judge, {"max_calls": 0}, []),
         (
-            measured_claims.judge_boundary,
+            md011.boundary.judge,
             {"experts": 510, "tokens": 256},
             [{"tokens": 257, "most_experts": 0}],
         ),
@@ -468,33 +460,34 @@ def test_where_nothing_of_the_kind_was_seen_nothing_is_confirmed(judge: Any, lim
     assert judge((), [measured(*rows)], limits).verdict is ClaimVerdict.UNTESTED
 
 
-@pytest.mark.parametrize("judge", [measured_claims.judge_fused, measured_claims.judge_right])
+@pytest.mark.parametrize("judge", [md011.fused.judge, md011.distinct.judge])
 def test_an_illegal_access_in_sums_refutes(judge: Any) -> None:
     crash = Measurement("flashinfer@0.6.6", Crash(Death.ILLEGAL_MEMORY_ACCESS, "CUDA error"))
     assert judge((), [measured(SUM), crash], {"max_calls": 0}).verdict is ClaimVerdict.REFUTED
 
 
-def test_plain_distinct_ids_are_measured_on_the_release_s_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moedoctor.faults.routing import duplicate_ids_probe
-
-    monkeypatch.setattr(duplicate_ids_probe, "_load", lambda unit, device, sources: ThreeStepModel())
-    rows = duplicate_ids_probe.distinct("flashinfer@0.6.6", "cpu", {})
-    assert {row["ids"] for row in rows} == {"distinct"}
-    assert {row["finalize"] for row in rows} == {"normal", "no_filling"}
-    assert {row["path"] for row in rows} == {"fused", "three-step"}
+@pytest.mark.parametrize(
+    ("measure", "expected"),
+    [
+        (lab.distinct, {"ids": {"distinct"}, "finalize": {"normal", "no_filling"}, "rank": {0, 1}}),
+        (lab.sentinels, {"ids": {"sentinel"}, "path": {"fused", "three-step"}, "rank": {0}}),
+        (lab.fused_sums, {"ids": {"one_expert", "one_repeat"}, "path": {"fused"}}),
+        (lab.deduplicated, {"ids": {"one_expert", "one_repeat"}, "finalize": {"normal", "no_filling"}}),
+    ],
+)
+def test_sums_are_measured_on_the_release_s_code(
+    monkeypatch: pytest.MonkeyPatch, measure: Any, expected: dict[str, set[Any]]
+) -> None:
+    monkeypatch.setattr(lab, "_load", lambda unit, device, sources: ThreeStepModel())
+    monkeypatch.setattr(lab, "_MEMORIES", ("earlier",))
+    rows = measure("flashinfer@0.6.6", "cpu", {})["rows"]
+    assert {key: {row[key] for row in rows} for key in expected} == expected
     assert all(row["rows_right"] == row["rows"] > 0 for row in rows)
-
-
-def test_a_measurement_that_died_is_no_right_sum() -> None:
-    died = Measurement("flashinfer@0.6.13", Crash(Death.ILLEGAL_MEMORY_ACCESS, "CUDA error"))
-    judged = measured_claims.judge_right((), [measured(SUM), died], {"max_calls": 0})
-    assert judged.verdict is ClaimVerdict.REFUTED
-    assert "flashinfer@0.6.13 died" in str(judged.reason)
 
 
 def test_more_tokens_than_the_fused_prologue_takes_say_nothing_about_the_boundary() -> None:
     rows = [{"tokens": 64, "most_experts": 510}, {"tokens": 257, "most_experts": 0}]
-    judged = measured_claims.judge_boundary((), [measured(*rows)], {"experts": 510, "tokens": 256})
+    judged = md011.boundary.judge((), [measured(*rows)], {"experts": 510, "tokens": 256})
     assert judged.verdict is ClaimVerdict.CONFIRMED
 
 

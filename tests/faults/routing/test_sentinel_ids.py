@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from moedoctor.faults.routing import sentinel_ids_claims as claims
-from moedoctor.faults.routing import sentinel_ids_paths
+from moedoctor.faults.routing import sentinel_ids as md016
+from moedoctor.faults.routing import sentinel_ids_lab as lab
 from moedoctor.faults.routing.sentinel_ids import SentinelIds, SentinelIdsParameters
-from moedoctor.faults.routing.sentinel_ids_lab import FaultyUse, make_batch, observe
+from moedoctor.faults.routing.sentinel_ids_lab import FAULTY, make_batch, observe
 from moedoctor.fixes.expert_ids import local_ids, without_sentinels
 from moedoctor.interfaces import Measurement
 from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Crash, Death, Observation, Skip, Tier
@@ -47,27 +47,34 @@ points = st.fixed_dictionaries(
 def test_the_fix_is_right_everywhere_and_the_control_wrong_where_it_can_be(point: dict, use: str) -> None:
     if use != "expert_map":
         point = {**point, "ranks": 1}
-    one = Case("MD016", "faulty", Tier.MODEL, parameters(use=use, **point).model_dump())
-    fixed = FAULT.judge(one, FAULT.observe(one, FAULT.fixed(one)))
-    assert fixed.verdict is CaseVerdict.CLEAN
-    faulty = FAULT.judge(one, FAULT.observe(one, FAULT.faulty(one)))
+    verdicts = {}
+    for subject in ("faulty", "fixed"):
+        case = Case("MD016", subject, Tier.MODEL, parameters(use=use, **point).model_dump())
+        verdicts[subject] = FAULT.judge(case, FAULT.observe(case, None)).verdict
     # The first of four ranks does not have the expert that -1 wraps to.
     expected = CaseVerdict.CLEAN if point["ranks"] == 4 else CaseVerdict.REPRODUCED
-    assert faulty.verdict is expected
+    assert verdicts == {"faulty": expected, "fixed": CaseVerdict.CLEAN}
 
 
 def test_minus_one_wraps_to_the_last_expert() -> None:
     batch = make_batch(parameters())
-    used = FaultyUse().expert_map(batch)
-    assert (used.slots[batch.ids < 0] == 31).all()
-    seen = observe(parameters(), FaultyUse()).evidence
-    assert (seen["empty_slots"], seen["empty_slots_given_to_an_expert"], seen["expert"]) == (64, 64, 31)
+    used = FAULTY["expert_map"](batch)
+    assert (used.experts[batch.ids < 0] == 31).all()
+    evidence = observe(parameters(), used).evidence
+    assert (evidence["empty_slots"], evidence["empty_slots_given_to_an_expert"]) == (64, 64)
+    assert evidence["expert"] == 31
 
 
 def test_empty_slots_of_weight_zero_are_noticed_too() -> None:
-    one = Case("MD016", "faulty", Tier.MODEL, DEFAULT)
-    seen = {"rows": 4, "rows_wrong": 0, "empty_slots": 2, "empty_slots_given_to_an_expert": 2, "expert": 7}
-    judged = FAULT.judge(one, Observation(seen))
+    case = Case("MD016", "faulty", Tier.MODEL, DEFAULT)
+    evidence = {
+        "rows": 4,
+        "rows_wrong": 0,
+        "empty_slots": 2,
+        "empty_slots_given_to_an_expert": 2,
+        "expert": 7,
+    }
+    judged = FAULT.judge(case, Observation(evidence))
     assert (judged.verdict, judged.figure) == (CaseVerdict.REPRODUCED, "2 empty slots go to expert 7")
 
 
@@ -84,7 +91,7 @@ def test_without_sentinels_by_hand() -> None:
     assert (ids.tolist(), weights.tolist()) == ([[3, 2]], [[0.5, 0.0]])
 
 
-NONE, PADDING, DROPPED = claims.IDS
+NONE, PADDING, DROPPED = md016.IDS
 LIMITS = {"max_rows": 0}
 RELEASE = "0.21.0, before #46408"
 
@@ -98,11 +105,11 @@ def died(path: str, ids: str) -> Measurement:
     return Measurement(f"{path}, {ids}", Crash(Death.ILLEGAL_MEMORY_ACCESS, "an illegal memory access"))
 
 
-GOOD = [measured("TRITON bf16", ids) for ids in claims.IDS]
+GOOD = [measured("TRITON bf16", ids) for ids in md016.IDS]
 
 
 def judged(*units: Measurement) -> tuple[ClaimVerdict, str]:
-    found = claims.judge_paths((), units, LIMITS)
+    found = md016.upstream_paths.judge((), units, LIMITS)
     return found.verdict, str(found.reason)
 
 
@@ -122,7 +129,7 @@ def test_a_kernel_that_does_not_end_is_not_waited_for_for_ever(
     monkeypatch.setattr(torch.cuda, "Event", Event)
     expected = contextlib.nullcontext() if ends else pytest.raises(TimeoutError, match=r"after 0\.05 s")
     with expected:
-        sentinel_ids_paths._finish("cuda:0", 0.05)
+        lab._finish("cuda:0", 0.05)
 
 
 def test_paths_that_are_right_confirm_for_the_release_that_ran() -> None:
@@ -154,17 +161,17 @@ def test_a_path_that_fails_without_minus_one_says_nothing_of_it(control: Measure
 
 
 def test_a_path_that_did_not_run_is_named_once_with_its_reason() -> None:
-    left = [Measurement(one, Skip("no FP8 here")) for one in claims.units_of(["OURS fp8"])]
+    left = [Measurement(one, Skip("no FP8 here")) for one in md016.units_of(["OURS fp8"])]
     verdict, reason = judged(*GOOD, *left)
     assert verdict is ClaimVerdict.CONFIRMED
     assert reason.endswith("; OURS fp8 not run: no FP8 here")
-    evidence = claims.judge_paths((), [*GOOD, *left], LIMITS).evidence
-    assert [row["ids"] for row in evidence["rows"] if row.get("skipped") == "no FP8 here"] == [*claims.IDS]
+    evidence = md016.upstream_paths.judge((), [*GOOD, *left], LIMITS).evidence
+    assert [row["ids"] for row in evidence["rows"] if row.get("skipped") == "no FP8 here"] == [*md016.IDS]
 
 
 def test_each_path_has_a_process_for_each_kind_of_ids_and_the_control_first() -> None:
-    tests = {one.key: one for one in SentinelIds.claims}
-    for key, paths in (("upstream_paths", claims.UPSTREAM), ("our_path", claims.OURS)):
+    tests = {test.key: test for test in SentinelIds.claims}
+    for key, paths in (("upstream_paths", md016.UPSTREAM), ("our_path", md016.OURS)):
         units = tests[key].units(())
         assert list(units) == [f"{path}, {ids}" for path in paths for ids in (NONE, PADDING, DROPPED)]
 
@@ -173,27 +180,28 @@ def test_each_path_has_a_process_for_each_kind_of_ids_and_the_control_first() ->
 def test_our_path_is_measured_with_the_ids_that_the_unit_names(
     ids: str, empty: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
+    empty_pairs = []
 
     def figures(problem: Any, out: Any, expected: Any) -> dict[str, Any]:
-        seen.append(int((problem.topk_ids < 0).sum()))
+        empty_pairs.append(int((problem.topk_ids < 0).sum()))
         return paths_figures(problem, out, expected)
 
-    paths_figures = sentinel_ids_paths._figures
-    monkeypatch.setattr(sentinel_ids_paths, "_figures", figures)
-    found = claims._measure_path(f"OURS bf16, {ids}", "cpu", {}).evidence
-    assert seen == [empty]
-    assert (found["row"]["rows"], found["row"]["rows_wrong"]) == (48, 0)
-    assert "vllm" not in found
+    paths_figures = lab._row_figures
+    monkeypatch.setattr(lab, "_row_figures", figures)
+    figures_of_unit = lab.measure_path(f"OURS bf16, {ids}", "cpu", {})
+    assert empty_pairs == [empty]
+    row = figures_of_unit["row"]
+    assert (row["rows"], row["rows_wrong"]) == (48, 0)
+    assert "vllm" not in figures_of_unit
 
 
 def test_no_slot_seen_says_nothing_of_the_alignment() -> None:
     nothing = Measurement("moe_align_block_size", Observation({"rows": []}))
-    assert claims.judge_align((), [nothing], {"max_slots": 0}).verdict is ClaimVerdict.UNTESTED
+    assert md016.alignment.judge((), [nothing], {"max_slots": 0}).verdict is ClaimVerdict.UNTESTED
 
 
 @pytest.mark.parametrize(("text", "word"), [("def remap_topk_to_local(): ...", "with"), ("", "before")])
-def test_the_installed_release_is_told_by_what_its_sources_hold(
+def test_the_installed_release_is_recognised_by_its_sources(
     text: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = tmp_path / "vllm" / "model_executor" / "layers" / "fused_moe" / "experts" / "kernels.py"
@@ -212,8 +220,8 @@ def test_an_alignment_that_counts_empty_slots_or_loses_real_ones_refutes(in_bloc
     def judged(*rows: tuple[int, int, int]) -> Any:
         names = ("empty_slots", "empty_slots_in_blocks", "slots_lost")
         counts = [{"call": "padding", **dict(zip(names, one, strict=True))} for one in rows]
-        seen = Measurement("moe_align_block_size", Observation({"rows": counts}))
-        return claims.judge_align((), [seen], {"max_slots": 0})
+        measurement = Measurement("moe_align_block_size", Observation({"rows": counts}))
+        return md016.alignment.judge((), [measurement], {"max_slots": 0})
 
     control = (0, 0, 0)
     assert judged(control, (4, 0, 0)).verdict is ClaimVerdict.CONFIRMED
