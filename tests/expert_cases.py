@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from moedoctor.bench.backends.ours import _weights
+from moedoctor.bench.moe.own_backends import kernel_weights
 from moedoctor.kernels.moe.expert_launch import ExpertWeights, Tile, _product, run_experts
 from moedoctor.kernels.moe.expert_plan import plan_blocks
 from moedoctor.kernels.moe.nvfp4_words import pack_words
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1
+from moedoctor.reference.agreement import Bounds, agree
 from moedoctor.reference.moe_layer import expected_output, make_layer, make_problem
-from moedoctor.reference.token_agreement import Bounds, agree
 
 
 def assert_layer_is_right(
@@ -35,8 +35,8 @@ def assert_layer_is_right(
         problem.topk_ids[2] = 7
     output = run_experts(
         problem.x,
-        _weights(layer.w13),
-        _weights(layer.w2),
+        kernel_weights(layer.w13),
+        kernel_weights(layer.w2),
         problem.topk_weights,
         problem.topk_ids,
         activation=activation,

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from moedoctor.bench.moe.timing import cold_time
-from moedoctor.bench.timing import CallGraph, Comparison, compare_rounds, graph_time
+from moedoctor.bench.timing import CallGraph, Comparison, cold_time, compare_rounds, graph_time
 
 TARGET_US = 20.0
 _LIMIT = 0.02

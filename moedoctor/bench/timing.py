@@ -1,6 +1,6 @@
-"""GPU time of short calls, by replaying CUDA graphs of many launches.
+"""GPU time of short calls, by replaying CUDA graphs of many launches, and wall time on a CPU.
 
-A call of a few microseconds is far shorter than what the host needs to launch it, so each callable is
+A call of a few microseconds is far shorter than what the host needs to launch it. So each callable is
 captured many times into one graph, and the replay of the graph is timed with CUDA events.
 """
 
@@ -9,18 +9,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 Call = Callable[[], object]
 """Work on the GPU, with everything it needs bound to it; it must not synchronise."""
 Check = Callable[[object], None]
-"""Looks at what a timed call returned, and raises where that is wrong."""
+"""Looks at what a timed call returned, and raises if that is wrong."""
+
+_TARGET_SECONDS = 0.004
+"""How long one replay should take: long enough for the resolution of events."""
+_ROUNDS, _FEWEST = 15, 5
+_ENOUGH_SECONDS = 0.1
+"""Calls that take long are repeated less often: their times also scatter less."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """What repeated measurements of one quantity gave."""
+    """The percentiles of repeated measurements of one quantity."""
 
     median: float
     p20: float
@@ -29,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The percentiles of at least one value, interpolated linearly."""
+        """Return the percentiles of at least one value, interpolated linearly."""
         if not values:
             raise ValueError("values must hold at least one measurement")
         p20, median, p80 = torch.tensor(values, dtype=torch.float64).quantile(
@@ -49,6 +56,20 @@ class Comparison:
     """Time over the baseline's time of the same round, by name; without the baseline itself."""
 
 
+@dataclass(frozen=True)
+class LayerTimes:
+    """Microseconds a call."""
+
+    time: Spread
+    """With a cold L2 cache in a CUDA graph if the backend can be captured; wall time on a CPU."""
+    how: str
+    """``graph, cold L2``, ``eager`` or ``wall time``"""
+    warm: Spread | None = None
+    """In a CUDA graph, with the L2 cache as the call before left it."""
+    eager: Spread | None = None
+    """Launched from Python, one after another."""
+
+
 def graph_time(
     calls: Call | Sequence[Call],
     *,
@@ -57,10 +78,10 @@ def graph_time(
     warmup_seconds: float = 0.05,
     check: Check | None = None,
 ) -> Spread:
-    """Microseconds a launch of `calls`, which share one graph of `launches` launches in rotation.
+    """Return microseconds a launch of `calls`, which share one graph of `launches` launches in rotation.
 
     Give one call for each set of inputs: rotating among more of them than the L2 cache holds measures
-    memory, one alone measures the cache. `check` sees what the graph computes once it has been timed.
+    memory, one alone measures the cache. `check` gets what the graph computes once it has been timed.
     Raises RuntimeError without a CUDA device, and what `check` raises.
     """
     measure = CallGraph(calls, launches)
@@ -79,14 +100,14 @@ def compare_times(
     replays: int = 30,
     warmup_seconds: float = 0.05,
 ) -> Comparison:
-    """Time several callables in turn, in `replays` rounds, so that clocks and neighbours strike all alike.
+    """Time several callables in turn, in `replays` rounds, so that clocks and neighbours affect all alike.
 
     `calls` maps a name to one call or a call for each set of inputs, as in `graph_time`. Raises KeyError
-    where `baseline` is none of the names, RuntimeError without a CUDA device.
+    if `baseline` is not one of the names, RuntimeError without a CUDA device.
     """
     if baseline not in calls:
         raise KeyError(f"baseline must be one of {', '.join(calls)}, got {baseline!r}")
-    graphs = {name: CallGraph(one, launches) for name, one in calls.items()}
+    graphs = {name: CallGraph(rotation, launches) for name, rotation in calls.items()}
     _warm_up(list(graphs.values()), warmup_seconds)
     return compare_rounds(graphs, baseline=baseline, rounds=replays)
 
@@ -107,8 +128,114 @@ def compare_rounds(measures: Mapping[str, Callable[[], float]], *, baseline: str
     return Comparison(baseline, {name: Spread.of(values) for name, values in samples.items()}, ratios)
 
 
+def time_layer(
+    call: Callable[[], object],
+    device: str,
+    *,
+    capturable: bool = True,
+    check: Callable[[str, object], None] = lambda how, output: None,
+) -> LayerTimes:
+    """Time `call`, whose result has been checked before: with a cold and a warm L2 cache, and call by call.
+
+    A call that was right a few times may be wrong later, or in a graph, in which nothing but its kernels
+    runs. So `check` gets the output of each way of calling once more: (``eager``, the last output),
+    (``graph``, that of a last replay), and so on. Raises RuntimeError if `call` cannot be captured, and what
+    `check` raises.
+    """
+    if not device.startswith("cuda"):
+        return LayerTimes(wall_time(call, check=partial(check, "wall time")), "wall time")
+    eager = eager_time(call, check=partial(check, "eager"))
+    if not capturable:
+        return LayerTimes(eager, "eager", eager=eager)
+    launches, rounds = launches_for(eager.median), rounds_for(eager.median)
+    warm = graph_time(call, launches=launches, replays=rounds, check=partial(check, "graph"))
+    cold = cold_time(call, device, launches=launches, rounds=rounds, check=partial(check, "graph, cold L2"))
+    return LayerTimes(cold, "graph, cold L2", warm, eager)
+
+
+def launches_for(microseconds: float, most: int = 50) -> int:
+    """Return how many calls to put between two events."""
+    return max(1, min(most, round(_TARGET_SECONDS * 1e6 / max(microseconds, 1.0))))
+
+
+def rounds_for(microseconds: float) -> int:
+    """Return how often to repeat a measurement."""
+    return max(_FEWEST, min(_ROUNDS, round(_ENOUGH_SECONDS * 1e6 / max(microseconds, 1.0))))
+
+
+def cold_time(
+    call: Callable[[], object],
+    device: str,
+    *,
+    launches: int = 20,
+    rounds: int = _ROUNDS,
+    check: Check = lambda output: None,
+) -> Spread:
+    """Return microseconds of `call` after the L2 cache was overwritten.
+
+    Overwriting and calling in turn is captured into one graph, overwriting alone into another. The time is
+    the difference of their replays, taken in turn.
+    """
+    size = torch.cuda.get_device_properties(device).L2_cache_size
+    scratch = torch.empty(2 * size, dtype=torch.uint8, device=device)
+
+    def after_flush() -> object:
+        scratch.zero_()
+        return call()
+
+    with_call, flush = CallGraph(after_flush, launches), CallGraph(scratch.zero_, launches)
+    for measure in (with_call, flush):
+        measure()
+    # A difference of two times: noise can make that of a very short call negative.
+    spread = Spread.of([max(0.0, with_call() - flush()) for _ in range(rounds)])
+    check(with_call.computed_again())
+    return spread
+
+
+def eager_time(call: Callable[[], object], *, check: Check = lambda output: None) -> Spread:
+    """Return microseconds a call by CUDA events around a few of them, the host's work included."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    output: object = None
+
+    def several(calls: int) -> float:
+        nonlocal output
+        start.record()
+        for _ in range(calls):
+            output = call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1000 / calls
+
+    several(2)  # compiles and loads
+    first = several(1)
+    calls = launches_for(first, most=5)
+    spread = Spread.of([several(calls) for _ in range(rounds_for(first))])
+    check(output)
+    return spread
+
+
+def wall_time(
+    call: Callable[[], object],
+    *,
+    seconds: float = 0.5,
+    least: int = 3,
+    check: Check = lambda output: None,
+) -> Spread:
+    """Return microseconds a call on a CPU."""
+    call()
+    samples: list[float] = []
+    output: object = None
+    until = time.perf_counter() + seconds
+    while len(samples) < least or time.perf_counter() < until:
+        start = time.perf_counter()
+        output = call()
+        samples.append((time.perf_counter() - start) * 1e6)
+    check(output)
+    return Spread.of(samples)
+
+
 class CallGraph:
-    """A captured graph of calls in rotation; calling it replays it once and gives microseconds a launch.
+    """A captured graph of calls in rotation. Calling it replays it once and returns microseconds a launch.
 
     Raises RuntimeError without a CUDA device, ValueError without a call or a launch.
     """
@@ -124,7 +251,7 @@ class CallGraph:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            # Compiles, loads modules and creates handles, none of which may happen during capture.
+            # Compiles, loads modules and creates handles, which must not happen during capture.
             for call in rotation:
                 call()
         torch.cuda.current_stream().wait_stream(side)
@@ -145,9 +272,9 @@ class CallGraph:
         return float(self._start.elapsed_time(self._end)) * 1000.0 / self._launches
 
     def computed_again(self) -> object:
-        """What the last call returns in one more replay, which has to write it over NaN."""
+        """Return the last call's output after one more replay, which has to write it over NaN."""
         if isinstance(self._output, torch.Tensor) and self._output.is_floating_point():
-            with torch.inference_mode():  # a tensor that was made in it may be written only in it
+            with torch.inference_mode():  # a tensor made in inference mode can only be written in it
                 self._output.fill_(float("nan"))
         self()
         return self._output

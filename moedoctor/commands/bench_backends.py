@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor import environment
-from moedoctor.bench.backends import registry
+from moedoctor.bench.moe import backends as registry
 from moedoctor.bench.moe.run import LayerTask, MachineError, measure_machine, measure_tasks
 from moedoctor.commands.errors import InputError, as_input_error
 from moedoctor.environment import no_gpu

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from moedoctor.reference import expert_ids as reference
+
 _INTEGERS = (torch.int32, torch.int64)
 _KINDS = ("repeated", "out_of_range", "sentinel")
 
@@ -106,7 +108,7 @@ def validate_expert_ids(
 
         launch_check(ids, num_experts, flags.tensor, real_rows)
     else:
-        _count(ids, num_experts, flags.tensor, real_rows)
+        reference.count_rows(ids, num_experts, flags.tensor, real_rows)
     return flags
 
 
@@ -133,7 +135,7 @@ def deduplicate(ids: torch.Tensor, weights: torch.Tensor, *, num_experts: int | 
         out_weights = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)  # [T, K]
         launch_deduplicate(ids, weights, out_ids, out_weights, use_spare=num_experts is not None)
         return DistinctTopK(out_ids, out_weights)
-    return _deduplicated(ids, weights, num_experts is not None)
+    return DistinctTopK(*reference.deduplicate(ids, weights, use_spare=num_experts is not None))
 
 
 @torch.no_grad()
@@ -171,47 +173,6 @@ def without_sentinels(
         raise ValueError(f"spare must be an expert, 0 or more, got {spare}")
     empty = (ids < 0) | (ids > largest)  # [T, K]
     return torch.where(empty, spare, ids).to(torch.int32), weights.masked_fill(empty, 0.0)
-
-
-def _count(ids: torch.Tensor, num_experts: int, counts: torch.Tensor, real_rows: torch.Tensor | None) -> None:
-    known = (ids >= 0) & (ids < num_experts)  # [T, K]
-    repeated = (_same(ids, known) & _earlier(ids)).flatten(1).any(1)  # [T]
-    outside = ((ids != -1) & ~known).any(1)  # [T]
-    found = torch.stack([repeated, outside, (ids == -1).any(1)])  # [3, T]
-    padding = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)  # [T]
-    if real_rows is not None:
-        padding = torch.arange(ids.shape[0], device=ids.device) >= real_rows
-    counts += torch.stack([(found & ~padding).sum(1), (found & padding).sum(1)]).to(torch.int32)
-
-
-def _deduplicated(ids: torch.Tensor, weights: torch.Tensor, use_spare: bool) -> DistinctTopK:
-    limits = torch.iinfo(torch.int32)
-    ids = torch.where((ids >= limits.min) & (ids <= limits.max), ids, -1)  # [T, K]
-    same = _same(ids, ids >= 0)  # [T, K, K]
-    same |= torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)
-    again = (same & _earlier(ids)).any(2)  # [T, K]
-    total = torch.where(same, weights.float().unsqueeze(1), 0.0).sum(2)  # [T, K]
-    spare = torch.full_like(ids, -1)  # [T, K]
-    if use_spare:
-        expert = torch.arange(
-            ids.shape[1], device=ids.device
-        )  # [K]: enough, for d repeated slots leave d free
-        free = (ids.unsqueeze(1) != expert[:, None]).all(2)  # [T, K]
-        place, wanted = free.cumsum(1), again.cumsum(1)  # [T, K] each, from 1
-        taken = free.unsqueeze(1) & (place.unsqueeze(1) == wanted.unsqueeze(2))  # [T, K, K]
-        spare = torch.where(taken, expert, -1).amax(2)  # [T, K]
-    return DistinctTopK(torch.where(again, spare, ids).int(), torch.where(again, 0.0, total))
-
-
-def _same(ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """bool [T, K, K]: whether two slots hold the same known expert."""
-    return (ids.unsqueeze(2) == ids.unsqueeze(1)) & known.unsqueeze(2)
-
-
-def _earlier(ids: torch.Tensor) -> torch.Tensor:
-    """bool [K, K]: whether the second slot comes before the first."""
-    slot = torch.arange(ids.shape[1], device=ids.device)  # [K]
-    return slot[None, :] < slot[:, None]
 
 
 def _has_kernel(ids: torch.Tensor) -> bool:

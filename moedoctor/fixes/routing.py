@@ -29,8 +29,6 @@ from typing import NamedTuple
 
 import torch
 
-from moedoctor.fixes._routing_arguments import check_groups, check_routing
-from moedoctor.fixes._routing_torch import route
 from moedoctor.fixes.expert_ids import deduplicate, local_ids, validate_expert_ids, without_sentinels
 
 __all__ = [
@@ -147,3 +145,164 @@ def _topk(
         )
         return TopK(weights, ids)
     return TopK(*route(logits, top_k, scoring, bias, renormalize, nan_policy, num_groups, topk_groups, scale))
+
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NAN_POLICIES = ("zero", "finite")
+SCORINGS = ("softmax", "sigmoid")
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def check_routing(logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, nan_policy: str) -> None:
+    """The arguments that all routing functions share; raises TypeError or ValueError."""
+    _check_floating("logits", logits)
+    if logits.dim() != 2:
+        raise ValueError(f"logits must have two dimensions [tokens, experts], got shape {list(logits.shape)}")
+    experts = logits.shape[1]
+    _check_int("top_k", top_k)
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"top_k must be between 1 and the number of experts {experts}, got {top_k}")
+    if bias is not None:
+        _check_floating("bias", bias)
+        if bias.shape != (experts,):
+            raise ValueError(f"bias must have shape [{experts}], one value an expert, got {list(bias.shape)}")
+        if bias.device != logits.device:
+            raise ValueError(f"bias must be on the device of logits, {logits.device}, got {bias.device}")
+    _check_name("nan_policy", nan_policy, NAN_POLICIES)
+
+
+def check_groups(
+    experts: int, top_k: int, num_groups: int, topk_groups: int, scoring: str, routed_scaling_factor: float
+) -> None:
+    """What grouped routing adds; raises TypeError or ValueError."""
+    _check_int("num_groups", num_groups)
+    if num_groups < 1 or experts % num_groups:
+        raise ValueError(f"num_groups must divide the number of experts {experts}, got {num_groups}")
+    _check_int("topk_groups", topk_groups)
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(f"topk_groups must be between 1 and num_groups {num_groups}, got {topk_groups}")
+    reachable = topk_groups * (experts // num_groups)
+    if top_k > reachable:
+        raise ValueError(
+            f"top_k must be at most {reachable}, the experts of topk_groups {topk_groups}, got {top_k}"
+        )
+    _check_name("scoring", scoring, SCORINGS)
+    if isinstance(routed_scaling_factor, bool) or not isinstance(routed_scaling_factor, (int, float)):
+        raise TypeError(f"routed_scaling_factor must be a number, got {type(routed_scaling_factor).__name__}")
+    if not abs(routed_scaling_factor) <= _LARGEST:
+        raise ValueError(f"routed_scaling_factor must be a finite float32, got {routed_scaling_factor}")
+
+
+def _check_floating(name: str, value: torch.Tensor) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in FLOATING:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
+
+
+def _check_int(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+
+
+def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+_NOT_FINITE = -0x7F800001
+"""The code of -inf: below that of every finite choice."""
+_NAN_LAST = -(1 << 33)
+"""Added to the code of a NaN logit's choice under the policy "finite"."""
+_ABSENT = -(1 << 34)
+
+
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    scoring: str,
+    bias: torch.Tensor | None,
+    renormalize: bool,
+    nan_policy: str,
+    num_groups: int,
+    topk_groups: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights float32 [T, K] and ids int32 [T, K] of checked arguments; see `moedoctor.fixes.routing`."""
+    # torch's CPU activations give other last bits where elements do not lie side by side.
+    x = logits.float().contiguous()  # [T, E]
+    clean = _sanitise(x) if nan_policy == "finite" else x  # [T, E]
+    score = torch.softmax(clean, dim=-1) if scoring == "softmax" else torch.sigmoid(clean)  # [T, E]
+    if nan_policy == "zero":
+        score.nan_to_num_(nan=0.0)  # neither activation gives an Inf
+    code = _choice_code(x, clean, score, bias, nan_policy)  # [T, E]
+    if num_groups > 1:
+        code = _keep_best_groups(code, num_groups, topk_groups, sum_of_two=bias is not None)
+    ids = _highest(code, top_k)  # [T, K]
+    weights = score.gather(1, ids)  # [T, K]
+    if renormalize:
+        total = weights.sum(dim=-1, keepdim=True)  # [T, 1]
+        weights = weights / torch.where(total > 0, total, 1.0)
+    if scale != 1.0:
+        weights = weights * scale
+    return weights, ids.to(torch.int32)
+
+
+def _sanitise(x: torch.Tensor) -> torch.Tensor:
+    """NaN and -Inf become the lowest finite float32, +Inf the highest."""
+    limits = torch.finfo(torch.float32)
+    return torch.where(x.isnan(), limits.min, x.clamp(limits.min, limits.max))
+
+
+def _choice_code(
+    x: torch.Tensor, clean: torch.Tensor, score: torch.Tensor, bias: torch.Tensor | None, nan_policy: str
+) -> torch.Tensor:
+    """int64 codes [T, E] that order the experts of each row, the best highest."""
+    if bias is not None:
+        choice = score + bias.float()
+    elif nan_policy == "finite":
+        dirty = (~x.isfinite()).any(dim=-1, keepdim=True)  # [T, 1]
+        choice = torch.where(dirty, clean, score)
+    else:
+        choice = score
+    code = _code_of(choice)
+    if bias is not None:
+        code = torch.where(choice.isfinite(), code, _NOT_FINITE)
+    code = code.long()
+    if nan_policy == "finite":
+        code = torch.where(x.isnan(), code + _NAN_LAST, code)
+    return code
+
+
+def _code_of(x: torch.Tensor) -> torch.Tensor:
+    """float32 -> int32 that sorts the same way."""
+    bits = (x + 0.0).view(torch.int32)  # adding 0.0 makes -0.0 tie with 0.0
+    return (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
+
+
+def _value_of(code: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_code_of`."""
+    bits = code.to(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+def _keep_best_groups(code: torch.Tensor, groups: int, kept: int, *, sum_of_two: bool) -> torch.Tensor:
+    """`code` [T, E] with the experts outside the best groups made absent."""
+    grouped = code.unflatten(1, (groups, -1))  # [T, G, S]
+    rank = grouped.amax(dim=-1)  # [T, G]
+    if sum_of_two:
+        best = grouped.topk(min(2, grouped.shape[2]), dim=-1).values  # [T, G, 2 or 1]
+        total = torch.where(best > _NOT_FINITE, _value_of(best), 0.0).sum(dim=-1)  # [T, G]
+        # A sum can overflow to -inf: still better than a group without a finite choice.
+        code_of_total = _code_of(total).clamp(min=_NOT_FINITE + 1).long()
+        rank = torch.where(rank > _NOT_FINITE, code_of_total, _NOT_FINITE)
+    chosen = torch.zeros_like(rank, dtype=torch.bool).scatter(1, _highest(rank, kept), True)  # [T, G]
+    return torch.where(chosen.unsqueeze(-1), grouped, _ABSENT).flatten(1)
+
+
+def _highest(code: torch.Tensor, count: int) -> torch.Tensor:
+    """Columns [T, count] of the highest codes, the highest first, ties to the lower column."""
+    last = code.shape[1] - 1
+    inverted = torch.arange(last, -1, -1, device=code.device)  # [columns]
+    keys = (code << 28).bitwise_or_(inverted).topk(count, dim=-1, sorted=True).values  # [T, count]
+    return last - (keys & 0xFFFFFFF)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from moedoctor.reference.moe import moe_forward
-from moedoctor.reference.token_agreement import relative_errors
+from moedoctor.reference.agreement import relative_error
+from moedoctor.reference.moe import MoeWeights, forward
 
 # E = experts, C = slots, T = tokens, K = top_k, H = hidden size, I = intermediate size
 
@@ -134,7 +134,7 @@ class Problem:
     def expected(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """Return the output with every expert at hand, float32 [T, H]."""
         here = {name: tensor.to(self.device) for name, tensor in self.weights.items()}
-        return moe_forward(x, here, topk_ids, topk_weights)
+        return forward(x, MoeWeights.of(here), topk_weights, topk_ids)
 
 
 class Difference(NamedTuple):
@@ -148,5 +148,5 @@ class Difference(NamedTuple):
 
 def differ(output: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> Difference:
     """Compare two outputs [T, H]; the default `tolerance` is more than rounding in float32 can explain."""
-    errors = relative_errors(output, expected)  # [T]
+    errors = relative_error(output, expected)  # [T]
     return Difference(errors > tolerance, float(errors.max()) if len(errors) else 0.0)

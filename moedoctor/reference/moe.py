@@ -1,54 +1,119 @@
-"""A MoE layer in plain torch and float32: what kernels are compared with."""
+"""The forward pass of a Mixture-of-Experts layer in float32, written for reading.
+
+Everything else is compared with it. Nothing here is fast: quantized weights (NVFP4, FP8) are dequantized one
+expert at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
-ACTIVATIONS = ("silu", "relu2")
-"""Gated SiLU, and squared ReLU without a gate."""
+from moedoctor.reference.fp8 import Fp8
+from moedoctor.reference.nvfp4 import Nvfp4, dequantize
+
+Weight = torch.Tensor | Nvfp4 | Fp8
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+Quantise = Callable[[torch.Tensor], torch.Tensor]
+"""Activations [T, K] -> the float32 values that a backend computes with."""
 
 
-def moe_forward(
+@dataclass(frozen=True)
+class MoeWeights:
+    """The weights of one layer: E experts (or cache slots), hidden size H, intermediate size I."""
+
+    w13: Weight
+    """[E, 2I, H], the gate half first; [E, I, H] without a gate"""
+    w2: Weight
+    """[E, H, I]"""
+    activation: str = "silu"
+    """``silu``, ``gelu_tanh``: act(gate) * up. ``relu2``: relu(x)**2 of one matrix, no gate."""
+    w13_bias: torch.Tensor | None = None
+    """[E, 2I] or [E, I]"""
+    w2_bias: torch.Tensor | None = None
+    """[E, H]"""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], activation: str = "silu") -> MoeWeights:
+        """Read ``w13`` and ``w2``, and ``w13_scale`` [E], ``w2_scale``, ``w13_bias``, ``w2_bias`` if any."""
+        w13, w2 = (
+            Fp8(tensors[name], tensors[f"{name}_scale"]) if f"{name}_scale" in tensors else tensors[name]
+            for name in ("w13", "w2")
+        )
+        return cls(w13, w2, activation, tensors.get("w13_bias"), tensors.get("w2_bias"))
+
+
+def forward(
     x: torch.Tensor,
-    weights: Mapping[str, torch.Tensor],
-    ids: torch.Tensor,
+    weights: MoeWeights,
     topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
     *,
-    activation: str = "silu",
+    quantise_input: Quantise | None = None,
+    quantise_intermediate: Quantise | None = None,
 ) -> torch.Tensor:
-    """The sum over each token's experts of weight times expert output, float32 [T, H].
+    """Return float32 [T, H] for `x` [T, H], `topk_weights` [T, K] and `topk_ids` [T, K].
 
-    `x` [T, H], `ids` [T, K] with -1 for none, `topk_weights` [T, K]. `weights`: ``w13`` [E, 2 * I, H], gate
-    above up, or [E, I, H] for ``relu2``; ``w2`` [E, H, I]; and where there are any, ``w13_scale`` and
-    ``w2_scale`` [E], which multiply a whole expert, and ``w13_bias`` and ``w2_bias`` [E, rows]. Raises
-    ValueError for an `activation` that is not in `ACTIVATIONS`.
+    An id of -1 is skipped; an id that a token has twice is added twice. `quantise_input` and
+    `quantise_intermediate` change the input [T, H] and the activated values [n, I], as a backend with
+    quantized activations does. Such backends activate in bfloat16, and then so does this function: otherwise
+    a value near the edge between two codes would often get the other code. Raises ValueError for an id
+    outside
+    -1..E-1 and for an unknown activation.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    x = x.float()
-    out = torch.zeros_like(x)  # [T, H]
-    for expert in ids.unique().tolist():
-        if expert < 0:
-            continue
-        token, lane = (ids == expert).nonzero(as_tuple=True)  # [pairs] each
-        hidden = _linear(x[token], weights, "w13", expert)  # [pairs, 2 * I] or [pairs, I]
-        if activation == "silu":
-            gate, up = hidden.chunk(2, dim=1)  # [pairs, I] each
-            hidden = torch.nn.functional.silu(gate) * up  # [pairs, I]
+    _check(topk_ids, _num_experts(weights.w13), weights.activation)
+    routed_input = x.float() if quantise_input is None else quantise_input(x.float())  # [T, H]
+    total = torch.zeros_like(x, dtype=torch.float32)  # [T, H]
+    for expert in topk_ids[topk_ids >= 0].unique().tolist():
+        token, lane = (topk_ids == expert).nonzero(as_tuple=True)  # [n] each
+        up = _linear(routed_input[token], weights.w13, weights.w13_bias, expert)  # [n, 2I] or [n, I]
+        if quantise_intermediate is None:
+            middle = activate(up, weights.activation)  # [n, I]
         else:
-            hidden = hidden.relu().square()  # [pairs, I]
-        product = _linear(hidden, weights, "w2", expert)  # [pairs, H]
-        out.index_add_(0, token, product * topk_weights[token, lane].float()[:, None])
-    return out
+            middle = quantise_intermediate(activate(up.bfloat16(), weights.activation).float())  # [n, I]
+        out = _linear(middle, weights.w2, weights.w2_bias, expert)  # [n, H]
+        total.index_add_(0, token, out * topk_weights[token, lane].float()[:, None])
+    return total
 
 
-def _linear(x: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str, expert: int) -> torch.Tensor:
-    """x [pairs, columns] times the expert's weight [rows, columns], transposed -> [pairs, rows]."""
-    product = x @ weights[name][expert].float().T
-    if f"{name}_scale" in weights:
-        product = product * weights[f"{name}_scale"][expert].float()
-    if f"{name}_bias" in weights:
-        product = product + weights[f"{name}_bias"][expert].float()
-    return product
+def activate(up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return [n, I] of the first product [n, 2I] (gate half first) or [n, I]."""
+    if activation == "relu2":
+        return functional.relu(up).square()
+    gate, value = up.chunk(2, dim=-1)  # [n, I] each
+    if activation == "gelu_tanh":
+        return functional.gelu(gate, approximate="tanh") * value
+    return functional.silu(gate) * value
+
+
+def expert_weight(weight: Weight, expert: int) -> torch.Tensor:
+    """Return float32 [N, K]: the weight of one expert, dequantized."""
+    if isinstance(weight, Nvfp4):
+        return dequantize(
+            Nvfp4(weight.packed[expert], weight.block_scales[expert], weight.global_scale[expert])
+        )
+    if isinstance(weight, Fp8):
+        return weight.values[expert].float() * weight.scale[expert].float()
+    return weight[expert].float()
+
+
+def _linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+    """Return float32 [n, N] of `x` [n, K] and the expert's weight [N, K] and bias [N]."""
+    product = x @ expert_weight(weight, expert).T  # [n, N]
+    return product if bias is None else product + bias[expert].float()
+
+
+def _num_experts(weight: Weight) -> int:
+    if isinstance(weight, Nvfp4):
+        return int(weight.packed.shape[0])
+    return int((weight.values if isinstance(weight, Fp8) else weight).shape[0])
+
+
+def _check(topk_ids: torch.Tensor, num_experts: int, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if bool(((topk_ids < -1) | (topk_ids >= num_experts)).any()):
+        raise ValueError(f"topk_ids: expected -1 to {num_experts - 1}")

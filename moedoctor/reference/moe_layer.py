@@ -15,7 +15,7 @@ import torch
 
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1, fp8, nvfp4
-from moedoctor.reference.experts import MoeWeights, Quantise, Weight, forward
+from moedoctor.reference.moe import MoeWeights, Quantise, Weight, forward
 
 _SCALE_CODES = (0x30, 0x43)
 """E4M3 codes of block scales: 0.5 up to 2.5."""

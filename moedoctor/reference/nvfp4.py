@@ -1,8 +1,8 @@
 """NVFP4: E2M1 values, an E4M3 scale for each 16 of them, and one float32 scale over all.
 
 A value is ``code * block_scale * global_scale``. The global scale here is the one that *dequantises*, as
-checkpoints call `weight_scale_2` and `input_scale`; kernels that want its reciprocal get it from
-`moedoctor.reference.conventions`.
+checkpoints call `weight_scale_2` and `input_scale`. Some kernels want its reciprocal (FlashInfer's
+`global_sf`, compressed-tensors' `weight_global_scale`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import importlib.util
 
 import torch
 
-from moedoctor.fixes.expert_ids import ExpertIdFlags, validate_expert_ids
+from moedoctor.reference.expert_ids import count_rows
 
 STEP, ACTIVE, REAL, PADDED, SEQUENCE, STEPS, PADDED_STEPS, PAD_TOKENS = range(8)
 STEPS_WITH, NOW, THROUGH, MASKED, HEADER = 8, 16, 24, 25, 26
@@ -132,10 +132,10 @@ def _check_ids(
 
         launch_check(ids, num_experts, counts, real_rows, step)
     elif int(step[1]):
-        flags = ExpertIdFlags(ids.device)
-        validate_expert_ids(ids, num_experts, flags=flags, real_rows=real_rows)
-        counts[0] += flags.tensor
-        counts[1] = torch.where((flags.tensor > 0) & (counts[1] == 0), step[0], counts[1])
+        rows = torch.zeros_like(counts[0])  # [2, ID_KINDS]
+        count_rows(ids, num_experts, rows, real_rows)
+        counts[0] += rows
+        counts[1] = torch.where((rows > 0) & (counts[1] == 0), step[0], counts[1])
 
 
 def begin_step(header: torch.Tensor, real: int, padded: int) -> None:

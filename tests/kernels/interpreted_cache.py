@@ -19,9 +19,9 @@ from hypothesis.stateful import run_state_machine_as_test as run
 from moedoctor.fixes.cache.policies import HALVED_EVERY
 from moedoctor.fixes.eviction import ONLINE_POLICIES, SlotTable
 from moedoctor.fixes.expert_cache import CachedExperts, ExpertCache
-from moedoctor.fixes.moe.forward import moe_forward
-from moedoctor.fixes.moe.groups import GroupedForward
-from moedoctor.reference.moe import moe_forward as reference
+from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
+from moedoctor.reference.moe import MoeWeights
+from moedoctor.reference.moe import forward as reference
 
 EXPERTS = 11
 WEIGHTS = {
@@ -185,7 +185,7 @@ def forward() -> None:
         ids[: tokens // 4] = 0  # more rows than a tile has
         ids[tokens // 4 : 2 * tokens // 3] = 1  # more than a tall one has
         shares = torch.rand(tokens, 3, generator=draw)  # [T, K]
-        right = reference(x, weights, ids, shares, activation=activation)  # [T, H]
+        right = reference(x, MoeWeights.of(weights, activation), shares, ids)  # [T, H]
         tolerance = 1e-5 if tokens < 10 else 1e-2  # bfloat16 intermediates
         for out in (None, torch.ones(tokens, hidden)):
             before = 0.0 if out is None else 1.0

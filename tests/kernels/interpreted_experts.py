@@ -15,7 +15,7 @@ warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, about exp
 from expert_cases import assert_decoding_is_exact, assert_layer_is_right, assert_plan_is_whole  # noqa: E402
 
 from moedoctor.kernels.moe.expert_launch import Tile  # noqa: E402
-from moedoctor.reference.token_agreement import Bounds  # noqa: E402
+from moedoctor.reference.agreement import Bounds  # noqa: E402
 
 # The interpreter cuts off where the GPU rounds to bfloat16, three times, so norms come out 0.8 % low.
 BOUNDS = Bounds(cosine=0.9998, norm=0.02, element=0.03, matched=0.99, worst=0.1)

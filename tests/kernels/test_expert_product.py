@@ -53,7 +53,7 @@ def test_interpreted_plan() -> None:
 def test_compiled(quantization: str, activation: str) -> None:
     from expert_cases import assert_layer_is_right
 
-    from moedoctor.bench.moe.parity_bounds import bounds_of
+    from moedoctor.bench.moe.parity import bounds_of
 
     for tokens, hidden, intermediate in ((1, 512, 256), (16, 160, 96), (17, 512, 256), (300, 704, 352)):
         assert_layer_is_right(
@@ -99,13 +99,13 @@ def test_compiled_plan() -> None:
 @needs_triton
 def test_captured_in_a_graph() -> None:
     """A replay follows the ids that are there then, with and without a plan."""
-    from moedoctor.bench.backends.ours import _weights
+    from moedoctor.bench.moe.own_backends import kernel_weights
     from moedoctor.kernels.moe.expert_launch import run_experts
     from moedoctor.models.layer_shape import LayerShape
     from moedoctor.reference.moe_layer import make_layer, make_problem
 
     layer = make_layer(LayerShape(512, 256, 8, 4, "relu2"), "nvfp4", device="cuda:0")
-    w13, w2 = _weights(layer.w13), _weights(layer.w2)
+    w13, w2 = kernel_weights(layer.w13), kernel_weights(layer.w2)
     for tokens in (2, 100):
         problem = make_problem(layer, tokens, "none", device="cuda:0")
 

@@ -1,77 +1,127 @@
-"""The reference of a MoE layer over slots, against a loop over tokens and choices in float64."""
+"""The reference of a MoE layer, against a loop over tokens in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
 from moedoctor.fixes.moe import forward as fixed
-from moedoctor.reference.moe import ACTIVATIONS, moe_forward
+from moedoctor.reference import fp8
+from moedoctor.reference.fp8 import Fp8
+from moedoctor.reference.moe import ACTIVATIONS, MoeWeights, activate, forward
+from moedoctor.reference.nvfp4 import dequantize, quantize, round_trip
 
-SLOTS, HIDDEN, INNER, TOKENS, TOP_K = 5, 8, 6, 7, 3
-
-
-def _by_hand(
-    x: torch.Tensor,
-    weights: dict[str, torch.Tensor],
-    ids: torch.Tensor,
-    shares: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    wide = {name: tensor.double() for name, tensor in weights.items()}
-    for token in range(TOKENS):
-        for lane in range(TOP_K):
-            slot = int(ids[token, lane])
-            if slot < 0:
-                continue
-            up = wide["w13"][slot] @ x[token].double() * wide["w13_scale"][slot] + wide["w13_bias"][slot]
-            if activation == "silu":
-                gate = up[:INNER]
-                up = gate / (1 + torch.exp(-gate)) * up[INNER:]
-            else:
-                up = up.clamp(min=0) ** 2
-            down = wide["w2"][slot] @ up * wide["w2_scale"][slot] + wide["w2_bias"][slot]
-            out[token] += float(shares[token, lane]) * down
-    return out
+EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 6, 32, 48, 7, 3
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu2"])
-def test_against_a_loop(activation: str) -> None:
-    draw = torch.Generator().manual_seed(0)
-    height = 2 * INNER if activation == "silu" else INNER
-    weights = {
-        "w13": torch.randn(SLOTS, height, HIDDEN, generator=draw),
-        "w2": torch.randn(SLOTS, HIDDEN, INNER, generator=draw),
-        "w13_scale": torch.rand(SLOTS, generator=draw),
-        "w2_scale": torch.rand(SLOTS, generator=draw),
-        "w13_bias": torch.randn(SLOTS, height, generator=draw),
-        "w2_bias": torch.randn(SLOTS, HIDDEN, generator=draw),
+def tensors(activation: str = "silu") -> dict[str, torch.Tensor]:
+    rows = INTERMEDIATE * (1 if activation == "relu2" else 2)
+    return {
+        "w13": torch.randn(EXPERTS, rows, HIDDEN) / HIDDEN**0.5,
+        "w2": torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5,
     }
-    x = torch.randn(TOKENS, HIDDEN, generator=draw)
-    ids = torch.randint(-1, SLOTS, (TOKENS, TOP_K), generator=draw)
-    shares = torch.rand(TOKENS, TOP_K, generator=draw)
-    got = moe_forward(x, weights, ids, shares, activation=activation)
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).int()
+    return torch.randn(TOKENS, HIDDEN), torch.rand(TOKENS, TOP_K), ids
+
+
+def activated(up: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "relu2":
+        return up.clamp(min=0) ** 2
+    gate, value = up.chunk(2)
+    if activation == "gelu_tanh":
+        tanh = torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))
+        return 0.5 * gate * (1 + tanh) * value
+    return gate / (1 + torch.exp(-gate)) * value
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_against_a_loop_over_tokens(activation: str, scaled: bool) -> None:
+    weights, (x, topk_weights, ids) = tensors(activation), inputs()
+    ids[2, 1] = -1
+    ids[3] = -1
+    ids[4] = 5
+    if scaled:
+        weights |= {"w13_scale": torch.rand(EXPERTS), "w2_scale": torch.rand(EXPERTS)}
+        weights |= {f"{name}_bias": torch.randn(weights[name].shape[:2]) for name in ("w13", "w2")}
+    wide = {name: tensor.double() for name, tensor in weights.items()}
+    one, zero = torch.ones(EXPERTS), torch.zeros(EXPERTS)
+    expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for token, lane in (ids >= 0).nonzero().tolist():
+        expert, hidden = int(ids[token, lane]), x[token].double()
+        for name in ("w13", "w2"):
+            scale, bias = wide.get(f"{name}_scale", one)[expert], wide.get(f"{name}_bias", zero)[expert]
+            hidden = wide[name][expert] @ hidden * scale + bias
+            hidden = activated(hidden, activation) if name == "w13" else hidden
+        expected[token] += topk_weights[token, lane] * hidden
+    got = forward(x, MoeWeights.of(weights, activation), topk_weights, ids)
     assert got.dtype is torch.float32
-    torch.testing.assert_close(
-        got.double(), _by_hand(x, weights, ids, shares, activation), rtol=1e-5, atol=1e-5
+    assert not bool(got[3].count_nonzero())
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [-2, EXPERTS])
+def test_an_id_out_of_range_is_refused(bad: int) -> None:
+    x, topk_weights, ids = inputs()
+    ids[0, 0] = bad
+    with pytest.raises(ValueError, match="topk_ids: expected -1 to 5"):
+        forward(x, MoeWeights.of(tensors()), topk_weights, ids)
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    x, topk_weights, ids = inputs()
+    with pytest.raises(ValueError, match="expected silu, gelu_tanh, relu2"):
+        forward(x, MoeWeights.of(tensors(), "swish"), topk_weights, ids)
+
+
+def test_quantized_weights_compute_with_their_dequantized_values() -> None:
+    weights, (x, topk_weights, ids) = tensors(), inputs()
+    scale = torch.rand(EXPERTS) + 0.5
+    for quantise, back in (
+        (quantize, dequantize),
+        (lambda weight: Fp8(weight.to(torch.float8_e4m3fn), scale), fp8.dequantize),
+    ):
+        w13, w2 = quantise(weights["w13"]), quantise(weights["w2"])
+        plain = forward(x, MoeWeights(back(w13), back(w2)), topk_weights, ids)
+        assert torch.equal(forward(x, MoeWeights(w13, w2), topk_weights, ids), plain)
+
+
+def test_quantized_activations() -> None:
+    weights, (x, topk_weights, _) = MoeWeights.of(tensors()), inputs()
+    ids = torch.full((TOKENS, 1), 2)
+    intermediates: list[torch.Tensor] = []
+
+    def quantise_intermediate(values: torch.Tensor) -> torch.Tensor:
+        intermediates.append(values)
+        return round_trip(values, 0.01)
+
+    got = forward(
+        x,
+        weights,
+        topk_weights[:, :1],
+        ids,
+        quantise_input=lambda values: round_trip(values, 0.02),
+        quantise_intermediate=quantise_intermediate,
     )
+    middle = activate((round_trip(x, 0.02) @ weights.w13[2].T).bfloat16(), "silu").float()
+    assert torch.equal(intermediates[0], middle)
+    assert torch.allclose(got, round_trip(middle, 0.01) @ weights.w2[2].T * topk_weights[:, :1])
+    assert not torch.allclose(got, forward(x, weights, topk_weights[:, :1], ids), rtol=1e-3)
 
 
-def test_tokens_without_experts_get_zeros() -> None:
-    weights = {"w13": torch.randn(2, 4, 3), "w2": torch.randn(2, 3, 2)}
-    out = moe_forward(torch.randn(2, 3), weights, torch.full((2, 2), -1), torch.ones(2, 2))
-    assert torch.equal(out, torch.zeros(2, 3))
+def test_the_gate_is_the_first_half() -> None:
+    up = torch.tensor([[1.0, 2.0]])
+    assert torch.equal(activate(up, "silu"), functional.silu(torch.tensor([[1.0]])) * 2)
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "relu", ""])
-def test_an_unknown_activation_is_refused(activation: str) -> None:
-    weights = {"w13": torch.randn(2, 4, 3), "w2": torch.randn(2, 3, 2)}
-    with pytest.raises(ValueError, match=f"must be one of silu, relu2, got '{activation}'"):
-        moe_forward(
-            torch.randn(2, 3), weights, torch.full((2, 2), -1), torch.ones(2, 2), activation=activation
-        )
-
-
-def test_the_activations_are_those_of_the_kernels() -> None:
-    assert fixed.ACTIVATIONS == ACTIVATIONS
+def test_the_kernels_have_activations_of_the_reference() -> None:
+    assert set(fixed.ACTIVATIONS) <= set(ACTIVATIONS)

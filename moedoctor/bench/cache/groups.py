@@ -13,8 +13,7 @@ import torch
 from moedoctor.bench.cache.decode import Model, host_weights
 from moedoctor.bench.cache.speed import spread_of
 from moedoctor.bench.timing import Comparison, compare_rounds, compare_times
-from moedoctor.fixes.moe.forward import group_bound, moe_forward
-from moedoctor.fixes.moe.groups import GroupedForward
+from moedoctor.fixes.moe.forward import GroupedForward, group_bound, moe_forward
 
 Calls = Mapping[str, Callable[[], torch.Tensor]]
 """What computes one layer, [T, H], by name; ``1`` computes it in one call."""

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from moedoctor.bench.backends import registry
-from moedoctor.bench.moe.expert_load import Routing, make_routes
-from moedoctor.bench.moe.parity import ParityResult, check_parity
-from moedoctor.bench.moe.parity_bounds import bounds_of
-from moedoctor.bench.moe.timing import LayerTimes, time_layer
+from moedoctor.bench.moe import backends
+from moedoctor.bench.moe.parity import ParityResult, bounds_of, check_parity
 from moedoctor.bench.roofline import Roofline
-from moedoctor.bench.timing import Spread
+from moedoctor.bench.timing import LayerTimes, Spread, time_layer
 from moedoctor.models.layer_shape import BITS, LayerShape
+from moedoctor.reference.agreement import agree
 from moedoctor.reference.moe_backend import Backend, Prepared, Variant
 from moedoctor.reference.moe_layer import (
     Layer,
@@ -28,15 +26,26 @@ from moedoctor.reference.moe_layer import (
     make_layer,
     make_problem,
 )
-from moedoctor.reference.token_agreement import agree
 from moedoctor.results import UnavailableError
 
 _FEW_EXPERTS, _FEW_TOP_K, _FEW_TOKENS = 8, 2, 17
-"""The layer in whose weights faults are planted: each takes a copy, and a model's layer is too large."""
+"""The layer whose weights get planted faults: each fault needs a copy, and a model's layer is too large."""
 
 
 class _WrongWhenTimedError(Exception):
     """A backend that was right before gave a wrong result in the calls that were timed."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How expert ids are made."""
+
+    kind: str = "balanced"
+    """``balanced``: every expert as often; ``zipf``: by popularity; ``trace``: as a model's router chose"""
+    skew: float = 1.0
+    """Zipf: the n-th expert is chosen in proportion to ``n ** -skew``."""
+    rows: Sequence[Sequence[int]] = ()
+    """Trace: the ids of one token each."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class Task:
 
     variant: Variant
     model: str
-    """What reports call the layer."""
+    """The layer's name in reports."""
     shape: LayerShape
     tokens: tuple[int, ...]
     routing: Routing
@@ -56,12 +65,12 @@ class Task:
 def measure(
     task: Task, roofline: Roofline, at: Callable[[int], None] = lambda tokens: None
 ) -> Iterator[dict[str, Any]]:
-    """A row for each number of tokens, or one with ``unavailable`` where the backend cannot run here.
+    """Yield a row for each number of tokens, or one with ``unavailable`` if the backend cannot run here.
 
-    `at` is told the number of tokens before anything is done with it.
+    `at` is called with the number of tokens before anything is done with it.
     """
     head = {"backend": task.variant.name, "quantization": task.variant.quantization, "model": task.model}
-    backend = registry.create(task.variant)
+    backend = backends.create(task.variant)
     reason = backend.unavailable(task.shape, task.device)
     if reason is None:
         try:
@@ -83,10 +92,50 @@ def measure(
         torch.cuda.empty_cache()
 
 
-def _with_few_experts(task: Task, backend: Backend) -> ParityResult:
-    """`check_parity` with every control on a layer of the same sizes with few experts.
+def make_routes(
+    shape: LayerShape, tokens: int, routing: Routing, *, seed: int = 0, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (weights float32 [T, K] that add up to 1, ids int32 [T, K], distinct in a row).
 
-    The task's own layer where the backend cannot compute one of few. Raises UnavailableError.
+    A trace with fewer tokens is repeated from its start. Raises ValueError for a trace with another number of
+    experts a token, or with ids out of range.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    ids = {"balanced": _balanced, "zipf": _zipf, "trace": _trace}[routing.kind](shape, tokens, routing, draw)
+    weights = torch.softmax(torch.rand(tokens, shape.top_k, generator=draw), dim=1)  # [T, K]
+    return weights.to(device), ids.int().to(device)
+
+
+def _balanced(shape: LayerShape, tokens: int, routing: Routing, draw: torch.Generator) -> torch.Tensor:
+    """Give the experts of a random order in turn: no expert is chosen twice more than another."""
+    order = torch.randperm(shape.experts, generator=draw)  # [E]
+    pair = torch.arange(tokens * shape.top_k).view(tokens, shape.top_k)  # [T, K]
+    return order[pair % shape.experts]
+
+
+def _zipf(shape: LayerShape, tokens: int, routing: Routing, draw: torch.Generator) -> torch.Tensor:
+    rank = torch.randperm(shape.experts, generator=draw).double() + 1  # [E]
+    noise = torch.rand(tokens, shape.experts, generator=draw, dtype=torch.float64).clamp(min=1e-12)  # [T, E]
+    # The K largest of log-weight plus Gumbel noise are a draw without replacement.
+    scores = -routing.skew * rank.log() - (-noise.log()).log()  # [T, E]
+    return scores.topk(shape.top_k, dim=1).indices
+
+
+def _trace(shape: LayerShape, tokens: int, routing: Routing, draw: torch.Generator) -> torch.Tensor:
+    if not routing.rows:
+        raise ValueError("routing: the trace holds no tokens")
+    ids = torch.tensor(routing.rows)  # [R, K]
+    if ids.ndim != 2 or ids.shape[1] != shape.top_k:
+        raise ValueError(f"routing: the trace has {len(routing.rows[0])} experts a token, not {shape.top_k}")
+    if int(ids.min()) < 0 or int(ids.max()) >= shape.experts:
+        raise ValueError(f"routing: the trace has experts outside 0 to {shape.experts - 1}")
+    return ids[torch.arange(tokens) % len(ids)]
+
+
+def _with_few_experts(task: Task, backend: Backend) -> ParityResult:
+    """Run `check_parity` with every control on a layer of the same sizes with few experts.
+
+    Takes the task's own layer if the backend cannot compute one with few experts. Raises UnavailableError.
     """
     shape = replace(
         task.shape,
@@ -140,17 +189,16 @@ def _row(
 
 
 def _check_timed(expected: torch.Tensor, activations: str, how: str, output: object) -> None:
-    """Raise _WrongWhenTimedError where `output` is not `expected` [T, H]."""
+    """Raise _WrongWhenTimedError if `output` is not `expected` [T, H]."""
     assert isinstance(output, torch.Tensor)
-    found = agree(output, expected, bounds_of(activations))
-    if found.reason is not None:
-        raise _WrongWhenTimedError(
-            f"once it was timed ({how}): {found.wrong_tokens} of {found.tokens} tokens: {found.reason}"
-        )
+    agreement = agree(output, expected, bounds_of(activations))
+    if agreement.reason is not None:
+        wrong = f"{agreement.wrong_tokens} of {agreement.tokens} tokens: {agreement.reason}"
+        raise _WrongWhenTimedError(f"once it was timed ({how}): {wrong}")
 
 
 def _parity_facts(parity: ParityResult, few: ParityResult) -> dict[str, Any]:
-    """What was compared. ``failed`` says that the comparison missed a planted fault: then nothing counts."""
+    """Return the comparison. ``failed``: it missed a planted fault, and then no figure can be trusted."""
     agreement = parity.agreement
     controls = {**few.controls, **parity.controls}
     missed = [name for name in controls if name in few.missed or name in parity.missed]
@@ -173,14 +221,15 @@ def _parity_facts(parity: ParityResult, few: ParityResult) -> dict[str, Any]:
 
 
 def _what_is_wrong(parity: ParityResult, few: ParityResult) -> str | None:
-    for where, one in (("", parity.agreement), ("in the layer that faults are planted in: ", few.agreement)):
-        if one.reason is not None:
-            return f"{where}{one.wrong_tokens} of {one.tokens} tokens: {one.reason}"
+    for where, result in (("", parity), ("in the layer that faults are planted in: ", few)):
+        agreement = result.agreement
+        if agreement.reason is not None:
+            return f"{where}{agreement.wrong_tokens} of {agreement.tokens} tokens: {agreement.reason}"
     return None
 
 
 def _work(task: Task, problem: Problem, bits: float) -> dict[str, Any]:
-    """What has to be moved and computed at the least: the experts that are chosen, the input, the output."""
+    """Return the least that has to be moved and computed: the chosen experts, the input, the output."""
     active = int(problem.topk_ids.unique().numel())
     outside = 2 * problem.x.numel() * problem.x.element_size() + problem.topk_ids.numel() * 8
     return {
@@ -191,17 +240,17 @@ def _work(task: Task, problem: Problem, bits: float) -> dict[str, Any]:
 
 
 def _memory(prepared: Prepared, problem: Problem, device: str) -> dict[str, Any]:
-    """Bytes at the peak of one call beyond weights and input, with buffers that stay between calls."""
-    kept = sum(one.numel() * one.element_size() for one in prepared.workspaces())
+    """Return bytes at the peak of one call beyond weights and input, buffers that outlive a call included."""
     if not device.startswith("cuda"):
         return {}
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in prepared.workspaces())
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     prepared(problem.x, problem.topk_weights, problem.topk_ids)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated(device)
-    return {"workspace_bytes": kept + peak - before, "peak_memory_bytes": peak}
+    return {"workspace_bytes": buffers + peak - before, "peak_memory_bytes": peak}
 
 
 def _time_facts(times: LayerTimes) -> dict[str, Any]:

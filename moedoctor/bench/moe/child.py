@@ -25,8 +25,7 @@ def main(request: Mapping[str, Any], out: TextIO) -> None:
     """Measure every task of `request`. What raises gives ``failed``; the numbers of tokens after it go on."""
     import torch
 
-    from moedoctor.bench.moe.bench import Task
-    from moedoctor.bench.moe.expert_load import Routing
+    from moedoctor.bench.moe.bench import Routing, Task
     from moedoctor.bench.roofline import Roofline, measure_roofline
     from moedoctor.models.layer_shape import LayerShape
     from moedoctor.reference.moe_backend import Variant

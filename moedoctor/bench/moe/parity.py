@@ -7,21 +7,27 @@ from typing import Any
 
 import torch
 
-from moedoctor.bench.backends.reference import Reference
-from moedoctor.bench.controls import wrong_outputs, wrong_problems
-from moedoctor.bench.moe.parity_bounds import bounds_of
+from moedoctor.bench.moe.controls import wrong_outputs, wrong_problems
+from moedoctor.bench.moe.own_backends import Reference
+from moedoctor.reference.agreement import Agreement, Bounds, agree
 from moedoctor.reference.moe_backend import Backend, Prepared
 from moedoctor.reference.moe_layer import Problem, expected_output
-from moedoctor.reference.token_agreement import Agreement, agree
 
+IDS = ("distinct", "duplicates", "empty")
+"""Kinds of expert ids; see `unusual_ids`."""
 _POISON = 0xFF
 """A byte that makes NaN of bfloat16, float16, float32 and E4M3."""
 _CALLS = 3
+_BOUNDS = {
+    "none": Bounds(cosine=0.9998, norm=0.015, element=0.02, matched=0.99, worst=0.08),
+    "fp8": Bounds(cosine=0.998, norm=0.03, element=0.1, matched=0.95, worst=0.4),
+    "nvfp4": Bounds(cosine=0.995, norm=0.04, element=0.15, matched=0.97, worst=0.6),
+}
 
 
 @dataclass(frozen=True)
 class ParityResult:
-    """What a backend's output is worth."""
+    """How right a backend's output is."""
 
     agreement: Agreement
     """The worst of the calls."""
@@ -30,7 +36,7 @@ class ParityResult:
     missed: tuple[str, ...]
     """Negative controls that the comparison did not notice: a harness that cannot be trusted."""
     controls: dict[str, str | None]
-    """Control -> what the comparison said of it."""
+    """Control -> the first check that failed, in words, or None."""
     calls: int = _CALLS
 
     @property
@@ -39,7 +45,7 @@ class ParityResult:
         return self.agreement.right and not self.missed
 
     def evidence(self) -> dict[str, Any]:
-        """The figures as plain data."""
+        """Return the figures as plain data."""
         return {
             **self.agreement.evidence(),
             "deterministic": self.deterministic,
@@ -47,6 +53,16 @@ class ParityResult:
             "controls": dict(self.controls),
             "controls_missed": list(self.missed),
         }
+
+
+def bounds_of(activations: str) -> Bounds:
+    """Return the bounds of a backend that quantizes activations like that (``none``, ``fp8``, ``nvfp4``).
+
+    Inputs are snapped to the grid, so two differences remain: intermediates are rounded to bfloat16 (2**-9 of
+    a value), and a backend that quantizes activations may round in another order than the reference, so that
+    values near the edge between two codes get the other code.
+    """
+    return _BOUNDS[activations]
 
 
 def check_parity(
@@ -57,49 +73,71 @@ def check_parity(
     weights: bool = True,
     expected: torch.Tensor | None = None,
 ) -> ParityResult:
-    """Compare `backend` on `problem` with the reference, and show that the comparison sees faults.
+    """Compare `backend` on `problem` with the reference, and show that the comparison notices faults.
 
-    `prepared` is the backend's form of the problem's layer and `expected` the reference's float32 [T, H],
-    where there is one already. Without `weights` no fault is planted in weights, as each takes a copy.
+    `prepared` is the backend's form of the problem's layer and `expected` the reference's float32 [T, H], if
+    the caller has them already. `weights=False` plants no fault in weights, as each takes a copy.
 
-    Faults are planted in a right computation: the backend's own or, where that is wrong, the reference's.
-    Else a backend that swaps gate and up would look like a comparison that does not notice the swap.
+    Faults are planted in a right computation: the backend's own or, if that is wrong, the reference's.
+    Otherwise a backend that swaps gate and up would look like a comparison that does not notice the swap.
     """
     activations = backend.variant.activations
     bounds = bounds_of(activations)
     expected = expected_output(problem, activations) if expected is None else expected  # [T, H]
     prepared = backend.prepare(problem.layer) if prepared is None else prepared
     outputs = [call(prepared, problem) for _ in range(_CALLS)]  # [T, H] each
-    agreements = [agree(one, expected, bounds) for one in outputs]
-    worst = next((one for one in agreements if not one.right), agreements[0])
-    sound, output = backend, outputs[0]
+    agreements = [agree(output, expected, bounds) for output in outputs]
+    worst = next((agreement for agreement in agreements if not agreement.right), agreements[0])
+    sound, right_output = backend, outputs[0]
     if not worst.right:
         sound = Reference(backend.variant.quantization, activations)
-        prepared, output = sound.prepare(problem.layer), expected.bfloat16()
-    said: dict[str, str | None] = {}
+        prepared, right_output = sound.prepare(problem.layer), expected.bfloat16()
+    reasons: dict[str, str | None] = {}
     for name, wrong in wrong_problems(problem, weights=weights):
         own = prepared if wrong.layer is problem.layer else sound.prepare(wrong.layer)
-        said[name] = agree(call(own, wrong), expected, bounds).reason
-    for name, one in wrong_outputs(output).items():
-        said[name] = agree(one, expected, bounds).reason
+        reasons[name] = agree(call(own, wrong), expected, bounds).reason
+    for name, output in wrong_outputs(right_output).items():
+        reasons[name] = agree(output, expected, bounds).reason
     return ParityResult(
         worst,
-        all(torch.equal(outputs[0], one) for one in outputs[1:]),
-        tuple(name for name, reason in said.items() if reason is None),
-        said,
+        all(torch.equal(outputs[0], output) for output in outputs[1:]),
+        tuple(name for name, reason in reasons.items() if reason is None),
+        reasons,
     )
 
 
 def call(prepared: Prepared, problem: Problem) -> torch.Tensor:
-    """One call whose output, workspace and scratch memory held NaN before. bfloat16 [T, H], a copy."""
+    """Call once with NaN in the output, workspace and scratch memory. Return a copy, bfloat16 [T, H]."""
     poison(prepared, problem.x)
     return prepared(problem.x, problem.topk_weights, problem.topk_ids).clone()
 
 
 def poison(prepared: Prepared, like: torch.Tensor) -> None:
-    """Fill the backend's workspaces with NaN, and leave NaN in what the allocator hands out next."""
+    """Fill the backend's workspaces with NaN, and leave NaN in the memory that the allocator returns next."""
     for buffer in prepared.workspaces():
         buffer.view(torch.uint8).fill_(_POISON)
     sizes = [like.numel() * like.element_size() * factor for factor in (1, 1, 2, 4, 8, 16)]
     for block in [torch.empty(size, dtype=torch.uint8, device=like.device) for size in sizes]:
         block.fill_(_POISON)
+
+
+def unusual_ids(topk_ids: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return `topk_ids` [T, K] with ids that a router rarely gives.
+
+    ``duplicates``: every second token has the same expert in its first two lanes. ``empty``: a third of the
+    tokens have -1 everywhere and another third one expert fewer; the first and the last token keep theirs,
+    because planted faults change those. ``distinct``: nothing changes. Raises ValueError for another kind,
+    and for duplicates with a top_k of 1.
+    """
+    if kind not in IDS:
+        raise ValueError(f"ids: expected {', '.join(IDS)}, got {kind!r}")
+    ids = topk_ids.clone()  # [T, K]
+    if kind == "duplicates":
+        if ids.shape[1] < 2:
+            raise ValueError("ids: duplicates need a top_k of at least 2")
+        ids[::2, 1] = ids[::2, 0]
+    elif kind == "empty":
+        inside = ids[1:-1]  # [T - 2, K], a view
+        inside[::3] = -1
+        inside[1::3, -1] = -1
+    return ids

@@ -28,7 +28,7 @@ class LayerTask:
     shape: LayerShape
     tokens: tuple[int, ...]
     routing: Mapping[str, Any] = field(default_factory=lambda: {"kind": "balanced"})
-    """Fields of `moedoctor.bench.moe.expert_load.Routing`."""
+    """Fields of `moedoctor.bench.moe.bench.Routing`."""
 
 
 @dataclass(frozen=True)

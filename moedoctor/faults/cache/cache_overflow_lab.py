@@ -10,8 +10,8 @@ import torch
 from moedoctor.faults.cache.cache_overflow import CacheOverflowParameters
 from moedoctor.fixes.expert_cache import CacheOverflow, ExpertCache
 from moedoctor.fixes.moe.forward import moe_forward
-from moedoctor.reference import moe as reference
 from moedoctor.reference.expert_cache import PrCache, Problem, differ
+from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.results import Case, Observation
 
 _HIDDEN, _INTERMEDIATE = 64, 32
@@ -39,7 +39,7 @@ def truncating(problem: Problem, capacity: int) -> Layer:
 
     def prefill(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Prefill:
         slot_ids = cache.acquire(topk_ids)  # [T, K]
-        output = reference.moe_forward(x, cache.slots, slot_ids, topk_weights)  # [T, H]
+        output = forward(x, MoeWeights.of(cache.slots), topk_weights, slot_ids)  # [T, H]
         return Prefill(output, None, dropped=len(cache.rule.dropped))
 
     return prefill

@@ -11,7 +11,7 @@ from moedoctor.faults.cache.self_evicting_cache import SelfEvictingCacheParamete
 from moedoctor.fixes.eviction import CacheTable, SlotTable, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.reference.expert_cache import PrCache, Problem, PrRule, differ
-from moedoctor.reference.moe import moe_forward
+from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.results import Case, Observation
 from moedoctor.trace.format import RoutingTrace
 from moedoctor.trace.shipped import shipped_trace
@@ -135,7 +135,7 @@ def _compute(
             continue
         x = problem.tokens(len(topk_ids), seed=call)  # [T, H]
         topk_weights = torch.full(slot_ids.shape, 1.0 / trace.top_k, device=problem.device)  # [T, K]
-        output = moe_forward(x, slots, slot_ids, topk_weights)  # [T, H]
+        output = forward(x, MoeWeights.of(slots), topk_weights, slot_ids)  # [T, H]
         difference = differ(output, problem.expected(x, topk_weights, topk_ids))
         wrong_outputs += bool(difference.rows.any())
         worst = max(worst, difference.worst)

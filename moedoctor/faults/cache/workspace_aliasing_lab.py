@@ -11,8 +11,8 @@ import torch
 from moedoctor.faults.cache.workspace_aliasing import RESULTS, WorkspaceAliasingParameters
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.moe.forward import moe_forward
-from moedoctor.reference import moe as reference
 from moedoctor.reference.expert_cache import Problem, differ
+from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.results import Case, Observation, UnavailableError
 
 _HIDDEN, _INTERMEDIATE = 128, 64
@@ -74,7 +74,7 @@ def shared_workspace(call: Call) -> Summed:
 
     def kernel(x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         output = x if call.alias == "input" else workspace  # [T, H]
-        return output.copy_(reference.moe_forward(x, weights, part, call.topk_weights))
+        return output.copy_(forward(x, MoeWeights.of(weights), call.topk_weights, part))
 
     if call.alias != "input":
         return add_up(kernel, call.parts, call.x, call.alias)

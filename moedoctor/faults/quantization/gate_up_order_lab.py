@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from moedoctor.bench.moe.parity_bounds import bounds_of
+from moedoctor.bench.moe.parity import bounds_of
 from moedoctor.fixes.moe.weight_layout import up_first
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference.experts import Weight, expert_weight
+from moedoctor.reference.agreement import agree
+from moedoctor.reference.moe import Weight, expert_weight
 from moedoctor.reference.moe_layer import expected_output, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.reference.token_agreement import agree
 from moedoctor.results import Observation
 
 if TYPE_CHECKING:

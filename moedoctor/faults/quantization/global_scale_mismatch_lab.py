@@ -10,7 +10,7 @@ import torch
 from moedoctor.faults.quantization.tiny_checkpoint import projection, write_and_load
 from moedoctor.fixes.moe.checkpoint_scales import folded, rescaled
 from moedoctor.reference.checkpoints import Tensors
-from moedoctor.reference.experts import MoeWeights, forward
+from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.reference.nvfp4 import Nvfp4, dequantize, quantize
 from moedoctor.results import Observation
 

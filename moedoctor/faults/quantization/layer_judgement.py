@@ -7,7 +7,7 @@ from moedoctor.results import CaseVerdict, Evidence
 
 
 def judge_layer(seen: Evidence) -> Judgement:
-    """The verdict on figures of `moedoctor.reference.token_agreement.Agreement`."""
+    """The verdict on figures of `moedoctor.reference.agreement.Agreement`."""
     if seen["reason"] is None:
         return Judgement(CaseVerdict.CLEAN, f"{seen['tokens']} tokens right, cosine {seen['cosine']:.5f}")
     return Judgement(

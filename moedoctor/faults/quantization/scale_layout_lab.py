@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from moedoctor.bench.moe.parity_bounds import bounds_of
-from moedoctor.fixes.moe.weight_layout import tiled_scales
+from moedoctor.bench.moe.parity import bounds_of
+from moedoctor.fixes.moe.weight_layout import TILE_COLUMNS, TILE_ROWS, padded_shape, tiled_scales
 from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.agreement import agree
 from moedoctor.reference.moe_layer import Problem, expected_output, make_layer, make_problem
 from moedoctor.reference.nvfp4 import BLOCK, Nvfp4
-from moedoctor.reference.swizzle import TILE_COLUMNS, TILE_ROWS, padded_shape
-from moedoctor.reference.token_agreement import agree
 from moedoctor.results import Observation
 
 if TYPE_CHECKING:

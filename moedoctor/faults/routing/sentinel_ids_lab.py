@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moedoctor.bench.backends import registry
+from moedoctor.bench.moe import backends as registry
 from moedoctor.bench.moe.parity import poison
 from moedoctor.faults.routing.sentinel_ids import IDS, UPSTREAM, SentinelIdsParameters
 from moedoctor.fixes.expert_ids import local_ids, without_sentinels

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from moedoctor.bench.backends.registry import UPSTREAM
+from moedoctor.bench.moe.backends import UPSTREAM
 from moedoctor.interfaces import Explanation, Fault, Judgement
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier
@@ -90,19 +90,19 @@ class BackendParity(Fault):
     )
 
     def faulty(self, case: Case) -> Any:
-        from moedoctor.bench.backends.reference import Reference
+        from moedoctor.bench.moe.own_backends import Reference
 
         variant = self._parameters(case).variant
         return Reference(variant.quantization, variant.activations)
 
     def fixed(self, case: Case) -> Any:
-        from moedoctor.bench.backends.ours import Ours
+        from moedoctor.bench.moe.own_backends import Ours
 
         variant = self._parameters(case).variant
         return Ours(variant.quantization, variant.activations)
 
     def installed(self, case: Case) -> Any:
-        from moedoctor.bench.backends.registry import create
+        from moedoctor.bench.moe.backends import create
 
         return create(self._parameters(case).variant)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from moedoctor.bench.moe.parity import check_parity
-from moedoctor.bench.moe.parity_bounds import bounds_of
-from moedoctor.bench.moe.unusual_ids import unusual_ids
+from moedoctor.bench.moe.parity import bounds_of, check_parity, unusual_ids
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_layer import make_layer, make_problem
 from moedoctor.results import Observation, UnavailableError

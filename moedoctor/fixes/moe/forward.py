@@ -1,25 +1,29 @@
-"""A MoE layer over the slots of an expert cache.
+"""A MoE layer over the slots of an expert cache, in one call or one group of experts after another.
 
-On a GPU two ways, both Triton kernels: a few tokens read the weights of their experts where they are, in
-float32 arithmetic; more are sorted by slot and multiplied in tiles, with `x`'s own type between the products.
-On a CPU the float32 reference. All of them skip slot -1, add up in float32 into a buffer of the caller's, and
-use no shared workspace: groups of experts can be computed one after another into the same sum.
+On a GPU there are two ways, both Triton kernels. With few tokens each pair reads the weights of its expert,
+in float32 arithmetic. With more, pairs are sorted by slot and multiplied in tiles, with `x`'s own type
+between the products. On a CPU the float32 reference computes. All of them skip slot -1, add up in float32
+into a buffer of the caller's, and use no shared workspace.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from moedoctor.reference import moe as reference
 
+if TYPE_CHECKING:
+    from moedoctor.kernels.moe.launch import Rows
+
 ACTIVATIONS = ("silu", "relu2")
 """Gated SiLU, and squared ReLU without a gate."""
 _FLOAT8 = (torch.float8_e4m3fn,)
-MOST_DECODE_PAIRS = 256
-"""Pairs of token and expert up to which each reads its weights; beyond, pairs of one expert share them."""
+_MOST_DECODE_PAIRS = 256
+"""With more pairs than this, the pairs of one expert share its weights."""
 
 
 def moe_forward(
@@ -31,18 +35,19 @@ def moe_forward(
     activation: str = "silu",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add the experts' outputs, weighted by `topk_weights`, to `out`, and give it.
+    """Add the experts' outputs, weighted by `topk_weights`, to `out`, and return it.
 
     `x` [T, H]; `slot_ids` int32 or int64 [T, K], rows of `weights`, -1 for none; `topk_weights` [T, K]
-    floating; `out` float32 [T, H], zeros where None.
+    floating; `out` float32 [T, H], zeros if None.
     `weights`: ``w13`` [slots, 2 * I, H], gate above up, or for ``relu2`` [slots, I, H]; ``w2`` [slots, H, I];
     bfloat16, float16, float32, or float8_e4m3fn with ``w13_scale`` and ``w2_scale`` float32 [slots];
-    ``w13_bias`` [slots, 2 * I] or [slots, I] and ``w2_bias`` [slots, H] where the model has them. Raises
+    ``w13_bias`` [slots, 2 * I] or [slots, I] and ``w2_bias`` [slots, H] if the model has them. Raises
     ValueError that names the argument.
     """
     _check(x, weights, slot_ids, topk_weights, activation, out)
-    if x.device.type == "cpu" and not interprets():
-        total = reference.moe_forward(x, weights, slot_ids, topk_weights, activation=activation)
+    if x.device.type == "cpu" and not _interprets():
+        layer = reference.MoeWeights.of(weights, activation)
+        total = reference.forward(x, layer, topk_weights, slot_ids)
         return total if out is None else out.add_(total)
     from moedoctor.kernels.moe.launch import launch_decode, launch_many
 
@@ -50,7 +55,7 @@ def moe_forward(
     if out is None:
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)  # [T, H]
     if x.shape[0] and slot_ids.shape[1]:
-        launch = launch_many if slot_ids.numel() > MOST_DECODE_PAIRS else launch_decode
+        launch = launch_many if slot_ids.numel() > _MOST_DECODE_PAIRS else launch_decode
         launch(
             x.contiguous(),
             weights,
@@ -65,12 +70,113 @@ def moe_forward(
     return out
 
 
+class GroupedForward:
+    """One call of a layer whose experts come in groups: `add` each group, then take the `total`.
+
+    A call of `moe_forward` a group sorts the pairs and adds to the output once a group. Here each group
+    writes the products of its own experts, and the sum over a token's experts is taken at the end, in the
+    order of its ids. With many tokens the result equals that of one call with all experts, bit by bit.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_experts: int,
+        *,
+        activation: str = "silu",
+    ) -> None:
+        """`x` [T, H]; `ids` int32 or int64 [T, K], experts, -1 for none; `topk_weights` [T, K] floating."""
+        self._x, self._ids, self._topk_weights = x.contiguous(), ids.contiguous(), topk_weights.contiguous()
+        self._num_experts, self._activation = num_experts, activation
+        self._tiles = ids.numel() > _MOST_DECODE_PAIRS and (x.is_cuda or _interprets())
+        self._rows: Rows | None = None
+        self._out: torch.Tensor | None = None
+
+    def add(self, weights: Mapping[str, torch.Tensor], experts: torch.Tensor) -> None:
+        """Compute one group: `weights` [slots, ...] as `moe_forward` takes them, and the expert in each slot.
+
+        `experts` int32 [slots], -1 for a slot that is not of this group. Every expert that the ids name must
+        be in one group. Raises ValueError that names the argument.
+        """
+        _check_weights(weights, self._x.shape[1], self._activation)
+        slots = weights["w2"].shape[0]
+        if experts.shape != (slots,) or experts.dtype != torch.int32:
+            raise ValueError(f"experts must be int32 [{slots}], got {experts.dtype} {tuple(experts.shape)}")
+        if not self._tiles:
+            slot_ids = self._slot_ids(experts)  # [T, K]
+            self._out = moe_forward(
+                self._x, weights, slot_ids, self._topk_weights, activation=self._activation, out=self._out
+            )
+            return
+        from moedoctor.kernels.moe.launch import launch_products
+
+        rows = self._sorted(weights["w2"].shape[2])
+        launch_products(rows, weights, experts.contiguous(), activation=self._activation)
+
+    def add_resident(self, groups: Sequence[tuple[Mapping[str, torch.Tensor], torch.Tensor]]) -> None:
+        """`add` each of several groups that are resident at the same time.
+
+        `groups` holds the arguments of `add`, each with weights of its own. Those of `ExpertCache.groups` are
+        not: they come one after another into the same slots. On a GPU two streams take the groups in turn, so
+        that one fills the multiprocessors that the end of another leaves idle. The current stream goes on
+        after all of them. Raises ValueError as `add` does, after which there is no total.
+        """
+        if not self._tiles or not self._x.is_cuda or len(groups) < 2:
+            for weights, experts in groups:
+                self.add(weights, experts)
+            return
+        _check_weights(groups[0][0], self._x.shape[1], self._activation)
+        self._sorted(groups[0][0]["w2"].shape[2])
+        current = torch.cuda.current_stream(self._x.device)
+        beside = torch.cuda.Stream(self._x.device)
+        beside.wait_stream(current)
+        try:
+            for index, (weights, experts) in enumerate(groups):
+                with torch.cuda.stream(beside if index % 2 else current):
+                    self.add(weights, experts)
+        finally:
+            current.wait_stream(beside)
+
+    def total(self) -> torch.Tensor:
+        """Return float32 [T, H]: the sum over all groups; zeros if there was no group."""
+        if self._rows is None:
+            return torch.zeros_like(self._x, dtype=torch.float32) if self._out is None else self._out
+        from moedoctor.kernels.moe.launch import launch_sum
+
+        out = torch.empty_like(self._x, dtype=torch.float32)  # [T, H]
+        launch_sum(self._rows, self._topk_weights, out, adds=False)
+        return out
+
+    def _sorted(self, intermediate_size: int) -> Rows:
+        from moedoctor.kernels.moe.launch import Rows
+
+        if self._rows is None:
+            self._rows = Rows.sort(self._x, self._ids, self._num_experts, intermediate_size)
+        width = self._rows.h.shape[1]
+        if width != intermediate_size:
+            raise ValueError(
+                f"weights['w2'] must be as wide as the first group's, {width}, got {intermediate_size}"
+            )
+        return self._rows
+
+    def _slot_ids(self, experts: torch.Tensor) -> torch.Tensor:
+        """Return [T, K]: the slot of each id's expert, -1 if it is in no slot. Never waits for the device."""
+        slots = torch.arange(len(experts), dtype=torch.int32, device=experts.device)  # [slots]
+        slot_of = slots.new_full((self._num_experts + 1,), -1)  # [E + 1], the last for -1
+        held = torch.where(experts >= 0, experts, self._num_experts)  # [slots]
+        slot_of.scatter_(0, held.long(), slots)
+        slot_of[self._num_experts] = -1
+        return slot_of[torch.where(self._ids >= 0, self._ids, self._num_experts).long()]
+
+
 def group_bound(top_k: int) -> float:
-    """How far groups may part from one call, relative to the sum of the absolute terms of an output element.
+    """Return how far groups may differ from one call, relative to the sum of an output element's |terms|.
 
     Each term is computed alike; only the order in which `top_k` float32 terms are added changes, and each of
     two orders is within (top_k - 1) * 2**-24 of the exact sum to first order (Higham, Accuracy and
-    Stability of Numerical Algorithms, 4.2). On one expert a token, or where all experts of a token are in
+    Stability of Numerical Algorithms, 4.2). With one expert a token, or with all experts of a token in
     one group, the sums are equal bit by bit.
     """
     unit = 2.0**-24
@@ -78,13 +184,12 @@ def group_bound(top_k: int) -> float:
     return 2 * steps / (1 - steps)
 
 
-def interprets() -> bool:
-    """Whether Triton runs kernels in its interpreter, on a CPU."""
+def _interprets() -> bool:
+    """Return whether Triton runs kernels in its interpreter, on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-def check_weights(weights: Mapping[str, torch.Tensor], hidden: int, activation: str) -> None:
-    """Raise ValueError that says what is wrong with the `weights` of `moe_forward`."""
+def _check_weights(weights: Mapping[str, torch.Tensor], hidden_size: int, activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     missing = {"w13", "w2"} - set(weights)
@@ -92,14 +197,14 @@ def check_weights(weights: Mapping[str, torch.Tensor], hidden: int, activation: 
         raise ValueError(
             f"weights lacks {', '.join(sorted(missing))}; it holds {', '.join(weights) or 'none'}"
         )
-    slots, rows, inner = weights["w2"].shape
-    height = 2 * inner if activation == "silu" else inner
+    slots, width, intermediate_size = weights["w2"].shape
+    height = 2 * intermediate_size if activation == "silu" else intermediate_size
     expected = {
-        "w13": (slots, height, rows),
+        "w13": (slots, height, width),
         "w13_scale": (slots,),
         "w2_scale": (slots,),
         "w13_bias": (slots, height),
-        "w2_bias": (slots, rows),
+        "w2_bias": (slots, width),
     }
     for name, shape in expected.items():
         if name in weights and tuple(weights[name].shape) != shape:
@@ -109,8 +214,8 @@ def check_weights(weights: Mapping[str, torch.Tensor], hidden: int, activation: 
             raise ValueError(f"weights[{name!r}] must be contiguous")
         if weights[name].dtype in _FLOAT8 and f"{name}_scale" not in weights:
             raise ValueError(f"weights[{name!r}] is float8 and has no {name}_scale")
-    if rows != hidden:
-        raise ValueError(f"x must be [T, {rows}] for w2, got width {hidden}")
+    if width != hidden_size:
+        raise ValueError(f"x must be [T, {width}] for w2, got width {hidden_size}")
 
 
 def _check(
@@ -123,7 +228,7 @@ def _check(
 ) -> None:
     if x.dim() != 2:
         raise ValueError(f"x must be [T, H], got {tuple(x.shape)}")
-    check_weights(weights, x.shape[1], activation)
+    _check_weights(weights, x.shape[1], activation)
     if slot_ids.shape != topk_weights.shape or slot_ids.dim() != 2 or slot_ids.shape[0] != x.shape[0]:
         raise ValueError(
             f"slot_ids and topk_weights must be [{x.shape[0]}, K], got {tuple(slot_ids.shape)} "

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from moedoctor.reference.experts import Weight
 from moedoctor.reference.fp8 import Fp8
+from moedoctor.reference.moe import Weight
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import UnavailableError
 

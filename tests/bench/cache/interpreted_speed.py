@@ -33,7 +33,8 @@ from moedoctor.bench.timing import Comparison, compare_rounds
 from moedoctor.cli import main
 from moedoctor.commands import bench_cache, bench_cache_speed
 from moedoctor.fixes.cache.device import DeviceEngine
-from moedoctor.reference.moe import moe_forward as reference
+from moedoctor.reference.moe import MoeWeights
+from moedoctor.reference.moe import forward as reference
 
 MODEL = Model(layers=1, experts=128, top_k=8, hidden=128, inner=32, host_layers=1)
 GROUPED = Model(layers=1, experts=8, top_k=2, hidden=32, inner=16, host_layers=1)
@@ -75,7 +76,7 @@ def captured_step(step: Callable[[Steps], None]) -> Callable[[Steps], None]:
 
 
 def forward(x: torch.Tensor, weights: Any, ids: torch.Tensor, shares: torch.Tensor, *, out: Any) -> Any:
-    return out.add_(reference(x.as_subclass(torch.Tensor), weights, ids, shares))
+    return out.add_(reference(x.as_subclass(torch.Tensor), MoeWeights.of(weights), shares, ids))
 
 
 def compare_times(calls: Any, *, baseline: str, launches: int) -> Comparison:

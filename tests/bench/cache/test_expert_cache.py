@@ -16,7 +16,7 @@ from moedoctor.bench.cache.run import Run, pr_wrong_steps
 from moedoctor.bench.timing import Comparison, compare_rounds
 from moedoctor.fixes.eviction import SlotTable, replay
 from moedoctor.fixes.expert_cache import ExpertStore
-from moedoctor.fixes.moe.groups import GroupedForward
+from moedoctor.fixes.moe.forward import GroupedForward
 from moedoctor.reference.expert_cache import PrRule
 from moedoctor.trace.shipped import shipped_trace
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moedoctor.bench.moe.expert_load import Routing, make_routes
+from moedoctor.bench.moe.bench import Routing, make_routes
 from moedoctor.models.layer_shape import LayerShape
 
 SHAPE = LayerShape(64, 32, 16, 4)

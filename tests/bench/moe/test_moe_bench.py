@@ -4,15 +4,14 @@ from typing import Any
 import pytest
 import torch
 
-from moedoctor.bench.backends import registry
-from moedoctor.bench.backends.reference import Reference
-from moedoctor.bench.moe.bench import Task, measure
-from moedoctor.bench.moe.expert_load import Routing
+from moedoctor.bench.moe import backends as registry
+from moedoctor.bench.moe.bench import Routing, Task, measure
+from moedoctor.bench.moe.own_backends import Reference
 from moedoctor.bench.roofline import Roofline, measure_roofline
 from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.agreement import Bounds
 from moedoctor.reference.moe_backend import Backend, Prepared, Variant
 from moedoctor.reference.moe_layer import Layer
-from moedoctor.reference.token_agreement import Bounds
 from moedoctor.results import UnavailableError
 
 ROOFLINE = Roofline(1e9, {"bf16": 1e12, "fp8": 2e12})

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference.experts import activate, expert_weight
+from moedoctor.reference.moe import activate, expert_weight
 from moedoctor.reference.moe_layer import expected_output, make_layer, make_problem, quantiser
 from moedoctor.reference.nvfp4 import Nvfp4
 

@@ -4,8 +4,8 @@ from itertools import chain, repeat
 import pytest
 import torch
 
-from moedoctor.bench.moe import timing as moe_timing
-from moedoctor.bench.moe.timing import cold_time, eager_time, launches_for, rounds_for, time_layer, wall_time
+from moedoctor.bench import timing as moe_timing
+from moedoctor.bench.timing import cold_time, eager_time, launches_for, rounds_for, time_layer, wall_time
 
 DEVICE = "cuda:0"
 

@@ -4,17 +4,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moedoctor.bench.backends.ours import Ours
-from moedoctor.bench.backends.reference import Reference
-from moedoctor.bench.controls import controls
 from moedoctor.bench.moe import parity
+from moedoctor.bench.moe.controls import controls
+from moedoctor.bench.moe.own_backends import Ours, Reference
 from moedoctor.bench.moe.parity import check_parity
+from moedoctor.fixes.moe.weight_layout import up_first
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference.conventions import swap_gate_up
+from moedoctor.reference.agreement import Bounds
 from moedoctor.reference.moe_backend import Backend, Prepared, Variant
 from moedoctor.reference.moe_layer import Layer, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.reference.token_agreement import Bounds
 
 SCHEMES = [("nvfp4", "none"), ("nvfp4", "nvfp4"), ("fp8", "fp8"), ("fp8", "none"), ("bf16", "none")]
 GATED = {"swapped_gate_up", "mismatched_global_scale"}
@@ -143,7 +142,7 @@ class Planted(Broken):
     def prepare(self, layer: Layer) -> Prepared:
         if self.on_weights:
             assert isinstance(layer.w13, Nvfp4)
-            layer = replace(layer, w13=swap_gate_up(layer.w13))
+            layer = replace(layer, w13=up_first(layer.w13))
         return super().prepare(layer)
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moedoctor.bench.moe.unusual_ids import unusual_ids
+from moedoctor.bench.moe.parity import unusual_ids
 
 IDS = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 2, 4], [1, 3, 5]])  # [5, 3]
 

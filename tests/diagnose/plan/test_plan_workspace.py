@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moedoctor.bench.backends import registry
+from moedoctor.bench.moe import backends as registry
 from moedoctor.diagnose.plan.kv_cache import PlanError
 from moedoctor.diagnose.plan.workspace import SCHEMES_OF, workspace
 from moedoctor.models.layer_shape import LayerShape

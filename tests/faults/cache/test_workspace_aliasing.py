@@ -17,7 +17,7 @@ from moedoctor.faults.cache.workspace_aliasing import (
 from moedoctor.faults.cache.workspace_aliasing_lab import Call, shared_workspace
 from moedoctor.interfaces import Measurement
 from moedoctor.reference.expert_cache import Problem
-from moedoctor.reference.moe import moe_forward
+from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier
 
 torch.set_num_threads(1)
@@ -49,7 +49,7 @@ def call(alias: str, groups: int) -> Call:
 def outputs(task: Call, x: torch.Tensor | None = None) -> list[torch.Tensor]:
     """The right output of each group, [T, H] each."""
     x = task.x if x is None else x
-    return [moe_forward(x, task.problem.weights, part, task.topk_weights) for part in task.parts]
+    return [forward(x, MoeWeights.of(task.problem.weights), task.topk_weights, part) for part in task.parts]
 
 
 def test_a_running_sum_in_the_workspace_counts_the_last_group_twice() -> None:

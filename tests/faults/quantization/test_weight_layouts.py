@@ -12,7 +12,6 @@ from moedoctor.faults.quantization.scale_layout import ScaleLayout, ScaleLayoutP
 from moedoctor.faults.quantization.scale_layout_lab import TiledKernel, places
 from moedoctor.fixes.moe.weight_layout import tiled_scales, up_first
 from moedoctor.interfaces import Fault
-from moedoctor.reference.swizzle import swizzle
 from moedoctor.results import Case, CaseVerdict, Tier
 
 ORDER, LAYOUT = GateUpOrder(), ScaleLayout()
@@ -73,7 +72,7 @@ def test_a_fix_that_exchanges_two_tiles_is_noticed() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(256, 8), (192, 10), (3, 1)])
 def test_the_kernel_reads_where_the_swizzle_writes(rows: int, columns: int) -> None:
     scales = torch.randint(0, 127, (2, rows, columns), dtype=torch.uint8)
-    memory = swizzle(scales).flatten(1)
+    memory = tiled_scales(scales).flatten(1)
     assert torch.equal(memory[:, places(rows, columns, scales.device)], scales)
 
 

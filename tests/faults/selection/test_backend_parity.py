@@ -4,13 +4,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moedoctor.bench.backends.reference import Reference
 from moedoctor.bench.moe import parity
+from moedoctor.bench.moe.own_backends import Reference
 from moedoctor.faults.selection.backend_parity import BackendParity, BackendParityParameters
 from moedoctor.faults.selection.backend_parity_lab import observe
+from moedoctor.reference.agreement import Bounds
 from moedoctor.reference.moe_backend import Prepared
 from moedoctor.reference.moe_layer import Layer
-from moedoctor.reference.token_agreement import Bounds
 from moedoctor.results import (
     Case,
     CaseResult,

@@ -7,9 +7,9 @@ import torch
 
 from moedoctor.fixes.eviction import ONLINE_POLICIES, SlotTable
 from moedoctor.fixes.expert_cache import CacheOverflow, ExpertCache
-from moedoctor.fixes.moe.forward import moe_forward
-from moedoctor.fixes.moe.groups import GroupedForward
-from moedoctor.reference.moe import moe_forward as reference
+from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
+from moedoctor.reference.moe import MoeWeights
+from moedoctor.reference.moe import forward as reference
 
 pytestmark = pytest.mark.gpu
 EXPERTS, HIDDEN, INNER = 32, 256, 128
@@ -90,7 +90,7 @@ def test_a_graph_of_the_device_engine_follows_the_ids() -> None:
     for _ in range(20):
         ids.copy_(torch.randint(0, EXPERTS, (4, 4), dtype=torch.int32))
         graph.replay()
-        right = reference(x.cpu(), weights, ids.cpu(), shares.cpu())
+        right = reference(x.cpu(), MoeWeights.of(weights), shares.cpu(), ids.cpu())
         assert torch.allclose(out.cpu(), right, rtol=2e-3, atol=2e-3)
 
 
@@ -147,7 +147,7 @@ def test_forward_against_the_reference(tokens: int, dtype: torch.dtype) -> None:
     ids[tokens // 2 :, 0] = 3  # more rows than one tile has, and more than a tall one
     shares = torch.rand(tokens, 4)
     out = moe_forward(x.cuda(), device, ids.cuda(), shares.cuda())
-    right = reference(x, weights, ids, shares)
+    right = reference(x, MoeWeights.of(weights), shares, ids)
     assert float((out.cpu() - right).norm() / right.norm()) < 1e-2
 
 
@@ -176,7 +176,7 @@ def test_hits_are_computed_while_misses_are_copied(packed: bool) -> None:
     for _ in range(30):
         ids.copy_(torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int32))
         graph.replay()
-        right = reference(x.cpu(), weights, ids.cpu(), shares.cpu())
+        right = reference(x.cpu(), MoeWeights.of(weights), shares.cpu(), ids.cpu())
         assert torch.allclose(out.cpu(), right, rtol=1e-3, atol=1e-4)
         _assert_holds(weights, ids, cache.acquire(ids))
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedoctor.fixes.moe.checkpoint_scales import folded, kv_scale, rescaled, usable_input_scales
-from moedoctor.reference.experts import MoeWeights, forward
+from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.reference.nvfp4 import Nvfp4, dequantize, quantize
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.moe.forward import group_bound, moe_forward
-from moedoctor.reference.moe import moe_forward as reference
+from moedoctor.reference.moe import MoeWeights
+from moedoctor.reference.moe import forward as reference
 
 EXPERTS, HIDDEN, INNER = 12, 8, 6
 
@@ -42,11 +43,11 @@ def test_groups_are_within_the_bound_of_one_call(seed: int, tokens: int, top_k: 
     x = torch.randn(tokens, HIDDEN, generator=draw)
     ids = torch.stack([torch.randperm(EXPERTS, generator=draw)[:top_k] for _ in range(tokens)])
     shares = torch.rand(tokens, top_k, generator=draw)
-    whole = reference(x, WEIGHTS, ids, shares)
+    whole = reference(x, MoeWeights.of(WEIGHTS), shares, ids)
     cache = ExpertCache(WEIGHTS, capacity, engine="host", device="cpu")
     parts = _grouped(cache, x, ids, shares)
     each = [
-        reference(x, WEIGHTS, torch.where(torch.arange(top_k) == lane, ids, -1), shares).abs()
+        reference(x, MoeWeights.of(WEIGHTS), shares, torch.where(torch.arange(top_k) == lane, ids, -1)).abs()
         for lane in range(top_k)
     ]
     # The CPU's products differ with the rows that they are computed with; the bound is about the sum.

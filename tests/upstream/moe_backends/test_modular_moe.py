@@ -9,7 +9,7 @@ import torch
 
 from moedoctor.faults.cache.workspace_aliasing import RESULTS, WorkspaceAliasing, WorkspaceAliasingParameters
 from moedoctor.faults.cache.workspace_aliasing_lab import kernel, modular_kernel
-from moedoctor.reference.moe import moe_forward
+from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.results import Case, CaseVerdict, Tier, UnavailableError
 from moedoctor.upstream.moe_backends import backends, modular_moe
@@ -25,7 +25,7 @@ class Implementation:
     def apply(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(x)
         fused_out = self._workspace[: x.numel()].view_as(x)
-        fused_out.copy_(moe_forward(x.float(), self._weights, ids, weights))
+        fused_out.copy_(forward(x.float(), MoeWeights.of(self._weights), weights, ids))
         return self._finalize(output, fused_out, x)
 
     def _finalize(self, output: torch.Tensor, fused_out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from moedoctor.bench.backends import registry
+from moedoctor.bench.moe import backends as registry
 from moedoctor.bench.moe.parity import check_parity
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_backend import Variant

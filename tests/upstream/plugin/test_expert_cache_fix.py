@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedoctor.reference.moe import moe_forward
+from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.upstream.plugin import expert_cache_fix as fix
 from moedoctor.upstream.plugin.expert_cache_layer import EXPERTS, host_experts, install, per_expert
 from moedoctor.upstream.plugin.expert_cache_refusals import refusal, refused_engine, refused_setting
@@ -69,7 +69,7 @@ class Kernel:
         local = topk_ids if expert_map is None else expert_map[topk_ids.long()].to(topk_ids.dtype)
         described = self.fused_experts.quant_config
         weights = {"w13": w1, "w2": w2, "w13_scale": described._w1.scale, "w2_bias": described._w2.bias}
-        result = moe_forward(hidden_states, weights, local, topk_weights)
+        result = forward(hidden_states, MoeWeights.of(weights), topk_weights, local)
         if self.impl.inplace:
             self.workspace = hidden_states
         elif self.workspace is None or self.workspace.shape != result.shape:

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from moedoctor.bench.controls import controls, wrong_problems
+from moedoctor.bench.moe.controls import controls, wrong_problems
+from moedoctor.fixes.moe.weight_layout import linear_scales, tiled_scales
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_layer import Layer, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.reference.swizzle import swizzle, unswizzle
 
 WHOLE_TILES = LayerShape(512, 128, 4, 2)  # w13 has scales [256, 32]
 
@@ -23,10 +23,10 @@ def planted(name: str, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_each_layout_is_given_to_what_reads_the_other() -> None:
     linear, seen = planted("swizzled_for_linear", WHOLE_TILES)
-    assert torch.equal(seen, swizzle(linear)), "a linear reader sees the bytes of the tiles"
+    assert torch.equal(seen, tiled_scales(linear)), "a linear reader sees the bytes of the tiles"
     linear, seen = planted("linear_for_swizzled", WHOLE_TILES)
-    assert torch.equal(swizzle(seen), linear), "what a backend swizzles becomes the bytes of the rows"
-    assert torch.equal(seen, unswizzle(linear, 256, 32))
+    assert torch.equal(tiled_scales(seen), linear), "what a backend swizzles becomes the bytes of the rows"
+    assert torch.equal(seen, linear_scales(linear, 256, 32))
     assert not torch.equal(seen, planted("swizzled_for_linear", WHOLE_TILES)[1])
 
 

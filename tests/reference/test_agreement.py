@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.reference.token_agreement import Bounds, agree
+from moedoctor.reference.agreement import Bounds, agree
 
 BOUNDS = Bounds(cosine=0.999, norm=0.01, element=0.01, matched=0.99, worst=0.1)
 

@@ -1,4 +1,4 @@
-"""Which backends there are, by name; none is loaded before it is asked for. Imports no torch."""
+"""The names of the MoE backends. A backend is loaded only when it is created. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,39 +28,36 @@ UPSTREAM = (
     Variant("FLASHINFER_TRTLLM", "bf16"),
 )
 """vLLM's own, under vLLM's own names."""
-OWN = tuple(Variant(name, one) for name in ("OURS", "REFERENCE") for one in QUANTIZATIONS)
+OWN = tuple(Variant(name, quantization) for name in ("OURS", "REFERENCE") for quantization in QUANTIZATIONS)
 ALL = (*UPSTREAM, *OWN)
 
 
 def names() -> Sequence[str]:
-    """The names of the backends, each once."""
-    return tuple(dict.fromkeys(one.name for one in ALL))
+    """Return the names of the backends, each once."""
+    return tuple(dict.fromkeys(variant.name for variant in ALL))
 
 
 def find(name: str, quantizations: Sequence[str] = QUANTIZATIONS) -> Sequence[Variant]:
-    """The variants of the backend `name` (in any case, ``-`` for ``_``); ``all`` is every one but REFERENCE.
+    """Return the variants of the backend `name`, or nothing if no backend has that name.
 
-    Empty where there is none.
+    Any case, ``-`` for ``_``. ``all`` means every backend but REFERENCE.
     """
-    wanted = name.strip().upper().replace("-", "_")
+    key = name.strip().upper().replace("-", "_")
     return tuple(
-        one
-        for one in ALL
-        if one.quantization in quantizations
-        and (one.name == wanted or (wanted == "ALL" and one.name != "REFERENCE"))
+        variant
+        for variant in ALL
+        if variant.quantization in quantizations
+        and (variant.name == key or (key == "ALL" and variant.name != "REFERENCE"))
     )
 
 
 def create(variant: Variant) -> Backend:
-    """The backend itself. Imports torch, and what the backend needs where it is prepared."""
-    if variant.name == "REFERENCE":
-        from moedoctor.bench.backends.reference import Reference
+    """Return the backend itself. Imports torch; what else the backend needs is imported when it prepares."""
+    if variant.name in ("OURS", "REFERENCE"):
+        from moedoctor.bench.moe.own_backends import Ours, Reference
 
-        return Reference(variant.quantization, variant.activations)
-    if variant.name == "OURS":
-        from moedoctor.bench.backends.ours import Ours
-
-        return Ours(variant.quantization, variant.activations)
+        own = Ours if variant.name == "OURS" else Reference
+        return own(variant.quantization, variant.activations)
     from moedoctor.upstream.moe_backends.backends import VllmBackend
 
     return VllmBackend(variant)

@@ -1,1 +1,0 @@
-"""MoE backends behind one interface: a layer in, its output out."""
