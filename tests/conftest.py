@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # As many workers as cores: with torch's own threads beside them, small products take ten times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile(
     "moedoctor",
     deadline=None,

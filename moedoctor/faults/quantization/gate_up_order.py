@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from moedoctor.faults.quantization.checkpoint_fault import CheckpointFault
-from moedoctor.faults.quantization.layer_judgement import judge_layer
-from moedoctor.interfaces import Judgement
-from moedoctor.results import Case, Evidence, Observation, Tier
+from moedoctor.faults.base import Parameters
+from moedoctor.faults.quantization.checkpoint import CheckpointFault
+from moedoctor.results import Tier
 
 
-class GateUpOrderParameters(BaseModel):
+class GateUpOrderParameters(Parameters):
     """One layer, handed to a kernel that reads the up half first."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     quantization: Literal["nvfp4", "fp8", "bf16"] = "nvfp4"
     mistake: Literal["not_swapped", "only_values", "only_scales"] = Field(
@@ -52,27 +49,4 @@ class GateUpOrder(CheckpointFault):
         "installed": (Tier.LIBRARY,),
     }
     lints: ClassVar[bool] = False
-
-    def damaged(self, case: Case) -> Any:
-        from moedoctor.faults.quantization.gate_up_order_lab import forgetful_loader
-
-        return forgetful_loader(str(case.parameters["mistake"]))
-
-    def repaired(self, case: Case) -> Any:
-        from moedoctor.fixes.moe.weight_layout import up_first
-
-        return up_first
-
-    def installed(self, case: Case) -> Any:
-        from moedoctor.upstream.releases.weight_layout import up_first
-
-        return up_first
-
-    def measure(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.quantization.gate_up_order_lab import observe
-
-        parameters = GateUpOrderParameters.model_validate(dict(case.parameters))
-        return observe(parameters, case.device, implementation)
-
-    def judge_tensors(self, seen: Evidence) -> Judgement:
-        return judge_layer(seen)
+    lab = "moedoctor.faults.quantization.gate_up_order_lab"

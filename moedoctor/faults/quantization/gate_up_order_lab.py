@@ -1,47 +1,62 @@
-"""What runs in the child for MD017: a kernel that reads the up half first, and loaders that forget that."""
+"""MD017 in the child: a kernel that reads the up half first, and loaders that forget that."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from moedoctor.bench.moe.parity import bounds_of
+from moedoctor.faults.quantization.checkpoint_lab import (
+    Changes,
+    compare_engines,
+    expert_prefixes,
+    unchanged,
+)
+from moedoctor.faults.quantization.gate_up_order import GateUpOrderParameters
 from moedoctor.fixes.moe.weight_layout import up_first
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.agreement import agree
+from moedoctor.reference.checkpoints import Tensors
 from moedoctor.reference.moe import Weight, expert_weight
 from moedoctor.reference.moe_layer import expected_output, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.results import Observation
-
-if TYPE_CHECKING:
-    from moedoctor.faults.quantization.gate_up_order import GateUpOrderParameters
+from moedoctor.results import Case, Observation
 
 Loader = Callable[[Weight], Weight]
-"""w13 as the checkpoint has it -> w13 as it is handed to the kernel."""
+"""w13 [E, 2I, H] of the checkpoint -> w13 that the kernel is given."""
 
 
-def forgetful_loader(mistake: str) -> Loader:
-    """A loader that leaves out the exchange, or exchanges only the values or only their scales."""
-
-    def load(w13: Weight) -> Weight:
-        if mistake == "not_swapped" or not isinstance(w13, Nvfp4):
-            return w13
-        swapped = up_first(w13)
-        assert isinstance(swapped, Nvfp4)
-        if mistake == "only_values":
-            return replace(swapped, block_scales=w13.block_scales)
-        return replace(swapped, packed=w13.packed)
-
-    return load
+def forgetful(w13: Weight, *, mistake: str) -> Weight:
+    """Leave out the exchange, or exchange only the values or only their scales."""
+    if mistake == "not_swapped" or not isinstance(w13, Nvfp4):
+        return w13
+    swapped = up_first(w13)
+    assert isinstance(swapped, Nvfp4)
+    if mistake == "only_values":
+        return replace(swapped, block_scales=w13.block_scales)
+    return replace(swapped, packed=w13.packed)
 
 
-def observe(parameters: GateUpOrderParameters, device: str, loader: Loader) -> Observation:
-    """Run the kernel on what `loader` makes of a checkpoint's weight and compare with the reference."""
+def model(case: Case, parameters: GateUpOrderParameters, release: object) -> Observation:
+    """Run the kernel with the loader that forgets, or with ours."""
+    control = functools.partial(forgetful, mistake=parameters.mistake)
+    return measure(parameters, case.device, control if case.subject == "faulty" else up_first)
+
+
+def library(case: Case, parameters: GateUpOrderParameters, release: object) -> Observation:
+    """Run the kernel with the installed vLLM's function."""
+    from moedoctor.upstream.releases import weight_layout
+
+    return measure(parameters, case.device, weight_layout.up_first)
+
+
+def measure(parameters: GateUpOrderParameters, device: str, load: Loader) -> Observation:
+    """Compare the kernel's output on what `load` makes of a checkpoint's weight with the reference."""
     shape = LayerShape(
         parameters.hidden,
         parameters.intermediate,
@@ -52,7 +67,7 @@ def observe(parameters: GateUpOrderParameters, device: str, loader: Loader) -> O
     layer = make_layer(shape, parameters.quantization, seed=parameters.seed, device=device)
     problem = make_problem(layer, parameters.tokens, "none", seed=parameters.seed, device=device)
     output = up_first_kernel(
-        problem.x, loader(layer.w13), layer.w2, problem.topk_weights, problem.topk_ids, parameters.activation
+        problem.x, load(layer.w13), layer.w2, problem.topk_weights, problem.topk_ids, parameters.activation
     )
     agreement = agree(output, expected_output(problem, "none"), bounds_of("none"))
     return Observation({"mistake": parameters.mistake, **agreement.evidence()})
@@ -66,14 +81,50 @@ def up_first_kernel(
     topk_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """float32 [T, H] by a kernel that takes rows [0, I) of `w13` as the up half, as FlashInfer's do."""
+    """Compute float32 [T, H] with rows [0, I) of `w13` as the up half, as FlashInfer's kernels do."""
     total = torch.zeros(x.shape, device=x.device)  # [T, H]
     for token in range(len(x)):
-        for slot in range(topk_ids.shape[1]):
-            expert = int(topk_ids[token, slot])
+        for choice in range(topk_ids.shape[1]):
+            expert = int(topk_ids[token, choice])
             up, gate = (expert_weight(w13, expert) @ x[token].float()).chunk(2)  # [I] each
-            opened = (
-                functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
-            )
-            total[token] += topk_weights[token, slot] * (expert_weight(w2, expert) @ (opened * up))
+            if activation == "silu":
+                gate = functional.silu(gate)  # [I]
+            else:
+                gate = functional.gelu(gate, approximate="tanh")  # [I]
+            total[token] += topk_weights[token, choice] * (expert_weight(w2, expert) @ (gate * up))
     return total
+
+
+def exchanged_halves(tensors: Tensors, config: dict[str, Any]) -> None:
+    """Store the up projection under the name of the gate, and the reverse."""
+    for prefix in expert_prefixes():
+        for part in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+            gate, up = f"{prefix}.gate_proj.{part}", f"{prefix}.up_proj.{part}"
+            tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
+def restored_halves(tensors: Tensors, config: dict[str, Any]) -> None:
+    """Repair: put the fused weight of each expert into the other order."""
+    exchanged_halves(tensors, config)
+    for prefix in expert_prefixes():
+        names = [f"{prefix}.{half}_proj" for half in ("gate", "up")]
+        scales = [tensors[f"{name}.weight_scale"].view(torch.uint8) for name in names]  # [I, H/16] each
+        fused = Nvfp4(
+            torch.cat([tensors[f"{name}.weight"] for name in names]),  # [2I, H/2]
+            torch.cat(scales).view(torch.float8_e4m3fn),  # [2I, H/16]
+            tensors[f"{names[0]}.weight_scale_2"],
+        )
+        restored = up_first(fused)
+        assert isinstance(restored, Nvfp4)
+        halves = zip(restored.packed.chunk(2), restored.block_scales.view(torch.uint8).chunk(2), strict=True)
+        for name, (packed, half) in zip(names, halves, strict=True):
+            tensors[f"{name}.weight"] = packed.contiguous()
+            tensors[f"{name}.weight_scale"] = half.contiguous().view(torch.float8_e4m3fn)
+
+
+CHANGES = Changes(unchanged, exchanged_halves, restored_halves)
+
+
+def engine(case: Case, parameters: GateUpOrderParameters, release: object) -> Observation:
+    """Load the checkpoint into vLLM."""
+    return compare_engines(CHANGES, parameters.moe_backend, repaired=case.subject == "fixed")

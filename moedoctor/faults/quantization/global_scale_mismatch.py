@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-from moedoctor.faults.quantization.checkpoint_fault import CheckpointFault
-from moedoctor.interfaces import Judgement
-from moedoctor.results import Case, CaseVerdict, Evidence, Observation
+from moedoctor.faults.base import Judgement, Parameters
+from moedoctor.faults.quantization.checkpoint import CheckpointFault
+from moedoctor.results import CaseVerdict, Evidence
 
 ROUNDING = 1 / 16
-"""What rounding a block scale to E4M3 again can change; an error above it is no rounding."""
+"""Largest error that rounding a block scale to E4M3 again can make."""
 
 
-class GlobalScaleMismatchParameters(BaseModel):
+class GlobalScaleMismatchParameters(Parameters):
     """One checkpoint and one way to merge the two scales."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     ratio: float = Field(2.0, gt=0.001, le=1000, description="global scale of the up half over the gate's")
     merged: Literal["gate", "max"] = Field(
@@ -43,33 +41,17 @@ class GlobalScaleMismatchParameters(BaseModel):
 
 
 class GlobalScaleMismatch(CheckpointFault):
-    """One global scale for two halves that were quantised with their own."""
+    """One global scale for two halves that were quantized with their own."""
 
     id = "MD014"
     parameters = GlobalScaleMismatchParameters
+    lab = "moedoctor.faults.quantization.global_scale_mismatch_lab"
 
-    def damaged(self, case: Case) -> Any:
-        from moedoctor.faults.quantization.global_scale_mismatch_lab import one_scale
-
-        return {str(case.parameters["merged"]): one_scale(str(case.parameters["merged"]))}
-
-    def repaired(self, case: Case) -> Any:
-        from moedoctor.faults.quantization.global_scale_mismatch_lab import fold, rescale
-
-        return {"rescaled": rescale, "folded": fold}
-
-    def measure(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.quantization.global_scale_mismatch_lab import observe
-
-        return observe(self.parameters.model_validate(dict(case.parameters)), implementation)
-
-    def judge_tensors(self, seen: Evidence) -> Judgement:
-        errors = {name: one["worst_token_error"] for name, one in seen["ways"].items()}
-        worst = max(errors, key=lambda name: errors[name])
+    def judge_tensors(self, evidence: Evidence) -> Judgement:
+        errors = {name: way["worst_token_error"] for name, way in evidence["ways"].items()}
         figure = ", ".join(f"{name}: output off by {error:.1%}" for name, error in errors.items())
-        if errors[worst] > ROUNDING:
-            return Judgement(CaseVerdict.REPRODUCED, figure)
-        return Judgement(CaseVerdict.CLEAN, figure)
+        wrong = max(errors.values()) > ROUNDING
+        return Judgement(CaseVerdict.REPRODUCED if wrong else CaseVerdict.CLEAN, figure)
 
     def describe(self, parameters: Any) -> str:
         if parameters["moe_backend"] is not None:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from moedoctor.faults.quantization.checkpoint_fault import CheckpointFault
-from moedoctor.faults.quantization.input_scale_missing_claims import CLAIMS
-from moedoctor.interfaces import Judgement
-from moedoctor.results import Case, CaseVerdict, Evidence, Observation
+from moedoctor.faults.base import ClaimCases, ClaimJudgement, Judgement, Parameters, claim, decide, untested
+from moedoctor.faults.quantization.checkpoint import CheckpointFault
+from moedoctor.results import CaseVerdict, Evidence
 
+LAB = "moedoctor.faults.quantization.input_scale_missing_lab"
 WORSE = 1.5
-"""A token that is off by so many times what the healthy checkpoint's worst token is off is wrong."""
+"""A token is wrong if its error is more than this times the largest error with the whole checkpoint."""
 
 
-class InputScaleMissingParameters(BaseModel):
+class InputScaleMissingParameters(Parameters):
     """One damaged checkpoint, and how a backend takes the scales of its experts."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     damage: Literal["zero", "all_zero", "absent", "all_absent"] = Field(
         "zero", description="one expert's input scales, or all of the layer's"
@@ -48,36 +46,33 @@ class InputScaleMissingParameters(BaseModel):
         return self
 
 
+@claim("marlin_reads_none", measure=f"{LAB}:marlin", needs_gpu=True)
+def marlin_reads_none(cases: ClaimCases) -> ClaimJudgement:
+    """Engines with MARLIN give the same answers if all input scales are zero."""
+    (evidence,) = cases.evidence()
+    judgement = InputScaleMissing().judge_engines(evidence)
+    if judgement.verdict is CaseVerdict.ERROR:
+        return untested(f"{judgement.figure}: {judgement.reason}", evidence)
+    figure = f"vLLM {evidence['vllm']}, {evidence['moe_backend']}: {judgement.figure}"
+    return decide(judgement.verdict is CaseVerdict.CLEAN, evidence, figure)
+
+
 class InputScaleMissing(CheckpointFault):
     """The reciprocal of an input scale that is zero or was never loaded."""
 
     id = "MD015"
     parameters = InputScaleMissingParameters
-    claims = CLAIMS
+    lab = LAB
+    claims = (marlin_reads_none,)
 
-    def damaged(self, case: Case) -> Any:
-        from moedoctor.faults.quantization.input_scale_missing_lab import unchecked
-
-        return unchecked
-
-    def repaired(self, case: Case) -> Any:
-        from moedoctor.faults.quantization.input_scale_missing_lab import checked
-
-        return checked
-
-    def measure(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.quantization.input_scale_missing_lab import observe
-
-        return observe(self.parameters.model_validate(dict(case.parameters)), implementation)
-
-    def judge_tensors(self, seen: Evidence) -> Judgement:
-        if seen["nonfinite_tokens"]:
-            figure = f"{seen['nonfinite_tokens']} of {seen['tokens']} tokens are NaN or Inf"
+    def judge_tensors(self, evidence: Evidence) -> Judgement:
+        if evidence["nonfinite_tokens"]:
+            figure = f"{evidence['nonfinite_tokens']} of {evidence['tokens']} tokens are NaN or Inf"
             return Judgement(CaseVerdict.REPRODUCED, figure)
-        figure = f"worst token off by {seen['error']:.0%}, {seen['healthy_error']:.0%} with good scales"
-        if seen["error"] > WORSE * seen["healthy_error"]:
-            return Judgement(CaseVerdict.REPRODUCED, figure)
-        return Judgement(CaseVerdict.CLEAN, figure)
+        error, healthy = evidence["error"], evidence["healthy_error"]
+        figure = f"worst token off by {error:.0%}, {healthy:.0%} with good scales"
+        wrong = error > WORSE * healthy
+        return Judgement(CaseVerdict.REPRODUCED if wrong else CaseVerdict.CLEAN, figure)
 
     def describe(self, parameters: Any) -> str:
         if parameters["moe_backend"] is not None:

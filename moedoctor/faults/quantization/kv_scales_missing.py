@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from moedoctor.faults.quantization.checkpoint_fault import CheckpointFault
-from moedoctor.faults.quantization.kv_scales_missing_claims import CLAIMS
-from moedoctor.interfaces import ClaimTest, Judgement
-from moedoctor.results import Case, CaseVerdict, Evidence, Observation
+from moedoctor.faults.base import ClaimCases, ClaimJudgement, Judgement, Parameters, claim, decide, untested
+from moedoctor.faults.quantization.checkpoint import CheckpointFault
+from moedoctor.results import CaseVerdict, Evidence
 
-WORSE = 2.0
-"""An output that is off by so many times what a cache with computed scales is off has lost its numbers."""
-FLOOR = 0.01
+LAB = "moedoctor.faults.quantization.kv_scales_missing_lab"
+WORSE, FLOOR = 2.0, 0.01
+"""Attention has lost its numbers if its error is more than `FLOOR` and more than `WORSE` times the error with
+computed scales."""
+ENGINE_WORSE, ENGINE_FLOOR = 2.5, 0.1
+"""The same for the share of probability that moves: more than rounding if it is more than `ENGINE_FLOOR` and
+more than `ENGINE_WORSE` times the share that moves in the control."""
+BLUNT = 0.35
+"""If rounding alone moves so much of the probability, nothing can be decided."""
+E4M3_MAX = 448.0
 
 
-class KvScalesMissingParameters(BaseModel):
+class KvScalesMissingParameters(Parameters):
     """One checkpoint whose attention has keys or values of some size."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     part: Literal["keys", "values", "both"] = Field("both", description="which of them have the size given")
     size: float = Field(1.0, ge=1e-6, le=1e6, description="the largest of them, as measured on the batch")
@@ -31,48 +35,84 @@ class KvScalesMissingParameters(BaseModel):
     )
 
 
+@claim("good_in_range", measure=f"{LAB}:errors_by_size", thresholds=("max_ratio",))
+def good_in_range(cases: ClaimCases) -> ClaimJudgement:
+    """A scale of 1.0 is worse than a computed scale only for keys and values outside of 1 to 448."""
+    (measured,) = cases.evidence()
+    errors = measured["errors"]
+    ratio = cases.limits["max_ratio"]
+    worse = [float(size) for size, error in errors.items() if error["scale_1"] > ratio * error["computed"]]
+    inside = [size for size in worse if 1 <= size <= E4M3_MAX]
+    sizes = ", ".join(f"{size:g}" for size in worse) or "none of the sizes tried"
+    return decide(bool(worse) and not inside, {"errors": errors, "worse_at": worse}, f"worse at {sizes}")
+
+
+@claim("triton_garbage", thresholds=("min_ratio",))
+def triton_garbage(cases: ClaimCases) -> ClaimJudgement:
+    """TRITON_ATTN gives garbage even if the checkpoint has scales, in the cases that asked engines."""
+    engines = [case.evidence["triton_attn"] for case in cases.select(has="triton_attn")]
+    doubts = [reason for engine in engines if (reason := doubt(engine)) is not None]
+    if doubts or not engines:
+        return untested(doubts[0] if doubts else "no engine ran")
+    holds = all(
+        engine["tested_distance"] > max(ENGINE_FLOOR, cases.limits["min_ratio"] * engine["control_distance"])
+        for engine in engines
+    )
+    figure = "; ".join(
+        f"vLLM {engine['vllm']}, {engine['moe_backend']}: {engine['tested_distance']:.0%} of the probability "
+        f"is moved with the right scales, {engine['control_distance']:.0%} with scales of 1.0 that fit"
+        for engine in engines
+    )
+    return decide(holds, {"engines": engines}, figure)
+
+
+def doubt(evidence: Evidence) -> str | None:
+    """Return why the figures of engines decide nothing, or None."""
+    for name, message in evidence["errors"].items():
+        return f"the {name} engine failed: {message}"
+    for name in ("reference", "control", "tested"):
+        types = {str(layer["dtype"]) for layer in evidence["kv_cache"][name] or ()}
+        if not types or any(dtype.startswith("fp8") == (name == "reference") for dtype in types):
+            return f"the {name} engine has a KV cache of {', '.join(sorted(types)) or 'unknown type'}"
+    if evidence["tested_distance"] is None or evidence["control_distance"] is None:
+        return "no logprobs came back"
+    if evidence["control_distance"] > BLUNT:
+        return f"an FP8 cache alone moves {evidence['control_distance']:.0%} of the probability"
+    return None
+
+
 class KvScalesMissing(CheckpointFault):
-    """A scale of 1.0 for an FP8 cache, whatever the keys and values are."""
+    """A scale of 1.0 for an FP8 cache, whatever the size of keys and values."""
 
     id = "MD012"
     parameters = KvScalesMissingParameters
-    claims: tuple[ClaimTest, ...] = CLAIMS
+    lab = LAB
+    claims = (good_in_range, triton_garbage)
 
-    def damaged(self, case: Case) -> Any:
-        from moedoctor.faults.quantization.kv_scales_missing_lab import one
-
-        return one
-
-    def repaired(self, case: Case) -> Any:
-        from moedoctor.fixes.moe.checkpoint_scales import kv_scale
-
-        return kv_scale
-
-    def measure(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.quantization.kv_scales_missing_lab import observe
-
-        return observe(self.parameters.model_validate(dict(case.parameters)), implementation)
-
-    def ask_engines(self, moe_backend: str, repaired: bool) -> Observation:
-        from moedoctor.faults.quantization.kv_scales_missing_engine import observe
-
-        return observe(moe_backend, repaired)
-
-    def judge_engines(self, seen: Evidence) -> Judgement:
-        from moedoctor.faults.quantization.kv_scales_missing_engine import judge
-
-        return judge(seen)
-
-    def judge_tensors(self, seen: Evidence) -> Judgement:
-        if seen["nonfinite_tokens"]:
-            return Judgement(CaseVerdict.REPRODUCED, f"{seen['nonfinite_tokens']} tokens are NaN or Inf")
+    def judge_tensors(self, evidence: Evidence) -> Judgement:
+        if evidence["nonfinite_tokens"]:
+            return Judgement(CaseVerdict.REPRODUCED, f"{evidence['nonfinite_tokens']} tokens are NaN or Inf")
+        error, computed = evidence["error"], evidence["computed_error"]
         figure = (
-            f"attention off by {seen['error']:.1%} ({seen['computed_error']:.1%} with computed scales), "
-            f"{seen['saturated']:.1%} saturated, {seen['lost']:.1%} lost"
+            f"attention off by {error:.1%} ({computed:.1%} with computed scales), "
+            f"{evidence['saturated']:.1%} saturated, {evidence['lost']:.1%} lost"
         )
-        if seen["error"] > max(FLOOR, WORSE * seen["computed_error"]):
-            return Judgement(CaseVerdict.REPRODUCED, figure)
-        return Judgement(CaseVerdict.CLEAN, figure)
+        wrong = error > max(FLOOR, WORSE * computed)
+        return Judgement(CaseVerdict.REPRODUCED if wrong else CaseVerdict.CLEAN, figure)
+
+    def judge_engines(self, evidence: Evidence) -> Judgement:
+        """Judge what the lab's `engine` gave; an engine that stops, or has another cache, decides nothing."""
+        reason = doubt(evidence)
+        if reason is not None:
+            return Judgement(CaseVerdict.ERROR, "nothing to judge", reason)
+        distance, control = evidence["tested_distance"], evidence["control_distance"]
+        scales = evidence["kv_cache"]["tested"][0]
+        figure = (
+            f"{distance:.0%} of the probability is moved, {control:.0%} by an FP8 cache alone; scales "
+            f"{scales['k_scale']:.4g} and {scales['v_scale']:.4g}"
+        )
+        wrong = distance > max(ENGINE_FLOOR, ENGINE_WORSE * control)
+        return Judgement(CaseVerdict.REPRODUCED if wrong else CaseVerdict.CLEAN, figure)
 
     def describe(self, parameters: Any) -> str:
         if parameters["moe_backend"] is not None:

@@ -1,69 +1,91 @@
-"""What runs in the child for MD012: attention over keys and values that went through an FP8 cache."""
+"""MD012 in the child: attention over keys and values that went through an FP8 cache, in torch and in vLLM.
+
+An FP8 cache alone moves the answers of an engine. So two engines with the same function go with the tested
+engine: the reference has a cache in the model's own type, and the control has an FP8 cache with values that
+fit into E4M3 at a scale of 1.0, which shows how far rounding alone moves the answers. The distance of two
+engines is the total variation of their distributions of the next token (0: equal, 1: nothing in common), its
+median over the prompts.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from moedoctor.faults.quantization.tiny_checkpoint import Loaded, write_and_load
+from moedoctor.faults.quantization.checkpoint_lab import Loaded, Run, write_and_load
+from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissingParameters
 from moedoctor.fixes.moe.checkpoint_scales import kv_scale
-from moedoctor.reference.checkpoints import Tensors
-from moedoctor.reference.fp8 import E4M3_MAX
-from moedoctor.results import Observation
-
-if TYPE_CHECKING:
-    from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissingParameters
+from moedoctor.reference.agreement import relative_error
+from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
+from moedoctor.reference.fp8 import E4M3_MAX, round_trip
+from moedoctor.results import Case, Evidence, Observation
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, run_engines
+from moedoctor.upstream.engine.offload_engine import need_engine
 
 Scale = Callable[[torch.Tensor], float]
 """Keys or values [T, D] of a calibration run -> the scale of their cache."""
+SIZES = (1e-3, 0.01, 0.1, 1.0, 10.0, 100.0, 448.0, 1000.0, 10_000.0)
+"""Of keys and values that the claim is measured with."""
+ATTENTION, TRITON = "FLASH_ATTN", "TRITON_ATTN"
+"""FLASH_ATTN uses the scales in every release; TRITON_ATTN is said not to (vllm#34759)."""
 _SCORE = 3.0
 _SMALLEST = 2.0**-9
 """The smallest E4M3 number."""
+_SPREAD = 65536.0
+_PARALLEL = 6
+_VOCAB, _PROMPTS, _LENGTH = 512, 32, 8
+_PROBE = "moedoctor.upstream.engine.probes:kv_cache_scales"
+_LAYER = "model.layers.0.self_attn"
 
 
-def one(values: torch.Tensor) -> float:
-    """What is taken where the checkpoint has no scale."""
+def scale_1(values: torch.Tensor) -> float:
+    """Return the scale that is used if the checkpoint has none."""
     return 1.0
 
 
-def cached(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """`values` [T, D] after an E4M3 cache with `scale`: saturated, rounded, read back. float32 [T, D]."""
-    steps = (values.float() / scale).clamp(-E4M3_MAX, E4M3_MAX)  # [T, D]
-    return steps.to(torch.float8_e4m3fn).float() * scale
+def model(case: Case, parameters: KvScalesMissingParameters, release: object) -> Observation:
+    """Compute attention with a scale of 1.0, or with the scales that we compute."""
+    return measure(parameters, scale_1 if case.subject == "faulty" else kv_scale)
 
 
-def observe(parameters: KvScalesMissingParameters, scale: Scale) -> Observation:
-    """Attention in a checkpoint that declares an FP8 KV cache, against the same without a cache."""
+def measure(parameters: KvScalesMissingParameters, scale: Scale) -> Observation:
+    """Compare attention through an FP8 cache with attention without a cache, on one checkpoint."""
     loaded = _checkpoint(parameters)
     draw = torch.Generator().manual_seed(parameters.seed + 2)
     x = torch.randn(parameters.tokens, parameters.hidden, generator=draw)  # [T, H]
     query, keys, values = (_project(loaded, x, name) for name in ("q", "k", "v"))  # [T, D] each
-    # Scores keep their size whatever that of the keys is, as in a model that was trained so.
+    # Scores do not depend on the size of the keys, as in a model that was trained with them.
     query = query * (_SCORE / float(keys.abs().amax()))  # [T, D]
     expected = attention(query, keys, values)  # [T, D]
-    scales = (scale(keys), scale(values))
-    got = attention(query, cached(keys, scales[0]), cached(values, scales[1]))  # [T, D]
-    computed = attention(query, cached(keys, kv_scale(keys)), cached(values, kv_scale(values)))  # [T, D]
-    both = torch.stack((keys / scales[0], values / scales[1])).abs()  # [2, T, D]
+    k_scale, v_scale = scale(keys), scale(values)
+    output = attention(query, round_trip(keys, k_scale), round_trip(values, v_scale))  # [T, D]
+    computed = attention(
+        query, round_trip(keys, kv_scale(keys)), round_trip(values, kv_scale(values))
+    )  # [T, D]
+    steps = torch.stack((keys / k_scale, values / v_scale)).abs()  # [2, T, D]
     return Observation(
         {
             "lint": list(loaded.lint),
-            "nonfinite_tokens": int((~got.isfinite().all(1)).sum()),
-            "k_scale": scales[0],
-            "v_scale": scales[1],
-            "saturated": round(float((both > E4M3_MAX).float().mean()), 6),
-            "lost": round(float((both < _SMALLEST / 2).float().mean()), 6),
-            "error": round(_error(got, expected), 6),
-            "computed_error": round(_error(computed, expected), 6),
+            "nonfinite_tokens": int((~output.isfinite().all(1)).sum()),
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "saturated": round(float((steps > E4M3_MAX).float().mean()), 6),
+            "lost": round(float((steps < _SMALLEST / 2).float().mean()), 6),
+            "error": round(_mean_error(output, expected), 6),
+            "computed_error": round(_mean_error(computed, expected), 6),
         }
     )
 
 
 def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Causal attention of one head in float32: [T, D] of [T, D] each."""
+    """Compute causal attention of one head in float32: [T, D] of [T, D] each."""
     scores = query @ keys.T / math.sqrt(query.shape[1])  # [T, T]
     mask = torch.ones_like(scores).triu(1).bool()  # [T, T]
     weights = scores.masked_fill(mask, float("-inf")).softmax(-1)  # [T, T]
@@ -71,30 +93,165 @@ def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> 
 
 
 def _checkpoint(parameters: KvScalesMissingParameters) -> Loaded:
-    """A checkpoint that asks for an FP8 KV cache, its key or value projection scaled to the size given."""
+    """Make a checkpoint that asks for an FP8 KV cache, with projections scaled to the given size."""
     draw = torch.Generator().manual_seed(parameters.seed + 2)
     x = torch.randn(parameters.tokens, parameters.hidden, generator=draw)  # [T, H]
 
     def change(tensors: Tensors, config: dict[str, Any]) -> None:
-        config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+        _declare(config)
         for part, name in (("keys", "k_proj"), ("values", "v_proj")):
             if parameters.part in (part, "both"):
-                key = f"model.layers.0.self_attn.{name}.weight"
+                key = f"{_LAYER}.{name}.weight"
                 largest = float((x @ tensors[key].float().T)[:, :64].abs().amax())
                 tensors[key] = (tensors[key].float() * (parameters.size / largest)).bfloat16()
 
-    return write_and_load(
-        change, scheme="nvfp4", hidden=parameters.hidden, intermediate=64, experts=2, seed=parameters.seed
-    )
+    return write_and_load(change, hidden=parameters.hidden, intermediate=64, experts=2, seed=parameters.seed)
 
 
 def _project(loaded: Loaded, x: torch.Tensor, name: str) -> torch.Tensor:
-    """The first head [T, 64] of the projection."""
-    weight = loaded.tensors[f"model.layers.0.self_attn.{name}_proj.weight"].float()  # [D, H]
+    """Return the first head [T, 64] of the projection."""
+    weight = loaded.tensors[f"{_LAYER}.{name}_proj.weight"].float()  # [D, H]
     return x @ weight[:64].T
 
 
-def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The mean over tokens of how far one is off, in lengths of the right one."""
-    errors: torch.Tensor = (got - expected).norm(dim=1) / expected.norm(dim=1)  # [T]
-    return float(errors.nan_to_num(nan=math.inf).mean()) if bool(errors.isfinite().all()) else 0.0
+def _mean_error(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the mean relative error of a token, or 0 if a token is not finite (those are counted)."""
+    errors = relative_error(output, expected)  # [T]
+    return float(errors.mean()) if bool(errors.isfinite().all()) else 0.0
+
+
+def errors_by_size(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+    """Measure the error with a scale of 1.0, and with computed scales, for keys and values of each size."""
+    errors = {}
+    for size in SIZES:
+        parameters = KvScalesMissingParameters.model_validate({"size": size})
+        evidence = measure(parameters, scale_1).evidence
+        errors[f"{size:g}"] = {"scale_1": evidence["error"], "computed": evidence["computed_error"]}
+    return Observation({"errors": errors})
+
+
+# --- Engines ------------------------------------------------------------------------------------------------
+
+
+def _declare(config: dict[str, Any]) -> None:
+    """Ask for an FP8 KV cache."""
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+
+
+def _ship(tensors: Tensors, k_scale: float, v_scale: float) -> None:
+    tensors[f"{_LAYER}.k_proj.k_scale"] = torch.tensor(k_scale)
+    tensors[f"{_LAYER}.v_proj.v_scale"] = torch.tensor(v_scale)
+
+
+def in_range(tensors: Tensors, config: dict[str, Any]) -> None:
+    """Make the control: scales of 1.0, which fit the keys and values of a generated checkpoint."""
+    _declare(config)
+    _ship(tensors, 1.0, 1.0)
+
+
+def no_kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
+    """Damage: no scales, and values that are `_SPREAD` times as large.
+
+    The output projection takes the factor back. It is a power of two, so the function stays the same.
+    """
+    _declare(config)
+    for name, factor in (("v_proj", _SPREAD), ("o_proj", 1 / _SPREAD)):
+        weight = tensors[f"{_LAYER}.{name}.weight"]
+        tensors[f"{_LAYER}.{name}.weight"] = (weight.float() * factor).to(weight.dtype)
+
+
+def kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
+    """Repair: scales of a calibration over every token of the vocabulary."""
+    no_kv_scales(tensors, config)
+    x = tensors["model.embed_tokens.weight"].float()  # [V, H]
+    x = x * x.square().mean(1, keepdim=True).rsqrt()  # [V, H]
+    keys, values = (x @ tensors[f"{_LAYER}.{name}_proj.weight"].float().T for name in ("k", "v"))
+    head = len(tensors[f"{_LAYER}.k_norm.weight"])
+    keys = keys.unflatten(1, (-1, 2, head // 2))  # [V, heads, 2, D/2]
+    keys = keys * keys.square().mean((2, 3), keepdim=True).rsqrt()  # [V, heads, 2, D/2]
+    # Positions rotate pairs of a key's elements, which does not change the length of the pair.
+    _ship(tensors, kv_scale(keys.norm(dim=2)), kv_scale(values))
+
+
+def engine(case: Case, parameters: KvScalesMissingParameters, release: object) -> Observation:
+    """Load the checkpoint into vLLM."""
+    return compare_engines(str(parameters.moe_backend), repaired=case.subject == "fixed")
+
+
+def compare_engines(moe_backend: str, *, repaired: bool, run: Run | None = None) -> Observation:
+    """Compare vLLM on the checkpoint without scales, or with them, with the two controls.
+
+    The repaired checkpoint is also given to TRITON_ATTN with controls of its own, for the claim about it.
+    Raises UnavailableError if no engine can run.
+    """
+    if run is None:
+        need_engine()
+        run = functools.partial(run_engines, parallel=_PARALLEL)
+    changes: Mapping[str, Change | None] = {
+        "reference": None,
+        "control": in_range,
+        "tested": kv_scales if repaired else no_kv_scales,
+    }
+    backends = (ATTENTION, TRITON) if repaired else (ATTENTION,)
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+        folders = {
+            label: write_qwen3_moe(Path(name) / label, scheme="nvfp4", layers=1, vocab=_VOCAB, change=change)
+            for label, change in changes.items()
+        }
+        results = run(
+            [
+                _request(str(folder), label, moe_backend, attention_backend)
+                for attention_backend in backends
+                for label, folder in folders.items()
+            ]
+        )
+    groups = [results[start : start + len(changes)] for start in range(0, len(results), len(changes))]
+    first, *others = (_evidence(*group) for group in zip(backends, groups, strict=True))
+    return Observation({**first, **({"triton_attn": others[0]} if others else {})})
+
+
+def _request(folder: str, label: str, moe_backend: str, attention_backend: str) -> EngineRequest:
+    draw = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, _VOCAB, (_PROMPTS, _LENGTH), generator=draw).tolist()
+    arguments = {
+        "moe_backend": moe_backend,
+        "attention_backend": attention_backend,
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "max_logprobs": _VOCAB,
+    }
+    return EngineRequest(folder, prompts, arguments, max_tokens=1, logprobs=_VOCAB, probe=_PROBE, label=label)
+
+
+def _evidence(attention_backend: str, results: Sequence[EngineResult]) -> Evidence:
+    """Return the figures of the engines `reference`, `control` and `tested`, in this order."""
+    reference, control, tested = results
+    distances = {"control": _distances(reference, control), "tested": _distances(reference, tested)}
+    return {
+        "vllm": tested.version,
+        "moe_backend": tested.log.moe_backend,
+        "attention_backend": attention_backend,
+        "errors": {result.label: result.error.message for result in results if result.error is not None},
+        "kv_cache": {result.label: result.probe for result in results},
+        "prompts": len(distances["tested"]),
+        **{
+            f"{name}_distance": round(statistics.median(values), 4) if values else None
+            for name, values in distances.items()
+        },
+    }
+
+
+def _distances(first: EngineResult, second: EngineResult) -> list[float]:
+    """Return the distance of the distributions of the next token, for each prompt."""
+    pairs = zip(first.logprobs or (), second.logprobs or (), strict=False)
+    return [total_variation(steps[0], other_steps[0]) for steps, other_steps in pairs]
+
+
+def total_variation(first: Mapping[str, float], second: Mapping[str, float]) -> float:
+    """Return half the summed differences of two distributions (token -> logprob), or 1 if one holds NaN."""
+    # The engine's process sends a value that is not finite as text.
+    p, q = (
+        {token: math.exp(float(value)) for token, value in logprobs.items()} for logprobs in (first, second)
+    )
+    distance = sum(abs(p.get(token, 0.0) - q.get(token, 0.0)) for token in p.keys() | q.keys()) / 2
+    return distance if math.isfinite(distance) else 1.0

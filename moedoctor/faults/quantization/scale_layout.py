@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from moedoctor.faults.quantization.checkpoint_fault import CheckpointFault
-from moedoctor.faults.quantization.layer_judgement import judge_layer
-from moedoctor.interfaces import Judgement
-from moedoctor.results import Case, Evidence, Observation, Tier
+from moedoctor.faults.base import Parameters
+from moedoctor.faults.quantization.checkpoint import CheckpointFault
+from moedoctor.results import Tier
 
 
-class ScaleLayoutParameters(BaseModel):
+class ScaleLayoutParameters(Parameters):
     """One NVFP4 layer and a kernel that reads its block scales in one order."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     mistake: Literal["linear_given", "swizzled_given", "stale_padding"] = Field(
         "linear_given",
@@ -52,29 +49,4 @@ class ScaleLayout(CheckpointFault):
         "installed": (Tier.KERNEL,),
     }
     lints: ClassVar[bool] = False
-
-    def damaged(self, case: Case) -> Any:
-        from moedoctor.faults.quantization.scale_layout_lab import mistaken
-
-        return mistaken(str(case.parameters["mistake"]))
-
-    def repaired(self, case: Case) -> Any:
-        from moedoctor.faults.quantization.scale_layout_lab import TiledKernel
-        from moedoctor.fixes.moe.weight_layout import tiled_scales
-
-        return TiledKernel(tiled_scales)
-
-    def installed(self, case: Case) -> Any:
-        from moedoctor.faults.quantization.scale_layout_lab import TiledKernel
-        from moedoctor.upstream.releases.weight_layout import tiled_scales
-
-        return TiledKernel(tiled_scales)
-
-    def measure(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.quantization.scale_layout_lab import observe
-
-        parameters = ScaleLayoutParameters.model_validate(dict(case.parameters))
-        return observe(parameters, case.device, implementation)
-
-    def judge_tensors(self, seen: Evidence) -> Judgement:
-        return judge_layer(seen)
+    lab = "moedoctor.faults.quantization.scale_layout_lab"

@@ -1,55 +1,59 @@
-"""What runs in the child for MD018: kernels that read block scales in tiles or row by row."""
+"""MD018 in the child: kernels that read block scales in tiles or row by row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 
 import torch
 
 from moedoctor.bench.moe.parity import bounds_of
-from moedoctor.fixes.moe.weight_layout import TILE_COLUMNS, TILE_ROWS, padded_shape, tiled_scales
+from moedoctor.faults.quantization.checkpoint_lab import Changes, compare_engines, unchanged
+from moedoctor.faults.quantization.scale_layout import ScaleLayoutParameters
+from moedoctor.fixes.moe.weight_layout import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    linear_scales,
+    padded_shape,
+    tiled_scales,
+)
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.agreement import agree
+from moedoctor.reference.checkpoints import Tensors
 from moedoctor.reference.moe_layer import Problem, expected_output, make_layer, make_problem
 from moedoctor.reference.nvfp4 import BLOCK, Nvfp4
-from moedoctor.results import Observation
+from moedoctor.results import Case, Observation
 
-if TYPE_CHECKING:
-    from moedoctor.faults.quantization.scale_layout import ScaleLayoutParameters
+# E = experts, M = rows of a weight, S = its block scales a row
 
 _NAN = 0x7F
-"""NaN in E4M3: what stale memory may hold."""
+"""NaN in E4M3, which stale memory may hold."""
 
-
-class Kernel(Protocol):
-    """The block scales of a checkpoint -> those that the kernel computes with, both [E, M, S]."""
-
-    def __call__(self, block_scales: torch.Tensor) -> torch.Tensor: ...
+Kernel = Callable[[torch.Tensor], torch.Tensor]
+"""Block scales of a checkpoint [E, M, S] -> the block scales [E, M, S] that a kernel computes with."""
 
 
 @dataclass(frozen=True)
 class TiledKernel:
-    """Reads what `loader` stored in tiles; a last tile column is read whole, padding included."""
+    """Reads in tiles what `load` stored. The last column of tiles is read whole, padding included."""
 
-    loader: Callable[[torch.Tensor], torch.Tensor]
-    """Block scales [E, M, S] -> what the kernel is given, as many bytes as whole tiles have."""
+    load: Callable[[torch.Tensor], torch.Tensor]
+    """Block scales [E, M, S] -> the memory that the kernel is given, as many bytes as whole tiles have."""
 
     def __call__(self, block_scales: torch.Tensor) -> torch.Tensor:
         rows, columns = block_scales.shape[-2:]
-        given = self.loader(block_scales).view(torch.uint8)
-        memory = given.reshape(len(block_scales), -1)  # [E, M' * S']
-        found = memory[:, places(rows, columns, memory.device)].view(block_scales.dtype)  # [E, M, S]
+        memory = self.load(block_scales).view(torch.uint8).reshape(len(block_scales), -1)  # [E, M' * S']
+        read = memory[:, places(rows, columns, memory.device)].view(block_scales.dtype)  # [E, M, S]
         # The padding of a row's last tile belongs to blocks of zeros: 0 * scale, and 0 * NaN is NaN.
-        _, wide = padded_shape(rows, columns)
-        padding = memory[:, places(rows, wide, memory.device)].view(block_scales.dtype)[:, :, columns:]
-        poisoned = padding.float().isnan().any(2, keepdim=True)  # [E, M, 1]
-        return torch.where(poisoned, float("nan"), found.float()).to(block_scales.dtype)
+        _, padded_columns = padded_shape(rows, columns)
+        tiles = memory[:, places(rows, padded_columns, memory.device)].view(block_scales.dtype)  # [E, M, S']
+        poisoned = tiles[:, :, columns:].float().isnan().any(2, keepdim=True)  # [E, M, 1]
+        return torch.where(poisoned, float("nan"), read.float()).to(block_scales.dtype)
 
 
 def places(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """int64 [rows, columns]: where in the tiles each scale lies, as cuBLAS documents it."""
+    """Return the place of each scale in the tiles, int64 [rows, columns], as cuBLAS documents it."""
     row = torch.arange(rows, device=device)[:, None]  # [M, 1]
     column = torch.arange(columns, device=device)[None]  # [1, S]
     tile = row // TILE_ROWS * -(-columns // TILE_COLUMNS) + column // TILE_COLUMNS  # [M, S]
@@ -61,41 +65,58 @@ def places(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     )
 
 
-def mistaken(mistake: str) -> Kernel:
-    """A kernel with the loader that does not fit it."""
-    if mistake == "swizzled_given":
-        return _linear_kernel_given_tiles
-    return TiledKernel(_padded_only if mistake == "linear_given" else _stale_padding)
-
-
-def _linear_kernel_given_tiles(block_scales: torch.Tensor) -> torch.Tensor:
+def linear_kernel_given_tiles(block_scales: torch.Tensor) -> torch.Tensor:
+    """Read tiles row by row."""
     rows, columns = block_scales.shape[-2:]
-    _, wide = padded_shape(rows, columns)
-    tiles = tiled_scales(block_scales).view(torch.uint8).reshape(len(block_scales), -1, wide)  # [E, M', S']
+    _, padded_columns = padded_shape(rows, columns)
+    tiles = tiled_scales(block_scales).view(torch.uint8)
+    tiles = tiles.reshape(len(block_scales), -1, padded_columns)  # [E, M', S']
     return tiles[:, :rows, :columns].contiguous().view(block_scales.dtype)
 
 
 def _padded_only(block_scales: torch.Tensor) -> torch.Tensor:
-    """Row by row, in an array of the size that the kernel expects."""
+    """Store row by row, in an array of the size that the kernel expects."""
     rows, columns = block_scales.shape[-2:]
-    tall, wide = padded_shape(rows, columns)
-    padded = torch.zeros((len(block_scales), tall, wide), dtype=torch.uint8, device=block_scales.device)
+    shape = (len(block_scales), *padded_shape(rows, columns))
+    padded = torch.zeros(shape, dtype=torch.uint8, device=block_scales.device)  # [E, M', S']
     padded[:, :rows, :columns] = block_scales.view(torch.uint8)
     return padded
 
 
 def _stale_padding(block_scales: torch.Tensor) -> torch.Tensor:
-    """In tiles, but only the real scales were written: the rest is what the memory held."""
+    """Store in tiles, but write only the real scales: the rest is what the memory held."""
     rows, columns = block_scales.shape[-2:]
-    tall, wide = padded_shape(rows, columns)
-    memory = torch.full((len(block_scales), tall * wide), _NAN, dtype=torch.uint8, device=block_scales.device)
-    where = places(rows, columns, memory.device).flatten()  # [M * S]
-    memory[:, where] = block_scales.view(torch.uint8).flatten(1)
+    padded_rows, padded_columns = padded_shape(rows, columns)
+    memory = torch.full(
+        (len(block_scales), padded_rows * padded_columns), _NAN, dtype=torch.uint8, device=block_scales.device
+    )  # [E, M' * S']
+    memory[:, places(rows, columns, memory.device).flatten()] = block_scales.view(torch.uint8).flatten(1)
     return memory
 
 
-def observe(parameters: ScaleLayoutParameters, device: str, kernel: Kernel) -> Observation:
-    """Compute a layer with the scales that `kernel` reads and compare with the reference."""
+CONTROLS: dict[str, Kernel] = {
+    "linear_given": TiledKernel(_padded_only),
+    "swizzled_given": linear_kernel_given_tiles,
+    "stale_padding": TiledKernel(_stale_padding),
+}
+"""Mistake -> a kernel with the loader that does not fit it."""
+
+
+def model(case: Case, parameters: ScaleLayoutParameters, release: object) -> Observation:
+    """Compute with the loader that does not fit, or with ours."""
+    fix = TiledKernel(tiled_scales)
+    return measure(parameters, case.device, CONTROLS[parameters.mistake] if case.subject == "faulty" else fix)
+
+
+def kernel(case: Case, parameters: ScaleLayoutParameters, release: object) -> Observation:
+    """Compute with the installed vLLM's function."""
+    from moedoctor.upstream.releases import weight_layout
+
+    return measure(parameters, case.device, TiledKernel(weight_layout.tiled_scales))
+
+
+def measure(parameters: ScaleLayoutParameters, device: str, read: Kernel) -> Observation:
+    """Compare a layer with the scales that `read` gives with the reference."""
     shape = LayerShape(
         parameters.hidden,
         parameters.intermediate,
@@ -107,19 +128,46 @@ def observe(parameters: ScaleLayoutParameters, device: str, kernel: Kernel) -> O
     problem = make_problem(layer, parameters.tokens, "none", seed=parameters.seed, device=device)
     assert isinstance(layer.w13, Nvfp4)
     assert isinstance(layer.w2, Nvfp4)
-    read = replace(
+    tested = replace(
         layer,
-        w13=replace(layer.w13, block_scales=kernel(layer.w13.block_scales)),
-        w2=replace(layer.w2, block_scales=kernel(layer.w2.block_scales)),
+        w13=replace(layer.w13, block_scales=read(layer.w13.block_scales)),
+        w2=replace(layer.w2, block_scales=read(layer.w2.block_scales)),
     )
-    given = Problem(read, problem.x, problem.topk_weights, problem.topk_ids)
+    given = Problem(tested, problem.x, problem.topk_weights, problem.topk_ids)
     agreement = agree(expected_output(given, "none"), expected_output(problem, "none"), bounds_of("none"))
-    padded = padded_shape(shape.w13_rows, shape.hidden // BLOCK)
+    scales = (shape.w13_rows, shape.hidden // BLOCK)
     return Observation(
         {
             "mistake": parameters.mistake,
-            "scales": [shape.w13_rows, shape.hidden // BLOCK],
-            "scales_in_tiles": list(padded),
+            "scales": list(scales),
+            "scales_in_tiles": list(padded_shape(*scales)),
             **agreement.evidence(),
         }
     )
+
+
+def tiled(tensors: Tensors, config: dict[str, Any]) -> None:
+    """Store block scales in the order of NVFP4 kernels; checkpoints have them row by row."""
+    for name, tensor in tensors.items():
+        if name.endswith(".weight_scale"):
+            scales = tensor.view(torch.uint8)  # [M, S], whole tiles
+            rows, columns = scales.shape
+            memory = torch.zeros(scales.numel(), dtype=torch.uint8)  # [M * S]
+            memory[places(rows, columns, scales.device).flatten()] = scales.flatten()
+            tensors[name] = memory.reshape(scales.shape).view(torch.float8_e4m3fn)
+
+
+def linear(tensors: Tensors, config: dict[str, Any]) -> None:
+    """Repair: store them row by row again."""
+    tiled(tensors, config)
+    for name, tensor in tensors.items():
+        if name.endswith(".weight_scale"):
+            tensors[name] = linear_scales(tensor, *tensor.shape)
+
+
+CHANGES = Changes(unchanged, tiled, linear)
+
+
+def engine(case: Case, parameters: ScaleLayoutParameters, release: object) -> Observation:
+    """Load the checkpoint into vLLM."""
+    return compare_engines(CHANGES, parameters.moe_backend, repaired=case.subject == "fixed")

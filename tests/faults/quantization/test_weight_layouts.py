@@ -7,6 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from moedoctor.faults.quantization import gate_up_order_lab, scale_layout_lab
 from moedoctor.faults.quantization.gate_up_order import GateUpOrder, GateUpOrderParameters
 from moedoctor.faults.quantization.scale_layout import ScaleLayout, ScaleLayoutParameters
 from moedoctor.faults.quantization.scale_layout_lab import TiledKernel, places
@@ -29,44 +30,40 @@ LAYOUTS = [
     {"mistake": "swizzled_given", "hidden": 160, "intermediate": 96},
     {"mistake": "stale_padding", "hidden": 160, "intermediate": 96},
 ]
-CASES = [(ORDER, GateUpOrderParameters, one) for one in ORDERS]
-CASES += [(LAYOUT, ScaleLayoutParameters, one) for one in LAYOUTS]
+CASES = [(ORDER, GateUpOrderParameters, values) for values in ORDERS]
+CASES += [(LAYOUT, ScaleLayoutParameters, values) for values in LAYOUTS]
 
 
-def case(fault: Fault, kind: Any, subject: str, values: dict[str, Any]) -> Case:
-    return Case(fault.id, subject, Tier.MODEL, kind(**values).model_dump())
-
-
-def verdict(fault: Fault, one: Case, implementation: Any) -> CaseVerdict:
-    return fault.judge(one, fault.observe(one, implementation)).verdict
+def verdict(fault: Fault, kind: Any, subject: str, values: dict[str, Any]) -> CaseVerdict:
+    case = Case(fault.id, subject, Tier.MODEL, kind(**values).model_dump())
+    return fault.judge(case, fault.observe(case, None)).verdict
 
 
 @pytest.mark.parametrize(("fault", "kind", "values"), CASES)
 def test_control_and_fix(fault: Fault, kind: Any, values: dict[str, Any]) -> None:
-    control, fix = (case(fault, kind, subject, values) for subject in ("faulty", "fixed"))
-    assert verdict(fault, control, fault.faulty(control)) is CaseVerdict.REPRODUCED
-    assert verdict(fault, fix, fault.fixed(fix)) is CaseVerdict.CLEAN
+    assert verdict(fault, kind, "faulty", values) is CaseVerdict.REPRODUCED
+    assert verdict(fault, kind, "fixed", values) is CaseVerdict.CLEAN
 
 
 def test_nan_in_the_padding_reaches_every_token() -> None:
-    one = case(LAYOUT, ScaleLayoutParameters, "faulty", LAYOUTS[-1])
-    assert "NaN" in LAYOUT.judge(one, LAYOUT.observe(one, LAYOUT.faulty(one))).figure
+    case = Case("MD018", "faulty", Tier.MODEL, ScaleLayoutParameters(**LAYOUTS[-1]).model_dump())
+    assert "NaN" in LAYOUT.judge(case, LAYOUT.observe(case, None)).figure
 
 
 def test_a_fix_that_forgets_the_scales_is_noticed() -> None:
     def careless(w13: Any) -> Any:
         return replace(up_first(w13), block_scales=w13.block_scales)
 
-    one = case(ORDER, GateUpOrderParameters, "fixed", {})
-    assert verdict(ORDER, one, careless) is CaseVerdict.REPRODUCED
+    evidence = gate_up_order_lab.measure(GateUpOrderParameters(), "cpu", careless).evidence
+    assert ORDER.judge_tensors(evidence).verdict is CaseVerdict.REPRODUCED
 
 
 def test_a_fix_that_exchanges_two_tiles_is_noticed() -> None:
     def careless(scales: torch.Tensor) -> torch.Tensor:
         return tiled_scales(scales.view(torch.uint8).roll(128, 1).view(scales.dtype))
 
-    one = case(LAYOUT, ScaleLayoutParameters, "fixed", {})
-    assert verdict(LAYOUT, one, TiledKernel(careless)) is CaseVerdict.REPRODUCED
+    evidence = scale_layout_lab.measure(ScaleLayoutParameters(), "cpu", TiledKernel(careless)).evidence
+    assert LAYOUT.judge_tensors(evidence).verdict is CaseVerdict.REPRODUCED
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(256, 8), (192, 10), (3, 1)])
@@ -93,8 +90,8 @@ def test_what_cannot_be_is_refused(kind: Any, values: dict[str, Any], message: s
 @pytest.mark.upstream
 @pytest.mark.parametrize("values", ORDERS)
 def test_vllm_exchanges_the_halves(values: dict[str, Any]) -> None:
-    one = case(ORDER, GateUpOrderParameters, "installed", values)
-    assert verdict(ORDER, one, ORDER.installed(one)) is CaseVerdict.CLEAN
+    case = Case("MD017", "installed", Tier.LIBRARY, GateUpOrderParameters(**values).model_dump())
+    assert ORDER.judge(case, ORDER.observe(case, None)).verdict is CaseVerdict.CLEAN
 
 
 @pytest.mark.gpu
@@ -102,5 +99,5 @@ def test_vllm_exchanges_the_halves(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("values", LAYOUTS)
 def test_vllm_stores_scales_in_tiles(values: dict[str, Any]) -> None:
     parameters = ScaleLayoutParameters(**values).model_dump()
-    one = Case(LAYOUT.id, "installed", Tier.KERNEL, parameters, "cuda:0")
-    assert verdict(LAYOUT, one, LAYOUT.installed(one)) is CaseVerdict.CLEAN
+    case = Case("MD018", "installed", Tier.KERNEL, parameters, "cuda:0")
+    assert LAYOUT.judge(case, LAYOUT.observe(case, None)).verdict is CaseVerdict.CLEAN

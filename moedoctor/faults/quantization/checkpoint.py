@@ -1,0 +1,64 @@
+"""Failures that a checkpoint can carry: measured on its tensors, or by real engines that load it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from moedoctor.interfaces import Fault, Judgement
+from moedoctor.results import Case, CaseVerdict, Evidence, Observation, Scalar, Tier
+
+
+class CheckpointFault(Fault):
+    """A point with a `moe_backend` is for real engines, which load the damaged or the repaired checkpoint."""
+
+    tiers: Mapping[str, tuple[Tier, ...]] = {
+        "faulty": (Tier.MODEL, Tier.ENGINE),
+        "fixed": (Tier.MODEL, Tier.ENGINE),
+    }
+    lints: ClassVar[bool] = True
+    """Whether `moedoctor lint` names it; the evidence then lists under ``lint`` what lint finds."""
+
+    def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
+        return (parameters["moe_backend"] is not None) == (tier is Tier.ENGINE)
+
+    def judge(self, case: Case, observation: Observation) -> Judgement:
+        evidence = observation.evidence
+        if case.tier is Tier.ENGINE:
+            return self.judge_engines(evidence)
+        if self.lints and self.id not in evidence["lint"]:
+            return Judgement(
+                CaseVerdict.ERROR, "lint does not see it", f"lint does not name {self.id} in this checkpoint"
+            )
+        return self.judge_tensors(evidence)
+
+    def judge_tensors(self, evidence: Evidence) -> Judgement:
+        """Judge a point without an engine, by default on the figures of `token_agreement.Agreement`.
+
+        One wrong token is a failure.
+        """
+        if evidence["reason"] is None:
+            cosine = f"cosine {evidence['cosine']:.5f}"
+            return Judgement(CaseVerdict.CLEAN, f"{evidence['tokens']} tokens right, {cosine}")
+        figure = f"{evidence['wrong_tokens']} of {evidence['tokens']} tokens wrong: {evidence['reason']}"
+        return Judgement(CaseVerdict.REPRODUCED, figure)
+
+    def judge_engines(self, evidence: Evidence) -> Judgement:
+        """Judge what `checkpoint_lab.compare_engines` gave: the two engines must agree to within rounding."""
+        version = f"vLLM {evidence['vllm']}"
+        if evidence["reference_error"]:
+            reason = str(evidence["reference_error"])
+            return Judgement(CaseVerdict.ERROR, "the reference engine failed", reason)
+        if evidence["error"]:
+            return Judgement(CaseVerdict.REPRODUCED, f"{version} stops: {str(evidence['error'])[:120]}")
+        if not evidence["steps_compared"]:
+            return Judgement(CaseVerdict.ERROR, "no logprobs came back", "there is nothing to compare")
+        difference = evidence["largest_logprob_difference"]
+        others = evidence["prompts_with_other_tokens"]
+        figure = (
+            f"{others} of {evidence['prompts']} prompts with other tokens, logprobs differ by {difference:g}"
+        )
+        if evidence["nonfinite_logprobs"]:
+            figure += f", {evidence['nonfinite_logprobs']} not finite"
+        wrong = others or evidence["nonfinite_logprobs"] or difference > evidence["allowed_difference"]
+        return Judgement(CaseVerdict.REPRODUCED if wrong else CaseVerdict.CLEAN, figure)

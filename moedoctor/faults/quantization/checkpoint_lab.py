@@ -1,0 +1,154 @@
+"""What the labs of checkpoint failures share: a tiny checkpoint that is changed, and engines that load it."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from moedoctor.diagnose.checkpoint.lint import lint
+from moedoctor.reference.checkpoints import Change, Scheme, Tensors, write_qwen3_moe
+from moedoctor.reference.nvfp4 import Nvfp4
+from moedoctor.results import Evidence, Observation
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, run_engines
+from moedoctor.upstream.engine.offload_engine import need_engine
+
+LAYERS, EXPERTS = 2, 8
+"""Of the checkpoints that engines load."""
+PROMPTS = ((265, 511, 43, 73, 395), (290, 346, 157, 185, 327), (364, 101, 424, 166, 406, 153, 200))
+CLOSE = 0.25
+"""How much logprobs of the same tokens may differ between engines that should compute the same function. With
+the prompts above the best token leads by at least 0.75 at every step."""
+Run = Callable[[list[EngineRequest]], list[EngineResult]]
+
+
+class Changes(NamedTuple):
+    """Changes to a generated checkpoint before it is written."""
+
+    reference: Change
+    """Makes the checkpoint that the others are compared with: it means the same numbers."""
+    damaged: Change
+    repaired: Change
+
+
+def unchanged(tensors: Tensors, config: dict[str, Any]) -> None:
+    """Change nothing."""
+
+
+def expert_prefixes() -> Iterator[str]:
+    """Yield the prefix of every expert's tensors."""
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            yield f"model.layers.{layer}.mlp.experts.{expert}"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a loader finds in a checkpoint, and what `moedoctor lint` reports about it."""
+
+    tensors: Tensors
+    lint: tuple[str, ...]
+    """Ids of the findings."""
+
+
+def write_and_load(
+    change: Change, *, scheme: Scheme = "nvfp4", hidden: int, intermediate: int, experts: int, seed: int
+) -> Loaded:
+    """Write a Qwen3-MoE checkpoint of one layer with `change` made to it, and read it back."""
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+        folder = write_qwen3_moe(
+            Path(name) / "checkpoint",
+            scheme=scheme,
+            layers=1,
+            hidden=hidden,
+            intermediate=intermediate,
+            experts=experts,
+            seed=seed,
+            change=change,
+        )
+        findings = tuple(dict.fromkeys(finding.id for finding in lint(folder).findings))
+        return Loaded(load_file(folder / "model.safetensors"), findings)
+
+
+def projection(tensors: Tensors, name: str, experts: int) -> Nvfp4:
+    """Return ``gate``, ``up`` or ``down`` of all experts of layer 0, each with its own global scale."""
+    prefixes = [f"model.layers.0.mlp.experts.{expert}.{name}_proj" for expert in range(experts)]
+
+    def stacked(part: str) -> torch.Tensor:
+        return torch.stack([tensors[f"{prefix}.{part}"] for prefix in prefixes])
+
+    scales = torch.stack([tensors[f"{prefix}.weight_scale"].view(torch.uint8) for prefix in prefixes])
+    return Nvfp4(stacked("weight"), scales.view(torch.float8_e4m3fn), stacked("weight_scale_2"))
+
+
+def compare_engines(
+    changes: Changes, moe_backend: str | None, *, repaired: bool, run: Run = run_engines
+) -> Observation:
+    """Compare vLLM on the damaged or the repaired checkpoint with vLLM on the reference checkpoint.
+
+    If the two agree to within rounding, vLLM read the checkpoint as it was meant. Raises UnavailableError if
+    no engine can run.
+    """
+    if run is run_engines:
+        need_engine()
+    tested = changes.repaired if repaired else changes.damaged
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+        folders = {
+            label: write_qwen3_moe(Path(name) / label, scheme="nvfp4", layers=LAYERS, change=change)
+            for label, change in (("reference", changes.reference), ("tested", tested))
+        }
+        arguments = {
+            "moe_backend": moe_backend,
+            "enforce_eager": True,
+            "max_model_len": 64,
+            "max_num_batched_tokens": 64,
+        }
+        first, second = run(
+            [
+                EngineRequest(str(folder), PROMPTS, arguments, max_tokens=8, logprobs=5, label=label)
+                for label, folder in folders.items()
+            ]
+        )
+    return Observation(
+        {
+            "vllm": second.version,
+            "moe_backend": second.log.moe_backend,
+            "reference_error": None if first.error is None else first.error.message,
+            "error": None if second.error is None else second.error.message,
+            "allowed_difference": CLOSE,
+            **_differences(first, second),
+        }
+    )
+
+
+def _differences(first: EngineResult, second: EngineResult) -> Evidence:
+    """Count prompts with other tokens; compare logprobs of the same token after the same tokens."""
+    other_tokens, largest, nonfinite, steps = 0, 0.0, 0, 0
+    for tokens, tested_tokens, logprobs, tested_logprobs in zip(
+        first.tokens, second.tokens, first.logprobs or (), second.logprobs or (), strict=False
+    ):
+        other_tokens += tokens != tested_tokens
+        for step, (expected, tested) in enumerate(zip(logprobs, tested_logprobs, strict=False)):
+            if tokens[:step] != tested_tokens[:step]:
+                break
+            steps += 1
+            # The engine's process sends a value that is not finite as text.
+            nonfinite += sum(1 for value in tested.values() if not math.isfinite(float(value)))
+            shared = [
+                abs(float(expected[token]) - float(tested[token]))
+                for token in expected.keys() & tested.keys()
+            ]
+            largest = max([largest, *(value for value in shared if math.isfinite(value))])
+    return {
+        "prompts": len(PROMPTS),
+        "steps_compared": steps,
+        "prompts_with_other_tokens": other_tokens,
+        "largest_logprob_difference": round(largest, 4),
+        "nonfinite_logprobs": nonfinite,
+    }

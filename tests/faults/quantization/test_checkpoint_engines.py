@@ -1,0 +1,196 @@
+"""The engine tier of MD014, MD015, MD017 and MD018 with engines that are not real."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moedoctor.diagnose.checkpoint.lint import lint
+from moedoctor.faults.quantization import checkpoint_lab, gate_up_order_lab
+from moedoctor.faults.quantization.checkpoint import CheckpointFault
+from moedoctor.faults.quantization.checkpoint_lab import PROMPTS, Changes, compare_engines, projection
+from moedoctor.faults.quantization.gate_up_order import GateUpOrder
+from moedoctor.faults.quantization.gate_up_order_lab import CHANGES as MD017
+from moedoctor.faults.quantization.global_scale_mismatch import GlobalScaleMismatch
+from moedoctor.faults.quantization.global_scale_mismatch_lab import CHANGES as MD014
+from moedoctor.faults.quantization.input_scale_missing import InputScaleMissing, marlin_reads_none
+from moedoctor.faults.quantization.input_scale_missing_lab import CHANGES as MD015
+from moedoctor.faults.quantization.scale_layout import ScaleLayout
+from moedoctor.faults.quantization.scale_layout_lab import CHANGES as MD018
+from moedoctor.interfaces import Measurement
+from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
+from moedoctor.reference.nvfp4 import Nvfp4, dequantize
+from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Death, Observation, Tier
+from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult
+
+STEP = {"1": -0.1, "2": -2.0}
+
+
+def results(
+    tokens: int = 1, logprob: Any = -0.1, error: str | None = None
+) -> tuple[EngineResult, EngineResult]:
+    def result(label: str, token: int, steps: Mapping[str, float]) -> EngineResult:
+        return EngineResult(
+            label,
+            tuple((1, token) for _ in PROMPTS),
+            logprobs=tuple((STEP, steps) for _ in PROMPTS),
+            version="0.21.0",
+        )
+
+    second = result("tested", tokens, {**STEP, "1": logprob})
+    if error is not None:
+        failed = EngineError("ValueError", error, "load", Death.EXCEPTION)
+        second = EngineResult("tested", error=failed, version="0.21.0")
+    return result("reference", 1, STEP), second
+
+
+def compare(answer: tuple[EngineResult, EngineResult], changes: Changes = MD014) -> Observation:
+    return compare_engines(changes, "marlin", repaired=False, run=lambda requests: list(answer))
+
+
+@pytest.fixture
+def _unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine reads the checkpoints, so none is written."""
+    monkeypatch.setattr(checkpoint_lab, "write_qwen3_moe", lambda folder, **given: folder)
+
+
+def verdict(answer: tuple[EngineResult, EngineResult]) -> CaseVerdict:
+    return GlobalScaleMismatch().judge_engines(compare(answer).evidence).verdict
+
+
+@pytest.mark.usefixtures("_unwritten")
+def test_the_same_answers_are_clean() -> None:
+    assert verdict(results()) is CaseVerdict.CLEAN
+    assert verdict(results(logprob=-0.3)) is CaseVerdict.CLEAN
+
+
+@pytest.mark.usefixtures("_unwritten")
+@pytest.mark.parametrize(
+    "changed",
+    [{"tokens": 2}, {"logprob": -0.4}, {"logprob": float("nan")}, {"logprob": "nan"}, {"error": "no scale"}],
+)
+def test_other_answers_are_noticed(changed: dict[str, Any]) -> None:
+    assert verdict(results(**changed)) is CaseVerdict.REPRODUCED
+
+
+@pytest.mark.usefixtures("_unwritten")
+def test_a_reference_that_fails_proves_nothing() -> None:
+    _, failed = results(error="out of memory")
+    assert verdict((failed, failed)) is CaseVerdict.ERROR
+
+
+@pytest.mark.usefixtures("_unwritten")
+def test_answers_without_logprobs_prove_nothing() -> None:
+    first, second = results()
+    assert verdict((first, replace(second, logprobs=None))) is CaseVerdict.ERROR
+
+
+@pytest.mark.parametrize(
+    ("changes", "ids"), [(MD014, {"MD014"}), (MD015, {"MD015"}), (MD017, set()), (MD018, set())]
+)
+def test_lint_names_the_damage_that_it_can_see_and_no_repair(changes: Changes, ids: set[str]) -> None:
+    findings: dict[str, set[str]] = {}
+
+    def run(requests: list[EngineRequest]) -> list[EngineResult]:
+        for request in requests:
+            findings[request.label] = {finding.id for finding in lint(Path(request.model)).findings}
+            assert request.arguments["moe_backend"] == "emulation"
+        return list(results())
+
+    compare_engines(changes, "emulation", repaired=False, run=run)
+    assert findings == {"reference": set(), "tested": ids}
+    compare_engines(changes, "emulation", repaired=True, run=run)
+    assert findings == {"reference": set(), "tested": set()}
+
+
+def written(folder: Path, *changes: Change) -> list[Tensors]:
+    return [
+        load_file(write_qwen3_moe(folder / str(number), scheme="nvfp4", change=change) / "model.safetensors")
+        for number, change in enumerate(changes)
+    ]
+
+
+def test_the_damaged_checkpoint_means_the_same_numbers(tmp_path: Path) -> None:
+    tensors = written(tmp_path, *MD014)
+    up = [dequantize(projection(checkpoint, "up", 8)) for checkpoint in tensors]
+    down = [dequantize(projection(checkpoint, "down", 8)) for checkpoint in tensors]
+    assert torch.equal(up[0], up[1])
+    assert torch.equal(down[0], down[1])
+    # The repair moves a factor of two from one matrix to the other.
+    assert torch.equal(up[2], up[0] * 2)
+    assert torch.equal(down[2], down[0] / 2)
+    scale = "model.layers.1.mlp.experts.3.down_proj.input_scale"
+    assert torch.equal(tensors[2][scale], tensors[0][scale] * 2), "what comes in is twice as large, too"
+
+
+@pytest.mark.parametrize(("changes", "changed"), [(MD017, {"gate", "up"}), (MD018, {"gate", "up", "down"})])
+def test_a_layout_is_damaged_in_every_expert_and_wholly_repaired(
+    changes: Changes, changed: set[str], tmp_path: Path
+) -> None:
+    right, damaged, repaired = written(tmp_path, *changes)
+    assert right.keys() == damaged.keys() == repaired.keys()
+    for name, tensor in right.items():
+        assert torch.equal(repaired[name].float(), tensor.float()), name
+        projection_of = next((part for part in ("gate", "up", "down") if f".{part}_proj." in name), None)
+        if projection_of in changed and name.endswith(".weight_scale"):
+            assert not torch.equal(damaged[name].float(), tensor.float()), name
+
+
+def test_a_repair_that_forgets_the_scales_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = gate_up_order_lab.up_first
+
+    def careless(w13: Nvfp4) -> Nvfp4:
+        return replace(whole(w13), block_scales=w13.block_scales)
+
+    monkeypatch.setattr(gate_up_order_lab, "up_first", careless)
+    right, repaired = written(tmp_path, MD017.reference, MD017.repaired)
+    name = "model.layers.0.mlp.experts.0.gate_proj.weight_scale"
+    assert not torch.equal(right[name].float(), repaired[name].float())
+
+
+@pytest.mark.usefixtures("_unwritten")
+@pytest.mark.parametrize("fault", [GateUpOrder(), ScaleLayout(), GlobalScaleMismatch(), InputScaleMissing()])
+def test_a_point_with_a_backend_is_only_for_engines(
+    fault: CheckpointFault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = fault.parameters.model_validate({}).model_dump()
+    engines = {**tensors, "moe_backend": "emulation"}
+    tiers = {tier for own in fault.tiers.values() for tier in own}
+    assert {tier for tier in tiers if fault.has_point(tier, engines)} == {Tier.ENGINE}
+    assert {tier for tier in tiers if fault.has_point(tier, tensors)} == tiers - {Tier.ENGINE}
+    asked: list[tuple[str, bool]] = []
+
+    def compare_instead(changes: Changes, moe_backend: str, *, repaired: bool) -> Observation:
+        asked.append((moe_backend, repaired))
+        return compare(results(tokens=2), changes)
+
+    monkeypatch.setattr(f"{fault.lab}.compare_engines", compare_instead)
+    case, fixed = (Case(fault.id, subject, Tier.ENGINE, engines) for subject in ("faulty", "fixed"))
+    assert fault.judge(case, fault.observe(case, None)).verdict is CaseVerdict.REPRODUCED
+    fault.observe(fixed, None)
+    assert asked == [("emulation", False), ("emulation", True)]
+
+
+@pytest.mark.usefixtures("_unwritten")
+@pytest.mark.parametrize(
+    ("answer", "expected", "reason"),
+    [
+        (results(), ClaimVerdict.CONFIRMED, "vLLM 0.21.0, MARLIN: 0 of 3 prompts with other tokens"),
+        (results(tokens=2), ClaimVerdict.REFUTED, "3 of 3 prompts"),
+        (results(error="no scale"), ClaimVerdict.REFUTED, "vLLM 0.21.0 stops: no scale"),
+        (results(error="x")[1:] * 2, ClaimVerdict.UNTESTED, "the reference engine failed: x"),
+    ],
+)
+def test_engines_decide_whether_marlin_reads_input_scales(
+    answer: tuple[EngineResult, EngineResult], expected: ClaimVerdict, reason: str
+) -> None:
+    observation = Observation({**compare(answer, MD015).evidence, "moe_backend": "MARLIN"})
+    judgement = marlin_reads_none.judge([], [Measurement("", observation)], {})
+    assert judgement.verdict is expected
+    assert reason in str(judgement.reason)
