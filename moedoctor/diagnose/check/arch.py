@@ -17,7 +17,7 @@ from moedoctor.diagnose.check.records import Finding
 from moedoctor.diagnose.cuda.jit_cache import CachedModule, cached_module
 from moedoctor.entries.entry import Entry
 from moedoctor.fixes.arch import FLASHINFER_LIST, resolve_arch_list
-from moedoctor.fixes.arch.releases import ArchReading, flashinfer_targets
+from moedoctor.fixes.arch.flashinfer import ArchReading, flashinfer_targets
 from moedoctor.fixes.arch.targets import Target, parse_capability, parse_cuda, sass_loads
 from moedoctor.redaction import Redactor
 

@@ -1,20 +1,28 @@
-"""What runs in the child for MD004: the choice of FlashInfer up to 0.6.6, ours, and what each is worth.
+"""The lab of MD004: the choice of FlashInfer up to 0.6.6, ours, and what each is worth.
 
-Nobody's word decides whether a target is good. Where the compiler of the case's CUDA release is at hand it is
-asked, for the target itself and for each instruction that the MoE kernels of that GPU use; elsewhere what the
-same release of ptxas accepted when `moedoctor.diagnose.cuda.instructions` was written down.
+The compiler of the case's CUDA release decides whether a target is good: it is given the target itself and
+each instruction that the MoE kernels of that GPU use. Without that compiler, the records in
+`moedoctor.diagnose.cuda.instructions` decide, which were made with the same release of ptxas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from moedoctor.diagnose.cuda.instructions import Instruction, needed, takes
-from moedoctor.diagnose.cuda.toolchain import attempt, attempts, compiler_for, find_compilers
+from moedoctor.diagnose.cuda.toolchain import (
+    acceptance,
+    attempt,
+    attempts,
+    compiler_for,
+    find_compilers,
+    summarise,
+)
+from moedoctor.faults.selection.arch_suffix import ArchSuffixParameters
 from moedoctor.fixes.arch import resolve_arch_list
-from moedoctor.fixes.arch.releases import ArchReading, moe_targets
+from moedoctor.fixes.arch.flashinfer import ArchReading, moe_targets, releases
 from moedoctor.fixes.arch.targets import (
     Capability,
     CudaVersion,
@@ -26,96 +34,165 @@ from moedoctor.fixes.arch.targets import (
     toolkit_targets,
 )
 from moedoctor.processes.cuda_tools import Tool
-from moedoctor.results import Observation
-
-if TYPE_CHECKING:
-    from moedoctor.faults.selection.arch_suffix import ArchSuffixParameters
+from moedoctor.results import Case, Observation, UnavailableError
+from moedoctor.upstream.flashinfer.context import FlashInferContext
 
 FAULTY_RELEASE = "0.6.6"
 """The last release that appends ``a`` to a GPU's number and passes bare entries of the list to nvcc."""
 
-
-class ArchResolver(Protocol):
-    """What is put to the test."""
-
-    def resolve(self, capability: Capability, cuda: CudaVersion, arch_list: str | None) -> ArchReading:
-        """The targets of the MoE module, or the error in their place."""
+Resolver = Callable[[Capability, CudaVersion, str | None], ArchReading]
+"""(capability, CUDA release, arch list) -> the targets of the MoE module, or an error."""
 
 
-class FaultyArch:
-    """FlashInfer 0.5.0 to 0.6.6, restated in `moedoctor.fixes.arch.releases`."""
-
-    def resolve(self, capability: Capability, cuda: CudaVersion, arch_list: str | None) -> ArchReading:
-        return moe_targets(FAULTY_RELEASE, capability=capability, cuda=cuda, arch_list=arch_list)
+def model(case: Case, parameters: ArchSuffixParameters, release: None) -> Observation:
+    """Observe FlashInfer 0.5.0 to 0.6.6 as restated in `moedoctor.fixes.arch.flashinfer`, or ours."""
+    return observe(parameters, faulty if case.subject == "faulty" else fixed)
 
 
-class FixedArch:
-    """Ours."""
-
-    def resolve(self, capability: Capability, cuda: CudaVersion, arch_list: str | None) -> ArchReading:
-        try:
-            decisions = resolve_arch_list(arch_list, capability, cuda)
-        except ValueError as error:
-            return ArchReading((), str(error))
-        return ArchReading(tuple(one.target for one in decisions))
+def library(case: Case, parameters: ArchSuffixParameters, release: None) -> Observation:
+    """Observe the installed FlashInfer's own choice."""
+    return observe(parameters, FlashInferContext.installed().resolve)
 
 
-@dataclass(frozen=True)
-class _Judge:
-    """The compiler of one CUDA release, or what is known of it."""
-
-    cuda: CudaVersion
-    compiler: Tool | None
-
-    def unknown(self, target: Target) -> str | None:
-        """None where the compiler knows `target`, else what it says."""
-        if self.compiler is not None:
-            said = attempt(self.compiler, target, None)
-            return None if said.accepted else said.line
-        return None if toolkit_knows(target, self.cuda) else f"sm_{target} is unknown"
-
-    def refusals(self, target: Target, instructions: Sequence[Instruction]) -> dict[str, str]:
-        """The names of those of `instructions` that do not compile for `target`, each with what is said."""
-        if self.compiler is not None:
-            tried = attempts(self.compiler, target, instructions)
-            return {name: one.line for name, one in tried.items() if not one.accepted}
-        refused = [one.name for one in instructions if not takes(target, one, self.cuda)]
-        return {name: f"{name} does not compile for sm_{target}" for name in refused}
+def faulty(capability: Capability, cuda: CudaVersion, arch_list: str | None) -> ArchReading:
+    return moe_targets(FAULTY_RELEASE, capability=capability, cuda=cuda, arch_list=arch_list)
 
 
-def observe(parameters: ArchSuffixParameters, implementation: ArchResolver) -> Observation:
-    """Ask `implementation` for its targets and try each of them."""
+def fixed(capability: Capability, cuda: CudaVersion, arch_list: str | None) -> ArchReading:
+    try:
+        decisions = resolve_arch_list(arch_list, capability, cuda)
+    except ValueError as error:
+        return ArchReading((), str(error))
+    return ArchReading(tuple(decision.target for decision in decisions))
+
+
+def observe(parameters: ArchSuffixParameters, resolve: Resolver) -> Observation:
+    """Ask `resolve` for its targets and try each of them."""
     gpu, cuda = parse_capability(parameters.capability), parse_cuda(parameters.cuda)
-    judge = _Judge(cuda, compiler_for(cuda, find_compilers()))
-    reading = implementation.resolve(gpu, cuda, parameters.arch_list)
+    compiler = _Compiler(cuda, compiler_for(cuda, find_compilers()))
+    reading = resolve(gpu, cuda, parameters.arch_list)
     return Observation(
         {
             "targets": list(reading.targets),
             "error": reading.error,
-            "checked": [_check(name, gpu, judge) for name in reading.targets],
-            "would_do": [str(one) for one in _would_do(gpu, judge)] if reading.error else [],
-            "decided_by": str(judge.compiler) if judge.compiler else "what such a ptxas accepted",
+            "checked": [_check(name, gpu, compiler) for name in reading.targets],
+            "would_do": [str(target) for target in _would_do(gpu, compiler)] if reading.error else [],
+            "decided_by": str(compiler.tool) if compiler.tool else "what such a ptxas accepted",
         }
     )
 
 
-def _check(name: str, gpu: Capability, judge: _Judge) -> dict[str, Any]:
-    """Whether the compiler knows the target, whether its code loads on the GPU, and what it lacks."""
-    outside: dict[str, Any] = {"target": name, "known": False, "loads": False, "lacks": []}
+@dataclass(frozen=True)
+class _Compiler:
+    """The compiler of one CUDA release, or the records about it."""
+
+    cuda: CudaVersion
+    tool: Tool | None
+
+    def unknown(self, target: Target) -> str | None:
+        """Return what the compiler prints if it does not know `target`, else None."""
+        if self.tool is not None:
+            result = attempt(self.tool, target, None)
+            return None if result.accepted else result.line
+        return None if toolkit_knows(target, self.cuda) else f"sm_{target} is unknown"
+
+    def refusals(self, target: Target, instructions: Sequence[Instruction]) -> dict[str, str]:
+        """Return the instructions that do not compile for `target`, each with what the compiler prints."""
+        if self.tool is not None:
+            results = attempts(self.tool, target, instructions)
+            return {name: result.line for name, result in results.items() if not result.accepted}
+        refused = [each.name for each in instructions if not takes(target, each, self.cuda)]
+        return {name: f"{name} does not compile for sm_{target}" for name in refused}
+
+
+def _check(name: str, gpu: Capability, compiler: _Compiler) -> dict[str, Any]:
+    """Return whether the compiler knows the target, whether its code loads on the GPU, and what it lacks."""
     try:
         target = Target.parse(name)
+        unknown = compiler.unknown(target)
     except ValueError as error:
-        return {**outside, "said": str(error)}
-    unknown = judge.unknown(target)
+        unknown = str(error)
     if unknown is not None:
-        return {**outside, "said": unknown}
+        return {"target": name, "known": False, "loads": False, "lacks": [], "said": unknown}
     loads = sass_loads(target, gpu)
-    refused = judge.refusals(target, needed(gpu)) if loads else {}
+    refused = compiler.refusals(target, needed(gpu)) if loads else {}
     said = next(iter(refused.values()), None)
     return {"target": name, "known": True, "loads": loads, "lacks": list(refused), "said": said}
 
 
-def _would_do(gpu: Capability, judge: _Judge) -> list[Target]:
+def _would_do(gpu: Capability, compiler: _Compiler) -> list[Target]:
     """The targets of this toolkit that load on the GPU and take everything that its MoE kernels use."""
-    loading = (one for one in toolkit_targets(judge.cuda) if sass_loads(one, gpu))
-    return [one for one in loading if not judge.unknown(one) and not judge.refusals(one, needed(gpu))]
+    return [
+        target
+        for target in toolkit_targets(compiler.cuda)
+        if sass_loads(target, gpu)
+        and not compiler.unknown(target)
+        and not compiler.refusals(target, needed(gpu))
+    ]
+
+
+# --- Measurements of the claims -------------------------------------------------------------------------
+
+_GPU = (12, 0)
+_WORKAROUND = "12.0f"
+
+
+def _compilers() -> Sequence[Tool]:
+    """The compilers of this machine. Raises UnavailableError if there is none."""
+    compilers = find_compilers()
+    if not compilers:
+        raise UnavailableError("needs ptxas or nvcc: install triton or the CUDA toolkit")
+    return compilers
+
+
+def measure_acceptance(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """Every deciding instruction for 120, 120a, 120f, 121a and 90a, in each compiler at hand."""
+    names = [instruction.name for instruction in needed(_GPU)]
+    refused, tables = {}, {}
+    for compiler in _compilers():
+        table = acceptance(compiler)
+        tables[str(compiler)] = summarise(table)
+        refused[str(compiler)] = {
+            target: [name for name in names if not table[target][name].accepted]
+            for target in ("120", "120a", "120f")
+            if all(result.knows_target for result in table[target].values())
+        }
+    return {"needed": names, "refused": refused, "compilers": tables}
+
+
+def measure_family_target(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """Whether each compiler at hand compiles an empty kernel for 120f."""
+    rows = []
+    for compiler in _compilers():
+        result = attempt(compiler, Target(12, 0, "f"), None)
+        tool = {"compiler": str(compiler), "cuda": list(compiler.cuda)}
+        rows.append({**tool, "accepted": result.accepted, "said": result.line})
+    return {"rows": rows}
+
+
+def measure_workaround(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """What each FlashInfer release, and the installed one itself, builds with the list ``12.0f``."""
+    rows = measure_family_target(unit, device, sources)["rows"]
+    accepting = [row["compiler"] for row in rows if row["accepted"]]
+    if not accepting:
+        raise UnavailableError("needs a compiler that knows sm_120f (CUDA 12.9 or later)")
+    readings: dict[str, list[str]] = {}
+    for release in releases():
+        without, with_list = (
+            moe_targets(release, capability=_GPU, cuda=(13, 0), arch_list=arch_list).targets
+            for arch_list in (None, _WORKAROUND)
+        )
+        readings.setdefault(f"{' '.join(without)} -> {' '.join(with_list)}", []).append(release)
+    installed = None
+    try:
+        context = FlashInferContext.installed()
+        targets = context.resolve(_GPU, (13, 0), _WORKAROUND).targets
+        installed = {"release": context.release, "targets": list(targets)}
+    except UnavailableError:
+        pass  # the table alone decides then, and the evidence shows it
+    return {
+        "readings": readings,
+        "installed": installed,
+        "accepting": accepting,
+        "refusing": {row["compiler"]: row["said"] for row in rows if not row["accepted"]},
+    }

@@ -3,8 +3,8 @@
     >>> resolve_arch((12, 0), (13, 0)).target
     '120f'
 
-The choice of the suffix is that of FlashInfer 0.7.1 and later; the instructions behind it were tried
-on ptxas 12.0 to 13.5 (`moedoctor.diagnose.cuda.toolchain` tries them on the compilers of this machine).
+The choice of the suffix is that of FlashInfer 0.7.1 and later. The instructions behind it were tried
+on ptxas 12.0 to 13.5; `moedoctor.diagnose.cuda.toolchain` tries them on the compilers of this machine.
 """
 
 from moedoctor.fixes.arch.lists import (

@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from moedoctor.fixes.arch.releases import GENERATIONS, flashinfer_targets
+from moedoctor.fixes.arch.flashinfer import flashinfer_targets, generations
 from moedoctor.fixes.arch.resolve import ArchDecision, resolve_arch, supported_cuda
 from moedoctor.fixes.arch.targets import (
     OLDEST_CUDA,
     Capability,
     CudaVersion,
     Target,
+    arch_data,
     first_cuda,
     parse_capability,
     parse_cuda,
@@ -28,18 +29,7 @@ VARIABLES = (FLASHINFER_LIST, TORCH_LIST)
 _SEPARATORS = re.compile(r"[,;\s]+")
 _DOTTED = re.compile(r"\d{1,2}\.\d[af]?")
 
-_TORCH_SUFFIXED = {(9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)}
-_TORCH_PLAIN = {
-    *((3, 5), (3, 7), (5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2)),
-    *((7, 0), (7, 2), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9)),
-}
-_TORCH_NAMES = (
-    *(("Kepler+Tesla", "3.7"), ("Kepler", "3.5+PTX"), ("Maxwell+Tegra", "5.3"), ("Maxwell", "5.0;5.2+PTX")),
-    *(("Pascal", "6.0;6.1+PTX"), ("Volta+Tegra", "7.2"), ("Volta", "7.0+PTX"), ("Turing", "7.5+PTX")),
-    *(("Ampere+Tegra", "8.7"), ("Ampere", "8.0;8.6+PTX"), ("Ada", "8.9+PTX"), ("Hopper", "9.0+PTX")),
-    *(("Blackwell+Tegra", "11.0"), ("Blackwell", "10.0;10.3;12.0;12.1+PTX")),
-)
-"""What torch.utils.cpp_extension of 2.13 takes; it knows ``a`` suffixes and no ``f``."""
+_TORCH = "torch 2.13"
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,7 @@ class ListReading:
     reader: str
     """``FlashInfer 0.5.0 to 0.6.6`` or ``torch 2.13``."""
     targets: tuple[str, ...]
-    """``("120f",)``; PTX for later GPUs is ``compute_120``. Empty where there is an error or a note."""
+    """``("120f",)``; PTX for later GPUs is ``compute_120``. Empty if there is an error or a note."""
     error: str | None = None
     note: str | None = None
 
@@ -72,7 +62,7 @@ class ArchListExplanation:
     problems: tuple[ListProblem, ...]
     readings: tuple[ListReading, ...]
     suggestions: Mapping[str, str]
-    """Variable -> the value to set, which every reader takes; none where an entry cannot be built."""
+    """Variable -> the value to set, which every reader takes; without it if an entry cannot be built."""
 
 
 def split_arch_list(text: str) -> list[str]:
@@ -109,21 +99,21 @@ def resolve_arch_list(
     """The targets that a list variable means for a build that must run on a GPU of `capability`.
 
     Reads what FlashInfer refuses (commas, semicolons, stray spaces, ``120f``, ``sm_120f``, ``+PTX``),
-    gives every bare entry its suffix and replaces a suffix that this toolkit does not know. Where no
-    entry runs on the GPU, the target that does is added. None and an empty list mean the GPU alone.
-    Raises ValueError for an entry that is no target, and where nothing can be built for the GPU.
+    gives every bare entry its suffix and replaces a suffix that this toolkit does not know. If no entry
+    runs on the GPU, the target that does is added. None and an empty list mean the GPU alone. Raises
+    ValueError for an entry that is not a target, and if nothing can be built for the GPU.
     """
     gpu, toolkit = parse_capability(capability), supported_cuda(parse_cuda(cuda))
     own = resolve_arch(gpu, toolkit)
     decisions = _decisions(text or "", toolkit)
-    if not any(sass_loads(Target.parse(one.target), gpu) for one in decisions):
+    if not any(sass_loads(Target.parse(decision.target), gpu) for decision in decisions):
         why = f"nothing in {text!r} runs on a GPU of {show(gpu)}; " if decisions else ""
         decisions.append(ArchDecision(own.target, why + own.reason))
     return tuple(decisions)
 
 
 def _decisions(text: str, cuda: CudaVersion) -> list[ArchDecision]:
-    """One target for each entry, those that are the same only once."""
+    """The target of each entry, without repeats."""
     decisions: dict[str, ArchDecision] = {}
     for entry in split_arch_list(text):
         target = Target.parse(entry.removesuffix("+PTX"))
@@ -137,35 +127,34 @@ def _decisions(text: str, cuda: CudaVersion) -> list[ArchDecision]:
 
 def _flashinfer(text: str, cuda: CudaVersion) -> list[ListReading]:
     readings = []
-    for one in GENERATIONS:
-        seen = flashinfer_targets(one.first, capability=(0, 0), cuda=cuda, arch_list=text)
-        readings.append(ListReading(f"FlashInfer {one.name}", seen.targets, seen.error))
+    for rules in generations():
+        reading = flashinfer_targets(rules.first, capability=(0, 0), cuda=cuda, arch_list=text)
+        readings.append(ListReading(f"FlashInfer {rules.name}", reading.targets, reading.error))
     return readings
 
 
 def _torch(text: str) -> ListReading:
     """torch.utils.cpp_extension: entries separated by spaces or semicolons, each known by name."""
-    reader = "torch 2.13"
     if not text or text == "native":
-        return ListReading(reader, (), note="builds for the GPUs that it sees, and PTX for the newest")
+        return ListReading(_TORCH, (), note="builds for the GPUs of this machine, and PTX for the newest")
     named = text.replace(" ", ";")
-    for name, meaning in _TORCH_NAMES:
+    for name, meaning in arch_data()["torch"]["names"].items():
         named = named.replace(name, meaning)
     targets: set[str] = set()
     for entry in named.split(";"):
         if not _torch_takes(entry.removesuffix("+PTX")):
-            return ListReading(reader, (), f"ValueError: unknown entry {entry!r}")
+            return ListReading(_TORCH, (), f"ValueError: unknown entry {entry!r}")
         number = entry.removesuffix("+PTX").replace(".", "")
         targets |= {number, f"compute_{number}"} if entry.endswith("+PTX") else {number}
-    return ListReading(reader, tuple(sorted(targets, key=lambda one: (Target.parse(one), one))))
+    return ListReading(_TORCH, tuple(sorted(targets, key=lambda name: (Target.parse(name), name))))
 
 
 def _torch_takes(entry: str) -> bool:
     if _DOTTED.fullmatch(entry) is None:
         return False
-    target = Target.parse(entry)
-    known = _TORCH_SUFFIXED if target.suffix else _TORCH_SUFFIXED | _TORCH_PLAIN
-    return target.capability in known and target.suffix != "f"
+    target, table = Target.parse(entry), arch_data()["torch"]
+    known = table["suffixed"] if target.suffix else [*table["suffixed"], *table["plain"]]
+    return show(target.capability) in known and target.suffix != "f"
 
 
 def _problems(variable: str, text: str, cuda: CudaVersion) -> Iterator[tuple[str, str]]:
@@ -189,16 +178,16 @@ def _problems(variable: str, text: str, cuda: CudaVersion) -> Iterator[tuple[str
 
 def _entry_problems(entry: str, flashinfer: bool, cuda: CudaVersion) -> Iterator[str]:
     bare = entry.removesuffix("+PTX")
-    if not flashinfer and bare in ("native", *(name for name, _ in _TORCH_NAMES)):
+    if not flashinfer and bare in ("native", *arch_data()["torch"]["names"]):
         return
     try:
         target = Target.parse(bare)
     except ValueError:
-        yield f"is no target; expected one such as {'12.0f' if flashinfer else '12.0a'}"
+        yield f"is not a target; expected one such as {'12.0f' if flashinfer else '12.0a'}"
         return
     right = _replacement(target, flashinfer, cuda)
     if entry != bare and flashinfer:
-        yield "FlashInfer knows no +PTX and passes it to nvcc as part of the target"
+        yield "FlashInfer does not know +PTX and passes it to nvcc as part of the target"
     if _DOTTED.fullmatch(bare) is None:
         yield f"is not MAJOR.MINOR; expected {target.dotted}"
     if first_cuda(target) is None:
@@ -227,10 +216,10 @@ def _for_torch(target: Target) -> Target:
 
 def _suggestion(variable: str, text: str, cuda: CudaVersion) -> str | None:
     try:
-        targets = [Target.parse(one.target) for one in _decisions(text, cuda)]
+        targets = [Target.parse(decision.target) for decision in _decisions(text, cuda)]
     except ValueError:
         return None
     if variable == FLASHINFER_LIST:
-        return " ".join(one.dotted for one in targets)
-    entries = [_for_torch(one).dotted for one in targets]
+        return " ".join(target.dotted for target in targets)
+    entries = [_for_torch(target).dotted for target in targets]
     return ";".join(dict.fromkeys(entries)) if all(map(_torch_takes, entries)) else None

@@ -47,7 +47,7 @@ def resolve_arch(capability: Capability | str, cuda: tuple[int, ...] | str) -> A
     """The target for MoE kernels on a GPU of `capability`, built with CUDA release `cuda`.
 
     `capability` is a pair or text, 7.5 to 12.1; `cuda` a pair or text, 12.0 to 13.x. Raises ValueError
-    where that capability is unknown, and where that CUDA release cannot build for it.
+    if that capability is unknown, or if that CUDA release cannot build for it.
     """
     gpu, toolkit = parse_capability(capability), supported_cuda(parse_cuda(cuda))
     if gpu not in capabilities():
@@ -63,7 +63,7 @@ def resolve_arch(capability: Capability | str, cuda: tuple[int, ...] | str) -> A
 
 
 def supported_cuda(cuda: CudaVersion) -> CudaVersion:
-    """`cuda` itself; raises ValueError where it is outside of 12.0 to 13.x."""
+    """`cuda` itself; raises ValueError if it is outside of 12.0 to 13.x."""
     if cuda < OLDEST_CUDA:
         raise ValueError(f"cuda: {show(cuda)} is too old; expected {_COVERED}")
     if cuda[0] > NEWEST_CUDA_MAJOR:

@@ -1,15 +1,17 @@
 """CUDA compile targets such as ``120f``: their names, which toolkit knows them, where their code runs.
 
-Sources. Toolkits: the targets that ptxas 12.0.76, 12.4.131, 12.6.85, 12.8.93, 12.9.86, 13.0.88, 13.1.115,
-13.2.86, 13.3.73, 13.4.92 and 13.5.37 list. Families and the reach of PTX: which target's PTX ptxas 13.5.37
-compiles for which GPU. The reach of SASS: CUDA C++ Programming Guide, "Binary Compatibility" and
-"Family-specific Features".
+`data.yaml` has the toolkits and families with their source. Where machine code runs: CUDA C++ Programming
+Guide, "Binary Compatibility" and "Family-specific Features".
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
 
 Capability = tuple[int, int]
 """Compute capability, (12, 0) for 12.0."""
@@ -20,29 +22,9 @@ OLDEST_CUDA: CudaVersion = (12, 0)
 NEWEST_CUDA_MAJOR = 13
 FAMILY_TARGETS_SINCE: CudaVersion = (12, 9)
 
-_KNOWN: dict[Capability, tuple[CudaVersion, CudaVersion | None]] = {
-    **dict.fromkeys(((5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2), (7, 0), (7, 2)), ((12, 0), (12, 9))),
-    **dict.fromkeys(((7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0)), ((12, 0), None)),
-    (8, 8): ((13, 0), None),
-    (10, 0): ((12, 8), None),
-    (10, 1): ((12, 8), (12, 9)),  # Thor, which is 11.0 since CUDA 13.0
-    (10, 3): ((12, 9), None),
-    (10, 7): ((13, 5), None),  # ptxas 13.4.92 knows it, 13.4.59 does not
-    (11, 0): ((13, 0), None),
-    (12, 0): ((12, 8), None),
-    (12, 1): ((12, 9), None),
-}
-"""Capability -> first and last CUDA release whose ptxas compiles for it."""
-
-_FAMILIES: tuple[frozenset[Capability], ...] = (
-    frozenset({(10, 0), (10, 3), (10, 7)}),
-    frozenset({(10, 1)}),
-    frozenset({(11, 0)}),
-    frozenset({(12, 0), (12, 1)}),
-)
-
 _NAME = re.compile(r"(?:sm_?|compute_?)?(\d{1,2})\.?(\d)([af]?)")
-_VERSION = re.compile(r"(\d{1,2})\.(\d{1,2})(?:\.\d+)*")
+_CAPABILITY = re.compile(r"(\d{1,2})\.(\d)")
+_CUDA = re.compile(r"(\d{1,2})\.(\d{1,2})(?:\.\d+)*")
 
 
 @dataclass(frozen=True, order=True)
@@ -59,7 +41,7 @@ class Target:
         """The target in ``120f``, ``12.0f``, ``sm_120f``, ``compute_120f``; raises ValueError for others."""
         match = _NAME.fullmatch(text)
         if match is None or int(match[1]) == 0:
-            raise ValueError(f"{text!r} is no CUDA target; expected one such as 120f, 12.0f or sm_120f")
+            raise ValueError(f"{text!r} is not a CUDA target; expected one such as 120f, 12.0f or sm_120f")
         return cls(int(match[1]), int(match[2]), match[3])
 
     def __str__(self) -> str:
@@ -78,32 +60,31 @@ class Target:
 
 def parse_capability(value: Capability | str) -> Capability:
     """(12, 0) from itself or from ``"12.0"``; raises ValueError for anything of another form."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"(\d{1,2})\.(\d)", value.strip())
-        if match:
-            return int(match[1]), int(match[2])
-    elif (
-        isinstance(value, (tuple, list))
-        and len(value) == 2
-        and all(type(one) is int and one >= 0 for one in value)
-    ):
-        return value[0], value[1]
-    raise ValueError(f"capability: {value!r} is none; expected a pair such as (12, 0) or text such as '12.0'")
+    pair = _pair(value, _CAPABILITY)
+    if pair is None or (not isinstance(value, str) and len(value) != 2):
+        expected = "expected a pair such as (12, 0) or text such as '12.0'"
+        raise ValueError(f"capability: {value!r} is not a compute capability; {expected}")
+    return pair
 
 
 def parse_cuda(value: tuple[int, ...] | str) -> CudaVersion:
     """(13, 0) from ``(13, 0)``, ``(13, 0, 88)``, ``"13.0"``, ``"13.0.88"``; raises ValueError for others."""
+    pair = _pair(value, _CUDA)
+    if pair is None:
+        expected = "expected a pair such as (13, 0) or text such as '13.0'"
+        raise ValueError(f"cuda: {value!r} is not a release; {expected}")
+    return pair
+
+
+def _pair(value: object, pattern: re.Pattern[str]) -> tuple[int, int] | None:
+    """The first two numbers of a text of this form, or of a tuple of whole numbers."""
     if isinstance(value, str):
-        match = _VERSION.fullmatch(value.strip())
-        if match:
-            return int(match[1]), int(match[2])
-    elif (
-        isinstance(value, (tuple, list))
-        and len(value) >= 2
-        and all(type(one) is int and one >= 0 for one in value)
-    ):
-        return value[0], value[1]
-    raise ValueError(f"cuda: {value!r} is no release; expected a pair such as (13, 0) or text such as '13.0'")
+        match = pattern.fullmatch(value.strip())
+        return (int(match[1]), int(match[2])) if match else None
+    numbers = value if isinstance(value, (tuple, list)) else ()
+    if len(numbers) < 2 or not all(type(number) is int and number >= 0 for number in numbers):
+        return None
+    return numbers[0], numbers[1]
 
 
 def show(version: tuple[int, int]) -> str:
@@ -111,24 +92,44 @@ def show(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
+@functools.cache
+def arch_data() -> Mapping[str, Any]:
+    """The contents of ``data.yaml``."""
+    import yaml
+
+    data: Mapping[str, Any] = yaml.safe_load(
+        (files("moedoctor.fixes.arch") / "data.yaml").read_text(encoding="utf-8")
+    )
+    return data
+
+
+@functools.cache
+def _toolkits() -> Mapping[Capability, tuple[CudaVersion, CudaVersion | None]]:
+    """Capability -> first and last CUDA release that compiles for it."""
+    return {
+        parse_capability(capability): (parse_cuda(span[0]), parse_cuda(span[1]) if len(span) > 1 else None)
+        for capability, span in arch_data()["toolkits"].items()
+    }
+
+
 def capabilities() -> tuple[Capability, ...]:
-    """Every capability from 7.5 on that a toolkit of this table compiles for."""
-    return tuple(sorted(one for one in _KNOWN if one >= (7, 5)))
+    """Every capability from 7.5 on that a known toolkit compiles for."""
+    return tuple(sorted(capability for capability in _toolkits() if capability >= (7, 5)))
 
 
 def first_cuda(target: Target) -> CudaVersion | None:
-    """The first CUDA release, from 12.0 on, that compiles for `target`; None where none does."""
-    if target.capability not in _KNOWN or (target.suffix and target.major < 9):
+    """The first CUDA release, from 12.0 on, that compiles for `target`; None if there is none."""
+    if target.capability not in _toolkits() or (target.suffix and target.major < 9):
         return None
-    first = _KNOWN[target.capability][0]
+    first = _toolkits()[target.capability][0]
     if target.suffix != "f":
         return first
     return max(first, FAMILY_TARGETS_SINCE) if family(target.capability) else None
 
 
 def last_cuda(target: Target) -> CudaVersion | None:
-    """The last CUDA release that compiles for `target`; None where it still does."""
-    return _KNOWN[target.capability][1] if target.capability in _KNOWN else None
+    """The last CUDA release that compiles for `target`; None if the newest still does."""
+    return _toolkits()[target.capability][1] if target.capability in _toolkits() else None
 
 
 def toolkit_knows(target: Target, cuda: CudaVersion) -> bool:
@@ -139,13 +140,15 @@ def toolkit_knows(target: Target, cuda: CudaVersion) -> bool:
 
 def toolkit_targets(cuda: CudaVersion) -> tuple[Target, ...]:
     """Every target that this CUDA release compiles for."""
-    every = (Target(*capability, suffix) for capability in _KNOWN for suffix in ("", "a", "f"))
-    return tuple(sorted(one for one in every if toolkit_knows(one, cuda)))
+    targets = (Target(*capability, suffix) for capability in _toolkits() for suffix in ("", "a", "f"))
+    return tuple(sorted(target for target in targets if toolkit_knows(target, cuda)))
 
 
+@functools.cache
 def family(capability: Capability) -> frozenset[Capability]:
     """The capabilities that share family-specific (``f``) code with this one; empty before 10.0."""
-    return next((one for one in _FAMILIES if capability in one), frozenset())
+    families = (frozenset(map(parse_capability, names)) for names in arch_data()["families"])
+    return next((members for members in families if capability in members), frozenset())
 
 
 def sass_loads(target: Target, capability: Capability) -> bool:

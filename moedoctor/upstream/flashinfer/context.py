@@ -18,7 +18,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from moedoctor.fixes.arch.releases import ArchReading, moe_majors
+from moedoctor.fixes.arch.flashinfer import ArchReading, moe_majors
 from moedoctor.fixes.arch.targets import Capability, CudaVersion, show
 from moedoctor.results import UnavailableError
 

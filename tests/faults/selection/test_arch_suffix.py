@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moedoctor import catalogue
-from moedoctor.diagnose.cuda import toolchain
 from moedoctor.diagnose.cuda.toolchain import find_compilers
-from moedoctor.faults.selection import arch_suffix_claims as claims
-from moedoctor.faults.selection import arch_suffix_lab as model
+from moedoctor.faults.selection import arch_suffix_lab as lab
 from moedoctor.faults.selection.arch_suffix import ArchSuffix, ArchSuffixParameters
-from moedoctor.fixes.arch.releases import ArchReading
+from moedoctor.fixes.arch.flashinfer import ArchReading
 from moedoctor.interfaces import Measurement
 from moedoctor.results import (
     Case,
@@ -39,35 +36,27 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
 }
 
 
-class Answers:
+def answers(*targets: str, error: str | None = None) -> lab.Resolver:
     """A resolver that always gives the same answer."""
-
-    def __init__(self, *targets: str, error: str | None = None) -> None:
-        self.reading = ArchReading(targets, error)
-
-    def resolve(
-        self, capability: tuple[int, int], cuda: tuple[int, int], arch_list: str | None
-    ) -> ArchReading:
-        return self.reading
+    return lambda capability, cuda, arch_list: ArchReading(targets, error)
 
 
 def scenario() -> Scenario:
     return load(SCENARIO, faults={"MD004": FAULT}, subject_kind=lambda name: name)
 
 
-def judged(implementation: Any, **parameters: Any) -> tuple[CaseVerdict, str, Mapping[str, Any]]:
-    point = ArchSuffixParameters(**parameters).model_dump(mode="json")
-    case = Case("MD004", "faulty", Tier.MODEL, point)
-    seen = FAULT.observe(case, implementation)
-    judgement = FAULT.judge(case, seen)
-    return judgement.verdict, judgement.figure, seen.evidence
+def judged(resolve: lab.Resolver, **parameters: Any) -> tuple[CaseVerdict, str, Mapping[str, Any]]:
+    point = ArchSuffixParameters(**parameters)
+    observation = lab.observe(point, resolve)
+    judgement = FAULT.judge(Case("MD004", "faulty", Tier.MODEL, point.model_dump(mode="json")), observation)
+    return judgement.verdict, judgement.figure, observation.evidence
 
 
 @pytest.fixture(params=["compilers", "facts"])
 def decided_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the compilers of this machine, and as on a machine without any."""
     if request.param == "facts":
-        monkeypatch.setattr(model, "find_compilers", lambda: ())
+        monkeypatch.setattr(lab, "find_compilers", lambda: ())
     elif not find_compilers():
         pytest.skip("needs ptxas: pip install triton, or CUDA on PATH")
     return str(request.param)
@@ -75,58 +64,59 @@ def decided_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("point", scenario().points, ids=FAULT.describe)
 def test_the_control_fails_and_the_fix_does_not(point: Mapping[str, Any], decided_by: str) -> None:
-    assert judged(model.FaultyArch(), **point)[0] is CaseVerdict.REPRODUCED
-    assert judged(model.FixedArch(), **point)[0] is CaseVerdict.CLEAN
+    for subject, verdict in (("faulty", CaseVerdict.REPRODUCED), ("fixed", CaseVerdict.CLEAN)):
+        case = Case("MD004", subject, Tier.MODEL, dict(point))
+        assert FAULT.judge(case, FAULT.observe(case, None)).verdict is verdict
 
 
-def test_what_is_seen_does_not_depend_on_who_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_does_not_depend_on_who_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that disagreed with what was written down would show here."""
     compilers = find_compilers()
     for point in scenario().points:
-        monkeypatch.setattr(model, "find_compilers", lambda: compilers)
-        by_compiler = judged(model.FaultyArch(), **point)
-        monkeypatch.setattr(model, "find_compilers", lambda: ())
-        by_facts = judged(model.FaultyArch(), **point)
+        monkeypatch.setattr(lab, "find_compilers", lambda: compilers)
+        by_compiler = judged(lab.faulty, **point)
+        monkeypatch.setattr(lab, "find_compilers", lambda: ())
+        by_facts = judged(lab.faulty, **point)
         assert by_compiler[:2] == by_facts[:2]
 
 
 @pytest.mark.parametrize(
     ("answer", "parameters", "figure"),
     [
-        (Answers("120"), {}, "120 lacks tensormap_replace, setmaxnreg, mma_mxf4nvf4, cvt_e2m1x2"),
+        (answers("120"), {}, "120 lacks tensormap_replace, setmaxnreg, mma_mxf4nvf4, cvt_e2m1x2"),
         (
-            Answers("100"),
+            answers("100"),
             {"capability": "10.0"},
             "100 lacks tensormap_replace, setmaxnreg, tcgen05, cvt_e2m1x2",
         ),
-        (Answers("120f"), {"cuda": "12.8"}, "120f is unknown to CUDA 12.8"),
-        (Answers("120f", "130"), {}, "130 is unknown to CUDA 13.0"),
-        (Answers("120+PTX"), {}, "120+PTX is unknown to CUDA 13.0"),
-        (Answers("120a"), {"capability": "12.1"}, "120a does not load on 12.1"),
-        (Answers("90a", "100a"), {}, "90a 100a does not load on 12.0"),
-        (Answers(error="ValueError: no"), {}, "no target, although 120a or 120f would do"),
-        (Answers(error="RuntimeError: no"), {"cuda": "12.8"}, "no target, although 120a would do"),
+        (answers("120f"), {"cuda": "12.8"}, "120f is unknown to CUDA 12.8"),
+        (answers("120f", "130"), {}, "130 is unknown to CUDA 13.0"),
+        (answers("120+PTX"), {}, "120+PTX is unknown to CUDA 13.0"),
+        (answers("120a"), {"capability": "12.1"}, "120a does not load on 12.1"),
+        (answers("90a", "100a"), {}, "90a 100a does not load on 12.0"),
+        (answers(error="ValueError: no"), {}, "no target, although 120a or 120f would do"),
+        (answers(error="RuntimeError: no"), {"cuda": "12.8"}, "no target, although 120a would do"),
     ],
 )
-def test_each_symptom(answer: Answers, parameters: dict[str, str], figure: str, decided_by: str) -> None:
+def test_each_symptom(answer: lab.Resolver, parameters: dict[str, str], figure: str, decided_by: str) -> None:
     assert judged(answer, **parameters)[:2] == (CaseVerdict.REPRODUCED, figure)
 
 
 @pytest.mark.parametrize(
     ("answer", "parameters"),
     [
-        (Answers("120a"), {}),
-        (Answers("120f"), {}),
-        (Answers("120f"), {"capability": "12.1"}),
-        (Answers("90a", "120f", "121a"), {}),
-        (Answers("120", "120a"), {}),
-        (Answers("100f"), {"capability": "10.3"}),
-        (Answers("120a"), {"cuda": "12.8"}),
-        (Answers(error="too old"), {"cuda": "12.6"}),
-        (Answers(error="too old"), {"cuda": "12.8", "capability": "12.1"}),
+        (answers("120a"), {}),
+        (answers("120f"), {}),
+        (answers("120f"), {"capability": "12.1"}),
+        (answers("90a", "120f", "121a"), {}),
+        (answers("120", "120a"), {}),
+        (answers("100f"), {"capability": "10.3"}),
+        (answers("120a"), {"cuda": "12.8"}),
+        (answers(error="too old"), {"cuda": "12.6"}),
+        (answers(error="too old"), {"cuda": "12.8", "capability": "12.1"}),
     ],
 )
-def test_what_is_no_symptom(answer: Answers, parameters: dict[str, str], decided_by: str) -> None:
+def test_what_is_no_symptom(answer: lab.Resolver, parameters: dict[str, str], decided_by: str) -> None:
     assert judged(answer, **parameters)[0] is CaseVerdict.CLEAN
 
 
@@ -135,9 +125,9 @@ def test_the_compiler_is_quoted() -> None:
     if compiler is None:
         pytest.skip("needs ptxas: pip install triton, or CUDA on PATH")
     cuda = f"{compiler.cuda[0]}.{compiler.cuda[1]}"
-    _, _, seen = judged(model.FaultyArch(), arch_list="12.0", cuda=cuda)
-    assert seen["decided_by"] == str(compiler)
-    assert "not supported on .target 'sm_120'" in seen["checked"][0]["said"]
+    _, _, evidence = judged(lab.faulty, arch_list="12.0", cuda=cuda)
+    assert evidence["decided_by"] == str(compiler)
+    assert "not supported on .target 'sm_120'" in evidence["checked"][0]["said"]
 
 
 @pytest.mark.parametrize(
@@ -157,17 +147,17 @@ def test_parameters_are_checked(parameters: dict[str, str], words: str) -> None:
 
 
 def test_conclusions_count_the_symptoms() -> None:
-    def result(subject: str, answer: Answers, **parameters: str) -> CaseResult:
-        verdict, figure, seen = judged(answer, **parameters)
-        return CaseResult(subject, Tier.MODEL, parameters, verdict, seen, figure=figure)
+    def result(subject: str, answer: lab.Resolver, **parameters: str) -> CaseResult:
+        verdict, figure, evidence = judged(answer, **parameters)
+        return CaseResult(subject, Tier.MODEL, parameters, verdict, evidence, figure=figure)
 
     results = [
-        result("faulty", Answers("120")),
-        result("faulty", Answers("120+PTX")),
-        result("faulty", Answers(error="no")),
-        result("faulty", Answers("120a"), capability="12.1"),
-        result("faulty", Answers("120")),
-        result("fixed", Answers("120f")),
+        result("faulty", answers("120")),
+        result("faulty", answers("120+PTX")),
+        result("faulty", answers(error="no")),
+        result("faulty", answers("120a"), capability="12.1"),
+        result("faulty", answers("120")),
+        result("fixed", answers("120f")),
     ]
     assert FAULT.conclude(results) == {
         "symptoms": {
@@ -178,15 +168,15 @@ def test_conclusions_count_the_symptoms() -> None:
 
 
 def claim(key: str) -> tuple[ClaimVerdict, str, Mapping[str, Any]]:
-    test = next(one for one in FAULT.claims if one.key == key)
+    test = next(test for test in FAULT.claims if test.key == key)
     assert test.measure is not None
-    seen = [Measurement("", test.measure("", "cpu", {}))]
-    judgement = test.judge([], seen, LIMITS[key])
+    measurements = [Measurement("", test.measure("", "cpu", {}))]
+    judgement = test.judge([], measurements, LIMITS[key])
     return judgement.verdict, str(judgement.reason), judgement.evidence
 
 
 def decide(key: str, evidence: Mapping[str, Any], **limits: float) -> tuple[ClaimVerdict, str]:
-    test = next(one for one in FAULT.claims if one.key == key)
+    test = next(test for test in FAULT.claims if test.key == key)
     units = [Measurement("", Observation(evidence))]
     judgement = test.judge([], units, {**LIMITS[key], **limits})
     return judgement.verdict, str(judgement.reason)
@@ -209,7 +199,7 @@ def test_the_claims_on_this_machine() -> None:
 
 
 def test_without_a_compiler_every_claim_is_untested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "find_compilers", lambda: ())
+    monkeypatch.setattr(lab, "find_compilers", lambda: ())
     for test in FAULT.claims:
         assert test.measure is not None
         with pytest.raises(UnavailableError, match="needs ptxas or nvcc"):
@@ -251,53 +241,36 @@ def test_what_decides_which_cuda_the_family_target_needs() -> None:
 
 
 def test_what_decides_whether_the_list_is_honoured() -> None:
-    seen: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "readings": {"120a -> 120f": ["0.6.6"], "120f -> 120f": ["0.6.7"]},
         "installed": None,
         "accepting": ["ptxas 13"],
         "refusing": {},
     }
-    assert decide("list_is_workaround", seen)[0] is ClaimVerdict.CONFIRMED
-    seen["installed"] = {"release": "9.9", "targets": ["120"]}
-    verdict, reason = decide("list_is_workaround", seen)
+    assert decide("list_is_workaround", figures)[0] is ClaimVerdict.CONFIRMED
+    figures["installed"] = {"release": "9.9", "targets": ["120"]}
+    verdict, reason = decide("list_is_workaround", figures)
     assert verdict is ClaimVerdict.REFUTED
     assert "the installed 9.9 for 120" in reason
-    seen |= {"installed": None, "readings": {"120a -> 120f": ["0.6.6"], "120f -> 120": ["0.6.7"]}}
-    assert decide("list_is_workaround", seen)[0] is ClaimVerdict.REFUTED
+    figures |= {"installed": None, "readings": {"120a -> 120f": ["0.6.6"], "120f -> 120": ["0.6.7"]}}
+    assert decide("list_is_workaround", figures)[0] is ClaimVerdict.REFUTED
 
 
 def test_the_workaround_is_untested_where_no_compiler_knows_the_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     row = {"compiler": "ptxas 12.8", "cuda": [12, 8], "accepted": False, "said": "no"}
-    monkeypatch.setattr(claims, "measure_family_target", lambda *_: Observation({"rows": [row]}))
+    monkeypatch.setattr(lab, "measure_family_target", lambda *_: {"rows": [row]})
     with pytest.raises(UnavailableError, match="knows sm_120f"):
-        claims.measure_workaround("", "cpu", {})
+        lab.measure_workaround("", "cpu", {})
 
 
-@pytest.fixture
-def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """MD004 in the catalogue, also where this project's metadata is older than the entry."""
-    catalogue.faults.cache_clear()
-    if "MD004" not in catalogue.faults():
-        folder = tmp_path / "arch_suffix-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: arch-suffix\nVersion: 1.0\n")
-        entry = "arch_suffix = moedoctor.faults.selection.arch_suffix:ArchSuffix"
-        (folder / "entry_points.txt").write_text(f"[moedoctor.faults]\n{entry}\n")
-        monkeypatch.syspath_prepend(str(tmp_path))
-        catalogue.faults.cache_clear()
-    yield
-    catalogue.faults.cache_clear()
-
-
-@pytest.mark.usefixtures("registered")
 def test_a_run_proves_it() -> None:
     options = Options(subjects=("faulty", "fixed"), only=(("capability", "12.1"),), jobs=2)
     facts = {"gpu": None, "torch": None, "vllm": None, "flashinfer": None}
     (result,) = run([scenario()], options, facts).scenarios
     assert result.verdict is ScenarioVerdict.PROVED, result.reason
-    assert {(one.subject, one.verdict) for one in result.cases} == {
+    assert {(case.subject, case.verdict) for case in result.cases} == {
         ("faulty", CaseVerdict.REPRODUCED),
         ("fixed", CaseVerdict.CLEAN),
     }

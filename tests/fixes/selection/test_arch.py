@@ -18,7 +18,13 @@ from moedoctor.fixes.arch import (
     resolve_arch,
     resolve_arch_list,
 )
-from moedoctor.fixes.arch.releases import GENERATIONS, RELEASES, flashinfer_targets, generation, moe_targets
+from moedoctor.fixes.arch.flashinfer import (
+    flashinfer_targets,
+    generation,
+    generations,
+    moe_targets,
+    releases,
+)
 from moedoctor.fixes.arch.targets import (
     Target,
     capabilities,
@@ -143,7 +149,7 @@ def test_targets_have_one_name() -> None:
         "120\n",
         "05",
     ):
-        with pytest.raises(ValueError, match="no CUDA target"):
+        with pytest.raises(ValueError, match="is not a CUDA target"):
             Target.parse(text)
 
 
@@ -228,7 +234,7 @@ OLD, FIRST_F, OWN_121, AGAIN_128 = "0.6.6", "0.6.7", "0.6.13", "0.7.2.post1"
         *((release, (12, 0), "12.0a", (13, 0), "120a") for release in (OLD, FIRST_F, OWN_121, AGAIN_128)),
         *(
             (one, (12, 0), text, (13, 0), None)
-            for one in RELEASES
+            for one in releases()
             for text in ("12.0,12.1", "12.0 ", "120f", "")
         ),
     ],
@@ -246,11 +252,11 @@ def test_what_each_release_makes_of_it(
 
 
 def test_every_release_belongs_to_one_generation() -> None:
-    assert [generation(one.first) for one in GENERATIONS] == list(GENERATIONS)
-    assert [generation(one.last) for one in GENERATIONS] == list(GENERATIONS)
-    assert generation("0.6.18") is GENERATIONS[2]
-    assert generation("0.9.0") is GENERATIONS[3]
-    assert {one.first for one in GENERATIONS} | {one.last for one in GENERATIONS} <= set(RELEASES)
+    assert [generation(one.first) for one in generations()] == list(generations())
+    assert [generation(one.last) for one in generations()] == list(generations())
+    assert generation("0.6.18") is generations()[2]
+    assert generation("0.9.0") is generations()[3]
+    assert {one.first for one in generations()} | {one.last for one in generations()} <= set(releases())
     with pytest.raises(ValueError, match=r"older than .* 0\.5\.0 to 0\.7\.2\.post1"):
         generation("0.4.1")
 
@@ -277,12 +283,12 @@ def test_the_moe_module_takes_the_targets_of_its_own_majors() -> None:
         ("sm_90a", "9.0a", ["is not MAJOR.MINOR; expected 9.0a"]),
         ("12.0", "12.0f", ["has no suffix", "plain sm_120", "expected 12.0f"]),
         ("9.0;12.0", "9.0a 12.0f", ["';' does not separate"]),
-        ("12.0+PTX", "12.0f", ["no +PTX"]),
+        ("12.0+PTX", "12.0f", ["does not know +PTX"]),
         ("8.9", "8.9", []),
         ("12.0f", "12.0f", []),
         ("9.0a 10.0a 12.0f 12.1a", "9.0a 10.0a 12.0f 12.1a", []),
         ("9.0f", "9.0a", ["no CUDA release from 12.0 on compiles for sm_90f"]),
-        ("banana", None, ["is no target"]),
+        ("banana", None, ["is not a target"]),
         ("13.5", None, ["no CUDA release"]),
         ("", None, ["is empty", "unset it"]),
     ],
@@ -293,7 +299,7 @@ def test_what_is_wrong_with_a_flashinfer_list(text: str, suggestion: str | None,
     messages = " | ".join(one.message for one in explained.problems)
     assert [word for word in said if word not in messages] == []
     assert bool(explained.problems) == bool(said)
-    assert [one.reader for one in explained.readings] == [f"FlashInfer {one.name}" for one in GENERATIONS]
+    assert [one.reader for one in explained.readings] == [f"FlashInfer {one.name}" for one in generations()]
 
 
 def test_the_toolkit_decides_what_a_list_should_be() -> None:
@@ -410,5 +416,5 @@ def test_a_list_is_read_for_a_gpu(text: str | None, capability: str, cuda: str, 
 def test_a_list_that_cannot_be_built_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sm_121a needs CUDA 12\.9"):
         resolve_arch_list("12.1", "12.0", "12.8")
-    with pytest.raises(ValueError, match="'banana' is no CUDA target"):
+    with pytest.raises(ValueError, match="'banana' is not a CUDA target"):
         resolve_arch_list("banana", "12.0", "13.0")

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from moedoctor.fixes.arch.releases import flashinfer_targets, moe_majors, moe_targets
+from moedoctor.fixes.arch.flashinfer import flashinfer_targets, moe_majors, moe_targets
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.flashinfer.context import FlashInferContext
 
