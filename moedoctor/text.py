@@ -1,4 +1,8 @@
-"""A small text file that a stranger may have written, read without blocking and without surprises."""
+"""Text files and YAML that a stranger may have written, and the words of error messages.
+
+`read_text` reads a small file, `read_yaml` one YAML document with the line of every value. `explain`,
+`dotted`, `show` and `nearest` say what is wrong with a value and what was expected.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,9 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from yaml.parser import Parser
-from yaml.reader import Reader
-from yaml.scanner import Scanner
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -174,74 +175,55 @@ def explain(error: ErrorDetails, valid: Iterable[str] = ()) -> str:
 MAX_INT = 2**63 - 1
 
 YamlScalar = str | int | float | bool | None
+YamlPath = tuple[str | int, ...]
+"""Keys and list indices from the root to a value."""
+
+# Together these bound the slowest file to about 0.3 s in the pure-Python scanner.
+MAX_YAML_BYTES = 128 * 1024
+MAX_NODES = 10_000
+MAX_DEPTH = 16
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
-_NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
-_YES_NO = re.compile(r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
-_DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?:[Tt\s].*)?", re.DOTALL)
-_ODD_NUMBER = re.compile(
-    r"[-+]?(?:0[0-9_]+|0[xX][0-9a-fA-F_]+|0[oO][0-7_]+|0b[01_]+"  # other bases
-    r"|[0-9][0-9_]*_[0-9_]*(?:\.[0-9_]*)?"  # digit groups
-    r"|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)"  # base 60: 1:30 is 90
-)
 _CONSTANTS: Mapping[str, bool | None] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
-
-
-class YamlScalarError(Exception):
-    """A scalar that cannot be used; as text, what it is and what was expected."""
-
-
-def resolve(text: str, *, plain: bool) -> YamlScalar:
-    """The value of a scalar; `plain` where it stands without quotes. Raises `YamlScalarError`."""
-    if _SURROGATE.search(text):
-        raise YamlScalarError(f"{show(text)} holds half a character (a surrogate), expected Unicode text")
-    if not plain:
-        return text
-    if text in _CONSTANTS:
-        return _CONSTANTS[text]
-    if _INTEGER.fullmatch(text):
-        # Digits are counted first: Python refuses to convert, or is slow on, numbers of thousands of digits.
-        if len(text) > 20 or abs(int(text)) > MAX_INT:
-            raise YamlScalarError(f"the number {show(text)} is too large, expected at most {MAX_INT}")
-        return int(text)
-    if _YES_NO.fullmatch(text):
-        raise YamlScalarError(f"{show(text)} is a boolean to some readers, expected true, false or quotes")
-    if _DATE.fullmatch(text):
-        raise YamlScalarError(f"{show(text)} is a date to some readers, expected quoted text")
-    if _ODD_NUMBER.fullmatch(text):
-        raise YamlScalarError(f"{show(text)} is ambiguous, expected a decimal number or quoted text")
-    if _NOT_FINITE.fullmatch(text) or (_FLOAT.fullmatch(text) and not math.isfinite(float(text))):
-        raise YamlScalarError(f"{show(text)} is not finite, expected a finite number")
-    return float(text) if _FLOAT.fullmatch(text) else text
-
-
-# Together these bound the slowest file to about 0.3 s in the pure-Python scanner.
-MAX_BYTES = 128 * 1024
-MAX_NODES = 10_000
-MAX_DEPTH = 16
-
-YamlPath = tuple[str | int, ...]
-"""Keys and list indices from the root to a value."""
-
+_REFUSED = (
+    (
+        re.compile(r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF"),
+        "is a boolean to some readers, expected true, false or quotes",
+    ),
+    (
+        re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?:[Tt\s].*)?", re.DOTALL),
+        "is a date to some readers, expected quoted text",
+    ),
+    (
+        re.compile(
+            r"[-+]?(?:0[0-9_]+|0[xX][0-9a-fA-F_]+|0[oO][0-7_]+|0b[01_]+"  # other bases
+            r"|[0-9][0-9_]*_[0-9_]*(?:\.[0-9_]*)?"  # digit groups
+            r"|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)"  # base 60: 1:30 is 90
+        ),
+        "is ambiguous, expected a decimal number or quoted text",
+    ),
+    (
+        re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"),
+        "is not finite, expected a finite number",
+    ),
+)
+"""Unquoted text that YAML 1.1 and 1.2 read differently, or that is not a number of JSON."""
 _HINTS = {
     "mapping values are not allowed here": "quote a text that holds ': ', indent keys of one mapping alike",
     "found character '\\t' that cannot start any token": "indent with spaces instead of tabs",
+    "but found another document": "expected one document in a file",
 }
-
-
-class YamlSourceError(TextFileError):
-    """Text that is no plain YAML data: where, and what was expected."""
 
 
 @dataclass(frozen=True)
 class YamlSource:
-    """Plain data (dict with text keys, list, str, int, float, bool, None) and where it stands."""
+    """Plain data (dict with text keys, list, str, int, float, bool, None) and its lines."""
 
     data: object
     lines: Mapping[YamlPath, int]
@@ -256,26 +238,53 @@ class YamlSource:
         return self.lines.get(self.known(path), 1)
 
 
-def read(path: Path) -> YamlSource:
-    """The one YAML document in the file at `path`; `TextFileError` for anything else."""
-    return parse(read_text(path, MAX_BYTES))
+def read_yaml(path: Path) -> YamlSource:
+    """Return the one YAML document in the file at `path`. Raises `TextFileError` for anything else."""
+    return parse_yaml(read_text(path, MAX_YAML_BYTES))
 
 
-def parse(text: str) -> YamlSource:
-    """The one YAML document in `text`; `TextFileError` for anything else."""
+def parse_yaml(text: str) -> YamlSource:
+    """Return the one YAML document in `text`: no aliases, no tags, no key twice, no value that two readers
+    would read differently. Raises `TextFileError` for anything else.
+    """
     check_printable(text)
-    parser = _Events(text)
+    loader = _PlainLoader(text)
     try:
-        return _Builder(parser).document()
+        root = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise YamlSourceError(mark.line + 1 if mark else 1, _syntax(error)) from None
+        raise TextFileError(mark.line + 1 if mark else 1, _syntax(error)) from None
     except (ValueError, OverflowError):
         # The scanner's own chr() and int(): an escape beyond Unicode, a %YAML version of thousands of digits.
-        problem = (
-            "not valid YAML: a number out of range in an escape or directive, expected a Unicode code point"
-        )
-        raise YamlSourceError(parser.line + 1, problem) from None
+        problem = "a number out of range in an escape or directive, expected a Unicode code point"
+        raise TextFileError(loader.line + 1, f"not valid YAML: {problem}") from None
+    if root is None:
+        raise TextFileError(1, "is empty, expected a YAML mapping")
+    lines: dict[YamlPath, int] = {}
+    return YamlSource(_data(root, (), lines), lines)
+
+
+def parse_scalar(text: str, *, quoted: bool = False) -> YamlScalar:
+    """Return the value of a YAML scalar. Raises ValueError, with what was expected, for an ambiguous one."""
+    if _SURROGATE.search(text):
+        raise ValueError(f"{show(text)} holds half a character (a surrogate), expected Unicode text")
+    if quoted:
+        return text
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    if _INTEGER.fullmatch(text):
+        # Digits are counted first: Python refuses to convert, or is slow on, numbers of thousands of digits.
+        if len(text) > 20 or abs(int(text)) > MAX_INT:
+            raise ValueError(f"the number {show(text)} is too large, expected at most {MAX_INT}")
+        return int(text)
+    for pattern, problem in _REFUSED:
+        if pattern.fullmatch(text):
+            raise ValueError(f"{show(text)} {problem}")
+    if not _FLOAT.fullmatch(text):
+        return text
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{show(text)} is not finite, expected a finite number")
+    return float(text)
 
 
 def _syntax(error: yaml.MarkedYAMLError) -> str:
@@ -284,108 +293,68 @@ def _syntax(error: yaml.MarkedYAMLError) -> str:
     return f"not valid YAML{shorten(context, 120)}: {shorten(error.problem or '', 120)}; {expected}"
 
 
-class _Events(Reader, Scanner, Parser):
-    """PyYAML up to its events; no composer, no constructor."""
+class _PlainLoader(yaml.SafeLoader):
+    """PyYAML up to its nodes, which refuses anchors, aliases, tags and too much of anything as it reads."""
 
-    def __init__(self, text: str) -> None:
-        Reader.__init__(self, text)
-        Scanner.__init__(self)
-        Parser.__init__(self)
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (every scalar stays text here)
+    nodes = 0
+    depth = 0
 
-    def take(self) -> yaml.Event:
-        event: yaml.Event = self.get_event()  # type: ignore[no-untyped-call]
-        return event
-
-    def peek_line(self) -> int:
-        """The line of the next event, counted from 1."""
-        return _line(self.peek_event())  # type: ignore[no-untyped-call]
-
-
-def _line(event: yaml.Event) -> int:
-    mark = event.start_mark
-    return mark.line + 1 if mark else 1
-
-
-class _Builder:
-    def __init__(self, events: _Events) -> None:
-        self._events = events
-        self._lines: dict[YamlPath, int] = {}
-        self._nodes = 0
-
-    def document(self) -> YamlSource:
-        self._events.take()
-        if self._events.check_event(yaml.StreamEndEvent):
-            raise YamlSourceError(1, "is empty, expected a YAML mapping")
-        self._events.take()
-        data = self._node(())
-        self._events.take()
-        if not self._events.check_event(yaml.StreamEndEvent):
-            line = self._events.peek_line()
-            raise YamlSourceError(line, "a second YAML document, expected one document in a file")
-        return YamlSource(data, self._lines)
-
-    def _node(self, path: YamlPath) -> object:
-        event = self._events.take()
-        line = self._lines[path] = _line(event)
-        self._require_plain(event, path, line)
-        if isinstance(event, yaml.ScalarEvent):
-            return self._scalar(event, line)
-        if isinstance(event, yaml.MappingStartEvent):
-            return self._mapping(path)
-        return self._sequence(path)
-
-    def _sequence(self, path: YamlPath) -> list[object]:
-        items: list[object] = []
-        while not self._events.check_event(yaml.SequenceEndEvent):
-            items.append(self._node((*path, len(items))))
-        self._events.take()
-        return items
-
-    def _mapping(self, path: YamlPath) -> dict[str, object]:
-        entries: dict[str, object] = {}
-        key_lines: dict[str, int] = {}
-        while not self._events.check_event(yaml.MappingEndEvent):
-            line = self._events.peek_line()
-            key = self._key(path, line)
-            if key in entries:
-                first = key_lines[key]
-                raise YamlSourceError(
-                    line, f"duplicate key {show(key)}, first on line {first}; expected it once"
-                )
-            key_lines[key] = line
-            child = (*path, key)
-            entries[key] = self._node(child)
-            if isinstance(entries[key], (dict, list)):
-                self._lines[child] = line
-        self._events.take()
-        return entries
-
-    def _key(self, path: YamlPath, line: int) -> str:
-        event = self._events.take()
-        self._require_plain(event, path, line)
-        if not isinstance(event, yaml.ScalarEvent):
-            raise YamlSourceError(line, "a list or mapping as a key, expected text")
-        if event.value == "<<" and event.implicit[0]:
-            raise YamlSourceError(line, "merge key '<<' is not supported, expected the values written out")
-        key = self._scalar(event, line)
-        if not isinstance(key, str):
-            raise YamlSourceError(line, f"the key {show(key)} is not text, expected a name (quote it)")
-        return key
-
-    def _scalar(self, event: yaml.ScalarEvent, line: int) -> YamlScalar:
-        try:
-            return resolve(event.value, plain=event.implicit[0])
-        except YamlScalarError as error:
-            raise YamlSourceError(line, str(error)) from None
-
-    def _require_plain(self, event: yaml.Event, path: YamlPath, line: int) -> None:
-        self._nodes += 1
-        if self._nodes > MAX_NODES:
-            raise YamlSourceError(line, f"too many values, expected at most {MAX_NODES}")
-        if len(path) > MAX_DEPTH:
-            raise YamlSourceError(line, f"nested too deeply, expected at most {MAX_DEPTH} levels")
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        line = event.start_mark.line + 1
         anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            raise TextFileError(line, f"too many values, expected at most {MAX_NODES}")
+        if self.depth > MAX_DEPTH:
+            raise TextFileError(line, f"nested too deeply, expected at most {MAX_DEPTH} levels")
         if anchor is not None:
-            raise YamlSourceError(line, f"anchor or alias {show(anchor)}, expected the value written out")
+            raise TextFileError(line, f"anchor or alias {show(anchor)}, expected the value written out")
         if tag is not None:
-            raise YamlSourceError(line, f"tag {show(tag)} is not supported, expected the plain value")
+            raise TextFileError(line, f"tag {show(tag)} is not supported, expected the plain value")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _data(node: yaml.Node, path: YamlPath, lines: dict[YamlPath, int]) -> object:
+    """Return the data of a node and write its lines into `lines`."""
+    lines[path] = node.start_mark.line + 1
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node)
+    if isinstance(node, yaml.SequenceNode):
+        return [_data(item, (*path, index), lines) for index, item in enumerate(node.value)]
+    result: dict[str, object] = {}
+    key_lines: dict[str, int] = {}
+    for key_node, value in node.value:
+        key, line = _key(key_node), key_node.start_mark.line + 1
+        if key in result:
+            first = key_lines[key]
+            raise TextFileError(line, f"duplicate key {show(key)}, first on line {first}; expected it once")
+        key_lines[key] = line
+        child = (*path, key)
+        result[key] = _data(value, child, lines)
+        if not isinstance(value, yaml.ScalarNode):
+            lines[child] = line
+    return result
+
+
+def _key(node: yaml.Node) -> str:
+    line = node.start_mark.line + 1
+    if not isinstance(node, yaml.ScalarNode):
+        raise TextFileError(line, "a list or mapping as a key, expected text")
+    if node.value == "<<" and node.style is None:
+        raise TextFileError(line, "merge key '<<' is not supported, expected the values written out")
+    key = _scalar(node)
+    if not isinstance(key, str):
+        raise TextFileError(line, f"the key {show(key)} is not text, expected a name (quote it)")
+    return key
+
+
+def _scalar(node: yaml.ScalarNode) -> YamlScalar:
+    try:
+        return parse_scalar(node.value, quoted=node.style is not None)
+    except ValueError as error:
+        raise TextFileError(node.start_mark.line + 1, str(error)) from None

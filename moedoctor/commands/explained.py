@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moedoctor.entries import builtin_folder, reports_folder
 from moedoctor.entries.entry import SECTIONS, Entry, Link
-from moedoctor.entries.shipped import builtin_folder, reports_folder
 from moedoctor.interfaces import Fault
 from moedoctor.results import Report, ReportError, load_report
-from moedoctor.text import TextFileError, read
+from moedoctor.text import TextFileError, read_yaml
 
 NOT_YET = "moedoctor cannot run this one yet: it has no scenario."
 
@@ -119,7 +119,7 @@ def _said(outcome: Outcome) -> str:
 def _claims(id: str, name: str) -> tuple[Claim, ...]:
     """The claims of the built-in scenario; another project's may lie elsewhere. Loads no fault."""
     try:
-        data = read(builtin_folder() / f"{name}.yaml").data
+        data = read_yaml(builtin_folder() / f"{name}.yaml").data
     except TextFileError:
         return ()
     written = data.get("claims") if isinstance(data, dict) else None

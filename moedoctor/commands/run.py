@@ -20,8 +20,8 @@ from moedoctor.reporters.text import summary_line
 from moedoctor.results import Report, ReportError, load_report
 from moedoctor.runner.plan import Options
 from moedoctor.runner.run import run
-from moedoctor.runner.targets import TargetError, load_targets
 from moedoctor.scenario.file import Scenario, ScenarioError
+from moedoctor.scenario.targets import TargetError, load_targets
 
 _RELEASE = re.compile(r"\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
 _DEVICE = re.compile(r"auto|cpu|cuda:\d{1,2}")

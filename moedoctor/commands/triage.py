@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.diagnose.triage.advice import NAMES
 from moedoctor.diagnose.triage.triage import Finding, Triage, triage
+from moedoctor.entries import entries
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.output import OutputError, check_writable, write
 from moedoctor.text import escape, shorten
@@ -112,7 +112,7 @@ def _render(result: Triage, format: str) -> str:
         return "\n".join(_markdown(result, about))
     lines = []
     for one in result.findings:
-        lines.append(f"{one.id}  {NAMES[one.id]}  confidence {one.confidence:.2f}  line {one.line}")
+        lines.append(f"{one.id}  {entries()[one.id].name}  confidence {one.confidence:.2f}  line {one.line}")
         lines += [f"    {one.excerpt}", f"    next: {one.next_step}", ""]
     if not result.findings:
         lines.append(
@@ -125,7 +125,7 @@ def _markdown(result: Triage, about: str) -> list[str]:
     if not result.findings:
         return ["No known failure in this text.", "", about]
     rows = [
-        f"| {one.id} {NAMES[one.id]} | {one.confidence:.2f} | {one.line} | {_cell(one.excerpt)} "
+        f"| {one.id} {entries()[one.id].name} | {one.confidence:.2f} | {one.line} | {_cell(one.excerpt)} "
         f"| {_cell(one.next_step)} |"
         for one in result.findings
     ]

@@ -1,4 +1,7 @@
-"""The catalogue in words, one Markdown file a known failure. Imports no torch and loads no fault."""
+"""What moedoctor ships: its catalogue of entries, and the folders of scenarios and reports.
+
+An entry is one Markdown file for a known failure. Nothing here imports torch or loads a fault.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moedoctor.entries.entry import Entry, parse_entry
-from moedoctor.text import TextFileError, check_printable, read_text
+from moedoctor.text import TextFileError, read_text
 
 FOLDER = Path(__file__).resolve().parent
+_PACKAGE = FOLDER.parent
 MAX_BYTES = 64 * 1024
 
 
@@ -19,17 +23,14 @@ class EntryError(Exception):
 
 @functools.cache
 def entries() -> Mapping[str, Entry]:
-    """Id -> entry, in the order of the ids. Raises EntryError where a file is wrong."""
-    found = [load_entry(path) for path in sorted(FOLDER.glob("*.md"))]
-    return {entry.id: entry for entry in found}
+    """Return the entries by id, in the order of the ids. Raises EntryError if a file is wrong."""
+    return {entry.id: entry for entry in map(load_entry, sorted(FOLDER.glob("*.md")))}
 
 
 def load_entry(path: Path) -> Entry:
-    """The entry in the file at `path`, which must be called by its id. Raises EntryError."""
+    """Return the entry in the file at `path`, whose name must be its id. Raises EntryError."""
     try:
-        text = read_text(path, MAX_BYTES)
-        check_printable(text)
-        entry = parse_entry(text)
+        entry = parse_entry(read_text(path, MAX_BYTES))
         if path.stem != entry.id:
             raise TextFileError(2, f"id {entry.id}, expected {path.stem} as in the file's name")
     except TextFileError as error:
@@ -38,6 +39,33 @@ def load_entry(path: Path) -> Entry:
 
 
 def find_entry(text: str) -> Entry | None:
-    """The entry with this id or name, in any case and with ``-`` for ``_``."""
-    wanted = text.strip().lower().replace("-", "_")
-    return next((one for one in entries().values() if wanted in (one.id.lower(), one.name)), None)
+    """Return the entry with this id or name, in any case and with ``-`` for ``_``, or None."""
+    key = text.strip().lower().replace("-", "_")
+    return next((entry for entry in entries().values() if key in (entry.id.lower(), entry.name)), None)
+
+
+def builtin_folder() -> Path:
+    """Return the folder of the built-in scenarios, one YAML file for each known failure, and `schema.json`.
+
+    Raises FileNotFoundError, which names both places, if it is neither in the wheel nor in a checkout.
+    """
+    places = _places("scenarios")
+    folder = next((place for place in places if place.is_dir()), None)
+    if folder is None:
+        raise FileNotFoundError(
+            f"built-in scenarios: neither {places[0]} nor {places[1]} is a folder; install moedoctor again"
+        )
+    return folder
+
+
+def reports_folder() -> Path:
+    """Return the folder of the shipped reports, with a folder for each machine. It may be missing."""
+    packaged, checkout = _places("reports")
+    return packaged if packaged.is_dir() else checkout
+
+
+def _places(name: str) -> tuple[Path, Path]:
+    """Where a top-level folder of the repository is: a wheel ships it inside the package, an editable
+    install and a checkout have it beside the package.
+    """
+    return _PACKAGE / f"_{name}", _PACKAGE.parent / name

@@ -1,51 +1,118 @@
-"""A catalogue entry in words: one Markdown file with a head, read strictly.
+"""An entry of the catalogue: a Markdown file with a head in YAML, between two lines ``---``.
 
-The head, between two lines ``---``, begins with the lines of `HEAD` in this order, and then says by which
-rules `moedoctor check` knows that the failure can strike (`entries.rules` reads those). The body has
-the sections of `SECTIONS`, each once and in this order. `list` and `explain` need no more than this.
+The head has the fields of `Entry` up to `affects`, whose rules say on which machines the failure can strike;
+`moedoctor check` reads them. The body has the sections of `SECTIONS`, each once and in this order.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from moedoctor.text import TextFileError
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-HEAD = ("id", "name", "title", "where", "fixed")
-"""The lines that a head begins with."""
+from moedoctor.text import TextFileError, check_printable, dotted, explain, parse_yaml
+
 SECTIONS = ("What happens", "Who is affected", "How to see it", "Fix", "Links")
 """The headings of an entry."""
 
+Severity = Literal["error", "warning", "note"]
+"""``error``: a crash or a wrong result in the use that `needs` names; ``warning``: it takes a rarer setting,
+or the evidence is weaker; ``note``: the checkpoint, the model or other code decides, not the machine."""
+
 _FENCE = "---"
-_ID = re.compile(r"MD\d{3}")
-_NAME = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
-_LINK = re.compile(r"- (https://[^\s<>\"'`]+)(?: (\S.*))?")
+_LINK = re.compile(r"- (https://[^\s<>\"'`]+) (\S.*)")
+
+
+def _specifier(text: str) -> str:
+    try:
+        SpecifierSet(text)
+    except InvalidSpecifier:
+        raise ValueError(
+            f"'{text}' is not a version range, expected one such as '>=0.17.1,<0.20.0'"
+        ) from None
+    return text
+
+
+Line = Annotated[str, Field(min_length=1, max_length=300)]
+Range = Annotated[str, Field(min_length=1), AfterValidator(_specifier)]
+"""Releases, as `packaging` reads them."""
+Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Condition(_Strict):
+    """What must hold on a machine; all that is given must hold, and a fact that is unknown does not."""
+
+    packages: dict[Name, Range] = {}
+    """Distribution -> its releases; ``>=0`` for any."""
+    capability: Range | None = None
+    """Compute capability of a GPU that CUDA programs see here, ``>=12.0,<13.0``."""
+    cuda: Range | None = None
+    """The CUDA toolkit that would compile; without one, the release that torch was built for."""
+    wsl: bool | None = None
+    uva: bool | None = None
+    """Whether vLLM's CPU offload maps host memory into the GPU, or copies in every forward."""
+    pins: bool | None = None
+    """Whether vLLM's CPU offload uses pinned memory."""
+    variables: dict[Name, str] = {}
+    """Environment variables that have exactly this value."""
+    variables_not: dict[Name, str] = {}
+    """Environment variables that must not have this value."""
+    any_set: list[Name] = []
+    """At least one of these variables is set, to any value."""
+    file: Line | None = None
+    """A file of an installed package, ``vllm/envs.py``."""
+
+    @model_validator(mode="after")
+    def _names_something(self) -> Condition:
+        if not self.packages and not self.any_set and self.file is None:
+            raise ValueError("must name packages, any_set or file: a failure needs something to fail")
+        return self
+
+
+class Rule(_Strict):
+    """One way in which the failure can strike. Rules are tried in order, and the first that fits decides."""
+
+    severity: Severity
+    confidence: float = Field(gt=0, le=1)
+    """How sure it is that the use named under `needs` fails here: an estimate."""
+    when: Condition
+    needs: Line | None = None
+    """What else it takes that the machine does not show: a flag, a kind of model."""
+    why: Line
+    next: Line
+    """What to do about it on such a machine; left out, what the entry says."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Where more is said about a failure."""
+    """A page that says more about a failure."""
 
     url: str
     text: str
     """What is there, in a few words."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(_Strict):
     """One known failure in words, in Markdown."""
 
-    id: str
-    """``MD001`` …"""
-    name: str
-    title: str
+    id: Annotated[str, Field(pattern=r"^MD\d{3}$")]
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*(?:_[a-z0-9]+)*$")]
+    title: Line
     """The failure in one line."""
-    where: str
+    where: Line
     """What it strikes, in a few words."""
-    fixed: str
+    fixed: Line
     """The first release without it, or ``no``."""
+    next: Line
+    """What to do if a log or an issue shows it."""
+    affects: Annotated[list[Rule], Field(min_length=1)]
     mechanism: str
     affected: str
     """Releases, GPUs and settings."""
@@ -53,52 +120,38 @@ class Entry:
     fix: str
     """What the fix is and where it landed."""
     links: tuple[Link, ...]
-    rules: str
-    """The rest of the head, YAML that `moedoctor.entries.rules` reads."""
-    rules_line: int
-    """Where that begins in the file."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rules_say_what_to_do(cls, data: dict[str, Any]) -> dict[str, Any]:
+        affects = data.get("affects")
+        if not isinstance(affects, list) or "next" not in data:
+            return data
+        rules = [{"next": data["next"], **rule} if isinstance(rule, dict) else rule for rule in affects]
+        return {**data, "affects": rules}
 
 
 def parse_entry(text: str) -> Entry:
-    """The entry that `text` holds. Raises TextFileError, with the line, for anything else."""
+    """Return the entry that `text` holds. Raises TextFileError, with the line, for anything else."""
+    check_printable(text)
     lines = text.splitlines()
     if not lines or lines[0] != _FENCE or _FENCE not in lines[1:]:
         raise TextFileError(1, f"has no head, expected it between two lines {_FENCE}")
     end = lines.index(_FENCE, 1)
-    if end <= len(HEAD):
-        raise TextFileError(end + 1, f"ends too early, expected a head with {', '.join(HEAD)} and rules")
-    head = [_head(lines, number, key) for number, key in enumerate(HEAD, start=1)]
-    for number, (value, pattern) in enumerate(zip(head, (_ID, _NAME), strict=False), start=2):
-        if pattern.fullmatch(value) is None:
-            raise TextFileError(number, f"'{value}', expected text like {pattern.pattern}")
+    head = parse_yaml(
+        "\n".join(["", *lines[1:end]])
+    )  # an empty line for the fence, so that lines count alike
+    if not isinstance(head.data, dict):
+        raise TextFileError(2, "is not a mapping (key: value)")
     sections = _sections(lines, end + 1)
-    texts = [text for _, text in sections.values()]
-    return Entry(
-        id=head[0],
-        name=head[1],
-        title=head[2],
-        where=head[3],
-        fixed=head[4],
-        mechanism=texts[0],
-        affected=texts[1],
-        detection=texts[2],
-        fix=texts[3],
-        links=tuple(_links(*sections["Links"])),
-        rules="\n".join(lines[1 + len(HEAD) : end]),
-        rules_line=2 + len(HEAD),
-    )
-
-
-def _head(lines: list[str], index: int, key: str) -> str:
-    found, _, value = lines[index].partition(": ")
-    if found != key or not value.strip():
-        raise TextFileError(index + 1, f"'{lines[index]}', expected '{key}: …'")
-    if not value.startswith('"'):
-        return value.strip()
+    texts = dict(zip(("mechanism", "affected", "detection", "fix"), sections.values(), strict=False))
+    body = {key: words for key, (_, words) in texts.items()}
     try:
-        return str(json.loads(value))
-    except ValueError:
-        raise TextFileError(index + 1, f"{value} is not closed or holds an unknown escape") from None
+        return Entry.model_validate({**head.data, **body, "links": tuple(_links(*sections["Links"]))})
+    except ValidationError as error:
+        finding = error.errors()[0]
+    path = finding["loc"] if finding["type"] == "missing" else head.known(finding["loc"])
+    raise TextFileError(head.line(path), f"{dotted(path)}: {explain(finding)}")
 
 
 def _sections(lines: list[str], start: int) -> dict[str, tuple[int, str]]:
@@ -110,20 +163,20 @@ def _sections(lines: list[str], start: int) -> dict[str, tuple[int, str]]:
         raise TextFileError(line, f"has the sections {', '.join(named)}, expected {', '.join(SECTIONS)}")
     if any(line.strip() for line in lines[start : headings[0]]):
         raise TextFileError(start + 1, "has text before its first section")
-    found = {}
+    sections = {}
     for name, begin, end in zip(named, headings, [*headings[1:], len(lines)], strict=True):
         text = "\n".join(lines[begin + 1 : end]).strip()
         if not text:
             raise TextFileError(begin + 1, f"the section {name} is empty")
-        found[name] = (begin + 2, text)
-    return found
+        sections[name] = (begin + 2, text)
+    return sections
 
 
 def _links(first: int, text: str) -> list[Link]:
-    found = []
+    links = []
     for number, line in enumerate(text.splitlines(), start=first):
         match = _LINK.fullmatch(line)
-        if match is None or match[2] is None:
+        if match is None:
             raise TextFileError(number, f"'{line}', expected '- https://… what is there'")
-        found.append(Link(match[1], match[2]))
-    return found
+        links.append(Link(match[1], match[2]))
+    return links

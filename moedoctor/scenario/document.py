@@ -48,9 +48,13 @@ def _as_list(value: object) -> object:
     return value if isinstance(value, list) else [value]
 
 
-def _tiers_schema(schema: dict[str, Any]) -> None:
-    # The empty default stands for something that only the fault knows, so an editor must not offer it.
+def _without_default(schema: dict[str, Any]) -> None:
+    # The default stands for what only the fault or its entry knows, so an editor must not offer it.
     schema.pop("default")
+
+
+def _distinct_without_default(schema: dict[str, Any]) -> None:
+    _without_default(schema)
     schema["uniqueItems"] = True
 
 
@@ -62,7 +66,7 @@ _Scalars = Annotated[list[Scalar], Field(min_length=1)]
 Values = Annotated[
     list[_Scalar], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Scalar | _Scalars)
 ]
-"""One value, or the values of a dimension of the matrix; always a list once it is read."""
+"""One value, or the values of a dimension of the matrix; always a list after it is read."""
 
 
 class _Strict(BaseModel):
@@ -84,8 +88,16 @@ class ScenarioDocument(_Strict):
     """A moedoctor scenario: one known failure, the cases to run and what is expected of them."""
 
     id: Name = Field(description="Catalogue id of the known failure, e.g. MD001.")
-    name: Name = Field(description="Catalogue name of the same failure, e.g. nan_routing.")
-    title: Line = Field(description="The failure in one line.")
+    name: Name = Field(
+        default="",
+        description="Catalogue name of the same failure, e.g. nan_routing; may be left out.",
+        json_schema_extra=_without_default,
+    )
+    title: Line = Field(
+        default="",
+        description="What the scenario shows, in one line; left out, the title of the known failure.",
+        json_schema_extra=_without_default,
+    )
     subjects: Annotated[tuple[Name, ...], Field(min_length=1, max_length=100)] = Field(
         default=DEFAULT_SUBJECTS,
         description="What is put to the test: faulty, fixed, installed, or a release such as vllm@0.19.1.",
@@ -94,7 +106,7 @@ class ScenarioDocument(_Strict):
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = Field(
         default=(),
         description="How real the runs are; left out, all tiers that the fault has.",
-        json_schema_extra=_tiers_schema,
+        json_schema_extra=_distinct_without_default,
     )
     timeout: Finite = Field(
         default=DEFAULT_TIMEOUT, gt=0, le=MAX_TIMEOUT, description="Time limit of one case, in seconds."
@@ -116,7 +128,7 @@ class ScenarioDocument(_Strict):
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of a scenario file, for editors; the same for the same code."""
+    """Return the JSON schema (draft 2020-12) of a scenario file, for editors."""
     return {"$schema": SCHEMA_URI, **ScenarioDocument.model_json_schema(mode="validation")}
 
 
@@ -124,7 +136,7 @@ class InvalidValueError(Exception):
     """A value of a scenario file that cannot be used; the message says which."""
 
     def __init__(self, path: YamlPath, message: str, *, name: YamlPath | None = None) -> None:
-        """`path` is where the value stands; `name`, where it differs, is what to call it."""
+        """`path` is the place of the value; `name` is what to call it if that differs."""
         super().__init__(path, message)
         called = dotted(path if name is None else name)
         self.path = path
@@ -132,7 +144,7 @@ class InvalidValueError(Exception):
 
 
 def read_document(source: YamlSource) -> ScenarioDocument:
-    """The file's data in its shape; `InvalidValueError` for the first thing that does not fit."""
+    """Return the file's data in its shape. Raises `InvalidValueError` for the first misfit."""
     try:
         # Through JSON, because pydantic's strict mode takes enums and tuples from text only there.
         return ScenarioDocument.model_validate_json(json.dumps(source.data))

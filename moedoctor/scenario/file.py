@@ -1,37 +1,41 @@
-"""Scenario files: YAML in, a typed and fully checked `Scenario` out, or one line that says what to change.
+"""Scenario files: YAML in, a fully checked `Scenario` out, or one line that says what to change.
 
 ``python -m moedoctor.scenario.file [--check] FILE`` writes the JSON schema that editors read, or compares it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from moedoctor import text as yaml_source
+from pydantic import BaseModel, ValidationError
+
 from moedoctor.interfaces import Fault
 from moedoctor.results import CaseVerdict, Scalar, Tier
 from moedoctor.scenario.document import InvalidValueError, ScenarioDocument, read_document, schema
-from moedoctor.scenario.matrix import expand
-from moedoctor.text import TextFileError, YamlPath, escape, nearest, shorten, show
-
-__all__ = ["Scenario", "ScenarioClaim", "ScenarioError", "load", "schema", "schema_text"]
+from moedoctor.text import TextFileError, YamlPath, escape, explain, nearest, read_yaml, shorten, show
 
 SubjectKind = Callable[[str], str | None]
 """Subject name -> its kind (``faulty``, ``vllm`` …); None for a name that nobody owns."""
 
+MAX_POINTS = 2000
 _SUBJECTS = ("faulty", "fixed", "installed", "vllm@X.Y.Z", "flashinfer@X.Y.Z")
 _MESSAGE_LIMIT = 400
+_FIRST_WORD = re.compile(r"(\w+):?\s+")
 
 
 class ScenarioError(Exception):
     """A scenario file that cannot be used. As text it is the one line ``file:line: message``."""
 
     def __init__(self, file: str, line: int, message: str) -> None:
-        """`line` counts from 1 and is 1 where none is known."""
+        """`line` counts from 1 and is 1 if none is known."""
         super().__init__(file, line, message)
         self.file = file
         self.line = line
@@ -75,13 +79,13 @@ class Scenario:
 
 
 def load(path: Path, *, faults: Mapping[str, Fault], subject_kind: SubjectKind) -> Scenario:
-    """The scenario in the file at `path`, checked against `faults` (catalogue id -> known failure).
+    """Return the scenario in the file at `path`, checked against `faults` (catalogue id -> known failure).
 
     Raises `ScenarioError`, and nothing else, for whatever is wrong with the file.
     """
     file = str(path)
     try:
-        source = yaml_source.read(path)
+        source = read_yaml(path)
     except TextFileError as error:
         raise ScenarioError(file, error.line, error.message) from None
     try:
@@ -89,9 +93,9 @@ def load(path: Path, *, faults: Mapping[str, Fault], subject_kind: SubjectKind) 
         fault = _fault(document, faults)
         _check_subjects(document, fault, subject_kind)
         return Scenario(
-            id=document.id,
-            name=document.name,
-            title=document.title,
+            id=fault.id,
+            name=fault.name,
+            title=document.title or fault.title,
             file=file,
             line=source.line(()),
             subjects=document.subjects,
@@ -109,13 +113,13 @@ def _fault(document: ScenarioDocument, faults: Mapping[str, Fault]) -> Fault:
     fault = faults.get(document.id)
     if fault is None:
         raise InvalidValueError(("id",), f"unknown id {show(document.id)}, {nearest(document.id, faults)}")
-    if document.name != fault.name:
+    if document.name not in ("", fault.name):
         raise InvalidValueError(("name",), f"{show(document.name)} is not {fault.id}, expected {fault.name}")
     return fault
 
 
 def _check_subjects(document: ScenarioDocument, fault: Fault, subject_kind: SubjectKind) -> None:
-    _check_distinct(("subjects",), document.subjects)
+    _check_distinct([(("subjects", index), name) for index, name in enumerate(document.subjects)])
     named: list[tuple[YamlPath, str]] = [(("subjects", i), name) for i, name in enumerate(document.subjects)]
     named += [(("expect", name), name) for name in document.expect]
     for path, name in named:
@@ -125,24 +129,24 @@ def _check_subjects(document: ScenarioDocument, fault: Fault, subject_kind: Subj
             raise InvalidValueError(path, f"unknown subject {show(name)}, {nearest(name, known)}")
 
 
-def _check_distinct(path: YamlPath, names: Sequence[str]) -> None:
-    seen: set[str] = set()
-    for index, name in enumerate(names):
-        if name in seen:
-            raise InvalidValueError((*path, index), f"{show(name)} is there twice, expected it once")
-        seen.add(name)
+def _check_distinct(named: Sequence[tuple[YamlPath, str]]) -> None:
+    """Refuse a name that is there twice; each comes with its path."""
+    names: set[str] = set()
+    for path, name in named:
+        if name in names:
+            raise InvalidValueError(path, f"{show(name)} is there twice, expected it once")
+        names.add(name)
 
 
 def _tiers(document: ScenarioDocument, fault: Fault) -> tuple[Tier, ...]:
-    _check_distinct(("tiers",), [tier.value for tier in document.tiers])
+    _check_distinct([(("tiers", index), tier.value) for index, tier in enumerate(document.tiers)])
     has = {tier for tiers in fault.tiers.values() for tier in tiers}
     all_tiers = tuple(tier for tier in Tier if tier in has)
     for index, tier in enumerate(document.tiers):
         if tier not in has:
-            listed = ", ".join(one.value for one in all_tiers)
-            raise InvalidValueError(
-                ("tiers", index), f"{fault.id} has no tier {tier.value}, expected {listed}"
-            )
+            listed = ", ".join(known.value for known in all_tiers)
+            message = f"{fault.id} has no tier {tier.value}, expected {listed}"
+            raise InvalidValueError(("tiers", index), message)
     return document.tiers or all_tiers
 
 
@@ -150,17 +154,14 @@ def _claims(
     document: ScenarioDocument, fault: Fault, line: Callable[[YamlPath], int]
 ) -> Iterator[ScenarioClaim]:
     tests = {test.key: test for test in fault.claims}
-    seen: set[str] = set()
     for index, claim in enumerate(document.claims):
         path: YamlPath = ("claims", index)
         if claim.key not in tests:
             message = f"unknown claim {show(claim.key)}, {nearest(claim.key, tests)}"
             raise InvalidValueError((*path, "key"), message)
-        if claim.key in seen:
-            raise InvalidValueError((*path, "key"), f"{show(claim.key)} is there twice, expected it once")
-        seen.add(claim.key)
         _check_thresholds((*path, "thresholds"), claim.thresholds, tests[claim.key].thresholds)
         yield ScenarioClaim(claim.key, claim.text, claim.source, claim.thresholds, line(path))
+    _check_distinct([(("claims", index, "key"), claim.key) for index, claim in enumerate(document.claims)])
 
 
 def _check_thresholds(path: YamlPath, given: Mapping[str, float], names: Sequence[str]) -> None:
@@ -172,8 +173,68 @@ def _check_thresholds(path: YamlPath, given: Mapping[str, float], names: Sequenc
             raise InvalidValueError((*path, name), "is missing, expected a number")
 
 
+class _Value(NamedTuple):
+    path: YamlPath
+    """Its place in the file."""
+    value: Scalar
+
+
+def expand(document: ScenarioDocument, model: type[BaseModel]) -> tuple[Mapping[str, Scalar], ...]:
+    """Return every point of the matrix, checked by the fault's `model` and completed with its defaults.
+
+    Points are in the order of the file, and each is there once. Raises `InvalidValueError`.
+    """
+    blocks = [
+        {**_dimensions(document.parameters, ("parameters",)), **_dimensions(block, ("matrix", index))}
+        for index, block in enumerate(document.matrix)
+    ]
+    has_matrix = "matrix" in document.model_fields_set
+    _check_size(blocks, ("matrix",) if has_matrix else ("parameters",))
+    points: dict[str, Mapping[str, Scalar]] = {}
+    for index, block in enumerate(blocks):
+        where: YamlPath = ("matrix", index) if has_matrix else ("parameters",)
+        for values in itertools.product(*block.values()):
+            point = _point(dict(zip(block, values, strict=True)), where, model)
+            points.setdefault(json.dumps(point), point)
+    return tuple(points.values())
+
+
+def _dimensions(block: Mapping[str, Sequence[Scalar]], path: YamlPath) -> dict[str, list[_Value]]:
+    return {
+        name: [_Value((*path, name, index), value) for index, value in enumerate(values)]
+        for name, values in block.items()
+    }
+
+
+def _check_size(blocks: Sequence[Mapping[str, Sequence[_Value]]], path: YamlPath) -> None:
+    # Counted, not expanded: a hundred short lists make more points than there is memory.
+    total = sum(math.prod(len(values) for values in block.values()) for block in blocks)
+    if total > MAX_POINTS:
+        count = str(total) if total < 10**9 else "over a billion"
+        raise InvalidValueError(path, f"expands to {count} points, expected at most {MAX_POINTS}")
+
+
+def _point(values: Mapping[str, _Value], block: YamlPath, model: type[BaseModel]) -> Mapping[str, Scalar]:
+    given = json.dumps({name: value.value for name, value in values.items()})
+    try:
+        return model.model_validate_json(given, strict=True).model_dump(mode="json")
+    except ValidationError as error:
+        first = min(error.errors(include_url=False), key=lambda finding: finding["type"] == "missing")
+
+    message = explain(first, model.model_fields)
+    name = str(first["loc"][0]) if first["loc"] else ""
+    # A check over several parameters has no place of its own: take the one its message starts with.
+    word = _FIRST_WORD.match(message)
+    if word and word[1] in model.model_fields and name in ("", word[1]):
+        name, message = word[1], message[word.end() :]
+    path = values[name].path if name in values else block
+    if first["type"] == "extra_forbidden":
+        path = path[:-1]
+    raise InvalidValueError(path, message, name=("parameters", name) if name else ("parameters",))
+
+
 def schema_text() -> str:
-    """What ``schema.json`` must hold."""
+    """Return what ``schema.json`` must hold."""
     return json.dumps(schema(), indent=2) + "\n"
 
 
@@ -190,9 +251,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if file.is_file() and file.read_text(encoding="utf-8") == schema_text():
         return 0
-    print(
-        f"{file}: is not what the models say; run: python -m moedoctor.scenario.file {file}", file=sys.stderr
-    )
+    print(f"{file}: differs from the models; run: python -m moedoctor.scenario.file {file}", file=sys.stderr)
     return 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moedoctor.entries.shipped import reports_folder
+from moedoctor.entries import reports_folder
 from moedoctor.trace.format import RoutingTrace, load
 
 SHIPPED = Path("traces", "small_moe_decode.safetensors")

@@ -12,8 +12,7 @@ from moedoctor.cli import app
 from moedoctor.commands.readme_table import failures_table
 from moedoctor.diagnose.check.packages import PINS
 from moedoctor.entries import entries, find_entry
-from moedoctor.entries.entry import Entry
-from moedoctor.entries.rules import Rule, rules
+from moedoctor.entries.entry import Entry, Rule
 
 TITLES = {
     "MD001 nan_routing": "NaN router logits give one token the same expert K times",
@@ -49,11 +48,11 @@ REPOSITORIES = {
     "sgl-project/sglang",
 }
 ENTRIES = pytest.mark.parametrize("entry", entries().values(), ids=lambda one: one.id)
-RULES = [(entry, rule) for entry in entries().values() for rule in rules(entry)]
+RULES = [(entry, rule) for entry in entries().values() for rule in entry.affects]
 
 
 def words(entry: Entry) -> str:
-    spoken = [text for rule in rules(entry) for text in (rule.why, rule.next, rule.needs or "")]
+    spoken = [text for rule in entry.affects for text in (rule.why, rule.next, rule.needs or "")]
     return "\n".join((entry.mechanism, entry.affected, entry.detection, entry.fix, entry.fixed, *spoken))
 
 
@@ -114,13 +113,13 @@ def test_rules_name_packages_and_releases_that_exist(entry: Entry, rule: Rule) -
 
 @ENTRIES
 def test_notes_come_last_because_the_first_rule_that_fits_speaks(entry: Entry) -> None:
-    severities = [rule.severity for rule in rules(entry)]
+    severities = [rule.severity for rule in entry.affects]
     assert severities == sorted(severities, key=lambda one: one == "note")
 
 
 @ENTRIES
 def test_a_note_says_what_it_depends_on(entry: Entry) -> None:
-    assert all(rule.needs for rule in rules(entry) if rule.severity == "note")
+    assert all(rule.needs for rule in entry.affects if rule.severity == "note")
 
 
 @pytest.mark.parametrize("text", ["MD004", "md004", "arch_suffix", "arch-suffix", " ARCH_SUFFIX "])

@@ -1,22 +1,24 @@
-"""Scenario files: what a good one becomes, what contradicts the catalogue, and what no input may do."""
+"""Scenario files: what a good one becomes, what is refused in which words, and the schema for editors."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenario_fakes import BASE, CLAIM, FAULTS, FULL, HEAD, load_text, subject_kind
 
-from moedoctor.results import CaseVerdict, Tier
+from moedoctor.results import CaseVerdict, Scalar, Tier
 from moedoctor.scenario import file as module
-from moedoctor.scenario.file import ScenarioError, load, schema
+from moedoctor.scenario.document import ScenarioDocument, schema
+from moedoctor.scenario.file import MAX_POINTS, ScenarioError, load
 
 TESTS = Path(__file__).parent.parent
 
@@ -45,23 +47,176 @@ def test_defaults(tmp_path: Path) -> None:
     assert scenario.claims == ()
 
 
-def test_a_scenario_is_frozen_and_travels_to_a_child(tmp_path: Path) -> None:
+def test_name_and_title_may_be_left_out(tmp_path: Path) -> None:
+    scenario = load_text(tmp_path, "id: MD001\nparameters: {tokens: 4}\n")
+    assert (scenario.name, scenario.title) == ("nan_routing", "A fake")
+
+
+def test_text_is_made_one_line(tmp_path: Path) -> None:
+    assert load_text(tmp_path, BASE.replace("A title", ">\n  two\n  words")).title == "two words"
+
+
+def test_a_scenario_and_an_error_travel_to_a_child(tmp_path: Path) -> None:
     scenario = load_text(tmp_path, FULL)
     assert pickle.loads(pickle.dumps(scenario)) == scenario
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        scenario.id = "MD002"  # type: ignore[misc]
-
-
-def test_an_error_travels_too() -> None:
     error = pickle.loads(pickle.dumps(ScenarioError("a.yaml", 3, "text")))
     assert (str(error), error.file, error.line, error.message) == ("a.yaml:3: text", "a.yaml", 3, "text")
 
 
+def points(folder: Path, text: str) -> list[dict[str, Scalar]]:
+    return [dict(point) for point in load_text(folder, text).points]
+
+
+def test_each_block_is_merged_and_expanded_in_the_order_of_the_file(tmp_path: Path) -> None:
+    found = points(tmp_path, FULL)
+    assert [(point["router"], point["experts"], point["top_k"]) for point in found] == [
+        ("softmax", 8, 2),
+        ("sigmoid", 8, 2),
+        ("softmax", 64, 6),
+        ("softmax", 64, 8),
+        ("softmax", 128, 6),
+        ("softmax", 128, 8),
+    ]
+    assert all(point["tokens"] == 96 for point in found)
+
+
+def test_without_a_matrix_there_is_the_product_of_the_parameters(tmp_path: Path) -> None:
+    assert points(tmp_path, BASE) == [
+        {"tokens": 4, "experts": 8, "top_k": 2, "router": "softmax", "scale": 1.0, "note": None}
+    ]
+    assert [point["tokens"] for point in points(tmp_path, HEAD + "parameters: {tokens: [3, 1, 2]}\n")] == [
+        3,
+        1,
+        2,
+    ]
+
+
+def test_points_that_are_the_same_are_there_once(tmp_path: Path) -> None:
+    found = points(
+        tmp_path, BASE + "matrix:\n- {experts: [8, 16, 8]}\n- {top_k: 2}\n- {scale: 1}\n- {scale: 1.5}\n"
+    )
+    assert [(point["experts"], point["scale"]) for point in found] == [(8, 1.0), (16, 1.0), (8, 1.5)]
+
+
+VALUES = st.lists(st.integers(1, 40), min_size=1, max_size=4)
+BLOCK = st.dictionaries(st.sampled_from(["tokens", "experts", "scale"]), VALUES, max_size=3)
+
+
+@given(st.lists(BLOCK, min_size=1, max_size=4))
+def test_the_points_are_those_of_the_blocks(
+    tmp_path_factory: pytest.TempPathFactory, blocks: list[dict[str, list[int]]]
+) -> None:
+    shared = yaml.safe_dump({"parameters": {"tokens": 5, "experts": 50, "top_k": 1}, "matrix": blocks})
+    found = [
+        (point["tokens"], point["experts"], point["scale"])
+        for point in points(tmp_path_factory.getbasetemp(), HEAD + shared)
+    ]
+    expected = {
+        (tokens, experts, scale)
+        for block in blocks
+        for tokens in block.get("tokens", [5])
+        for experts in block.get("experts", [50])
+        for scale in block.get("scale", [1])
+    }
+    assert set(found) == expected
+    assert len(found) == len(expected)
+
+
+LIST = "must be a list ([a, b]), not "
+MAPPING = "must be a mapping (key: value), not "
+TEXT = "must be text (quote it), not "
+
+INTEGER = "parameters.tokens: must be a valid integer, not "
 THRESHOLDS = BASE + CLAIM + "    thresholds:\n      min_share: 1\n"
 PLAIN = "claims:\n- {key: plain, text: a, source: b}\n"
 
 # What is wrong, the file, the line of the error, a part of the message.
-BAD = [
+BAD_SHAPE = [
+    ("a list", "- a\n", 1, MAPPING + "a list"),
+    ("a text", "\nMD001\n", 2, MAPPING + "'MD001'"),
+    ("null", "null\n", 1, MAPPING + "null"),
+    ("no id", "title: A title\n", 1, "id: is missing, expected a value"),
+    ("unknown key", BASE + "subject: [faulty]\n", 5, "subject: unknown key, did you mean subjects?"),
+    ("misspelt title", BASE.replace("title", "titel"), 3, "titel: unknown key, did you mean title?"),
+    ("strange key", BASE + "zzz: 1\n", 5, "zzz: unknown key, expected one of id, name, title, subjects"),
+    ("empty key", BASE + "'': 1\n", 5, "unknown key"),
+    ("key with escapes", BASE + '"a\\x1b[31m\\nb": 1\n', 5, r"a\x1b[31m\nb: unknown key"),
+    ("long key", BASE + "k" * 900 + ": 1\n", 5, "k" * 40 + "… (900 characters): unknown key"),
+    ("first of two", BASE + "yy: 1\nzz: 1\n", 5, "yy: unknown key"),
+    ("number as id", BASE.replace("MD001", "5"), 1, "id: " + TEXT + "5"),
+    ("null as id", BASE.replace("MD001", ""), 1, "id: " + TEXT + "null"),
+    ("long id", BASE.replace("MD001", "M" * 101), 1, "id: must have at most 100 characters, not 'MMM"),
+    ("boolean as title", BASE.replace("A title", "true"), 3, "title: " + TEXT + "true"),
+    ("blank title", BASE.replace("A title", "'  '"), 3, "title: must not be empty"),
+    ("empty title", BASE.replace("A title", "''"), 3, "title: must not be empty"),
+    (
+        "two lines",
+        BASE.replace("A title", '"a\\nb"'),
+        3,
+        r"title: must be one line without control characters, n",
+    ),
+    ("escapes", BASE.replace("A title", r'"\x1b[31m"'), 3, "title: must be one line without control"),
+    ("long title", BASE.replace("A title", "t" * 301), 3, "title: must have at most 300 characters"),
+    ("timeout text", BASE + "timeout: '60'\n", 5, "timeout: must be a valid number, not '60'"),
+    ("timeout true", BASE + "timeout: true\n", 5, "timeout: must be a valid number, not true"),
+    ("timeout 0", BASE + "timeout: 0\n", 5, "timeout: must be greater than 0, not 0"),
+    ("timeout long", BASE + "timeout: 3601\n", 5, "timeout: must be less than or equal to 3600, not 3601"),
+    ("timeout null", BASE + "timeout:\n", 5, "timeout: must be a valid number, not null"),
+    ("subjects text", BASE + "subjects: faulty\n", 5, "subjects: " + LIST + "'faulty'"),
+    ("subjects null", BASE + "subjects:\n", 5, "subjects: " + LIST + "null"),
+    ("subjects empty", BASE + "subjects: []\n", 5, "subjects: must not be empty"),
+    ("subjects many", BASE + f"subjects: [{'a, ' * 101}]\n", 5, "subjects: must have at most 100 items"),
+    ("subject 5", BASE + "subjects:\n- faulty\n- 5\n", 7, "subjects[1]: " + TEXT + "5"),
+    ("tiers empty", BASE + "tiers: []\n", 5, "tiers: must not be empty"),
+    (
+        "tier",
+        BASE + "tiers:\n- modle\n",
+        6,
+        "tiers[0]: must be 'model', 'library', 'kernel' or 'engine', not",
+    ),
+    ("expect list", BASE + "expect: [clean]\n", 5, "expect: " + MAPPING + "a list"),
+    ("expect empty", BASE + "expect: {}\n", 5, "expect: must not be empty"),
+    (
+        "verdict",
+        BASE + "expect:\n  faulty: x\n",
+        6,
+        "expect.faulty: must be 'reproduced' or 'clean', not 'x'",
+    ),
+    ("parameters list", HEAD + "parameters: [4]\n", 4, "parameters: " + MAPPING + "a list"),
+    ("parameter empty", HEAD + "parameters: {a: []}\n", 4, "parameters.a: must not be empty"),
+    (
+        "parameter mapping",
+        HEAD + "parameters:\n  a: {b: 1}\n",
+        5,
+        "parameters.a: must be text, a number, true, fa",
+    ),
+    (
+        "parameter nested",
+        HEAD + "parameters:\n  a:\n  - 1\n  - [2]\n",
+        7,
+        "parameters.a[1]: must be text, a number",
+    ),
+    ("matrix empty", BASE + "matrix: []\n", 5, "matrix: must not be empty"),
+    ("matrix null", BASE + "matrix:\n", 5, "matrix: " + LIST + "null"),
+    ("matrix mapping", BASE + "matrix: {a: 1}\n", 5, "matrix: " + LIST + "a mapping"),
+    ("matrix of text", BASE + "matrix:\n- a\n", 6, "matrix[0]: " + MAPPING + "'a'"),
+    ("claims mapping", BASE + "claims: {}\n", 5, "claims: " + LIST + "a mapping"),
+    ("claim text", BASE + "claims: [a]\n", 5, "claims[0]: " + MAPPING + "'a'"),
+    ("claim incomplete", BASE + "claims:\n- key: plain\n", 6, "claims[0].text: is missing, expected a value"),
+    (
+        "claim extra",
+        BASE + CLAIM + "    sources: a\n",
+        9,
+        "claims[0].sources: unknown key, did you mean source?",
+    ),
+    (
+        "threshold text",
+        BASE + CLAIM + "    thresholds: {a: b}\n",
+        9,
+        "claims[0].thresholds.a: must be a valid n",
+    ),
+]
+BAD_VALUE = [
     ("unknown id", BASE.replace("MD001", "MD03"), 1, "id: unknown id 'MD03', did you mean MD00"),
     ("id in lower case", BASE.replace("MD001", "md001"), 1, "unknown id 'md001', did you mean MD001?"),
     ("strange id", BASE.replace("MD001", "zz"), 1, "unknown id 'zz', expected one of MD001, MD002"),
@@ -100,20 +255,114 @@ BAD = [
     ("duplicate key", BASE + "timeout: 1\nid: MD002\n", 6, "duplicate key 'id', first on line 1"),
     ("no YAML", BASE + "a: [\n", 6, "not valid YAML"),
     ("empty", "", 1, "is empty"),
-    ("shape", BASE + "subject: [faulty]\n", 5, "subject: unknown key, did you mean subjects?"),
-    ("point", BASE + "matrix:\n- experts: 1\n", 6, "parameters.top_k: 2 is more than experts 1"),
+]
+BAD_POINT = [
+    ("missing", HEAD, 1, "parameters.tokens: is missing, expected a value"),
+    (
+        "missing in a block",
+        HEAD + "matrix:\n- {tokens: 1}\n- {top_k: 1}\n",
+        6,
+        "parameters.tokens: is missing",
+    ),
+    (
+        "unknown",
+        BASE + "matrix:\n- {}\n- {topk: 8}\n",
+        7,
+        "parameters.topk: unknown key, did you mean top_k?",
+    ),
+    (
+        "unknown list",
+        HEAD + "parameters:\n  tokens: 1\n  topk:\n  - 1\n",
+        6,
+        "parameters.topk: unknown key, did",
+    ),
+    (
+        "unknown before missing",
+        HEAD + "parameters:\n  token: 1\n",
+        5,
+        "parameters.token: unknown key, did you",
+    ),
+    ("text", HEAD + "parameters: {tokens: '4'}\n", 4, INTEGER + "'4'"),
+    ("boolean", HEAD + "parameters: {tokens: true}\n", 4, INTEGER + "true"),
+    ("fraction", HEAD + "parameters: {tokens: 4.0}\n", 4, INTEGER + "4.0"),
+    ("null", HEAD + "parameters: {tokens: }\n", 4, INTEGER + "null"),
+    (
+        "range",
+        HEAD + "parameters:\n  tokens:\n  - 1\n  - -1\n",
+        7,
+        "parameters.tokens: must be greater than or eq",
+    ),
+    (
+        "literal",
+        BASE + "matrix: [{router: x}]\n",
+        5,
+        "parameters.router: must be 'softmax' or 'sigmoid', not 'x'",
+    ),
+    ("field's own check", BASE + "matrix: [{note: loud}]\n", 5, "parameters.note: must not be loud"),
+    ("top_k", BASE + "matrix:\n- top_k:\n  - 8\n  - 16\n", 8, "parameters.top_k: 16 is more than experts 8"),
+    (
+        "top_k, shared",
+        HEAD + "parameters:\n  top_k: 9\n  tokens: 1\n",
+        5,
+        "parameters.top_k: 9 is more than exp",
+    ),
+    (
+        "top_k by default",
+        BASE + "matrix:\n- experts: 2\n- experts: 1\n",
+        7,
+        "parameters.top_k: 2 is more than e",
+    ),
+    (
+        "block as a whole",
+        BASE + "matrix:\n- {}\n- tokens: 13000\n",
+        7,
+        "parameters: these values bring bad luck",
+    ),
+    (
+        "no matrix",
+        HEAD + "timeout: 9\nparameters:\n  tokens: 13000\n",
+        5,
+        "parameters: these values bring bad luck",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("text", "line", "message"), [pytest.param(*row[1:], id=row[0]) for row in BAD])
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [pytest.param(*row[1:], id=row[0]) for row in (*BAD_SHAPE, *BAD_VALUE, *BAD_POINT)],
+)
 def test_bad_file(tmp_path: Path, text: str, line: int, message: str) -> None:
     with pytest.raises(ScenarioError) as caught:
         load_text(tmp_path, text)
     error = caught.value
     assert message in error.message
-    assert error.line == line
-    assert error.file == str(tmp_path / "a.yaml")
+    assert (error.file, error.line) == (str(tmp_path / "a.yaml"), line)
     assert str(error) == f"{error.file}:{line}: {error.message}"
+
+
+def refusal(folder: Path, text: str) -> tuple[int, str]:
+    with pytest.raises(ScenarioError) as caught:
+        load_text(folder, text)
+    return caught.value.line, caught.value.message
+
+
+def test_a_matrix_is_counted_before_it_is_expanded(tmp_path: Path) -> None:
+    block = ", ".join(f"p{index}: [1, 2, 3]" for index in range(1000))
+    expected = "matrix: expands to over a billion points, expected at most 2000"
+    assert refusal(tmp_path, BASE + f"matrix: [{{{block}}}]\n") == (5, expected)
+
+
+def test_the_limit_counts_all_blocks(tmp_path: Path) -> None:
+    half = MAX_POINTS // 2
+    blocks = [{"tokens": list(range(half))}, {"tokens": list(range(half, MAX_POINTS))}]
+    assert len(points(tmp_path, BASE + yaml.safe_dump({"matrix": blocks}))) == MAX_POINTS
+    line, message = refusal(tmp_path, BASE + yaml.safe_dump({"matrix": [*blocks, {"experts": 9}]}))
+    assert (line, message) == (5, "matrix: expands to 2001 points, expected at most 2000")
+    shared = "parameters: {tokens: [1, 2, 3], experts: [" + "8, " * 700 + "8]}\n"
+    assert refusal(tmp_path, HEAD + shared) == (
+        4,
+        "parameters: expands to 2103 points, expected at most 2000",
+    )
 
 
 def test_subjects_expected_but_not_listed_are_allowed(tmp_path: Path) -> None:
@@ -230,6 +479,43 @@ def test_the_worst_files_are_refused_within_a_second_and_200_mb(tmp_path: Path) 
     assert len(times) == len(WORST), done.stdout
     assert max(float(line.split()[0]) for line in times) < 0.8, done.stdout
     assert int(megabytes) < 200
+
+
+def test_the_schema_is_closed_and_describes_every_key() -> None:
+    jsonschema.Draft202012Validator.check_schema(schema())
+    assert schema()["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    for part in (schema(), schema()["$defs"]["ClaimDocument"]):
+        assert part["additionalProperties"] is False
+        assert all(value.get("description") for value in part["properties"].values())
+    assert set(schema()["properties"]) == set(ScenarioDocument.model_fields)
+
+
+def test_editors_accept_what_the_loader_accepts(tmp_path: Path) -> None:
+    for text in (
+        FULL,
+        BASE,
+        BASE + "tiers: [model]\ntimeout: 0.5\nmatrix: [{scale: [1, 0.5], note: [x, null]}]\n",
+    ):
+        jsonschema.validate(yaml.safe_load(text), schema())
+        load_text(tmp_path, text)
+
+
+# What a JSON schema cannot say: text that is blank or no single line.
+BEYOND_SCHEMA = {"blank title", "two lines", "escapes"}
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(row[1], id=row[0]) for row in BAD_SHAPE if row[0] not in BEYOND_SCHEMA]
+)
+def test_editors_refuse_what_the_loader_refuses(text: str) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(yaml.safe_load(text), schema())
+
+
+@pytest.mark.parametrize("key", ["subjects", "tiers"])
+def test_editors_refuse_what_is_there_twice(key: str) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(yaml.safe_load(BASE + f"{key}: [model, model]\n"), schema())
 
 
 def test_the_schema_in_the_repository_is_up_to_date() -> None:

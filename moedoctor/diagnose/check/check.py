@@ -21,8 +21,7 @@ from moedoctor.diagnose.check.pinning import Pinning, not_tried, try_pinning
 from moedoctor.diagnose.check.records import SEVERITIES, CheckResult, Finding
 from moedoctor.diagnose.settings.findings import setting_findings, setting_problems
 from moedoctor.entries import entries
-from moedoctor.entries.entry import Entry
-from moedoctor.entries.rules import Rule, rules
+from moedoctor.entries.entry import Entry, Rule
 from moedoctor.environment import Sources, no_gpu
 from moedoctor.processes.cuda_tools import Tool, find_tools
 from moedoctor.redaction import Redactor
@@ -167,7 +166,7 @@ def _observed(entry: Entry, machine: Machine, cache: JitCache, facts: _Facts) ->
 
 
 def _by_rules(entry: Entry, machine: Machine, redactor: Redactor) -> Iterator[Finding]:
-    for rule in rules(entry):
+    for rule in entry.affects:
         evidence = fits(rule.when, machine, redactor)
         if evidence is not None:
             yield _finding(entry, rule, evidence, machine)

@@ -14,7 +14,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from moedoctor.entries.rules import Condition
+from moedoctor.entries.entry import Condition
 from moedoctor.environment import Sources
 from moedoctor.redaction import Redactor
 

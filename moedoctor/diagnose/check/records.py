@@ -18,7 +18,7 @@ class Finding:
     name: str
     title: str
     severity: str
-    """``error``, ``warning`` or ``note``, as `moedoctor.entries.rules.Severity` defines them."""
+    """``error``, ``warning`` or ``note``, as `moedoctor.entries.entry.Severity` defines them."""
     confidence: float
     """An estimate, above 0 and at most 1."""
     why: str

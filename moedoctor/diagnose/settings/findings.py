@@ -12,7 +12,6 @@ from moedoctor.diagnose.settings.records import SettingFinding
 from moedoctor.diagnose.settings.settings import check_flashinfer, check_settings
 from moedoctor.diagnose.settings.tables import vllm_variables
 from moedoctor.entries.entry import Entry
-from moedoctor.entries.rules import rules
 from moedoctor.redaction import Redactor
 
 _BACKEND = re.compile(r"FLASHINFER|MOE|BACKEND|MARLIN|GEMM|FP[48]|CUTLASS|TRTLLM|CUTEDSL|B12X", re.IGNORECASE)
@@ -26,7 +25,7 @@ def setting_findings(
     entry: Entry, machine: Machine, cache: JitCache, redactor: Redactor
 ) -> Iterator[Finding]:
     """One finding for all variables about backends that have no effect, beside those that a rule names."""
-    named = next((one.when.any_set for one in rules(entry) if fits(one.when, machine, redactor)), [])
+    named = next((one.when.any_set for one in entry.affects if fits(one.when, machine, redactor)), [])
     found = [
         one for one in _dead(machine) if _BACKEND.search(_name(one)) is not None and _name(one) not in named
     ]

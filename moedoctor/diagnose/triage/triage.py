@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
-from moedoctor.diagnose.triage.advice import NEXT_STEPS
 from moedoctor.diagnose.triage.facts_in_text import Facts
 from moedoctor.diagnose.triage.log_text import Passage, Passages
 from moedoctor.diagnose.triage.signature import Clue, Signature
 from moedoctor.diagnose.triage.vocabulary import clues, clues_in, signatures
+from moedoctor.entries import entries
 from moedoctor.redaction import Redactor
 from moedoctor.text import escape
 
@@ -224,7 +224,7 @@ def _finding(
                 excerpt = notes[name].excerpts.get(line, name.replace("_", " "))
                 excerpt = escape(redactor.pasted(excerpt))
                 confidence = _sure(signature.confidence + (_HEADLINE if line <= _HEADLINES else 0.0))
-                return Finding(signature.id, line, excerpt, confidence, NEXT_STEPS[signature.id])
+                return Finding(signature.id, line, excerpt, confidence, entries()[signature.id].next)
     return None
 
 

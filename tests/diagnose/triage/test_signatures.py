@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
-from moedoctor.diagnose.triage.advice import NAMES, NEXT_STEPS
 from moedoctor.diagnose.triage.signature import Clue
 from moedoctor.diagnose.triage.triage import triage
 from moedoctor.diagnose.triage.vocabulary import clues, clues_in, signatures
+from moedoctor.entries import entries
 from tests.diagnose.triage.threads_of_tests import Thread, threads
 
 THREADS = tuple(threads())
@@ -36,14 +36,14 @@ def test_a_text_about_something_else_shows_nothing(thread: Thread) -> None:
 def test_each_failure_has_texts_about_it_and_lookalikes() -> None:
     about = Counter(one for thread in POSITIVE for one in thread.ids)
     like = Counter(one for thread in NEGATIVE for one in thread.lookalike_of)
-    assert {one: about[one] for one in NAMES if about[one] < 3} == {}
-    assert {one: like[one] for one in NAMES if like[one] < 3} == {}
+    assert {one: about[one] for one in entries() if about[one] < 3} == {}
+    assert {one: like[one] for one in entries() if like[one] < 3} == {}
     assert sum("general" in one.file for one in NEGATIVE) >= 40
 
 
 def test_each_failure_has_a_signature_a_name_and_a_next_step() -> None:
     ids = {one.id for one in signatures()}
-    assert ids == set(NAMES) == set(NEXT_STEPS) == {f"MD{number:03d}" for number in range(1, 21)}
+    assert ids == set(entries()) == {f"MD{number:03d}" for number in range(1, 21)}
 
 
 def test_signatures_name_clues_that_exist_and_every_clue_is_used() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from moedoctor.runner.targets import load_targets
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pydantic import ValidationError
@@ -19,7 +20,6 @@ from torch import nn
 
 from moedoctor.diagnose.check.packages import PINS
 from moedoctor.entries import entries
-from moedoctor.entries.rules import rules
 from moedoctor.faults.offload.offload_garbage import OffloadGarbage
 from moedoctor.faults.offload.parity_engines import compare, fit_together, own_request
 from moedoctor.faults.offload.parity_engines_judge import (
@@ -30,7 +30,6 @@ from moedoctor.faults.offload.parity_engines_judge import (
 )
 from moedoctor.results import CaseResult, CaseVerdict, Death, Tier
 from moedoctor.runner.plan import Options, plan_cases
-from moedoctor.runner.targets import load_targets
 from moedoctor.upstream.engine import probes as engine_probes
 from moedoctor.upstream.engine.engine import EngineError, EngineResult
 from moedoctor.upstream.engine.log import LogFacts
@@ -376,7 +375,7 @@ def test_the_scenarios_for_ones_own_model_ask_for_engines_and_a_control(tmp_path
 
 def test_the_guide_names_the_older_runner_for_the_releases_whose_v2_runner_does_not_start() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "wsl.md").read_text(encoding="utf-8")
-    (struck,) = (one.when for one in rules(entries()["MD002"]) if one.severity == "error")
+    (struck,) = (one.when for one in entries()["MD002"].affects if one.severity == "error")
     ((older, value),) = struck.variables_not.items()
     affected = SpecifierSet(struck.packages["vllm"])
     wanted = [release for release in PINS if release in affected]

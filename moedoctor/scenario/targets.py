@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moedoctor import catalogue
-from moedoctor.entries import find_entry
-from moedoctor.entries.shipped import builtin_folder
+from moedoctor.entries import builtin_folder, find_entry
 from moedoctor.scenario.file import Scenario, ScenarioError, load
 
 _SUFFIXES = (".yaml", ".yml")

@@ -1,0 +1,507 @@
+"""Text files, YAML and the words of error messages: what is read, and one line for all that is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moedoctor.text import (
+    MAX_INT,
+    MAX_NODES,
+    MAX_YAML_BYTES,
+    TextFileError,
+    YamlScalar,
+    YamlSource,
+    check_printable,
+    dotted,
+    escape,
+    nearest,
+    parse_scalar,
+    parse_yaml,
+    read_text,
+    read_yaml,
+    shorten,
+    show,
+)
+
+LIMIT = 4096
+
+
+def file_error(path: Path) -> TextFileError:
+    with pytest.raises(TextFileError) as caught:
+        read_text(path, LIMIT)
+    return caught.value
+
+
+BAD_BYTES = [
+    ("NUL bytes", b"a: 1\nb: \x00\n", 2, "binary"),
+    ("PNG", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR", 3, "binary"),
+    ("Latin-1", b"a: 1\ntitle: caf\xe9\n", 2, "not UTF-8 text (byte 0xe9)"),
+    ("Latin-1 behind a BOM", b"\xef\xbb\xbfa: 1\ntitle: caf\xe9\n", 2, "not UTF-8 text (byte 0xe9)"),
+    ("line end behind a BOM", b"\xef\xbb\xbf\n\xe9", 2, "not UTF-8 text (byte 0xe9)"),
+    ("UTF-16", "a: 1\n".encode("utf-16"), 1, "UTF-16"),
+    ("UTF-16 without BOM", "a: 1\n".encode("utf-16-le"), 1, "binary"),
+    ("UTF-32", "a: 1\n".encode("utf-32"), 1, "UTF-32"),
+    ("one byte too many", b"#" * (LIMIT + 1), 1, "too large"),
+]
+
+
+@pytest.mark.parametrize(
+    ("data", "line", "message"), [pytest.param(*row[1:], id=row[0]) for row in BAD_BYTES]
+)
+def test_bad_bytes(tmp_path: Path, data: bytes, line: int, message: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_bytes(data)
+    error = file_error(file)
+    assert message in error.message
+    assert "expected" in error.message
+    assert error.line == line
+
+
+@pytest.mark.parametrize("data", [b"caf\xc3\xa9", b"\xef\xbb\xbfcaf\xc3\xa9"])
+def test_utf8_with_and_without_byte_order_mark(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(data)
+    assert read_text(tmp_path / "a.txt", LIMIT) == "café"
+
+
+def test_the_largest_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"#" * LIMIT)
+    assert read_text(tmp_path / "a.txt", LIMIT) == "#" * LIMIT
+
+
+def test_folder_and_missing_file(tmp_path: Path) -> None:
+    assert "is a folder" in file_error(tmp_path).message
+    assert "no such file" in file_error(tmp_path / "none.yaml").message
+    assert "too long" in file_error(tmp_path / ("a" * 5000)).message
+    assert "no file name" in file_error(Path("a\0b")).message
+    (tmp_path / "file").touch()
+    assert "not a directory" in file_error(tmp_path / "file" / "a.yaml").message
+
+
+def test_links(tmp_path: Path) -> None:
+    (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
+    assert "cannot be read" in file_error(tmp_path / "loop.yaml").message
+    (tmp_path / "real.yaml").write_text("a: 1")
+    (tmp_path / "link.yaml").symlink_to(tmp_path / "real.yaml")
+    assert read_text(tmp_path / "link.yaml", LIMIT) == "a: 1"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
+def test_pipes_and_devices_do_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), Path("/dev/tty")):
+        assert "pipe, socket or device" in file_error(path).message
+
+
+def test_a_pipe_swapped_in_after_the_first_look_does_not_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    honest = os.stat(tmp_path / "file")
+    monkeypatch.setattr(os, "stat", lambda path: honest)
+    assert "pipe, socket or device" in file_error(tmp_path / "pipe").message
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_a_file_that_gives_more_than_its_size_says_is_cut_at_the_limit() -> None:
+    # Files under /proc say that they hold nothing.
+    with pytest.raises(TextFileError, match="too large"):
+        read_text(Path("/proc/self/maps"), 10)
+
+
+def test_unreadable_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("a: 1")
+    file.chmod(0)
+    if os.access(file, os.R_OK):
+        pytest.skip("this user reads every file, whatever its mode")
+    assert "permission denied" in file_error(file).message
+
+
+def test_a_file_that_the_system_refuses_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("a: 1")
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert file_error(file).message == "cannot be read (permission denied), expected a text file"
+
+
+def test_size_is_refused_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "large.yaml"
+    with file.open("wb") as sparse:
+        sparse.truncate(100 * 2**20)
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("a file of this size must not be opened"))
+    assert file_error(file).message == "is too large (100.0 MiB), expected at most 4 KiB"
+
+
+@pytest.mark.parametrize("text", ["\x07", "\x7f", "\x85", "\u2028", "\u2029", "\ud800", "\uffff", "\0"])
+def test_characters_that_no_text_needs(text: str) -> None:
+    with pytest.raises(TextFileError, match=f"character U\\+{ord(text):04X} in the file, expected") as caught:
+        check_printable(f"a\nb{text}\n")
+    assert caught.value.line == 2
+
+
+def test_printable_text() -> None:
+    check_printable("a\tb\r\n é \xa0 \u202a 語 \U0001f600")
+
+
+@given(st.text())
+def test_escaped_text_is_printable(text: str) -> None:
+    assert escape(text).isprintable()
+    if text.isprintable():
+        assert escape(text) == text
+
+
+def test_escapes() -> None:
+    assert escape("a\n\t\x1b[0m\u202e\ud800é") == r"a\n\t\x1b[0m\u202e\ud800é"
+
+
+def test_shorten() -> None:
+    assert shorten("x" * 60) == "x" * 60
+    assert shorten("x" * 61) == "x" * 40 + "… (61 characters)"
+    assert shorten("x" * 30, 25) == "x" * 5 + "… (30 characters)"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (False, "false"),
+        (0, "0"),
+        (1.5, "1.5"),
+        ("none", "'none'"),
+        ("a\nb", r"'a\nb'"),
+        ([1], "a list"),
+        ((), "a list"),
+        ({}, "a mapping"),
+    ],
+)
+def test_show(value: object, shown: str) -> None:
+    assert show(value) == shown
+
+
+def test_dotted() -> None:
+    assert dotted(()) == ""
+    assert dotted(("claims", 0, "thresholds", "a\nb")) == r"claims[0].thresholds.a\nb"
+    assert dotted((0, "a")) == "[0].a"
+
+
+def test_nearest() -> None:
+    assert nearest("topk", ["tokens", "top_k"]) == "did you mean top_k?"
+    assert nearest("TOP_K", ["tokens", "top_k"]) == "did you mean top_k?"
+    assert nearest("zzz", ["a", "b"]) == "expected one of a, b"
+    assert nearest("zzz", ["a"]) == "expected a"
+    assert nearest("zzz", []) == "expected nothing here"
+    many = nearest("zzz", [f"name{index}" for index in range(50)])
+    assert many.endswith("name11 …")
+
+
+VALUES: dict[str, YamlScalar] = {
+    "": None, "~": None, "null": None, "Null": None, "NULL": None,
+    "true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False,
+    "0": 0, "-0": 0, "7": 7, "+7": 7, "-12": -12, str(MAX_INT): MAX_INT, str(-MAX_INT): -MAX_INT,
+    "0.5": 0.5, ".5": 0.5, "5.": 5.0, "-1.5e3": -1500.0, "1e3": 1000.0, "1E-3": 0.001, "0.0": 0.0,
+    "tRue": "tRue", "nil": "nil", "y": "y", "n": "n", "nan": "nan", "inf": "inf", "1e": "1e",
+    "1.2.3": "1.2.3", "vllm@0.19.1": "vllm@0.19.1", "12a": "12a", "-": "-", "2001-01": "2001-01", "_1": "_1",
+    "0x": "0x", "१": "१",
+}  # fmt: skip
+
+REFUSED = {
+    "a boolean to some readers": ["yes", "Yes", "YES", "no", "No", "NO", "on", "ON", "off", "Off", "OFF"],
+    "a date to some readers": [
+        "2001-01-01",
+        "2001-1-1",
+        "2001-12-14t21:59:43.10-05:00",
+        "2001-12-14 21:59:43",
+    ],
+    "ambiguous": ["010", "-01", "0x1F", "0o17", "0b11", "1_000", "1_0.5", "1:30", "-1:30:59.5", "0_", "00"],
+    "not finite": [".inf", "-.Inf", "+.INF", ".nan", ".NaN", "1e999", "-1.0e400"],
+    "too large": [str(MAX_INT + 1), str(-MAX_INT - 1), "9" * 21, "1" * 1_000_000],
+    "a surrogate": ["a\ud800"],
+}
+
+
+@pytest.mark.parametrize("text", VALUES)
+def test_value(text: str) -> None:
+    found = parse_scalar(text)
+    assert found == VALUES[text]
+    assert type(found) is type(VALUES[text])
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"), [(reason, text) for reason, texts in REFUSED.items() for text in texts]
+)
+def test_refused(reason: str, text: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        parse_scalar(text)
+    assert "expected" in str(caught.value)
+    assert len(str(caught.value)) < 200
+    if reason != "a surrogate":
+        assert parse_scalar(text, quoted=True) == text
+
+
+@given(st.text("0123456789+-._:exobinfatruYNOl~ T", max_size=8))
+def test_no_scalar_means_something_else_to_another_reader(text: str) -> None:
+    plain = text.strip()
+    try:
+        ours = parse_scalar(plain)
+    except ValueError:
+        return
+    resolver: Any = yaml.SafeLoader("")
+    tag = resolver.resolve(yaml.ScalarNode, plain, (True, False))
+    theirs = yaml.SafeLoader.yaml_constructors[tag](resolver, yaml.ScalarNode(tag, plain))
+    if isinstance(ours, float) and isinstance(theirs, str):
+        return  # YAML 1.1 wants a dot and a sign in 1e3; nobody takes it for another number.
+    assert ours == theirs
+    assert type(ours) is type(theirs)
+
+
+GOOD = """\
+# a comment
+name: text
+flow: [1, 2.5, true, null]
+block:
+  - {a: 1}
+  - b:
+      c: "1"
+folded: >
+  two
+  words
+"""
+
+
+def error_of(text: str) -> TextFileError:
+    with pytest.raises(TextFileError) as caught:
+        parse_yaml(text)
+    return caught.value
+
+
+def test_data_of_a_good_file() -> None:
+    assert parse_yaml(GOOD).data == {
+        "name": "text",
+        "flow": [1, 2.5, True, None],
+        "block": [{"a": 1}, {"b": {"c": "1"}}],
+        "folded": "two words\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ((), 2),
+        (("name",), 2),
+        (("flow",), 3),
+        (("flow", 3), 3),
+        (("block",), 4),
+        (("block", 0), 5),
+        (("block", 0, "a"), 5),
+        (("block", 1), 6),
+        (("block", 1, "b"), 6),
+        (("block", 1, "b", "c"), 7),
+        (("block", 1, "b", "missing", 7), 6),
+        (("missing",), 2),
+        (("folded",), 8),
+    ],
+)
+def test_line_of_a_path(path: tuple[str | int, ...], line: int) -> None:
+    assert parse_yaml(GOOD).line(path) == line
+
+
+def test_known_is_the_part_of_a_path_that_the_file_has() -> None:
+    source = parse_yaml(GOOD)
+    assert source.known(("block", 1, "x")) == ("block", 1)
+    assert source.known(("flow", 0)) == ("flow", 0)
+    assert source.known(("x",)) == ()
+
+
+def test_a_value_below_its_key_has_the_line_of_the_value() -> None:
+    assert parse_yaml("key:\n\n  value").line(("key",)) == 3
+
+
+def test_crlf_lines_count_once() -> None:
+    assert parse_yaml("a: 1\r\nb: 2\r\n").line(("b",)) == 2
+
+
+BAD_TEXT = [
+    ("empty", "", 1, "is empty"),
+    ("only comments", "# one\n# two\n", 1, "is empty"),
+    ("duplicate key", "a: 1\nb: 2\na: 3\n", 3, "duplicate key 'a', first on line 1"),
+    ("duplicate key below", "x:\n  - {k: 1,\n     k: 2}\n", 3, "duplicate key 'k', first on line 2"),
+    ("duplicate after quoting", "a: 1\n'a': 2\n", 2, "duplicate key 'a', first on line 1"),
+    ("alias", "a: &x 1\nb: *x\n", 1, "anchor or alias 'x'"),
+    ("unknown alias", "a: 1\nb: *x\n", 2, "anchor or alias 'x'"),
+    ("alias as key", "a: 1\n*x : 2\n", 2, "anchor or alias 'x'"),
+    ("recursive alias", "&x [*x]\n", 1, "anchor or alias 'x'"),
+    ("merge key", "a: 1\n<<: {b: 2}\n", 2, "merge key"),
+    ("python tag", "a: !!python/object/apply:os.system [ls]\n", 1, "tag 'tag:yaml.org,2002:python/object"),
+    ("core tag", "a: !!str 1\n", 1, "tag 'tag:yaml.org,2002:str'"),
+    ("bare tag", "a: ! 1\n", 1, "tag '!'"),
+    ("tag on a mapping", "a: 1\nb: !x {}\n", 2, "tag '!x'"),
+    ("tag on a key", "a: 1\n!x b: 2\n", 2, "tag '!x'"),
+    ("two documents", "a: 1\n---\nb: 2\n", 2, "but found another document; expected one document"),
+    ("number as key", "a: 1\n5: 2\n", 2, "the key 5 is not text"),
+    ("null as key", "a: 1\n~: 2\n", 2, "the key null is not text"),
+    ("boolean as key", "true: 2\n", 1, "the key true is not text"),
+    ("list as key", "a: 1\n[b]: 2\n", 2, "a list or mapping as a key"),
+    ("mapping as key", "? {b: 1}\n: 2\n", 1, "a list or mapping as a key"),
+    ("yes", "a: 1\nb: yes\n", 2, "'yes' is a boolean to some readers"),
+    ("date", "a: 1\nb: 2001-01-01\n", 2, "'2001-01-01' is a date to some readers"),
+    ("infinity", "a: 1\nb: .inf\n", 2, "'.inf' is not finite"),
+    ("long integer", "a: 1\nb: " + "9" * 100_000, 2, "is too large"),
+    ("tab", "a:\n\tb: 1\n", 2, "indent with spaces instead of tabs"),
+    ("colon in text", "a: MD001: text\n", 1, "quote a text that holds ': '"),
+    ("unclosed quote", 'a: "text\n', 2, "not valid YAML"),
+    ("unclosed list", "a: [1, 2\nb: 3\n", 2, "not valid YAML"),
+    ("control character", "a: 1\nb: \x07\n", 2, "character U+0007"),
+    ("odd line end", "a: 1\u2028b: 2\n", 1, "character U+2028"),
+    ("lone surrogate", "a: 1\nb: \ud800\n", 2, "character U+D800"),
+    ("escaped surrogate", 'a: 1\nb: "\\ud800"\n', 2, "a surrogate"),
+    ("escape beyond Unicode", 'a: 1\nb: "\\UFFFFFFFF"\n', 2, "a number out of range"),
+    ("escape just beyond Unicode", 'a: 1\nb: "\\U00110000"\n', 2, "a number out of range"),
+    ("long version", "%YAML " + "1" * 5000 + ".1\n--- a\n", 1, "not valid YAML"),
+    ("other version", "%YAML 9.1\n--- a\n", 1, "not valid YAML"),
+    ("long tag handle", "a: !" + "h" * 5000 + "!x 1\n", 1, "not valid YAML"),
+    ("flow nesting", "[" * 100_000, 1, "nested too deeply"),
+    ("mapping nesting", "{a: " * 30_000, 1, "nested too deeply"),
+    ("block nesting", "- " * 50_000, 1, "nested too deeply"),
+    ("key nesting", "? " * 50_000, 1, "nested too deeply"),
+    ("indented nesting", "".join(" " * i + "a:\n" for i in range(300)), 17, "nested too deeply"),
+    ("many values", "a: [" + "1," * (MAX_NODES + 1) + "]", 1, "too many values"),
+    ("many keys", "".join(f"k{i}: 1\n" for i in range(9000)), MAX_NODES // 2, "too many values"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "message"), [pytest.param(*row[1:], id=row[0]) for row in BAD_TEXT])
+def test_bad_text(text: str, line: int, message: str) -> None:
+    error = error_of(text)
+    assert message in error.message
+    assert error.line == line
+    assert len(error.message) < 500
+    assert error.message.isprintable()
+    assert any(word in error.message for word in ("expected", "indent", "quote"))
+
+
+def test_the_file_is_read_as_such(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"\xef\xbb\xbfa: caf\xc3\xa9\n" + b"#" * (MAX_YAML_BYTES - 12))
+    assert read_yaml(tmp_path / "a.yaml").data == {"a": "café"}
+    (tmp_path / "b.yaml").write_bytes(b"#" * (MAX_YAML_BYTES + 1))
+    with pytest.raises(TextFileError, match="too large"):
+        read_yaml(tmp_path / "b.yaml")
+
+
+def test_billion_laughs_is_refused_at_its_first_anchor() -> None:
+    rows = ['a0: &a0 "lol"'] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+    assert error_of("\n".join(rows)).line == 1
+
+
+def test_the_limits_are_not_below_what_they_say() -> None:
+    nested = "[" * 17 + "]" * 17
+    assert parse_yaml(nested).data is not None
+    assert "nested" in error_of(f"[{nested}]").message
+    assert len(parse_yaml(",".join(["[1"] + ["1"] * (MAX_NODES - 2)) + "]").data) == MAX_NODES - 1  # type: ignore[arg-type]
+
+
+PIECES = st.sampled_from([*"abcyn019.-_+:?,[]{}#&*!|>'\"%@`\\~=<x/ \t\n\r\ufeff\x85é", "\n  ", "- ", "---\n"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PIECES, max_size=60).map("".join) | st.text(max_size=200))
+def test_any_text_is_data_or_an_error(text: str) -> None:
+    try:
+        source = parse_yaml(text)
+    except TextFileError as raised:
+        error = raised
+    else:
+        assert isinstance(source, YamlSource)
+        return
+    assert 1 <= error.line <= len(text.splitlines()) + 1
+    assert error.message.isprintable()
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63) + 1, 2**63 - 1)
+    # No digits: the writer, of YAML 1.1, leaves a text such as 1e3 unquoted, which is a number in 1.2.
+    | st.text(st.characters(codec="utf-8", exclude_categories=["Nd"]), max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text("abcyesno", max_size=5), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from(["a", "b c", "on", "1", "é", "<<", "null"]), PLAIN, max_size=5))
+def test_what_a_safe_writer_writes_is_read_back(data: dict[str, object]) -> None:
+    class NoAliases(yaml.SafeDumper):
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    assert parse_yaml(yaml.dump(data, Dumper=NoAliases)).data == data
+
+
+WORST = {
+    "flow list": ("1,", "a: [", "]"),
+    "flow mappings": ("{a: 1},", "[", "]"),
+    "mapping": ("a: 1\n", "", ""),
+    "complex keys": ("? ", "", ""),
+    "brackets": ("[", "", ""),
+    "braces": ("{", "", ""),
+    "braces with keys": ("{a: ", "", ""),
+    "shallow brackets": ("[" * 8 + "]" * 8 + ",", "[" * 8, ""),
+    "escapes": (r"\x41", '"', '"'),
+    "blank lines": ("\n", "", "a"),
+    "text lines": ("a\n", "", ""),
+    "block text": (" a\n", "|\n", ""),
+    "spaces in quotes": (" a", '"', '"'),
+    "directives": ("%A\n", "", "--- a"),
+    "documents": ("---\n", "", ""),
+    "comments": ("#\n", "", ""),
+}
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from moedoctor.text import TextFileError, read_yaml
+for path in sys.argv[1:]:
+    began = time.perf_counter()
+    try:
+        read_yaml(Path(path))
+    except TextFileError:
+        pass
+    print(round(time.perf_counter() - began, 3), Path(path).name)
+assert "torch" not in sys.modules
+# ru_maxrss would count the parent's peak too: Linux keeps it over fork and exec.
+status = Path('/proc/self/status').read_text()
+print(int(status.partition('VmHWM:')[2].split()[0]) // 1024)
+"""
+
+
+def test_the_worst_files_stay_within_a_second_and_200_mb(tmp_path: Path) -> None:
+    for name, (unit, before, after) in WORST.items():
+        room = MAX_YAML_BYTES - len(before) - len(after)
+        (tmp_path / name).write_text(before + unit * (room // len(unit)) + after)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *map(str, sorted(tmp_path.iterdir()))],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *times, megabytes = done.stdout.splitlines()
+    assert len(times) == len(WORST)
+    assert max(float(line.split()[0]) for line in times) < 0.8, done.stdout
+    assert int(megabytes) < 100
