@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import moedoctor
-from moedoctor.entries.shipped import builtin_folder, reports_folder
+from moedoctor.entries import builtin_folder, reports_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "triton", "numpy", "vllm", "flashinfer")
@@ -84,7 +84,7 @@ def test_the_package_of_the_wheel_finds_its_own_scenarios_and_evidence(wheel: Pa
         archive.extractall(tmp_path)
     package = (tmp_path / "moedoctor").resolve()
     answer = run_python(
-        "from moedoctor.entries.shipped import *; print(builtin_folder(), reports_folder(), sep='\\n')",
+        "from moedoctor import entries; print(entries.builtin_folder(), entries.reports_folder(), sep='\\n')",
         path=tmp_path,
     )
     assert answer.stdout.splitlines()[0] == str(package / "_scenarios"), answer.stderr
@@ -102,7 +102,7 @@ def test_a_checkout_reads_scenarios_and_evidence_where_they_are_written() -> Non
 def test_a_package_without_scenarios_says_where_it_looked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedoctor.entries.shipped._PACKAGE", tmp_path / "moedoctor")
+    monkeypatch.setattr("moedoctor.entries._PACKAGE", tmp_path / "moedoctor")
     with pytest.raises(FileNotFoundError, match=r"_scenarios.*scenarios.*install moedoctor again"):
         builtin_folder()
 

@@ -13,7 +13,7 @@ from moedoctor.commands.errors import InputError
 from moedoctor.commands.run import RunRequest, _flashinfer_sources, run_command
 from moedoctor.results import Tier
 from moedoctor.runner.plan import Options, plan_cases, plan_claims
-from moedoctor.runner.targets import load_targets
+from moedoctor.scenario.targets import load_targets
 from moedoctor.subjects.flashinfer_release import FlashInferReleaseSubject
 from moedoctor.upstream.flashinfer.source import KERNELS
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from moedoctor.entries.shipped import builtin_folder
+from moedoctor.entries import builtin_folder
 from moedoctor.faults.cache import engine_claims as claims
 from moedoctor.interfaces import ClaimTest, Measurement
 from moedoctor.results import ClaimVerdict, Observation
-from moedoctor.runner.targets import load_targets
+from moedoctor.scenario.targets import load_targets
 
 ALL = {"min_share": 1.0}
 CELL = {

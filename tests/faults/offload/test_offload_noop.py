@@ -102,7 +102,7 @@ def test_the_points_and_their_tiers() -> None:
 
 def test_the_plan_holds_each_point_at_its_own_tiers(tmp_path: Path) -> None:
     from moedoctor.runner.plan import Options, plan_cases
-    from moedoctor.runner.targets import builtin_file, load_scenario
+    from moedoctor.scenario.targets import builtin_file, load_scenario
 
     scenario = load_scenario(builtin_file("offload_noop"))
     options = Options(sources={"vllm@0.33.0": "vllm.whl", "vllm@0.32.0": "moe_C.so"})

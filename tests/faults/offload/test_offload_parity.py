@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from moedoctor.runner.targets import load_targets
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pydantic import ValidationError
@@ -30,6 +29,7 @@ from moedoctor.faults.offload.parity_engines_judge import (
 )
 from moedoctor.results import CaseResult, CaseVerdict, Death, Tier
 from moedoctor.runner.plan import Options, plan_cases
+from moedoctor.scenario.targets import load_targets
 from moedoctor.upstream.engine import probes as engine_probes
 from moedoctor.upstream.engine.engine import EngineError, EngineResult
 from moedoctor.upstream.engine.log import LogFacts

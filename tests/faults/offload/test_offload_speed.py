@@ -15,7 +15,7 @@ from moedoctor.faults.offload.speed_claims import judge_speedup
 from moedoctor.fixes.offloader import Offload, offload
 from moedoctor.interfaces import ClaimJudgement, Measurement
 from moedoctor.results import ClaimVerdict, Observation
-from moedoctor.runner.targets import load_targets
+from moedoctor.scenario.targets import load_targets
 
 ROOT = Path(__file__).parents[3]
 SHAPE = bench.StackShape(layers=3, experts=4, hidden=128, intermediate=64, top_k=2, dtype=torch.float32)

@@ -36,7 +36,7 @@ from moedoctor.results import (
     UnavailableError,
 )
 from moedoctor.runner.plan import Options, plan_cases
-from moedoctor.runner.targets import load_targets
+from moedoctor.scenario.targets import load_targets
 from moedoctor.upstream.flashinfer import probe as flashinfer_probe
 from moedoctor.upstream.flashinfer.probe import FlashInferProbe
 from moedoctor.upstream.releases.wheel import KernelError

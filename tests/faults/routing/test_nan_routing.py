@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moedoctor.entries.shipped import builtin_folder
+from moedoctor.entries import builtin_folder
 from moedoctor.faults.routing import nan_routing as md001
 from moedoctor.faults.routing.nan_routing import NanRouting, NanRoutingParameters
 from moedoctor.faults.routing.nan_routing_lab import (
@@ -28,7 +28,7 @@ from moedoctor.fixes import routing as fixes
 from moedoctor.fixes.routing import TopK
 from moedoctor.interfaces import ClaimJudgement, ClaimTest, Measurement
 from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Observation, Skip, Tier
-from moedoctor.runner.targets import load_targets
+from moedoctor.scenario.targets import load_targets
 
 FAULT = NanRouting()
 ROUTERS = ("softmax", "sigmoid", "grouped")
