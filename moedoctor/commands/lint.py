@@ -10,9 +10,9 @@ from typing import Any
 
 import moedoctor
 from moedoctor.commands.errors import InputError, as_input_error
+from moedoctor.diagnose.checkpoint.findings import CHECKS, LintFinding
+from moedoctor.diagnose.checkpoint.json_fix import corrected
 from moedoctor.diagnose.checkpoint.lint import Lint, lint
-from moedoctor.diagnose.checkpoint.lint_fix import corrected
-from moedoctor.diagnose.checkpoint.lint_records import CHECKS, LintFinding
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.output import OutputError, check_writable, write

@@ -185,7 +185,7 @@ def test_a_preset_is_planned_in_nvfp4(capsys):
             "stores experts in fp8 and nvfp4; give the --scheme",
         ),
         ({"config_groups": {}}, "stores experts in nothing; give the --scheme"),
-        ({"config_groups": {"group_0": {"targets": 7, "weights": 7}}}, "weights of type None with None bits"),
+        ({"config_groups": {"group_0": {"targets": 7, "weights": 7}}}, "not floats of 4 or 8 bits"),
         ("fp8", "its quantisation is no object; give --scheme"),
     ],
 )

@@ -19,30 +19,30 @@ SINGLE = "model.safetensors"
 _MOST_INDEX_BYTES = 100_000_000
 _MOST_JSON_BYTES = 16_000_000
 _MOST_NESTED = 1_000_000
-"""Lists and objects of a JSON file: each takes more memory than its text."""
+"""Lists and objects of a JSON file: they take more memory than their text."""
 _MOST_SHARDS = 10_000
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
 
 
 @dataclass(frozen=True)
 class JsonFile:
-    """A JSON file of the checkpoint: its text and what it says."""
+    """A JSON file of the checkpoint: its text and its value."""
 
     name: str
     text: str
     value: dict[str, Any]
     repeated: tuple[str, ...] = ()
-    """Keys that one object has twice; the last one counts."""
+    """Keys that an object has twice; the last one counts."""
 
     def line_of(self, key: str) -> int | None:
-        """The line, from 1, on which `key` first stands as a key; None where it does not."""
-        found = re.search(rf'"{re.escape(key)}"\s*:', self.text)
-        return None if found is None else self.text.count("\n", 0, found.start()) + 1
+        """Return the first line, from 1, with `key` as a key, or None."""
+        match = re.search(rf'"{re.escape(key)}"\s*:', self.text)
+        return None if match is None else self.text.count("\n", 0, match.start()) + 1
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a folder holds."""
+    """The contents of a folder."""
 
     folder: Path
     config: JsonFile
@@ -50,27 +50,27 @@ class Checkpoint:
     """``hf_quant_config.json``, which ModelOpt writes."""
     index: JsonFile | None
     weight_map: Mapping[str, str]
-    """Tensor -> shard by the index; empty without one."""
+    """Tensor -> shard by the index; empty without an index."""
     tensors: Mapping[str, TensorInfo]
-    """By the headers of the shards; of a name that two have, the first."""
+    """Tensors by the headers of the shards; the first one of a name that two shards have."""
     duplicates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Tensor -> all its shards, for those that more than one has."""
+    """Tensor -> all its shards, for tensors in more than one."""
     unlisted_shards: tuple[str, ...] = ()
     """Files named like shards of the model that the index does not name."""
     missing_shards: tuple[str, ...] = ()
-    """Files that the index names and that are not there."""
+    """Files that the index names and that do not exist."""
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`. Raises CheckpointError, one line, where it cannot be read safely."""
-    if not os.path.isdir(folder):  # unlike Path.is_dir, it raises nothing for a name that cannot be one
+    """Return the checkpoint in `folder`. Raises CheckpointError if it cannot be read safely."""
+    if not os.path.isdir(folder):  # Path.is_dir raises for impossible names
         raise CheckpointError(
             f"{shorten(str(folder), 300)}: is no folder, expected one with config.json and safetensors files"
         )
-    config = _read_json(folder, "config.json")
+    config = read_json(folder, "config.json")
     if config is None:
         raise CheckpointError(f"{folder}: has no config.json, expected a checkpoint folder")
-    index = _read_json(folder, INDEX)
+    index = read_json(folder, INDEX)
     weight_map = {} if index is None else _weight_map(index)
     shards = sorted(set(weight_map.values())) if weight_map else _shards_without_index(folder)
     missing = {shard for shard in shards if not os.path.exists(folder / shard)}
@@ -79,24 +79,32 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     for shard in shards:
         if shard in missing:
             continue
-        _check_inside(folder, shard)
+        if not (folder / shard).is_file():  # links are followed: the Hub's cache has them
+            raise CheckpointError(f"{shard}: is no regular file, expected a safetensors file")
         for name, info in read_header(folder / shard).items():
             if name in tensors:
                 duplicates[name] = (*duplicates.get(name, (tensors[name].shard,)), shard)
             else:
                 tensors[name] = info
-    hf_quant = _read_json(folder, "hf_quant_config.json")
-    listed = set(shards)
-    unlisted = tuple(sorted(one.name for one in folder.glob("model-*.safetensors") if one.name not in listed))
+    hf_quant = read_json(folder, "hf_quant_config.json")
+    unlisted = sorted({file.name for file in folder.glob("model-*.safetensors")} - set(shards))
     return Checkpoint(
-        folder, config, hf_quant, index, weight_map, tensors, duplicates, unlisted, tuple(sorted(missing))
+        folder,
+        config,
+        hf_quant,
+        index,
+        weight_map,
+        tensors,
+        duplicates,
+        tuple(unlisted),
+        tuple(sorted(missing)),
     )
 
 
 def _shards_without_index(folder: Path) -> list[str]:
     if os.path.exists(folder / SINGLE):
         return [SINGLE]
-    shards = sorted(one.name for one in folder.glob("*.safetensors"))
+    shards = sorted(file.name for file in folder.glob("*.safetensors"))
     if not shards:
         raise CheckpointError(f"{folder}: has no safetensors file, expected {SINGLE} or shards with {INDEX}")
     if len(shards) > 1:
@@ -105,41 +113,35 @@ def _shards_without_index(folder: Path) -> list[str]:
 
 
 def _weight_map(index: JsonFile) -> dict[str, str]:
-    found = index.value.get("weight_map")
-    if not isinstance(found, dict) or not found:
+    shards = index.value.get("weight_map")
+    if not isinstance(shards, dict) or not shards:
         raise CheckpointError(f"{index.name}: has no weight_map, expected an object of tensors and files")
-    for name, shard in found.items():
+    for name, shard in shards.items():
         # A name only: a path could lead out of the folder.
         if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
             raise CheckpointError(
                 f"{index.name}: {name[:120]!r} is in {str(shard)[:120]!r}, expected the plain name of a "
                 ".safetensors file in the same folder"
             )
-    if len(set(found.values())) > _MOST_SHARDS:
+    if len(set(shards.values())) > _MOST_SHARDS:
         raise CheckpointError(f"{index.name}: names more than {_MOST_SHARDS} shards, expected fewer")
-    return found
+    return shards
 
 
-def _check_inside(folder: Path, shard: str) -> None:
-    """Raise CheckpointError for what is no regular file; links are followed, as the Hub's cache has them."""
-    if not (folder / shard).is_file():
-        raise CheckpointError(f"{shard}: is no regular file, expected a safetensors file")
-
-
-def _read_json(folder: Path, name: str) -> JsonFile | None:
+def read_json(folder: Path, name: str) -> JsonFile | None:
+    """Return the object in a JSON file of `folder`, or None without the file. Raises CheckpointError."""
     path, most = folder / name, _MOST_INDEX_BYTES if name == INDEX else _MOST_JSON_BYTES
     repeated: list[str] = []
 
-    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(found)
-        if len(made) != len(found):
-            seen: set[str] = set()
-            repeated.extend(
-                key
-                for key, _ in found
-                if key in seen or seen.add(key)  # type: ignore[func-returns-value]
-            )
-        return made
+    def note_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            names: set[str] = set()
+            for name, _ in pairs:
+                if name in names:
+                    repeated.append(name)
+                names.add(name)
+        return value
 
     try:
         info = path.stat()
@@ -148,7 +150,7 @@ def _read_json(folder: Path, name: str) -> JsonFile | None:
         text = path.read_text(encoding="utf-8-sig")
         if text.count("[") + text.count("{") > _MOST_NESTED:
             raise CheckpointError(f"{name}: holds more than {_MOST_NESTED} lists and objects, expected fewer")
-        value = json.loads(text, object_pairs_hook=pairs)
+        value = json.loads(text, object_pairs_hook=note_repeated)
     except FileNotFoundError:
         return None
     except OSError as error:

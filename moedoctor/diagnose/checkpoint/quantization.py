@@ -1,26 +1,34 @@
-"""What the JSON files of a checkpoint say about its quantisation."""
+"""The quantisation that the JSON files of a checkpoint declare, for the whole and for each module.
+
+Module names are compared with patterns that a stranger may have written. compressed-tensors writes regular
+expressions, and one of them may take forever on a name. So none is run: those made of literals, dots, ``.*``
+and alternatives are translated to wildcards; others are reported as not read.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import translate
+from itertools import product
 from typing import Any
 
-from moedoctor.diagnose.checkpoint.checkpoint import Checkpoint, JsonFile
-from moedoctor.diagnose.checkpoint.rules import Rule, Rules
+from moedoctor.diagnose.checkpoint.checkpoint import JsonFile
+from moedoctor.models.config_fields import text_config
 
 ALGOS: Mapping[str, str] = {
     "FP8": "fp8",
     "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
     "FP8_PB_WO": "fp8",
+    "FP8_PB_REAL": "fp8",
+    "MXFP8": "fp8",
     "NVFP4": "nvfp4",
     "NVFP4_AWQ": "nvfp4",
     "NVFP4_SVD": "nvfp4",
     "NVFP4_SVDQUANT": "nvfp4",
     "W4A16_NVFP4": "nvfp4",
     "W4A8_NVFP4_FP8": "nvfp4",
-    "MXFP8": "fp8",
-    "MIXED_PRECISION": "mixed",
     "W4A16_AWQ": "int",
     "W4A8_AWQ": "int",
     "INT4_AWQ": "int",
@@ -28,60 +36,140 @@ ALGOS: Mapping[str, str] = {
     "INT8_WO": "int",
     "W8A16": "int",
     "W8A8_SQ_PER_CHANNEL": "int",
-    "FP8_PB_REAL": "fp8",
+    "MIXED_PRECISION": "mixed",
 }
 """ModelOpt's names -> scheme of the tensors."""
+_STATIC_INPUTS = frozenset({"FP8", "NVFP4", "NVFP4_AWQ"})
+_MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8")
+_JUDGED = frozenset((*_MODELOPT, "compressed-tensors", "fp8"))
+METHODS = _JUDGED | {
+    "mxfp4", "gpt_oss_mxfp4", "awq", "gptq", "quark", "bitsandbytes", "auto-round", "auto_round", "torchao",
+    "humming",
+}  # fmt: skip
+"""The `quant_method` values that vLLM, Transformers and their exporters know."""
 _MOST_GROUPS = 64
 _MOST_LISTED = 500_000
-_STATIC_INPUTS = frozenset({"FP8", "NVFP4", "NVFP4_AWQ"})
-_JUDGED = frozenset(
-    {
-        "modelopt",
-        "modelopt_fp4",
-        "modelopt_fp8",
-        "modelopt_mixed",
-        "modelopt_mxfp8",
-        "compressed-tensors",
-        "fp8",
-    }
-)
-METHODS = _JUDGED | frozenset(
-    {
-        "mxfp4",
-        "gpt_oss_mxfp4",
-        "awq",
-        "gptq",
-        "quark",
-        "bitsandbytes",
-        "auto-round",
-        "auto_round",
-        "torchao",
-        "humming",
-    }
-)
-"""The `quant_method` values that vLLM, Transformers and their exporters know."""
+_MOST_PATTERNS = 1000
+"""Patterns that are tried on each module."""
+_MOST_ALTERNATIVES = 512
+_TOKEN = re.compile(r"\.\*\??|\.\+\??|\\d\+?|\\\W|\[0-9\]\+?|\((?:\?:)?[\w.\\|-]{1,400}\)|[\w./:-]|\$|\^")
+_CLASS = re.compile(r"[A-Z]\w{0,99}", re.ASCII)
+_OUTER = ("model.", "language_model.")
+"""Prefixes that exporters put before a module's name or leave out."""
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Projection -> the layer into which an engine fuses it; a list may name that layer instead."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How some modules are quantised."""
+
+    name: str | None
+    """ModelOpt's `quant_algo` in upper case, if there is one."""
+    scheme: str | None
+    """``nvfp4``, ``fp8``, ``int``, ``mixed``; None if it is not known."""
+    static_inputs: bool
+    """Whether each of these modules needs an input scale."""
+    group_size: int | None
+    """The declared number of weights that share a block scale."""
+    block: tuple[int, int] | None = None
+    """Rows and columns of a weight's block, if scales are per block of a matrix."""
+    targets: tuple[str, ...] = ()
+    """compressed-tensors' targets: module names, ``re:`` patterns, class names; empty for all modules."""
+
+
+UNCLEAR = Rule(None, None, False, None)
+"""The rule of a module for which the files do not name one clearly."""
+
+
+@dataclass
+class Rules:
+    """The rule of each module, by a list of modules (`layers`) or by the targets of groups."""
+
+    layers: Mapping[str, Rule] | None
+    """ModelOpt's `quantized_layers`, if there is one."""
+    groups: Sequence[Rule] = ()
+    _known: dict[str, Rule | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._bare = {_bare(name): rule for name, rule in (self.layers or {}).items()}
+        # Experts in one tensor may be listed one by one.
+        self._experts = {
+            name.partition(".experts.")[0] + ".experts": rule
+            for name, rule in self._bare.items()
+            if ".experts." in name
+        }
+        names = [[target for target in rule.targets if not _CLASS.fullmatch(target)] for rule in self.groups]
+        patterns = [name for group in names for name in group if name.startswith("re:") or "*" in name]
+        if len(patterns) > _MOST_PATTERNS:
+            self.not_read, self._patterns, self._classes = patterns[:1], [], []
+            return
+        self._patterns = [Patterns(group, substrings=False) for group in names]
+        self.not_read = [pattern for group in self._patterns for pattern in group.not_read]
+        self._classes = [
+            rule
+            for rule, group in zip(self.groups, names, strict=True)
+            if not rule.targets or len(group) < len(rule.targets)
+        ]
+
+    def of(self, module: str) -> Rule | None:
+        """Return the rule of a module: None if it is not quantised, UNCLEAR if the files do not decide."""
+        if module not in self._known:
+            self._known[module] = self._find(module)
+        return self._known[module]
+
+    def _find(self, module: str) -> Rule | None:
+        if self.layers is not None:
+            parts = _bare(module).split(".")
+            names = [".".join(parts[:size]) for size in range(len(parts), 0, -1)]
+            if parts[-1] in _FUSED:
+                names.insert(1, ".".join((*parts[:-1], _FUSED[parts[-1]])))
+            listed = next((self._bare[name] for name in names if name in self._bare), None)
+            fused_experts = listed is None and parts[-2:-1] == ["experts"]
+            return self._experts.get(names[1]) if fused_experts else listed
+        if self.not_read:
+            return UNCLEAR
+        # A name beats a class: the files do not say of which class a module is.
+        for rule, patterns in zip(self.groups, self._patterns, strict=True):
+            if patterns.match(module):
+                return rule
+        if len(self._classes) > 1:
+            return UNCLEAR
+        return self._classes[0] if self._classes else None
+
+
+def _bare(name: str) -> str:
+    while name.startswith(_OUTER):
+        name = name.partition(".")[2]
+    return name
 
 
 @dataclass(frozen=True)
 class Declared:
-    """One file's statement."""
+    """The quantisation that one file declares."""
 
     file: JsonFile
     method: str | None
     algo: str | None
     """ModelOpt's `quant_algo` in upper case, or compressed-tensors' format."""
     rules: Rules
-    """How each module is quantised."""
+    """The rule of each module."""
     kv: str | None
-    """``FP8`` or another type that needs scales; None where none is declared."""
+    """``FP8`` or another type that needs scales; None if none is declared."""
     group_size: int | None
     excluded: tuple[str, ...]
     exclude_key: str
 
     @property
     def scheme(self) -> str | None:
-        """``nvfp4``, ``fp8``, ``int``, ``mixed`` for several; None where it is not known."""
-        if self.rules.layers is not None or len({one.scheme for one in self.rules.groups}) > 1:
+        """``nvfp4``, ``fp8``, ``int``, ``mixed`` for several; None if it is not known."""
+        if self.rules.layers is not None or len({rule.scheme for rule in self.rules.groups}) > 1:
             return "mixed"
         return self.rules.groups[0].scheme if self.rules.groups else None
 
@@ -90,100 +178,124 @@ class Declared:
         """Whether the layout is one of those that are checked in full."""
         return self.method in _JUDGED
 
+    @property
+    def excluded_patterns(self) -> Patterns:
+        """The list of excluded modules. vLLM takes a plain name in ModelOpt's list as a substring."""
+        return self.patterns(self.excluded)
 
-def from_config(checkpoint: Checkpoint) -> Declared | None:
-    """What config.json says; None where it says nothing."""
-    config = checkpoint.config.value
-    found = config.get("quantization_config")
-    if not isinstance(found, dict):
-        text = config.get("text_config")
-        found = text.get("quantization_config") if isinstance(text, dict) else None
-    if not isinstance(found, dict):
+    def patterns(self, names: Sequence[str]) -> Patterns:
+        """Return `names` as patterns of excluded modules."""
+        return Patterns(names, substrings=self.method != "compressed-tensors")
+
+
+def quantization_config(config: Mapping[str, Any]) -> Any:
+    """Return the value of ``quantization_config`` in config.json, at its top or in the language model's part.
+
+    An object is preferred; None if there is neither.
+    """
+    values = [part.get("quantization_config") for part in (config, text_config(config))]
+    given = [value for value in values if value is not None]
+    return next((value for value in given if isinstance(value, dict)), given[0] if given else None)
+
+
+def from_config(file: JsonFile) -> Declared | None:
+    """Return what config.json declares, or None."""
+    value = quantization_config(file.value)
+    if not isinstance(value, dict):
         return None
-    method = found.get("quant_method")
+    method = value.get("quant_method")
     method = method.lower() if isinstance(method, str) else None
-    if "config_groups" in found and method in (None, "compressed-tensors"):
-        return _compressed(checkpoint.config, found, method)
+    if "config_groups" in value and method in (None, "compressed-tensors"):
+        return _compressed_tensors(file, value, method)
     if method == "fp8":
-        return _block_fp8(checkpoint.config, found)
-    inner = found.get("quantization")
-    return _modelopt(checkpoint.config, inner if isinstance(inner, dict) else found, method)
+        return _block_fp8(file, value)
+    inner = value.get("quantization")
+    return _modelopt(file, inner if isinstance(inner, dict) else value, method)
 
 
-def from_hf_quant(checkpoint: Checkpoint) -> Declared | None:
-    """What hf_quant_config.json says; None where there is none."""
-    if checkpoint.hf_quant is None:
+def from_hf_quant(file: JsonFile | None) -> Declared | None:
+    """Return what hf_quant_config.json declares, or None without that file."""
+    if file is None:
         return None
-    found = checkpoint.hf_quant.value.get("quantization")
-    return _modelopt(checkpoint.hf_quant, found if isinstance(found, dict) else {}, "modelopt")
+    value = file.value.get("quantization")
+    return _modelopt(file, value if isinstance(value, dict) else {}, "modelopt")
 
 
-def _modelopt(file: JsonFile, found: Mapping[str, Any], method: str | None) -> Declared:
-    algo = _upper(found.get("quant_algo"))
-    key = "exclude_modules" if "exclude_modules" in found else "ignore"
-    kv = found.get("kv_cache_quant_algo")
-    groups, listed = _groups(found), found.get("quantized_layers")
-    group = found.get("group_size")
-    if group is None:
-        group = groups[0].group_size if groups else None
-    group = group if type(group) is int else None
-    rule = Rule(algo, ALGOS.get(algo) if algo else None, algo in _STATIC_INPUTS, group)
+def _modelopt(file: JsonFile, value: Mapping[str, Any], method: str | None) -> Declared:
+    algo = _upper(value.get("quant_algo"))
+    key = "exclude_modules" if "exclude_modules" in value else "ignore"
+    kv = value.get("kv_cache_quant_algo")
+    groups = read_groups(value)
+    size = value.get("group_size")
+    if size is None and groups:
+        size = groups[0].group_size
+    size = _integer(size)
+    rule = Rule(algo, ALGOS.get(algo) if algo else None, algo in _STATIC_INPUTS, size)
     rules = Rules(None, (rule,))
     if rule.scheme == "mixed":
-        # Without a list, the groups that ModelOpt writes for other readers say it.
-        rules = Rules(None, groups) if listed is None and groups else Rules(_listed(listed))
+        # Without a list of layers, the groups that ModelOpt writes for other readers have the rules.
+        layers = value.get("quantized_layers")
+        rules = Rules(None, groups) if layers is None and groups else Rules(read_layers(layers))
     return Declared(
         file,
         method,
         algo,
         rules,
-        kv.upper() if isinstance(kv, str) and kv.lower() not in ("", "none", "auto") else _kv_scheme(found),
-        group,
-        _strings(found.get(key)),
+        kv.upper() if isinstance(kv, str) and kv.lower() not in ("", "none", "auto") else _kv_scheme(value),
+        size,
+        _strings(value.get(key)),
         key,
     )
 
 
-def _listed(layers: Any) -> dict[str, Rule]:
-    """`quantized_layers`: module -> how it is quantised."""
-    rules: dict[str, Rule] = {}
-    for module in _strings(list(layers), _MOST_LISTED) if isinstance(layers, dict) else ():
-        entry = layers[module] if isinstance(layers[module], dict) else {}
-        algo, size = _upper(entry.get("quant_algo")), entry.get("group_size")
-        scheme = ALGOS.get(algo) if algo else None
-        scheme = None if scheme == "mixed" else scheme
-        rules[module] = Rule(algo, scheme, algo in _STATIC_INPUTS, size if type(size) is int else None)
-    return rules
-
-
-def _compressed(file: JsonFile, found: Mapping[str, Any], method: str | None) -> Declared:
-    groups, algo = _groups(found), found.get("format")
+def _compressed_tensors(file: JsonFile, value: Mapping[str, Any], method: str | None) -> Declared:
+    groups, algo = read_groups(value), value.get("format")
     return Declared(
         file,
         method,
         algo if isinstance(algo, str) else None,
         Rules(None, groups),
-        _kv_scheme(found),
+        _kv_scheme(value),
         groups[0].group_size if groups else None,
-        _strings(found.get("ignore")),
+        _strings(value.get("ignore")),
         "ignore",
     )
 
 
-def _groups(found: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """The groups of compressed-tensors' `config_groups`, in their order."""
-    groups = found.get("config_groups")
+def _block_fp8(file: JsonFile, value: Mapping[str, Any]) -> Declared:
+    key = "modules_to_not_convert" if "modules_to_not_convert" in value else "ignored_layers"
+    static = value.get("activation_scheme") == "static"
+    rule = Rule("fp8", "fp8", static, None, _block(value.get("weight_block_size")))
+    rules = Rules(None, (rule,))
+    return Declared(file, "fp8", "fp8", rules, _kv_scheme(value), None, _strings(value.get(key)), key)
+
+
+def read_layers(layers: Any) -> dict[str, Rule]:
+    """Return the rules of ModelOpt's `quantized_layers`, by module."""
+    rules: dict[str, Rule] = {}
+    for module in _strings(list(layers), _MOST_LISTED) if isinstance(layers, dict) else ():
+        entry = layers[module] if isinstance(layers[module], dict) else {}
+        algo = _upper(entry.get("quant_algo"))
+        scheme = ALGOS.get(algo) if algo else None
+        scheme = None if scheme == "mixed" else scheme
+        rules[module] = Rule(algo, scheme, algo in _STATIC_INPUTS, _integer(entry.get("group_size")))
+    return rules
+
+
+def read_groups(value: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """Return the rules of compressed-tensors' `config_groups`, in their order."""
+    groups = value.get("config_groups")
     if not isinstance(groups, dict):
         return ()
-    made = [one if isinstance(one, dict) else {} for one in groups.values()]
+    all_groups = [group if isinstance(group, dict) else {} for group in groups.values()]
     # A group without weights is about activations alone, of attention for example.
-    about = [one for one in made if one.get("weights")] or made
-    return tuple(_group(one) for one in about[:_MOST_GROUPS])
+    weighted = [group for group in all_groups if group.get("weights")] or all_groups
+    return tuple(_group(group) for group in weighted[:_MOST_GROUPS])
 
 
-def _group(found: Mapping[str, Any]) -> Rule:
+def _group(group: Mapping[str, Any]) -> Rule:
     weights, inputs = (
-        one if isinstance(one := found.get(key), dict) else {} for key in ("weights", "input_activations")
+        value if isinstance(value := group.get(key), dict) else {} for key in ("weights", "input_activations")
     )
     bits, kind = weights.get("num_bits"), weights.get("type")
     scheme = None
@@ -191,39 +303,26 @@ def _group(found: Mapping[str, Any]) -> Rule:
         scheme = "int"
     elif kind == "float" and type(bits) is int:
         scheme = {4: "nvfp4", 8: "fp8"}.get(bits)
-    if scheme == "nvfp4":
-        static = bool(inputs) and inputs.get("num_bits") == 4
-    else:
-        static = bool(inputs) and inputs.get("dynamic") is False
-    size = weights.get("group_size")
-    structure = weights.get("block_structure")
-    block = (structure[0], structure[1]) if isinstance(structure, list) and len(structure) == 2 else None
-    return Rule(
-        None,
-        scheme,
-        static,
-        size if type(size) is int else None,
-        block if block and all(type(one) is int and one > 0 for one in block) else None,
-        _strings(found.get("targets"), _MOST_LISTED),
-    )
+    static = inputs.get("num_bits") == 4 if scheme == "nvfp4" else inputs.get("dynamic") is False
+    block, size = _block(weights.get("block_structure")), _integer(weights.get("group_size"))
+    return Rule(None, scheme, static, size, block, _strings(group.get("targets"), _MOST_LISTED))
 
 
-def _block_fp8(file: JsonFile, found: Mapping[str, Any]) -> Declared:
-    size = found.get("weight_block_size")
-    block = (size[0], size[1]) if isinstance(size, list) and len(size) == 2 else None
-    if block and not all(type(one) is int and one > 0 for one in block):
-        block = None
-    key = "modules_to_not_convert" if "modules_to_not_convert" in found else "ignored_layers"
-    rule = Rule("fp8", "fp8", found.get("activation_scheme") == "static", None, block)
-    excluded = _strings(found.get(key))
-    return Declared(file, "fp8", "fp8", Rules(None, (rule,)), _kv_scheme(found), None, excluded, key)
+def _block(value: Any) -> tuple[int, int] | None:
+    if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
+        return None
+    return value[0], value[1]
 
 
-def _kv_scheme(found: Mapping[str, Any]) -> str | None:
-    kv = found.get("kv_cache_scheme")
+def _kv_scheme(value: Mapping[str, Any]) -> str | None:
+    kv = value.get("kv_cache_scheme")
     if not isinstance(kv, dict) or kv.get("dynamic") is True:
         return None
     return "FP8" if kv.get("num_bits") == 8 and kv.get("type") == "float" else None
+
+
+def _integer(value: Any) -> int | None:
+    return value if type(value) is int else None
 
 
 def _upper(value: Any) -> str | None:
@@ -233,4 +332,78 @@ def _upper(value: Any) -> str | None:
 def _strings(value: Any, limit: int = 20_000) -> tuple[str, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         return ()
-    return tuple(one for one in value if isinstance(one, str) and len(one) <= 500)[:limit]
+    return tuple(item for item in value if isinstance(item, str) and len(item) <= 500)[:limit]
+
+
+class Patterns:
+    """A list of patterns of module names, and the patterns that were not understood."""
+
+    def __init__(self, patterns: Sequence[str], substrings: bool) -> None:
+        """With `substrings`, a plain name also matches all modules that contain it."""
+        wildcards: list[str] = []
+        self.not_read: list[str] = []
+        self._plain: list[str] = []
+        self._substrings = substrings
+        for pattern in patterns:
+            if pattern.startswith("re:"):
+                translated = _wildcards(pattern[3:])
+                if translated is None:
+                    self.not_read.append(pattern)
+                else:
+                    wildcards += translated
+            elif "*" in pattern or "?" in pattern:
+                wildcards.append(pattern)
+            elif pattern:
+                self._plain.append(pattern)
+        self._exact = frozenset(self._plain)
+        self._compiled = [re.compile(translate(wildcard)) for wildcard in dict.fromkeys(wildcards)]
+
+    def match(self, module: str) -> bool:
+        """Return whether a pattern names `module` or a module that contains it."""
+        if module in self._exact:
+            return True
+        if self._substrings:
+            if any(name in module for name in self._plain):
+                return True
+        elif any(parent in self._exact for parent in _parents(module)):
+            return True
+        return any(pattern.match(module) for pattern in self._compiled)
+
+
+def _parents(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:size]) for size in range(1, len(parts))]
+
+
+def _wildcards(expression: str) -> list[str] | None:
+    """Translate a simple regular expression to wildcard patterns; return None for others."""
+    choices: list[list[str]] = []
+    at, open_end, count = 0, True, 1
+    while at < len(expression):
+        token = _TOKEN.match(expression, at)
+        if token is None:
+            return None
+        text, at = token[0], token.end()
+        if text == "$":
+            if at != len(expression):
+                return None
+            open_end = False
+        elif text == "^":
+            if at != 1:
+                return None
+        elif text[0] == "(":
+            inner = text.removeprefix("(").removeprefix("?:")[:-1]
+            choices.append([choice.replace("\\", "") for choice in inner.split("|")])
+        elif text.startswith((".*", ".+")):
+            choices.append(["*" if text[1] == "*" else "?*"])
+        elif text.startswith(("\\d", "[0-9]")):
+            choices.append(["[0-9]*" if text.endswith("+") else "[0-9]"])
+        elif text == ".":
+            choices.append(["?"])
+        else:
+            choices.append([text.removeprefix("\\")])
+        count *= len(choices[-1]) if choices else 1
+        if count > _MOST_ALTERNATIVES:
+            return None
+    end = "*" if open_end else ""  # a regular expression need not match to the end
+    return ["".join(choice) + end for choice in product(*choices)]

@@ -1,4 +1,4 @@
-"""Values of small tensors, decoded without torch: the scales of a checkpoint."""
+"""The scales of a checkpoint, read and decoded without torch."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import BinaryIO
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError, TensorInfo
 
 FULL_BYTES = 1 << 30
-"""Block scales are read whole where all of them together are no larger."""
+"""Block scales are read whole if all of them together are no larger."""
 _SAMPLE = 1 << 14
 _SAMPLES = 3
 _CHUNK = 1 << 22
-"""Bytes of block scales that are held at a time."""
+"""Bytes of block scales in memory at a time."""
 _NAN = bytes((0x7F, 0xFF))
 _ZERO = bytes((0x00, 0x80))
 _NEGATIVE = bytes(range(0x81, 0xFF))
 _SUBNORMAL = bytes(range(0x01, 0x08))
 _NORMAL = bytes(range(0x08, 0x7F))
 _NOT_ABOVE = tuple(bytes((*range(code + 1), *range(0x7F, 0x100))) for code in range(0x7F))
-"""Code of a positive number or 0 -> all codes but those of larger numbers."""
+"""Code of a positive number or 0 -> all codes except those of larger numbers."""
 _BLOCK_BYTES = 8
 _WINDOW = 1 << 12
-"""Block scales that are compared with their weights at once."""
+"""Block scales that are compared with their weights in one step."""
 _WINDOWS = 256
 _WINDOWS_OF_ALL = 1 << 13
 _ZEROS = 64
 _MASK = bytes(0x77 if code in _ZERO else 0 for code in range(256))
-"""Code of a block scale -> the bits of two E2M1 codes, all but their signs, where it is 0."""
+"""Code of a block scale -> the bits of two E2M1 codes without their signs if it is 0, else 0."""
 SMALLEST_NORMAL = 2.0**-6
-"""Of E4M3."""
+"""The smallest normal number of E4M3."""
 SMALLEST_NORMAL_F32 = 2.0**-126
 
 
 @dataclass(frozen=True)
 class BlockScaleCounts:
-    """What the E4M3 block scales of one tensor hold."""
+    """Counts over the E4M3 block scales of one tensor."""
 
     seen: int
     nan: int
@@ -49,7 +49,7 @@ class BlockScaleCounts:
 
 
 class Reader:
-    """Reads values out of the shards of `folder`, one open file at a time."""
+    """Reads values from the shards of `folder`, one open file at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -65,11 +65,11 @@ class Reader:
             self._file.close()
 
     def floats(self, info: TensorInfo) -> tuple[float, ...]:
-        """The values of a tensor of a few numbers, of F32, F64, F16, BF16 or an 8-bit float type."""
+        """Return the values of a small tensor of F32, F64, F16, BF16 or F8_E4M3."""
         return _decode(info.dtype, self._bytes(info, 0, info.size))
 
     def block_scales(self, info: TensorInfo, whole: bool) -> BlockScaleCounts:
-        """Counts over the E4M3 values of `info`; over three samples of it where not `whole`."""
+        """Count the E4M3 values of `info`, or of three samples of it if not `whole`."""
         places = _places(info, whole)
         seen = nan = zero = negative = subnormal = largest = 0
         for offset, size in places:
@@ -86,10 +86,10 @@ class Reader:
         return BlockScaleCounts(seen, nan, zero, negative, subnormal, E4M3[largest])
 
     def zero_blocks(self, scales: TensorInfo, weight: TensorInfo, whole: bool) -> int:
-        """How many blocks with a scale of 0 hold NVFP4 codes that are not 0, up to 64: weights lost.
+        """Return how many blocks have a scale of 0 and NVFP4 codes that are not 0, up to 64: lost weights.
 
-        Windows that have such scales are looked at all over the tensor, at most 8 MB of weights of a tensor
-        and 256 MB of all. 0 too where the weight is not laid out with a block's codes one after the other.
+        At most 8 MB of weights of a tensor and 256 MB of all are read, from windows with such scales all over
+        the tensor. Return 0 if the weight does not have a block's codes one after the other.
         """
         if (
             weight.dtype not in ("U8", "F4")
@@ -130,7 +130,7 @@ class Reader:
 
 
 def _places(info: TensorInfo, whole: bool) -> list[tuple[int, int]]:
-    """Offset and size of the parts of a tensor that are read: all of it, or three samples."""
+    """Return offset and size of the parts of a tensor that are read: all of it, or three samples."""
     if whole or info.size <= _SAMPLES * _SAMPLE:
         return [(at, min(_CHUNK, info.size - at)) for at in range(0, info.size, _CHUNK)]
     step = (info.size - _SAMPLE) // (_SAMPLES - 1)
@@ -138,7 +138,7 @@ def _places(info: TensorInfo, whole: bool) -> list[tuple[int, int]]:
 
 
 def _lost(mask: bytes, codes: bytes) -> int:
-    """Of the blocks whose scale `mask` names, how many hold a code that is not 0."""
+    """Return how many of the blocks in `mask` hold a code that is not 0."""
     wide = bytearray(len(codes))
     for at in range(_BLOCK_BYTES):
         wide[at::_BLOCK_BYTES] = mask
@@ -166,7 +166,7 @@ def _e4m3(code: int) -> float:
 
 
 E4M3 = tuple(_e4m3(code) for code in range(256))
-"""Code -> value, of float8_e4m3fn."""
+"""Code of float8_e4m3fn -> value."""
 
 
 def _decode(dtype: str, data: bytes) -> tuple[float, ...]:
@@ -174,6 +174,8 @@ def _decode(dtype: str, data: bytes) -> tuple[float, ...]:
         return tuple(E4M3[code] for code in data)
     if dtype == "BF16":
         halves: Iterable[int] = struct.unpack(f"<{len(data) // 2}H", data)
-        return struct.unpack(f"<{len(data) // 2}f", b"".join(struct.pack("<I", one << 16) for one in halves))
+        return struct.unpack(
+            f"<{len(data) // 2}f", b"".join(struct.pack("<I", half << 16) for half in halves)
+        )
     code, size = {"F32": ("f", 4), "F64": ("d", 8), "F16": ("e", 2)}[dtype]
     return struct.unpack(f"<{len(data) // size}{code}", data)

@@ -1,37 +1,39 @@
-"""What a model's folder says of its weights: how many bytes they are, and how its experts are stored."""
+"""The bytes of a model's weights and the scheme of its experts, by the files of its folder."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moedoctor.diagnose.checkpoint.checkpoint import INDEX, JsonFile, read_json
+from moedoctor.diagnose.checkpoint.quantization import Rule, quantization_config, read_groups, read_layers
+from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
 from moedoctor.diagnose.plan.kv_cache import PlanError
 
-INDEX = "model.safetensors.index.json"
-_LARGEST_FILE = 256 << 20
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 """Routed experts in a module's name; ``shared_experts`` and ``shared_expert`` are others."""
 _IN_TARGET = re.compile(r"(?<![a-z_])experts(?![a-z])")
 """The same in a target of compressed-tensors, which is a name or a regular expression."""
+_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "gpt_oss_mxfp4": "mxfp4"}
+_MXFP4_GROUP = 32
 
 
 def checkpoint_bytes(folder: Path) -> int | None:
-    """Bytes of the safetensors files that are the model; None where there are none.
+    """Return the bytes of the safetensors files of the model, or None without any.
 
     These are the shards that the index names, else ``model.safetensors``, else all: a folder may hold the
-    same weights a second time, as ``consolidated.safetensors``. Raises PlanError where some shards of the
-    index are missing, or the index cannot be read.
+    same weights a second time, as ``consolidated.safetensors``. Raises PlanError if some shards of the index
+    are missing, or the index cannot be read.
     """
-    index = _object(folder / INDEX)
+    index = _read(folder, INDEX)
     if index is not None:
-        shards = index.get("weight_map")
-        if not isinstance(shards, dict) or not all(_is_plain(one) for one in shards.values()):
+        shards = index.value.get("weight_map")
+        if not isinstance(shards, dict) or not all(_is_plain(shard) for shard in shards.values()):
             raise PlanError(f"{folder / INDEX}: weight_map names no files, expected tensors and their shards")
-        files = [folder / one for one in sorted(set(shards.values()))]
-        missing = [one.name for one in files if not one.is_file()]
+        files = [folder / shard for shard in sorted(set(shards.values()))]
+        missing = [file.name for file in files if not file.is_file()]
         if missing and len(missing) < len(files):
             raise PlanError(
                 f"{folder}: {len(missing)} of {len(files)} shards are missing, the first is "
@@ -40,127 +42,88 @@ def checkpoint_bytes(folder: Path) -> int | None:
         return None if missing else _total(files)
     if (folder / "model.safetensors").is_file():
         return _total([folder / "model.safetensors"])
-    return _total(one for one in folder.glob("*.safetensors") if one.is_file())
+    return _total(file for file in folder.glob("*.safetensors") if file.is_file())
 
 
 def expert_scheme(config: Path) -> tuple[str, str]:
-    """(scheme of the routed experts, where that is said), by ``config.json`` or ModelOpt's file beside it.
+    """Return (scheme of the routed experts, the file that names it) for a ``config.json``.
 
-    A model that names no quantisation has ``bf16``. Raises PlanError for one that plan does not count.
+    ModelOpt's file beside it is read too. A model without a quantisation has ``bf16``. Raises PlanError for
+    a quantisation that plan does not know.
     """
-    values = _object(config) or {}
-    inner = values.get("text_config")
-    found = values.get("quantization_config")
-    if found is None and isinstance(inner, dict):
-        found = inner.get("quantization_config")
-    where, said = config, f"by {config.name}"
-    if found is None:
-        where, said = config.parent / "hf_quant_config.json", "by ModelOpt's file beside config.json"
-        found = (_object(where) or {}).get("quantization")
-    if found is None:
+    file = _read(config.parent, config.name)
+    value = quantization_config(file.value) if file is not None else None
+    where, source = config, f"by {config.name}"
+    if value is None:
+        where, source = config.parent / "hf_quant_config.json", "by ModelOpt's file beside config.json"
+        file = _read(where.parent, where.name)
+        value = file.value.get("quantization") if file is not None else None
+    if value is None:
         return "bf16", f"{config.name} names no quantisation"
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise PlanError(f"{where}: its quantisation is no object; give --scheme")
-    return _scheme(found, where), said
+    schemes = _expert_schemes(value, where)
+    if len(schemes) != 1:
+        shown = " and ".join(sorted(schemes)) or "nothing"
+        raise PlanError(f"{where}: stores experts in {shown}; give the --scheme to plan with")
+    return schemes.pop(), source
 
 
-def _scheme(found: Mapping[str, Any], where: Path) -> str:
-    method = str(found.get("quant_method") or "").lower()
-    groups = found.get("config_groups")
+def _expert_schemes(value: Mapping[str, Any], where: Path) -> set[str]:
+    method = str(value.get("quant_method") or "").lower()
     grouped = method in ("", "compressed-tensors") or method.startswith("modelopt")
-    if grouped and isinstance(groups, dict) and not found.get("quant_algo"):
-        return _of_groups(groups, where)
-    if method in ("fp8", "fbgemm_fp8"):
-        return "fp8"
-    if method in ("mxfp4", "gpt_oss_mxfp4"):
-        return "mxfp4"
+    if grouped and isinstance(value.get("config_groups"), dict) and not value.get("quant_algo"):
+        return {_of_group(rule, where) for rule in _expert_groups(read_groups(value))}
+    if method in _METHODS:
+        return {_METHODS[method]}
     if method and not method.startswith("modelopt"):
         raise _unknown(where, f"quant_method {method!a}")
-    nested = found.get("quantization")
-    return _of_modelopt(nested if isinstance(nested, dict) else found, where)
+    inner = value.get("quantization")
+    value = inner if isinstance(inner, dict) else value
+    if value.get("quant_algo") != "MIXED_PRECISION":
+        return {_of_algo(value.get("quant_algo"), where)}
+    layers = read_layers(value.get("quantized_layers"))
+    return {_of_algo(rule.name, where) for name, rule in layers.items() if _EXPERTS.search(name)} or {"bf16"}
 
 
-def _of_modelopt(found: Mapping[str, Any], where: Path) -> str:
-    algo = found.get("quant_algo")
-    if algo != "MIXED_PRECISION":
-        return _of_algo(algo, where)
-    layers = found.get("quantized_layers")
-    algos = {
-        _of_algo(one.get("quant_algo"), where)
-        for name, one in (layers.items() if isinstance(layers, dict) else ())
-        if _EXPERTS.search(name) and isinstance(one, dict)
-    }
-    return _only(algos or {"bf16"}, where)
+def _expert_groups(groups: Sequence[Rule]) -> Sequence[Rule]:
+    """Return the groups that name the experts, else the groups of every ``Linear``, else all."""
+    named = [rule for rule in groups if any(map(_IN_TARGET.search, rule.targets))]
+    return named or [rule for rule in groups if "Linear" in rule.targets] or groups
+
+
+def _of_group(rule: Rule, where: Path) -> str:
+    if rule.scheme not in ("nvfp4", "fp8"):
+        raise _unknown(where, "config_groups with weights that are not floats of 4 or 8 bits")
+    return "mxfp4" if rule.scheme == "nvfp4" and rule.group_size == _MXFP4_GROUP else rule.scheme
 
 
 def _of_algo(algo: Any, where: Path) -> str:
-    """The scheme of ModelOpt's `quant_algo`; without one only the cache is quantised."""
+    """Return the scheme of ModelOpt's `quant_algo`; without one only the cache is quantised."""
     if not algo:
         return "bf16"
-    # In this order: the name also says the activations', which for W4A8_NVFP4_FP8 are in FP8.
+    # In this order: the name also has the activations', which are FP8 in W4A8_NVFP4_FP8.
     for part in ("MXFP4", "NVFP4", "FP8"):
         if part in str(algo).upper():
             return part.lower()
     raise _unknown(where, f"quant_algo {algo!a}")
 
 
-def _of_groups(groups: Mapping[str, Any], where: Path) -> str:
-    """The scheme of the group that has the experts: one that names them, else one of every ``Linear``."""
-    made = [one for one in groups.values() if isinstance(one, dict)]
-    named = [one for one in made if any(_IN_TARGET.search(name) for name in _targets(one))]
-    every = [one for one in made if "Linear" in _targets(one)]
-    return _only({_of_weights(one.get("weights"), where) for one in named or every or made}, where)
-
-
-def _targets(group: Mapping[str, Any]) -> list[str]:
-    found = group.get("targets")
-    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
-
-
-def _of_weights(weights: Any, where: Path) -> str:
-    weights = weights if isinstance(weights, dict) else {}
-    bits, kind, size = (weights.get(name) for name in ("num_bits", "type", "group_size"))
-    if kind == "float" and bits == 8:
-        return "fp8"
-    if kind == "float" and bits == 4:
-        return "mxfp4" if size == 32 else "nvfp4"
-    raise _unknown(where, f"weights of type {kind!a} with {bits!a} bits")
-
-
-def _only(schemes: set[str], where: Path) -> str:
-    if len(schemes) != 1:
-        said = " and ".join(sorted(schemes)) or "nothing"
-        raise PlanError(f"{where}: stores experts in {said}; give the --scheme to plan with")
-    return schemes.pop()
-
-
 def _unknown(where: Path, what: str) -> PlanError:
     return PlanError(f"{where}: {what[:120]} is no scheme that plan counts; give --scheme with the nearest")
 
 
-def _object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no such file. Raises PlanError."""
+def _read(folder: Path, name: str) -> JsonFile | None:
     try:
-        if not path.is_file():
-            return None
-        if path.stat().st_size > _LARGEST_FILE:
-            raise PlanError(f"{path}: larger than {_LARGEST_FILE >> 20} MiB, expected a smaller JSON file")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(f"{path}: no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise PlanError(f"{path}: expected an object")
-    return found
+        return read_json(folder, name)
+    except CheckpointError as error:
+        raise PlanError(f"{folder}: {error}") from None
 
 
 def _is_plain(name: Any) -> bool:
-    """Whether it is the name of a file in the folder itself."""
+    """Return whether it is the name of a file in the folder itself."""
     return isinstance(name, str) and Path(name).name == name and "\0" not in name
 
 
 def _total(files: Iterable[Path]) -> int | None:
-    return sum(one.stat().st_size for one in files) or None
+    return sum(file.stat().st_size for file in files) or None

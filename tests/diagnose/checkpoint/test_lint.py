@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from checkpoints_of_tests import Made, block_fp8, compressed, f32, modelopt
 
+from moedoctor.diagnose.checkpoint.findings import CHECKS
 from moedoctor.diagnose.checkpoint.lint import Lint, lint
-from moedoctor.diagnose.checkpoint.lint_records import CHECKS
 
 E = "model.layers.1.mlp.experts.2"
 UP, GATE, DOWN = f"{E}.up_proj", f"{E}.gate_proj", f"{E}.down_proj"
@@ -713,8 +713,8 @@ def test_every_value_of_a_scale_is_decoded_as_it_is(tmp_path: Path) -> None:
 def test_large_block_scales_are_sampled_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moedoctor.diagnose.checkpoint import lint_scales
     from moedoctor.diagnose.checkpoint import values as checkpoint_values
+    from moedoctor.diagnose.checkpoint.checks import scales as lint_scales
 
     monkeypatch.setattr(lint_scales, "FULL_BYTES", 1000)
     monkeypatch.setattr(checkpoint_values, "_SAMPLE", 64)

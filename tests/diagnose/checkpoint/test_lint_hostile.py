@@ -17,9 +17,9 @@ from checkpoints_of_tests import INDEX, modelopt
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from moedoctor.diagnose.checkpoint.json_fix import corrected
 from moedoctor.diagnose.checkpoint.lint import lint
-from moedoctor.diagnose.checkpoint.lint_fix import corrected
-from moedoctor.diagnose.checkpoint.name_patterns import Patterns
+from moedoctor.diagnose.checkpoint.quantization import Patterns
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError, read_header
 from moedoctor.reporters.output import write
 
@@ -48,8 +48,8 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "a list": (header([1]), "list"),
     "deep": (header(b"[" * 100_000), "no JSON"),
     "an endless number": (header(b'{"t": ' + b"9" * 10_000 + b"}"), "no JSON"),
-    "nested lists": (header(b'{"t": {"shape": [' + b"[]," * 10_000 + b"[]]}}"), "no JSON"),
-    "nested lists in the metadata": (header(b'{"__metadata__": {"a": [[]]}}'), "no JSON"),
+    "nested lists": (header(b'{"t": {"dtype": "U8", "shape": [' + b"[]," * 10_000 + b"[]]}}"), "shape"),
+    "nested lists in the metadata": (header(b'{"__metadata__": {"a": [[]]}}'), "expected a string"),
     "metadata that are no text": (header({"__metadata__": {"a": 1}}), "expected a string"),
     "cut off": (header(b'{"t": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}'), "no JSON"),
     "two objects": (header(b"{}{}"), "no JSON"),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from checkpoints_of_tests import EXPERTS, Made, compressed, compressed_groups, f32, fused, mixed, modelopt
 
+from moedoctor.diagnose.checkpoint.json_fix import corrected
 from moedoctor.diagnose.checkpoint.lint import lint
-from moedoctor.diagnose.checkpoint.lint_fix import corrected
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"

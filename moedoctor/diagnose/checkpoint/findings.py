@@ -1,10 +1,15 @@
-"""What a lint finds, and the checks by name."""
+"""The checks of a lint by name, and what they find."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+from moedoctor.diagnose.checkpoint.checkpoint import Checkpoint
+from moedoctor.diagnose.checkpoint.modules import Module, group
+from moedoctor.diagnose.checkpoint.quantization import Declared, Rule, from_config, from_hf_quant
 
 SHOWN = 5
 """Places that a finding lists; the rest are counted."""
@@ -15,12 +20,12 @@ class Check:
     """One thing that can be wrong with a checkpoint."""
 
     id: str | None
-    """Of the catalogue, where it is a known failure."""
+    """The id of a known failure in the catalogue."""
     what: str
     confidence: float
     next_step: str
     remark: bool = False
-    """Whether healthy checkpoints have it too: it is reported, and alone gives no exit code 1."""
+    """Whether healthy checkpoints have it too: it is reported, but does not cause exit code 1."""
 
 
 _FIX_JSON = "`--fix DIR` writes corrected JSON files; compare them with what was meant"
@@ -57,7 +62,7 @@ CHECKS: Mapping[str, Check] = {
         0.7,
         "export with one scale for q, k and v and for gate and up",
     ),
-    "quant_algo_unknown": Check(None, "the quantisation is none that is known", 0.8, _FIX_JSON),
+    "quant_algo_unknown": Check(None, "the quantisation method is unknown", 0.8, _FIX_JSON),
     "quant_algo_missing": Check(None, "tensors are quantised and no file says how", 0.9, _FIX_JSON),
     "quant_algo_tensors": Check(
         None, "the tensors are not what the declared quantisation says", 0.9, _FIX_JSON
@@ -140,11 +145,11 @@ class Place:
 
 @dataclass(frozen=True)
 class LintFinding:
-    """One kind of damage, with the first places that have it."""
+    """One kind of damage, with its first places."""
 
     check: str
     line: int | None
-    """Of the JSON file that is wrong, from 1; None where tensors are."""
+    """The line of the wrong JSON file, from 1; None if tensors are wrong."""
     count: int
     places: tuple[Place, ...]
 
@@ -154,7 +159,7 @@ class LintFinding:
         return CHECKS[self.check].id or self.check
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the finding as JSON."""
         check = CHECKS[self.check]
         return {
             "id": self.id,
@@ -164,20 +169,20 @@ class LintFinding:
                 "what": check.what,
                 "remark": check.remark,
                 "count": self.count,
-                "places": [vars(one) for one in self.places],
+                "places": [vars(place) for place in self.places],
             },
             "confidence": check.confidence,
-            "next_step": check.next_step.format(self.id),
+            "next_step": check.next_step,
         }
 
 
 Line = int | Callable[[], int | None] | None
-"""Of a JSON file, or how to find it: a search through a long file is made for the first place only."""
+"""A line of a JSON file, or a function that searches for it; only the first place's line is searched for."""
 
 
 @dataclass
 class Findings:
-    """Collects what the checks find, by check."""
+    """Collects findings by check."""
 
     _places: dict[str, list[Place]] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
@@ -194,13 +199,46 @@ class Findings:
             places.append(Place(tensor, shard, f"{value:g}" if isinstance(value, float) else str(value)))
 
     def sorted(self) -> tuple[LintFinding, ...]:
-        """The surest first, remarks last."""
-        found = (
+        """Return the findings, the surest first and remarks last."""
+
+        def rank(finding: LintFinding) -> tuple[bool, float, str, str]:
+            check = CHECKS[finding.check]
+            return check.remark, -check.confidence, finding.id, finding.check
+
+        findings = (
             LintFinding(check, self._lines[check], self._counts[check], tuple(places))
             for check, places in self._places.items()
         )
+        return tuple(sorted(findings, key=rank))
 
-        def rank(one: LintFinding) -> tuple[bool, float, str, str]:
-            return CHECKS[one.check].remark, -CHECKS[one.check].confidence, one.id, one.check
 
-        return tuple(sorted(found, key=rank))
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint that is being linted: what the checks read, and where they add their findings."""
+
+    checkpoint: Checkpoint
+    findings: Findings = field(default_factory=Findings)
+
+    @cached_property
+    def modules(self) -> Mapping[str, Module]:
+        """The modules by name."""
+        return group(self.checkpoint)
+
+    @cached_property
+    def config(self) -> Declared | None:
+        """The quantisation by config.json."""
+        return from_config(self.checkpoint.config)
+
+    @cached_property
+    def hf_quant(self) -> Declared | None:
+        """The quantisation by hf_quant_config.json."""
+        return from_hf_quant(self.checkpoint.hf_quant)
+
+    @property
+    def declared(self) -> tuple[Declared, ...]:
+        """The quantisation by each file that has one. An engine reads the first file first."""
+        return tuple(file for file in (self.config, self.hf_quant) if file is not None)
+
+    def rule(self, module: Module) -> Rule | None:
+        """Return the rule of the first file for `module`, if there is one."""
+        return self.declared[0].rules.of(module.name) if self.declared else None
