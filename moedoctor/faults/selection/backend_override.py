@@ -1,22 +1,36 @@
-"""MD010: a backend setting that is unknown, removed, invalid or silently ignored."""
+"""MD010: a backend setting that is unknown, removed, invalid or silently ignored.
+
+The installed vLLM's own code decides the claims. Without it nothing is confirmed or refuted. What all
+releases answered and read when the tables were made is added to the reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from moedoctor.faults.selection.backend_override_claims import CLAIMS
-from moedoctor.fixes.backends import release_tables as backend_tables
-from moedoctor.interfaces import Fault, Judgement
+from moedoctor.diagnose.settings.tables import vllm_variables
+from moedoctor.faults.base import (
+    ClaimCases,
+    ClaimJudgement,
+    ClaimTest,
+    Fault,
+    Judgement,
+    Parameters,
+    claim,
+    decide,
+    untested,
+)
+from moedoctor.fixes import backends
+from moedoctor.fixes.backends.release_tables import CAPABILITIES, releases, tables
+from moedoctor.fixes.backends.requests import NVFP4_VARIABLE, governing_variables
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
 
 
-class BackendOverrideParameters(BaseModel):
+class BackendOverrideParameters(Parameters):
     """One point of the matrix: somebody wants a backend, and sets something for it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     release: str = Field(description="a vLLM release of the tables")
     setting: str = Field(max_length=200, description="NAME=VALUE, or a flag such as '--moe-backend marlin'")
@@ -30,7 +44,7 @@ class BackendOverrideParameters(BaseModel):
     @field_validator("release")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        known = list(backend_tables.releases())
+        known = list(releases())
         if value not in known:
             raise ValueError(f"must be a release of the tables, {known[0]} to {known[-1]}, not '{value}'")
         return value
@@ -38,9 +52,8 @@ class BackendOverrideParameters(BaseModel):
     @field_validator("capability")
     @classmethod
     def _is_a_capability(cls, value: str) -> str:
-        if value not in backend_tables.CAPABILITIES:
-            known = ", ".join(backend_tables.CAPABILITIES)
-            raise ValueError(f"must be one of {known}, quoted, not '{value}'")
+        if value not in CAPABILITIES:
+            raise ValueError(f"must be one of {', '.join(CAPABILITIES)}, quoted, not '{value}'")
         return value
 
     @field_validator("setting")
@@ -52,20 +65,20 @@ class BackendOverrideParameters(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> BackendOverrideParameters:
-        known = backend_tables.releases()[self.release].activations
+        known = releases()[self.release].activations
         if self.activation not in known:
             raise ValueError(
                 f"activation: vLLM {self.release} knows {', '.join(known)}, not '{self.activation}'"
             )
-        backends = {one.backend for one in backend_tables.tables(self.scheme, self.release).kernels}
-        if self.wants not in backends:
-            listed = ", ".join(sorted(backends))
+        names = {kernel.backend for kernel in tables(self.scheme, self.release).kernels}
+        if self.wants not in names:
+            listed = ", ".join(sorted(names))
             raise ValueError(f"wants: vLLM {self.release} has {listed} for {self.scheme}, not '{self.wants}'")
         return self
 
 
 class BackendOverride(Fault):
-    """A setting that is given and changes nothing, while nobody says what would."""
+    """A setting that is given and changes nothing, while nothing names what would."""
 
     id = "MD010"
     parameters = BackendOverrideParameters
@@ -74,52 +87,41 @@ class BackendOverride(Fault):
         "fixed": (Tier.MODEL,),
         "installed": (Tier.LIBRARY,),
     }
-    claims = CLAIMS
-
-    def faulty(self, case: Case) -> Any:
-        from moedoctor.faults.selection.backend_override_lab import UpstreamSelection
-
-        return UpstreamSelection()
-
-    def fixed(self, case: Case) -> Any:
-        from moedoctor.faults.selection.backend_override_lab import OurSelection
-
-        return OurSelection()
-
-    def installed(self, case: Case) -> Any:
-        """The selection of the installed vLLM. Runs in the child; raises UnavailableError."""
-        from moedoctor.upstream.selection.installed import InstalledSelection
-
-        return InstalledSelection.of_this_environment(str(case.parameters["release"]))
-
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.selection.backend_override_lab import observe
-
-        return observe(self.parameters.model_validate(case.parameters), implementation)
+    lab = "moedoctor.faults.selection.backend_override_lab"
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        wants = str(case.parameters["wants"])
-        if seen["refused"]:
-            return Judgement(CaseVerdict.CLEAN, f"refused: {seen['refused']}")
-        if seen["selected"] == wants:
+        evidence = observation.evidence
+        wants, selected = str(case.parameters["wants"]), evidence["selected"]
+        if evidence["refused"]:
+            return Judgement(CaseVerdict.CLEAN, f"refused: {evidence['refused']}")
+        if selected == wants:
             return Judgement(CaseVerdict.CLEAN, f"{wants} selected, as asked for")
-        if seen["advice"]:
-            return Judgement(CaseVerdict.CLEAN, f"no effect, and said so: use {seen['advice']}")
-        told = "one warning in the log names it" if seen["warned"] else "not a word"
-        if seen["selected"] == seen["without"]:
-            return Judgement(CaseVerdict.REPRODUCED, f"{seen['selected']} all the same, {told}")
-        return Judgement(CaseVerdict.REPRODUCED, f"{seen['selected']}, not {wants}, {told}")
+        if evidence["advice"]:
+            return Judgement(CaseVerdict.CLEAN, f"no effect, and a message: use {evidence['advice']}")
+        warning = "one warning in the log names it" if evidence["warned"] else "no warning"
+        same = selected == evidence["without"]
+        figure = f"{selected} all the same" if same else f"{selected}, not {wants}"
+        return Judgement(CaseVerdict.REPRODUCED, f"{figure}, {warning}")
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """Over the releases: where the control is not told a word, and where the fix gets what was asked
-        for."""
-        silent = [one for one in results if one.subject == "faulty" and not one.evidence.get("warned")]
-        honoured = [one for one in results if one.subject == "fixed" and _honoured(one)]
+        """Count the settings that the control loses without a warning, and those that the fix honours."""
+        silent = [
+            case
+            for case in results
+            if case.subject == "faulty"
+            and case.verdict is CaseVerdict.REPRODUCED
+            and not case.evidence.get("warned")
+        ]
+        fixed = [case for case in results if case.subject == "fixed"]
+        honoured = [
+            case
+            for case in fixed
+            if case.evidence and case.evidence.get("selected") == case.parameters["wants"]
+        ]
         return {
-            "settings_without_a_word": len([one for one in silent if one.verdict is CaseVerdict.REPRODUCED]),
+            "settings_without_a_word": len(silent),
             "settings_honoured_by_the_fix": len(honoured),
-            "releases": len({one.parameters["release"] for one in results if one.subject == "fixed"}),
+            "releases": len({case.parameters["release"] for case in fixed}),
         }
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:
@@ -127,5 +129,130 @@ class BackendOverride(Fault):
         return f"{where} {parameters['setting']}"
 
 
-def _honoured(result: CaseResult) -> bool:
-    return bool(result.evidence) and result.evidence.get("selected") == result.parameters["wants"]
+# --- Claims ---------------------------------------------------------------------------------------------
+
+SM120 = "12.0"
+NEMOTRON = "relu2_no_mul"
+"""The activation of the model that vllm#38971 measured, Nemotron 3 Super: no gate."""
+FILED_FOR = "0.17.1"
+GEMM_VARIABLE = "VLLM_NVFP4_GEMM_BACKEND"
+
+
+def _claim(
+    key: str, record: Callable[[], str], *prefixes: str
+) -> Callable[[Callable[[Evidence], tuple[bool | None, str]]], ClaimTest]:
+    """Make a claim of a function: what the installed vLLM answers -> (whether it holds or None, why).
+
+    `record` sums up the tables. The evidence is every answer that begins with one of `prefixes`.
+    """
+
+    def decorate(holds: Callable[[Evidence], tuple[bool | None, str]]) -> ClaimTest:
+        @claim(key, measure="moedoctor.faults.selection.backend_override_lab:ask_installed")
+        def judge(given: ClaimCases) -> ClaimJudgement:
+            (answers,) = given.evidence()
+            recorded = f"recorded from the releases' own code: {record()}"
+            if "not_asked" in answers:
+                return untested(f"{answers['not_asked']}; {recorded}")
+            verdict, why = holds(answers)
+            reason = f"vLLM {answers['vllm']}: {why}; {recorded}"
+            evidence = {name: answers[name] for name in answers if name.startswith(("vllm", *prefixes))}
+            return untested(reason, evidence) if verdict is None else decide(verdict, evidence, reason)
+
+        return judge
+
+    return decorate
+
+
+def _marlin_by_flag() -> str:
+    ways = [
+        release
+        for release in releases()
+        if backends.select(SM120, "nvfp4", release=release, activation=NEMOTRON, moe_backend="marlin").chosen
+        == "MARLIN"
+    ]
+    return f"--moe-backend marlin selects MARLIN in {len(ways)} of {len(releases())} releases"
+
+
+@_claim("no_override", _marlin_by_flag, "with_flag")
+def no_override(answers: Evidence) -> tuple[bool | None, str]:
+    """The claim holds if a flag does not select what it names."""
+    selected = {flag: answers[f"with_flag_{flag}"] for flag in ("marlin", "cutlass")}
+    shown = ", ".join(f"--moe-backend {flag} selects {backend}" for flag, backend in selected.items())
+    return selected != {"marlin": "MARLIN", "cutlass": "VLLM_CUTLASS"}, shown
+
+
+def _readers() -> str:
+    known = vllm_variables()
+    readers = [release for release in known.releases if NVFP4_VARIABLE in known.at(release)]
+    return f"{len(readers)} of {len(known.releases)} releases read it"
+
+
+@_claim("no_variable", _readers, "automatic", "variable", "with_var")
+def no_variable(answers: Evidence) -> tuple[bool | None, str]:
+    """The claim holds if the variable is not declared and changes nothing."""
+    same = {answers[f"with_variable_{name}"] for name in ("MARLIN", "VLLM_CUTLASS")} == {answers["automatic"]}
+    declared = "declares it" if answers["variable_declared"] else "does not declare it"
+    effect = "changes nothing" if same else "changes the selection"
+    return not answers["variable_declared"] and same, f"{declared}; {NVFP4_VARIABLE} {effect}"
+
+
+def _releases_with_a_say() -> str:
+    known = vllm_variables().releases
+    deciding = [release for release in known if GEMM_VARIABLE in governing_variables("nvfp4", release)]
+    return f"it decides MoE layers in {len(deciding)} of {len(known)} releases"
+
+
+@_claim("gemm_selects", _releases_with_a_say, "automatic", "with_gemm")
+def gemm_selects(answers: Evidence) -> tuple[bool | None, str]:
+    """The claim holds if the variable changes the MoE backend."""
+    with_it, without = answers["with_gemm_variable"], answers["automatic"]
+    return with_it != without, f"{with_it} with it, {without} without"
+
+
+def _refusals_of_capitals() -> str:
+    known = vllm_variables()
+    rows = {
+        release: known.at(release)[GEMM_VARIABLE]
+        for release in known.releases
+        if GEMM_VARIABLE in known.at(release)
+    }
+    refusing = [row for row in rows.values() if "MARLIN" not in row.choices and row.case_sensitive]
+    small = [row for row in rows.values() if "marlin" in row.choices]
+    return (
+        f"{len(refusing)} of the {len(rows)} releases that read it (to {list(rows)[-1]}) refuse MARLIN, for "
+        f"the choices are case sensitive; {len(small)} take marlin"
+    )
+
+
+@_claim("gemm_crashes", _refusals_of_capitals, "gemm")
+def gemm_crashes(answers: Evidence) -> tuple[bool | None, str]:
+    """The claim holds if reading the variable fails. It is open for a release that does not read it."""
+    if not answers["gemm_declared"]:
+        return None, "does not read it any more"
+    error = answers["gemm_capitals"]
+    return bool(error), f"MARLIN: {error or 'taken'}; marlin: {answers['gemm_small'] or 'taken'}"
+
+
+def _default_of_0171() -> str:
+    chosen = [
+        backends.select(
+            SM120, "nvfp4", release=FILED_FOR, activation=NEMOTRON, libraries={"flashinfer": there}
+        ).chosen
+        for there in (True, False)
+    ]
+    return (
+        f"{FILED_FOR} selects {chosen[0]} on SM120 if FlashInfer is usable, and {chosen[1]} if it counts as "
+        "missing, as it does without nvcc and flashinfer-cubin"
+    )
+
+
+@_claim("marlin_by_default", _default_of_0171, "automatic", "flashinfer")
+def marlin_by_default(answers: Evidence) -> tuple[bool | None, str]:
+    """The claim holds if 0.17.1 selects MARLIN with FlashInfer. It is open for other releases."""
+    shown = f"selects {answers['automatic']} on SM120"
+    if answers["vllm"] != FILED_FOR or not answers["flashinfer_usable"]:
+        return None, f"{shown}; the claim is about {FILED_FOR} with FlashInfer"
+    return answers["automatic"] == "MARLIN", shown
+
+
+BackendOverride.claims = (no_override, no_variable, gemm_selects, gemm_crashes, marlin_by_default)

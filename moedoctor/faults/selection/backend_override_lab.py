@@ -1,118 +1,112 @@
-"""What runs in the child for MD010: the selection as the releases do it, ours, and what each makes of a
-setting."""
+"""The lab of MD010: what the selection of vLLM's releases, and ours, makes of a setting."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
 from moedoctor.diagnose.settings.tables import vllm_variables
+from moedoctor.faults.selection.backend_override import NEMOTRON, BackendOverrideParameters
 from moedoctor.fixes import backends
-from moedoctor.fixes.backends import requests as backend_requests
-from moedoctor.results import Observation
+from moedoctor.fixes.backends import requests
+from moedoctor.results import Case, Observation, UnavailableError
+from moedoctor.upstream.selection.installed import InstalledSelection, Started, installed_release
+from moedoctor.upstream.selection.oracle import Layer
 
-if TYPE_CHECKING:
-    from moedoctor.faults.selection.backend_override import BackendOverrideParameters
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of starting with a setting."""
-
-    selected: str | None
-    refused: str
-    """Why the start was refused; empty where it was not."""
-    warned: bool
-    """A message names the setting, without saying what would do."""
-    advice: str
-    """What a message said to set instead; empty where none did."""
+Start = Callable[[BackendOverrideParameters, Mapping[str, str], Sequence[str]], Started]
+"""(parameters, variables, command line) -> what came of the start."""
+_COMMAND = ("vllm", "serve", "MODEL")
 
 
-class BackendSelection(Protocol):
-    """What is put to the test."""
+def model(case: Case, parameters: BackendOverrideParameters, release: None) -> Observation:
+    """Observe vLLM's own selection as the tables have it, or ours."""
+    return observe(parameters, upstream_start if case.subject == "faulty" else our_start)
+
+
+def library(case: Case, parameters: BackendOverrideParameters, release: None) -> Observation:
+    """Observe the installed vLLM. Raises UnavailableError if it is another release."""
+    installed = InstalledSelection.of_this_environment(parameters.release)
 
     def start(
-        self, question: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
-    ) -> Outcome:
-        """Select a backend for the layer in question, with these variables and this command line."""
+        parameters: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
+    ) -> Started:
+        moe_backend = moe_backend_of(command, parameters.release)
+        layer = Layer(parameters.scheme, parameters.activation, moe_backend=moe_backend)
+        return installed.start(parameters.capability, layer, environ)
+
+    return observe(parameters, start)
 
 
-class UpstreamSelection:
-    """vLLM's own, from the tables: what it does not know it passes over, with one warning for ``VLLM_*``
-    names."""
-
-    def start(
-        self, question: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
-    ) -> Outcome:
-        release = question.release
-        chosen = _select(question, environ, moe_backend_of(command, release))
-        stopped = [one for one in check_settings(release, environ, command) if one.stops]
-        refused = stopped[0].message if stopped else (chosen.error or "")
-        # vllm/envs.py, validate_environ: names that begin with VLLM_ in capitals and are not declared there.
-        declared = {name for name, one in vllm_variables().at(release).items() if one.kind != "elsewhere"}
-        unknown = [name for name in environ if name.startswith("VLLM_") and name not in declared]
-        return Outcome(chosen.chosen, refused, bool(unknown), "")
-
-
-class OurSelection:
-    """Ours: `VLLM_NVFP4_MOE_BACKEND` is honoured as the plug-in does it, and every dead setting is
-    answered."""
-
-    def start(
-        self, question: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
-    ) -> Outcome:
-        release = question.release
-        moe_backend = moe_backend_of(command, release)
-        wanted = backend_requests.wanted_backend(environ, release) if question.scheme == "nvfp4" else None
-        if moe_backend == backends.AUTO and wanted is not None and wanted.flag is not None:
-            moe_backend = wanted.flag
-        chosen = _select(question, environ, moe_backend)
-        if chosen.chosen == question.wants:
-            return Outcome(chosen.chosen, "", False, "")
-        how = backend_requests.request(
-            question.wants,
-            question.capability,
-            question.scheme,
-            release=release,
-            activation=question.activation,
-        ).how
-        dead = check_settings(release, environ, command, scheme=question.scheme)
-        said = bool(dead) or bool(wanted and wanted.problem)
-        return Outcome(chosen.chosen, chosen.error or "", said, (how or "") if said else "")
-
-
-def observe(parameters: BackendOverrideParameters, implementation: BackendSelection) -> Observation:
-    """Start once with the setting and once without, and write down what came of it."""
+def observe(parameters: BackendOverrideParameters, start: Start) -> Observation:
+    """Start once with the setting and once without."""
     environ: dict[str, str] = {}
-    command = ["vllm", "serve", "MODEL"]
+    command = list(_COMMAND)
     if parameters.setting.startswith("--"):
         command += parameters.setting.split()
     else:
         name, _, value = parameters.setting.partition("=")
         environ[name] = value
-    without = implementation.start(parameters, {}, ["vllm", "serve", "MODEL"])
-    outcome = implementation.start(parameters, environ, command)
-    return Observation(
-        {
-            "selected": outcome.selected,
-            "without": without.selected,
-            "refused": outcome.refused,
-            "warned": outcome.warned,
-            "advice": outcome.advice,
-        }
-    )
+    without = start(parameters, {}, _COMMAND)
+    return Observation({**asdict(start(parameters, environ, command)), "without": without.selected})
+
+
+def upstream_start(
+    parameters: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
+) -> Started:
+    """Start as vLLM does: it passes over unknown settings, with one warning for ``VLLM_*`` names."""
+    release = parameters.release
+    selection = _select(parameters, environ, moe_backend_of(command, release))
+    stopping = [finding.message for finding in check_settings(release, environ, command) if finding.stops]
+    # vllm/envs.py, validate_environ: names that begin with VLLM_ in capitals and are not declared there.
+    declared = {name for name, row in vllm_variables().at(release).items() if row.kind != "elsewhere"}
+    unknown = [name for name in environ if name.startswith("VLLM_") and name not in declared]
+    refused = stopping[0] if stopping else (selection.error or "")
+    return Started(selection.chosen, refused, warned=bool(unknown))
+
+
+def our_start(
+    parameters: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
+) -> Started:
+    """Start as with our plug-in: `VLLM_NVFP4_MOE_BACKEND` is honoured and every dead setting answered."""
+    release, scheme = parameters.release, parameters.scheme
+    moe_backend = moe_backend_of(command, release)
+    wanted = requests.wanted_backend(environ, release) if scheme == "nvfp4" else None
+    if moe_backend == backends.AUTO and wanted is not None and wanted.flag is not None:
+        moe_backend = wanted.flag
+    selection = _select(parameters, environ, moe_backend)
+    if selection.chosen == parameters.wants:
+        return Started(selection.chosen)
+    how = requests.request(
+        parameters.wants,
+        parameters.capability,
+        scheme,
+        release=release,
+        activation=parameters.activation,
+    ).how
+    dead = check_settings(release, environ, command, scheme=scheme)
+    warned = bool(dead) or bool(wanted and wanted.problem)
+    return Started(selection.chosen, selection.error or "", warned, (how or "") if warned else "")
+
+
+def ask_installed(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """What the installed vLLM does on SM120 with flags and variables, or why it was not asked."""
+    try:
+        selection = InstalledSelection.of_this_environment(installed_release())
+    except UnavailableError as error:
+        return {"not_asked": str(error)}
+    return selection.overrides((12, 0), NEMOTRON)
 
 
 def _select(
-    question: BackendOverrideParameters, environ: Mapping[str, str], moe_backend: str
+    parameters: BackendOverrideParameters, environ: Mapping[str, str], moe_backend: str
 ) -> backends.Selection:
     return backends.select(
-        question.capability,
-        question.scheme,
-        release=question.release,
-        activation=question.activation,
+        parameters.capability,
+        parameters.scheme,
+        release=parameters.release,
+        activation=parameters.activation,
         moe_backend=moe_backend,
         environ=environ,
     )

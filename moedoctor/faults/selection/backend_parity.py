@@ -1,18 +1,18 @@
-"""PARITY: whether MoE backends compute what the reference computes, by a harness that proves it can see.
+"""PARITY: whether MoE backends compute what the reference computes.
 
-No failure of upstream's is restated here. The control is the harness itself: faults are planted in a right
+No failure of upstream's is restated here. The control is the comparison itself: faults are planted in a right
 computation, and each of them must be noticed before any verdict on a backend counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from moedoctor.bench.moe.backends import UPSTREAM
-from moedoctor.interfaces import Explanation, Fault, Judgement
+from moedoctor.faults.base import Explanation, Fault, Judgement, Parameters
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier
 
@@ -27,10 +27,8 @@ _NAMES = Literal[
 ]
 
 
-class BackendParityParameters(BaseModel):
-    """One layer, and the backend that is held to it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+class BackendParityParameters(Parameters):
+    """One layer, and the backend that is compared with it."""
 
     backend: _NAMES = Field("MARLIN", description="vLLM's own name of the backend")
     quantization: Literal["nvfp4", "fp8", "bf16"] = "nvfp4"
@@ -53,7 +51,7 @@ class BackendParityParameters(BaseModel):
             raise ValueError("top_k: duplicates need at least 2")
         if self.ids == "empty" and self.tokens < 3:
             raise ValueError("tokens: empty slots need at least 3, as the first and the last token have none")
-        known = [one.name for one in UPSTREAM if one.quantization == self.quantization]
+        known = [variant.name for variant in UPSTREAM if variant.quantization == self.quantization]
         if self.backend not in known:
             raise ValueError(f"backend: {self.quantization} has {', '.join(known)}; got {self.backend}")
         return self
@@ -62,7 +60,9 @@ class BackendParityParameters(BaseModel):
     def variant(self) -> Variant:
         """The backend with what it does to activations."""
         return next(
-            one for one in UPSTREAM if (one.name, one.quantization) == (self.backend, self.quantization)
+            variant
+            for variant in UPSTREAM
+            if (variant.name, variant.quantization) == (self.backend, self.quantization)
         )
 
 
@@ -85,70 +85,46 @@ class BackendParity(Fault):
         affected="Any backend, most of all after an upgrade or on a new GPU.",
         detection="`moedoctor run backend_parity`: inputs on the quantisation grid, output and workspace "
         "poisoned before each call, every token compared by itself, and faults planted in the same run. The "
-        "control `faulty` is reproduced where every planted fault was noticed.",
+        "control `faulty` is reproduced if every planted fault was noticed.",
         fix="Choose a backend that is right (`moedoctor backends`); `fixed` is ours.",
     )
 
-    def faulty(self, case: Case) -> Any:
-        from moedoctor.bench.moe.own_backends import Reference
-
-        variant = self._parameters(case).variant
-        return Reference(variant.quantization, variant.activations)
-
-    def fixed(self, case: Case) -> Any:
-        from moedoctor.bench.moe.own_backends import Ours
-
-        variant = self._parameters(case).variant
-        return Ours(variant.quantization, variant.activations)
-
-    def installed(self, case: Case) -> Any:
-        from moedoctor.bench.moe.backends import create
-
-        return create(self._parameters(case).variant)
-
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.selection.backend_parity_lab import observe
-
-        return observe(self._parameters(case), case.device, implementation, case.subject == "installed")
+    lab = "moedoctor.faults.selection.backend_parity_lab"
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        planted, missed = len(seen["controls"]), list(seen["controls_missed"])
+        evidence = observation.evidence
+        planted, missed = len(evidence["controls"]), list(evidence["controls_missed"])
         noticed = f"{planted - len(missed)} of {planted} planted faults noticed"
         if case.subject == "faulty":
-            if not missed and seen["reason"] is None:
-                return Judgement(CaseVerdict.REPRODUCED, noticed)
-            false_alarm = None if seen["reason"] is None else f"a right result was refused: {seen['reason']}"
-            return Judgement(
-                CaseVerdict.CLEAN, f"{noticed}; missed {', '.join(missed)}" if missed else str(false_alarm)
-            )
+            if missed:
+                return Judgement(CaseVerdict.CLEAN, f"{noticed}; missed {', '.join(missed)}")
+            if evidence["reason"] is not None:
+                return Judgement(CaseVerdict.CLEAN, f"a right result was refused: {evidence['reason']}")
+            return Judgement(CaseVerdict.REPRODUCED, noticed)
         if missed:  # says nothing of a backend: it fails the scenario, and convicts no installed one
             untrusted = f"the comparison did not notice {', '.join(missed)}"
             if case.subject == "fixed":
                 return Judgement(CaseVerdict.REPRODUCED, f"{noticed}: {untrusted}")
             return Judgement(CaseVerdict.ERROR, noticed, untrusted)
-        if seen["reason"] is not None:
-            wrong = f"{seen['wrong_tokens']} of {seen['tokens']} tokens wrong: {seen['reason']}"
+        tokens = evidence["tokens"]
+        if evidence["reason"] is not None:
+            wrong = f"{evidence['wrong_tokens']} of {tokens} tokens wrong: {evidence['reason']}"
             return Judgement(CaseVerdict.REPRODUCED, wrong)
-        repeat = "" if seen["deterministic"] else ", not the same bits in every call"
-        return Judgement(
-            CaseVerdict.CLEAN, f"{seen['tokens']} tokens right, cosine {seen['cosine']:.5f}{repeat}"
-        )
+        repeat = "" if evidence["deterministic"] else ", not the same bits in every call"
+        return Judgement(CaseVerdict.CLEAN, f"{tokens} tokens right, cosine {evidence['cosine']:.5f}{repeat}")
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        found: dict[str, list[str]] = {"right": [], "wrong": [], "not_run": []}
+        """Name the installed backends that were right, wrong, and not run."""
         keys = {
             CaseVerdict.CLEAN: "right",
             CaseVerdict.REPRODUCED: "wrong",
             CaseVerdict.SKIPPED: "not_run",
         }
-        for one in results:
-            if one.subject == "installed" and one.verdict in keys:
-                parameters = one.parameters
+        labels: dict[str, set[str]] = {key: set() for key in keys.values()}
+        for case in results:
+            if case.subject == "installed" and case.verdict in keys:
+                parameters = case.parameters
                 label = f"{parameters['backend']} {parameters['quantization']} {parameters['activation']}"
                 label += "" if parameters["ids"] == "distinct" else f" {parameters['ids']}"
-                found[keys[one.verdict]].append(label)
-        return {key: sorted(set(labels)) for key, labels in found.items() if labels}
-
-    def _parameters(self, case: Case) -> BackendParityParameters:
-        return BackendParityParameters.model_validate(dict(case.parameters))
+                labels[keys[case.verdict]].add(label)
+        return {key: sorted(names) for key, names in labels.items() if names}

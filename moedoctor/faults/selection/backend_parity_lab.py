@@ -1,37 +1,42 @@
-"""What runs in the child for PARITY: one backend, one layer."""
+"""The lab of PARITY: one backend and one layer, compared with the reference."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from moedoctor.bench.moe.backends import create
+from moedoctor.bench.moe.own_backends import Ours, Reference
 from moedoctor.bench.moe.parity import bounds_of, check_parity, unusual_ids
+from moedoctor.faults.selection.backend_parity import BackendParityParameters
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_layer import make_layer, make_problem
-from moedoctor.results import Observation, UnavailableError
-
-if TYPE_CHECKING:
-    from moedoctor.faults.selection.backend_parity import BackendParityParameters
+from moedoctor.results import Case, Observation, UnavailableError
 
 
-def observe(
-    parameters: BackendParityParameters, device: str, backend: Any, must_be_available: bool
-) -> Observation:
-    """Compare `backend` with the reference. Raises UnavailableError where it cannot run on `device`."""
-    shape = LayerShape(
-        parameters.hidden,
-        parameters.intermediate,
-        parameters.experts,
-        parameters.top_k,
-        parameters.activation,
-    )
-    reason = backend.unavailable(shape, device) if must_be_available else None
-    if reason is None and parameters.ids == "empty":
-        reason = backend.refuses_empty_slots()
+def model(case: Case, parameters: BackendParityParameters, release: None) -> Observation:
+    """Compare the reference, or our backend, with the reference."""
+    variant = parameters.variant
+    own = Reference if case.subject == "faulty" else Ours
+    return observe(parameters, case.device, own(variant.quantization, variant.activations))
+
+
+def kernel(case: Case, parameters: BackendParityParameters, release: None) -> Observation:
+    """Compare the installed backend. Raises UnavailableError if it cannot run here."""
+    backend = create(parameters.variant)
+    reason = backend.unavailable(_shape(parameters), case.device)
+    if reason is not None:
+        raise UnavailableError(reason)
+    return observe(parameters, case.device, backend)
+
+
+def observe(parameters: BackendParityParameters, device: str, backend: Any) -> Observation:
+    """Compare `backend` with the reference. Raises UnavailableError if it refuses ids of -1."""
+    reason = backend.refuses_empty_slots() if parameters.ids == "empty" else None
     if reason is not None:
         raise UnavailableError(reason)
     variant = backend.variant
-    layer = make_layer(shape, variant.quantization, seed=parameters.seed, device=device)
+    layer = make_layer(_shape(parameters), variant.quantization, seed=parameters.seed, device=device)
     problem = make_problem(layer, parameters.tokens, variant.activations, seed=parameters.seed, device=device)
     problem = replace(problem, topk_ids=unusual_ids(problem.topk_ids, parameters.ids))
     result = check_parity(backend, problem)
@@ -42,4 +47,14 @@ def observe(
             "bounds": asdict(bounds_of(variant.activations)),
             **result.evidence(),
         }
+    )
+
+
+def _shape(parameters: BackendParityParameters) -> LayerShape:
+    return LayerShape(
+        parameters.hidden,
+        parameters.intermediate,
+        parameters.experts,
+        parameters.top_k,
+        parameters.activation,
     )

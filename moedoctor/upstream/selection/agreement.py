@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moedoctor.fixes.backends import Selection
+from moedoctor.processes.ask import ChildError, answer, ask
+from moedoctor.upstream.selection.oracle import Layer, Oracle
+from moedoctor.upstream.selection.substitute import SubstituteError
 
 TIMEOUT = 180.0
 """Seconds. `import vllm` alone takes ten or more."""
 
 
 class AgreementError(Exception):
-    """The installed vLLM could not be asked; one line says why."""
+    """The installed vLLM could not be asked; as text, why, in one line."""
 
 
 @dataclass(frozen=True)
 class Heard:
-    """What the installed vLLM says of one layer on one GPU."""
+    """What the installed vLLM answers for one layer on one GPU."""
 
     chosen: str | None
     error: str | None
@@ -31,7 +30,7 @@ class Heard:
     notes: tuple[str, ...] = ()
     """What was left out or answered in upstream's place."""
     libraries: Mapping[str, bool] = field(default_factory=dict)
-    """The optional libraries that it finds here, or does not."""
+    """Optional library -> whether vLLM finds it here."""
 
 
 def ask_installed(
@@ -40,11 +39,12 @@ def ask_installed(
     moe_backend: str = "auto",
     environ: Mapping[str, str] | None = None,
     timeout: float = TIMEOUT,
-    python: Sequence[str] = (sys.executable,),
 ) -> Heard:
-    """Put the question of `selection` to the vLLM of this environment, with the variables of `environ` on top
-    of those of this process. Raises AgreementError where it does not answer."""
-    return ask_all([selection], moe_backend=moe_backend, environ=environ, timeout=timeout, python=python)[0]
+    """Put the question of `selection` to the vLLM of this environment, with `environ` set over its variables.
+
+    Raises AgreementError if it does not answer.
+    """
+    return ask_all([selection], moe_backend=moe_backend, environ=environ, timeout=timeout)[0]
 
 
 def ask_all(
@@ -53,92 +53,70 @@ def ask_all(
     moe_backend: str = "auto",
     environ: Mapping[str, str] | None = None,
     timeout: float = TIMEOUT,
-    python: Sequence[str] = (sys.executable,),
 ) -> tuple[Heard, ...]:
     """The same for several questions, in one process."""
-    questions = [_question(one, moe_backend) for one in selections]
-    command = [*python, "-m", "moedoctor.upstream.selection.agreement"]
+    questions = [_question(selection, moe_backend) for selection in selections]
     try:
-        ended = subprocess.run(
-            command,
-            input=json.dumps(questions),
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=timeout,
-            check=False,
-            env={**os.environ, **(environ or {})},
-        )
-    except subprocess.TimeoutExpired:
-        raise AgreementError(f"the installed vllm did not answer within {timeout:g} s") from None
-    for line in reversed(ended.stdout.splitlines()):
-        if line.startswith('{"moedoctor"'):
-            answer = json.loads(line)
-            if "problem" in answer:
-                raise AgreementError(answer["problem"])
-            return tuple(Heard(**{**heard, "notes": tuple(heard["notes"])}) for heard in answer["heard"])
-    last = ended.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-    raise AgreementError(f"the installed vllm could not be asked: {last[0]}")
-
-
-def _question(selection: Selection, moe_backend: str) -> dict[str, Any]:
-    layer = {
-        "scheme": selection.scheme,
-        "activation": selection.activation,
-        "ep": "ep" in selection.parallel,
-        "dp": "dp" in selection.parallel,
-        "moe_backend": moe_backend,
-    }
-    return {"capability": selection.capability, "layer": layer}
+        reply = ask("moedoctor.upstream.selection.agreement", questions, seconds=timeout, environ=environ)
+    except ChildError as error:
+        raise AgreementError(f"the installed vllm could not be asked: {error}") from None
+    if "problem" in reply:
+        raise AgreementError(reply["problem"])
+    return tuple(Heard(**{**heard, "notes": tuple(heard["notes"])}) for heard in reply["heard"])
 
 
 def disagreements(selection: Selection, heard: Heard) -> tuple[str, ...]:
-    """Where the two differ, one line a difference; empty where they agree."""
-    found = []
+    """Where the two differ, one line a difference; empty if they agree."""
+    lines = []
     if selection.chosen != heard.chosen:
-        found.append(f"selected: {heard.chosen or heard.error}; the tables say {selection.chosen or 'none'}")
-    known = {one.backend: one for one in selection.candidates}
+        lines.append(f"selected: {heard.chosen or heard.error}; the tables say {selection.chosen or 'none'}")
+    known = {candidate.backend: candidate for candidate in selection.candidates}
     for backend, supported in heard.supported.items():
         if backend not in known:
-            found.append(f"{backend}: not in the tables")
+            lines.append(f"{backend}: not in the tables")
         elif known[backend].supported != supported:
-            word = "takes this layer" if supported else "does not take this layer"
-            found.append(f"{backend}: {word}; the tables say: {known[backend].reason}")
-    return tuple(found)
+            verb = "takes this layer" if supported else "does not take this layer"
+            lines.append(f"{backend}: {verb}; the tables say: {known[backend].reason}")
+    return tuple(lines)
+
+
+def _question(selection: Selection, moe_backend: str) -> dict[str, Any]:
+    layer = Layer(
+        selection.scheme,
+        selection.activation,
+        ep="ep" in selection.parallel,
+        dp="dp" in selection.parallel,
+        moe_backend=moe_backend,
+    )
+    return {"capability": selection.capability, "layer": asdict(layer)}
 
 
 def answers(questions: Sequence[Mapping[str, Any]]) -> list[Heard]:
     """The answers of the vLLM of this process; see `moedoctor.upstream.selection.oracle`."""
-    from moedoctor.upstream.selection.oracle import Layer, Oracle
-
     oracle = Oracle()
     libraries = oracle.substitute.libraries()
-    found = []
+    heard = []
     for question in questions:
         major, _, minor = question["capability"].partition(".")
         asked = oracle.ask((int(major), int(minor)), Layer(**question["layer"]))
         supported: dict[str, bool] = {}
-        for one in [one for one in asked.answers if one.kernel]:
-            supported[one.backend] = supported.get(one.backend, False) or one.supported
-        found.append(Heard(asked.chosen, asked.error, supported, oracle.substitute.notes, libraries))
-    return found
+        for kernel in asked.answers:
+            if kernel.kernel:
+                supported[kernel.backend] = supported.get(kernel.backend, False) or kernel.supported
+        heard.append(Heard(asked.chosen, asked.error, supported, oracle.substitute.notes, libraries))
+    return heard
 
 
-def main(questions: str) -> None:
-    """Answer on stdout as one line of JSON, whatever happens."""
-    from moedoctor.upstream.selection.substitute import SubstituteError
-
-    reply: dict[str, Any] = {"moedoctor": 1}
+def _respond(questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """In the child: the answers, or why there are none."""
     try:
-        reply["heard"] = [asdict(one) for one in answers(json.loads(questions))]
+        return {"heard": answers(questions)}
     except SubstituteError as error:
-        reply["problem"] = " ".join(str(error).split())
+        return {"problem": " ".join(str(error).split())}
     except Exception as error:
-        reply["problem"] = (
-            f"the installed vllm could not be asked: {type(error).__name__}: {' '.join(str(error).split())}"
-        )
-    print(json.dumps(reply), flush=True)
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return {"problem": f"the installed vllm could not be asked: {why}"}
 
 
 if __name__ == "__main__":
-    main(sys.stdin.read())
+    answer(_respond)

@@ -1,4 +1,7 @@
-"""The selection of the installed vLLM, put to the test by MD010 at tier `library`."""
+"""The selection of the installed vLLM, with variables and flags set, on a GPU of any capability.
+
+For a child process only: the platform that is substituted stays so.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,40 @@ import importlib
 import importlib.metadata
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from moedoctor.diagnose.settings.settings import moe_backend_of
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends.requests import NVFP4_VARIABLE
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.selection.oracle import Layer, Oracle
 from moedoctor.upstream.selection.substitute import SubstituteError
 
-if TYPE_CHECKING:
-    from moedoctor.faults.selection.backend_override import BackendOverrideParameters
-    from moedoctor.faults.selection.backend_override_lab import Outcome
+
+@dataclass(frozen=True)
+class Started:
+    """What came of starting with a setting."""
+
+    selected: str | None
+    refused: str = ""
+    """Why the start was refused; empty if it was not."""
+    warned: bool = False
+    """A message names the setting, but not what to set instead."""
+    advice: str = ""
+    """What a message says to set instead."""
 
 
 class InstalledSelection:
-    """vLLM's own code, asked with variables and flags set, on a GPU of any capability."""
+    """vLLM's own selection code."""
 
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
 
     @classmethod
     def of_this_environment(cls, release: str) -> InstalledSelection:
-        """The vLLM of this environment. Raises UnavailableError where it is not `release`, or cannot be
-        asked."""
+        """The vLLM of this environment. Raises UnavailableError if it is not `release` or cannot be asked."""
         installed = installed_release()
         if installed != release:
             raise UnavailableError(f"this point is about vLLM {release}, and {installed} is installed")
@@ -40,20 +51,14 @@ class InstalledSelection:
         except SubstituteError as error:
             raise UnavailableError(str(error)) from error
 
-    def start(
-        self, question: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
-    ) -> Outcome:
-        """Select with these variables in the environment of this process, which is a child's."""
-        from moedoctor.faults.selection.backend_override_lab import Outcome
-
-        moe_backend = moe_backend_of(command, question.release)
-        layer = Layer(question.scheme, question.activation, moe_backend=moe_backend)
-        major, _, minor = question.capability.partition(".")
+    def start(self, capability: str, layer: Layer, environ: Mapping[str, str]) -> Started:
+        """Select with these variables in the environment of this process."""
+        major, _, minor = capability.partition(".")
         with _environment(environ):
             asked = self._oracle.ask((int(major), int(minor)), layer)
-            warnings = _validated()
+            warnings = _warnings()
         warned = any(name in line for name in environ for line in warnings)
-        return Outcome(asked.chosen, asked.error or "", warned, "")
+        return Started(asked.chosen, asked.error or "", warned)
 
     def overrides(self, capability: tuple[int, int], activation: str) -> dict[str, Any]:
         """What flags and variables do to the selection for NVFP4 layers, on a GPU of this capability."""
@@ -85,7 +90,7 @@ class InstalledSelection:
 
 
 def installed_release() -> str:
-    """The release of the vLLM of this environment. Raises UnavailableError where there is none."""
+    """The release of the vLLM of this environment. Raises UnavailableError if there is none."""
     try:
         return importlib.metadata.version("vllm").partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -93,7 +98,7 @@ def installed_release() -> str:
 
 
 def _refusal(declared: Mapping[str, Any], name: str, value: str) -> str:
-    """How reading a variable with this value fails; empty where it does not, or nothing reads it."""
+    """How reading a variable with this value fails; empty if it does not, or if nothing reads it."""
     if name not in declared:
         return ""
     with _environment({name: value}):
@@ -115,9 +120,8 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _validated() -> list[str]:
-    """The warnings that vLLM itself has about the environment, as it looks at it when an engine is
-    configured."""
+def _warnings() -> list[str]:
+    """The warnings that vLLM prints about the environment when it configures an engine."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -130,11 +134,11 @@ def _validated() -> list[str]:
         validate = importlib.import_module("vllm.platforms").current_platform.validate_environ
     keep = Keep(logging.WARNING)
     loggers = [logging.getLogger(name) for name in ("vllm", "vllm.envs", "vllm.platforms.interface")]
-    for one in loggers:
-        one.addHandler(keep)
+    for logger in loggers:
+        logger.addHandler(keep)
     try:
         validate(False)
     finally:
-        for one in loggers:
-            one.removeHandler(keep)
+        for logger in loggers:
+            logger.removeHandler(keep)
     return lines

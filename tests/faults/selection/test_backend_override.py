@@ -27,9 +27,9 @@ def case(subject: str, parameters: Mapping[str, Any], tier: Tier = Tier.MODEL) -
 
 
 def run(subject: str, parameters: Mapping[str, Any]) -> tuple[CaseVerdict, str, dict[str, Any]]:
-    one = case(subject, parameters)
-    observation = FAULT.observe(one, getattr(FAULT, subject)(one))
-    judged = FAULT.judge(one, observation)
+    point = case(subject, parameters)
+    observation = FAULT.observe(point, None)
+    judged = FAULT.judge(point, observation)
     return judged.verdict, judged.figure, dict(observation.evidence)
 
 
@@ -98,10 +98,10 @@ def test_who_is_told_what(parameters: dict[str, str], selected: str, warned: boo
         warned,
         "",
     )
-    assert figure.endswith("one warning in the log names it" if warned else "not a word")
+    assert figure.endswith("one warning in the log names it" if warned else "no warning")
     verdict, figure, seen = run("fixed", parameters)
     assert (verdict, seen["advice"]) == (CaseVerdict.CLEAN, advice)
-    assert figure == f"no effect, and said so: use {advice}"
+    assert figure == f"no effect, and a message: use {advice}"
 
 
 def test_what_works_or_stops_is_no_failure() -> None:
@@ -127,7 +127,7 @@ def test_a_setting_that_selects_something_else_without_a_word_is_reproduced() ->
         "advice": "",
     }
     judged = FAULT.judge(one, Observation(seen))
-    assert (judged.verdict, judged.figure) == (CaseVerdict.REPRODUCED, "VLLM_CUTLASS, not MARLIN, not a word")
+    assert (judged.verdict, judged.figure) == (CaseVerdict.REPRODUCED, "VLLM_CUTLASS, not MARLIN, no warning")
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ REAL = {
 
 
 def judge(key: str, seen: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:
-    test = next(one for one in FAULT.claims if one.key == key)
-    thresholds = next(one.thresholds for one in load().claims if one.key == key)
+    test = next(test for test in FAULT.claims if test.key == key)
+    thresholds = next(claim.thresholds for claim in load().claims if claim.key == key)
     judged = test.judge([], [Measurement("", Observation(seen))], thresholds)
     return judged.verdict, judged.reason or ""
 
@@ -207,7 +207,7 @@ def test_the_claims_of_38971_are_decided_by_what_a_release_answers(
         ("gemm_crashes", "12 of the 12 releases that read it (to 0.23.0) refuse MARLIN"),
         (
             "marlin_by_default",
-            "FLASHINFER_CUTLASS on SM120 where FlashInfer is usable, and MARLIN where it counts as missing",
+            "FLASHINFER_CUTLASS on SM120 if FlashInfer is usable, and MARLIN if it counts as missing",
         ),
     ],
 )
@@ -219,7 +219,7 @@ def test_without_a_vllm_nothing_is_confirmed_or_refuted(key: str, recorded: str)
 
 
 def test_the_claims_are_put_to_the_installed_package(stub: Path) -> None:
-    measure = next(one.measure for one in FAULT.claims if one.key == "no_override")
+    measure = next(test.measure for test in FAULT.claims if test.key == "no_override")
     assert measure is not None
     seen = measure("", "cpu", {}).evidence
     assert (seen["vllm"], seen["automatic"]) == ("0.21.0", "MARLIN")  # the stub's VLLM_CUTLASS wants a gate
@@ -258,12 +258,14 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_an_installed_package_is_asked_with_the_setting_in_its_environment(stub: Path) -> None:
     one = case("installed", {**SEED, "release": "0.21.0"}, Tier.LIBRARY)
-    seen = FAULT.observe(one, FAULT.installed(one)).evidence
+    seen = FAULT.observe(one, None).evidence
     assert seen == {"selected": "MARLIN", "without": "MARLIN", "refused": "", "warned": True, "advice": ""}
     flag = case(
-        "installed", {**SEED, "release": "0.21.0", "setting": "--moe-backend marlin", "activation": "silu"}
+        "installed",
+        {**SEED, "release": "0.21.0", "setting": "--moe-backend marlin", "activation": "silu"},
+        Tier.LIBRARY,
     )
-    seen = FAULT.observe(flag, FAULT.installed(flag)).evidence
+    seen = FAULT.observe(flag, None).evidence
     assert (seen["selected"], seen["without"], seen["warned"]) == ("MARLIN", "VLLM_CUTLASS", False)
 
 
@@ -272,4 +274,4 @@ def test_a_point_about_another_release_is_skipped(stub: Path) -> None:
     with pytest.raises(
         UnavailableError, match=r"this point is about vLLM 0\.33\.0, and 0\.21\.0 is installed"
     ):
-        FAULT.installed(one)
+        FAULT.observe(one, None)

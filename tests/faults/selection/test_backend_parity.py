@@ -1,3 +1,6 @@
+"""PARITY: planted faults are noticed, backends are judged, and unusual ids are noticed."""
+
+import functools
 import math
 
 import pytest
@@ -27,12 +30,13 @@ FAULT = BackendParity()
 
 def case(subject: str, **parameters: str) -> Case:
     values = {"backend": "MARLIN", "quantization": "nvfp4", "tokens": 5, **parameters}
-    return Case("PARITY", subject, Tier.MODEL, BackendParityParameters(**values).model_dump())
+    tier = Tier.KERNEL if subject == "installed" else Tier.MODEL
+    return Case("PARITY", subject, tier, BackendParityParameters(**values).model_dump())
 
 
 def judged(subject: str, **parameters: str) -> tuple[CaseVerdict, str]:
     one = case(subject, **parameters)
-    judgement = FAULT.judge(one, FAULT.observe(one, getattr(FAULT, subject)(one)))
+    judgement = FAULT.judge(one, FAULT.observe(one, None))
     return judgement.verdict, judgement.figure
 
 
@@ -72,20 +76,25 @@ def test_a_harness_that_refuses_a_right_result_fails(monkeypatch: pytest.MonkeyP
     assert "a right result was refused" in figure
 
 
-def seen(**changed: object) -> Observation:
-    one = case("fixed")
-    return Observation({**FAULT.observe(one, FAULT.fixed(one)).evidence, **changed})
+def observed(**changed: object) -> Observation:
+    """What our backend gives for one layer, with some figures changed."""
+    return Observation({**_right().evidence, **changed})
+
+
+@functools.cache
+def _right() -> Observation:
+    return FAULT.observe(case("fixed"), None)
 
 
 def test_a_wrong_backend_is_named_with_its_tokens() -> None:
-    judgement = FAULT.judge(case("installed"), seen(reason="cosine 0.1 at token 3", wrong_tokens=2))
+    judgement = FAULT.judge(case("installed"), observed(reason="cosine 0.1 at token 3", wrong_tokens=2))
     assert judgement.verdict is CaseVerdict.REPRODUCED
     assert judgement.figure == "2 of 5 tokens wrong: cosine 0.1 at token 3"
 
 
 @pytest.mark.parametrize("reason", [None, "cosine 0.1 at token 3"])
 def test_a_harness_that_does_not_see_says_nothing_of_an_installed_backend(reason: str | None) -> None:
-    found = seen(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
+    found = observed(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
     judgement = FAULT.judge(case("installed"), found)
     assert judgement.verdict is CaseVerdict.ERROR, "neither right nor convicted"
     assert judgement.reason == "the comparison did not notice stale_row"
@@ -93,12 +102,12 @@ def test_a_harness_that_does_not_see_says_nothing_of_an_installed_backend(reason
 
 @pytest.mark.parametrize("reason", [None, "cosine 0.1 at token 3"])
 def test_a_harness_that_does_not_see_fails_the_scenario(reason: str | None) -> None:
-    found = seen(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
+    found = observed(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
     results = []
     for subject in ("faulty", "fixed", "installed"):
         one = case(subject)
         # The control itself is as it should be: it is the fix whose comparison is blind.
-        judgement = FAULT.judge(one, seen() if subject == "faulty" else found)
+        judgement = FAULT.judge(one, observed() if subject == "faulty" else found)
         results.append(
             CaseResult(subject, one.tier, one.parameters, judgement.verdict, figure=judgement.figure)
         )
@@ -108,13 +117,13 @@ def test_a_harness_that_does_not_see_fails_the_scenario(reason: str | None) -> N
 
 
 def test_what_is_not_deterministic_is_said() -> None:
-    assert "not the same bits" in FAULT.judge(case("fixed"), seen(deterministic=False)).figure
+    assert "not the same bits" in FAULT.judge(case("fixed"), observed(deterministic=False)).figure
 
 
 def test_a_backend_that_cannot_run_is_skipped_with_its_reason() -> None:
     one = case("installed")
     with pytest.raises(UnavailableError, match="needs an NVIDIA GPU"):
-        FAULT.observe(one, FAULT.installed(one))
+        FAULT.observe(one, None)
 
 
 class Forgetful(Reference):
@@ -137,7 +146,7 @@ def test_a_backend_that_is_wrong_with_unusual_ids_alone_is_noticed(ids: str) -> 
     for kind, verdict in (("distinct", CaseVerdict.CLEAN), (ids, CaseVerdict.REPRODUCED)):
         one = case("installed", ids=kind)
         parameters = BackendParityParameters.model_validate(dict(one.parameters))
-        found = observe(parameters, "cpu", Forgetful("nvfp4"), True)
+        found = observe(parameters, "cpu", Forgetful("nvfp4"))
         assert FAULT.judge(one, found).verdict is verdict
 
 
@@ -148,7 +157,7 @@ def test_a_backend_that_is_not_made_for_empty_slots_is_not_given_any() -> None:
 
     parameters = BackendParityParameters.model_validate(dict(case("installed", ids="empty").parameters))
     with pytest.raises(UnavailableError, match="no -1"):
-        observe(parameters, "cpu", Refuses("nvfp4"), True)
+        observe(parameters, "cpu", Refuses("nvfp4"))
 
 
 def test_conclusions_name_what_was_right_wrong_and_not_run() -> None:
