@@ -19,7 +19,8 @@ from moedoctor.kernels.routing.launch import Shape, half_softmax_shape, launch_t
 from moedoctor.reference import routing as reference
 from moedoctor.reference.agreement import differing_rows
 from moedoctor.results import UnavailableError
-from moedoctor.upstream.releases.moe_kernels import KernelError, MoeKernels, installed_library
+from moedoctor.upstream.releases.moe_kernels import MoeKernels
+from moedoctor.upstream.releases.wheel import KernelError, installed_library
 
 TOKENS = (1, 128, 1024, 8192)
 EXPERTS = (128, 256)
@@ -140,7 +141,7 @@ def kernel_times(unit: str, device: str, sources: Mapping[str, str]) -> dict[str
 
 def fp8_nan(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
     """What the release's FP8 quantisation kernel, and torch's own cast, make of NaN."""
-    from moedoctor.upstream.releases.fp8 import static_scaled_fp8_quant
+    from moedoctor.upstream.releases.moe_kernels import static_scaled_fp8_quant
 
     values = torch.randn(64, 512, device=device).bfloat16()  # [T, N]
     values[::2] = float("nan")

@@ -46,7 +46,8 @@ class VllmReleaseSubject(SubjectProvider):
             from moedoctor.upstream.releases.release_source import ReleaseSource
 
             return ReleaseSource(Path(sources[case.subject]))
-        from moedoctor.upstream.releases.moe_kernels import KernelError, MoeKernels
+        from moedoctor.upstream.releases.moe_kernels import MoeKernels
+        from moedoctor.upstream.releases.wheel import KernelError
 
         try:
             return MoeKernels.load(Path(sources[case.subject]))

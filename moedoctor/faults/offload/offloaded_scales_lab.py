@@ -67,7 +67,7 @@ def observe(parameters: OffloadedScalesParameters, device: str, way: Any) -> Obs
 
 def marlin_stack(kernels: MoeKernels, layers: int, device: str, seed: int) -> nn.Sequential:
     """Square 4-bit layers for Marlin. What the bits mean does not matter, only that they stay."""
-    from moedoctor.upstream.releases.marlin_moe import GROUP, marlin_product
+    from moedoctor.upstream.releases.products import GROUP, marlin_product
 
     def product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return marlin_product(kernels, x, weight, scales)

@@ -88,7 +88,7 @@ def _marlin(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.T
 
 
 def _cutlass(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.Tensor]:
-    from moedoctor.upstream.releases.cutlass_moe import cutlass_product, operators
+    from moedoctor.upstream.releases.products import cutlass_product, operators
 
     ops = operators()
 

@@ -50,9 +50,9 @@ def model(case: Case, parameters: GateUpOrderParameters, release: object) -> Obs
 
 def library(case: Case, parameters: GateUpOrderParameters, release: object) -> Observation:
     """Run the kernel with the installed vLLM's function."""
-    from moedoctor.upstream.releases import weight_layout
+    from moedoctor.upstream.releases import installed
 
-    return measure(parameters, case.device, weight_layout.up_first)
+    return measure(parameters, case.device, installed.up_first)
 
 
 def measure(parameters: GateUpOrderParameters, device: str, load: Loader) -> Observation:

@@ -110,9 +110,9 @@ def model(case: Case, parameters: ScaleLayoutParameters, release: object) -> Obs
 
 def kernel(case: Case, parameters: ScaleLayoutParameters, release: object) -> Observation:
     """Compute with the installed vLLM's function."""
-    from moedoctor.upstream.releases import weight_layout
+    from moedoctor.upstream.releases import installed
 
-    return measure(parameters, case.device, TiledKernel(weight_layout.tiled_scales))
+    return measure(parameters, case.device, TiledKernel(installed.tiled_scales))
 
 
 def measure(parameters: ScaleLayoutParameters, device: str, read: Kernel) -> Observation:

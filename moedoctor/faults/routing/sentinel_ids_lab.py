@@ -20,7 +20,7 @@ from moedoctor.fixes.expert_ids import local_ids, without_sentinels
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_layer import Problem, expected_output, make_layer, make_problem
 from moedoctor.results import Case, Observation, UnavailableError
-from moedoctor.upstream.releases.sentinel_probe import align_block_size, installed_release
+from moedoctor.upstream.releases.installed import align_block_size, installed_release
 
 _STALE = 64.0
 """What a buffer holds that an earlier call left."""

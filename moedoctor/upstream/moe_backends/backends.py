@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,8 +21,9 @@ from moedoctor.reference.moe_backend import Backend, Prepared, Variant
 from moedoctor.reference.moe_layer import Layer
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import UnavailableError
+from moedoctor.upstream.releases.installed import FUSED_MOE, vllm_module
+from moedoctor.upstream.releases.wheel import package_folders
 
-FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 JIT_VARIABLE = "MOEDOCTOR_FLASHINFER_JIT"
 EMPTY_SLOTS = "VLLM_MOE_SKIP_PADDING"
 """The setting that makes vLLM mark padding with ids of -1, since 0.25.0."""
@@ -32,10 +32,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_tanh", "relu2": "relu2_no_mul
 
 def load(name: str) -> Any:
     """Import a module of vLLM below `FUSED_MOE`. Raises UnavailableError."""
-    try:
-        return importlib.import_module(f"{FUSED_MOE}.{name}")
-    except Exception as error:  # an optional dependency can raise anything while vLLM is imported
-        raise UnavailableError(f"vLLM's {name} does not load: {type(error).__name__}: {error}") from error
+    return vllm_module(f"{FUSED_MOE}.{name}")
 
 
 class VllmKernel(Prepared):
@@ -338,7 +335,7 @@ def _device(layer: Layer) -> str:
 
 def _start(device: str, *, fresh: bool = False) -> None:
     """Load vLLM's kernels and give it a workspace; a `fresh` one, because a workspace only grows."""
-    if importlib.util.find_spec("vllm") is None:
+    if not package_folders("vllm"):
         raise UnavailableError("vLLM is not installed")
     try:
         importlib.import_module("vllm._custom_ops")

@@ -1,7 +1,8 @@
 """vLLM's and FlashInfer's own reports about this environment, each collected in a child process.
 
-Both import their whole package and torch, so they take seconds and may fail in any way: that is a fact, not
-a crash. Left out is what moedoctor collects itself (variables, host facts) and what its folders distort.
+Both import their whole package and torch, so they take seconds and can fail in any way: a failure is reported
+as a fact. The reports leave out what moedoctor collects itself (variables, host facts) and what its temporary
+folders distort.
 `python -m moedoctor.upstream.releases.collectors vllm` is the child.
 """
 
@@ -12,11 +13,11 @@ import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from moedoctor.processes.ask import CACHES, ChildError, answer, ask
 from moedoctor.redaction import Redactor
+from moedoctor.upstream.releases.wheel import package_folders
 
 SECONDS = 30.0
 _MAX_TEXT = 2_000
@@ -25,26 +26,26 @@ _OURS = re.compile(
 )
 """Fields of vLLM's report that are about the host, or about other makers' GPUs."""
 _SECTIONS = ("FlashInfer", "CUDA Toolkit", "cuDNN Frontend", "GPU Libraries: loaded vs on disk")
-"""Sections of FlashInfer's report that say more than moedoctor's own facts."""
+"""Sections of FlashInfer's report with more than moedoctor's own facts."""
 _DISTORTED = ("JIT cache", "Cubin store (local)")
-"""They lie where the child's folders do; moedoctor looks at the real ones itself."""
+"""The child has its own folders for these; moedoctor looks at the real ones itself."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What one collector said, or why it did not."""
+    """What one collector reports, or why it reports nothing."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
 
 
 def collect_vllm(seconds: float = SECONDS) -> Collected:
-    """What ``vllm collect-env`` reports."""
+    """Return what ``vllm collect-env`` reports."""
     return _collected("vllm", seconds)
 
 
 def collect_flashinfer(seconds: float = SECONDS) -> Collected:
-    """What ``flashinfer collect-env`` reports; releases before 0.6.16 have none."""
+    """Return what ``flashinfer collect-env`` reports; releases before 0.6.16 have no such command."""
     return _collected("flashinfer", seconds)
 
 
@@ -61,9 +62,9 @@ def _collected(package: str, seconds: float) -> Collected:
 
 def _redacted(value: Any, redactor: Redactor) -> Any:
     if isinstance(value, Mapping):
-        return {redactor.text(str(key)): _redacted(one, redactor) for key, one in value.items()}
+        return {redactor.text(str(key)): _redacted(item, redactor) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_redacted(one, redactor) for one in value]
+        return [_redacted(item, redactor) for item in value]
     return redactor.text(value[:_MAX_TEXT]) if isinstance(value, str) else value
 
 
@@ -78,14 +79,13 @@ def _vllm() -> Mapping[str, Any]:
 
 
 def _flashinfer() -> Mapping[str, Any]:
-    spec = importlib.util.find_spec("flashinfer")  # finds the package without importing it
-    if spec is None:
+    folders = package_folders("flashinfer")
+    if not folders:
         return {"error": "there is no module flashinfer, only its metadata"}
-    folders = spec.submodule_search_locations or []
-    files = [file for folder in folders if (file := Path(folder) / "collect_env.py").is_file()]
+    files = [file for folder in folders if (file := folder / "collect_env.py").is_file()]
     if not files:
         return {"error": "this FlashInfer release brings no collect_env.py"}
-    # As a file, as upstream recommends: it must also report where `import flashinfer` fails.
+    # As a file, as upstream recommends: it must report even if `import flashinfer` fails.
     module_spec = importlib.util.spec_from_file_location("flashinfer_collect_env", files[0])
     assert module_spec is not None
     assert module_spec.loader is not None

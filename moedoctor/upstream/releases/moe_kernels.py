@@ -1,8 +1,8 @@
-"""vLLM's routing kernels of any release behind one signature, the one of `moedoctor.fixes.routing`.
+"""vLLM's kernels of any release: routing behind the signatures of `moedoctor.fixes.routing`, and FP8.
 
-The operators are registered by the shared object itself, so vLLM is not imported. Their schemas
-differ by release (``bias``, ``is_padding``, ``routed_scaling_factor`` come and go), so arguments are
-filled by name from the schema that was loaded. One release a process: all register the same names.
+The shared object itself registers the operators, so vLLM is not imported. Their schemas differ by release
+(``bias``, ``is_padding``, ``routed_scaling_factor`` come and go), so arguments are filled by name from the
+schema that was loaded. A process can load one release: all register the same names.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ import torch
 
 from moedoctor.fixes.routing import TopK
 from moedoctor.results import UnavailableError
-from moedoctor.upstream.releases.wheel import KernelError, cuda_runtimes, installed_library, shared_object
+from moedoctor.upstream.releases.wheel import (
+    KernelError,
+    core_libraries,
+    cuda_runtimes,
+    installed_library,
+    shared_object,
+)
 
-__all__ = ["KernelError", "MoeKernels", "fill", "installed_library", "load_library"]
-
+_RUNTIME = re.compile(r"libcudart\.so\.(\d+)")
 _SCORING = {"softmax": 0, "sigmoid": 1}
 """`scoring_func` of grouped_topk: 0 takes scores, 1 takes logits (vllm/_custom_ops.py, 0.18.0 to 0.33.0)."""
 
@@ -35,18 +40,16 @@ class MoeKernels:
 
     @classmethod
     def load(cls, path: Path) -> MoeKernels:
-        """Load a wheel's or a shared object's kernels into this process; raises KernelError."""
+        """Load the kernels of a wheel or a shared object into this process. Raises KernelError."""
         library = shared_object(path)
         try:
             load_library(library)
         except OSError as error:
-            text = chain(error)
-            missing = re.search(r"libcudart\.so\.(\d+)", text)
-            hint = (
-                f"; put {missing[0]} beside it or install nvidia-cuda-runtime-cu{missing[1]}"
-                if missing
-                else ""
-            )
+            text = _chain(error)
+            missing = _RUNTIME.search(text)
+            hint = ""
+            if missing:
+                hint = f"; put {missing[0]} beside it or install nvidia-cuda-runtime-cu{missing[1]}"
             raise KernelError(
                 f"{library.name} does not load under torch {torch.__version__}: {text}{hint}"
             ) from error
@@ -54,14 +57,14 @@ class MoeKernels:
 
     @classmethod
     def installed(cls) -> MoeKernels:
-        """The kernels of the vLLM of this environment, which is not imported; raises UnavailableError."""
+        """Load the kernels of the installed vLLM, which is not imported. Raises UnavailableError."""
         try:
             return cls.load(installed_library())
         except KernelError as error:
             raise UnavailableError(str(error)) from error
 
     def schema(self, name: str) -> Any:
-        """The schema of operator `name` as this release registers it."""
+        """Return the schema of operator `name` in this release. Raises UnavailableError."""
         if not hasattr(self.ops, name):
             raise UnavailableError(f"{self.path.name} has no operator {name}")
         return getattr(self.ops, name).default._schema
@@ -69,38 +72,18 @@ class MoeKernels:
     def topk_softmax(
         self, logits: torch.Tensor, top_k: int, *, renormalize: bool = False, bias: torch.Tensor | None = None
     ) -> TopK:
-        """vLLM's ``topk_softmax``; same shapes as `moedoctor.fixes.routing.topk_softmax`."""
+        """Call vLLM's ``topk_softmax``, with the shapes of `moedoctor.fixes.routing.topk_softmax`."""
         return self._topk("topk_softmax", logits, top_k, renormalize, bias)
 
     def topk_sigmoid(
         self, logits: torch.Tensor, top_k: int, *, renormalize: bool = False, bias: torch.Tensor | None = None
     ) -> TopK:
-        """vLLM's ``topk_sigmoid``."""
+        """Call vLLM's ``topk_sigmoid``, with the shapes of `moedoctor.fixes.routing.topk_sigmoid`."""
         return self._topk("topk_sigmoid", logits, top_k, renormalize, bias)
 
-    def grouped_topk(
-        self,
-        logits: torch.Tensor,
-        top_k: int,
-        *,
-        num_groups: int,
-        topk_groups: int,
-        scoring: str = "sigmoid",
-        bias: torch.Tensor | None = None,
-        renormalize: bool = False,
-        routed_scaling_factor: float = 1.0,
-    ) -> TopK:
-        """vLLM's fused ``grouped_topk``, which always adds a bias."""
-        weights, ids = self.bound_grouped(
-            logits,
-            top_k,
-            num_groups=num_groups,
-            topk_groups=topk_groups,
-            scoring=scoring,
-            bias=bias,
-            renormalize=renormalize,
-            routed_scaling_factor=routed_scaling_factor,
-        )()  # [T, K] each
+    def grouped_topk(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
+        """Call vLLM's fused ``grouped_topk``; arguments as for `bound_grouped`."""
+        weights, ids = self.bound_grouped(logits, top_k, **options)()  # [T, K] each
         return TopK(weights.float(), ids.int())
 
     def bound_grouped(
@@ -115,7 +98,10 @@ class MoeKernels:
         renormalize: bool = False,
         routed_scaling_factor: float = 1.0,
     ) -> Any:
-        """A call of `grouped_topk` with nothing else in it, for timing; it returns weights and ids [T, K]."""
+        """Return a function that only calls the operator, for timing; it returns weights and ids [T, K].
+
+        Raises UnavailableError without a `bias`, which the operator always adds.
+        """
         if bias is None:
             raise UnavailableError("vLLM's grouped_topk kernel has no form without a correction bias")
         scores = logits if scoring == "sigmoid" else torch.softmax(logits, dim=-1)  # [T, E]
@@ -139,8 +125,7 @@ class MoeKernels:
         tokens = logits.shape[0]
         weights = torch.full((tokens, top_k), -7.0, dtype=torch.float32, device=logits.device)  # [T, K]
         ids = torch.full((tokens, top_k), -7, dtype=torch.int32, device=logits.device)  # [T, K]
-        call = self.bound(name, weights, ids, logits, renormalize=renormalize, bias=bias)
-        call()
+        self.bound(name, weights, ids, logits, renormalize=renormalize, bias=bias)()
         return TopK(weights, ids)
 
     def bound(
@@ -153,7 +138,7 @@ class MoeKernels:
         renormalize: bool = False,
         bias: torch.Tensor | None = None,
     ) -> Any:
-        """A call of `topk_softmax` or `topk_sigmoid` into given outputs and nothing else: for timing."""
+        """Return a function that only calls `topk_softmax` or `topk_sigmoid` into given outputs, for timing."""
         operator = getattr(self.ops, name)
         arguments = fill(
             self.schema(name),
@@ -172,13 +157,16 @@ class MoeKernels:
 
 
 def fill(schema: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that `schema` takes, by name; raises UnavailableError for one that we do not know.
+    """Return the arguments that `schema` takes, by name. Raises UnavailableError for an unknown argument.
 
-    A value that is not at its neutral setting must not be dropped silently: `bias` is refused where
-    the release takes none.
+    A `bias` is never dropped silently: it is refused if the release takes none.
     """
     names = [argument.name for argument in schema.arguments]
-    unknown = [one.name for one in schema.arguments if one.name not in values and not one.has_default_value()]
+    unknown = [
+        argument.name
+        for argument in schema.arguments
+        if argument.name not in values and not argument.has_default_value()
+    ]
     if unknown:
         raise UnavailableError(
             f"{schema.name} takes {', '.join(unknown)}, which this version of moedoctor does not know"
@@ -188,13 +176,37 @@ def fill(schema: Any, values: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
 
 
+def static_scaled_fp8_quant(source: Path, values: torch.Tensor) -> torch.Tensor:
+    """Quantize `values` [T, N] to float8_e4m3fn [T, N] by the release's own kernel, with a scale of 1.
+
+    Raises UnavailableError if the release's core kernels are not there or do not load.
+    """
+    reason = "no vllm/_C*.abi3.so goes with it"
+    for library in core_libraries(source):
+        try:
+            load_library(library)
+        except OSError as error:
+            reason = _chain(error)
+        if hasattr(torch.ops._C, "static_scaled_fp8_quant"):
+            break
+    else:
+        raise UnavailableError(
+            f"{source.name}: the FP8 quantisation kernel of this release cannot be loaded: {reason}"
+        )
+    operator = torch.ops._C.static_scaled_fp8_quant
+    result = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)  # [T, N]
+    scale = torch.ones(1, dtype=torch.float32, device=values.device)  # [1]
+    operator(**fill(operator.default._schema, {"result": result, "input": values, "scale": scale}))
+    return result
+
+
 def load_library(library: Path) -> None:
     """Load a shared object that registers torch operators, with the CUDA runtime that it was built for."""
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
-        # Releases up to 0.19.1 are built for CUDA 12; the loader finds its runtime only where it is loaded.
-        missing = re.search(r"libcudart\.so\.(\d+)", chain(error))
+        # Releases up to 0.19.1 are built for CUDA 12; the loader finds its runtime only if it is loaded.
+        missing = _RUNTIME.search(_chain(error))
         runtimes = cuda_runtimes(library, missing[1]) if missing else []
         if not runtimes:
             raise
@@ -202,8 +214,8 @@ def load_library(library: Path) -> None:
         torch.ops.load_library(str(library))
 
 
-def chain(error: BaseException) -> str:
-    """The first lines of an error and of what caused it: torch names the file, the loader the reason."""
+def _chain(error: BaseException) -> str:
+    """Return the first lines of an error and its causes: torch names the file, the loader the reason."""
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None:

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def version() -> str | None:
-    """The vLLM whose offloaders can be used here; None where there is none that can."""
+    """Return the version of the vLLM whose offloaders can be used here, or None."""
     try:
         import vllm
         import vllm._C  # the UVA view is made by a C++ operator
@@ -20,33 +20,33 @@ def version() -> str | None:
 
 
 def uva_offload(layers: Sequence[nn.Module], names: Sequence[str], nbytes: int) -> Any:
-    """`UVAOffloader`, as it chooses by itself: with UVA where that can be had."""
+    """Offload by `UVAOffloader` with UVA. Raises RuntimeError if vLLM finds no UVA here."""
     from vllm.model_executor.offloader.uva import UVAOffloader
 
     offloader = UVAOffloader(cpu_offload_max_bytes=nbytes, cpu_offload_params=set(names))
     if not offloader.uva_offloading:
-        raise RuntimeError("vLLM holds UVA for unavailable here")
-    offloader.wrap_modules(one for one in layers)
+        raise RuntimeError("vLLM finds no UVA here")
+    offloader.wrap_modules(iter(layers))
     return offloader
 
 
 def copying_offload(layers: Sequence[nn.Module], names: Sequence[str], nbytes: int) -> Any:
-    """`UVAOffloader` on the branch that it takes on WSL: no UVA, no pinned memory, copies in each forward."""
+    """Offload by `UVAOffloader` as on WSL: no UVA, no pinned memory, copies in each forward."""
     from vllm.model_executor.offloader.uva import UVAOffloader
 
     offloader = UVAOffloader(cpu_offload_max_bytes=nbytes, cpu_offload_params=set(names))
     offloader.uva_offloading = offloader.pin_memory = False
-    offloader.wrap_modules(one for one in layers)
+    offloader.wrap_modules(iter(layers))
     return offloader
 
 
 def prefetch_offload(layers: Sequence[nn.Module], names: Sequence[str]) -> Any:
-    """`PrefetchOffloader` for every layer, two ahead: as many device buffers as ours has."""
+    """Offload every layer by `PrefetchOffloader`, two ahead: as many device buffers as ours has."""
     from vllm.model_executor.offloader.base import set_offloader
     from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 
     offloader = PrefetchOffloader(group_size=1, num_in_group=1, prefetch_step=2, offload_params=set(names))
-    set_offloader(offloader)  # its operators find it there
-    offloader.wrap_modules(one for one in layers)
+    set_offloader(offloader)  # its operators look for it there
+    offloader.wrap_modules(iter(layers))
     offloader.post_init()
     return offloader

@@ -1,24 +1,25 @@
-"""Functions of a vLLM release out of its Python files, run without importing vLLM.
+"""Runs single functions of a vLLM release out of its Python files, without importing vLLM.
 
-For questions that one function answers: its source is read from a wheel, an unpacked folder or the
-installed package, cut out by its name and executed among names that the caller gives. What runs is
-upstream's own code, every line of it; what it calls is listed by the caller."""
+The source of a function is read from a wheel, an unpacked folder or the installed package, and executed among
+names that the caller gives. Every line that runs is upstream's own; the caller lists what it calls.
+"""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moedoctor.upstream.releases.wheel import package_folders
+
 _MAX_BYTES = 8 << 20
 
 
 class SourceError(Exception):
-    """Source that cannot be had or does not hold what is asked for; one line says which."""
+    """Source that is not available, or that lacks what is asked for; one line says which."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,14 @@ class ReleaseSource:
 
     @classmethod
     def installed(cls) -> ReleaseSource:
-        """The vLLM of this environment; it is not imported."""
-        spec = importlib.util.find_spec("vllm")
-        folders = list(spec.submodule_search_locations or []) if spec else []
+        """Return the vLLM of this environment, which is not imported. Raises SourceError."""
+        folders = package_folders("vllm")
         if not folders:
             raise SourceError("vllm is not installed here")
-        return cls(Path(folders[0]).parent)
+        return cls(folders[0].parent)
 
     def text(self, member: str) -> str:
-        """The text of a file such as ``vllm/model_executor/utils.py``. Raises SourceError."""
+        """Return the text of a file such as ``vllm/model_executor/utils.py``. Raises SourceError."""
         try:
             if self.path.is_dir():
                 data = (self.path / member).read_bytes()
@@ -52,23 +52,26 @@ class ReleaseSource:
         return data.decode("utf-8")
 
     def function(self, member: str, name: str, names: Mapping[str, Any]) -> Any:
-        """The function ``name`` or ``Class.name`` of a file, made among `names`, which are what it may use.
+        """Return the function ``name`` or ``Class.name`` of a file; it can use only `names`.
 
-        Decorators are kept, annotations are not looked at. Raises SourceError where it is not there.
+        Decorators are kept, annotations are ignored. Raises SourceError if it is not there.
         """
-        tree = ast.parse(self.text(member))
-        scope: list[ast.stmt] = tree.body
+        scope: list[ast.stmt] = ast.parse(self.text(member)).body
         *owners, last = name.split(".")
         for owner in owners:
-            found = next((one for one in scope if isinstance(one, ast.ClassDef) and one.name == owner), None)
-            if found is None:
-                raise SourceError(f"{self.path.name}: {member} has no class {owner}")
-            scope = found.body
-        wanted = next((one for one in scope if isinstance(one, ast.FunctionDef) and one.name == last), None)
-        if wanted is None:
-            raise SourceError(f"{self.path.name}: {member} has no function {name}")
+            scope = _named(
+                scope, ast.ClassDef, owner, f"{self.path.name}: {member} has no class {owner}"
+            ).body
+        function = _named(scope, ast.FunctionDef, last, f"{self.path.name}: {member} has no function {name}")
         future = ast.parse("from __future__ import annotations").body
-        module = ast.Module(body=[*future, wanted], type_ignores=[])
+        module = ast.Module(body=[*future, function], type_ignores=[])
         space = dict(names)
         exec(compile(module, f"{self.path.name}/{member}", "exec"), space)
         return space[last]
+
+
+def _named(scope: list[ast.stmt], kind: Any, name: str, message: str) -> Any:
+    for node in scope:
+        if isinstance(node, kind) and node.name == name:
+            return node
+    raise SourceError(message)

@@ -1,7 +1,8 @@
-"""Finds the MoE kernels of a vLLM release: in its wheel, as a shared object, or installed here."""
+"""Finds what belongs to a vLLM release: its kernels, in a wheel, as a shared object or installed here."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -9,62 +10,80 @@ import re
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 _LIBRARY = re.compile(r"vllm/_moe_C(_stable_libtorch)?\.abi3\.so")
 _CORE_NAMES = ("_C_stable_libtorch.abi3.so", "_C.abi3.so")
-"""vLLM's core kernels, FP8 quantisation among them; which of the two holds an operator differs by release."""
+"""vLLM's core kernels, FP8 quantization among them; which of the two has an operator differs by release."""
 _MAX_LIBRARY_BYTES = 4 << 30
 
 
 class KernelError(Exception):
-    """Kernels that cannot be had; one line says what was looked for and what to do."""
+    """Kernels that are not available; one line says what was looked for and what to do."""
+
+
+def package_folders(package: str) -> list[Path]:
+    """Return the folders of an installed package, which is not imported; empty if it is not installed."""
+    spec = importlib.util.find_spec(package)
+    return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
 
 
 def cache_folder() -> Path:
-    """Where shared objects out of wheels are kept: ``$XDG_CACHE_HOME/moedoctor/kernels``."""
+    """Return the folder for shared objects out of wheels: ``$XDG_CACHE_HOME/moedoctor/kernels``."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(root) / "moedoctor" / "kernels"
 
 
 def shared_object(path: Path) -> Path:
-    """The shared object with the MoE kernels that `path`, a wheel or a shared object, stands for.
+    """Return the shared object with the MoE kernels of `path`, a wheel or a shared object.
 
-    A wheel's is unpacked once into the cache folder, under a name that its size and time are part of.
-    Raises KernelError for anything else.
+    A wheel's shared object is unpacked once into the cache folder, under a name that depends on the wheel's
+    size and time. Raises KernelError for anything else.
     """
     if not path.is_file():
         raise KernelError(f"{path}: no such file; expected a vLLM wheel (.whl) or a shared object (.so)")
-    if path.suffix != ".whl":
-        with path.open("rb") as file:
-            if file.read(4) != b"\x7fELF":
-                raise KernelError(
-                    f"{path}: not a shared object (no ELF header); expected a vLLM wheel or a .so file"
-                )
-        return path
-    try:
-        with zipfile.ZipFile(path) as wheel:
+    if path.suffix == ".whl":
+        with _opened(path) as wheel:
             return _unpack(wheel, _member(wheel, path), path)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise KernelError(f"{path}: cannot be read as a wheel: {error}") from error
+    with path.open("rb") as file:
+        if file.read(4) != b"\x7fELF":
+            raise KernelError(
+                f"{path}: not a shared object (no ELF header); expected a vLLM wheel or a .so file"
+            )
+    return path
+
+
+def check_kernels(path: Path) -> None:
+    """Raise KernelError if `path` cannot hold MoE kernels; nothing is unpacked."""
+    if path.suffix == ".whl" and path.is_file():
+        with _opened(path) as wheel:
+            _member(wheel, path)
+    else:
+        shared_object(path)
 
 
 def core_libraries(path: Path) -> list[Path]:
-    """vLLM's core kernels that go with `path`: shared objects in the wheel, or beside the .so file."""
+    """Return vLLM's core kernels that go with `path`: from the same wheel, or beside the .so file."""
     if path.suffix != ".whl":
         return [file for name in _CORE_NAMES if (file := path.parent / name).is_file()]
+    names = {f"vllm/{name}" for name in _CORE_NAMES}
+    with _opened(path) as wheel:
+        members = [member for member in wheel.infolist() if member.filename in names]
+        return [_unpack(wheel, member, path) for member in members if member.file_size <= _MAX_LIBRARY_BYTES]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as wheel:
-            members = [
-                one for one in wheel.infolist() if one.filename in {f"vllm/{name}" for name in _CORE_NAMES}
-            ]
-            return [_unpack(wheel, one, path) for one in members if one.file_size <= _MAX_LIBRARY_BYTES]
+            yield wheel
     except (zipfile.BadZipFile, OSError) as error:
         raise KernelError(f"{path}: cannot be read as a wheel: {error}") from error
 
 
 def _member(wheel: zipfile.ZipFile, path: Path) -> zipfile.ZipInfo:
-    member = next((one for one in wheel.infolist() if _LIBRARY.fullmatch(one.filename)), None)
+    member = next((entry for entry in wheel.infolist() if _LIBRARY.fullmatch(entry.filename)), None)
     if member is None:
         raise KernelError(f"{path}: no vllm/_moe_C*.abi3.so in it; expected a CUDA wheel of vLLM")
     if member.file_size > _MAX_LIBRARY_BYTES:
@@ -92,31 +111,17 @@ def _unpack(wheel: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> Path
 
 
 def installed_library() -> Path:
-    """The shared object of the vLLM of this environment, found without importing vLLM."""
-    spec = importlib.util.find_spec("vllm")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for file in sorted(Path(folder).glob("_moe_C*.so")):
+    """Return the shared object with the MoE kernels of the installed vLLM, which is not imported."""
+    for folder in package_folders("vllm"):
+        for file in sorted(folder.glob("_moe_C*.so")):
             return file
     raise KernelError("the installed vllm has no _moe_C*.so: it was built without CUDA kernels")
 
 
 def cuda_runtimes(beside: Path, major: str) -> list[Path]:
-    """Files that may be ``libcudart.so.<major>``, best first: beside the kernels, then pip's packages."""
+    """Return files that may be ``libcudart.so.<major>``: first beside the kernels, then in pip's packages."""
     name = f"libcudart.so.{major}"
-    found = [beside.parent / name]
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        found += [Path(folder) / "cuda_runtime" / "lib" / name, Path(folder) / f"cu{major}" / "lib" / name]
-    return [file for file in found if file.is_file()]
-
-
-def check_kernels(path: Path) -> None:
-    """Raise KernelError where `path` cannot hold MoE kernels; looks only, unpacks nothing."""
-    if path.suffix == ".whl" and path.is_file():
-        try:
-            with zipfile.ZipFile(path) as wheel:
-                _member(wheel, path)
-        except (zipfile.BadZipFile, OSError) as error:
-            raise KernelError(f"{path}: cannot be read as a wheel: {error}") from error
-    else:
-        shared_object(path)
+    files = [beside.parent / name]
+    for folder in package_folders("nvidia"):
+        files += [folder / "cuda_runtime" / "lib" / name, folder / f"cu{major}" / "lib" / name]
+    return [file for file in files if file.is_file()]

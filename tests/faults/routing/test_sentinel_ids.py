@@ -19,7 +19,7 @@ from moedoctor.faults.routing.sentinel_ids_lab import FAULTY, make_batch, observ
 from moedoctor.fixes.expert_ids import local_ids, without_sentinels
 from moedoctor.interfaces import Measurement
 from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Crash, Death, Observation, Skip, Tier
-from moedoctor.upstream.releases.sentinel_probe import installed_release
+from moedoctor.upstream.releases.installed import installed_release
 
 FAULT = SentinelIds()
 DEFAULT = SentinelIdsParameters().model_dump()

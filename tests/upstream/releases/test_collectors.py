@@ -68,7 +68,7 @@ def test_flashinfers_report_without_importing_it_and_without_gpu_work(packages: 
 
 
 @pytest.mark.parametrize(
-    ("package", "code", "said"),
+    ("package", "code", "error"),
     [
         ("vllm", "raise ImportError('libcudart.so.13: no such file')", "ImportError: libcudart.so.13"),
         ("vllm", "def get_env_info(): raise OSError('/home/alice/x')", "OSError: ~/x"),
@@ -76,11 +76,11 @@ def test_flashinfers_report_without_importing_it_and_without_gpu_work(packages: 
         ("flashinfer", "def other(): pass", "collect_env_info"),
     ],
 )
-def test_a_collector_that_fails_is_a_fact(packages: Path, package: str, code: str, said: str) -> None:
+def test_a_collector_that_fails_is_a_fact(packages: Path, package: str, code: str, error: str) -> None:
     install(packages, package, code)
     collected = collect_vllm() if package == "vllm" else collect_flashinfer()
     assert collected.facts == {}
-    assert said in (collected.error or "")
+    assert error in (collected.error or "")
     assert "alice" not in (collected.error or "")
 
 

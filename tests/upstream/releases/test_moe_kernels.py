@@ -10,7 +10,8 @@ import torch
 
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.releases import moe_kernels
-from moedoctor.upstream.releases.moe_kernels import KernelError, MoeKernels, fill
+from moedoctor.upstream.releases.moe_kernels import MoeKernels, fill
+from moedoctor.upstream.releases.wheel import KernelError
 
 OLD = (
     "(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, "
@@ -43,7 +44,7 @@ def values(bias: torch.Tensor | None = None) -> dict[str, Any]:
 @pytest.mark.parametrize("release", ["without_bias", "0.18.0", "0.33.0", "defaults"])
 def test_arguments_are_those_of_the_release(release: str) -> None:
     filled = fill(schema(release), values())
-    expected = [one.name for one in schema(release).arguments if one.name != "later"]
+    expected = [argument.name for argument in schema(release).arguments if argument.name != "later"]
     assert list(filled) == expected
 
 

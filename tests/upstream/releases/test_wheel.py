@@ -36,7 +36,7 @@ def test_a_wheel_is_unpacked_once_into_the_cache(tmp_path: Path, cache: Path, na
     assert library.name == name
     library.write_bytes(b"kept")
     assert wheel.shared_object(file).read_bytes() == b"kept"
-    assert [one.name for one in library.parent.iterdir()] == [name], "no half-written file is left"
+    assert [file.name for file in library.parent.iterdir()] == [name], "no half-written file is left"
 
 
 def test_another_wheel_of_the_same_name_is_not_mistaken_for_it(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_shared_object_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("absent.so", None, "no such file"),
         ("text.so", b"hello", "no ELF header"),
@@ -63,13 +63,13 @@ def test_a_shared_object_is_taken_as_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_hold_kernels_is_refused(
-    tmp_path: Path, name: str, content: bytes | None, said: str
+    tmp_path: Path, name: str, content: bytes | None, message: str
 ) -> None:
     file = tmp_path / name
     if content is not None:
         file.write_bytes(content)
     for check in (wheel.check_kernels, wheel.shared_object):
-        with pytest.raises(KernelError, match=said) as caught:
+        with pytest.raises(KernelError, match=message) as caught:
             check(file)
         assert str(file) in str(caught.value)
 
