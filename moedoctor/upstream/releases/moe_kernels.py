@@ -138,7 +138,7 @@ class MoeKernels:
         renormalize: bool = False,
         bias: torch.Tensor | None = None,
     ) -> Any:
-        """Return a function that only calls `topk_softmax` or `topk_sigmoid` into given outputs, for timing."""
+        """Return a function that only calls the operator `name`, into given outputs, for timing."""
         operator = getattr(self.ops, name)
         arguments = fill(
             self.schema(name),
