@@ -2,7 +2,7 @@
 
     python scripts/tune_expert_cache.py tiles|bus
 
-Tiles are chosen in `moedoctor.kernels.moe.cuts`, numbers of programs in `moedoctor.kernels.cache.copies`.
+Tiles are chosen in `moedoctor.kernels.moe.cuts`, numbers of programs in `moedoctor.kernels.cache.transfer`.
 Needs an NVIDIA GPU and a host that nothing else uses.
 """
 
@@ -16,11 +16,10 @@ from unittest.mock import patch
 import torch
 import triton
 
-from moedoctor.bench.cache import misses as expert_cache_misses
-from moedoctor.bench.cache.decode import Model
-from moedoctor.bench.cache.run import Host
+from moedoctor.bench.cache import speed as expert_cache_misses
+from moedoctor.bench.cache.speed import Host, Model
 from moedoctor.bench.timing import graph_time
-from moedoctor.kernels.cache import copies as cache_copies
+from moedoctor.kernels.cache import transfer as cache_copies
 from moedoctor.kernels.moe import launch as moe_launch
 from moedoctor.kernels.moe.cuts import Cut
 
@@ -94,8 +93,8 @@ class _Layer:
     def __init__(self) -> None:
         model, draw = Model(), torch.Generator("cuda").manual_seed(0)
         shapes = {
-            "w13": (model.experts, 2 * model.inner, model.hidden),
-            "w2": (model.experts, model.hidden, model.inner),
+            "w13": (model.experts, 2 * model.intermediate_size, model.hidden_size),
+            "w2": (model.experts, model.hidden_size, model.intermediate_size),
         }
         self._weights = {
             name: torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=draw) / shape[-1] ** 0.5
@@ -104,8 +103,8 @@ class _Layer:
         self._experts = torch.randperm(model.experts, generator=draw, device="cuda").int()  # [slots]
         scores = torch.rand(_TOKENS, model.experts, generator=draw, device="cuda")  # [T, E]
         ids = scores.topk(model.top_k, dim=1).indices.int()  # [T, K]
-        x = torch.randn(_TOKENS, model.hidden, generator=draw, device="cuda").bfloat16()  # [T, H]
-        self._rows = moe_launch.Rows.sort(x, ids, model.experts, model.inner)
+        x = torch.randn(_TOKENS, model.hidden_size, generator=draw, device="cuda").bfloat16()  # [T, H]
+        self._rows = moe_launch.Rows.sort(x, ids, model.experts, model.intermediate_size)
         self._rows.h.normal_(generator=draw)
 
     def run(self, product: str, cut: Cut, groups: int) -> None:

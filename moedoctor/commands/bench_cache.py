@@ -20,8 +20,7 @@ from moedoctor.reporters.bench_cache import FORMATS, render, summary_line, write
 from moedoctor.reporters.bench_cache_json import CacheBench
 from moedoctor.reporters.output import OutputError, check_writable, write
 from moedoctor.reporters.plots import PlotError
-from moedoctor.trace.format import RoutingTrace, TraceError, load
-from moedoctor.trace.shipped import SHIPPED, shipped_trace
+from moedoctor.trace.format import SHIPPED, RoutingTrace, TraceError, load, shipped_trace
 from moedoctor.trace.synthetic import PREFIX, ZipfSettings, zipf_trace
 
 _MAX_CAPACITY = 65_535

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moedoctor.bench.cache.decode import Model
-    from moedoctor.bench.cache.speed import Host
+    from moedoctor.bench.cache.speed import Host, Model
 
 SUBJECTS = {
     "overlap": "ours: aging, packed, hits computed during copies",
@@ -51,9 +50,8 @@ def measure_speed(
     A part that fails leaves the others alone. After KeyboardInterrupt, which SIGTERM raises too, what is
     finished is given.
     """
-    from moedoctor.bench.cache.decode import Model
     from moedoctor.bench.cache.limits import judge
-    from moedoctor.bench.cache.speed import Host
+    from moedoctor.bench.cache.speed import Host, Model
 
     model = model or Model()
     found: dict[str, list[dict[str, Any]]] = {}
@@ -103,9 +101,8 @@ def _parts(
     """(table, what is measured, the measurement that gives its rows), in the order of measurement."""
     from moedoctor.bench.cache.groups import group_cost
     from moedoctor.bench.cache.limits import MIN_SPEEDUP
-    from moedoctor.bench.cache.misses import miss_bandwidth
-    from moedoctor.bench.cache.replay_speed import replay_speed
-    from moedoctor.bench.cache.speed import decode
+    from moedoctor.bench.cache.replay import replay_speed
+    from moedoctor.bench.cache.speed import decode, miss_bandwidth
 
     def decoded(capacity: int, **options: bool) -> Callable[[], list[dict[str, Any]]]:
         return lambda: decode(device, batch=batch, capacity=capacity, host=host, model=model, **options)

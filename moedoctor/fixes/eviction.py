@@ -1,13 +1,13 @@
 """Which expert leaves a full cache: `lru`, `lfu`, `lfru`, `aging`, and `belady`, which knows the future.
 
-The rule that keeps a cache right is the same for all of them: a call is one event. Its hits are taken
-first, then its misses get the free slots and the slots of experts that this call does not need. Walking
-through a call's experts one by one, as vllm-project/vllm#37190 does, can evict an expert that the same
-call has already placed; its tokens are then computed with another expert's weights.
+One rule keeps a cache right under every policy: a call is one event. Its hits are taken first, then its
+misses get the free slots and the slots of experts that this call does not need. Walking through a call's
+experts one by one, as vllm-project/vllm#37190 does, can evict an expert that the same call has already
+placed; its tokens are then computed with another expert's weights.
 
-The policies order the resident experts that a call does not need; the lowest leaves first, ties by lower
-id. Clock and frequency count calls, not tokens; but for ``aging``, frequency starts anew when an expert is
-loaded:
+The policies order the resident experts that a call does not need. The lowest leaves first, ties by lower id.
+Clock and frequency count calls, not tokens. Except for ``aging``, frequency starts anew when an expert is
+loaded.
 
 - ``lru``: the call of the last use.
 - ``lfu``: frequency, the calls that used it since it was loaded; then the last use.
@@ -15,9 +15,9 @@ loaded:
   (`expert_weight_provider.py` at 6d0ac79f), whose clock counts single accesses. "Decayed" in its
   discussion means this division: that code holds no other decay. It is not the LFRU of the caching
   literature, which parts a cache into a privileged and an unprivileged half.
-- ``aging``: frequency that outlives the expert's stay and is halved every 48 calls; then the last use. An
-  expert that was unlucky once returns with what it is known for. (Frequency that fades by age is the LRFU of
-  Lee et al., IEEE Trans. Comput. 50, 2001; halving the counts is how LFU is aged.)
+- ``aging``: frequency that outlives the expert's stay and is halved every 48 calls; then the last use. A
+  frequent expert that was evicted once keeps its count until it returns. (Frequency that fades by age is the
+  LRFU of Lee et al., IEEE Trans. Comput. 50, 2001; halving the counts is how LFU is aged.)
 - ``belady``: the next use, furthest first: the optimum. Only a replay knows it.
 
 Pure Python, no torch. `simulate` is meant to replay a million expert accesses a second on one core;
@@ -26,30 +26,32 @@ Pure Python, no torch. `simulate` is meant to replay a million expert accesses a
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import lt
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from moedoctor.fixes.cache.belady import parts_of, replay_belady
-from moedoctor.fixes.cache.policies import POLICIES as RESIDENTS
-from moedoctor.fixes.cache.slot_table import ONLINE_POLICIES, CacheOverflow, Load, Plan, SlotTable
+from moedoctor.fixes.cache.policies import POLICIES as _RESIDENTS
 
-__all__ = [
-    "ONLINE_POLICIES",
-    "POLICIES",
-    "CacheOverflow",
-    "CacheStats",
-    "CacheTable",
-    "Load",
-    "Plan",
-    "SlotTable",
-    "replay",
-    "simulate",
-]
-
+ONLINE_POLICIES = tuple(_RESIDENTS)
+"""Policies that know only the past: what a running cache takes."""
 POLICIES = (*ONLINE_POLICIES, "belady")
-"""What `simulate` takes; a running cache takes `ONLINE_POLICIES`."""
+"""What `simulate` takes."""
+
+
+class CacheOverflow(RuntimeError):  # noqa: N818  the name in the design
+    """A call needs more experts than the cache has slots."""
+
+    def __init__(self, needed: int, capacity: int, *, at_most: bool = False) -> None:
+        self.needed = needed
+        """Distinct experts that the call needs; with `at_most` the most that its shape allows."""
+        self.capacity = capacity
+        bound = "up to " if at_most else ""
+        super().__init__(
+            f"the call needs {bound}{needed} experts and the cache has {capacity} slots: "
+            f"use groups(), or a capacity of at least {needed}"
+        )
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,30 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Hits over accesses, 0 to 1; 1 where nothing was needed."""
+        """Hits over accesses, 0 to 1; 1 if nothing was needed."""
         return self.hits / self.accesses if self.accesses else 1.0
+
+    @classmethod
+    def sum(cls, parts: Iterable[CacheStats]) -> CacheStats:
+        """Add up the counts of several caches."""
+        parts = list(parts)
+        names = ("calls", "hits", "misses", "wrong", "prefetched")
+        return cls(*(sum(getattr(stats, name) for stats in parts) for name in names))
+
+
+class Load(NamedTuple):
+    """One expert to copy into one slot."""
+
+    expert: int
+    slot: int
+
+
+class Plan(NamedTuple):
+    """What must be done before a call can compute."""
+
+    hits: int
+    loads: list[Load]
+    """By ascending expert; no slot among them holds an expert that the call needs."""
 
 
 class CacheTable(Protocol):
@@ -87,10 +111,105 @@ class CacheTable(Protocol):
     """[capacity]: what each slot really holds, -1 for nothing."""
 
     def split(self, experts: Iterable[int]) -> list[list[int]]:
-        """The distinct experts of a call in parts of at most `capacity`."""
+        """Return the distinct experts of a call in parts of at most `capacity`."""
 
     def step(self, experts: Sequence[int]) -> int:
-        """Make distinct `experts` resident and give the number of misses."""
+        """Make distinct `experts` resident and return the number of misses."""
+
+
+class SlotTable:
+    """Experts and slots under one policy: the bookkeeping of a cache, without its bytes. Not thread-safe.
+
+    A hit is O(1); an expert's second use is at most O(capacity) under ``lfu`` and ``lfru``. A miss is O(1)
+    under ``lru`` and at most O(capacity) under the others, apart from sorting the experts that they look at;
+    ``aging`` goes through all experts every so many calls.
+    """
+
+    def __init__(self, num_experts: int, capacity: int, policy: str = "lfru") -> None:
+        """Raise ValueError for an unknown policy and for sizes below 1."""
+        if policy not in _RESIDENTS:
+            raise ValueError(f"policy must be one of {', '.join(ONLINE_POLICIES)}, got {policy!r}")
+        _check_sizes(num_experts, capacity)
+        self.capacity = capacity
+        self.policy = policy
+        self.slot_of = [-1] * num_experts
+        """[E]: -1 for an expert that is not resident."""
+        self.expert_of = [-1] * capacity
+        """[capacity]: -1 for a free slot."""
+        self.uses = [0] * num_experts
+        """[E]: calls that used the expert since it was loaded, or as ``aging`` counts them."""
+        self.clock = 0
+        """Calls so far."""
+        self._residents = _RESIDENTS[policy](num_experts)
+        self._free = list(range(capacity))
+
+    @property
+    def last(self) -> list[int]:
+        """[E]: the call of each resident expert's last use, 0 for others."""
+        ages = self._residents.ages()
+        return [ages.get(expert, 0) for expert in range(len(self.slot_of))]
+
+    @classmethod
+    def restored(
+        cls, capacity: int, policy: str, slot_of: list[int], uses: list[int], last: list[int], clock: int
+    ) -> SlotTable:
+        """Return the table that is in this state; the lists are by expert."""
+        table = cls(len(slot_of), capacity, policy)
+        table.slot_of, table.uses, table.clock = slot_of, uses, clock
+        held = sorted((last[expert], expert) for expert, slot in enumerate(slot_of) if slot >= 0)
+        for used, expert in held:
+            table._residents.restore(expert, uses[expert], used)
+            table.expert_of[slot_of[expert]] = expert
+        table._free = [slot for slot, expert in enumerate(table.expert_of) if expert < 0]
+        return table
+
+    def split(self, experts: Iterable[int]) -> list[list[int]]:
+        """Return distinct `experts` in parts of at most `capacity`, resident ones first, parts ascending.
+
+        Negative ids are left out.
+        """
+        slot_of = self.slot_of
+        needed = {expert for expert in experts if expert >= 0}
+        return _parts(needed, {expert for expert in needed if slot_of[expert] >= 0}, self.capacity)
+
+    def plan(self, experts: Sequence[int]) -> Plan:
+        """Make `experts`, which are distinct and ascending, resident. `forget` those whose copy fails.
+
+        Raises CacheOverflow, and changes nothing, if they are more than the slots.
+        """
+        missing, slots = self._admit(experts)
+        return Plan(len(experts) - len(missing), list(map(Load, missing, slots)))
+
+    def step(self, experts: Sequence[int]) -> int:
+        """Do as `plan` does, and return the number of misses."""
+        return len(self._admit(experts)[0])
+
+    def _admit(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return (who must be loaded, into which slots)."""
+        if len(experts) > self.capacity:
+            raise CacheOverflow(len(experts), self.capacity)
+        if not experts:
+            return [], []  # not a call: empty groups must not age anyone
+        self.clock += 1
+        slot_of, expert_of = self.slot_of, self.expert_of
+        missing, victims = self._residents.step(experts, self.uses, self.clock, len(self._free))
+        if not missing:
+            return missing, []
+        slots, self._free = self._free[: len(missing)], self._free[len(missing) :]
+        for victim in victims:
+            slots.append(slot_of[victim])
+            slot_of[victim] = -1
+        for expert, slot in zip(missing, slots):  # noqa: B905  as long as each other, and this is hot
+            slot_of[expert], expert_of[slot] = slot, expert
+        return missing, slots
+
+    def forget(self, expert: int) -> None:
+        """Free the slot of `expert`, which is not resident after all."""
+        slot = self.slot_of[expert]
+        if slot >= 0:
+            self.slot_of[expert] = self.expert_of[slot] = -1
+            self._residents.forget(expert)
+            insort(self._free, slot)
 
 
 def simulate(
@@ -98,34 +217,30 @@ def simulate(
 ) -> CacheStats:
     """Replay `trace`, the expert ids that each call needs, through an empty cache of `capacity` slots.
 
-    Ids may repeat within a call, and -1 stands for none. A call that needs more experts than there are slots
-    runs in groups, resident ones first, and counts as one call. `policy` is one of `POLICIES`. Raises
+    Ids may repeat within a call, and -1 means no expert. A call that needs more experts than there are slots
+    runs in groups, resident ones first, and is counted as one call. `policy` is one of `POLICIES`. Raises
     ValueError for an unknown policy, an id outside 0..num_experts-1, or a capacity below 1.
+
+    ``belady`` has the fewest misses of all policies that evict only what a call does not need, if every call
+    fits; on calls that do not fit it is only a good policy.
     """
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
-    if policy == "belady":
-        return CacheStats(*replay_belady(_checked(trace, num_experts), num_experts, capacity))
-    if num_experts < 1 or capacity < 1:
-        raise ValueError(f"num_experts and capacity must be at least 1, got {num_experts} and {capacity}")
-    return _replay_online(_checked(trace, num_experts), num_experts, capacity, policy)
-
-
-def _replay_online(
-    calls: Sequence[Sequence[int]], num_experts: int, capacity: int, policy: str
-) -> CacheStats:
-    """As `replay` with a `SlotTable`, without its slots: who leaves does not depend on them.
-
-    `wrong` is checked here too, against the residents that the policy's own decisions leave.
-    """
-    step = RESIDENTS[policy](num_experts).step
+    _check_sizes(num_experts, capacity)
+    calls = _checked(trace, num_experts)
+    # Who leaves does not depend on slots, so none are kept here. `wrong` is checked all the same, against the
+    # residents that the policy's own decisions leave.
+    optimum = _Belady(calls, num_experts) if policy == "belady" else None
+    step = (optimum or _RESIDENTS[policy](num_experts)).step
     uses = [0] * num_experts
     resident: set[int] = set()
     misses = wrong = clock = 0
     free = capacity
     for needed in calls:
         stale = False
-        for part in (needed,) if len(needed) <= capacity else parts_of(needed, resident, capacity):
+        if optimum is not None:
+            optimum.begin(needed)
+        for part in (needed,) if len(needed) <= capacity else _parts(needed, resident, capacity):
             if not part:
                 continue  # not a call for the policy, as in `SlotTable`
             clock += 1
@@ -161,21 +276,64 @@ def replay(trace: Sequence[Sequence[int]], table: CacheTable) -> CacheStats:
     return CacheStats(len(calls), hits, misses, wrong)
 
 
+class _Belady:
+    """Evicts the expert whose next use is furthest away (Belady, 1966)."""
+
+    def __init__(self, calls: Sequence[Sequence[int]], num_experts: int) -> None:
+        following = [len(calls)] * num_experts
+        self._later: list[list[int]] = []
+        """By call, the last one first: for each of its experts the next call that needs it."""
+        for number in range(len(calls) - 1, -1, -1):
+            self._later.append([following[expert] for expert in calls[number]])
+            for expert in calls[number]:
+                following[expert] = number
+        self._due = [len(calls)] * num_experts
+        """[E]: when a resident expert is needed next."""
+        self._resident: set[int] = set()
+
+    def begin(self, needed: Sequence[int]) -> None:
+        """Start the next call, before its first `step`."""
+        for expert, later in zip(needed, self._later.pop(), strict=True):
+            self._due[expert] = later
+
+    def step(
+        self, experts: Sequence[int], uses: list[int], now: int, free: int
+    ) -> tuple[list[int], list[int]]:
+        missing = [expert for expert in experts if expert not in self._resident]
+        victims: list[int] = []
+        if len(missing) > free:
+            others = sorted(self._resident.difference(experts), key=self._due.__getitem__, reverse=True)
+            victims = others[: len(missing) - free]
+            self._resident.difference_update(victims)
+        self._resident.update(missing)
+        return missing, victims
+
+
+def _parts(needed: Iterable[int], resident: set[int], capacity: int) -> list[list[int]]:
+    """Return distinct `needed` in parts of at most `capacity`, resident ones first, each part ascending."""
+    ordered = sorted(needed, key=lambda expert: (expert not in resident, expert))
+    return [sorted(ordered[start : start + capacity]) for start in range(0, len(ordered), capacity)]
+
+
+def _check_sizes(num_experts: int, capacity: int) -> None:
+    if num_experts < 1 or capacity < 1:
+        raise ValueError(f"num_experts and capacity must be at least 1, got {num_experts} and {capacity}")
+
+
 def _checked(trace: Sequence[Sequence[int]], num_experts: int) -> list[Sequence[int]]:
-    """Each call's distinct ids, ascending."""
+    """Return each call's distinct ids, ascending."""
     rows = trace.tolist() if hasattr(trace, "tolist") else trace  # an array's own integers are slow
-    calls: list[Sequence[int]] = [  # most traces hold them so already, and to see that is faster than to sort
+    calls: list[Sequence[int]] = [  # most traces are sorted already, and checking that is faster than sorting
         row if all(map(lt, row, row[1:])) else sorted(set(row)) for row in map(tuple, rows)
     ]
-    unusual = [index for index, call in enumerate(calls) if call and (call[0] < 0 or call[-1] >= num_experts)]
-    for index in unusual:
-        needed = calls[index]
+    for index, needed in enumerate(calls):
+        if not needed or (needed[0] >= 0 and needed[-1] < num_experts):
+            continue
         if needed[0] < -1:
             raise ValueError(f"trace: call {index} holds expert {needed[0]}; ids start at 0, -1 is none")
         if needed[-1] >= num_experts:
             raise ValueError(
                 f"trace: call {index} needs expert {needed[-1]}, but there are {num_experts} experts"
             )
-        if needed[0] == -1:
-            calls[index] = needed[1:]
+        calls[index] = needed[1:]
     return calls

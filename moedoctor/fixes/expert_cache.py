@@ -258,7 +258,7 @@ def _engine_class(name: str) -> type[Engine]:
         from moedoctor.fixes.cache.host import HostEngine
 
         return HostEngine
-    from moedoctor.fixes.cache.resident import ResidentEngine
+    from moedoctor.fixes.cache.engine import ResidentEngine
 
     return ResidentEngine
 

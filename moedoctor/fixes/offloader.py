@@ -24,17 +24,12 @@ import torch
 from torch import nn
 
 from moedoctor.fixes.offload import storage
-from moedoctor.fixes.offload.captured import held_tensors
-from moedoctor.fixes.offload.copy_engine import BlockingEngine, CopyEngine, CudaEngine
-from moedoctor.fixes.offload.hooks import MARK, Hooks, Reader
-from moedoctor.fixes.offload.ops import enrol
+from moedoctor.fixes.offload.hooks import MARK, Hooks, Reader, enrol
 from moedoctor.fixes.offload.pinned import Pin, PinError, register
-from moedoctor.fixes.offload.plan import make_plan
-from moedoctor.fixes.offload.policy import is_number
-from moedoctor.fixes.offload.prefetch import Pipeline
+from moedoctor.fixes.offload.plan import held_tensors, is_number, make_plan
+from moedoctor.fixes.offload.prefetch import BlockingEngine, CopyEngine, CudaEngine, Pipeline
 from moedoctor.fixes.offload.report import OffloadReport, write_report
-from moedoctor.fixes.offload.settle import settle_in
-from moedoctor.fixes.offload.storage import StoredLayer
+from moedoctor.fixes.offload.storage import StoredLayer, settle_in
 
 
 class Offload:
@@ -171,7 +166,7 @@ def offload(
     there, and compiled code is that of the module without offload. By default the layer's `forward` reads
     them, and compiled code may round otherwise than without offload, though the weights are the same.
 
-    What stays on the device is decided by `moedoctor.fixes.offload.policy.RULES`. Raises ValueError, with the
+    What stays on the device is decided by `moedoctor.fixes.offload.plan.RULES`. Raises ValueError, with the
     module unchanged, for a budget that is not positive, a pattern that matches nothing (with the closest
     names), meta tensors, a module on two devices, one that is offloaded already; PinError where ``view``
     cannot pin.

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from moedoctor.trace.nan_record import ALL_REAL
 from moedoctor.trace.nan_report import NanReport
-from moedoctor.trace.nan_state import NanState
+from moedoctor.trace.nan_state import ALL_REAL, NanState
 
 Wanted = Callable[[str, torch.nn.Module], bool]
 """(name, module) -> whether its output is watched."""

@@ -182,13 +182,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         {"engine": "pinned", "miss_gb_s": 50.0},
         {"engine": "host", "miss_gb_s": 48.0, "of_pinned": 0.96},
     ]
-    monkeypatch.setattr("moedoctor.bench.cache.misses.miss_bandwidth", lambda *_, **__: misses)
+    monkeypatch.setattr("moedoctor.bench.cache.speed.miss_bandwidth", lambda *_, **__: misses)
     groups = {
         "rows": [{"groups": 2, "overhead": 0.05, "overhead_in_turn": 0.03, "us": 300.0, "us_in_turn": 310.0}]
     }
     monkeypatch.setattr("moedoctor.bench.cache.groups.group_cost", lambda *_, **__: groups)
     replays = [{"policy": "lru", "capacity": 16, "accesses_per_second": 2e6}]
-    monkeypatch.setattr("moedoctor.bench.cache.replay_speed.replay_speed", lambda: replays)
+    monkeypatch.setattr("moedoctor.bench.cache.replay.replay_speed", lambda: replays)
 
 
 @pytest.mark.usefixtures("measured")
@@ -260,7 +260,7 @@ def test_a_part_that_fails_leaves_the_others(
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("host: a slot differs\nfrom the host's expert")
 
-    monkeypatch.setattr("moedoctor.bench.cache.misses.miss_bandwidth", fails)
+    monkeypatch.setattr("moedoctor.bench.cache.speed.miss_bandwidth", fails)
     code, out, err = run(capsys, "--trace", ZIPF, "--format", "json", "--speed", "--capacity", "4")
     assert code == 1
     assert "Traceback" in err

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from hypothesis.stateful import run_state_machine_as_test as run
 
-from moedoctor.fixes.cache.policies import HALVED_EVERY
 from moedoctor.fixes.eviction import ONLINE_POLICIES, SlotTable
 from moedoctor.fixes.expert_cache import CachedExperts, ExpertCache
 from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
+from moedoctor.kernels.cache import HALVED_EVERY
 from moedoctor.reference.moe import MoeWeights
 from moedoctor.reference.moe import forward as reference
 

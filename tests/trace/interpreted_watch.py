@@ -13,7 +13,7 @@ import torch
 
 from moedoctor.kernels import watch as kernels
 from moedoctor.kernels import watch_row as layout
-from moedoctor.trace import nan_record as record
+from moedoctor.trace import nan_state as record
 
 NAN, INF = float("nan"), float("inf")
 FIELDS = [record.ROWS, record.STEPS_FOUND, record.FIRST_STEP, record.LAST_STEP]

@@ -13,8 +13,7 @@ import torch
 
 from moedoctor.trace import NanLocator
 from moedoctor.trace.nan_report import Finding, NanReport
-from moedoctor.trace.nan_rows import group_of, row_dimensions, rows_each
-from moedoctor.trace.nan_state import NanState
+from moedoctor.trace.nan_state import NanState, group_of, row_dimensions, rows_each
 from tests.interpreted import run_check
 
 NAN, INF = float("nan"), float("inf")

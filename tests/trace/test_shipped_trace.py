@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moedoctor.bench.cache.replay import facts_of, replay_trace
 from moedoctor.entries import reports_folder
-from moedoctor.trace.shipped import SHIPPED, shipped_trace
+from moedoctor.trace.format import SHIPPED, shipped_trace
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 

@@ -1,4 +1,9 @@
-"""What computing a call in groups of experts adds, with every expert resident."""
+"""What computing a call in groups of experts adds, and what loading them costs: the claims about vllm#37190.
+
+`group_cost` measures groups of our own layer, `upstream_groups` those of vLLM's, both with every expert
+resident. `cold_swap` loads every expert, and `policy_speed` decodes through the PR's cache. By default a
+layer has the shape of Qwen3-30B-A3B in bfloat16: 128 experts, hidden size 2048, intermediate size 768.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +15,23 @@ from typing import Any
 
 import torch
 
-from moedoctor.bench.cache.decode import Model, host_weights
-from moedoctor.bench.cache.speed import spread_of
-from moedoctor.bench.timing import Comparison, compare_rounds, compare_times
+from moedoctor.bench.cache.speed import Model, host_weights, pinned_bandwidth, recorded_ids, spread_of
+from moedoctor.bench.timing import Comparison, Spread, compare_rounds, compare_times
+from moedoctor.fixes.eviction import CacheStats, replay, simulate
+from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.moe.forward import GroupedForward, group_bound, moe_forward
+from moedoctor.reference.expert_cache import PrCache, PrRule
+from moedoctor.trace.format import shipped_trace
 
 Calls = Mapping[str, Callable[[], torch.Tensor]]
-"""What computes one layer, [T, H], by name; ``1`` computes it in one call."""
+"""Ways to compute one layer, [T, H], by name; ``1`` computes it in one call."""
 EAGER = "_eager_wall_clock"
-"""Ends the names of figures that hold the host's launches too, which `graph_rounds` leaves out."""
+"""Ends the names of figures that contain the host's launches, which CUDA-graph replays leave out."""
+_GROUPS = (2, 4, 8)
+_TOKENS = 1024
 _ROUNDING = 1e-5
+_BFLOAT16_UNIT = 2.0**-8
+"""What rounding to bfloat16 changes at most. A group's result is rounded once, and so is the sum after it."""
 _EAGER_CALLS, _EAGER_ROUNDS = 10, 9
 
 
@@ -30,12 +42,12 @@ class ResidentLayer:
     weights: dict[str, torch.Tensor]
     """bfloat16 ``w13`` [slots, 2I, H] and ``w2`` [slots, H, I]"""
     experts: torch.Tensor
-    """int32 [slots]: what each slot holds, in random order."""
+    """int32 [slots]: the expert in each slot, in random order."""
     ids: torch.Tensor
     """int32 [T, K]"""
     slot_ids: torch.Tensor
     """int32 [T, K]: the slots of `ids`."""
-    shares: torch.Tensor
+    topk_weights: torch.Tensor
     """float32 [T, K]"""
     x: torch.Tensor
     """bfloat16 [T, H]"""
@@ -44,82 +56,97 @@ class ResidentLayer:
     def make(cls, device: str, *, tokens: int, model: Model | None = None) -> ResidentLayer:
         """Random weights, routes and activations; the same ones for the same arguments."""
         model = model or Model(host_layers=1)
-        weights = {name: one.to(device) for name, one in host_weights(model, device)[0].items()}
+        weights = {name: tensor.to(device) for name, tensor in host_weights(model, device)[0].items()}
         draw = torch.Generator(device).manual_seed(0)
         experts = torch.randperm(model.experts, generator=draw, device=device).int()  # [slots]
         slot_of = experts.argsort().int()  # [E]
         scores = torch.rand(tokens, model.experts, generator=draw, device=device)  # [T, E]
         ids = scores.topk(model.top_k, dim=1).indices.int()  # [T, K]
-        shares = torch.rand(tokens, model.top_k, generator=draw, device=device)  # [T, K]
-        x = torch.randn(tokens, model.hidden, generator=draw, device=device).bfloat16()  # [T, H]
-        return cls(weights, experts, ids, slot_of[ids.long()], shares, x)
+        topk_weights = torch.rand(tokens, model.top_k, generator=draw, device=device)  # [T, K]
+        x = torch.randn(tokens, model.hidden_size, generator=draw, device=device).bfloat16()  # [T, H]
+        return cls(weights, experts, ids, slot_of[ids.long()], topk_weights, x)
 
 
 def group_cost(
     device: str,
     *,
-    tokens: int = 1024,
-    groups: Sequence[int] = (2, 4, 8),
+    tokens: int = _TOKENS,
+    groups: Sequence[int] = _GROUPS,
     model: Model | None = None,
     eager: bool = False,
 ) -> dict[str, Any]:
-    """A call in groups against one call, as CUDA-graph replays in turn.
+    """Compare a call in groups with one call, as CUDA-graph replays in turn.
 
-    Slots hold experts in random order; a group is a run of neighbouring slots. A row a number of groups:
-    ``overhead`` and ``us`` of groups that are computed as what they are, resident at the same time,
-    ``overhead_in_turn`` and ``us_in_turn`` of one after another, and the largest difference from the result
-    of one call. With `eager` the same by wall clock of calls without a graph, in columns that end in `EAGER`.
-    Raises RuntimeError where results differ by more than the order of addition explains.
+    Slots hold experts in random order; a group is a run of neighbouring slots. A row for each number of
+    groups: ``overhead`` and ``us`` of groups computed as `GroupedForward.add_resident` does, all resident at
+    the same time; ``overhead_in_turn`` and ``us_in_turn`` of one group after another; and the largest
+    difference from the result of one call. With `eager` the same by wall clock of calls without a graph, in
+    columns that end in `EAGER`. Raises RuntimeError if results differ by more than the order of addition
+    explains.
     """
-    calls, whole, top_k = grouped_calls(device, tokens=tokens, groups=groups, model=model)
-    differences = checked_differences(calls, whole, _ROUNDING)
-    methods = {"": graph_rounds(calls)} | ({EAGER: eager_rounds(calls)} if eager else {})
-    rows = [
-        {
-            "groups": count,
-            **{
-                key: value
-                for method, times in methods.items()
-                for order, name in (("", str(count)), ("_in_turn", _in_turn(count)))
-                for key, value in added_columns(times, name, count, order + method).items()
-            },
-            "largest_difference": max(differences[str(count)], differences[_in_turn(count)]),
-        }
-        for count in groups
-    ]
-    return {
-        "tokens": tokens,
-        **{f"one_call_us{method}": times.times["1"].median for method, times in methods.items()},
-        "bound": group_bound(top_k),
-        "rows": rows,
-    }
+    calls, top_k = grouped_calls(device, tokens=tokens, groups=groups, model=model)
+    names = {count: {"": str(count), "_in_turn": _in_turn(count)} for count in groups}
+    return {"tokens": tokens, "bound": group_bound(top_k)} | _compare(calls, names, _ROUNDING, eager=eager)
+
+
+def our_groups(device: str, *, tokens: int = _TOKENS, model: Model | None = None) -> dict[str, Any]:
+    """`group_cost` for a claim, with the wall clock of eager calls beside CUDA-graph replays."""
+    model = model or Model(host_layers=1)
+    cost = group_cost(device, tokens=tokens, model=model, eager=True)
+    return {"kernel": "our GroupedForward", "experts": model.experts, **cost}
+
+
+def upstream_groups(device: str, *, tokens: int = _TOKENS, model: Model | None = None) -> dict[str, Any]:
+    """Run vLLM's `fused_experts` once a group of experts, all resident; shape and method of `our_groups`.
+
+    A group after another adds its bfloat16 result to the sum. Raises UnavailableError without vLLM,
+    RuntimeError if the sum of the groups is not the result of one call.
+    """
+    from moedoctor.upstream.moe_backends.modular_moe import fused_experts
+
+    layer = ResidentLayer.make(device, tokens=tokens, model=model)
+    slots = len(layer.experts)
+
+    def part_of(expert_map: torch.Tensor | None) -> torch.Tensor:
+        w13, w2 = layer.weights["w13"], layer.weights["w2"]
+        return fused_experts(layer.x, w13, w2, layer.topk_weights, layer.slot_ids, expert_map)
+
+    def grouped(maps: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros_like(layer.x)  # [T, H]
+        for expert_map in maps:
+            total += part_of(expert_map)
+        return total
+
+    calls: dict[str, Callable[[], torch.Tensor]] = {"1": lambda: part_of(None)}
+    for count in _GROUPS:
+        calls[str(count)] = functools.partial(grouped, _expert_maps(slots, count, device))
+    names = {count: {"": str(count)} for count in _GROUPS}
+    facts = {"kernel": "vLLM's fused_experts", "experts": slots, "tokens": tokens}
+    return facts | _compare(calls, names, 2 * max(_GROUPS) * _BFLOAT16_UNIT, eager=True)
 
 
 def grouped_calls(
     device: str, *, tokens: int, groups: Sequence[int], model: Model | None = None
-) -> tuple[dict[str, Callable[[], torch.Tensor]], torch.Tensor, int]:
-    """(what computes one layer in as many groups, the result [T, H] of one call, top-k).
+) -> tuple[dict[str, Callable[[], torch.Tensor]], int]:
+    """Return (our layer in as many groups, by name; top-k).
 
-    By number of groups, which are computed beside each other; with ``in turn`` after it, one after another.
+    A name is the number of groups, computed beside each other; with ``in turn`` after it, one after another.
     """
     layer = ResidentLayer.make(device, tokens=tokens, model=model)
     slots = len(layer.experts)
-
-    def one_call() -> torch.Tensor:
-        return moe_forward(layer.x, layer.weights, layer.slot_ids, layer.shares)
 
     def in_groups(count: int, *, beside: bool) -> Callable[[], torch.Tensor]:
         size = slots // count
         parts = [
             (
-                {name: one[start : start + size] for name, one in layer.weights.items()},
+                {name: tensor[start : start + size] for name, tensor in layer.weights.items()},
                 layer.experts[start : start + size],
             )
             for start in range(0, slots, size)
         ]
 
         def call() -> torch.Tensor:
-            forward = GroupedForward(layer.x, layer.ids, layer.shares, slots)
+            forward = GroupedForward(layer.x, layer.ids, layer.topk_weights, slots)
             if beside:
                 forward.add_resident(parts)
             else:
@@ -129,66 +156,179 @@ def grouped_calls(
 
         return call
 
-    calls = {"1": one_call}
+    calls = {"1": lambda: moe_forward(layer.x, layer.weights, layer.slot_ids, layer.topk_weights)}
     for count in groups:
         calls |= {str(count): in_groups(count, beside=True), _in_turn(count): in_groups(count, beside=False)}
-    return calls, one_call(), layer.ids.shape[1]
+    return calls, layer.ids.shape[1]
 
 
-def checked_differences(calls: Calls, whole: torch.Tensor, limit: float) -> dict[str, float]:
-    """The largest difference of each call from `whole` [T, H], relative to the largest result.
-
-    Raises RuntimeError where one is above `limit`: what computes something else is not to be timed.
-    """
-    found = {name: _difference(call(), whole) for name, call in calls.items() if name != "1"}
-    for name, difference in found.items():
-        if not difference <= limit:
-            raise RuntimeError(
-                f"groups ({name}) differ from one call by {difference:.1e} of the largest result"
-            )
-    return found
-
-
-def graph_rounds(calls: Calls) -> Comparison:
-    """GPU microseconds a call, as CUDA-graph replays in turn."""
-    return compare_times(calls, baseline="1", launches=4)
-
-
-def eager_rounds(calls: Calls) -> Comparison:
-    """Microseconds a call by the wall clock, launches by the host included, without a graph, in turn."""
-    return compare_rounds(
-        {name: functools.partial(_wall_us, call) for name, call in calls.items()},
-        baseline="1",
-        rounds=_EAGER_ROUNDS,
-    )
-
-
-def added_columns(times: Comparison, name: str, groups: int, suffix: str = "") -> dict[str, float]:
-    """What `name`, the layer in `groups` groups, takes and adds to one call: columns that end in `suffix`.
+def _compare(
+    calls: Calls, names: Mapping[int, Mapping[str, str]], limit: float, *, eager: bool
+) -> dict[str, Any]:
+    """Check and time `calls`. `names`: number of groups -> suffix of its columns -> name of its call.
 
     ``overhead`` is a share of one call's time of the same round. ``us_a_further_group`` is what each group
     after the first adds, in microseconds, from the two medians; it does not depend on how long one call is.
     """
-    further = (times.times[name].median - times.times["1"].median) / max(groups - 1, 1)
-    return {
-        **spread_of(f"overhead{suffix}", times.ratios[name], -1.0),
-        **spread_of(f"us{suffix}", times.times[name]),
-        f"us_a_further_group{suffix}": further,
+    differences = _checked_differences(calls, limit)
+    methods = {"": compare_times(calls, baseline="1", launches=4)}
+    if eager:
+        methods[EAGER] = _eager_rounds(calls)
+    rows = []
+    for count, of_count in names.items():
+        row: dict[str, Any] = {"groups": count}
+        for method, times in methods.items():
+            one_call = times.times["1"].median
+            for order, name in of_count.items():
+                further = (times.times[name].median - one_call) / max(count - 1, 1)
+                row |= spread_of(f"overhead{order}{method}", times.ratios[name], offset=-1.0)
+                row |= spread_of(f"us{order}{method}", times.times[name])
+                row[f"us_a_further_group{order}{method}"] = further
+        row["largest_difference"] = max(differences[name] for name in of_count.values())
+        rows.append(row)
+    one_call_us = {f"one_call_us{method}": times.times["1"].median for method, times in methods.items()}
+    return {**one_call_us, "rows": rows}
+
+
+def _checked_differences(calls: Calls, limit: float) -> dict[str, float]:
+    """The largest difference of each call from the call ``1``, relative to the largest result.
+
+    Raises RuntimeError if one is above `limit`: what computes something else is not timed.
+    """
+    whole = calls["1"]()  # [T, H]
+    differences = {
+        name: float((call() - whole).abs().max() / whole.abs().max())
+        for name, call in calls.items()
+        if name != "1"
     }
+    for name, difference in differences.items():
+        if not difference <= limit:
+            raise RuntimeError(
+                f"groups ({name}) differ from one call by {difference:.1e} of the largest result"
+            )
+    return differences
 
 
-def _wall_us(call: Callable[[], torch.Tensor]) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(_EAGER_CALLS):
-        call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - began) / _EAGER_CALLS * 1e6
+def _eager_rounds(calls: Calls) -> Comparison:
+    """Microseconds a call by the wall clock, launches by the host included, without a graph, in turn."""
+
+    def microseconds(call: Callable[[], torch.Tensor]) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(_EAGER_CALLS):
+            call()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / _EAGER_CALLS * 1e6
+
+    measures = {name: functools.partial(microseconds, call) for name, call in calls.items()}
+    return compare_rounds(measures, baseline="1", rounds=_EAGER_ROUNDS)
 
 
 def _in_turn(count: int) -> str:
     return f"{count} in turn"
 
 
-def _difference(result: torch.Tensor, whole: torch.Tensor) -> float:
-    return float((result - whole).abs().max() / whole.abs().max())
+def _expert_maps(experts: int, groups: int, device: str) -> list[torch.Tensor]:
+    """int32 [E] for each group: the expert itself, or -1 for an expert of another group."""
+    every = torch.arange(experts, dtype=torch.int32, device=device)  # [E]
+    return [torch.where(every // (experts // groups) == group, every, -1) for group in range(groups)]
+
+
+def cold_swap(device: str, *, rounds: int = 7) -> dict[str, Any]:
+    """Run 1024 tokens through a layer of 32 experts with 16, 8 and 4 slots, each expert loaded once."""
+    model = Model(experts=32, host_layers=1)
+    host = host_weights(model, device)[0]
+    layer = ResidentLayer.make(device, tokens=_TOKENS, model=model)
+    total_bytes = sum(tensor.nbytes for tensor in host.values())
+    pinned = pinned_bandwidth(device)
+
+    def through_the_pr(slots: int) -> Callable[[torch.Tensor], None]:
+        cache = PrCache(host, slots, device=device)
+        parts = [
+            torch.where(layer.ids // slots == group, layer.ids, -1) for group in range(model.experts // slots)
+        ]  # [T, K] each
+
+        def run(out: torch.Tensor) -> None:
+            for part in parts:
+                slot_ids = torch.where(part >= 0, cache.acquire(layer.ids, part[part >= 0]), -1)  # [T, K]
+                moe_forward(layer.x, cache.slots, slot_ids, layer.topk_weights, out=out)
+
+        return run
+
+    def through_ours(slots: int) -> Callable[[torch.Tensor], None]:
+        cache = ExpertCache(host, slots, device=device, engine="host")
+
+        def run(out: torch.Tensor) -> None:
+            for part in cache.groups(layer.ids):
+                moe_forward(layer.x, part.weights, part.slot_ids, layer.topk_weights, out=out)
+
+        return run
+
+    def seconds(run: Callable[[torch.Tensor], None]) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run(torch.zeros(layer.x.shape, dtype=torch.float32, device=device))  # [T, H]
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    rows = []
+    for slots in (16, 8, 4):
+        for way, empty in (("PR 37190's blocking copies", through_the_pr), ("our host engine", through_ours)):
+            seconds(empty(slots))  # compiles and warms up
+            spread = Spread.of([seconds(empty(slots)) for _ in range(rounds)])
+            rows.append(
+                {
+                    "way": f"{way}, {model.experts // slots} groups",
+                    **spread_of("milliseconds", spread, scale=1e3),
+                    "gigabytes_per_second": total_bytes / spread.median / 1e9,
+                    "transfer_share": total_bytes / pinned / spread.median,
+                }
+            )
+    return {"pinned_gigabytes_per_second": pinned / 1e9, "bytes": total_bytes, "rows": rows}
+
+
+def policy_speed(device: str, *, steps: int = 160, rounds: int = 5) -> dict[str, Any]:
+    """Decode at batch 1 over the recorded trace, through the PR's cache under LFRU and under LRU in turn."""
+    trace = shipped_trace()
+    model = Model(layers=len(trace.layers), experts=trace.num_experts, top_k=trace.top_k, host_layers=1)
+    host = host_weights(model, device)[0]
+    ids = recorded_ids(model, steps).to(device)  # [steps, layers, 1, K]
+    calls = [trace.calls(layer)[:steps] for layer in range(model.layers)]
+    x = torch.randn(1, model.hidden_size, device=device, dtype=torch.bfloat16)  # [1, H]
+    topk_weights = torch.full((1, model.top_k), 1 / model.top_k, device=device)  # [1, K]
+
+    def decode(policy: str, slots: int) -> float:
+        caches = [PrCache(host, slots, device=device, policy=policy) for _ in range(model.layers)]
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for step in ids:
+            for cache, of_layer in zip(caches, step, strict=True):
+                moe_forward(x, cache.slots, cache.acquire(of_layer), topk_weights)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    rows = []
+    for slots in (8, 16):
+        decode("lru", slots)  # compiles and warms up
+        measures = {policy: functools.partial(decode, policy, slots) for policy in ("lfru", "lru")}
+        times = compare_rounds(measures, baseline="lfru", rounds=rounds)
+        counted = {
+            policy: CacheStats.sum(
+                replay(layer, PrRule(model.experts, slots, policy=policy)) for layer in calls
+            )
+            for policy in measures
+        }
+        bound = CacheStats.sum(
+            simulate(layer, num_experts=model.experts, capacity=slots, policy="belady") for layer in calls
+        )
+        rows.append(
+            {
+                "slots": slots,
+                **spread_of("lru_over_lfru_time", times.ratios["lru"]),
+                **{f"{name}_tokens_per_second": steps / times.times[name].median for name in counted},
+                **{f"{name}_hit_rate": stats.hit_rate for name, stats in counted.items()},
+                "belady_hit_rate": bound.hit_rate,
+                **{f"{name}_wrong": stats.wrong / stats.calls for name, stats in counted.items()},
+            }
+        )
+    return {"layers": model.layers, "steps": steps, "rows": rows}

@@ -1,6 +1,7 @@
-"""What the expert cache is meant to reach, held against what was measured: confirmed or refuted.
+"""What the expert cache is meant to reach, compared with what was measured: confirmed or refuted.
 
-Every claim is about medians of rounds in turn. One whose figure was not measured is untested, and says why.
+Every claim is about medians of rounds in turn. A claim whose figure was not measured is untested, with the
+reason.
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moedoctor.bench.cache.decode import Variant
-from moedoctor.bench.cache.speed import VARIANTS
+from moedoctor.bench.cache.speed import PR, RESIDENT, UNCACHED, VARIANTS, Variant
 from moedoctor.results import ClaimVerdict
 
 Row = Mapping[str, Any]
 FASTEST, DEFAULT = VARIANTS[0], Variant("device")
-"""What the limits against the PR are of, and the cache that `ExpertCache` makes where nothing is said."""
+"""The variant that is compared with the PR, and the one that `ExpertCache` makes without options."""
 MIN_SPEEDUP = {32: 2.0, 64: 2.0}
 """Tokens per second of `FASTEST` over those of the PR's cache at batch 1, by slots."""
 MIN_RESIDENT = 0.95
 """Of the same forward without a cache."""
 MIN_OF_PINNED = 0.9
-"""Of the rate of a pinned copy, where every access is a miss."""
+"""Of the rate of a pinned copy, if every access is a miss."""
 MAX_OVERHEAD = {2: 0.04, 4: 0.10, 8: 0.25}
 """By groups, at 1024 tokens with every expert resident; computed beside each other and one after another."""
 MIN_ACCESSES = 1e6
@@ -30,7 +30,7 @@ MIN_ACCESSES = 1e6
 
 @dataclass(frozen=True)
 class Limit:
-    """One statement and what came of it."""
+    """One statement and its verdict."""
 
     claim: str
     measured: float | None
@@ -38,10 +38,10 @@ class Limit:
     verdict: ClaimVerdict
     remark: str = ""
     default: float | None = None
-    """What the default cache reached of the same, where the claim is about another one."""
+    """What the default cache reached, if the claim is about another one."""
 
     def row(self) -> dict[str, Any]:
-        """As the report's tables have it."""
+        """Return it as the report's tables have it."""
         row: dict[str, Any] = {"claim": self.claim, "verdict": self.verdict.value}
         row |= {} if self.measured is None else {"measured": self.measured}
         row |= {} if self.default is None else {"default_cache": self.default}
@@ -56,8 +56,11 @@ def judge(
     groups: Sequence[Row] = (),
     replays: Sequence[Row] = (),
 ) -> list[Limit]:
-    """Everything that these rows decide: of `expert_cache.decode` at any batch, the same on the recorded
-    trace, `miss_bandwidth`, `group_cost` and `replay_speed`."""
+    """Judge everything that these rows decide.
+
+    They are those of `speed.decode` at any batch, of the same on the recorded trace, of `miss_bandwidth`, of
+    `group_cost` and of `replay_speed`.
+    """
     return [
         *_against_the_pr(decode, "synthetic trace"),
         *_against_the_pr(recorded, "recorded trace"),
@@ -71,47 +74,35 @@ def judge(
 def _against_the_pr(rows: Sequence[Row], trace: str) -> Iterator[Limit]:
     for row in _of(rows, FASTEST.name):
         limit = MIN_SPEEDUP.get(row["capacity"])
-        if row["batch"] == 1 and limit is not None:
-            claim = f"{row['capacity']} slots, batch 1, {trace}, {FASTEST}: tokens per second over the PR's"
-            default = next((one for one in _of(rows, DEFAULT.name) if _together(one, row)), None)
-            found = _least(claim, _over_the_pr(row), limit, _bus(row, _pr(rows, row)))
-            yield replace(
-                found,
-                remark="; ".join(filter(None, (found.remark, _of_default(default)))),
-                default=_over_the_pr(default),
-            )
-
-
-def _over_the_pr(row: Row | None) -> float | None:
-    """The ratio of `row`, where it was timed and is one to the PR's cache."""
-    return None if row is None or row.get("against") != "pr37190" else row.get("speedup")
-
-
-def _of_default(row: Row | None) -> str:
-    """What is known of the default cache beside a claim about another one."""
-    reached = _over_the_pr(row)
-    return f"the default cache ({DEFAULT}): " + ("not measured" if reached is None else f"{reached:.2f}")
+        if row["batch"] != 1 or limit is None:
+            continue
+        claim = f"{row['capacity']} slots, batch 1, {trace}, {FASTEST}: tokens per second over the PR's"
+        reached = _over(PR, _beside(rows, row, DEFAULT.name))
+        default = f"the default cache ({DEFAULT}): " + (
+            "not measured" if reached is None else f"{reached:.2f}"
+        )
+        judged = _least(claim, _over(PR, row), limit, _bus(row, _beside(rows, row, PR)))
+        yield replace(judged, remark="; ".join(filter(None, (judged.remark, default))), default=reached)
 
 
 def _decode(rows: Sequence[Row]) -> Iterator[Limit]:
-    for row in _of(rows, "resident"):
+    for row in _of(rows, RESIDENT):
         claim = f"every expert resident, batch {row['batch']}: of the same forward without a cache"
-        value = row.get("speedup") if row.get("against") == "uncached" else None
-        pr = _pr(rows, row)
+        pr = _beside(rows, row, PR)
         remark = f"the PR's cache: {pr['speedup']:.3f}" if pr and "speedup" in pr else ""
-        yield _least(claim, value, MIN_RESIDENT, remark)
-    device = [row for row in rows if row["engine"] in ("device", "aging", "packed", "overlap", "resident")]
-    timed = [row for row in device if "one_graph" in row]
+        yield _least(claim, _over(UNCACHED, row), MIN_RESIDENT, remark)
+    on_device = {RESIDENT, *(variant.name for variant in VARIANTS if variant.engine == "device")}
+    timed = [row for row in rows if row["engine"] in on_device and "one_graph" in row]
     if timed:
         share = sum(bool(row["one_graph"]) for row in timed) / len(timed)
-        layers = (
+        claim = (
             "share of the rows above of engines without a host that ran as replays of one CUDA graph a step"
         )
-        yield _least(layers, share, 1.0, "torch raised at no synchronisation in a step (set_sync_debug_mode)")
+        yield _least(claim, share, 1.0, "torch raised at no synchronisation in a step (set_sync_debug_mode)")
 
 
 def _bus(row: Row, pr: Row | None) -> str:
-    """What limits the ratio."""
+    """What limits the ratio to the PR."""
     if "speedup_bound" not in row or pr is None:
         return ""
     return (
@@ -162,11 +153,14 @@ def _of(rows: Iterable[Row], engine: str) -> list[Row]:
     return [row for row in rows if row["engine"] == engine]
 
 
-def _pr(rows: Iterable[Row], beside: Row) -> Row | None:
-    """The PR's row of the same measurement."""
-    return next((row for row in _of(rows, "pr37190") if _together(row, beside)), None)
+def _beside(rows: Iterable[Row], row: Row, engine: str) -> Row | None:
+    """The row of `engine` that was measured in turn with `row`."""
+    same = (
+        other for other in _of(rows, engine) if all(other[key] == row[key] for key in ("batch", "capacity"))
+    )
+    return next(same, None)
 
 
-def _together(one: Row, other: Row) -> bool:
-    """Whether both were measured in turn."""
-    return all(one[key] == other[key] for key in ("batch", "capacity"))
+def _over(base: str, row: Row | None) -> float | None:
+    """The speedup of `row` over `base`; None if it was not timed or is compared with something else."""
+    return None if row is None or row.get("against") != base else row.get("speedup")

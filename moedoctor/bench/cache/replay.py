@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moedoctor.fixes.eviction import ONLINE_POLICIES, POLICIES, CacheStats, SlotTable, replay, simulate
 from moedoctor.trace.format import Call, RoutingTrace
+from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 SCOPES = ("layer", "global")
 """``layer``: every layer has a cache of its own, as in vLLM's PR 37190. ``global``: one for all layers, with
@@ -55,7 +58,7 @@ class ReplayPoint:
 
 
 def facts_of(trace: RoutingTrace, batch: int | None = None) -> TraceFacts:
-    """What there is to know about `trace` at `batch` before a cache is chosen. Raises TraceError."""
+    """Read the facts off `trace` at `batch`, before a cache is chosen. Raises TraceError."""
     by_layer = [trace.calls(layer, batch) for layer in range(len(trace.layers))]
     needed = sum(len(call) for calls in by_layer for call in calls)
     again = sum(
@@ -85,7 +88,7 @@ def replay_trace(
     batch: int | None = None,
     scope: str = "layer",
 ) -> list[ReplayPoint]:
-    """Every policy at every capacity, from empty caches; the unit is a call, not an access.
+    """Replay every policy at every capacity, from empty caches; the unit is a call, not an access.
 
     Raises TraceError for a batch that the trace cannot be replayed at, ValueError for an unknown policy or a
     capacity below 1.
@@ -93,51 +96,42 @@ def replay_trace(
     if not capacities or min(capacities) < 1:
         raise ValueError("capacity must be at least 1")
     by_layer = [trace.calls(layer, batch) for layer in range(len(trace.layers))]
+    points = itertools.product(policies, capacities)
     if scope == "layer":
-        return [
-            _point(policy, capacity, by_layer, trace.num_experts)
-            for policy in policies
-            for capacity in capacities
-        ]
+        return [_point(policy, capacity, by_layer, trace.num_experts) for policy, capacity in points]
     steps = trace.steps(batch)
     return [
         _global_point(policy, capacity, steps, len(by_layer), trace.num_experts)
-        for policy in policies
-        for capacity in capacities
+        for policy, capacity in points
     ]
 
 
 def default_capacities(trace: RoutingTrace) -> list[int]:
     """Doubling from a token's experts to all of them."""
-    found = []
+    capacities = []
     capacity = trace.top_k
     while capacity < trace.num_experts:
-        found.append(capacity)
+        capacities.append(capacity)
         capacity *= 2
-    return [*found, trace.num_experts]
+    return [*capacities, trace.num_experts]
 
 
 def _share_for(calls: Iterable[Call], mass: float) -> int:
     """How many experts, the most used first, take `mass` of the accesses."""
-    counts = Counter(one for call in calls for one in call)
-    wanted, taken = mass * sum(counts.values()), 0
+    counts = Counter(expert for call in calls for expert in call)
+    goal, taken = mass * sum(counts.values()), 0
     for index, (_, count) in enumerate(counts.most_common(), 1):
         taken += count
-        if taken >= wanted:
+        if taken >= goal:
             return index
     return len(counts)
 
 
 def _point(policy: str, capacity: int, by_layer: Sequence[Sequence[Call]], num_experts: int) -> ReplayPoint:
     stats = [simulate(calls, num_experts=num_experts, capacity=capacity, policy=policy) for calls in by_layer]
-    total = CacheStats(
-        sum(one.calls for one in stats),
-        sum(one.hits for one in stats),
-        sum(one.misses for one in stats),
-        sum(one.wrong for one in stats),
-    )
     overflowing = sum(len(call) > capacity for calls in by_layer for call in calls)
-    return ReplayPoint(policy, capacity, total, overflowing, tuple(one.hit_rate for one in stats))
+    rates = tuple(layer.hit_rate for layer in stats)
+    return ReplayPoint(policy, capacity, CacheStats.sum(stats), overflowing, rates)
 
 
 class _ByLayer:
@@ -169,3 +163,38 @@ def _global_point(
     total = replay(steps, table)
     rates = (hits / (needed or 1) for hits, needed in zip(table.hits, table.accesses, strict=True))
     return ReplayPoint(policy, capacity, total, overflowing, tuple(rates))
+
+
+def replay_speed(
+    *,
+    capacities: Sequence[int] = (16, 32, 64),
+    tokens: int = 10_000,
+    rounds: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[dict[str, Any]]:
+    """Expert accesses a second of `simulate`, the median of `rounds`: a row for each policy and capacity.
+
+    One layer of 128 experts, top-8, Zipf routing, on one core. ``hit_rate_optimum`` is Belady's rate over the
+    same calls.
+    """
+    calls = zipf_trace(ZipfSettings(layers=1, rows=tokens, streams=1)).calls(0)
+    rows = []
+    for capacity in capacities:
+        best = simulate(calls, num_experts=128, capacity=capacity, policy="belady").hit_rate
+        for policy in ONLINE_POLICIES:
+            seconds = []
+            for _ in range(rounds):
+                start = clock()
+                stats = simulate(calls, num_experts=128, capacity=capacity, policy=policy)
+                seconds.append(clock() - start)
+            median = sorted(seconds)[rounds // 2]
+            rows.append(
+                {
+                    "policy": policy,
+                    "capacity": capacity,
+                    "accesses_per_second": stats.accesses / median,
+                    "hit_rate": stats.hit_rate,
+                    "hit_rate_optimum": best,
+                }
+            )
+    return rows

@@ -111,14 +111,14 @@ def measure(
 
 def group_cost(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
     """Measure vLLM's own Triton kernel once a group, against one call, in the same shape as ours."""
-    from moedoctor.bench.cache.claims import upstream_groups
+    from moedoctor.bench.cache.groups import upstream_groups
 
     return Observation(upstream_groups(device))
 
 
 def our_group_cost(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
     """Measure our layer once a group, against one call."""
-    from moedoctor.bench.cache.claims import our_groups
+    from moedoctor.bench.cache.groups import our_groups
 
     return Observation(our_groups(device))
 

@@ -13,8 +13,7 @@ from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.reference.expert_cache import PrCache, Problem, PrRule, differ
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.results import Case, Observation
-from moedoctor.trace.format import RoutingTrace
-from moedoctor.trace.shipped import shipped_trace
+from moedoctor.trace.format import RoutingTrace, shipped_trace
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 _HIDDEN, _INTERMEDIATE = 64, 32
@@ -255,6 +254,6 @@ def lru_monopoly(unit: str, device: str, sources: Mapping[str, str]) -> Observat
 
 def lfru_speed(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
     """Measure decoding through the PR's cache under LFRU and LRU in turn."""
-    from moedoctor.bench.cache.claims import policy_speed
+    from moedoctor.bench.cache.groups import policy_speed
 
     return Observation(policy_speed(device))

@@ -37,7 +37,7 @@ class _Pass:
 
 
 class LateDevice:
-    """Serves as `moedoctor.fixes.offload.copy_engine.CopyEngine`, and runs kernels late too.
+    """Serves as `moedoctor.fixes.offload.prefetch.CopyEngine`, and runs kernels late too.
 
     `seed`: work happens at random moments drawn from it; None: as late as the rules allow.
     `pinned`: whether all host memory that is copied from or to is pinned, else it is pageable.

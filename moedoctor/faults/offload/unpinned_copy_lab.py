@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from moedoctor.faults.offload.late_device import LateDevice
-from moedoctor.fixes.offload.copy_engine import CopyEngine, CudaEngine
-from moedoctor.fixes.offload.prefetch import Pipeline, Region, Unit
+from moedoctor.fixes.offload.prefetch import CopyEngine, CudaEngine, Pipeline, Region, Unit
 from moedoctor.fixes.offloader import offload
 from moedoctor.results import Observation, Tier
 

@@ -11,14 +11,14 @@ from moedoctor.fixes.cache.engine import CachedExperts, Engine
 from moedoctor.fixes.cache.packed import LANES, SIZE
 from moedoctor.fixes.cache.store import ExpertStore
 from moedoctor.fixes.eviction import CacheOverflow, CacheStats, SlotTable
-from moedoctor.kernels.cache.copies import Transfer
-from moedoctor.kernels.cache.launch import (
+from moedoctor.kernels.cache.lookup import (
     MOST_EXPERTS,
     LookupState,
     interprets,
     launch_groups,
     launch_lookup,
 )
+from moedoctor.kernels.cache.transfer import Transfer
 
 
 class DeviceEngine(Engine):

@@ -3,7 +3,7 @@
 The exponents of a weight matrix differ little: of 8192 neighbouring weights all but some hundred lie within
 eight powers of two. A block stores for each weight sign and mantissa in a byte and, in three bits, how far
 its exponent is below the block's highest. The others are listed with their position and exponent, so that
-any bits come out as they went in. `moedoctor.kernels.cache.unpack` puts them together again on their way to
+any bits come out as they went in. `moedoctor.kernels.cache.transfer` puts them together again on their way to
 the slot. (That exponents of trained weights hold few bits is the observation of DFloat11, arXiv 2504.11651,
 which stores them in a Huffman code of some 2.6 bits; three bits need no search for where a code begins.)
 """

@@ -1,4 +1,8 @@
-"""Who leaves first: each policy keeps the residents in the orders that it picks victims from."""
+"""Who leaves first: each policy keeps the resident experts in the order that it picks victims from.
+
+`moedoctor.fixes.eviction` describes the policies. The code here is written for speed: `simulate` spends most
+of its time in `step`.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +11,32 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
-HALVED_EVERY = 48
-"""Calls after which `aging` halves what it has counted."""
+from moedoctor.kernels.cache import HALVED_EVERY
+
 _FEW = 8
-"""Residents that `lfru` may look at without another `_age`."""
+"""`lfru` may look at this many residents without choosing another `_age`."""
 
 
 class Residents(Protocol):
-    """The residents under one policy."""
+    """The resident experts under one policy."""
 
     def step(
         self, experts: Sequence[int], uses: list[int], now: int, free: int
     ) -> tuple[list[int], list[int]]:
-        """Call `now` uses `experts`, distinct and ascending: (who becomes a resident, who leaves for them).
+        """Call `now` uses `experts`, distinct and ascending. Return (who is loaded, who leaves for them).
 
-        `uses`, [E], is counted up. Of those who become residents, `free` get the slots that are free; for
-        each of the others one leaves that is not of this call. The caller sees to it that there are so many.
+        `uses`, [E], is counted up. `free` of the loaded experts get free slots; for each of the others one
+        expert leaves that this call does not need. The caller makes sure that there are enough of those.
         """
 
     def forget(self, expert: int) -> None:
-        """Take out a resident."""
+        """Remove a resident."""
 
     def restore(self, expert: int, uses: int, last: int) -> None:
-        """Put a resident in; they come by ascending last use, then id."""
+        """Add a resident. Residents are added by ascending last use, then by id."""
 
     def ages(self) -> Mapping[int, int]:
-        """The call of the last use of each resident."""
+        """Return the call of each resident's last use."""
 
 
 class Lru:
@@ -40,7 +44,7 @@ class Lru:
 
     def __init__(self, num_experts: int) -> None:
         self._last: dict[int, int] = {}
-        """Expert -> the call of its last use; by last use, those of one call by id."""
+        """Expert -> the call of its last use, in order of last use, then of id."""
 
     def step(
         self, experts: Sequence[int], uses: list[int], now: int, free: int
@@ -58,9 +62,8 @@ class Lru:
         return missing, self._leave(list(islice(last, max(len(missing) - free, 0))))
 
     def _leave(self, victims: list[int]) -> list[int]:
-        last = self._last
         for victim in victims:
-            del last[victim]
+            del self._last[victim]
         return victims
 
     def forget(self, expert: int) -> None:
@@ -74,13 +77,13 @@ class Lru:
 
 
 class Aging(Lru):
-    """By frequency, then by last use. Frequencies are halved between calls, and outlive a stay."""
+    """By frequency, then by last use. Frequencies are halved between calls and outlive an expert's stay."""
 
     def step(
         self, experts: Sequence[int], uses: list[int], now: int, free: int
     ) -> tuple[list[int], list[int]]:
         if now % HALVED_EVERY == 0:
-            uses[:] = [one >> 1 for one in uses]
+            uses[:] = [count >> 1 for count in uses]
         last = self._last
         missing = []
         for expert in experts:
@@ -93,28 +96,28 @@ class Aging(Lru):
         count = len(missing) - free
         if count <= 0:
             return missing, []
-        earlier = islice(last, len(last) - len(experts))
-        return missing, self._leave(sorted(earlier, key=uses.__getitem__)[:count])  # stable: ties by last use
+        others = islice(last, len(last) - len(experts))
+        return missing, self._leave(sorted(others, key=uses.__getitem__)[:count])  # stable: ties by last use
 
 
 class Lfu:
     """By frequency, then by last use, then by id.
 
-    Most victims were used once, and lie in a queue of their own. The others are ordered by a bound that only
-    rises while an expert stays. So a hit moves nobody: a bound is brought up to date when it comes to the
-    front, and those behind it need not be looked at.
+    Most victims were used once; a list of their own holds them. The others are ordered by a bound that only
+    rises while an expert stays, so a hit moves nobody: a bound is updated when it comes to the front, and
+    those behind it need not be looked at.
     """
 
     def __init__(self, num_experts: int) -> None:
         self._last = [-1] * num_experts
-        """[E]: the call of each resident's last use, -1 for others."""
+        """[E]: the call of each resident's last use, -1 for experts that are not resident."""
         self._once: list[int] = []
         """Residents that were used once, by last use, then id."""
         self._often: list[tuple[int, ...]] = []
-        """The other residents, ascending: what `_bound` was for each when it was last looked at."""
+        """The other residents, ascending: `_bound` of each when it was last computed."""
 
     def _bound(self, expert: int, uses: int, last: int) -> tuple[int, ...]:
-        """What orders `_often`; the expert comes last."""
+        """Return what orders `_often`; the expert comes last."""
         return uses, last, expert
 
     def step(
@@ -127,27 +130,27 @@ class Lfu:
                 missing.append(expert)
                 uses[expert] = 1
             else:
-                many = uses[expert] = uses[expert] + 1
-                if many == 2:
+                count = uses[expert] = uses[expert] + 1
+                if count == 2:
                     once.remove(expert)
                     insort(self._often, self._bound(expert, 2, now))
             last[expert] = now
-        count = len(missing) - free
-        victims = self._leave(uses, now, count) if count > 0 else []
+        surplus = len(missing) - free
+        victims = self._leave(uses, now, surplus) if surplus > 0 else []
         for victim in victims:
             last[victim] = -1
-        once += missing  # only now: `_leave` finds nobody of this call there
+        once += missing  # only now: `_leave` must not find experts of this call there
         return missing, victims
 
     def _leave(self, uses: Sequence[int], now: int, count: int) -> list[int]:
-        """Take the `count` lowest that are not of call `now` out of `_once` and `_often`."""
+        """Take the `count` lowest that call `now` does not need out of `_once` and `_often`."""
         once, often, last = self._once, self._often, self._last
         victims = once[:count]
         del once[:count]
         index = 0
         while len(victims) < count:
-            many, used, expert = often[index]
-            if uses[expert] != many:
+            bound, used, expert = often[index]
+            if uses[expert] != bound:
                 del often[index]
                 insort(often, (uses[expert], last[expert], expert), index)
             elif used == now:
@@ -159,7 +162,7 @@ class Lfu:
 
     def forget(self, expert: int) -> None:
         self._last[expert] = -1
-        self._once = [one for one in self._once if one != expert]
+        self._once = [other for other in self._once if other != expert]
         self._often = [bound for bound in self._often if bound[-1] != expert]
 
     def restore(self, expert: int, uses: int, last: int) -> None:
@@ -176,14 +179,15 @@ class Lfu:
 class Lfru(Lfu):
     """By frequency over age, then by frequency, then by id.
 
-    The bound is the call in which an expert is down to ``1 / _age`` if nobody uses it again. Where those used
-    once that would leave are at least that old, only experts whose bound has passed can be lower than they.
+    The bound is the call in which an expert's score falls to ``1 / _age`` if nobody uses it again. If the
+    experts used once that would leave are at least that old, only experts whose bound has passed can have a
+    lower score.
     """
 
     _age = 2
-    """At least 2, the age of a single use in the call before. The larger, the fewer must be looked at."""
+    """At least 2, the age of a single use in the call before. A larger age means fewer experts to look at."""
     _looked = 0
-    """At how many since `_age` was chosen, where it was more than a few."""
+    """Experts looked at since `_age` was chosen, counting only steps that looked at more than a few."""
 
     def _bound(self, expert: int, uses: int, last: int) -> tuple[int, ...]:
         return last + self._age * uses, expert
@@ -199,49 +203,50 @@ class Lfru(Lfu):
                 del once[:count]
                 return victims
         scores = [
-            (uses[one] / (beyond - last[one]), uses[one], one, bound)
-            for bound, one in others
-            if last[one] != now
+            (uses[expert] / (beyond - last[expert]), uses[expert], expert, bound)
+            for bound, expert in others
+            if last[expert] != now
         ]
-        scores += [(1 / (beyond - last[one]), 1, one, 0) for one in victims]
+        scores += [(1 / (beyond - last[expert]), 1, expert, 0) for expert in victims]
         scores.sort()
         often = self._often
         victims = []
-        for _, many, expert, bound in scores[:count]:
+        for _, used, expert, bound in scores[:count]:
             victims.append(expert)
-            if many > 1:
+            if used > 1:
                 del often[bisect_left(often, (bound, expert))]
             else:
                 once.remove(expert)
         return victims
 
     def _below(self, age: int, uses: Sequence[int], beyond: int) -> list[tuple[int, ...]]:
-        """Those in `_often` that are worth less than ``1 / age`` now."""
+        """Return those in `_often` whose score is below ``1 / age`` now."""
         if age < self._age or self._looked > 4 * len(self._often):
             self._choose_age(max(2, age * 3 // 4), uses)
         often, last, base = self._often, self._last, self._age
         limit = beyond - 2 * (age - base)  # each was used twice at least
-        found: list[tuple[int, ...]] = []
+        below: list[tuple[int, ...]] = []
         index = 0
         while index < len(often) and often[index][0] < limit:
             bound, expert = often[index]
-            many, used = uses[expert], last[expert]
-            if used + base * many != bound:
+            count, used = uses[expert], last[expert]
+            if used + base * count != bound:
                 del often[index]
-                insort(often, (used + base * many, expert), index)
+                insort(often, (used + base * count, expert), index)
                 continue
-            if used + age * many < beyond:
-                found.append((bound, expert))
+            if used + age * count < beyond:
+                below.append((bound, expert))
             index += 1
         if index > _FEW:
             self._looked += index
-        return found
+        return below
 
     def _choose_age(self, age: int, uses: Sequence[int]) -> None:
-        """Order `_often` anew; paid for by what `_looked` counts."""
+        """Order `_often` anew. `_looked` makes sure that this is worth its cost."""
         self._age, self._looked = age, 0
-        last = self._last
-        self._often = sorted([(last[one] + age * uses[one], one) for _, one in self._often])
+        self._often = sorted(
+            [self._bound(expert, uses[expert], self._last[expert]) for _, expert in self._often]
+        )
 
 
 POLICIES: Mapping[str, Callable[[int], Residents]] = {"lru": Lru, "lfu": Lfu, "lfru": Lfru, "aging": Aging}

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moedoctor.fixes.offload.plan import Plan, span
-from moedoctor.fixes.offload.policy import RULES
+from moedoctor.fixes.offload.plan import RULES, Plan, span
 from moedoctor.fixes.offload.storage import Originals, StoredLayer
 
 

@@ -1,0 +1,4 @@
+"""Kernels of the expert cache: lookup, eviction and copies. This file is importable without Triton."""
+
+HALVED_EVERY = 48
+"""The policy `aging` halves its counts after this many calls."""

@@ -6,6 +6,9 @@ them keep the bus busy, and they need no copy engine and no host.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
 import triton
 import triton.language as tl
 
@@ -46,4 +49,150 @@ def transfer_kernel(
             from_ptr = source.to(tl.pointer_type(tl.uint8))
             to_ptr = target.to(tl.pointer_type(tl.uint8))
         tl.store(to_ptr + place, tl.load(from_ptr + place, mask=inside), mask=inside)
+        index += tl.num_programs(0)
+
+
+_WIDE_TILE, _NARROW_TILE = 4096, 1024
+"""int64 elements and bytes a program moves at once."""
+_PROGRAMS = 16
+"""Four of them fill a PCIe 5 link of an H200, the others cover their starts."""
+_UNPACK_PROGRAMS = 128
+"""One takes 7 microseconds for a block, of which the link needs 0.2."""
+
+
+class Transfer:
+    """The copies of one cache: host tensors [E, ...] to slots [capacity, ...], by the list of a lookup."""
+
+    def __init__(
+        self,
+        host: Mapping[str, torch.Tensor],
+        packed: Mapping[str, tuple[torch.Tensor, int, int]],
+        slots: Mapping[str, torch.Tensor],
+        sizes: tuple[int, int],
+    ) -> None:
+        """`host`: tensors [E, ...]; `packed`: uint8 [E, blocks, bytes], the elements of one expert, and the
+        weights that a block can list.
+
+        Each name is in one of them and in `slots`. What the host holds must be pinned where `slots` are on a
+        GPU. All of them stay alive with this object. `sizes`: elements a block, those that share a byte.
+        """
+        self._keep = (dict(host), dict(packed), dict(slots))
+        self._size, self._lanes = sizes
+        self._rare = max((rare for _, _, rare in packed.values()), default=0)
+        device = next(iter(slots.values())).device
+        wide: list[Sequence[int]] = []
+        narrow: list[Sequence[int]] = []
+        for name, source in host.items():
+            target = slots[name]
+            stride = source[0].nbytes
+            aligned = all(one % 16 == 0 for one in (source.data_ptr(), target.data_ptr(), stride))
+            step = 8 * _WIDE_TILE if aligned else _NARROW_TILE
+            for start in range(0, stride, step):
+                length = min(step, stride - start)
+                entry = (source.data_ptr() + start, target.data_ptr() + start, stride, length)
+                (wide if aligned else narrow).append(entry)
+        blocks: list[Sequence[int]] = []
+        for name, (source, elements, rare) in packed.items():
+            target = slots[name]
+            for number in range(source.shape[1]):
+                start = number * self._size
+                from_to = (source.data_ptr() + number * source.shape[2], target.data_ptr() + 2 * start)
+                inside = min(elements - start, self._size)
+                blocks.append((*from_to, source[0].nbytes, target[0].nbytes, inside, rare))
+        self._wide, self._narrow, self._blocks = (_table(one, device) for one in (wide, narrow, blocks))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(table.nbytes for table in (self._wide, self._narrow, self._blocks) if table is not None)
+
+    def launch(
+        self, copies: torch.Tensor, programs: int = _PROGRAMS, unpack_programs: int = _UNPACK_PROGRAMS
+    ) -> None:
+        """Carry out `copies` int32 [1 + 2 * capacity] on the current stream."""
+        capacity = copies.numel() // 2
+        with torch.cuda.device_of(copies):
+            for table, wide in ((self._wide, True), (self._narrow, False)):
+                if table is not None:
+                    transfer_kernel[(programs,)](
+                        copies,
+                        table,
+                        table.shape[0],
+                        capacity=capacity,
+                        wide=wide,
+                        tile=_WIDE_TILE if wide else _NARROW_TILE,
+                        num_warps=8 if wide else 4,
+                    )
+            if self._blocks is not None:
+                unpack_kernel[(unpack_programs,)](
+                    copies,
+                    self._blocks,
+                    self._blocks.shape[0],
+                    capacity=capacity,
+                    size=self._size,
+                    lanes=self._lanes,
+                    rare_lanes=triton.next_power_of_2(max(self._rare, 2)),
+                    num_warps=8,
+                )
+
+
+def _table(rows: list[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+    return torch.tensor(rows, dtype=torch.int64, device=device) if rows else None
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def unpack_kernel(
+    copies_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    chunks: tl.tensor,
+    capacity: tl.constexpr,
+    size: tl.constexpr,
+    lanes: tl.constexpr,
+    rare_lanes: tl.constexpr,
+) -> None:
+    """Carry out `copies`, the list of `lookup_kernel`, any number of programs.
+
+    `table` int64 [chunks, 6], a row a block of `moedoctor.fixes.cache.packed`: its address in the host's
+    expert 0, its elements' address in slot 0, bytes from one packed expert to the next, bytes from one slot
+    to the next, elements (a multiple of 16), weights that it can list.
+    """
+    columns: tl.constexpr = size // lanes
+    total = tl.load(copies_ptr) * chunks
+    lane = tl.arange(0, lanes)[:, None]  # [lanes, 1]
+    column = tl.arange(0, columns)  # [columns]
+    place = lane * columns + column[None, :]  # [lanes, columns]
+    last = tl.arange(0, rare_lanes)  # [rare]
+    index = tl.program_id(0)
+    while index < total:
+        number = index // chunks
+        entry = table_ptr + (index - number * chunks) * 6
+        expert = tl.load(copies_ptr + 1 + number).to(tl.int64)
+        slot = tl.load(copies_ptr + 1 + capacity + number).to(tl.int64)
+        source = tl.load(entry) + expert * tl.load(entry + 2)
+        target = tl.load(entry + 1) + slot * tl.load(entry + 3)
+        inside = tl.multiple_of(tl.load(entry + 4).to(tl.int32), 16)
+        rare = tl.load(entry + 5).to(tl.int32)
+        from_ptr = tl.multiple_of(source.to(tl.pointer_type(tl.uint8)), 16)
+        to_ptr = tl.multiple_of(target.to(tl.pointer_type(tl.int16)), 16)
+        plane_ptr = from_ptr + size + column  # [columns]
+        tail = source + size + 3 * columns
+        listed = last < rare  # [rare]
+        low = tl.load(from_ptr + place).to(tl.int32)  # [lanes, columns]
+        first = tl.load(plane_ptr).to(tl.int32)  # [columns]
+        second = tl.load(plane_ptr + columns).to(tl.int32)  # [columns]
+        third = tl.load(plane_ptr + 2 * columns).to(tl.int32)  # [columns]
+        position = tl.load(tail.to(tl.pointer_type(tl.uint16)) + last, mask=listed, other=size)  # [rare]
+        tail += 2 * rare
+        exponent = tl.load(tail.to(tl.pointer_type(tl.uint8)) + last, mask=listed, other=0)  # [rare]
+        highest = tl.load((tail + rare).to(tl.pointer_type(tl.uint8))).to(tl.int32)
+        code = (first[None, :] >> lane) & 1 | ((second[None, :] >> lane) & 1) << 1  # [lanes, columns]
+        code |= ((third[None, :] >> lane) & 1) << 2
+        word = ((low & 0x80) << 8) | ((highest - code) << 7) | (low & 0x7F)
+        tl.store(to_ptr + place, word.to(tl.int16), mask=place < inside)
+        tl.debug_barrier()  # the listed ones take their exponent from the list
+        position = position.to(tl.int32)
+        listed = position < inside
+        word = tl.load(to_ptr + position, mask=listed, other=0).to(tl.int32)  # [rare]
+        word = (word & 0x807F) | (exponent.to(tl.int32) << 7)
+        tl.store(to_ptr + position, word.to(tl.int16), mask=listed)
         index += tl.num_programs(0)

@@ -26,8 +26,7 @@ from moedoctor.faults.offload.unpinned_copy_claims import PAGEABLE, STALE, judge
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffload
 from moedoctor.faults.offload.untraceable_offload_lab import distance, fixed, observe
 from moedoctor.fixes.offload import storage as offload_storage
-from moedoctor.fixes.offload.copy_engine import CudaEngine
-from moedoctor.fixes.offload.prefetch import Pipeline
+from moedoctor.fixes.offload.prefetch import CudaEngine, Pipeline
 from moedoctor.interfaces import Fault, Measurement
 from moedoctor.results import (
     Case,

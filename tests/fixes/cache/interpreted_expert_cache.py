@@ -20,7 +20,7 @@ import torch
 from moedoctor.fixes.cache import device as expert_cache_device
 from moedoctor.fixes.eviction import ONLINE_POLICIES
 from moedoctor.fixes.expert_cache import CachedExperts, ExpertCache
-from moedoctor.kernels.cache.copies import Transfer
+from moedoctor.kernels.cache.transfer import Transfer
 
 EXPERTS, SLOTS = 12, 4
 WEIGHTS = {

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from moedoctor.fixes.cache import policies as _eviction_policies
-from moedoctor.fixes.cache.policies import HALVED_EVERY, Lfru
+from moedoctor.fixes.cache.policies import Lfru
 from moedoctor.fixes.eviction import (
     ONLINE_POLICIES,
     POLICIES,
@@ -22,6 +22,7 @@ from moedoctor.fixes.eviction import (
     replay,
     simulate,
 )
+from moedoctor.kernels.cache import HALVED_EVERY
 from moedoctor.reference.expert_cache import PrRule
 
 EXPERTS = 9

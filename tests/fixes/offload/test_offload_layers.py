@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-from moedoctor.fixes.offload.layers import find_layers
+from moedoctor.fixes.offload.plan import find_layers
 from moedoctor.fixes.offloader import Offload, offload
 
 WIDTH = 16

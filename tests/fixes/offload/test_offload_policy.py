@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.fixes.offload.policy import closest, is_metadata_name, matches, spread, stays
+from moedoctor.fixes.offload.plan import closest, is_metadata_name, matches, spread, stays
 
 METADATA = [
     "experts.w13_weight_scale",

@@ -11,7 +11,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from moedoctor.faults.offload.late_device import LateDevice
-from moedoctor.fixes.offload.copy_engine import BlockingEngine
+from moedoctor.fixes.offload.prefetch import BlockingEngine
 from moedoctor.fixes.offloader import Offload, offload
 
 WIDTH, TOKENS, LAYERS = 64, 12, 5

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from moedoctor.fixes.offload import storage as offload_storage
-from moedoctor.fixes.offload.settle import settle_in
+from moedoctor.fixes.offload.storage import settle_in
 from moedoctor.fixes.offloader import Offload, offload
 
 WIDTH = 16

@@ -1,27 +1,30 @@
-"""The bench of the expert cache: its inputs, and on a GPU that what is wrong is not timed."""
+"""The speed of the expert cache: its inputs, all of it in Triton's interpreter, and what a GPU shows."""
 
 from __future__ import annotations
 
-import itertools
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moedoctor.bench.cache import groups as expert_cache_groups
 from moedoctor.bench.cache import speed as bench
-from moedoctor.bench.cache.decode import Inputs, Model, Variant, host_weights, zipf_ids
-from moedoctor.bench.cache.run import Run, pr_wrong_steps
-from moedoctor.bench.timing import Comparison, compare_rounds
+from moedoctor.bench.cache.speed import Inputs, Model, Run, Variant, host_weights, pr_wrong_steps, zipf_ids
 from moedoctor.fixes.eviction import SlotTable, replay
 from moedoctor.fixes.expert_cache import ExpertStore
-from moedoctor.fixes.moe.forward import GroupedForward
 from moedoctor.reference.expert_cache import PrRule
-from moedoctor.trace.shipped import shipped_trace
+from moedoctor.trace.format import shipped_trace
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
+from tests.interpreted import run_check
 
-SMALL = Model(layers=3, experts=16, top_k=2, hidden=256, inner=128, host_layers=2)
+SMALL = Model(layers=3, experts=16, top_k=2, hidden_size=256, intermediate_size=128, host_layers=2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
+def test_the_whole_bench_interpreted() -> None:
+    run_check(Path(__file__).parent / "interpreted_speed.py")
 
 
 def test_inputs_are_the_trace_by_step_layer_and_token() -> None:
@@ -32,12 +35,12 @@ def test_inputs_are_the_trace_by_step_layer_and_token() -> None:
     for step, layer, token in ((0, 0, 0), (2, 1, 3), (4, 2, 1)):
         start = ((step * 4 + token) * 3 + layer) * 2
         assert inputs.ids[step, layer, token].tolist() == ids[start : start + 2]
-    assert torch.allclose(inputs.shares.sum(1), torch.ones(4))
+    assert torch.allclose(inputs.topk_weights.sum(1), torch.ones(4))
     assert SMALL.expert_bytes == 2 * (256 * 256 + 256 * 128)
 
 
 def test_the_recorded_trace_goes_on_where_its_layers_come_again() -> None:
-    model = Model(layers=10, hidden=16, inner=16)
+    model = Model(layers=10, hidden_size=16, intermediate_size=16)
     inputs = Inputs.recorded(model, 100, "cpu")
     trace = shipped_trace()
     ids = torch.tensor(list(trace.topk_ids)).view(-1, 8, 8)
@@ -109,46 +112,6 @@ def test_what_is_wrong_is_not_timed_on_a_cpu(on_cpu: Any, monkeypatch: pytest.Mo
     assert found["host"]["correct"] is False
     assert "tokens_per_second" not in found["host"]
     assert found["pr37190"]["correct"]
-
-
-def test_groups_that_differ_from_one_call_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[str] = []
-
-    def times(calls: Any, *, baseline: str, launches: int) -> Comparison:
-        timed.extend(calls)
-        return compare_rounds({name: lambda: 1.0 for name in calls}, baseline=baseline, rounds=1)
-
-    monkeypatch.setattr(expert_cache_groups, "compare_times", times)
-    found = expert_cache_groups.group_cost("cpu", tokens=9, groups=(2, 4), model=SMALL)
-    assert [row["groups"] for row in found["rows"]] == [2, 4]
-    assert timed == ["1", "2", "2 in turn", "4", "4 in turn"]
-    total = GroupedForward.total
-    for wrong in (1.001, float("nan")):
-        for call, name in enumerate(("2", "2 in turn")):
-            made = itertools.count()
-            monkeypatch.setattr(
-                GroupedForward,
-                "total",
-                lambda self, by=wrong, which=call, made=made: (
-                    total(self) * (by if next(made) == which else 1)
-                ),
-            )
-            with pytest.raises(RuntimeError, match=rf"groups \({name}\) differ from one call by"):
-                expert_cache_groups.group_cost("cpu", tokens=9, groups=(2,), model=SMALL)
-    assert len(timed) == 5
-
-
-def test_groups_in_turn_are_not_computed_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    beside = GroupedForward.add_resident
-    monkeypatch.setattr(
-        GroupedForward, "add_resident", lambda self, parts: (seen.append(len(parts)), beside(self, parts))
-    )
-    calls, _, _ = expert_cache_groups.grouped_calls("cpu", tokens=9, groups=(2,), model=SMALL)
-    calls["2 in turn"]()
-    assert seen == []
-    calls["2"]()
-    assert seen == [2]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from moedoctor.bench.cache.limits import DEFAULT, judge
-from moedoctor.bench.cache.replay_speed import replay_speed
 from moedoctor.bench.cache.speed import VARIANTS
 from moedoctor.fixes.expert_cache import ExpertCache
 
@@ -98,18 +97,3 @@ def test_the_rest_of_the_limits() -> None:
         {"policy": "lfu", "capacity": 32, "accesses_per_second": 1e6},
     ]
     assert _verdicts(replays=replays) == ["refuted", "confirmed"]
-
-
-def test_the_replay_is_timed_by_the_clock() -> None:
-    ticks = iter(range(1000))
-    rows = replay_speed(capacities=(16,), tokens=20, rounds=3, clock=lambda: float(next(ticks)))
-    assert {row["accesses_per_second"] for row in rows} == {160.0}
-    assert {row["policy"] for row in rows} == {"lru", "lfu", "lfru", "aging"}
-
-
-def test_every_hit_rate_of_the_replays_stands_beside_its_bound() -> None:
-    rows = replay_speed(capacities=(16, 32), tokens=400, rounds=1)
-    bounds = {row["capacity"]: row["hit_rate_optimum"] for row in rows}
-    assert bounds[16] < bounds[32]
-    for row in rows:
-        assert 0 < row["hit_rate"] < row["hit_rate_optimum"] == bounds[row["capacity"]]

@@ -1,0 +1,170 @@
+"""What is measured for the claims about groups and loads: what needs no GPU, and each measurement on one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moedoctor.bench.cache import groups as bench
+from moedoctor.bench.cache.speed import Model
+from moedoctor.bench.timing import Comparison, compare_rounds
+from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
+from moedoctor.results import UnavailableError
+
+SMALL = Model(layers=1, experts=16, top_k=2, hidden_size=64, intermediate_size=32, host_layers=1)
+
+
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_the_maps_of_the_groups_hold_every_expert_once(groups: int) -> None:
+    maps = torch.stack(bench._expert_maps(32, groups, "cpu"))
+    assert torch.equal(maps.amax(0), torch.arange(32, dtype=torch.int32))
+    assert ((maps >= 0).sum(0) == 1).all()
+    assert ((maps >= 0).sum(1) == 32 // groups).all()
+
+
+def _fused_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:
+    """What vLLM's computes: experts that the map sends to -1 add nothing."""
+    local = ids if expert_map is None else expert_map[ids.long()]  # [T, K]
+    return moe_forward(x, {"w13": w13, "w2": w2}, local, topk_weights).bfloat16()
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names that graphs timed. Graph replays take longer for each later name; eager calls run."""
+    names: list[str] = []
+
+    def times(calls: Any, *, baseline: str, launches: int) -> Comparison:
+        names.extend(calls)
+        measures: dict[str, Callable[[], float]] = {
+            name: lambda name=name: 100.0 * len(calls) * (1 + list(calls).index(name)) for name in calls
+        }
+        return compare_rounds(measures, baseline=baseline, rounds=1)
+
+    monkeypatch.setattr(bench, "compare_times", times)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("moedoctor.upstream.moe_backends.modular_moe.fused_experts", _fused_experts)
+    return names
+
+
+def test_both_kernels_are_timed_by_one_method_on_one_layer(timed: list[str]) -> None:
+    theirs = bench.upstream_groups("cpu", tokens=9, model=SMALL)
+    assert timed == ["1", "2", "4", "8"]
+    ours = bench.our_groups("cpu", tokens=9, model=SMALL)
+    assert timed[4:] == ["1", "2", "2 in turn", "4", "4 in turn", "8", "8 in turn"]
+    assert (theirs["experts"], theirs["tokens"]) == (ours["experts"], ours["tokens"]) == (16, 9)
+    for cost in (theirs, ours):
+        assert [row["groups"] for row in cost["rows"]] == [2, 4, 8]
+        assert cost["one_call_us_eager_wall_clock"] > 0
+        for row in cost["rows"]:
+            assert row["us_eager_wall_clock"] > 0
+            eager = row["us_eager_wall_clock"] - cost["one_call_us_eager_wall_clock"]
+            assert row["us_a_further_group_eager_wall_clock"] == pytest.approx(eager / (row["groups"] - 1))
+    assert [row["us"] for row in theirs["rows"]] == [800.0, 1200.0, 1600.0]
+    assert [row["overhead"] for row in theirs["rows"]] == [1.0, 2.0, 3.0]
+    assert [row["us_a_further_group"] for row in theirs["rows"]] == [400.0, 800 / 3, 1200 / 7]
+    assert [row["us_in_turn"] for row in ours["rows"]] == [2100.0, 3500.0, 4900.0]
+
+
+def test_without_a_model_both_have_the_shape_of_qwen3(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, int, int, int]] = []
+
+    def made(device: str, *, tokens: int, model: Model | None = None) -> Any:
+        model = model or Model(host_layers=1)
+        shapes.append((tokens, model.experts, model.hidden_size, model.intermediate_size))
+        raise LookupError("no layer")
+
+    monkeypatch.setattr(bench.ResidentLayer, "make", made)
+    for measure in (bench.upstream_groups, bench.our_groups):
+        with pytest.raises(LookupError, match="no layer"):
+            measure("cpu")
+    assert shapes == [(1024, 128, 2048, 768)] * 2
+
+
+def test_groups_of_vllm_that_lose_an_expert_are_not_timed(
+    timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_the_last(*arguments: Any) -> torch.Tensor:
+        *rest, expert_map = arguments
+        last = expert_map is not None and int(expert_map[-1]) >= 0
+        return _fused_experts(*rest, expert_map) * (0.0 if last else 1.0)
+
+    monkeypatch.setattr("moedoctor.upstream.moe_backends.modular_moe.fused_experts", without_the_last)
+    with pytest.raises(RuntimeError, match=r"groups \(2\) differ from one call"):
+        bench.upstream_groups("cpu", tokens=64, model=SMALL)
+    assert timed == []
+
+
+@pytest.mark.parametrize("factor", [1.001, float("nan")])
+@pytest.mark.parametrize(("call", "name"), [(0, "2"), (1, "2 in turn")])
+def test_groups_of_ours_that_differ_from_one_call_are_not_timed(
+    timed: list[str], monkeypatch: pytest.MonkeyPatch, factor: float, call: int, name: str
+) -> None:
+    made, total = itertools.count(), GroupedForward.total
+    monkeypatch.setattr(
+        GroupedForward, "total", lambda self: total(self) * (factor if next(made) == call else 1)
+    )
+    with pytest.raises(RuntimeError, match=rf"groups \({name}\) differ from one call by"):
+        bench.group_cost("cpu", tokens=9, groups=(2,), model=SMALL)
+    assert timed == []
+
+
+def test_groups_in_turn_are_not_computed_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts_beside: list[int] = []
+    beside = GroupedForward.add_resident
+    monkeypatch.setattr(
+        GroupedForward,
+        "add_resident",
+        lambda self, parts: (parts_beside.append(len(parts)), beside(self, parts)),
+    )
+    calls, _ = bench.grouped_calls("cpu", tokens=9, groups=(2,), model=SMALL)
+    calls["2 in turn"]()
+    assert parts_beside == []
+    calls["2"]()
+    assert parts_beside == [2]
+
+
+@pytest.mark.gpu
+def test_a_cold_swap_moves_its_bytes_no_faster_than_the_bus() -> None:
+    swap = bench.cold_swap("cuda:0", rounds=3)
+    assert len(swap["rows"]) == 6
+    for row in swap["rows"]:
+        assert 0 < row["transfer_share"] < 1.1
+        assert row["gigabytes_per_second"] < 1.1 * swap["pinned_gigabytes_per_second"]
+
+
+@pytest.mark.gpu
+def test_groups_of_ours_give_what_one_call_gives() -> None:
+    cost = bench.our_groups("cuda:0")
+    assert [row["groups"] for row in cost["rows"]] == [2, 4, 8]
+    assert all(row["largest_difference"] < 1e-5 for row in cost["rows"])
+
+
+@pytest.mark.gpu
+@pytest.mark.upstream
+def test_groups_of_vllm_give_what_one_call_gives_within_bfloat16() -> None:
+    try:
+        cost = bench.upstream_groups("cuda:0")
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    assert all(row["largest_difference"] < 0.02 for row in cost["rows"])
+
+
+@pytest.mark.gpu
+def test_decode_under_both_policies_is_timed() -> None:
+    speed = bench.policy_speed("cuda:0", steps=8, rounds=2)
+    assert [row["slots"] for row in speed["rows"]] == [8, 16]
+    for row in speed["rows"]:
+        assert row["lfru_tokens_per_second"] > 0
+        assert row["lru_wrong"] == 0
+    assert speed["rows"][0]["lfru_wrong"] > 0
