@@ -1,8 +1,8 @@
-"""Print what the expert cache's settings give on this GPU: tiles of groups, and programs that read the bus.
+"""Print the effect of the expert cache's settings on this GPU: tiles of groups, and programs that read the bus.
 
     python scripts/tune_expert_cache.py tiles|bus
 
-Tiles are chosen in `moedoctor.kernels.moe.cuts`, numbers of programs in `moedoctor.kernels.cache.transfer`.
+Tiles are chosen in `moedoctor.kernels.moe.tiles`, numbers of programs in `moedoctor.kernels.cache.transfer`.
 Needs an NVIDIA GPU and a host that nothing else uses.
 """
 
@@ -16,72 +16,73 @@ from unittest.mock import patch
 import torch
 import triton
 
-from moedoctor.bench.cache import speed as expert_cache_misses
-from moedoctor.bench.cache.speed import Host, Model
+from moedoctor.bench.cache.speed import Host, Model, miss_bandwidth
 from moedoctor.bench.timing import graph_time
-from moedoctor.kernels.cache import transfer as cache_copies
-from moedoctor.kernels.moe import launch as moe_launch
-from moedoctor.kernels.moe.cuts import Cut
+from moedoctor.kernels.cache.transfer import Transfer
+from moedoctor.kernels.moe.launch import Rows, launch_products
+from moedoctor.kernels.moe.tiles import Tile
 
 _TOKENS, _GROUPS = 1024, (1, 2, 4, 8)
 _COMPILERS = 12
-_UP = (
-    Cut(64, 64, 64, 64, 4, 3, 2),
-    Cut(64, 64, 64, 64, 4, 4, 2),
-    Cut(64, 64, 64, 64, 8, 3, 2),
-    Cut(64, 64, 64, 128, 4, 2, 2),
-    Cut(64, 64, 32, 64, 4, 3, 2),
-    Cut(64, 64, 32, 64, 4, 5, 2),
-    Cut(64, 64, 32, 128, 4, 3, 2),
-    Cut(64, 64, 128, 64, 8, 2, 2),
-    Cut(64, 64, 128, 64, 4, 2, 2),
-    Cut(64, 128, 64, 64, 8, 3),
-    Cut(64, 128, 64, 64, 4, 3),
-    Cut(64, 128, 32, 64, 4, 4),
-    Cut(64, 128, 32, 64, 8, 3),
-    Cut(128, 128, 32, 64, 8, 3),
-    Cut(128, 128, 64, 64, 8, 3),
-)
-_DOWN = (
-    Cut(64, 64, 128, 64, 4, 3, 2),
-    Cut(64, 64, 128, 64, 8, 3, 2),
-    Cut(64, 64, 128, 128, 4, 2, 2),
-    Cut(64, 64, 128, 64, 4, 4, 2),
-    Cut(64, 64, 64, 64, 4, 4, 2),
-    Cut(64, 64, 64, 128, 4, 3, 2),
-    Cut(64, 64, 256, 64, 8, 3, 2),
-    Cut(64, 128, 128, 32, 8, 5),
-    Cut(64, 128, 128, 64, 4, 3),
-    Cut(64, 128, 64, 64, 4, 4),
-    Cut(128, 128, 64, 64, 4, 3),
-    Cut(128, 128, 128, 64, 8, 3),
-)
+_TILES = {
+    "w13": (
+        Tile(64, 64, 64, 4, 3, splits=2),
+        Tile(64, 64, 64, 4, 4, splits=2),
+        Tile(64, 64, 64, 8, 3, splits=2),
+        Tile(64, 64, 128, 4, 2, splits=2),
+        Tile(64, 32, 64, 4, 3, splits=2),
+        Tile(64, 32, 64, 4, 5, splits=2),
+        Tile(64, 32, 128, 4, 3, splits=2),
+        Tile(64, 128, 64, 8, 2, splits=2),
+        Tile(64, 128, 64, 4, 2, splits=2),
+        Tile(64, 64, 64, 8, 3, tall_m=128),
+        Tile(64, 64, 64, 4, 3, tall_m=128),
+        Tile(64, 32, 64, 4, 4, tall_m=128),
+        Tile(64, 32, 64, 8, 3, tall_m=128),
+        Tile(128, 32, 64, 8, 3),
+        Tile(128, 64, 64, 8, 3),
+    ),
+    "w2": (
+        Tile(64, 128, 64, 4, 3, splits=2),
+        Tile(64, 128, 64, 8, 3, splits=2),
+        Tile(64, 128, 128, 4, 2, splits=2),
+        Tile(64, 128, 64, 4, 4, splits=2),
+        Tile(64, 64, 64, 4, 4, splits=2),
+        Tile(64, 64, 128, 4, 3, splits=2),
+        Tile(64, 256, 64, 8, 3, splits=2),
+        Tile(64, 128, 32, 8, 5, tall_m=128),
+        Tile(64, 128, 64, 4, 3, tall_m=128),
+        Tile(64, 64, 64, 4, 4, tall_m=128),
+        Tile(128, 64, 64, 4, 3),
+        Tile(128, 128, 64, 8, 3),
+    ),
+}
 _PROGRAMS = ((16, 48), (16, 96), (8, 128), (16, 128), (16, 192), (16, 264))
 
 
 def tiles() -> None:
-    """Microseconds of each product of a layer, cut up in each way, computed in one call and in groups."""
-    cuts = [("up", one) for one in _UP] + [("down", one) for one in _DOWN]
+    """Print microseconds of each product of a layer with each tile, in one call and in groups."""
+    candidates = [(weight, tile) for weight, tiles in _TILES.items() for tile in tiles]
     # Compiling holds Python's lock, so processes do it side by side. Each has 1.3 GB of the GPU.
     with ProcessPoolExecutor(_COMPILERS, get_context("spawn")) as pool:
-        errors = list(pool.map(_compile, cuts))
+        errors = list(pool.map(_compile, candidates))
     print(f"microseconds of {_TOKENS} tokens in {', '.join(map(str, _GROUPS))} groups one after another")
     layer = _Layer()
     first: dict[str, torch.Tensor] = {}
-    for (product, cut), error in zip(cuts, errors, strict=True):
+    for (weight, tile), error in zip(candidates, errors, strict=True):
         if error:
-            print(f"{product:4} {cut}: {error}", flush=True)
+            print(f"{weight:4} {tile}: {error}", flush=True)
             continue
-        result = layer.compute(product, cut, 4)
-        same = torch.equal(first.setdefault(product, result), result)
-        times = [layer.time(product, cut, groups) for groups in _GROUPS]
-        found = "  ".join(f"{time:6.1f} {time / times[0] - 1:+6.1%}" for time in times)
-        print(f"{product:4} {cut}: {found}{'' if same else '  DIFFERENT BITS'}", flush=True)
+        result = layer.compute(weight, tile, 4)
+        same = torch.equal(first.setdefault(weight, result), result)
+        times = [layer.time(weight, tile, groups) for groups in _GROUPS]
+        figures = "  ".join(f"{time:6.1f} {time / times[0] - 1:+6.1%}" for time in times)
+        print(f"{weight:4} {tile}: {figures}{'' if same else '  DIFFERENT BITS'}", flush=True)
 
 
-def _compile(of: tuple[str, Cut]) -> str | None:
+def _compile(candidate: tuple[str, Tile]) -> str | None:
     try:
-        _Layer().compute(*of, 4)
+        _Layer().compute(*candidate, 4)
     except (RuntimeError, triton.TritonError) as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -104,40 +105,39 @@ class _Layer:
         scores = torch.rand(_TOKENS, model.experts, generator=draw, device="cuda")  # [T, E]
         ids = scores.topk(model.top_k, dim=1).indices.int()  # [T, K]
         x = torch.randn(_TOKENS, model.hidden_size, generator=draw, device="cuda").bfloat16()  # [T, H]
-        self._rows = moe_launch.Rows.sort(x, ids, model.experts, model.intermediate_size)
+        self._rows = Rows.sort(x, ids, model.experts, model.intermediate_size)
         self._rows.h.normal_(generator=draw)
 
-    def run(self, product: str, cut: Cut, groups: int) -> None:
-        """A launch a group."""
+    def run(self, weight: str, tile: Tile, groups: int) -> None:
+        """Launch one product once a group."""
         size = len(self._experts) // groups
         for start in range(0, len(self._experts), size):
-            weights = {name: one[start : start + size] for name, one in self._weights.items()}
-            held = self._experts[start : start + size]
-            if product == "up":
-                moe_launch.launch_up(self._rows, weights, held, cut, activation="silu")
-            else:
-                moe_launch.launch_down(self._rows, weights, held, cut)
+            weights = {name: tensor[start : start + size] for name, tensor in self._weights.items()}
+            experts = self._experts[start : start + size]
+            launch_products(
+                self._rows, weights, experts, activation="silu", tiles=(tile, tile), products=(weight,)
+            )
 
-    def time(self, product: str, cut: Cut, groups: int) -> float:
-        """Microseconds."""
-        return graph_time(lambda: self.run(product, cut, groups), launches=4, replays=25).median
+    def time(self, weight: str, tile: Tile, groups: int) -> float:
+        """Return microseconds."""
+        return graph_time(lambda: self.run(weight, tile, groups), launches=4, replays=25).median
 
-    def compute(self, product: str, cut: Cut, groups: int) -> torch.Tensor:
-        """A copy of what it gives."""
-        self.run(product, cut, groups)
+    def compute(self, weight: str, tile: Tile, groups: int) -> torch.Tensor:
+        """Return a copy of the product."""
+        self.run(weight, tile, groups)
         torch.cuda.synchronize()
-        return (self._rows.h if product == "up" else self._rows.product).clone()
+        return (self._rows.h if weight == "w13" else self._rows.product).clone()
 
 
 def bus() -> None:
-    """GB/s of experts where every access is a miss, by programs that copy and programs that unpack."""
+    """Print GB/s of experts if every access is a miss, by programs that copy and programs that unpack."""
     model = Model(host_layers=1)
     host = Host.make(model, "cuda:0")
     for copying, unpacking in _PROGRAMS:
-        with patch.object(cache_copies.Transfer.launch, "__defaults__", (copying, unpacking)):
-            rows = expert_cache_misses.miss_bandwidth("cuda:0", model=model, host=host, rounds=8)
-        found = ", ".join(f"{row['engine']} {row['miss_gb_s']:.1f}" for row in rows)
-        print(f"{copying} programs copy, {unpacking} unpack: {found} GB/s", flush=True)
+        with patch.object(Transfer.launch, "__defaults__", (copying, unpacking)):
+            rows = miss_bandwidth("cuda:0", model=model, host=host, rounds=8)
+        figures = ", ".join(f"{row['engine']} {row['miss_gb_s']:.1f}" for row in rows)
+        print(f"{copying} programs copy, {unpacking} unpack: {figures} GB/s", flush=True)
 
 
 if __name__ == "__main__":

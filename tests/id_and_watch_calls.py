@@ -1,6 +1,8 @@
-"""Calls of the id and watch kernels held against the CPU forms: interpreted on the CPU, or on a GPU."""
+"""Checks of the kernels for expert ids and the NaN trace against torch; a script for Triton's interpreter."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
@@ -156,3 +158,7 @@ CHECKS = {
     "watch": check_watch,
     "watch three": check_watch_three,
 }
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        CHECKS[name]("cpu")

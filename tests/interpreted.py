@@ -1,21 +1,31 @@
-"""Runs scripts of checks in processes of their own, for Triton decides on its interpreter at import."""
+"""Runs scripts of kernel checks in Triton's interpreter.
+
+Each needs a process of its own, because Triton decides at import whether it interprets.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
+)
 
-def run_check(script: Path, *arguments: str) -> str:
-    """What `script` prints; fails with the end of its errors if it did not end well."""
+
+def run_check(script: str | Path, *arguments: str) -> str:
+    """Run `script` of ``tests/`` and return its output; fail with the end of its errors."""
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env=os.environ | {"PYTHONPATH": path},
+        [sys.executable, "-W", "ignore::RuntimeWarning", str(ROOT / "tests" / script), *arguments],
+        env=os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=300,

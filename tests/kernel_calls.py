@@ -1,13 +1,19 @@
-"""One call of the kernels held against the reference."""
+"""Checks of the top-k kernels against the reference, on a GPU or, as a script, in Triton's interpreter."""
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Any
 
 import torch
-from routing_cases import Call, assert_agrees, rows_of_every_kind
+import triton
+import triton.language as tl
+from routing_cases import GROUP_EDGES, Call, assert_agrees, rows_of_every_kind
 
+from moedoctor.kernels.routing import half_softmax
 from moedoctor.kernels.routing.launch import Shape, launch_topk
+from moedoctor.kernels.routing.sorting import sort_lane, split_lanes
 
 
 def assert_kernel_agrees(
@@ -57,3 +63,81 @@ def launch(call: Call, *, device: str, shape: Shape | None = None) -> tuple[torc
     assert (weights[tokens] == -7.0).all()
     assert (ids[tokens] == -7).all()
     return weights[:tokens].cpu(), ids[:tokens].cpu()
+
+
+def _group_edges() -> None:
+    for row, bias, policy, expected in GROUP_EDGES:
+        _, ids = launch(Call.group_edge(row, bias, policy), device="cpu", shape=Shape(2, 4, 1, 1))
+        assert ids.tolist() == [expected], (row, bias, policy, ids)
+
+
+def _clean_rows_once() -> None:
+    """Rows without special values must not be routed a second time: it would be right, and slow."""
+    stored = []
+    store = half_softmax.store_routes
+
+    def counted(*arguments: Any) -> None:
+        stored.append(1)
+        store(*arguments)
+
+    half_softmax.store_routes = counted
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for policy in ("zero", "finite", None):
+        launch(Call("topk_softmax", x, 3, {"nan_policy": policy}), device="cpu", shape=Shape(2, 8, 2, 1))
+        assert len(stored) == 4, (policy, stored)
+        stored.clear()
+    x[0] = float("nan")
+    launch(Call("topk_softmax", x, 3, {"nan_policy": "zero"}), device="cpu", shape=Shape(2, 8, 2, 1))
+    assert len(stored) == 5, stored
+
+
+def _inf_ranks_by_logit() -> None:
+    """Under "finite" a row that holds an Inf is ranked by its logits, although these scores are all 1."""
+    x = torch.tensor([[30.0, 20.0, float("inf"), 25.0], [30.0, 20.0, 26.0, 25.0]])
+    _, ids = launch(
+        Call("topk_sigmoid", x, 3, {"nan_policy": "finite"}), device="cpu", shape=Shape(2, 4, 1, 1)
+    )
+    assert ids.tolist() == [[2, 0, 3], [0, 1, 2]], ids
+
+
+@triton.jit
+def _sort(x_ptr, rows: tl.constexpr, width: tl.constexpr):
+    place = tl.arange(0, rows)[None, :, None] * width + tl.arange(0, width)[None, None, :]  # [1, rows, width]
+    lists = sort_lane(split_lanes(tl.load(x_ptr + place), width), width)
+    for i in tl.static_range(width):
+        tl.store(x_ptr + tl.arange(0, rows)[None, :] * width + i, lists[i])
+
+
+def _sorts_every_arrangement() -> None:
+    """A network that sorts all sequences of zeros and ones sorts everything."""
+    for width in (1, 2, 4, 8, 16):
+        rows = 1 << width
+        x = (torch.arange(rows)[:, None] >> torch.arange(width)[None, :] & 1).int()  # [rows, width]
+        expected = x.sort(dim=-1, descending=True).values
+        _sort[(1,)](x, rows, width)
+        assert torch.equal(x, expected), width
+
+
+_CHECKS = {
+    "group edges": _group_edges,
+    "clean rows once": _clean_rows_once,
+    "inf ranks by logit": _inf_ranks_by_logit,
+    "sorts every arrangement": _sorts_every_arrangement,
+}
+
+if __name__ == "__main__":
+    for text in sys.argv[1:]:
+        if text in _CHECKS:
+            _CHECKS[text]()
+            continue
+        case = json.loads(text)
+        assert_kernel_agrees(
+            case["name"],
+            case["experts"],
+            case["top_k"],
+            getattr(torch, case["dtype"]),
+            device="cpu",
+            shape=Shape(*case["shape"]),
+            bias=case["bias"],
+            **case["options"],
+        )

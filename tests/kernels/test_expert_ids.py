@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.interpreted import run_check
+from tests.interpreted import needs_triton, run_check
+
+pytestmark = needs_triton
 
 IDS = ("ids int32", "ids int64", "ids with a step")
 DEDUPLICATE = (
@@ -19,18 +18,13 @@ DEDUPLICATE = (
     "deduplicate float64",
 )
 WATCH = ("watch", "watch three")
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
-)
 
 
-@needs_triton
 @pytest.mark.parametrize("names", [IDS, DEDUPLICATE, WATCH], ids=["ids", "deduplicate", "watch"])
 def test_interpreted(names: tuple[str, ...]) -> None:
-    run_check(Path(__file__).parent / "interpreted_ids.py", *names)
+    run_check("id_and_watch_calls.py", *names)
 
 
-@needs_triton
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*IDS, *DEDUPLICATE, *WATCH])
 def test_on_a_gpu(name: str) -> None:
@@ -39,7 +33,6 @@ def test_on_a_gpu(name: str) -> None:
     CHECKS[name]("cuda")
 
 
-@needs_triton
 @pytest.mark.gpu
 def test_a_cuda_graph_holds_the_guard_and_its_flags_are_read_afterwards() -> None:
     from moedoctor.fixes.expert_ids import ExpertIdCounts, ExpertIdFlags, validate_expert_ids
@@ -59,7 +52,6 @@ def test_a_cuda_graph_holds_the_guard_and_its_flags_are_read_afterwards() -> Non
     assert flags.real() == ExpertIdCounts(repeated=2, sentinel=2)
 
 
-@needs_triton
 @pytest.mark.gpu
 def test_the_guard_takes_two_microseconds_at_128_by_8() -> None:
     from moedoctor.bench.timing import graph_time

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.interpreted import run_check
+from tests.interpreted import needs_triton, run_check
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
-)
+pytestmark = needs_triton
 HALF = ("bfloat16", "float16")
 POLICIES = ("zero", "finite")
 
@@ -38,10 +31,9 @@ def _case(name: str, experts: int, top_k: int, dtype: str, shape: tuple[int, ...
 
 
 def _interpret(*cases: str) -> None:
-    run_check(Path(__file__).parent / "interpreted.py", *cases)
+    run_check("kernel_calls.py", *cases)
 
 
-@needs_triton
 @pytest.mark.parametrize("policy", POLICIES)
 def test_half_softmax_interpreted(policy: str) -> None:
     _interpret(
@@ -62,7 +54,6 @@ def test_half_softmax_interpreted(policy: str) -> None:
     )
 
 
-@needs_triton
 @pytest.mark.parametrize("policy", POLICIES)
 def test_topk_interpreted(policy: str) -> None:
     _interpret(
@@ -75,7 +66,6 @@ def test_topk_interpreted(policy: str) -> None:
     )
 
 
-@needs_triton
 @pytest.mark.parametrize("policy", POLICIES)
 def test_grouped_topk_interpreted(policy: str) -> None:
     one = {"num_groups": 1, "topk_groups": 1, "nan_policy": policy}
@@ -108,26 +98,21 @@ def test_grouped_topk_interpreted(policy: str) -> None:
     )
 
 
-@needs_triton
 def test_group_edges_interpreted() -> None:
     _interpret("group edges")
 
 
-@needs_triton
 def test_clean_rows_are_routed_once() -> None:
     _interpret("clean rows once")
 
 
-@needs_triton
 def test_inf_ranks_by_logit_under_finite() -> None:
     _interpret("inf ranks by logit")
 
 
-@needs_triton
 def test_the_kernels_sort_every_arrangement() -> None:
     """A network that sorts all sequences of zeros and ones sorts everything."""
-    here = Path(__file__).parent
-    subprocess.run([sys.executable, str(here / "sorted.py")], env=os.environ, check=True, timeout=120)
+    _interpret("sorts every arrangement")
 
 
 # --- On a GPU --------------------------------------------------------------------------------------------
@@ -148,7 +133,6 @@ SHAPES = [
 ]
 
 
-@needs_triton
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
@@ -172,7 +156,6 @@ def test_compiled(experts: int, top_k: int, dtype: str, policy: str) -> None:
             )
 
 
-@needs_triton
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -213,7 +196,6 @@ def test_grouped_compiled(experts: int, top_k: int, groups: int, kept: int, dtyp
             )
 
 
-@needs_triton
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [0, 1, 3, 1024, 1027, 8192])
 def test_public_functions_on_a_gpu(tokens: int) -> None:

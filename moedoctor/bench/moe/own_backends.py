@@ -71,14 +71,14 @@ class _OnGpu(Prepared):
     activation: str
 
     def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        from moedoctor.kernels.moe.expert_launch import run_experts
+        from moedoctor.kernels.moe.launch import run_experts
 
         return run_experts(x, self.w13, self.w2, topk_weights, topk_ids, activation=self.activation)
 
 
 def kernel_weights(weight: Weight) -> Any:
     """Return the `ExpertWeights` of a bfloat16 or NVFP4 weight. Needs Triton."""
-    from moedoctor.kernels.moe.expert_launch import ExpertWeights
+    from moedoctor.kernels.moe.launch import ExpertWeights
     from moedoctor.kernels.moe.nvfp4_words import pack_words
 
     if isinstance(weight, Nvfp4):

@@ -1,4 +1,4 @@
-"""A MoE layer for few tokens: each chosen expert's weights are read once, where they are.
+"""A MoE layer for few tokens: each pair reads the weights of its expert once, in place.
 
 Matrix-vector products, bound by memory: no sorting, no padding to tiles, no intermediate in low precision.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.moe.activations import activate
+from moedoctor.kernels.moe.rows import activate
 
 
 @triton.jit
@@ -20,51 +20,52 @@ def up_kernel(
     slots_ptr: tl.tensor,
     out_ptr: tl.tensor,
     top_k: tl.tensor,
-    hidden: tl.constexpr,
-    inner: tl.constexpr,
+    hidden_size: tl.constexpr,
+    intermediate_size: tl.constexpr,
     activation: tl.constexpr,
     has_scale: tl.constexpr,
     has_bias: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ) -> None:
-    """`out` float32 [T * K, inner]: the activated first product of each pair of token and expert.
+    """Write `out` float32 [T * K, I]: the activated first product of each pair.
 
-    `weight` [slots, 2 * inner, hidden], gate above up, for ``silu``; [slots, inner, hidden] for ``relu2``.
-    Programs: (inner / rows, T * K). Pairs of slot -1 are not written.
+    `weight` [slots, 2I, H], gate above up, for ``silu``; [slots, I, H] for ``relu2``.
+    Programs: (I / BLOCK_N, T * K). Pairs of slot -1 are not written.
     """
     gated: tl.constexpr = activation == "silu"
-    height: tl.constexpr = 2 * inner if gated else inner
+    height: tl.constexpr = 2 * intermediate_size if gated else intermediate_size
     pair = tl.program_id(1)
     slot = tl.load(slots_ptr + pair).to(tl.int64)
     if slot >= 0:
-        row = tl.program_id(0) * rows + tl.arange(0, rows)  # [rows]
-        place = tl.arange(0, columns)  # [columns]
-        from_ptr = weight_ptr + (slot * height + row[:, None]) * hidden + place[None, :]  # [rows, columns]
-        token_ptr = x_ptr + (pair // top_k).to(tl.int64) * hidden + place  # [columns]
-        first = tl.zeros([rows, columns], tl.float32)
-        second = tl.zeros([rows, columns], tl.float32)
-        for start in tl.static_range(0, hidden, columns):
-            inside = start + place < hidden  # [columns]
-            both = (row < inner)[:, None] & inside[None, :]  # [rows, columns]
-            x = tl.load(token_ptr + start, mask=inside, other=0.0).to(tl.float32)[None, :]
-            first += tl.load(from_ptr + start, mask=both, other=0.0).to(tl.float32) * x
+        row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+        present = row < intermediate_size  # [N]
+        k = tl.arange(0, BLOCK_K)  # [K]
+        weight_at = weight_ptr + (slot * height + row[:, None]) * hidden_size + k[None, :]  # [N, K]
+        token_at = x_ptr + (pair // top_k).to(tl.int64) * hidden_size + k  # [K]
+        gate_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        up_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for start in tl.static_range(0, hidden_size, BLOCK_K):
+            inside = start + k < hidden_size  # [K]
+            mask = present[:, None] & inside[None, :]  # [N, K]
+            x = tl.load(token_at + start, mask=inside, other=0.0).to(tl.float32)[None, :]
+            gate_sums += tl.load(weight_at + start, mask=mask, other=0.0).to(tl.float32) * x
             if gated:
-                beyond = from_ptr + start + inner * hidden
-                second += tl.load(beyond, mask=both, other=0.0).to(tl.float32) * x
-        gate = tl.sum(first, axis=1)  # [rows]
-        up = tl.sum(second, axis=1)  # [rows]
+                up_at = weight_at + start + intermediate_size * hidden_size
+                up_sums += tl.load(up_at, mask=mask, other=0.0).to(tl.float32) * x
+        gate = tl.sum(gate_sums, axis=1)  # [N]
+        up = tl.sum(up_sums, axis=1)  # [N]
         if has_scale:
             scale = tl.load(scale_ptr + slot)
             gate *= scale
             up *= scale
         if has_bias:
-            gate += tl.load(bias_ptr + slot * height + row, mask=row < inner, other=0.0).to(tl.float32)
+            bias_at = bias_ptr + slot * height + row  # [N]
+            gate += tl.load(bias_at, mask=present, other=0.0).to(tl.float32)
             if gated:
-                up += tl.load(bias_ptr + slot * height + inner + row, mask=row < inner, other=0.0).to(
-                    tl.float32
-                )
-        tl.store(out_ptr + pair.to(tl.int64) * inner + row, activate(gate, up, activation), mask=row < inner)
+                up += tl.load(bias_at + intermediate_size, mask=present, other=0.0).to(tl.float32)
+        to_ptr = out_ptr + pair.to(tl.int64) * intermediate_size + row  # [N]
+        tl.store(to_ptr, activate(gate, up, activation), mask=present)
 
 
 @triton.jit
@@ -74,49 +75,49 @@ def down_kernel(
     scale_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     slots_ptr: tl.tensor,
-    shares_ptr: tl.tensor,
+    topk_weights_ptr: tl.tensor,
     out_ptr: tl.tensor,
     top_k: tl.constexpr,
-    hidden: tl.constexpr,
-    inner: tl.constexpr,
+    hidden_size: tl.constexpr,
+    intermediate_size: tl.constexpr,
     has_scale: tl.constexpr,
     has_bias: tl.constexpr,
     adds: tl.constexpr,
-    lanes: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ) -> None:
-    """`out` float32 [T, hidden]: the sum over a token's experts of share times second product.
+    """Write `out` float32 [T, H]: the sum over a token's experts of topk_weight times second product.
 
-    `h` float32 [T * K, inner], `weight` [slots, hidden, inner], `shares` [T, K]. Programs: (hidden / rows,
-    T). `adds`: to what `out` holds.
+    `h` float32 [T * K, I], `weight` [slots, H, I], `topk_weights` [T, K]. `adds`: adds to the values in
+    `out`. Programs: (H / BLOCK_N, T). LANES: top_k, padded.
     """
     token = tl.program_id(1).to(tl.int64)
-    lane = tl.arange(0, lanes)  # [lanes]
+    lane = tl.arange(0, LANES)  # [L]
     slot = tl.load(slots_ptr + token * top_k + lane, mask=lane < top_k, other=-1).to(tl.int64)
-    held = slot >= 0
+    held = slot >= 0  # [L]
     if adds and tl.max(slot, axis=0) < 0:
         return  # nothing to add
-    row = tl.program_id(0) * rows + tl.arange(0, rows)  # [rows]
-    place = tl.arange(0, columns)  # [columns]
-    from_ptr = weight_ptr + (slot[:, None] * hidden + row[None, :])[:, :, None] * inner + place[None, None, :]
-    h_at = h_ptr + (token * top_k + lane)[:, None] * inner + place[None, :]  # [lanes, columns]
-    total = tl.zeros([lanes, rows, columns], tl.float32)
-    real = held[:, None] & (row < hidden)[None, :]  # [lanes, rows]
-    for start in tl.static_range(0, inner, columns):
-        inside = start + place < inner  # [columns]
-        h = tl.load(h_at + start, mask=held[:, None] & inside[None, :], other=0.0)  # [lanes, columns]
-        weight = tl.load(from_ptr + start, mask=real[:, :, None] & inside[None, None, :], other=0.0)
-        total += weight.to(tl.float32) * h[:, None, :]
-    product = tl.sum(total, axis=2)  # [lanes, rows]
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    k = tl.arange(0, BLOCK_K)  # [K]
+    weight_row = slot[:, None] * hidden_size + row[None, :]  # [L, N]
+    weight_at = weight_ptr + weight_row[:, :, None] * intermediate_size + k[None, None, :]  # [L, N, K]
+    h_at = h_ptr + (token * top_k + lane)[:, None] * intermediate_size + k[None, :]  # [L, K]
+    sums = tl.zeros([LANES, BLOCK_N, BLOCK_K], tl.float32)
+    real = held[:, None] & (row < hidden_size)[None, :]  # [L, N]
+    for start in tl.static_range(0, intermediate_size, BLOCK_K):
+        inside = start + k < intermediate_size  # [K]
+        h = tl.load(h_at + start, mask=held[:, None] & inside[None, :], other=0.0)  # [L, K]
+        weight = tl.load(weight_at + start, mask=real[:, :, None] & inside[None, None, :], other=0.0)
+        sums += weight.to(tl.float32) * h[:, None, :]
+    product = tl.sum(sums, axis=2)  # [L, N]
     if has_scale:
         product *= tl.load(scale_ptr + slot, mask=held, other=0.0)[:, None]
     if has_bias:
-        at = bias_ptr + slot[:, None] * hidden + row[None, :]
-        product += tl.load(at, mask=real, other=0.0).to(tl.float32)
-    share = tl.load(shares_ptr + token * top_k + lane, mask=held, other=0.0).to(tl.float32)
-    result = tl.sum(product * share[:, None], axis=0)  # [rows]
-    to_ptr = out_ptr + token * hidden + row
+        product += tl.load(bias_ptr + weight_row, mask=real, other=0.0).to(tl.float32)
+    topk_weight = tl.load(topk_weights_ptr + token * top_k + lane, mask=held, other=0.0).to(tl.float32)
+    result = tl.sum(product * topk_weight[:, None], axis=0)  # [N]
+    to_ptr = out_ptr + token * hidden_size + row  # [N]
     if adds:
-        result += tl.load(to_ptr, mask=row < hidden, other=0.0)
-    tl.store(to_ptr, result, mask=row < hidden)
+        result += tl.load(to_ptr, mask=row < hidden_size, other=0.0)
+    tl.store(to_ptr, result, mask=row < hidden_size)

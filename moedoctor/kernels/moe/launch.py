@@ -1,17 +1,22 @@
-"""Launches the kernels of a MoE layer over expert slots."""
+"""Launches the kernels of a MoE layer: over the slots of an expert cache, or a whole layer at once.
+
+Nothing here waits for the GPU, so a call can be captured into a CUDA graph. Arguments are not checked;
+`moedoctor.fixes.moe.forward` checks those of the launches over slots.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 
-from moedoctor.kernels.moe.cuts import Cut, choose_tiles
 from moedoctor.kernels.moe.decode import down_kernel, up_kernel
-from moedoctor.kernels.moe.rows import sort_kernel, sum_kernel
-from moedoctor.kernels.moe.tiles import down_tiles_kernel, up_tiles_kernel
+from moedoctor.kernels.moe.products import block_product, slot_product
+from moedoctor.kernels.moe.rows import plan_kernel, sort_kernel, sum_kernel
+from moedoctor.kernels.moe.tiles import DECODE_PAIRS, Tile, block_tiles, slot_tiles
 
 _SORTED_AT_ONCE = 2048
 
@@ -20,20 +25,20 @@ def launch_decode(
     x: torch.Tensor,
     weights: Mapping[str, torch.Tensor],
     slot_ids: torch.Tensor,
-    shares: torch.Tensor,
+    topk_weights: torch.Tensor,
     out: torch.Tensor,
     *,
     activation: str,
     adds: bool,
 ) -> None:
-    """Two launches; reads the weights of each pair of token and expert. Arguments as `moe_forward`."""
-    (tokens, hidden), top_k = x.shape, slot_ids.shape[1]
-    inner = weights["w2"].shape[2]
-    h = torch.empty((tokens * top_k, inner), dtype=torch.float32, device=x.device)  # [T * K, I]
-    columns = _columns(hidden, 512)
-    rows = max(4096 // columns, 1)
+    """Compute each pair by itself, in two launches. Arguments as `moe_forward`."""
+    (tokens, hidden_size), top_k = x.shape, slot_ids.shape[1]
+    intermediate_size = weights["w2"].shape[2]
+    h = torch.empty((tokens * top_k, intermediate_size), dtype=torch.float32, device=x.device)  # [T * K, I]
+    block_k = _block(hidden_size, 512)
+    block_n = max(4096 // block_k, 1)
     with torch.cuda.device_of(x):
-        up_kernel[(triton.cdiv(inner, rows), tokens * top_k)](
+        up_kernel[(triton.cdiv(intermediate_size, block_n), tokens * top_k)](
             x,
             weights["w13"],
             weights.get("w13_scale", x),
@@ -41,67 +46,84 @@ def launch_decode(
             slot_ids,
             h,
             top_k,
-            hidden=hidden,
-            inner=inner,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
             activation=activation,
             has_scale="w13_scale" in weights,
             has_bias="w13_bias" in weights,
-            rows=rows,
-            columns=columns,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
         )
-        lanes, columns = triton.next_power_of_2(top_k), _columns(inner, 256)
-        rows = max(4096 // (columns * lanes), 1)
-        down_kernel[(triton.cdiv(hidden, rows), tokens)](
+        lanes, block_k = triton.next_power_of_2(top_k), _block(intermediate_size, 256)
+        block_n = max(4096 // (block_k * lanes), 1)
+        down_kernel[(triton.cdiv(hidden_size, block_n), tokens)](
             h,
             weights["w2"],
             weights.get("w2_scale", x),
             weights.get("w2_bias", x),
             slot_ids,
-            shares,
+            topk_weights,
             out,
             top_k=top_k,
-            hidden=hidden,
-            inner=inner,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
             has_scale="w2_scale" in weights,
             has_bias="w2_bias" in weights,
             adds=adds,
-            lanes=lanes,
-            rows=rows,
-            columns=columns,
+            LANES=lanes,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
         )
+
+
+def launch_many(
+    x: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    slot_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    activation: str,
+    adds: bool,
+) -> None:
+    """Sort the pairs by slot, compute both products in tiles, add up: four launches. As `launch_decode`.
+
+    The values between the products have the type of `x`.
+    """
+    rows = Rows.sort(x, slot_ids, weights["w13"].shape[0], weights["w2"].shape[2])
+    launch_products(rows, weights, None, activation=activation)
+    launch_sum(rows, topk_weights, out, adds=adds)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Pairs of token and expert sorted by expert, and room for what is computed of each."""
+    """Pairs sorted by expert, and room for their results."""
 
     x: torch.Tensor
     """[T, H]"""
     ids: torch.Tensor
     """[T, K], experts"""
-    experts: int
-    inner: int
     order: torch.Tensor
-    """int32 [T * K]: the pair that each row is of"""
-    place: torch.Tensor
+    """int32 [T * K]: the pair of each row"""
+    row: torch.Tensor
     """int32 [T * K]: the row of each pair"""
-    offsets: torch.Tensor
-    """int32 [E]: where each expert's rows end"""
+    ends: torch.Tensor
+    """int32 [E]: the end of each expert's rows"""
     h: torch.Tensor
     """[T * K, I], of the type of `x`"""
     product: torch.Tensor
     """[T * K, H], of the type of `x`"""
 
     @classmethod
-    def sort(cls, x: torch.Tensor, ids: torch.Tensor, experts: int, inner: int) -> Rows:
-        """One launch. `x` [T, H] and `ids` [T, K] are contiguous."""
+    def sort(cls, x: torch.Tensor, ids: torch.Tensor, num_experts: int, intermediate_size: int) -> Rows:
+        """Sort in one launch. `x` [T, H] and `ids` [T, K] are contiguous."""
         pairs = ids.numel()
-        order, place = torch.empty((2, pairs), dtype=torch.int32, device=x.device)  # [T * K] each
-        offsets = torch.empty(experts, dtype=torch.int32, device=x.device)  # [E]
+        order, row = torch.empty((2, pairs), dtype=torch.int32, device=x.device)  # [T * K] each
+        ends = torch.empty(num_experts, dtype=torch.int32, device=x.device)  # [E]
         with torch.cuda.device_of(x):
-            sort_kernel[(experts,)](ids, order, place, offsets, pairs, chunk=_SORTED_AT_ONCE, num_warps=8)
-        h, product = x.new_empty((pairs, inner)), x.new_empty((pairs, x.shape[1]))
-        return cls(x, ids, experts, inner, order, place, offsets, h, product)
+            sort_kernel[(num_experts,)](ids, order, row, ends, pairs, CHUNK=_SORTED_AT_ONCE, num_warps=8)
+        h, product = x.new_empty((pairs, intermediate_size)), x.new_empty((pairs, x.shape[1]))
+        return cls(x, ids, order, row, ends, h, product)
 
 
 def launch_products(
@@ -110,115 +132,197 @@ def launch_products(
     experts: torch.Tensor | None,
     *,
     activation: str,
+    tiles: tuple[Tile, Tile] | None = None,
+    products: tuple[str, ...] = ("w13", "w2"),
 ) -> None:
-    """Two launches: both products of the rows whose experts are in the slots of `weights`.
+    """Compute both products of the rows whose experts are in the slots of `weights`, in two launches.
 
-    `experts` int32 [slots], -1 for a slot to leave out; None where slots are experts.
+    `experts` int32 [slots] holds the expert in each slot, -1 for a slot to leave out; None if slots are
+    experts. The first product is written to `rows.h`, the second to `rows.product`. `products` selects one of
+    them.
     """
-    tiles = choose_tiles(rows.ids.numel(), rows.experts, rows.x.element_size())
-    launch_up(rows, weights, experts, tiles.up, activation=activation)
-    launch_down(rows, weights, experts, tiles.down)
+    tiles = tiles or slot_tiles(rows.ids.numel(), len(rows.ends), rows.x.element_size())
+    for name, tile in zip(("w13", "w2"), tiles, strict=True):
+        if name not in products:
+            continue
+        a, out = (rows.x, rows.h) if name == "w13" else (rows.h, rows.product)
+        width, weight = out.shape[1], weights[name]
+        with torch.cuda.device_of(a):
+            slot_product[(triton.cdiv(width, tile.block_n) * tile.splits, weight.shape[0])](
+                a,
+                weight,
+                weights.get(f"{name}_scale", rows.x),
+                weights.get(f"{name}_bias", rows.x),
+                rows.ends if experts is None else experts,
+                rows.order,
+                rows.ends,
+                out,
+                rows.ids.shape[1],
+                width=width,
+                depth=a.shape[1],
+                activation=activation if name == "w13" else "none",
+                second=name == "w2",
+                has_scale=f"{name}_scale" in weights,
+                has_bias=f"{name}_bias" in weights,
+                mapped=experts is not None,
+                BLOCK_M=tile.block_m,
+                TALL_M=tile.tall_m or tile.block_m,
+                BLOCK_N=tile.block_n,
+                BLOCK_K=tile.block_k,
+                splits=tile.splits,
+                wide=not a.is_cuda or a.dtype is torch.float32,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
 
 
-def launch_up(
-    rows: Rows,
-    weights: Mapping[str, torch.Tensor],
-    experts: torch.Tensor | None,
-    cut: Cut,
-    *,
-    activation: str,
-) -> None:
-    """The first product and its activation, into `rows.h`. As `launch_products`."""
-    with torch.cuda.device_of(rows.x):
-        up_tiles_kernel[(triton.cdiv(rows.inner, cut.columns) * cut.splits, weights["w13"].shape[0])](
-            rows.x,
-            weights["w13"],
-            weights.get("w13_scale", rows.x),
-            weights.get("w13_bias", rows.x),
-            rows.offsets if experts is None else experts,
-            rows.order,
-            rows.offsets,
-            rows.h,
-            rows.ids.shape[1],
-            activation=activation,
-            **_options(rows, weights, experts, "w13", cut),
-        )
-
-
-def launch_down(
-    rows: Rows, weights: Mapping[str, torch.Tensor], experts: torch.Tensor | None, cut: Cut
-) -> None:
-    """The second product, of `rows.h` into `rows.product`. As `launch_products`."""
-    with torch.cuda.device_of(rows.x):
-        down_tiles_kernel[(triton.cdiv(rows.x.shape[1], cut.columns) * cut.splits, weights["w2"].shape[0])](
-            rows.h,
-            weights["w2"],
-            weights.get("w2_scale", rows.x),
-            weights.get("w2_bias", rows.x),
-            rows.offsets if experts is None else experts,
-            rows.offsets,
-            rows.product,
-            **_options(rows, weights, experts, "w2", cut),
-        )
-
-
-def _options(
-    rows: Rows, weights: Mapping[str, torch.Tensor], experts: torch.Tensor | None, product: str, cut: Cut
-) -> dict[str, int | bool]:
-    return {
-        "hidden": rows.x.shape[1],
-        "inner": rows.inner,
-        "has_scale": f"{product}_scale" in weights,
-        "has_bias": f"{product}_bias" in weights,
-        "mapped": experts is not None,
-        "rows": cut.rows,
-        "tall": cut.tall,
-        "columns": cut.columns,
-        "depth": cut.depth,
-        "splits": cut.splits,
-        "wide": not rows.x.is_cuda or rows.x.dtype is torch.float32,
-        "num_warps": cut.warps,
-        "num_stages": cut.stages,
-    }
-
-
-def launch_sum(rows: Rows, shares: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
-    """One launch: every token's products, weighted by `shares` [T, K], into `out` float32 [T, H]."""
-    tokens, hidden = rows.x.shape
-    columns = _columns(hidden, 1024)
+def launch_sum(rows: Rows, topk_weights: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
+    """Write the sum of each token's products by `topk_weights` [T, K] to `out` float32 [T, H]: one launch."""
     with torch.cuda.device_of(out):
-        sum_kernel[(triton.cdiv(hidden, columns), tokens)](
-            rows.product,
-            rows.ids,
-            rows.place,
-            shares,
-            out,
-            rows.experts,
-            top_k=rows.ids.shape[1],
-            hidden=hidden,
-            adds=adds,
-            columns=columns,
-        )
+        _sum(rows.product, rows.ids, rows.row, topk_weights, out, len(rows.ends), adds=adds)
 
 
-def launch_many(
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One weight of all experts, in the form that `block_product` reads."""
+
+    values: torch.Tensor
+    """bfloat16 [E, N, K], or for NVFP4 int32 [E, N, 8 * G] of `pack_words`"""
+    block_scales: torch.Tensor | None = None
+    """int32 [E, N, G] of `pack_words` for NVFP4"""
+    global_scale: torch.Tensor | None = None
+    """float32 [E] for NVFP4"""
+
+
+def run_experts(
     x: torch.Tensor,
-    weights: Mapping[str, torch.Tensor],
-    slot_ids: torch.Tensor,
-    shares: torch.Tensor,
-    out: torch.Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
     *,
     activation: str,
+    tiles: tuple[Tile, Tile] | None = None,
+) -> torch.Tensor:
+    """Return bfloat16 [T, H] of `x` bfloat16 [T, H], `topk_weights` float32 [T, K], `topk_ids` int32 [T, K].
+
+    An id of -1 is skipped; `activation` is ``silu``, ``gelu_tanh`` (both with the gate in the first half of
+    `w13`'s rows) or ``relu2``. Both tiles must have the same block_m.
+    """
+    hidden_size = x.shape[1]
+    num_experts, pairs = w13.values.shape[0], topk_ids.numel()
+    gated = activation != "relu2"
+    intermediate_size = w13.values.shape[1] // 2 if gated else w13.values.shape[1]
+    nvfp4 = w13.block_scales is not None
+    first, second = tiles or block_tiles(pairs, num_experts, nvfp4, gated=gated)
+    h = torch.empty((pairs, intermediate_size), dtype=torch.bfloat16, device=x.device)  # [T * K, I]
+    products = torch.empty((pairs, hidden_size), dtype=torch.bfloat16, device=x.device)  # [T * K, H]
+    output = torch.empty_like(x)  # [T, H]
+    plan = plan_blocks(topk_ids, num_experts, first.block_m) if pairs > DECODE_PAIRS else None
+    launch_block_product(x, w13, h, topk_ids, plan, first, activation=activation, second=False)
+    launch_block_product(h, w2, products, topk_ids, plan, second, activation="none", second=True)
+    _sum(products, topk_ids, None, topk_weights, output, num_experts, adds=False)
+    return output
+
+
+def plan_blocks(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (order int32 [P], plan int32 [B, 3]), as `plan_kernel` writes them.
+
+    B depends on the sizes alone, never on the ids, so that nothing has to be read back. Pairs without an
+    expert are in no block; entries of `order` that belong to no block are not written.
+    """
+    pairs = topk_ids.numel()
+    blocks = pairs // block_m + num_experts
+    by_row = pairs < blocks
+    blocks = min(pairs, blocks)
+    order = torch.empty(pairs, dtype=torch.int32, device=topk_ids.device)  # [P]
+    plan = torch.empty((blocks, 3), dtype=torch.int32, device=topk_ids.device)  # [B, 3]
+    plan_kernel[(num_experts,)](
+        topk_ids.contiguous(),
+        order,
+        plan,
+        pairs,
+        blocks,
+        num_experts=num_experts,
+        by_row=by_row,
+        BLOCK_M=block_m,
+        CHUNK=1024 if pairs <= 4096 else 4096,
+        num_warps=4 if pairs <= 4096 else 8,
+    )
+    return order, plan
+
+
+def launch_block_product(
+    a: torch.Tensor,
+    weight: ExpertWeights,
+    out: torch.Tensor,
+    topk_ids: torch.Tensor,
+    plan: tuple[torch.Tensor, torch.Tensor] | None,
+    tile: Tile,
+    *,
+    activation: str,
+    second: bool,
+) -> None:
+    """Write one product of `a` to `out`; `plan` is that of `plan_blocks`, or None for a block a pair."""
+    order, blocks = plan or (topk_ids, topk_ids)
+    width, nvfp4 = out.shape[1], weight.block_scales is not None
+    block_product[(triton.cdiv(width, tile.block_n), len(blocks) if plan else topk_ids.numel())](
+        a,
+        weight.values,
+        weight.block_scales if nvfp4 else weight.values,
+        weight.global_scale if nvfp4 else weight.values,
+        out,
+        topk_ids,
+        order,
+        blocks,
+        width=width,
+        depth=a.shape[1],
+        top_k=topk_ids.shape[1],
+        activation=activation,
+        nvfp4=nvfp4,
+        planned=plan is not None,
+        second=second,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        wide=not a.is_cuda,
+        hopper=_is_hopper(a.device),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _sum(
+    product: torch.Tensor,
+    ids: torch.Tensor,
+    row: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+    num_experts: int,
+    *,
     adds: bool,
 ) -> None:
-    """Four launches: pairs sorted by slot, both products over tiles of them, the sum. As `launch_decode`.
+    tokens, width = out.shape
+    block_n = _block(width, 1024)
+    sum_kernel[(triton.cdiv(width, block_n), tokens)](
+        product,
+        ids,
+        ids if row is None else row,
+        topk_weights,
+        out,
+        num_experts,
+        top_k=ids.shape[1],
+        width=width,
+        has_row=row is not None,
+        adds=adds,
+        BLOCK_N=block_n,
+    )
 
-    What lies between the products has the type of `x`.
-    """
-    rows = Rows.sort(x, slot_ids, weights["w13"].shape[0], weights["w2"].shape[2])
-    launch_products(rows, weights, None, activation=activation)
-    launch_sum(rows, shares, out, adds=adds)
 
-
-def _columns(width: int, most: int) -> int:
+def _block(width: int, most: int) -> int:
     return int(min(max(triton.next_power_of_2(width), 16), most))
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -1,4 +1,7 @@
-"""What a MoE layer needs around its two matrix products: the order of rows, and their sum."""
+"""The kernels around the matrix products of a MoE layer: pairs grouped by expert, activation, weighted sum.
+
+A pair is one token with one of its experts; pair p belongs to token p // top_k.
+"""
 
 from __future__ import annotations
 
@@ -6,87 +9,170 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
+def activate(gate: tl.tensor, up: tl.tensor, activation: tl.constexpr) -> tl.tensor:
+    """Return act(gate) * up for ``silu``, ``gelu_tanh``; ``relu2`` of `gate` alone; `gate` for ``none``."""
+    if activation == "silu":
+        value = gate * tl.sigmoid(gate) * up
+    elif activation == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both ends
+        value = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)) * up
+    elif activation == "relu2":
+        positive = tl.maximum(gate, 0.0)
+        value = positive * positive
+    else:
+        value = gate
+    return value
+
+
+@triton.jit
+def _count_pairs(ids_ptr: tl.tensor, pairs: tl.tensor, expert: tl.tensor, CHUNK: tl.constexpr) -> tl.tuple:
+    """Return (pairs of the experts below `expert`, pairs of `expert`). Ids below 0 are no expert."""
+    place = tl.arange(0, CHUNK)  # [CHUNK]
+    lower = tl.zeros((CHUNK,), tl.int32)
+    equal = tl.zeros((CHUNK,), tl.int32)
+    start = pairs * 0
+    while start < pairs:
+        ids = tl.load(ids_ptr + start + place, mask=start + place < pairs, other=-1).to(tl.int32)
+        lower += ((ids >= 0) & (ids < expert)).to(tl.int32)
+        equal += (ids == expert).to(tl.int32)
+        start += CHUNK
+    return tl.sum(lower, axis=0), tl.sum(equal, axis=0)
+
+
+@triton.jit
+def _write_order(
+    ids_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    pairs: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    has_row: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Write the pairs of `expert` to `order` from row `first` on, and with `has_row` the row of each pair."""
+    place = tl.arange(0, CHUNK)  # [CHUNK]
+    start = pairs * 0
+    while start < pairs:
+        ids = tl.load(ids_ptr + start + place, mask=start + place < pairs, other=-1).to(tl.int32)
+        hit = (ids == expert).to(tl.int32)  # [CHUNK]
+        row = first + tl.cumsum(hit, axis=0) - 1  # [CHUNK]
+        tl.store(order_ptr + row, start + place, mask=hit != 0)
+        if has_row:
+            tl.store(row_ptr + start + place, row, mask=hit != 0)
+        first += tl.sum(hit, axis=0)
+        start += CHUNK
+
+
+@triton.jit(do_not_specialize=["pairs"])
 def sort_kernel(
     ids_ptr: tl.tensor,
     order_ptr: tl.tensor,
-    place_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
-    count: tl.tensor,
-    chunk: tl.constexpr,
+    row_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    pairs: tl.tensor,
+    CHUNK: tl.constexpr,
 ) -> None:
-    """A stable counting sort of `ids` [count], a program an expert.
+    """Sort the pairs by expert: a stable counting sort of `ids` [pairs], one program an expert.
 
-    Writes `order` [count], the pairs by expert; `place` [count], where each pair went; `offsets` int32 [E],
-    where each expert's rows end. Pairs whose id is no expert are left out.
+    Writes `order` [pairs], the pairs by expert; `row` [pairs], the row of each pair; `ends` int32 [E], the
+    end of each expert's rows. Pairs whose id is not an expert are left out.
     """
-    mine = tl.program_id(0)
-    lane = tl.arange(0, chunk)  # [chunk]
-    before = count * 0
-    number = count * 0
-    start = count * 0
-    while start < count:
-        ids = tl.load(ids_ptr + start + lane, mask=start + lane < count, other=-1).to(tl.int32)
-        before += tl.sum(((ids >= 0) & (ids < mine)).to(tl.int32), axis=0)
-        number += tl.sum((ids == mine).to(tl.int32), axis=0)
-        start += chunk
-    tl.store(offsets_ptr + mine, before + number)
+    expert = tl.program_id(0)
+    first, number = _count_pairs(ids_ptr, pairs, expert, CHUNK)
+    tl.store(ends_ptr + expert, first + number)
     if number > 0:
-        start = count * 0
-        while start < count:
-            ids = tl.load(ids_ptr + start + lane, mask=start + lane < count, other=-1).to(tl.int32)
-            hit = ids == mine
-            row = before + tl.cumsum(hit.to(tl.int32), axis=0) - 1
-            tl.store(order_ptr + row, start + lane, mask=hit)
-            tl.store(place_ptr + start + lane, row, mask=hit)
-            before += tl.sum(hit.to(tl.int32), axis=0)
-            start += chunk
+        _write_order(ids_ptr, order_ptr, row_ptr, pairs, expert, first, True, CHUNK)
 
 
 @triton.jit
 def rows_of(
     slot: tl.tensor,
     experts_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
     mapped: tl.constexpr,
 ) -> tl.tuple:
-    """(first, end) of the rows whose expert is in `slot`."""
+    """Return (first, end) of the rows of the expert in `slot`, in the order of `sort_kernel`."""
     expert = slot.to(tl.int32)
     if mapped:
         expert = tl.load(experts_ptr + slot)
-    end = tl.load(offsets_ptr + expert, mask=expert >= 0, other=0)
-    return tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0), end
+    end = tl.load(ends_ptr + expert, mask=expert >= 0, other=0)
+    return tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0), end
 
 
-@triton.jit(do_not_specialize=["experts"])
+@triton.jit
+def plan_kernel(
+    ids_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    plan_ptr: tl.tensor,
+    pairs: tl.tensor,
+    blocks: tl.tensor,
+    num_experts: tl.constexpr,
+    by_row: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Sort the pairs by expert and divide them into blocks, one program an expert.
+
+    Writes `order` [pairs] as `sort_kernel` does, and `plan` int32 [blocks, 3]: (expert or -1, first row,
+    rows). Every expert has a piece of the plan that is long enough whatever the others have, so that programs
+    need not wait for each other: a block for each of its rows (`by_row`), or the full blocks that its rows
+    can end and one more.
+    """
+    expert = tl.program_id(0)
+    row, number = _count_pairs(ids_ptr, pairs, expert, CHUNK)
+    block = row if by_row else row // BLOCK_M + expert
+    stop = row + number if by_row else (row + number) // BLOCK_M + expert + 1
+    if expert == num_experts - 1:
+        stop = blocks
+    done = number * 0
+    while block < stop:
+        tl.store(plan_ptr + block * 3, tl.where(done < number, expert, -1))
+        tl.store(plan_ptr + block * 3 + 1, row + done)
+        tl.store(plan_ptr + block * 3 + 2, tl.minimum(number - done, BLOCK_M))
+        done += BLOCK_M
+        block += 1
+    if number > 0:
+        _write_order(ids_ptr, order_ptr, order_ptr, pairs, expert, row, False, CHUNK)
+
+
+@triton.jit(do_not_specialize=["num_experts"])
 def sum_kernel(
     product_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    place_ptr: tl.tensor,
-    shares_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    topk_weights_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    experts: tl.tensor,
+    num_experts: tl.tensor,
     top_k: tl.constexpr,
-    hidden: tl.constexpr,
+    width: tl.constexpr,
+    has_row: tl.constexpr,
     adds: tl.constexpr,
-    columns: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ) -> None:
-    """`out` float32 [T, hidden]: the sum over a token's experts, in the order of its ids.
+    """Write `out` [T, width]: the weighted sum over a token's experts, in the order of its ids, in float32.
 
-    `product` [rows, hidden] is the second product. Programs: (hidden / columns, T). `adds`: to what `out`
-    holds.
+    `product` [pairs, width] has a row for each pair, with `has_row` at the row of `sort_kernel`. Pairs whose
+    id is not an expert are left out. `adds`: adds to the values in `out`. Programs: (width / BLOCK_N, T).
     """
     token = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * columns + tl.arange(0, columns)  # [columns]
-    inside = column < hidden
-    total = tl.zeros([columns], tl.float32)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    inside = column < width
+    total = tl.zeros([BLOCK_N], tl.float32)
     for lane in tl.static_range(top_k):
-        expert = tl.load(ids_ptr + token * top_k + lane)
-        if (expert >= 0) & (expert < experts):
-            row = tl.load(place_ptr + token * top_k + lane).to(tl.int64)
-            value = tl.load(product_ptr + row * hidden + column, mask=inside, other=0.0).to(tl.float32)
-            total += value * tl.load(shares_ptr + token * top_k + lane).to(tl.float32)
-    to_ptr = out_ptr + token * hidden + column
+        pair = token * top_k + lane
+        expert = tl.load(ids_ptr + pair)
+        known = (expert >= 0) & (expert < num_experts)
+        row = pair
+        if has_row:
+            row = tl.load(row_ptr + pair, mask=known, other=0).to(tl.int64)
+        # A mask and no branch, so that the loads of all lanes can be under way at once.
+        mask = column < tl.where(known, width, 0)  # [BLOCK_N]
+        value = tl.load(product_ptr + row * width + column, mask=mask, other=0.0)  # [BLOCK_N]
+        total += value.to(tl.float32) * tl.load(topk_weights_ptr + pair, mask=known, other=0.0).to(tl.float32)
+    to_ptr = out_ptr + token * width + column  # [BLOCK_N]
     if adds:
         total += tl.load(to_ptr, mask=inside, other=0.0)
-    tl.store(to_ptr, total, mask=inside)
+    tl.store(to_ptr, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,282 +1,63 @@
-"""The two matrix products of a MoE layer for many tokens, over tiles of the rows that share an expert.
-
-Rows are those of `moe_rows.sort_kernel`: sorted by expert, each expert's ending at its offset. A launch is
-over the slots of one group of experts, which writes its own rows and no others: a call in groups sorts once,
-computes each row once, and adds up once.
-"""
+"""How the matrix products of a MoE layer are divided into tiles, as measured on an H200."""
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
-from moedoctor.kernels.moe.activations import activate
-from moedoctor.kernels.moe.rows import rows_of
+from dataclasses import dataclass
 
 
-@triton.jit
-def _dot(a: tl.tensor, weight: tl.tensor, total: tl.tensor, wide: tl.constexpr) -> tl.tensor:
-    """total [M, N] + a [M, K] times weight [N, K], transposed; `wide` where bfloat16 cannot be multiplied."""
-    if wide:
-        total += tl.dot(a.to(tl.float32), tl.trans(weight.to(tl.float32)), input_precision="ieee")
-    else:
-        total = tl.dot(a, tl.trans(weight.to(a.dtype)), total)
-    return total
+@dataclass(frozen=True)
+class Tile:
+    """The tile of one product: what a program computes at once."""
+
+    block_m: int
+    """Tokens"""
+    block_n: int
+    """Columns of the result"""
+    block_k: int
+    """Elements of the sum that a step takes"""
+    warps: int
+    stages: int
+    splits: int = 1
+    """Programs that share the rows of an expert. They run beside each other and meet in the L2 cache."""
+    tall_m: int | None = None
+    """Tokens of a tile if an expert has more than `block_m` left. A tall tile reads the weights once."""
 
 
-@triton.jit
-def _up_tile(
-    row: tl.tensor,
-    end: tl.tensor,
-    slot: tl.tensor,
-    column: tl.tensor,
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    top_k: tl.tensor,
-    hidden: tl.constexpr,
-    inner: tl.constexpr,
-    activation: tl.constexpr,
-    has_scale: tl.constexpr,
-    has_bias: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-    depth: tl.constexpr,
-    wide: tl.constexpr,
-) -> None:
-    """`rows` rows from `row` on, those before `end`, of `up_tiles_kernel`'s columns `column` [N]."""
-    gated: tl.constexpr = activation == "silu"
-    height: tl.constexpr = 2 * inner if gated else inner
-    present = (column < inner) | (inner % columns == 0)
-    place = tl.arange(0, depth)  # [K]
-    from_ptr = weight_ptr + (slot * height + column[:, None]) * hidden + place[None, :]  # [N, K]
-    line = row + tl.arange(0, rows)  # [M]
-    inside = line < end
-    token = tl.load(order_ptr + line, mask=inside, other=0) // top_k  # [M]
-    a_ptr = x_ptr + token.to(tl.int64)[:, None] * hidden + place[None, :]  # [M, K]
-    gate = tl.zeros([rows, columns], tl.float32)
-    up = tl.zeros([rows, columns], tl.float32)
-    for start in range(0, hidden, depth):
-        real = (start + place < hidden) | (hidden % depth == 0)  # [K]
-        weight = tl.load(from_ptr + start, mask=present[:, None] & real[None, :], other=0.0)  # [N, K]
-        a = tl.load(a_ptr + start, mask=inside[:, None] & real[None, :], other=0.0)  # [M, K]
-        gate = _dot(a, weight, gate, wide)
-        if gated:
-            beyond = from_ptr + start + inner * hidden  # [N, K]
-            weight = tl.load(beyond, mask=present[:, None] & real[None, :], other=0.0)
-            up = _dot(a, weight, up, wide)
-    if has_scale:
-        scale = tl.load(scale_ptr + slot)
-        gate *= scale
-        up *= scale
-    if has_bias:
-        bias = bias_ptr + slot * height + column  # [N]
-        gate += tl.load(bias, mask=present, other=0.0).to(tl.float32)[None, :]
-        if gated:
-            up += tl.load(bias + inner, mask=present, other=0.0).to(tl.float32)[None, :]
-    value = activate(gate, up, activation)  # [M, N]
-    to_ptr = out_ptr + line.to(tl.int64)[:, None] * inner + column[None, :]  # [M, N]
-    tl.store(to_ptr, value.to(out_ptr.dtype.element_ty), mask=inside[:, None] & present[None, :])
+DECODE_PAIRS = 64
+"""Up to so many pairs are computed one by one; more are grouped by expert, which takes a launch."""
 
 
-@triton.jit
-def up_tiles_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    experts_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    top_k: tl.tensor,
-    hidden: tl.constexpr,
-    inner: tl.constexpr,
-    activation: tl.constexpr,
-    has_scale: tl.constexpr,
-    has_bias: tl.constexpr,
-    mapped: tl.constexpr,
-    rows: tl.constexpr,
-    tall: tl.constexpr,
-    columns: tl.constexpr,
-    depth: tl.constexpr,
-    splits: tl.constexpr,
-    wide: tl.constexpr,
-) -> None:
-    """`out` [T * K, inner]: activated first product of each row of the experts in these slots.
+def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
+    """Return the tiles of both products over slots, by the mean rows of an expert.
 
-    `weight` [slots, 2 * inner, hidden], gate above up, for ``silu``; [slots, inner, hidden] for ``relu2``.
-    `mapped`: `experts` int32 [slots] tells whom each slot holds, -1 for nobody; else slots are experts.
-    Programs: (inner / columns * splits, slots); `splits` of them share the rows of an expert, tile by tile.
-    A tile has `rows` rows, or `tall` where more are left.
+    `size`: bytes of an element of `x`. The number of slots does not matter: a call in groups computes each
+    row as a call without them does.
     """
-    slot = tl.program_id(1).to(tl.int64)
-    row, end = rows_of(slot, experts_ptr, offsets_ptr, mapped)
-    row += tl.program_id(0) % splits * tall
-    column = tl.program_id(0) // splits * columns + tl.arange(0, columns)  # [N]
-    while row < end:
-        if tall > rows and end - row > rows:
-            _up_tile(
-                row,
-                end,
-                slot,
-                column,
-                x_ptr,
-                weight_ptr,
-                scale_ptr,
-                bias_ptr,
-                order_ptr,
-                out_ptr,
-                top_k,
-                hidden,
-                inner,
-                activation,
-                has_scale,
-                has_bias,
-                tall,
-                columns,
-                depth,
-                wide,
-            )
-        else:
-            _up_tile(
-                row,
-                end,
-                slot,
-                column,
-                x_ptr,
-                weight_ptr,
-                scale_ptr,
-                bias_ptr,
-                order_ptr,
-                out_ptr,
-                top_k,
-                hidden,
-                inner,
-                activation,
-                has_scale,
-                has_bias,
-                rows,
-                columns,
-                depth,
-                wide,
-            )
-        row += tall * splits
+    rows = pairs / experts
+    if rows <= 16 or size > 2:  # float32 has no tensor cores, and all of a tile is in registers
+        return Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4)
+    if rows <= 32:
+        return Tile(32, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3)
+    # The fastest at 64 rows (scripts/tune_expert_cache.py). With more rows, more programs share them.
+    return (
+        Tile(64, 64, 64, 4, 3, splits=2 + int(rows) // 128),
+        Tile(64, 128, 64, 4, 3, splits=1 + int(rows + 32) // 128, tall_m=128),
+    )
 
 
-@triton.jit
-def _down_tile(
-    row: tl.tensor,
-    end: tl.tensor,
-    slot: tl.tensor,
-    column: tl.tensor,
-    h_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    hidden: tl.constexpr,
-    inner: tl.constexpr,
-    has_scale: tl.constexpr,
-    has_bias: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-    depth: tl.constexpr,
-    wide: tl.constexpr,
-) -> None:
-    """As `_up_tile`, of `down_tiles_kernel`."""
-    present = (column < hidden) | (hidden % columns == 0)
-    place = tl.arange(0, depth)  # [K]
-    from_ptr = weight_ptr + (slot * hidden + column[:, None]) * inner + place[None, :]  # [N, K]
-    line = row + tl.arange(0, rows)  # [M]
-    inside = line < end
-    a_ptr = h_ptr + line.to(tl.int64)[:, None] * inner + place[None, :]  # [M, K]
-    total = tl.zeros([rows, columns], tl.float32)
-    for start in range(0, inner, depth):
-        real = (start + place < inner) | (inner % depth == 0)  # [K]
-        a = tl.load(a_ptr + start, mask=inside[:, None] & real[None, :], other=0.0)  # [M, K]
-        weight = tl.load(from_ptr + start, mask=present[:, None] & real[None, :], other=0.0)  # [N, K]
-        total = _dot(a, weight, total, wide)
-    if has_scale:
-        total *= tl.load(scale_ptr + slot)
-    if has_bias:
-        bias = tl.load(bias_ptr + slot * hidden + column, mask=present, other=0.0)  # [N]
-        total += bias.to(tl.float32)[None, :]
-    to_ptr = out_ptr + line.to(tl.int64)[:, None] * hidden + column[None, :]  # [M, N]
-    tl.store(to_ptr, total.to(out_ptr.dtype.element_ty), mask=inside[:, None] & present[None, :])
-
-
-@triton.jit
-def down_tiles_kernel(
-    h_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    experts_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    hidden: tl.constexpr,
-    inner: tl.constexpr,
-    has_scale: tl.constexpr,
-    has_bias: tl.constexpr,
-    mapped: tl.constexpr,
-    rows: tl.constexpr,
-    tall: tl.constexpr,
-    columns: tl.constexpr,
-    depth: tl.constexpr,
-    splits: tl.constexpr,
-    wide: tl.constexpr,
-) -> None:
-    """`out` [T * K, hidden]: second product of each row of `h` [T * K, inner]. As `up_tiles_kernel`.
-
-    Programs: (hidden / columns * splits, slots).
-    """
-    slot = tl.program_id(1).to(tl.int64)
-    row, end = rows_of(slot, experts_ptr, offsets_ptr, mapped)
-    row += tl.program_id(0) % splits * tall
-    column = tl.program_id(0) // splits * columns + tl.arange(0, columns)  # [N]
-    while row < end:
-        if tall > rows and end - row > rows:
-            _down_tile(
-                row,
-                end,
-                slot,
-                column,
-                h_ptr,
-                weight_ptr,
-                scale_ptr,
-                bias_ptr,
-                out_ptr,
-                hidden,
-                inner,
-                has_scale,
-                has_bias,
-                tall,
-                columns,
-                depth,
-                wide,
-            )
-        else:
-            _down_tile(
-                row,
-                end,
-                slot,
-                column,
-                h_ptr,
-                weight_ptr,
-                scale_ptr,
-                bias_ptr,
-                out_ptr,
-                hidden,
-                inner,
-                has_scale,
-                has_bias,
-                rows,
-                columns,
-                depth,
-                wide,
-            )
-        row += tall * splits
+def block_tiles(pairs: int, experts: int, nvfp4: bool, *, gated: bool) -> tuple[Tile, Tile]:
+    """Return the tiles of both products over blocks. A gated first product computes two halves at once."""
+    rows = pairs / experts
+    if pairs <= 16:
+        tile = Tile(16, 64, 256, 4, 4) if nvfp4 else Tile(16, 64, 128, 4, 3)
+        return tile, tile
+    few = pairs <= DECODE_PAIRS or rows <= 16
+    if nvfp4:
+        block_m = 16 if few else 32 if rows <= 32 else 64
+        stages = 4 if few else 3
+        return Tile(block_m, 64 if gated else 128, 128, 4, stages), Tile(block_m, 128, 128, 4, stages)
+    if few or rows <= 32:
+        tile = Tile(16, 64, 64, 4, 3) if few else Tile(32, 64, 128, 4, 3)
+        return tile, tile
+    block_m, warps = (128, 8) if rows > 96 else (64, 4)
+    return Tile(block_m, 64 if gated else 128, 64, warps, 3), Tile(block_m, 128, 64, warps, 3)

@@ -1,33 +1,35 @@
-"""The kernels of an MoE layer against the reference: interpreted on any machine, compiled on a GPU."""
+"""The kernels of a MoE layer against the reference: interpreted on any machine, compiled on a GPU.
+
+Those over the slots of an expert cache are also in `test_cache` and, on a GPU, in `test_expert_cache_gpu`.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.interpreted import run_check
+from moedoctor.bench.moe.parity import bounds_of
+from moedoctor.kernels.moe.tiles import Tile, block_tiles
+from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference import e2m1
+from moedoctor.reference.moe_layer import make_layer, make_problem
+from tests.interpreted import needs_triton, run_check
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
-)
+pytestmark = needs_triton
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
 
 def _interpreted(*cases: str) -> None:
-    said = run_check(Path(__file__).parent / "interpreted_experts.py", *cases)
-    assert said.strip() == "agreed"
+    assert run_check("expert_cases.py", *cases).strip() == "agreed"
 
 
-@needs_triton
 @pytest.mark.parametrize("quantization", ["nvfp4", "bf16"])
 def test_interpreted(quantization: str) -> None:
-    """Few slots and many, sizes that tiles do not divide."""
+    """Few pairs and many, sizes that tiles do not divide."""
     _interpreted(
         f"{quantization},silu,1,96,32",
         f"{quantization},relu2,3,96,64",
@@ -35,45 +37,29 @@ def test_interpreted(quantization: str) -> None:
     )
 
 
-@needs_triton
 def test_interpreted_decoding() -> None:
     _interpreted("decoding")
 
 
-@needs_triton
 def test_interpreted_plan() -> None:
-    """Small and large blocks; slots of no expert; more slots than the kernel looks at at once."""
+    """Small and large blocks; pairs without an expert; more pairs than the kernel looks at at once."""
     _interpreted("plan,1,0.3,40", "plan,16,0.0,40", "plan,16,0.5,2", "plan,64,1.0,40", "plan,64,0.3,1500")
 
 
 @pytest.mark.gpu
-@needs_triton
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("quantization", ["nvfp4", "bf16"])
 def test_compiled(quantization: str, activation: str) -> None:
     from expert_cases import assert_layer_is_right
 
-    from moedoctor.bench.moe.parity import bounds_of
-
-    for tokens, hidden, intermediate in ((1, 512, 256), (16, 160, 96), (17, 512, 256), (300, 704, 352)):
-        assert_layer_is_right(
-            quantization,
-            activation,
-            tokens,
-            hidden,
-            intermediate,
-            device="cuda:0",
-            bounds=bounds_of("none"),
-        )
+    for sizes in ((1, 512, 256), (16, 160, 96), (17, 512, 256), (300, 704, 352)):
+        assert_layer_is_right(quantization, activation, *sizes, device="cuda:0", bounds=bounds_of("none"))
 
 
 @pytest.mark.gpu
-@needs_triton
 def test_compiled_decoding() -> None:
     """Every kind of tile that is launched, and one that takes the instructions of other GPUs."""
     from expert_cases import assert_decoding_is_exact
-
-    from moedoctor.kernels.moe.expert_launch import Tile
 
     for rows, width, depth, warps in (
         (16, 64, 256, 4),
@@ -87,7 +73,6 @@ def test_compiled_decoding() -> None:
 
 
 @pytest.mark.gpu
-@needs_triton
 def test_compiled_plan() -> None:
     from expert_cases import assert_plan_is_whole
 
@@ -96,13 +81,10 @@ def test_compiled_plan() -> None:
 
 
 @pytest.mark.gpu
-@needs_triton
 def test_captured_in_a_graph() -> None:
     """A replay follows the ids that are there then, with and without a plan."""
     from moedoctor.bench.moe.own_backends import kernel_weights
-    from moedoctor.kernels.moe.expert_launch import run_experts
-    from moedoctor.models.layer_shape import LayerShape
-    from moedoctor.reference.moe_layer import make_layer, make_problem
+    from moedoctor.kernels.moe.launch import run_experts
 
     layer = make_layer(LayerShape(512, 256, 8, 4, "relu2"), "nvfp4", device="cuda:0")
     w13, w2 = kernel_weights(layer.w13), kernel_weights(layer.w2)
@@ -121,13 +103,11 @@ def test_captured_in_a_graph() -> None:
         assert torch.equal(replayed, call())
 
 
-@needs_triton
 def test_words_hold_what_the_checkpoint_holds() -> None:
     """Decoded here by the description of the format alone, for a weight whose last group is not full."""
     from expert_cases import every_code_and_scale
 
     from moedoctor.kernels.moe.nvfp4_words import pack_words
-    from moedoctor.reference import e2m1
 
     packed, scales = every_code_and_scale()
     pairs = e2m1.unpack(packed).unflatten(-1, (-1, 16)) + scales.view(torch.uint8).int()[..., None] * 16
@@ -142,22 +122,19 @@ def test_words_hold_what_the_checkpoint_holds() -> None:
     scale = (1 + (byte & 7) / 8) * 2.0 ** ((byte >> 3) - 21)
     expected = e2m1.decode(e2m1.unpack(packed)).unflatten(-1, (-1, 16)).double()  # [1, 256, 15, 16]
     expected = (expected * scales.double()[..., None]).flatten(-2)  # [1, 256, 240]
-    found = (value * scale).flatten(-3)  # [1, 256, 256]
-    assert torch.equal(found[..., :240], expected)
-    assert not bool(found[..., 240:].count_nonzero())
+    decoded = (value * scale).flatten(-3)  # [1, 256, 256]
+    assert torch.equal(decoded[..., :240], expected)
+    assert not bool(decoded[..., 240:].count_nonzero())
 
 
-@needs_triton
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
-    """Compiled for GPUs that need not be there: what is decoded is not stored in shared memory."""
-    from compiled_experts import compiled
+    """Compiled for GPUs that need not be there: decoded weights are not stored in shared memory."""
+    from expert_cases import compiled
 
-    from moedoctor.kernels.moe.expert_launch import choose_tiles
-
-    tile, _ = choose_tiles(3072, 128, True, gated=False)
+    tile, _ = block_tiles(3072, 128, True, gated=False)
     kernel = compiled(capability, tile, nvfp4=True, second=False, activation="relu2")
-    part = f"tensor<{tile.block_n}x{tile.block_k // 4}xbf16"  # what is decoded at a time
+    part = f"tensor<{tile.block_n}x{tile.block_k // 4}xbf16"  # the weights that are decoded at a time
     assert part in kernel.asm["ttgir"]
     assert not re.search(rf"local_(?:alloc|store) [^\n]*{part}", kernel.asm["ttgir"])
     if capability in (90, 120):  # elsewhere the assembler joins multiplications, or the loop is unrolled
@@ -168,14 +145,11 @@ def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
         steps = [group or jump for group, jump in order]
         assert steps.count("commit") >= 4
         assert all(after == "wait" for step, after in pairwise(steps) if step == "commit")
-    assert kernel.metadata.shared <= 99 * 1024, "what the smallest GPU has for one program"
+    assert kernel.metadata.shared <= 99 * 1024, "the shared memory of the smallest GPU for one program"
 
 
-@needs_triton
 @pytest.mark.parametrize("nvfp4", [True, False])
-@pytest.mark.parametrize("slots", [1, 64, 65, 500, 4000, 65_536])
-def test_both_products_cut_tokens_alike(slots: int, nvfp4: bool) -> None:
-    from moedoctor.kernels.moe.expert_launch import choose_tiles
-
-    first, second = choose_tiles(slots, 128, nvfp4, gated=True)
+@pytest.mark.parametrize("pairs", [1, 64, 65, 500, 4000, 65_536])
+def test_both_products_divide_tokens_alike(pairs: int, nvfp4: bool) -> None:
+    first, second = block_tiles(pairs, 128, nvfp4, gated=True)
     assert first.block_m == second.block_m

@@ -1,0 +1,349 @@
+"""The two matrix products of a MoE layer in tiles, for tokens that share an expert.
+
+There are two kernels, because two uses need different inner loops:
+
+- `slot_product` for the slots of an expert cache: weights in bfloat16, float16, float32 or FP8, with biases.
+  Rows are sorted by `sort_kernel`. Programs go over slots and loop over the rows of the slot's expert. So a
+  launch over the slots of one group of experts writes the rows of that group and no others: a call in groups
+  sorts once, computes each row once, and adds up once.
+- `block_product` for a whole layer: weights in bfloat16 or NVFP4. Programs go over the blocks of
+`plan_kernel`,
+  or over single pairs. It computes transposed, ``out.T = weight @ a.T``: tensor cores take their left operand
+  from registers, so a decoded weight goes there as it is, and tokens, which may be few, are the narrow side.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, decode_block
+from moedoctor.kernels.moe.rows import activate, rows_of
+
+
+@triton.jit
+def _slot_dot(a: tl.tensor, weight: tl.tensor, total: tl.tensor, wide: tl.constexpr) -> tl.tensor:
+    """Return total [M, N] + a [M, K] @ weight.T [K, N]; `wide` if bfloat16 cannot be multiplied."""
+    if wide:
+        total += tl.dot(a.to(tl.float32), tl.trans(weight.to(tl.float32)), input_precision="ieee")
+    else:
+        total = tl.dot(a, tl.trans(weight.to(a.dtype)), total)
+    return total
+
+
+@triton.jit
+def _slot_tile(
+    row: tl.tensor,
+    end: tl.tensor,
+    slot: tl.tensor,
+    column: tl.tensor,
+    a_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    top_k: tl.tensor,
+    width: tl.constexpr,
+    depth: tl.constexpr,
+    activation: tl.constexpr,
+    second: tl.constexpr,
+    has_scale: tl.constexpr,
+    has_bias: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    wide: tl.constexpr,
+) -> None:
+    """Compute BLOCK_M rows from `row` on, if before `end`, and the columns `column` [N] of `slot_product`."""
+    gated: tl.constexpr = activation == "silu"
+    height: tl.constexpr = 2 * width if gated else width
+    present = (column < width) | (width % BLOCK_N == 0)  # [N]
+    k = tl.arange(0, BLOCK_K)  # [K]
+    weight_at = weight_ptr + (slot * height + column[:, None]) * depth + k[None, :]  # [N, K]
+    line = row + tl.arange(0, BLOCK_M)  # [M]
+    inside = line < end  # [M]
+    source = line  # [M]
+    if not second:
+        source = tl.load(order_ptr + line, mask=inside, other=0) // top_k
+    a_at = a_ptr + source.to(tl.int64)[:, None] * depth + k[None, :]  # [M, K]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        real = (start + k < depth) | (depth % BLOCK_K == 0)  # [K]
+        weight = tl.load(weight_at + start, mask=present[:, None] & real[None, :], other=0.0)  # [N, K]
+        a = tl.load(a_at + start, mask=inside[:, None] & real[None, :], other=0.0)  # [M, K]
+        total = _slot_dot(a, weight, total, wide)
+        if gated:
+            up_at = weight_at + start + width * depth  # [N, K]
+            weight = tl.load(up_at, mask=present[:, None] & real[None, :], other=0.0)
+            up = _slot_dot(a, weight, up, wide)
+    if has_scale:
+        scale = tl.load(scale_ptr + slot)
+        total *= scale
+        up *= scale
+    if has_bias:
+        bias_at = bias_ptr + slot * height + column  # [N]
+        total += tl.load(bias_at, mask=present, other=0.0).to(tl.float32)[None, :]
+        if gated:
+            up += tl.load(bias_at + width, mask=present, other=0.0).to(tl.float32)[None, :]
+    value = activate(total, up, activation)  # [M, N]
+    to_ptr = out_ptr + line.to(tl.int64)[:, None] * width + column[None, :]  # [M, N]
+    tl.store(to_ptr, value.to(out_ptr.dtype.element_ty), mask=inside[:, None] & present[None, :])
+
+
+@triton.jit
+def slot_product(
+    a_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    experts_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    top_k: tl.tensor,
+    width: tl.constexpr,
+    depth: tl.constexpr,
+    activation: tl.constexpr,
+    second: tl.constexpr,
+    has_scale: tl.constexpr,
+    has_bias: tl.constexpr,
+    mapped: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TALL_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    splits: tl.constexpr,
+    wide: tl.constexpr,
+) -> None:
+    """Write ``out = act(a @ weight.T)`` [rows, width] for the rows of the experts in these slots.
+
+    The first product reads tokens [T, depth], the second the rows that the first wrote. `weight` [slots,
+    width, depth], or [slots, 2 * width, depth] with the gate above up. `mapped`: `experts` int32 [slots]
+    holds the expert in each slot, -1 for none; otherwise slots are experts. Programs: (width / BLOCK_N *
+    splits, slots); `splits` of them share the rows of an expert, tile by tile. A tile has BLOCK_M rows, or
+    TALL_M if more are left.
+    """
+    slot = tl.program_id(1).to(tl.int64)
+    row, end = rows_of(slot, experts_ptr, ends_ptr, mapped)
+    row += tl.program_id(0) % splits * TALL_M
+    column = tl.program_id(0) // splits * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    while row < end:
+        if TALL_M > BLOCK_M and end - row > BLOCK_M:
+            _slot_tile(
+                row,
+                end,
+                slot,
+                column,
+                a_ptr,
+                weight_ptr,
+                scale_ptr,
+                bias_ptr,
+                order_ptr,
+                out_ptr,
+                top_k,
+                width,
+                depth,
+                activation,
+                second,
+                has_scale,
+                has_bias,
+                TALL_M,
+                BLOCK_N,
+                BLOCK_K,
+                wide,
+            )
+        else:
+            _slot_tile(
+                row,
+                end,
+                slot,
+                column,
+                a_ptr,
+                weight_ptr,
+                scale_ptr,
+                bias_ptr,
+                order_ptr,
+                out_ptr,
+                top_k,
+                width,
+                depth,
+                activation,
+                second,
+                has_scale,
+                has_bias,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                wide,
+            )
+        row += TALL_M * splits
+
+
+@triton.jit
+def _block_dot(weight: tl.tensor, a: tl.tensor, total: tl.tensor, wide: tl.constexpr) -> tl.tensor:
+    """Return total [N, M] + weight [N, K] @ a.T [K, M]; `wide` if bfloat16 cannot be multiplied."""
+    if wide:
+        weight = weight.to(tl.float32)
+        a = a.to(tl.float32)
+    return tl.dot(weight, tl.trans(a), total)
+
+
+@triton.jit
+def _nvfp4_parts(
+    a_row: tl.tensor, inside: tl.tensor, start: tl.tensor, depth: tl.constexpr, BLOCK_K: tl.constexpr
+) -> tl.tuple:
+    """Load BLOCK_K activations from `start` on: the blocks of 16 numbered 0, 4, 8..., then 1, 5, 9..."""
+    k = tl.arange(0, BLOCK_K // 4)  # [BLOCK_K / 4]
+    place = start + k // 16 * 64 + k % 16  # [BLOCK_K / 4]
+    parts: tl.tuple = ()
+    for _ in tl.static_range(4):
+        mask = inside[:, None] & (place < depth)[None, :]  # [M, BLOCK_K / 4]
+        parts = parts + (tl.load(a_row + place[None, :], mask=mask, other=0.0),)
+        place += 16
+    return parts
+
+
+@triton.jit
+def _nvfp4_step(
+    total: tl.tensor,
+    parts: tl.tuple,
+    weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    rows: tl.tensor,
+    present: tl.tensor,
+    group: tl.tensor,
+    depth: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    wide: tl.constexpr,
+    hopper: tl.constexpr,
+) -> tl.tensor:
+    """Return `total` [N, M] plus one tile of the weight by the activations, four of `parts` [M, BLOCK_K / 4].
+
+    `rows` [N] are those of the weight, `group` is the first to read: see `nvfp4_words`.
+    """
+    groups: tl.constexpr = (depth + 63) // 64
+    size: tl.constexpr = BLOCK_K // 64
+    word = tl.arange(0, size * 8)  # [W]
+    inside = present[:, None] & (group + word // 8 < groups)[None, :]  # [N, W]
+    place = rows[:, None] * (groups * 8) + (group * 8 + word)[None, :]  # [N, W]
+    words = tl.load(weight_ptr + place, mask=inside, other=0).to(tl.uint32, bitcast=True)  # [N, W]
+    each = group + tl.arange(0, size)  # [G]
+    scale_place = rows[:, None] * groups + each[None, :]  # [N, G]
+    inside = present[:, None] & (each < groups)[None, :]  # [N, G]
+    scales = tl.load(scale_ptr + scale_place, mask=inside, other=0).to(tl.uint32, bitcast=True)  # [N, G]
+    for block in tl.static_range(4):
+        total = _block_dot(decode_block(words, scales, block, wide), parts[block], total, wide)
+    if hopper:
+        # Triton 3.6 lets Hopper's tensor cores read weights in registers when the next round of the loop may
+        # already write there (triton-lang/triton#9433). A use of the result, of no instruction, ends that.
+        total = tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=False, pack=1)
+    return total
+
+
+@triton.jit
+def _bf16_step(
+    total: tl.tensor,
+    values: tl.tensor,
+    weight_ptr: tl.tensor,
+    rows: tl.tensor,
+    present: tl.tensor,
+    start: tl.tensor,
+    depth: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    wide: tl.constexpr,
+) -> tl.tensor:
+    """Return `total` [N, M] plus one tile of the weight by the activations `values` [M, BLOCK_K]."""
+    column = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    weight = tl.load(
+        weight_ptr + rows[:, None] * depth + column[None, :],
+        mask=present[:, None] & (column < depth)[None, :],
+        other=0.0,
+    )  # [N, BLOCK_K]
+    return _block_dot(weight, values, total, wide)
+
+
+@triton.jit
+def block_product(
+    a_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    global_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    plan_ptr: tl.tensor,
+    width: tl.constexpr,
+    depth: tl.constexpr,
+    top_k: tl.constexpr,
+    activation: tl.constexpr,
+    nvfp4: tl.constexpr,
+    planned: tl.constexpr,
+    second: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    wide: tl.constexpr,
+    hopper: tl.constexpr,
+) -> None:
+    """Write one tile of ``out = act(a @ weight.T)``.
+
+    `width` is the width of `out`, `depth` that of `a`. The first product reads tokens [T, depth] and writes
+    rows in the order of experts; the second reads those and writes a row for each pair. `plan` [B, 3] holds
+    expert, first row and rows of each block of tokens; without it each pair is a block.
+    """
+    block = tl.program_id(1)
+    if planned:
+        expert = tl.load(plan_ptr + block * 3).to(tl.int64)
+        first_row = tl.load(plan_ptr + block * 3 + 1)
+        rows = tl.load(plan_ptr + block * 3 + 2)
+    else:
+        expert = tl.load(ids_ptr + block).to(tl.int64)
+        first_row = block
+        rows = 1
+    if expert < 0:
+        return
+    offset = tl.arange(0, BLOCK_M)  # [M]
+    inside = offset < rows
+    row = first_row + offset  # [M]
+    pair = tl.load(order_ptr + row, mask=inside, other=0) if planned else row  # [M]
+    source = row if second else pair // top_k  # [M]
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    present = column < width
+    gated: tl.constexpr = activation == "silu" or activation == "gelu_tanh"
+    height: tl.constexpr = width * 2 if gated else width
+    weight_row = expert * height + column  # [N]
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    a_row = a_ptr + source.to(tl.int64)[:, None] * depth  # [M, 1]
+    for start in range(0, depth, BLOCK_K):
+        if nvfp4:
+            parts = _nvfp4_parts(a_row, inside, start, depth, BLOCK_K)
+            group = start // 64
+            total = _nvfp4_step(
+                total, parts, weight_ptr, scale_ptr, weight_row, present, group, depth, BLOCK_K, wide, hopper
+            )
+            if gated:
+                up_row = weight_row + width
+                up = _nvfp4_step(
+                    up, parts, weight_ptr, scale_ptr, up_row, present, group, depth, BLOCK_K, wide, hopper
+                )
+        else:
+            k = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+            values = tl.load(a_row + k[None, :], mask=inside[:, None] & (k < depth)[None, :], other=0.0)
+            total = _bf16_step(total, values, weight_ptr, weight_row, present, start, depth, BLOCK_K, wide)
+            if gated:
+                up_row = weight_row + width
+                up = _bf16_step(up, values, weight_ptr, up_row, present, start, depth, BLOCK_K, wide)
+    if nvfp4:
+        scale = tl.load(global_ptr + expert) * REMAINING_SCALE
+        total *= scale
+        up *= scale
+    total = activate(total, up, activation)
+    target = pair if second else row
+    tl.store(
+        out_ptr + target.to(tl.int64)[:, None] * width + column[None, :],
+        tl.trans(total.to(tl.bfloat16)),
+        mask=inside[:, None] & present[None, :],
+    )
