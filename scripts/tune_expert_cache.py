@@ -1,4 +1,4 @@
-"""Print the effect of the expert cache's settings on this GPU: tiles of groups, and programs that read the bus.
+"""Print the effect of the expert cache's settings on this GPU: tiles of groups, programs that read the bus.
 
     python scripts/tune_expert_cache.py tiles|bus
 
