@@ -125,6 +125,6 @@ def our_group_cost(unit: str, device: str, sources: Mapping[str, str]) -> Observ
 
 def cold_swap(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
     """Measure a layer whose experts all have to be loaded, against the bandwidth of pinned copies."""
-    from moedoctor.bench.cache import claims
+    from moedoctor.bench.cache import groups
 
-    return Observation(claims.cold_swap(device))
+    return Observation(groups.cold_swap(device))
