@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import re
@@ -14,12 +15,15 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from pydantic_core import ErrorDetails
+
+    _Model = TypeVar("_Model", bound=BaseModel)
 
 # Not compiled here: that takes 5 ms, also of every command that reads no file.
 _UNPRINTABLE = "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
@@ -262,6 +266,40 @@ def parse_yaml(text: str) -> YamlSource:
         raise TextFileError(1, "is empty, expected a YAML mapping")
     lines: dict[YamlPath, int] = {}
     return YamlSource(_data(root, (), lines), lines)
+
+
+def validate(
+    model: type[_Model],
+    source: YamlSource,
+    *,
+    inner: Mapping[str, type[BaseModel]] | None = None,
+    **more: object,
+) -> _Model:
+    """Return the `model` of a YAML mapping, completed by `more` fields that are not in the YAML.
+
+    `inner` names the models of nested mappings by their key, for the keys that a message suggests. Raises
+    TextFileError with the line of the first value that does not fit.
+    """
+    from pydantic import ValidationError
+
+    data = source.data
+    try:
+        # Through JSON, because pydantic's strict mode takes enums and tuples from text only there.
+        return model.model_validate_json(json.dumps({**data, **more} if isinstance(data, dict) else data))
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+
+    def rank(error: ErrorDetails) -> tuple[bool, int, int]:
+        # A misspelt key is also a missing one, a bad item leaves its list too short: the cause comes first.
+        follows = error["type"] == "missing" or (error["type"] == "too_short" and bool(error["input"]))
+        return follows, source.line(error["loc"]), -len(error["loc"])
+
+    first = min(errors, key=rank)
+    around = [str(step) for step in first["loc"][:-1] if isinstance(step, str)]
+    beside = next((inner[key] for key in reversed(around) if inner and key in inner), model)
+    path = first["loc"] if first["type"] == "missing" else source.known(first["loc"])
+    message = explain(first, beside.model_fields)
+    raise TextFileError(source.line(path), f"{dotted(path)}: {message}" if path else message)
 
 
 def parse_scalar(text: str, *, quoted: bool = False) -> YamlScalar:

@@ -13,14 +13,13 @@ from typing import cast, get_args
 from moedoctor import catalogue, environment, gate
 from moedoctor.commands.errors import InputError, as_input_error
 from moedoctor.commands.progress import progress_bar
-from moedoctor.environment import no_gpu
 from moedoctor.reporters.github import step_summary
 from moedoctor.reporters.output import OutputError, append_step_summary, check_writable, emit
 from moedoctor.reporters.text import summary_line
 from moedoctor.results import Report, ReportError, load_report
-from moedoctor.runner.plan import Options
+from moedoctor.runner.plan import Options, plan
 from moedoctor.runner.run import run
-from moedoctor.scenario.file import Scenario, ScenarioError
+from moedoctor.scenario.file import ScenarioError
 from moedoctor.scenario.targets import TargetError, load_targets
 
 _RELEASE = re.compile(r"\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
@@ -58,17 +57,18 @@ def run_command(request: RunRequest) -> int:
             raise InputError(f"--format {request.format}: expected one of {', '.join(catalogue.reporters())}")
         if request.fail_on not in _FAIL_ON:
             raise InputError(f"--fail-on {request.fail_on}: expected one of {', '.join(_FAIL_ON)}")
-        check_writable(request.output)
-        tolerance = gate.Tolerance.parse(request.tolerance)
-        baseline = load_report(request.baseline) if request.baseline else None
         options = _options(request)
-        scenarios = _kept(load_targets(request.targets), options)
+        tolerance = gate.Tolerance.parse(request.tolerance)
+        check_writable(request.output)
+        baseline = load_report(request.baseline) if request.baseline else None
+        scenarios = load_targets(request.targets)
         facts = environment.collect()
-        _check_device(options.device, facts)
+        plans = plan(scenarios, options, facts)
         if baseline is not None:
             gate.check_comparable(baseline.environment, facts)
+    parallel = min(request.jobs or os.cpu_count() or 1, _MAX_JOBS)
     with progress_bar() as progress:
-        report = run(scenarios, options, facts, progress)
+        report = run(plans, facts, parallel=parallel, progress=progress)
     if baseline is not None:
         report = _compared(baseline, report, tolerance, partial=options.partial or bool(request.targets))
     code = gate.exit_code(report, strict=request.strict, fail_on=cast(gate.FailOn, request.fail_on))
@@ -94,17 +94,11 @@ def _options(request: RunRequest) -> Options:
         raise InputError(f"--device {request.device}: expected auto, cpu or cuda:N")
     if request.timeout is not None and not 0 < request.timeout <= 86_400:
         raise InputError(f"--timeout {request.timeout:g}: expected more than 0 and at most 86400 seconds")
-    for name in request.subjects:
-        if catalogue.subject_kind(name) is None:
-            raise InputError(
-                f"--subject {name}: expected faulty, fixed, installed, vllm@X.Y.Z or flashinfer@X.Y.Z"
-            )
     return Options(
         subjects=request.subjects,
         only=tuple(_condition(text) for text in request.only),
         sources={**_sources(request.kernels), **_flashinfer_sources(request.flashinfer)},
         timeout=request.timeout,
-        jobs=min(request.jobs or os.cpu_count() or 1, _MAX_JOBS),
         device=request.device,
     )
 
@@ -113,10 +107,7 @@ def _condition(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if equals and key.strip() and value.strip():
         return key.strip(), value.strip()
-    fault = catalogue.find_fault(text)
-    if fault is None:
-        raise InputError(f"--only {text}: expected KEY=VALUE, such as experts=128, or a catalogue id")
-    return "id", fault.id
+    return "id", text
 
 
 def _sources(given: Sequence[str]) -> Mapping[str, str]:
@@ -152,27 +143,3 @@ def _flashinfer_sources(given: Sequence[str]) -> Mapping[str, str]:
             check_source(release, Path(path))
         sources[f"flashinfer@{release}"] = str(Path(path).resolve())
     return sources
-
-
-def _kept(scenarios: Sequence[Scenario], options: Options) -> list[Scenario]:
-    """The scenarios that --only leaves, and an error where it leaves nothing."""
-    from moedoctor.runner.plan import plan_cases
-
-    if not options.partial:
-        return list(scenarios)
-    kept = [one for one in scenarios if plan_cases(one, catalogue.faults()[one.id], options, {})]
-    if not kept:
-        raise InputError(
-            "--only and --subject leave no case to run; `moedoctor run --format json` shows all parameters"
-        )
-    return kept
-
-
-def _check_device(device: str, facts: Mapping[str, object]) -> None:
-    if device.startswith("cuda"):
-        reason = no_gpu(facts)
-        gpus = facts.get("gpus")
-        if reason is None and int(device.partition(":")[2]) >= len(gpus if isinstance(gpus, list) else []):
-            reason = "there is no such GPU"
-        if reason is not None:
-            raise InputError(f"--device {device}: {reason}")

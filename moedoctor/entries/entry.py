@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from moedoctor.text import TextFileError, check_printable, dotted, explain, parse_yaml
+from moedoctor.text import TextFileError, check_printable, parse_yaml, validate
 
 SECTIONS = ("What happens", "Who is affected", "How to see it", "Fix", "Links")
 """The headings of an entry."""
@@ -121,15 +121,6 @@ class Entry(_Strict):
     """What the fix is and where it landed."""
     links: tuple[Link, ...]
 
-    @model_validator(mode="before")
-    @classmethod
-    def _rules_say_what_to_do(cls, data: dict[str, Any]) -> dict[str, Any]:
-        affects = data.get("affects")
-        if not isinstance(affects, list) or "next" not in data:
-            return data
-        rules = [{"next": data["next"], **rule} if isinstance(rule, dict) else rule for rule in affects]
-        return {**data, "affects": rules}
-
 
 def parse_entry(text: str) -> Entry:
     """Return the entry that `text` holds. Raises TextFileError, with the line, for anything else."""
@@ -141,17 +132,27 @@ def parse_entry(text: str) -> Entry:
     head = parse_yaml(
         "\n".join(["", *lines[1:end]])
     )  # an empty line for the fence, so that lines count alike
-    if not isinstance(head.data, dict):
-        raise TextFileError(2, "is not a mapping (key: value)")
     sections = _sections(lines, end + 1)
-    texts = dict(zip(("mechanism", "affected", "detection", "fix"), sections.values(), strict=False))
-    body = {key: words for key, (_, words) in texts.items()}
-    try:
-        return Entry.model_validate({**head.data, **body, "links": tuple(_links(*sections["Links"]))})
-    except ValidationError as error:
-        finding = error.errors()[0]
-    path = finding["loc"] if finding["type"] == "missing" else head.known(finding["loc"])
-    raise TextFileError(head.line(path), f"{dotted(path)}: {explain(finding)}")
+    mechanism, affected, detection, fix = (sections[name][1] for name in SECTIONS[:4])
+    return validate(
+        Entry,
+        head,
+        inner={"affects": Rule, "when": Condition},
+        **_rules(head.data),
+        mechanism=mechanism,
+        affected=affected,
+        detection=detection,
+        fix=fix,
+        links=_links(*sections["Links"]),
+    )
+
+
+def _rules(head: object) -> dict[str, Any]:
+    """The rules of a head, each with a ``next``, its own or the entry's."""
+    if not isinstance(head, dict) or not isinstance(head.get("affects"), list) or "next" not in head:
+        return {}
+    rules = head["affects"]
+    return {"affects": [{"next": head["next"], **rule} if isinstance(rule, dict) else rule for rule in rules]}
 
 
 def _sections(lines: list[str], start: int) -> dict[str, tuple[int, str]]:
@@ -172,11 +173,11 @@ def _sections(lines: list[str], start: int) -> dict[str, tuple[int, str]]:
     return sections
 
 
-def _links(first: int, text: str) -> list[Link]:
+def _links(first: int, text: str) -> list[dict[str, str]]:
     links = []
     for number, line in enumerate(text.splitlines(), start=first):
         match = _LINK.fullmatch(line)
         if match is None:
             raise TextFileError(number, f"'{line}', expected '- https://… what is there'")
-        links.append(Link(match[1], match[2]))
+        links.append({"url": match[1], "text": match[2]})
     return links

@@ -1,14 +1,16 @@
-"""From scenarios to jobs: which cases there are, which cannot run here and why, what a filter keeps."""
+"""The plan of a run: the cases and claims of each scenario, and why some of them cannot run here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moedoctor import catalogue
 from moedoctor.environment import no_gpu
 from moedoctor.interfaces import ClaimTest, Fault
+from moedoctor.processes.child import Request
+from moedoctor.processes.pool import Job
 from moedoctor.results import Case, Scalar, Tier
 from moedoctor.scenario.file import Scenario
 
@@ -20,12 +22,11 @@ class Options:
     subjects: tuple[str, ...] = ()
     """Only these subjects; empty means those of the scenario and every named release in `sources`."""
     only: tuple[tuple[str, str], ...] = ()
-    """(key, value) pairs that a case must show: a parameter, or ``id``, ``name``, ``subject``, ``tier``."""
+    """(key, value) pairs that a case must have: a parameter, or ``id``, ``name``, ``subject``, ``tier``."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Subject name -> path of its kernels."""
     timeout: float | None = None
     """Seconds for every case, in place of the scenario's own."""
-    jobs: int = 1
     device: str = "auto"
     """``auto``, ``cpu`` or ``cuda:N``; auto is the first GPU that torch can use, else the CPU."""
 
@@ -35,62 +36,122 @@ class Options:
         return bool(self.subjects or self.only)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlannedCase:
-    """A case, and why it cannot run, if so."""
+    """A case, with its job, or the reason why it cannot run."""
 
     case: Case
     skip: str | None
+    job: Job
+    label: str
+    """What to call it while it runs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlannedClaim:
-    """One unit of a claim test, and why it cannot run, if so."""
+    """One unit of a claim test, with its job, or the reason why it cannot run."""
 
     test: ClaimTest
     unit: str
     skip: str | None
+    job: Job
+    label: str
 
 
-def choose_device(wanted: str, environment: Mapping[str, Any]) -> str:
-    """The device for cases that run anywhere."""
-    if wanted != "auto":
-        return wanted
-    return "cpu" if no_gpu(environment) else "cuda:0"
+@dataclass(frozen=True)
+class Plan:
+    """What to run of one scenario, the cases of the control first."""
+
+    scenario: Scenario
+    fault: Fault
+    cases: Sequence[PlannedCase]
+    claims: Sequence[PlannedClaim]
 
 
-def plan_cases(
-    scenario: Scenario, fault: Fault, options: Options, environment: Mapping[str, Any]
-) -> list[PlannedCase]:
-    """Every case of the scenario that the options keep, the control's first."""
-    device = choose_device(options.device, environment)
-    planned = []
+def plan(scenarios: Sequence[Scenario], options: Options, environment: Mapping[str, Any]) -> list[Plan]:
+    """Return the plan of each scenario of which the options leave a case.
+
+    Raises ValueError for a subject, id or GPU that does not exist, and if no case is left.
+    """
+    options = _checked(options, environment)
+    plans = [_plan(scenario, options, environment) for scenario in scenarios]
+    if not options.partial:
+        return plans
+    if not any(scenario.cases for scenario in plans):
+        raise ValueError(
+            "--only and --subject leave no case to run; `moedoctor run --format json` shows all parameters"
+        )
+    return [scenario for scenario in plans if scenario.cases]
+
+
+def _checked(options: Options, environment: Mapping[str, Any]) -> Options:
+    """Return the options with catalogue ids in place of what was given for them."""
+    only = []
+    for name in options.subjects:
+        if catalogue.subject_kind(name) is None:
+            raise ValueError(
+                f"--subject {name}: expected faulty, fixed, installed, vllm@X.Y.Z or flashinfer@X.Y.Z"
+            )
+    for key, value in options.only:
+        fault = catalogue.find_fault(value) if key == "id" else None
+        if key == "id" and fault is None:
+            raise ValueError(f"--only {value}: expected KEY=VALUE, such as experts=128, or a catalogue id")
+        only.append((key, fault.id if fault else value))
+    if options.device.startswith("cuda"):
+        reason = no_gpu(environment)
+        if reason is None and int(options.device.partition(":")[2]) >= len(environment.get("gpus") or ()):
+            reason = "there is no such GPU"
+        if reason is not None:
+            raise ValueError(f"--device {options.device}: {reason}")
+    return replace(options, only=tuple(only))
+
+
+def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) -> Plan:
+    fault = catalogue.faults()[scenario.id]
+    device = options.device
+    if device == "auto":
+        device = "cpu" if no_gpu(environment) else "cuda:0"
+    cases: list[PlannedCase] = []
+    runnable: list[str] = []
     for name in _subjects(scenario, fault, options):
         kind = catalogue.subject_kind(name) or ""
         provider = catalogue.subjects()[kind]
-        for tier in (one for one in fault.tiers.get(kind, ()) if one in scenario.tiers):
-            where = device if tier is Tier.MODEL else ("cpu" if tier is Tier.LIBRARY else _gpu(device))
-            skip = provider.unavailable(fault, name, tier, options.sources, environment)
+        tiers = fault.tiers.get(kind, ())
+        skips = {
+            tier: provider.unavailable(fault, name, tier, options.sources, environment) for tier in tiers
+        }
+        if None in skips.values():
+            runnable.append(name)
+        for tier in (tier for tier in tiers if tier in scenario.tiers):
             for point in scenario.points:
-                case = Case(scenario.id, name, tier, point, where)
-                if fault.has_point(tier, point) and _kept(case, scenario, options):
-                    planned.append(PlannedCase(case, skip))
-    return planned
+                case = Case(scenario.id, name, tier, point, _device(tier, device))
+                if fault.has_point(tier, point) and _selected(case, fault, options):
+                    cases.append(_planned_case(case, skips[tier], scenario, fault, options))
+    claims = [] if options.partial else _plan_claims(scenario, fault, runnable, options, environment, cases)
+    return Plan(scenario, fault, cases, claims)
 
 
-def plan_claims(
-    scenario: Scenario, fault: Fault, options: Options, environment: Mapping[str, Any]
+def _planned_case(
+    case: Case, skip: str | None, scenario: Scenario, fault: Fault, options: Options
+) -> PlannedCase:
+    request = Request(fault.id, options.sources, case=case, device=case.device)
+    job = Job(request, options.timeout or scenario.timeout)
+    return PlannedCase(case, skip, job, f"{fault.name} {case.subject}")
+
+
+def _plan_claims(
+    scenario: Scenario,
+    fault: Fault,
+    runnable: Sequence[str],
+    options: Options,
+    environment: Mapping[str, Any],
+    cases: Sequence[PlannedCase],
 ) -> list[PlannedClaim]:
-    """The units of the scenario's claims that need a measurement of their own."""
-    if options.partial:
-        return []
+    """Return the units of the claims that need a measurement of their own."""
+    gpu = next((planned.case.device for planned in cases if planned.case.device != "cpu"), "cuda:0")
     tests = {test.key: test for test in fault.claims}
-    runnable = [
-        name for name in _subjects(scenario, fault, options) if _runs(name, fault, options, environment)
-    ]
     planned = []
-    for claim in scenario.claims:
-        test = tests[claim.key]
+    for test in (tests[claim.key] for claim in scenario.claims):
         if test.measure is None:
             continue
         skip = no_gpu(environment) if test.needs_gpu else None
@@ -98,16 +159,18 @@ def plan_claims(
             skip = "needs a GPU, and --device cpu was given"
         units = test.units(runnable)
         if not units:
-            planned.append(PlannedClaim(test, "", skip or f"needs {test.needs}"))
-        planned += [PlannedClaim(test, unit, skip) for unit in units]
+            units, skip = [""], skip or f"needs {test.needs}"
+        for unit in units:
+            device = gpu if test.needs_gpu else "cpu"
+            request = Request(fault.id, options.sources, claim=test.key, unit=unit, device=device)
+            job = Job(request, options.timeout or scenario.timeout)
+            planned.append(PlannedClaim(test, unit, skip, job, f"{fault.name} claim {test.key}"))
     return planned
 
 
 def _subjects(scenario: Scenario, fault: Fault, options: Options) -> Sequence[str]:
-    named = sorted(
-        (name for name in options.sources if catalogue.subject_kind(name) in fault.tiers), key=_release
-    )
-    every = list(dict.fromkeys([*scenario.subjects, *named]))
+    named = [name for name in options.sources if catalogue.subject_kind(name) in fault.tiers]
+    every = dict.fromkeys([*scenario.subjects, *sorted(named, key=_release)])
     return [name for name in every if not options.subjects or name in options.subjects]
 
 
@@ -120,28 +183,23 @@ def _release(name: str) -> Any:
         return Version("0")
 
 
-def _runs(name: str, fault: Fault, options: Options, environment: Mapping[str, Any]) -> bool:
-    kind = catalogue.subject_kind(name) or ""
-    provider = catalogue.subjects()[kind]
-    return any(
-        provider.unavailable(fault, name, tier, options.sources, environment) is None
-        for tier in fault.tiers.get(kind, ())
-    )
+def _device(tier: Tier, device: str) -> str:
+    """Where a tier runs: real kernels and engines always on a GPU, library code never."""
+    if tier is Tier.MODEL:
+        return device
+    return "cpu" if tier is Tier.LIBRARY else (device if device.startswith("cuda") else "cuda:0")
 
 
-def _gpu(device: str) -> str:
-    return device if device.startswith("cuda") else "cuda:0"
-
-
-def _kept(case: Case, scenario: Scenario, options: Options) -> bool:
+def _selected(case: Case, fault: Fault, options: Options) -> bool:
+    """Whether the case has, for each key of ``--only``, one of the values given for it."""
     facts: dict[str, Scalar] = {
         **case.parameters,
-        "id": scenario.id,
-        "name": scenario.name,
+        "id": fault.id,
+        "name": fault.name,
         "subject": case.subject,
         "tier": case.tier.value,
     }
-    wanted: dict[str, set[str]] = {}
+    chosen: dict[str, set[str]] = {}
     for key, value in options.only:
-        wanted.setdefault(key, set()).add(value.lower())
-    return all(key in facts and str(facts[key]).lower() in values for key, values in wanted.items())
+        chosen.setdefault(key, set()).add(value.lower())
+    return all(key in facts and str(facts[key]).lower() in values for key, values in chosen.items())

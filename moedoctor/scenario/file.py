@@ -10,17 +10,37 @@ import json
 import math
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
 
 from moedoctor.interfaces import Fault
 from moedoctor.results import CaseVerdict, Scalar, Tier
-from moedoctor.scenario.document import InvalidValueError, ScenarioDocument, read_document, schema
-from moedoctor.text import TextFileError, YamlPath, escape, explain, nearest, read_yaml, shorten, show
+from moedoctor.text import (
+    TextFileError,
+    YamlPath,
+    dotted,
+    escape,
+    explain,
+    nearest,
+    read_yaml,
+    shorten,
+    show,
+    validate,
+)
 
 SubjectKind = Callable[[str], str | None]
 """Subject name -> its kind (``faulty``, ``vllm`` …); None for a name that nobody owns."""
@@ -29,6 +49,115 @@ MAX_POINTS = 2000
 _SUBJECTS = ("faulty", "fixed", "installed", "vllm@X.Y.Z", "flashinfer@X.Y.Z")
 _MESSAGE_LIMIT = 400
 _FIRST_WORD = re.compile(r"(\w+):?\s+")
+
+
+SCHEMA_URI = "https://json-schema.org/draft/2020-12/schema"
+DEFAULT_SUBJECTS = ("faulty", "fixed", "installed")
+DEFAULT_TIMEOUT = 60.0
+MAX_TIMEOUT = 3600.0
+
+
+def _one_line(text: str) -> str:
+    text = text.strip()
+    if not text:
+        raise PydanticCustomError("blank", "must not be empty")
+    if any(unicodedata.category(character) == "Cc" for character in text):
+        raise PydanticCustomError("control_character", "must be one line without control characters")
+    return text
+
+
+def _scalar(value: object) -> Scalar:
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise PydanticCustomError("scalar_type", "must be text, a number, true, false or null")
+
+
+def _as_list(value: object) -> object:
+    return value if isinstance(value, list) else [value]
+
+
+def _without_default(schema: dict[str, Any]) -> None:
+    # The default stands for what only the fault or its entry knows, so an editor must not offer it.
+    schema.pop("default")
+
+
+def _distinct_without_default(schema: dict[str, Any]) -> None:
+    _without_default(schema)
+    schema["uniqueItems"] = True
+
+
+Name = Annotated[str, Field(min_length=1, max_length=100)]
+Line = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_one_line)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Scalar = Annotated[Scalar, PlainValidator(_scalar, json_schema_input_type=Scalar)]
+_Scalars = Annotated[list[Scalar], Field(min_length=1)]
+Values = Annotated[
+    list[_Scalar], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Scalar | _Scalars)
+]
+"""One value, or the values of a dimension of the matrix; always a list after it is read."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
+
+
+class ClaimDocument(_Strict):
+    """A statement from upstream that the scenario tests on this machine."""
+
+    key: Name = Field(description="The name of the fault's test of this claim.")
+    text: Line = Field(description="The statement, in one line.")
+    source: Line = Field(description="Where it was said, e.g. vllm-project/vllm#39593.")
+    thresholds: dict[Name, Finite] = Field(
+        default={}, description="The figures that decide; exactly the names that the fault's test reads."
+    )
+
+
+class ScenarioDocument(_Strict):
+    """A moedoctor scenario: one known failure, the cases to run and what is expected of them."""
+
+    id: Name = Field(description="Catalogue id of the known failure, e.g. MD001.")
+    name: Name = Field(
+        default="",
+        description="Catalogue name of the same failure, e.g. nan_routing; may be left out.",
+        json_schema_extra=_without_default,
+    )
+    title: Line = Field(
+        default="",
+        description="What the scenario shows, in one line; left out, the title of the known failure.",
+        json_schema_extra=_without_default,
+    )
+    subjects: Annotated[tuple[Name, ...], Field(min_length=1, max_length=100)] = Field(
+        default=DEFAULT_SUBJECTS,
+        description="What is put to the test: faulty, fixed, installed, or a release such as vllm@0.19.1.",
+        json_schema_extra={"uniqueItems": True},
+    )
+    tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = Field(
+        default=(),
+        description="How real the runs are; left out, all tiers that the fault has.",
+        json_schema_extra=_distinct_without_default,
+    )
+    timeout: Finite = Field(
+        default=DEFAULT_TIMEOUT, gt=0, le=MAX_TIMEOUT, description="Time limit of one case, in seconds."
+    )
+    parameters: dict[Name, Values] = Field(
+        default={}, description="Values shared by every case; a list is a dimension of the matrix."
+    )
+    matrix: Annotated[tuple[dict[Name, Values], ...], Field(min_length=1)] = Field(
+        default=({},),
+        description="Blocks, each merged over the parameters and expanded as a product by itself.",
+    )
+    expect: Annotated[dict[Name, Literal["reproduced", "clean"]], Field(min_length=1)] = Field(
+        default={"faulty": "reproduced", "fixed": "clean"},
+        description="The verdict expected of each subject that must behave.",
+    )
+    claims: tuple[ClaimDocument, ...] = Field(
+        default=(), description="Statements from upstream, tested in the same run."
+    )
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of a scenario file, for editors."""
+    return {"$schema": SCHEMA_URI, **ScenarioDocument.model_json_schema(mode="validation")}
 
 
 class ScenarioError(Exception):
@@ -86,10 +215,10 @@ def load(path: Path, *, faults: Mapping[str, Fault], subject_kind: SubjectKind) 
     file = str(path)
     try:
         source = read_yaml(path)
+        document = validate(ScenarioDocument, source, inner={"claims": ClaimDocument})
     except TextFileError as error:
         raise ScenarioError(file, error.line, error.message) from None
     try:
-        document = read_document(source)
         fault = _fault(document, faults)
         _check_subjects(document, fault, subject_kind)
         return Scenario(
@@ -101,9 +230,9 @@ def load(path: Path, *, faults: Mapping[str, Fault], subject_kind: SubjectKind) 
             subjects=document.subjects,
             tiers=_tiers(document, fault),
             timeout=document.timeout,
-            points=expand(document, fault.parameters),
             expect={subject: CaseVerdict(verdict) for subject, verdict in document.expect.items()},
             claims=tuple(_claims(document, fault, source.line)),
+            points=expand(document, fault.parameters),
         )
     except InvalidValueError as error:
         raise ScenarioError(file, source.line(error.path), error.message) from None
@@ -171,6 +300,17 @@ def _check_thresholds(path: YamlPath, given: Mapping[str, float], names: Sequenc
     for name in names:
         if name not in given:
             raise InvalidValueError((*path, name), "is missing, expected a number")
+
+
+class InvalidValueError(Exception):
+    """A value of a scenario file that cannot be used; the message says which."""
+
+    def __init__(self, path: YamlPath, message: str, *, name: YamlPath | None = None) -> None:
+        """`path` is the place of the value; `name` is what to call it if that differs."""
+        super().__init__(path, message)
+        called = dotted(path if name is None else name)
+        self.path = path
+        self.message = f"{called}: {message}" if called else message
 
 
 class _Value(NamedTuple):

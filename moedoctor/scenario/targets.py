@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moedoctor import catalogue
-from moedoctor.entries import builtin_folder, find_entry
+from moedoctor.entries import builtin_folder
 from moedoctor.scenario.file import Scenario, ScenarioError, load
 
 _SUFFIXES = (".yaml", ".yml")
@@ -16,13 +16,13 @@ _MAX_FILES = 1000
 
 
 class TargetError(Exception):
-    """A name that stands for no scenario; one line says what was expected."""
+    """A name without a scenario; as text, one line that says what was expected."""
 
 
 def load_targets(targets: Sequence[str]) -> list[Scenario]:
-    """The scenarios that `targets` name, each once; no target means all built-in ones.
+    """Return the scenarios that `targets` name, each once; no target means all built-in ones.
 
-    Raises TargetError for a name that stands for nothing, ScenarioError for a file that is wrong.
+    Raises TargetError for an unknown name, ScenarioError for a file that is wrong.
     """
     scenarios: dict[str, Scenario] = {}
     for target in targets or [str(builtin_folder())]:
@@ -32,7 +32,7 @@ def load_targets(targets: Sequence[str]) -> list[Scenario]:
 
 
 def load_scenario(path: Path) -> Scenario:
-    """One scenario file, with the file shown as ``scenarios/NAME.yaml`` where it is built in."""
+    """Return one scenario, whose file is shown as ``scenarios/NAME.yaml`` if it is built in."""
     shown = _shown(path)
     try:
         scenario = load(path, faults=catalogue.faults(), subject_kind=catalogue.subject_kind)
@@ -43,7 +43,7 @@ def load_scenario(path: Path) -> Scenario:
 
 
 def builtin_file(name: str) -> Path:
-    """The built-in scenario of the known failure called `name`."""
+    """Return the path of the built-in scenario of the known failure called `name`."""
     return builtin_folder() / f"{name}.yaml"
 
 
@@ -63,12 +63,7 @@ def _files(target: str) -> Iterable[Path]:
         return files
     if path.suffix in _SUFFIXES or len(path.parts) > 1 or path.exists():
         return [path]
-    entry = find_entry(target)
-    if entry is not None:
-        raise TargetError(
-            f"{target}: has no scenario yet, so it cannot run; `moedoctor explain {entry.id}` tells it"
-        )
-    known = [*catalogue.faults(), *(one.name for one in catalogue.faults().values())]
+    known = [*catalogue.faults(), *(fault.name for fault in catalogue.faults().values())]
     near = difflib.get_close_matches(target, known, n=1) or difflib.get_close_matches(
         target.upper(), known, n=1
     )

@@ -76,7 +76,7 @@ PACKAGES = '      packages: {vllm: ">=0.17.1,<0.20.0", vllm-gguf-plugin: ">=0"}\
         ("id: MD901", "id: MD1", 2, "id: must match pattern"),
         ("name: made_up", "name: Made-Up", 3, "name: must match pattern"),
         ("name: made_up\n", "", 2, "name: is missing"),
-        ("where: nowhere", "wehre: nowhere", 2, "where: is missing"),
+        ("where: nowhere", "wehre: nowhere", 5, "wehre: unknown key, did you mean where?"),
         ('title: "a failure: made up"', 'title: "a failure', 6, "not valid YAML"),
         ('title: "a failure: made up"', "title: a failure: made up", 4, "quote a text that holds ': '"),
         ('title: "a failure: made up"', "title: ", 4, "title: must be text"),

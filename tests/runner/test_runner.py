@@ -12,7 +12,7 @@ import pytest
 
 from moedoctor import catalogue
 from moedoctor.results import CaseVerdict, ClaimVerdict, Report, ScenarioResult, ScenarioVerdict
-from moedoctor.runner.plan import Options
+from moedoctor.runner.plan import Options, plan
 from moedoctor.runner.run import run
 from moedoctor.scenario.file import load
 
@@ -23,9 +23,9 @@ NO_GPU: dict[str, Any] = {"gpu": None, "torch": "2.13.0", "vllm": None}
 
 def report(tmp_path: Path, text: str, options: Options | None = None, **arguments: Any) -> Report:
     file = tmp_path / "dying.yaml"
-    file.write_text(f"id: MD901\nname: dying\ntitle: told how to end\ntiers: [model, kernel]\n{text}")
+    file.write_text(f"id: MD901\ntiers: [model, kernel]\n{text}")
     scenario = load(file, faults=catalogue.faults(), subject_kind=catalogue.subject_kind)
-    return run([scenario], options or Options(), NO_GPU, **arguments)
+    return run(plan([scenario], options or Options(), NO_GPU), NO_GPU, **arguments)
 
 
 def result(tmp_path: Path, text: str, options: Options | None = None) -> ScenarioResult:

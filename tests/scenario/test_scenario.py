@@ -17,8 +17,7 @@ from scenario_fakes import BASE, CLAIM, FAULTS, FULL, HEAD, load_text, subject_k
 
 from moedoctor.results import CaseVerdict, Scalar, Tier
 from moedoctor.scenario import file as module
-from moedoctor.scenario.document import ScenarioDocument, schema
-from moedoctor.scenario.file import MAX_POINTS, ScenarioError, load
+from moedoctor.scenario.file import MAX_POINTS, ScenarioDocument, ScenarioError, load, schema
 
 TESTS = Path(__file__).parent.parent
 

@@ -12,7 +12,7 @@ from moedoctor import catalogue
 from moedoctor.commands.errors import InputError
 from moedoctor.commands.run import RunRequest, _flashinfer_sources, run_command
 from moedoctor.results import Tier
-from moedoctor.runner.plan import Options, plan_cases, plan_claims
+from moedoctor.runner.plan import Options, plan
 from moedoctor.scenario.targets import load_targets
 from moedoctor.subjects.flashinfer_release import FlashInferReleaseSubject
 from moedoctor.upstream.flashinfer.source import KERNELS
@@ -31,8 +31,7 @@ def wheel(folder: Path, release: str = "0.6.13") -> Path:
 
 def planned(**sources: str) -> list[Any]:
     (scenario,) = load_targets(("MD011",))
-    fault = catalogue.faults()["MD011"]
-    return plan_cases(scenario, fault, Options(sources=sources), GPU)
+    return list(plan([scenario], Options(sources=sources), GPU)[0].cases)
 
 
 @pytest.mark.parametrize("name", ["flashinfer@0.6.6", "flashinfer@0.7.2.post1"])
@@ -65,7 +64,7 @@ def test_named_releases_become_cases_in_the_order_of_their_versions() -> None:
 def test_a_fault_without_such_a_subject_is_left_alone() -> None:
     (scenario,) = load_targets(("MD001",))
     options = Options(sources={"flashinfer@0.6.6": "/b", "vllm@0.19.1": "/c"})
-    names = {one.case.subject for one in plan_cases(scenario, catalogue.faults()["MD001"], options, GPU)}
+    names = {one.case.subject for one in plan([scenario], options, GPU)[0].cases}
     assert "vllm@0.19.1" in names
     assert "flashinfer@0.6.6" not in names
 
@@ -73,7 +72,7 @@ def test_a_fault_without_such_a_subject_is_left_alone() -> None:
 def test_each_release_is_a_unit_of_the_measured_claims() -> None:
     (scenario,) = load_targets(("MD011",))
     options = Options(sources={"flashinfer@0.6.13": "/a", "flashinfer@0.6.6": "/b"})
-    claims = plan_claims(scenario, catalogue.faults()["MD011"], options, GPU)
+    claims = plan([scenario], options, GPU)[0].claims
     units = [one.unit for one in claims if one.test.key == "boundary"]
     assert units == ["flashinfer@0.6.6", "flashinfer@0.6.13"]
 

@@ -101,12 +101,12 @@ def test_the_points_and_their_tiers() -> None:
 
 
 def test_the_plan_holds_each_point_at_its_own_tiers(tmp_path: Path) -> None:
-    from moedoctor.runner.plan import Options, plan_cases
+    from moedoctor.runner.plan import Options, plan
     from moedoctor.scenario.targets import builtin_file, load_scenario
 
     scenario = load_scenario(builtin_file("offload_noop"))
     options = Options(sources={"vllm@0.33.0": "vllm.whl", "vllm@0.32.0": "moe_C.so"})
-    planned = plan_cases(scenario, OffloadNoop(), options, {})
+    planned = plan([scenario], options, {})[0].cases
     points = {(one.case.subject, one.case.tier.value, one.case.parameters["cause"]) for one in planned}
     assert points == {
         *((subject, "model", "repacked") for subject in ("faulty", "fixed")),

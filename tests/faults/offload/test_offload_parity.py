@@ -19,7 +19,6 @@ from torch import nn
 
 from moedoctor.diagnose.check.packages import PINS
 from moedoctor.entries import entries
-from moedoctor.faults.offload.offload_garbage import OffloadGarbage
 from moedoctor.faults.offload.parity_engines import compare, fit_together, own_request
 from moedoctor.faults.offload.parity_engines_judge import (
     ParityParameters,
@@ -28,7 +27,7 @@ from moedoctor.faults.offload.parity_engines_judge import (
     judge_model,
 )
 from moedoctor.results import CaseResult, CaseVerdict, Death, Tier
-from moedoctor.runner.plan import Options, plan_cases
+from moedoctor.runner.plan import Options, plan
 from moedoctor.scenario.targets import load_targets
 from moedoctor.upstream.engine import probes as engine_probes
 from moedoctor.upstream.engine.engine import EngineError, EngineResult
@@ -364,7 +363,7 @@ def test_the_scenarios_for_ones_own_model_ask_for_engines_and_a_control(tmp_path
     (tmp_path / "mine.yaml").write_text(guide.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
     for file, engines in ((root / "scenarios/engine/own_model.yaml", 3), (tmp_path / "mine.yaml", 8)):
         (scenario,) = load_targets((str(file),))
-        cases = [one.case for one in plan_cases(scenario, OffloadGarbage(), Options(), {})]
+        cases = [one.case for one in plan([scenario], Options(), {})[0].cases]
         counts = Counter((one.subject, one.tier.value) for one in cases)
         assert counts == {("faulty", "model"): 1, ("fixed", "model"): 1, ("installed", "engine"): engines}
         asked = [one.parameters for one in cases if one.tier is Tier.ENGINE]

@@ -35,7 +35,7 @@ from moedoctor.results import (
     Tier,
     UnavailableError,
 )
-from moedoctor.runner.plan import Options, plan_cases
+from moedoctor.runner.plan import Options, plan
 from moedoctor.scenario.targets import load_targets
 from moedoctor.upstream.flashinfer import probe as flashinfer_probe
 from moedoctor.upstream.flashinfer.probe import FlashInferProbe
@@ -326,7 +326,7 @@ def test_without_flashinfer_or_nvcc_the_tier_kernel_is_skipped_with_a_reason(
     with pytest.raises(UnavailableError, match="flashinfer is not installed here"):
         FAULT.observe(fixed, None)
     (scenario,) = load_targets(("MD011",))
-    planned = plan_cases(scenario, FAULT, Options(), {"gpu": None})
+    planned = plan([scenario], Options(), {"gpu": None})[0].cases
     kernel = [one for one in planned if one.case.tier is Tier.KERNEL and one.case.subject == "fixed"]
     assert len(kernel) == len(scenario.points)
     assert {one.skip for one in kernel} == {"needs an NVIDIA GPU, none is visible"}

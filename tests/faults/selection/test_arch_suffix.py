@@ -23,7 +23,7 @@ from moedoctor.results import (
     Tier,
     UnavailableError,
 )
-from moedoctor.runner.plan import Options
+from moedoctor.runner.plan import Options, plan
 from moedoctor.runner.run import run
 from moedoctor.scenario.file import Scenario, load
 
@@ -266,9 +266,9 @@ def test_the_workaround_is_untested_where_no_compiler_knows_the_target(
 
 
 def test_a_run_proves_it() -> None:
-    options = Options(subjects=("faulty", "fixed"), only=(("capability", "12.1"),), jobs=2)
+    options = Options(subjects=("faulty", "fixed"), only=(("capability", "12.1"),))
     facts = {"gpu": None, "torch": None, "vllm": None, "flashinfer": None}
-    (result,) = run([scenario()], options, facts).scenarios
+    (result,) = run(plan([scenario()], options, facts), facts, parallel=2).scenarios
     assert result.verdict is ScenarioVerdict.PROVED, result.reason
     assert {(case.subject, case.verdict) for case in result.cases} == {
         ("faulty", CaseVerdict.REPRODUCED),

@@ -23,7 +23,7 @@ from moedoctor.results import (
     Tier,
     UnavailableError,
 )
-from moedoctor.runner.verdicts import decide
+from moedoctor.runner.judge import decide
 
 FAULT = BackendParity()
 

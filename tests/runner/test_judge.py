@@ -6,7 +6,7 @@ import pytest
 
 from moedoctor.faults.routing.nan_routing import NanRouting
 from moedoctor.results import CaseResult, CaseVerdict, ScenarioResult, ScenarioVerdict, Tier
-from moedoctor.runner.verdicts import decide, summarise
+from moedoctor.runner.judge import decide, summarise
 
 R, C, S, E = CaseVerdict.REPRODUCED, CaseVerdict.CLEAN, CaseVerdict.SKIPPED, CaseVerdict.ERROR
 EXPECT = {"faulty": R, "fixed": C}
