@@ -15,9 +15,9 @@ import moedoctor
 from moedoctor import environment
 from moedoctor.commands.backends_machine import capability_of, libraries_here, public_version, release_of
 from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.diagnose.settings.command_line import parallel_of, served
-from moedoctor.diagnose.settings.records import SettingFinding
+from moedoctor.diagnose.settings.flags import parallel_of, served
 from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
+from moedoctor.diagnose.settings.tables import SettingFinding
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends import release_tables as backend_tables
 from moedoctor.fixes.backends import requests as backend_requests

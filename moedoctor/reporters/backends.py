@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moedoctor.diagnose.settings.records import SettingFinding
+from moedoctor.diagnose.settings.tables import SettingFinding
 from moedoctor.fixes.backends import Selection
 from moedoctor.fixes.backends.requests import Request
 from moedoctor.reporters.markdown import escape

@@ -19,7 +19,7 @@ from moedoctor.diagnose.check.machine import Machine, fits, offload_path
 from moedoctor.diagnose.check.packages import find_problems, package_fits
 from moedoctor.diagnose.check.pinning import Pinning, not_tried, try_pinning
 from moedoctor.diagnose.check.records import SEVERITIES, CheckResult, Finding
-from moedoctor.diagnose.settings.findings import setting_findings, setting_problems
+from moedoctor.diagnose.check.settings import setting_findings, setting_problems
 from moedoctor.entries import entries
 from moedoctor.entries.entry import Entry, Rule
 from moedoctor.environment import Sources, no_gpu

@@ -1,6 +1,7 @@
-"""Which settings each release has: the tables of `data` as records.
+"""The settings of each release: the tables of `data` as records.
 
-Made by `scripts/extract_settings.py` from the releases' own sources; every row names its file and line.
+`scripts/extract_settings.py` makes the tables from the releases' own sources; every row names its file and
+line. `replacements.json` is written by hand.
 """
 
 from __future__ import annotations
@@ -16,22 +17,41 @@ from packaging.version import InvalidVersion, Version
 
 
 @dataclass(frozen=True)
+class SettingFinding:
+    """One setting that is not what it seems."""
+
+    setting: str
+    """As it was given: ``VLLM_MXFP4_USE_MARLIN=1`` or ``--moe-backend banana``."""
+    problem: str
+    """unknown, removed, not_yet, misspelt, wrong_case, invalid, silently_off, shadowed, ignored; or, if it
+    does take effect, deprecated or other_layers."""
+    message: str
+    instead: str | None
+    """A setting that works in this release; None if there is none or the intention is not known."""
+    source: str
+    """File and line behind the message; empty for unknown settings."""
+    takes_effect: bool = False
+    stops: bool = False
+    """Whether vLLM itself stops with an error."""
+
+
+@dataclass(frozen=True)
 class Setting:
-    """One variable or flag, as it is over a span of releases."""
+    """One variable or flag over a span of releases."""
 
     name: str
     first: str
-    """The first release that has it so."""
+    """The first release of the span."""
     last: str
     kind: str
-    """What a variable makes of its value: switch, number, decimal, choice, choices, words, text, special,
+    """The type of a variable's value: switch, number, decimal, choice, choices, words, text, special,
     elsewhere."""
     choices: tuple[str, ...]
     case_sensitive: bool
     on: tuple[str, ...]
-    """The words that count as on, for `words`; every other one counts as off."""
+    """For `words`: the values that mean on; every other value means off."""
     off: tuple[str, ...]
-    """The words that count as off, for `words` where every other one counts as on."""
+    """For `words`: the values that mean off, if every other value means on."""
     deprecated: bool
     source: str
 
@@ -46,55 +66,72 @@ class Settings:
     """Name -> its spans, oldest first."""
 
     def at(self, release: str) -> Mapping[str, Setting]:
-        """Name -> setting, for the ones that this release has."""
+        """Return the settings of this release by name."""
         place = self.releases.index(release)
-        found = {}
-        for name, spans in self.rows.items():
-            for one in spans:
-                if self.releases.index(one.first) <= place <= self.releases.index(one.last):
-                    found[name] = one
-        return found
+        return {
+            name: span
+            for name, spans in self.rows.items()
+            for span in spans
+            if self.releases.index(span.first) <= place <= self.releases.index(span.last)
+        }
 
     def after(self, release: str) -> str:
-        """The release after `release`; itself for the newest."""
+        """Return the release after `release`, or the newest."""
         return self.releases[min(self.releases.index(release) + 1, len(self.releases) - 1)]
 
+    def is_after(self, setting: Setting, release: str) -> bool:
+        """Return whether `setting` came with a release after `release`."""
+        return self.releases.index(setting.first) > self.releases.index(release)
+
     def at_or_before(self, version: str) -> str | None:
-        """The newest release of the table that is not newer than `version`; None for an older one, and for
-        text that is no version."""
+        """Return the newest release of the table that is not newer than `version`.
+
+        Return None for an older version and for text that is not a version.
+        """
         try:
-            wanted = Version(version.partition("+")[0])
+            newest = Version(version.partition("+")[0])
         except InvalidVersion:
             return None
-        known = [one for one in self.releases if Version(one) <= wanted]
-        return known[-1] if known else None
+        releases = [release for release in self.releases if Version(release) <= newest]
+        return releases[-1] if releases else None
 
 
 @functools.cache
 def vllm_variables() -> Settings:
-    """The ``VLLM_*`` variables."""
+    """Return the ``VLLM_*`` variables."""
     return _load("vllm_variables.json")
 
 
 @functools.cache
 def flashinfer_variables() -> Settings:
-    """The ``FLASHINFER_*`` variables, by release of flashinfer-python."""
+    """Return the ``FLASHINFER_*`` variables, by release of flashinfer-python."""
     return _load("flashinfer_variables.json")
 
 
 @functools.cache
 def vllm_flags() -> Settings:
-    """The flags of `vllm serve`."""
+    """Return the flags of `vllm serve`."""
     return _load("vllm_flags.json")
 
 
+@functools.cache
+def replacements() -> Mapping[str, Any]:
+    """Return what to set instead of settings that are gone or never existed, and notes on some variables."""
+    table: Mapping[str, Any] = _read("replacements.json")
+    return table
+
+
 def _load(name: str) -> Settings:
-    folder = files("moedoctor.diagnose.settings") / "data"
-    table = json.loads((folder / name).read_text(encoding="utf-8"))
+    table = _read(name)
     rows: dict[str, list[Setting]] = {}
     for row in table["rows"]:
         rows.setdefault(row["name"], []).append(_setting(row))
     return Settings(tuple(table["releases"]), {setting: tuple(spans) for setting, spans in rows.items()})
+
+
+def _read(name: str) -> Any:
+    folder = files("moedoctor.diagnose.settings") / "data"
+    return json.loads((folder / name).read_text(encoding="utf-8"))
 
 
 def _setting(row: Mapping[str, Any]) -> Setting:

@@ -10,7 +10,6 @@ from machine_fakes import probes, sources
 
 from moedoctor import environment
 from moedoctor.diagnose.check.check import Probes, check
-from moedoctor.entries import entries
 from moedoctor.environment import Sources
 from moedoctor.reporters.check import check_json, check_markdown
 from moedoctor.reporters.check_table import check_table
@@ -134,15 +133,3 @@ def test_an_observer_that_fails_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> No
     result = check(machine(), probes())
     assert "OSError" in result.environment["collector_errors"]["observations for MD004"]
     assert "MD001" in {one.id for one in result.findings}
-
-
-def test_a_broken_entry_of_our_own_is_no_fact_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
-
-    from moedoctor.diagnose.check import check as module
-    from moedoctor.text import TextFileError
-
-    first = dataclasses.replace(entries()["MD001"], rules="affects: []")
-    monkeypatch.setattr(module, "entries", lambda: {**entries(), "MD001": first})
-    with pytest.raises(TextFileError):
-        check(machine(), probes())

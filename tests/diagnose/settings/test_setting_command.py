@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.settings.command_line import parallel_of, served
-from moedoctor.diagnose.settings.flags import given_flags
+from moedoctor.diagnose.settings.flags import given_flags, parallel_of, served
 
 IMAGE = "vllm/vllm-openai:v0.21.0"
 

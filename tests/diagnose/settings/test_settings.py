@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.settings.records import SettingFinding
 from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
-from moedoctor.diagnose.settings.tables import flashinfer_variables, vllm_flags, vllm_variables
+from moedoctor.diagnose.settings.tables import (
+    SettingFinding,
+    flashinfer_variables,
+    vllm_flags,
+    vllm_variables,
+)
 from moedoctor.fixes.backends.release_tables import SCHEMES, releases
 
 RELEASES = vllm_variables().releases

@@ -1,0 +1,89 @@
+"""Variables of this machine without effect: those about backends are MD010, the others plain problems."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from moedoctor.diagnose.check.arch import JitCache
+from moedoctor.diagnose.check.machine import Machine, fits
+from moedoctor.diagnose.check.records import Finding, Problem
+from moedoctor.diagnose.settings.settings import check_flashinfer, check_settings
+from moedoctor.diagnose.settings.tables import SettingFinding, vllm_variables
+from moedoctor.entries.entry import Entry
+from moedoctor.redaction import Redactor
+
+_BACKEND = re.compile(r"FLASHINFER|MOE|BACKEND|MARLIN|GEMM|FP[48]|CUTLASS|TRTLLM|CUTEDSL|B12X", re.IGNORECASE)
+"""Parts of the names of variables that choose kernels."""
+_CONFIDENCE = 0.9
+_BETWEEN = 0.5
+"""The confidence for a vLLM that is not in the tables: the release before it is used."""
+
+
+def setting_findings(
+    entry: Entry, machine: Machine, cache: JitCache, redactor: Redactor
+) -> Iterator[Finding]:
+    """Yield one finding for all variables about backends without effect that no rule of the entry names."""
+    named = next((rule.when.any_set for rule in entry.affects if fits(rule.when, machine, redactor)), [])
+    dead = [finding for finding in _dead(machine) if _is_backend(finding) and _name(finding) not in named]
+    if not dead:
+        return
+    packages = {name: machine.version(name) for name in ("vllm", "flashinfer-python")}
+    shown = {_name(finding): redactor.setting(_name(finding), _value(finding)) for finding in dead}
+    yield Finding(
+        id=entry.id,
+        name=entry.name,
+        title=entry.title,
+        severity="error" if any(finding.stops for finding in dead) else "warning",
+        confidence=_CONFIDENCE if _is_known(machine) else _BETWEEN,
+        why=redactor.text("; ".join(f"{_name(finding)}: {finding.message}" for finding in dead)),
+        needs=None,
+        evidence={**{name: version for name, version in packages.items() if version}, "settings": shown},
+        next_step=redactor.text("; ".join(_remedy(finding) for finding in dead)),
+    )
+
+
+def setting_problems(machine: Machine, redactor: Redactor) -> Iterator[Problem]:
+    """Yield the other variables that have no effect, or stop the engine."""
+    for finding in _dead(machine):
+        if not _is_backend(finding):
+            name = _name(finding)
+            yield Problem(
+                what=f"{redactor.text(name)}: {finding.problem.replace('_', ' ')}",
+                severity="error" if finding.stops else "warning",
+                why=redactor.text(finding.message),
+                evidence={"variables": {name: redactor.setting(name, _value(finding))}},
+                next_step=redactor.text(_remedy(finding)),
+            )
+
+
+def _dead(machine: Machine) -> tuple[SettingFinding, ...]:
+    vllm, flashinfer = machine.version("vllm"), machine.version("flashinfer-python")
+    release = vllm_variables().at_or_before(vllm or "")
+    if release is not None:
+        findings = check_settings(release, machine.variables, flashinfer=flashinfer)
+    else:
+        findings = check_flashinfer(flashinfer or "", machine.variables)
+    return tuple(finding for finding in findings if not finding.takes_effect)
+
+
+def _is_backend(finding: SettingFinding) -> bool:
+    return _BACKEND.search(_name(finding)) is not None
+
+
+def _is_known(machine: Machine) -> bool:
+    version = machine.version("vllm")
+    return version is None or version.partition("+")[0] in vllm_variables().releases
+
+
+def _remedy(finding: SettingFinding) -> str:
+    name = _name(finding)
+    return f"in place of {name} use {finding.instead}" if finding.instead else f"unset {name}"
+
+
+def _name(finding: SettingFinding) -> str:
+    return finding.setting.partition("=")[0]
+
+
+def _value(finding: SettingFinding) -> str:
+    return finding.setting.partition("=")[2]
