@@ -1,7 +1,7 @@
-"""CUDA's command-line tools on this machine: where they are, which version, and how they are run.
+"""CUDA's command-line tools on this machine: finding them, their versions, and running them.
 
-They come from CUDA_HOME, from PATH or else the usual place of an installed toolkit, and out of Triton's
-package, which brings ptxas (often two, of different CUDA releases), cuobjdump and nvdisasm.
+They come from CUDA_HOME, from PATH or else the usual place of an installed toolkit, and from Triton's
+package, which has ptxas (often two, of different CUDA releases), cuobjdump and nvdisasm.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a tool said; `code` is None where it ran out of time."""
+    """The output of a tool; `code` is None if it ran out of time."""
 
     code: int | None
     stdout: str
@@ -47,19 +47,19 @@ class Outcome:
 
     @property
     def first_line(self) -> str:
-        """The first line that it wrote, its errors first."""
+        """The first line of its errors, else of its output."""
         text = self.stderr.strip() or self.stdout.strip()
         return text.splitlines()[0].strip() if text else ""
 
 
 def find_tools(names: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[Tool, ...]:
-    """Every tool of these names, of each version one, the oldest first."""
-    found: dict[str, Tool] = {}
+    """Return the tools of these names, one of each version, the oldest first."""
+    tools: dict[str, Tool] = {}
     for path in _candidates(names, os.environ if environ is None else environ):
         tool = _identify(str(path)) if os.access(path, os.X_OK) and path.is_file() else None
         if tool is not None:
-            found.setdefault(tool.version, tool)
-    return tuple(sorted(found.values(), key=lambda one: [int(part) for part in one.version.split(".")]))
+            tools.setdefault(tool.version, tool)
+    return tuple(sorted(tools.values(), key=lambda tool: [int(part) for part in tool.version.split(".")]))
 
 
 def run_tool(
@@ -67,7 +67,7 @@ def run_tool(
 ) -> Outcome:
     """Run the tool at `path` without a shell, in `folder`, for `seconds` at most.
 
-    Of very long output the first 64 MiB are kept. Raises OSError where it cannot start.
+    Output is cut after 64 MiB. Raises OSError if it cannot start.
     """
     try:
         done = subprocess.run(
@@ -90,14 +90,14 @@ def _candidates(names: Sequence[str], environ: Mapping[str, str]) -> Iterator[Pa
         for folder in folders:
             yield folder / name
         on_path = shutil.which(name, path=environ.get("PATH", ""))
-        # What PATH names is nearly always that of the usual place, and asking each costs time.
+        # The tool on PATH is nearly always that of the usual place, and each question costs time.
         yield Path(on_path) if on_path else Path("/usr/local/cuda/bin") / name
         for folder in _triton_folders():
             yield from sorted(folder.glob(f"{name}*"))
 
 
 def _triton_folders() -> list[Path]:
-    """Where Triton's package keeps its tools, found without importing it."""
+    """Return the folders with the tools of Triton's package, without importing it."""
     try:
         spec = importlib.util.find_spec("triton")
     except (ImportError, ValueError):
@@ -108,12 +108,12 @@ def _triton_folders() -> list[Path]:
 
 @functools.lru_cache(maxsize=64)
 def _identify(path: str) -> Tool | None:
-    """The tool at `path`, asked for its version once a process; None where it is none."""
+    """Return the tool at `path` with its version, or None. Each path is asked once a process."""
     try:
-        said = run_tool(path, ["--version"], seconds=_VERSION_SECONDS)
+        outcome = run_tool(path, ["--version"], seconds=_VERSION_SECONDS)
     except OSError:
         return None
-    match = _RELEASE.search(said.stdout)
-    if said.code != 0 or match is None:
+    match = _RELEASE.search(outcome.stdout)
+    if outcome.code != 0 or match is None:
         return None
     return Tool(Path(path).name.partition("-")[0], path, (int(match[1]), int(match[2])), match[3])

@@ -1,7 +1,7 @@
-"""Which GPU code lies on the disk, and what becomes of it on a GPU: loaded, compiled from PTX, or missing.
+"""The GPU code in files, and what a GPU does with it: load it, compile it from PTX, or miss it.
 
 Reads FlashInfer's cache, shared objects, cubins and wheels. Whole files are judged: a library may load for
-some of its kernels and lack others, which its list of targets with their counts shows.
+some of its kernels and lack others. The list of its targets with their counts shows that.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moedoctor.diagnose.cuda.cubin import cubin_target
-from moedoctor.diagnose.cuda.device_code import DeviceCodeError, Image, cubin_images, list_images
+from moedoctor.diagnose.cuda.device_code import (
+    DeviceCodeError,
+    Image,
+    cubin_images,
+    cubin_target,
+    list_images,
+)
 from moedoctor.diagnose.cuda.instructions import lacking, needed
 from moedoctor.diagnose.cuda.jit_cache import build_images, cached_module
 from moedoctor.fixes.arch.targets import Capability, ptx_compiles, sass_loads
@@ -40,9 +45,9 @@ class Fate(str, enum.Enum):
     LOADS = "loads"
     """Machine code that the GPU runs."""
     COMPILED = "compiled from PTX"
-    """No machine code for it, but PTX that the driver compiles, with the instructions of the PTX's target."""
+    """No machine code for the GPU, but PTX that the driver compiles, with the instructions of its target."""
     MISSING = "missing"
-    """Nothing that runs: no kernel image is available for execution on the device."""
+    """Neither: no kernel image is available for execution on the device."""
 
 
 @dataclass(frozen=True)
@@ -54,32 +59,32 @@ class Item:
     """``shared object``, ``cubins`` or ``build file``."""
     images: tuple[Image, ...] = ()
     module: str | None = None
-    """``FlashInfer 0.6.6 fused_moe_120``, where it lies in FlashInfer's cache."""
+    """``FlashInfer 0.6.6 fused_moe_120`` for a file in FlashInfer's cache."""
     fate: Fate | None = None
-    """None where no GPU was named, nothing was found or the file was skipped."""
+    """None without a GPU, without device code, and for a skipped file."""
     lacks: tuple[str, ...] = ()
-    """Instructions that the kernels need and that what loads was compiled without."""
+    """Instructions that the kernels need and that the loading code was compiled without."""
     note: str | None = None
     skipped: str | None = None
-    """Why the file could not be looked into."""
+    """Why the file could not be read."""
 
 
 def fate_of(images: Sequence[Image], capability: Capability) -> Fate | None:
-    """The best that a GPU of `capability` can do with `images`; None where there are none."""
+    """Return the best that a GPU of `capability` can do with `images`, or None without images."""
     if not images:
         return None
-    if any(one.kind == "sass" and sass_loads(one.target, capability) for one in images):
+    if any(image.kind == "sass" and sass_loads(image.target, capability) for image in images):
         return Fate.LOADS
-    if any(one.kind == "ptx" and ptx_compiles(one.target, capability) for one in images):
+    if any(image.kind == "ptx" and ptx_compiles(image.target, capability) for image in images):
         return Fate.COMPILED
     return Fate.MISSING
 
 
 def audit(paths: Sequence[Path], capability: Capability | None, tool: Tool | None) -> tuple[Item, ...]:
-    """Every file with device code in or at `paths`, judged for a GPU of `capability` where one is named.
+    """Return every file with device code in or at `paths`, judged for a GPU of `capability` if one is given.
 
     `tool` is cuobjdump; without it shared objects are skipped. Raises AuditError for a path that does not
-    exist or cannot hold device code; what cannot be read inside a folder is skipped with the reason.
+    exist or cannot hold device code. Unreadable files inside a folder are skipped with the reason.
     """
     items: list[Item] = []
     for path in paths:
@@ -92,10 +97,10 @@ def audit(paths: Sequence[Path], capability: Capability | None, tool: Tool | Non
 
 
 def _named(path: Path, capability: Capability | None, tool: Tool | None) -> Sequence[Item]:
-    """A file that the user named."""
+    """Audit a file that the user named."""
     if not path.is_file():
-        found = "is no regular file" if path.exists() else "no such file or folder"
-        raise AuditError(f"{path}: {found}; expected a folder, .so, .cubin, .whl or build.ninja")
+        problem = "is no regular file" if path.exists() else "no such file or folder"
+        raise AuditError(f"{path}: {problem}; expected a folder, .so, .cubin, .whl or build.ninja")
     if path.suffix == ".ninja":
         return [_build_file(path, capability)]
     with path.open("rb") as file:
@@ -108,12 +113,12 @@ def _named(path: Path, capability: Capability | None, tool: Tool | None) -> Sequ
 
 
 def _folder(folder: Path, capability: Capability | None, tool: Tool | None) -> Iterator[Item]:
-    """What lies under `folder`; links to folders are not followed."""
+    """Audit the files under `folder`. Links to folders are not followed."""
     for where, folders, files in os.walk(folder):
         folders.sort()
         cubins = sorted(Path(where, name) for name in files if name.endswith(".cubin"))
         if cubins:
-            images = cubin_images(one.read_bytes() for one in cubins)
+            images = cubin_images(cubin.read_bytes() for cubin in cubins)
             yield _judged(Item(str(Path(where)), "cubins", images), Path(where), capability)
         for name in sorted(files):
             path = Path(where, name)
@@ -152,7 +157,7 @@ def _binary(path: Path, capability: Capability | None, tool: Tool | None, shown:
 
 
 def _wheel(path: Path, capability: Capability | None, tool: Tool | None) -> Iterator[Item]:
-    """Each shared object of a wheel, and all its cubins together; as paths they stand behind a ``!``."""
+    """Audit each shared object of a wheel, and all its cubins together. Their paths come after a ``!``."""
     cubins: list[bytes] = []
     try:
         with zipfile.ZipFile(path) as wheel:
@@ -192,13 +197,14 @@ def _is_library(name: str) -> bool:
 
 
 def _judged(item: Item, path: Path, capability: Capability | None) -> Item:
-    """`item` with its place in FlashInfer's cache, and with what a GPU does with it."""
+    """Return `item` with its place in FlashInfer's cache and what a GPU does with it."""
     cached = cached_module(path)
     module = f"FlashInfer {cached.release} {cached.module}" if cached else None
     note = item.note or (None if item.images else "no device code")
     fate = fate_of(item.images, capability) if capability else None
     lacks: tuple[str, ...] = ()
     if cached and cached.needs_suffix and capability and fate is Fate.LOADS:
-        usable = [one for one in item.images if one.kind == "sass" and sass_loads(one.target, capability)]
-        lacks = min((lacking(one.target, needed(capability), _NEWEST) for one in usable), key=len)
+        targets = [image.target for image in item.images if image.kind == "sass"]
+        usable = [target for target in targets if sass_loads(target, capability)]
+        lacks = min((lacking(target, needed(capability), _NEWEST) for target in usable), key=len)
     return Item(item.path, item.source, item.images, module, fate, lacks, note, item.skipped)

@@ -1,26 +1,32 @@
 """The GPU code inside a file: machine code (SASS) and PTX, with the exact target of each piece.
 
-What is embedded in a shared object or object file is listed and taken out by cuobjdump. That tool drops
-suffixes that it does not know (12.8 shows ``sm_120`` for 120f), so what it takes out is read once more.
+cuobjdump lists and extracts what is embedded in a shared object or object file. It drops suffixes that it
+does not know (12.8 shows ``sm_120`` for 120f), so the target of an extracted cubin is read from its bytes:
+`sm_120`, `sm_120a` and `sm_120f` differ in one word of a note.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moedoctor.diagnose.cuda.cubin import cubin_target
 from moedoctor.fixes.arch.targets import Target
 from moedoctor.processes.cuda_tools import Tool, run_tool
 
 _LIST_SECONDS = 120.0
-_HEADER = re.compile(r"^Fatbin (elf|ptx) code:\n=+\narch = (sm_[1-9]\d{1,2}[af]?)$", re.MULTILINE)
+_LISTED = re.compile(r"^Fatbin (elf|ptx) code:\n=+\narch = (sm_[1-9]\d{1,2}[af]?)$", re.MULTILINE)
 _PTX_TARGET = re.compile(rb"^\s*\.target\s+(sm_[1-9]\d{1,2}[af]?)\b", re.MULTILINE)
 _PTX_HEAD_BYTES = 1 << 16
+_EM_CUDA = 190
+_HEADER = struct.Struct("<4sBBBBB7xHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_NOTE = b".note.nv.tkinfo"
+_COMMAND_LINE = re.compile(rb"-arch[ =](sm_[1-9]\d{1,2}[af]?)(?![0-9A-Za-z])")
 
 
 class DeviceCodeError(Exception):
@@ -38,33 +44,28 @@ class Image:
 
 
 def list_images(path: Path, tool: Tool) -> tuple[Image, ...]:
-    """What is embedded in the shared object or object file at `path`, by cuobjdump; empty where nothing is.
+    """Return the device code in the shared object or object file at `path`, by cuobjdump.
 
-    Raises DeviceCodeError where the file is no such file, or the tool fails or takes over two minutes.
+    Raises DeviceCodeError for another kind of file, and if the tool fails or takes over two minutes.
     """
-    said = _ask(tool, [str(path.resolve())], None)
-    if said is None:
+    listing = _ask(tool, [str(path.resolve())], None)
+    if listing is None:
         return ()
-    found = [("sass" if kind == "elf" else "ptx", name) for kind, name in _HEADER.findall(said)]
     counts: Counter[tuple[str, Target]] = Counter()
-    for (kind, name), count in Counter(found).items():
-        target = Target.parse(name)
-        # Only since 10.0 are there suffixes that cuobjdump may not show.
+    for (listed, name), count in Counter(_LISTED.findall(listing)).items():
+        kind, target = "sass" if listed == "elf" else "ptx", Target.parse(name)
+        # Suffixes that cuobjdump may not show exist only since 10.0.
         if target.suffix or target.major < 10:
             counts[kind, target] += count
         else:
-            counts.update((kind, one) for one in _exact(path, kind, target, count, tool))
+            counts.update((kind, exact) for exact in _exact(path, kind, target, count, tool))
     return _images(counts)
 
 
 def cubin_images(blobs: Iterator[bytes]) -> tuple[Image, ...]:
-    """The targets of cubins given as bytes; what is no cubin is left out."""
-    counts: Counter[tuple[str, Target]] = Counter()
-    for blob in blobs:
-        target = cubin_target(blob)
-        if target is not None:
-            counts["sass", target] += 1
-    return _images(counts)
+    """Return the targets of cubins given as bytes. Other files are left out."""
+    targets = filter(None, map(cubin_target, blobs))
+    return _images(Counter(("sass", target) for target in targets))
 
 
 def _images(counts: Counter[tuple[str, Target]]) -> tuple[Image, ...]:
@@ -72,17 +73,17 @@ def _images(counts: Counter[tuple[str, Target]]) -> tuple[Image, ...]:
 
 
 def _exact(path: Path, kind: str, target: Target, count: int, tool: Tool) -> Sequence[Target]:
-    """The targets of the pieces that cuobjdump calls `target`; `target` itself where they cannot be had."""
+    """Return the exact targets of the pieces that cuobjdump calls `target`; `target` if unknown."""
     option, ending = ("-xelf", "*.cubin") if kind == "sass" else ("-xptx", "*.ptx")
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as folder:
         try:
             _ask(tool, [option, f"sm_{target}", str(path.resolve())], folder)
         except DeviceCodeError:
             return [target] * count
-        found = [_target_of(file, kind) for file in sorted(Path(folder).glob(ending))]
-    exact = [one for one in found if one is not None and one.capability == target.capability]
-    # The pattern also takes out those whose suffix was listed.
-    plain = [one for one in exact if one.suffix != "a"]
+        targets = [_target_of(file, kind) for file in sorted(Path(folder).glob(ending))]
+    exact = [other for other in targets if other is not None and other.capability == target.capability]
+    # The pattern also extracts pieces whose suffix was listed.
+    plain = [other for other in exact if other.suffix != "a"]
     return plain if len(plain) == count else (exact if len(exact) == count else [target] * count)
 
 
@@ -95,13 +96,60 @@ def _target_of(file: Path, kind: str) -> Target | None:
 
 
 def _ask(tool: Tool, arguments: Sequence[str], folder: str | None) -> str | None:
-    """cuobjdump's output; None where it says that the file holds no device code."""
+    """Return cuobjdump's output, or None if the file holds no device code."""
     try:
-        said = run_tool(tool.path, arguments, folder=folder, seconds=_LIST_SECONDS)
+        outcome = run_tool(tool.path, arguments, folder=folder, seconds=_LIST_SECONDS)
     except OSError as error:
         raise DeviceCodeError(f"{tool.name} does not start: {error.strerror}") from error
-    if said.code == 0:
-        return said.stdout
-    if "does not contain device code" in said.stderr + said.stdout:
+    if outcome.code == 0:
+        return outcome.stdout
+    if "does not contain device code" in outcome.stderr + outcome.stdout:
         return None
-    raise DeviceCodeError(said.first_line or f"{tool} ended with status {said.code}")
+    raise DeviceCodeError(outcome.first_line or f"{tool} ended with status {outcome.code}")
+
+
+def cubin_target(blob: bytes) -> Target | None:
+    """Return the target of the cubin `blob`, or None for anything else.
+
+    The number is in the flags of the ELF header. Their layout changed with ABI version 8 (10.0 and later, and
+    everything that CUDA 13 builds). The suffix is in the flags too (``a``, up to CUDA 12.9), and in the
+    command line that ptxas leaves in a note (``a`` and ``f``, with ABI version 8).
+    """
+    if len(blob) < _HEADER.size:
+        return None
+    header = _HEADER.unpack_from(blob)
+    magic, wide, abi, machine, flags = header[0], header[1] == 2, header[5], header[7], header[12]
+    if magic != b"\x7fELF" or not wide or machine != _EM_CUDA:
+        return None
+    number, accelerated = (flags >> 8 & 0xFF, flags & 0x8) if abi >= 8 else (flags & 0xFF, flags & 0x800)
+    major, minor = divmod(number, 10)
+    if not major:
+        return None
+    named = (Target.parse(name.decode()) for name in _COMMAND_LINE.findall(_note(blob)))
+    exact = next((target for target in named if target.capability == (major, minor)), None)
+    return exact or Target(major, minor, "a" if accelerated else "")
+
+
+def _note(blob: bytes) -> bytes:
+    """Return the section with the command lines of the tools; empty if it is missing or cut off."""
+    names: bytes | None = None
+    sections = list(_sections(blob))
+    index = _HEADER.unpack_from(blob)[18]
+    if index < len(sections):
+        _, offset, size = sections[index]
+        names = blob[offset : offset + size]
+    for name, offset, size in sections:
+        if names is not None and names.startswith(_NOTE + b"\0", name):
+            return blob[offset : offset + size]
+    return b""
+
+
+def _sections(blob: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield (offset of the name, offset, size) of each section."""
+    header = _HEADER.unpack_from(blob)
+    start, size, count = header[11], header[16], header[17]
+    for place in range(start, start + size * count, size or 1):
+        if size < _SECTION.size or place + _SECTION.size > len(blob):
+            return
+        name, _, _, _, offset, length, *_ = _SECTION.unpack_from(blob, place)
+        yield name, offset, length

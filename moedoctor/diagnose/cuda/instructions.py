@@ -1,15 +1,21 @@
-"""The PTX instructions that decide which suffix a MoE kernel's target needs, and which targets take them.
+"""The PTX instructions that decide which suffix a MoE kernel's target needs, and which compilers take them.
 
-What takes what was tried with ptxas 12.0.76, 12.6.85, 12.8.93, 12.9.86, 13.0.88 and 13.5.37;
-`moedoctor.diagnose.cuda.toolchain` tries it again on the compilers of a machine.
+`takes` answers from a table that was made with ptxas 12.0.76, 12.6.85, 12.8.93, 12.9.86, 13.0.88 and 13.5.37.
+`attempts` tries the compilers of this machine: ptxas, or nvcc with the same PTX if there is only nvcc.
+Nothing is run on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from moedoctor.fixes.arch.targets import Capability, CudaVersion, Target, toolkit_knows
+from moedoctor.processes.cuda_tools import Outcome, Tool, find_tools, run_tool
 
 PTX_OF_CUDA: dict[CudaVersion, str] = {
     (12, 0): "8.0",
@@ -22,7 +28,9 @@ PTX_OF_CUDA: dict[CudaVersion, str] = {
     (12, 9): "8.8",
     (13, 0): "9.0",
 }
-"""CUDA release -> the newest PTX version that it reads; each one between reads its predecessor's."""
+"""CUDA release -> the newest PTX version that it reads. Releases between two rows read the older version."""
+TARGETS = ("120", "120a", "120f", "121a", "90a")
+"""The targets that MD004 is about."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Instruction:
 
     name: str
     ptx: str
-    """The statement, over the registers that `moedoctor.diagnose.cuda.toolchain` declares."""
+    """The statement, over the registers that `_SOURCE` declares."""
     majors: frozenset[int]
     """Major versions whose targets take it."""
     suffixed: bool
@@ -39,95 +47,175 @@ class Instruction:
     since: CudaVersion
     """The first CUDA release that knows it."""
     role: str
-    """What a MoE kernel does with it."""
+    """Its purpose in a MoE kernel."""
 
 
 _ALL = frozenset({9, 10, 11, 12})
 _BLACKWELL = frozenset({10, 11, 12})
-
+_TMA = (
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    " [%r0], [%d0, {%r1, %r2}], [%r3];"
+)
+_REPLACE = "tensormap.replace.tile.global_address.global.b1024.b64 [%d0], %d1;"
+_TCGEN05 = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r0], 32;"
+_MMA = (
+    "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3"
+    " {%f0, %f1, %f2, %f3}, {%r0, %r1, %r2, %r3}, {%r4, %r5}, {%f0, %f1, %f2, %f3},"
+    " %r6, {%h0, %h1}, %r7, {%h0, %h1};"
+)
+_CVT = "cvt.rn.satfinite.e2m1x2.f32 %b0, %f0, %f1;"
+_GROUPED = "a TMA descriptor for each group of a grouped GEMM"
+_TENSOR_MEMORY = "MMA and tensor memory of data-centre Blackwell"
 INSTRUCTIONS = (
-    Instruction(
-        "tma_load",
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%r0], [%d0, {%r1, %r2}], [%r3];",
-        _ALL,
-        suffixed=False,
-        since=(12, 0),
-        role="TMA loads of tiles",
-    ),
-    Instruction(
-        "griddepcontrol", "griddepcontrol.wait;", _ALL, suffixed=False, since=(12, 0), role="dependent launch"
-    ),
-    Instruction(
-        "tensormap_replace",
-        "tensormap.replace.tile.global_address.global.b1024.b64 [%d0], %d1;",
-        _ALL,
-        suffixed=True,
-        since=(12, 3),
-        role="a TMA descriptor for each group of a grouped GEMM",
-    ),
+    Instruction("tma_load", _TMA, _ALL, False, (12, 0), "TMA loads of tiles"),
+    Instruction("griddepcontrol", "griddepcontrol.wait;", _ALL, False, (12, 0), "dependent launch"),
+    Instruction("tensormap_replace", _REPLACE, _ALL, True, (12, 3), _GROUPED),
     Instruction(
         "setmaxnreg",
         "setmaxnreg.inc.sync.aligned.u32 240;",
         _ALL,
-        suffixed=True,
-        since=(12, 0),
-        role="registers of specialised warps",
+        True,
+        (12, 0),
+        "registers of specialised warps",
     ),
-    Instruction(
-        "wgmma",
-        "wgmma.fence.sync.aligned;",
-        frozenset({9}),
-        suffixed=True,
-        since=(12, 0),
-        role="Hopper's MMA",
-    ),
-    Instruction(
-        "tcgen05",
-        "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r0], 32;",
-        frozenset({10, 11}),
-        suffixed=True,
-        since=(12, 8),
-        role="MMA and tensor memory of data-centre Blackwell",
-    ),
-    Instruction(
-        "mma_mxf4nvf4",
-        "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3"
-        " {%f0, %f1, %f2, %f3}, {%r0, %r1, %r2, %r3}, {%r4, %r5}, {%f0, %f1, %f2, %f3},"
-        " %r6, {%h0, %h1}, %r7, {%h0, %h1};",
-        frozenset({12}),
-        suffixed=True,
-        since=(12, 8),
-        role="block-scaled FP4 MMA",
-    ),
-    Instruction(
-        "cvt_e2m1x2",
-        "cvt.rn.satfinite.e2m1x2.f32 %b0, %f0, %f1;",
-        _BLACKWELL,
-        suffixed=True,
-        since=(12, 8),
-        role="conversion to FP4",
-    ),
+    Instruction("wgmma", "wgmma.fence.sync.aligned;", frozenset({9}), True, (12, 0), "Hopper's MMA"),
+    Instruction("tcgen05", _TCGEN05, frozenset({10, 11}), True, (12, 8), _TENSOR_MEMORY),
+    Instruction("mma_mxf4nvf4", _MMA, frozenset({12}), True, (12, 8), "block-scaled FP4 MMA"),
+    Instruction("cvt_e2m1x2", _CVT, _BLACKWELL, True, (12, 8), "conversion to FP4"),
 )
+
+_SECONDS = 30.0
+_SOURCE = """\
+.version {version}
+.target sm_{target}
+.address_size 64
+.visible .entry probe()
+{{
+.reg .b8 %b<2>; .reg .b16 %h<2>; .reg .b32 %r<8>; .reg .b64 %d<2>; .reg .f32 %f<4>;
+{statements}
+ret;
+}}
+"""
+_FIRST_LINE = 7
+"""The line of the first statement."""
+_REFUSAL = re.compile(r", line (\d+); error\s*:")
+_FATAL = re.compile(r"\bfatal\s*: (.*)")
+_UNKNOWN_TARGET = re.compile(r"is not defined for option 'gpu-name'|Unsupported gpu architecture")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The compiler's answer to one instruction for one target."""
+
+    accepted: bool
+    line: str
+    """The compiler's first line if it refused, else empty."""
+
+    @property
+    def knows_target(self) -> bool:
+        """Whether the compiler got as far as the instruction."""
+        return _UNKNOWN_TARGET.search(self.line) is None
+
+
+Acceptance = Mapping[str, Mapping[str, Attempt]]
+"""Target -> instruction -> attempt."""
 
 
 def needed(capability: Capability) -> tuple[Instruction, ...]:
-    """What the grouped GEMMs of MoE layers use on GPUs of this capability; nothing special before 9.0."""
-    return tuple(one for one in INSTRUCTIONS if capability[0] in one.majors)
+    """Return what the grouped GEMMs of MoE layers use on GPUs of this capability: nothing before 9.0."""
+    return tuple(instruction for instruction in INSTRUCTIONS if capability[0] in instruction.majors)
 
 
 def takes(target: Target, instruction: Instruction, cuda: CudaVersion) -> bool:
-    """Whether the compiler of this CUDA release accepts `instruction` for `target`, by what was tried."""
+    """Return whether the compiler of this CUDA release accepts `instruction` for `target`, by the table."""
     if not toolkit_knows(target, cuda) or cuda < instruction.since:
         return False
     return target.major in instruction.majors and bool(target.suffix or not instruction.suffixed)
 
 
 def lacking(target: Target, instructions: Sequence[Instruction], cuda: CudaVersion) -> tuple[str, ...]:
-    """The names of those of `instructions` that `target` does not take."""
-    return tuple(one.name for one in instructions if not takes(target, one, cuda))
+    """Return the names of the `instructions` that `target` does not take."""
+    return tuple(instruction.name for instruction in instructions if not takes(target, instruction, cuda))
 
 
 def ptx_version(cuda: CudaVersion) -> str:
-    """The PTX version to write for the compiler of this CUDA release."""
-    return PTX_OF_CUDA[max(one for one in PTX_OF_CUDA if one <= max(cuda, (12, 0)))]
+    """Return the PTX version for the compiler of this CUDA release."""
+    return PTX_OF_CUDA[max(release for release in PTX_OF_CUDA if release <= max(cuda, (12, 0)))]
+
+
+def find_compilers(environ: Mapping[str, str] | None = None) -> tuple[Tool, ...]:
+    """Return the ptxas of every CUDA release on this machine, the oldest first, or every nvcc without any."""
+    return find_tools(["ptxas"], environ) or find_tools(["nvcc"], environ)
+
+
+def compiler_for(cuda: tuple[int, int], compilers: Sequence[Tool]) -> Tool | None:
+    """Return the compiler of this CUDA release, if it is among them."""
+    return next((compiler for compiler in compilers if compiler.cuda == cuda), None)
+
+
+def attempt(compiler: Tool, target: Target, instruction: Instruction | None) -> Attempt:
+    """Compile `instruction` for `target`; with None an empty kernel, which shows whether the target is known.
+
+    Each version of a compiler is asked once a process. A compiler that does not answer refuses.
+    """
+    return _attempt(_compiled(compiler, target, instruction.ptx if instruction else ""))
+
+
+def attempts(compiler: Tool, target: Target, instructions: Sequence[Instruction]) -> dict[str, Attempt]:
+    """Return `attempt` for each of `instructions`, by name.
+
+    All are compiled together, since the compiler names the line of each refusal. They are compiled one by one
+    if its output cannot be read that way.
+    """
+    outcome = _compiled(compiler, target, "\n".join(instruction.ptx for instruction in instructions))
+    names = [instruction.name for instruction in instructions]
+    if outcome.code == 0 or _UNKNOWN_TARGET.search(outcome.first_line):
+        return dict.fromkeys(names, _attempt(outcome))
+    refusals: dict[int, str] = {}
+    for line in outcome.stderr.splitlines():
+        match = _REFUSAL.search(line)
+        if match is not None:
+            refusals.setdefault(int(match[1]) - _FIRST_LINE, line.strip())
+    # A syntax error, which is fatal too, would hide what comes after it.
+    complete = _FATAL.findall(outcome.stderr) == ["Ptx assembly aborted due to errors"]
+    if complete and refusals and set(refusals) <= set(range(len(names))):
+        lines = [refusals.get(place, "") for place in range(len(names))]
+        return {name: Attempt(not line, line) for name, line in zip(names, lines, strict=True)}
+    return {instruction.name: attempt(compiler, target, instruction) for instruction in instructions}
+
+
+def _attempt(outcome: Outcome) -> Attempt:
+    return Attempt(outcome.code == 0, "" if outcome.code == 0 else outcome.first_line)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(compiler: Tool, target: Target, statements: str) -> Outcome:
+    source = _SOURCE.format(version=ptx_version(compiler.cuda), target=target, statements=statements)
+    options = [f"-arch=sm_{target}", "probe.ptx", "-o", "probe.cubin"]
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as folder:
+        Path(folder, "probe.ptx").write_text(source, encoding="ascii")
+        if compiler.name == "nvcc":
+            options = ["-cubin", *options]
+        try:
+            return run_tool(compiler.path, options, folder=folder, seconds=_SECONDS)
+        except OSError as error:
+            return Outcome(None, "", f"{compiler.name} does not start: {error.strerror}")
+
+
+def acceptance(
+    compiler: Tool,
+    targets: Sequence[str] = TARGETS,
+    instructions: Sequence[Instruction] = INSTRUCTIONS,
+) -> Acceptance:
+    """Try every instruction for every target."""
+    return {target: attempts(compiler, Target.parse(target), instructions) for target in targets}
+
+
+def summarise(table: Acceptance) -> dict[str, str]:
+    """Return target -> the instructions that it takes, or why the compiler does not know it."""
+    words = {}
+    for target, row in table.items():
+        unknown = [attempt.line for attempt in row.values() if not attempt.knows_target]
+        taken = " ".join(name for name, attempt in row.items() if attempt.accepted)
+        words[target] = unknown[0] if unknown else f"takes {taken or 'none'}"
+    return words

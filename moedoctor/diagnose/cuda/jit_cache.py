@@ -1,13 +1,12 @@
 """FlashInfer's cache of compiled kernels, read from names and build files alone.
 
-It lies at ``$FLASHINFER_WORKSPACE_BASE/.cache/flashinfer/<release>/<targets>/cached_ops/<module>/`` (0.5.0 to
-0.7.2.post1), where ``<targets>`` is such as ``120f`` or ``90a_120f``, with a ``build.ninja`` for each module.
+It is at ``$FLASHINFER_WORKSPACE_BASE/.cache/flashinfer/<release>/<targets>/cached_ops/<module>/`` (0.5.0 to
+0.7.2.post1), with ``<targets>`` such as ``120f`` or ``90a_120f`` and a ``build.ninja`` for each module.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +19,11 @@ _NEEDS_SUFFIX = re.compile(r"fused_moe|gemm|fp4")
 
 @dataclass(frozen=True)
 class CachedModule:
-    """Where in the cache a file lies."""
+    """A module in the cache."""
 
     release: str
     targets: tuple[Target, ...]
-    """Those in the folder's name; empty where FlashInfer found none."""
+    """The targets in the folder's name; empty if FlashInfer did not find one."""
     module: str
 
     @property
@@ -34,7 +33,7 @@ class CachedModule:
 
 
 def cached_module(path: Path) -> CachedModule | None:
-    """What `path` belongs to in a FlashInfer cache; None where it lies in none."""
+    """Return the module that `path` belongs to, or None for a path outside a FlashInfer cache."""
     parts = path.parts
     if "cached_ops" not in parts:
         return None
@@ -47,7 +46,7 @@ def cached_module(path: Path) -> CachedModule | None:
 
 
 def build_images(text: str) -> tuple[tuple[Image, ...], tuple[str, ...]]:
-    """(what the flags of a ``build.ninja`` compile for, names among them that are no target)."""
+    """Return what the flags of a ``build.ninja`` compile for, and the names in them that are not targets."""
     images: set[Image] = set()
     unreadable: dict[str, None] = {}
     for virtual, codes in _GENCODE.findall(text):
@@ -63,9 +62,7 @@ def build_images(text: str) -> tuple[tuple[Image, ...], tuple[str, ...]]:
 
 
 def _targets(folder: str) -> tuple[Target, ...]:
-    found: Sequence[Target]
     try:
-        found = [Target.parse(name) for name in folder.split("_")]
+        return tuple(Target.parse(name) for name in folder.split("_"))
     except ValueError:
         return ()
-    return tuple(found)

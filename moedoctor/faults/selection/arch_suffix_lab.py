@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moedoctor.diagnose.cuda.instructions import Instruction, needed, takes
-from moedoctor.diagnose.cuda.toolchain import (
+from moedoctor.diagnose.cuda.instructions import (
+    Instruction,
     acceptance,
     attempt,
     attempts,
     compiler_for,
     find_compilers,
+    needed,
     summarise,
+    takes,
 )
 from moedoctor.faults.selection.arch_suffix import ArchSuffixParameters
 from moedoctor.fixes.arch import resolve_arch_list

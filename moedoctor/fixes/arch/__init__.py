@@ -4,7 +4,7 @@
     '120f'
 
 The choice of the suffix is that of FlashInfer 0.7.1 and later. The instructions behind it were tried
-on ptxas 12.0 to 13.5; `moedoctor.diagnose.cuda.toolchain` tries them on the compilers of this machine.
+on ptxas 12.0 to 13.5; `moedoctor.diagnose.cuda.instructions` tries them on the compilers of this machine.
 """
 
 from moedoctor.fixes.arch.lists import (

@@ -17,10 +17,9 @@ from moedoctor.commands import audit as command
 from moedoctor.commands.audit import audit_command
 from moedoctor.commands.errors import InputError
 from moedoctor.diagnose.cuda.audit import NO_TOOL, AuditError, Fate, audit, fate_of
-from moedoctor.diagnose.cuda.cubin import cubin_target
-from moedoctor.diagnose.cuda.device_code import Image, list_images
+from moedoctor.diagnose.cuda.device_code import Image, cubin_target, list_images
+from moedoctor.diagnose.cuda.instructions import attempt, find_compilers
 from moedoctor.diagnose.cuda.jit_cache import build_images, cached_module
-from moedoctor.diagnose.cuda.toolchain import attempt, find_compilers
 from moedoctor.fixes.arch.targets import Target
 from moedoctor.processes.cuda_tools import Tool, find_tools
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moedoctor.diagnose.cuda.toolchain import find_compilers
+from moedoctor.diagnose.cuda.instructions import find_compilers
 from moedoctor.faults.selection import arch_suffix_lab as lab
 from moedoctor.faults.selection.arch_suffix import ArchSuffix, ArchSuffixParameters
 from moedoctor.fixes.arch.flashinfer import ArchReading

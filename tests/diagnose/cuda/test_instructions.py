@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 from cuda_fakes import fake_tool
 
-from moedoctor.diagnose.cuda import toolchain
-from moedoctor.diagnose.cuda.instructions import INSTRUCTIONS, lacking, needed, ptx_version, takes
-from moedoctor.diagnose.cuda.toolchain import (
+from moedoctor.diagnose.cuda import instructions as toolchain
+from moedoctor.diagnose.cuda.instructions import (
+    INSTRUCTIONS,
     acceptance,
     attempt,
     attempts,
     compiler_for,
     find_compilers,
+    lacking,
+    needed,
+    ptx_version,
     summarise,
+    takes,
 )
 from moedoctor.fixes.arch.targets import Target, sass_loads, toolkit_knows, toolkit_targets
 from moedoctor.processes import cuda_tools
