@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 from moedoctor.upstream.plugin import register as vllm_plugin
-from moedoctor.upstream.plugin.fix_support import known_releases
+from moedoctor.upstream.plugin.register import known_releases
 
 VARIABLE = vllm_plugin.VARIABLE
 FILTER = "VLLM_PLUGINS"

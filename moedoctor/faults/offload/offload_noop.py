@@ -49,7 +49,7 @@ class OffloadNoop(Fault):
         if case.tier is Tier.ENGINE:
             return {"VLLM_USE_V2_MODEL_RUNNER": "0"}
         from moedoctor.faults.offload.offload_noop_lab import Reload, rebinding, remembering
-        from moedoctor.upstream.plugin.offload_mark import forgetting
+        from moedoctor.upstream.plugin.offload_fix import forgetting
 
         return Reload(rebinding, forgetting(remembering))
 

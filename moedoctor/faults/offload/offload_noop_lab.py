@@ -74,7 +74,7 @@ def observe(implementation: Reload | ReleaseSource) -> Observation:
     """
     if not isinstance(implementation, ReleaseSource):
         return Observation(places(implementation))
-    from moedoctor.upstream.plugin.offload_mark import forgetting
+    from moedoctor.upstream.plugin.offload_fix import forgetting
 
     made = upstream(implementation)
     patched = places(Reload(made.replace, forgetting(made.context)))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moedoctor.upstream.plugin.fix_support import FixError, expect, replace_once
+from moedoctor.upstream.plugin.register import FixError, expect, replace_once
 
 VARIABLE = "MOEDOCTOR_EXPERIMENT"
 _NAMESPACE, _OTHER = b"\0_moe_C\0", b"\0_moe_X\0"

@@ -1,9 +1,9 @@
 """The fix `backend`: ``VLLM_NVFP4_MOE_BACKEND`` is honoured, and the selection is logged with its reasons.
 
-The variable is what vllm-project/vllm#38971 asked for; no release reads it. Where the model is NVFP4 and no
-backend was asked for otherwise, the engine's ``moe_backend`` is set to what the variable names, as
-``--moe-backend`` sets it. vLLM logs at DEBUG why it passes a backend over; here that is raised to INFO, and
-where the variable decides, what it would have selected and why is logged from the tables.
+vllm-project/vllm#38971 asked for the variable; no release reads it. If the model is NVFP4 and no backend was
+asked for otherwise, this fix sets the engine's ``moe_backend`` to the variable's backend, as
+``--moe-backend`` does. vLLM logs at DEBUG why it does not use a backend; this fix raises that to INFO. If the
+variable decides, it logs from our tables what vLLM would have selected, and why.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Any
 
 from moedoctor.fixes.backends import select
 from moedoctor.fixes.backends.requests import NVFP4_VARIABLE, Wanted, wanted_backend
-from moedoctor.upstream.plugin.fix_support import expect, replace_once
+from moedoctor.upstream.plugin.register import expect, replace_once
 
 logger = logging.getLogger("vllm.moedoctor")
 
 ORACLES = "vllm.model_executor.layers.fused_moe.oracle."
-"""What the names of the modules that select backends begin with."""
+"""Prefix of the modules that select backends."""
 _EXPECTED = ('if self.moe_backend != "auto":', "kernel_config.moe_backend = self.moe_backend")
-"""How a release hands --moe-backend to the engine; what is set below is what this sets."""
+"""How a release passes --moe-backend to the engine; this fix sets the same field."""
 _FP4_METHODS = ("modelopt_fp4", "petit_nvfp4", "nvfp4_per_token")
 _OWN_COMMUNICATION = "flashinfer_moe_ep"
 """Backends that the engine must know of before its parallel settings are made."""
 
 
 def apply(version: str) -> str:
-    """Apply the fix to the vLLM of this process, of release `version`; what is active, in a few words.
+    """Apply the fix to the vLLM of this process, of release `version`; return what is active, in a few words.
 
-    Raises FixError where vLLM is not as expected; nothing has been changed then. A value of the variable
-    that the release cannot honour is warned of when the engine is configured.
+    Raises FixError if vLLM is not as expected; then nothing has been changed. If the release cannot honour
+    the variable, a warning is logged when the engine is configured.
     """
     arguments = importlib.import_module("vllm.engine.arg_utils").EngineArgs
     expect(arguments, "create_engine_config", ("self", "usage_context", "headless"), _EXPECTED)
@@ -44,7 +44,7 @@ def apply(version: str) -> str:
     expect(loggers, "init_logger", ("name",), ("getLogger(name)",))
     replace_once(arguments, "create_engine_config", functools.partial(_honouring, version=version))
     replace_once(loggers, "init_logger", _louder)
-    selecting: list[Any] = [one for name, one in sys.modules.items() if name.startswith(ORACLES)]
+    selecting: list[Any] = [module for name, module in sys.modules.items() if name.startswith(ORACLES)]
     for module in selecting:
         if hasattr(module, "logger") and not isinstance(module.logger, LouderLogger):
             module.logger = LouderLogger(module.logger)
@@ -57,7 +57,7 @@ def apply(version: str) -> str:
 
 
 def _honouring(original: Any, *, version: str) -> Any:
-    """`create_engine_config`, with the variable honoured in what it returns."""
+    """Wrap `create_engine_config`: honour the variable in what it returns."""
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -65,11 +65,11 @@ def _honouring(original: Any, *, version: str) -> Any:
         try:
             honoured = _honour(config, wanted_backend(os.environ, version))
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            logger.warning("moedoctor: %s could not be honoured: %s", NVFP4_VARIABLE, said)
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("moedoctor: %s could not be honoured: %s", NVFP4_VARIABLE, reason)
             return config
         if honoured:
-            # vLLM looks at no other backend now, and has no reasons to log: those of the tables stand in.
+            # vLLM looks at no other backend now, so it has no reasons to log; the tables have.
             with contextlib.suppress(Exception):
                 for line in reasons(config, version):
                     logger.info("moedoctor: %s", line)
@@ -79,7 +79,7 @@ def _honouring(original: Any, *, version: str) -> Any:
 
 
 def _honour(config: Any, wanted: Wanted | None) -> bool:
-    """Whether the configuration was changed."""
+    """Change the configuration if the variable applies; return whether it was changed."""
     if wanted is None:
         return False
     kernels, value = config.kernel_config, os.environ.get(NVFP4_VARIABLE)
@@ -101,7 +101,7 @@ def _honour(config: Any, wanted: Wanted | None) -> bool:
 
 
 def reasons(config: Any, version: str) -> Iterator[str]:
-    """What vLLM would have selected for this engine by itself, then each backend with its reason."""
+    """Yield what vLLM would have selected for this engine by itself, then each backend with its reason."""
     platform = importlib.import_module("vllm.platforms").current_platform
     major, minor = platform.get_device_capability()[:2]
     parallel = config.parallel_config
@@ -117,12 +117,11 @@ def reasons(config: Any, version: str) -> Iterator[str]:
         environ=os.environ,
     )
     yield f"by itself vLLM would select {selection.chosen or 'nothing'} on compute capability {major}.{minor}"
-    yield from (f"{one.backend}: {one.reason}" for one in selection.candidates)
+    yield from (f"{candidate.backend}: {candidate.reason}" for candidate in selection.candidates)
 
 
 def is_nvfp4(model_config: Any) -> bool:
-    """Whether the model's own configuration says NVFP4, in the words of ModelOpt, compressed-tensors or
-    vLLM."""
+    """Return whether the model is NVFP4, by the names of ModelOpt, compressed-tensors or vLLM."""
     if model_config is None:
         return False
     if str(getattr(model_config, "quantization", None)) in _FP4_METHODS:
@@ -134,7 +133,7 @@ def is_nvfp4(model_config: Any) -> bool:
 
 
 def _louder(original: Any) -> Any:
-    """`init_logger`, louder for the modules that select backends; a model that is built imports those."""
+    """Wrap `init_logger`: louder for the modules that select backends, which models import when built."""
 
     @functools.wraps(original)
     def init_logger(name: str) -> Any:
@@ -145,7 +144,7 @@ def _louder(original: Any) -> Any:
 
 
 class LouderLogger:
-    """vLLM's logger of one module; what it logs once at DEBUG it logs once at INFO."""
+    """The logger of a vLLM module that logs at INFO what the module logs once at DEBUG."""
 
     def __init__(self, quiet: Any) -> None:
         self._quiet = quiet
@@ -154,5 +153,5 @@ class LouderLogger:
         return getattr(self._quiet, name)
 
     def debug_once(self, message: str, *arguments: Any, **options: Any) -> None:
-        """Why a backend was passed over."""
+        """Log why a backend is not used."""
         self._quiet.info_once(message, *arguments, **options)

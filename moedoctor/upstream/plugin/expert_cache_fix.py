@@ -1,10 +1,10 @@
-"""The fix `expert_cache`: vLLM runs MoE models whose experts lie in host memory, hot ones cached on the GPU.
+"""The fix `expert_cache`: vLLM runs MoE models with experts in host memory and hot experts cached on the GPU.
 
-What vllm-project/vllm#37190 offers, by ``MOEDOCTOR_EXPERT_CACHE=N`` slots a layer: without its fault, and
-with CUDA graphs. Experts are loaded into host memory, taken to the GPU layer by layer to be repacked, and
-pinned; N slots take their place before vLLM profiles memory, so the KV cache gets what is left. Backends
-TRITON (BF16, FP8) and MARLIN (FP8, NVFP4). A model that cannot have a cache is refused with the reason:
-silently going on without one would run out of memory later, or hide that nothing is saved.
+``MOEDOCTOR_EXPERT_CACHE=N`` gives each layer N slots. It is what vllm-project/vllm#37190 offers, without its
+fault and with CUDA graphs. Experts are loaded into host memory, taken to the GPU layer by layer to be
+repacked, and pinned; N slots take their place before vLLM profiles memory, so the KV cache gets what is left.
+Backends: TRITON (BF16, FP8) and MARLIN (FP8, NVFP4). A model that cannot have a cache is refused with the
+reason: if it started without one, it would run out of memory later, or seem to save memory when it does not.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moedoctor.upstream.plugin.expert_cache_layer import EXPERTS, host_experts, install, to_device
-from moedoctor.upstream.plugin.expert_cache_refusals import refusal, refused_engine, refused_setting
-from moedoctor.upstream.plugin.fix_support import FixError, expect, replace_once
+from moedoctor.upstream.plugin.register import FixError, expect, replace_once
 
 logger = logging.getLogger("vllm.moedoctor")
 
 NAME = "expert_cache"
 VARIABLE = "MOEDOCTOR_EXPERT_CACHE"
 RELEASES = ("0.21.0",)
-"""Whose layers this was made for."""
+"""Releases whose layers this was made for."""
+BACKENDS = ("TritonExperts", "MarlinExperts")
+"""Classes of experts whose kernels index by expert only what is replaced."""
 _FUSED = "vllm.model_executor.layers.fused_moe."
 _LOADS = ("process_weights_after_loading(model, model_config, target_device)", "return model.eval()")
 _APPLIES = ("self.impl.apply(", "global_num_experts=global_num_experts")
@@ -37,13 +38,14 @@ _METHODS = (
 """Methods whose experts are made in host memory."""
 _CREATES = ('layer.register_parameter("w13_weight", w13_weight)',)
 _TILES = ("E, _, N = w2_shape",)
+_ACT_ORDER = ("w13_g_idx", "w2_g_idx", "w13_g_idx_sort_indices", "w2_g_idx_sort_indices")
 
 
 def apply(version: str) -> str:
-    """Apply the fix to the vLLM of this process, of release `version`; what is active, in a few words.
+    """Apply the fix to the vLLM of this process, of release `version`; return what is active, in a few words.
 
-    Raises FixError where vLLM is not as expected or the variable is no number of slots; nothing has been
-    changed then.
+    Raises FixError if vLLM is not as expected or the variable is not a number of slots; then nothing has been
+    changed.
     """
     slots = wanted_slots(os.environ)
     if slots is None:
@@ -54,18 +56,17 @@ def apply(version: str) -> str:
     layer = importlib.import_module(f"{_FUSED}layer").FusedMoE
     tiles = importlib.import_module(f"{_FUSED}experts.triton_moe")
     loaders = _loaders()
-    expect(loaders[0], "load_model", ("self", "vllm_config", "model_config"), _LOADS)
-    for loader in loaders[1:]:
-        expect(loader, "load_model", ("self", "vllm_config", "model_config"), ())
+    for loader in loaders:
+        source = _LOADS if loader is loaders[0] else ()
+        expect(loader, "load_model", ("self", "vllm_config", "model_config"), source)
     expect(kernel, "apply", ("hidden_states", "w1", "w2", "topk_weights", "topk_ids", "expert_map"), _APPLIES)
     methods = [getattr(importlib.import_module(module), name) for module, name in _METHODS]
     for method in methods:
         expect(method, "create_weights", ("layer", "num_experts"), _CREATES)
     expect(tiles, "try_get_optimal_moe_config", ("w1_shape", "w2_shape"), _TILES)
+    caching = functools.partial(_caching, slots=slots, layer_type=layer)
     for loader in loaders:
-        replace_once(
-            loader, "load_model", functools.partial(_caching, slots=slots, layer_type=layer), by=NAME
-        )
+        replace_once(loader, "load_model", caching, by=NAME)
     for method in methods:
         replace_once(method, "create_weights", functools.partial(_on_the_host, slots=slots), by=NAME)
     replace_once(tiles, "try_get_optimal_moe_config", _unchanged_tiles, by=NAME)
@@ -73,15 +74,15 @@ def apply(version: str) -> str:
 
 
 def _loaders() -> Sequence[type]:
-    """vLLM's loader, and those that load in a way of their own."""
+    """Return vLLM's loader, then those with a `load_model` of their own."""
     base = importlib.import_module("vllm.model_executor.model_loader.base_loader").BaseModelLoader
     known = importlib.import_module("vllm.model_executor.model_loader")._LOAD_FORMAT_TO_MODEL_LOADER
-    own = (one for one in known.values() if one is not base and "load_model" in vars(one))
+    own = (loader for loader in known.values() if loader is not base and "load_model" in vars(loader))
     return (base, *dict.fromkeys(own))
 
 
-def wanted_slots(environ: Any) -> int | None:
-    """The slots that the variable asks for; None where it is not set. Raises FixError for no number."""
+def wanted_slots(environ: Mapping[str, str]) -> int | None:
+    """Return the slots that the variable asks for, or None if it is not set. Raises FixError."""
     text = environ.get(VARIABLE, "").strip()
     if not text:
         return None
@@ -91,7 +92,7 @@ def wanted_slots(environ: Any) -> int | None:
 
 
 def _caching(original: Any, *, slots: int, layer_type: type) -> Any:
-    """`load_model`, after which every MoE layer has its cache."""
+    """Wrap `load_model`: after it every MoE layer has its cache."""
 
     @functools.wraps(original)
     def load_model(self: Any, vllm_config: Any, model_config: Any, *arguments: Any, **options: Any) -> Any:
@@ -100,7 +101,7 @@ def _caching(original: Any, *, slots: int, layer_type: type) -> Any:
             raise _refused(slots, reason)
         model = original(self, vllm_config, model_config, *arguments, **options)
         is_draft = model_config is not vllm_config.model_config
-        if is_draft and not any(isinstance(one, layer_type) for one in model.modules()):
+        if is_draft and not any(isinstance(module, layer_type) for module in model.modules()):
             return model
         device = vllm_config.device_config.device
         _give_caches(model, slots, layer_type, device, _captures(vllm_config, model_config))
@@ -110,7 +111,7 @@ def _caching(original: Any, *, slots: int, layer_type: type) -> Any:
 
 
 def _captures(vllm_config: Any, model_config: Any) -> bool:
-    """Whether the engine captures CUDA graphs."""
+    """Return whether the engine captures CUDA graphs."""
     mode = vllm_config.compilation_config.cudagraph_mode
     return not model_config.enforce_eager and getattr(mode, "name", "") != "NONE"
 
@@ -118,51 +119,44 @@ def _captures(vllm_config: Any, model_config: Any) -> bool:
 def _give_caches(model: Any, slots: int, layer_type: type, device: Any, captured: bool) -> None:
     import torch
 
-    layers: list[tuple[str, Any]] = [
-        (name, one) for name, one in model.named_modules() if isinstance(one, layer_type)
-    ]
     if host_experts(model):
-        return  # by a loader that calls another one
+        return  # a loader that calls another loader has done it
+    layers: list[tuple[str, Any]] = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, layer_type)
+    ]
     if not layers:
         raise _refused(slots, "the model has no MoE layer; expected one, or unset the variable")
     for name, layer in layers:
         reason = refusal(layer, slots)
         if reason is not None:
             raise _refused(slots, f"{name} cannot have an expert cache: {reason}")
-    device, made = torch.device(device), []
+    device, caches = torch.device(device), []
     for _, layer in layers:
         if slots < layer.local_num_experts:
-            made.append(install(layer, slots, device, captured=captured))
+            caches.append(install(layer, slots, device, captured=captured))
         else:
             to_device(layer, device)  # every expert fits
     torch.cuda.empty_cache()
-    memory = [cache.memory for cache in made]
+    memory = [cache.memory for cache in caches]
     logger.info(
         "moedoctor: expert_cache: %d of %d MoE layers with %d slots, engine %s: %.2f GiB pinned, %.2f GiB on "
         "the GPU, %.2f GiB left to the KV cache",
-        len(made),
+        len(caches),
         len(layers),
         slots,
-        made[0].engine if made else "none",
-        sum(one.pinned for one in memory) / 2**30,
-        sum(one.device for one in memory) / 2**30,
-        sum(one.saved for one in memory) / 2**30,
+        caches[0].engine if caches else "none",
+        sum(layer.pinned for layer in memory) / 2**30,
+        sum(layer.device for layer in memory) / 2**30,
+        sum(layer.saved for layer in memory) / 2**30,
     )
 
 
-def _refused(slots: int, reason: str) -> RuntimeError:
-    """The error, which is logged, too: where workers are processes, vLLM's own error does not tell it."""
-    said = f"{VARIABLE}={slots}: {reason}"
-    logger.error("moedoctor: expert_cache is refused: %s", said)
-    return RuntimeError(said)
-
-
 def _on_the_host(original: Any, *, slots: int) -> Any:
-    """`create_weights` of a MoE method, in host memory: the experts need not fit on the GPU.
+    """Wrap `create_weights` of a MoE method: in host memory, because experts need not fit on the GPU.
 
     vLLM takes each layer's parameters to the GPU and back to repack them. Weights that are made up rather
-    than loaded stay on the GPU, where that is faster. What the settings alone rule out is refused here,
-    before anything is loaded.
+    than loaded stay on the GPU, which is faster. A setting that rules a cache out is refused here, before
+    anything is loaded.
     """
 
     @functools.wraps(original)
@@ -182,7 +176,7 @@ def _on_the_host(original: Any, *, slots: int) -> Any:
 
 
 def _unchanged_tiles(original: Any) -> Any:
-    """Tiles as for all experts: others would round differently, and tokens could part."""
+    """Choose tiles as for all experts: other tiles would round differently, and tokens could change."""
 
     @functools.wraps(original)
     def try_get_optimal_moe_config(w1_shape: Any, w2_shape: Any, *arguments: Any, **options: Any) -> Any:
@@ -192,3 +186,60 @@ def _unchanged_tiles(original: Any) -> Any:
         return original(w1_shape, w2_shape, *arguments, **options)
 
     return try_get_optimal_moe_config
+
+
+# --- What cannot have an expert cache: each function returns the reason in one line, or None. -------------
+
+
+def _refused(slots: int, reason: str) -> RuntimeError:
+    """Log and return the error: if workers are processes, vLLM's own error does not contain it."""
+    message = f"{VARIABLE}={slots}: {reason}"
+    logger.error("moedoctor: expert_cache is refused: %s", message)
+    return RuntimeError(message)
+
+
+def refused_engine(vllm_config: Any) -> str | None:
+    """Return why an engine of this configuration cannot have caches."""
+    offload = vllm_config.offload_config
+    if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
+        return "weights are offloaded by --cpu-offload-gb or --offload-group-size; expected one of the two"
+    return None
+
+
+def refused_setting(layer: Any, capacity: int) -> str | None:
+    """Return why a layer with these settings cannot have `capacity` slots, before weights are loaded."""
+    parallel = layer.moe_parallel_config
+    if parallel.use_ep or parallel.ep_size > 1 or parallel.dp_size > 1 or parallel.pcp_size > 1:
+        return (
+            "experts are spread over several GPUs (expert, data or prefill context parallel); expected one "
+            "GPU, or tensor parallel"
+        )
+    if capacity < layer.top_k:
+        return f"{capacity} slots hold fewer experts than one token needs (top_k {layer.top_k})"
+    if layer.enable_eplb:
+        return "expert load balancing moves experts at run time; expected it off"
+    if layer.moe_config.is_lora_enabled:
+        return "LoRA goes by the ids of experts, which are slots here; expected it off"
+    return None
+
+
+def refused_kernel(layer: Any) -> str | None:
+    """Return why the kernel of a loaded layer cannot have a cache."""
+    kernel = getattr(layer.quant_method, "moe_kernel", None)
+    method = type(layer.quant_method).__name__
+    if kernel is None or kernel.is_monolithic:
+        return f"{method} routes and computes in one kernel; expected --moe-backend triton or marlin"
+    experts = kernel.fused_experts
+    if type(experts).__name__ not in BACKENDS:
+        return f"{method} computes with {type(experts).__name__}; expected --moe-backend triton or marlin"
+    if kernel.owns_shared_experts:
+        return f"{method} computes shared experts inside of its kernel"
+    indices = (getattr(experts, name, None) for name in _ACT_ORDER)
+    if any(tensor is not None and tensor.numel() for tensor in indices):
+        return f"{method} reorders activations by expert (act-order); expected a checkpoint without"
+    return None
+
+
+def refusal(layer: Any, capacity: int) -> str | None:
+    """Return why a loaded layer cannot have a cache of `capacity` slots."""
+    return refused_setting(layer, capacity) or refused_kernel(layer)

@@ -1,8 +1,8 @@
 """The experts of one MoE layer of vLLM in host memory, with slots on the GPU that compute in their place.
 
 Every modular backend computes a layer by ``moe_kernel.apply(hidden_states, w1, w2, topk_weights, topk_ids,
-...)``, with scales and biases in a quantisation config that the kernel holds. So what is indexed by expert is
-in those two places, and both get the cache's slots, whose addresses never change.
+...)``, with scales and biases in a quantization config of the kernel. So tensors that are indexed by expert
+are in these two places. Both get the cache's slots, whose addresses never change.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ _PARTS = ("_a1", "_a2", "_w1", "_w2")
 _FIELDS = ("scale", "alpha_or_gscale", "zp", "bias")
 _ATTRIBUTE = "moedoctor_experts"
 _GAINS = {"w1": 1.0, "w2": 3.0}
-"""As in `reference.checkpoints`: w2 makes up for what SiLU and the mean of the experts take away."""
+"""As in `reference.checkpoints`: the gain of w2 makes up for SiLU and the mean over experts."""
 EXPERTS: ContextVar[int | None] = ContextVar("experts of the layer that computes", default=None)
-"""Set while a cached layer computes: tiles are to be chosen as without the cache."""
+"""Set while a cached layer computes, so that tiles are chosen as without the cache."""
 
 
 class IdLog:
-    """The ids of a layer's calls, kept on the device by operations that a CUDA graph can hold."""
+    """The ids of a layer's calls, stored on the device by operations that a CUDA graph can hold."""
 
     def __init__(self, calls: int, width: int, device: torch.device) -> None:
-        """Room for `calls` calls of at most `width` ids, T * K; later calls overwrite the first, wider ones
-        are left out."""
+        """Make room for `calls` calls of at most `width` ids, T * K.
+
+        Later calls overwrite the first; calls with more ids are left out.
+        """
         self._ids = torch.full((calls, width), -1, dtype=torch.int32, device=device)  # [calls, width]
         self._count = torch.zeros(1, dtype=torch.int64, device=device)  # [1]
 
     def note(self, ids: torch.Tensor) -> None:
-        """Keep `ids` [T, K]."""
+        """Store `ids` [T, K]."""
         calls, width = self._ids.shape
         if ids.numel() > width:
             return
         row = torch.nn.functional.pad(ids.reshape(1, -1).int(), (0, width - ids.numel()), value=-1)
-        self._ids.index_copy_(0, self._count % calls, row)  # the place is on the device: a replay moves on
+        self._ids.index_copy_(0, self._count % calls, row)  # the index is on the device, so a replay moves on
         self._count.add_(1)
 
     def clear(self) -> None:
@@ -50,7 +52,7 @@ class IdLog:
         self._count.zero_()
 
     def calls(self) -> list[list[int]]:
-        """The ids of each call since `clear`, -1 for none; empty where there was no room for all."""
+        """Return the ids of each call since `clear`, padded with -1; empty if there was no room for all."""
         count = int(self._count)
         return self._ids[:count].tolist() if count <= len(self._ids) else []
 
@@ -60,35 +62,35 @@ class HostExperts:
 
     cache: ExpertCache
     log: IdLog | None = None
-    """What `keep_ids` made."""
+    """Made by `keep_ids`."""
 
     def __init__(self, layer: Any, device: torch.device) -> None:
-        """Copy the experts of `layer`, which is loaded and repacked, to pinned memory where that can be had.
+        """Copy the experts of `layer`, which is loaded and repacked, to host memory, pinned if possible.
 
         The layer keeps its own until `give` replaces them.
         """
         tensors = per_expert(layer)
-        self.store = ExpertStore({name: _on_the_host(one) for name, one in tensors.items()})
+        self.store = ExpertStore({name: _on_the_host(tensor) for name, tensor in tensors.items()})
         self._layer, self._device = layer, device
         self._kernel = layer.quant_method.moe_kernel
         self._compute = self._kernel.apply
-        self._parameters = {name: _holders(layer, one) for name, one in tensors.items()}
+        self._parameters = {name: _holders(layer, tensor) for name, tensor in tensors.items()}
 
     @property
     def num_experts(self) -> int:
-        """Of the layer."""
+        """The layer's number of experts."""
         return self.store.num_experts
 
     @property
     def top_k(self) -> int:
-        """Experts of a token."""
+        """The number of experts of a token."""
         return int(self._layer.top_k)
 
     def give(self, capacity: int, *, captured: bool) -> ExpertCache:
-        """Let an empty cache of `capacity` slots take the place of what the layer computes with.
+        """Replace what the layer computes with by an empty cache of `capacity` slots.
 
-        `captured`: the engine captures CUDA graphs, which must be captured anew then. Raises RuntimeError
-        where it does and memory could not be pinned.
+        `captured`: the engine captures CUDA graphs, which must then be captured again. Raises RuntimeError if
+        it does and memory could not be pinned.
         """
         if captured and not self.store.pinned:
             raise RuntimeError(
@@ -108,7 +110,7 @@ class HostExperts:
             part, _, field = name.partition(".")
             if field:
                 setattr(getattr(quant_config, part), field, slots)
-        to_device(self._layer, self._device)  # what is not by expert may be in host memory, too
+        to_device(self._layer, self._device)  # other tensors may be in host memory, too
         self._kernel.impl.inplace = False  # the input of the second group is not the output of the first
         self._kernel.apply = _applying(cache, self._compute)
         self.cache, self.log = cache, None
@@ -133,10 +135,10 @@ class HostExperts:
         self._kernel.apply, self.log = apply, log
 
     def draw(self, generator: torch.Generator) -> None:
-        """Draw the experts' BF16, FP16 or FP32 weights anew, of deviation ``gain / sqrt(inputs)``.
+        """Draw new BF16, FP16 or FP32 weights with a deviation of ``gain / sqrt(inputs)``.
 
-        Only in host memory: call `give` next, for the slots still hold the old ones. They are drawn on the
-        generator's device, one tensor at a time.
+        Only host memory changes: call `give` next, because the slots still hold the old weights. They are
+        drawn on the generator's device, one tensor at a time.
         """
         for name, gain in _GAINS.items():
             host = self.store.tensors[name]  # [E, outputs, inputs]
@@ -144,9 +146,9 @@ class HostExperts:
             host.copy_(drawn.normal_(0.0, gain / math.sqrt(host.shape[-1]), generator=generator))
 
     def roll(self, by: int) -> None:
-        """Plant a fault: expert e gets all that belongs to expert ``e - by``, on the host and in the slots.
+        """Plant a fault: expert e gets the tensors of expert ``e - by``, on the host and in the slots.
 
-        ``roll(-by)`` takes it back. The caller synchronises before and after.
+        ``roll(-by)`` undoes it. The caller synchronizes before and after.
         """
         for tensor in self.store.tensors.values():
             rows = tensor.view(self.num_experts, -1).view(torch.uint8)  # [E, bytes]: torch rolls no FP8
@@ -158,15 +160,15 @@ class HostExperts:
 
 
 def host_experts(model: Any) -> list[HostExperts]:
-    """Of all layers of `model` that have a cache, in their order."""
-    found = (getattr(one, _ATTRIBUTE, None) for one in model.modules())
-    return [one for one in found if one is not None]
+    """Return the experts of all layers of `model` that have a cache, in order."""
+    attributes = (getattr(module, _ATTRIBUTE, None) for module in model.modules())
+    return [experts for experts in attributes if experts is not None]
 
 
 def install(layer: Any, capacity: int, device: torch.device, *, captured: bool) -> ExpertCache:
-    """Move the layer's experts to host memory and let `capacity` slots take their place.
+    """Move the layer's experts to host memory and put `capacity` slots in their place.
 
-    Raises RuntimeError as `HostExperts.give`. The caller has asked `expert_cache_refusals.refusal` before.
+    Raises RuntimeError as `HostExperts.give`. The caller must check `expert_cache_fix.refusal` before.
     """
     experts = HostExperts(layer, device)
     cache = experts.give(capacity, captured=captured)
@@ -175,20 +177,20 @@ def install(layer: Any, capacity: int, device: torch.device, *, captured: bool) 
 
 
 def to_device(layer: Any, device: torch.device) -> None:
-    """Move the layer's parameters; each stays the object that the quantisation config may hold."""
+    """Move the layer's parameters, which stay the same objects: the quantization config may hold them."""
     for parameter in layer.parameters():
         parameter.data = parameter.data.to(device)
 
 
 def per_expert(layer: Any) -> dict[str, torch.Tensor]:
-    """Every tensor that the layer's kernel indexes by expert, [E, ...] each, by a name of our own."""
+    """Return every tensor that the layer's kernel indexes by expert, [E, ...] each, by a name of our own."""
     experts, kernel = layer.local_num_experts, layer.quant_method.moe_kernel
-    found = {"w1": layer.w13_weight.data, "w2": layer.w2_weight.data}
+    tensors = {"w1": layer.w13_weight.data, "w2": layer.w2_weight.data}
     for part, field, tensor in _described(kernel.fused_experts.quant_config):
-        # One element is a scale of activations, for all experts.
+        # A single element is a scale of activations, for all experts.
         if tensor.dim() and tensor.shape[0] == experts and not (experts == 1 and part.startswith("_a")):
-            found[f"{part}.{field}"] = tensor.data
-    return found
+            tensors[f"{part}.{field}"] = tensor.data
+    return tensors
 
 
 def _described(quant_config: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -200,23 +202,23 @@ def _described(quant_config: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def _holders(layer: Any, tensor: torch.Tensor) -> list[str]:
-    """The layer's parameters that hold `tensor`: nothing may keep the experts on the device."""
+    """Return the layer's parameters that hold `tensor`: nothing may keep the experts on the device."""
     return [
         name
-        for name, one in layer.named_parameters(recurse=False)
-        if one.data_ptr() == tensor.data_ptr() and one.shape == tensor.shape
+        for name, parameter in layer.named_parameters(recurse=False)
+        if parameter.data_ptr() == tensor.data_ptr() and parameter.shape == tensor.shape
     ]
 
 
 def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, page-locked in its own size: torch's pinned memory is rounded up to a power of two."""
+    """Return a pinned copy of exactly its size: torch rounds pinned memory up to a power of two."""
     block, _ = allocate(tensor.nbytes, register if torch.cuda.is_available() else None)
     return block.bytes.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _applying(cache: ExpertCache, compute: Any) -> Any:
-    """The kernel's `apply`, through `cache`."""
-    # Ids of other groups are mapped to no expert, as those of other ranks are.
+    """Return the kernel's `apply` through `cache`."""
+    # Ids of other groups are mapped to no expert, like those of other ranks.
     nowhere = torch.arange(cache.num_experts, dtype=torch.int32, device=cache.device)  # [E]
     nowhere[cache.capacity :] = -1
 
@@ -247,7 +249,7 @@ def _applying(cache: ExpertCache, compute: Any) -> Any:
                 )  # [T, H]
                 if not many:
                     return result
-                # A copy, whatever the type: the kernel's output may be a view of its workspace.
+                # Always a copy: the kernel's output may be a view of its workspace.
                 total = result.to(torch.float32, copy=True) if total is None else total.add_(result)
         assert total is not None
         return total.to(hidden_states.dtype)
@@ -256,7 +258,7 @@ def _applying(cache: ExpertCache, compute: Any) -> Any:
 
 
 def _groups(cache: ExpertCache, ids: torch.Tensor) -> int:
-    """How many groups a call of this shape may have."""
+    """Return how many groups a call of this shape can have."""
     return -(-min(ids.numel(), cache.num_experts) // cache.capacity)
 
 

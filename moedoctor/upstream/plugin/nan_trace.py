@@ -1,33 +1,32 @@
-"""The trace `nan`: where a NaN starts inside vLLM, and which expert ids its routers give.
+"""The trace `nan`: the place in vLLM at which a NaN first appears, and the expert ids that its routers give.
 
-Watched are each attention layer's output (but not that of MLA attention, a class of its own), each router's
-logits and ids, each MoE layer's output, and the model's. All of it happens inside operators that vLLM's
-compiler takes as they are, so compilation does not change. What a layer made is looked at by its experts'
-operator, in two launches that CUDA graphs hold: a step that is replayed costs the host two launches, one
-before and one after the model, whatever its number of layers. Warm-up and capture are not recorded. The
-report is printed when the process ends.
+It watches the output of each attention layer (except MLA attention, which is another class), the logits and
+ids of each router, the output of each MoE layer, and the output of the model. All of this happens inside
+operators that vLLM's compiler does not look into, so compilation does not change. The operator of the experts
+checks what its layer made in two launches, which CUDA graphs hold. So a replayed step costs the host two
+launches, one before and one after the model, for any number of layers. Warm-up and capture are not recorded.
+The report is printed when the process ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
-import logging
 import os
 import sys
+from multiprocessing import util
 from typing import Any
 
 from moedoctor.trace.nan_report import NanReport
-from moedoctor.upstream.plugin.fix_support import FixError, expect, replace_once
-from moedoctor.upstream.plugin.nan_exit import ExitReport
+from moedoctor.upstream.plugin.register import FixError, expect, replace_once
 
 NAME = "nan"
 _TRACE = "_moedoctor_nan_trace"
-"""Where the trace of a process is kept: at vLLM's own class of model runners."""
-
+"""Attribute of vLLM's class of model runners that holds the trace of this process."""
 _OTHER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-
-logger = logging.getLogger("vllm.moedoctor")
+_FIRST = 100
+"""Priority of the finalizer: high ones run first, while the device can still be read."""
 
 
 class EngineTrace:
@@ -37,20 +36,20 @@ class EngineTrace:
         self.experiment = experiment
         """A `moedoctor.upstream.engine.padding_experiment.Experiment`, or None."""
         self.scheduled = 0
-        """Tokens of the step that are no padding."""
+        """Tokens of the step that are not padding."""
         self.running = False
         self.process: int | None = None
-        """The process that made the first layer, whose record this is."""
+        """The process that made the first layer and owns the record; None before."""
         self.exit: ExitReport | None = None
         self._state: Any = None
         self._points: dict[str, int] = {}
         self._router = ""
         self._attention: tuple[str, Any] | None = None
-        """Name and output of the attention layer that ran last, until experts looked at it."""
+        """Name and output of the attention layer that ran last, until experts have checked it."""
         self._before_experts: set[str] = set()
-        """Attention layers that experts follow, as a run without graphs has shown."""
+        """Attention layers that are followed by experts, as a run without graphs has shown."""
         self._rows: int | None = None
-        """Rows of the attention's output, which are those of this rank."""
+        """Rows of the attention's output: the rows of this rank."""
 
     @property
     def state(self) -> Any:
@@ -65,23 +64,23 @@ class EngineTrace:
         return self._state
 
     def point(self, name: str) -> int:
-        """The number of the point with this name, taken at its first use."""
+        """Return the number of the point with this name, which gets one at its first use."""
         if name not in self._points:
             self._points[name] = self.state.point(name)
         return self._points[name]
 
     def report(self) -> NanReport | None:
-        """What was found; None where no model was made. Waits for the device."""
+        """Wait for the device and return the report, or None if no model was made."""
         return None if self._state is None else self._state.report()
 
-    # --- What vLLM's functions are wrapped with -----------------------------------------------------------
+    # --- The wrappers of vLLM's functions -----------------------------------------------------------------
 
     def around_attention(self, layer: Any) -> None:
-        """Keep what the layer's implementation writes until the experts that follow look at it.
+        """Hold what the layer's implementation writes until the experts that follow check it.
 
         Piecewise graphs leave attention out, so a launch here would cost the host its time at each step. The
-        output lives until the piece after it is through, where the experts are. Layers after which none came
-        yet, such as dense ones, are looked at here.
+        output is alive until the piece after it, which has the experts, has run. Layers that no experts have
+        followed yet, such as dense layers, are checked here.
         """
         original, name, state = layer.impl.forward, str(layer.layer_name), self.state
 
@@ -100,7 +99,7 @@ class EngineTrace:
         layer.impl.forward = forward
 
     def around_moe(self, original: Any) -> Any:
-        """Watch the attention's output, the logits and the experts' sum when a MoE layer is through."""
+        """Watch the attention's output, the logits and the experts' sum after a MoE layer has run."""
 
         @functools.wraps(original)
         def apply_quant_method(runner: Any, layer: Any, *arguments: Any, **options: Any) -> Any:
@@ -115,29 +114,29 @@ class EngineTrace:
         return apply_quant_method
 
     def _watch_layer(self, attention: tuple[str, Any] | None, logits: Any, routed: Any) -> None:
-        made = []
+        outputs = []
         if attention is not None:
             if attention[0] in self._before_experts or not self.running:
-                made.append((attention[0], attention[1].flatten(1)))  # else it was looked at already
+                outputs.append((attention[0], attention[1].flatten(1)))  # else it was checked already
             self._before_experts.add(attention[0])
         if self._is_own(routed):
             if logits is not None:
-                made.append((f"{self._router}.router_logits", logits))
-            made.append((self._router, routed))
-        points = [self.point(name) for name, _ in made]
-        tensors = [one for _, one in made]  # [tokens, columns] each
-        if len(made) == 3:
+                outputs.append((f"{self._router}.router_logits", logits))
+            outputs.append((self._router, routed))
+        points = [self.point(name) for name, _ in outputs]
+        tensors = [tensor for _, tensor in outputs]  # [tokens, columns] each
+        if len(outputs) == 3:
             self.state.watch_three(points, tensors)
             return
-        for point, one in zip(points, tensors, strict=True):
-            self.state.watch(point, one)
+        for point, tensor in zip(points, tensors, strict=True):
+            self.state.watch(point, tensor)
 
     def _is_own(self, x: Any) -> bool:
-        """Whether the rows of `x` are this rank's own; which of all ranks' rows are padding is not known."""
+        """Return whether `x` has this rank's rows; of all ranks' rows it is not known which are padding."""
         return self._rows is None or self._rows == int(x.shape[0])
 
     def around_router(self, original: Any) -> Any:
-        """Look at the ids that a router gives."""
+        """Check the ids that a router gives."""
 
         @functools.wraps(original)
         def select_experts(router: Any, *arguments: Any, **options: Any) -> Any:
@@ -151,7 +150,7 @@ class EngineTrace:
         return select_experts
 
     def around_step(self, original: Any) -> Any:
-        """Remember how many tokens of the step are real."""
+        """Record how many tokens of the step are real."""
 
         @functools.wraps(original)
         def execute_model(runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
@@ -161,7 +160,7 @@ class EngineTrace:
         return execute_model
 
     def around_forward(self, original: Any) -> Any:
-        """One step of the trace; vLLM's dummy runs do not come here."""
+        """Run one step of the trace; vLLM's dummy runs do not call this."""
 
         @functools.wraps(original)
         def model_forward(runner: Any, *arguments: Any, **options: Any) -> Any:
@@ -185,10 +184,48 @@ class EngineTrace:
         return model_forward
 
 
-def apply(version: str) -> str:
-    """Start the trace in the vLLM of this process; what is watched, in a few words.
+class ExitReport:
+    """Prints the report of `trace` once, when this process ends, or a fork of it that made a record.
 
-    Raises FixError where vLLM is not as expected; nothing has been changed then.
+    vLLM forks its engine through `multiprocessing`. Before Python 3.13 such a child ends without `atexit`: it
+    runs only the finalizers that were registered since the fork.
+    """
+
+    def __init__(self, trace: EngineTrace) -> None:
+        self.trace = trace
+        self._ready: int | None = None
+        self._printed: int | None = None
+        util.register_after_fork(self, ExitReport.prepare)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Register for the end of the process that calls this."""
+        if self._ready == os.getpid():
+            return
+        self._ready = os.getpid()
+        atexit.register(self.print)
+        self._finalize: Any = util.Finalize(None, self.print, exitpriority=_FIRST)
+
+    def print(self) -> None:
+        """Print the report to standard error, if this process made a record and has not printed it yet."""
+        process = os.getpid()
+        if self._printed == process or self.trace.process != process:
+            return
+        self._printed = process
+        try:
+            report = self.trace.report()
+        except Exception as error:  # after an illegal access nothing can be read any more
+            print(f"moedoctor: the NaN trace cannot be read: {error}", file=sys.stderr, flush=True)
+            return
+        if report is not None:
+            text = f"moedoctor: NaN trace of process {process}\n{report.text()}"
+            print(text, file=sys.stderr, flush=True)
+
+
+def apply(version: str) -> str:
+    """Start the trace in the vLLM of this process; return what is watched, in a few words.
+
+    Raises FixError if vLLM is not as expected; then nothing has been changed.
     """
     if os.environ.get(_OTHER_RUNNER, "0").strip() not in ("", "0"):
         raise FixError(f"{_OTHER_RUNNER} is set, and the trace knows the other model runner only: unset it")
@@ -216,17 +253,17 @@ def apply(version: str) -> str:
     replace_once(runner, "execute_model", trace.around_step, by=NAME)
     replace_once(runner, "_model_forward", trace.around_forward, by=NAME)
     trace.exit = ExitReport(trace)
-    said = "attention (not MLA), router and MoE outputs are watched for NaN; report at exit"
-    return said if trace.experiment is None else f"{said}; {trace.experiment.apply()}"
+    active = "attention (not MLA), router and MoE outputs are watched for NaN; report at exit"
+    return active if trace.experiment is None else f"{active}; {trace.experiment.apply()}"
 
 
 def trace_of_this_process() -> EngineTrace:
-    """The trace that `apply` started; raises LookupError where there is none."""
+    """Return the trace that `apply` started. Raises LookupError if there is none."""
     module = sys.modules.get("vllm.v1.worker.gpu_model_runner")
-    found = getattr(getattr(module, "GPUModelRunner", None), _TRACE, None)
-    if not isinstance(found, EngineTrace):
+    trace = getattr(getattr(module, "GPUModelRunner", None), _TRACE, None)
+    if not isinstance(trace, EngineTrace):
         raise LookupError("no NaN trace in this process: start it with MOEDOCTOR_TRACE=nan")
-    return found
+    return trace
 
 
 def _after(original: Any, then: Any) -> Any:
@@ -239,7 +276,7 @@ def _after(original: Any, then: Any) -> Any:
 
 
 def _rows(arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
-    """Rows of the padded batch."""
+    """Return the number of rows of the padded batch."""
     given = dict(
         zip(("input_ids", "positions", "intermediate_tensors", "inputs_embeds"), arguments, strict=False)
     )

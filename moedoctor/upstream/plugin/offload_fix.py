@@ -2,71 +2,72 @@
 
 Without UVA (WSL, or ``VLLM_WEIGHT_OFFLOADING_DISABLE_UVA=1``) vLLM puts parameters into host memory, and
 every layer's `forward` copies all of its state to the GPU and runs the module with the copies. Dynamo of
-torch 2.11 cannot trace that, what the quantisation config holds stays on the host, and the copies start when
-they are needed.
+torch 2.11 cannot trace that, tensors in the quantization config stay on the host, and each copy starts only
+when it is needed.
 
-Here vLLM still chooses the parameters and loads the weights. When they are loaded and repacked, the offloader
-takes over: every parameter, the same object as before, lies on the GPU for good, the large ones in buffers
-that are filled ahead of each layer, scales and other small ones by themselves. Nothing is swapped in
-`forward`, so nothing holds a host address. With UVA nothing is changed.
+With this fix vLLM still chooses the parameters and loads the weights. After they are loaded and repacked, the
+offloader takes over. Every parameter, the same object as before, is then on the GPU for good: the large ones
+in buffers that are filled ahead of each layer, scales and other small ones by themselves. Nothing is swapped
+in `forward`, so nothing holds a host address. With UVA nothing is changed.
 
-Weights cannot be reloaded into such an engine: vLLM's `reload_weights` and `update_weights` write into
-`data` of parameters, which is a buffer here, so what they write is lost and nothing says so. Start the engine
-anew.
+Weights cannot be reloaded into such an engine: vLLM's `reload_weights` and `update_weights` write into the
+`data` of parameters, which is a buffer here, so what they write is lost without an error. Restart the engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import Version
 
-from moedoctor.upstream.plugin.fix_support import FixError, expect, replace_once
-from moedoctor.upstream.plugin.offload_mark import MARK, taking_off
-from moedoctor.upstream.plugin.offload_readers import readers
+from moedoctor.upstream.plugin.register import FixError, expect, replace_once
 
 logger = logging.getLogger("vllm.moedoctor")
 
 NAME = "offload"
 FIRST_WITHOUT_ASSERTION = Version("0.20.0")
 FIRST_KEEPING_MARKS = Version("0.33.0")
+MARK = "_vllm_is_uva_offloaded"
 _UNPINNED = "host memory is not pinned"
 _PENDING = "_moedoctor_layers"
 _HANDLE = "_moedoctor_offload"
 _WRAPS = ("if not self.uva_offloading", "module.state_dict()", "functional_call(", "module.forward = forward")
 _ASSERTS = "assert self.offload_config.uva.cpu_offload_gb == 0"
+_RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
+_ENTRY, _READER = "_forward_entry", "_forward_impl"
 
 
 def apply(version: str) -> str:
-    """Apply the fix to the vLLM of this process, of release `version`; what is active, in a few words.
+    """Apply the fix to the vLLM of this process, of release `version`; return what is active, in a few words.
 
-    Raises FixError where vLLM is not as expected; nothing has been changed then.
+    Raises FixError if vLLM is not as expected; then nothing has been changed.
     """
     offloader = importlib.import_module("vllm.model_executor.offloader.uva").UVAOffloader
     arguments = importlib.import_module("vllm.engine.arg_utils").EngineArgs
     expect(offloader, "_maybe_offload_to_cpu", ("self", "module"), _WRAPS)
     expect(offloader, "post_init", ("self",), ())
     expect(arguments, "create_engine_config", ("self",), ("additional_config=self.additional_config",))
-    lift, mark = _assertion_of(version), _marks_of(version)
+    lift_assertion, take_marks_off = _assertion_of(version), _marks_of(version)
     offload = importlib.import_module("moedoctor.fixes.offloader").offload
     replace_once(offloader, "_maybe_offload_to_cpu", _collecting, by=NAME)
     replace_once(offloader, "post_init", functools.partial(_finishing, offload=offload), by=NAME)
     replace_once(arguments, "create_engine_config", _configuring, by=NAME)
-    lift()
-    mark()
-    said = ["without UVA weights are copied ahead of each layer, scales stay on the GPU"]
+    lift_assertion()
+    take_marks_off()
+    active = ["without UVA weights are copied ahead of each layer, scales stay on the GPU"]
     if Version(version) < FIRST_WITHOUT_ASSERTION:
-        said.append("the input batch may be rebuilt")
+        active.append("the input batch may be rebuilt")
     if Version(version) >= FIRST_KEEPING_MARKS:
-        said.append("repacked weights go back to the host")
-    return ", ".join(said)
+        active.append("repacked weights go back to the host")
+    return ", ".join(active)
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,13 @@ class _Layer:
 
     module: Any
     device: Any
-    """Where it runs."""
-    theirs: Any
+    """Where it computes."""
+    vllm_forward: Any
     """vLLM's own `forward` around it, which is off for the time being."""
 
 
 def _collecting(original: Any) -> Any:
-    """`_maybe_offload_to_cpu`, which leaves the module's own `forward` in place and remembers the module.
+    """Wrap `_maybe_offload_to_cpu`: leave the module's own `forward` in place and remember the module.
 
     With UVA it does not touch `forward`, so nothing is remembered.
     """
@@ -92,20 +93,20 @@ def _collecting(original: Any) -> Any:
         device = None if first is None else first.device  # it is moved to the host below
         before = module.__dict__.get("forward")
         result = original(self, module, *arguments, **options)
-        theirs = module.__dict__.get("forward")
-        if theirs is not before:
+        vllm_forward = module.__dict__.get("forward")
+        if vllm_forward is not before:
             if before is None:
                 del module.forward
             else:
                 module.forward = before
-            self.__dict__.setdefault(_PENDING, []).append(_Layer(module, device, theirs))
+            self.__dict__.setdefault(_PENDING, []).append(_Layer(module, device, vllm_forward))
         return result
 
     return _maybe_offload_to_cpu
 
 
 def _finishing(original: Any, *, offload: Callable[..., Any]) -> Any:
-    """`post_init`, which vLLM calls when the weights are loaded and repacked: our offloader takes over."""
+    """Wrap `post_init`, which vLLM calls after weights are loaded and repacked: our offloader takes over."""
 
     @functools.wraps(original)
     def post_init(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -115,48 +116,55 @@ def _finishing(original: Any, *, offload: Callable[..., Any]) -> Any:
             try:
                 setattr(self, _HANDLE, _take_over(pending, offload, pin=bool(self.pin_memory)))
             except Exception as error:
-                said = f"{type(error).__name__}: {error}"
-                logger.warning("moedoctor: offload is left to vLLM, which ours could not take over: %s", said)
-                for one in pending:
-                    one.module.forward = one.theirs
+                reason = f"{type(error).__name__}: {error}"
+                logger.warning(
+                    "moedoctor: offload is left to vLLM, which ours could not take over: %s", reason
+                )
+                for layer in pending:
+                    layer.module.forward = layer.vllm_forward
         return result
 
     return post_init
 
 
 def _take_over(pending: Sequence[_Layer], offload: Callable[..., Any], *, pin: bool) -> Any:
-    """Offload what vLLM left on the host, by exactly those names; None where the rules keep all of it."""
+    """Offload exactly the parameters that vLLM left on the host; return None if there are none."""
     import torch
 
-    layers, device = [one.module for one in pending], pending[0].device
-    chosen = torch.nn.ModuleList(layers)
-    on_host = {name: one for name, one in chosen.named_parameters() if one.device.type == "cpu"}
-    size = sum(one.numel() * one.element_size() for one in on_host.values())
+    layers, device = [layer.module for layer in pending], pending[0].device
+    modules = torch.nn.ModuleList(layers)
+    on_host = {
+        name: parameter for name, parameter in modules.named_parameters() if parameter.device.type == "cpu"
+    }
+    size = sum(parameter.numel() * parameter.element_size() for parameter in on_host.values())
     if not size:
         return None
-    found = readers(layers, list(on_host.values()))
+    reader_of = readers(layers, list(on_host.values()))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _UNPINNED, RuntimeWarning)  # a note, and notes are logged
+        warnings.filterwarnings(
+            "ignore", _UNPINNED, RuntimeWarning
+        )  # it is also a note, and notes are logged
         handle = offload(
-            chosen,
+            modules,
             size,
             device=device,
             patterns=tuple(on_host),
-            layers=list(found) or layers,
+            layers=list(reader_of) or layers,
             pin=pin,
-            reader=found.__getitem__ if found else None,
+            reader=reader_of.__getitem__ if reader_of else None,
         )
     report = handle.report()
     for note in report.notes:
         logger.info("moedoctor: offload: %s", note)
-    if report.pinned_bytes < report.host_bytes and not any(one.startswith(_UNPINNED) for one in report.notes):
+    noted = any(note.startswith(_UNPINNED) for note in report.notes)
+    if report.pinned_bytes < report.host_bytes and not noted:
         logger.info("moedoctor: offload: %s, so copies block", _UNPINNED)
     logger.info(
         "moedoctor: offload: %.1f of %.1f MiB on the host, fetched %s, %d layers, %.1f MiB pinned,"
         " %.1f MiB of buffers",
         report.host_bytes / 2**20,
         size / 2**20,
-        "inside the MoE operator" if found else "around each layer",
+        "inside the MoE operator" if reader_of else "around each layer",
         len(layers),
         report.pinned_bytes / 2**20,
         report.buffer_bytes / 2**20,
@@ -165,10 +173,10 @@ def _take_over(pending: Sequence[_Layer], offload: Callable[..., Any], *, pin: b
 
 
 def _configuring(original: Any) -> Any:
-    """`create_engine_config`, for an engine that offloads without UVA.
+    """Wrap `create_engine_config` for engines that offload without UVA.
 
-    CUDA graphs are left out, since a graph cannot hold copies from memory that is not pinned, and what is
-    compiled gets a mark of its own, so that vLLM's cache never gives it to an engine without the fix.
+    They get no CUDA graphs, because a graph cannot hold copies from memory that is not pinned. Compiled code
+    gets a mark, so that vLLM's cache never gives it to an engine without the fix.
     """
 
     @functools.wraps(original)
@@ -186,7 +194,7 @@ def _configuring(original: Any) -> Any:
 
 
 def offloads_without_uva(arguments: Any) -> bool:
-    """Whether the engine of these `EngineArgs` offloads by copies in every forward."""
+    """Return whether the engine of these `EngineArgs` offloads by copies in every forward."""
     if getattr(arguments, "offload_backend", "auto") not in ("auto", "uva"):
         return False
     if not arguments.cpu_offload_gb or getattr(arguments, "offload_group_size", 0) > 0:
@@ -196,49 +204,35 @@ def offloads_without_uva(arguments: Any) -> bool:
     return bool(envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA) or not utilities.is_uva_available()
 
 
-def _assertion_of(version: str) -> Callable[[], None]:
-    """What lifts the assertion of releases before 0.20.0 against offload with other block sizes."""
+# --- The assertion of releases before 0.20.0 against offload with other block sizes -----------------------
+
+
+def _assertion_of(version: str) -> Callable[[], Any]:
+    """Check what lifts the assertion; return a function that lifts it."""
     if Version(version) >= FIRST_WITHOUT_ASSERTION:
         return lambda: None
     runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
-    wanted = ("self", "kv_cache_config", "kernel_block_sizes")
-    expect(runner, "may_reinitialize_input_batch", wanted, (_ASSERTS,))
+    parameters = ("self", "kv_cache_config", "kernel_block_sizes")
+    expect(runner, "may_reinitialize_input_batch", parameters, (_ASSERTS,))
     source = inspect.getsource(runner.may_reinitialize_input_batch)
     if source.count("offload_config") != 1:
         raise FixError(
             "GPUModelRunner.may_reinitialize_input_batch reads offload_config for more than its check"
         )
-    return lambda: _replaced(runner)
-
-
-def _marks_of(version: str) -> Callable[[], None]:
-    """What has repacked weights offloaded again, in releases that keep the parameter and its mark."""
-    if Version(version) < FIRST_KEEPING_MARKS:
-        return lambda: None
-    utilities = importlib.import_module("vllm.model_executor.model_loader.utils")
-    expect(utilities, "device_loading_context", ("module", "target_device"), (MARK,))
-
-    def mark() -> None:
-        replace_once(utilities, "device_loading_context", taking_off, by=NAME)
-
-    return mark
-
-
-def _replaced(runner: Any) -> None:
-    replace_once(runner, "may_reinitialize_input_batch", unasserted, by=NAME)
+    return lambda: replace_once(runner, "may_reinitialize_input_batch", unasserted, by=NAME)
 
 
 def unasserted(original: Any) -> Any:
-    """`may_reinitialize_input_batch`, to which offload looks switched off: it asks for nothing else of it."""
+    """Wrap `may_reinitialize_input_batch`, so that offload looks switched off: it only asserts that."""
 
     @functools.wraps(original)
     def may_reinitialize_input_batch(self: Any, *arguments: Any, **options: Any) -> Any:
-        real = self.offload_config
+        config = self.offload_config
         self.offload_config = _NoOffload
         try:
             return original(self, *arguments, **options)
         finally:
-            self.offload_config = real
+            self.offload_config = config
 
     return may_reinitialize_input_batch
 
@@ -246,3 +240,96 @@ def unasserted(original: Any) -> Any:
 class _NoOffload:
     class uva:  # noqa: N801
         cpu_offload_gb = 0
+
+
+# --- A mark "offloaded" that outlives the memory it was about (MD013) -------------------------------------
+#
+# vLLM marks parameters whose data is a view of host memory. When a layer is processed after loading, 0.33.0
+# keeps the parameter object and gives it the repacked data, which is on the GPU. The mark stays, so the
+# weights are not offloaded again.
+
+
+def _marks_of(version: str) -> Callable[[], Any]:
+    """Check what takes the marks off, in releases that keep them; return a function that does it."""
+    if Version(version) < FIRST_KEEPING_MARKS:
+        return lambda: None
+    utilities = importlib.import_module("vllm.model_executor.model_loader.utils")
+    expect(utilities, "device_loading_context", ("module", "target_device"), (MARK,))
+    return lambda: replace_once(utilities, "device_loading_context", taking_off, by=NAME)
+
+
+def taking_off(original: Any) -> Any:
+    """Wrap `device_loading_context`: take the mark off parameters whose memory was exchanged."""
+
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def device_loading_context(
+        module: Any, target_device: Any, *arguments: Any, **options: Any
+    ) -> Iterator[Any]:
+        # The storages are held, so that no new one can take the place of an old one.
+        before = {
+            name: parameter.untyped_storage()
+            for name, parameter in module.named_parameters()
+            if getattr(parameter, MARK, False)
+        }
+        with original(module, target_device, *arguments, **options) as inside:
+            yield inside
+            for name, parameter in module.named_parameters():
+                storage = before.get(name)
+                if storage is not None and parameter.untyped_storage()._cdata != storage._cdata:
+                    setattr(parameter, MARK, False)
+
+    return device_loading_context
+
+
+def forgetting(make: Any) -> Any:
+    """Apply `taking_off` to what `make` makes from a function that maps host memory."""
+    return lambda view: taking_off(make(view))
+
+
+# --- The function in which vLLM's MoE layers read the weights of their experts ----------------------------
+#
+# It runs inside the MoE operator, which compilers do not look into, so weights that are fetched there leave
+# the compiled code as it is. Operators of ours around each decoder layer would work as well, but would keep
+# the compiler from recomputing the residual where it is used, without rounding it to bfloat16 in between.
+
+
+def readers(layers: Sequence[Any], offloaded: Sequence[Any]) -> Mapping[Any, tuple[Any, str]]:
+    """Return which function reads the parameters `offloaded` of `layers`, for the modules that own them.
+
+    Empty if one of them is not an expert's weight, if the MoE operator is left out, and in releases before
+    0.20.0, which have other functions.
+    """
+    if not _has_reader():
+        return {}
+    reader_of = {}
+    for layer in layers:
+        for module in layer.modules():
+            runner = getattr(module, "runner", module)
+            if not _is_operator(getattr(runner, _ENTRY, None)):
+                continue
+            experts = getattr(runner, "routed_experts", module)  # newer releases: a module of its own
+            if any(parameter.numel() for parameter in experts.parameters(recurse=False)):
+                reader_of[experts] = (runner, _READER)
+    read = {id(parameter) for experts in reader_of for parameter in experts.parameters(recurse=False)}
+    return reader_of if all(id(parameter) in read for parameter in offloaded) else {}
+
+
+def _has_reader() -> bool:
+    """Return whether the MoE operator of the installed vLLM calls `_READER`."""
+    try:
+        module = importlib.import_module(_RUNNER)
+        for name in ("_moe_forward", "_moe_forward_shared"):
+            expect(module, name, ("hidden_states", "layer_name"), (f".{_READER}(",))
+        expect(module.MoERunner, _READER, ("hidden_states", "router_logits"), ())
+        expect(module.MoERunner, "forward", ("hidden_states", "router_logits"), (f"self.{_ENTRY}(",))
+    except (ImportError, AttributeError, FixError):
+        return False
+    return True
+
+
+def _is_operator(function: Any) -> bool:
+    """Return whether it is an operator of torch's; on a CPU it is the Python function of that name."""
+    import torch
+
+    return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))

@@ -1,8 +1,8 @@
-"""The fix `routing`: top-k that stays right with NaN logits, in releases whose kernel does not.
+"""The fix `routing`: top-k that is right for NaN logits, in releases whose kernel is not.
 
-Up to 0.19.1 `topk_softmax` and `topk_sigmoid` give a NaN row the same expert K times (MD001). Here both are
-answered by `moedoctor.fixes.routing`, with what 0.20.0 ships (``nan_policy="zero"``). `grouped_topk` takes
-logits that are not finite out of the choice by itself and is left alone.
+Up to 0.19.1 `topk_softmax` and `topk_sigmoid` give a NaN row the same expert K times (MD001). This fix
+answers both calls by `moedoctor.fixes.routing`, with the rule of 0.20.0 (``nan_policy="zero"``).
+`grouped_topk` never chooses experts with logits that are not finite, so it is left alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from moedoctor.upstream.plugin.fix_support import expect, replace_once
+from moedoctor.upstream.plugin.register import expect, replace_once
 
 NAME = "routing"
 FIRST_FIXED = Version("0.20.0")
@@ -29,9 +29,9 @@ _FUNCTIONS = ("topk_softmax", "topk_sigmoid")
 
 
 def apply(version: str) -> str:
-    """Apply the fix to the vLLM of this process, of release `version`; what is active, in a few words.
+    """Apply the fix to the vLLM of this process, of release `version`; return what is active, in a few words.
 
-    Raises FixError where vLLM is not as expected; nothing has been changed then.
+    Raises FixError if vLLM is not as expected; then nothing has been changed.
     """
     if Version(version) >= FIRST_FIXED:
         return f"not needed: {FIRST_FIXED} and later route NaN rows to distinct experts"
@@ -56,14 +56,13 @@ def _routed(original: Any, *, ours: Any) -> Any:
     ) -> None:
         import torch
 
-        top_k = topk_ids.shape[1]
-        found = ours(gating_output, top_k, renormalize=renormalize, bias=e_score_correction_bias)
-        topk_weights.copy_(found.weights)  # [T, K]
-        # Copies into uint32 are not there for every device; the ids are the same bits.
+        tokens, top_k = topk_ids.shape
+        routed = ours(gating_output, top_k, renormalize=renormalize, bias=e_score_correction_bias)
+        topk_weights.copy_(routed.weights)  # [T, K]
+        # Not every device can copy into uint32; the ids have the same bits.
         ids = topk_ids.view(torch.int32) if topk_ids.dtype is torch.uint32 else topk_ids  # [T, K]
-        ids.copy_(found.ids)
+        ids.copy_(routed.ids)
         # Place of each pair when sorted by k, then by token, as upstream's kernel fills it.
-        tokens = topk_ids.shape[0]
         place = torch.arange(
             tokens * top_k, device=topk_ids.device, dtype=token_expert_indices.dtype
         )  # [T * K]

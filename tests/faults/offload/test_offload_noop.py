@@ -12,7 +12,7 @@ from moedoctor.faults.offload.offload_noop_lab import Reload, observe, rebinding
 from moedoctor.results import Case, CaseVerdict, Death, Observation, Tier
 from moedoctor.upstream.engine.engine import EngineError, EngineResult
 from moedoctor.upstream.engine.log import LogFacts
-from moedoctor.upstream.plugin.offload_mark import forgetting
+from moedoctor.upstream.plugin.offload_fix import forgetting
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
 CASE = Case("MD013", "faulty", Tier.MODEL, {"cause": "repacked"})

@@ -11,9 +11,9 @@ import torch
 
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.upstream.plugin import expert_cache_fix as fix
+from moedoctor.upstream.plugin.expert_cache_fix import refusal, refused_engine, refused_setting
 from moedoctor.upstream.plugin.expert_cache_layer import EXPERTS, host_experts, install, per_expert
-from moedoctor.upstream.plugin.expert_cache_refusals import refusal, refused_engine, refused_setting
-from moedoctor.upstream.plugin.fix_support import FixError
+from moedoctor.upstream.plugin.register import FixError
 
 E, HIDDEN, INNER, TOP_K = 12, 8, 6, 2
 

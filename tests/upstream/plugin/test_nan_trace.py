@@ -13,9 +13,9 @@ import torch
 from moedoctor.trace.nan_report import Finding
 from moedoctor.upstream.engine import nan_padding_engines as nan_engine
 from moedoctor.upstream.engine.padding_experiment import VARIABLE, Experiment, renamed
-from moedoctor.upstream.plugin import nan_exit, nan_trace
+from moedoctor.upstream.plugin import nan_trace
 from moedoctor.upstream.plugin import register as vllm_plugin
-from moedoctor.upstream.plugin.fix_support import FixError
+from moedoctor.upstream.plugin.register import FixError
 from tests.upstream.plugin.nan_stub import Model, module, step, write_stub
 
 NAN = float("nan")
@@ -26,7 +26,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     write_stub(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(nan_exit.ExitReport, "prepare", lambda self: None)  # test_nan_exit's
+    monkeypatch.setattr(nan_trace.ExitReport, "prepare", lambda self: None)  # test_nan_exit's
     forget()
     yield
     forget()

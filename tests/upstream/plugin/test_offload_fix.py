@@ -21,7 +21,7 @@ from vllm_stub import write
 
 from moedoctor.upstream.plugin import offload_fix, routing_fix
 from moedoctor.upstream.plugin import register as vllm_plugin
-from moedoctor.upstream.plugin.fix_support import FixError, replace_once
+from moedoctor.upstream.plugin.register import FixError, replace_once
 
 BASE = """
 class BaseOffloader:
@@ -418,7 +418,7 @@ REAL = """
 import json, types
 import torch
 from torch import nn
-from moedoctor.upstream import vllm_plugin
+from moedoctor.upstream.plugin import register as vllm_plugin
 
 vllm_plugin.register()
 vllm_plugin.register()

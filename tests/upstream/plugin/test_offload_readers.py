@@ -266,7 +266,7 @@ install().use((9, 0))  # so that the MoE operator is taken
 from vllm.engine.arg_utils import EngineArgs
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
-from moedoctor.upstream import vllm_plugin
+from moedoctor.upstream.plugin import register as vllm_plugin
 
 parallel_state._TP = types.SimpleNamespace(world_size=1, rank_in_group=0)
 config = EngineArgs(
@@ -276,7 +276,7 @@ from vllm.model_executor.layers.fused_moe import layer as module
 from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.utils.torch_utils import vllm_lib
 from moedoctor.fixes.offloader import offload
-from moedoctor.upstream.plugin.offload_readers import readers
+from moedoctor.upstream.plugin.offload_fix import readers
 
 make = getattr(module, "FusedMoEFactory", None) or module.FusedMoE
 with set_current_vllm_config(config):

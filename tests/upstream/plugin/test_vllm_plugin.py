@@ -15,7 +15,7 @@ from vllm_stub import FILES, write
 
 from moedoctor.upstream.plugin import backend_fix
 from moedoctor.upstream.plugin import register as vllm_plugin
-from moedoctor.upstream.plugin.fix_support import FixError, expect, known_releases, replace_once
+from moedoctor.upstream.plugin.register import FixError, expect, known_releases, replace_once
 
 VARIABLE = "VLLM_NVFP4_MOE_BACKEND"
 ORACLE = "vllm.model_executor.layers.fused_moe.oracle.nvfp4"
