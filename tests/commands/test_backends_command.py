@@ -127,7 +127,7 @@ def test_a_command_line_and_the_environment_decide_the_selection(capsys: pytest.
     wrong = ("vllm", "serve", "m", "--moe-backend", "humming")
     code, text = answer(capsys, sm="12.0", release="0.18.0", command=wrong)
     assert code == 1
-    assert "does not start: --moe-backend humming is none of" in text
+    assert "does not start: --moe-backend humming is not one of" in text
 
 
 def test_the_line_sets_variables_and_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +206,7 @@ def test_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ({"sm": "9.0", "release": "0.16.0"}, "--release 0.16.0: the tables know 0.17.1"),
         ({"sm": "9.0", "scheme": "int4"}, "scheme int4: expected one of nvfp4"),
         ({"sm": "9.0", "activation": "tanh"}, "activation tanh: vLLM 0.33.0 knows silu"),
-        ({"sm": "9.0", "backend": "BANANA"}, "BANANA: no MoE backend of vLLM 0.33.0 for nvfp4"),
+        ({"sm": "9.0", "backend": "BANANA"}, "BANANA: not a MoE backend of vLLM 0.33.0 for nvfp4"),
         ({"sm": "9.0", "format": "pdf"}, "--format pdf: expected one of table, json, markdown"),
         ({"sm": "9.0", "output": Path("/nowhere/at/all.md")}, "its folder does not exist"),
     ],

@@ -1,8 +1,7 @@
 """What is wrong here and not in the catalogue: packages that do not go together, tools that fail.
 
-The table of pins is read from the metadata of vLLM's wheels 0.17.1 to 0.33.0. For other releases the metadata
-of the installed vLLM is read. pip installs what is pinned, so a difference is a choice or an accident: it is
-reported, not forbidden.
+The pins of vLLM 0.17.1 to 0.33.0 are known. For other releases the metadata of the installed vLLM is read.
+pip installs what is pinned, so a difference is a choice or an accident: it is reported, not forbidden.
 """
 
 from __future__ import annotations
@@ -17,24 +16,13 @@ from packaging.version import InvalidVersion, Version
 from moedoctor.diagnose.check.machine import Machine, within
 from moedoctor.diagnose.check.pinning import Pinning
 from moedoctor.diagnose.check.records import Problem
+from moedoctor.fixes.backends.release_tables import releases
 from moedoctor.processes.cuda_tools import Tool
 
 SKIP_VERSION_CHECK = "FLASHINFER_DISABLE_VERSION_CHECK"
 _KERNELS = ("flashinfer-cubin", "flashinfer-jit-cache")
 _REFUSES = "<0.7.0"
 """FlashInfer releases whose import fails with kernels of another release; later ones ignore those."""
-
-
-@dataclass(frozen=True)
-class Pins:
-    """What one vLLM release requires."""
-
-    torch: str
-    flashinfer: str
-    cubin: bool
-    """Whether it also requires flashinfer-cubin, of FlashInfer's release."""
-    cuda: str
-    """The CUDA release that its wheel on the package index is built with."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +36,6 @@ class Fit:
     """The package that expects it: ``vllm 0.33.0``."""
     ok: bool
 
-
-def _pins(releases: str, torch: str, flashinfer: str, cubin: bool, cuda: str) -> dict[str, Pins]:
-    return dict.fromkeys(releases.split(), Pins(torch, flashinfer, cubin, cuda))
-
-
-PINS: Mapping[str, Pins] = {
-    **_pins("0.17.1", "2.10.0", "0.6.4", False, "12.9"),
-    **_pins("0.18.0 0.18.1", "2.10.0", "0.6.6", False, "12.9"),
-    **_pins("0.19.0 0.19.1", "2.10.0", "0.6.6", True, "12.9"),
-    **_pins("0.20.0 0.20.1 0.20.2 0.21.0", "2.11.0", "0.6.8.post1", True, "13.0"),
-    **_pins("0.22.0 0.22.1", "2.11.0", "0.6.11.post2", True, "13.0"),
-    **_pins("0.23.0 0.24.0", "2.11.0", "0.6.12", True, "13.0"),
-    **_pins("0.25.0 0.25.1", "2.11.0", "0.6.13", True, "13.0"),
-    **_pins("0.26.0", "2.11.0", "0.6.14", False, "13.0"),
-    **_pins("0.27.0 0.27.1 0.28.0", "2.13.0", "0.6.16.post3", False, "13.0"),
-    **_pins("0.29.0", "2.13.0", "0.6.18", False, "13.0"),
-    **_pins("0.30.0", "2.13.0", "0.6.18.post1", False, "13.0"),
-    **_pins("0.31.0 0.32.0", "2.13.0", "0.7.0.post1", False, "13.0"),
-    **_pins("0.33.0", "2.14.0", "0.7.2.post1", False, "13.0"),
-}
-"""vLLM release -> what it requires."""
 
 _NAMES = ("torch", "flashinfer-python", "flashinfer-cubin")
 _LOCAL_CUDA = re.compile(r"cu(\d+)(\d)")
@@ -92,11 +59,11 @@ def _vllm_fits(machine: Machine) -> Iterator[Fit]:
 
 def _required_by(vllm: str, machine: Machine) -> dict[str, str]:
     """Return distribution -> the release that this vLLM requires."""
-    pins = PINS.get(_public(vllm))
+    pins = releases().get(_public(vllm))
     if pins is not None:
-        cubin = {"flashinfer-cubin": pins.flashinfer} if pins.cubin else {}
+        cubin = {"flashinfer-cubin": pins.flashinfer_cubin} if pins.flashinfer_cubin else {}
         return {"torch": pins.torch, "flashinfer-python": pins.flashinfer, **cubin}
-    releases = {}
+    required = {}
     for line in machine.requires("vllm"):
         try:
             requirement = Requirement(line)
@@ -104,8 +71,8 @@ def _required_by(vllm: str, machine: Machine) -> dict[str, str]:
             continue
         exact = [clause.version for clause in requirement.specifier if clause.operator == "=="]
         if requirement.name.lower() in _NAMES and exact and requirement.marker is None:
-            releases[requirement.name.lower()] = exact[0]
-    return releases
+            required[requirement.name.lower()] = exact[0]
+    return required
 
 
 def _kernel_package_fits(machine: Machine) -> Iterator[Fit]:
@@ -141,7 +108,7 @@ def _built_with(vllm: str) -> str | None:
         return None
     if local is not None:
         return f"{local[1]}.{local[2]}"
-    pins = PINS.get(_public(vllm))
+    pins = releases().get(_public(vllm))
     return pins.cuda if pins else None
 
 

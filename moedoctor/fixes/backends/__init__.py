@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from moedoctor.fixes.backends.reasons import PREDICATES, explain
 from moedoctor.fixes.backends.release_tables import (
     CAPABILITIES,
     SCHEMES,
@@ -18,6 +17,7 @@ from moedoctor.fixes.backends.release_tables import (
     Point,
     Rule,
     Tables,
+    Values,
     releases,
     tables,
 )
@@ -40,13 +40,13 @@ class Candidate:
     reason: str
     """Why it is chosen or why not, in words."""
     flag: str | None
-    """The value of --moe-backend that asks for it; None where this release has none."""
+    """The value of --moe-backend that asks for it; None if this release has none."""
     automatic: bool
     """Whether vLLM tries it without being asked."""
     kernels: tuple[str, ...]
     """Its kernel classes that fit."""
     source: str
-    """Release, file and line that say so."""
+    """Release, file and line that show it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Selection:
     decided_by: str
     """``automatic``, ``--moe-backend marlin``, or the variable that decided."""
     error: str | None
-    """Why vLLM does not start, where nothing is chosen."""
+    """Why vLLM does not start if nothing is chosen."""
     source: str
     """Where the order comes from."""
 
@@ -98,20 +98,20 @@ def select(
     flag = table.flags.get(value)
     if flag is not None:
         allowed |= {*flag.backends, *((_BATCHED,) if flag.batched else ())}
-    candidates = [_candidate(table, one, point, scheme, there, allowed) for one in order.backends]
-    automatic = [one.backend for one in candidates]
-    for kernel in table.kernels:
-        if kernel.backend not in automatic:
-            automatic.append(kernel.backend)
-            found = _candidate(table, kernel.backend, point, scheme, there, allowed)
-            candidates.append(replace(found, automatic=kernel.backend in order.full))
+    others = (kernel.backend for kernel in table.kernels if kernel.backend not in order.backends)
+    candidates = [
+        replace(
+            _candidate(table, backend, point, scheme, there, allowed),
+            automatic=backend in order.backends or backend in order.full,
+        )
+        for backend in (*order.backends, *dict.fromkeys(others))
+    ]
     empty = Selection(
         release, *(capability, scheme, parallel, activation), (), None, decided, None, order.source
     )
     if value != AUTO:
         return _asked(empty, table, candidates, value)
-    tried = candidates[: len(order.backends)]
-    return _chosen(empty, candidates, tried, order.removed, forced=order.forced)
+    return _chosen(empty, candidates, candidates[: len(order.backends)], order.removed, forced=order.forced)
 
 
 def shown_variables(rule: Rule, environ: Mapping[str, str]) -> str:
@@ -123,19 +123,19 @@ def shown_variables(rule: Rule, environ: Mapping[str, str]) -> str:
 class _Order:
     backends: tuple[str, ...]
     full: tuple[str, ...]
-    """Before any variable took something out of it."""
+    """Before any variable removed a backend."""
     removed: Mapping[str, str]
-    """Backend -> the variable that took it out."""
+    """Backend -> the variable that removed it."""
     forced: bool
     source: str
 
 
 def _order(table: Tables, point: Point, environ: Mapping[str, str]) -> tuple[_Order, frozenset[str], str]:
-    """The order after the variables, the backends that they allow, and which of them decided."""
-    order = next(one for one in table.orders if one.box.contains(point))
+    """The order after the variables, the backends that they allow, and the variables that decided."""
+    order = table.order(point)
     left, removed, allowed, decided = list(order.backends), {}, set[str](), "automatic"
     for override in table.overrides:
-        rule = next((one for one in override.rules if applies(one, point, environ)), None)
+        rule = next((rule for rule in override.rules if applies(rule, point, environ)), None)
         if rule is None:
             continue
         shown = shown_variables(rule, environ)
@@ -143,12 +143,12 @@ def _order(table: Tables, point: Point, environ: Mapping[str, str]) -> tuple[_Or
             allowed.update(rule.backends)
             decided = shown
         elif rule.effect == "remove":
-            removed.update({one: shown for one in left if one in rule.backends})
-            left = [one for one in left if one not in rule.backends]
+            removed.update({backend: shown for backend in left if backend in rule.backends})
+            left = [backend for backend in left if backend not in rule.backends]
         else:
             known = {kernel.backend for kernel in table.kernels}
-            left = [one for one in rule.backends if one in known]
-            removed.update({one: shown for one in order.backends if one not in left})
+            left = [backend for backend in rule.backends if backend in known]
+            removed.update({backend: shown for backend in order.backends if backend not in left})
             full = _Order(tuple(left), order.backends, removed, rule.effect == "force", override.source)
             return full, frozenset(allowed), shown
     if removed and decided == "automatic":
@@ -157,15 +157,15 @@ def _order(table: Tables, point: Point, environ: Mapping[str, str]) -> tuple[_Or
 
 
 def applies(rule: Rule, point: Point, environ: Mapping[str, str]) -> bool:
-    """Whether the variables are as the rule wants them, on the GPU of `point`."""
+    """Whether the variables are set as the rule needs them, on the GPU of `point`."""
     if rule.capabilities is not None and point[0] not in rule.capabilities:
         return False
-    for name, wanted in rule.when.items():
+    for name, expected in rule.when.items():
         value = environ.get(name)
-        if isinstance(wanted, bool):
-            if value is None or is_on(value) is not wanted:
+        if isinstance(expected, bool):
+            if value is None or is_on(value) is not expected:
                 return False
-        elif value != wanted:
+        elif value != expected:
             return False
     return True
 
@@ -179,46 +179,99 @@ def is_on(value: str) -> bool:
 def _candidate(
     table: Tables, backend: str, point: Point, scheme: str, there: Mapping[str, bool], allowed: frozenset[str]
 ) -> Candidate:
-    kernels = [one for one in table.kernels if one.backend == backend]
-    verdicts = [(kernel, *_verdict(kernel, point, there, allowed)) for kernel in kernels]
+    verdicts = [
+        (kernel, *_verdict(kernel, point, scheme, there, allowed))
+        for kernel in table.kernels
+        if kernel.backend == backend
+    ]
     fits = tuple(kernel.name or backend for kernel, reason, _ in verdicts if not reason)
-    flag = next((one.value for one in table.flags.values() if backend in one.backends), None)
-    # What a backend got furthest with says most about it: a kernel for another GPU is no reason if one is
-    # for this.
-    kernel, reason, rank = max(verdicts, key=lambda verdict: (not verdict[1], verdict[2]))
-    words = (
-        "" if not reason else (reason if rank >= len(PREDICATES) else explain(reason, kernel, point, scheme))
-    )
-    return Candidate(backend, bool(fits), False, words, flag, True, fits, kernel.source)
+    flag = next((flag.value for flag in table.flags.values() if backend in flag.backends), None)
+    # The kernel that got furthest explains most: one for another GPU is no reason if one is for this GPU.
+    kernel, reason, _ = max(verdicts, key=lambda verdict: (not verdict[1], verdict[2]))
+    return Candidate(backend, bool(fits), False, reason, flag, True, fits, kernel.source)
 
 
 def _verdict(
-    kernel: Kernel, point: Point, there: Mapping[str, bool], allowed: frozenset[str]
+    kernel: Kernel, point: Point, scheme: str, there: Mapping[str, bool], allowed: frozenset[str]
 ) -> tuple[str, int]:
-    """(reason, how far it got): the kind of the first predicate that fails, or a text; empty where it
-    fits."""
+    """(why the kernel does not fit, or empty; how many questions it passed), asked in vLLM's order."""
     capability, parallel, activation = point
-    failing = (
-        kernel.devices is not None and capability not in kernel.devices,
-        activation.endswith("_no_mul") and not kernel.ungated,
-        kernel.activations is not None and activation not in kernel.activations,
-        kernel.scheme_devices is not None and capability not in kernel.scheme_devices,
-        kernel.parallel is not None and parallel not in kernel.parallel,
-        _BATCHED not in allowed
-        and any(reason == "format" and box.contains(point) for reason, box in kernel.then),
+    refused = [reason for reason, box in kernel.then if box.contains(point)]
+    missing = [library for library in kernel.needs if not there.get(library)]
+    questions = (
+        (_outside(capability, kernel.devices), lambda: _wrong_device(kernel, capability)),
+        (
+            activation.endswith("_no_mul") and not kernel.ungated,
+            lambda: f"takes no layers without a gate ({activation})",
+        ),
+        (
+            _outside(activation, kernel.activations),
+            lambda: f"does not compute {activation}, only {', '.join(sorted(kernel.activations or ()))}",
+        ),
+        (_outside(capability, kernel.scheme_devices), lambda: _wrong_scheme(kernel, scheme)),
+        (_outside(parallel, kernel.parallel), lambda: f"does not work with {_SETTINGS[parallel]}"),
+        (
+            _BATCHED not in allowed and "format" in refused,
+            lambda: f"needs {_BATCHED}, which comes with --all2all-backend deepep_low_latency",
+        ),
+        (
+            any(reason != "format" for reason in refused),
+            lambda: next(reason for reason in refused if reason != "format"),
+        ),
+        (missing, lambda: f"needs the library {' and '.join(missing)}, which is not there"),
+        (
+            kernel.asked_with and kernel.backend not in allowed,
+            lambda: f"only with {kernel.asked_with}",
+        ),
     )
-    for rank, (fails, kind) in enumerate(zip(failing, PREDICATES, strict=True)):
+    for rank, (fails, reason) in enumerate(questions):
         if fails:
-            return kind, rank
-    text = next((reason for reason, box in kernel.then if reason != "format" and box.contains(point)), "")
-    if text:
-        return text, len(PREDICATES)
-    missing = [one for one in kernel.needs if not there.get(one)]
-    if missing:
-        return f"needs the library {' and '.join(missing)}, which is not there", len(PREDICATES) + 1
-    if kernel.asked_with and kernel.backend not in allowed:
-        return f"only with {kernel.asked_with}", len(PREDICATES) + 2
-    return "", len(PREDICATES) + 3
+            return reason(), rank
+    return "", len(questions)
+
+
+_ELSEWHERE = {"AITER": "ROCm", "ROCM": "ROCm", "CK": "ROCm", "XPU": "Intel GPUs", "CPU": "CPUs"}
+"""What the names of backends for other platforms begin with."""
+_SETTINGS = {
+    "tp": "tensor parallelism alone",
+    "ep": "expert parallelism",
+    "dp": "data parallelism",
+    "dp+ep": "data and expert parallelism together",
+}
+
+
+def _outside(value: str, values: Values) -> bool:
+    return values is not None and value not in values
+
+
+def _wrong_device(kernel: Kernel, capability: str) -> str:
+    if kernel.devices:
+        return f"has no kernel for compute capability {capability}, only for {spoken(kernel.devices)}"
+    name = kernel.backend.upper()
+    platform = next((platform for mark, platform in _ELSEWHERE.items() if name.startswith(mark)), None)
+    return f"for {platform} only" if platform else "has no kernel for any NVIDIA GPU here"
+
+
+def _wrong_scheme(kernel: Kernel, scheme: str) -> str:
+    if not kernel.scheme_devices:
+        return f"does not take {scheme}"
+    return f"takes {scheme} on {spoken(kernel.scheme_devices)} only"
+
+
+def spoken(capabilities: Values) -> str:
+    """Capabilities in words: ``10.0 to 10.7``, ``9.0 and 12.0``, ``7.5 and newer``."""
+    if capabilities is None:
+        return "every capability"
+    known = [capability for capability in CAPABILITIES if capability in capabilities]
+    if len(known) > 2 and known == list(CAPABILITIES[-len(known) :]):
+        return f"{known[0]} and newer"
+    runs: list[list[str]] = []
+    for capability in known:
+        if runs and CAPABILITIES.index(capability) == CAPABILITIES.index(runs[-1][-1]) + 1:
+            runs[-1].append(capability)
+        else:
+            runs.append([capability])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else " and ".join(run) for run in runs)
 
 
 def _chosen(
@@ -229,58 +282,59 @@ def _chosen(
     *,
     forced: bool,
 ) -> Selection:
-    winner = next((one for one in tried if one.supported), None)
-    shown = []
-    for one in candidates:
-        if winner is not None and one is winner:
-            one = replace(one, chosen=True, reason=f"chosen ({empty.decided_by})")
-        elif one.supported and one.backend in removed:
-            one = replace(one, reason=f"would work; {removed[one.backend]} leaves it out")
-        elif one.supported and one not in tried:
-            asked = f": --moe-backend {one.flag}" if one.flag else ""
-            one = replace(one, reason=f"would work; only on request{asked}")
-        elif one.supported and winner is not None:
-            one = replace(one, reason=f"would work; {winner.backend} comes before it")
-        shown.append(one)
+    winner = next((candidate for candidate in tried if candidate.supported), None)
+
+    def explained(candidate: Candidate) -> Candidate:
+        if candidate is winner:
+            return replace(candidate, chosen=True, reason=f"chosen ({empty.decided_by})")
+        if not candidate.supported:
+            return candidate
+        if candidate.backend in removed:
+            return replace(candidate, reason=f"would work; {removed[candidate.backend]} leaves it out")
+        if candidate not in tried:
+            asked = f": --moe-backend {candidate.flag}" if candidate.flag else ""
+            return replace(candidate, reason=f"would work; only on request{asked}")
+        return (
+            replace(candidate, reason=f"would work; {winner.backend} comes before it")
+            if winner
+            else candidate
+        )
+
     error = None
     if winner is None:
-        first = tried[0] if tried and forced else None
-        what = (
-            f"{first.backend} was asked for and {first.reason}"
-            if first
-            else "no backend fits this layer on this GPU"
-        )
-        error = f"vLLM {empty.release} does not start: {what}"
-    return replace(empty, candidates=tuple(shown), chosen=winner.backend if winner else None, error=error)
+        problem = "no backend fits this layer on this GPU"
+        if tried and forced:
+            problem = f"{tried[0].backend} was asked for and {tried[0].reason}"
+        error = f"vLLM {empty.release} does not start: {problem}"
+    shown = tuple(map(explained, candidates))
+    return replace(empty, candidates=shown, chosen=winner.backend if winner else None, error=error)
 
 
 def _asked(empty: Selection, table: Tables, candidates: Sequence[Candidate], value: str) -> Selection:
-    """With --moe-backend: what it names is taken, or vLLM does not start."""
+    """With --moe-backend, vLLM takes the backend that the value names, or does not start."""
     shown = replace(empty, decided_by=f"--moe-backend {value}")
     flag = table.flags.get(value)
     if value not in releases()[empty.release].moe_backends:
         known = ", ".join(releases()[empty.release].moe_backends)
-        return _refused(shown, candidates, f"--moe-backend {value} is none of {known}")
+        return _refused(shown, candidates, f"--moe-backend {value} is not one of {known}")
     if flag is None or flag.refused:
-        known = ", ".join(one.value for one in table.flags.values() if one.backends)
-        said = flag.refused if flag else f"it is not for {empty.scheme}; expected one of {known}"
-        return _refused(shown, candidates, f"--moe-backend {value} is refused: {said}")
+        known = ", ".join(flag.value for flag in table.flags.values() if flag.backends)
+        why = (flag and flag.refused) or f"it is not for {empty.scheme}; expected one of {known}"
+        return _refused(shown, candidates, f"--moe-backend {value} is refused: {why}")
     if flag.ignored:
-        in_order = next(
-            one
-            for one in table.orders
-            if one.box.contains((empty.capability, empty.parallel, empty.activation))
-        )
-        tried = [one for one in candidates if one.backend in in_order.backends]
+        order = table.order((empty.capability, empty.parallel, empty.activation)).backends
+        tried = [candidate for candidate in candidates if candidate.backend in order]
         return _chosen(replace(empty, decided_by="automatic"), candidates, tried, {}, forced=False)
-    tried = [one for name in flag.backends for one in candidates if one.backend == name]
-    left_out = {one.backend: f"--moe-backend {value}" for one in candidates if one not in tried}
+    tried = [candidate for name in flag.backends for candidate in candidates if candidate.backend == name]
+    others = [candidate.backend for candidate in candidates if candidate not in tried]
+    left_out = dict.fromkeys(others, f"--moe-backend {value}")
     return _chosen(shown, candidates, tried, left_out, forced=True)
 
 
 def _refused(shown: Selection, candidates: Sequence[Candidate], why: str) -> Selection:
     left = tuple(
-        replace(one, reason=one.reason or "would work; not what was asked for") for one in candidates
+        replace(candidate, reason=candidate.reason or "would work; not what was asked for")
+        for candidate in candidates
     )
     return replace(shown, candidates=left, error=f"vLLM {shown.release} does not start: {why}")
 
@@ -293,6 +347,6 @@ def _check(capability: str, scheme: str, release: str, activation: str) -> None:
     if release not in releases():
         known = list(releases())
         raise ValueError(f"release {release}: the tables know {known[0]} to {known[-1]}: {', '.join(known)}")
-    known_activations = releases()[release].activations
-    if activation not in known_activations:
-        raise ValueError(f"activation {activation}: vLLM {release} knows {', '.join(known_activations)}")
+    activations = releases()[release].activations
+    if activation not in activations:
+        raise ValueError(f"activation {activation}: vLLM {release} knows {', '.join(activations)}")

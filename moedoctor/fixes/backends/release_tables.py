@@ -1,35 +1,22 @@
-"""The tables of `data` as records: which kernels a vLLM release has, what each takes, in which order
-it tries.
+"""The tables of `data` as records: the kernels of each vLLM release, what each takes, and their order.
 
-Made by `scripts/extract_backends.py` from what the releases themselves answer; every row names its source.
+`scripts/backend_tables.py` makes them from what the releases themselves answer. Every row names its source.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 SCHEMES = ("nvfp4", "nvfp4-w4a16", "mxfp4", "fp8", "fp8-block", "bf16")
-"""Weights and activations: fp8 is per tensor with static scales, fp8-block is 128 x 128, mxfp4 is as gpt-oss
-has it."""
+"""Weights and activations: fp8 is per tensor with static scales, fp8-block 128 x 128, mxfp4 as in gpt-oss."""
 CAPABILITIES = (
-    "7.0",
-    "7.5",
-    "8.0",
-    "8.6",
-    "8.7",
-    "8.9",
-    "9.0",
-    "10.0",
-    "10.3",
-    "10.7",
-    "11.0",
-    "12.0",
-    "12.1",
+    *("7.0", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0"),
+    *("10.0", "10.3", "10.7", "11.0", "12.0", "12.1"),
 )
 PARALLEL = ("tp", "ep", "dp", "dp+ep")
 
@@ -48,14 +35,14 @@ class Box:
     activations: Values = None
 
     def contains(self, point: Point) -> bool:
-        """Whether the point lies inside."""
+        """Whether the point is inside."""
         sides = (self.capabilities, self.parallel, self.activations)
         return all(side is None or value in side for side, value in zip(sides, point, strict=True))
 
 
 @dataclass(frozen=True)
 class Order:
-    """The automatic order of backends, where `box` says."""
+    """The automatic order of backends in a part of the grid."""
 
     backends: tuple[str, ...]
     box: Box
@@ -69,11 +56,11 @@ class Flag:
     value: str
     backends: tuple[str, ...]
     ignored: bool
-    """The selection goes on as if it had not been given."""
+    """vLLM selects as if it had not been given."""
     refused: str | None
-    """What vLLM answers where it refuses it whatever the GPU is."""
+    """What vLLM answers if it refuses the value on every GPU."""
     batched: bool
-    """It brings the batched activation format along."""
+    """The value also brings the batched activation format."""
     source: str
 
 
@@ -86,15 +73,15 @@ class Kernel:
     """The class of its experts; empty for releases that select without one."""
     devices: Values
     scheme_devices: Values
-    """Where it takes the scheme at all; a part of `devices`."""
+    """The capabilities on which it takes the scheme; a part of `devices`."""
     activations: Values
     ungated: bool
-    """Whether it takes layers without a gate, as Nemotron has them (activations that end in ``_no_mul``)."""
+    """Whether it takes layers without a gate, such as Nemotron's (activations that end in ``_no_mul``)."""
     parallel: Values
     then: tuple[tuple[str, Box], ...]
-    """(reason, where): what it refuses beyond the columns above."""
+    """(reason, box): what it refuses beyond the columns above."""
     needs: tuple[str, ...]
-    """Optional libraries without which it is not there."""
+    """Optional libraries that it needs."""
     asked_with: str | None
     """Variables without which vLLM does not try it."""
     source: str
@@ -102,14 +89,16 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Release:
-    """What a release brings."""
+    """What a release requires and brings."""
 
     name: str
-    flashinfer: str | None
+    torch: str
+    cuda: str
+    """The CUDA release that its wheel on the package index is built with."""
+    flashinfer: str
     """The flashinfer-python that it requires."""
     flashinfer_cubin: str | None
-    """The flashinfer-cubin that it requires; without it, and without nvcc, vLLM takes FlashInfer for
-    missing."""
+    """The flashinfer-cubin that it requires. Without it and nvcc, vLLM treats FlashInfer as missing."""
     provides: frozenset[str]
     """Optional libraries that come with it or that it requires."""
     activations: tuple[str, ...]
@@ -130,7 +119,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Override:
-    """Rules of which the first that fits counts."""
+    """Rules; the first that fits counts."""
 
     rules: tuple[Rule, ...]
     source: str
@@ -145,19 +134,17 @@ class Tables:
     kernels: tuple[Kernel, ...]
     overrides: tuple[Override, ...]
 
+    def order(self, point: Point) -> Order:
+        """The automatic order at this point."""
+        return next(order for order in self.orders if order.box.contains(point))
+
 
 @functools.cache
 def releases() -> Mapping[str, Release]:
-    """The releases that the tables know, oldest first."""
+    """The vLLM releases that moedoctor knows, oldest first."""
+    lists = {"provides": frozenset, "activations": tuple, "moe_backends": tuple}
     return {
-        name: Release(
-            name,
-            row["flashinfer"],
-            row["flashinfer_cubin"],
-            frozenset(row["provides"]),
-            tuple(row["activations"]),
-            tuple(row["moe_backends"]),
-        )
+        name: Release(name, **{key: lists.get(key, lambda value: value)(row[key]) for key in row})
         for name, row in _json("releases.json")["releases"].items()
     }
 
@@ -169,33 +156,31 @@ def tables(scheme: str, release: str) -> Tables:
     generated, written = _json(f"{scheme}.json"), _handwritten()
     by_hand = written.get(scheme, {})
 
-    def rows(name: str) -> Iterable[Mapping[str, Any]]:
+    def rows(name: str) -> Iterator[Mapping[str, Any]]:
         for row in (*by_hand.get(name, ()), *generated[name]):
             if _covers(str(row["releases"]), release):
                 yield row
 
-    overrides = [
-        one
-        for one in written["overrides"]
-        if scheme in one["schemes"] and _covers(str(one["releases"]), release)
-    ]
     return Tables(
-        orders=tuple(Order(tuple(row["order"]), _box(row), str(row["source"])) for row in rows("orders")),
+        orders=tuple(Order(tuple(row["order"]), _box(row), row["source"]) for row in rows("orders")),
         flags={row["flag"]: _flag(row) for row in rows("flags")},
         kernels=tuple(_kernel(row) for row in rows("kernels")),
-        overrides=tuple(Override(tuple(map(_rule, one["rules"])), one["source"]) for one in overrides),
+        overrides=tuple(
+            Override(tuple(map(_rule, row["rules"])), row["source"])
+            for row in written["overrides"]
+            if scheme in row["schemes"] and _covers(str(row["releases"]), release)
+        ),
     )
 
 
 def _flag(row: Mapping[str, Any]) -> Flag:
-    backends = tuple(row.get("backends", ()))
     return Flag(
-        row["flag"],
-        backends,
-        bool(row.get("ignored")),
-        row.get("refused"),
-        bool(row.get("batched")),
-        row["source"],
+        value=row["flag"],
+        backends=tuple(row.get("backends", ())),
+        ignored=bool(row.get("ignored")),
+        refused=row.get("refused"),
+        batched=bool(row.get("batched")),
+        source=row["source"],
     )
 
 
@@ -208,7 +193,7 @@ def _kernel(row: Mapping[str, Any]) -> Kernel:
         activations=_values(row["activations"]),
         ungated=row["ungated"],
         parallel=_values(row["parallel"]),
-        then=tuple((one["reason"], _box(one)) for one in row.get("then", ())),
+        then=tuple((part["reason"], _box(part)) for part in row.get("then", ())),
         needs=tuple(row.get("needs", ())),
         asked_with=row.get("asked_with"),
         source=row["source"],
@@ -227,14 +212,12 @@ def _values(text: str) -> Values:
     """``*``, or values with spaces between; a run of capabilities is written ``9.0-10.7``."""
     if text == "*":
         return None
-    found: list[str] = []
+    values: list[str] = []
     for part in text.split():
         first, dash, last = part.partition("-")
-        if dash:
-            found += CAPABILITIES[CAPABILITIES.index(first) : CAPABILITIES.index(last) + 1]
-        else:
-            found.append(part)
-    return frozenset(found)
+        run = CAPABILITIES[CAPABILITIES.index(first) : CAPABILITIES.index(last) + 1] if dash else (part,)
+        values += run
+    return frozenset(values)
 
 
 def _covers(span: str, release: str) -> bool:

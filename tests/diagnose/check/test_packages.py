@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from moedoctor.diagnose.check.packages import PINS, Fit, package_fits
+from moedoctor.diagnose.check.packages import Fit, package_fits
+from moedoctor.fixes.backends.release_tables import releases
 
 
 def machine(packages: Mapping[str, str], requires: tuple[str, ...] = (), **facts: str | None) -> Any:
@@ -30,21 +31,21 @@ def fits(
     return {f"{fit.package} by {fit.by.split()[0]}": (fit.expected, fit.ok) for fit in pairs}
 
 
-@pytest.mark.parametrize("release", PINS)
+@pytest.mark.parametrize("release", releases())
 def test_what_a_release_pins_fits_it(release: str) -> None:
-    pins = PINS[release]
+    pins = releases()[release]
     packages = {"vllm": release, "torch": f"{pins.torch}+cu130", "flashinfer-python": pins.flashinfer}
-    if pins.cubin:
-        packages["flashinfer-cubin"] = pins.flashinfer
+    if pins.flashinfer_cubin:
+        packages["flashinfer-cubin"] = pins.flashinfer_cubin
     assert all(ok for _, ok in fits(packages, torch_cuda=pins.cuda, driver_cuda="13.0").values())
 
 
 def test_the_table_grows_with_the_releases() -> None:
-    assert len(PINS) == 24
-    order = sorted(PINS, key=Version)
-    assert list(PINS) == order
+    assert len(releases()) == 24
+    order = sorted(releases(), key=Version)
+    assert list(releases()) == order
     for name in ("torch", "flashinfer", "cuda"):
-        values = [Version(getattr(PINS[release], name)) for release in order]
+        values = [Version(getattr(releases()[release], name)) for release in order]
         assert values == sorted(values), name
 
 
@@ -122,5 +123,5 @@ def test_text_that_is_no_version_is_compared_as_it_is() -> None:
 def test_the_table_says_what_the_installed_vllm_says() -> None:
     release = Version(importlib.metadata.version("vllm")).public
     lines = importlib.metadata.requires("vllm") or []
-    assert f"torch=={PINS[release].torch}" in lines
-    assert f"flashinfer-python=={PINS[release].flashinfer}" in lines
+    assert f"torch=={releases()[release].torch}" in lines
+    assert f"flashinfer-python=={releases()[release].flashinfer}" in lines

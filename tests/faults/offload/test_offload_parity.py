@@ -17,7 +17,6 @@ from packaging.version import Version
 from pydantic import ValidationError
 from torch import nn
 
-from moedoctor.diagnose.check.packages import PINS
 from moedoctor.entries import entries
 from moedoctor.faults.offload.parity_engines import compare, fit_together, own_request
 from moedoctor.faults.offload.parity_engines_judge import (
@@ -26,6 +25,7 @@ from moedoctor.faults.offload.parity_engines_judge import (
     first_parting,
     judge_model,
 )
+from moedoctor.fixes.backends.release_tables import releases as vllm_releases
 from moedoctor.results import CaseResult, CaseVerdict, Death, Tier
 from moedoctor.runner.plan import Options, plan
 from moedoctor.scenario.targets import load_targets
@@ -377,13 +377,15 @@ def test_the_guide_names_the_older_runner_for_the_releases_whose_v2_runner_does_
     (struck,) = (one.when for one in entries()["MD002"].affects if one.severity == "error")
     ((older, value),) = struck.variables_not.items()
     affected = SpecifierSet(struck.packages["vllm"])
-    wanted = [release for release in PINS if release in affected]
+    wanted = [release for release in vllm_releases() if release in affected]
     listed = []
     for first, last, row in re.findall(r"^\| (0[\d.]+)(?: to (0[\d.]+))? \|(.*)\|$", guide, re.MULTILINE):
-        releases = [one for one in PINS if Version(first) <= Version(one) <= Version(last or first)]
+        releases = [
+            one for one in vllm_releases() if Version(first) <= Version(one) <= Version(last or first)
+        ]
         listed += releases
         without, with_fix = row.split(" | ")
         for cell in (without, with_fix):
             assert (f"`{older}={value}`" in cell) == any(one in affected for one in releases), first
-    assert listed == list(PINS)
+    assert listed == list(vllm_releases())
     assert f"{wanted[0]} to {wanted[-1]} stops at start" in guide

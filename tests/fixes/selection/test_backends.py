@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.fixes.backends import Candidate, select
+from moedoctor.fixes.backends import Candidate, select, spoken
 from moedoctor.fixes.backends import release_tables as backend_tables
-from moedoctor.fixes.backends.reasons import spoken
 from moedoctor.fixes.backends.release_tables import CAPABILITIES, SCHEMES, releases, tables
 from moedoctor.fixes.backends.requests import (
     NVFP4_VARIABLE,
@@ -327,12 +326,12 @@ def test_what_is_not_known_is_refused(arguments: dict[str, str], said: str) -> N
 def test_flags_that_a_release_does_not_take() -> None:
     unknown = select("12.0", "nvfp4", release="0.18.0", moe_backend="humming")
     assert unknown.chosen is None
-    assert "--moe-backend humming is none of aiter, auto" in (unknown.error or "")
+    assert "--moe-backend humming is not one of aiter, auto" in (unknown.error or "")
     other = select("12.0", "nvfp4", release="0.18.0", moe_backend="triton")
     assert "not for nvfp4" in (other.error or "")
     ignored = select("9.0", "mxfp4", release="0.18.0", moe_backend="marlin")
     assert (ignored.chosen, ignored.decided_by) == ("TRITON", "automatic")
-    with pytest.raises(ValueError, match=r"no MoE backend of vLLM 0\.18\.0 for nvfp4; it has FLASH"):
+    with pytest.raises(ValueError, match=r"not a MoE backend of vLLM 0\.18\.0 for nvfp4; it has FLASH"):
         request("BANANA", "12.0", "nvfp4", release="0.18.0")
 
 
