@@ -7,7 +7,7 @@ experts; experts and data together are split with ``allgather_reducescatter``, v
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moedoctor.fixes.backends.release_tables import (
@@ -198,7 +198,7 @@ def _verdict(
     capability, parallel, activation = point
     refused = [reason for reason, box in kernel.then if box.contains(point)]
     missing = [library for library in kernel.needs if not there.get(library)]
-    questions = (
+    questions: tuple[tuple[object, Callable[[], str]], ...] = (
         (_outside(capability, kernel.devices), lambda: _wrong_device(kernel, capability)),
         (
             activation.endswith("_no_mul") and not kernel.ungated,
