@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -62,12 +62,10 @@ class Task:
     seed: int = 0
 
 
-def measure(
-    task: Task, roofline: Roofline, at: Callable[[int], None] = lambda tokens: None
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for each number of tokens, or one with ``unavailable`` if the backend cannot run here.
+def measure(task: Task, roofline: Roofline) -> Iterator[dict[str, Any]]:
+    """Yield an event ``point`` before each number of tokens is measured, and then an event ``row``.
 
-    `at` is called with the number of tokens before anything is done with it.
+    If the backend cannot run here, the only event is a row with ``unavailable``.
     """
     head = {"backend": task.variant.name, "quantization": task.variant.quantization, "model": task.model}
     backend = backends.create(task.variant)
@@ -80,12 +78,13 @@ def measure(
         except UnavailableError as error:
             reason = str(error)
     if reason is not None:
-        yield {**head, "unavailable": reason}
+        yield {"event": "row", **head, "unavailable": reason}
         return
     for tokens in task.tokens:
-        at(tokens)
+        yield {"event": "point", "tokens": tokens}
         problem = _problem(task, layer, tokens)
-        yield {**head, "tokens": tokens, **_row(task, backend, prepared, problem, roofline, few)}
+        row = _row(task, backend, prepared, problem, roofline, few)
+        yield {"event": "row", **head, "tokens": tokens, **row}
     del layer, prepared, problem
     gc.collect()
     if task.device.startswith("cuda"):

@@ -1,22 +1,25 @@
-"""Sends benchmark tasks to child processes and collects their rows. Imports no torch."""
+"""Measures backends in child processes and collects their rows. Imports torch only in the child.
+
+The child writes rows as they come, and names each point before it measures it, so that a backend that dies
+costs only its own point.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.processes.deaths import first_line
+from moedoctor.processes.ask import Ended, answer, run_module
 from moedoctor.reference.moe_backend import Variant
 
-_CHILD = "moedoctor.bench.moe.child"
+if TYPE_CHECKING:
+    from moedoctor.bench.moe.bench import Task
+    from moedoctor.bench.roofline import Roofline
+
+_CHILD = "moedoctor.bench.moe.run"
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,10 @@ class LayerTask:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a benchmark found."""
+    """The results of a benchmark."""
 
     rows: tuple[Mapping[str, Any], ...]
-    """A row has ``time_us`` where it was timed, else ``wrong``, ``failed`` or ``unavailable``."""
+    """A row has ``time_us`` if it was timed, else ``wrong``, ``failed`` or ``unavailable``."""
     roofline: Mapping[str, Any]
     harness: Mapping[str, Any]
     """What the harness adds to a kernel; empty on a CPU."""
@@ -47,12 +50,12 @@ class MachineError(Exception):
 
 
 def measure_machine(device: str, *, seconds: float = 180.0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(roofline, harness cost) of `device`. Raises MachineError."""
-    events, died = _child({"device": device}, seconds)
-    found = {one.pop("event"): one for one in events}
-    if "roofline" not in found:
-        raise MachineError(f"{device}: its bandwidth could not be measured: {died}")
-    return found["roofline"], found.get("harness", {})
+    """Return (roofline, harness cost) of `device`. Raises MachineError."""
+    child = run_module(_CHILD, {"device": device}, seconds=seconds)
+    data = {event.pop("event"): event for event in child.answers}
+    if "roofline" not in data:
+        raise MachineError(f"{device}: its bandwidth could not be measured: {child.problem}")
+    return data["roofline"], data.get("harness", {})
 
 
 def measure_tasks(
@@ -63,144 +66,132 @@ def measure_tasks(
     seconds: float,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Rows in the order of the tasks. A child that dies costs the number of tokens that it was at.
+    """Return rows in the order of the tasks. A child that dies costs the number of tokens that it was at.
 
-    One that dies before the first, as it prepares the layer, costs the task. Backends of one package share a
-    child, so that it is loaded once; together they have `seconds`, and what is left then is not measured.
+    A child that dies before the first number of tokens, as it prepares the layer, costs the task. Backends of
+    one package share a child, so that the package is loaded once. Together they have `seconds`; the rest is
+    not measured.
     """
     rows: list[dict[str, Any]] = []
-    for group in _groups(tasks):
-        rest, until = list(group), time.monotonic() + seconds
+    packages: dict[bool, list[LayerTask]] = {}
+    for task in tasks:
+        packages.setdefault(task.variant.name in ("OURS", "REFERENCE"), []).append(task)
+    for rest in packages.values():
+        left = seconds
         while rest:
-            left = until - time.monotonic()
             if left <= 0:
-                rows += [_failed(one, f"not measured within {seconds:g} s") for one in rest]
+                rows += [_failed(task, f"not measured within {seconds:g} s") for task in rest]
                 break
-            progress(", ".join(dict.fromkeys(one.variant.label for one in rest)))
-            events, died = _child(_request(rest, device, roofline), left)
-            at = _At()
-            for one in events:
-                row = at.follow(one, rest)
-                if row is not None:
-                    rows.append(row)
-            if died is None:
-                break
-            if at.index < 0:
-                rows += [_failed(one, died) for one in rest]
-                break
-            if not at.failed:
-                rows.append(_failed(rest[at.index], died, None if at.answered else at.tokens))
-            rest = at.left(rest)
+            progress(", ".join(dict.fromkeys(task.variant.label for task in rest)))
+            request = {"device": device, "roofline": roofline, "tasks": [asdict(task) for task in rest]}
+            child = run_module(_CHILD, request, seconds=left)
+            left -= child.seconds
+            rest = _collect(child, rest, rows)
     return rows
 
 
-def _groups(tasks: Sequence[LayerTask]) -> list[list[LayerTask]]:
-    found: dict[bool, list[LayerTask]] = {}
-    for one in tasks:
-        found.setdefault(one.variant.name in ("OURS", "REFERENCE"), []).append(one)
-    return list(found.values())
-
-
-@dataclass
-class _At:
-    """Where a child is, by its events."""
-
-    index: int = -1
-    """The task, -1 before the first."""
-    tokens: int | None = None
-    """The number of tokens that it began last, None before the task's first."""
-    answered: bool = False
-    """Whether that was measured."""
-    failed: bool = False
-    """Whether the child itself said last that something failed."""
-
-    def follow(self, event: dict[str, Any], tasks: Sequence[LayerTask]) -> dict[str, Any] | None:
-        """Go on to `event`; the row that it holds, if any."""
-        kind = event.pop("event")
-        if kind == "task":
-            self.index, self.tokens, self.answered, self.failed = event["index"], None, False, False
-        elif kind == "point":
-            self.tokens, self.answered, self.failed = event["tokens"], False, False
-        elif kind == "row":
-            self.answered = True
-            return event
-        elif kind == "failed":
-            self.failed = True
-            return _failed(tasks[self.index], event["reason"], event.get("tokens"))
-        return None
-
-    def left(self, tasks: Sequence[LayerTask]) -> list[LayerTask]:
-        """What another child has to do after one that ended here."""
-        task, after = tasks[self.index], list(tasks[self.index + 1 :])
-        if self.tokens is None:
-            return after
-        tokens = task.tokens[task.tokens.index(self.tokens) + 1 :]
-        return [replace(task, tokens=tokens), *after] if tokens else after
+def _collect(child: Ended, tasks: list[LayerTask], rows: list[dict[str, Any]]) -> list[LayerTask]:
+    """Add the child's rows to `rows`, and one for its death; return what another child has to do."""
+    task = -1  # before the first
+    tokens: int | None = None  # the number that it began last; None before the task's first
+    last = ""
+    for event in child.answers:
+        last = event.pop("event")
+        if last == "task":
+            task, tokens = event["index"], None
+        elif last == "point":
+            tokens = event["tokens"]
+        elif last == "row":
+            rows.append(event)
+        elif last == "failed":
+            rows.append(_failed(tasks[task], event["reason"], event.get("tokens")))
+    if child.problem is None:
+        return []
+    if task < 0:
+        rows += [_failed(each, child.problem) for each in tasks]
+        return []
+    after = tasks[task + 1 :]
+    if last != "failed":
+        rows.append(_failed(tasks[task], child.problem, None if last == "row" else tokens))
+    if tokens is None:
+        return after
+    numbers = tasks[task].tokens
+    numbers = numbers[numbers.index(tokens) + 1 :]
+    return [replace(tasks[task], tokens=numbers), *after] if numbers else after
 
 
 def _failed(task: LayerTask, reason: str, tokens: int | None = None) -> dict[str, Any]:
-    variant = task.variant
     return {
-        "backend": variant.name,
-        "quantization": variant.quantization,
+        "backend": task.variant.name,
+        "quantization": task.variant.quantization,
         "model": task.model,
         **({} if tokens is None else {"tokens": tokens}),
         "failed": reason,
     }
 
 
-def _request(tasks: Sequence[LayerTask], device: str, roofline: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "device": device,
-        "roofline": dict(roofline),
-        "tasks": [
-            {
-                "variant": asdict(one.variant),
-                "model": one.model,
-                "shape": asdict(one.shape),
-                "tokens": list(one.tokens),
-                "routing": dict(one.routing),
-            }
-            for one in tasks
-        ],
-    }
+def measure_requested(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """In the child: yield an event for each step. After an error the numbers of tokens after it go on."""
+    import torch
+
+    from moedoctor.bench.moe.bench import Routing, Task
+    from moedoctor.bench.roofline import Roofline, measure_roofline
+
+    device = str(request["device"])
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    if "roofline" not in request:
+        yield {"event": "roofline", **asdict(measure_roofline(device))}
+        if device.startswith("cuda"):
+            yield {"event": "harness", **_harness(device)}
+        return
+    roofline = Roofline(**request["roofline"])
+    for index, data in enumerate(request["tasks"]):
+        task = Task(
+            Variant(**data["variant"]),
+            data["model"],
+            LayerShape(**data["shape"]),
+            tuple(data["tokens"]),
+            Routing(**data["routing"]),
+            device,
+        )
+        yield {"event": "task", "index": index}
+        rest = task.tokens
+        while rest:
+            rest = yield from _measure(replace(task, tokens=rest), roofline, index)
+    yield {"event": "end"}
 
 
-def _child(request: Mapping[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str | None]:
-    """(events, why it ended early or None)."""
-    with tempfile.TemporaryDirectory(prefix="moedoctor-") as folder:
-        question, answer, errors = (Path(folder) / name for name in ("request", "answer", "stderr"))
-        question.write_text(json.dumps(request), encoding="utf-8")
-        started = time.monotonic()
-        with answer.open("wb") as out, errors.open("wb") as err:
-            process = subprocess.Popen(
-                [sys.executable, "-m", _CHILD, str(question)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-            )
-            try:
-                code = process.wait(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                process.kill()
-                process.wait()
-        events = _events(answer.read_text(encoding="utf-8", errors="replace"))
-        if code is None:
-            return events, f"no answer within {time.monotonic() - started:.0f} s"
-        if code == 0:
-            return events, None
-        lines = [line for line in errors.read_text(encoding="utf-8", errors="replace").splitlines() if line]
-        said = first_line(lines[-1]) if lines else "it said nothing"
-        return events, f"the process ended with {code}: {said}"
+def _measure(task: Task, roofline: Roofline, index: int) -> Generator[dict[str, Any], None, tuple[int, ...]]:
+    """Yield the events of `task`; return the numbers of tokens that come after one that raised."""
+    from moedoctor.bench.moe.bench import measure
+
+    begun = 0
+    tokens: dict[str, int] = {}
+    try:
+        for event in measure(task, roofline):
+            if event["event"] == "point":
+                begun, tokens = begun + 1, {"tokens": event["tokens"]}
+            yield event
+    except Exception as error:
+        traceback.print_exc()
+        message = " ".join(str(error).split()) or "no message"
+        reason = f"{type(error).__name__}: {message[:300]}"
+        yield {"event": "failed", "index": index, **tokens, "reason": reason}
+        if "CUDA" in message:
+            raise SystemExit(1) from None  # the context is lost; the parent goes on in another child
+        return task.tokens[begun:] if begun else ()  # without its layer no point can be measured
+    return ()
 
 
-def _events(text: str) -> list[dict[str, Any]]:
-    events = []
-    for line in text.splitlines():
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            break  # the child died while it wrote
-    return [one for one in events if isinstance(one, dict) and "event" in one]
+def _harness(device: str) -> Mapping[str, Any]:
+    from moedoctor.bench.harness_cost import measure_harness_cost
+
+    try:
+        return measure_harness_cost(device)
+    except ImportError as error:
+        return {"not_measured": str(error)}
+
+
+if __name__ == "__main__":
+    answer(measure_requested)

@@ -1,55 +1,50 @@
-"""Stands in for `moedoctor.bench.moe.child`: dies, hangs or answers as the model's name says."""
+"""Stands in for the child of `moedoctor.bench.moe.run`: dies, hangs or answers as the model's name says."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
-with open(sys.argv[1], encoding="utf-8") as file:
-    request = json.load(file)
-
-
-def say(**event: object) -> None:
-    print(json.dumps(event), flush=True)
+from moedoctor.processes.ask import answer
 
 
-if "roofline" not in request:
-    if request["device"] == "broken":
-        sys.exit("no such device")
-    say(event="roofline", bytes_per_second=1e9, flops={"bf16": 1e12})
-    sys.exit(0)
-for index, task in enumerate(request["tasks"]):
-    say(event="task", index=index)
-    head = {"backend": task["variant"]["name"], "quantization": task["variant"]["quantization"]}
-    if task["model"] == "dies":
-        say(event="row", tokens=1, time_us=1.0, model=task["model"], **head)
-        sys.stdout.write('{"event": "row", "tok')
-        sys.stdout.flush()
-        os.abort()
-    what, _, at = task["model"].partition(" at ")
-    if task["model"] == "dies first":
-        os.abort()
-    if at:
+def respond(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if "roofline" not in request:
+        if request["device"] == "broken":
+            sys.exit("no such device")
+        yield {"event": "roofline", "bytes_per_second": 1e9, "flops": {"bf16": 1e12}}
+        return
+    for index, task in enumerate(request["tasks"]):
+        yield {"event": "task", "index": index}
+        head = {"backend": task["variant"]["name"], "quantization": task["variant"]["quantization"]}
+        row = {"event": "row", "time_us": 1.0, "model": task["model"], **head}
+        what, _, at = task["model"].partition(" at ")
+        if what == "dies" and not at:
+            yield row | {"tokens": 1}
+            os.abort()
+        if what == "dies first":
+            os.abort()
+        if what == "hangs" and not at:
+            time.sleep(60)
+        if what == "raises" and not at:
+            yield {"event": "failed", "index": index, "reason": "ValueError: no"}
+            continue
         for tokens in task["tokens"]:
-            say(event="point", tokens=tokens)
-            if tokens == int(at) and what.startswith("raises"):
-                say(event="failed", index=index, tokens=tokens, reason=f"RuntimeError: {what}")
+            yield {"event": "point", "tokens": tokens}
+            if at and tokens == int(at) and what.startswith("raises"):
+                yield {"event": "failed", "index": index, "tokens": tokens, "reason": f"RuntimeError: {what}"}
                 if "CUDA" in what:
                     sys.exit(1)
                 continue
-            if tokens == int(at):
+            if at and tokens == int(at):
                 time.sleep(60 if what == "hangs" else 0)
                 os.abort()
-            say(event="row", tokens=tokens, time_us=1.0, model=task["model"], **head)
-        continue
-    if task["model"] == "hangs":
-        time.sleep(60)
-    if task["model"] == "raises":
-        say(event="failed", index=index, reason="ValueError: no")
-        continue
-    for tokens in task["tokens"]:
-        say(event="point", tokens=tokens)
-        say(event="row", tokens=tokens, time_us=1.0, model=task["model"], **head)
-say(event="end")
+            yield row | {"tokens": tokens}
+    yield {"event": "end"}
+
+
+if __name__ == "__main__":
+    answer(respond)

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from moedoctor.bench.moe import backends as registry
-from moedoctor.bench.moe.bench import Routing, Task, measure
+from moedoctor.bench.moe import backends
+from moedoctor.bench.moe.bench import Routing, Task, make_routes, measure
 from moedoctor.bench.moe.own_backends import Reference
 from moedoctor.bench.roofline import Roofline, measure_roofline
 from moedoctor.models.layer_shape import LayerShape
@@ -42,9 +42,13 @@ class Absent(Wrong):
         raise UnavailableError("not built for this")
 
 
+def measured(task: Task, roofline: Roofline = ROOFLINE) -> list[dict[str, Any]]:
+    return [event for event in measure(task, roofline) if event["event"] == "row"]
+
+
 def rows_of(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> list[dict[str, Any]]:
-    monkeypatch.setattr(registry, "create", lambda variant: backend)
-    return list(measure(TASK, ROOFLINE))
+    monkeypatch.setattr(backends, "create", lambda variant: backend)
+    return measured(TASK)
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +97,7 @@ def test_a_backend_that_is_wrong_once_it_is_timed_gets_no_time(monkeypatch: pyte
 def test_faults_are_planted_in_every_run_whatever_the_size(tokens: tuple[int, ...]) -> None:
     large = LayerShape(64, 32, 1024, 4)  # with 1024 experts; weights are changed with 8
     task = replace(TASK, shape=large, tokens=tokens)
-    rows = list(measure(task, ROOFLINE))
+    rows = measured(task)
     assert [row["controls_noticed"] for row in rows] == ["11 of 11"] * len(tokens)
     assert all(row["controls_missed"] == [] for row in rows)
 
@@ -101,13 +105,13 @@ def test_faults_are_planted_in_every_run_whatever_the_size(tokens: tuple[int, ..
 def test_weights_are_changed_in_a_layer_of_few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counts(Wrong):
         def prepare(self, layer: Layer) -> Prepared:
-            experts.append((layer.shape.hidden, layer.shape.intermediate, layer.shape.experts))
+            shapes.append((layer.shape.hidden, layer.shape.intermediate, layer.shape.experts))
             return Reference("nvfp4").prepare(layer)
 
-    experts: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(registry, "create", lambda variant: Counts())
-    list(measure(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1, 2, 3)), ROOFLINE))
-    assert experts == [(64, 32, 8)] * 6 + [(64, 32, 32)]
+    shapes: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(backends, "create", lambda variant: Counts())
+    measured(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1, 2, 3)))
+    assert shapes == [(64, 32, 8)] * 6 + [(64, 32, 32)]
 
 
 def test_a_backend_that_cannot_compute_few_experts_has_its_own_layer_changed(
@@ -121,8 +125,8 @@ def test_a_backend_that_cannot_compute_few_experts_has_its_own_layer_changed(
             assert layer.shape.experts == 32
             return Reference("nvfp4").prepare(layer)
 
-    monkeypatch.setattr(registry, "create", lambda variant: Many())
-    (row,) = measure(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1,)), ROOFLINE)
+    monkeypatch.setattr(backends, "create", lambda variant: Many())
+    (row,) = measured(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1,)))
     assert row["controls_noticed"] == "11 of 11"
 
 
@@ -134,14 +138,14 @@ def test_a_backend_that_is_wrong_with_few_experts_alone_is_wrong(monkeypatch: py
                 return RightFor(0).prepare(layer)
             return right
 
-    monkeypatch.setattr(registry, "create", lambda variant: Few())
-    (row,) = measure(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1,)), ROOFLINE)
+    monkeypatch.setattr(backends, "create", lambda variant: Few())
+    (row,) = measured(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1,)))
     assert row["wrong"].startswith("in the layer that faults are planted in: 17 of 17 tokens")
     assert "time_us" not in row
 
 
 @pytest.mark.parametrize("where", ["weights of few experts", "routes and outputs"])
-def test_a_comparison_that_misses_a_fault_says_nothing_of_a_backend(
+def test_a_comparison_that_misses_a_fault_is_not_the_backends_fault(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     from moedoctor.bench.moe import parity
@@ -160,7 +164,7 @@ def test_a_comparison_that_misses_a_fault_says_nothing_of_a_backend(
 
 
 def test_one_expert_has_no_control_that_changes_nothing() -> None:
-    (row,) = measure(replace(TASK, shape=LayerShape(64, 32, 1, 1), tokens=(3,)), ROOFLINE)
+    (row,) = measured(replace(TASK, shape=LayerShape(64, 32, 1, 1), tokens=(3,)))
     assert row["controls_noticed"] == "10 of 10"
     assert row["right"] is True
 
@@ -169,7 +173,7 @@ def test_the_roofline_is_the_larger_of_two_times() -> None:
     assert ROOFLINE.least_seconds(10**9, 1, "bf16") == 1.0
     assert ROOFLINE.least_seconds(1, 2 * 10**12, "bf16") == 2.0
     assert ROOFLINE.least_seconds(1, 2 * 10**12, "fp8") == 1.0
-    assert ROOFLINE.least_seconds(1, 2 * 10**12, "int8") == 2.0, "an unknown type counts as bfloat16"
+    assert ROOFLINE.least_seconds(1, 2 * 10**12, "int8") == 2.0, "an unknown type is treated as bfloat16"
     cpu = Roofline(1e9, {"bf16": 1e9, "fp32": 1e12})
     assert cpu.least_seconds(1, 2 * 10**12, "bf16") == 2.0, "a backend there may compute in the faster type"
     assert Roofline(1e9, {"bf16": 1e12, "fp32": 1e9}).least_seconds(1, 2 * 10**12, "bf16") == 2.0
@@ -181,16 +185,57 @@ def test_a_cpu_has_a_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CPU_BYTES", 2**20)
     monkeypatch.setattr(module, "_CPU_SIDE", 64)
     monkeypatch.setattr(module, "_CPU_SECONDS", 0.01)
-    found = measure_roofline("cpu")
-    assert found.bytes_per_second > 0
-    assert found.flops["bf16"] > 0
-    assert found.flops["fp32"] > 0
+    roofline = measure_roofline("cpu")
+    assert roofline.bytes_per_second > 0
+    assert roofline.flops["bf16"] > 0
+    assert roofline.flops["fp32"] > 0
 
 
 def test_the_reference_is_not_faster_than_the_cpu_that_it_runs_on() -> None:
     """It computes in float32; held against products in bfloat16 it took many times the roofline's share."""
     shape = LayerShape(512, 512, 4, 2)
     task = Task(Variant("REFERENCE", "bf16"), "wide", shape, (256,), Routing(), "cpu")
-    (row,) = measure(task, measure_roofline("cpu"))
+    (row,) = measured(task, measure_roofline("cpu"))
     assert row["right"] is True
     assert 0 < row["roofline_share"] <= 1.5, "what else runs here may slow either measurement"
+
+
+ROUTED = LayerShape(64, 32, 16, 4)
+
+
+@pytest.mark.parametrize("routing", [Routing(), Routing("zipf", 1.2)])
+def test_routes_are_distinct_and_weights_add_up(routing: Routing) -> None:
+    weights, ids = make_routes(ROUTED, 100, routing)
+    assert ids.dtype == torch.int32
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+    assert torch.allclose(weights.sum(1), torch.ones(100))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 7, 100])
+def test_balanced_routes_differ_by_one_at_most(tokens: int) -> None:
+    _, ids = make_routes(ROUTED, tokens, Routing())
+    counts = torch.bincount(ids.flatten(), minlength=16)
+    assert int(counts.max() - counts.min()) <= 1
+
+
+def test_zipf_prefers_few_experts_and_more_so_with_more_skew() -> None:
+    def most_chosen(skew: float) -> float:
+        counts = torch.bincount(make_routes(ROUTED, 2000, Routing("zipf", skew))[1].flatten(), minlength=16)
+        return float(counts.max() / counts.sum())
+
+    assert most_chosen(0.0) < 0.08 < most_chosen(1.0) < most_chosen(3.0) <= 0.25
+
+
+def test_a_trace_is_repeated_from_its_start() -> None:
+    rows = [[0, 1, 2, 3], [4, 5, 6, 7], [1, 3, 5, 7]]
+    _, ids = make_routes(ROUTED, 5, Routing("trace", rows=rows))
+    assert ids.tolist() == [*rows, *rows[:2]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [([], "no tokens"), ([[0, 1]], "2 experts a token, not 4"), ([[0, 1, 2, 16]], "outside 0 to 15")],
+)
+def test_a_trace_of_another_model_is_refused(rows: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_routes(ROUTED, 5, Routing("trace", rows=rows))

@@ -7,7 +7,7 @@ import torch
 from moedoctor.bench.moe import parity
 from moedoctor.bench.moe.controls import controls
 from moedoctor.bench.moe.own_backends import Ours, Reference
-from moedoctor.bench.moe.parity import check_parity
+from moedoctor.bench.moe.parity import check_parity, unusual_ids
 from moedoctor.fixes.moe.weight_layout import up_first
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.agreement import Bounds
@@ -18,7 +18,7 @@ from moedoctor.reference.nvfp4 import Nvfp4
 SCHEMES = [("nvfp4", "none"), ("nvfp4", "nvfp4"), ("fp8", "fp8"), ("fp8", "none"), ("bf16", "none")]
 GATED = {"swapped_gate_up", "mismatched_global_scale"}
 SCALED = {"inverted_global_scale", "mismatched_global_scale"}
-NAMES = {one.name for one in controls()}
+NAMES = {control.name for control in controls()}
 
 
 def problem(quantization: str, activations: str, activation: str = "silu", tokens: int = 9):
@@ -69,7 +69,7 @@ class Broken(Backend):
         self.variant = Variant("BROKEN", "nvfp4")
         self.harm = harm
         self.workspace = torch.zeros(64)
-        self.seen: list[torch.Tensor] = []
+        self.workspaces: list[torch.Tensor] = []
 
     def unavailable(self, shape: LayerShape, device: str) -> str | None:
         return None
@@ -81,7 +81,7 @@ class Broken(Backend):
             calls = 0
 
             def __call__(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-                outer.seen.append(outer.workspace.clone())
+                outer.workspaces.append(outer.workspace.clone())
                 self.calls += 1
                 return outer.harm(right(x, w, ids), self.calls)
 
@@ -95,7 +95,7 @@ def test_the_workspace_holds_nan_before_each_call() -> None:
     backend = Broken(lambda output, calls: output)
     result = check_parity(backend, problem("nvfp4", "none"))
     assert result.right
-    assert all(bool(one.isnan().all()) for one in backend.seen)
+    assert all(bool(workspace.isnan().all()) for workspace in backend.workspaces)
 
 
 def test_a_backend_that_is_wrong_once_in_three_calls_is_wrong() -> None:
@@ -127,8 +127,8 @@ def test_a_harness_that_is_too_lax_says_what_it_missed(monkeypatch: pytest.Monke
 
 def test_an_absolute_tolerance_would_pass_zeros_and_ours_does_not() -> None:
     """What some upstream harnesses do: 0.05 absolute passes an output of small values that is all zero."""
-    one = problem("nvfp4", "none")
-    result = check_parity(Broken(lambda output, calls: output * 0), one, weights=False)
+    given = problem("nvfp4", "none")
+    result = check_parity(Broken(lambda output, calls: output * 0), given, weights=False)
     assert result.agreement.wrong_tokens == 9
 
 
@@ -162,9 +162,36 @@ def test_a_backend_that_a_control_would_put_right_is_wrong_and_the_comparison_is
 
 def test_without_weights_no_copy_of_the_layer_is_made() -> None:
     backend = Broken(lambda output, calls: output)
-    one = problem("nvfp4", "none")
-    prepared = backend.prepare(one.layer)
+    given = problem("nvfp4", "none")
+    prepared = backend.prepare(given.layer)
     backend.prepare = lambda layer: pytest.fail("was asked to take over another layer")
-    found = set(check_parity(backend, one, prepared, weights=False).controls)
+    names = set(check_parity(backend, given, prepared, weights=False).controls)
     routes = {"dropped_expert", "off_by_one_expert"}
-    assert found == routes | {"stale_row", "half_output", "zero_output", "nan_row"}
+    assert names == routes | {"stale_row", "half_output", "zero_output", "nan_row"}
+
+
+IDS = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 2, 4], [1, 3, 5]])  # [5, 3]
+
+
+def test_duplicate_ids() -> None:
+    got = unusual_ids(IDS, "duplicates")
+    assert got.tolist() == [[0, 0, 2], [3, 4, 5], [6, 6, 8], [0, 2, 4], [1, 1, 5]]
+
+
+def test_empty_ids_leave_the_first_and_the_last_token_alone() -> None:
+    got = unusual_ids(IDS, "empty")
+    assert got.tolist() == [[0, 1, 2], [-1, -1, -1], [6, 7, -1], [0, 2, 4], [1, 3, 5]]
+
+
+def test_distinct_ids_are_a_copy() -> None:
+    got = unusual_ids(IDS, "distinct")
+    assert torch.equal(got, IDS)
+    assert got.data_ptr() != IDS.data_ptr()
+
+
+@pytest.mark.parametrize(("ids", "kind"), [(IDS, "negative"), (IDS[:, :1], "duplicates")])
+def test_an_unknown_kind_of_ids_and_duplicates_of_one_expert_are_refused(
+    ids: torch.Tensor, kind: str
+) -> None:
+    with pytest.raises(ValueError, match="ids"):
+        unusual_ids(ids, kind)

@@ -13,9 +13,9 @@ SHAPE = LayerShape(256, 128, 6, 2)
 def test_weights_fit_into_bfloat16(quantization: str) -> None:
     layer = make_layer(SHAPE, quantization)
     for weight, size in ((layer.w13, (256, 256)), (layer.w2, (256, 128))):
-        one = expert_weight(weight, 3)
-        assert one.shape == size
-        assert torch.equal(one.bfloat16().float(), one)
+        expert = expert_weight(weight, 3)
+        assert expert.shape == size
+        assert torch.equal(expert.bfloat16().float(), expert)
 
 
 @pytest.mark.parametrize("activations", ["nvfp4", "fp8"])
