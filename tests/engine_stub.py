@@ -1,8 +1,13 @@
-"""A package `vllm` whose `LLM` does what its arguments say, for the protocol with an engine's process."""
+"""Stand-ins for engines: a package `vllm` whose `LLM` does what its arguments say, and results of engines."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from moedoctor.results import Death
+from moedoctor.upstream.engine.engine import EngineError, EngineResult, LogFacts
 
 SOURCE = """
 import os
@@ -26,6 +31,9 @@ class LLM:
         print("INFO Offloader set to UVAOffloader")
         print("INFO Total CPU offloaded parameters: 0.25 GiB")
         does = arguments["model"]
+        if does == "fixed":
+            with open(os.environ["MOEDOCTOR_STATUS"], "w") as file:
+                file.write('["offload (copies)", "nan (watched)"]')
         if does == "raise":
             try:
                 raise KeyError("origin")
@@ -65,3 +73,30 @@ def write(folder: Path) -> Path:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(SOURCE, encoding="utf-8")
     return folder
+
+
+def answered(
+    tokens: Sequence[int] = (1, 2, 3), text: str = "", logprob: float = -0.5, **options: Any
+) -> EngineResult:
+    """An engine that answered one prompt, with 8 of its 16 bytes of weights on the host."""
+    steps = tuple({str(token): logprob} for token in tokens)
+    values: dict[str, Any] = {
+        "logprobs": (steps,),
+        "version": "0.21.0",
+        "log": LogFacts(moe_backend="MARLIN", offloader="UVAOffloader"),
+        "probe": {"host_bytes": 8, "parameter_bytes": 16},
+        **options,
+    }
+    return EngineResult("x", (tuple(tokens),), (text,), **values)
+
+
+def died(
+    message: str,
+    *,
+    kind: str = "RuntimeError",
+    stage: str = "load",
+    death: Death = Death.EXCEPTION,
+    log: LogFacts | None = None,
+) -> EngineResult:
+    """An engine that stopped with an error."""
+    return EngineResult("x", error=EngineError(kind, message, stage, death), log=log or LogFacts())

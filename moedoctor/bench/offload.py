@@ -1,4 +1,7 @@
-"""Speed of weight offload: MoE layers whose experts are on the host, ours and vLLM's ways in turn."""
+"""Speed of weight offload: MoE layers whose experts are on the host, ours and vLLM's ways in turn.
+
+`COMPARISONS` lists what is measured, by the key of the claim that it decides.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from moedoctor.bench.timing import Comparison, Spread, compare_rounds
-from moedoctor.fixes.offloader import Offload, offload
+from moedoctor.bench.timing import Spread, compare_rounds
+from moedoctor.fixes.offload.pinned import allocate, device_view, register
+from moedoctor.fixes.offloader import offload
 from moedoctor.reference import offload_paths
 
 NAMES = ("experts.w13_weight", "experts.w2_weight")
-"""What goes to the host."""
+"""The parameters that go to the host."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,10 @@ class Experts(nn.Module):
         self.w13_weight = nn.Parameter(torch.empty(size13, dtype=shape.dtype, device=device))  # [E, 2I, H]
         self.w2_weight = nn.Parameter(torch.empty(size2, dtype=shape.dtype, device=device))  # [E, H, I]
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        tokens, top_k = ids.shape
+    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        tokens, top_k = topk_ids.shape
         experts = self.w13_weight.shape[0]
-        flat = ids.flatten()  # [T*K]
+        flat = topk_ids.flatten()  # [T*K]
         order = flat.argsort(stable=True)  # [T*K]
         every = torch.arange(experts, device=x.device)  # [E]
         ends = torch.searchsorted(flat[order], every, right=True).to(torch.int32)  # [E]
@@ -58,7 +62,7 @@ class Experts(nn.Module):
         out = nn.functional.grouped_mm(hidden, self.w2_weight.transpose(1, 2), offs=ends)  # [T*K, H]
         # Back by gathering: a sum by atomics would not come out the same twice.
         back = torch.empty_like(out).index_copy_(0, order, out).view(tokens, top_k, -1)  # [T, K, H]
-        return (back * weights[:, :, None].to(back.dtype)).sum(1)  # [T, H]
+        return (back * topk_weights[:, :, None].to(back.dtype)).sum(1)  # [T, H]
 
 
 class MoeLayer(nn.Module):
@@ -72,14 +76,14 @@ class MoeLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = (x @ self.gate).float().softmax(dim=1)  # [T, E]
-        weights, ids = scores.topk(self.top_k, dim=1)  # [T, K]
+        topk_weights, topk_ids = scores.topk(self.top_k, dim=1)  # [T, K]
         normed = nn.functional.rms_norm(x, x.shape[1:])  # [T, H]
-        mixed: torch.Tensor = self.experts(normed, ids, weights)  # [T, H]
+        mixed: torch.Tensor = self.experts(normed, topk_ids, topk_weights)  # [T, H]
         return x + mixed
 
 
 def make_stack(shape: StackShape, device: str, seed: int = 0) -> nn.Sequential:
-    """The same weights for the same seed, on `device`."""
+    """Return the stack on `device`, with the same weights for the same seed."""
     stack = nn.Sequential(*(MoeLayer(shape, device) for _ in range(shape.layers)))
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
@@ -93,7 +97,7 @@ class Runner:
     """One way to run the stack."""
 
     name: str
-    what: str
+    whose: str
     """Whose code: a vLLM release, or our restatement."""
     stack: nn.Module
     keep: Any = None
@@ -101,53 +105,44 @@ class Runner:
 
 
 def make_runner(name: str, shape: StackShape, device: str) -> Runner:
-    """``ours`` or ``ours_unpinned``, ``ours_budget_0``, ``resident``, ``uva``, ``prefetch``,
+    """Return ``ours`` or ``ours_unpinned``, ``ours_budget_0``, ``resident``, ``uva``, ``prefetch``,
     ``functional_call`` or ``functional_call_pinned``.
 
-    vLLM's own classes where they can be imported, else what `moedoctor.reference.offload_paths` restates.
+    vLLM's own classes if they can be imported, else the restatement in `moedoctor.reference.offload_paths`.
+    Raises KeyError for another name.
     """
     from moedoctor.upstream.releases import offload_peers
 
     stack = make_stack(shape, device)
-    if name == "resident":
-        return Runner(name, "the module itself", stack)
-    if name in ("ours", "ours_unpinned"):
-        return Runner(name, "moedoctor", stack, _offloaded(stack, shape, pin=name == "ours"))
-    if name == "ours_budget_0":
-        # No layer fits into a byte: what `offload` leaves behind where it has nothing to do.
-        return Runner(name, "moedoctor", stack, offload(stack, 1))
     layers, total = list(stack), shape.layers * shape.layer_bytes
-    release = offload_peers.version()
-    what = f"vLLM {release}" if release else "restated"
+    release = offload_peers.version() if name in ("uva", "prefetch") else None  # it imports vLLM
     keep: Any = None
-    if name == "uva":
-        if release:
-            keep = offload_peers.uva_offload(layers, NAMES, total)
-        else:
-            offload_paths.uva_offload(layers, NAMES)
+    whose = f"vLLM {release}" if release else "restated"
+    if name == "resident":
+        whose = "the module itself"
+    elif name in ("ours", "ours_unpinned"):
+        whose, keep = "moedoctor", offload(stack, total, patterns=("experts",), pin=name == "ours")
+    elif name == "ours_budget_0":
+        # No layer fits into a byte: what `offload` leaves behind if it has nothing to do.
+        whose, keep = "moedoctor", offload(stack, 1)
+    elif name == "uva" and release:
+        keep = offload_peers.uva_offload(layers, NAMES, total)
+    elif name == "uva":
+        offload_paths.uva_offload(layers, NAMES, device_view)
+    elif name == "prefetch" and release:
+        keep = offload_peers.prefetch_offload(layers, NAMES)
     elif name == "prefetch":
-        keep = (
-            offload_peers.prefetch_offload(layers, NAMES)
-            if release
-            else offload_paths.PrefetchOffload(layers, NAMES)
-        )
+        keep = offload_paths.PrefetchOffload(layers, NAMES)
     elif name in ("functional_call", "functional_call_pinned"):
         # Always as restated: it is the control of the scenarios, and needs nothing but torch.
-        what = "restated"
         offload_paths.functional_call_offload(layers, NAMES, pin=name.endswith("pinned"))
     else:
         raise KeyError(name)
-    return Runner(name, what, stack, keep)
-
-
-def _offloaded(stack: nn.Module, shape: StackShape, *, pin: bool) -> Offload:
-    return offload(stack, shape.layers * shape.layer_bytes, patterns=("experts",), pin=pin)
+    return Runner(name, whose, stack, keep)
 
 
 def pinned_bandwidth(nbytes: int, device: str, rounds: int = 10) -> Spread:
-    """GB/s of one large copy from page-locked memory, taken alone."""
-    from moedoctor.fixes.offload.pinned import allocate, register
-
+    """Return the GB/s of one large copy from page-locked memory, taken alone."""
     block, failure = allocate(nbytes, register)
     if failure is not None:
         raise RuntimeError(failure)
@@ -155,7 +150,7 @@ def pinned_bandwidth(nbytes: int, device: str, rounds: int = 10) -> Spread:
     target.copy_(block.bytes)
     times = [_timed(lambda: target.copy_(block.bytes, non_blocking=True)) for _ in range(rounds)]
     block.close()
-    return Spread.of([nbytes / one / 1e6 for one in times])
+    return Spread.of([nbytes / milliseconds / 1e6 for milliseconds in times])
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -169,7 +164,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def passes(stack: nn.Module, x: torch.Tensor, count: int) -> Callable[[], float]:
-    """A measurement: milliseconds a pass, over `count` passes in a row.
+    """Return a measurement: milliseconds a pass, over `count` passes in a row.
 
     One more comes before them: what a pass prefetches for the next one must be paid for inside the clock.
     """
@@ -188,32 +183,39 @@ def passes(stack: nn.Module, x: torch.Tensor, count: int) -> Callable[[], float]
 
 @torch.no_grad()
 def compare(
-    names: tuple[str, ...], device: str, *, shape: StackShape, tokens: int, count: int, rounds: int
+    names: tuple[str, ...],
+    device: str,
+    *,
+    tokens: int,
+    count: int,
+    rounds: int,
+    shape: StackShape | None = None,
 ) -> dict[str, Any]:
     """Time the first of `names` and its peers in turn; a wrong result is not timed."""
+    shape = shape or StackShape()
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(tokens, shape.hidden, device=device, dtype=shape.dtype, generator=generator)  # [T, H]
     expected = make_runner("resident", shape, device).stack(x)  # [T, H]
     runners = [make_runner(name, shape, device) for name in names]
     right = {}
-    for one in runners:
-        got = [one.stack(x) for _ in range(2)]  # a stale buffer shows in the second pass, if not in the first
-        right[one.name] = all(torch.equal(result, expected) for result in got)
+    for runner in runners:
+        outputs = [runner.stack(x) for _ in range(2)]  # a stale buffer may show in the second pass only
+        right[runner.name] = all(torch.equal(output, expected) for output in outputs)
     measured: Mapping[str, Callable[[], float]] = {
-        one.name: passes(one.stack, x, count) for one in runners if right[one.name]
+        runner.name: passes(runner.stack, x, count) for runner in runners if right[runner.name]
     }
     total = shape.layers * shape.layer_bytes
-    seen: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "layers": shape.layers,
         "bytes_a_pass": total,
         "tokens": tokens,
         "right": right,
-        "whose": {one.name: one.what for one in runners},
+        "whose": {runner.name: runner.whose for runner in runners},
     }
     if names[0] in measured:
         torch.cuda.synchronize()
-        result: Comparison = compare_rounds(measured, baseline=names[0], rounds=rounds)
-        seen["rows"] = [
+        result = compare_rounds(measured, baseline=names[0], rounds=rounds)
+        figures["rows"] = [
             {
                 "way": name,
                 "ms": dataclasses.asdict(spread),
@@ -222,44 +224,31 @@ def compare(
             }
             for name, spread in result.times.items()
         ]
-    return seen
+    return figures
 
 
 TOKENS = 2048
 """Enough that every expert of every layer is used."""
+COMPARISONS: Mapping[str, tuple[tuple[str, ...], int, int, int]] = {
+    "bandwidth": (("ours",), TOKENS, 5, 5),
+    "against_functional_call": (
+        ("ours", "ours_unpinned", "functional_call", "functional_call_pinned"),
+        TOKENS,
+        2,
+        5,
+    ),
+    "against_uva": (("ours", "uva"), TOKENS, 3, 5),
+    "one_token": (("ours", "uva"), 1, 3, 5),
+    "against_prefetch": (("ours", "prefetch"), TOKENS, 3, 11),
+    "resident": (("resident", "ours_budget_0"), TOKENS, 20, 31),
+}
+"""Key of the claim -> (ways, tokens, passes of a measurement, rounds). For one token a layer uses 8 of 128
+experts. The claim on the bandwidth also needs that of a pinned copy of one layer's size."""
 
 
-def bandwidth(device: str) -> dict[str, Any]:
-    """Ours alone over a pass, and a pinned copy of one layer's size alone."""
-    shape = StackShape()
-    alone = pinned_bandwidth(shape.layer_bytes, device)
-    seen = compare(("ours",), device, shape=shape, tokens=TOKENS, count=5, rounds=5)
-    return {**seen, "pinned_gb_per_s": dataclasses.asdict(alone)}
-
-
-def against_functional_call(device: str) -> dict[str, Any]:
-    """Ours and the path without UVA, each from pinned and from pageable memory."""
-    names = ("ours", "ours_unpinned", "functional_call", "functional_call_pinned")
-    return compare(names, device, shape=StackShape(), tokens=TOKENS, count=2, rounds=5)
-
-
-def against_uva(device: str) -> dict[str, Any]:
-    """Ours and kernels that read pinned memory over the bus."""
-    return compare(("ours", "uva"), device, shape=StackShape(), tokens=TOKENS, count=3, rounds=5)
-
-
-def one_token(device: str) -> dict[str, Any]:
-    """The same for one token, which uses eight of 128 experts a layer."""
-    return compare(("ours", "uva"), device, shape=StackShape(), tokens=1, count=3, rounds=5)
-
-
-def against_prefetch(device: str) -> dict[str, Any]:
-    """Ours and vLLM's prefetch offloader, with as many buffers."""
-    return compare(("ours", "prefetch"), device, shape=StackShape(), tokens=TOKENS, count=3, rounds=11)
-
-
-def resident(device: str) -> dict[str, Any]:
-    """The stack on the device, and the same after an offload that had nothing to do."""
-    return compare(
-        ("resident", "ours_budget_0"), device, shape=StackShape(), tokens=TOKENS, count=20, rounds=31
-    )
+def measure(key: str, device: str) -> dict[str, Any]:
+    """Return the figures for the claim `key` of MD005."""
+    names, tokens, count, rounds = COMPARISONS[key]
+    alone = pinned_bandwidth(StackShape().layer_bytes, device) if key == "bandwidth" else None
+    figures = compare(names, device, tokens=tokens, count=count, rounds=rounds)
+    return {**figures, **({"pinned_gb_per_s": dataclasses.asdict(alone)} if alone else {})}

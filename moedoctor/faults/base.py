@@ -14,7 +14,15 @@ from packaging.version import Version
 from pydantic import BaseModel, ConfigDict
 
 from moedoctor.interfaces import ClaimJudgement, ClaimTest, Explanation, Fault, Judgement, Measurement
-from moedoctor.results import CaseResult, ClaimVerdict, Evidence, Observation, Scalar, Tier
+from moedoctor.results import (
+    CaseResult,
+    ClaimVerdict,
+    Evidence,
+    Observation,
+    Scalar,
+    Tier,
+    UnavailableError,
+)
 
 __all__ = [
     "ClaimCases",
@@ -28,6 +36,7 @@ __all__ = [
     "claim",
     "decide",
     "in_lab",
+    "need_gpu",
     "untested",
 ]
 
@@ -106,6 +115,14 @@ def in_lab(function: str) -> Callable[[str, str, Mapping[str, str]], Observation
 
     measure.__qualname__ = function
     return measure
+
+
+def need_gpu() -> None:
+    """Raise UnavailableError, which skips the case, if torch can use no GPU here. For labs."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnavailableError("needs an NVIDIA GPU that torch can use")
 
 
 def claim(key: str, **options: Any) -> Callable[[Callable[[ClaimCases], ClaimJudgement]], ClaimTest]:

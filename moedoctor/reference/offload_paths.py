@@ -12,13 +12,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-
-def _to_host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
-    host = tensor.to("cpu", copy=True)
-    return host.pin_memory() if pin else host
-
-
 ToDevice = Callable[[torch.Tensor], torch.Tensor]
+DeviceView = Callable[[torch.Tensor, torch.device], torch.Tensor]
+"""(pinned uint8 [n] on the host, device) -> uint8 [n] on the device over the same memory."""
 
 
 def functional_call_offload(
@@ -26,10 +22,10 @@ def functional_call_offload(
 ) -> None:
     """The path without UVA: each forward copies the whole state over and runs the layer with the copies.
 
-    `names`: the parameters of each layer that go to the host. `to_device`: how one is copied to a simulated
-    device; by default as upstream does, `to(device, non_blocking=True)`. Two things of it fail elsewhere:
-    `state_dict()` inside forward (MD005), and that whoever else holds a parameter still sees host memory
-    (MD003, MD020).
+    `names`: the parameters of each layer that go to the host. `to_device`: how a parameter is copied to a
+    simulated device; by default as upstream does, `to(device, non_blocking=True)`. Two properties of this
+    path cause failures: `state_dict()` inside forward (MD005), and that whoever else holds a parameter still
+    sees host memory (MD003, MD020).
     """
     for layer in layers:
         named = dict(layer.named_parameters())
@@ -55,23 +51,26 @@ def _functional(layer: nn.Module, device: torch.device, to_device: ToDevice | No
     return forward
 
 
-def uva_offload(layers: Sequence[nn.Module], names: Sequence[str]) -> None:
+def uva_offload(layers: Sequence[nn.Module], names: Sequence[str], device_view: DeviceView) -> None:
     """The path with UVA: parameters become device views of pinned memory, which kernels read over the bus."""
-    from moedoctor.fixes.offload.pinned import device_view
-
     for layer in layers:
         named = dict(layer.named_parameters())
         for name in names:
             parameter = named[name]
             host = _to_host(parameter.data, pin=True)
-            view = device_view(host.view(torch.uint8).flatten(), parameter.device)
+            view = device_view(host.view(torch.uint8).flatten(), parameter.device)  # [bytes]
             parameter.data = view.view(host.dtype).view(host.shape)
+
+
+def _to_host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
+    host = tensor.to("cpu", copy=True)
+    return host.pin_memory() if pin else host
 
 
 class PrefetchOffload:
     """`--offload-backend prefetch` with two layers ahead: buffers in turn, a copy stream, an event a layer.
 
-    After a layer the copy of the layer two later starts, into the buffer that the layer has used. CUDA only.
+    After a layer, the copy of the layer two later starts, into the buffer that the layer has used. CUDA only.
     """
 
     def __init__(self, layers: Sequence[nn.Module], names: Sequence[str]) -> None:

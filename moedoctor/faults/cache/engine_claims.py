@@ -109,7 +109,7 @@ def engine_refusals(cases: ClaimCases) -> ClaimJudgement:
     return decide(len(refused) >= cases.limits["min_share"] * len(asked), {"rows": rows}, figure)
 
 
-@_engine_claim("engine_memory", "moedoctor.upstream.engine.expert_cache_shape:memory")
+@_engine_claim("engine_memory", "moedoctor.upstream.engine.expert_cache:memory")
 def engine_memory(cases: ClaimCases) -> ClaimJudgement:
     """vLLM's memory profile finds what the caches say that they save."""
     rows = _rows(cases)
@@ -125,7 +125,7 @@ def engine_memory(cases: ClaimCases) -> ClaimJudgement:
     return decide(saved > 0 and gained >= cases.limits["min_share"] * saved, {"rows": rows}, figure)
 
 
-@_engine_claim("engine_speed", "moedoctor.upstream.engine.expert_cache_shape:qwen")
+@_engine_claim("engine_speed", "moedoctor.upstream.engine.expert_cache:qwen")
 def engine_speed(cases: ClaimCases) -> ClaimJudgement:
     """Single sequences get the tokens that they get with all experts on the GPU; speeds are shown beside.
 

@@ -1,8 +1,8 @@
 """A simulated device on the CPU whose work happens late, so that hazards of asynchronous copies show.
 
-Two queues, computation and copies, each in order; events are all that orders one behind the other. What was
-queued happens when somebody must wait for it, or at random moments in between. The rules are those of CUDA as
-measured: a copy from or to pinned memory is queued and reads or writes the host late, a copy from or to
+It has two queues, computation and copies, each in order; only events order one after the other. Queued work
+happens when somebody must wait for it, or at random moments in between. The rules are those of CUDA as
+measured: a copy from or to pinned memory is queued and reads or writes the host late; a copy from or to
 pageable memory is staged and has read or written the host when the call returns.
 """
 
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 Work = Callable[[], object]
 
@@ -37,10 +36,10 @@ class _Pass:
 
 
 class LateDevice:
-    """Serves as `moedoctor.fixes.offload.prefetch.CopyEngine`, and runs kernels late too.
+    """A `moedoctor.fixes.offload.prefetch.CopyEngine` that also runs kernels late.
 
     `seed`: work happens at random moments drawn from it; None: as late as the rules allow.
-    `pinned`: whether all host memory that is copied from or to is pinned, else it is pageable.
+    `pinned`: whether all host memory is pinned; otherwise it is pageable.
     """
 
     def __init__(self, seed: int | None = None, *, pinned: bool = True) -> None:
@@ -67,7 +66,7 @@ class LateDevice:
         self._sometimes()
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """To the host; where that is pageable memory, the host waits until it is there."""
+        """To the host; with pageable memory the host waits until the bytes have arrived."""
         self._copies.append(lambda: target.copy_(source))
         if self._pinned:
             self._sometimes()
@@ -100,7 +99,7 @@ class LateDevice:
         return False
 
     def synchronize(self) -> None:
-        """All that was queued happens."""
+        """Let everything that was queued happen."""
         while self._step(self._copies) or self._step(self._compute):
             pass
         if self._copies or self._compute:
@@ -114,7 +113,7 @@ class LateDevice:
             self._step(self._random.choice((self._copies, self._compute)))
 
     def _step(self, queue: deque[Work | _Wait | _Pass]) -> bool:
-        """Let the first piece of `queue` happen; False where it is empty or must wait."""
+        """Let the first piece of `queue` happen; return False if it is empty or must wait."""
         if not queue:
             return False
         first = queue[0]
@@ -129,27 +128,3 @@ class LateDevice:
         else:
             first()
         return True
-
-
-class DeviceMemory:
-    """Which addresses a simulated device can reach."""
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[StorageWeakRef, int, int]] = []
-
-    def admit(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Declare `tensor` device memory."""
-        storage = tensor.untyped_storage()
-        start = storage.data_ptr()
-        # Weakly: memory that was given back is the device's no more, and its address soon somebody else's.
-        self._ranges.append((StorageWeakRef(storage), start, start + storage.nbytes()))
-        return tensor
-
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of `tensor` on the device."""
-        return self.admit(tensor.clone())
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a kernel could read `tensor`."""
-        address = tensor.data_ptr()
-        return any(start <= address < end and not storage.expired() for storage, start, end in self._ranges)

@@ -1,24 +1,37 @@
 """What runs in the child for MD008: a device view of pinned memory that is given back too early, or is not.
 
-The order of events is that of vllm#45528: a parameter is offloaded, becomes a device view of pinned memory,
-the layer repacks its weights after loading and lets go of what it had, and the next pinned allocation, a
+The order of events is that of vllm#45528: a parameter is offloaded and becomes a device view of pinned
+memory, the layer repacks its weights after loading and drops what it had, and the next pinned allocation, a
 buffer of the batch, gets that memory.
+
+The engine tier compares engines without offload and with it, on tiny checkpoints or the user's own model.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
+from moedoctor.faults.base import need_gpu
+from moedoctor.faults.offload import engine_table
+from moedoctor.faults.offload.offload_garbage import OffloadGarbageParameters
 from moedoctor.fixes.offload.pinned import device_view
-from moedoctor.results import Observation, Tier, UnavailableError
+from moedoctor.results import Case, Observation
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
+from moedoctor.upstream.engine.experiment import Ran, Trial, run_trials, short_error
+from moedoctor.upstream.engine.offload_table import BACKENDS, EAGER, ON_GPU, SEEN_IN, UNPINNED, UVA
+from moedoctor.upstream.engine.probes import first_parting
 
-if TYPE_CHECKING:
-    from moedoctor.faults.offload.offload_garbage import OffloadGarbageParameters
+_SECONDS = 1500.0
+_LOGPROBS = 5
+_PROMPT_CALLS = 16
 
 
 class Memory(Protocol):
@@ -31,24 +44,37 @@ class Memory(Protocol):
         """uint8 [n] on the host."""
 
     def view(self, block: Any) -> Any:
-        """What the device reads `block` through."""
+        """The view through which the device reads `block`."""
 
     def read(self, view: Any) -> torch.Tensor:
         """uint8 [n] as the device sees it, on the host."""
 
 
-def memory_for(tier: Tier, device: str, *, keeps: bool) -> Memory:
-    """Simulated or real. `keeps`: whether a view keeps its block. Raises UnavailableError without a GPU."""
-    if tier is Tier.MODEL:
-        return SimulatedMemory(keeps)
-    if not torch.cuda.is_available():
-        raise UnavailableError("needs an NVIDIA GPU that torch can use")
-    return CudaMemory(torch.device(device), keeps)
+def model(case: Case, parameters: OffloadGarbageParameters, release: None) -> Observation:
+    """A simulated pool of pinned memory."""
+    return observe(parameters, SimulatedMemory(keeps=case.subject == "fixed"))
+
+
+def kernel(case: Case, parameters: OffloadGarbageParameters, release: None) -> Observation:
+    """torch's pinned memory and a GPU."""
+    need_gpu()
+    return observe(parameters, CudaMemory(torch.device(case.device), keeps=case.subject == "fixed"))
+
+
+def engine(case: Case, parameters: OffloadGarbageParameters, release: None) -> Observation:
+    """Engines of the installed vLLM. Raises UnavailableError if none can run."""
+    assert parameters.mode is not None
+    if parameters.model is None:
+        fixed = parameters.fixes == "offload"
+        return engine_table.measure(tuple(BACKENDS), parameters.mode, (ON_GPU, UVA), fixed=fixed)
+    trials = [own_model_trial(parameters, offload=False), own_model_trial(parameters, offload=True)]
+    _, with_offload = run_trials(trials, parallel=2 if fit_together(parameters) else 1)
+    return Observation(compare(with_offload, parameters))
 
 
 @torch.no_grad()
 def observe(parameters: OffloadGarbageParameters, memory: Memory) -> Observation:
-    """Offload a weight, let go of its host tensor, fill a new buffer as large, and use the weight."""
+    """Offload a weight, drop its host tensor, fill a new buffer of the same size, and use the weight."""
     generator = torch.Generator().manual_seed(parameters.seed)
     weight = torch.randint(0, 120, (parameters.bytes,), dtype=torch.uint8, generator=generator)  # [n]
     x = torch.rand(parameters.bytes, dtype=torch.float64, generator=generator)  # [n]
@@ -62,13 +88,13 @@ def observe(parameters: OffloadGarbageParameters, memory: Memory) -> Observation
     gc.collect()
     later = memory.allocate(parameters.bytes)
     memory.bytes_of(later).fill_(255)
-    seen = memory.read(view)  # [n]
+    after = memory.read(view)  # [n]
     return Observation(
         {
             "right_before": before,
             "memory_was_reused": memory.bytes_of(later).data_ptr() == first,
-            "weights_changed": float((seen != weight).double().mean()),
-            "same_bits": bool(seen.double() @ x == expected),
+            "weights_changed": float((after != weight).double().mean()),
+            "same_bits": bool(after.double() @ x == expected),
             "error": None,
         }
     )
@@ -82,9 +108,10 @@ class _Block:
 
 @dataclass
 class SimulatedMemory:
-    """A pool that hands the block that was given back last out first, as torch's pinned allocator does."""
+    """A pool that reuses the block that was given back last, as torch's pinned allocator does."""
 
     keeps: bool
+    """Whether a view keeps its block."""
     _arena: torch.Tensor = field(init=False)
     _free: list[tuple[int, int]] = field(default_factory=list)
     _end: int = 0
@@ -93,7 +120,7 @@ class SimulatedMemory:
         self._arena = torch.empty(4 << 28, dtype=torch.uint8)  # untouched pages take no memory
 
     def allocate(self, nbytes: int) -> _Block:
-        fitting = [one for one in self._free if one[1] == nbytes]
+        fitting = [block for block in self._free if block[1] == nbytes]
         if fitting:
             self._free.remove(fitting[-1])
             block = _Block(*fitting[-1])
@@ -114,7 +141,7 @@ class SimulatedMemory:
 
 
 class _AddressOnly:
-    """An address that nobody is told is in use: a view with a deleter that does nothing."""
+    """An address that does not keep its memory: a view with a deleter that does nothing."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -131,6 +158,7 @@ class CudaMemory:
 
     device: torch.device
     keeps: bool
+    """Whether a view keeps its block."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)  # [n]
@@ -145,3 +173,100 @@ class CudaMemory:
 
     def read(self, view: torch.Tensor) -> torch.Tensor:
         return view.clone().cpu()  # the kernel of clone reads over the bus
+
+
+def fit_together(parameters: OffloadGarbageParameters) -> bool:
+    """Whether two engines fit beside each other according to their arguments.
+
+    Without a size for the KV cache an engine measures free memory, which the other would disturb.
+    """
+    arguments: dict[str, Any] = json.loads(parameters.arguments)
+    return arguments.get("gpu_memory_utilization", 1.0) <= 0.45 and "kv_cache_memory_bytes" in arguments
+
+
+def own_model_trial(parameters: OffloadGarbageParameters, *, offload: bool) -> Trial:
+    """An engine for the user's own model, with its own settings: nothing of the tiny ones stays."""
+    assert parameters.model is not None
+    eager = parameters.mode == EAGER
+    arguments: dict[str, Any] = {
+        "kv_cache_memory_bytes": None,
+        "gpu_memory_utilization": 0.9,
+        "attention_backend": None,
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 4096,
+        "enforce_eager": eager,
+        "moe_backend": None if parameters.moe_backend == "auto" else parameters.moe_backend,
+        **json.loads(parameters.arguments),
+    }
+    if offload:
+        arguments["cpu_offload_gb"] = parameters.cpu_offload_gb
+    environ = {
+        "MOEDOCTOR_FIXES": "" if parameters.fixes == "none" else parameters.fixes,
+        "HF_HUB_OFFLINE": "0" if parameters.online else "1",
+        **(UNPINNED if parameters.access == "copies" else {}),
+    }
+    folder = Path(parameters.model)
+    request = EngineRequest(
+        # The engine runs in a folder of its own.
+        str(folder.resolve()) if folder.is_dir() else parameters.model,
+        (parameters.prompt,),
+        arguments,
+        environ,
+        max_tokens=parameters.max_tokens,
+        logprobs=_LOGPROBS,
+        probe=SEEN_IN,
+        probe_when="before",
+        # A call for each token, and those of a long prompt; compiled code does not call the hooks.
+        probe_options={"calls": parameters.max_tokens + _PROMPT_CALLS if eager else 0},
+        seconds=_SECONDS,
+        label=f"{parameters.model} {'with' if offload else 'without'} offload",
+    )
+    return Trial(request, control=f"{parameters.model} without offload" if offload else None)
+
+
+def compare(ran: Ran, parameters: OffloadGarbageParameters) -> Mapping[str, Any]:
+    """Return both answers, and the first layer whose output differs. `ran`: the engine with offload."""
+    other, control = ran.result, ran.control
+    assert control is not None
+    equal = _equal_tokens(control, other)
+    ran_both = control.error is None and other.error is None
+    probe = other.probe or {}
+    return {
+        "vllm": other.version or control.version,
+        "backend": other.log.moe_backend,
+        "fixes_asked": parameters.fixes,
+        "fixes": other.fixes,
+        "offloader": other.log.offloader,
+        "offloaded_gib": other.log.offloaded,
+        "parameter_bytes": probe.get("parameter_bytes"),
+        "host_bytes": probe.get("host_bytes"),
+        "expected": parameters.expected,
+        "control_text": control.texts[0] if control.error is None else None,
+        "control_error": None if control.error is None else short_error(control.error),
+        "offload_text": other.texts[0] if other.error is None else None,
+        "offload_error": None if other.error is None else short_error(other.error),
+        "not_looked_into": other.error is not None and other.error.stage == "probe",
+        "same_tokens": ran_both and control.tokens == other.tokens,
+        "tokens_alike": equal,
+        "lead": None if equal is None else _lead(control, other, equal),
+        "control_layers": [row for row in (control.probe or {}).get("outputs", ()) if row["call"] == 1],
+        "seconds": {"control": control.seconds.get("total"), "offload": other.seconds.get("total")},
+        **first_parting(control.probe, other.probe, equal),
+    }
+
+
+def _equal_tokens(control: EngineResult, other: EngineResult) -> int | None:
+    """How many tokens are equal before the answers differ; None if they do not, or one is missing."""
+    if control.error is not None or other.error is not None or control.tokens == other.tokens:
+        return None
+    pairs = list(zip(other.tokens[0], control.tokens[0], strict=False))
+    return next((index for index, (token, expected) in enumerate(pairs) if token != expected), len(pairs))
+
+
+def _lead(control: EngineResult, other: EngineResult, at: int) -> float | None:
+    """Lead of the control's own token over the other's; None if the control does not list the other's."""
+    steps = control.logprobs[0] if control.logprobs else ()
+    if not all(at < len(sequence) for sequence in (steps, control.tokens[0], other.tokens[0])):
+        return None
+    token, expected, step = str(other.tokens[0][at]), str(control.tokens[0][at]), steps[at]
+    return round(step[expected] - step[token], 6) if token in step and expected in step else None

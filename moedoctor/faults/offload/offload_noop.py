@@ -1,20 +1,20 @@
-"""MD013: CPU offload without effect: weights that were to be on the host are on the GPU."""
+"""MD013: CPU offload without effect: weights that should be on the host are on the GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from packaging.version import Version
+from pydantic import Field
 
+from moedoctor.faults.base import Parameters
 from moedoctor.interfaces import Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
 
 
-class OffloadNoopParameters(BaseModel):
+class OffloadNoopParameters(Parameters):
     """One point of the matrix."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     cause: Literal["repacked", "v2_runner"] = Field(
         "repacked",
@@ -33,76 +33,39 @@ class OffloadNoop(Fault):
         "installed": (Tier.LIBRARY,),
         "vllm": (Tier.LIBRARY,),
     }
+    lab = "moedoctor.faults.offload.offload_noop_lab"
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
         return (parameters["cause"] == "v2_runner") == (tier is Tier.ENGINE)
 
-    def faulty(self, case: Case) -> Any:
-        if case.tier is Tier.ENGINE:
-            return {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-        from moedoctor.faults.offload.offload_noop_lab import Reload, rebinding, remembering
-
-        return Reload(rebinding, remembering)
-
-    def fixed(self, case: Case) -> Any:
-        """In an engine the older runner; else the same functions with what the plug-in puts around them."""
-        if case.tier is Tier.ENGINE:
-            return {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-        from moedoctor.faults.offload.offload_noop_lab import Reload, rebinding, remembering
-        from moedoctor.upstream.plugin.offload_fix import forgetting
-
-        return Reload(rebinding, forgetting(remembering))
-
-    def installed(self, case: Case) -> Any:
-        """The installed vLLM's source. Runs in the child; raises UnavailableError."""
-        from moedoctor.results import UnavailableError
-        from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
-
-        try:
-            return ReleaseSource.installed()
-        except SourceError as error:
-            raise UnavailableError(str(error)) from error
-
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        if case.tier is Tier.ENGINE:
-            from moedoctor.faults.offload import offload_noop_engine
-
-            return offload_noop_engine.observe(implementation)
-        from moedoctor.faults.offload import offload_noop_lab as offload_noop_model
-
-        return offload_noop_model.observe(implementation)
-
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        asked, there = seen["asked_bytes"], seen["host_bytes"]
+        asked, on_host = observation.evidence["asked_bytes"], observation.evidence["host_bytes"]
         if not asked:
             return Judgement(
-                CaseVerdict.ERROR, "nothing was to be offloaded", "no weight of the model was chosen"
+                CaseVerdict.ERROR, "nothing should be offloaded", "no weight of the model was chosen"
             )
-        figure = f"{there} of {asked} bytes that were to be offloaded are on the host"
-        return Judgement(CaseVerdict.CLEAN if there >= asked else CaseVerdict.REPRODUCED, figure)
+        figure = f"{on_host} of {asked} bytes that should be offloaded are on the host"
+        return Judgement(CaseVerdict.CLEAN if on_host >= asked else CaseVerdict.REPRODUCED, figure)
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Over named releases: which leave repacked weights on the GPU."""
-        from packaging.version import Version
-
         run = {
-            one.subject.removeprefix("vllm@"): one
-            for one in results
-            if one.subject.startswith("vllm@") and one.evidence
+            case.subject.removeprefix("vllm@"): case
+            for case in results
+            if case.subject.startswith("vllm@") and case.evidence
         }
         order = sorted(run, key=Version)
         if not order:
             return {}
-        failing = [name for name in order if run[name].verdict is CaseVerdict.REPRODUCED]
-        seen = {name: run[name].evidence for name in failing}
-        mended = [
-            name for name in failing if seen[name]["host_bytes_with_plug_in"] >= seen[name]["asked_bytes"]
-        ]
+        failing = {name: run[name].evidence for name in order if run[name].verdict is CaseVerdict.REPRODUCED}
         return {
             "releases_run": order,
-            "repacked_weights_stay_on_the_gpu": failing,
-            "of_these_mended_by_the_plug_in": mended,
+            "repacked_weights_stay_on_the_gpu": list(failing),
+            "of_these_mended_by_the_plug_in": [
+                name
+                for name, evidence in failing.items()
+                if evidence["host_bytes_with_plug_in"] >= evidence["asked_bytes"]
+            ],
         }
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:

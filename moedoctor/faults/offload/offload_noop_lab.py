@@ -1,16 +1,17 @@
-"""What MD013 runs: a layer's offloaded weights are repacked after loading, and it is looked where they end
-up.
+"""What runs in the child for MD013: offloaded weights are repacked after loading; where do they end up?
 
-Device tensors are fake (`torch._subclasses`): they have a device, a shape and a storage and no data, so
-upstream's own functions run without a GPU, and every tensor's device is the one that it would have."""
+Device tensors are fake (`torch._subclasses`): they have a device, a shape and a storage but no data, so
+upstream's own functions run without a GPU, and every tensor's device is the one that it would have. The
+engine tier asks the CUDA driver where the weights of a real engine are.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,99 +19,140 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from moedoctor.results import Observation
+from moedoctor.faults.offload.offload_noop import OffloadNoopParameters
+from moedoctor.results import Case, Observation
+from moedoctor.upstream.engine.engine import EngineResult
+from moedoctor.upstream.engine.experiment import checkpoints, run_trials
+from moedoctor.upstream.engine.offload_table import EAGER, UVA, trial
+from moedoctor.upstream.plugin.offload_fix import MARK, forgetting
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
-MARK = "_vllm_is_uva_offloaded"
 EXPERTS, ROWS, COLUMNS = 8, 256, 128
-"""Of a packed weight, uint8 [experts, rows, columns]."""
-CASES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+"""Sizes of a packed weight, uint8 [experts, rows, columns]."""
+REPACKED: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "w13_weight": ((EXPERTS, COLUMNS // 8, ROWS * 2), torch.int32),
     "w2_weight": ((EXPERTS, ROWS, COLUMNS), torch.uint8),
 }
-"""What repacking makes of each: another shape and type as for Marlin, or the same, with other bytes."""
+"""What repacking makes of each: another shape and type as for Marlin, or the same with other bytes."""
+_HOST = ("host", "cpu")
 
 View = Callable[[torch.Tensor], torch.Tensor]
+"""Gives the GPU a view of host memory."""
 Replace = Callable[[nn.Module, str, torch.Tensor], None]
 Context = Callable[[nn.Module, torch.device], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class Reload:
-    """The two functions that decide it, made for a `View`: what gives the GPU a view of host memory."""
+    """The two functions that decide where weights end up, each made for a `View`."""
 
     replace: Callable[[View], Replace]
     context: Callable[[View], Context]
 
 
-def rebinding(view: View) -> Replace:
-    """The failing algorithm: the parameter object is kept, with its marks, and gets the new data."""
+def model(case: Case, parameters: OffloadNoopParameters, release: None) -> Observation:
+    """The failing algorithm; for `fixed` inside the plug-in's wrapper."""
+    context = forgetting(remembering) if case.subject == "fixed" else remembering
+    return Observation(places(Reload(rebinding, context)))
 
-    def replace(layer: nn.Module, name: str, new: torch.Tensor) -> None:
+
+def library(case: Case, parameters: OffloadNoopParameters, release: ReleaseSource | None) -> Observation:
+    """The release's functions, also inside the plug-in's wrapper. Raises SourceError, UnavailableError."""
+    own = upstream(release or ReleaseSource.installed())
+    patched = places(Reload(own.replace, forgetting(own.context)))
+    return Observation({**places(own), "host_bytes_with_plug_in": patched["host_bytes"]})
+
+
+def engine(case: Case, parameters: OffloadNoopParameters, release: None) -> Observation:
+    """One engine with its expert weights offloaded: on the V2 model runner, for `fixed` on the older one.
+
+    Raises UnavailableError, RuntimeError.
+    """
+    environ = {"VLLM_USE_V2_MODEL_RUNNER": "0" if case.subject == "fixed" else "1"}
+    with checkpoints("nvfp4") as folders:
+        uva = trial("NVFP4 MARLIN", EAGER, UVA, folders["nvfp4"])
+        request = replace(
+            uva.request,
+            arguments={**uva.request.arguments, "cpu_offload_params": list(REPACKED)},
+            environ={**uva.request.environ, **environ},
+            probe="moedoctor.upstream.engine.probes:where_weights_live",
+        )
+        (ran,) = run_trials([replace(uva, request=request, control=None)])
+    return Observation(engine_evidence(ran.result, environ))
+
+
+def engine_evidence(result: EngineResult, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the bytes by place. Raises RuntimeError for an engine that did not answer."""
+    if result.error is not None or not result.probe:
+        reason = "no probe" if result.error is None else f"{result.error.kind}: {result.error.message}"
+        raise RuntimeError(f"the engine did not run: {reason[:300]}")
+    weights = [row for row in result.probe["parameters"] if row["name"].rpartition(".")[2] in REPACKED]
+    return {
+        "vllm": result.version,
+        "variables": dict(environ),
+        "asked_bytes": sum(row["bytes"] for row in weights),
+        "host_bytes": sum(row["bytes"] for row in weights if row["place"] in _HOST),
+        "device_bytes": sum(row["bytes"] for row in weights if row["place"] not in _HOST),
+        "offloader_in_the_log": result.log.offloader,
+        "offloaded_in_the_log": result.log.offloaded,
+        "allocated_bytes": result.memory.get("after_load", {}).get("allocated"),
+    }
+
+
+def rebinding(view: View) -> Replace:
+    """The failing algorithm: the parameter object stays, with its marks, and gets the new data."""
+
+    def replace_data(layer: nn.Module, name: str, new: torch.Tensor) -> None:
         getattr(layer, name).data = new
 
-    return replace
+    return replace_data
 
 
 def remembering(view: View) -> Context:
-    """What is around it: a parameter that lost its mark while it was processed is offloaded again."""
+    """The context around it: a parameter that lost its mark while it was processed is offloaded again."""
 
     @contextlib.contextmanager
     def context(module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
-        marked = [name for name, one in module.named_parameters() if getattr(one, MARK, False)]
+        marked = [name for name, weight in module.named_parameters() if getattr(weight, MARK, False)]
         yield module
-        for name, one in module.named_parameters():
-            if name in marked and not getattr(one, MARK, False):
-                one.data = view(one.data.to("cpu"))
-                setattr(one, MARK, True)
+        for name, weight in module.named_parameters():
+            if name in marked and not getattr(weight, MARK, False):
+                weight.data = view(weight.data.to("cpu"))
+                setattr(weight, MARK, True)
 
     return context
 
 
-def observe(implementation: Reload | ReleaseSource) -> Observation:
-    """Where the bytes are that count as offloaded, after a layer was processed as vLLM does it.
-
-    For a release also with what the plug-in puts around its function.
-    """
-    if not isinstance(implementation, ReleaseSource):
-        return Observation(places(implementation))
-    from moedoctor.upstream.plugin.offload_fix import forgetting
-
-    made = upstream(implementation)
-    patched = places(Reload(made.replace, forgetting(made.context)))
-    return Observation({**places(made), "host_bytes_with_plug_in": patched["host_bytes"]})
-
-
-def places(made: Reload) -> dict[str, Any]:
-    """Process a layer with two repacked weights, and look where each ends up."""
+def places(reload: Reload) -> dict[str, Any]:
+    """Process a layer with two repacked weights, and see where each ends up."""
     with FakeTensorMode(), _NothingToCopy():
         views: list[torch.Tensor] = []
 
         def view(host: torch.Tensor) -> torch.Tensor:
-            """A device tensor over host memory, remembered as such."""
+            """A device tensor over host memory."""
             assert host.device.type == "cpu"
             views.append(torch.empty_like(host, device="cuda"))
             return views[-1]
 
         layer = nn.Module()
-        for name in CASES:
+        for name in REPACKED:
             host = torch.empty(EXPERTS, ROWS, COLUMNS, dtype=torch.uint8)  # [experts, rows, columns]
             parameter = nn.Parameter(view(host), requires_grad=False)
             setattr(parameter, MARK, True)
             layer.register_parameter(name, parameter)
-        with made.context(view)(layer, torch.device("cuda")):
-            for name, (shape, dtype) in CASES.items():
-                made.replace(view)(layer, name, torch.empty(shape, dtype=dtype, device="cuda"))
-        on_host = {one.untyped_storage()._cdata for one in views}
+        with reload.context(view)(layer, torch.device("cuda")):
+            for name, (shape, dtype) in REPACKED.items():
+                reload.replace(view)(layer, name, torch.empty(shape, dtype=dtype, device="cuda"))
+        on_host = {tensor.untyped_storage()._cdata for tensor in views}
         rows: list[dict[str, Any]] = [
             {
                 "parameter": name,
-                "repacked_to": f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}",
-                "bytes": one.numel() * one.element_size(),
-                "marked": bool(getattr(one, MARK, False)),
-                "memory": "host" if one.untyped_storage()._cdata in on_host else "device",
+                "repacked_to": f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}",
+                "bytes": weight.numel() * weight.element_size(),
+                "marked": bool(getattr(weight, MARK, False)),
+                "memory": "host" if weight.untyped_storage()._cdata in on_host else "device",
             }
-            for name, one in layer.named_parameters()
+            for name, weight in layer.named_parameters()
         ]
     sizes = {
         place: sum(row["bytes"] for row in rows if row["memory"] == place) for place in ("host", "device")
@@ -124,7 +166,7 @@ def places(made: Reload) -> dict[str, Any]:
 
 
 class _NothingToCopy(TorchFunctionMode):
-    """`copy_` between fake tensors does nothing; a torch without CUDA does not know how to do even that."""
+    """`copy_` between fake tensors does nothing; a torch without CUDA cannot do even that."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.copy_ else func(*args, **(kwargs or {}))
@@ -133,16 +175,16 @@ class _NothingToCopy(TorchFunctionMode):
 def upstream(source: ReleaseSource) -> Reload:
     """The release's own `replace_parameter` and `device_loading_context`."""
 
-    def attributes(weight: torch.Tensor, given: dict[str, Any] | None) -> None:
-        for name, value in (given or {}).items():
+    def set_attributes(weight: torch.Tensor, attributes: dict[str, Any] | None) -> None:
+        for name, value in (attributes or {}).items():
             setattr(weight, name, value)
 
-    def replace(view: View) -> Replace:
-        names = {"torch": torch, "set_weight_attrs": attributes}
-        found: Replace = source.function("vllm/model_executor/utils.py", "replace_parameter", names)
-        return found
+    def replace_parameter(view: View) -> Replace:
+        names = {"torch": torch, "set_weight_attrs": set_attributes}
+        function: Replace = source.function("vllm/model_executor/utils.py", "replace_parameter", names)
+        return function
 
-    def context(view: View) -> Context:
+    def loading_context(view: View) -> Context:
         names = {
             "torch": torch,
             "contextmanager": contextlib.contextmanager,
@@ -151,7 +193,7 @@ def upstream(source: ReleaseSource) -> Reload:
             "get_accelerator_view_from_cpu_tensor": view,
         }
         file = "vllm/model_executor/model_loader/utils.py"
-        found: Context = source.function(file, "device_loading_context", names)
-        return found
+        function: Context = source.function(file, "device_loading_context", names)
+        return function
 
-    return Reload(replace, context)
+    return Reload(replace_parameter, loading_context)

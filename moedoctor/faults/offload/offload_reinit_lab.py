@@ -1,5 +1,5 @@
-"""What MD009 runs: a function that makes the input batch again, ours or upstream's, on a runner that stands
-in."""
+"""What runs in the child for MD009: a function that rebuilds the input batch, ours or upstream's, on a mock
+runner."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from moedoctor.faults.offload.offload_reinit import OffloadReinitParameters
-from moedoctor.results import Observation
+from moedoctor.results import Case, Observation
+from moedoctor.upstream.plugin.offload_fix import unasserted
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
 FILE = "vllm/v1/worker/gpu_model_runner.py"
@@ -23,7 +24,19 @@ layers."""
 _MODES = types.SimpleNamespace(NONE=0, TOKEN_TO_KV_SLOT=1)
 
 Rebuild = Callable[[Any, Any, list[int]], None]
-"""(runner, KV-cache config, kernel block sizes): puts another `input_batch` into the runner where it must."""
+"""(runner, KV-cache config, kernel block sizes): gives the runner another `input_batch` if it needs one."""
+
+
+def model(case: Case, parameters: OffloadReinitParameters, release: None) -> Observation:
+    """The failing algorithm; for `fixed` inside the plug-in's wrapper."""
+    return observe(parameters, unasserted(refuses) if case.subject == "fixed" else refuses)
+
+
+def library(case: Case, parameters: OffloadReinitParameters, release: ReleaseSource | None) -> Observation:
+    """The release's own function, also inside the plug-in's wrapper. Raises SourceError, UnavailableError."""
+    rebuild = upstream(release or ReleaseSource.installed())
+    patched = outcome(unasserted(rebuild), LAYOUTS[parameters.layout], parameters.offload_gb)
+    return Observation({**observe(parameters, rebuild).evidence, "with_offload_and_plug_in": patched})
 
 
 def refuses(runner: Any, kv_cache_config: Any, kernel_block_sizes: list[int]) -> None:
@@ -34,30 +47,24 @@ def refuses(runner: Any, kv_cache_config: Any, kernel_block_sizes: list[int]) ->
         runner.input_batch = ("made for", tuple(sizes))
 
 
-def observe(parameters: OffloadReinitParameters, implementation: Any) -> Observation:
-    """What the function does with offload, and in the two situations in which nobody ever saw it fail."""
-    release = implementation if isinstance(implementation, ReleaseSource) else None
-    rebuild = upstream(release) if release is not None else implementation
+def observe(parameters: OffloadReinitParameters, rebuild: Rebuild) -> Observation:
+    """What the function does with offload, and in two situations in which it never failed."""
     sizes = LAYOUTS[parameters.layout]
-    seen = {
-        "block_sizes": list(sizes),
-        "with_offload": outcome(rebuild, sizes, parameters.offload_gb),
-        "without_offload": outcome(rebuild, sizes, 0.0),
-        "default_sizes": outcome(rebuild, DEFAULT, parameters.offload_gb),
-    }
-    if release is not None:
-        from moedoctor.upstream.plugin.offload_fix import unasserted
-
-        seen["with_offload_and_plug_in"] = outcome(unasserted(rebuild), sizes, parameters.offload_gb)
-    return Observation(seen)
+    return Observation(
+        {
+            "block_sizes": list(sizes),
+            "with_offload": outcome(rebuild, sizes, parameters.offload_gb),
+            "without_offload": outcome(rebuild, sizes, 0.0),
+            "default_sizes": outcome(rebuild, DEFAULT, parameters.offload_gb),
+        }
+    )
 
 
 def outcome(rebuild: Rebuild, sizes: Sequence[int], offload_gb: float) -> str:
-    """``rebuilt``, ``kept``, or what was raised."""
-    runner = stand_in(offload_gb)
+    """Return ``rebuilt``, ``kept``, or the assertion error."""
+    runner = mock_runner(offload_gb)
     before = runner.input_batch
-    specs = [_spec(size) for size in sizes]
-    groups = [types.SimpleNamespace(kv_cache_spec=one, layer_names=["layer"]) for one in specs]
+    groups = [types.SimpleNamespace(kv_cache_spec=_spec(size), layer_names=["layer"]) for size in sizes]
     config = types.SimpleNamespace(kv_cache_groups=groups)
     try:
         rebuild(runner, config, list(sizes))
@@ -66,8 +73,8 @@ def outcome(rebuild: Rebuild, sizes: Sequence[int], offload_gb: float) -> str:
     return "kept" if runner.input_batch is before else "rebuilt"
 
 
-def stand_in(offload_gb: float) -> Any:
-    """A runner with what the function reads, in the names of all releases."""
+def mock_runner(offload_gb: float) -> Any:
+    """A runner with the attributes that the function reads, with the names of all releases."""
     runner = MagicMock()
     runner.max_model_len = runner.max_encoder_len = LENGTH
     runner.cache_config.block_size = DEFAULT[0]
@@ -81,7 +88,7 @@ def stand_in(offload_gb: float) -> Any:
 
 
 def _spec(size: int) -> Any:
-    """One KV-cache group's specification."""
+    """The specification of a KV-cache group."""
     return types.SimpleNamespace(
         block_size=size,
         num_speculative_blocks=0,
@@ -90,28 +97,28 @@ def _spec(size: int) -> Any:
 
 
 def upstream(source: ReleaseSource) -> Rebuild:
-    """The release's own function; what it calls is replaced by the least that lets it run."""
+    """The release's own function; the functions that it calls are replaced by the least that lets it run."""
 
     class Never:
         """A kind of KV-cache group that does not occur here."""
 
-    kinds = types.SimpleNamespace(ENCODER_ONLY_ATTENTION=0, MAMBA=1)
     names = {
         "EncoderOnlyAttentionSpec": Never,
         "MambaSpec": Never,
         "cdiv": lambda a, b: -(-a // b),
         "get_total_cp_world_size": lambda: 1,
         "InputBatch": lambda **options: ("made for", tuple(options["block_sizes"])),
-        "KVCacheSpecKind": kinds,
+        "KVCacheSpecKind": types.SimpleNamespace(ENCODER_ONLY_ATTENTION=0, MAMBA=1),
         "SlotMappingMode": _MODES,
         "get_kv_cache_spec_kind": lambda spec: None,
     }
     function: Callable[..., None] = source.function(FILE, FUNCTION, names)
 
     def rebuild(runner: Any, kv_cache_config: Any, kernel_block_sizes: list[int]) -> None:
-        given = (kernel_block_sizes,) if "kernel_block_sizes" in function.__code__.co_varnames[:3] else ()
-        if not given:  # newer releases read them off the runner
+        if "kernel_block_sizes" in function.__code__.co_varnames[:3]:
+            function(runner, kv_cache_config, kernel_block_sizes)
+        else:  # newer releases read them off the runner
             runner.kernel_block_sizes = kernel_block_sizes
-        function(runner, kv_cache_config, *given)
+            function(runner, kv_cache_config)
 
     return rebuild

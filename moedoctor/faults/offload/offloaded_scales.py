@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from moedoctor.faults.offload.engine_table import both, marlin_crashes, same_tokens_with_fix
-from moedoctor.faults.offload.offloaded_scales_claims import CLAIMS
-from moedoctor.interfaces import ClaimTest, Fault, Judgement
+from moedoctor.faults.base import ClaimCases, Parameters, claim, decide, untested
+from moedoctor.faults.offload import engine_table
+from moedoctor.interfaces import ClaimJudgement, Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
+from moedoctor.upstream.engine.experiment import SAME_LOGPROBS, Outcome
+from moedoctor.upstream.engine.offload_table import CONTROLS, COPIES
 
 
-class OffloadedScalesParameters(BaseModel):
+class OffloadedScalesParameters(Parameters):
     """One point of the matrix."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     layers: int = Field(4, ge=3, le=64)
     seed: int = Field(0, ge=0)
@@ -25,8 +25,114 @@ class OffloadedScalesParameters(BaseModel):
     )
 
 
+@claim("marlin_refuses")
+def marlin_refuses(given: ClaimCases) -> ClaimJudgement:
+    """vLLM's own Marlin operator refuses scales in host memory, with this message."""
+    errors = [str(case.evidence["error"]) for case in _kernel_cases(given, "host memory")]
+    if not errors:
+        return untested("vLLM's Marlin operator did not run here")
+    messages = sorted(set(errors))
+    holds = all("b_scales is not on GPU" in message for message in messages)
+    return decide(holds, {"errors": messages, "runs": len(errors)}, "; ".join(messages))
+
+
+@claim("stale_reference")
+def stale_reference(given: ClaimCases) -> ClaimJudgement:
+    """The config's reference is the cause: with it in device memory Marlin runs, weights offloaded."""
+    stale, fresh = (_kernel_cases(given, place) for place in ("host memory", "device memory"))
+    if not stale or not fresh:
+        return untested("vLLM's Marlin operator did not run here with both")
+    holds = all(case.evidence["error"] for case in stale) and all(
+        case.evidence["same_bits"] for case in fresh
+    )
+    reason = (
+        "with the scales' parameter in host memory it refuses, although forward runs with copies on the GPU;"
+        " with it in device memory it gives the same bits, although the weights are offloaded"
+        if holds
+        else "the place of the config's scales did not decide it"
+    )
+    return decide(holds, {"stale": len(stale), "fresh": len(fresh)}, reason)
+
+
+def _kernel_cases(given: ClaimCases, holds: str) -> list[CaseResult]:
+    cases = given.select(tier=Tier.KERNEL, has="config_holds")
+    return [case for case in cases if case.evidence["config_holds"] == holds]
+
+
+@claim("marlin_crashes")
+def marlin_crashes(given: ClaimCases) -> ClaimJudgement:
+    """NVFP4 on Marlin crashes without UVA in vLLM as it is, eager and compiled."""
+    cells = [
+        row
+        for row in _offloaded_cells(given, "faulty")
+        if row["experts"] == COPIES and row["backend"] == "NVFP4 MARLIN"
+    ]
+    if reason := _undecided(cells):
+        return untested(reason)
+    crashed = sum(Outcome(row["outcome"]).crashed for row in cells)
+    evidence = {
+        "combinations": len(cells),
+        "crashed": crashed,
+        "cells": [{"mode": row["mode"], "outcome": outcome_in_words(row)} for row in cells],
+    }
+    return decide(crashed == len(cells), evidence, f"{crashed} of {len(cells)} combinations crash")
+
+
+@claim("same_tokens_with_fix")
+def same_tokens_with_fix(given: ClaimCases) -> ClaimJudgement:
+    """Every cell with offload gives the control's tokens with the fix.
+
+    A compiled cell with other tokens refutes the claim even if it has every bit of the same code with its
+    weights on the GPU. Such cells are also counted separately, because they show that the weights are right.
+    """
+    cells = _offloaded_cells(given, "fixed")
+    if reason := _undecided(cells):
+        return untested(reason)
+    outcomes = [Outcome(row["outcome"]) for row in cells]
+    same, rounded = outcomes.count(Outcome.SAME), outcomes.count(Outcome.ROUNDING)
+    logprobs = sum(row["detail"].partition("; ")[0] == SAME_LOGPROBS for row in cells)
+    evidence = {
+        "cells": len(cells),
+        "same_tokens": same,
+        "same_logprobs": logprobs,
+        "rounding": rounded,
+        "same_bits_in_the_same_compiled_code": sum(
+            row.get("same_bits_in_the_same_code") is True for row in cells
+        ),
+        "others": [
+            {
+                "backend": row["backend"],
+                "mode": row["mode"],
+                "experts": row["experts"],
+                "outcome": outcome_in_words(row),
+            }
+            for row, outcome in zip(cells, outcomes, strict=True)
+            if outcome is not Outcome.SAME
+        ],
+    }
+    reason = f"{same} of {len(cells)} cells give the same tokens, {logprobs} the same logprobs"
+    if rounded:
+        reason += f", {rounded} those of the same compiled code with its weights on the GPU"
+    return decide(same == len(cells), evidence, reason)
+
+
+def _offloaded_cells(given: ClaimCases, subject: str) -> list[dict[str, Any]]:
+    return [
+        row
+        for case in given.select(subject=subject, tier=Tier.ENGINE, has="table")
+        for row in case.evidence["table"]
+        if row["experts"] not in CONTROLS
+    ]
+
+
+def _undecided(cells: Sequence[Mapping[str, Any]]) -> str | None:
+    if any(Outcome(row["outcome"]) is Outcome.NO_OFFLOAD for row in cells):
+        return "an engine offloaded nothing"
+    return None if cells else "no engine ran"
+
+
 class OffloadedScales(Fault):
-    """A kernel that is handed the scales which the quantisation config kept, and checks where they are."""
+    """A kernel gets the scales that the quantisation config kept, and checks where they are."""
 
     id = "MD003"
     parameters = OffloadedScalesParameters
@@ -35,59 +141,48 @@ class OffloadedScales(Fault):
         "fixed": (Tier.MODEL, Tier.KERNEL, Tier.ENGINE),
         "vllm": (Tier.KERNEL,),
     }
-    claims = (
-        *CLAIMS,
-        ClaimTest("marlin_crashes", marlin_crashes),
-        ClaimTest("same_tokens_with_fix", same_tokens_with_fix),
-    )
+    lab = "moedoctor.faults.offload.offloaded_scales_lab"
+    claims = (marlin_refuses, stale_reference, marlin_crashes, same_tokens_with_fix)
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
         return (parameters["engine"] is not None) == (tier is Tier.ENGINE)
 
-    def faulty(self, case: Case) -> Any:
-        if case.tier is Tier.ENGINE:
-            return ""  # no fixes
-        from moedoctor.faults.offload.offloaded_scales_lab import Way
-
-        return Way.upstream(case.tier)
-
-    def fixed(self, case: Case) -> Any:
-        if case.tier is Tier.ENGINE:
-            return "offload"
-        from moedoctor.faults.offload.offloaded_scales_lab import Way
-
-        return Way.ours(case.tier)
-
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        if case.tier is Tier.ENGINE:
-            from moedoctor.upstream.engine import offload_cells as cells
-            from moedoctor.upstream.engine.offload_engine import observe as observe_engines
-
-            mode = str(case.parameters["engine"])
-            places = cells.PLACES if mode == cells.COMPILED else (*cells.PLACES, cells.WEIGHTS)
-            return observe_engines(cells.TABLE, mode, places, implementation)
-        from moedoctor.faults.offload.offloaded_scales_lab import observe
-
-        return observe(self.parameters.model_validate(case.parameters), case.device, implementation)
-
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
+        evidence = observation.evidence
         if case.tier is Tier.ENGINE:
-            from moedoctor.upstream.engine.offload_engine import judge
-
-            return judge(seen)
-        where = f"the config holds {seen['config_holds']}"
-        if seen["error"]:
-            return Judgement(CaseVerdict.REPRODUCED, f"{seen['error']}; {where}")
-        if not seen["same_bits"]:
+            return engine_table.judge(evidence)
+        place = f"the config holds {evidence['config_holds']}"
+        if evidence["error"]:
+            return Judgement(CaseVerdict.REPRODUCED, f"{evidence['error']}; {place}")
+        if not evidence["same_bits"]:
             return Judgement(CaseVerdict.REPRODUCED, "runs, and gives other numbers than without offload")
-        return Judgement(CaseVerdict.CLEAN, f"the same bits as without offload; {where}")
+        return Judgement(CaseVerdict.CLEAN, f"the same bits as without offload; {place}")
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """The table of vllm#37883, where engines ran."""
-        return both(results)
+        """Return the table of vllm#37883 if engines ran: each cell once, without the fix and with it."""
+        rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+        for case in results:
+            if case.tier is not Tier.ENGINE:
+                continue
+            column = "without_fix" if case.subject == "faulty" else "with_fix"
+            for row in case.evidence.get("table", ()):
+                key = {name: row[name] for name in ("backend", "mode", "experts")}
+                rows.setdefault(tuple(key.values()), key)[column] = outcome_in_words(row)
+        table = [row for row in rows.values() if row["experts"] not in CONTROLS]
+        return {"table_of_vllm_37883": table} if rows else {}
 
     def describe(self, parameters: Any) -> str:
         if parameters["engine"] is not None:
             return f"engines, {parameters['engine']}"
         return f"{parameters['layers']} quantised MoE layers"
+
+
+_LONG_DETAIL = (Outcome.OTHER, Outcome.ROUNDING, Outcome.NO_OFFLOAD, Outcome.NO_FIX, Outcome.NO_CONTROL)
+
+
+def outcome_in_words(row: Mapping[str, Any]) -> str:
+    """Return a cell's outcome with its detail, shortened if that may be an error."""
+    outcome = Outcome(row["outcome"])
+    if outcome.crashed or outcome in _LONG_DETAIL:
+        return f"{outcome.value}: {row['detail']}"[:110]
+    return f"{outcome.value}, {row['detail']}"

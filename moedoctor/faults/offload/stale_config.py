@@ -1,30 +1,55 @@
 """A quantised MoE layer whose config holds the scales, as vLLM's `FusedMoEQuantConfig` does.
 
-Used by MD003 and MD020: the same reference goes stale in both, and what differs is what the kernel does with
-it.
+Shared by MD003 and MD020: in both the same reference goes stale. They differ in what the kernel does with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from moedoctor.faults.offload.late_device import DeviceMemory
 from moedoctor.fixes.offloader import Offload, offload
 from moedoctor.reference.offload_paths import functional_call_offload
+from moedoctor.results import Observation
+
+NAMES = ("w13_weight", "w13_weight_scale")
 
 
 class IllegalAccessError(RuntimeError):
-    """What a simulated device does with an address that it cannot reach."""
+    """A simulated device was given an address that it cannot reach."""
+
+
+class DeviceMemory:
+    """The addresses that a simulated device can reach."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[StorageWeakRef, int, int]] = []
+
+    def admit(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Declare `tensor` device memory."""
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        # Weakly: freed memory is not the device's any more, and its address is soon used by another tensor.
+        self._ranges.append((StorageWeakRef(storage), start, start + storage.nbytes()))
+        return tensor
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of `tensor` on the device."""
+        return self.admit(tensor.clone())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a kernel could read `tensor`."""
+        address = tensor.data_ptr()
+        return any(start <= address < end and not storage.expired() for storage, start, end in self._ranges)
 
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """Built when the layer is; holds the parameter, not its name."""
+    """Built together with the layer; holds the parameter, not its name."""
 
     scales: nn.Parameter
     """float32 [E, N, 1] for the simulated kernels."""
@@ -50,14 +75,20 @@ class QuantisedExperts(nn.Module):
         return self._kernel(x, self.w13_weight, self.quant_config.scales)
 
 
-NAMES = ("w13_weight", "w13_weight_scale")
+def dequantised_product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply `x` [T, K] by `weight` [E, N, K] times `scales` [E, N, 1]: [T, N].
+
+    Expert e gets the e-th part of the tokens.
+    """
+    tokens = x.view(weight.shape[0], -1, x.shape[1])  # [E, T/E, K]
+    return (tokens @ (weight.float() * scales).transpose(1, 2)).flatten(0, 1)  # [T, N]
 
 
 @dataclass(frozen=True)
 class SimulatedKernel:
     """int8 experts on a simulated device.
 
-    `checks`: asks where its arguments are, as Marlin does; else it reads the address, wherever it leads.
+    `checks`: looks where its arguments are, as Marlin does; otherwise it reads any address that it gets.
     """
 
     memory: DeviceMemory
@@ -70,13 +101,11 @@ class SimulatedKernel:
             if self.checks:
                 raise RuntimeError(f"{name} is not on GPU")
             raise IllegalAccessError(f"an illegal memory access was encountered (reading {name})")
-        dequantised = weight.float() * scales  # [E, N, K]
-        tokens = x.view(weight.shape[0], -1, x.shape[1])  # [E, T/E, K]
-        return (tokens @ dequantised.transpose(1, 2)).flatten(0, 1)  # [T, N]
+        return dequantised_product(x, weight, scales)
 
 
 def simulated_stack(layers: int, memory: DeviceMemory, *, checks: bool, seed: int) -> nn.Sequential:
-    """Square int8 layers, loaded to the simulated device."""
+    """Return square int8 layers, loaded to the simulated device."""
     generator = torch.Generator().manual_seed(seed)
     kernel = SimulatedKernel(memory, checks)
     stack = nn.Sequential()
@@ -87,52 +116,54 @@ def simulated_stack(layers: int, memory: DeviceMemory, *, checks: bool, seed: in
     return stack
 
 
-Apply = Callable[[nn.Sequential, DeviceMemory | None], Offload | None]
-
-
-def upstream_offload(stack: nn.Sequential, memory: DeviceMemory | None) -> None:
-    """vLLM's path without UVA and without pinned memory. `memory`: of the simulated device, if it is one."""
-    to_device = memory.upload if memory is not None else None
-    functional_call_offload(list(stack), NAMES, pin=False, to_device=to_device)
-
-
-def our_offload(stack: nn.Sequential, memory: DeviceMemory | None) -> Offload:
-    """Ours, for everything that may go."""
-    handle = offload(stack, 1 << 40, keep_below=0)
-    if memory is not None:
-        for one in handle.device_tensors():
-            memory.admit(one)
-    return handle
+def run_simulated(subject: str, layers: int, seed: int, *, checks: bool) -> Observation:
+    """`offload_and_run` for simulated layers."""
+    memory = DeviceMemory()
+    stack = simulated_stack(layers, memory, checks=checks, seed=seed)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))  # [T, K]
+    return Observation(offload_and_run(subject, stack, x, memory))
 
 
 @torch.no_grad()
-def run(stack: nn.Sequential, x: torch.Tensor, apply: Apply, memory: DeviceMemory | None) -> dict[str, Any]:
-    """Offload the stack, run it twice, and compare with what it gave before."""
+def offload_and_run(
+    subject: str, stack: nn.Sequential, x: torch.Tensor, memory: DeviceMemory | None = None
+) -> dict[str, Any]:
+    """Offload the stack, run it twice on `x` [T, K], and compare with its output before.
+
+    The subject ``fixed`` is offloaded by ours, all others by vLLM's path without UVA and without pinned
+    memory. `memory`: that of the simulated device, if the stack is on one.
+    """
     expected = stack(x)  # [T, N]
-    handle = apply(stack, memory)
-    seen: dict[str, Any] = {"error": None, "same_bits": None, **_where(stack, handle, memory)}
+    handle: Offload | None = None
+    if subject == "fixed":
+        handle = offload(stack, 1 << 40, keep_below=0)
+        if memory is not None:
+            for tensor in handle.device_tensors():
+                memory.admit(tensor)
+    else:
+        to_device = memory.upload if memory is not None else None
+        functional_call_offload(list(stack), NAMES, pin=False, to_device=to_device)
+    evidence: dict[str, Any] = {"error": None, "same_bits": None, **_places(stack, handle, memory)}
     try:
         same = [torch.equal(stack(x), expected) for _ in range(2)]
     except RuntimeError as error:
-        return {**seen, "error": str(error).splitlines()[0], "kind": type(error).__name__}
-    return {**seen, "same_bits": all(same)}
+        return {**evidence, "error": str(error).splitlines()[0], "kind": type(error).__name__}
+    return {**evidence, "same_bits": all(same)}
 
 
-def _where(stack: nn.Sequential, handle: Offload | None, memory: DeviceMemory | None) -> dict[str, Any]:
-    """Where the tensor that the config of the first layer holds lies, and what ours says why."""
+def _places(stack: nn.Sequential, handle: Offload | None, memory: DeviceMemory | None) -> dict[str, Any]:
+    """Where the scales are that the config of the first layer holds, and what our offloader says about it."""
     first = stack[0]
     assert isinstance(first, QuantisedExperts)
-    held = first.quant_config.scales
-    reachable = memory.holds(held) if memory is not None else held.is_cuda
-    found: dict[str, Any] = {"config_holds": "device memory" if reachable else "host memory"}
+    scales = first.quant_config.scales
+    reachable = memory.holds(scales) if memory is not None else scales.is_cuda
+    places: dict[str, Any] = {"config_holds": "device memory" if reachable else "host memory"}
     if handle is not None:
         report = handle.report()
-        kept: Sequence[str] = [
-            f"{one.name}: {one.reason}" for one in report.placements if one.lives == "device"
-        ]
-        found |= {
+        on_device = [item for item in report.placements if item.lives == "device"]
+        places |= {
             "host_bytes": report.host_bytes,
-            "kept_on_device": list(kept)[:4],
+            "kept_on_device": [f"{item.name}: {item.reason}" for item in on_device[:4]],
             "rules": list(report.rules),
         }
-    return found
+    return places

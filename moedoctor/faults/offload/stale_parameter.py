@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from moedoctor.faults.base import Parameters
 from moedoctor.interfaces import Fault, Judgement
 from moedoctor.results import (
     Case,
@@ -23,10 +24,8 @@ from moedoctor.results import (
 _SIMULATED = ("checks", "unchecked")
 
 
-class StaleParameterParameters(BaseModel):
+class StaleParameterParameters(Parameters):
     """One point of the matrix."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     backend: Literal["checks", "unchecked", "triton", "torch", "vllm_marlin", "vllm_cutlass"] = Field(
         "unchecked", description="whose product gets the stale reference; checks exists at tier model alone"
@@ -36,7 +35,7 @@ class StaleParameterParameters(BaseModel):
 
 
 class StaleParameter(Fault):
-    """What each backend does with a parameter that has gone to the host behind its back."""
+    """What each backend does with a parameter that was moved to the host unnoticed."""
 
     id = "MD020"
     parameters = StaleParameterParameters
@@ -44,37 +43,21 @@ class StaleParameter(Fault):
         "faulty": (Tier.MODEL, Tier.KERNEL),
         "fixed": (Tier.MODEL, Tier.KERNEL),
     }
+    lab = "moedoctor.faults.offload.stale_parameter_lab"
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
         """Two simulated backends at tier model, real ones on a GPU."""
         backend = parameters["backend"]
         return backend in _SIMULATED if tier is Tier.MODEL else backend != "checks"
 
-    def faulty(self, case: Case) -> Any:
-        from moedoctor.faults.offload.stale_config import upstream_offload
-
-        return upstream_offload
-
-    def fixed(self, case: Case) -> Any:
-        from moedoctor.faults.offload.stale_config import our_offload
-
-        return our_offload
-
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.offload.stale_parameter_lab import observe
-
-        return observe(
-            self.parameters.model_validate(case.parameters), case.tier, case.device, implementation
-        )
-
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        where = f"the config holds {seen['config_holds']}"
-        if seen["error"]:
-            return Judgement(CaseVerdict.REPRODUCED, f"{seen['kind']}: {seen['error']}; {where}")
-        if not seen["same_bits"]:
-            return Judgement(CaseVerdict.REPRODUCED, f"runs, and gives other numbers; {where}")
-        return Judgement(CaseVerdict.CLEAN, f"the same bits as without offload; {where}")
+        evidence = observation.evidence
+        place = f"the config holds {evidence['config_holds']}"
+        if evidence["error"]:
+            return Judgement(CaseVerdict.REPRODUCED, f"{evidence['kind']}: {evidence['error']}; {place}")
+        if not evidence["same_bits"]:
+            return Judgement(CaseVerdict.REPRODUCED, f"runs, and gives other numbers; {place}")
+        return Judgement(CaseVerdict.CLEAN, f"the same bits as without offload; {place}")
 
     def judge_crash(self, case: Case, crash: Crash) -> Judgement:
         """The symptom of the report is the death of the process."""
@@ -83,15 +66,15 @@ class StaleParameter(Fault):
         return super().judge_crash(case, crash)
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """What each backend does with a host address."""
+        """Return what each backend does with a host address."""
         rows = [
             {
-                "tier": one.tier.value,
-                "backend": one.parameters["backend"],
-                "without the fix": one.evidence.get("error") or one.evidence.get("message") or one.figure,
+                "tier": case.tier.value,
+                "backend": case.parameters["backend"],
+                "without the fix": case.evidence.get("error") or case.evidence.get("message") or case.figure,
             }
-            for one in results
-            if one.subject == "faulty" and one.verdict in (CaseVerdict.REPRODUCED, CaseVerdict.CLEAN)
+            for case in results
+            if case.subject == "faulty" and case.verdict in (CaseVerdict.REPRODUCED, CaseVerdict.CLEAN)
         ]
         return {"backends": rows} if rows else {}
 

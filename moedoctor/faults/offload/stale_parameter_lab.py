@@ -1,39 +1,42 @@
-"""What runs in the child for MD020: one offload, several products that read the config's scales."""
+"""What runs in the child for MD020: offloaded layers, with several products that read the config's scales."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from moedoctor.faults.offload.late_device import DeviceMemory
-from moedoctor.faults.offload.stale_config import Apply, Kernel, QuantisedExperts, run, simulated_stack
-from moedoctor.results import Observation, Tier, UnavailableError
-
-if TYPE_CHECKING:
-    from moedoctor.faults.offload.stale_parameter import StaleParameterParameters
+from moedoctor.faults.base import need_gpu
+from moedoctor.faults.offload.offloaded_scales_lab import marlin_stack
+from moedoctor.faults.offload.stale_config import (
+    Kernel,
+    QuantisedExperts,
+    dequantised_product,
+    offload_and_run,
+    run_simulated,
+)
+from moedoctor.faults.offload.stale_parameter import StaleParameterParameters
+from moedoctor.results import Case, Observation
 
 _EXPERTS, _WIDTH, _TOKENS = 4, 256, 512
 
 
-def observe(parameters: StaleParameterParameters, tier: Tier, device: str, apply: Apply) -> Observation:
-    """Offload layers, run them, and say what became of it."""
-    if tier is Tier.MODEL:
-        memory = DeviceMemory()
-        checks = parameters.backend == "checks"
-        stack = simulated_stack(parameters.layers, memory, checks=checks, seed=parameters.seed)
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(parameters.seed))  # [T, K]
-        return Observation(run(stack, x, apply, memory))
-    if not torch.cuda.is_available():
-        raise UnavailableError("needs an NVIDIA GPU that torch can use")
-    stack, x = _BACKENDS[parameters.backend](parameters.layers, device, parameters.seed)
-    return Observation(run(stack, x, apply, None))
+def model(case: Case, parameters: StaleParameterParameters, release: None) -> Observation:
+    """Simulated layers, whose kernel checks where the scales are or reads any address."""
+    checks = parameters.backend == "checks"
+    return run_simulated(case.subject, parameters.layers, parameters.seed, checks=checks)
+
+
+def kernel(case: Case, parameters: StaleParameterParameters, release: None) -> Observation:
+    """The product of one backend on a GPU."""
+    need_gpu()
+    stack, x = _BACKENDS[parameters.backend](parameters.layers, case.device, parameters.seed)
+    return Observation(offload_and_run(case.subject, stack, x))
 
 
 def _float_stack(product: Kernel, layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.Tensor]:
-    """Square int8 layers with a float32 scale each output channel, and tokens."""
+    """Square int8 layers with a float32 scale for each output channel, and tokens."""
     generator = torch.Generator(device).manual_seed(seed)
     stack = nn.Sequential()
     for _ in range(layers):
@@ -46,18 +49,13 @@ def _float_stack(product: Kernel, layers: int, device: str, seed: int) -> tuple[
     return stack, torch.randn(_TOKENS, _WIDTH, device=device, generator=generator)  # [T, K]
 
 
-def _dequantised_product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    tokens = x.view(weight.shape[0], -1, x.shape[1])  # [E, T/E, K]
-    return (tokens @ (weight.float() * scales).transpose(1, 2)).flatten(0, 1)  # [T, N]
-
-
 def _unchecked(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.Tensor]:
     from moedoctor.kernels.unchecked import read_address
 
     def product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         read = read_address(scales.data_ptr(), scales.numel(), device).view(scales.shape)  # [E, N, 1]
-        torch.cuda.synchronize()  # the error must come up here, not in the next copy
-        return _dequantised_product(x, weight, read)
+        torch.cuda.synchronize()  # the error must be raised here, not in the next copy
+        return dequantised_product(x, weight, read)
 
     return _float_stack(product, layers, device, seed)
 
@@ -67,7 +65,7 @@ def _triton(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.T
 
     def product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         try:
-            return _dequantised_product(x, weight, read_tensor(scales, device).view(scales.shape))
+            return dequantised_product(x, weight, read_tensor(scales, device).view(scales.shape))
         except ValueError as error:  # how Triton refuses an argument
             raise RuntimeError(str(error)) from error
 
@@ -75,16 +73,13 @@ def _triton(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.T
 
 
 def _torch(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.Tensor]:
-    return _float_stack(_dequantised_product, layers, device, seed)
+    return _float_stack(dequantised_product, layers, device, seed)
 
 
 def _marlin(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.Tensor]:
-    from moedoctor.faults.offload.offloaded_scales_lab import marlin_stack
     from moedoctor.upstream.releases.moe_kernels import MoeKernels
 
-    generator = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(64, 256, device=device, dtype=torch.bfloat16, generator=generator)  # [T, K]
-    return marlin_stack(MoeKernels.installed(), layers, device, seed), x
+    return marlin_stack(MoeKernels.installed(), layers, device, seed)
 
 
 def _cutlass(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.Tensor]:
@@ -100,7 +95,7 @@ def _cutlass(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.
     plain, x = _float_stack(product, layers, device, seed)
     stack = nn.Sequential()
     for layer in plain:
-        weight, scales = (one.data for one in layer.parameters())  # [E, N, K], [E, N, 1]
+        weight, scales = (parameter.data for parameter in layer.parameters())  # [E, N, K], [E, N, 1]
         stack.append(QuantisedExperts(weight.to(torch.float8_e4m3fn), scales, product))
     return stack, x
 

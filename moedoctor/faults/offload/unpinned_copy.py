@@ -5,28 +5,82 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from moedoctor.faults.offload.unpinned_copy_claims import CLAIMS
-from moedoctor.interfaces import Fault, Judgement
-from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
+from moedoctor.faults.base import ClaimCases, Parameters, claim, decide, in_lab, untested
+from moedoctor.interfaces import ClaimJudgement, Fault, Judgement
+from moedoctor.results import (
+    Case,
+    CaseResult,
+    CaseVerdict,
+    Crash,
+    Death,
+    Evidence,
+    Observation,
+    Scalar,
+    Skip,
+    Tier,
+)
 
 CELLS = ("pinned_idle", "pinned_busy", "pageable_idle", "pageable_busy")
 """Columns of the hazard matrix: kind of host memory, and whether work is queued before the copy."""
+LAB = "moedoctor.faults.offload.unpinned_copy_lab"
+PAGEABLE, STALE = "pageable weights", "stale parameter"
+"""Units of the claim: kernels behind copies from pageable memory; a kernel that gets a host address."""
 
 
-class UnpinnedCopyParameters(BaseModel):
+class UnpinnedCopyParameters(Parameters):
     """One point of the matrix; each measures all of `CELLS`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     direction: Literal["h2d", "d2h"] = "h2d"
     bytes: int = Field(65_536, ge=64, le=1 << 28, description="of one copy")
     copies: int = Field(16, ge=1, le=1000, description="copies a cell")
 
 
+@claim(
+    "crash_3",
+    measure=in_lab(f"{LAB}:crash_3"),
+    units=lambda subjects: (PAGEABLE, STALE),
+    needs_gpu=True,
+    thresholds=("max_wrong",),
+)
+def crash_3(given: ClaimCases) -> ClaimJudgement:
+    """A copy from pageable memory is used too early, or its weights give wrong results or a crash.
+
+    A refutation also names what a host address does to a kernel instead.
+    """
+    outcomes = {measurement.unit: measurement.outcome for measurement in given.measurements}
+    copies, host_address = outcomes.get(PAGEABLE), outcomes.get(STALE)
+    if isinstance(copies, Crash):
+        return decide(True, {"died": copies.message}, "the copies themselves ended the process")
+    if not isinstance(copies, Observation):
+        return untested(copies.reason if isinstance(copies, Skip) else "the copies were not measured")
+    matrix = given.select(subject="faulty", tier=Tier.KERNEL)
+    wrong = copies.evidence["wrong_results"]
+    early = sum(case.evidence["pageable_idle"] + case.evidence["pageable_busy"] > 0 for case in matrix)
+    evidence: dict[str, Any] = {
+        **copies.evidence,
+        "cells_with_early_pageable_copies": early,
+        "cases": len(matrix),
+        "host_address_given_to_a_kernel": (
+            host_address.message if isinstance(host_address, Crash) else "no crash"
+        ),
+    }
+    if early or not given.keeps("max_wrong", wrong):
+        return decide(True, evidence, f"{wrong} results were wrong, {early} cells early")
+    whose, passes = copies.evidence["whose"], copies.evidence["passes"]
+    reason = f"0 of {passes} passes over unpinned weights were wrong or crashed ({whose})"
+    if whose == "restated" or not copies.evidence["weights_on_host"]:
+        return untested(f"{reason}; vLLM's own offloader did not run over unpinned weights here", evidence)
+    if isinstance(host_address, Crash) and host_address.death is Death.ILLEGAL_MEMORY_ACCESS:
+        cause = "a kernel that gets the host address of a stale parameter dies of exactly that error (MD020)"
+    else:
+        cause = "the cause was not seen here"
+    return decide(False, evidence, f"{reason}; {cause}")
+
+
 class UnpinnedCopy(Fault):
-    """Host memory that is overwritten, or read, right after an asynchronous copy was asked for."""
+    """Host memory is overwritten, or read, right after an asynchronous copy was asked for."""
 
     id = "MD002"
     parameters = UnpinnedCopyParameters
@@ -34,61 +88,33 @@ class UnpinnedCopy(Fault):
         "faulty": (Tier.MODEL, Tier.KERNEL),
         "fixed": (Tier.MODEL, Tier.KERNEL),
     }
-    claims = CLAIMS
+    lab = LAB
+    claims = (crash_3,)
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
-        """A simulated copy is late whatever its size."""
+        """A simulated copy is late at any size, so the large ones run on a GPU only."""
         return tier is not Tier.MODEL or int(parameters["bytes"] or 0) <= 65_536
 
-    def faulty(self, case: Case) -> Any:
-        """Bare copies."""
-        self._need_gpu(case)
-        return False
-
-    def fixed(self, case: Case) -> Any:
-        """The copies of our offloader."""
-        self._need_gpu(case)
-        return True
-
-    def observe(self, case: Case, implementation: Any) -> Observation:
-        from moedoctor.faults.offload.unpinned_copy_lab import observe
-
-        return observe(
-            self.parameters.model_validate(case.parameters), case.tier, case.device, ours=implementation
-        )
-
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        seen = observation.evidence
-        stale = {name: seen[name] for name in CELLS if seen[name] > 0}
+        stale = {name: observation.evidence[name] for name in CELLS if observation.evidence[name] > 0}
         if stale:
-            said = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in stale.items())
-            return Judgement(CaseVerdict.REPRODUCED, f"stale: {said}")
+            cells = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in stale.items())
+            return Judgement(CaseVerdict.REPRODUCED, f"stale: {cells}")
         return Judgement(CaseVerdict.CLEAN, "no stale copy in any cell")
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """The hazard matrix: share of stale copies by direction, size and cell, of the control."""
+        """Return the hazard matrix: share of stale copies by direction, size and cell, of the control."""
         rows = [
             {
-                "tier": one.tier.value,
-                "direction": one.parameters["direction"],
-                "bytes": one.parameters["bytes"],
-                **{name: one.evidence[name] for name in CELLS},
+                "tier": case.tier.value,
+                "direction": case.parameters["direction"],
+                "bytes": case.parameters["bytes"],
+                **{name: case.evidence[name] for name in CELLS},
             }
-            for one in results
-            if one.subject == "faulty" and "pinned_busy" in one.evidence
+            for case in results
+            if case.subject == "faulty" and "pinned_busy" in case.evidence
         ]
         return {"hazards_without_waiting": rows} if rows else {}
 
     def describe(self, parameters: Any) -> str:
         return f"{parameters['direction']} of {parameters['bytes']} bytes"
-
-    @staticmethod
-    def _need_gpu(case: Case) -> None:
-        if case.tier is not Tier.KERNEL:
-            return
-        import torch
-
-        from moedoctor.results import UnavailableError
-
-        if not torch.cuda.is_available():
-            raise UnavailableError("needs an NVIDIA GPU that torch can use")

@@ -1,34 +1,33 @@
 """What runs in the child for MD002: copies whose host memory is used again at once, and our offloader's.
 
-The control asks for one copy. The fix is the offloader's own code: weights go to the device through its
+The control makes one copy. The fix is the offloader's own code: weights go to the device through its
 `Pipeline`, whose copies are a `CudaEngine`'s on a GPU and a simulated device's elsewhere, and the host is
 written only when the pipeline has settled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, count, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from moedoctor.faults.base import need_gpu
 from moedoctor.faults.offload.late_device import LateDevice
+from moedoctor.faults.offload.unpinned_copy import PAGEABLE, UnpinnedCopyParameters
 from moedoctor.fixes.offload.prefetch import CopyEngine, CudaEngine, Pipeline, Region, Unit
 from moedoctor.fixes.offloader import offload
-from moedoctor.results import Observation, Tier
-
-if TYPE_CHECKING:
-    from moedoctor.faults.offload.unpinned_copy import UnpinnedCopyParameters
+from moedoctor.results import Case, Observation
 
 _OLD, _NEW = 1, 2
 """Bytes that memory holds before and after it is used again."""
 _LAYERS = (_OLD, 3)
 """Bytes of the two layers that take turns in the pipeline's one buffer."""
 _PRODUCTS = 100
-"""Matrix products of 4096³ that make a queue busy: long enough for a host that others keep waiting."""
+"""Matrix products of 4096³ that keep a queue busy: long enough even if other work delays the host."""
 
 OneCopy = Callable[[str, int, bool, bool], bool]
 """(direction, bytes, pinned, busy) -> whether old or overwritten bytes came out."""
@@ -36,34 +35,48 @@ Queue = Callable[[Callable[[], object]], object]
 """Gives a kernel to the current queue."""
 
 
-def observe(parameters: UnpinnedCopyParameters, tier: Tier, device: str, *, ours: bool) -> Observation:
-    """The share of stale copies in each cell; `ours`: by the offloader's code, else by a bare copy."""
-    one_copy = _real(device, ours) if tier is Tier.KERNEL else _simulated(ours)
-    seen: dict[str, Any] = {"copies_a_cell": parameters.copies}
-    if ours:
-        seen["through"] = _through(parameters.direction, tier)
+def model(case: Case, parameters: UnpinnedCopyParameters, release: None) -> Observation:
+    """Copies of a simulated device that is late."""
+    # The offloader fetches with blocking copies, and a simulated device would have to know that it must wait.
+    through = {
+        "h2d": "Pipeline, simulated engine",
+        "d2h": "restated: an event of the simulated engine is waited for",
+    }
+    ours = case.subject == "fixed"
+    return _measure(parameters, _simulated(ours), through if ours else {})
+
+
+def kernel(case: Case, parameters: UnpinnedCopyParameters, release: None) -> Observation:
+    """Copies on a GPU."""
+    need_gpu()
+    ours = case.subject == "fixed"
+    through = {"h2d": "Pipeline, CudaEngine", "d2h": "offload"} if ours else {}
+    return _measure(parameters, _real(case.device, ours), through)
+
+
+def _measure(
+    parameters: UnpinnedCopyParameters, one_copy: OneCopy, through: Mapping[str, str]
+) -> Observation:
+    """The share of stale copies in each cell; `through`: for each direction the code of ours that copies."""
+    direction, copies = parameters.direction, parameters.copies
+    evidence: dict[str, Any] = {"copies_a_cell": copies}
+    if through:
+        evidence["through"] = through[direction]
     for memory in ("pinned", "pageable"):
         for queue in ("idle", "busy"):
             stale = sum(
-                one_copy(parameters.direction, parameters.bytes, memory == "pinned", queue == "busy")
-                for _ in range(parameters.copies)
+                one_copy(direction, parameters.bytes, memory == "pinned", queue == "busy")
+                for _ in range(copies)
             )
-            seen[f"{memory}_{queue}"] = stale / parameters.copies
-    return Observation(seen)
-
-
-def _through(direction: str, tier: Tier) -> str:
-    if direction == "h2d":
-        return f"Pipeline, {'CudaEngine' if tier is Tier.KERNEL else 'simulated engine'}"
-    # The offloader fetches with blocking copies, whose waiting a simulated device would have to be told.
-    return "offload" if tier is Tier.KERNEL else "restated: an event of the simulated engine is waited for"
+            evidence[f"{memory}_{queue}"] = stale / copies
+    return Observation(evidence)
 
 
 def _simulated(ours: bool) -> OneCopy:
     # A bare copy is as late as it may be. Ours must be right at any other time, too.
     seeds = chain([None], count()) if ours else repeat(None)
 
-    def one(direction: str, nbytes: int, pinned: bool, busy: bool) -> bool:
+    def one_copy(direction: str, nbytes: int, pinned: bool, busy: bool) -> bool:
         device = LateDevice(next(seeds), pinned=pinned)
         work = torch.ones(8, 8)
         if busy:
@@ -73,49 +86,49 @@ def _simulated(ours: bool) -> OneCopy:
             hosts, buffer = [_filled(nbytes, value) for value in _LAYERS], _filled(nbytes, 0)
             return through_pipeline(device, hosts, pinned, buffer, device.run, device.synchronize)
         if direction == "h2d":
-            host, there = _filled(nbytes, _OLD), _filled(nbytes, 0)
-            device.copy(there, host)
+            host, target = _filled(nbytes, _OLD), _filled(nbytes, 0)
+            device.copy(target, host)
             host.fill_(_NEW)
             device.synchronize()
-            return bool((there != _OLD).any())
-        host, there = _filled(nbytes, _OLD), _filled(nbytes, _NEW)
-        device.fetch(host, there)
+            return bool((target != _OLD).any())
+        host, source = _filled(nbytes, _OLD), _filled(nbytes, _NEW)
+        device.fetch(host, source)
         if ours:
             device.wait(device.mark())
         return bool((host != _NEW).any())
 
-    return one
+    return one_copy
 
 
 def _real(device: str, ours: bool) -> OneCopy:
     work = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     engine = CudaEngine(torch.device(device)) if ours else None
 
-    def one(direction: str, nbytes: int, pinned: bool, busy: bool) -> bool:
+    def one_copy(direction: str, nbytes: int, pinned: bool, busy: bool) -> bool:
         hosts = [_filled(nbytes, value, pin_memory=pinned) for value in (_LAYERS if ours else (_OLD,))]
-        there = _filled(nbytes, 0, device=device)
+        on_device = _filled(nbytes, 0, device=device)
         torch.cuda.synchronize()
         if busy:
             for _ in range(_PRODUCTS):
                 work @ work
         if direction == "h2d" and engine is not None:
             run: Queue = lambda kernel: kernel()  # noqa: E731
-            return through_pipeline(engine, hosts, pinned, there, run, torch.cuda.synchronize)
+            return through_pipeline(engine, hosts, pinned, on_device, run, torch.cuda.synchronize)
         host = hosts[0]
         if direction == "h2d":
-            there.copy_(host, non_blocking=True)
+            on_device.copy_(host, non_blocking=True)
             host.fill_(_NEW)
             torch.cuda.synchronize()
-            return bool((there != _OLD).any())
-        there.fill_(_NEW)
+            return bool((on_device != _OLD).any())
+        on_device.fill_(_NEW)
         if ours:
-            return stored_stale((there, there.clone()), pinned)
-        host.copy_(there, non_blocking=True)
+            return stored_stale((on_device, on_device.clone()), pinned)
+        host.copy_(on_device, non_blocking=True)
         stale = bool((host != _NEW).any())
         torch.cuda.synchronize()  # before the memory is given back
         return stale
 
-    return one
+    return one_copy
 
 
 def through_pipeline(
@@ -128,26 +141,26 @@ def through_pipeline(
 ) -> bool:
     """One pass over layers with the weights `hosts`, uint8 [n] each, that share `buffer`, uint8 [n].
 
-    A kernel of each layer reads them; after `Pipeline.settle` the host writes `_NEW` over all. Gives whether
-    any kernel read other bytes than its layer's, or a copy that was in flight brought the new ones.
+    A kernel of each layer reads them; after `Pipeline.settle` the host overwrites all with `_NEW`. Returns
+    whether a kernel read other bytes than its layer's, or a copy that was in flight brought the new ones.
     """
     nbytes = buffer.numel()
     region = Region(0, nbytes, torch.uint8, (nbytes,), (1,))
     units = [Unit(f"layer {index}", host, pinned, 0, (region,)) for index, host in enumerate(hosts)]
-    line = Pipeline(units, [buffer], engine)
-    wanted = [host.clone() for host in hosts]  # [n] each
-    read = [torch.zeros_like(buffer) for _ in hosts]  # [n] each
-    line.begin()
-    for index, out in enumerate(read):
-        line.wait(index, [buffer])
+    pipeline = Pipeline(units, [buffer], engine)
+    expected = [host.clone() for host in hosts]  # [n] each
+    outputs = [torch.zeros_like(buffer) for _ in hosts]  # [n] each
+    pipeline.begin()
+    for index, out in enumerate(outputs):
+        pipeline.wait(index, [buffer])
         run(partial(out.copy_, buffer))
-        line.release(index)
-    line.finish()
-    line.settle()
+        pipeline.release(index)
+    pipeline.finish()
+    pipeline.settle()
     for host in hosts:
         host.fill_(_NEW)
     synchronize()
-    right = all(torch.equal(out.cpu(), host) for out, host in zip(read, wanted, strict=True))
+    right = all(torch.equal(out.cpu(), host) for out, host in zip(outputs, expected, strict=True))
     return not right or bool((buffer == _NEW).any())
 
 
@@ -161,16 +174,64 @@ class _Layer(nn.Module):
 
 
 def stored_stale(weights: Sequence[torch.Tensor], pinned: bool) -> bool:
-    """Whether the offloader took other bytes to the host than `_NEW`, which `weights`, two of uint8 [n], get
-    by what is queued."""
+    """Whether the offloader took other bytes than `_NEW` to the host.
+
+    `weights`: two uint8 [n] that queued work fills with `_NEW`.
+    """
     # A vector would stay on the device, and so would the only layer.
-    module = nn.Sequential(*(_Layer(one[None]) for one in weights))
-    nbytes = sum(one.numel() for one in weights)
+    module = nn.Sequential(*(_Layer(weight[None]) for weight in weights))
+    nbytes = sum(weight.numel() for weight in weights)
     handle = offload(module, nbytes, layers=list(module), pin=pinned, keep_below=0)
     stale = any(bool((handle.host_weight(f"{i}.weight") != _NEW).any()) for i in range(len(weights)))
     handle.restore()
     return stale
 
 
-def _filled(nbytes: int, value: int, **where: Any) -> torch.Tensor:
-    return torch.full((nbytes,), value, dtype=torch.uint8, **where)  # [nbytes]
+def _filled(nbytes: int, value: int, **options: Any) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8, **options)  # [nbytes]
+
+
+def crash_3(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+    """The two measurements of the claim `crash_3`."""
+    return Observation(pageable_weights(device) if unit == PAGEABLE else host_address(device))
+
+
+@torch.no_grad()
+def pageable_weights(device: str) -> dict[str, Any]:
+    """Run layers through vLLM's path without UVA and without pinned memory, behind a full queue.
+
+    By vLLM's own offloader if it can be imported, else by our restatement; ``whose`` names it.
+    """
+    from moedoctor.bench.offload import NAMES, StackShape, make_stack
+    from moedoctor.reference.offload_paths import functional_call_offload
+    from moedoctor.upstream.releases import offload_peers
+
+    shape = StackShape(layers=4, experts=16, hidden=1024, intermediate=512, top_k=4)
+    x = torch.randn(256, shape.hidden, device=device, dtype=shape.dtype)  # [T, H]
+    stack = make_stack(shape, device)
+    expected = stack(x)  # [T, H]
+    release = offload_peers.version()
+    if release:
+        offload_peers.copying_offload(list(stack), NAMES, shape.layers * shape.layer_bytes)
+    else:
+        functional_call_offload(list(stack), NAMES, pin=False)
+    experts = [module for module in stack.modules() if hasattr(module, "w13_weight")]
+    on_host = all(module.w13_weight.device.type == "cpu" for module in experts)
+    work = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    wrong, passes = 0, 50
+    for _ in range(passes):
+        for _ in range(10):
+            work @ work
+        wrong += not torch.equal(stack(x), expected)
+    whose = f"vLLM {release}" if release else "restated"
+    return {"whose": whose, "weights_on_host": on_host, "passes": passes, "wrong_results": wrong}
+
+
+def host_address(device: str) -> dict[str, Any]:
+    """Launch a kernel on the address of a CPU tensor, as a backend does that does not check."""
+    from moedoctor.kernels.unchecked import read_address
+
+    scales = torch.ones(1 << 20)
+    out = read_address(scales.data_ptr(), scales.numel(), device)
+    torch.cuda.synchronize()
+    return {"returned": True, "sum": float(out.sum())}

@@ -1,44 +1,64 @@
-"""What runs in the child for MD005: a stack of MoE layers, offloaded the one way or the other, compiled."""
+"""What runs in the child for MD005: a stack of MoE layers, offloaded in one way or another, then compiled."""
 
 from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
+from moedoctor.bench import offload as bench
 from moedoctor.bench.offload import NAMES, StackShape, make_stack
+from moedoctor.faults.offload import engine_table
+from moedoctor.faults.offload.untraceable_offload import UntraceableOffloadParameters
 from moedoctor.fixes.offloader import offload
 from moedoctor.reference.offload_paths import functional_call_offload
-from moedoctor.results import Observation, UnavailableError
+from moedoctor.results import Case, Observation, UnavailableError
+from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
-if TYPE_CHECKING:
-    from moedoctor.faults.offload.untraceable_offload import UntraceableOffloadParameters
-
 Apply = Callable[[nn.Sequential], Any]
+"""Offloads a stack; returns what must live as long as the stack, or None."""
 FILE = "vllm/model_executor/offloader/uva.py"
 
 
-def faulty(stack: nn.Sequential) -> Any:
+def model(case: Case, parameters: UntraceableOffloadParameters, release: None) -> Observation:
+    """vLLM's path without UVA and without pinned memory, restated, or our offloader."""
+    return observe(parameters, case.device, fixed if case.subject == "fixed" else faulty)
+
+
+def library(
+    case: Case, parameters: UntraceableOffloadParameters, release: ReleaseSource | None
+) -> Observation:
+    """The own code of the installed vLLM or of a named release. Raises SourceError, UnavailableError."""
+    return observe(parameters, case.device, upstream(release or ReleaseSource.installed()))
+
+
+def engine(case: Case, parameters: UntraceableOffloadParameters, release: None) -> Observation:
+    """Compiled engines: without offload, and with offload and without UVA."""
+    fixed = case.subject == "fixed"
+    return engine_table.measure(("BF16 TRITON",), str(parameters.engine), (ON_GPU, COPIES), fixed=fixed)
+
+
+def faulty(stack: nn.Sequential) -> None:
     """vLLM's path without UVA and without pinned memory."""
     functional_call_offload(list(stack), NAMES, pin=False)
 
 
 def fixed(stack: nn.Sequential) -> Any:
-    """Ours; what it returns must live as long as the stack."""
+    """Our offloader."""
     return offload(stack, 1 << 40, patterns=("experts",), keep_below=0)
 
 
 def upstream(source: ReleaseSource) -> Apply:
     """A release's own `UVAOffloader._maybe_offload_to_cpu`, without UVA and without pinned memory.
 
-    It leaves a module on the CPU alone, so here no device counts as the CPU; releases from 0.29.0 on ask each
-    parameter as well, so they need a GPU. Raises SourceError.
+    It leaves a module on the CPU alone, so here no device counts as the CPU. Releases from 0.29.0 on also
+    look at each parameter, so they need a GPU. Raises SourceError.
     """
     names = {
         "torch": types.SimpleNamespace(device=lambda kind: None),
@@ -59,16 +79,14 @@ def upstream(source: ReleaseSource) -> Apply:
         for layer in stack:
             method(offloader, layer)
         if not offloader.cpu_offload_bytes:
-            raise UnavailableError("this release offloads from a GPU alone")
+            raise UnavailableError("this release offloads from a GPU only")
 
     return apply
 
 
 @torch.no_grad()
-def observe(
-    parameters: UntraceableOffloadParameters, device: str, apply: Apply | ReleaseSource
-) -> Observation:
-    """Compile the stack without and with offload, as one graph, and compare what comes out."""
+def observe(parameters: UntraceableOffloadParameters, device: str, apply: Apply) -> Observation:
+    """Compile the stack without and with offload, as one graph, and compare the outputs."""
     shape = StackShape(
         layers=parameters.layers,
         experts=parameters.experts,
@@ -82,40 +100,43 @@ def observe(
     expected = torch.compile(plain, fullgraph=True, backend=parameters.compiler)(x)  # [T, H]
     torch._dynamo.reset()
     stack = make_stack(shape, device, parameters.seed)
-    keep = (upstream(apply) if isinstance(apply, ReleaseSource) else apply)(stack)
-    seen: dict[str, Any] = {"torch": torch.__version__, "error": None, "telling_line": None, "graphs": 0}
+    keep = apply(stack)
+    evidence: dict[str, Any] = {"torch": torch.__version__, "error": None, "telling_line": None, "graphs": 0}
     compiled = torch.compile(stack, fullgraph=True, backend=parameters.compiler)
     try:
-        results = [compiled(x) for _ in range(3)]  # weights that come a pass late show in the later ones
+        outputs = [compiled(x) for _ in range(3)]  # weights that come a pass late show in the later ones
     except torch._dynamo.exc.Unsupported as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         telling = next((line for line in lines if line.startswith("Explanation:")), lines[0])
         return Observation(
-            {**seen, "error": "\n".join(lines[:8]), "telling_line": telling.removeprefix("Explanation: ")}
+            {**evidence, "error": "\n".join(lines[:8]), "telling_line": telling.removeprefix("Explanation: ")}
         )
-    same = all(torch.equal(one, expected) for one in results)
-    offloaded = keep.report().host_bytes if keep is not None else shape.layers * shape.layer_bytes
-    # fullgraph=True raises at the first break, so what ran was one graph.
-    numbers = {
-        "same_bits": same,
-        "distance": distance(results, expected),
-        **allowance(shape, device, parameters.seed, x, parameters.compiler),
-    }
-    return Observation({**seen, "graphs": 1, **numbers, "host_bytes": offloaded})
+    return Observation(
+        {
+            **evidence,
+            "graphs": 1,  # fullgraph=True raises at the first break, so it was one graph
+            "same_bits": all(torch.equal(output, expected) for output in outputs),
+            "distance": distance(outputs, expected),
+            **allowance(shape, device, parameters.seed, x, parameters.compiler),
+            "host_bytes": (
+                keep.report().host_bytes if keep is not None else shape.layers * shape.layer_bytes
+            ),
+        }
+    )
 
 
-def distance(results: Sequence[torch.Tensor], expected: torch.Tensor) -> float:
-    """The largest norm of what `results` [T, H] differ by from `expected` [T, H]; NaN where one holds NaN."""
-    apart = [(one.double() - expected.double()).norm() for one in results]
-    return float(torch.stack(apart).max())  # torch's max keeps NaN
+def distance(outputs: Sequence[torch.Tensor], expected: torch.Tensor) -> float:
+    """The largest norm of the difference of an output [T, H] from `expected` [T, H]; NaN if one holds NaN."""
+    norms = [(output.double() - expected.double()).norm() for output in outputs]
+    return float(torch.stack(norms).max())  # torch's max keeps NaN
 
 
 def allowance(shape: StackShape, device: str, seed: int, x: torch.Tensor, compiler: str) -> dict[str, float]:
-    """How far results would be apart with wrong weights, and how far they may be, as norms.
+    """How large the difference would be with wrong weights, and how large it may be, as norms.
 
-    Operators around a layer part what a compiler else computes at once, so it may round in another place.
-    The control is a stack in which one layer has the next one's experts, the layer that shows it least; a
-    tenth of that may be rounding. With ``eager`` nothing is compiled, and bits must be equal.
+    Operators around a layer split what a compiler otherwise fuses, so it may round in another place. The
+    control is a stack in which one layer has the next one's experts, the layer that shows it least; a tenth
+    of that may be rounding. With ``eager`` nothing is compiled, and bits must be equal.
     """
     right = make_stack(shape, device, seed)(x)  # [T, H]
     wrong = []
@@ -127,3 +148,8 @@ def allowance(shape: StackShape, device: str, seed: int, x: torch.Tensor, compil
         "wrong_weights_distance": min(wrong),
         "allowed_distance": 0.0 if compiler == "eager" else min(wrong) / 10,
     }
+
+
+def speed(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+    """The figures for the claim on speed whose key is `unit`."""
+    return Observation(bench.measure(unit, device))

@@ -16,8 +16,7 @@ from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.reference.checkpoints import Change, Scheme, Tensors, write_qwen3_moe
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import Evidence, Observation
-from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, run_engines
-from moedoctor.upstream.engine.offload_engine import need_engine
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_engine, run_engines
 
 LAYERS, EXPERTS = 2, 8
 """Of the checkpoints that engines load."""

@@ -26,8 +26,7 @@ from moedoctor.reference.agreement import relative_error
 from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
 from moedoctor.reference.fp8 import E4M3_MAX, round_trip
 from moedoctor.results import Case, Evidence, Observation
-from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, run_engines
-from moedoctor.upstream.engine.offload_engine import need_engine
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_engine, run_engines
 
 Scale = Callable[[torch.Tensor], float]
 """Keys or values [T, D] of a calibration run -> the scale of their cache."""

@@ -369,16 +369,16 @@ def _padding_holds_nan(given: ClaimCases) -> ClaimJudgement:
 
 
 padding_holds_nan = _engine_claim(
-    "padding_holds_nan", "moedoctor.upstream.engine.nan_padding_engines:padding_table", "min_share"
+    "padding_holds_nan", "moedoctor.upstream.engine.nan_padding:padding_table", "min_share"
 )(_padding_holds_nan)
 padding_holds_nan_dp = _engine_claim(
-    "padding_holds_nan_dp", "moedoctor.upstream.engine.nan_parallel:parallel_table", "min_share"
+    "padding_holds_nan_dp", "moedoctor.upstream.engine.nan_padding:parallel_table", "min_share"
 )(_padding_holds_nan)
 
 
 @_engine_claim(
     "end_to_end",
-    "moedoctor.upstream.engine.nan_padding_engines:end_to_end",
+    "moedoctor.upstream.engine.nan_padding:end_to_end",
     *("min_share", "max_rows", "min_old_rows"),
 )
 def end_to_end(given: ClaimCases) -> ClaimJudgement:

@@ -1,7 +1,7 @@
 """What runs inside an engine's process: ``python -m moedoctor.upstream.engine.child REQUEST ANSWER``.
 
 Reads a request, starts vLLM, writes the answer, and leaves at once: after an illegal access the destructors
-of CUDA can hang. What happened so far is in the answer also where a later stage fails.
+of CUDA can hang. If a later stage fails, the answer still holds what came before.
 """
 
 from __future__ import annotations
@@ -22,126 +22,138 @@ from typing import Any
 from moedoctor.results import plain
 
 _SETS = ("cpu_offload_params", "offload_params")
-"""Arguments that vLLM wants as sets, which JSON has not."""
+"""Arguments that vLLM wants as sets, which JSON does not have."""
 _FRAMES = 14
 _MESSAGE = 3000
 
 
-def main(request: Path, answer: Path) -> None:
-    """Carry out the request in one file, write the answer into the other, end the process."""
+def main(request_file: Path, answer_file: Path) -> None:
+    """Carry out the request in one file, write the answer to the other, end the process."""
     _end_with_parent()
     faulthandler.enable()
-    asked = json.loads(request.read_text(encoding="utf-8"))
-    told: dict[str, Any] = {"seconds": {}}
+    request = json.loads(request_file.read_text(encoding="utf-8"))
+    answer: dict[str, Any] = {"seconds": {}}
     stage = ["import"]
     try:
-        _perform(asked, told, stage)
+        _perform(request, answer, stage)
     except BaseException as error:
         traceback.print_exc()
-        told["error"] = {"stage": stage[0], **describe(error)}
-    unfinished = answer.with_suffix(".part")
-    unfinished.write_text(json.dumps(plain(told)), encoding="utf-8")
-    unfinished.rename(answer)
+        answer["error"] = {"stage": stage[0], **describe(error)}
+    unfinished = answer_file.with_suffix(".part")
+    unfinished.write_text(json.dumps(plain(answer)), encoding="utf-8")
+    unfinished.rename(answer_file)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _perform(asked: Mapping[str, Any], told: dict[str, Any], stage: list[str]) -> None:
+def _perform(request: Mapping[str, Any], answer: dict[str, Any], stage: list[str]) -> None:
     vllm = importlib.import_module("vllm")
-    told["version"] = str(vllm.__version__)
+    answer["version"] = str(vllm.__version__)
     stage[0] = "load"
-    arguments = {key: set(one) if key in _SETS else one for key, one in asked["arguments"].items()}
-    llm = _timed(told, "load", lambda: vllm.LLM(**arguments))
-    told["memory"] = {"after_load": device_memory()}
+    arguments = {key: set(value) if key in _SETS else value for key, value in request["arguments"].items()}
+    llm = _timed(answer, "load", lambda: vllm.LLM(**arguments))
+    answer["memory"] = {"after_load": device_memory()}
     stage[0] = "probe"
-    later = _probe(asked, llm) if asked["probe"] and asked["probe_when"] == "before" else None
-    if later is not None and not callable(later):
-        told["probe"] = plain(later)
+    early = _probe(request, llm) if request["probe"] and request["probe_when"] == "before" else None
+    if early is not None and not callable(early):
+        answer["probe"] = plain(early)
     stage[0] = "generate"
-    outputs = _timed(told, "generate", lambda: _generate(vllm, llm, asked))
-    _synchronise()
-    told["memory"]["at_end"] = device_memory()
-    told["tokens"] = [list(one.outputs[0].token_ids) for one in outputs]
-    told["texts"] = [str(one.outputs[0].text or "") for one in outputs]
-    if asked["logprobs"] is not None:
-        told["logprobs"] = [[_logprobs(step) for step in one.outputs[0].logprobs or ()] for one in outputs]
+    outputs = _timed(answer, "generate", lambda: _generate(vllm, llm, request))
+    _synchronize()
+    answer["memory"]["at_end"] = device_memory()
+    best = [output.outputs[0] for output in outputs]
+    answer["tokens"] = [list(completion.token_ids) for completion in best]
+    answer["texts"] = [str(completion.text or "") for completion in best]
+    if request["logprobs"] is not None:
+        answer["logprobs"] = [[_logprobs(step) for step in completion.logprobs or ()] for completion in best]
     stage[0] = "probe"
-    if callable(later):
-        told["probe"] = plain(later())
-    elif asked["probe"] and asked["probe_when"] == "after":
-        told["probe"] = plain(_probe(asked, llm))
+    if callable(early):
+        answer["probe"] = plain(early())
+    elif request["probe"] and request["probe_when"] == "after":
+        answer["probe"] = plain(_probe(request, llm))
 
 
-def _generate(vllm: Any, llm: Any, asked: Mapping[str, Any]) -> Any:
-    text = any(isinstance(one, str) for one in asked["prompts"])
+def _generate(vllm: Any, llm: Any, request: Mapping[str, Any]) -> Any:
+    text = any(isinstance(prompt, str) for prompt in request["prompts"])
     sampling = vllm.SamplingParams(
         temperature=0.0,
-        max_tokens=asked["max_tokens"],
-        logprobs=asked["logprobs"],
+        max_tokens=request["max_tokens"],
+        logprobs=request["logprobs"],
         ignore_eos=not text,
         detokenize=text,
     )
-    prompts = [one if isinstance(one, str) else {"prompt_token_ids": one} for one in asked["prompts"]]
+    prompts = [
+        prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in request["prompts"]
+    ]
     return llm.generate(prompts, sampling)
 
 
 def _logprobs(step: Mapping[int, Any]) -> dict[str, float]:
-    return {str(token): round(float(one.logprob), 6) for token, one in step.items()}
+    return {str(token): round(float(entry.logprob), 6) for token, entry in step.items()}
 
 
-def _probe(asked: Mapping[str, Any], llm: Any) -> Any:
-    module, _, name = asked["probe"].partition(":")
+def _probe(request: Mapping[str, Any], llm: Any) -> Any:
+    module, _, name = request["probe"].partition(":")
     if not module.startswith("moedoctor."):
-        raise ValueError(f"{module} is no module of moedoctor")
-    return getattr(importlib.import_module(module), name)(llm, **asked["probe_options"])
+        raise ValueError(f"probe: got module {module}, expected a module of moedoctor")
+    return getattr(importlib.import_module(module), name)(llm, **request["probe_options"])
 
 
-def _timed(told: dict[str, Any], name: str, action: Callable[[], Any]) -> Any:
+def _timed(answer: dict[str, Any], name: str, action: Callable[[], Any]) -> Any:
     started = time.monotonic()
     try:
         return action()
     finally:
-        told["seconds"][name] = round(time.monotonic() - started, 2)
+        answer["seconds"][name] = round(time.monotonic() - started, 2)
+
+
+def _cuda() -> Any:
+    """torch.cuda if this process uses a GPU, else None."""
+    torch = sys.modules.get("torch")
+    in_use = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.cuda if torch is not None and in_use else None
 
 
 def device_memory() -> dict[str, int]:
     """Bytes on the GPU: what torch holds, its peak, and what is free for everybody."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    cuda = _cuda()
+    if cuda is None:
         return {}
-    free, total = torch.cuda.mem_get_info()
+    free, total = cuda.mem_get_info()
     return {
-        "allocated": int(torch.cuda.memory_allocated()),
-        "peak": int(torch.cuda.max_memory_allocated()),
+        "allocated": int(cuda.memory_allocated()),
+        "peak": int(cuda.max_memory_allocated()),
         "free": int(free),
         "total": int(total),
     }
 
 
-def _synchronise() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # an illegal access shows only at the next synchronisation
+def _synchronize() -> None:
+    cuda = _cuda()
+    if cuda is not None:
+        cuda.synchronize()  # an illegal access shows only at the next synchronization
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """Class, message and last frames of the error, and the first one where it wraps another."""
+    """Class, message and last frames of the error, and the first error if it wraps another."""
     first: BaseException = error
     while (
         cause := first.__cause__ or (None if first.__suppress_context__ else first.__context__)
     ) is not None:
         first = cause
-    kind = f"{type(error).__module__}.{type(error).__qualname__}"
     frames = [
         f"{_short(frame.filename)}:{frame.lineno} {frame.name}: {frame.line or ''}".rstrip(": ")
         for frame in traceback.extract_tb(first.__traceback__)[-_FRAMES:]
     ]
     message = str(error)[:_MESSAGE]
     if first is not error:
-        origin = f"{type(first).__module__}.{type(first).__qualname__}".removeprefix("builtins.")
-        message += f"\n{origin}: {str(first)[:_MESSAGE]}"
-    return {"kind": kind.removeprefix("builtins."), "message": message, "frames": frames}
+        message += f"\n{_class_name(first)}: {str(first)[:_MESSAGE]}"
+    return {"kind": _class_name(error), "message": message, "frames": frames}
+
+
+def _class_name(error: BaseException) -> str:
+    return f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
 
 
 def _short(file: str) -> str:
@@ -154,9 +166,9 @@ def _short(file: str) -> str:
 
 
 def _end_with_parent() -> None:
-    """Nothing of this group outlives the process that started it: its end closes our stdin.
+    """End this process group when the process that started it ends, which closes our stdin.
 
-    A process of its own waits for that, for a thread would wait for the interpreter's lock, too.
+    A separate process waits for that, because a thread would need the interpreter's lock.
     """
     if os.fork() == 0:
         with contextlib.suppress(OSError):

@@ -1,13 +1,14 @@
-"""Starts a real `vllm.LLM` in a fresh Python process and brings back tokens, an error, or a death.
+"""Starts a real `vllm.LLM` in a fresh Python process and returns its tokens, its error, or how it died.
 
-A request is plain data; it goes to the child through a file, and so does the answer. No shell is used, what
-vLLM prints goes into a log that is read afterwards, its caches go into a folder that is removed, and nothing
+A request is plain data. It goes to the child in a file, and the answer comes back in one. No shell is used,
+vLLM's output goes to a log that is read afterwards, vLLM's caches go to a folder that is removed, and nothing
 that the child started outlives it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -25,8 +26,8 @@ from typing import Any
 import moedoctor
 from moedoctor.processes import deaths
 from moedoctor.redaction import Redactor
-from moedoctor.results import Death
-from moedoctor.upstream.engine.log import LogFacts, read_log
+from moedoctor.results import Death, UnavailableError
+from moedoctor.upstream.plugin.register import STATUS_VARIABLE
 
 CHILD = "moedoctor.upstream.engine.child"
 ENVIRON: Mapping[str, str] = {
@@ -38,7 +39,7 @@ ENVIRON: Mapping[str, str] = {
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What every engine gets unless the request says otherwise: one process, and no kernel built at start-up."""
+"""Variables of every engine unless the request changes them: one process, and no kernel built at start-up."""
 ARGUMENTS: Mapping[str, Any] = {
     "attention_backend": "TRITON_ATTN",
     "disable_log_stats": True,
@@ -49,31 +50,45 @@ ARGUMENTS: Mapping[str, Any] = {
     "max_num_seqs": 4,
     "seed": 0,
 }
-"""Engine arguments for a tiny model. With `kv_cache_memory_bytes` vLLM takes no memory profile, so that
-engines side by side do not trip over each other's memory."""
+"""Engine arguments for a tiny model. With `kv_cache_memory_bytes` vLLM does not profile its memory, so
+engines that run side by side do not disturb each other."""
+_STATUS = "fixes.json"
 _PROBE = re.compile(r"moedoctor(\.[a-z_][a-z0-9_]*)+:[a-z_][a-z0-9_]*")
 _OWN_CACHES = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR")
-"""Never shared: a graph that was compiled with a fix must not be found by an engine without it."""
+"""Never shared: an engine without a fix must not find a graph that was compiled with it."""
+_LOG = {
+    "moe_backend": re.compile(r"Using '?(\w+)'? (?:backend for )?\w+ MoE(?: backend)?"),
+    "offloader": re.compile(r"Offloader set to (\w+)"),
+    "offloaded": re.compile(r"Total CPU offloaded parameters: ([\d.]+)"),
+    "offloaded_by_us": re.compile(
+        r"moedoctor: offload: ([\d.]+ of [\d.]+ MiB on the host(?:, fetched [A-Za-z ]+)?)"
+    ),
+}
+"""Field of `LogFacts` -> the line that shows it."""
+_REFUSED = re.compile(
+    r"moedoctor: (?:the fix .+ is not applied|vLLM .+ is none of the releases|expert_cache is refused).+"
+)
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One engine, what it is asked, and what is looked at meanwhile."""
+    """One engine, its prompts, and what is looked at meanwhile."""
 
     model: str
     """A folder, or a name on the hub."""
     prompts: Sequence[Sequence[int] | str]
-    """Token ids, or text where the model has a tokenizer."""
+    """Token ids, or text if the model has a tokenizer."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `vllm.LLM` over `ARGUMENTS`; None takes one of those away."""
+    """Arguments of `vllm.LLM` over `ARGUMENTS`; None removes one of those."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """Environment variables over `ENVIRON` and this process's own."""
     max_tokens: int = 16
     logprobs: int | None = None
     """How many of the best tokens to report with their logprob at each step."""
     probe: str | None = None
-    """``moedoctor.some.module:function``, called as ``function(llm, **probe_options)``; gives JSON evidence.
-    One that is called before generating may give a function, which is called after it for the evidence."""
+    """``moedoctor.some.module:function``, called as ``function(llm, **probe_options)``; returns JSON
+    evidence. A probe that is called before generating may return a function instead, which is called
+    afterwards."""
     probe_when: str = "after"
     """``before`` or ``after`` generating."""
     probe_options: Mapping[str, Any] = field(default_factory=dict)
@@ -83,11 +98,11 @@ class EngineRequest:
 
     def __post_init__(self) -> None:
         if self.probe is not None and not _PROBE.fullmatch(self.probe):
-            raise ValueError(f"probe: {self.probe!r} is no moedoctor.module:function")
+            raise ValueError(f"probe: got {self.probe!r}, expected moedoctor.module:function")
         if self.probe_when not in ("before", "after"):
-            raise ValueError(f"probe_when: {self.probe_when!r}, expected before or after")
+            raise ValueError(f"probe_when: got {self.probe_when!r}, expected before or after")
         if not self.prompts:
-            raise ValueError("prompts: there is none")
+            raise ValueError("prompts: expected at least one")
 
 
 @dataclass(frozen=True)
@@ -95,13 +110,39 @@ class EngineError:
     """How an engine failed."""
 
     kind: str
-    """The exception's class with its module, or the way the process died."""
+    """The exception's class with its module, or the way in which the process died."""
     message: str
     stage: str
-    """``import``, ``load``, ``probe``, ``generate``, or ``process`` where it died without a word."""
+    """``import``, ``load``, ``probe``, ``generate``, or ``process`` if it died without an answer."""
     death: Death
     frames: tuple[str, ...] = ()
     """The last frames of the traceback, innermost last: ``vllm/…/uva.py:122 forward: code``."""
+
+    def line(self) -> str:
+        """Return stage, class and the first line of the message."""
+        return f"{self.stage}: {self.kind}: {self.message.partition(chr(10))[0][:300]}"
+
+
+@dataclass(frozen=True)
+class LogFacts:
+    """Facts that are only logged; None or empty if they were not. A repeated line counts once, the first."""
+
+    moe_backend: str | None = None
+    """As vLLM names it: ``MARLIN``, ``TRITON`` …"""
+    offloader: str | None = None
+    offloaded: str | None = None
+    """GiB, as it is logged."""
+    offloaded_by_us: str | None = None
+    """What the fix `offload` moved: ``1.5 of 1.6 MiB on the host, fetched inside the MoE operator``."""
+    refused: tuple[str, ...] = ()
+    """What the plug-in refused, and why."""
+
+
+def read_log(text: str) -> LogFacts:
+    """Return the facts in the log `text`."""
+    lines = {name: pattern.search(text) for name, pattern in _LOG.items()}
+    refused = tuple(dict.fromkeys(match[0] for match in _REFUSED.finditer(text)))
+    return LogFacts(**{name: match[1] for name, match in lines.items() if match}, refused=refused)
 
 
 @dataclass(frozen=True)
@@ -117,6 +158,8 @@ class EngineResult:
     error: EngineError | None = None
     version: str | None = None
     """The vLLM that ran."""
+    fixes: str | None = None
+    """The fixes and traces of ours that were active, each with what it does; None if there were none."""
     log: LogFacts = field(default_factory=LogFacts)
     memory: Mapping[str, Any] = field(default_factory=dict)
     """Bytes on the GPU after loading and at the end."""
@@ -124,19 +167,15 @@ class EngineResult:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """``load``, ``generate`` and ``total``."""
 
-    def summary(self) -> dict[str, Any]:
-        """The result as plain evidence, without its log and logprobs."""
-        said = None if self.error is None else f"{self.error.kind}: {self.error.message}"
-        return {
-            "label": self.label,
-            "tokens": [list(one) for one in self.tokens],
-            "error": said,
-            "frames": [] if self.error is None else list(self.error.frames[-3:]),
-            "moe_backend": self.log.moe_backend,
-            "offloaded": self.log.offloaded,
-            "fixes": self.log.fixes,
-            "seconds": dict(self.seconds),
-        }
+
+def need_engine() -> None:
+    """Raise UnavailableError, which skips the case, if no engine can run here."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UnavailableError("vllm is not installed here")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnavailableError("needs an NVIDIA GPU that torch can use")
 
 
 def run_engines(requests: Sequence[EngineRequest], *, parallel: int = 4) -> list[EngineResult]:
@@ -146,7 +185,7 @@ def run_engines(requests: Sequence[EngineRequest], *, parallel: int = 4) -> list
 
 
 def run_engine(request: EngineRequest) -> EngineResult:
-    """Start the engine, ask it, end it. Raises nothing for what vLLM does: that is `EngineResult.error`."""
+    """Start the engine, ask it, end it. Raises nothing for a failure of vLLM: see `EngineResult.error`."""
     with tempfile.TemporaryDirectory(prefix="moedoctor-engine-") as name:
         folder = Path(name)
         asked, answered, log = folder / "request.json", folder / "answer.json", folder / "log.txt"
@@ -170,17 +209,31 @@ def run_engine(request: EngineRequest) -> EngineResult:
             _end(process)
         total = round(time.monotonic() - started, 2)
         text = log.read_text(encoding="utf-8", errors="backslashreplace")
-        return _result(request, _answer(answered), code, text, total)
+        answer = _read_json(answered, {})
+        logprobs = answer.get("logprobs")
+        return EngineResult(
+            label=request.label,
+            tokens=tuple(tuple(ids) for ids in answer.get("tokens", ())),
+            texts=tuple(answer.get("texts", ())),
+            logprobs=None if logprobs is None else tuple(tuple(steps) for steps in logprobs),
+            error=_error(request, answer, code, text),
+            version=answer.get("version"),
+            fixes="; ".join(_read_json(folder / _STATUS, [])) or None,
+            log=read_log(text),
+            memory=answer.get("memory", {}),
+            probe=answer.get("probe"),
+            seconds={**answer.get("seconds", {}), "total": total},
+        )
 
 
 def _document(request: EngineRequest) -> dict[str, Any]:
     merged = {**ARGUMENTS, **request.arguments}
-    arguments = {"model": request.model, **{key: one for key, one in merged.items() if one is not None}}
-    by_ids = all(not isinstance(one, str) for one in request.prompts)
+    arguments = {"model": request.model, **{key: value for key, value in merged.items() if value is not None}}
+    by_ids = all(not isinstance(prompt, str) for prompt in request.prompts)
     arguments.setdefault("skip_tokenizer_init", by_ids)
     return {
         "arguments": arguments,
-        "prompts": [one if isinstance(one, str) else list(one) for one in request.prompts],
+        "prompts": [prompt if isinstance(prompt, str) else list(prompt) for prompt in request.prompts],
         "max_tokens": request.max_tokens,
         "logprobs": request.logprobs,
         "probe": request.probe,
@@ -190,60 +243,49 @@ def _document(request: EngineRequest) -> dict[str, Any]:
 
 
 def _environ(request: EngineRequest, folder: Path) -> dict[str, str]:
-    """The child's environment: it finds this moedoctor also where that is no installed package."""
+    """The child's environment. It finds this moedoctor even if that is not an installed package."""
     here = str(Path(moedoctor.__file__).resolve().parent.parent)
-    paths = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-    caches = {name: str(folder / "cache") for name in _OWN_CACHES}
-    search = {"PYTHONPATH": os.pathsep.join([*paths, here])}
-    return {**os.environ, **search, "PYTHONDONTWRITEBYTECODE": "1", **caches, **ENVIRON, **request.environ}
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*paths, here]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        STATUS_VARIABLE: str(folder / _STATUS),
+        **{name: str(folder / "cache") for name in _OWN_CACHES},
+        **ENVIRON,
+        **request.environ,
+    }
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the child and everything that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # it leads its group, also after its own death
+        os.killpg(process.pid, signal.SIGKILL)  # it leads its group, even after its own death
     process.kill()
     process.wait()
     if process.stdin is not None:
         process.stdin.close()
 
 
-def _answer(file: Path) -> dict[str, Any]:
+def _read_json(file: Path, default: Any) -> Any:
+    """The JSON in `file`, or `default` if it is missing, broken or of another type."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _result(
-    request: EngineRequest, answer: Mapping[str, Any], code: int | None, text: str, total: float
-) -> EngineResult:
-    logprobs = answer.get("logprobs")
-    return EngineResult(
-        label=request.label,
-        tokens=tuple(tuple(one) for one in answer.get("tokens", ())),
-        texts=tuple(answer.get("texts", ())),
-        logprobs=None if logprobs is None else tuple(tuple(one) for one in logprobs),
-        error=_error(request, answer, code, text),
-        version=answer.get("version"),
-        log=read_log(text),
-        memory=answer.get("memory", {}),
-        probe=answer.get("probe"),
-        seconds={**answer.get("seconds", {}), "total": total},
-    )
+        return default
+    return document if isinstance(document, type(default)) else default
 
 
 def _error(
     request: EngineRequest, answer: Mapping[str, Any], code: int | None, text: str
 ) -> EngineError | None:
     hide = Redactor.of_this_process().text
-    told = answer.get("error")
-    if told is not None:
-        message = hide(str(told["message"]))
+    error = answer.get("error")
+    if error is not None:
+        message = hide(str(error["message"]))
         death = deaths.classify(message) or Death.EXCEPTION
-        frames = tuple(hide(str(one)) for one in told.get("frames", ()))
-        return EngineError(str(told["kind"]), message, str(told["stage"]), death, frames)
+        frames = tuple(hide(str(frame)) for frame in error.get("frames", ()))
+        return EngineError(str(error["kind"]), message, str(error["stage"]), death, frames)
     if code is None:
         crash = deaths.hang(request.seconds, text)
     elif "tokens" not in answer:

@@ -1,22 +1,31 @@
-"""Real engines with the fix `expert_cache`: their tokens, and what they refuse.
+"""Real engines with the fix `expert_cache`: tokens, refusals, the memory they leave, their decode speed.
 
-Tiny checkpoints of 8 experts, top-2, side by side on one GPU. With 6 slots a decode step of three sequences
-fits and is one call of the kernel; with 2 slots even that goes in groups, and so does every prefill.
+`tokens` and `refusals` use tiny checkpoints of 8 experts, top-2, side by side on one GPU. With 6 slots a
+decode step of three sequences fits and is one call of the kernel; with 2 slots even that goes in groups, and
+so does every prefill. `memory` and `qwen` use random weights.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moedoctor.reference.checkpoints import write_qwen3_moe
-from moedoctor.upstream.engine.compare import logprob_distance, short_error
-from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, run_engines
-from moedoctor.upstream.engine.offload_cells import LOGPROBS, MAX_TOKENS, PROMPTS
-from moedoctor.upstream.engine.offload_engine import need_engine
+from moedoctor.results import UnavailableError
+from moedoctor.upstream.engine.engine import EngineRequest
+from moedoctor.upstream.engine.experiment import (
+    Outcome,
+    Ran,
+    Trial,
+    checkpoints,
+    run_trials,
+    short_error,
+    write_shape,
+)
+from moedoctor.upstream.engine.offload_table import LOGPROBS, MAX_TOKENS, PROMPTS
 from moedoctor.upstream.plugin.expert_cache_fix import NAME, VARIABLE
 
 if TYPE_CHECKING:
@@ -29,181 +38,262 @@ BACKENDS: Mapping[str, tuple[Scheme, str, str]] = {
     "FP8 MARLIN": ("fp8", "marlin", "FP8 TRITON"),
     "NVFP4 MARLIN": ("nvfp4", "marlin", "NVFP4 MARLIN"),
 }
-"""What a report calls it -> (scheme of the checkpoint, ``moe_backend``, whose prompts)."""
+"""Name in reports -> (scheme of the checkpoint, ``moe_backend``, whose prompts)."""
 SLOTS = (None, 2, 6)
-"""Of 8 experts; None is the control without a cache."""
+"""Slots for 8 experts; None is the control without a cache."""
 PROBES = "moedoctor.upstream.engine.expert_cache_probes:"
-_PARALLEL = 16
 SECONDS = 200.0
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One engine of the table."""
-
-    backend: str
-    mode: str
-    slots: int | None
-    planted: bool = False
-    """Whether its last layer computes with wrong experts: tokens that stay the same then prove nothing."""
-
-    @property
-    def label(self) -> str:
-        held = "no cache" if self.slots is None else f"{self.slots} slots"
-        return f"{self.backend}, {self.mode}, {held}{', wrong experts' if self.planted else ''}"
-
-    @property
-    def control(self) -> Cell:
-        """The same engine without a cache."""
-        return Cell(self.backend, self.mode, None)
-
-
-def cells() -> list[Cell]:
-    """All engines of the table, the slower ones first; for each backend one with a planted fault."""
-    planted = [Cell(one, GRAPHS, max(filter(None, SLOTS)), planted=True) for one in BACKENDS]
-    return [
-        *planted,
-        *(Cell(one, mode, slots) for mode in (GRAPHS, EAGER) for one in BACKENDS for slots in SLOTS),
-    ]
+QWEN_SLOTS = (8, 128, 32, 16, 64)
+"""In the order of their measurement: if time runs out, the last ones are left out."""
+_ALL = 128
+_BATCHES, _STEPS, _ROUNDS = (1, 8), (24, 8), 2
+_QWEN_SECONDS, _MEASURING_SECONDS = 420.0, 240.0
 
 
 def cached(slots: int | None) -> dict[str, str]:
-    """The environment of an engine with a cache of so many slots, or with none."""
+    """Return the environment of an engine with a cache of so many slots, or without a cache."""
     return {"MOEDOCTOR_FIXES": "" if slots is None else NAME, VARIABLE: "" if slots is None else str(slots)}
 
 
-def request(cell: Cell, folder: str, **arguments: Any) -> EngineRequest:
-    """The engine of a cell, for the checkpoint in `folder`."""
-    _, backend, prompts = BACKENDS[cell.backend]
+def trial(
+    backend: str, mode: str, slots: int | None, folder: str, *, planted: bool = False, **arguments: Any
+) -> Trial:
+    """Return one engine for the checkpoint in `folder`.
+
+    `planted`: its last layer computes with wrong experts. If its tokens stay the same, equal tokens of the
+    other engines prove nothing.
+    """
+    _, moe_backend, prompts = BACKENDS[backend]
     own: dict[str, Any] = {
-        "moe_backend": backend,
-        "enforce_eager": cell.mode == EAGER,
+        "moe_backend": moe_backend,
+        "enforce_eager": mode == EAGER,
         "max_model_len": 64,
         "max_num_batched_tokens": 64,
     }
-    if cell.mode == GRAPHS:
+    if mode == GRAPHS:
         # The default: full graphs for decode, piecewise ones for the rest; 3 sequences fill a graph.
         own["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 3, 4, 8, 16, 32]}
-    return EngineRequest(
+    held = "no cache" if slots is None else f"{slots} slots"
+    request = EngineRequest(
         folder,
         PROMPTS[prompts],
         {**own, **arguments},
-        cached(cell.slots),
+        cached(slots),
         max_tokens=MAX_TOKENS,
         logprobs=LOGPROBS,
-        probe=f"{PROBES}{'caches_with_a_fault' if cell.planted else 'caches'}",
-        probe_when="before" if cell.planted else "after",
+        probe=f"{PROBES}{'caches_with_a_fault' if planted else 'caches'}",
+        probe_when="before" if planted else "after",
         seconds=SECONDS,
-        label=cell.label,
+        label=f"{backend}, {mode}, {held}{', wrong experts' if planted else ''}",
     )
+    columns = {"backend": backend, "mode": mode, "slots": slots, "planted": planted}
+    return Trial(request, columns, None if slots is None else f"{backend}, {mode}, no cache")
+
+
+def trials(folders: Mapping[Scheme, str]) -> list[Trial]:
+    """Return all engines of the table, the slower ones first; each backend has one with a planted fault."""
+    folder = {backend: folders[scheme] for backend, (scheme, _, _) in BACKENDS.items()}
+    most = max(filter(None, SLOTS))
+    return [
+        *(trial(backend, GRAPHS, most, folder[backend], planted=True) for backend in BACKENDS),
+        *(
+            trial(backend, mode, slots, folder[backend])
+            for mode in (GRAPHS, EAGER)
+            for backend in BACKENDS
+            for slots in SLOTS
+        ),
+    ]
 
 
 def tokens(sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A row for each engine with a cache, against the same engine without one.
+    """Return a row for each engine with a cache, compared with the same engine without one.
 
-    Those that are `planted` must give other tokens. Raises UnavailableError.
+    Rows that are `planted` must have other tokens. Raises UnavailableError.
     """
-    need_engine()
-    chosen = cells()
-    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
-        folders = _checkpoints(Path(name))
-        results = run_engines(
-            [request(one, folders[BACKENDS[one.backend][0]]) for one in chosen], parallel=_PARALLEL
-        )
-    return table(dict(zip(chosen, results, strict=True)))
+    with checkpoints(*(scheme for scheme, _, _ in BACKENDS.values())) as folders:
+        return [row(ran) for ran in run_trials(trials(folders)) if ran.control is not None]
 
 
-def table(results: Mapping[Cell, EngineResult]) -> list[dict[str, Any]]:
-    """What became of each engine with a cache."""
-    rows = []
-    for cell, result in results.items():
-        if cell.slots is None:
-            continue
-        seen = result.probe or {}
-        outcome, detail = compare(result, results[cell.control])
-        rows.append(
-            {
-                "backend": cell.backend,
-                "asked": BACKENDS[cell.backend][1].upper(),
-                "chosen": result.log.moe_backend or "not logged",
-                "mode": cell.mode,
-                "slots": cell.slots,
-                "planted": cell.planted,
-                "outcome": outcome,
-                "detail": detail,
-                **{key: seen.get(key) for key in ("engine", "layers", "hits", "misses")},
-                "seconds": result.seconds.get("total"),
-            }
-        )
-    return rows
-
-
-def compare(result: EngineResult, control: EngineResult) -> tuple[str, str]:
-    """(``same tokens``, ``other tokens``, ``crash`` or ``no control``, the detail)."""
-    if control.error is not None:
-        return "no control", short_error(control)
-    if result.error is not None:
-        return "crash", short_error(result)
-    for prompt, (mine, wanted) in enumerate(zip(result.tokens, control.tokens, strict=True)):
-        if mine != wanted:
-            at = next(i for i, (a, b) in enumerate(zip(mine, wanted, strict=True)) if a != b)
-            return "other tokens", f"prompt {prompt + 1}, token {at + 1}: {mine[at]}, not {wanted[at]}"
-    distance = logprob_distance(result, control)
-    return "same tokens", "same logprobs" if distance == 0 else f"logprobs differ by up to {distance:.2g}"
-
-
-def refusals(sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Engines that must not start, each with what its error has to say. Raises UnavailableError."""
-    need_engine()
-    import torch
-
-    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
-        folders = _checkpoints(Path(name))
-        wanted = [
-            (
-                "fewer slots than top-k",
-                "1 slots hold fewer experts than one token needs (top_k 2)",
-                request(Cell("BF16 TRITON", GRAPHS, 1), folders["bf16"]),
-            ),
-            (
-                "a backend without support",
-                "expected --moe-backend triton or marlin",
-                request(Cell("NVFP4 MARLIN", EAGER, 4), folders["nvfp4"], moe_backend="emulation"),
-            ),
-            (
-                "weight offload at the same time",
-                "weights are offloaded by --cpu-offload-gb",
-                request(Cell("BF16 TRITON", EAGER, 4), folders["bf16"], cpu_offload_gb=1.0),
-            ),
-        ]
-        if torch.cuda.device_count() > 1:
-            parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-            wanted.append(
-                (
-                    "expert parallel",
-                    "experts are spread over several GPUs",
-                    request(Cell("BF16 TRITON", EAGER, 4), folders["bf16"], **parallel),
-                )
-            )
-        results = run_engines([one for _, _, one in wanted], parallel=_PARALLEL)
-    rows = [_refused(what, reason, result) for (what, reason, _), result in zip(wanted, results, strict=True)]
-    if torch.cuda.device_count() < 2:
-        rows.append({"setting": "expert parallel", "refused": None, "said": "not run: needs two GPUs"})
-    return rows
-
-
-def _refused(setting: str, reason: str, result: EngineResult) -> dict[str, Any]:
-    message = "" if result.error is None else result.error.message
-    shown = (*result.log.refused, *message.splitlines())  # a worker process leaves its reason in the log
-    line = next((one for one in shown if VARIABLE in one), message.partition("\n")[0])
+def row(ran: Ran) -> dict[str, Any]:
+    """Return what became of an engine with a cache."""
+    assert ran.control is not None
+    columns, probe = ran.trial.columns, ran.result.probe or {}
+    outcome, detail = ran.compare()
+    if ran.control.error is not None:
+        outcome, detail = Outcome.NO_CONTROL, short_error(ran.control.error)
     return {
-        "setting": setting,
-        "refused": result.error is not None and any(reason in one for one in shown),
-        "stage": None if result.error is None else result.error.stage,
-        "said": line[:300] if result.error else f"started, {len(result.tokens)} prompts answered",
+        "backend": columns["backend"],
+        "asked": BACKENDS[columns["backend"]][1].upper(),
+        "chosen": ran.result.log.moe_backend or "not logged",
+        "mode": columns["mode"],
+        "slots": columns["slots"],
+        "planted": columns["planted"],
+        "outcome": outcome.value,
+        "detail": detail,
+        **{key: probe.get(key) for key in ("engine", "layers", "hits", "misses")},
+        "seconds": ran.result.seconds.get("total"),
     }
 
 
-def _checkpoints(folder: Path) -> dict[str, str]:
-    schemes = dict.fromkeys(scheme for scheme, _, _ in BACKENDS.values())
-    return {scheme: str(write_qwen3_moe(folder / scheme, scheme=scheme)) for scheme in schemes}
+_REFUSALS: tuple[tuple[str, str, tuple[str, str, int], Mapping[str, Any]], ...] = (
+    (
+        "fewer slots than top-k",
+        "1 slots hold fewer experts than one token needs (top_k 2)",
+        ("BF16 TRITON", GRAPHS, 1),
+        {},
+    ),
+    (
+        "a backend without support",
+        "expected --moe-backend triton or marlin",
+        ("NVFP4 MARLIN", EAGER, 4),
+        {"moe_backend": "emulation"},
+    ),
+    (
+        "weight offload at the same time",
+        "weights are offloaded by --cpu-offload-gb",
+        ("BF16 TRITON", EAGER, 4),
+        {"cpu_offload_gb": 1.0},
+    ),
+    (
+        "expert parallel",
+        "experts are spread over several GPUs",
+        ("BF16 TRITON", EAGER, 4),
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    ),
+)
+"""Setting in reports, what the error must say, (backend, mode, slots), and the arguments that are refused.
+The last one needs two GPUs."""
+
+
+def refusals(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for each engine that must not start, with what its error says. Raises UnavailableError."""
+    import torch
+
+    chosen = _REFUSALS if torch.cuda.device_count() > 1 else _REFUSALS[:-1]
+    with checkpoints(*(scheme for scheme, _, _ in BACKENDS.values())) as folders:
+        ran = run_trials(
+            [
+                replace(trial(backend, mode, slots, folders[BACKENDS[backend][0]], **arguments), control=None)
+                for _, _, (backend, mode, slots), arguments in chosen
+            ]
+        )
+    table = [
+        _refused(setting, reason, engine) for (setting, reason, *_), engine in zip(chosen, ran, strict=True)
+    ]
+    left = [
+        {"setting": setting, "refused": None, "said": "not run: needs two GPUs"}
+        for setting, *_ in _REFUSALS[len(chosen) :]
+    ]
+    return [*table, *left]
+
+
+def _refused(setting: str, reason: str, ran: Ran) -> dict[str, Any]:
+    error = ran.result.error
+    if error is None:
+        answered = f"started, {len(ran.result.tokens)} prompts answered"
+        return {"setting": setting, "refused": False, "stage": None, "said": answered}
+    lines = (*ran.result.log.refused, *error.message.splitlines())  # a worker's reason is only in the log
+    line = next((line for line in lines if VARIABLE in line), error.message.partition("\n")[0])
+    refused = any(reason in line for line in lines)
+    return {"setting": setting, "refused": refused, "stage": error.stage, "said": line[:300]}
+
+
+def memory(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the memory that vLLM's profile leaves to the KV cache, without a cache and with 8 of 64 slots.
+
+    Four layers with random weights, engines one after the other. Raises UnavailableError.
+    """
+    shape = {"num_hidden_layers": 4, "num_experts": 64, "hidden_size": 1024, "num_attention_heads": 8}
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+        folder = write_shape(Path(name), **shape, vocab_size=512)
+        ran = run_trials([_profiled(str(folder), slots) for slots in (None, 8)], parallel=1)
+    table = []
+    for engine in ran:
+        error, probe = engine.result.error, engine.result.probe
+        figures = (
+            {key: probe[key] for key in ("kv_cache_bytes", "saved_bytes", "layers")}
+            if error is None
+            else {"error": short_error(error)}
+        )
+        table.append({**engine.trial.columns, **figures})
+    return table
+
+
+def _profiled(folder: str, slots: int | None) -> Trial:
+    request = EngineRequest(
+        folder,
+        [[3, 5, 7]],
+        {
+            "load_format": "dummy",
+            "moe_backend": "triton",
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": None,
+            "gpu_memory_utilization": 0.2,
+        },
+        cached(slots),
+        max_tokens=2,
+        probe=f"{PROBES}caches",
+        seconds=SECONDS,
+        label=f"{slots} slots",
+    )
+    return Trial(request, {"slots": slots})
+
+
+def qwen(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the decode speed of Qwen3-30B-A3B's shape at each number of slots. Raises UnavailableError.
+
+    One engine with random weights: it loads with the fewest slots and profiles its memory so. Then its layers
+    get other caches over the same host memory, and its graphs are captured anew.
+    """
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+        folder = write_shape(Path(name))
+        vocab = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+        (ran,) = run_trials([Trial(_qwen_request(str(folder), vocab))])
+    error = ran.result.error
+    if error is not None:
+        raise UnavailableError(f"{error.stage}: {short_error(error)}")
+    every = {row["batch"]: row["tokens"] for row in ran.result.probe if row["slots"] == _ALL}
+    if not every:
+        raise UnavailableError("there was no time to measure with all experts on the GPU")
+    table = []
+    for measured in sorted(ran.result.probe, key=lambda row: (row["slots"], row["batch"])):
+        drawn = measured.pop("tokens")
+        equal = sum(ids == expected for ids, expected in zip(drawn, every[measured["batch"]], strict=True))
+        table.append({**measured, "sequences_as_with_all": equal, "tokens_a_sequence": len(drawn[0])})
+    table[0]["seconds_to_load"] = ran.result.seconds["load"]
+    return table
+
+
+def _qwen_request(folder: str, vocab: int) -> EngineRequest:
+    return EngineRequest(
+        folder,
+        [[17, 4711]],
+        {
+            "load_format": "dummy",
+            "moe_backend": "triton",
+            "enforce_eager": False,
+            "compilation_config": {
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": list(_BATCHES),
+            },
+            "gpu_memory_utilization": 0.9,
+            "kv_cache_memory_bytes": 4 << 30,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 1024,
+            "max_num_seqs": max(_BATCHES),
+            "enable_prefix_caching": False,
+        },
+        cached(QWEN_SLOTS[0]),
+        max_tokens=2,
+        probe=f"{PROBES}decode_speeds",
+        probe_options={
+            "slots": QWEN_SLOTS,
+            "batches": _BATCHES,
+            "steps": _STEPS,
+            "rounds": _ROUNDS,
+            "vocab": vocab,
+            "seconds": _MEASURING_SECONDS,
+        },
+        seconds=_QWEN_SECONDS,
+        label="Qwen3-30B-A3B",
+    )

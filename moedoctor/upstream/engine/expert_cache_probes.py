@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moedoctor.upstream.engine.expert_cache_shape import draw_weights
 from moedoctor.upstream.engine.probes import in_model
+from moedoctor.upstream.plugin.expert_cache_layer import host_experts
 
 _LOGGED_CALLS = 512
-"""Of a layer while ids are recorded."""
+"""Calls of a layer while ids are recorded."""
 
 
 @dataclass(frozen=True)
@@ -23,42 +24,39 @@ class _Run:
 
     figures: dict[str, Any]
     tokens: list[list[int]]
-    """That each sequence drew in the last round."""
+    """The tokens that each sequence drew in the last round."""
     starts: list[list[int]]
     """The resident experts of each layer when it began."""
     lookups: int
-    """Distinct experts of a call, over all calls and layers; 0 where nothing is counted."""
+    """Distinct experts of a call, over all calls and layers; 0 if nothing is counted."""
     ids: list[list[list[int]]]
-    """The ids of each call of each layer, -1 for none; of no layer where none were recorded."""
+    """The ids of each call of each layer, -1 for none; empty if no ids were recorded."""
 
 
 def caches(llm: Any) -> dict[str, Any]:
-    """Probe: what the caches of this engine did and hold, and the memory that vLLM found for its KV cache."""
-    found: dict[str, Any] = in_model(llm, _caches)
-    worker = _worker(llm)
-    free = getattr(worker, "available_kv_cache_memory_bytes", None)
-    return {**found, "kv_cache_bytes": None if free is None else int(free)}
+    """Probe: return what the caches of this engine did and hold, and the memory left to the KV cache."""
+    figures: dict[str, Any] = in_model(llm, _caches)
+    worker = _worker_call(llm, lambda worker: worker)
+    free = getattr(getattr(worker, "worker", worker), "available_kv_cache_memory_bytes", None)
+    return {**figures, "kv_cache_bytes": None if free is None else int(free)}
 
 
 def _caches(model: Any) -> dict[str, Any]:
-    from moedoctor.upstream.plugin.expert_cache_layer import host_experts
-
-    made = [one.cache for one in host_experts(model)]
-    stats, memory = [one.stats for one in made], [one.memory for one in made]
+    layers = [layer.cache for layer in host_experts(model)]
     return {
-        "layers": len(made),
-        "slots": made[0].capacity if made else None,
-        "engine": made[0].engine if made else None,
-        "hits": sum(one.hits for one in stats),
-        "misses": sum(one.misses for one in stats),
-        "pinned_bytes": sum(one.pinned for one in memory),
-        "device_bytes": sum(one.device for one in memory),
-        "saved_bytes": sum(one.saved for one in memory),
+        "layers": len(layers),
+        "slots": layers[0].capacity if layers else None,
+        "engine": layers[0].engine if layers else None,
+        "hits": sum(cache.stats.hits for cache in layers),
+        "misses": sum(cache.stats.misses for cache in layers),
+        "pinned_bytes": sum(cache.memory.pinned for cache in layers),
+        "device_bytes": sum(cache.memory.device for cache in layers),
+        "saved_bytes": sum(cache.memory.saved for cache in layers),
     }
 
 
 def caches_with_a_fault(llm: Any) -> Callable[[], dict[str, Any]]:
-    """Probe before generating: the last layer computes with other experts; afterwards as `caches`."""
+    """Probe before generating: let the last layer compute with wrong experts; afterwards `caches`."""
     in_model(llm, functools.partial(_roll_last, by=1))
     return lambda: caches(llm)
 
@@ -75,21 +73,23 @@ def decode_speeds(
 ) -> list[dict[str, Any]]:
     """Probe: decode at each number of slots, in one engine.
 
-    The experts stay in host memory; every layer is given an empty cache of the next size, and the CUDA graphs
-    are captured anew. `steps` are the decode steps of a round for each of `batches`. Tokens are drawn at
-    temperature 1 from a fixed seed, so that the same logits give the same tokens. Made-up weights are drawn
+    The experts stay in host memory; every layer gets an empty cache of the next size, and the CUDA graphs are
+    captured anew. `steps` are the decode steps of a round for each of `batches`. Tokens are drawn at
+    temperature 1 from a fixed seed, so that the same logits give the same tokens. Random weights are drawn
     anew before. A size that would start after `seconds` is left out.
 
-    Beside each hit rate stands the optimum's for the ids of a run that was recorded with the most slots and
-    is not timed. `control_changes_tokens`: every sequence draws other tokens where the last layer computes
-    with wrong experts, and the same ones in every round without that.
+    Each row has the hit rate, and the best possible one for the ids of a run that was recorded with the most
+    slots and is not timed. `control_changes_tokens`: every sequence draws other tokens if the last layer
+    computes with wrong experts, and the same ones in every round otherwise.
     """
     rows: list[dict[str, Any]] = []
     started = time.perf_counter()
     in_model(llm, draw_weights)
     _worker_call(llm, _resize, max(slots), max(batches))
-    experts = in_model(llm, _num_experts)
-    recorded = [_decode(llm, one, length, rounds, vocab) for one, length in zip(batches, steps, strict=True)]
+    experts = in_model(llm, lambda model: int(host_experts(model)[0].num_experts))
+    recorded = [
+        _decode(llm, batch, length, rounds, vocab) for batch, length in zip(batches, steps, strict=True)
+    ]
     for count in slots:
         began = time.perf_counter()
         if began - started > seconds:
@@ -114,38 +114,59 @@ def decode_speeds(
     return rows
 
 
-def _num_experts(model: Any) -> int:
-    from moedoctor.upstream.plugin.expert_cache_layer import host_experts
+def draw_weights(model: Any) -> None:
+    """Draw all weights of a model with caches anew, so that its tokens depend on every expert.
 
-    return int(host_experts(model)[0].num_experts)
+    The caches must be made anew after this.
+    """
+    # vLLM's random weights are all within 0.001, norms too: what a layer adds is rounded away beside the
+    # embedding. So: norms of one, an embedding of unit size, and deviations of 1 / sqrt(inputs), as in the
+    # tiny checkpoints. Large norms alone would be cheaper, but vLLM draws each layer alike, and an expert of
+    # another layer would not be noticed. Experts are drawn on the GPU and cost one copy to the host.
+    import torch
+
+    layers = host_experts(model)
+    slots = {weight.data_ptr() for layer in layers for weight in layer.cache.weights.values()}
+    draw = torch.Generator(device=layers[0].cache.device).manual_seed(0)
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            if parameter.data_ptr() in slots:
+                continue
+            if parameter.dim() == 1:
+                parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+            elif parameter.dim() == 2:
+                gain = 4.0 if "lm_head" in name else 1.0  # [outputs, inputs]
+                deviation = 1.0 if "embed" in name else gain / math.sqrt(parameter.shape[1])
+                parameter.data.normal_(0.0, deviation, generator=draw)
+        for layer in layers:
+            layer.draw(draw)
 
 
 def _roll_last(model: Any, *, by: int) -> None:
-    """A fault in the last layer, which no later layer makes larger."""
+    """Plant a fault in the last layer, which no later layer makes larger."""
     import torch
 
-    from moedoctor.upstream.plugin.expert_cache_layer import host_experts
-
-    if torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
         torch.cuda.synchronize()
     with torch.inference_mode():
         host_experts(model)[-1].roll(by)
-    if torch.cuda.is_available():
+    if on_gpu:
         torch.cuda.synchronize()
 
 
 def _control(llm: Any, steps: int, vocab: int, tokens: list[list[int]]) -> bool:
-    """Whether every sequence draws others than its `tokens` while the last layer has wrong experts."""
+    """Whether every sequence draws other tokens than `tokens` while the last layer has wrong experts."""
     in_model(llm, functools.partial(_roll_last, by=1))
     try:
         _, others = _generate(llm, len(tokens), 2 + steps, vocab, seed=0)
     finally:
         in_model(llm, functools.partial(_roll_last, by=-1))
-    return all(mine != other for mine, other in zip(tokens, others, strict=True))
+    return all(ids != other for ids, other in zip(tokens, others, strict=True))
 
 
 def _optimum(run: _Run, recorded: _Run, slots: int, experts: int) -> dict[str, Any]:
-    """Belady's hit rate for the recorded ids from what the caches held, where `run` asked for the same."""
+    """Belady's hit rate for the recorded ids, from what the caches held, if `run` asked for the same ids."""
     from moedoctor.fixes.eviction import simulate
 
     def unknown(reason: str) -> dict[str, Any]:
@@ -167,45 +188,42 @@ def _optimum(run: _Run, recorded: _Run, slots: int, experts: int) -> dict[str, A
 
 
 def _resize(worker: Any, slots: int, logged: int = 0) -> dict[str, Any]:
-    """Caches of `slots` in every layer, graphs that use them, and what torch then holds.
+    """Make caches of `slots` in every layer and graphs that use them; return what torch then holds.
 
-    `logged`: ids of calls of so many tokens are kept, which takes time in every call.
+    `logged`: if not 0, ids of calls of so many tokens are recorded, which takes time in every call.
     """
     import gc
 
     import torch
 
-    from moedoctor.upstream.plugin.expert_cache_layer import host_experts
-
     graphs = importlib.import_module("vllm.compilation.cuda_graph").CUDAGraphWrapper
     graphs.clear_all_graphs()
-    pool = torch.cuda.graph_pool_handle()  # torch takes no pool again whose graphs are all gone
+    pool = torch.cuda.graph_pool_handle()  # torch does not reuse a pool whose graphs are all gone
     for wrapper in list(graphs._all_instances):
         wrapper.graph_pool = pool
     runner = worker.model_runner
     layers = host_experts(runner.get_model())
-    for one in layers:
-        one.give(slots, captured=True)
+    for layer in layers:
+        layer.give(slots, captured=True)
         if logged:
-            one.keep_ids(_LOGGED_CALLS, logged * one.top_k)
+            layer.keep_ids(_LOGGED_CALLS, logged * layer.top_k)
     gc.collect()
     torch.cuda.empty_cache()
     with importlib.import_module("vllm.config").set_current_vllm_config(worker.vllm_config):
         runner.capture_model()
-    memory = [one.cache.memory for one in layers]
     return {
         "layers": len(layers),
         "engine": layers[0].cache.engine,
-        "expert_bytes": sum(one.device for one in memory),
-        "pinned_bytes": sum(one.pinned for one in memory),
+        "expert_bytes": sum(layer.cache.memory.device for layer in layers),
+        "pinned_bytes": sum(layer.cache.memory.pinned for layer in layers),
         "torch_bytes": int(torch.cuda.memory_allocated()),
     }
 
 
 def _decode(llm: Any, batch: int, steps: int, rounds: int, vocab: int) -> _Run:
-    """Tokens a second of `batch` sequences after the prefill, the hit rate, and what was drawn."""
+    """Measure the tokens a second of `batch` sequences after the prefill, the hit rate, and the tokens."""
     _generate(llm, batch, 4, vocab, seed=99)  # warm-up
-    before, starts = in_model(llm, _caches), in_model(llm, _started)
+    before, starts = in_model(llm, _caches), in_model(llm, _start_log)
     drawn: list[list[list[int]]] = []
     rates = []
     for _ in range(rounds):
@@ -213,47 +231,42 @@ def _decode(llm: Any, batch: int, steps: int, rounds: int, vocab: int) -> _Run:
         whole, tokens = _generate(llm, batch, 2 + steps, vocab, seed=0)
         drawn.append(tokens)
         rates.append(batch * steps / (whole - short))
-    after, ids = in_model(llm, _caches), in_model(llm, _logged)
+    after = in_model(llm, _caches)
+    ids = in_model(
+        llm, lambda model: [layer.log.calls() for layer in host_experts(model) if layer.log is not None]
+    )
     hits, misses = (after[key] - before[key] for key in ("hits", "misses"))
     figures = {
         "tokens_per_second": round(statistics.median(rates), 2),
-        "rounds": [round(one, 2) for one in rates],
-        "rounds_agree": all(one == drawn[0] for one in drawn),
+        "rounds": [round(rate, 2) for rate in rates],
+        "rounds_agree": all(tokens == drawn[0] for tokens in drawn),
         "hit_rate": hits / (hits + misses) if hits + misses else None,
     }
     return _Run(figures, drawn[-1], starts, hits + misses, ids)
 
 
-def _started(model: Any) -> list[list[int]]:
-    """The resident experts of each layer; logs begin here."""
-    from moedoctor.upstream.plugin.expert_cache_layer import host_experts
-
-    made = host_experts(model)
-    for one in made:
-        if one.log is not None:
-            one.log.clear()
-    return [[expert for expert in one.cache.resident() if expert >= 0] for one in made]
-
-
-def _logged(model: Any) -> list[list[list[int]]]:
-    from moedoctor.upstream.plugin.expert_cache_layer import host_experts
-
-    return [one.log.calls() for one in host_experts(model) if one.log is not None]
+def _start_log(model: Any) -> list[list[int]]:
+    """Begin the logs; return the resident experts of each layer."""
+    layers = host_experts(model)
+    for layer in layers:
+        if layer.log is not None:
+            layer.log.clear()
+    return [[expert for expert in layer.cache.resident() if expert >= 0] for layer in layers]
 
 
 def _generate(llm: Any, batch: int, length: int, vocab: int, seed: int) -> tuple[float, list[list[int]]]:
-    """(seconds, ids of each sequence); prompts are of one token, so that a prefill needs few experts."""
+    """(seconds, ids of each sequence). Prompts have one token, so that a prefill needs few experts."""
     vllm: Any = importlib.import_module("vllm")
     sampling = [
         vllm.SamplingParams(
-            temperature=1.0, seed=1000 * seed + one, max_tokens=length, ignore_eos=True, detokenize=False
+            temperature=1.0, seed=1000 * seed + index, max_tokens=length, ignore_eos=True, detokenize=False
         )
-        for one in range(batch)
+        for index in range(batch)
     ]
-    prompts = [{"prompt_token_ids": [(7919 * (seed + one) + 17) % vocab]} for one in range(batch)]
+    prompts = [{"prompt_token_ids": [(7919 * (seed + index) + 17) % vocab]} for index in range(batch)]
     started = time.perf_counter()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    return time.perf_counter() - started, [list(one.outputs[0].token_ids) for one in outputs]
+    return time.perf_counter() - started, [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def _worker_call(llm: Any, function: Any, *arguments: Any) -> Any:
@@ -261,9 +274,3 @@ def _worker_call(llm: Any, function: Any, *arguments: Any) -> Any:
     if len(results) != 1:
         raise ValueError(f"{len(results)} workers answered; expected one")
     return results[0]
-
-
-def _worker(llm: Any) -> Any:
-    """The worker of an engine whose only one is in this process."""
-    worker = _worker_call(llm, lambda worker: worker)
-    return getattr(worker, "worker", worker)

@@ -1,16 +1,17 @@
 """What the NaN trace costs a decode step: engines with and without it side by side, timed in turn.
 
 Four engines are up at once and only one of them works at a time, in the order off, on, on, off and on the
-same core, so that clocks and neighbours strike all alike and a drift cancels out. A round is the difference
-between a long and a short generation. What an engine takes is the best of the medians of blocks of rounds,
-for whatever else the machine does only adds time. How far two engines that are alike differ is the noise.
+same core, so that clocks and neighbours affect all alike and a drift cancels out. A round is the difference
+between a long and a short generation. The time of an engine is the best of the medians of blocks of rounds,
+because whatever else the machine does only adds time. The noise is how far two identical engines differ.
 
-A tiny model shows what watching a layer costs where launches take the time, layers of a real model's size
+A tiny model shows what watching a layer costs if launches take the time; layers of a real model's size show
 what is left of that beside real work.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import statistics
@@ -24,15 +25,14 @@ from typing import Any
 
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.results import UnavailableError
-from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, run_engines
-from moedoctor.upstream.engine.expert_cache_shape import write_shape
-from moedoctor.upstream.engine.nan_requests import BATCH, SECONDS, engine_arguments, prompts, said, traced
-from moedoctor.upstream.engine.step_events import step_events
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
+from moedoctor.upstream.engine.experiment import Trial, run_trials, write_shape
+from moedoctor.upstream.engine.nan_padding import BATCH, SECONDS, engine_arguments, prompts, traced
 
 _NAMES = ("off 1", "on 1", "on 2", "off 2")
 _STEPS, _ROUNDS, _BLOCK = 48, 64, 8
 _PATIENCE = 200.0
-"""Seconds that an engine waits for the others to be up, or to be through."""
+"""Seconds that an engine waits for the others to start, or to finish."""
 
 
 @dataclass(frozen=True)
@@ -58,54 +58,70 @@ _LARGE = _Model("Qwen3-30B-A3B's layers", 12, _qwen, {"load_format": "dummy", "g
 
 
 def overhead(sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Milliseconds of a decode step without and with the trace, and the ratio less 1: real layers."""
-    return [_of_model(_LARGE)]
+    """Return the milliseconds of a decode step without and with the trace, and the ratio less 1."""
+    return [_measure(_LARGE)]
 
 
 def overhead_tiny(sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The same of a tiny model."""
-    return [_of_model(_TINY)]
+    """Return the same for a tiny model."""
+    return [_measure(_TINY)]
 
 
-def _of_model(model: _Model) -> dict[str, Any]:
+def _measure(model: _Model) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
         folder = Path(name)
         model.write(folder / "model", model.layers)
-        results = run_engines([_request(model, folder, one) for one in _NAMES], parallel=len(_NAMES))
+        trials = [Trial(_request(model, folder, engine)) for engine in _NAMES]
+        results = [ran.result for ran in run_trials(trials, parallel=len(_NAMES))]
     for result in results:
         if result.error is not None:
-            raise UnavailableError(f"{model.name}, {result.label}: {said(result)}")
+            raise UnavailableError(f"{model.name}, {result.label}: {result.error.line()}")
     return {"model": model.name, "layers": model.layers, "batch": BATCH, **_figures(results)}
 
 
+def _request(model: _Model, folder: Path, name: str) -> EngineRequest:
+    return EngineRequest(
+        str(folder / "model"),
+        prompts(),
+        {**engine_arguments(), **model.arguments},
+        # Without a seed for hashes even dictionaries differ from process to process.
+        {"PYTHONHASHSEED": "0", **(traced() if name.startswith("on") else {})},
+        max_tokens=2,
+        probe="moedoctor.upstream.engine.nan_overhead:decode_times",
+        probe_options={"steps": _STEPS, "rounds": _ROUNDS, "meet": str(folder), "name": name},
+        seconds=SECONDS,
+        label=f"trace {name}",
+    )
+
+
 def decode_times(llm: Any, *, steps: int, rounds: int, meet: str, name: str) -> dict[str, Any]:
-    """Probe: milliseconds of a decode step in each round; `meet` is a folder that the engines share."""
+    """Probe: return the milliseconds of a decode step in each round; the engines share the folder `meet`."""
     folder = Path(meet)
     _seconds(llm, steps)  # warm-up
     _wait_for_all(folder, name, "up")
     wall, gpu = [], []
     with step_events() as events, _one_core() as work:
-        for slot, whose in enumerate(turns(rounds)):
-            if whose != name:
+        for turn, engine in enumerate(turns(rounds)):
+            if engine != name:
                 continue
-            if slot:
-                _wait_for(folder / f"{slot - 1}.done", "its turn did not come")
+            if turn:
+                _wait_for(folder / f"{turn - 1}.done", "its turn did not come")
             with work():
                 # A generation of two tokens has the prefill and one decode step; the rest is decode steps.
                 short = _seconds(llm, 2)
                 events.clear()
                 wall.append((_seconds(llm, steps + 2) - short) / steps * 1e3)
             gpu.append(events.milliseconds(skipped=2))
-            (folder / f"{slot}.done").touch()
+            (folder / f"{turn}.done").touch()
     _wait_for_all(folder, name, "through")
-    return {"step_ms": wall, "gpu_ms": [one for one in gpu if one is not None]}
+    return {"step_ms": wall, "gpu_ms": [time for time in gpu if time is not None]}
 
 
 @contextmanager
 def _one_core() -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Gives a context in which this thread has the last core, as in every engine; else it has the others.
+    """Yield a context in which this thread has the last core, as in every engine; outside it has the others.
 
-    Without it engines that are alike differed by 8 %. Where cores cannot be chosen it does nothing.
+    Without it identical engines differed by 8 %. It does nothing on systems that cannot choose cores.
     """
     every = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if len(every) < 2:
@@ -129,45 +145,75 @@ def _one_core() -> Iterator[Callable[[], AbstractContextManager[None]]]:
 
 
 def turns(rounds: int) -> Sequence[str]:
-    """Which engine works, one after another: each round there and the next one back."""
-    return [one for index in range(rounds) for one in (_NAMES if index % 2 == 0 else _NAMES[::-1])]
+    """Return which engine works, turn by turn: one round forwards, the next backwards."""
+    return [name for index in range(rounds) for name in (_NAMES if index % 2 == 0 else _NAMES[::-1])]
 
 
 def _seconds(llm: Any, tokens: int) -> float:
     vllm: Any = importlib.import_module("vllm")
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
-    llm.generate([{"prompt_token_ids": one} for one in prompts()], sampling, use_tqdm=False)
+    llm.generate([{"prompt_token_ids": ids} for ids in prompts()], sampling, use_tqdm=False)
     return time.perf_counter() - started
 
 
 def _wait_for_all(folder: Path, name: str, stage: str) -> None:
     (folder / f"{name}.{stage}").touch()
-    for one in _NAMES:
-        _wait_for(folder / f"{one}.{stage}", f"not all engines were {stage}")
+    for engine in _NAMES:
+        _wait_for(folder / f"{engine}.{stage}", f"not all engines were {stage}")
 
 
-def _wait_for(file: Path, otherwise: str) -> None:
+def _wait_for(file: Path, failure: str) -> None:
     until = time.monotonic() + _PATIENCE
     while not file.exists():
         if time.monotonic() > until:
-            raise TimeoutError(f"{otherwise} within {_PATIENCE:g} s")
+            raise TimeoutError(f"{failure} within {_PATIENCE:g} s")
         time.sleep(0.002)
 
 
-def _request(model: _Model, folder: Path, name: str) -> EngineRequest:
-    return EngineRequest(
-        str(folder / "model"),
-        prompts(),
-        {**engine_arguments(), **model.arguments},
-        # Without a seed for hashes even dictionaries differ from process to process.
-        {"PYTHONHASHSEED": "0", **(traced() if name.startswith("on") else {})},
-        max_tokens=2,
-        probe="moedoctor.upstream.engine.nan_overhead:decode_times",
-        probe_options={"steps": _STEPS, "rounds": _ROUNDS, "meet": str(folder), "name": name},
-        seconds=SECONDS,
-        label=f"trace {name}",
-    )
+class StepEvents:
+    """GPU time of an engine's steps: a pair of events around the model's call in each step since `clear`."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Any, Any]] = []
+
+    def clear(self) -> None:
+        self._pairs.clear()
+
+    def milliseconds(self, skipped: int) -> float | None:
+        """Return the median of all steps but the first `skipped`; None without a step. Waits for the GPU."""
+        pairs = self._pairs[skipped:]
+        if not pairs:
+            return None
+        pairs[-1][1].synchronize()
+        return statistics.median(float(start.elapsed_time(end)) for start, end in pairs)
+
+    def around(self, original: Any) -> Any:
+        """Return `original` with an event before and after it."""
+        import torch
+
+        @functools.wraps(original)
+        def timed(*arguments: Any, **options: Any) -> Any:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = original(*arguments, **options)
+            end.record()
+            self._pairs.append((start, end))
+            return result
+
+        return timed
+
+
+@contextmanager
+def step_events() -> Iterator[StepEvents]:
+    """Time the steps of the vLLM in this process, including what a trace launches."""
+    runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    events, original = StepEvents(), runner._model_forward
+    runner._model_forward = events.around(original)
+    try:
+        yield events
+    finally:
+        runner._model_forward = original
 
 
 def _figures(results: Sequence[EngineResult]) -> dict[str, Any]:
@@ -186,7 +232,7 @@ def _figures(results: Sequence[EngineResult]) -> dict[str, Any]:
 
 
 def _compared(probes: Mapping[str, Mapping[str, Any]], key: str, prefix: str) -> dict[str, Any]:
-    """The best of each engine, the overhead of their means, and how far engines that are alike differ."""
+    """The best time of each engine, the overhead of their means, and how far identical engines differ."""
     best = {name: best_median(probe[key]) for name, probe in probes.items()}
     off, on = ([best[name] for name in _NAMES if name.startswith(kind)] for kind in ("off", "on"))
     return {
@@ -200,5 +246,5 @@ def _compared(probes: Mapping[str, Mapping[str, Any]], key: str, prefix: str) ->
 
 
 def best_median(times: Sequence[float]) -> float:
-    """The smallest median of `_BLOCK` rounds that follow each other."""
+    """Return the smallest median of `_BLOCK` rounds that follow each other."""
     return min(statistics.median(times[start : start + _BLOCK]) for start in range(0, len(times), _BLOCK))

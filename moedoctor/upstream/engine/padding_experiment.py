@@ -1,6 +1,6 @@
 """The experiment of MD001 in a real engine: padding rows made NaN, and the top-k kernel of another release.
 
-Only for engines that moedoctor starts itself: ``MOEDOCTOR_EXPERIMENT`` is read by the trace `nan` alone, and
+Only for engines that moedoctor starts itself. Only the trace `nan` reads ``MOEDOCTOR_EXPERIMENT``, which
 holds JSON: ``{"poison_padding": true, "topk_softmax": "moe_C.so of another release"}``, or
 ``{"poison_memory": true}``.
 """
@@ -30,26 +30,27 @@ class Experiment:
     poison_padding: bool = False
     """The attention output of padding rows becomes NaN."""
     poison_memory: bool = False
-    """Memory that the process will be given holds NaN before the model is made."""
+    """Memory that the process will get holds NaN before the model is made."""
     topk_softmax: str | None = None
-    """Shared object of another release, whose `topk_softmax` takes the place of vLLM's own."""
+    """Shared object of another release, whose `topk_softmax` replaces vLLM's own."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Experiment | None:
-        """The experiment that the environment asks for; raises FixError for one that makes no sense."""
+        """Return the experiment in the environment, None without any. Raises FixError for an invalid one."""
         text = environ.get(VARIABLE, "").strip()
         if not text:
             return None
         try:
-            asked = cls(**json.loads(text))
+            experiment = cls(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise FixError(f"{VARIABLE}: {error}; expected JSON with poison_padding") from None
         for name in ("poison_padding", "poison_memory"):
-            if not isinstance(getattr(asked, name), bool):
-                raise FixError(f"{VARIABLE}: {name} is {getattr(asked, name)!r}; expected true or false")
-        if not isinstance(asked.topk_softmax, str | None):
-            raise FixError(f"{VARIABLE}: topk_softmax is {asked.topk_softmax!r}; expected a path")
-        return asked
+            value = getattr(experiment, name)
+            if not isinstance(value, bool):
+                raise FixError(f"{VARIABLE}: {name} is {value!r}; expected true or false")
+        if not isinstance(experiment.topk_softmax, str | None):
+            raise FixError(f"{VARIABLE}: topk_softmax is {experiment.topk_softmax!r}; expected a path")
+        return experiment
 
     def poison(self, output: Any, real: int) -> None:
         """Make the rows of `output` [tokens, ...] from `real` on NaN."""
@@ -57,21 +58,21 @@ class Experiment:
             output[real:].fill_(float("nan"))
 
     def apply(self) -> str:
-        """Put the other release's kernel in place; what is wrong on purpose, in words."""
-        said = ["padding rows are made NaN"] if self.poison_padding else []
+        """Put the other release's kernel in place; return in words what is wrong on purpose."""
+        changes = ["padding rows are made NaN"] if self.poison_padding else []
         if self.poison_memory:
-            said.append(f"{_leave_nan_behind()} MiB of memory held NaN")
+            changes.append(f"{_leave_nan_behind()} MiB of memory held NaN")
         if self.topk_softmax is not None:
             operations = importlib.import_module("vllm._custom_ops")
             expect(operations, "topk_softmax", ("topk_weights", "gating_output"), ("topk_softmax(",))
             operators = load_beside(Path(self.topk_softmax))
             replace_once(operations, "topk_softmax", lambda original: _other(operators), by="experiment")
-            said.append(f"topk_softmax of {Path(self.topk_softmax).parent.name}")
-        return "; ".join(said) or "nothing is put wrong"
+            changes.append(f"topk_softmax of {Path(self.topk_softmax).parent.name}")
+        return "; ".join(changes) or "nothing is put wrong"
 
 
 def _leave_nan_behind() -> int:
-    """Fill GPU memory with NaN and give it back; MiB. What is allocated next and not written holds it."""
+    """Fill GPU memory with NaN and free it; return the MiB. The next allocations hold NaN."""
     import torch
 
     mib = min(torch.cuda.mem_get_info()[0] // 4, 8 << 30) >> 20
@@ -85,10 +86,10 @@ def _leave_nan_behind() -> int:
 
 
 def load_beside(path: Path) -> Any:
-    """The MoE operators of another release, beside those of the vLLM that is loaded.
+    """Load the MoE operators of another release beside those of the vLLM that is loaded.
 
     All releases register the same namespace, which is one string in the shared object; a copy that says
-    ``_moe_X`` instead is what is loaded. Raises FixError where the string is not there exactly once.
+    ``_moe_X`` instead is what is loaded. Raises FixError unless the string occurs exactly once.
     """
     import torch
 
@@ -114,7 +115,7 @@ def load_beside(path: Path) -> Any:
 
 
 def renamed(library: bytes) -> bytes:
-    """`library` with its operators' namespace changed; raises FixError where it is not there exactly once."""
+    """Return `library` with its operators' namespace changed. Raises FixError unless it occurs once."""
     count = library.count(_NAMESPACE)
     if count != 1:
         raise FixError(f"the namespace _moe_C is {count} times in the shared object; expected it once")

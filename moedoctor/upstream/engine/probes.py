@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +12,18 @@ _MEMORY_TYPE = 2
 """CU_POINTER_ATTRIBUTE_MEMORY_TYPE"""
 _KINDS = {1: "host", 2: "device", 3: "array", 4: "unified"}
 _DIRECTIONS, _ROWS = 8, 16
-"""A digest holds at most `_ROWS` projections onto `_DIRECTIONS` directions, each of a token or several."""
+"""A digest holds at most `_ROWS` projections onto `_DIRECTIONS` directions, each of one token or several."""
 
 
 def where_weights_live(llm: Any, names: str = "") -> dict[str, Any]:
-    """Bytes of the model's parameters by the memory that they are really in, as the CUDA driver says it.
+    """Return the bytes of the model's parameters by the memory that they are in, according to the CUDA
+    driver.
 
-    A tensor that torch calls a CUDA tensor may be a view of host memory. `names` keeps parameters whose name
-    contains it. Gives ``{"bytes": {place: bytes}, "marked": {place: bytes}, "parameters": [{...}]}``;
-    `marked` counts those that vLLM has marked as offloaded.
+    A CUDA tensor of torch may be a view of host memory. Only parameters whose name contains `names` count.
+    Returns ``{"bytes": {place: bytes}, "marked": {place: bytes}, "parameters": [{...}]}``; `marked` counts
+    those that vLLM has marked as offloaded.
     """
-    found: dict[str, Any] = in_model(llm, lambda model: weights_by_place(model, names))
-    return found
+    return dict(in_model(llm, lambda model: weights_by_place(model, names)))
 
 
 def weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
@@ -32,7 +32,7 @@ def weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
     marked: dict[str, int] = {}
     parameters = []
     for name, parameter in model.named_parameters():
-        if names not in name or not parameter.numel():  # an empty one has no address to ask about
+        if names not in name or not parameter.numel():  # an empty parameter has no address to ask about
             continue
         place, size = memory_of(parameter), parameter.numel() * parameter.element_size()
         is_marked = bool(getattr(parameter, "_vllm_is_uva_offloaded", False))
@@ -44,15 +44,16 @@ def weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
 
 
 def layers_and_places(llm: Any, names: str = "", calls: int = 0) -> Callable[[], dict[str, Any]]:
-    """For a probe before generating: `layer_outputs` of the first `calls` calls, and `bytes_on_host` at the
-    end."""
+    """Probe before generating: `layer_outputs` of the first `calls` calls, and `bytes_on_host` at the end."""
     outputs = layer_outputs(llm, calls) if calls else dict
     return lambda: {**outputs(), **in_model(llm, lambda model: bytes_on_host(model, names))}
 
 
 def bytes_on_host(model: Any, names: str = "") -> dict[str, int]:
-    """``{"parameter_bytes", "host_bytes"}``: of the parameters whose name contains `names`, all bytes and
-    those in host memory: mapped, on the CPU, or in the blocks that the fix `offload` copies from."""
+    """Return ``{"parameter_bytes", "host_bytes"}`` of the parameters whose name contains `names`.
+
+    Bytes are on the host if they are mapped, on the CPU, or in the blocks that the fix `offload` copies from.
+    """
     places = weights_by_place(model, names)["bytes"]
     stored = sum(
         region.nbytes
@@ -79,9 +80,8 @@ def memory_of(tensor: Any) -> str:
 
 
 def kv_cache_scales(llm: Any) -> list[dict[str, Any]]:
-    """What each attention layer keeps keys and values in: ``{"layer", "dtype", "k_scale", "v_scale"}``."""
-    found: list[dict[str, Any]] = in_model(llm, _cache_scales)
-    return found
+    """Return the KV cache of each attention layer: ``{"layer", "dtype", "k_scale", "v_scale"}``."""
+    return list(in_model(llm, _cache_scales))
 
 
 def _cache_scales(model: Any) -> list[dict[str, Any]]:
@@ -98,44 +98,45 @@ def _cache_scales(model: Any) -> list[dict[str, Any]]:
 
 
 def layer_outputs(llm: Any, calls: int = 1) -> Callable[[], dict[str, Any]]:
-    """Hooks on the decoder layers, for a probe before generating: what each put out in its first calls.
+    """Probe before generating: hook the decoder layers and record the outputs of their first calls.
 
-    Each output is a digest (equal bits, equal digest) with its norm and its tokens' projections onto 8
-    directions, so that two runs can be compared through JSON. Of more than 16 tokens several are added up
-    with random weights, so that one that is wrong, negated or elsewhere still shows. Needs `enforce_eager`:
-    compiled code passes the hooks by.
+    An output is a digest (equal bits, equal digest) with its norm and its tokens' projections onto 8
+    directions, so that two runs can be compared through JSON. With more than 16 tokens, several are added up
+    with random weights, so that a token that is wrong, negated or elsewhere still shows. Needs
+    `enforce_eager`: compiled code does not call the hooks.
     """
-    seen: list[dict[str, Any]] = []
+    outputs: list[dict[str, Any]] = []
 
     def watch(model: Any) -> int:
-        found = list(decoder_layers(model))
-        for name, layer in found:
-            layer.register_forward_hook(_recorder(name, seen, calls))
-        return len(found)
+        layers = list(decoder_layers(model))
+        for name, layer in layers:
+            layer.register_forward_hook(_recorder(name, outputs, calls))
+        return len(layers)
 
     watched = in_model(llm, watch)
-    return lambda: {"layers": watched, "outputs": seen}
+    return lambda: {"layers": watched, "outputs": outputs}
 
 
 def decoder_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """The modules of the longest list of layers in `model`, with their names."""
+    """Yield name and module of each layer in the longest list of layers in `model`."""
     import torch
 
-    lists = [(name, one) for name, one in model.named_modules() if isinstance(one, torch.nn.ModuleList)]
+    named = model.named_modules()
+    lists = [(name, module) for name, module in named if isinstance(module, torch.nn.ModuleList)]
     if not lists:
         raise ValueError("the model has no list of layers")
-    name, longest = max(lists, key=lambda one: len(one[1]))
+    name, longest = max(lists, key=lambda pair: len(pair[1]))
     for index, layer in enumerate(longest):
         yield f"{name}.{index}", layer
 
 
-def _recorder(name: str, seen: list[dict[str, Any]], calls: int) -> Callable[..., None]:
+def _recorder(name: str, outputs: list[dict[str, Any]], calls: int) -> Callable[..., None]:
     counted = {"calls": 0}
 
     def hook(module: Any, inputs: Any, output: Any) -> None:
         counted["calls"] += 1
         if counted["calls"] <= calls:
-            seen.append({"layer": name, "call": counted["calls"], **_digest(output)})
+            outputs.append({"layer": name, "call": counted["calls"], **_digest(output)})
 
     return hook
 
@@ -143,9 +144,10 @@ def _recorder(name: str, seen: list[dict[str, Any]], calls: int) -> Callable[...
 def _digest(output: Any) -> Mapping[str, Any]:
     import torch
 
-    parts = [one for one in (output if isinstance(output, (tuple, list)) else (output,)) if one is not None]
-    # vLLM's layers give the update and the residual apart; the hidden state is their sum.
-    state = torch.stack([one.detach().float() for one in parts]).sum(0).cpu()  # [..., hidden]
+    outputs = output if isinstance(output, (tuple, list)) else (output,)
+    parts = [part for part in outputs if part is not None]
+    # vLLM's layers return the update and the residual apart; the hidden state is their sum.
+    state = torch.stack([part.detach().float() for part in parts]).sum(0).cpu()  # [..., hidden]
     state = state.reshape(-1, state.shape[-1])  # [tokens, hidden]
     digest = hashlib.sha256(state.contiguous().numpy().tobytes()).hexdigest()[:16]
     return {
@@ -153,18 +155,18 @@ def _digest(output: Any) -> Mapping[str, Any]:
         "digest": digest,
         "norm": float(state.norm()),
         "finite": bool(state.isfinite().all()),
-        "projection": [[float(f"{one:.6g}") for one in row] for row in _projected(state).tolist()],
+        "projection": [[float(f"{value:.6g}") for value in row] for row in _projected(state).tolist()],
     }
 
 
 def _projected(state: Any) -> Any:
-    """Float32 [min(tokens, 16), 8] for the float32 `state` [tokens, hidden], with the same numbers always."""
+    """Float32 [min(tokens, 16), 8] for the float32 `state` [tokens, hidden], always with the same numbers."""
     import torch
 
     tokens, hidden = state.shape
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(hidden, _DIRECTIONS, generator=generator)  # [hidden, 8]
-    weights = torch.rand(tokens, generator=generator) + 0.5  # [tokens]: none is near 0
+    weights = torch.rand(tokens, generator=generator) + 0.5  # [tokens], none near 0
     weights *= torch.randint(2, (tokens,), generator=generator) * 2 - 1
     rows = max(1, min(tokens, _ROWS))
     projected = (state @ directions) * weights[:, None]  # [tokens, 8]
@@ -172,16 +174,16 @@ def _projected(state: Any) -> Any:
 
 
 def serve_from_gpu(llm: Any) -> dict[str, Any]:
-    """For an engine with the fix `offload`, before generating: its weights come from GPU memory from now on.
+    """Probe before generating, for the fix `offload`: from now on its weights come from GPU memory.
 
-    The compiled code stays as it is and copies as before, out of GPU memory; what was on the host is
-    overwritten, so that reading it would show. Gives ``{"bytes": moved}``.
+    The compiled code stays the same and copies as before, but out of GPU memory. What was on the host is
+    overwritten, so reading it would show. Returns ``{"bytes": moved}``.
     """
     return {"bytes": in_model(llm, take_off_the_host)}
 
 
 def take_off_the_host(model: Any) -> int:
-    """`serve_from_gpu` for a torch module; the bytes that were moved."""
+    """`serve_from_gpu` for a torch module; returns the bytes that were moved."""
     moved = 0
     for pipeline in _pipelines(model):
         pipeline.settle()
@@ -195,16 +197,75 @@ def take_off_the_host(model: Any) -> int:
 
 
 def _pipelines(model: Any) -> list[Any]:
-    """Those of the fix `offload` in a torch module, each once."""
+    """The pipelines of the fix `offload` in a torch module, each once."""
     from moedoctor.fixes.offload.hooks import MARK
 
-    found = {id(one): one for module in model.modules() if (one := vars(module).get(MARK)) is not None}
-    return list(found.values())
+    marked = (vars(module).get(MARK) for module in model.modules())
+    return list({id(pipeline): pipeline for pipeline in marked if pipeline is not None}.values())
 
 
 def in_model(llm: Any, function: Callable[[Any], Any]) -> Any:
-    """What `function` gives for the model of a single worker in this process."""
+    """Return what `function` returns for the model of the only worker, which is in this process."""
     results = llm.apply_model(function)
     if len(results) != 1:
         raise ValueError(f"{len(results)} workers answered; expected one")
     return results[0]
+
+
+ROUNDING = 0.02
+"""Relative difference of a layer's output, in its worst token, up to which it is rounding."""
+
+
+def first_parting(control: Any, other: Any, equal_tokens: int | None = None) -> dict[str, Any]:
+    """Return where the layers' outputs of two runs differ: first in a bit, and first by more than rounding.
+
+    `control` and `other`: evidence of `layer_outputs`. `equal_tokens`: how many tokens both generated before
+    the first that differs; later calls have other inputs and are not compared. None: all are equal.
+    ``until_parting``: whether the call of the first different token is among those compared.
+    """
+    outputs, expected = _outputs(other), _outputs(control)
+    # A prompt takes one call, or several if it is long; calls with more than one token belong to it.
+    prompt_calls = max((int(row["call"]) for row in expected if row["tokens"] > 1), default=1)
+    last = None if equal_tokens is None else prompt_calls + equal_tokens
+    figures: dict[str, Any] = {
+        "layers_compared": 0,
+        "calls_compared": 0,
+        "until_parting": False,
+        "first_bit": None,
+        "first_layer": None,
+    }
+    layers = set()
+    for row, reference in zip(outputs, expected, strict=False):
+        if any(row[key] != reference[key] for key in ("layer", "call", "tokens")):
+            break
+        if last is not None and row["call"] > last:
+            break
+        layers.add(row["layer"])
+        figures |= {"layers_compared": len(layers), "calls_compared": row["call"]}
+        if row["digest"] == reference["digest"]:
+            continue
+        figures["first_bit"] = figures["first_bit"] or row["layer"]
+        tokens = zip(row["projection"], reference["projection"], strict=True)
+        difference = max((relative_error(token, right) for token, right in tokens), default=0.0)
+        if figures["first_layer"] is None and not (row["finite"] and difference <= ROUNDING):
+            figures |= {"first_layer": row["layer"], "first_call": row["call"]}
+            figures["relative_difference"] = round(difference, 6) if row["finite"] else "not finite"
+    figures["until_parting"] = bool(layers) and figures["calls_compared"] == last
+    return figures
+
+
+def relative_error(values: Sequence[float], reference: Sequence[float]) -> float:
+    """Return ‖values - reference‖ / ‖reference‖; NaN counts as infinite."""
+    difference = sum((a - b) ** 2 for a, b in zip(values, reference, strict=True)) ** 0.5
+    length = sum(b * b for b in reference) ** 0.5
+    error = difference / length if length else difference
+    return error if error == error else float("inf")
+
+
+def _outputs(evidence: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(evidence, Mapping):
+        return []
+    return [
+        {**row, "projection": [[float(value) for value in token] for token in row["projection"]]}
+        for row in evidence.get("outputs", ())
+    ]

@@ -14,9 +14,11 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from moedoctor.fixes.backends import release_tables as backend_tables
@@ -35,6 +37,8 @@ TRACES: Mapping[str, str] = {
     "nan": "moedoctor.upstream.plugin.nan_trace",
 }
 """Name of a trace -> its module."""
+STATUS_VARIABLE = "MOEDOCTOR_STATUS"
+"""A file for what is active, a JSON list. Set for the engines that moedoctor starts itself."""
 _TABLES = ((VARIABLE, "fix", FIXES), (TRACE_VARIABLE, "trace", TRACES))
 _MARK = "__moedoctor_fix__"
 _BY = "__moedoctor_by__"
@@ -78,6 +82,8 @@ def _register(process: int, values: tuple[str, ...]) -> None:
         shown = logger.hasHandlers() and logger.isEnabledFor(logging.INFO)
         level = logging.INFO if shown else logging.WARNING
         logger.log(level, "moedoctor: active in vLLM %s: %s", version, "; ".join(active))
+        if status := os.environ.get(STATUS_VARIABLE):
+            Path(status).write_text(json.dumps(active), encoding="utf-8")
 
 
 def chosen(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moedoctor.results import UnavailableError
 from moedoctor.upstream.releases.wheel import package_folders
 
 _MAX_BYTES = 8 << 20
@@ -31,10 +32,10 @@ class ReleaseSource:
 
     @classmethod
     def installed(cls) -> ReleaseSource:
-        """Return the vLLM of this environment, which is not imported. Raises SourceError."""
+        """Return the vLLM of this environment, which is not imported. Raises UnavailableError."""
         folders = package_folders("vllm")
         if not folders:
-            raise SourceError("vllm is not installed here")
+            raise UnavailableError("vllm is not installed here")
         return cls(folders[0].parent)
 
     def text(self, member: str) -> str:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from engine_stub import answered, died
 
 from moedoctor.faults.offload.offload_noop import OffloadNoop
-from moedoctor.faults.offload.offload_noop_engine import evidence
-from moedoctor.faults.offload.offload_noop_lab import Reload, observe, rebinding, remembering, upstream
-from moedoctor.results import Case, CaseVerdict, Death, Observation, Tier
-from moedoctor.upstream.engine.engine import EngineError, EngineResult
-from moedoctor.upstream.engine.log import LogFacts
+from moedoctor.faults.offload.offload_noop_lab import Reload, engine_evidence, places, remembering
+from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier
+from moedoctor.runner.plan import Options, plan
+from moedoctor.scenario.targets import builtin_file, load_scenario
+from moedoctor.upstream.engine import engine as engine_module
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.plugin.offload_fix import forgetting
 from moedoctor.upstream.releases.release_source import ReleaseSource
+from tests.faults.offload.cases import CONTROL_AND_FIX, run_case
 
-CASE = Case("MD013", "faulty", Tier.MODEL, {"cause": "repacked"})
 CONTEXT = """
 from contextlib import contextmanager
 
@@ -43,78 +46,67 @@ def replace_parameter(layer, name, new):
 """
 
 
-def release(tmp_path: Path, replace: str) -> ReleaseSource:
+def run_release(tmp_path: Path, replace: str) -> CaseResult:
     for file, text in (("utils.py", replace), ("model_loader/utils.py", CONTEXT)):
         path = tmp_path / "vllm/model_executor" / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    return ReleaseSource(tmp_path)
+    return run_case(OffloadNoop(), "vllm@0.33.0", Tier.LIBRARY, ReleaseSource(tmp_path))
 
 
-def verdict(seen: Observation) -> CaseVerdict:
-    return OffloadNoop().judge(CASE, seen).verdict
+def verdict_of(evidence: dict[str, Any]) -> CaseVerdict:
+    case = Case("MD013", "faulty", Tier.MODEL, {"cause": "repacked"})
+    return OffloadNoop().judge(case, Observation(evidence)).verdict
 
 
-def test_control_and_fix() -> None:
-    fault = OffloadNoop()
-    assert verdict(fault.observe(CASE, fault.faulty(CASE))) is CaseVerdict.REPRODUCED
-    fixed = fault.observe(CASE, fault.fixed(CASE))
-    assert verdict(fixed) is CaseVerdict.CLEAN
-    assert fixed.evidence["device_bytes"] == 0
+@CONTROL_AND_FIX
+def test_control_and_fix(subject: str, verdict: CaseVerdict) -> None:
+    case = run_case(OffloadNoop(), subject)
+    assert case.verdict is verdict
+    assert (case.evidence["device_bytes"] == 0) is (subject == "fixed")
 
 
 def test_a_release_that_registers_a_new_parameter_is_clean(tmp_path: Path) -> None:
-    assert verdict(observe(release(tmp_path, NEW_OBJECT))) is CaseVerdict.CLEAN
+    assert run_release(tmp_path, NEW_OBJECT).verdict is CaseVerdict.CLEAN
 
 
-def test_a_release_that_keeps_the_parameter_leaves_what_changed_on_the_gpu(tmp_path: Path) -> None:
-    source = release(tmp_path, SAME_OBJECT)
-    seen = observe(source)
-    assert verdict(seen) is CaseVerdict.REPRODUCED
-    assert [(one["parameter"], one["marked"], one["memory"]) for one in seen.evidence["weights"]] == [
-        ("w13_weight", True, "device"),
-        ("w2_weight", True, "host"),
-    ]
-    assert seen.evidence["host_bytes_with_plug_in"] == seen.evidence["asked_bytes"]
-    theirs = upstream(source)
-    assert verdict(observe(Reload(theirs.replace, forgetting(theirs.context)))) is CaseVerdict.CLEAN
+def test_a_release_that_keeps_the_parameter_leaves_changed_weights_on_the_gpu(tmp_path: Path) -> None:
+    case = run_release(tmp_path, SAME_OBJECT)
+    assert case.verdict is CaseVerdict.REPRODUCED
+    weights = [(row["parameter"], row["marked"], row["memory"]) for row in case.evidence["weights"]]
+    assert weights == [("w13_weight", True, "device"), ("w2_weight", True, "host")]
+    assert case.evidence["host_bytes_with_plug_in"] == case.evidence["asked_bytes"]
+    assert OffloadNoop().conclude([case]) == {
+        "releases_run": ["0.33.0"],
+        "repacked_weights_stay_on_the_gpu": ["0.33.0"],
+        "of_these_mended_by_the_plug_in": ["0.33.0"],
+    }
 
 
 def test_weights_that_are_left_alone_are_not_copied_again() -> None:
-    """The mark of what nobody touched stays, so the fix costs nothing there."""
-    made: list[int] = []
+    """The mark of untouched weights stays, so the fix costs nothing there."""
+    calls: list[int] = []
 
-    def idle(view: object) -> object:
-        return lambda layer, name, new: made.append(1)
+    def idle(view: object) -> Any:
+        return lambda layer, name, new: calls.append(1)
 
-    seen = observe(Reload(idle, forgetting(remembering)))  # type: ignore[arg-type]
-    assert made == [1, 1]
-    assert verdict(seen) is CaseVerdict.CLEAN
-
-
-def test_the_points_and_their_tiers() -> None:
-    fault = OffloadNoop()
-    assert fault.has_point(Tier.MODEL, {"cause": "repacked"})
-    assert fault.has_point(Tier.ENGINE, {"cause": "v2_runner"})
-    assert not fault.has_point(Tier.ENGINE, {"cause": "repacked"})
-    assert not fault.has_point(Tier.LIBRARY, {"cause": "v2_runner"})
+    evidence = places(Reload(idle, forgetting(remembering)))
+    assert calls == [1, 1]
+    assert verdict_of(evidence) is CaseVerdict.CLEAN
 
 
-def test_the_plan_holds_each_point_at_its_own_tiers(tmp_path: Path) -> None:
-    from moedoctor.runner.plan import Options, plan
-    from moedoctor.scenario.targets import builtin_file, load_scenario
-
+def test_the_plan_holds_each_point_at_its_own_tiers() -> None:
     scenario = load_scenario(builtin_file("offload_noop"))
     options = Options(sources={"vllm@0.33.0": "vllm.whl", "vllm@0.32.0": "moe_C.so"})
     planned = plan([scenario], options, {})[0].cases
-    points = {(one.case.subject, one.case.tier.value, one.case.parameters["cause"]) for one in planned}
+    points = {(item.case.subject, item.case.tier.value, item.case.parameters["cause"]) for item in planned}
     assert points == {
         *((subject, "model", "repacked") for subject in ("faulty", "fixed")),
         *((subject, "engine", "v2_runner") for subject in ("faulty", "fixed")),
         ("installed", "library", "repacked"),
         *((f"vllm@{release}", "library", "repacked") for release in ("0.33.0", "0.32.0")),
     }
-    skipped = {(one.case.subject, one.case.tier.value): one.skip for one in planned}
+    skipped = {(item.case.subject, item.case.tier.value): item.skip for item in planned}
     assert skipped["vllm@0.33.0", "library"] is None
     assert "in a wheel, not in a shared object" in str(skipped["vllm@0.32.0", "library"])
     assert "vllm is not installed here" in str(skipped["fixed", "engine"])
@@ -125,28 +117,32 @@ def engine(place: str) -> EngineResult:
         {"name": "layers.0.experts.w13_weight", "bytes": 64, "place": place, "marked": place != "device"},
         {"name": "layers.0.experts.w13_weight_scale", "bytes": 8, "place": "device", "marked": False},
     ]
-    return EngineResult(
-        "x", tokens=((1,),), version="0.21.0", probe={"parameters": parameters}, log=LogFacts()
-    )
+    return answered(probe={"parameters": parameters})
 
 
 @pytest.mark.parametrize(
     ("place", "expected"),
     [("host", CaseVerdict.CLEAN), ("cpu", CaseVerdict.CLEAN), ("device", CaseVerdict.REPRODUCED)],
 )
-def test_an_engine_is_judged_by_where_its_weights_are(place: str, expected: CaseVerdict) -> None:
-    seen = evidence(engine(place), {"VLLM_USE_V2_MODEL_RUNNER": "1"})
-    assert seen["asked_bytes"] == 64
-    assert verdict(Observation(seen)) is expected
+@pytest.mark.parametrize(("subject", "runner"), [("faulty", "1"), ("fixed", "0")])
+def test_an_engine_is_judged_by_the_place_of_its_weights(
+    monkeypatch: pytest.MonkeyPatch, place: str, expected: CaseVerdict, subject: str, runner: str
+) -> None:
+    def run_engine(request: EngineRequest) -> EngineResult:
+        assert request.environ["VLLM_USE_V2_MODEL_RUNNER"] == runner
+        assert request.arguments["cpu_offload_params"] == ["w13_weight", "w2_weight"]
+        assert (request.probe_when, request.probe_options) == ("before", {"names": "experts"})
+        assert request.probe == "moedoctor.upstream.engine.probes:where_weights_live"
+        return engine(place)
+
+    monkeypatch.setattr(engine_module, "need_engine", lambda: None)
+    monkeypatch.setattr(engine_module, "run_engine", run_engine)
+    case = run_case(OffloadNoop(), subject, Tier.ENGINE, cause="v2_runner")
+    assert (case.evidence["asked_bytes"], case.verdict) == (64, expected)
 
 
 def test_an_engine_that_did_not_run_is_no_evidence() -> None:
-    error = EngineError("ValueError", "no", "load", Death.EXCEPTION)
     with pytest.raises(RuntimeError, match="ValueError: no"):
-        evidence(EngineResult("x", error=error), {})
-    empty = evidence(EngineResult("x", probe={"parameters": []}), {})
-    assert verdict(Observation(empty)) is CaseVerdict.ERROR
-
-
-def test_the_control_is_the_same_without_the_plug_in() -> None:
-    assert verdict(observe(Reload(rebinding, remembering))) is CaseVerdict.REPRODUCED
+        engine_evidence(died("no", kind="ValueError"), {})
+    empty = engine_evidence(answered(probe={"parameters": []}), {})
+    assert verdict_of(empty) is CaseVerdict.ERROR

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 
 from moedoctor.faults.offload.offload_reinit import OffloadReinit, OffloadReinitParameters
-from moedoctor.faults.offload.offload_reinit_lab import FILE, observe, outcome, refuses
-from moedoctor.results import Case, CaseResult, CaseVerdict, Tier
+from moedoctor.faults.offload.offload_reinit_lab import FILE, mock_runner, observe, outcome, refuses
+from moedoctor.results import Case, CaseResult, CaseVerdict, Tier, UnavailableError
 from moedoctor.upstream.plugin.offload_fix import unasserted
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
+from tests.faults.offload.cases import CONTROL_AND_FIX, run_case
 
 CASE = Case("MD009", "faulty", Tier.MODEL, {"layout": "hybrid", "offload_gb": 4.0})
 RELEASE = """
 class GPUModelRunner:
     def may_reinitialize_input_batch(self, kv_cache_config, kernel_block_sizes):
-        sizes = [one.kv_cache_spec.block_size for one in kv_cache_config.kv_cache_groups]
+        sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         if sizes != self._init_block_sizes or kernel_block_sizes != self._init_kernel_block_sizes:
             {check}
             self.input_batch = InputBatch(block_sizes=sizes)
@@ -32,31 +33,28 @@ def release(tmp_path: Path, check: str) -> ReleaseSource:
 
 
 @pytest.mark.parametrize("layout", ["hybrid", "block_size"])
-def test_control_and_fix(layout: str) -> None:
-    fault = OffloadReinit()
-    case = Case("MD009", "faulty", Tier.MODEL, {"layout": layout, "offload_gb": 4.0})
-    assert fault.judge(case, fault.observe(case, fault.faulty(case))).verdict is CaseVerdict.REPRODUCED
-    assert fault.judge(case, fault.observe(case, fault.fixed(case))).verdict is CaseVerdict.CLEAN
+@CONTROL_AND_FIX
+def test_control_and_fix(layout: str, subject: str, verdict: CaseVerdict) -> None:
+    assert run_case(OffloadReinit(), subject, layout=layout).verdict is verdict
 
 
 @pytest.mark.parametrize(("check", "verdict"), [(CHECK, CaseVerdict.REPRODUCED), ("pass", CaseVerdict.CLEAN)])
 def test_a_release_is_run_from_its_file(tmp_path: Path, check: str, verdict: CaseVerdict) -> None:
-    fault = OffloadReinit()
-    seen = fault.observe(CASE, release(tmp_path, check))
-    assert fault.judge(CASE, seen).verdict is verdict
-    assert seen.evidence["with_offload_and_plug_in"] == "rebuilt"
+    case = run_case(OffloadReinit(), "vllm@0.19.1", Tier.LIBRARY, release(tmp_path, check))
+    assert case.verdict is verdict
+    assert case.evidence["with_offload_and_plug_in"] == "rebuilt"
+    with pytest.raises(UnavailableError, match="vllm is not installed here"):
+        run_case(OffloadReinit(), "installed", Tier.LIBRARY)
 
 
-def test_a_function_that_never_rebuilds_is_no_clean_one(tmp_path: Path) -> None:
-    seen = observe(OffloadReinitParameters(), lambda runner, config, sizes: None)
-    assert OffloadReinit().judge(CASE, seen).verdict is CaseVerdict.ERROR
+def test_a_function_that_never_rebuilds_is_not_clean() -> None:
+    observation = observe(OffloadReinitParameters(), lambda runner, config, sizes: None)
+    assert OffloadReinit().judge(CASE, observation).verdict is CaseVerdict.ERROR
 
 
 def test_the_plug_in_gives_the_configuration_back() -> None:
     assert outcome(unasserted(refuses), (32,), 4.0) == "rebuilt"
-    from moedoctor.faults.offload.offload_reinit_lab import stand_in
-
-    runner = stand_in(4.0)
+    runner = mock_runner(4.0)
 
     def failing(self: object) -> None:
         raise RuntimeError("out of memory")
@@ -66,7 +64,7 @@ def test_the_plug_in_gives_the_configuration_back() -> None:
     assert runner.offload_config.uva.cpu_offload_gb == 4.0
 
 
-def test_source_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_source(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="cannot be read"):
         ReleaseSource(tmp_path).text(FILE)
     source = release(tmp_path, "pass")

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moedoctor.faults.offload.parity_engines import compare, own_request
-from moedoctor.faults.offload.parity_engines_judge import ParityParameters, judge_model
+from moedoctor.faults.offload.offload_garbage import OffloadGarbageParameters, judge_own_model
+from moedoctor.faults.offload.offload_garbage_lab import compare, own_model_trial
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.reference.tiny_tokenizer import write_tokenizer
 from moedoctor.results import CaseVerdict
-from moedoctor.upstream.engine.engine import run_engines
-from moedoctor.upstream.engine.offload_cells import COPIES, ON_GPU, UVA, Cell, request
-from moedoctor.upstream.engine.offload_engine import evidence
+from moedoctor.upstream.engine.experiment import Ran, run_trials
+from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, UVA, evidence, trial
 
 pytestmark = [pytest.mark.gpu, pytest.mark.upstream]
 
 
-def run(folder: Path, *cells: Cell) -> dict[str, str]:
-    """Outcome of each cell."""
-    requests = [request(one, str(folder)) for one in cells]
-    rows = evidence(cells, run_engines(requests, parallel=6))["table"]
-    return {f"{row['mode']}, {row['experts']}": row["outcome"] for row in rows}
-
-
 @pytest.mark.parametrize(("fixes", "outcome"), [("", "crash 2"), ("offload", "same tokens")])
 def test_marlin_without_uva(tmp_path: Path, fixes: str, outcome: str) -> None:
-    folder = write_qwen3_moe(tmp_path / "model", scheme="nvfp4")
-    places = (ON_GPU, UVA, COPIES)
-    seen = run(folder, *(Cell("NVFP4 MARLIN", "eager", place, fixes) for place in places))
-    assert seen == {
-        f"eager, {ON_GPU}": "control",
-        f"eager, {UVA}": "same tokens",
-        f"eager, {COPIES}": outcome,
+    folder = str(write_qwen3_moe(tmp_path / "model", scheme="nvfp4"))
+    trials = [trial("NVFP4 MARLIN", "eager", place, folder, fixes) for place in (ON_GPU, UVA, COPIES)]
+    rows = evidence(run_trials(trials))["table"]
+    assert {row["experts"]: row["outcome"] for row in rows} == {
+        ON_GPU: "control",
+        UVA: "same tokens",
+        COPIES: outcome,
     }
 
 
@@ -46,17 +39,18 @@ def test_the_first_wrong_layer_of_ones_own_model_is_named(tmp_path: Path) -> Non
                 tensors[name] = tensors[name] * 16
 
     sizes = '{"max_model_len": 64, "kv_cache_memory_bytes": 67108864, "gpu_memory_utilization": 0.05}'
-    requests = []
+    trials = []
     for name, change, offload in (("right", None, False), ("wrong", spoil, True)):
         folder = write_qwen3_moe(tmp_path / name, scheme="nvfp4", layers=4, change=change)
         write_tokenizer(folder, 512)
-        parameters = ParityParameters(
+        parameters = OffloadGarbageParameters(
             mode="eager", model=str(folder), prompt="t265 t511 t43 t73 t395", max_tokens=6, arguments=sizes
         )
-        requests.append(own_request(parameters, offload=offload, fixes=""))
-    seen = compare(*run_engines(requests), parameters)
+        trials.append(replace(own_model_trial(parameters, offload=offload), control=None))
+    control, other = run_trials(trials)
+    seen = compare(Ran(other.trial, other.result, control.result), parameters)
     assert seen["layers_compared"] == 4
     assert (seen["first_bit"], seen["first_layer"]) == ("model.layers.2", "model.layers.2")
-    judged = judge_model(seen)
+    judged = judge_own_model(seen)
     assert judged.verdict is CaseVerdict.REPRODUCED
     assert "model.layers.2" in judged.figure

@@ -13,6 +13,7 @@ from torch import nn
 from moedoctor.upstream.engine.probes import (
     bytes_on_host,
     decoder_layers,
+    first_parting,
     in_model,
     kv_cache_scales,
     layer_outputs,
@@ -68,8 +69,8 @@ def outputs(*gains: float, calls: int = 1) -> list[dict[str, Any]]:
     return list(found["outputs"])
 
 
-def test_what_each_layer_puts_out_is_recorded_for_the_first_calls() -> None:
-    assert [(one["layer"], one["tokens"]) for one in outputs(1.0, 2.0)] == [("layers.0", 2), ("layers.1", 2)]
+def test_the_first_calls_of_each_layer_are_recorded() -> None:
+    assert [(row["layer"], row["tokens"]) for row in outputs(1.0, 2.0)] == [("layers.0", 2), ("layers.1", 2)]
     assert len(outputs(1.0, 2.0, calls=2)) == 4
 
 
@@ -82,8 +83,89 @@ def test_equal_bits_equal_digest_and_the_first_layer_that_differs() -> None:
     )  # update and residual
 
 
-def test_what_is_not_finite_is_said() -> None:
-    assert [one["finite"] for one in outputs(1.0, math.inf)] == [True, False]
+def test_values_that_are_not_finite_show() -> None:
+    assert [row["finite"] for row in outputs(1.0, math.inf)] == [True, False]
+
+
+def calls(*norms: float, later: tuple[float, ...] = (), pieces: int = 1) -> dict[str, Any]:
+    """Outputs of layers for a prompt of 4 tokens, then of the first layer; `pieces`: calls for the prompt."""
+    rows = [(index, 1, 4, norm) for index, norm in enumerate(norms)]
+    rows += [(0, 2 + index, 4 if 2 + index <= pieces else 1, norm) for index, norm in enumerate(later)]
+    return {
+        "outputs": [
+            {
+                "layer": f"layers.{index}",
+                "call": call,
+                "tokens": tokens,
+                "digest": str(norm),
+                "finite": math.isfinite(norm),
+                "projection": [[norm, 1.0]] * tokens,
+            }
+            for index, call, tokens, norm in rows
+        ]
+    }
+
+
+def test_the_first_layer_that_differs() -> None:
+    found = first_parting(calls(1.0, 2.0, 3.0), calls(1.0, 2.001, 9.0))
+    assert (found["first_bit"], found["first_layer"], found["layers_compared"]) == ("layers.1", "layers.2", 3)
+    assert first_parting(calls(1.0), calls(1.0)) == {
+        "layers_compared": 1,
+        "calls_compared": 1,
+        "until_parting": False,
+        "first_bit": None,
+        "first_layer": None,
+    }
+    broken = first_parting(calls(1.0, 2.0), calls(1.0, math.nan))
+    assert (broken["first_layer"], broken["relative_difference"]) == ("layers.1", "not finite")
+    assert first_parting(None, calls(1.0))["layers_compared"] == 0
+
+
+@pytest.mark.parametrize(
+    ("later", "pieces", "equal_tokens", "expected"),
+    [
+        ((2.0, 9.0, 9.0), 1, 2, ("layers.0", 3, True)),
+        ((2.0, 9.0, 9.0), 1, 1, (None, 2, True)),
+        ((2.0,), 1, 2, (None, 2, False)),
+        ((2.0, 9.0), 2, 0, (None, 2, True)),  # a prompt in two pieces is two calls
+        ((2.0, 9.0), 2, 1, ("layers.0", 3, True)),
+    ],
+)
+def test_calls_are_compared_until_the_tokens_differ_and_no_further(
+    later: tuple[float, ...], pieces: int, equal_tokens: int, expected: Any
+) -> None:
+    control = calls(1.0, later=(2.0, 3.0, 4.0), pieces=pieces)
+    found = first_parting(control, calls(1.0, later=later, pieces=pieces), equal_tokens)
+    assert (found["first_layer"], found["calls_compared"], found["until_parting"]) == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: -state,
+        lambda state: state.flip(0),
+        lambda state: state * torch.tensor([1.0, -1.0] * (len(state) // 2))[:, None],
+        lambda state: torch.cat([state[:-1], -state[-1:]]),
+        lambda state: torch.cat([state[:7], state[:1], state[8:]]),
+    ],
+    ids=["negated", "reversed", "signs", "one token negated", "one token is another"],
+)
+@pytest.mark.parametrize("tokens", [8, 100])
+def test_layers_that_differ_are_noticed_whatever_their_size(change: Any, tokens: int) -> None:
+    """An average over tokens, or of squares, notices none of these."""
+
+    def recorded(state: torch.Tensor) -> dict[str, Any]:
+        model = nn.Module()
+        model.layers = nn.ModuleList([nn.Identity()])
+        after = layer_outputs(Engine(model))
+        model.layers[0](state)
+        return after()
+
+    state = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(3))
+    assert first_parting(recorded(state), recorded(change(state)))["first_layer"] == "layers.0"
+    rounded = first_parting(recorded(state), recorded(state.bfloat16().float()))
+    assert (rounded["first_bit"], rounded["first_layer"]) == ("layers.0", None)
+    assert sum(len(row) for row in recorded(state)["outputs"][0]["projection"]) <= 128
 
 
 def test_bytes_by_place_and_mark() -> None:
@@ -95,7 +177,7 @@ def test_bytes_by_place_and_mark() -> None:
     assert weights_by_place(model, "layers.0")["bytes"] == {"cpu": 16}
 
 
-def test_bytes_on_the_host_are_counted_wherever_they_lie() -> None:
+def test_bytes_on_the_host_are_counted_in_every_place() -> None:
     from moedoctor.fixes.offloader import offload
 
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
@@ -107,13 +189,13 @@ def test_bytes_on_the_host_are_counted_wherever_they_lie() -> None:
     assert stored == handle.report().host_bytes > 0
 
 
-def test_layers_and_bytes_are_seen_by_one_probe() -> None:
+def test_one_probe_records_layers_and_bytes() -> None:
     engine = Engine(Model((1.0, 2.0)))
     after, bytes_alone = layers_and_places(engine, calls=2), layers_and_places(engine, "layers.1")
     for _ in range(3):
         engine.model(torch.arange(8.0).reshape(2, 4))
     found = after()
-    assert [one["call"] for one in found["outputs"]] == [1, 1, 2, 2]
+    assert [row["call"] for row in found["outputs"]] == [1, 1, 2, 2]
     assert (found["layers"], found["host_bytes"], found["parameter_bytes"]) == (2, 32, 32)
     assert bytes_alone() == {"host_bytes": 16, "parameter_bytes": 16}
 
@@ -126,7 +208,7 @@ def test_a_model_without_layers_and_several_workers() -> None:
 
 
 @pytest.mark.gpu
-def test_the_driver_tells_mapped_memory_from_the_gpus_own() -> None:
+def test_the_driver_distinguishes_mapped_memory_from_the_gpus_own() -> None:
     from moedoctor.fixes.offload.pinned import device_view
 
     own = torch.ones(1024, dtype=torch.uint8, device="cuda")
@@ -152,7 +234,7 @@ def test_weights_are_served_from_the_device_and_no_longer_from_the_host() -> Non
     assert take_off_the_host(nn.Linear(2, 2)) == 0
 
 
-def test_what_a_kv_cache_holds() -> None:
+def test_scales_of_the_kv_cache() -> None:
     model = Model((1.0,))
     attention = nn.Module()
     attention.kv_cache_dtype = "fp8_e4m3"

@@ -5,63 +5,68 @@ from __future__ import annotations
 import json
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_stub import answered, died
 
-from moedoctor.results import Death, UnavailableError
+from moedoctor.results import UnavailableError
+from moedoctor.upstream.engine import engine as engine_module
 from moedoctor.upstream.engine import expert_cache as engines
 from moedoctor.upstream.engine import expert_cache_probes as probes
-from moedoctor.upstream.engine import expert_cache_shape as shape
-from moedoctor.upstream.engine.engine import EngineError, EngineResult
-from moedoctor.upstream.engine.expert_cache import Cell
-from moedoctor.upstream.engine.log import LogFacts
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, LogFacts
+from moedoctor.upstream.engine.experiment import pair
 from moedoctor.upstream.plugin.expert_cache_layer import HostExperts, IdLog, host_experts, install
 from tests.upstream.plugin.test_expert_cache_fix import HIDDEN, INNER, Layer, call
 from tests.upstream.plugin.test_expert_cache_fix import E as EXPERTS
 
 VOCAB, LAYERS = 256, 3
 
-STEP = ({"7": -0.1, "8": -3.0},)
 SEEN = {"engine": "device", "layers": 2, "hits": 3, "misses": 4}
+FOLDERS: Any = dict.fromkeys(("bf16", "nvfp4", "fp8"), "x")
 
 
-def result(tokens: tuple[int, ...] = (7, 9), *, probe: Any = None, **given: Any) -> EngineResult:
-    return EngineResult("", (tokens,), logprobs=(STEP,), probe=probe or SEEN, **given)
+def result(tokens: tuple[int, ...] = (7, 9), *, probe: Any = None, **options: Any) -> EngineResult:
+    return answered(tokens, probe=probe or SEEN, **options)
 
 
 def failed(message: str, *logged: str) -> EngineResult:
-    error = EngineError("RuntimeError", message, "load", Death.EXCEPTION)
-    return EngineResult("", error=error, log=LogFacts(refused=logged))
+    return died(message, log=LogFacts(refused=logged))
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    found = {"count": 1}
-    for module in (engines, shape):
-        monkeypatch.setattr(module, "need_engine", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: found["count"])
-    return found
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Set the function that runs one engine."""
+    monkeypatch.setattr(engine_module, "need_engine", lambda: None)
+
+    def set_engine(function: Callable[[EngineRequest], EngineResult]) -> None:
+        monkeypatch.setattr(engine_module, "run_engine", function)
+
+    return set_engine
 
 
 def test_every_backend_runs_without_a_cache_and_with_one() -> None:
-    chosen = engines.cells()
-    assert len(chosen) == len(set(chosen)) == 4 * 2 * 3 + 4
-    assert all(one.control in chosen and not one.control.planted for one in chosen)
-    assert {one.backend for one in chosen if one.planted} == set(engines.BACKENDS)
-    whole, broken = (
-        engines.request(Cell("FP8 MARLIN", engines.GRAPHS, 6, one), "x") for one in (False, True)
+    trials = engines.trials(FOLDERS)
+    labels = [trial.request.label for trial in trials]
+    assert len(trials) == len(set(labels)) == 4 * 2 * 3 + 4
+    controls = {trial.control for trial in trials} - {None}
+    assert controls == {trial.request.label for trial in trials if trial.columns["slots"] is None}
+    planted = [trial.columns["backend"] for trial in trials if trial.columns["planted"]]
+    assert set(planted) == set(engines.BACKENDS)
+    whole, broken, control = (
+        engines.trial("FP8 MARLIN", engines.GRAPHS, slots, "x", planted=fault).request
+        for slots, fault in ((6, False), (6, True), (None, False))
     )
     assert (whole.probe, whole.probe_when) == (f"{engines.PROBES}caches", "after")
     assert (broken.probe, broken.probe_when) == (f"{engines.PROBES}caches_with_a_fault", "before")
     assert (broken.arguments, broken.environ) == (whole.arguments, whole.environ)
-    control, cached = (engines.request(Cell("FP8 MARLIN", engines.GRAPHS, one), "x") for one in (None, 6))
-    assert (control.environ["MOEDOCTOR_FIXES"], cached.environ["MOEDOCTOR_FIXES"]) == ("", "expert_cache")
-    assert cached.environ["MOEDOCTOR_EXPERT_CACHE"] == "6"
-    assert (cached.arguments, cached.prompts) == (control.arguments, control.prompts)
-    assert cached.arguments["moe_backend"] == "marlin"
+    assert (control.environ["MOEDOCTOR_FIXES"], whole.environ["MOEDOCTOR_FIXES"]) == ("", "expert_cache")
+    assert whole.environ["MOEDOCTOR_EXPERT_CACHE"] == "6"
+    assert (whole.arguments, whole.prompts) == (control.arguments, control.prompts)
+    assert whole.arguments["moe_backend"] == "marlin"
 
 
 @pytest.mark.parametrize(
@@ -71,53 +76,53 @@ def test_every_backend_runs_without_a_cache_and_with_one() -> None:
         (result((7, 8)), result(), "other tokens", "prompt 1, token 2: 8, not 9"),
         (failed("broken"), result(), "crash", "RuntimeError: broken"),
         (result(), failed("broken"), "no control", "RuntimeError: broken"),
+        (failed("broken"), failed("both"), "no control", "RuntimeError: both"),
     ],
 )
-def test_what_becomes_of_an_engine(
-    cached: EngineResult, control: EngineResult, outcome: str, detail: str
-) -> None:
-    cell = Cell("BF16 TRITON", engines.EAGER, 2)
-    (row,) = engines.table({cell.control: control, cell: cached})
+def test_outcomes(cached: EngineResult, control: EngineResult, outcome: str, detail: str) -> None:
+    trials = [engines.trial("BF16 TRITON", engines.EAGER, slots, "x") for slots in (None, 2)]
+    row = engines.row(pair(trials, [control, cached])[1])
     assert (row["outcome"], row["detail"], row["slots"]) == (outcome, detail, 2)
-    assert row["misses"] == (None if outcome == "crash" else 4)
+    assert row["misses"] == (None if cached.error else 4)
     assert (row["asked"], row["planted"]) == ("TRITON", False)
 
 
-def test_refusals_need_the_reason(gpus: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "MOEDOCTOR_EXPERT_CACHE=4: a: m computes with X; expected --moe-backend triton or marlin"
+def test_refusals_need_the_reason(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    unsupported = "MOEDOCTOR_EXPERT_CACHE=4: a: m computes with X; expected --moe-backend triton or marlin"
     few = "MOEDOCTOR_EXPERT_CACHE=1: a: 1 slots hold fewer experts than one token needs (top_k 2)"
 
-    def run(requests: Any, parallel: int) -> list[EngineResult]:
-        assert len(requests) == 2 + gpus["count"]
-        spread = failed("worker died", "experts are spread over several GPUs MOEDOCTOR_EXPERT_CACHE")
-        return [failed(few), failed(f"x\n{said}"), result(), spread][: len(requests)]
+    def engine(request: EngineRequest) -> EngineResult:
+        if request.environ["MOEDOCTOR_EXPERT_CACHE"] == "1":
+            return failed(few)
+        if request.arguments["moe_backend"] == "emulation":
+            return failed(f"x\n{unsupported}")
+        if "tensor_parallel_size" in request.arguments:
+            return failed("worker died", "experts are spread over several GPUs MOEDOCTOR_EXPERT_CACHE")
+        return result()  # starts, although weights are offloaded
 
-    monkeypatch.setattr(engines, "run_engines", run)
-    assert [row["refused"] for row in engines.refusals({})] == [True, True, False, None]
-    gpus["count"] = 2
-    assert [row["refused"] for row in engines.refusals({})] == [True, True, False, True]
+    run(engine)
+    for gpus, expected in ((1, [True, True, False, None]), (2, [True, True, False, True])):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert [row["refused"] for row in engines.refusals({})] == expected
 
 
-def test_memory_is_what_the_profile_says(gpus: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_what_the_profile_finds(run: Any) -> None:
     asked = []
 
-    def run(request: Any) -> EngineResult:
+    def engine(request: EngineRequest) -> EngineResult:
         document = json.loads((Path(request.model) / "config.json").read_text())
-        assert document["num_hidden_layers"] == 4
-        assert document["head_dim"] == 128
-        assert request.arguments["kv_cache_memory_bytes"] is None, "it would take the place of the profile"
+        assert (document["num_hidden_layers"], document["head_dim"]) == (4, 128)
+        assert request.arguments["kv_cache_memory_bytes"] is None, "it would replace the profile"
         asked.append(request.environ["MOEDOCTOR_EXPERT_CACHE"])
         return result(probe={"kv_cache_bytes": 5, "saved_bytes": 3, "layers": 4, "slots": None})
 
-    monkeypatch.setattr(shape, "run_engine", run)
-    assert shape.memory({})[1] == {"slots": 8, "kv_cache_bytes": 5, "saved_bytes": 3, "layers": 4}
+    run(engine)
+    assert engines.memory({})[1] == {"slots": 8, "kv_cache_bytes": 5, "saved_bytes": 3, "layers": 4}
     assert asked == ["", "8"]
 
 
-def test_qwens_tokens_are_held_against_all_experts(
-    gpus: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(request: Any) -> EngineResult:
+def test_qwens_tokens_are_compared_with_all_experts(run: Any) -> None:
+    def engine(request: EngineRequest) -> EngineResult:
         assert request.arguments["load_format"] == "dummy"
         assert request.probe_options["vocab"] == 151936
         rows = [
@@ -127,16 +132,14 @@ def test_qwens_tokens_are_held_against_all_experts(
         ]
         return result(probe=rows, seconds={"load": 60.0})
 
-    monkeypatch.setattr(shape, "run_engine", run)
-    rows = shape.qwen({})
+    run(engine)
+    rows = engines.qwen({})
     equal = {(row["slots"], row["batch"]): row["sequences_as_with_all"] for row in rows}
-    assert equal[8, 1] == 1
-    assert equal[8, 8] == 8
-    assert equal[16, 1] == 0
+    assert (equal[8, 1], equal[8, 8], equal[16, 1]) == (1, 8, 0)
     assert rows[0]["seconds_to_load"] == 60.0
-    monkeypatch.setattr(shape, "run_engine", lambda request: failed("no memory"))
+    run(lambda request: failed("no memory"))
     with pytest.raises(UnavailableError, match="no memory"):
-        shape.qwen({})
+        engines.qwen({})
 
 
 class Runner:
@@ -170,8 +173,8 @@ class Model(torch.nn.Module):
         state = self.embed_tokens(tokens)  # [B, H]
         for gate, norm, layer in zip(self.gates, self.norms, self.layers, strict=False):
             x = norm(state)  # [B, H]
-            shares, ids = gate(x).softmax(-1).topk(2)  # [B, K] each
-            state = state + call(layer, x, ids.int(), shares / shares.sum(-1, keepdim=True))
+            topk_weights, ids = gate(x).softmax(-1).topk(2)  # [B, K] each
+            state = state + call(layer, x, ids.int(), topk_weights / topk_weights.sum(-1, keepdim=True))
         logits: torch.Tensor = self.lm_head(self.norms[-1](state))
         return logits
 
@@ -192,13 +195,13 @@ class Llm:
 
     @torch.no_grad()
     def generate(self, prompts: Any, sampling: Any, use_tqdm: bool) -> list[Any]:
-        draws = [torch.Generator().manual_seed(one.seed) for one in sampling]
-        tokens = [[one["prompt_token_ids"][0] % VOCAB] for one in prompts]
+        draws = [torch.Generator().manual_seed(options.seed) for options in sampling]
+        tokens = [[prompt["prompt_token_ids"][0] % VOCAB] for prompt in prompts]
         for _ in range(sampling[0].max_tokens):
-            logits = self.worker.model_runner.model(torch.tensor([one[-1] for one in tokens]))  # [B, V]
+            logits = self.worker.model_runner.model(torch.tensor([ids[-1] for ids in tokens]))  # [B, V]
             for mine, row, draw in zip(tokens, logits.softmax(-1), draws, strict=True):
                 mine.append(int(torch.multinomial(row, 1, generator=draw)))
-        return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=one[1:])]) for one in tokens]
+        return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=ids[1:])]) for ids in tokens]
 
 
 VLLM = types.SimpleNamespace(cleared=[], wrapper=types.SimpleNamespace(graph_pool=None))
@@ -217,11 +220,11 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
     )
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, len(VLLM.cleared)))
     config = types.ModuleType("vllm.config")
-    config.set_current_vllm_config = lambda one: torch.no_grad()  # type: ignore[attr-defined]
+    config.set_current_vllm_config = lambda config: torch.no_grad()  # type: ignore[attr-defined]
     vllm = types.ModuleType("vllm")
     vllm.SamplingParams = lambda **given: types.SimpleNamespace(**given)  # type: ignore[attr-defined]
-    for one in (graphs, config, vllm):
-        monkeypatch.setitem(sys.modules, one.__name__, one)
+    for module in (graphs, config, vllm):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     give = HostExperts.give
     monkeypatch.setattr(HostExperts, "give", lambda self, slots, captured: give(self, slots, captured=False))
     return Llm(model)
@@ -272,11 +275,11 @@ def test_tokens_of_weights_as_vllm_makes_them_up_depend_on_no_expert(
 
 def test_every_weight_is_drawn_and_no_two_layers_are_alike(llm: Llm) -> None:
     model = llm.worker.model_runner.model
-    shape.draw_weights(model)
+    probes.draw_weights(model)
     layers = host_experts(model)
     for name, inputs, gain in (("w1", HIDDEN, 1.0), ("w2", INNER, 3.0)):
-        drawn = [one.store.tensors[name] for one in layers]
-        assert all(float(one.std()) == pytest.approx(gain / inputs**0.5, rel=0.1) for one in drawn)
+        drawn = [layer.store.tensors[name] for layer in layers]
+        assert all(float(w.std()) == pytest.approx(gain / inputs**0.5, rel=0.1) for w in drawn)
         assert not torch.equal(drawn[0], drawn[1])
     assert float(model.embed_tokens.weight.detach().std()) == pytest.approx(1.0, rel=0.1)
     assert torch.equal(model.norms[0].weight, torch.ones(HIDDEN))
@@ -303,17 +306,17 @@ def test_the_optimum_is_above_every_hit_rate_or_not_known(llm: Llm) -> None:
     assert notes[EXPERTS, 1].endswith("every expert is resident")
 
 
-def run(ids: list[list[int]], start: list[int], lookups: int, token: int = 7) -> probes._Run:
+def decode(ids: list[list[int]], start: list[int], lookups: int, token: int = 7) -> probes._Run:
     return probes._Run({"hit_rate": 0.1}, [[token]], [start], lookups, [ids])
 
 
 def test_the_optimum_starts_from_what_is_resident() -> None:
     calls = [[0, 1], [1, -1], [2, 2], [0, 1]]
-    recorded = run(calls, [], 0)
+    recorded = decode(calls, [], 0)
     # 0, 1, 1 hit; 2 takes the place of one of them, so that one of the last two hits.
-    assert probes._optimum(run([], [0, 1], 6), recorded, 2, 4)["optimum_hit_rate"] == 4 / 6
-    assert probes._optimum(run([], [], 6), recorded, 2, 4)["optimum_hit_rate"] == 2 / 6
-    for other in (run([], [], 5), run([], [], 6, token=8)):
+    assert probes._optimum(decode([], [0, 1], 6), recorded, 2, 4)["optimum_hit_rate"] == 4 / 6
+    assert probes._optimum(decode([], [], 6), recorded, 2, 4)["optimum_hit_rate"] == 2 / 6
+    for other in (decode([], [], 5), decode([], [], 6, token=8)):
         found = probes._optimum(other, recorded, 2, 4)
         assert found["optimum_hit_rate"] is None
         assert "other experts were asked for" in found["optimum_note"]

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from moedoctor.upstream.engine import nan_overhead
-from moedoctor.upstream.engine import step_events as nan_step_events
 from moedoctor.upstream.engine.engine import EngineResult
+
+STEP_EVENTS = nan_overhead.step_events
 
 
 def result(name: str, times: list[float]) -> EngineResult:
@@ -25,7 +26,7 @@ def result(name: str, times: list[float]) -> EngineResult:
 
 
 class Events:
-    """Stands for events where no GPU is."""
+    """Stands in for events of a GPU."""
 
     def __init__(self) -> None:
         self.cleared = 0
@@ -73,11 +74,11 @@ def test_only_one_engine_works_at_a_time_and_all_stay_until_the_end(
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(probe, nan_overhead._NAMES))
     assert (most[0], calls[0]) == (1, 4 * 3 * 2)
-    assert all(one["step_ms"] == pytest.approx([1.0] * 3) for one, _ in found)
-    assert all(one["gpu_ms"] == [1.0, 2.0, 3.0] for one, _ in found)
+    assert all(evidence["step_ms"] == pytest.approx([1.0] * 3) for evidence, _ in found)
+    assert all(evidence["gpu_ms"] == [1.0, 2.0, 3.0] for evidence, _ in found)
     assert order[::2] == list(nan_overhead.turns(3))
     assert order[::2][:8] == ["off 1", "on 1", "on 2", "off 2", "off 2", "on 2", "on 1", "off 1"]
-    assert [one.split()[0] for one in order[::2]] == ["off", "on", "on", "off"] * 3
+    assert [name.split()[0] for name in order[::2]] == ["off", "on", "on", "off"] * 3
     assert min(left for _, left in found) >= max(ended)
 
 
@@ -104,26 +105,20 @@ def test_models_are_written_and_only_the_trace_makes_engines_differ(tmp_path: Pa
         assert set(on.environ.items()) - set(off.environ.items()) == {("MOEDOCTOR_TRACE", "nan")}
 
 
-def test_an_engine_that_does_not_come_is_not_waited_for_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_other_engines_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nan_overhead, "_PATIENCE", 0.1)
     with pytest.raises(TimeoutError, match="not all engines were up"):
         nan_overhead._wait_for_all(tmp_path, "on 1", "up")
-
-
-def test_an_engine_whose_turn_does_not_come_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nan_overhead, "_PATIENCE", 0.1)
     with pytest.raises(TimeoutError, match=r"its turn did not come within 0\.1 s"):
         nan_overhead._wait_for(tmp_path / "0.done", "its turn did not come")
 
 
-def test_the_best_block_of_each_engine_counts_and_engines_that_are_alike_say_the_noise() -> None:
+def test_the_best_block_of_each_engine_counts_and_identical_engines_give_the_noise() -> None:
     block = nan_overhead._BLOCK
     quiet, loud = [1.0] * block, [3.0] * block
     times = {"off 1": 1.0, "on 1": 1.1, "on 2": 1.1, "off 2": 1.02}
     results = [
-        result(name, [times[name] * one for one in (loud + quiet if name[-1] == "1" else quiet + loud)])
+        result(name, [times[name] * load for load in (loud + quiet if name[-1] == "1" else quiet + loud)])
         for name in nan_overhead._NAMES
     ]
     figures = nan_overhead._figures(results)
@@ -132,14 +127,14 @@ def test_the_best_block_of_each_engine_counts_and_engines_that_are_alike_say_the
     assert figures["best_off"] == pytest.approx([1.0, 1.02])
     assert (figures["step_ms_off"], figures["rounds"]) == (pytest.approx(1.01), 2 * block)
     assert "gpu_overhead" not in figures
-    for one in results:
-        one.probe["gpu_ms"] = [0.5 if "off" in one.label else 0.6]
+    for engine in results:
+        engine.probe["gpu_ms"] = [0.5 if "off" in engine.label else 0.6]
     figures = nan_overhead._figures(results)
     assert figures["gpu_overhead"] == pytest.approx(0.2)
     assert figures["gpu_noise"] == 0
 
 
-def test_events_stand_around_each_step_and_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_is_between_events_until_they_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
     class Event:
@@ -164,7 +159,7 @@ def test_events_stand_around_each_step_and_are_taken_away(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", module)
     monkeypatch.setattr("torch.cuda.Event", Event)
     original = Runner._model_forward
-    with nan_step_events.step_events() as events:
+    with STEP_EVENTS() as events:
         assert Runner()._model_forward(9.0) == 9.0
         events.clear()
         assert events.milliseconds(skipped=0) is None

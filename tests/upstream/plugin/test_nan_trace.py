@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moedoctor.trace.nan_report import Finding
-from moedoctor.upstream.engine import nan_padding_engines as nan_engine
+from moedoctor.upstream.engine import nan_padding
 from moedoctor.upstream.engine.padding_experiment import VARIABLE, Experiment, renamed
 from moedoctor.upstream.plugin import nan_trace
 from moedoctor.upstream.plugin import register as vllm_plugin
@@ -64,7 +64,7 @@ def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router() -> Non
     )
     seen = [one.point for one in report.points]
     assert seen == ["layers.0.attn", "layers.0.experts.router_logits", "layers.0.experts", "model"]
-    assert nan_engine.report(None)["nan_in_padding"] == 1
+    assert nan_padding.report(None)["nan_in_padding"] == 1
 
 
 def test_a_clean_model_shows_nothing() -> None:

@@ -1,0 +1,178 @@
+"""Experiments with real engines: run them, compare each with its control, make rows of a report.
+
+An experiment is a list of `Trial`, each one engine with the columns that name it. `run_trials` runs them side
+by side; `Ran.compare` then compares tokens, logprobs and errors with those of the control.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moedoctor.models.presets import preset_document
+from moedoctor.results import UnavailableError
+from moedoctor.upstream.engine import engine
+from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult
+
+if TYPE_CHECKING:
+    from moedoctor.reference.checkpoints import Scheme
+
+PARALLEL = 16
+"""Engines at once: each takes one core while it starts and about 1 GiB of the GPU."""
+SAME_LOGPROBS = "same logprobs"
+
+
+class Outcome(str, enum.Enum):
+    """What became of an engine, as reports show it."""
+
+    CONTROL = "control"
+    NO_CONTROL = "no control"
+    SAME = "same tokens"
+    OTHER = "other tokens"
+    ROUNDING = "rounding"
+    """Other tokens than the control's, but bit for bit those of another control that runs the same code."""
+    CRASH = "crash"
+    CRASH_1 = "crash 1"
+    """`CRASH_1` to `CRASH_3` are those of vllm#37883."""
+    CRASH_2 = "crash 2"
+    CRASH_3 = "crash 3"
+    NO_OFFLOAD = "no offload"
+    """The engine ran, but what it should keep on the host was not seen there."""
+    NO_FIX = "no fix"
+    """The engine ran without the fix that it should have."""
+
+    @property
+    def crashed(self) -> bool:
+        """Whether the engine stopped with an error."""
+        return self in (Outcome.CRASH, Outcome.CRASH_1, Outcome.CRASH_2, Outcome.CRASH_3)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One engine of an experiment."""
+
+    request: EngineRequest
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """What names the engine in a row of the report."""
+    control: str | None = None
+    """The label of the engine that it is compared with."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A trial with its result, and that of its control."""
+
+    trial: Trial
+    result: EngineResult
+    control: EngineResult | None = None
+
+    def compare(self) -> tuple[Outcome, str]:
+        """Return what became of the engine beside its control, and the detail."""
+        result, control = self.result, self.control
+        if result.error is not None:
+            return Outcome.CRASH, short_error(result.error)
+        if control is None:
+            return Outcome.CONTROL, " ".join(str(token) for token in result.tokens[0][:6])
+        if control.error is not None:
+            return Outcome.NO_CONTROL, short_error(control.error)
+        for prompt, (ids, expected) in enumerate(zip(result.tokens, control.tokens, strict=True)):
+            if ids != expected:
+                at = next(i for i, pair in enumerate(zip(ids, expected, strict=True)) if pair[0] != pair[1])
+                return Outcome.OTHER, f"prompt {prompt + 1}, token {at + 1}: {ids[at]}, not {expected[at]}"
+        distance = logprob_distance(result, control)
+        return Outcome.SAME, SAME_LOGPROBS if distance == 0 else f"logprobs differ by up to {distance:.2g}"
+
+
+def run_trials(trials: Sequence[Trial], *, parallel: int = PARALLEL) -> list[Ran]:
+    """Run all engines, up to `parallel` side by side. Raises UnavailableError if none can run here."""
+    engine.need_engine()
+    return pair(trials, engine.run_engines([trial.request for trial in trials], parallel=parallel))
+
+
+def pair(trials: Sequence[Trial], results: Sequence[EngineResult]) -> list[Ran]:
+    """Put each result beside that of its trial's control."""
+    by_label = {trial.request.label: result for trial, result in zip(trials, results, strict=True)}
+    return [
+        Ran(trial, result, None if trial.control is None else by_label[trial.control])
+        for trial, result in zip(trials, results, strict=True)
+    ]
+
+
+def rows(ran: Sequence[Ran], columns: Callable[[Ran], Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each engine: `columns` of it, or ``error`` if it failed."""
+    return [
+        {
+            **engine_run.trial.columns,
+            **({"error": engine_run.result.error.line()} if engine_run.result.error else columns(engine_run)),
+        }
+        for engine_run in ran
+    ]
+
+
+def some_ran(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows. Raises UnavailableError if every one is an error."""
+    if all("error" in row for row in table):
+        raise UnavailableError(f"no engine ran: {table[0]['error']}")
+    return table
+
+
+def short_error(error: EngineError) -> str:
+    """Return the error in one line, with the line of its message that says most."""
+    lines = [line.strip() for line in error.message.splitlines() if line.strip()]
+    known = next((line for line in lines if "OrderedDict" in line or "is not on GPU" in line), None)
+    text = known or (lines[0] if lines else "")
+    text = text.removeprefix("Explanation: ").partition(" with argument types")[0]
+    return f"{error.kind.rpartition('.')[2]}: {text}"[:240]
+
+
+def logprob_distance(result: EngineResult, control: EngineResult) -> float:
+    """Return the largest difference between logprobs of tokens that both report; inf without any."""
+    if result.logprobs is None or control.logprobs is None:
+        return float("inf")
+    distance = 0.0
+    for prompt, expected in zip(result.logprobs, control.logprobs, strict=True):
+        for step, other in zip(prompt, expected, strict=True):
+            shared = set(step) & set(other)
+            if not shared:
+                return float("inf")
+            distance = max(distance, *(abs(float(step[token]) - float(other[token])) for token in shared))
+    return distance
+
+
+@contextmanager
+def checkpoints(*schemes: Scheme, **shape: Any) -> Iterator[Mapping[Scheme, str]]:
+    """Write a tiny Qwen3-MoE checkpoint for each scheme; the folder of each, removed at the end."""
+    from moedoctor.reference.checkpoints import write_qwen3_moe
+
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+        yield {
+            scheme: str(write_qwen3_moe(Path(name) / scheme, scheme=scheme, **shape))
+            for scheme in dict.fromkeys(schemes)
+        }
+
+
+def write_shape(folder: Path, **changes: Any) -> Path:
+    """Write the configuration of Qwen3-30B-A3B into `folder`, with fields changed and without weights.
+
+    For engines that load random weights (``load_format="dummy"``).
+    """
+    preset = preset_document("qwen3-30b-a3b")
+    document = {
+        **{key: value for key, value in preset.items() if not key.startswith("_")},
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "torch_dtype": "bfloat16",
+        **changes,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return folder

@@ -1,0 +1,262 @@
+"""Real engines with the NaN trace: how often padding holds NaN, and what that does to real rows.
+
+Every engine is a tiny Qwen3-MoE in BF16 with random weights, compiled, with piecewise CUDA graphs. The
+columns are those of vllm-project/vllm#39593.
+
+`parallel_table` runs two data-parallel ranks: two engines of one process each, on two GPUs of one host. vLLM
+reads their ranks from its ``VLLM_DP_*`` variables. Ranks are padded to the same batch, and a rank whose
+prompts are done runs dummy batches until all are; those are not steps of the trace.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moedoctor.results import UnavailableError
+from moedoctor.upstream.engine.engine import EngineRequest
+from moedoctor.upstream.engine.experiment import Ran, Trial, checkpoints, rows, run_trials, some_ran
+from moedoctor.upstream.releases.wheel import shared_object
+
+BATCH = 11
+"""Prompts at once: graphs are not captured for this size, so decode steps are padded to 16."""
+SECONDS = 280.0
+"""Time limit of an engine."""
+UNTOUCHED, OWN, OLD = "untouched", "own topk_softmax", "topk_softmax of 0.19.1"
+POISONED = "1 GPU, TRITON_ATTN, memory held NaN before"
+RANKS = 2
+CONFIGS: Mapping[str, Mapping[str, Any]] = {"DP=2": {}, "DEP=2": {"enable_expert_parallel": True}}
+"""As vllm-project/vllm#39593 names them -> engine arguments; D is data parallel, EP expert parallel."""
+_SIZES = [1, 2, 4, 8, 16, 32]
+_TOKENS = 24
+_MODEL = {"experts": 16, "top_k": 4}
+_RANK_SECONDS = 110.0
+"""Time limit of a pair of ranks; a rank whose partner died waits until then."""
+_ONE_PROCESS: Mapping[str, Any] = {"distributed_executor_backend": "uni", "async_scheduling": False}
+"""Keeps the worker in the engine's process, which has the trace. With asynchronous scheduling the ranks could
+differ in their numbers of forward passes, and each would wait for the other."""
+_RANK_PROMPTS, _RANK_TOKENS = (BATCH, 3), (_TOKENS, 12)
+"""Prompts and new tokens of each rank: the second has more padding, and ends before the first."""
+_PORTS = 8
+"""Ports from the first on that vLLM may use, one after another."""
+
+
+def engine_arguments() -> dict[str, Any]:
+    """Return the arguments of all engines: compiled, with piecewise CUDA graphs and the Triton experts."""
+    return {
+        "moe_backend": "triton",
+        "enforce_eager": False,
+        "max_num_seqs": 16,
+        "enable_prefix_caching": False,
+        "compilation_config": {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": _SIZES},
+    }
+
+
+def traced(experiment: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return the environment of an engine with the trace, and with an experiment if there is one."""
+    environ = {"MOEDOCTOR_TRACE": "nan"}
+    return environ if experiment is None else {**environ, "MOEDOCTOR_EXPERIMENT": json.dumps(experiment)}
+
+
+def prompts() -> Sequence[list[int]]:
+    """Return prompts of 3 to 13 tokens, so that prefill steps are padded, too."""
+    return [[(7 * prompt + 13 * place) % 500 + 5 for place in range(3 + prompt)] for prompt in range(BATCH)]
+
+
+def padding_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for each configuration. Raises UnavailableError if no engine ran.
+
+    The third engine gets memory that held NaN before, so rows that attention does not write show.
+    """
+    with checkpoints("bf16", **_MODEL) as folders:
+        model = folders["bf16"]
+        trials = [
+            _trial("config", model, f"1 GPU, {backend}", traced(), attention_backend=backend)
+            for backend in ("TRITON_ATTN", "FLASH_ATTN")
+        ]
+        trials.append(_trial("config", model, POISONED, traced({"poison_memory": True})))
+        ran = run_trials(trials)
+    table = some_ran(rows(ran, _row))
+    return [*table, {"config": "DP=2", "not_run": "scenarios/engine/nan_padding_dp.yaml does, on two GPUs"}]
+
+
+def end_to_end(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Make padding rows NaN with vLLM's own top-k, and with that of the last release before the fix.
+
+    The first row is the engine without NaN; the tokens of the others are compared with its tokens, and the
+    figure is None if it did not run. The third needs the kernels of 0.19.1 and is left out without them.
+    """
+    poison = {"poison_padding": True}
+    experiments: dict[str, dict[str, Any] | None] = {UNTOUCHED: None, OWN: poison}
+    old = sources.get("vllm@0.19.1")
+    if old is not None:
+        experiments[OLD] = {**poison, "topk_softmax": str(shared_object(Path(old)))}
+    with checkpoints("bf16", **_MODEL) as folders:
+        ran = run_trials(
+            [_trial("engine", folders["bf16"], name, traced(given)) for name, given in experiments.items()]
+        )
+    untouched = ran[0].result
+
+    def columns(engine: Ran) -> dict[str, Any]:
+        tokens, probe = engine.result.tokens, engine.result.probe
+        same = None
+        if untouched.error is None:
+            same = sum(ids == expected for ids, expected in zip(tokens, untouched.tokens, strict=True))
+        return {
+            "prompts": len(tokens),
+            "prompts_with_the_same_tokens": same,
+            **_row(engine),
+            "nan_in_real": probe["nan_in_real"],
+            "routers_watched": probe["routers_watched"],
+            "rows_with_repeated_ids": _repeated(engine),
+            "real_rows_with_repeated_ids": sum(router["repeated"][0] for router in probe["routers"]),
+            "first_in_padding": _place(probe["first_padding"]),
+            "first_in_real": _place(probe["first_real"]),
+        }
+
+    return some_ran(rows(ran, columns))
+
+
+def parallel_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for each rank and one for both, for each of `CONFIGS`.
+
+    Raises UnavailableError without two GPUs, or if no pair of engines ran.
+    """
+    import torch
+
+    if torch.cuda.device_count() < RANKS:
+        raise UnavailableError(f"{RANKS} ranks need {RANKS} GPUs; here are {torch.cuda.device_count()}")
+    table: list[dict[str, Any]] = []
+    with checkpoints("bf16", **_MODEL) as folders:
+        for config, arguments in CONFIGS.items():
+            ran = run_trials(rank_trials(folders["bf16"], config, arguments), parallel=RANKS)
+            table += rank_rows(config, ran)
+    return some_ran(table)
+
+
+def rank_trials(model: str, config: str, arguments: Mapping[str, Any]) -> list[Trial]:
+    """Return the engines of all ranks, which must be started together."""
+    port = free_ports(_PORTS)
+    return [
+        Trial(
+            EngineRequest(
+                model,
+                prompts()[: _RANK_PROMPTS[rank]],
+                {**engine_arguments(), **_ONE_PROCESS, **arguments},
+                {**traced(), **rank_environ(rank, port)},
+                max_tokens=_RANK_TOKENS[rank],
+                probe=_REPORT,
+                seconds=_RANK_SECONDS,
+                label=f"{config}, rank {rank}",
+            ),
+            {"config": f"{config}, rank {rank}"},
+        )
+        for rank in range(RANKS)
+    ]
+
+
+def rank_environ(rank: int, port: int) -> dict[str, str]:
+    """Return the variables that give an engine its rank; all talk over the loopback device."""
+    return {
+        "VLLM_DP_RANK": str(rank),
+        "VLLM_DP_RANK_LOCAL": str(rank),
+        "VLLM_DP_SIZE": str(RANKS),
+        "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": str(port),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+
+
+def free_ports(count: int) -> int:
+    """Return the first of `count` consecutive ports that are free now. Raises UnavailableError."""
+    for first in range(29600, 60000, count):
+        if all(_is_free(port) for port in range(first, first + count)):
+            return first
+    raise UnavailableError(f"no {count} consecutive free ports on 127.0.0.1")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def rank_rows(config: str, ran: Sequence[Ran]) -> list[dict[str, Any]]:
+    """Return a row for each rank, and if all ran one with their counts added up."""
+
+    def columns(engine: Ran) -> dict[str, Any]:
+        probe, first = engine.result.probe, engine.result.probe["first_padding"]
+        return {
+            **_row(engine),
+            "nan_in_real": probe["nan_in_real"],
+            "routers_watched": probe["routers_watched"],
+            "rows_with_repeated_ids": _repeated(engine),
+            "first_in_padding": "" if first is None else f"{first['what']} at {first['point']}",
+        }
+
+    table = rows(ran, columns)
+    if any("error" in row for row in table):
+        return table
+    added = ("steps", "steps_with_padding", "nan_in_padding", "inf_in_padding", "nan_in_real")
+    total = {
+        key: sum(row[key] for row in table) for key in (*added, "routers_watched", "rows_with_repeated_ids")
+    }
+    padded = total["steps_with_padding"]
+    pads = sum(row["mean_pad_tokens"] * row["steps_with_padding"] for row in table)
+    both = {
+        "config": f"{config}, both ranks",
+        **total,
+        "nan_share": round(total["nan_in_padding"] / padded, 4) if padded else 0.0,
+        "mean_pad_tokens": round(pads / padded, 2) if padded else 0.0,
+        "first_in_padding": "",
+    }
+    return [*table, both]
+
+
+_REPORT = "moedoctor.upstream.engine.nan_padding:report"
+
+
+def report(llm: Any) -> dict[str, Any]:
+    """Probe: return what the NaN trace of this engine has found."""
+    from moedoctor.upstream.plugin.nan_trace import trace_of_this_process
+
+    found = trace_of_this_process().report()
+    if found is None:
+        raise LookupError("the NaN trace saw no model")
+    return found.evidence()
+
+
+def _trial(column: str, model: str, label: str, environ: Mapping[str, str], **arguments: Any) -> Trial:
+    request = EngineRequest(
+        model,
+        prompts(),
+        {**engine_arguments(), **arguments},
+        environ,
+        max_tokens=_TOKENS,
+        probe=_REPORT,
+        seconds=SECONDS,
+        label=label,
+    )
+    return Trial(request, {column: label})
+
+
+def _row(engine: Ran) -> dict[str, Any]:
+    from moedoctor.trace.nan_report import row_of
+
+    return row_of(engine.result.probe)
+
+
+def _repeated(engine: Ran) -> int:
+    return sum(sum(router["repeated"]) for router in engine.result.probe["routers"])
+
+
+def _place(finding: Mapping[str, Any] | None) -> str:
+    return "" if finding is None else f"{finding['what']} at {finding['point']}, step {finding['step']}"

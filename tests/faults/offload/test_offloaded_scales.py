@@ -1,0 +1,260 @@
+"""MD003 and MD020: the config's stale reference, the kernels that read it, and the table of vllm#37883."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moedoctor.faults.offload import offloaded_scales as md003
+from moedoctor.faults.offload.offloaded_scales import OffloadedScales
+from moedoctor.faults.offload.stale_config import DeviceMemory, offload_and_run, simulated_stack
+from moedoctor.faults.offload.stale_parameter import StaleParameter
+from moedoctor.faults.offload.untraceable_offload import UntraceableOffload
+from moedoctor.results import (
+    Case,
+    CaseResult,
+    CaseVerdict,
+    ClaimVerdict,
+    Crash,
+    Death,
+    Observation,
+    Tier,
+)
+from moedoctor.upstream.engine import offload_table
+from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, PLACES, UVA, WEIGHTS
+from tests.faults.offload.cases import CONTROL_AND_FIX, run_case
+
+
+def test_device_memory_is_addresses_and_not_objects() -> None:
+    memory = DeviceMemory()
+    tensor = memory.upload(torch.zeros(8))
+    assert memory.holds(tensor[3:])
+    assert not memory.holds(tensor.clone())
+    ground = torch.zeros(8)
+    tenant = memory.admit(torch.from_dlpack(ground))
+    assert memory.holds(ground)
+    del tenant
+    assert not memory.holds(ground), "freed memory is not the device's any more"
+
+
+@CONTROL_AND_FIX
+def test_a_kernel_that_checks_gets_host_scales_from_the_config(subject: str, verdict: CaseVerdict) -> None:
+    case = run_case(OffloadedScales(), subject, layers=3)
+    assert case.verdict is verdict
+    evidence = case.evidence
+    if subject == "faulty":
+        assert (evidence["error"], evidence["config_holds"]) == ("b_scales is not on GPU", "host memory")
+    else:
+        assert (evidence["config_holds"], evidence["host_bytes"]) == ("device memory", 3 * 4 * 64 * 64)
+        assert "metadata by" in evidence["kept_on_device"][0]
+
+
+@CONTROL_AND_FIX
+@pytest.mark.parametrize(
+    ("backend", "text"), [("checks", "is not on GPU"), ("unchecked", "illegal memory access")]
+)
+def test_backends_with_a_stale_parameter(subject: str, verdict: CaseVerdict, backend: str, text: str) -> None:
+    case = run_case(StaleParameter(), subject, backend=backend)
+    assert case.verdict is verdict
+    assert (text in (case.evidence["error"] or "")) is (subject == "faulty")
+
+
+def test_scales_that_stay_on_the_device_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control fails for the stale reference and for nothing else."""
+    x = torch.randn(16, 64)
+    for names, same in ((("w13_weight",), True), (("w13_weight", "w13_weight_scale"), None)):
+        monkeypatch.setattr("moedoctor.faults.offload.stale_config.NAMES", names)
+        memory = DeviceMemory()
+        stack = simulated_stack(3, memory, checks=True, seed=0)
+        assert offload_and_run("faulty", stack, x, memory)["same_bits"] is same
+
+
+def test_real_backends_are_for_the_gpu_and_the_simulated_ones_for_the_model() -> None:
+    every = ("checks", "unchecked", "triton", "torch", "vllm_marlin", "vllm_cutlass")
+    for tier, expected in ((Tier.MODEL, every[:2]), (Tier.KERNEL, every[1:])):
+        points = [name for name in every if StaleParameter().has_point(tier, {"backend": name})]
+        assert points == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("death", "verdict"),
+    [(Death.ILLEGAL_MEMORY_ACCESS, CaseVerdict.REPRODUCED), (Death.OUT_OF_MEMORY, CaseVerdict.ERROR)],
+)
+def test_the_death_of_the_process_is_the_symptom_but_not_any_death(
+    death: Death, verdict: CaseVerdict
+) -> None:
+    case = Case("MD020", "faulty", Tier.KERNEL, {"backend": "unchecked"})
+    assert StaleParameter().judge_crash(case, Crash(death, "it died")).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("fault", "given"), [(OffloadedScales, {"layers": 2}), (StaleParameter, {"backend": "cpu"})]
+)
+def test_wrong_parameters_are_refused(fault: Any, given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        fault.parameters(**given)
+
+
+def at_kernel(holds: str, error: str | None) -> CaseResult:
+    evidence = {"config_holds": holds, "error": error, "same_bits": error is None}
+    return CaseResult("faulty", Tier.KERNEL, {}, CaseVerdict.REPRODUCED, evidence)
+
+
+REFUSED, RAN = at_kernel("host memory", "b_scales is not on GPU"), at_kernel("device memory", None)
+
+
+@pytest.mark.parametrize(
+    ("cases", "refuses", "reference"),
+    [
+        ([REFUSED, RAN], ClaimVerdict.CONFIRMED, ClaimVerdict.CONFIRMED),
+        ([at_kernel("host memory", None), RAN], ClaimVerdict.REFUTED, ClaimVerdict.REFUTED),
+        ([REFUSED], ClaimVerdict.CONFIRMED, ClaimVerdict.UNTESTED),
+        (
+            [replace(REFUSED, tier=Tier.MODEL), replace(RAN, tier=Tier.MODEL)],
+            ClaimVerdict.UNTESTED,
+            ClaimVerdict.UNTESTED,
+        ),
+    ],
+)
+def test_crash_2_is_decided_by_upstreams_own_operator(
+    cases: Sequence[CaseResult], refuses: ClaimVerdict, reference: ClaimVerdict
+) -> None:
+    assert md003.marlin_refuses.judge(cases, [], {}).verdict is refuses
+    assert md003.stale_reference.judge(cases, [], {}).verdict is reference
+
+
+def cell(
+    mode: str, experts: str, outcome: str, detail: str = "d", backend: str = "NVFP4 MARLIN", **more: Any
+) -> dict[str, Any]:
+    return {
+        "backend": backend,
+        "mode": mode,
+        "experts": experts,
+        "outcome": outcome,
+        "detail": detail,
+        **more,
+    }
+
+
+def table(subject: str, *cells: dict[str, Any], tier: Tier = Tier.ENGINE) -> CaseResult:
+    return CaseResult(subject, tier, {}, CaseVerdict.REPRODUCED, {"table": list(cells)})
+
+
+FAULTY = [
+    table("faulty", cell("eager", ON_GPU, "control"), cell("eager", COPIES, "crash 2", "b_scales")),
+    table("faulty", cell("compiled", UVA, "same tokens"), cell("compiled", COPIES, "crash 1", "setattr")),
+]
+SAME = cell("eager", COPIES, "same tokens", "same logprobs")
+
+
+def test_each_cell_is_there_once_with_both_outcomes() -> None:
+    results = [*FAULTY, table("fixed", cell("eager", ON_GPU, "control"), SAME)]
+    ((name, rows),) = OffloadedScales().conclude(results).items()
+    assert name == "table_of_vllm_37883"
+    places = [("eager", COPIES), ("compiled", UVA), ("compiled", COPIES)]
+    assert [(row["mode"], row["experts"]) for row in rows] == places
+    assert rows[0]["without_fix"] == "crash 2: b_scales"
+    assert rows[0]["with_fix"] == "same tokens, same logprobs"
+    assert "with_fix" not in rows[2]
+    assert OffloadedScales().conclude([table("faulty", SAME, tier=Tier.MODEL)]) == {}
+
+
+IDLE = cell("eager", COPIES, "no offload")
+
+
+@pytest.mark.parametrize(
+    ("results", "verdict"),
+    [
+        (FAULTY, ClaimVerdict.CONFIRMED),
+        ([table("faulty", SAME)], ClaimVerdict.REFUTED),
+        ([table("faulty", SAME, IDLE)], ClaimVerdict.UNTESTED),
+        ([table("faulty", cell("eager", COPIES, "crash", backend="BF16 TRITON"))], ClaimVerdict.UNTESTED),
+        ([], ClaimVerdict.UNTESTED),
+    ],
+)
+def test_marlin_crashes(results: list[CaseResult], verdict: ClaimVerdict) -> None:
+    assert md003.marlin_crashes.judge(results, (), {}).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("cells", "verdict", "figure"),
+    [
+        ([SAME], ClaimVerdict.CONFIRMED, "1 of 1 cells .*, 1 the same"),
+        (
+            [cell("compiled", COPIES, "rounding")],
+            ClaimVerdict.REFUTED,
+            "0 of 1 .*, 1 those of the same",
+        ),
+        ([cell("eager", UVA, "other tokens")], ClaimVerdict.REFUTED, "0 of 1"),
+        (
+            [cell("eager", COPIES, "no fix"), cell("eager", UVA, "same tokens")],
+            ClaimVerdict.REFUTED,
+            "1 of 2",
+        ),
+        ([SAME, IDLE], ClaimVerdict.UNTESTED, ""),
+        ([cell("eager", ON_GPU, "control")], ClaimVerdict.UNTESTED, ""),
+    ],
+)
+def test_same_tokens_with_fix(cells: list[dict[str, Any]], verdict: ClaimVerdict, figure: str) -> None:
+    judgement = md003.same_tokens_with_fix.judge([*FAULTY, table("fixed", *cells)], (), {})
+    assert judgement.verdict is verdict
+    assert re.search(figure, judgement.reason or "")
+    if verdict is not ClaimVerdict.UNTESTED:
+        others = [row for row in cells if row["outcome"] != "same tokens"]
+        assert len(judgement.evidence["others"]) == len(others)
+
+
+def test_cells_that_match_the_same_code_are_counted_whatever_their_outcome() -> None:
+    outcomes = [("rounding", True), *(("same tokens", same) for same in (True, True, False, None))]
+    cells = [
+        cell("compiled", COPIES, outcome, "same logprobs; same tokens", same_bits_in_the_same_code=same)
+        for outcome, same in outcomes
+    ]
+    evidence = md003.same_tokens_with_fix.judge([table("fixed", *cells)], (), {}).evidence
+    assert (evidence["same_bits_in_the_same_compiled_code"], evidence["rounding"]) == (3, 1)
+    assert evidence["same_logprobs"] == 5
+
+
+COUNTS = {
+    **dict.fromkeys(
+        ("controls_wrong", "crashed", "other_tokens", "rounding", "not_fixed", "not_offloaded"), 0
+    ),
+    "same": 3,
+    "cells": 3,
+    "table": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "mode", "backends", "places"),
+    [
+        (OffloadedScales(), "eager", 3, (*PLACES, WEIGHTS)),
+        (OffloadedScales(), "compiled", 3, PLACES),
+        (UntraceableOffload(), "compiled", 1, (ON_GPU, COPIES)),
+    ],
+)
+def test_engine_points_run_engines_with_the_fix_for_fixed_alone(
+    monkeypatch: pytest.MonkeyPatch, fault: Any, mode: str, backends: int, places: tuple[str, ...]
+) -> None:
+    parameters = fault.parameters(engine=mode).model_dump()
+    assert fault.has_point(Tier.ENGINE, parameters)
+    assert not fault.has_point(Tier.MODEL, parameters)
+    assert not fault.has_point(Tier.ENGINE, fault.parameters().model_dump())
+    asked: list[Any] = []
+    monkeypatch.setattr(offload_table, "measure", lambda *given: asked.append(given) or COUNTS)
+    for subject in ("faulty", "fixed"):
+        assert run_case(fault, subject, Tier.ENGINE, engine=mode).verdict is CaseVerdict.CLEAN
+    assert [(len(names), *given) for names, *given in asked] == [
+        (backends, mode, places, fixes) for fixes in ("", "offload")
+    ]
+    assert fault.describe(parameters) == f"engines, {mode}"
+    judgement = fault.judge(
+        Case(fault.id, "faulty", Tier.ENGINE, parameters), Observation({**COUNTS, "controls_wrong": 1})
+    )
+    assert judgement.verdict is CaseVerdict.ERROR

@@ -1,0 +1,169 @@
+"""Engines with the NaN trace: rows of engines that ran or died, and two data-parallel ranks added up."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from engine_stub import died
+
+from moedoctor.faults.routing.nan_routing import NanRouting
+from moedoctor.interfaces import Measurement
+from moedoctor.results import ClaimVerdict, Death, Observation, UnavailableError
+from moedoctor.upstream.engine import engine, nan_padding
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
+from moedoctor.upstream.engine.experiment import pair
+from moedoctor.upstream.engine.nan_padding import OLD, OWN, POISONED, UNTOUCHED
+
+SEEN = {
+    "steps": 24,
+    "steps_with_padding": 20,
+    "nan_in_padding": 20,
+    "inf_in_padding": 0,
+    "mean_pad_tokens": 5.0,
+    "nan_in_real": 0,
+    "routers": [],
+    "routers_watched": 2,
+    "first_padding": None,
+    "first_real": None,
+}
+DEAD = died("no answer", kind="hang", stage="process", death=Death.HANG)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
+    """Engines run here; `died_labels` of `run` die."""
+    calls: list[tuple[int, list[str]]] = []
+    monkeypatch.setattr(engine, "need_engine", lambda: None)
+    monkeypatch.setattr(nan_padding, "shared_object", lambda path: path)
+    run(monkeypatch, calls)
+    return calls
+
+
+def run(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, list[str]]], *dead: str) -> None:
+    """Engines of these labels die; the others run, and the old top-k repeats experts."""
+
+    def run_engines(requests: Sequence[EngineRequest], *, parallel: int) -> list[EngineResult]:
+        calls.append((parallel, [request.label for request in requests]))
+        return [
+            replace(DEAD, label=request.label)
+            if request.label in dead
+            else EngineResult(
+                request.label,
+                ((1, 2),) * 3,
+                probe={**SEEN, "routers": [{"repeated": [0, 7, 0]}] if request.label == OLD else []},
+            )
+            for request in requests
+        ]
+
+    monkeypatch.setattr(engine, "run_engines", run_engines)
+
+
+def verdict(key: str, rows: list[dict[str, Any]], limits: dict[str, float]) -> ClaimVerdict:
+    (claim,) = (claim for claim in NanRouting.claims if claim.key == key)
+    return claim.judge((), [Measurement("installed", Observation({"rows": rows}))], limits).verdict
+
+
+@pytest.mark.parametrize("dead", [(), (UNTOUCHED,), (OWN,), (OLD,)])
+def test_an_engine_that_died_decides_nothing_end_to_end(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, dead: tuple[str, ...]
+) -> None:
+    run(monkeypatch, started, *dead)
+    rows = nan_padding.end_to_end({"vllm@0.19.1": "wheel"})
+    limits = {"min_share": 1.0, "max_rows": 0, "min_old_rows": 1}
+    assert verdict("end_to_end", rows, limits) is (ClaimVerdict.UNTESTED if dead else ClaimVerdict.CONFIRMED)
+    same = {row["engine"]: row.get("prompts_with_the_same_tokens") for row in rows}
+    if UNTOUCHED in dead:
+        assert set(same.values()) == {None}
+    else:
+        assert same[UNTOUCHED] == 3
+
+
+@pytest.mark.parametrize(
+    ("dead", "expected"),
+    [
+        ((), ClaimVerdict.CONFIRMED),
+        (("1 GPU, FLASH_ATTN",), ClaimVerdict.UNTESTED),
+        ((POISONED,), ClaimVerdict.CONFIRMED),
+    ],
+)
+def test_an_engine_that_died_confirms_nothing_of_padding(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, dead: tuple[str, ...], expected: ClaimVerdict
+) -> None:
+    run(monkeypatch, started, *dead)
+    rows = nan_padding.padding_table({})
+    assert verdict("padding_holds_nan", rows, {"min_share": 0.95}) is expected
+    assert rows[-1]["config"] == "DP=2"
+    assert "error" not in rows[-1]
+
+
+def test_if_no_engine_ran_there_is_no_table(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    run(monkeypatch, started, "1 GPU, TRITON_ATTN", "1 GPU, FLASH_ATTN", POISONED)
+    with pytest.raises(UnavailableError, match="no engine ran: process: hang: no answer"):
+        nan_padding.padding_table({})
+
+
+def test_the_ranks_differ_in_rank_and_load_alone() -> None:
+    trials = nan_padding.rank_trials("model", "DEP=2", {"enable_expert_parallel": True})
+    first, second = (trial.request for trial in trials)
+    assert first.arguments == second.arguments
+    assert first.arguments["enable_expert_parallel"] is True
+    assert first.arguments["compilation_config"]["cudagraph_mode"] == "PIECEWISE"
+    assert first.arguments["distributed_executor_backend"] == "uni"
+    assert first.arguments["async_scheduling"] is False
+    differing = {key for key in first.environ if first.environ[key] != second.environ[key]}
+    assert differing == {"VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL"}
+    assert [request.environ["VLLM_DP_RANK"] for request in (first, second)] == ["0", "1"]
+    assert first.environ["MOEDOCTOR_TRACE"] == "nan"
+    assert len(first.prompts) > len(second.prompts) > 0
+    assert first.max_tokens > second.max_tokens
+
+
+def test_ports_in_use_are_passed_over() -> None:
+    first = nan_padding.free_ports(4)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first + 2))
+        taken.listen()
+        assert nan_padding.free_ports(4) != first
+
+
+def rank_rows(*results: EngineResult) -> list[dict[str, Any]]:
+    return nan_padding.rank_rows("DP=2", pair(nan_padding.rank_trials("model", "DP=2", {}), results))
+
+
+def test_a_row_a_rank_and_one_for_both() -> None:
+    place = {"what": "NaN", "point": "model.layers.0.self_attn.attn", "step": 2}
+    probe = {**SEEN, "nan_in_padding": 10, "routers": [{"repeated": [0, 7, 0]}], "first_padding": place}
+    other = {**probe, "steps": 12, "steps_with_padding": 12, "nan_in_padding": 12, "mean_pad_tokens": 13.0}
+    rows = rank_rows(EngineResult("", probe=probe), EngineResult("", probe=other))
+    assert [row["config"] for row in rows] == ["DP=2, rank 0", "DP=2, rank 1", "DP=2, both ranks"]
+    assert [row["nan_share"] for row in rows] == [0.5, 1.0, round(22 / 32, 4)]
+    both = rows[-1]
+    assert (both["steps"], both["steps_with_padding"], both["nan_in_padding"]) == (36, 32, 22)
+    assert both["mean_pad_tokens"] == 8.0  # (5 * 20 + 13 * 12) / 32
+    assert [row["routers_watched"] for row in rows] == [2, 2, 4]
+    assert both["rows_with_repeated_ids"] == 14
+    assert rows[0]["first_in_padding"] == "NaN at model.layers.0.self_attn.attn"
+    alone = rank_rows(EngineResult("", probe=probe), DEAD)
+    assert [row.get("error") for row in alone] == [None, "process: hang: no answer"]
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_both_ranks_run_side_by_side_for_each_config_on_two_gpus(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if gpus == 1:
+        with pytest.raises(UnavailableError, match="need 2 GPUs; here are 1"):
+            nan_padding.parallel_table({})
+        return
+    rows = nan_padding.parallel_table({})
+    assert started == [
+        (2, ["DP=2, rank 0", "DP=2, rank 1"]),
+        (2, ["DEP=2, rank 0", "DEP=2, rank 1"]),
+    ]
+    assert [row["config"] for row in rows][2::3] == ["DP=2, both ranks", "DEP=2, both ranks"]
