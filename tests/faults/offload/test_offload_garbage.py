@@ -17,7 +17,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pydantic import ValidationError
 
-from moedoctor.diagnose.check.packages import PINS
 from moedoctor.entries import entries
 from moedoctor.faults.offload import offload_garbage as md008
 from moedoctor.faults.offload.offload_garbage import OffloadGarbage, OffloadGarbageParameters
@@ -27,6 +26,7 @@ from moedoctor.faults.offload.offload_garbage_lab import (
     fit_together,
     own_model_trial,
 )
+from moedoctor.fixes.backends.release_tables import releases as vllm_releases
 from moedoctor.interfaces import Judgement
 from moedoctor.results import CaseResult, CaseVerdict, Tier
 from moedoctor.runner.plan import Options, plan
@@ -353,13 +353,15 @@ def test_the_guide_names_the_older_runner_for_the_releases_whose_v2_runner_does_
     (rule,) = (rule.when for rule in entries()["MD002"].affects if rule.severity == "error")
     ((older, value),) = rule.variables_not.items()
     affected = SpecifierSet(rule.packages["vllm"])
-    releases_affected = [release for release in PINS if release in affected]
+    releases_affected = [release for release in vllm_releases() if release in affected]
     listed = []
     for first, last, row in re.findall(r"^\| (0[\d.]+)(?: to (0[\d.]+))? \|(.*)\|$", guide, re.MULTILINE):
-        releases = [name for name in PINS if Version(first) <= Version(name) <= Version(last or first)]
+        releases = [
+            name for name in vllm_releases() if Version(first) <= Version(name) <= Version(last or first)
+        ]
         listed += releases
         without, with_fix = row.split(" | ")
         for cell in (without, with_fix):
             assert (f"`{older}={value}`" in cell) == any(name in affected for name in releases), first
-    assert listed == list(PINS)
+    assert listed == list(vllm_releases())
     assert f"{releases_affected[0]} to {releases_affected[-1]} stops at start" in guide
