@@ -3,8 +3,9 @@ flags.
 
     python scripts/extract_settings.py --vllm FOLDER --flashinfer FOLDER
 
-Each FOLDER holds one folder a release, named by its version, with the unpacked wheel in it. The syntax trees
-say which names are read and where; what a variable makes of a value is found by reading it with that value.
+Each FOLDER holds one folder a release, named by its version, with the unpacked wheel in it: the releases in
+moedoctor/fixes/backends/data/releases.json and the FlashInfer releases that they pin. The syntax trees show
+which names are read and where. What a variable makes of a value is found by reading it with that value.
 Writes the tables in moedoctor/diagnose/settings/data.
 """
 
@@ -26,6 +27,8 @@ from typing import Any
 
 from packaging.version import Version
 
+from moedoctor.fixes.backends.release_tables import releases
+
 OUT = Path(__file__).resolve().parent.parent / "moedoctor" / "diagnose" / "settings" / "data"
 PROBES = ("0", "1", "2", "-1", "true", "True", "false", "yes", "on", "1.5", "banana")
 NAMES = {"VLLM": re.compile(r"VLLM_[A-Z0-9_]+"), "FLASHINFER": re.compile(r"FLASHINFER_[A-Z0-9_]+")}
@@ -38,6 +41,8 @@ def main() -> None:
     parser.add_argument("--flashinfer", type=Path, required=True)
     options = parser.parse_args()
     vllm, flashinfer = folders(options.vllm), folders(options.flashinfer)
+    pins = dict.fromkeys(release.flashinfer for release in releases().values())
+    assert [list(vllm), list(flashinfer)] == [list(releases()), list(pins)], "not the releases of the tables"
     OUT.mkdir(exist_ok=True)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
@@ -51,11 +56,11 @@ def folders(root: Path) -> dict[str, Path]:
     return {one.name: one for one in sorted(found, key=lambda one: Version(one.name))}
 
 
-def write(name: str, releases: Mapping[str, Path], read: Callable[[Path], dict[str, dict[str, Any]]]) -> None:
+def write(name: str, folders: Mapping[str, Path], read: Callable[[Path], dict[str, dict[str, Any]]]) -> None:
     """One row for each name and run of consecutive releases in which its facts are the same."""
-    order = list(releases)
+    order = list(folders)
     runs: dict[str, list[dict[str, Any]]] = {}
-    for place, folder in enumerate(releases.values()):
+    for place, folder in enumerate(folders.values()):
         for setting, facts in sorted(read(folder).items()):
             rows = runs.setdefault(setting, [])
             same = {key: value for key, value in facts.items() if key != "source"}
@@ -81,9 +86,7 @@ def write(name: str, releases: Mapping[str, Path], read: Callable[[Path], dict[s
             }
             lines.append(json.dumps({**shown, "source": row["source"]}, ensure_ascii=False))
     text = ",\n  ".join(lines)
-    (OUT / name).write_text(
-        f'{{"releases": {json.dumps(order)},\n "rows": [\n  {text}\n ]}}\n', encoding="utf-8"
-    )
+    (OUT / name).write_text(f'{{"rows": [\n  {text}\n ]}}\n', encoding="utf-8")
     print(f"{name}: {len(lines)} rows over {len(order)} releases")
 
 

@@ -1,6 +1,6 @@
 """Asks one importable vLLM release for everything that the backend tables are made of; prints JSON.
 
-Run by `scripts/extract_backends.py` once a release, with the release's sources (an unpacked wheel) on
+Run by `scripts/backend_tables.py` once a release, with the release's sources (an unpacked wheel) on
 PYTHONPATH, together with the FlashInfer and Humming that it pins. No GPU is used: see
 `moedoctor.upstream.selection.substitute`.
 """
@@ -15,14 +15,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from moedoctor.fixes.backends import release_tables as backend_tables
+from moedoctor.fixes.backends import release_tables
+from moedoctor.fixes.backends.release_tables import SCHEMES
 from moedoctor.upstream.selection.oracle import Answer, Layer, Oracle
 from moedoctor.upstream.selection.substitute import LIBRARIES
 
-CAPABILITIES = tuple(tuple(map(int, one.split("."))) for one in backend_tables.CAPABILITIES)
+CAPABILITIES = tuple(tuple(map(int, name.split("."))) for name in release_tables.CAPABILITIES)
 PARALLEL = {"tp": (False, False), "ep": (True, False), "dp": (False, True), "dp+ep": (True, True)}
-SCHEMES = ("nvfp4", "nvfp4-w4a16", "mxfp4", "fp8", "fp8-block", "bf16")
-
 
 USES = ("FP4", "FP8", "FP16", "MXFP4_BF16", "MXFP4_MXFP8", "MXFP4_MXFP8_CUTLASS")
 CHOICES = ("throughput", "latency", "masked_gemm")

@@ -15,6 +15,8 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from moedoctor.fixes.backends.release_tables import releases
+
 
 @dataclass(frozen=True)
 class SettingFinding:
@@ -99,19 +101,20 @@ class Settings:
 @functools.cache
 def vllm_variables() -> Settings:
     """Return the ``VLLM_*`` variables."""
-    return _load("vllm_variables.json")
+    return _load("vllm_variables.json", tuple(releases()))
 
 
 @functools.cache
 def flashinfer_variables() -> Settings:
-    """Return the ``FLASHINFER_*`` variables, by release of flashinfer-python."""
-    return _load("flashinfer_variables.json")
+    """Return the ``FLASHINFER_*`` variables, for the releases of flashinfer-python that vLLM's require."""
+    pins = dict.fromkeys(release.flashinfer for release in releases().values())
+    return _load("flashinfer_variables.json", tuple(pins))
 
 
 @functools.cache
 def vllm_flags() -> Settings:
     """Return the flags of `vllm serve`."""
-    return _load("vllm_flags.json")
+    return _load("vllm_flags.json", tuple(releases()))
 
 
 @functools.cache
@@ -121,12 +124,11 @@ def replacements() -> Mapping[str, Any]:
     return table
 
 
-def _load(name: str) -> Settings:
-    table = _read(name)
+def _load(name: str, releases: tuple[str, ...]) -> Settings:
     rows: dict[str, list[Setting]] = {}
-    for row in table["rows"]:
+    for row in _read(name)["rows"]:
         rows.setdefault(row["name"], []).append(_setting(row))
-    return Settings(tuple(table["releases"]), {setting: tuple(spans) for setting, spans in rows.items()})
+    return Settings(releases, {setting: tuple(spans) for setting, spans in rows.items()})
 
 
 def _read(name: str) -> Any:

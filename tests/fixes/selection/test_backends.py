@@ -1,7 +1,7 @@
 """The selection tables against what is known of the releases, and what must hold at every point of them.
 
-The tables were compared with the releases' own code at 263 172 points when they were made
-(scripts/check_backends.py, which needs the releases' sources); what is written down here comes from reading
+The tables were compared with the releases' own code at 263 172 points when they were made (`check` of
+scripts/backend_tables.py, which needs the releases' sources). What is written down here comes from reading
 those sources.
 """
 

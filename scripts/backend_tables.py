@@ -1,0 +1,515 @@
+"""Makes the tables in moedoctor/fixes/backends/data out of unpacked vLLM releases, and checks them.
+
+    python scripts/backend_tables.py make --vllm FOLDER --answers FOLDER --libraries FOLDER [--ask PYTHON]
+    python scripts/backend_tables.py check FOLDER
+
+`--vllm` holds one folder a release with the unpacked wheel in it. With `--ask`, each release is asked first
+(scripts/probe_backends.py) by that interpreter, which needs what `import vllm` needs. `--libraries` holds
+flashinfer-python/VERSION and humming-kernels/VERSION, as `pip install --no-deps --target` leaves them. The
+answers are kept in `--answers`, one JSON file a release. `handwritten.yaml` has what a release does not
+answer, and `releases.json` keeps the CUDA release of each wheel, which is not in its metadata.
+
+A kernel's answers are taken apart into the predicates that vLLM asks one after the other (device, gate,
+activation, scheme, parallelism). If that does not give back every single answer, the rest is kept as
+exceptions, so a table is exact or the derivation fails. `check` compares `moedoctor.fixes.backends` with the
+kept answers, point by point; it prints every difference and ends with 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from moedoctor.fixes.backends import SCHEMES, select
+from moedoctor.fixes.backends.release_tables import PARALLEL, Point
+from moedoctor.upstream.selection.substitute import LIBRARIES
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "moedoctor" / "fixes" / "backends" / "data"
+FUSED_MOE = "vllm/model_executor/layers/fused_moe"
+MXFP4 = "vllm/model_executor/layers/quantization/mxfp4.py"
+ORACLES = {
+    "nvfp4": "nvfp4",
+    "nvfp4-w4a16": "nvfp4",
+    "mxfp4": "mxfp4",
+    "fp8": "fp8",
+    "fp8-block": "fp8",
+    "bf16": "unquantized",
+}
+SELECTS = ("_get_priority_backends_for_gpt_oss", "_get_priority_backends", "select_nvfp4_moe_backend")
+NOT_HERE = "is not supported for"
+THERE = dict.fromkeys(LIBRARIES, True)
+"""The releases were asked with every optional library pretended to be there."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("make", help="write the tables anew")
+    making.add_argument("--vllm", type=Path, required=True)
+    making.add_argument("--answers", type=Path, required=True)
+    making.add_argument("--ask", type=Path)
+    making.add_argument("--libraries", type=Path, required=True)
+    checking = commands.add_parser("check", help="compare the tables with kept answers")
+    checking.add_argument("answers", type=Path)
+    options = parser.parse_args()
+    if options.command == "check":
+        return check(options.answers)
+    make(options.vllm, options.answers, options.libraries, options.ask)
+    return 0
+
+
+def make(vllm: Path, answers: Path, libraries: Path, python: Path | None) -> None:
+    folders = sorted(
+        (folder for folder in vllm.iterdir() if re.fullmatch(r"[\d.]+", folder.name)),
+        key=lambda folder: Version(folder.name),
+    )
+    if python:
+        for folder in folders:
+            ask(folder, python, libraries, answers / f"{folder.name}.json")
+    releases = {
+        folder.name: Release(folder, answers / f"{folder.name}.json", libraries) for folder in folders
+    }
+    about = {name: release.about() for name, release in releases.items()}
+    dump(OUT / "releases.json", {"releases": about}, "releases")
+    for scheme in ORACLES:
+        rows = {
+            key: merge(
+                [(name, row) for name, release in releases.items() for row in getattr(release, key)(scheme)],
+                releases,
+            )
+            for key in ("orders", "flags", "kernels")
+        }
+        dump(OUT / f"{scheme}.json", {"scheme": scheme, **rows}, *rows)
+
+
+def ask(folder: Path, python: Path, libraries: Path, answers: Path) -> None:
+    pins = pinned(folder)
+    paths = [folder]
+    for package, default in (("flashinfer-python", None), ("humming-kernels", "0.1.2")):
+        version = pins.get(package, default)
+        if version:
+            paths.append(libraries / package / version)
+    environment = {
+        **{
+            name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "FLASHINFER_"))
+        },
+        "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])),
+        "VLLM_HAS_FLASHINFER_CUBIN": "1",  # else FlashInfer counts as missing without nvcc
+    }
+    script = Path(__file__).with_name("probe_backends.py")
+    said = subprocess.run(
+        [str(python), str(script)], env=environment, capture_output=True, encoding="utf-8", check=True
+    )
+    answers.write_text(
+        next(line for line in said.stdout.splitlines() if line.startswith("{")), encoding="utf-8"
+    )
+    print(f"{folder.name}: asked")
+
+
+def pinned(folder: Path) -> dict[str, str]:
+    metadata = next(folder.glob("vllm-*.dist-info/METADATA")).read_text(encoding="utf-8")
+    return dict(re.findall(r"^Requires-Dist: ([\w-]+)(?:\[\w+\])?==([\w.]+)\s*$", metadata, re.MULTILINE))
+
+
+class Release:
+    """One release: its answers, and where in its sources they come from."""
+
+    def __init__(self, folder: Path, answers: Path, libraries: Path) -> None:
+        self.folder, self.libraries = folder, libraries
+        self.answers: dict[str, Any] = json.loads(answers.read_text(encoding="utf-8"))
+        self.texts = [json.loads(text) for text in self.answers["texts"]]
+        self.lines = {**dict(definitions(folder, MXFP4)), **dict(definitions(folder, FUSED_MOE))}
+        self.grids = {scheme: self._grid(self.answers["automatic"][scheme]) for scheme in ORACLES}
+
+    def about(self) -> dict[str, Any]:
+        pins = pinned(self.folder)
+        provides = ["triton_kernels"]
+        provides += ["deep_gemm"] if (self.folder / "vllm" / "third_party" / "deep_gemm").is_dir() else []
+        provides += [
+            name
+            for name, package in (("flashinfer", "flashinfer-python"), ("humming", "humming-kernels"))
+            if package in pins
+        ]
+        # FlashInfer carries a copy of b12x from 0.7.2.post1 on.
+        pinned_flashinfer = self.libraries / "flashinfer-python" / pins["flashinfer-python"]
+        provides += ["b12x"] if (pinned_flashinfer / "b12x").is_dir() else []
+        known = json.loads((OUT / "releases.json").read_text(encoding="utf-8"))["releases"]
+        return {
+            "torch": pins["torch"],
+            "cuda": known.get(self.folder.name, {}).get("cuda"),
+            "flashinfer": pins.get("flashinfer-python"),
+            "flashinfer_cubin": pins.get("flashinfer-cubin"),
+            "provides": sorted(provides),
+            "activations": self.answers["activations"],
+            "moe_backends": self.answers["flags"],
+        }
+
+    def _grid(
+        self, rows: Iterable[Sequence[Any]]
+    ) -> dict[tuple[str, str, str], tuple[list[Any], dict[str, Any]]]:
+        return {
+            (c, p, a): ([self.texts[one] for one in answers], self.texts[out])
+            for c, p, a, answers, out in rows
+        }
+
+    def orders(self, scheme: str) -> Iterable[dict[str, Any]]:
+        """The automatic order, in boxes of the grid where it is the same."""
+        by_order = defaultdict(list)
+        for point, (answers, _) in self.grids[scheme].items():
+            if all(one[1] for one in answers):
+                by_order[tuple(dict.fromkeys(one[0] for one in answers))].append(point)
+        axes = tuple(tuple(dict.fromkeys(axis)) for axis in zip(*self.grids[scheme], strict=True))
+        names = [f"{name}@{ORACLES[scheme]}" for name in SELECTS]
+        source = next((self.lines[one] for one in names if one in self.lines), "")
+        for order, points in sorted(by_order.items(), key=lambda item: -len(item[1])):
+            for box in boxes(points, frozenset(points), axes):
+                yield {"order": list(order), **self._packed(box), "source": source}
+
+    def flags(self, scheme: str) -> Iterable[dict[str, Any]]:
+        """What --moe-backend is taken for: the backends it leads to; none where it changes nothing."""
+        for flag, rows in self.answers["on_request"][scheme].items():
+            grid = self._grid(rows)
+            asked = {point: [one[0] for one in answers] for point, (answers, _) in grid.items()}
+            automatic = {point: [one[0] for one in self.grids[scheme][point][0]] for point in grid}
+            errors = {out["error"] or "" for _, out in grid.values()}
+            if all(NOT_HERE in error and "moe_backend=" in error for error in errors):
+                continue
+            source = self.lines.get(f"map_{ORACLES[scheme]}_backend") or self.lines["get_mxfp4_backend"]
+            found = list(dict.fromkeys(one for answers in asked.values() for one in answers))
+            row = {"flag": flag, "backends": found, "source": source}
+            kernels = any(one[1] for answers, _ in grid.values() for one in answers)
+            if (
+                (kernels or scheme == "mxfp4")
+                and asked == automatic
+                and self.outcomes(grid) == self.outcomes({p: self.grids[scheme][p] for p in grid})
+            ):
+                row = {"flag": flag, "ignored": True, "source": source}
+            elif not found:
+                row = {"flag": flag, "refused": min(errors), "source": source}
+            elif self.batched(scheme, grid):
+                row["batched"] = True
+            yield row
+
+    def batched(self, scheme: str, grid: Mapping[Any, tuple[list[Any], dict[str, Any]]]) -> bool:
+        """Whether the flag brings the activation format that a kernel of its own lacks by itself."""
+        for point, (answers, _) in grid.items():
+            lacking = [one[:2] for one in self.grids[scheme][point][0] if kind(one[3]) == "format"]
+            if any(one[2] and one[:2] in lacking for one in answers):
+                return True
+        return False
+
+    @staticmethod
+    def outcomes(grid: Mapping[Any, tuple[list[Any], dict[str, Any]]]) -> dict[Any, str | None]:
+        return {point: outcome["chosen"] for point, (_, outcome) in grid.items()}
+
+    def kernels(self, scheme: str) -> Iterable[dict[str, Any]]:
+        answers: dict[tuple[str, str], dict[Any, str]] = defaultdict(dict)
+        rows = [
+            *self.answers["on_request"][scheme].values(),
+            *(one for _, one in self.answers["with_variables"][scheme]),
+        ]
+        grids = [self.grids[scheme], *map(self._grid, rows)]
+        for grid in [one for one in grids if len(one) == len(self.grids[scheme])]:
+            for point, (heard, _) in grid.items():
+                for backend, kernel, _, reason in heard:
+                    if kernel:
+                        answers[backend, kernel][point] = kind(reason)
+        for (backend, kernel), points in answers.items():
+            row = predicates(points)
+            then = [{**self._packed(one), "reason": one["reason"]} for one in row.pop("then", ())]
+            needs = self.answers["needs"][scheme].get(f"{backend}/{kernel}", [])
+            yield {
+                "backend": backend,
+                "kernel": kernel,
+                **self._packed(row),
+                "ungated": row["ungated"],
+                **({"then": then} if then else {}),
+                **({"needs": needs} if needs else {}),
+                "source": self.lines.get(kernel, ""),
+            }
+
+    def _packed(self, row: Mapping[str, Any]) -> dict[str, str]:
+        capabilities = list(dict.fromkeys(point[0] for point in self.grids["nvfp4"]))
+        axes = {
+            "devices": capabilities,
+            "scheme_devices": capabilities,
+            "capabilities": capabilities,
+            "activations": list(self.answers["activations"]),
+            "parallel": list(PARALLEL),
+        }
+        return {name: pack(row[name], axis) for name, axis in axes.items() if name in row}
+
+
+def definitions(release: Path, folder: str) -> Iterable[tuple[str, str]]:
+    """Class and function names, with the file and line that they are defined at."""
+    place = release / folder
+    for file in [place] if place.is_file() else sorted(place.rglob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                yield f"{node.name}@{file.stem}", f"{file.relative_to(release).as_posix()}:{node.lineno}"
+                yield node.name, f"{file.relative_to(release).as_posix()}:{node.lineno}"
+
+
+def dump(file: Path, table: Mapping[str, Any], *lists: str) -> None:
+    """JSON with one row a line."""
+    parts = []
+    for name, value in table.items():
+        if name in lists and isinstance(value, list):
+            text = "[\n    " + ",\n    ".join(json.dumps(row, ensure_ascii=False) for row in value) + "\n  ]"
+        elif name in lists:
+            rows = (f"{json.dumps(key)}: {json.dumps(row)}" for key, row in value.items())
+            text = "{\n    " + ",\n    ".join(rows) + "\n  }"
+        else:
+            text = json.dumps(value)
+        parts.append(f"  {json.dumps(name)}: {text}")
+    file.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+    print(f"{file.name}: {', '.join(f'{len(table[name])} {name}' for name in lists)}")
+
+
+# --- From answers to rows ----------------------------------------------------------------------
+
+_KINDS = (
+    (re.compile(r"^kernel does not support current device cuda"), "device"),
+    (re.compile(r"^kernel does not support no act_and_mul MLP layer$"), "gate"),
+    (re.compile(r"^kernel does not support MoEActivation\.\w+ activation$"), "activation"),
+    (re.compile(r"^kernel does not support quantization scheme "), "scheme"),
+    (re.compile(r"^kernel does not support parallel config "), "parallel"),
+    (re.compile(r"^kernel does not support \('standard',\) activation format$"), "format"),
+)
+
+
+def kind(reason: str | None) -> str:
+    """What kind of reason upstream's text is: empty for a kernel that fits, the text itself where it is of
+    no kind."""
+    if reason is None:
+        return ""
+    return next((name for pattern, name in _KINDS if pattern.match(reason)), reason)
+
+
+PREDICATES = ("device", "gate", "activation", "scheme", "parallel")
+"""In the order in which vLLM asks. What a kernel asks beyond them may come before or after."""
+
+
+def predicates(answers: Mapping[Point, str]) -> dict[str, Any]:
+    """The columns of one kernel's row, from the kind of its answer at every point.
+
+    Raises AssertionError where the row does not give back every answer. Where a kernel's own check comes
+    before the common ones, another reason of the same refusal may be named first.
+    """
+    axes = tuple(tuple(dict.fromkeys(axis)) for axis in zip(*answers, strict=True))
+    row: dict[str, Any] = {}
+    left = dict(answers)
+    for name, column, axis in (
+        ("device", "devices", 0),
+        ("gate", "gates", 2),
+        ("activation", "activations", 2),
+        ("scheme", "scheme_devices", 0),
+        ("parallel", "parallel", 1),
+    ):
+        row[column] = [one for one in axes[axis] if _passes(name, [left[p] for p in left if p[axis] == one])]
+        left = {point: answer for point, answer in left.items() if point[axis] in row[column]}
+    gates = row.pop("gates")
+    row["ungated"] = any(one.endswith("_no_mul") for one in gates)
+    if row["scheme_devices"] == row["devices"]:
+        del row["scheme_devices"]
+    refused = {point: answer for point, answer in left.items() if answer}
+    open_to_all = frozenset(answers) - {point for point, answer in left.items() if not answer}
+    row["then"] = [
+        {"reason": reason, **box}
+        for reason in dict.fromkeys(refused.values())
+        for box in boxes(
+            [p for p in refused if refused[p] == reason], open_to_all - _others(refused, reason), axes
+        )
+    ]
+    for point, answer in answers.items():
+        said = first_failing(row, point)
+        assert said == answer or (said and answer and answer not in (*PREDICATES, "format")), (
+            row,
+            point,
+            answer,
+        )
+    return {name: value for name, value in row.items() if name != "then" or value}
+
+
+def _passes(name: str, answers: Sequence[str]) -> bool:
+    """Whether the predicate lets at least one through; a kernel's own check may have answered before it."""
+    own = [one for one in answers if one and one not in (*PREDICATES, "format")]
+    return any(one != name for one in answers if one not in own) or bool(answers and len(own) == len(answers))
+
+
+def _others(refused: Mapping[Point, str], reason: str) -> frozenset[Point]:
+    return frozenset(point for point, one in refused.items() if one != reason)
+
+
+def first_failing(row: Mapping[str, Any], point: Point) -> str:
+    """What the row says of a point: the kind of the first reason, empty where the kernel fits."""
+    capability, parallel, activation = point
+    if capability not in row["devices"]:
+        return "device"
+    if activation.endswith("_no_mul") and not row["ungated"]:
+        return "gate"
+    if activation not in row["activations"]:
+        return "activation"
+    if capability not in row.get("scheme_devices", row["devices"]):
+        return "scheme"
+    if parallel not in row["parallel"]:
+        return "parallel"
+    return next((str(one["reason"]) for one in row.get("then", ()) if contains(one, point)), "")
+
+
+def contains(box: Mapping[str, Any], point: Point) -> bool:
+    """Whether the point lies in a box; a side that is not named is open."""
+    names = ("capabilities", "parallel", "activations")
+    return all(name not in box or value in box[name] for name, value in zip(names, point, strict=True))
+
+
+def boxes(
+    points: Iterable[Point], allowed: frozenset[Point], axes: Sequence[Sequence[str]]
+) -> list[dict[str, list[str]]]:
+    """Few boxes that cover all of `points` and lie within `allowed`; a side that is as long as its axis is
+    left out."""
+    left, found = set(points), []
+    names = ("capabilities", "parallel", "activations")
+    while left:
+        seed = min(left, key=lambda p: tuple(axis.index(one) for axis, one in zip(axes, p, strict=True)))
+        grown = [_grown(seed, order, allowed, axes) for order in itertools.permutations(range(3))]
+        best = max(
+            grown, key=lambda sides: (len(left & set(itertools.product(*sides))), sum(map(len, sides)))
+        )
+        left -= set(itertools.product(*best))
+        sides = zip(names, best, axes, strict=True)
+        found.append({name: list(side) for name, side, axis in sides if len(side) < len(axis)})
+    return found
+
+
+def _grown(
+    seed: Point, order: Sequence[int], allowed: frozenset[Point], axes: Sequence[Sequence[str]]
+) -> list[tuple[str, ...]]:
+    sides: list[tuple[str, ...]] = [(one,) for one in seed]
+    for axis in order:
+        fits = [
+            one
+            for one in axes[axis]
+            if all(p in allowed for p in itertools.product(*sides[:axis], (one,), *sides[axis + 1 :]))
+        ]
+        sides[axis] = tuple(fits)
+    return sides
+
+
+def pack(values: Sequence[str], axis: Sequence[str]) -> str:
+    """``*`` for all, runs of capabilities as ``7.5-9.0``, else the values with spaces between."""
+    if list(values) == list(axis):
+        return "*"
+    if not axis[0][0].isdigit():
+        return " ".join(values)
+    runs: list[list[str]] = []
+    for value in values:
+        if runs and axis.index(value) == axis.index(runs[-1][-1]) + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(run) for run in runs)
+
+
+def merge(rows: Iterable[tuple[str, dict[str, Any]]], releases: Iterable[str]) -> list[dict[str, Any]]:
+    """One row for each run of consecutive releases in which its facts are the same; the source is the
+    first's."""
+    order = list(releases)
+    runs: dict[str, dict[str, Any]] = {}
+    done: list[dict[str, Any]] = []
+    for release, row in rows:
+        facts = json.dumps({name: value for name, value in row.items() if name != "source"})
+        run = runs.get(facts)
+        if run is None or order.index(release) > run["last"] + 1:
+            run = runs[facts] = {"first": order.index(release), "last": 0, "row": row}
+            done.append(run)
+        run["last"] = order.index(release)
+    found = []
+    for run in done:
+        first, last = order[run["first"]], order[run["last"]]
+        source = run["row"].pop("source")
+        found.append(
+            {
+                "releases": first if first == last else f"{first}-{last}",
+                **run["row"],
+                "source": f"{first}: {source}",
+            }
+        )
+    return found
+
+
+# --- The check --------------------------------------------------------------------------------
+
+
+def check(folder: Path) -> int:
+    compared, wrong = 0, Counter[str]()
+    for file in sorted(folder.glob("*.json")):
+        answers = json.loads(file.read_text(encoding="utf-8"))
+        texts = [json.loads(text) for text in answers["texts"]]
+        for scheme in SCHEMES:
+            for options, row in questions(answers, scheme):
+                compared += 1
+                for difference in differences(file.stem, scheme, options, row, texts):
+                    wrong[f"{file.stem} {scheme} {options} {difference}"] += 1
+    for difference, count in wrong.most_common(60):
+        print(f"{count} x {difference}")
+    print(f"{compared} selections compared, {sum(wrong.values())} differences")
+    return 1 if wrong else 0
+
+
+def questions(answers: Mapping[str, Any], scheme: str) -> Iterator[tuple[dict[str, Any], Sequence[Any]]]:
+    for row in answers["automatic"][scheme]:
+        yield {}, row
+    for flag, rows in answers["on_request"][scheme].items():
+        for row in rows:
+            yield {"moe_backend": flag}, row
+    for variables, rows in answers["overridden"][scheme]:
+        for row in rows:
+            yield {"environ": variables}, row
+
+
+def differences(
+    release: str, scheme: str, options: Mapping[str, Any], row: Sequence[Any], texts: Sequence[Any]
+) -> Iterator[str]:
+    capability, parallel, activation, answers, outcome = row
+    said = select(
+        capability,
+        scheme,
+        release=release,
+        ep="ep" in parallel,
+        dp="dp" in parallel,
+        activation=activation,
+        libraries=THERE,
+        **options,
+    )
+    if said.chosen != texts[outcome]["chosen"]:
+        yield f"chosen: {said.chosen}, upstream {texts[outcome]['chosen']} ({capability} {parallel})"
+    heard = [texts[one] for one in answers if texts[one][1]]
+    order = list(dict.fromkeys(one[0] for one in heard))
+    ours = [one.backend for one in said.candidates]
+    if [one for one in ours if one in order] != order and not options:
+        yield f"order: {ours}, upstream {order}"
+    fits = {name: any(one[2] for one in heard if one[0] == name) for name in order}
+    for one in said.candidates:
+        if one.backend in fits and one.supported != fits[one.backend]:
+            where = f"({capability} {parallel} {activation})"
+            yield f"{one.backend} supported: {one.supported}, upstream {fits[one.backend]} {where}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
