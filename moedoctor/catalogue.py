@@ -1,7 +1,7 @@
 """The registry: known failures, subjects and report formats, found through entry points.
 
-Ours are registered in pyproject.toml exactly as another project registers its own. Nothing here
-imports torch, and a broken plug-in of somebody else is reported by name instead of breaking ours.
+Ours are registered in pyproject.toml, as another project registers its own. Nothing here imports torch. A
+broken plug-in is reported by name.
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ class PluginError(Exception):
 
 @functools.cache
 def faults() -> Mapping[str, Fault]:
-    """Catalogue id -> known failure, in the order of the ids."""
-    found: dict[str, Fault] = {}
+    """Return the known failures by catalogue id, in the order of the ids."""
+    loaded: dict[str, Fault] = {}
     for entry in _entries(FAULTS):
         fault = _load(entry, Fault)
-        if fault.id in found:
+        if fault.id in loaded:
             raise PluginError(
-                f"{FAULTS}: {entry.value} takes the id {fault.id}, which {found[fault.id].name} has"
+                f"{FAULTS}: {entry.value} takes the id {fault.id}, which {loaded[fault.id].name} has"
             )
-        found[fault.id] = fault
-    return dict(sorted(found.items()))
+        loaded[fault.id] = fault
+    return dict(sorted(loaded.items()))
 
 
 @functools.cache
 def subjects() -> Mapping[str, SubjectProvider]:
-    """Subject kind -> its provider."""
+    """Return the providers of subjects by their kind."""
     providers = [_load(entry, SubjectProvider) for entry in _entries(SUBJECTS)]
-    return {provider.kind: provider for provider in sorted(providers, key=lambda one: one.rank)}
+    return {provider.kind: provider for provider in sorted(providers, key=lambda provider: provider.rank)}
 
 
 @functools.cache
 def reporters() -> Mapping[str, Reporter]:
-    """Format name -> reporter."""
+    """Return the reporters by the name of their format."""
     return {entry.name: _load(entry, Reporter) for entry in _entries(REPORTERS)}
 
 
 def registered_names() -> frozenset[str]:
-    """The names under which known failures are registered, ours and others'; none of them is loaded."""
+    """Return the names under which known failures are registered, ours and others'; loads none of them."""
     return frozenset(entry.name for entry in _entries(FAULTS))
 
 
 def faults_beside(names: Collection[str]) -> tuple[Fault, ...]:
-    """The known failures that are registered under other names than `names`; only these are loaded."""
+    """Return the known failures that are registered under other names than `names`; loads only these."""
     others = [_load(entry, Fault) for entry in _entries(FAULTS) if entry.name not in names]
     return tuple(sorted(others, key=lambda fault: fault.id))
 
 
 def subject_kind(name: str) -> str | None:
-    """The kind of the subject called `name`; None where no provider knows it."""
+    """Return the kind of the subject called `name`; None if no provider knows it."""
     return next((kind for kind, provider in subjects().items() if provider.owns(name)), None)
 
 
 def find_fault(text: str) -> Fault | None:
-    """The known failure with this id or name, in any case and with ``-`` for ``_``."""
-    wanted = text.strip().lower().replace("-", "_")
-    return next((fault for fault in faults().values() if wanted in (fault.id.lower(), fault.name)), None)
+    """Return the known failure with this id or name, in any case and with ``-`` for ``_``, or None."""
+    key = text.strip().lower().replace("-", "_")
+    return next((fault for fault in faults().values() if key in (fault.id.lower(), fault.name)), None)
 
 
 def _entries(group: str) -> tuple[EntryPoint, ...]:
-    found = tuple(entry_points(group=group))
-    if not found:
+    registered = tuple(entry_points(group=group))
+    if not registered:
         raise PluginError(
             f"no entry points in the group {group}: install moedoctor (pip install -e .), do not just copy it"
         )
-    return found
+    return registered
 
 
 def _load(entry: EntryPoint, kind: type[Any]) -> Any:
@@ -89,6 +89,6 @@ def _load(entry: EntryPoint, kind: type[Any]) -> Any:
         ) from error
     if not isinstance(plugin, kind):
         raise PluginError(
-            f"{entry.group}: {entry.name} = {entry.value} is no {kind.__module__}.{kind.__name__}"
+            f"{entry.group}: {entry.name} = {entry.value} is not a {kind.__module__}.{kind.__name__}"
         )
     return plugin

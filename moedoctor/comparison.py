@@ -1,4 +1,4 @@
-"""Two reports, a baseline and a current one, held against each other.
+"""The comparison of two reports, a baseline and a current one.
 
 What is a regression (R), an improvement (I) or a note (N):
 
@@ -13,7 +13,7 @@ What is a regression (R), an improvement (I) or a note (N):
 | named release skipped or error -> reproduced or clean | I |
 | case error -> skipped | N |
 | claim confirmed -> refuted | R |
-| claim in any other way: an untested claim speaks neither for nor against | N |
+| claim in any other way: an untested claim decides nothing | N |
 | scenario or case missing: R, in a partial run | N |
 | scenario, case or claim new; claim missing | N |
 | metric beyond its tolerance: worse R, better | I |
@@ -68,7 +68,7 @@ Outcome = Literal["regression", "improvement", "note"]
 
 
 class Incomparable(ValueError):  # noqa: N818 (a fact about two reports)
-    """Two reports whose verdicts say nothing about each other; the message names what differs."""
+    """Two reports about different machines or releases; the message names what differs."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class Change:
     what: str
     """``verdict``, ``missing``, ``new``, ``environment``, or the dotted name of a metric."""
     baseline: Any
-    """The value there; None where there is none."""
+    """The value there; None if there is none."""
     current: Any
     reason: str
     scenario: str = ""
-    """Catalogue id; empty where it is about the whole report."""
+    """Catalogue id; empty if it is about the whole report."""
     case: str = ""
-    """Subject, tier, device and parameters, or the claim's text; empty where it is about the scenario."""
+    """Subject, tier, device and parameters, or the claim's text; empty if it is about the scenario."""
 
     def __str__(self) -> str:
         where = " ".join(part for part in (self.scenario, self.case) if part)
@@ -110,11 +110,11 @@ _Entry = tuple[Outcome, Change]
 
 
 def compare(baseline: Report, current: Report, tolerance: Tolerance, *, partial: bool = False) -> Comparison:
-    """What got worse, what got better and what cannot be said, from `baseline` to `current`.
+    """Return what got worse, what got better and what cannot be decided, from `baseline` to `current`.
 
     `partial` says that the current run left out scenarios, subjects or cases on purpose. Metrics are
     compared only between equal GPUs, drivers, torch and vLLM versions (without a GPU also equal CPUs).
-    Raises `Incomparable` where GPU, vLLM or FlashInfer differ: the verdicts are not about the same thing.
+    Raises `Incomparable` if GPU, vLLM or FlashInfer differ: the verdicts are not about the same thing.
     """
     facts = baseline.environment, current.environment
     check_comparable(*facts)
@@ -125,9 +125,9 @@ def compare(baseline: Report, current: Report, tolerance: Tolerance, *, partial:
         entries.append(("note", Change("environment", None, None, f"metrics not compared: {differing}")))
     limits = None if differing else tolerance
     for _, before, after in _pairs(baseline.scenarios, current.scenarios, _scenario_key):
-        scenario = next(one.id for one in (before, after) if one)
+        id = before.id if before else after.id if after else ""
         for outcome, change in _compare_scenario(before, after, limits, partial):
-            entries.append((outcome, replace(change, scenario=scenario)))
+            entries.append((outcome, replace(change, scenario=id)))
     kinds: dict[Outcome, list[Change]] = {"regression": [], "improvement": [], "note": []}
     for outcome, change in entries:
         kinds[outcome].append(change)
@@ -135,16 +135,16 @@ def compare(baseline: Report, current: Report, tolerance: Tolerance, *, partial:
 
 
 def check_comparable(baseline: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise `Incomparable` where the two environments differ in GPU, vLLM or FlashInfer.
+    """Raise `Incomparable` if the two environments differ in GPU, vLLM or FlashInfer.
 
-    `compare` does so itself; this is for asking before the current run has been made.
+    `compare` does so itself; this is for checking before the current run.
     """
     if differing := _differing(baseline, current, _SAME_FOR_VERDICTS):
         raise Incomparable(f"this and the baseline cannot be compared: {differing}")
 
 
 def expected_verdict(subject: str) -> CaseVerdict | None:
-    """What a well-behaved subject shows; None for a named release, which shows what it shows."""
+    """Return what a subject should show; None for a named release, which may show either."""
     if "@" in subject:
         return None
     return CaseVerdict.REPRODUCED if subject == "faulty" else CaseVerdict.CLEAN
@@ -231,7 +231,7 @@ def _compare_metrics(before: Evidence, after: Evidence, limits: Tolerance | None
         return
     # Through `plain`, so that a report in memory and one read from a file give the same metrics.
     old, new = metrics(plain(before)), metrics(plain(after))
-    for name in [*old, *(name for name in new if name not in old)]:
+    for name in dict.fromkeys((*old, *new)):
         if name not in old or name not in new:
             reason = "measured in only one of the two reports"
             yield "note", Change(name, old.get(name), new.get(name), reason)
@@ -266,14 +266,14 @@ def _differing(baseline: Mapping[str, Any], current: Mapping[str, Any], names: I
 def _pairs(
     before: Iterable[_T], after: Iterable[_T], key: Callable[[_T], str]
 ) -> Iterator[tuple[str, _T | None, _T | None]]:
-    """What has the same key in both, in the baseline's order; then what is new."""
+    """Yield what has the same key in both, in the baseline's order; then what is new."""
     old, new = _numbered(before, key), _numbered(after, key)
-    for place in [*old, *(place for place in new if place not in old)]:
+    for place in dict.fromkeys((*old, *new)):
         yield place[0], old.get(place), new.get(place)
 
 
 def _numbered(items: Iterable[_T], key: Callable[[_T], str]) -> Mapping[tuple[str, int], _T]:
-    """By key and occurrence: two scenario files may be about the same failure."""
+    """Number the items of the same key: two scenario files may be about the same failure."""
     counts: Counter[str] = Counter()
     result: dict[tuple[str, int], _T] = {}
     for item in items:
@@ -284,7 +284,7 @@ def _numbered(items: Iterable[_T], key: Callable[[_T], str]) -> Mapping[tuple[st
 
 
 def case_key(case: CaseResult) -> str:
-    """Which case it is, in words: the same in every run, on whichever of several GPUs it ran."""
+    """Return the case in words, the same in every run and on each of several GPUs."""
     device = case.device.partition(":")[0]
     parameters = (f"{key}={json.dumps(plain(case.parameters[key]))}" for key in sorted(case.parameters))
     return " ".join((f"{case.subject}/{case.tier.value}/{device}", *parameters))
@@ -319,13 +319,13 @@ _ROUNDING = 1e-9  # 1.05 against 1.0 is 5 % in decimals and a hair more in binar
 
 
 def group_of(name: str) -> str | None:
-    """The group of a metric, or None where `name` is none; of a dotted name the last part counts."""
+    """Return the group of a metric, by the last part of its dotted name; None if it is not a metric."""
     last = name.rpartition(".")[2]
     return next((group for group, ends in GROUPS.items() if last.endswith(ends)), None)
 
 
 def metrics(evidence: Mapping[str, Any]) -> dict[str, float | str]:
-    """The metrics in `evidence` by dotted name, e.g. ``rows[0].kernel_us``.
+    """Return the metrics in `evidence` by dotted name, e.g. ``rows[0].kernel_us``.
 
     A figure that was not finite is the text ``nan``, ``inf`` or ``-inf``, as in JSON.
     """
@@ -338,17 +338,17 @@ class Tolerance:
 
     default: float = 0.05
     by_key: Mapping[str, float] = field(default_factory=dict)
-    """Metric name, the last part of a dotted one, or group name -> fraction; the most exact one counts."""
+    """Metric name, the last part of a dotted one, or group name -> fraction; the most exact name decides."""
 
     @classmethod
     def parse(cls, text: str | Iterable[str]) -> Tolerance:
-        """From ``5%``, ``latency:5%,ratio:2%`` or several such texts (``kernel_us=3%``).
+        """Read ``5%``, ``latency:5%,ratio:2%`` or several such texts (``kernel_us=3%``).
 
         Raises ValueError that names the part it cannot read, the unknown metric, or the one given twice.
         """
         texts = (text,) if isinstance(text, str) else tuple(text)
         limits: dict[str, float] = {}
-        for part in (one.strip() for whole in texts for one in whole.split(",")):
+        for part in (part.strip() for text in texts for part in text.split(",")):
             key, limit = _parse_part(part)
             if key in limits:
                 raise ValueError(f"tolerance {part!r}: {key or 'the general tolerance'} is given twice")
@@ -356,7 +356,7 @@ class Tolerance:
         return cls(limits.pop("", cls.default), limits)
 
     def limit(self, name: str) -> float:
-        """The tolerated fraction for the metric called `name`."""
+        """Return the tolerated fraction for the metric called `name`."""
         for key in (name, name.rpartition(".")[2], group_of(name) or ""):
             if key in self.by_key:
                 return self.by_key[key]
@@ -366,11 +366,11 @@ class Tolerance:
 def judge_metric(
     name: str, baseline: float | str, current: float | str, tolerance: Tolerance
 ) -> tuple[Outcome, str] | None:
-    """What a metric's move from `baseline` to `current` means; None within the tolerance."""
+    """Return what a metric's change from `baseline` to `current` means; None within the tolerance."""
     if isinstance(current, str) and not isinstance(baseline, str):
-        return "regression", "is no finite number any more"
+        return "regression", "is not a finite number any more"
     if isinstance(baseline, str) or isinstance(current, str):
-        return None if baseline == current else ("note", "the baseline is no finite number")
+        return None if baseline == current else ("note", "the baseline is not a finite number")
     if baseline <= 0:
         return None if baseline == current else ("note", "not compared, the baseline is not above zero")
     limit = tolerance.limit(name)
@@ -399,11 +399,11 @@ def _parse_part(part: str) -> tuple[str, float]:
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _leaves(one, f"{name}.{key}" if name else str(key))
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, (list, tuple)):
-        for index, one in enumerate(value):
-            yield from _leaves(one, f"{name}[{index}]")
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{name}[{index}]")
     else:
         yield name, value
 

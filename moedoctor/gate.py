@@ -1,46 +1,23 @@
-"""The gate: a report, and if wanted its baseline, in; pass or fail with reasons out.
-
-Exit codes, as `exit_code` gives them:
+"""The gate: the exit code that a report means.
 
 | code | when |
 |---|---|
 | 0 | nothing found |
 | 1 | a scenario is `found` or `failed`, or the report has findings (regressions against its baseline) |
-| 1 | a case of `installed` reproduced the failure, also where nothing was proved because only it ran |
-| 1 | with `strict` or ``fail_on="warning"``: also where a scenario or a case was skipped |
-| 1 | with ``fail_on="warning"``: also where a scenario is `absent` |
+| 1 | a case of `installed` reproduced the failure, even if nothing was proved because only it ran |
+| 1 | with `strict` or ``fail_on="warning"``: also if a scenario or a case was skipped |
+| 1 | with ``fail_on="warning"``: also if a scenario is `absent` |
 | 3 | a scenario is `error`, and nothing above gives 1 |
 
-``fail_on="never"`` turns 1 into 0 and leaves 3: moedoctor's own fault is never a pass. 2 (bad input) and
-130 (interrupted) are the command line's. What counts as a regression is in `moedoctor.comparison`.
+``fail_on="never"`` turns 1 into 0 and leaves 3: an error of moedoctor's own is never a pass. 2 (bad input) and
+130 (interrupted) are the command line's. `moedoctor.comparison` decides what a regression is.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from moedoctor.comparison import (
-    SEVERITY,
-    Change,
-    Comparison,
-    Incomparable,
-    Tolerance,
-    check_comparable,
-    compare,
-)
 from moedoctor.results import CaseVerdict, Report, ScenarioVerdict
-
-__all__ = [
-    "SEVERITY",
-    "Change",
-    "Comparison",
-    "FailOn",
-    "Incomparable",
-    "Tolerance",
-    "check_comparable",
-    "compare",
-    "exit_code",
-]
 
 FailOn = Literal["error", "warning", "never"]
 
@@ -48,7 +25,7 @@ _FOUND = frozenset({ScenarioVerdict.FOUND, ScenarioVerdict.FAILED})
 
 
 def exit_code(report: Report, *, strict: bool, fail_on: FailOn) -> int:
-    """The exit code that `report` means: 0, 1 or 3; see the table above."""
+    """Return the exit code that `report` means: 0, 1 or 3; see the table above."""
     verdicts = {scenario.verdict for scenario in report.scenarios}
     skipped = ScenarioVerdict.SKIPPED in verdicts or any(
         case.verdict is CaseVerdict.SKIPPED for scenario in report.scenarios for case in scenario.cases

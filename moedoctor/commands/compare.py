@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from moedoctor import gate
 from moedoctor.commands.errors import InputError, as_input_error
+from moedoctor.comparison import Comparison, Tolerance, compare
 from moedoctor.results import ReportError, load_report
 
 FORMATS = ("table", "json", "markdown")
@@ -18,14 +18,12 @@ def compare_command(baseline: Path, current: Path, tolerance: Sequence[str], for
     if format not in FORMATS:
         raise InputError(f"--format {format}: expected one of {', '.join(FORMATS)}")
     with as_input_error(ReportError, ValueError):
-        comparison = gate.compare(
-            load_report(baseline), load_report(current), gate.Tolerance.parse(tolerance)
-        )
+        comparison = compare(load_report(baseline), load_report(current), Tolerance.parse(tolerance))
     print(_render(comparison, format))
     return 1 if comparison.regressions else 0
 
 
-def _render(comparison: gate.Comparison, format: str) -> str:
+def _render(comparison: Comparison, format: str) -> str:
     groups = {
         "regressions": [str(one) for one in comparison.regressions],
         "improvements": [str(one) for one in comparison.improvements],

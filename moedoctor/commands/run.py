@@ -13,6 +13,7 @@ from typing import cast, get_args
 from moedoctor import catalogue, environment, gate
 from moedoctor.commands.errors import InputError, as_input_error
 from moedoctor.commands.progress import progress_bar
+from moedoctor.comparison import Tolerance, check_comparable, compare
 from moedoctor.reporters.github import step_summary
 from moedoctor.reporters.output import OutputError, append_step_summary, check_writable, emit
 from moedoctor.reporters.text import summary_line
@@ -58,14 +59,14 @@ def run_command(request: RunRequest) -> int:
         if request.fail_on not in _FAIL_ON:
             raise InputError(f"--fail-on {request.fail_on}: expected one of {', '.join(_FAIL_ON)}")
         options = _options(request)
-        tolerance = gate.Tolerance.parse(request.tolerance)
+        tolerance = Tolerance.parse(request.tolerance)
         check_writable(request.output)
         baseline = load_report(request.baseline) if request.baseline else None
         scenarios = load_targets(request.targets)
         facts = environment.collect()
         plans = plan(scenarios, options, facts)
         if baseline is not None:
-            gate.check_comparable(baseline.environment, facts)
+            check_comparable(baseline.environment, facts)
     parallel = min(request.jobs or os.cpu_count() or 1, _MAX_JOBS)
     with progress_bar() as progress:
         report = run(plans, facts, parallel=parallel, progress=progress)
@@ -84,8 +85,8 @@ def run_command(request: RunRequest) -> int:
     return report.summary.exit_code
 
 
-def _compared(baseline: Report, report: Report, tolerance: gate.Tolerance, *, partial: bool) -> Report:
-    comparison = gate.compare(baseline, report, tolerance, partial=partial)
+def _compared(baseline: Report, report: Report, tolerance: Tolerance, *, partial: bool) -> Report:
+    comparison = compare(baseline, report, tolerance, partial=partial)
     return replace(report, findings=comparison.findings)
 
 

@@ -32,10 +32,10 @@ class Request:
     fault: str
     """Catalogue id."""
     sources: Mapping[str, str]
-    """Subject name -> where its code lies."""
+    """Subject name -> path of its code."""
     case: Case | None = None
     claim: str | None = None
-    """Key of the claim test, where `case` is None."""
+    """Key of the claim test, if `case` is None."""
     unit: str = ""
     device: str = "cpu"
 
@@ -69,7 +69,7 @@ def _perform(request: Request) -> Observation:
         implementation = provider.implementation(fault, request.case, request.sources)
         observation = fault.observe(request.case, implementation)
     else:
-        test = next(one for one in fault.claims if one.key == request.claim)
+        test = next(test for test in fault.claims if test.key == request.claim)
         assert test.measure is not None
         observation = test.measure(request.unit, request.device, request.sources)
     _surface_cuda_errors(request.device)
@@ -93,7 +93,7 @@ def _surface_cuda_errors(device: str) -> None:
 
 
 def _detach(stderr_path: str) -> None:
-    """Own process group, own stderr file, gone when the parent's fork server goes."""
+    """Get a process group and a stderr file of our own, and end when the fork server ends."""
     if hasattr(os, "setsid"):
         os.setsid()
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""Tells apart the ways in which a child process can end without an answer.
+"""The ways in which a child process can end without an answer.
 
 CUDA reports most faults as text in an exception, or in a message on stderr before it aborts, so the
 text decides first and the exit status second.
@@ -42,16 +42,16 @@ _TEXTS: tuple[tuple[Death, re.Pattern[str]], ...] = (
 TAIL_LINES = 20
 TAIL_BYTES = 16_384
 _NOISE = "Extension modules:"
-"""A line of faulthandler's that lists every loaded extension."""
+"""Start of the line in which faulthandler lists every loaded extension."""
 
 
 def classify(text: str) -> Death | None:
-    """The CUDA fault that `text` reports, or None."""
+    """Return the CUDA fault that `text` reports, or None."""
     return next((death for death, pattern in _TEXTS if pattern.search(text)), None)
 
 
 def from_exception(error: BaseException, stderr_tail: tuple[str, ...] = ()) -> Crash:
-    """A Python exception as a crash; its text tells whether a CUDA fault is behind it."""
+    """Return a Python exception as a crash; its text decides whether a CUDA fault is behind it."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError):
         return Crash(Death.OUT_OF_MEMORY, first_line(text), stderr_tail)
@@ -59,7 +59,7 @@ def from_exception(error: BaseException, stderr_tail: tuple[str, ...] = ()) -> C
 
 
 def from_exit(exit_code: int, stderr: str) -> Crash:
-    """A child that ended without an answer, from its exit status and what it wrote to stderr.
+    """Return the crash of a child without an answer, from its exit status and what it wrote to stderr.
 
     `exit_code` is negative for a signal, as `multiprocessing` gives it.
     """
@@ -79,17 +79,17 @@ def from_exit(exit_code: int, stderr: str) -> Crash:
 
 
 def hang(seconds: float, stderr: str) -> Crash:
-    """A child that gave no answer within its time limit of `seconds`."""
+    """Return the crash of a child that gave no answer within `seconds`."""
     return Crash(Death.HANG, f"no answer within {seconds:g} s", last_lines(stderr))
 
 
 def first_line(text: str, limit: int = 300) -> str:
-    """The first line of `text` that says something, shortened."""
+    """Return the first line of `text` that is not blank, shortened."""
     return _shorten(next((line.strip() for line in text.splitlines() if line.strip()), ""), limit)
 
 
 def last_lines(text: str) -> tuple[str, ...]:
-    """The last lines of `text` that say something, at most TAIL_LINES, shortened and with secrets masked."""
+    """Return the last lines of `text` that are not blank, at most TAIL_LINES, shortened, secrets masked."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith(_NOISE)]
     hide = Redactor.of_this_process().text
     return tuple(_shorten(hide(line)) for line in lines[-TAIL_LINES:])

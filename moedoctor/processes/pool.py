@@ -1,8 +1,8 @@
 """Runs jobs, each in a child process of its own, and turns every way of dying into a record.
 
-Children are forked from a fork server that has imported torch but never touched CUDA, so a case
-costs milliseconds, not an import, and no case sees another one's CUDA context. Where there is no
-fork server (Windows) they are spawned.
+Children are forked from a fork server that has imported torch but never touched CUDA, so a case costs
+milliseconds, not an import, and no case sees the CUDA context of another. Without a fork server (Windows)
+they are spawned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from moedoctor.processes import child, deaths
+from moedoctor.processes import deaths
+from moedoctor.processes.child import Request, main
 from moedoctor.results import Crash, Death, Observation, Skip
 
 Outcome = Observation | Crash | Skip
@@ -34,7 +35,7 @@ _MAX_ANSWER_BYTES = 64 << 20
 class Job:
     """One request and its limits."""
 
-    request: child.Request
+    request: Request
     timeout: float
     """Seconds until the child is killed, from its start."""
 
@@ -48,7 +49,7 @@ class Finished:
     """A job that ran, in whatever way it ended."""
 
     index: int
-    """The job's place in the sequence given to `run_jobs`."""
+    """The index of the job in the sequence given to `run_jobs`."""
     outcome: Outcome
     seconds: float
 
@@ -92,17 +93,17 @@ def run_jobs(
                 for index in _startable(waiting, running, jobs, parallel):
                     waiting.remove(index)
                     running.append(_start(context, index, jobs[index], Path(folder)))
-                for one in _ended(running):
-                    running.remove(one)
-                    done = Finished(one.index, _collect(one), time.monotonic() - one.started)
+                for child in _ended(running):
+                    running.remove(child)
+                    done = Finished(child.index, _collect(child), time.monotonic() - child.started)
                     finished.append(done)
                     on_finished(done)
         except KeyboardInterrupt:
-            raise RunInterruptedError(sorted(finished, key=lambda one: one.index)) from None
+            raise RunInterruptedError(sorted(finished, key=lambda done: done.index)) from None
         finally:
-            for one in running:
-                _kill(one)
-    return sorted(finished, key=lambda one: one.index)
+            for child in running:
+                _kill(child)
+    return sorted(finished, key=lambda done: done.index)
 
 
 def _context() -> BaseContext:
@@ -118,86 +119,87 @@ def _context() -> BaseContext:
 def _startable(
     waiting: Sequence[int], running: Sequence[_Running], jobs: Sequence[Job], parallel: int
 ) -> list[int]:
-    busy = {one.job.device for one in running if one.job.device != "cpu"}
-    room = parallel - sum(one.job.device == "cpu" for one in running)
-    chosen = []
+    busy = {child.job.device for child in running if child.job.device != "cpu"}
+    room = parallel - sum(child.job.device == "cpu" for child in running)
+    startable = []
     for index in waiting:
         device = jobs[index].device
         if device == "cpu" and room > 0:
             room -= 1
-            chosen.append(index)
+            startable.append(index)
         elif device != "cpu" and device not in busy:
             busy.add(device)
-            chosen.append(index)
-    return chosen
+            startable.append(index)
+    return startable
 
 
 def _start(context: BaseContext, index: int, job: Job, folder: Path) -> _Running:
     receive, send = context.Pipe(duplex=False)
     stderr = folder / f"{index}.stderr"
-    process = context.Process(target=child.main, args=(job.request, send, str(stderr)), daemon=True)  # type: ignore[attr-defined]
+    process = context.Process(target=main, args=(job.request, send, str(stderr)), daemon=True)  # type: ignore[attr-defined]
     process.start()  # returns when the child exists; the fork server's own start-up is not the child's time
     send.close()  # only the child may hold it, so that its death closes the pipe
     return _Running(index, job, process, receive, stderr, time.monotonic())
 
 
 def _ended(running: Sequence[_Running]) -> list[_Running]:
-    """The children that answered, died or ran out of time; waits for the first of them."""
+    """Wait until a child answers, dies or runs out of time, and return all that did."""
     if not running:
         return []
-    patience = max(0.0, min(one.deadline for one in running) - time.monotonic())
-    ready = set(
-        wait([*(one.answer for one in running), *(one.process.sentinel for one in running)], patience)
-    )
+    patience = max(0.0, min(child.deadline for child in running) - time.monotonic())
+    signals = [*(child.answer for child in running), *(child.process.sentinel for child in running)]
+    ready = set(wait(signals, patience))
     now = time.monotonic()
     return [
-        one for one in running if one.answer in ready or one.process.sentinel in ready or one.deadline <= now
+        child
+        for child in running
+        if child.answer in ready or child.process.sentinel in ready or child.deadline <= now
     ]
 
 
-def _collect(one: _Running) -> Outcome:
+def _collect(child: _Running) -> Outcome:
     try:
-        if not one.answer.poll() and one.process.is_alive():
-            _kill(one)
-            return deaths.hang(one.job.timeout, _stderr(one))
-        payload = one.answer.recv_bytes(_MAX_ANSWER_BYTES)
+        if not child.answer.poll() and child.process.is_alive():
+            _kill(child)
+            return deaths.hang(child.job.timeout, _stderr(child))
+        payload = child.answer.recv_bytes(_MAX_ANSWER_BYTES)
     except (EOFError, OSError):
-        one.process.join(_GRACE_SECONDS)
-        if one.process.is_alive():
-            _kill(one)
-        return deaths.from_exit(one.process.exitcode or 0, _stderr(one))
+        child.process.join(_GRACE_SECONDS)
+        if child.process.is_alive():
+            _kill(child)
+        return deaths.from_exit(child.process.exitcode or 0, _stderr(child))
     finally:
-        _kill(one)
-    return _decode(payload, one)
+        _kill(child)
+    return _decode(payload, child)
 
 
-def _decode(payload: bytes, one: _Running) -> Outcome:
+def _decode(payload: bytes, child: _Running) -> Outcome:
     try:
         reply = json.loads(payload)
         if "evidence" in reply:
             return Observation(reply["evidence"])
         if "skip" in reply:
             return Skip(reply["skip"])
-        return Crash(Death(reply["death"]), reply["message"], deaths.last_lines(_stderr(one)))
+        return Crash(Death(reply["death"]), reply["message"], deaths.last_lines(_stderr(child)))
     except (ValueError, KeyError, TypeError) as error:
-        return Crash(Death.SILENT, f"answer cannot be read: {error}", deaths.last_lines(_stderr(one)))
+        return Crash(Death.SILENT, f"answer cannot be read: {error}", deaths.last_lines(_stderr(child)))
 
 
-def _kill(one: _Running) -> None:
+def _kill(child: _Running) -> None:
     """End the child and everything that it started."""
-    one.answer.close()
-    if hasattr(os, "killpg") and one.process.pid is not None:
+    child.answer.close()
+    if hasattr(os, "killpg") and child.process.pid is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(one.process.pid, signal.SIGKILL)  # the child leads its group, also after its own death
-    if one.process.is_alive():
-        one.process.kill()
-    one.process.join(_GRACE_SECONDS)
+            os.killpg(child.process.pid, signal.SIGKILL)  # it leads its group, also after its own death
+    if child.process.is_alive():
+        child.process.kill()
+    child.process.join(_GRACE_SECONDS)
 
 
-def _stderr(one: _Running) -> str:
+def _stderr(child: _Running) -> str:
     try:
-        with one.stderr.open("rb") as file:
-            file.seek(max(0, one.stderr.stat().st_size - deaths.TAIL_BYTES))
+        with child.stderr.open("rb") as file:
+            file.seek(max(0, child.stderr.stat().st_size - deaths.TAIL_BYTES))
             return file.read().decode("utf-8", "backslashreplace")
     except OSError:
         return ""
