@@ -9,8 +9,8 @@
 | 1 | with ``fail_on="warning"``: also if a scenario is `absent` |
 | 3 | a scenario is `error`, and nothing above gives 1 |
 
-``fail_on="never"`` turns 1 into 0 and leaves 3: an error of moedoctor's own is never a pass. 2 (bad input) and
-130 (interrupted) are the command line's. `moedoctor.comparison` decides what a regression is.
+``fail_on="never"`` turns 1 into 0 and leaves 3: an error of moedoctor itself is never a pass. 2 (bad input)
+and 130 (interrupted) are the command line's. `moedoctor.comparison` decides what a regression is.
 """
 
 from __future__ import annotations
