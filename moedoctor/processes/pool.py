@@ -147,8 +147,8 @@ def _ended(running: Sequence[_Running]) -> list[_Running]:
     if not running:
         return []
     patience = max(0.0, min(child.deadline for child in running) - time.monotonic())
-    signals = [*(child.answer for child in running), *(child.process.sentinel for child in running)]
-    ready = set(wait(signals, patience))
+    answers = [child.answer for child in running]
+    ready = set(wait([*answers, *(child.process.sentinel for child in running)], patience))
     now = time.monotonic()
     return [
         child
