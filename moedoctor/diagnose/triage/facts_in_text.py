@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 
-from moedoctor.diagnose.triage.signature import Signature
+from moedoctor.diagnose.triage.signatures import Signature
 
 Release = tuple[int, int, int, int]
 """Major, minor, patch, and 0, or -1 for a build before that release."""

@@ -16,8 +16,7 @@ from typing import BinaryIO
 
 from moedoctor.diagnose.triage.facts_in_text import Facts
 from moedoctor.diagnose.triage.log_text import Passage, Passages
-from moedoctor.diagnose.triage.signature import Clue, Signature
-from moedoctor.diagnose.triage.vocabulary import clues, clues_in, signatures
+from moedoctor.diagnose.triage.signatures import Clue, Signature, clues, clues_in, signatures
 from moedoctor.entries import entries
 from moedoctor.redaction import Redactor
 from moedoctor.text import escape

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moedoctor.diagnose.triage.facts_in_text import Facts, parse
-from moedoctor.diagnose.triage.signature import Signature
+from moedoctor.diagnose.triage.signatures import Signature
 
 
 @pytest.mark.parametrize(

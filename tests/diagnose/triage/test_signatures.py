@@ -8,9 +8,8 @@ from collections import Counter
 
 import pytest
 
-from moedoctor.diagnose.triage.signature import Clue
+from moedoctor.diagnose.triage.signatures import Clue, clues, clues_in, signatures
 from moedoctor.diagnose.triage.triage import triage
-from moedoctor.diagnose.triage.vocabulary import clues, clues_in, signatures
 from moedoctor.entries import entries
 from tests.diagnose.triage.threads_of_tests import Thread, threads
 

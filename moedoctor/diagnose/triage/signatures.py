@@ -1,0 +1,190 @@
+"""The words of known failures in text: clues, and the signatures that combine them.
+
+A clue is a phrase and proves nothing alone. A signature names the clue that shows the failure, the clues that
+must be near it or anywhere in the text, what rules it out, and the releases that it needs. The folder
+`signatures_data` has a file for each family. The phrases come from the error messages in the sources of vLLM
+and FlashInfer and from how people describe a failure; the comment above a signature names the thread or fact.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+WITHIN = 12
+"""Lines that a clue may be away from the one it supports: a few paragraphs, or the top of a traceback."""
+
+
+@dataclass(frozen=True)
+class Clue:
+    """A phrase to look for."""
+
+    name: str
+    needles: str
+    """Lower-case phrases between ``|``. Every match of the pattern holds at least one, and each starts
+    where a word starts: the pattern is tried only on text with a needle."""
+    pattern: str
+    """A regular expression; its repetitions are bounded, so that a search takes linear time."""
+    cased: bool = False
+    """Whether the pattern is tried on the text as written, not on the text in lower case."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One way in which a text shows a known failure. Names in it are names of clues."""
+
+    id: str
+    shows: tuple[str, ...]
+    """Any of these clues; its line is reported."""
+    confidence: float
+    """How often a text with this signature is about the failure: an estimate, above 0.5."""
+    near: tuple[tuple[str, ...], ...] = ()
+    """One clue of each group must be within `within` lines of the line shown."""
+    within: int = WITHIN
+    anywhere: tuple[tuple[str, ...], ...] = ()
+    """One clue of each group must be somewhere in the text."""
+    unless: tuple[str, ...] = ()
+    """None of these anywhere."""
+    unless_near: tuple[str, ...] = ()
+    """None of these within `within` lines of the line shown."""
+    since: str | None = None
+    """The first vLLM release that has the failure; a text about older ones only is about something else."""
+    fixed: str | None = None
+    """The first vLLM release without the failure."""
+    needs_version: bool = False
+    """Whether the text must name a vLLM release."""
+    flashinfer_fixed: str | None = None
+    """The first FlashInfer release without the failure."""
+    silent: bool = False
+    """Whether the failure is wrong numbers without a crash: a text about a crash only is not about it."""
+
+
+_WORD = r"[a-z0-9]+"
+_KEY = 3
+"""Needles are looked up by so many first letters of their first word."""
+_COMPOUND, _LONGEST = 8, 40
+"""A word of so many letters may hold a needle behind its start: ``runtimeerror``."""
+_REMEMBERED = 50_000
+
+
+@cache
+def clues() -> Mapping[str, Clue]:
+    """Return all clues by name. Raises ValueError for a name that is used twice."""
+    by_name: dict[str, Clue] = {}
+    for family in _families():
+        for name, row in family["clues"].items():
+            if name in by_name:
+                raise ValueError(f"the clue {name} is defined twice")
+            by_name[name] = _clue(name, row, family.get("fragments", {}))
+    return by_name
+
+
+@cache
+def signatures() -> tuple[Signature, ...]:
+    """Return all signatures, in the order of the ids."""
+    rows = [row for family in _families() for row in family.get("signatures", ())]
+    unsorted = [Signature(**{key: _frozen(value) for key, value in row.items()}) for row in rows]
+    return tuple(sorted(unsorted, key=lambda signature: signature.id))
+
+
+@cache
+def _families() -> Sequence[Mapping[str, Any]]:
+    # The C loader takes a tenth of the time; PyYAML without libyaml does not have it.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    folder = files("moedoctor.diagnose.triage") / "signatures_data"
+    names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".yaml"))
+    return [yaml.load((folder / name).read_text(encoding="utf-8"), loader) for name in names]
+
+
+def _clue(name: str, row: Mapping[str, Any], fragments: Mapping[str, Any]) -> Clue:
+    """Return a clue from its row: a pattern, or two patterns in either order at most `gap` characters apart."""
+    parts = {
+        key: _joined(row[key], fragments) for key in ("needles", "pattern", "beside", "or") if key in row
+    }
+    pattern = parts["pattern"]
+    if "beside" in parts:
+        beside, gap = parts["beside"], f".{{0,{row['gap']}}}?"
+        pattern = f"(?:{pattern}){gap}(?:{beside})|(?:{beside}){gap}(?:{pattern})"
+    return Clue(name, parts["needles"], pattern + parts.get("or", ""), row.get("cased", False))
+
+
+def _joined(text: str | Sequence[str], fragments: Mapping[str, Any]) -> str:
+    """Join the lines of a text and put fragments in place of their names in double braces."""
+    joined = "".join(text)
+    for name, fragment in reversed(list(fragments.items())):
+        joined = joined.replace(f"{{{{{name}}}}}", "".join(fragment))
+    return joined
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def clues_in(text: str) -> list[Clue]:
+    """Return the clues that have a needle in `text`, which is in lower case."""
+    table = _table()
+    names: set[str] = set()
+    for word in set(_words().findall(text)):
+        needles = table.remembered.get(word)
+        if needles is None:
+            needles = table.needles_of(word)
+        for needle in needles:
+            if needle in text:
+                names |= table.clues[needle]
+    for needle in table.without_word:
+        if needle in text:
+            names |= table.clues[needle]
+    return [table.by_name[name] for name in sorted(names)]
+
+
+class _Table:
+    """Needles by the start of their first word."""
+
+    def __init__(self, all_clues: Mapping[str, Clue]) -> None:
+        self.by_name = all_clues
+        self.clues: dict[str, set[str]] = {}
+        for clue in all_clues.values():
+            for needle in clue.needles.split("|"):
+                self.clues.setdefault(needle, set()).add(clue.name)
+        self.by_start: dict[str, list[tuple[str, str]]] = {}
+        self.without_word: list[str] = []
+        for needle in self.clues:
+            word = _words().match(needle.strip())
+            if word is None:
+                self.without_word.append(needle)
+            else:
+                self.by_start.setdefault(word[0][:_KEY], []).append((word[0], needle))
+        self.keys = frozenset(self.by_start)
+        self.sizes = sorted(set(map(len, self.keys)))
+        self.remembered: dict[str, tuple[str, ...]] = {}
+
+    def needles_of(self, word: str) -> tuple[str, ...]:
+        """Return the needles that start in `word`: at its start, in a long word anywhere."""
+        long = _COMPOUND <= len(word) <= _LONGEST
+        places = range(len(word)) if long else range(1)
+        keys = self.keys.intersection({word[at : at + size] for size in self.sizes for at in places})
+        needles = tuple(
+            needle
+            for key in keys
+            for first, needle in self.by_start[key]
+            if (first in word if long else word.startswith(first))
+        )
+        if len(self.remembered) < _REMEMBERED:
+            self.remembered[word] = needles
+        return needles
+
+
+@cache
+def _table() -> _Table:
+    return _Table(clues())
+
+
+@cache
+def _words() -> re.Pattern[str]:
+    return re.compile(_WORD)
