@@ -103,15 +103,14 @@ def _families() -> Sequence[Mapping[str, Any]]:
 
 
 def _clue(name: str, row: Mapping[str, Any], fragments: Mapping[str, Any]) -> Clue:
-    """Return a clue from its row: a pattern, or two patterns in either order at most `gap` characters apart."""
-    parts = {
-        key: _joined(row[key], fragments) for key in ("needles", "pattern", "beside", "or") if key in row
-    }
-    pattern = parts["pattern"]
-    if "beside" in parts:
-        beside, gap = parts["beside"], f".{{0,{row['gap']}}}?"
+    """Return a clue: one pattern, or two patterns in either order at most `gap` characters apart."""
+    texts = {key: _joined(row[key], fragments) for key in ("pattern", "beside", "or") if key in row}
+    pattern = texts["pattern"]
+    if "beside" in texts:
+        beside, gap = texts["beside"], f".{{0,{row['gap']}}}?"
         pattern = f"(?:{pattern}){gap}(?:{beside})|(?:{beside}){gap}(?:{pattern})"
-    return Clue(name, parts["needles"], pattern + parts.get("or", ""), row.get("cased", False))
+    needles = "".join(row["needles"])
+    return Clue(name, needles, pattern + texts.get("or", ""), row.get("cased", False))
 
 
 def _joined(text: str | Sequence[str], fragments: Mapping[str, Any]) -> str:
