@@ -1,7 +1,7 @@
 """Facts about this machine and its packages. Nothing is judged here and nothing heavy is imported.
 
 Versions come from the packages' metadata, GPUs from NVML, so `collect` answers in a fraction of a
-second, offline and for any user. A fact that cannot be had is None, and why is in `collector_errors`.
+second, offline and for any user. A fact that cannot be read is None, and `collector_errors` says why.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Sources:
 
 
 def _version(sources: Sources, *names: str) -> str | None:
-    """The version of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed."""
     for name in names:
         try:
             return sources.package_version(name)
@@ -73,7 +73,7 @@ def _version(sources: Sources, *names: str) -> str | None:
 
 
 def _torch_cuda(sources: Sources) -> str | None:
-    """The CUDA release that the installed torch was built for; None for a build without CUDA."""
+    """Return the CUDA release that the installed torch was built for; None for a build without CUDA."""
     folder = sources.package_folder("torch")
     if folder is not None:
         match = _TORCH_CUDA.search(sources.read_text(str(folder / "version.py")))
@@ -96,7 +96,7 @@ def _cpu(sources: Sources) -> str | None:
 
 
 def _cpu_count(sources: Sources) -> int | None:
-    """The processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
 
 
@@ -110,7 +110,7 @@ def _wsl(sources: Sources) -> bool:
 
 
 def _container(sources: Sources) -> bool | None:
-    """Whether this process runs in a container; None where the system does not tell."""
+    """Whether this process runs in a container; None if the system does not show it."""
     if sources.exists("/.dockerenv") or sources.exists("/run/.containerenv"):
         return True
     cgroup = _proc(sources, "/proc/1/cgroup")
@@ -118,7 +118,7 @@ def _container(sources: Sources) -> bool | None:
 
 
 def _proc(sources: Sources, path: str) -> str:
-    """A file that only Linux has; empty where it is absent."""
+    """Return a file that only Linux has; empty if it is absent."""
     try:
         return sources.read_text(path)
     except FileNotFoundError:
@@ -166,13 +166,13 @@ COLLECTORS: Mapping[str, Callable[[Sources], Any]] = {
 def collect(
     sources: Sources | None = None, collectors: Mapping[str, Callable[[Sources], Any]] = COLLECTORS
 ) -> dict[str, Any]:
-    """What is known about this machine, as plain values that JSON can hold.
+    """Return what is known about this machine, as plain values that JSON can hold.
 
     Sizes are in bytes. `gpu` and `capability` are those of the first GPU that CUDA programs may use
-    here (None without one); `gpus` are all that the driver lists. `locked_memory_limit_bytes` is
-    ``"unlimited"`` where there is no limit. No host name, user name or home folder is in it.
+    here (None without any); `gpus` are all that the driver lists. `locked_memory_limit_bytes` is
+    ``"unlimited"`` without a limit. No host name, user name or home folder is in it.
 
-    Never raises: what fails is None, with its error in `collector_errors`, by the fact's name.
+    Never raises: a fact that fails is None, with its error in `collector_errors`.
     """
     sources = sources or Sources()
     errors: dict[str, str] = {}
@@ -192,7 +192,7 @@ def collect(
 
 
 def _describe(error: Exception, sources: Sources) -> str:
-    """The error in one line, safe to publish."""
+    """Return the error in one line that is safe to publish."""
     try:
         message = " ".join(str(error).split())
         return Redactor.of(sources.environ, sources.host()).text(f"{type(error).__name__}: {message}")
@@ -202,13 +202,13 @@ def _describe(error: Exception, sources: Sources) -> str:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. A fact that its driver does not tell is None."""
+    """One GPU. A fact that its driver does not report is None."""
 
     name: str | None
     capability: str | None
     """Compute capability, e.g. ``9.0``."""
     memory_bytes: int | None
-    """None also where GPU and host share one memory."""
+    """None also if GPU and host share their memory."""
     visible: bool
     """Whether ``CUDA_VISIBLE_DEVICES`` lets CUDA programs see it."""
 
@@ -218,13 +218,13 @@ class GpuFacts:
     """All GPUs and their driver."""
 
     gpus: tuple[Gpu, ...] | None = None
-    """None where NVML could not be asked."""
+    """None if NVML could not be asked."""
     driver: str | None = None
     cuda_driver: str | None = None
     """The newest CUDA release that the driver supports, e.g. ``13.0``."""
 
     def to_json(self) -> dict[str, Any]:
-        """The facts as the flat keys of a report's environment."""
+        """Return the facts as the flat keys of a report's environment."""
         first = next((gpu for gpu in self.gpus or () if gpu.visible and gpu.name), None)
         return {
             "gpu": first.name if first else None,
@@ -238,8 +238,8 @@ class GpuFacts:
 def collect_gpus(nvml: Any, visible_devices: str | None) -> GpuFacts:
     """Ask NVML, given its module (`pynvml`) and the value of ``CUDA_VISIBLE_DEVICES`` (None: unset).
 
-    The GPUs are in PCI order, which is CUDA's order unless the GPUs of one machine differ. A machine
-    without the driver's library has no GPUs, and that is no error.
+    The GPUs are in PCI order, which is CUDA's order unless the GPUs of a machine differ. A machine without
+    the driver's library has no GPUs, which is not an error.
 
     Raises:
         nvml.NVMLError: the library is there but does not start, e.g. after a driver update without a reboot.
@@ -256,7 +256,7 @@ def collect_gpus(nvml: Any, visible_devices: str | None) -> GpuFacts:
     try:
         count = nvml.nvmlDeviceGetCount()
         handles = [_optional(nvml, nvml.nvmlDeviceGetHandleByIndex, index) for index in range(count)]
-        visible = _visible(visible_devices, [_optional(nvml, nvml.nvmlDeviceGetUUID, one) for one in handles])
+        visible = _visible(visible_devices, [_optional(nvml, nvml.nvmlDeviceGetUUID, gpu) for gpu in handles])
         return GpuFacts(
             gpus=tuple(_gpu(nvml, handle, index in visible) for index, handle in enumerate(handles)),
             driver=_text(_optional(nvml, nvml.nvmlSystemGetDriverVersion)),
@@ -278,7 +278,7 @@ def _gpu(nvml: Any, handle: Any, visible: bool) -> Gpu:
 
 
 def _optional(nvml: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
-    """One answer of NVML; None where the GPU is lost or the question is not supported."""
+    """Return an answer of NVML; None if the GPU is lost or the question is not supported."""
     if None in arguments:
         return None
     try:
@@ -298,9 +298,9 @@ def _cuda_release(number: int | None) -> str | None:
 
 
 def _visible(setting: str | None, uuids: list[Any]) -> set[int]:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES`` selects; as in CUDA, an entry that names none ends the list.
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` selects; as in CUDA, an unknown entry ends the list.
 
-    A MIG device is a part of a GPU that NVML lists under another UUID: with one, every GPU counts as visible.
+    A MIG device is a part of a GPU that NVML lists under another UUID, so with MIG every GPU is visible here.
     """
     if setting is None or "MIG-" in setting:
         return set(range(len(uuids)))
@@ -321,7 +321,7 @@ def _visible(setting: str | None, uuids: list[Any]) -> set[int]:
 
 
 def no_gpu(environment: Mapping[str, Any]) -> str | None:
-    """Why no GPU can be used, for subjects that need one; None where one can be."""
+    """Return why no GPU can be used here; None if a GPU can be."""
     if not environment.get("gpu"):
         return "needs an NVIDIA GPU, none is visible"
     if not environment.get("torch_cuda"):

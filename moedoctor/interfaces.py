@@ -1,6 +1,6 @@
 """The three interfaces that other projects can implement: `Fault`, `SubjectProvider` and `Reporter`.
 
-A fault judges. It neither collects facts about the machine nor prints. Its module must import without torch:
+A fault judges. It neither collects facts about the machine nor prints. Its module must import without torch;
 what needs torch is in its lab, which only the child process loads.
 """
 
@@ -68,7 +68,7 @@ class ClaimJudgement:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one child of a claim test came back with."""
+    """The answer of one child of a claim test."""
 
     unit: str
     """The unit that was measured, as `ClaimTest.units` named it."""
@@ -78,20 +78,20 @@ class Measurement:
 
 @dataclass(frozen=True)
 class ClaimTest:
-    """How one statement is tested. Each unit of it runs in a child of its own; `judge` runs in the parent."""
+    """How a statement is tested. Each unit runs in a child of its own; `judge` runs in the parent."""
 
     key: str
     """The name that a scenario's `claims` entry uses."""
     judge: Callable[[Sequence[CaseResult], Sequence[Measurement], Mapping[str, float]], ClaimJudgement]
     """(results of all cases, what the units measured, thresholds from the scenario file) -> judgement."""
     measure: Callable[[str, str, Mapping[str, str]], Observation] | None = None
-    """(unit, device, subject name -> path of its kernels) -> figures; None where the cases decide."""
+    """(unit, device, subject name -> path of its kernels) -> figures; None if the cases decide."""
     units: Callable[[Sequence[str]], Sequence[str]] = lambda subjects: ("",)
-    """Names of the subjects at hand -> the units to measure, in order; an empty one measures nothing.
+    """Names of the subjects that can run -> the units to measure, in order; none means nothing is measured.
     Two releases cannot be loaded into one process, so a comparison of releases is several units."""
     needs_gpu: bool = False
     needs: str = "a subject that it is about"
-    """What is missing where `units` is empty, for the reason that is then reported."""
+    """What is missing if there are no units, for the reason that is then reported."""
     thresholds: tuple[str, ...] = ()
     """The threshold names that `judge` reads; the scenario file must give exactly these."""
 
@@ -106,7 +106,7 @@ class _FromEntry:
         entry = entries().get(getattr(owner, "id", ""))
         if entry is None:
             raise AttributeError(
-                f"{owner.__name__}: set `{self._name}`; {owner.__name__} has no catalogue entry"
+                f"{owner.__name__}: set `{self._name}`, because the id is not in the catalogue"
             )
         return str(getattr(entry, self._name))
 
@@ -123,7 +123,7 @@ class Fault(ABC):
     explanation: Explanation | None = None
     """None for the entries of moedoctor's own catalogue, which have a file each in `moedoctor/entries/`."""
     parameters: type[BaseModel]
-    """The typed parameters of one case: unknown keys refused, values that cannot be together refused."""
+    """The typed parameters of a case; unknown keys and impossible combinations are refused."""
     tiers: Mapping[str, tuple[Tier, ...]]
     """Subject kind (``faulty``, ``fixed``, ``installed``, ``vllm``) -> the tiers it has here."""
     lab: str | None = None
@@ -164,31 +164,31 @@ class Fault(ABC):
 
     @abstractmethod
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        """What the figures mean. Pure."""
+        """Return what the figures mean. Pure."""
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
-        """Whether a point of the matrix is run at this tier; by default every point is run at all of them."""
+        """Whether a point of the matrix is run at this tier; by default every point is run at every tier."""
         return True
 
     def judge_crash(self, case: Case, crash: Crash) -> Judgement:
-        """What a dead child means; a fault whose symptom is the crash itself overrides this."""
+        """Return what a dead child means; a fault whose symptom is the crash itself overrides this."""
         return Judgement(CaseVerdict.ERROR, crash.death.value.replace("_", " "), crash.message)
 
     def absent(self, results: Sequence[CaseResult]) -> str | None:
-        """Why the control cannot reproduce here, read off what it observed; None where it should have."""
+        """Return why the control cannot reproduce here, from what it observed; None if it should have."""
         return None
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """What several cases say together, e.g. the first fixed release."""
+        """Return what several cases show together, e.g. the first fixed release."""
         return {}
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:
-        """The parameters of a case in a few words, for tables and test names."""
+        """Return the parameters of a case in a few words, for tables and test names."""
         return " ".join(f"{key}={value}" for key, value in parameters.items())
 
 
 Sources = Mapping[str, str]
-"""Subject name -> where its code lies, from options such as ``--vllm-kernels 0.19.1=PATH``."""
+"""Subject name -> path of its code, from options such as ``--vllm-kernels 0.19.1=PATH``."""
 
 
 class SubjectProvider(ABC):
@@ -206,12 +206,12 @@ class SubjectProvider(ABC):
     def unavailable(
         self, fault: Fault, name: str, tier: Tier, sources: Sources, environment: Mapping[str, Any]
     ) -> str | None:
-        """Why this subject cannot run here at this tier; None where it can. Imports nothing heavy."""
+        """Return why this subject cannot run here at this tier; None if it can. Imports nothing heavy."""
         return None
 
     @abstractmethod
     def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
-        """What `fault.observe` is given. Runs in the child; may raise `UnavailableError`."""
+        """Return what `fault.observe` gets. Runs in the child; may raise `UnavailableError`."""
 
 
 class Reporter(ABC):
@@ -222,7 +222,7 @@ class Reporter(ABC):
 
     @abstractmethod
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
-        """The report as text that ends with a line end; the same text for the same report.
+        """Return the report as text that ends with a line end; the same text for the same report.
 
         `colour` asks for ANSI colours and `width`, in columns, for lines that fit; formats for
         machines ignore both. Text of the report is data: nothing in it may act as markup.

@@ -34,7 +34,7 @@ _NOBODY = frozenset({"root", "user", "ubuntu", "runner", "nobody", "app", "vllm"
 _MAX_LENGTH = 300
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _OWN_FILE = re.compile(re.escape(os.path.dirname(_PACKAGE) + os.sep) + rf"(?={os.path.basename(_PACKAGE)}\b)")
-"""Where moedoctor itself lies, in front of its own files."""
+"""The folder of the package, in front of moedoctor's own files."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class Redactor:
 
     @classmethod
     def of(cls, environ: Mapping[str, str], host: str) -> Redactor:
-        """The redactor for a process with this environment on the machine called `host`."""
+        """Return the redactor for a process with this environment on the machine called `host`."""
         home = environ.get("HOME", "") or environ.get("USERPROFILE", "")
         user = environ.get("USER", "") or environ.get("LOGNAME", "") or os.path.basename(home)
         return cls(home=home.rstrip("/\\"), user=user, host=host)
 
     @classmethod
     def of_this_process(cls) -> Redactor:
-        """The redactor for the process that asks."""
+        """Return the redactor for this process."""
         return cls.of(os.environ, platform.node())
 
     def text(self, text: str) -> str:
-        """`text` without home folders, user and host name, addresses, GPU UUIDs and what looks like a secret.
+        """Return `text` without home folders, user and host names, addresses, GPU UUIDs and likely secrets.
 
-        Moedoctor's own files are named from its package on, wherever that lies.
+        moedoctor's own files are named from its package on.
         Undecodable bytes (lone surrogates) become ``?``, so that the result can be written as UTF-8.
         """
         text = text.encode("utf-8", "replace").decode("utf-8")
@@ -85,7 +85,7 @@ class Redactor:
         return self.text(text)
 
     def setting(self, name: str, value: str) -> str:
-        """The value of the environment variable `name` as a report may show it, at most 300 characters."""
+        """Return the value of the variable `name` as a report may show it, at most 300 characters."""
         if value and _SECRET_NAME.search(name):
             return HIDDEN
         shown = self.text(value)
@@ -93,5 +93,5 @@ class Redactor:
 
 
 def _identifies(word: str) -> bool:
-    """Whether a user or host name says more than that there is one; a bare number would hide real values."""
+    """Whether a user or host name identifies anybody; a bare number would hide real values."""
     return len(word) > 2 and not word.isdigit() and word.lower() not in _NOBODY

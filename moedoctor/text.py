@@ -33,14 +33,14 @@ class TextFileError(Exception):
     """A file that cannot be used: on which line, and what was expected."""
 
     def __init__(self, line: int, message: str) -> None:
-        """`line` counts from 1 and is 1 where none is known."""
+        """`line` counts from 1 and is 1 if none is known."""
         super().__init__(line, message)
         self.line = line
         self.message = message
 
 
 def read_text(path: Path, limit: int) -> str:
-    """The text of the regular file at `path`: UTF-8, with or without byte order mark, at most `limit` bytes.
+    """Return the text of the regular file at `path`: UTF-8, at most `limit` bytes; drops a byte order mark.
 
     Raises `TextFileError` for anything else; it never waits for a pipe and never opens a device.
     """
@@ -70,7 +70,7 @@ def _read_bytes(path: Path, limit: int) -> bytes:
         reason = (error.strerror or type(error).__name__).lower()
         raise TextFileError(1, f"cannot be read ({reason}), expected a text file") from None
     except ValueError:
-        raise TextFileError(1, "is no file name, expected the path of a text file") from None
+        raise TextFileError(1, "is not a file name, expected the path of a text file") from None
     if len(data) > limit:
         raise TextFileError(1, f"is too large, expected at most {limit // 1024} KiB")
     return data
@@ -122,21 +122,21 @@ _TYPES = (
     "string_type",
     "scalar_type",
 )
-"""Findings for which "not a mapping" says more than what was expected."""
+"""Findings whose message also names the kind of the value."""
 
 
 def escape(text: str) -> str:
-    """`text` with everything that a terminal might act on, line ends included, written as an escape."""
+    """Return `text` with an escape for everything that a terminal might act on, line ends included."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def shorten(text: str, limit: int = _LIMIT) -> str:
-    """`text`, cut after about `limit` characters."""
+    """Return `text`, cut after about `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit - 20]}… ({len(text)} characters)"
 
 
 def show(value: object) -> str:
-    """A value from a file as its author would write it: short, escaped, never a whole list."""
+    """Return a value from a file as its author would write it: short, escaped, never a whole list."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if isinstance(value, dict):
@@ -147,14 +147,14 @@ def show(value: object) -> str:
 
 
 def dotted(path: Iterable[str | int]) -> str:
-    """Keys and list indices as ``claims[0].key``."""
+    """Return keys and list indices as ``claims[0].key``."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{escape(shorten(step))}" for step in path)
     return "".join(steps).removeprefix(".")
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """``did you mean X?`` where a valid name is close to `name`, else the valid names."""
-    names = {one.lower(): one for one in valid}
+    """Return ``did you mean X?`` if a valid name is close to `name`, else the valid names."""
+    names = {known.lower(): known for known in valid}
     if close := difflib.get_close_matches(name[:_LIMIT].lower(), names, n=1):
         return f"did you mean {names[close[0]]}?"
     listed = ", ".join(list(names.values())[:_LISTED]) or "nothing here"
@@ -162,7 +162,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def explain(error: ErrorDetails, valid: Iterable[str] = ()) -> str:
-    """One pydantic finding in a user's words; `valid` are the keys allowed beside an unknown one."""
+    """Return a pydantic finding in a user's words; `valid` are the keys allowed beside an unknown key."""
     kind, message, value = error["type"], error["msg"], error["input"]
     if kind == "missing":
         return "is missing, expected a value"
@@ -234,11 +234,11 @@ class YamlSource:
     """Path -> line, counted from 1: a scalar's own line; the line of its key for a list or mapping."""
 
     def known(self, path: YamlPath) -> YamlPath:
-        """The longest part of `path`, from the root, that the file has."""
+        """Return the longest part of `path`, from the root, that the file has."""
         return next((path[:end] for end in range(len(path), 0, -1) if path[:end] in self.lines), ())
 
     def line(self, path: YamlPath) -> int:
-        """The line of the value at `path`, or of the nearest value that holds it."""
+        """Return the line of the value at `path`, or of the nearest value that holds it."""
         return self.lines.get(self.known(path), 1)
 
 

@@ -246,7 +246,7 @@ def test_files_that_cannot_be_a_report_are_refused(tmp_path: Path) -> None:
         stream.truncate(MAX_REPORT_BYTES + 1)
     os.mkfifo(tmp_path / "pipe")
     for name, message in (("none.json", "no such file"), ("", "is a folder"), ("huge.json", "too large"),
-                          ("pipe", "is a pipe"), ("a\x00b", "is no file name")):  # fmt: skip
+                          ("pipe", "is a pipe"), ("a\x00b", "is not a file name")):  # fmt: skip
         with pytest.raises(ReportError, match=message):
             load_report(tmp_path / name)
 

@@ -81,7 +81,7 @@ def test_folder_and_missing_file(tmp_path: Path) -> None:
     assert "is a folder" in file_error(tmp_path).message
     assert "no such file" in file_error(tmp_path / "none.yaml").message
     assert "too long" in file_error(tmp_path / ("a" * 5000)).message
-    assert "no file name" in file_error(Path("a\0b")).message
+    assert "not a file name" in file_error(Path("a\0b")).message
     (tmp_path / "file").touch()
     assert "not a directory" in file_error(tmp_path / "file" / "a.yaml").message
 

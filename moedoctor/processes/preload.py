@@ -6,6 +6,6 @@ from importlib.metadata import entry_points
 from moedoctor.catalogue import FAULTS, SUBJECTS
 
 for _entry in (*entry_points(group=FAULTS), *entry_points(group=SUBJECTS)):
-    # A plug-in that does not load is reported by name where it is asked for.
+    # A plug-in that does not load is reported by name when it is used.
     with contextlib.suppress(Exception):
         _entry.load()

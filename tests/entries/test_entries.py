@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import typer.main
@@ -10,33 +11,11 @@ from packaging.specifiers import SpecifierSet
 
 from moedoctor.cli import app
 from moedoctor.commands.readme_table import failures_table
-from moedoctor.entries import entries, find_entry
+from moedoctor.entries import builtin_folder, entries, find_entry
 from moedoctor.entries.entry import Entry, Rule
 from moedoctor.fixes.backends.release_tables import releases as vllm_releases
 
-TITLES = {
-    "MD001 nan_routing": "NaN router logits give one token the same expert K times",
-    "MD002 unpinned_copy": "asynchronous copies without pinned memory, as on WSL",
-    "MD003 offloaded_scales": "quantisation scales offloaded off the GPU: b_scales is not on GPU",
-    "MD004 arch_suffix": "kernels built for the wrong CUDA architecture suffix: 120 / 120a / 120f",
-    "MD005 untraceable_offload": "state_dict() in forward cannot be traced by Dynamo",
-    "MD006 self_evicting_cache": "the LFRU expert cache evicts an expert that the same call needs",
-    "MD007 cache_overflow": "more unique experts than cache slots: truncation computes with stale weights",
-    "MD008 offload_garbage": "quantised MoE talks garbage with CPU offload",
-    "MD009 offload_reinit": "offload refused by an assertion for non-default block sizes",
-    "MD010 backend_override": "a backend setting that is unknown, removed, invalid or silently ignored",
-    "MD011 duplicate_ids": "duplicate expert ids leave a row unwritten in FlashInfer's three-step sort",
-    "MD012 kv_scales_missing": "FP8 KV cache declared, no scales shipped",
-    "MD013 offload_noop": "--cpu-offload-gb without effect under the V2 runner, 0.17.1 to 0.27.1",
-    "MD014 global_scale_mismatch": "w1 and w3 have different weight_scale_2",
-    "MD015 input_scale_missing": "input_scale zero or absent: 1/0",
-    "MD016 sentinel_ids": "topk_ids of -1 used as an index",
-    "MD017 gate_up_order": "gate and up halves swapped",
-    "MD018 scale_layout": "block scales linear where swizzled are expected, or the reverse",
-    "MD019 workspace_aliasing": "running expert groups one by one through a shared workspace "
-    "overwrites the sum",
-    "MD020 stale_parameter": "a quant config that keeps the offloaded CPU parameter: illegal memory access",
-}
+ROOT = Path(__file__).parents[2]
 PACKAGES = {"vllm", "flashinfer-python", "torch", "vllm-gguf-plugin"}
 REPOSITORIES = {
     "vllm-project/vllm",
@@ -47,18 +26,28 @@ REPOSITORIES = {
     "NVIDIA/TensorRT-LLM",
     "sgl-project/sglang",
 }
-ENTRIES = pytest.mark.parametrize("entry", entries().values(), ids=lambda one: one.id)
+ENTRIES = pytest.mark.parametrize("entry", entries().values(), ids=lambda entry: entry.id)
 RULES = [(entry, rule) for entry in entries().values() for rule in entry.affects]
 
 
 def words(entry: Entry) -> str:
-    spoken = [text for rule in entry.affects for text in (rule.why, rule.next, rule.needs or "")]
-    return "\n".join((entry.mechanism, entry.affected, entry.detection, entry.fix, entry.fixed, *spoken))
+    texts = [text for rule in entry.affects for text in (rule.why, rule.next, rule.needs or "")]
+    return "\n".join((entry.mechanism, entry.affected, entry.detection, entry.fix, entry.fixed, *texts))
 
 
 def test_the_catalogue_is_whole_and_in_order() -> None:
-    assert {f"{one.id} {one.name}": one.title for one in entries().values()} == TITLES
-    assert list(entries()) == sorted(entries())
+    assert list(entries()) == [f"MD{number:03}" for number in range(1, 21)]
+    scenarios = {file.stem for file in builtin_folder().glob("*.yaml")}
+    assert {entry.name for entry in entries().values()} == scenarios - {"backend_parity"}
+
+
+def test_a_title_is_written_in_its_entry_and_in_the_table_of_the_readme_alone() -> None:
+    files = [*ROOT.glob("moedoctor/**/*.py"), *ROOT.glob("scenarios/**/*.yaml"), *ROOT.glob("docs/*.md")]
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for entry in entries().values():
+        assert [file for file, text in texts.items() if entry.title in text] == []
+        assert readme.count(entry.title) == 1
 
 
 @ENTRIES
@@ -87,9 +76,9 @@ def test_commands_that_the_text_names_exist(entry: Entry) -> None:
 
 @ENTRIES
 def test_nothing_of_this_workplace_and_no_package_host_is_named(entry: Entry) -> None:
-    said = words(entry).lower()
+    text = words(entry).lower()
     for word in ("session", "helper", "/work", "pypi.org", "todo", "fixme"):
-        assert word not in said
+        assert word not in text
 
 
 @ENTRIES
@@ -102,10 +91,10 @@ def test_texts_fit_a_page(entry: Entry) -> None:
     assert len(entry.fixed) < 80
 
 
-@pytest.mark.parametrize(("entry", "rule"), RULES, ids=lambda one: getattr(one, "id", ""))
+@pytest.mark.parametrize(("entry", "rule"), RULES, ids=lambda value: getattr(value, "id", ""))
 def test_rules_name_packages_and_releases_that_exist(entry: Entry, rule: Rule) -> None:
     assert set(rule.when.packages) <= PACKAGES
-    releases = [one.version for one in SpecifierSet(rule.when.packages.get("vllm", ""))]
+    releases = [bound.version for bound in SpecifierSet(rule.when.packages.get("vllm", ""))]
     assert set(releases) <= set(vllm_releases()), "a bound that is no vLLM release is a slip"
     if rule.when.packages.get("vllm"):
         assert any(SpecifierSet(rule.when.packages["vllm"]).contains(one) for one in vllm_releases())
@@ -114,7 +103,7 @@ def test_rules_name_packages_and_releases_that_exist(entry: Entry, rule: Rule) -
 @ENTRIES
 def test_notes_come_last_because_the_first_rule_that_fits_speaks(entry: Entry) -> None:
     severities = [rule.severity for rule in entry.affects]
-    assert severities == sorted(severities, key=lambda one: one == "note")
+    assert severities == sorted(severities, key=lambda severity: severity == "note")
 
 
 @ENTRIES
@@ -124,9 +113,9 @@ def test_a_note_says_what_it_depends_on(entry: Entry) -> None:
 
 @pytest.mark.parametrize("text", ["MD004", "md004", "arch_suffix", "arch-suffix", " ARCH_SUFFIX "])
 def test_an_entry_is_found_by_id_and_name(text: str) -> None:
-    found = find_entry(text)
-    assert found is not None
-    assert found.id == "MD004"
+    entry = find_entry(text)
+    assert entry is not None
+    assert entry.id == "MD004"
 
 
 def test_what_is_no_entry_is_not_found() -> None:

@@ -1,4 +1,4 @@
-"""MD001: NaN router logits give one token the same expert K times.
+"""MD001: a token with NaN router logits gets the same expert K times.
 
 vLLM's own code decides the claims about its kernels and its engine. The restated control never does.
 """
