@@ -1,14 +1,15 @@
-"""The guard before a kernel that assumes the experts of a token to be distinct and in range.
+"""Guards for kernels that assume the experts of a token to be distinct and in range.
 
 FlashInfer's three-step sort leaves a row of its map unwritten for a repeated id (MD011), and kernels that use
-an id as an index go astray with -1 (MD016). Both functions run on the device of their arguments and never
-wait for it; on a CUDA device with Triton each is one launch, which a CUDA graph may hold.
+an id as an index read the wrong memory for -1 (MD016). All functions run on the device of their arguments and
+never wait for it. On a CUDA device with Triton `validate_expert_ids` and `deduplicate` are one launch each,
+which a CUDA graph may hold.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,48 +17,47 @@ import torch
 from moedoctor.reference import expert_ids as reference
 
 _INTEGERS = (torch.int32, torch.int64)
-_KINDS = ("repeated", "out_of_range", "sentinel")
 
 
 class InvalidExpertIdsError(ValueError):
-    """Ids that were found to be wrong when the flags were read."""
+    """The flags show expert ids that no kernel should get."""
 
 
 @dataclass(frozen=True)
 class ExpertIdCounts:
-    """Rows in which something was found, since the flags were made. A row may count in each."""
+    """Rows with unusual ids since the flags were made. One row may be in several counters."""
 
     repeated: int = 0
-    """Rows that hold one expert in range twice or more."""
+    """Rows that hold an expert in range twice or more."""
     out_of_range: int = 0
     """Rows with an id below -1 or from the number of experts on."""
     sentinel: int = 0
-    """Rows with an id of -1, which says: no expert."""
+    """Rows with an id of -1, which means: no expert."""
 
 
 class ExpertIdFlags:
     """Counters on the device that `validate_expert_ids` adds to; only reading them waits for the device."""
 
     def __init__(self, device: torch.device | str) -> None:
-        self.tensor = torch.zeros(2, len(_KINDS), dtype=torch.int32, device=device)
+        self.tensor = torch.zeros(2, 3, dtype=torch.int32, device=device)
         """int32 [2, 3]: real rows, then padding; repeated, out of range, sentinel."""
 
     def real(self) -> ExpertIdCounts:
-        """What was found in real rows; waits for the device."""
+        """Return the counts of real rows; waits for the device."""
         return ExpertIdCounts(*self.tensor[0].tolist())
 
     def padding(self) -> ExpertIdCounts:
-        """What was found in padding rows; waits for the device."""
+        """Return the counts of padding rows; waits for the device."""
         return ExpertIdCounts(*self.tensor[1].tolist())
 
     def raise_if_found(self, *, allow_sentinel: bool = True) -> None:
         """Raise InvalidExpertIdsError for repeated ids, ids out of range and, if not allowed, ids of -1."""
-        total = dict(zip(_KINDS, self.tensor.sum(0).tolist(), strict=True))
+        total = asdict(ExpertIdCounts(*self.tensor.sum(0).tolist()))
         if allow_sentinel:
             total["sentinel"] = 0
         if any(total.values()):
-            found = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in total.items() if count)
-            raise InvalidExpertIdsError(f"rows of expert ids that no kernel should be given: {found}")
+            rows = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in total.items() if count)
+            raise InvalidExpertIdsError(f"rows of expert ids that no kernel should be given: {rows}")
 
     def reset(self) -> None:
         """Start from zero, without waiting."""
@@ -65,7 +65,7 @@ class ExpertIdFlags:
 
 
 class DistinctTopK(NamedTuple):
-    """Experts of each token of which none is there twice."""
+    """Experts of each token, each at most once."""
 
     ids: torch.Tensor
     """int32 [T, K]"""
@@ -81,15 +81,15 @@ def validate_expert_ids(
     flags: ExpertIdFlags | None = None,
     real_rows: torch.Tensor | None = None,
 ) -> ExpertIdFlags:
-    """Look for repeated ids, ids out of range and ids of -1 in `ids` (int32 or int64 [T, K], any strides).
+    """Count the rows of `ids` (int32 or int64 [T, K], any strides) with repeated ids, unknown ids, and -1.
 
-    What is found is added to `flags`, made new where None is given, and returned; ask them when it suits.
-    Give flags of your own inside a CUDA graph, so that nothing is allocated. `real_rows`, int32 [1] on the
-    same device, is the number of rows that are no padding. Raises TypeError or ValueError otherwise.
+    The counts are added to `flags`, or to new flags if that is None, and the flags are returned. Read them
+    whenever it suits. Give your own flags inside a CUDA graph, so that nothing is allocated. `real_rows`,
+    int32 [1] on the same device, is the number of rows that are not padding. Raises TypeError or ValueError
+    for other arguments.
     """
     _check_ids(ids)
-    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
-        raise TypeError(f"num_experts must be an int, got {type(num_experts).__name__}")
+    _check_int("num_experts", num_experts)
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1, got {num_experts}")
     if flags is None:
@@ -114,36 +114,36 @@ def validate_expert_ids(
 
 @torch.no_grad()
 def deduplicate(ids: torch.Tensor, weights: torch.Tensor, *, num_experts: int | None = None) -> DistinctTopK:
-    """Give the first slot of each expert the weights of all its slots in the row, and empty the others.
+    """Give the first pair of each expert the weights of all its pairs in the row, and empty the others.
 
-    An emptied slot has weight 0 and id -1, or with `num_experts` given the id of an expert that the row does
-    not hold: for kernels that do not know -1, at the price of that expert's work. The sum over experts of
-    weight times expert output is the same; it is formed in float32. Ids below 0 are left as they are, with
-    their weights; so is an id that int32 cannot hold, which becomes -1.
-    With `num_experts`, 0 times the output of that other expert is NaN where it is not finite.
-    `ids` int32 or int64 [T, K], `weights` floating [T, K]. Raises TypeError or ValueError otherwise, and
-    where `num_experts` is below K.
+    An emptied pair has weight 0 and id -1. With `num_experts` it has the id of an expert that the row does
+    not hold: for kernels that do not know -1, at the price of that expert's work. Then 0 times the output of
+    that expert is NaN if the output is not finite. The sum over experts of weight times expert output is the
+    same; it is formed in float32. Ids below 0 are left as they are, with their weights. An id that int32
+    cannot hold becomes -1. `ids` int32 or int64 [T, K], `weights` floating [T, K]. Raises TypeError or
+    ValueError for other arguments, and if `num_experts` is below K.
     """
     _check_ids(ids)
     _check_weights(weights, ids)
     if num_experts is not None and num_experts < ids.shape[1]:
         raise ValueError(f"num_experts must be at least top_k {ids.shape[1]}, got {num_experts}")
-    if _has_kernel(ids):
-        from moedoctor.kernels.expert_ids import launch_deduplicate
+    use_spare = num_experts is not None
+    if not _has_kernel(ids):
+        return DistinctTopK(*reference.deduplicate(ids, weights, use_spare=use_spare))
+    from moedoctor.kernels.expert_ids import launch_deduplicate
 
-        out_ids = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)  # [T, K]
-        out_weights = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)  # [T, K]
-        launch_deduplicate(ids, weights, out_ids, out_weights, use_spare=num_experts is not None)
-        return DistinctTopK(out_ids, out_weights)
-    return DistinctTopK(*reference.deduplicate(ids, weights, use_spare=num_experts is not None))
+    out_ids = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)  # [T, K]
+    out_weights = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)  # [T, K]
+    launch_deduplicate(ids, weights, out_ids, out_weights, use_spare=use_spare)
+    return DistinctTopK(out_ids, out_weights)
 
 
 @torch.no_grad()
 def local_ids(ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
-    """The local id of each expert, int32 [T, K]: -1 where this rank has none, and for ids that name none.
+    """Return the local id of each expert, int32 [T, K]: -1 if this rank has none, or if the id is no expert.
 
     `expert_map` int [E] holds the local id of each expert, or -1. Indexing it with the ids themselves gives
-    an id of -1 the last expert, which is what MD016 is about. Does not wait for the device.
+    an id of -1 the last expert, which is MD016. Does not wait for the device.
     """
     _check_ids(ids)
     if not isinstance(expert_map, torch.Tensor):
@@ -158,16 +158,16 @@ def local_ids(ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
 def without_sentinels(
     ids: torch.Tensor, weights: torch.Tensor, *, spare: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids int32 [T, K] that a kernel may index with, and weights [T, K]: slots below 0 go to `spare` with 0.
+    """Return ids int32 [T, K] that a kernel may index with, and weights [T, K].
 
-    For kernels that take no -1. The work of those slots is done and adds nothing, unless the row itself or
-    the spare expert's output is not finite: 0 times NaN is NaN. An id that int32 cannot hold counts as below
-    0. Raises TypeError or ValueError for other ids and weights, and where `spare` is no expert.
+    For kernels that take no -1: ids below 0 become `spare` with weight 0. The work of those pairs is done and
+    adds nothing, unless the row itself or the spare expert's output is not finite: 0 times NaN is NaN. An id
+    that int32 cannot hold is treated as below 0. Raises TypeError or ValueError for other ids and weights,
+    and if `spare` is not an expert.
     """
     _check_ids(ids)
     _check_weights(weights, ids)
-    if isinstance(spare, bool) or not isinstance(spare, int):
-        raise TypeError(f"spare must be an int, got {type(spare).__name__}")
+    _check_int("spare", spare)
     largest = torch.iinfo(torch.int32).max
     if not 0 <= spare <= largest:
         raise ValueError(f"spare must be an expert, 0 or more, got {spare}")
@@ -177,6 +177,11 @@ def without_sentinels(
 
 def _has_kernel(ids: torch.Tensor) -> bool:
     return ids.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+def _check_int(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
 
 
 def _check_weights(weights: torch.Tensor, ids: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ in float32:
 - score: softmax over the row, or sigmoid. choice: score + bias; the bias never enters the weights.
 - Experts are ranked by choice, highest first, ties to the lower id; a choice that is not finite (only a
   bias can cause it) ranks behind every finite one. Weights are the scores of the chosen experts.
-- ``renormalize`` divides a row's weights by their sum where that is above 0.
+- ``renormalize`` divides a row's weights by their sum if that is above 0.
 - ``nan_policy="zero"``, what vLLM ships: a score that is NaN becomes 0. One NaN or +Inf logit, or nothing
   but -Inf, makes a softmax row NaN as a whole: without a bias it gets experts 0..K-1 and weights of 0, with
   one it is routed by the bias alone. A sigmoid row loses only its NaN entries.
@@ -18,8 +18,8 @@ in float32:
 Ids are always distinct and in range, weights always finite, and a row of finite logits is routed the same
 under either policy. The results carry no gradient.
 
-On a CUDA device with Triton one kernel does it all. There exponentials are approximate: choices that differ
-by rounding alone may change places with those of the CPU.
+On a CUDA device with Triton one kernel does it all. Its exponentials are approximate: choices that differ
+only by rounding may be in another order than on the CPU.
 """
 
 from __future__ import annotations
@@ -41,6 +41,15 @@ __all__ = [
     "validate_expert_ids",
     "without_sentinels",
 ]
+
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NOT_FINITE = -0x7F800001
+"""The code of -inf: below that of every finite choice."""
+_NAN_LAST = -(1 << 33)
+"""Added to the code of a NaN logit's choice under the policy "finite"."""
+_ABSENT = -(1 << 34)
+"""The code of an expert outside the best groups."""
 
 
 class TopK(NamedTuple):
@@ -65,7 +74,7 @@ def topk_softmax(
     `bias` [E] is added for the choice only; `nan_policy` is ``"zero"`` or ``"finite"`` (see the module).
     Raises TypeError or ValueError that names the argument, what was given and what was expected.
     """
-    check_routing(logits, top_k, bias, nan_policy)
+    _check_routing(logits, top_k, bias, nan_policy)
     return _topk(logits, top_k, "softmax", bias, renormalize, nan_policy)
 
 
@@ -78,7 +87,7 @@ def topk_sigmoid(
     nan_policy: str = "zero",
 ) -> TopK:
     """Route `logits` [T, E] by sigmoid scores; arguments and errors as in `topk_softmax`."""
-    check_routing(logits, top_k, bias, nan_policy)
+    _check_routing(logits, top_k, bias, nan_policy)
     return _topk(logits, top_k, "sigmoid", bias, renormalize, nan_policy)
 
 
@@ -104,11 +113,11 @@ def grouped_topk(
 
     vLLM differs. Its fused kernel (csrc/moe/grouped_topk_kernels.cu at e35e4874) needs a bias, computes in
     the logits' own type, adds 1e-20 to the sum when it renormalises, takes a logit that is not finite out of
-    the choice, and gives experts 0..K-1 a weight of 1/K where too few groups have a finite score. Its Python
-    form (0.21.0) leaves ties to `torch.topk`, divides by the bare sum and knows no NaN.
+    the choice, and gives experts 0..K-1 a weight of 1/K if too few groups have a finite score. Its Python
+    form (0.21.0) leaves ties to `torch.topk`, divides by the bare sum and does not handle NaN.
     """
-    check_routing(logits, top_k, bias, nan_policy)
-    check_groups(logits.shape[1], top_k, num_groups, topk_groups, scoring, routed_scaling_factor)
+    _check_routing(logits, top_k, bias, nan_policy)
+    _check_groups(logits.shape[1], top_k, num_groups, topk_groups, scoring, routed_scaling_factor)
     return _topk(
         logits, top_k, scoring, bias, renormalize, nan_policy, num_groups, topk_groups, routed_scaling_factor
     )
@@ -144,17 +153,13 @@ def _topk(
             nan_policy=nan_policy,
         )
         return TopK(weights, ids)
-    return TopK(*route(logits, top_k, scoring, bias, renormalize, nan_policy, num_groups, topk_groups, scale))
+    return TopK(
+        *_route(logits, top_k, scoring, bias, renormalize, nan_policy, num_groups, topk_groups, scale)
+    )
 
 
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-NAN_POLICIES = ("zero", "finite")
-SCORINGS = ("softmax", "sigmoid")
-_LARGEST = torch.finfo(torch.float32).max
-
-
-def check_routing(logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, nan_policy: str) -> None:
-    """The arguments that all routing functions share; raises TypeError or ValueError."""
+def _check_routing(logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, nan_policy: str) -> None:
+    """Raise TypeError or ValueError for a wrong argument that all routing functions share."""
     _check_floating("logits", logits)
     if logits.dim() != 2:
         raise ValueError(f"logits must have two dimensions [tokens, experts], got shape {list(logits.shape)}")
@@ -168,13 +173,13 @@ def check_routing(logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, n
             raise ValueError(f"bias must have shape [{experts}], one value an expert, got {list(bias.shape)}")
         if bias.device != logits.device:
             raise ValueError(f"bias must be on the device of logits, {logits.device}, got {bias.device}")
-    _check_name("nan_policy", nan_policy, NAN_POLICIES)
+    _check_name("nan_policy", nan_policy, ("zero", "finite"))
 
 
-def check_groups(
+def _check_groups(
     experts: int, top_k: int, num_groups: int, topk_groups: int, scoring: str, routed_scaling_factor: float
 ) -> None:
-    """What grouped routing adds; raises TypeError or ValueError."""
+    """Raise TypeError or ValueError for a wrong argument of grouped routing."""
     _check_int("num_groups", num_groups)
     if num_groups < 1 or experts % num_groups:
         raise ValueError(f"num_groups must divide the number of experts {experts}, got {num_groups}")
@@ -186,17 +191,17 @@ def check_groups(
         raise ValueError(
             f"top_k must be at most {reachable}, the experts of topk_groups {topk_groups}, got {top_k}"
         )
-    _check_name("scoring", scoring, SCORINGS)
+    _check_name("scoring", scoring, ("softmax", "sigmoid"))
     if isinstance(routed_scaling_factor, bool) or not isinstance(routed_scaling_factor, (int, float)):
         raise TypeError(f"routed_scaling_factor must be a number, got {type(routed_scaling_factor).__name__}")
-    if not abs(routed_scaling_factor) <= _LARGEST:
+    if not abs(routed_scaling_factor) <= torch.finfo(torch.float32).max:
         raise ValueError(f"routed_scaling_factor must be a finite float32, got {routed_scaling_factor}")
 
 
 def _check_floating(name: str, value: torch.Tensor) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    if value.dtype not in FLOATING:
+    if value.dtype not in _FLOATING:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
 
 
@@ -210,14 +215,7 @@ def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
-_NOT_FINITE = -0x7F800001
-"""The code of -inf: below that of every finite choice."""
-_NAN_LAST = -(1 << 33)
-"""Added to the code of a NaN logit's choice under the policy "finite"."""
-_ABSENT = -(1 << 34)
-
-
-def route(
+def _route(
     logits: torch.Tensor,
     top_k: int,
     scoring: str,
@@ -228,8 +226,13 @@ def route(
     topk_groups: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights float32 [T, K] and ids int32 [T, K] of checked arguments; see `moedoctor.fixes.routing`."""
-    # torch's CPU activations give other last bits where elements do not lie side by side.
+    """Return weights float32 [T, K] and ids int32 [T, K], by the module's rule in torch operators.
+
+    `torch.topk` leaves the order of equal values open. So each choice and its expert's id share one int64
+    key: the choice, coded to sort as an integer of 32 bits, above the inverted id of 28. Whatever ranks
+    behind every choice has a code below those.
+    """
+    # torch's CPU activations give other last bits if elements are not side by side.
     x = logits.float().contiguous()  # [T, E]
     clean = _sanitise(x) if nan_policy == "finite" else x  # [T, E]
     score = torch.softmax(clean, dim=-1) if scoring == "softmax" else torch.sigmoid(clean)  # [T, E]
@@ -249,7 +252,7 @@ def route(
 
 
 def _sanitise(x: torch.Tensor) -> torch.Tensor:
-    """NaN and -Inf become the lowest finite float32, +Inf the highest."""
+    """Replace NaN and -Inf by the lowest finite float32, +Inf by the highest."""
     limits = torch.finfo(torch.float32)
     return torch.where(x.isnan(), limits.min, x.clamp(limits.min, limits.max))
 
@@ -257,7 +260,7 @@ def _sanitise(x: torch.Tensor) -> torch.Tensor:
 def _choice_code(
     x: torch.Tensor, clean: torch.Tensor, score: torch.Tensor, bias: torch.Tensor | None, nan_policy: str
 ) -> torch.Tensor:
-    """int64 codes [T, E] that order the experts of each row, the best highest."""
+    """Return int64 codes [T, E] that order the experts of each row, the best highest."""
     if bias is not None:
         choice = score + bias.float()
     elif nan_policy == "finite":
@@ -275,19 +278,19 @@ def _choice_code(
 
 
 def _code_of(x: torch.Tensor) -> torch.Tensor:
-    """float32 -> int32 that sorts the same way."""
+    """Return int32 that sorts as the float32 `x` does."""
     bits = (x + 0.0).view(torch.int32)  # adding 0.0 makes -0.0 tie with 0.0
     return (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
 
 
 def _value_of(code: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_code_of`."""
+    """Invert `_code_of`."""
     bits = code.to(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
-def _keep_best_groups(code: torch.Tensor, groups: int, kept: int, *, sum_of_two: bool) -> torch.Tensor:
-    """`code` [T, E] with the experts outside the best groups made absent."""
+def _keep_best_groups(code: torch.Tensor, groups: int, count: int, *, sum_of_two: bool) -> torch.Tensor:
+    """Return `code` [T, E] with _ABSENT for the experts outside the `count` best groups."""
     grouped = code.unflatten(1, (groups, -1))  # [T, G, S]
     rank = grouped.amax(dim=-1)  # [T, G]
     if sum_of_two:
@@ -296,12 +299,12 @@ def _keep_best_groups(code: torch.Tensor, groups: int, kept: int, *, sum_of_two:
         # A sum can overflow to -inf: still better than a group without a finite choice.
         code_of_total = _code_of(total).clamp(min=_NOT_FINITE + 1).long()
         rank = torch.where(rank > _NOT_FINITE, code_of_total, _NOT_FINITE)
-    chosen = torch.zeros_like(rank, dtype=torch.bool).scatter(1, _highest(rank, kept), True)  # [T, G]
+    chosen = torch.zeros_like(rank, dtype=torch.bool).scatter(1, _highest(rank, count), True)  # [T, G]
     return torch.where(chosen.unsqueeze(-1), grouped, _ABSENT).flatten(1)
 
 
 def _highest(code: torch.Tensor, count: int) -> torch.Tensor:
-    """Columns [T, count] of the highest codes, the highest first, ties to the lower column."""
+    """Return the columns [T, count] of the highest codes, the highest first, ties to the lower column."""
     last = code.shape[1] - 1
     inverted = torch.arange(last, -1, -1, device=code.device)  # [columns]
     keys = (code << 28).bitwise_or_(inverted).topk(count, dim=-1, sorted=True).values  # [T, count]

@@ -1,4 +1,4 @@
-"""Looks at the expert ids of a batch, and makes them distinct, in one launch each and without the host."""
+"""Checks the expert ids of a batch, or makes them distinct, in one launch each and without the host."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-KINDS = 3
-"""Counters a kind of row: rows with a repeated id, with an id out of range, with an id of -1."""
-_PAIRS = 2048
-"""Pairs of slots that a program compares; each slot is compared with every other of its row."""
+_COMPARISONS = 2048
+"""Comparisons of two lanes a program; each lane is compared with every other of its row."""
 
 
 @triton.jit
-def _add(place: tl.tensor, count: tl.tensor, step: tl.tensor, has_step: tl.constexpr) -> None:
-    """Add to a counter, and where it is the first time, note the step six places on."""
+def _add(counter: tl.tensor, count: tl.tensor, step: tl.tensor, has_step: tl.constexpr) -> None:
+    """Add to a counter, and the first time note the step six places on."""
     if count > 0:
-        tl.atomic_add(place, count)
+        tl.atomic_add(counter, count)
         if has_step:
-            tl.atomic_cas(place + 6, 0, step)
+            tl.atomic_cas(counter + 6, 0, step)
 
 
 @triton.jit
@@ -29,17 +27,17 @@ def check_ids_kernel(
     step_ptr: tl.tensor,
     tokens: tl.tensor,
     stride_token: tl.tensor,
-    stride_slot: tl.tensor,
+    stride_lane: tl.tensor,
     num_experts: tl.tensor,
     top_k: tl.constexpr,
-    slots: tl.constexpr,
-    rows: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
     has_real_rows: tl.constexpr,
     has_step: tl.constexpr,
 ) -> None:
-    """Add to `counts` int32 [2, KINDS], real rows first; rows from `real_rows` on are padding.
+    """Add to `counts` int32 [2, 3], real rows first; rows from `real_rows` on are padding.
 
-    With `step` int32 [2], the number of the step and whether it counts, `counts` is [2, 2, KINDS]: after the
+    With `step` int32 [2], the number of the step and whether it counts, `counts` is [2, 2, 3]: after the
     rows come the first steps.
     """
     counted = 1
@@ -47,29 +45,29 @@ def check_ids_kernel(
     if has_step:
         step = tl.load(step_ptr)
         counted = tl.load(step_ptr + 1)
-    row = tl.program_id(0) * rows + tl.arange(0, rows)  # [rows]
-    slot = tl.arange(0, slots)  # [slots]
-    inside = (row < tokens)[:, None] & (slot < top_k)[None, :]  # [rows, slots]
-    at = row.to(tl.int64)[:, None] * stride_token + slot[None, :] * stride_slot
-    ids = tl.load(ids_ptr + at, mask=inside, other=-1)  # [rows, slots]
-    known = inside & (ids >= 0) & (ids < num_experts)  # [rows, slots]
-    # Slots of no known expert take numbers of their own, so that none of them equals another.
-    own = tl.where(known, ids, -1 - slot[None, :]).to(tl.int32)  # [rows, slots]
-    same = (own[:, :, None] == own[:, None, :]) & (slot[:, None] < slot[None, :])[None, :, :]
-    repeated = tl.max(tl.max(same.to(tl.int32), axis=2), axis=1)  # [rows]
-    empty = inside & (ids == -1)  # [rows, slots]
-    outside = tl.max((inside & (ids != -1) & ~known).to(tl.int32), axis=1)  # [rows]
-    sentinel = tl.max(empty.to(tl.int32), axis=1)  # [rows]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [R]
+    lane = tl.arange(0, LANES)  # [L]
+    inside = (row < tokens)[:, None] & (lane < top_k)[None, :]  # [R, L]
+    at = row.to(tl.int64)[:, None] * stride_token + lane[None, :] * stride_lane
+    ids = tl.load(ids_ptr + at, mask=inside, other=-1)  # [R, L]
+    known = inside & (ids >= 0) & (ids < num_experts)  # [R, L]
+    # Lanes without a known expert take numbers of their own, so that no two of them are equal.
+    own = tl.where(known, ids, -1 - lane[None, :]).to(tl.int32)  # [R, L]
+    same = (own[:, :, None] == own[:, None, :]) & (lane[:, None] < lane[None, :])[None, :, :]
+    repeated = tl.max(tl.max(same.to(tl.int32), axis=2), axis=1)  # [R]
+    empty = inside & (ids == -1)  # [R, L]
+    outside = tl.max((inside & (ids != -1) & ~known).to(tl.int32), axis=1)  # [R]
+    sentinel = tl.max(empty.to(tl.int32), axis=1)  # [R]
     if (tl.max(repeated + outside + sentinel, axis=0) > 0) & (counted != 0):  # clean batches touch nothing
-        padding = tl.zeros([rows], tl.int32)  # [rows]
+        padding = tl.zeros([ROWS], tl.int32)  # [R]
         if has_real_rows:
-            padding = (row >= tl.load(real_rows_ptr)).to(tl.int32)  # [rows]
+            padding = (row >= tl.load(real_rows_ptr)).to(tl.int32)  # [R]
         for kind in tl.static_range(2):
-            mine = padding if kind == 1 else 1 - padding  # [rows]
-            place = counts_ptr + kind * 3
-            _add(place, tl.sum(repeated * mine, axis=0), step, has_step)
-            _add(place + 1, tl.sum(outside * mine, axis=0), step, has_step)
-            _add(place + 2, tl.sum(sentinel * mine, axis=0), step, has_step)
+            mine = padding if kind == 1 else 1 - padding  # [R]
+            counters = counts_ptr + kind * 3
+            _add(counters, tl.sum(repeated * mine, axis=0), step, has_step)
+            _add(counters + 1, tl.sum(outside * mine, axis=0), step, has_step)
+            _add(counters + 2, tl.sum(sentinel * mine, axis=0), step, has_step)
 
 
 @triton.jit
@@ -80,44 +78,44 @@ def deduplicate_kernel(
     out_weights_ptr: tl.tensor,
     tokens: tl.tensor,
     stride_id_token: tl.tensor,
-    stride_id_slot: tl.tensor,
+    stride_id_lane: tl.tensor,
     stride_weight_token: tl.tensor,
-    stride_weight_slot: tl.tensor,
+    stride_weight_lane: tl.tensor,
     top_k: tl.constexpr,
-    slots: tl.constexpr,
-    rows: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
     use_spare: tl.constexpr,
 ) -> None:
-    """The first slot of an expert takes the weights of all, the others an id of -1 or of a spare expert."""
-    row = tl.program_id(0) * rows + tl.arange(0, rows)  # [rows]
-    slot = tl.arange(0, slots)  # [slots]
-    inside = (row < tokens)[:, None] & (slot < top_k)[None, :]  # [rows, slots]
+    """Give the first lane of an expert the weights of all, the others an id of -1 or of a spare expert."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [R]
+    lane = tl.arange(0, LANES)  # [L]
+    inside = (row < tokens)[:, None] & (lane < top_k)[None, :]  # [R, L]
     long_row = row.to(tl.int64)[:, None]
     ids = tl.load(
-        ids_ptr + long_row * stride_id_token + slot[None, :] * stride_id_slot, mask=inside, other=-1
-    )  # [rows, slots]
-    if ids.dtype == tl.int64:  # one that int32 cannot hold must not become another expert's
+        ids_ptr + long_row * stride_id_token + lane[None, :] * stride_id_lane, mask=inside, other=-1
+    )  # [R, L]
+    if ids.dtype == tl.int64:  # an id that int32 cannot hold must not become another expert's
         ids = tl.where((ids >= -2147483648) & (ids <= 2147483647), ids, -1)
     weights = tl.load(
-        weights_ptr + long_row * stride_weight_token + slot[None, :] * stride_weight_slot,
+        weights_ptr + long_row * stride_weight_token + lane[None, :] * stride_weight_lane,
         mask=inside,
         other=0.0,
-    ).to(tl.float32)  # [rows, slots]; before they are added, or the sum is as coarse as the weights
-    own = tl.where(ids >= 0, ids, -1 - slot[None, :]).to(tl.int32)  # [rows, slots]
-    same = own[:, :, None] == own[:, None, :]  # [rows, slots, slots]
-    earlier = (slot[None, :] < slot[:, None])[None, :, :]  # [1, slots, slots]
-    again = tl.max((same & earlier).to(tl.int32), axis=2) > 0  # [rows, slots]
-    total = tl.sum(tl.where(same, weights[:, None, :], 0.0), axis=2)  # [rows, slots]
-    spare = tl.full([rows, slots], -1, tl.int32)  # [rows, slots]
+    ).to(tl.float32)  # [R, L]; before they are added, or the sum is as coarse as the weights
+    own = tl.where(ids >= 0, ids, -1 - lane[None, :]).to(tl.int32)  # [R, L]
+    same = own[:, :, None] == own[:, None, :]  # [R, L, L]
+    earlier = (lane[None, :] < lane[:, None])[None, :, :]  # [1, L, L]
+    again = tl.max((same & earlier).to(tl.int32), axis=2) > 0  # [R, L]
+    total = tl.sum(tl.where(same, weights[:, None, :], 0.0), axis=2)  # [R, L]
+    spare = tl.full([ROWS, LANES], -1, tl.int32)  # [R, L]
     if use_spare:
-        # With d slots repeated a row holds K - d experts at most, so the lowest K hold d others.
-        free = tl.max((own[:, None, :] == slot[None, :, None]).to(tl.int32), axis=2) == 0  # [rows, experts]
-        free = free & (slot < top_k)[None, :]
-        place = tl.cumsum(free.to(tl.int32), axis=1)  # [rows, experts], from 1
-        wanted = tl.cumsum(again.to(tl.int32), axis=1)  # [rows, slots], from 1
-        taken = free[:, None, :] & (place[:, None, :] == wanted[:, :, None])  # [rows, slots, experts]
-        spare = tl.max(tl.where(taken, slot[None, None, :], -1), axis=2)  # [rows, slots]
-    out = long_row * top_k + slot[None, :]
+        # With d repeated ids a row holds K - d experts at most, so the lowest K hold d others.
+        free = tl.max((own[:, None, :] == lane[None, :, None]).to(tl.int32), axis=2) == 0  # [R, experts]
+        free = free & (lane < top_k)[None, :]
+        place = tl.cumsum(free.to(tl.int32), axis=1)  # [R, experts], from 1
+        number = tl.cumsum(again.to(tl.int32), axis=1)  # [R, L], from 1
+        taken = free[:, None, :] & (place[:, None, :] == number[:, :, None])  # [R, L, experts]
+        spare = tl.max(tl.where(taken, lane[None, None, :], -1), axis=2)  # [R, L]
+    out = long_row * top_k + lane[None, :]
     tl.store(out_ids_ptr + out, tl.where(again, spare, ids.to(tl.int32)), mask=inside)
     tl.store(out_weights_ptr + out, tl.where(again, 0.0, total), mask=inside)
 
@@ -129,15 +127,16 @@ def launch_check(
     real_rows: torch.Tensor | None = None,
     step: torch.Tensor | None = None,
 ) -> None:
-    """Add what is wrong with `ids` [T, K] to `counts` int32 [2, KINDS], which stays on the device.
+    """Add the unusual rows of `ids` [T, K] to `counts` int32 [2, 3], which stays on the device.
 
-    `real_rows` int32 [1] on the device: how many rows are no padding; without it all are real. With `step`
-    int32 [2], its number and whether it counts, `counts` is [2, 2, KINDS], the second half for first steps.
+    The columns are rows with a repeated id, with an id out of range, with an id of -1. `real_rows` int32 [1]
+    on the device: how many rows are not padding; without it all are real. With `step` int32 [2], its number
+    and whether it counts, `counts` is [2, 2, 3], the second half for first steps.
     """
     tokens, top_k = ids.shape
     if tokens == 0:
         return
-    slots, rows, warps = _shape(tokens, top_k)
+    lanes, rows, warps = _shape(tokens, top_k)
     with torch.cuda.device_of(ids):
         check_ids_kernel[(triton.cdiv(tokens, rows),)](
             ids,
@@ -149,8 +148,8 @@ def launch_check(
             ids.stride(1),
             num_experts,
             top_k=top_k,
-            slots=slots,
-            rows=rows,
+            LANES=lanes,
+            ROWS=rows,
             has_real_rows=real_rows is not None,
             has_step=step is not None,
             num_warps=warps,
@@ -169,7 +168,7 @@ def launch_deduplicate(
     tokens, top_k = ids.shape
     if tokens == 0:
         return
-    slots, rows, warps = _shape(tokens, top_k)
+    lanes, rows, warps = _shape(tokens, top_k)
     with torch.cuda.device_of(ids):
         deduplicate_kernel[(triton.cdiv(tokens, rows),)](
             ids,
@@ -182,16 +181,16 @@ def launch_deduplicate(
             weights.stride(0),
             weights.stride(1),
             top_k=top_k,
-            slots=slots,
-            rows=rows,
+            LANES=lanes,
+            ROWS=rows,
             use_spare=use_spare,
             num_warps=warps,
         )
 
 
 def _shape(tokens: int, top_k: int) -> tuple[int, int, int]:
-    """Slots a row padded to a power of two, rows a program, warps."""
-    slots = triton.next_power_of_2(top_k)
-    rows = max(_PAIRS // (slots * slots), 1)
+    """Return lanes (top_k padded to a power of two), rows a program, warps."""
+    lanes = triton.next_power_of_2(top_k)
+    rows = max(_COMPARISONS // (lanes * lanes), 1)
     rows = min(rows, 8 if tokens <= 1024 else 32, triton.next_power_of_2(tokens))
-    return slots, rows, 1 if rows * slots * slots <= 1024 else 4
+    return lanes, rows, 1 if rows * lanes * lanes <= 1024 else 4

@@ -310,7 +310,7 @@ def _adder(points: set[int], point: int) -> Callable[[], None]:
 
 STEP, ACTIVE, REAL, PADDED, SEQUENCE, STEPS, PADDED_STEPS, PAD_TOKENS = range(8)
 STEPS_WITH, NOW, THROUGH, MASKED, HEADER = 8, 16, 24, 25, 26
-"""Places of the header; as in `moedoctor.kernels.watch_row`, which is not imported without Triton."""
+"""Places of the header; as in `moedoctor.kernels.watch`, which is not imported without Triton."""
 ROWS, STEPS_FOUND, FIRST_STEP, FIRST_SEQUENCE, LAST_STEP, FIELDS = range(6)
 KINDS = 6
 """NaN in real rows, Inf in real rows, NaN in padding, Inf in padding, NaN in others, Inf in others."""

@@ -12,7 +12,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from moedoctor.kernels import watch as kernels
-from moedoctor.kernels import watch_row as layout
 from moedoctor.trace import nan_state as record
 
 NAN, INF = float("nan"), float("inf")
@@ -26,8 +25,8 @@ def new() -> tuple[torch.Tensor, torch.Tensor]:
 
 def rows() -> None:
     """Numbers of rows and groups with and without a mask, in steps with and without one."""
-    assert (record.HEADER, record.KINDS, record.MASKED) == (layout.HEADER, layout.KINDS, layout.MASKED)
-    assert (record.NOW, record.THROUGH) == (layout.NOW, layout.THROUGH)
+    for name in ("STEP", "ACTIVE", "SEQUENCE", "STEPS_WITH", "NOW", "THROUGH", "MASKED", "KINDS", "FIELDS"):
+        assert getattr(record, name) == getattr(kernels, f"_{name}").value, name
     mask = torch.tensor([1, 0, 0, 1], dtype=torch.int8)
     seen = set()
     for real, padded, masked in ((3, 4, 0), (4, 4, 0), (4, 6, 4), (5, 6, 5), (record.ALL_REAL,) * 2 + (0,)):

@@ -1,4 +1,4 @@
-"""A kernel that is launched again must be the one that was compiled for such arguments."""
+"""A kernel that is launched again must be the form that was compiled for such arguments."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from moedoctor.kernels.quick_launch import QuickLaunch, aligned, device_of
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
+
+from moedoctor.kernels.watch import QuickLaunch, aligned, device_of
 
 
 class Kernel:
-    """Stands for Triton's: a launch compiles a form, unless an interpreter runs it."""
+    """Replaces Triton's: a launch compiles a form, unless an interpreter runs it."""
 
     def __init__(self, *, interpreted: bool = False) -> None:
         self.interpreted = interpreted
@@ -53,7 +55,7 @@ def test_a_form_is_launched_again_under_its_own_key_only() -> None:
     assert kernel.compiled == [{"num_warps": 4}] * 2
 
 
-def test_an_interpreter_that_compiles_nothing_is_asked_each_time() -> None:
+def test_an_interpreter_that_compiles_nothing_is_called_each_time() -> None:
     kernel = Kernel(interpreted=True)
     launch = QuickLaunch(kernel, "3.6.0")
     for argument in range(3):
@@ -70,7 +72,7 @@ def test_an_older_triton_finds_the_form_itself() -> None:
     assert [number for number, *_ in kernel.launches] == [1, 2]
 
 
-def test_where_a_tensor_begins_is_part_of_a_key() -> None:
+def test_the_alignment_of_a_tensor_is_part_of_a_key() -> None:
     x = torch.zeros(64, dtype=torch.bfloat16)
     assert aligned(x, x[1:], x[8:]) == (True, False, True)
 
@@ -101,6 +103,6 @@ def test_every_kind_of_tensor_is_read_by_a_kernel_that_fits_it() -> None:
             x[1, columns - 1], x[5, columns // 2] = float("nan"), float("inf")
             state.watch(point, x)
         state.end()
-    counted = {one.point: one for one in state.report().points}
+    counted = {point.point: point for point in state.report().points}
     assert set(counted) == {str(kind) for kind in kinds}
-    assert {(one.nan_rows[:2], one.inf_rows[:2]) for one in counted.values()} == {((2, 0), (0, 2))}
+    assert {(point.nan_rows[:2], point.inf_rows[:2]) for point in counted.values()} == {((2, 0), (0, 2))}
