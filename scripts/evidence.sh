@@ -52,9 +52,9 @@ flashinfer() {
 
 own_model() {
     python3 -c 'from pathlib import Path
-from moedoctor.reference import checkpoints, tiny_tokenizer
+from moedoctor.reference import checkpoints
 folder = checkpoints.write_qwen3_moe(Path("tiny-nvfp4-moe"), scheme="nvfp4", layers=4)
-tiny_tokenizer.write_tokenizer(folder, 512)'
+checkpoints.write_tokenizer(folder, 512)'
     write offload_own_model run scenarios/engine/own_model.yaml || { rm -r tiny-nvfp4-moe; return 1; }
     rm -r tiny-nvfp4-moe
 }

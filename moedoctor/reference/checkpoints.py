@@ -1,7 +1,7 @@
 """Writes tiny Qwen3-MoE checkpoints, so that a real engine starts without downloaded weights.
 
-The tensors are random and the model is nonsense, but one that depends on every weight: the embedding is
-of unit size, each layer adds about as much as comes in, and greedy tokens part as soon as one layer is wrong.
+The tensors are random and the model's text is nonsense, but it depends on every weight: the embedding has
+unit size, each layer adds about as much as comes in, and greedy tokens change as soon as one layer is wrong.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ Change = Callable[[Tensors, dict[str, Any]], None]
 _HEAD = 64
 _BLOCK = 128
 _FP8_MAX = 448.0
+_SPECIAL = ("<unk>", "<s>", "</s>")
 
 
 def write_qwen3_moe(
@@ -41,13 +42,18 @@ def write_qwen3_moe(
     seed: int = 0,
     change: Change | None = None,
 ) -> Path:
-    """Write ``config.json`` and ``model.safetensors`` into `folder`, which is made; the folder.
+    """Write ``config.json`` and ``model.safetensors`` into `folder`, which is created; return the folder.
 
-    Only the experts are quantised: `nvfp4` as ModelOpt does it (packed weights [N, K/2], scales [N, K/16],
-    two global scales), `fp8` in blocks of 128 × 128 as Qwen's own FP8 checkpoints. Attention, router and head
+    Only the experts are quantized: `nvfp4` as ModelOpt does (packed weights [N, K/2], scales [N, K/16], two
+    global scales), `fp8` in blocks of 128 × 128 as in Qwen's own FP8 checkpoints. Attention, router and head
     are BF16. `change` may break what is written. Raises ValueError for sizes that no engine would load.
     """
-    _check(scheme, hidden, intermediate, experts, top_k)
+    unit = _BLOCK if scheme == "fp8" else _HEAD
+    for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+        if size < unit or size % unit:
+            raise ValueError(f"{name}: {size} is not a multiple of {unit}, which {scheme} needs")
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"top_k: {top_k}, expected 1 to experts {experts}")
     generator = torch.Generator().manual_seed(seed)
 
     def random(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
@@ -55,7 +61,7 @@ def write_qwen3_moe(
         return drawn.mul(gain / math.sqrt(columns))  # [rows, columns]
 
     heads, kv_heads = hidden // _HEAD, max(1, hidden // _HEAD // 2)
-    ones = torch.ones(hidden, dtype=torch.bfloat16)  # [hidden]
+    ones = torch.ones(hidden, dtype=torch.bfloat16)  # [H]
     tensors: Tensors = {
         "model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator).bfloat16(),
         "model.norm.weight": ones.clone(),
@@ -76,78 +82,12 @@ def write_qwen3_moe(
             tensors[f"{prefix}.{name}.weight"] = ones.clone()
         tensors[f"{prefix}.mlp.gate.weight"] = random(experts, hidden).bfloat16()
         for expert in range(experts):
-            _add_expert(tensors, f"{prefix}.mlp.experts.{expert}", scheme, random, hidden, intermediate)
-    config = _config(layers, hidden, intermediate, experts, top_k, vocab, heads, kv_heads)
-    config |= _quantization(scheme, layers)
-    if change is not None:
-        change(tensors, config)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def _check(scheme: str, hidden: int, intermediate: int, experts: int, top_k: int) -> None:
-    unit = _BLOCK if scheme == "fp8" else _HEAD
-    for name, size in (("hidden", hidden), ("intermediate", intermediate)):
-        if size < unit or size % unit:
-            raise ValueError(f"{name}: {size} is no multiple of {unit}, which {scheme} needs")
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"top_k: {top_k}, expected 1 to experts {experts}")
-    if scheme not in ("bf16", "nvfp4", "fp8"):
-        raise ValueError(f"scheme: {scheme}, expected bf16, nvfp4 or fp8")
-
-
-def _add_expert(
-    tensors: Tensors,
-    prefix: str,
-    scheme: Scheme,
-    random: Callable[[int, int, float], torch.Tensor],
-    hidden: int,
-    intermediate: int,
-) -> None:
-    # The gain makes up for what SiLU and the weighted mean of the experts take away.
-    gate, up = random(intermediate, hidden, 1.0), random(intermediate, hidden, 1.0)  # [intermediate, hidden]
-    down = random(hidden, intermediate, 3.0)  # [hidden, intermediate]
-    if scheme == "nvfp4":
-        # gate and up are one matrix for the kernels, so they share a global scale, as ModelOpt exports them.
-        shared = torch.maximum(gate.abs().amax(), up.abs().amax()) / (_FP8_MAX * 6.0)
-        for name, weight, scale in (("gate", gate, shared), ("up", up, shared), ("down", down, None)):
-            quantised = quantize(weight, scale)
-            tensors[f"{prefix}.{name}_proj.weight"] = quantised.packed
-            tensors[f"{prefix}.{name}_proj.weight_scale"] = quantised.block_scales
-            tensors[f"{prefix}.{name}_proj.weight_scale_2"] = quantised.global_scale.reshape(())
-            tensors[f"{prefix}.{name}_proj.input_scale"] = torch.tensor(8.0 / (_FP8_MAX * 6.0))
-        return
-    for name, weight in (("gate", gate), ("up", up), ("down", down)):
-        if scheme == "fp8":
-            quantised_weight, scale_inverse = _fp8_blocks(weight)
-            tensors[f"{prefix}.{name}_proj.weight"] = quantised_weight
-            tensors[f"{prefix}.{name}_proj.weight_scale_inv"] = scale_inverse
-        else:
-            tensors[f"{prefix}.{name}_proj.weight"] = weight.bfloat16()
-
-
-def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 [N, K] and its scales float32 [N/128, K/128]."""
-    rows, columns = weight.shape[0] // _BLOCK, weight.shape[1] // _BLOCK
-    blocks = weight.reshape(rows, _BLOCK, columns, _BLOCK)  # [N/128, 128, K/128, 128]
-    scales = (blocks.abs().amax((1, 3), keepdim=True) / _FP8_MAX).clamp_min(1e-12)  # [N/128, 1, K/128, 1]
-    quantised = (blocks / scales).to(torch.float8_e4m3fn).reshape(weight.shape)  # [N, K]
-    return quantised, scales.reshape(rows, columns).contiguous()
-
-
-def _config(
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    experts: int,
-    top_k: int,
-    vocab: int,
-    heads: int,
-    kv_heads: int,
-) -> dict[str, Any]:
-    return {
+            # The larger gain of down makes up for SiLU and the weighted mean over experts.
+            gate, up = random(intermediate, hidden), random(intermediate, hidden)  # [I, H] each
+            down = random(hidden, intermediate, 3.0)  # [H, I]
+            for name, tensor in _expert(scheme, gate, up, down).items():
+                tensors[f"{prefix}.mlp.experts.{expert}.{name}"] = tensor
+    config: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -175,29 +115,101 @@ def _config(
         "torch_dtype": "bfloat16",
         "use_cache": True,
         "vocab_size": vocab,
+        **_quantization(scheme, layers),
     }
+    if change is not None:
+        change(tensors, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _expert(scheme: Scheme, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Tensors:
+    """Return one expert's tensors by the end of their names; `gate`, `up` [I, H], `down` [H, I]."""
+    weights = {"gate": gate, "up": up, "down": down}
+    if scheme == "bf16":
+        return {f"{name}_proj.weight": weight.bfloat16() for name, weight in weights.items()}
+    tensors: Tensors = {}
+    if scheme == "fp8":
+        for name, weight in weights.items():
+            values, scale_inverse = _fp8_blocks(weight)
+            tensors[f"{name}_proj.weight"] = values
+            tensors[f"{name}_proj.weight_scale_inv"] = scale_inverse
+        return tensors
+    # gate and up are one matrix for the kernels, so they share a global scale, as ModelOpt exports them.
+    shared = torch.maximum(gate.abs().amax(), up.abs().amax()) / (_FP8_MAX * 6.0)
+    for name, weight in weights.items():
+        quantized = quantize(weight, None if name == "down" else shared)
+        tensors[f"{name}_proj.weight"] = quantized.packed
+        tensors[f"{name}_proj.weight_scale"] = quantized.block_scales
+        tensors[f"{name}_proj.weight_scale_2"] = quantized.global_scale.reshape(())
+        tensors[f"{name}_proj.input_scale"] = torch.tensor(8.0 / (_FP8_MAX * 6.0))
+    return tensors
+
+
+def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `weight` as E4M3 [N, K], and its scales, float32 [N/128, K/128]."""
+    rows, columns = weight.shape[0] // _BLOCK, weight.shape[1] // _BLOCK
+    blocks = weight.reshape(rows, _BLOCK, columns, _BLOCK)  # [N/128, 128, K/128, 128]
+    scales = (blocks.abs().amax((1, 3), keepdim=True) / _FP8_MAX).clamp_min(1e-12)  # [N/128, 1, K/128, 1]
+    quantized = (blocks / scales).to(torch.float8_e4m3fn).reshape(weight.shape)  # [N, K]
+    return quantized, scales.reshape(rows, columns).contiguous()
 
 
 def _quantization(scheme: Scheme, layers: int) -> dict[str, Any]:
+    if scheme == "bf16":
+        return {}
     if scheme == "nvfp4":
-        ignored = ["lm_head", "*self_attn*", "*mlp.gate"]
-        return {
-            "quantization_config": {
-                "quant_method": "modelopt",
-                "quant_algo": "NVFP4",
-                "group_size": 16,
-                "ignore": ignored,
-            }
+        quantization: dict[str, Any] = {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "ignore": ["lm_head", "*self_attn*", "*mlp.gate"],
         }
-    if scheme == "fp8":
+    else:
         parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate")
-        kept = [f"model.layers.{layer}.{part}" for layer in range(layers) for part in parts]
-        return {
-            "quantization_config": {
-                "quant_method": "fp8",
-                "activation_scheme": "dynamic",
-                "weight_block_size": [_BLOCK, _BLOCK],
-                "modules_to_not_convert": ["lm_head", *kept],
-            }
+        bf16 = [f"model.layers.{layer}.{part}" for layer in range(layers) for part in parts]
+        quantization = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [_BLOCK, _BLOCK],
+            "modules_to_not_convert": ["lm_head", *bf16],
         }
-    return {}
+    return {"quantization_config": quantization}
+
+
+def write_tokenizer(folder: Path, vocab: int) -> Path:
+    """Write ``tokenizer.json`` and its config into the `folder` of a checkpoint; return the folder.
+
+    Token 7 is the word ``t7``, so that an engine can be asked in text. The first three tokens are unknown
+    words, the beginning and the end of a text, as in the config of `write_qwen3_moe`. Raises ValueError for a
+    vocabulary without words.
+    """
+    if vocab <= len(_SPECIAL):
+        raise ValueError(f"vocab: {vocab}, expected more than {len(_SPECIAL)}")
+    words = [*_SPECIAL, *(f"t{token}" for token in range(len(_SPECIAL), vocab))]
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: token for token, word in enumerate(words)},
+            "unk_token": _SPECIAL[0],
+        },
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **dict(zip(("unk_token", "bos_token", "eos_token"), _SPECIAL, strict=True)),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 2048,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return folder

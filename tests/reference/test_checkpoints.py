@@ -1,4 +1,4 @@
-"""Tiny checkpoints: what is written is what was asked for, and dequantises to about the same weights."""
+"""Tiny checkpoints: what is written is what was asked for, and dequantizes to about the same weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moedoctor.reference.checkpoints import Scheme, write_qwen3_moe
+from moedoctor.reference.checkpoints import Scheme, write_qwen3_moe, write_tokenizer
 from moedoctor.reference.nvfp4 import Nvfp4, dequantize
 
 EXPERT = "model.layers.1.mlp.experts.7"
@@ -44,24 +44,24 @@ def test_names_shapes_and_types(tmp_path: Path, scheme: Scheme) -> None:
         assert tensors[f"{EXPERT}.gate_proj.weight_scale_inv"].shape == (shape[0] // 128, shape[1] // 128)
 
 
-def test_quantised_weights_are_those_of_bf16(tmp_path: Path) -> None:
+def test_quantized_weights_are_those_of_bf16(tmp_path: Path) -> None:
     plain, _ = read(write_qwen3_moe(tmp_path / "a"))
     four, _ = read(write_qwen3_moe(tmp_path / "b", scheme="nvfp4"))
     eight, _ = read(write_qwen3_moe(tmp_path / "c", scheme="fp8"))
     for name in ("gate_proj", "up_proj", "down_proj"):
-        wanted = plain[f"{EXPERT}.{name}.weight"].float()
-        quantised = Nvfp4(
+        expected = plain[f"{EXPERT}.{name}.weight"].float()
+        quantized = Nvfp4(
             *(four[f"{EXPERT}.{name}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
         )
-        assert (dequantize(quantised) - wanted).norm() < 0.15 * wanted.norm()
+        assert (dequantize(quantized) - expected).norm() < 0.15 * expected.norm()
         scale = eight[f"{EXPERT}.{name}.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
-        assert (eight[f"{EXPERT}.{name}.weight"].float() * scale - wanted).norm() < 0.05 * wanted.norm()
+        assert (eight[f"{EXPERT}.{name}.weight"].float() * scale - expected).norm() < 0.05 * expected.norm()
     assert torch.equal(four[f"{EXPERT}.gate_proj.weight_scale_2"], four[f"{EXPERT}.up_proj.weight_scale_2"])
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     made = [write_qwen3_moe(tmp_path / str(i), scheme="nvfp4", seed=seed) for i, seed in enumerate((3, 3, 4))]
-    first, second, third = [(one / "model.safetensors").read_bytes() for one in made]
+    first, second, third = [(folder / "model.safetensors").read_bytes() for folder in made]
     assert first == second
     assert first != third
 
@@ -77,13 +77,35 @@ def test_a_checkpoint_can_be_broken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        ({"hidden": 100}, "hidden: 100 is no multiple of 64"),
-        ({"scheme": "fp8", "intermediate": 64}, "intermediate: 64 is no multiple of 128"),
+        ({"hidden": 100}, "hidden: 100 is not a multiple of 64"),
+        ({"scheme": "fp8", "intermediate": 64}, "intermediate: 64 is not a multiple of 128"),
         ({"top_k": 9}, "top_k: 9, expected 1 to experts 8"),
     ],
 )
-def test_sizes_that_no_engine_would_load(tmp_path: Path, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_sizes_that_no_engine_would_load(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         write_qwen3_moe(tmp_path, **options)
+
+
+def test_words_and_ids(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 8)
+    model = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    assert model["vocab"] == {
+        "<unk>": 0, "<s>": 1, "</s>": 2, "t3": 3, "t4": 4, "t5": 5, "t6": 6, "t7": 7,
+    }  # fmt: skip
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert [config[f"{name}_token"] for name in ("unk", "bos", "eos")] == list(model["vocab"])[:3]
+
+
+def test_text_there_and_back(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    read = tokenizers.Tokenizer.from_file(str(write_tokenizer(tmp_path, 512) / "tokenizer.json"))
+    assert read.encode("t265 t511 nonsense t43").ids == [265, 511, 0, 43]
+    assert read.decode([265, 43, 7]) == "t265 t43 t7"
+
+
+def test_a_vocabulary_without_words_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="vocab: 3, expected more than 3"):
+        write_tokenizer(tmp_path, 3)

@@ -11,8 +11,7 @@ import torch
 
 from moedoctor.faults.offload.offload_garbage import OffloadGarbageParameters, judge_own_model
 from moedoctor.faults.offload.offload_garbage_lab import compare, own_model_trial
-from moedoctor.reference.checkpoints import write_qwen3_moe
-from moedoctor.reference.tiny_tokenizer import write_tokenizer
+from moedoctor.reference.checkpoints import write_qwen3_moe, write_tokenizer
 from moedoctor.results import CaseVerdict
 from moedoctor.upstream.engine.experiment import Ran, run_trials
 from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, UVA, evidence, trial
