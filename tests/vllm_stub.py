@@ -3,6 +3,7 @@ kernels' code."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 FILES = {
@@ -190,7 +191,7 @@ class Experts:
 
     @staticmethod
     def is_supported_config(cls, config, weight_key, activation_key, activation_format):
-        if not any(current_platform.family(one) for one in cls.families):
+        if not any(current_platform.family(family) for family in cls.families):
             return False, f"kernel does not support current device {{current_platform.device_name}}"
         if cls.gates_only and not config.is_act_and_mul:
             return False, "kernel does not support no act_and_mul MLP layer"
@@ -257,3 +258,9 @@ def write(folder: Path, version: str = "0.21.0", **replaced: str) -> Path:
         body = replaced.get(file.stem, text.format(version=version))
         file.write_text(body, encoding="utf-8")
     return folder
+
+
+def forget() -> None:
+    """Let the next `import vllm` look for the package again."""
+    for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
+        del sys.modules[name]

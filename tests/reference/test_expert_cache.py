@@ -72,7 +72,7 @@ def test_least_recent_use_and_ours_never_lose_an_expert(calls: list[list[int]]) 
 def test_slots_are_never_shared_and_enough_of_them_lose_nothing(calls: list[list[int]]) -> None:
     rule = PrRule(12, 4)
     replay(calls, rule)
-    held = [one for one in rule.expert_of if one >= 0]
+    held = [expert for expert in rule.expert_of if expert >= 0]
     assert len(held) == len(set(held))
     assert replay(calls, PrRule(12, 12)).wrong == 0
 

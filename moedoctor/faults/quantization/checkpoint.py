@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from moedoctor.interfaces import Fault, Judgement
 from moedoctor.results import Case, CaseVerdict, Evidence, Observation, Scalar, Tier
+
+MoeBackend = Annotated[
+    Literal["marlin", "emulation"] | None,
+    Field(description="run real engines with this backend on the damaged checkpoint instead"),
+]
 
 
 class CheckpointFault(Fault):

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from moedoctor.faults.base import Parameters
-from moedoctor.faults.quantization.checkpoint import CheckpointFault
+from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
 from moedoctor.results import Tier
 
 
@@ -25,9 +25,7 @@ class GateUpOrderParameters(Parameters):
     experts: int = Field(8, ge=2, le=128)
     top_k: int = Field(2, ge=1, le=16)
     seed: int = Field(0, ge=0)
-    moe_backend: Literal["marlin", "emulation"] | None = Field(
-        None, description="real engines with this backend instead, on a checkpoint that is damaged so"
-    )
+    moe_backend: MoeBackend = None
 
     @model_validator(mode="after")
     def _fits(self) -> GateUpOrderParameters:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from moedoctor.faults.base import Judgement, Parameters
-from moedoctor.faults.quantization.checkpoint import CheckpointFault
+from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
 from moedoctor.results import CaseVerdict, Evidence
 
 ROUNDING = 1 / 16
@@ -26,9 +26,7 @@ class GlobalScaleMismatchParameters(Parameters):
     intermediate: int = Field(128, ge=64, le=4096, multiple_of=64)
     experts: int = Field(4, ge=1, le=64)
     seed: int = Field(0, ge=0)
-    moe_backend: Literal["marlin", "emulation"] | None = Field(
-        None, description="real engines with this backend instead, on a checkpoint that is damaged so"
-    )
+    moe_backend: MoeBackend = None
 
     @field_validator("ratio")
     @classmethod

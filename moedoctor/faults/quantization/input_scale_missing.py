@@ -33,7 +33,7 @@ class InputScaleMissingParameters(Parameters):
     experts: int = Field(4, ge=2, le=64)
     seed: int = Field(0, ge=0)
     moe_backend: Literal["emulation"] | None = Field(
-        None, description="real engines with this backend instead, on a checkpoint that is damaged so"
+        None, description="run real engines with this backend on the damaged checkpoint instead"
     )
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moedoctor.faults.base import ClaimCases, ClaimJudgement, Judgement, Parameters, claim, decide, untested
-from moedoctor.faults.quantization.checkpoint import CheckpointFault
+from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
 from moedoctor.results import CaseVerdict, Evidence
 
 LAB = "moedoctor.faults.quantization.kv_scales_missing_lab"
@@ -30,9 +30,7 @@ class KvScalesMissingParameters(Parameters):
     tokens: int = Field(32, ge=2, le=1024)
     hidden: int = Field(128, ge=64, le=4096, multiple_of=64)
     seed: int = Field(0, ge=0)
-    moe_backend: Literal["marlin", "emulation"] | None = Field(
-        None, description="real engines with this backend instead, on a checkpoint that is damaged so"
-    )
+    moe_backend: MoeBackend = None
 
 
 @claim("good_in_range", measure=f"{LAB}:errors_by_size", thresholds=("max_ratio",))

@@ -1,8 +1,18 @@
-"""A stub that is shaped like vLLM 0.21.0 where the NaN trace is hooked, and a model in it."""
+"""A stub that is shaped like vLLM 0.21.0 where the NaN trace is hooked, and a model in it.
+
+    nan_stub.py FOLDER_OF_THE_STUB HOW
+
+is a process with the trace in the stub, which ends as vLLM's own processes do. `run`: this process runs a
+step. `fork`, `fork again`, `spawn`: a child does, and ends as the engine does at SIGTERM. `inherit`: this
+process runs a step, and a fork of it runs none.
+"""
 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import os
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -75,8 +85,8 @@ def write_stub(folder: Path) -> None:
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    for one in [one for one in (folder / "vllm").rglob("*") if one.is_dir()]:
-        (one / "__init__.py").touch()
+        for package in file.relative_to(folder).parents:
+            (folder / package / "__init__.py").touch()
 
 
 def module(name: str) -> Any:
@@ -112,3 +122,30 @@ def step(model: Model, rows: int = 4) -> torch.Tensor:
     asked = types.SimpleNamespace(total_num_scheduled_tokens=model.real, input_ids=torch.zeros(rows))
     out: torch.Tensor = module("v1.worker.gpu_model_runner").GPUModelRunner(model).execute_model(asked)
     return out
+
+
+def work(stub: str, run: bool, apply: bool) -> None:
+    print(f"started {os.getpid()}", flush=True)
+    sys.path.insert(0, stub)
+    from moedoctor.upstream.plugin import nan_trace
+
+    if apply:
+        nan_trace.apply("0.21.0")
+    if run:
+        step(Model(leftover=float("nan")))
+
+
+def child(stub: str, run: bool, apply: bool) -> None:
+    work(stub, run, apply)
+    raise SystemExit
+
+
+if __name__ == "__main__":
+    folder, how = sys.argv[1:]
+    work(folder, run=how in ("run", "inherit"), apply=True)
+    if how != "run":
+        context = multiprocessing.get_context("spawn" if how == "spawn" else "fork")
+        again = how in ("spawn", "fork again")
+        process = context.Process(target=child, args=(folder, how != "inherit", again))
+        process.start()
+        process.join()

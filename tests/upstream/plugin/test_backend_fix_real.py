@@ -98,11 +98,11 @@ def test_the_variable_is_honoured_and_the_reasons_are_told(tmp_path: Path) -> No
     )
     assert (moe_backend, asked) == ("marlin", "MARLIN")
     assert automatic != "MARLIN"
-    told = [line for line in lines if "FLASHINFER_TRTLLM" in line and "does not support" in line]
-    assert told, "what vLLM itself says where it selects automatically"
-    assert all("DEBUG" not in line for line in told)
+    reasons = [line for line in lines if "FLASHINFER_TRTLLM" in line and "does not support" in line]
+    assert reasons, "what vLLM itself says where it selects automatically"
+    assert all("DEBUG" not in line for line in reasons)
     assert any(
-        "by itself vLLM would select FLASHINFER_CUTLASS on compute capability 12.0" in one for one in lines
+        "by itself vLLM would select FLASHINFER_CUTLASS on compute capability 12.0" in line for line in lines
     )
     assert any("FLASHINFER_TRTLLM: has no kernel for compute capability 12.0" in line for line in lines)
 
@@ -125,13 +125,13 @@ def test_other_models_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.upstream
-@pytest.mark.parametrize(("wanted", "selected"), [("EMULATION", "EMULATION"), (None, "MARLIN")])
+@pytest.mark.parametrize(("asked_for", "selected"), [("EMULATION", "EMULATION"), (None, "MARLIN")])
 def test_a_real_engine_takes_what_the_variable_names(
-    tmp_path: Path, wanted: str | None, selected: str
+    tmp_path: Path, asked_for: str | None, selected: str
 ) -> None:
     """On a GPU without FP4 arithmetic MARLIN comes first; EMULATION is there from 0.20.0 on."""
     write_model(tmp_path, nvfp4=True)
-    asked = {"VLLM_NVFP4_MOE_BACKEND": wanted} if wanted else {}
+    asked = {"VLLM_NVFP4_MOE_BACKEND": asked_for} if asked_for else {}
     without = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(
         [sys.executable, "-c", ENGINE, str(tmp_path)],
@@ -145,4 +145,4 @@ def test_a_real_engine_takes_what_the_variable_names(
     assert ended.returncode == 0, log[-6000:]
     assert f"Using '{selected}' NvFp4 MoE backend" in log, log[-3000:]
     # The reasons: vLLM's own, at DEBUG otherwise, or those of the tables where the variable decides.
-    assert ("has no kernel for compute capability" if wanted else "kernel does not support") in log
+    assert ("has no kernel for compute capability" if asked_for else "kernel does not support") in log

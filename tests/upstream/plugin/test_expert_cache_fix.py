@@ -208,8 +208,8 @@ class CutlassExperts(TritonExperts):
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(layer: Layer, capacity: int, reason: str | None) -> None:
-    said = refusal(layer, capacity)
-    assert said is None if reason is None else reason in str(said)
+    answer = refusal(layer, capacity)
+    assert answer is None if reason is None else reason in str(answer)
 
 
 def test_settings_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,8 @@ def repacked(b_q_weight, perm, size_k, size_n, num_bits, is_a_8bit=False):
     return b_q_weight.reshape(size_k // 16, -1).contiguous()  # int32 as Marlin's, in another order
 
 ops.gptq_marlin_repack = repacked
-for one in (marlin_utils_fp4, marlin_utils_fp8):
-    one.marlin_make_workspace_new = lambda device, blocks: None
+for module in (marlin_utils_fp4, marlin_utils_fp8):
+    module.marlin_make_workspace_new = lambda device, blocks: None
 
 def checksum(tensor):
     bits = tensor.reshape(-1).contiguous().view(torch.uint8).double()
@@ -61,7 +61,7 @@ def compute(
 ):
     # Anything that depends on every tensor of every expert, scales of this config among them.
     held = [w1, w2, self.w1_scale, self.w2_scale, self.g1_alphas, self.g2_alphas, self.w1_bias, self.w2_bias]
-    held = [one for one in held if isinstance(one, torch.Tensor)]
+    held = [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
     assert topk_ids.is_contiguous() and int(topk_ids.min()) >= 0
     assert int(topk_ids.max()) < global_num_experts == 8, topk_ids
     total = torch.zeros(hidden_states.shape, dtype=torch.float64)
@@ -71,7 +71,7 @@ def compute(
             expert = int(topk_ids[row, place])
             expert = expert if expert_map is None else int(expert_map[expert])
             if expert >= 0:
-                gain = sum(checksum(one[expert]) for one in held)
+                gain = sum(checksum(tensor[expert]) for tensor in held)
                 total[row] += float(topk_weights[row, place]) * hidden_states[row].double() * gain / 1e9
     output.copy_(total)
 
@@ -92,17 +92,17 @@ with set_current_vllm_config(config):
         finally:
             if change == "ep":
                 module.FusedMoEParallelConfig.make = real
-        answer["made on"] = sorted({str(one.device) for one in made.parameters()})
+        answer["made on"] = sorted({str(parameter.device) for parameter in made.parameters()})
         return made
 
     def fill(self, model, model_config):
         draw = torch.Generator().manual_seed(0)
-        for one in model.parameters():
-            if one.dtype in (torch.uint8, torch.float8_e4m3fn):
-                bits = torch.randint(1, 100, one.shape, generator=draw, dtype=torch.uint8)
-                one.data.copy_(bits.view(one.dtype))
+        for parameter in model.parameters():
+            if parameter.dtype in (torch.uint8, torch.float8_e4m3fn):
+                bits = torch.randint(1, 100, parameter.shape, generator=draw, dtype=torch.uint8)
+                parameter.data.copy_(bits.view(parameter.dtype))
             else:
-                one.data.copy_(torch.rand(one.shape, generator=draw) + 0.5)
+                parameter.data.copy_(torch.rand(parameter.shape, generator=draw) + 0.5)
 
     plain = {}
     def initialize(**given):
@@ -143,13 +143,13 @@ with set_current_vllm_config(config):
         layer = model["experts"]
         made = ours.host_experts(model)
         answer["caches"] = len(made)
-        pairs = list(zip([run(layer, *one) for one in calls], plain["outputs"]))
+        pairs = list(zip([run(layer, *inputs) for inputs in calls], plain["outputs"]))
         answer["same bits"] = [bool((a == b).all()) for a, b in pairs]
         wide = [(a.double(), b.double()) for a, b in pairs]
         answer["error"] = max(float((a - b).abs().max() / b.abs().max()) for a, b in wide)
         if made:
             answer["engine"], answer["misses"] = made[0].cache.engine, made[0].cache.stats.misses
-            whole = (name for name, one in layer.named_parameters() if one.shape[:1] == (8,))
+            whole = (name for name, parameter in layer.named_parameters() if parameter.shape[:1] == (8,))
             answer["whole"] = sorted(whole)
 print("\\nANSWER " + json.dumps(answer))
 """
@@ -157,19 +157,19 @@ print("\\nANSWER " + json.dumps(answer))
 
 def answer(folder: Path, backend: str, slots: int, change: str = "") -> dict[str, Any]:
     caches = {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_CONFIG_ROOT": str(folder / "cache")}
-    wanted = {"MOEDOCTOR_FIXES": "expert_cache", "MOEDOCTOR_EXPERT_CACHE": str(slots)}
+    variables = {"MOEDOCTOR_FIXES": "expert_cache", "MOEDOCTOR_EXPERT_CACHE": str(slots)}
     ended = subprocess.run(
         [sys.executable, "-c", CODE, str(folder), backend, change],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, **caches, **wanted, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, **caches, **variables, "HF_HUB_OFFLINE": "1"},
     )
-    line = next((one for one in ended.stdout.splitlines() if one.startswith("ANSWER ")), None)
+    line = next((line for line in ended.stdout.splitlines() if line.startswith("ANSWER ")), None)
     assert line is not None, ended.stderr[-3000:]
-    found: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
-    return found
+    answer: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
+    return answer
 
 
 @pytest.fixture(scope="module")

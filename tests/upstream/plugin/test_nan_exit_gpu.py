@@ -22,7 +22,7 @@ def test_an_engine_in_a_process_of_its_own_prints_its_report(tmp_path: Path) -> 
     folder = write_qwen3_moe(tmp_path / "model", scheme="bf16", layers=2)
     environ = os.environ | {
         "MOEDOCTOR_TRACE": "nan",
-        "PYTHONPATH": os.pathsep.join(one for one in (str(ROOT), os.environ.get("PYTHONPATH")) if one),
+        "PYTHONPATH": os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH")) if path),
         "VLLM_USE_DEEP_GEMM": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm_stub import forget
 
 from moedoctor.trace.nan_report import Finding
 from moedoctor.upstream.engine import nan_padding
@@ -16,6 +19,8 @@ from moedoctor.upstream.engine.padding_experiment import VARIABLE, Experiment, r
 from moedoctor.upstream.plugin import nan_trace
 from moedoctor.upstream.plugin import register as vllm_plugin
 from moedoctor.upstream.plugin.register import FixError
+from tests.interpreted import ROOT
+from tests.upstream.plugin import nan_stub
 from tests.upstream.plugin.nan_stub import Model, module, step, write_stub
 
 NAN = float("nan")
@@ -26,15 +31,10 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     write_stub(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(nan_trace.ExitReport, "prepare", lambda self: None)  # test_nan_exit's
+    monkeypatch.setattr(nan_trace.ExitReport, "prepare", lambda self: None)  # the processes below really end
     forget()
     yield
     forget()
-
-
-def forget() -> None:
-    for name in [one for one in sys.modules if one == "vllm" or one.startswith("vllm.")]:
-        del sys.modules[name]
 
 
 def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router() -> None:
@@ -62,8 +62,8 @@ def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router() -> Non
         (0, 1, 0),
         1,
     )
-    seen = [one.point for one in report.points]
-    assert seen == ["layers.0.attn", "layers.0.experts.router_logits", "layers.0.experts", "model"]
+    points = [place.point for place in report.points]
+    assert points == ["layers.0.attn", "layers.0.experts.router_logits", "layers.0.experts", "model"]
     assert nan_padding.report(None)["nan_in_padding"] == 1
 
 
@@ -96,10 +96,10 @@ def test_attention_is_looked_at_with_the_experts_and_a_step_is_two_launches_besi
     nan_trace.apply("0.21.0")
     model = Model()
     model(torch.zeros(4))  # the profile run, where it shows that experts follow
-    state, seen = nan_trace.trace_of_this_process().state, []
+    state, launches = nan_trace.trace_of_this_process().state, []
     for name in ("begin", "watch", "watch_three", "watch_ids", "watch_last"):
         monkeypatch.setattr(
-            state, name, lambda *arguments, name=name, **options: seen.append((name, arguments[0]))
+            state, name, lambda *arguments, name=name, **options: launches.append((name, arguments[0]))
         )
     runner = module("v1.worker.gpu_model_runner").GPUModelRunner
     replayed = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
@@ -110,11 +110,11 @@ def test_attention_is_looked_at_with_the_experts_and_a_step_is_two_launches_besi
 
     for _ in range(2):
         runner(replay).execute_model(replayed)
-    assert [name for name, _ in seen] == ["begin", "watch_last"] * 2
-    seen.clear()
+    assert [name for name, _ in launches] == ["begin", "watch_last"] * 2
+    launches.clear()
     step(model)
-    assert [name for name, _ in seen] == ["begin", "watch_ids", "watch_three", "watch_last"]
-    assert [state.names[one] for one in seen[2][1]] == [
+    assert [name for name, _ in launches] == ["begin", "watch_ids", "watch_three", "watch_last"]
+    assert [state.names[number] for number in launches[2][1]] == [
         "layers.0.attn",
         "layers.0.experts.router_logits",
         "layers.0.experts",
@@ -137,7 +137,7 @@ def test_an_attention_layer_without_experts_is_looked_at_at_once() -> None:
     report = nan_trace.trace_of_this_process().report()
     assert report is not None
     assert report.first_padding == Finding("layers.dense.attn", "NaN", 1, 1)
-    assert [one.point for one in report.points] == ["layers.dense.attn"]
+    assert [point.point for point in report.points] == ["layers.dense.attn"]
 
 
 def test_rows_of_all_ranks_are_not_taken_for_this_ranks_rows() -> None:
@@ -154,7 +154,7 @@ def test_rows_of_all_ranks_are_not_taken_for_this_ranks_rows() -> None:
     module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
     report = nan_trace.trace_of_this_process().report()
     assert report is not None
-    assert [one.point for one in report.points] == ["layers.0.attn"]
+    assert [point.point for point in report.points] == ["layers.0.attn"]
     assert (report.routers, report.nan_in_padding) == ((), 1)
 
 
@@ -171,9 +171,9 @@ def test_asked_twice_the_first_trace_stays() -> None:
     assert nan_trace.apply("0.21.0") == "is active already"
     step(Model(leftover=NAN))
     assert nan_trace.trace_of_this_process() is trace
-    found = trace.report()
-    assert found is not None
-    assert found.steps == 1
+    report = trace.report()
+    assert report is not None
+    assert report.steps == 1
 
 
 def test_another_vllm_is_left_alone() -> None:
@@ -233,7 +233,7 @@ def test_ids_are_kept_apart_where_no_attention_said_how_many_rows_there_are() ->
     module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
     report = nan_trace.trace_of_this_process().report()
     assert report is not None
-    assert [one.repeated for one in report.routers] == [(0, 0, 6)]
+    assert [router.repeated for router in report.routers] == [(0, 0, 6)]
     assert (report.nan_in_real, report.nan_in_padding, report.nan_in_unknown) == (0, 0, 1)
 
 
@@ -282,3 +282,25 @@ def test_the_namespace_is_renamed_where_it_is_once() -> None:
     for other in (b"nothing", library + library):
         with pytest.raises(FixError, match="expected it once"):
             renamed(other)
+
+
+@pytest.mark.parametrize(
+    ("how", "printing"), [("run", 0), ("fork", 1), ("fork again", 1), ("spawn", 1), ("inherit", 0)]
+)
+def test_the_process_that_ran_prints_once(tmp_path: Path, how: str, printing: int) -> None:
+    write_stub(tmp_path)
+    done = subprocess.run(
+        [sys.executable, nan_stub.__file__, str(tmp_path), how],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    started = [line.split()[1] for line in done.stdout.splitlines()]
+    assert len(started) == (1 if how == "run" else 2)
+    assert done.stderr.count("NaN trace of process") == 1, done.stderr
+    assert f"NaN trace of process {started[printing]}\n" in done.stderr
+    assert "first in padding: NaN at layers.0.attn, step 1" in done.stderr
+    assert "repeated ids (0, 1, 0)" in done.stderr

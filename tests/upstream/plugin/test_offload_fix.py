@@ -17,7 +17,7 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import nn
-from vllm_stub import write
+from vllm_stub import forget, write
 
 from moedoctor.upstream.plugin import offload_fix, routing_fix
 from moedoctor.upstream.plugin import register as vllm_plugin
@@ -127,15 +127,11 @@ RELEASES = ("0.17.1", "0.19.1", "0.20.0", "0.21.0", "0.28.0", "0.29.0", "0.33.0"
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("MOEDOCTOR_FIXES", "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA"):
         monkeypatch.delenv(name, raising=False)
+    vllm_plugin._register.cache_clear()
     forget()
     yield
-    forget()
-
-
-def forget() -> None:
     vllm_plugin._register.cache_clear()
-    for name in [one for one in sys.modules if one == "vllm" or one.startswith("vllm.")]:
-        del sys.modules[name]
+    forget()
 
 
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, **replaced: str) -> None:
@@ -186,25 +182,26 @@ def test_every_release_is_patched_and_computes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     stub(tmp_path, monkeypatch, version)
-    said = offload_fix.apply(version)
-    assert ("rebuilt" in said) == (version < "0.20.0")
-    assert ("back to the host" in said) == (version == "0.33.0")
+    active = offload_fix.apply(version)
+    assert ("rebuilt" in active) == (version < "0.20.0")
+    assert ("back to the host" in active) == (version == "0.33.0")
     modules, offloader = wrapped(1 << 20)
     x = torch.randn(5, 160)
     with torch.no_grad():
-        plain = [one(x) for one in modules]
-        assert all("forward" not in vars(one) for one in modules)  # vLLM's own wrapper is off
-        held = [one.weight_scale for one in modules]
+        plain = [module(x) for module in modules]
+        assert all("forward" not in vars(module) for module in modules)  # vLLM's own wrapper is off
+        held = [module.weight_scale for module in modules]
         offloader.post_init()
-        assert all(torch.equal(one(x), wanted) for one, wanted in zip(modules, plain, strict=True))
+        assert all(torch.equal(module(x), expected) for module, expected in zip(modules, plain, strict=True))
         compiled = torch.compile(nn.Sequential(*modules), fullgraph=True, backend="eager")
         assert torch.equal(compiled(x), nn.Sequential(*modules)(x))
     assert [
-        one.weight_scale for one in modules
+        module.weight_scale for module in modules
     ] == held  # what a config holds is still the module's parameter
     report = offloader._moedoctor_offload.report()
     assert report.host_bytes == 3 * 160 * 160 * 4
-    assert {one.name.rpartition(".")[2] for one in report.placements if one.lives == "host"} == {"weight"}
+    on_host = [placement.name for placement in report.placements if placement.lives == "host"]
+    assert {name.rpartition(".")[2] for name in on_host} == {"weight"}
 
 
 def test_only_what_vllm_chose_is_offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,15 +219,15 @@ def test_where_ours_cannot_take_over_it_stays_as_vllm_had_it(
     offload_fix.apply("0.21.0")
     modules, offloader = wrapped(1 << 20)
     x = torch.randn(5, 160)
-    plain = [one(x) for one in modules]
+    plain = [module(x) for module in modules]
     modules[1].register_buffer("mask", torch.empty(4, device="meta"))
     offloader.post_init()
-    assert [one.forward.__name__ for one in modules] == ["forward"] * 3
-    assert all("forward" in vars(one) for one in modules)
+    assert [module.forward.__name__ for module in modules] == ["forward"] * 3
+    assert all("forward" in vars(module) for module in modules)
     del modules[1].mask
-    assert all(torch.equal(one(x), wanted) for one, wanted in zip(modules, plain, strict=True))
-    (said,) = [one.getMessage() for one in caplog.records if one.name == "vllm.moedoctor"]
-    assert "could not take over: ValueError: module: 1.mask is a meta tensor" in said
+    assert all(torch.equal(module(x), expected) for module, expected in zip(modules, plain, strict=True))
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "vllm.moedoctor"]
+    assert "could not take over: ValueError: module: 1.mask is a meta tensor" in message
 
 
 def test_where_memory_runs_out_vllm_goes_on_with_the_weights_that_it_had(
@@ -242,7 +239,7 @@ def test_where_memory_runs_out_vllm_goes_on_with_the_weights_that_it_had(
     offload_fix.apply("0.21.0")
     modules, offloader = wrapped(1 << 20)
     x = torch.randn(5, 160)
-    plain = [one(x) for one in modules]
+    plain = [module(x) for module in modules]
 
     def no_room(*arguments: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
@@ -251,10 +248,10 @@ def test_where_memory_runs_out_vllm_goes_on_with_the_weights_that_it_had(
         monkeypatch.setattr(offload_storage, name, no_room)
     with pytest.warns(RuntimeWarning, match=r"on the host now: 0\.weight, 1\.weight, 2\.weight$"):
         offloader.post_init()
-    assert [tuple(one.weight.shape) for one in modules] == [(160, 160)] * 3
-    assert all(torch.equal(one(x), wanted) for one, wanted in zip(modules, plain, strict=True))
-    (said,) = [one.getMessage() for one in caplog.records if one.name == "vllm.moedoctor"]
-    assert "could not take over: OutOfMemoryError: no room" in said
+    assert [tuple(module.weight.shape) for module in modules] == [(160, 160)] * 3
+    assert all(torch.equal(module(x), expected) for module, expected in zip(modules, plain, strict=True))
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "vllm.moedoctor"]
+    assert "could not take over: OutOfMemoryError: no room" in message
 
 
 @pytest.mark.parametrize("pin", [True, False])
@@ -272,8 +269,9 @@ def test_that_memory_is_not_pinned_is_said_once(
     pending = [offload_fix._Layer(Layer(), torch.device("cpu"), None) for _ in range(3)]
     with caplog.at_level(logging.INFO, "vllm.moedoctor"):
         offload_fix._take_over(pending, refusing, pin=pin)
-    said = [one.getMessage() for one in caplog.records] + [str(one.message) for one in recwarn]
-    (line,) = [one for one in said if "not pinned" in one]
+    messages = [record.getMessage() for record in caplog.records]
+    messages += [str(warning.message) for warning in recwarn]
+    (line,) = [message for message in messages if "not pinned" in message]
     assert line.endswith("no lock" if pin else "host memory is not pinned, so copies block")
 
 
@@ -283,7 +281,7 @@ def test_with_uva_nothing_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     modules, offloader = wrapped(1 << 20, uva=True)
     offloader.post_init()
     assert not hasattr(offloader, "_moedoctor_offload")
-    assert all("forward" not in vars(one) for one in modules)
+    assert all("forward" not in vars(module) for module in modules)
 
 
 def test_an_engine_that_copies_gets_no_graphs_and_a_cache_of_its_own(
@@ -302,7 +300,7 @@ def test_an_engine_that_copies_gets_no_graphs_and_a_cache_of_its_own(
         made(cpu_offload_gb=1.0, offload_backend="prefetch"),
         made(cpu_offload_gb=1.0, offload_group_size=4),
     )
-    assert [one.create_engine_config().graphs for one in others] == ["full"] * 3
+    assert [arguments.create_engine_config().graphs for arguments in others] == ["full"] * 3
     eager = made(cpu_offload_gb=1.0, enforce_eager=True).create_engine_config()
     assert (eager.additional_config, eager.graphs) == ({"moedoctor": "offload"}, "full")
 
@@ -320,7 +318,7 @@ def test_the_assertion_is_lifted_before_0_20(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("replaced", "said"),
+    ("replaced", "reason"),
     [
         ({"uva": UVA.replace("functional_call(module", "call(module")}, "does not hold `functional_call"),
         (
@@ -339,14 +337,14 @@ def test_the_assertion_is_lifted_before_0_20(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_a_vllm_that_is_not_as_expected_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str], reason: str
 ) -> None:
     filled = {name: text.replace("{prefix}", "") for name, text in replaced.items()}
     stub(tmp_path, monkeypatch, "0.19.1", **filled)
-    with pytest.raises(FixError, match=said):
+    with pytest.raises(FixError, match=reason):
         offload_fix.apply("0.19.1")
     uva = importlib.import_module("vllm.model_executor.offloader.uva").UVAOffloader
-    assert not any(hasattr(one, "__moedoctor_fix__") for one in vars(uva).values())
+    assert not any(hasattr(function, "__moedoctor_fix__") for function in vars(uva).values())
 
 
 def test_all_fixes_side_by_side(
@@ -357,9 +355,9 @@ def test_all_fixes_side_by_side(
     with caplog.at_level(logging.INFO, "vllm.moedoctor"):
         vllm_plugin.register()
         vllm_plugin.register()
-    (said,) = [one.getMessage() for one in caplog.records if one.name == "vllm.moedoctor"]
-    assert said.startswith("moedoctor: active in vLLM 0.19.1: routing (topk_softmax and topk_sigmoid")
-    assert "; offload (without UVA" in said
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "vllm.moedoctor"]
+    assert message.startswith("moedoctor: active in vLLM 0.19.1: routing (topk_softmax and topk_sigmoid")
+    assert "; offload (without UVA" in message
 
 
 def test_a_trace_is_registered_like_a_fix(
@@ -374,9 +372,9 @@ def test_a_trace_is_registered_like_a_fix(
     monkeypatch.setenv("MOEDOCTOR_TRACE", "x,y")
     with caplog.at_level(logging.INFO, "vllm.moedoctor"):
         vllm_plugin.register()
-    said = [one.getMessage() for one in caplog.records]
-    assert "names no trace called y; expected x, all" in said[0]
-    assert said[1] == "moedoctor: active in vLLM 0.21.0: x (looking at 0.21.0)"
+    messages = [record.getMessage() for record in caplog.records]
+    assert "names no trace called y; expected x, all" in messages[0]
+    assert messages[1] == "moedoctor: active in vLLM 0.21.0: x (looking at 0.21.0)"
 
 
 def test_two_fixes_of_one_function() -> None:
@@ -430,10 +428,10 @@ offloader.uva_offloading = offloader.pin_memory = False
 layers = [nn.Linear(160, 160) for _ in range(3)]
 x = torch.randn(5, 160)
 with torch.no_grad():
-    plain = [one(x) for one in layers]
+    plain = [layer(x) for layer in layers]
     offloader.wrap_modules(iter(layers))
     offloader.post_init()
-    same = all(torch.equal(one(x), wanted) for one, wanted in zip(layers, plain))
+    same = all(torch.equal(layer(x), expected) for layer, expected in zip(layers, plain))
     compiled = torch.compile(nn.Sequential(*layers), fullgraph=True, backend="eager")(x)
     same = same and torch.equal(compiled, nn.Sequential(*layers)(x))
 handle = getattr(offloader, "_moedoctor_offload", None)
@@ -453,8 +451,8 @@ def test_the_installed_vllm_is_patched_and_computes_the_same() -> None:
     assert same
     # From 0.29.0 on it asks each parameter as well whether it is on a CPU.
     assert host_bytes == (3 * 160 * 160 * 4 if release < Version("0.29.0") else None)
-    said = [line for line in (done.stderr + done.stdout).splitlines() if "moedoctor: active in" in line]
-    assert len(said) == 1
-    assert f"vLLM {version}: offload (without UVA" in said[0]
-    assert ("input batch may be rebuilt" in said[0]) == (release < Version("0.20.0"))
-    assert ("back to the host" in said[0]) == (release >= Version("0.33.0"))
+    active = [line for line in (done.stderr + done.stdout).splitlines() if "moedoctor: active in" in line]
+    assert len(active) == 1
+    assert f"vLLM {version}: offload (without UVA" in active[0]
+    assert ("input batch may be rebuilt" in active[0]) == (release < Version("0.20.0"))
+    assert ("back to the host" in active[0]) == (release >= Version("0.33.0"))

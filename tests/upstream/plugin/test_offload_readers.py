@@ -190,14 +190,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> Iterat
         layers = [Layer(runner, number, newer=shape.newer) for number in range(4)]
         for layer in layers:
             change(layer)
-        return Made(Model([offloader._maybe_offload_to_cpu(one) for one in layers]), offloader)
+        return Made(Model([offloader._maybe_offload_to_cpu(layer) for layer in layers]), offloader)
 
     with torch.no_grad():
         yield made
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("shape", [OLDER, NEWER], ids=lambda one: one.version)
+@pytest.mark.parametrize("shape", [OLDER, NEWER], ids=lambda shape: shape.version)
 def test_experts_are_fetched_inside_the_operator(
     make: Maker, shape: Shape, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,10 +213,10 @@ def test_experts_are_fetched_inside_the_operator(
     assert torch.equal(output, plain)
     assert with_offload == code
     assert "moe_forward" in code
-    assert all("forward" not in vars(one) for one in made.model.modules())
+    assert all("forward" not in vars(module) for module in made.model.modules())
 
 
-@pytest.mark.parametrize("shape", [OLDER, NEWER], ids=lambda one: one.version)
+@pytest.mark.parametrize("shape", [OLDER, NEWER], ids=lambda shape: shape.version)
 def test_what_the_operator_reads_really_comes_from_the_host(make: Maker, shape: Shape) -> None:
     made = make(shape)
     expected = made.run()
@@ -224,7 +224,7 @@ def test_what_the_operator_reads_really_comes_from_the_host(make: Maker, shape: 
     assert take_off_the_host(made.model) == made.offloader._moedoctor_offload.report().host_bytes
     assert torch.equal(made.run(), expected)
     for pipeline in {
-        id(one): one for module in made.model.modules() if (one := vars(module).get(MARK))
+        id(pipeline): pipeline for module in made.model.modules() if (pipeline := vars(module).get(MARK))
     }.values():
         pipeline.settle()
         for unit in pipeline.units:
@@ -254,7 +254,7 @@ def test_elsewhere_they_are_fetched_around_the_layers(
     expected = made.run()
     made.take_over()
     assert "fetched around each layer" in caplog.messages[-1]
-    assert all("forward" in vars(one) for one in made.layers)
+    assert all("forward" in vars(layer) for layer in made.layers)
     assert torch.equal(made.run(), expected)
 
 
@@ -287,7 +287,7 @@ with set_current_vllm_config(config):
         )
         for number in range(4)
     ]
-owners = [getattr(one, "routed_experts", one) for one in layers]
+owners = [getattr(layer, "routed_experts", layer) for layer in layers]
 for number, owner in enumerate(owners):
     for weight in (owner.w13_weight, owner.w2_weight):
         weight.data.fill_(number + 1)
@@ -295,7 +295,7 @@ for number, owner in enumerate(owners):
 # The operator's CPU half: vLLM's own function, on layers that it would find in the forward context.
 for name in ("moe_forward", "moe_forward_shared"):
     vllm_lib.impl(name, getattr(moe_runner, f"_{name}"), "CPU")
-moe_runner.get_layer_from_name = lambda name: next(one for one in layers if one.layer_name == name)
+moe_runner.get_layer_from_name = lambda name: next(layer for layer in layers if layer.layer_name == name)
 moe_runner.MoERunner._sequence_parallel_context = lambda self: contextlib.nullcontext()
 for owner in owners:
     for name in ("ensure_moe_quant_config_init", "_ensure_moe_quant_config_init"):
@@ -310,8 +310,8 @@ def compute(self, hidden_states, layer=None, **rest):
 moe_runner.MoERunner._apply_quant_method = compute
 
 def model(x):
-    for one in layers:
-        x = one(x, x[:, :8])
+    for layer in layers:
+        x = layer(x, x[:, :8])
     return x
 
 def run(x, function=model):
@@ -321,18 +321,18 @@ with torch.no_grad():
     x = torch.zeros(3, 256)  # [T, H]
     plain = run(x)
     weights = [weight for owner in owners for weight in (owner.w13_weight, owner.w2_weight)]
-    found = readers(layers, weights)
+    reader_of = readers(layers, weights)
     handle = offload(
-        torch.nn.ModuleList(layers), 1 << 40, layers=list(found), reader=found.__getitem__, keep_below=0,
-        pin=lambda memory: lambda: None,
+        torch.nn.ModuleList(layers), 1 << 40, layers=list(reader_of), reader=reader_of.__getitem__,
+        keep_below=0, pin=lambda memory: lambda: None,
     )
     eager = [run(x), run(x)]
     compiled = torch.compile(model, fullgraph=True)
     outputs = [plain, *eager, run(x, compiled), run(x, compiled)]
 print("ANSWER " + json.dumps({
     "version": vllm_plugin.installed_version(),
-    "functions": [name for _, name in found.values()],
-    "owners": [owner in found for owner in owners],
+    "functions": [name for _, name in reader_of.values()],
+    "owners": [owner in reader_of for owner in owners],
     "host_bytes": handle.report().host_bytes,
     "outputs": outputs,
 }))
@@ -354,7 +354,7 @@ def test_vllms_own_layers_read_their_weights_inside_the_operator(tmp_path: Path)
         env={**os.environ, **roots},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    line = next(one for one in done.stdout.splitlines() if one.startswith("ANSWER "))
+    line = next(line for line in done.stdout.splitlines() if line.startswith("ANSWER "))
     got = json.loads(line.removeprefix("ANSWER "))
     assert got["functions"] == ["_forward_impl"] * 4
     assert got["owners"] == [True] * 4

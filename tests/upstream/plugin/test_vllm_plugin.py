@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_stub import FILES, write
+from vllm_stub import FILES, forget, write
 
 from moedoctor.upstream.plugin import backend_fix
 from moedoctor.upstream.plugin import register as vllm_plugin
@@ -30,11 +30,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     vllm_plugin._register.cache_clear()
     forget()
-
-
-def forget() -> None:
-    for name in [one for one in sys.modules if one == "vllm" or one.startswith("vllm.")]:
-        del sys.modules[name]
 
 
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str = "0.21.0", **replaced: str) -> Any:
@@ -129,7 +124,7 @@ def test_the_flag_and_other_models_come_first(
         other = arguments(quantization="fp8").create_engine_config()
         none = arguments().create_engine_config()
         mine = arguments(quantization="modelopt_fp4").create_engine_config()
-    chosen = [one.kernel_config.moe_backend for one in (flagged, other, none, mine)]
+    chosen = [config.kernel_config.moe_backend for config in (flagged, other, none, mine)]
     assert chosen == ["cutlass", "auto", "auto", "marlin"]
     assert any("gives way to moe_backend=cutlass" in line for line in messages(caplog))
     assert any("is not NVFP4" in line for line in messages(caplog))
@@ -157,9 +152,9 @@ def test_where_the_variable_decides_the_reasons_are_those_of_the_tables(
         made = arguments(quantization="modelopt_fp4")
         made.hidden_act, made.parallel = hidden_act, types.SimpleNamespace()
         made.create_engine_config()
-    said = messages(caplog)
-    assert f"moedoctor: by itself vLLM would select {selected} on compute capability 12.0" in said
-    (cutlass,) = [line for line in said if line.startswith("moedoctor: VLLM_CUTLASS: ")]
+    lines = messages(caplog)
+    assert f"moedoctor: by itself vLLM would select {selected} on compute capability 12.0" in lines
+    (cutlass,) = [line for line in lines if line.startswith("moedoctor: VLLM_CUTLASS: ")]
     assert without in cutlass
 
 
@@ -209,15 +204,15 @@ def test_a_release_that_is_not_known_is_left_alone_with_one_warning(
     for _ in range(3):
         vllm_plugin.register()
     assert arguments.create_engine_config is original
-    (said,) = messages(caplog)
-    assert said == (
+    (line,) = messages(caplog)
+    assert line == (
         "moedoctor: vLLM 0.99.0 is none of the releases that the fixes know (0.17.1 to 0.33.0); "
         "nothing is changed"
     )
 
 
 @pytest.mark.parametrize(
-    ("replaced", "said"),
+    ("replaced", "reason"),
     [
         (FILES["vllm/engine/arg_utils.py"].replace("headless=False", "quiet=False"), "takes no headless"),
         (
@@ -233,13 +228,13 @@ def test_a_vllm_that_is_not_what_its_version_says_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     replaced: str,
-    said: str,
+    reason: str,
 ) -> None:
     monkeypatch.syspath_prepend(str(write(tmp_path, "0.21.0", arg_utils=replaced)))
     monkeypatch.setenv(vllm_plugin.VARIABLE, "backend")
     vllm_plugin.register()
     (warning,) = messages(caplog)
-    assert said in warning
+    assert reason in warning
     assert "the fix backend is not applied to vLLM 0.21.0" in warning
     module: Any = importlib.import_module(ORACLE)
     assert not isinstance(module.logger, backend_fix.LouderLogger)
@@ -252,10 +247,10 @@ def test_unknown_names_of_fixes(
     monkeypatch.setenv(vllm_plugin.VARIABLE, "backends,backend,BACKEND, nonsense")
     with caplog.at_level(logging.INFO, "vllm.moedoctor"):
         vllm_plugin.register()
-    said = messages(caplog)
-    assert "names no fix called backends; expected backend" in said[0]
-    assert "nonsense" in said[1]
-    assert len(said) == 3
+    lines = messages(caplog)
+    assert "names no fix called backends; expected backend" in lines[0]
+    assert "nonsense" in lines[1]
+    assert len(lines) == 3
 
 
 def test_it_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -297,8 +292,8 @@ def test_what_counts_as_nvfp4() -> None:
         ("compressed-tensors", {"format": "nvfp4-pack-quantized"}),
     ]
     no = [(None, None), ("fp8", {"quant_method": "fp8"}), ("mxfp4", {"quant_method": "mxfp4"})]
-    assert all(backend_fix.is_nvfp4(model(*one)) for one in yes)
-    assert not any(backend_fix.is_nvfp4(model(*one)) for one in no)
+    assert all(backend_fix.is_nvfp4(model(*described)) for described in yes)
+    assert not any(backend_fix.is_nvfp4(model(*described)) for described in no)
     assert not backend_fix.is_nvfp4(None)
 
 
