@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moedoctor.fixes.offload.prefetch import CopyEngine
+
 Work = Callable[[], object]
 
 
@@ -35,8 +37,8 @@ class _Pass:
     event: Event
 
 
-class LateDevice:
-    """A `moedoctor.fixes.offload.prefetch.CopyEngine` that also runs kernels late.
+class LateDevice(CopyEngine):
+    """Copies late, and also runs kernels late.
 
     `seed`: work happens at random moments drawn from it; None: as late as the rules allow.
     `pinned`: whether all host memory is pinned; otherwise it is pageable.

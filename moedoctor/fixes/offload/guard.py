@@ -1,8 +1,9 @@
-"""Writes to offloaded weights, and copies of offloaded modules, are errors: they would be lost or mixed up.
+"""Errors in place of wrong numbers: writes to offloaded weights, copies, and reads outside of a layer.
 
-The weights are on the host, and what lies in the device buffer is overwritten by the next copy. So whoever
-writes a parameter, points it elsewhere or puts another in its place is told so, where that can be seen
-without reading values: by the object, its address and torch's own count of writes in place.
+The weights are on the host, and a device buffer is overwritten by the next copy. So a write to a parameter
+would be lost, and a read outside of the layer's `forward` would find another layer's weights. `Guard` sees
+writes without reading values: by the object, its address and torch's own count of writes in place. `Watch`
+sees reads, in the first eager pass.
 """
 
 from __future__ import annotations
@@ -24,49 +25,48 @@ class Guard:
     """The offloaded parameters of one layer, as they were left by the offload."""
 
     def __init__(self, layer: StoredLayer, pipeline: Pipeline, index: int) -> None:
-        self._places = places(layer)
+        self._places = [
+            (weight.owner, _attribute(weight.owner, weight.parameter)) for weight, _ in layer.items
+        ]
         self._pipeline = pipeline
         self._index = index
-        self._names = [one.names[0] for one, _ in layer.items]
-        self._parameters = [one.parameter for one, _ in layer.items]
+        self._names = [weight.names[0] for weight, _ in layer.items]
+        self._parameters = [weight.parameter for weight, _ in layer.items]
         base = pipeline.buffers[pipeline.units[index].slot].data_ptr()
         self._addresses = [base + region.offset for _, region in layer.items]
-        self._versions: list[int | None] = [one._version for one in self._parameters]
+        self._versions: list[int | None] = [parameter._version for parameter in self._parameters]
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return what the module has now in the places of the parameters."""
+        return [getattr(owner, name) for owner, name in self._places]
 
     def check(self, weights: Sequence[torch.Tensor]) -> list[int]:
-        """`weights`, what the module has now, are the parameters as they were left; their counts of writes.
+        """Check that `weights` are the parameters as they were left. Return their counts of writes.
 
-        Raises RuntimeError, naming the parameter, where one was written or replaced.
+        Raises RuntimeError, naming the parameter, if one was written or replaced.
         """
         for name, what in self._changes(weights):
             raise RuntimeError(f"{name} is offloaded and {what}, which is not kept: {_INSTEAD}")
-        return [one._version for one in weights]
+        return [weight._version for weight in weights]
 
     def check_after(self, weights: Sequence[torch.Tensor], before: Sequence[int]) -> None:
-        """The layer has run. Raises RuntimeError, naming the parameter, where it wrote its own weights."""
-        for name, one, version in zip(self._names, weights, before, strict=True):
-            if one._version != version:
+        """Raise RuntimeError, naming the parameter, if the layer has written its own weights."""
+        for name, weight, version in zip(self._names, weights, before, strict=True):
+            if weight._version != version:
                 raise RuntimeError(
                     f"{name} is offloaded and was written by its layer's own forward, which is not kept:"
                     " leave it out of patterns="
                 )
 
     def changed(self) -> list[str]:
-        """Names of the parameters that `check` would raise for."""
-        return [name for name, _ in self._changes(self._now())]
-
-    def check_now(self) -> None:
-        """`check` of what the module has now."""
-        self.check(self._now())
+        """Return the names of the parameters that `check` would raise for."""
+        return [name for name, _ in self._changes(self.weights())]
 
     def loaded(self, parameter: nn.Parameter) -> None:
         """The weights on the host are new, and `load_state_dict` is about to write `parameter` too."""
-        for place, one in enumerate(self._parameters):
-            if one is parameter:
+        for place, own in enumerate(self._parameters):
+            if own is parameter:
                 self._versions[place] = None
-
-    def _now(self) -> list[torch.Tensor]:
-        return [getattr(owner, name) for owner, name in self._places]
 
     def _changes(self, weights: Sequence[torch.Tensor]) -> Iterator[tuple[str, str]]:
         counted = self._index not in self._pipeline.compiled
@@ -81,60 +81,56 @@ class Guard:
                 yield self._names[place], "was written in place"
 
 
-def places(layer: StoredLayer) -> list[tuple[nn.Module, str]]:
-    """Where the layer's parameters hang: the module and the attribute."""
-    return [(one.owner, _attribute(one.owner, one.parameter)) for one, _ in layer.items]
-
-
 def _attribute(owner: nn.Module, parameter: nn.Parameter) -> str:
-    return next(name for name, one in owner.named_parameters(recurse=False) if one is parameter)
+    return next(name for name, own in owner.named_parameters(recurse=False) if own is parameter)
 
 
 class StateHooks:
-    """`state_dict` and `load_state_dict` of one module, which mean the weights on the host.
-
-    The device buffer of a parameter holds any layer's weights.
-    """
+    """`state_dict` and `load_state_dict` of one module, which mean the weights on the host."""
 
     def __init__(self, owner: nn.Module, layer: StoredLayer, pipeline: Pipeline, guard: Guard) -> None:
         self._pipeline = pipeline
         self._guard = guard
-        self._hosts = {}
-        self._parameters = {}
+        self._stored: dict[str, tuple[nn.Parameter, torch.Tensor]] = {}
+        """Attribute -> the parameter, and its weights on the host."""
         self._new: set[str] = set()
-        for one, region in layer.items:
+        for weight, region in layer.items:
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-                if parameter is one.parameter:
-                    self._hosts[name] = region.of(layer.block.bytes)
-                    self._parameters[name] = one.parameter
+                if parameter is weight.parameter:
+                    self._stored[name] = weight.parameter, region.of(layer.block.bytes)
         self.handles: list[Any] = [
-            owner._register_state_dict_hook(self._saved),
+            owner._register_state_dict_hook(self._save),
             owner._register_load_state_dict_pre_hook(self._load),
             owner.register_load_state_dict_post_hook(self._loaded),
         ]
 
-    def _saved(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        self._guard.check_now()
-        state.update((prefix + name, host) for name, host in self._hosts.items() if prefix + name in state)
+    def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        self._guard.check(self._guard.weights())
+        for name, (_, host) in self._stored.items():
+            if prefix + name in state:
+                state[prefix + name] = host
 
     def _load(self, state: dict[str, Any], prefix: str, *others: Any) -> None:
-        for name, host in self._hosts.items():
+        for name, (parameter, host) in self._stored.items():
             new = state.get(prefix + name)
             if isinstance(new, torch.Tensor) and new.shape == host.shape:
                 self._pipeline.settle()
                 host.copy_(new)
-                self._guard.loaded(self._parameters[name])
+                self._guard.loaded(parameter)
                 self._new.add(name)
 
     def _loaded(self, module: nn.Module, incompatible: Any) -> None:
-        """With assign=True another parameter was put in place; the one that reads the buffer comes back."""
+        """Put the parameter that reads the buffer back: assign=True puts another in its place."""
         for name in self._new:
-            module._parameters[name] = self._parameters[name]
+            module._parameters[name] = self._stored[name][0]
         self._new.clear()
 
 
 class Watch(TorchDispatchMode):
-    """Sees what runs between the layers of a pass. Compiled code, and what layers do, it does not see."""
+    """Watches the first eager pass: a read of an offloaded weight between layers raises RuntimeError.
+
+    It does not see what compiled code and layers do.
+    """
 
     def __init__(self, root: nn.Module, layers: Sequence[StoredLayer]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -142,27 +138,27 @@ class Watch(TorchDispatchMode):
         self._layers = layers
         self._names: dict[int | None, str] = {}
         self.done = False
-        self.saw = False
+        self.saw_all = False
         """Whether a whole pass ran under it."""
 
     def over(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `forward` returns. Raises RuntimeError where it reads offloaded weights between layers."""
+        """Return what `forward` returns. Raises RuntimeError if it reads offloaded weights between layers."""
         # Compiled parts would be run eagerly under a mode, and round otherwise.
-        if not any(_is_compiled(one) for one in self._root.modules()):
-            items = [one for layer in self._layers for one, _ in layer.items]
-            self._names = {memory_of(one.parameter): one.names[0] for one in items}
+        if any(_is_compiled(module) for module in self._root.modules()):
+            output = forward(*args, **kwargs)
+        else:
+            weights = [weight for layer in self._layers for weight, _ in layer.items]
+            self._names = {memory_of(weight.parameter): weight.names[0] for weight in weights}
             with self:
                 output = forward(*args, **kwargs)
-            self.saw = True
-        else:
-            output = forward(*args, **kwargs)
+            self.saw_all = True
         self.done = True
         return output
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _reads(func):
-            for one in tensors_in((args, kwargs or {})):
-                name = self._names.get(memory_of(one))
+            for tensor in tensors_in((args, kwargs or {})):
+                name = self._names.get(memory_of(tensor))
                 if name is not None:
                     raise RuntimeError(
                         f"{name} is offloaded, and {func} uses it outside of its layer's forward, where other"
@@ -173,7 +169,7 @@ class Watch(TorchDispatchMode):
 
 
 def unwatched(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a layer's function, whose reads are in order."""
+    """Call a layer's function, which may read its weights."""
     watch = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
     if not isinstance(watch, Watch):
         return function(*args, **kwargs)
@@ -189,27 +185,26 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _reads(func: Any) -> bool:
-    """Whether it uses values: a view does not, nor does what takes type and shape alone."""
+    """Whether the operator uses values: a view does not, nor does one that takes type and shape alone."""
     name = func._schema.name.partition("::")[2]
     if name.startswith("new_") or name.endswith("_like"):
         return False
-    aliases = [one.alias_info for one in func._schema.returns]
-    return not any(one is not None and not one.is_write for one in aliases)
+    aliases = [result.alias_info for result in func._schema.returns]
+    return not any(alias is not None and not alias.is_write for alias in aliases)
 
 
-def tensors_in(output: Any) -> list[torch.Tensor]:
-    """The tensors of what a layer returns: one, or any nesting of tuples, lists and mappings of them."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, (tuple, list)):
-        return [one for item in output for one in tensors_in(item)]
-    if isinstance(output, Mapping):
-        return [one for item in output.values() for one in tensors_in(item)]
-    return []
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in any nesting of tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts: Any = value.values() if isinstance(value, Mapping) else ()
+    if isinstance(value, (tuple, list)):
+        parts = value
+    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:
-    """The same for tensors that lie in the same memory; None for kinds without a plain one."""
+    """The same number for tensors that lie in the same memory; None for kinds without plain memory."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Host memory for weights, page-locked where that can be had, and views of it that a GPU reads."""
+"""Host memory for weights, page-locked if possible, and views of it that a GPU reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAPPED_AND_PORTABLE = 3
 
 Release = Callable[[], None]
 Pin = Callable[[torch.Tensor], Release]
-"""Page-locks the memory of a uint8 tensor [n] and gives what undoes it. Raises `PinError` where it cannot."""
+"""Page-locks the memory of a uint8 tensor [n] and returns what undoes it. Raises `PinError` on failure."""
 
 
 class PinError(RuntimeError):
@@ -33,7 +33,7 @@ class HostBlock:
     release: Release | None = None
 
     def close(self) -> None:
-        """Give the page lock up. No copy from the block may be in flight."""
+        """Give up the page lock. No copy from the block may be in flight."""
         if self.release is not None:
             self.release()
             self.release, self.pinned = None, False
@@ -65,17 +65,12 @@ def _take_error() -> None:
         torch.ones(1, device="cuda")  # launches a kernel, and a launch takes the error
 
 
-def no_pin(memory: torch.Tensor) -> Release:
-    """For machines without a GPU: there is nothing to page-lock memory for."""
-    raise PinError("there is no CUDA device to page-lock memory for")
-
-
 def allocate(nbytes: int, pin: Pin | None) -> tuple[HostBlock, str | None]:
-    """A block of `nbytes`, and why it is not page-locked where `pin` was given and failed."""
+    """Return a block of `nbytes`, and why it is not page-locked if `pin` was given and failed."""
     whole = -(-nbytes // PAGE) * PAGE
     memory = torch.empty(whole + PAGE, dtype=torch.uint8)  # [whole + PAGE]
     start = -memory.data_ptr() % PAGE
-    # A storage of its own: torch looks at where a storage begins to tell whether a tensor is pinned.
+    # A storage of its own: torch asks whether the beginning of a storage is pinned.
     pages = from_dlpack(memory[start : start + whole])  # [whole]
     if pin is None:
         return HostBlock(pages[:nbytes], pinned=False), None
@@ -94,7 +89,7 @@ def _unlock(release: Release, memory: torch.Tensor) -> None:
 
 
 class _Mapped:
-    """Device-visible host bytes, as torch reads them; holds on to the memory that it shows."""
+    """Device-visible host bytes, as torch reads them; keeps the memory alive."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory

@@ -1,8 +1,8 @@
 """Which layer's weights are in which device buffer, and when the next ones may be copied there.
 
-Each layer has one buffer for good, layers in running order taking turns. A copy into a buffer starts when
-the layer that used it has been released, behind everything that was queued until then; a layer starts
-behind its copy. So a buffer is neither read before its copy is done nor overwritten while it is read.
+Each layer has one buffer for good; layers take turns in running order. A copy into a buffer starts when the
+layer that used it has been released, behind everything that was queued until then; a layer starts behind its
+copy. So a buffer is neither read before its copy is done nor overwritten while it is read.
 """
 
 from __future__ import annotations
@@ -11,10 +11,91 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.dlpack import from_dlpack
+
+Mark = Any
+"""A point in the queue of copies."""
+
+
+class CopyEngine:
+    """A queue of copies beside the queue of computation, which is called the *current* one.
+
+    This class copies at once, for devices without a queue, such as the CPU.
+    """
+
+    def fork(self) -> None:
+        """Copies queued from now on start after everything that the current queue holds by now."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy. `source` must stay as it is until a mark after it has passed."""
+        target.copy_(source)
+
+    def mark(self) -> Mark:
+        """Return the point after all copies queued so far."""
+        return True
+
+    def join(self, mark: Mark) -> None:
+        """What is added to the current queue from now on starts after `mark`. The host does not wait."""
+
+    def wait(self, mark: Mark) -> None:
+        """The host waits for `mark`: only then may a source be overwritten."""
+
+    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        """Copy in the current queue, which is in order by itself.
+
+        Return the point after it, for a caller that overwrites `source`; None if that has been read, or if a
+        graph reads it.
+        """
+        target.copy_(source)
+        return None
+
+    def capturing(self) -> bool:
+        """Whether the current queue is being recorded into a graph."""
+        return False
+
+
+class CudaEngine(CopyEngine):
+    """A CUDA stream of its own; the current queue is torch's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def fork(self) -> None:
+        self._stream.wait_event(self._event_on(torch.cuda.current_stream(self._device)))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        target.record_stream(self._stream)  # a dropped buffer is not given out again under its copy
+
+    def mark(self) -> Mark:
+        return self._event_on(self._stream)
+
+    def join(self, mark: Mark) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def wait(self, mark: Mark) -> None:
+        mark.synchronize()
+
+    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        # From pinned memory the copy is queued; from any other the host must wait, so torch blocks.
+        queued = source.is_pinned()
+        target.copy_(source, non_blocking=queued)
+        if not queued or self.capturing():
+            return None
+        return self._event_on(torch.cuda.current_stream(self._device))
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def _event_on(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
 
 
 @dataclass(frozen=True)
@@ -28,14 +109,24 @@ class Region:
     stride: tuple[int, ...]
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """The parameter as it lies in `memory`, a uint8 tensor [n]; a tensor with a storage of its own.
+        """Return the parameter as it lies in `memory`, a uint8 tensor [n]; it has a storage of its own.
 
-        A compiler that saw two layers' parameters in one storage would take writing the one for writing the
-        other and copy both.
+        If two layers' parameters were in one storage, a compiler would take writing one for writing the other
+        and copy both.
         """
-        own = from_dlpack(memory[self.offset : self.offset + self.nbytes])  # [nbytes]
-        typed = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return typed.set_(own.untyped_storage(), 0, self.size, self.stride)  # size
+        return view_at(from_dlpack(self.bytes_of(memory)), 0, self.dtype, self.size, self.stride)
+
+    def bytes_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return uint8 [nbytes] of `memory`."""
+        return memory[self.offset : self.offset + self.nbytes]
+
+
+def view_at(
+    memory: torch.Tensor, offset: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """Return a tensor over the storage of uint8 `memory` [n], from byte `offset` of the storage on."""
+    typed = torch.empty(0, dtype=dtype, device=memory.device)
+    return typed.set_(memory.untyped_storage(), offset // dtype.itemsize, size, stride)  # size
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +138,7 @@ class Unit:
     """uint8 [n]."""
     pinned: bool
     slot: int
+    """The number of its buffer."""
     regions: tuple[Region, ...]
 
 
@@ -71,24 +163,24 @@ class Pipeline:
     buffers: Sequence[torch.Tensor]
     engine: CopyEngine
     plain: str | None = None
-    """Why nothing is prefetched and every layer's weights are copied when it starts; None where they are."""
+    """Why nothing is prefetched, and every layer's weights are copied when it starts; else None."""
     compiled: set[int] = field(default_factory=set)
     """Units that compiled code has started: it counts writes to their parameters that it does not do."""
     watched: bool = False
     """Whether a pass was watched for reads of weights outside of their layers."""
     unwatched: str | None = None
-    """What to tell a user whose first pass could not be watched."""
+    """The warning for a user whose first pass could not be watched."""
     _slots: list[_Slot] = field(init=False)
     _after: dict[int, int] = field(init=False)
-    """Unit -> the one that ran after it the last time."""
+    """Unit -> the unit that ran after it the last time."""
     _last: int | None = None
     _captured: bool = False
-    """Part of some graph: its replays change buffers without being seen here."""
+    """Part of some graph, whose replays change buffers unnoticed here."""
     _in_whole_capture: bool = False
-    _seen: set[int] = field(default_factory=set)
+    _started: set[int] = field(default_factory=set)
     """Units of this pass."""
     _thread: threading.Thread | None = None
-    """Whose pass, or layer, is open."""
+    """The thread whose pass, or layer, is open."""
     _in_pass: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -102,7 +194,7 @@ class Pipeline:
         self._in_pass = True
         for slot in self._slots:
             slot.user = None
-        self._seen.clear()
+        self._started.clear()
         capturing = self.engine.capturing()
         self._in_whole_capture = capturing
         self._captured |= capturing
@@ -112,7 +204,7 @@ class Pipeline:
             self._forget()
 
     def finish(self) -> None:
-        """The pass is over. With graphs about nothing stays in flight: a replay would not wait for it."""
+        """The pass is over. If there are graphs, nothing stays in flight: a replay would not wait for it."""
         if self._captured:
             self.join()
         if self._in_whole_capture:
@@ -126,7 +218,7 @@ class Pipeline:
             self._yield()
 
     def go_unwatched(self, how: str) -> None:
-        """Say, once, that the first pass ran `how` and so was not watched."""
+        """Warn, once, that the first pass ran `how` and so was not watched."""
         if self.watched or self.unwatched is not None:
             return
         self.unwatched = (
@@ -136,7 +228,7 @@ class Pipeline:
         warnings.warn(self.unwatched, RuntimeWarning, stacklevel=2)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """A copy would compute with the weights of the original."""
+        """Raise RuntimeError: a copy would compute with the weights of the original."""
         raise RuntimeError("an offloaded module cannot be copied or pickled: call restore() first")
 
     def join(self) -> None:
@@ -146,9 +238,9 @@ class Pipeline:
                 self.engine.join(slot.mark)
 
     def settle(self) -> None:
-        """The host waits for every copy, and nothing that the buffers hold is relied on any more.
+        """The host waits for every copy, and what the buffers hold is no longer relied on.
 
-        Before weights on the host are overwritten: only an event says that a copy has read them.
+        Called before weights on the host are overwritten: only an event shows that a copy has read them.
         """
         for slot in self._slots:
             for mark in (slot.mark, slot.read):
@@ -169,7 +261,12 @@ class Pipeline:
                 f"{unit.name} runs inside {other}, which uses the same buffer: offloaded layers must not run"
                 " inside each other (or the call before this one failed; then call again)"
             )
-        copies = self._copies(unit, slot, arguments)
+        base = slot.buffer.data_ptr()
+        copies = [  # a compiler may hand over copies of the parameters, to be written instead
+            (argument, region)
+            for argument, region in zip(arguments, unit.regions, strict=True)
+            if argument.data_ptr() != base + region.offset
+        ]
         capturing = self.engine.capturing()
         if copies:
             self._go_plain("the compiler hands over copies of the weights", capturing)
@@ -184,18 +281,18 @@ class Pipeline:
         if self._last is not None:
             self._after[self._last] = index
         self._last = index
-        self._seen.add(index)
+        self._started.add(index)
         self._prefetch()
 
     def release(self, index: int) -> None:
-        """All that reads the weights of unit `index` is queued."""
+        """Everything that reads the weights of unit `index` is queued."""
         self._slots[self.units[index].slot].user = None
         self._prefetch()
         if not self._in_pass:
             self._yield()
 
     def _claim(self) -> None:
-        """Raises RuntimeError while another thread has a pass open: the two would share the buffers."""
+        """Raise RuntimeError while another thread has a pass open: the two would share the buffers."""
         own = threading.current_thread()
         with self._lock:
             other = self._thread
@@ -209,17 +306,6 @@ class Pipeline:
     def _yield(self) -> None:
         self._in_pass = False
         self._thread = None
-
-    def _copies(
-        self, unit: Unit, slot: _Slot, arguments: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, Region]]:
-        """Arguments that do not lie in the buffer: a compiler may hand over copies to be written instead."""
-        base = slot.buffer.data_ptr()
-        return [
-            (argument, region)
-            for argument, region in zip(arguments, unit.regions, strict=True)
-            if argument.data_ptr() != base + region.offset
-        ]
 
     def _fetch(self, index: int, unit: Unit, slot: _Slot) -> None:
         if self.plain is None and unit.pinned:
@@ -242,7 +328,7 @@ class Pipeline:
             index = self._after[index]
             unit = self.units[index]
             slot = self._slots[unit.slot]
-            if not unit.pinned or unit.slot in claimed or (self._captured and index in self._seen):
+            if not unit.pinned or unit.slot in claimed or (self._captured and index in self._started):
                 return
             claimed.add(unit.slot)
             if slot.holds == index:
@@ -259,7 +345,7 @@ class Pipeline:
         slot.mark, slot.holds = self.engine.mark(), index
 
     def _go_plain(self, why: str, capturing: bool) -> None:
-        """Copy each unit when it starts, from now on: what else writes the buffers is not seen here."""
+        """Copy each unit when it starts, from now on: others write the buffers too, unnoticed here."""
         if self.plain is not None:
             return
         if not capturing:
@@ -271,104 +357,3 @@ class Pipeline:
     def _forget(self) -> None:
         for slot in self._slots:
             slot.holds = slot.mark = None
-
-
-Mark = Any
-"""A point in the queue of copies."""
-
-
-class CopyEngine(Protocol):
-    """A queue of copies beside the queue of computation, the *current* one."""
-
-    def fork(self) -> None:
-        """Copies queued from now on start after everything that the current queue holds by now."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy. `source` must stay as it is until a mark after it has passed."""
-
-    def mark(self) -> Mark:
-        """The point after all copies queued so far."""
-
-    def join(self, mark: Mark) -> None:
-        """What the current queue is given from now on starts after `mark`. The host does not wait."""
-
-    def wait(self, mark: Mark) -> None:
-        """The host waits for `mark`: only then may a source be overwritten."""
-
-    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        """Copy in the current queue, so that no order has to be asked for.
-
-        Gives the point after it, for who overwrites `source`; None where that has been read, or a graph reads
-        it.
-        """
-
-    def capturing(self) -> bool:
-        """Whether the current queue is being recorded into a graph."""
-
-
-class BlockingEngine:
-    """Copies that are done when the call returns: for devices without a queue, such as the CPU."""
-
-    def fork(self) -> None:
-        return
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def mark(self) -> Mark:
-        return True
-
-    def join(self, mark: Mark) -> None:
-        return
-
-    def wait(self, mark: Mark) -> None:
-        return
-
-    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        target.copy_(source)
-        return None
-
-    def capturing(self) -> bool:
-        return False
-
-
-class CudaEngine:
-    """A CUDA stream of its own; the current queue is torch's current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-
-    def fork(self) -> None:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        self._stream.wait_event(event)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        target.record_stream(self._stream)  # a dropped buffer is not given out again under its copy
-
-    def mark(self) -> Mark:
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
-
-    def join(self, mark: Mark) -> None:
-        torch.cuda.current_stream(self._device).wait_event(mark)
-
-    def wait(self, mark: Mark) -> None:
-        mark.synchronize()
-
-    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        # From pinned memory the copy is queued; from any other the host must wait, and says so by blocking.
-        queued = source.is_pinned()
-        target.copy_(source, non_blocking=queued)
-        if not queued or self.capturing():
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()

@@ -13,7 +13,7 @@ from moedoctor.fixes.offload.storage import Originals, StoredLayer
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one parameter lives after `moedoctor.fixes.offloader.offload`."""
+    """Where a parameter lives after `moedoctor.fixes.offloader.offload`."""
 
     name: str
     """As `module.named_parameters()` names it; a tied parameter has a row for each of its names."""
@@ -41,7 +41,7 @@ class OffloadReport:
     """Weights that live on the host now."""
     pinned_bytes: int
     freed_bytes: int
-    """Device memory of those weights that was given back: its storages are gone, which was looked at."""
+    """Device memory of those weights that was given back: its storages are gone, which was checked."""
     held_bytes: int
     """Device memory of those weights that something outside of the module still holds on to."""
     buffer_bytes: int
@@ -57,7 +57,13 @@ class OffloadReport:
     def __str__(self) -> str:
         """The rows as aligned text, then the sums, what did not go as asked, and the rules."""
         head = ("name", "bytes", "lives", "pinned", "access", "reason")
-        rows = [head, *self.rows()]
+        rows = [
+            head,
+            *(
+                (row.name, str(row.bytes), row.lives, "yes" if row.pinned else "no", row.access, row.reason)
+                for row in self.placements
+            ),
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
         lines = [
             "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]])
@@ -70,13 +76,6 @@ class OffloadReport:
         rules = [f"stays on the device by {rule}" for rule in self.rules]
         return "\n".join([*lines, *self.notes, *rules])
 
-    def rows(self) -> Sequence[tuple[str, ...]]:
-        """For tables: name, bytes, where it lives, pinned, access, reason."""
-        return [
-            (one.name, str(one.bytes), one.lives, "yes" if one.pinned else "no", one.access, one.reason)
-            for one in self.placements
-        ]
-
 
 def write_report(
     plan: Plan,
@@ -87,20 +86,19 @@ def write_report(
     buffers: Sequence[torch.Tensor],
     failure: str | None,
 ) -> OffloadReport:
-    """What was done, looked up after it was done. `failure`: why memory is not pinned."""
-    layer_of = {id(one.parameter): layer for layer in stored for one, _ in layer.items}
+    """Report what was done, read off the result. `failure`: why memory is not pinned."""
+    layer_of = {id(weight.parameter): layer for layer in stored for weight, _ in layer.items}
     rows = []
-    for one in plan.known:
-        layer = layer_of.get(id(one.parameter))
-        for number, name in enumerate(one.names):
-            size = span(one.parameter) if number == 0 else 0
+    for weight in plan.weights:
+        layer = layer_of.get(id(weight.parameter))
+        for number, name in enumerate(weight.names):
+            size = span(weight.parameter) if number == 0 else 0
             if layer is None:
-                rows.append(
-                    Placement(name, size, "device", False, "resident", plan.reasons[id(one.parameter)])
-                )
+                reason = plan.reasons[id(weight.parameter)]
+                rows.append(Placement(name, size, "device", False, "resident", reason))
             else:
-                why = f"weight of {layer.name or 'the module'}"
-                rows.append(Placement(name, size, "host", layer.block.pinned, access, why))
+                reason = f"weight of {layer.name or 'the module'}"
+                rows.append(Placement(name, size, "host", layer.block.pinned, access, reason))
     on_host = [(region.nbytes, layer.block.pinned) for layer in stored for _, region in layer.items]
     report = OffloadReport(
         placements=tuple(rows),
@@ -108,10 +106,9 @@ def write_report(
         budget_bytes=budget,
         host_bytes=sum(size for size, _ in on_host),
         pinned_bytes=sum(size for size, pinned in on_host if pinned),
-        freed_bytes=originals.freed(),
-        held_bytes=originals.held(),
-        buffer_bytes=sum(one.numel() for one in buffers),
-        notes=(),
+        freed_bytes=sum(size for storage, size in originals if storage.expired()),
+        held_bytes=sum(size for storage, size in originals if not storage.expired()),
+        buffer_bytes=sum(buffer.numel() for buffer in buffers),
     )
     return replace(report, notes=tuple(_notes(report, len(stored), access, failure)))
 

@@ -1,4 +1,4 @@
-"""Moving the chosen parameters out of device memory and back, without copying anything twice."""
+"""Moves parameters out of device memory and back, without copying anything twice."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moedoctor.fixes.offload.pinned import HostBlock, Pin, allocate, device_view
-from moedoctor.fixes.offload.plan import Known, Plan, span, storage_key
-from moedoctor.fixes.offload.prefetch import Region, Unit
+from moedoctor.fixes.offload.plan import Plan, Weight, span, storage_key
+from moedoctor.fixes.offload.prefetch import Region, Unit, view_at
 
-Kept = tuple[torch.Tensor, torch.Tensor]
+Before = tuple[torch.Tensor, torch.Tensor]
 """A parameter or buffer, and the data that it had."""
+Originals = list[tuple[StorageWeakRef, int]]
+"""Storages in device memory that are to be freed, watched without holding on to them; and their bytes."""
 
 _ALIGNMENT = 512
-"""What torch's CUDA allocator gives too; kernels may rely on it."""
+"""As torch's CUDA allocator aligns; kernels may rely on it."""
+_LARGEST_ELEMENT = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,179 +30,155 @@ class StoredLayer:
 
     name: str
     module: nn.Module
-    items: tuple[tuple[Known, Region], ...]
+    items: tuple[tuple[Weight, Region], ...]
     block: HostBlock
 
     def unit(self, slot: int) -> Unit:
-        """What the pipeline needs to know of it."""
+        """Return what the pipeline needs to know of it."""
         regions = tuple(region for _, region in self.items)
         return Unit(self.name, self.block.bytes, self.block.pinned, slot, regions)
 
-
-@dataclass(frozen=True, eq=False)
-class Originals:
-    """Device memory that is to be freed, watched without holding on to it."""
-
-    storages: tuple[tuple[StorageWeakRef, int], ...]
-    """With the bytes of each."""
-
-    def freed(self) -> int:
-        """Bytes whose storages are gone."""
-        return sum(size for storage, size in self.storages if storage.expired())
-
-    def held(self) -> int:
-        """Bytes that somebody still holds on to."""
-        return sum(size for storage, size in self.storages if not storage.expired())
+    def point(self, memory: torch.Tensor) -> None:
+        """Make its parameters views of `memory`, uint8 [n] laid out like its block."""
+        for weight, region in self.items:
+            weight.parameter.data = region.of(memory)
 
 
 def store(plan: Plan, pin: Pin | None) -> tuple[list[StoredLayer], str | None]:
-    """Copy the chosen parameters to the host, and leave the module as it is. Also why pinning failed."""
+    """Return the chosen parameters, copied to the host, and why pinning failed.."""
     layers, failure = [], None
     for (name, module), chosen in zip(plan.layers, plan.chosen, strict=True):
         items, offset = [], 0
-        for one in chosen:
-            items.append((one, _region(one.parameter, offset)))
-            offset += -(-items[-1][1].nbytes // _ALIGNMENT) * _ALIGNMENT
-        # After one refusal the next one is as likely, and pinning what little is left would help nobody.
+        for weight in chosen:
+            tensor = weight.parameter
+            region = Region(offset, span(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+            items.append((weight, region))
+            offset += -(-region.nbytes // _ALIGNMENT) * _ALIGNMENT
+        # After one refusal the next is as likely, and pinning what little is left would help nobody.
         block, why = allocate(offset, pin if failure is None else None)
         failure = failure or why
-        for one, region in items:
-            _bytes_of(block.bytes, region).copy_(_raw(one.parameter, region))
+        for weight, region in items:
+            region.bytes_of(block.bytes).copy_(
+                _bytes(weight.parameter, _first(weight.parameter), region.nbytes)
+            )
         layers.append(StoredLayer(name, module, tuple(items), block))
     return layers, failure
 
 
 def watch(layers: Sequence[StoredLayer], device: torch.device) -> Originals:
-    """The device memory that the stored parameters lie in."""
+    """Return the device memory that the stored parameters lie in."""
     storages = {
-        storage_key(one.parameter): one.parameter.untyped_storage()
+        storage_key(weight.parameter): weight.parameter.untyped_storage()
         for layer in layers
-        for one, _ in layer.items
-        if one.parameter.device == device
+        for weight, _ in layer.items
+        if weight.parameter.device == device
     }
-    return Originals(tuple((StorageWeakRef(one), one.nbytes()) for one in storages.values()))
+    return [(StorageWeakRef(storage), storage.nbytes()) for storage in storages.values()]
 
 
-def empty(layers: Sequence[StoredLayer], device: torch.device) -> list[Kept]:
-    """Let go of the parameters' memory on `device`; gives the data of those that lie elsewhere.
+def empty(layers: Sequence[StoredLayer], device: torch.device) -> list[Before]:
+    """Let go of the parameters' memory on `device`. Return the data of those that lie elsewhere.
 
-    To let go of that too would make no room on the device, and they need it again if the rest fails.
+    Letting go of that too would make no room on the device, and it is needed again if the rest fails.
     """
-    kept: list[Kept] = []
+    before: list[Before] = []
     for layer in layers:
-        for one, _ in layer.items:
-            if one.parameter.device != device:
-                kept.append((one.parameter, one.parameter.data))
-            one.parameter.data = torch.empty(0, dtype=one.parameter.dtype, device=device)
-    return kept
+        for weight, _ in layer.items:
+            if weight.parameter.device != device:
+                before.append((weight.parameter, weight.parameter.data))
+            weight.parameter.data = torch.empty(0, dtype=weight.parameter.dtype, device=device)
+    return before
 
 
-def undo(layers: Sequence[StoredLayer], device: torch.device, kept: Sequence[Kept]) -> None:
-    """After a failure: the parameters are where they were before `empty`, with their values.
+def undo(layers: Sequence[StoredLayer], device: torch.device, before: Sequence[Before]) -> None:
+    """After a failure: put the parameters where they were before `empty`, with their values.
 
-    Where `device` has no room any more for what lay on it, it stays on the host, and one warning names it.
+    If `device` has no room any more for what lay on it, it stays on the host, and one warning names it.
     """
-    elsewhere = {id(one) for one, _ in kept}
+    elsewhere = {id(tensor) for tensor, _ in before}
     homeless = []
     for layer in layers:
-        for one, region in layer.items:
-            if id(one.parameter) in elsewhere:
+        for weight, region in layer.items:
+            if id(weight.parameter) in elsewhere:
                 continue
             try:
-                one.parameter.data = _bring_back(region, layer.block.bytes, device)
-            except RuntimeError:  # torch's for no memory is one
-                one.parameter.data = region.of(layer.block.bytes)
-                homeless.append(one.names[0])
-    for tensor, data in kept:
+                weight.parameter.data = _bring_back(region, layer.block.bytes, device)
+            except RuntimeError:  # torch's error for no memory is one
+                weight.parameter.data = region.of(layer.block.bytes)
+                homeless.append(weight.names[0])
+    for tensor, data in before:
         tensor.data = data
     if homeless:
-        named = ", ".join(homeless[:3]) + (f" and {len(homeless) - 3} more" if homeless[3:] else "")
-        said = f"an offload failed and {device} has no room left for what lay there: on the host now: {named}"
-        warnings.warn(said, RuntimeWarning, stacklevel=3)
+        message = f"an offload failed and {device} has no room left for what lay there: on the host now: "
+        warnings.warn(message + name_some(homeless), RuntimeWarning, stacklevel=3)
 
 
-def point(layer: StoredLayer, memory: torch.Tensor) -> None:
-    """Make the layer's parameters views of `memory`, uint8 [n] laid out like its block."""
-    for one, region in layer.items:
-        one.parameter.data = region.of(memory)
+def name_some(names: Sequence[str]) -> str:
+    """Name the first three and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
 
 def map_into(layer: StoredLayer, device: torch.device) -> None:
-    """Make the layer's parameters views of its pinned host memory. Raises PinError where it is not pinned."""
-    point(layer, device_view(layer.block.bytes, device))
+    """Make the layer's parameters views of its pinned host memory. Raises PinError if it is not pinned."""
+    layer.point(device_view(layer.block.bytes, device))
 
 
-def bring_back(layers: Sequence[StoredLayer], device: torch.device) -> list[Kept]:
-    """Device memory of their own for all parameters, filled from the host.
+def bring_back(layers: Sequence[StoredLayer], device: torch.device) -> list[Before]:
+    """Return all parameters, each with new device memory of its own that is filled from the host.
 
-    Gives each with its new data, and changes none: if memory runs out, all are as they were.
+    Changes no parameter: if memory runs out, all are as they were.
     """
     return [
-        (one.parameter, _bring_back(region, layer.block.bytes, device))
+        (weight.parameter, _bring_back(region, layer.block.bytes, device))
         for layer in layers
-        for one, region in layer.items
+        for weight, region in layer.items
     ]
 
 
 def buffers_for(layers: Sequence[StoredLayer], device: torch.device) -> list[torch.Tensor]:
-    """Two buffers, each as large as the largest layer that uses it; one where there are two layers."""
+    """Two buffers, each as large as the largest layer that uses it; one if there are two layers."""
     count = 1 if len(layers) == 2 else 2
-    sizes = [max(one.block.bytes.numel() for one in layers[slot::count]) for slot in range(count)]
+    sizes = [max(layer.block.bytes.numel() for layer in layers[slot::count]) for slot in range(count)]
     return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
 def _bring_back(region: Region, memory: torch.Tensor, device: torch.device) -> torch.Tensor:
     fresh = torch.empty(region.nbytes, dtype=torch.uint8, device=device)  # [nbytes]
-    fresh.copy_(_bytes_of(memory, region))
-    typed = torch.empty(0, dtype=region.dtype, device=device)
-    return typed.set_(fresh.untyped_storage(), 0, region.size, region.stride)  # size
-
-
-def _region(tensor: torch.Tensor, offset: int) -> Region:
-    return Region(offset, span(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-
-
-def _bytes_of(memory: torch.Tensor, region: Region) -> torch.Tensor:
-    return memory[region.offset : region.offset + region.nbytes]  # [nbytes]
-
-
-def _raw(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """The bytes from the first to the last element of `tensor`, gaps and all."""
-    first = tensor.storage_offset() * tensor.element_size()
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return raw.set_(tensor.untyped_storage(), first, (region.nbytes,), (1,))  # [nbytes]
-
-
-_ELEMENT = 16
-"""No element is larger."""
-
-_Piece = tuple[int, int, list[torch.Tensor]]
-"""First byte in the storage, byte after the last, and the tensors that lie there."""
+    fresh.copy_(region.bytes_of(memory))
+    return view_at(fresh, 0, region.dtype, region.size, region.stride)
 
 
 def settle_in(
-    module: nn.Module, device: torch.device, held: Sequence[torch.Tensor], kept: list[Kept]
+    module: nn.Module, device: torch.device, held: Sequence[torch.Tensor], before: list[Before]
 ) -> None:
-    """Move parameters and buffers that lie elsewhere to `device`, and `held` tensors over the same memory.
+    """Move parameters and buffers that a loader left elsewhere to `device`, for everybody who holds them.
 
-    What each was goes to `kept`.
+    A quantisation config may hold another tensor over the memory of a parameter; `held` are such tensors.
+    They must see the device too, and the same memory as before. So memory is moved piece by piece, and every
+    tensor in a piece is pointed into it. What each tensor was is added to `before`.
     """
-    own = {id(one): one for one in [*module.parameters(), *module.buffers()] if one.device != device}
-    for one in own.values():
-        if not _is_movable(one):
-            kept.append((one, one.data))
-            one.data = one.data.to(device)
+    own = {
+        id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()] if tensor.device != device
+    }
     groups: dict[int, list[torch.Tensor]] = {}
-    for one in own.values():
-        if _is_movable(one) and one.device != device:
-            groups.setdefault(storage_key(one), []).append(one)
-    for one in held:
-        if id(one) not in own and one.device != device and _is_movable(one) and storage_key(one) in groups:
-            groups[storage_key(one)].append(one)
+    for tensor in own.values():
+        if _is_movable(tensor):
+            groups.setdefault(storage_key(tensor), []).append(tensor)
+        else:
+            before.append((tensor, tensor.data))
+            tensor.data = tensor.data.to(device)
+    for tensor in held:
+        if id(tensor) not in own and tensor.device != device and _is_movable(tensor):
+            groups.get(storage_key(tensor), []).append(tensor)
     for group in groups.values():
-        for piece in _pieces(group):
-            if any(id(one) in own for one in piece[2]):
-                _move(piece, device, kept)
+        for start, end, tensors in _pieces(group):
+            if any(id(tensor) in own for tensor in tensors):
+                memory = torch.empty(end - start, dtype=torch.uint8, device=device)  # [end - start]
+                memory.copy_(_bytes(tensors[0], start, end - start))
+                for tensor in tensors:
+                    before.append((tensor, tensor.data))
+                    size, stride = tuple(tensor.size()), tuple(tensor.stride())
+                    tensor.data = view_at(memory, _first(tensor) - start, tensor.dtype, size, stride)
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:
@@ -208,31 +187,28 @@ def _is_movable(tensor: torch.Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
 
-def _pieces(group: Sequence[torch.Tensor]) -> list[_Piece]:
-    """The tensors of one storage, those whose bytes overlap together."""
-    pieces: list[_Piece] = []
-    for one in sorted(group, key=_first):
-        first, end = _first(one), _first(one) + span(one)
+def _pieces(group: Sequence[torch.Tensor]) -> list[tuple[int, int, list[torch.Tensor]]]:
+    """(first byte in the storage, byte after the last, tensors) of each part of one storage.
+
+    Tensors whose bytes overlap are in one piece.
+    """
+    pieces: list[tuple[int, int, list[torch.Tensor]]] = []
+    for tensor in sorted(group, key=_first):
+        first, end = _first(tensor), _first(tensor) + span(tensor)
         if pieces and first < pieces[-1][1]:
-            before = pieces.pop()
-            pieces.append((before[0], max(before[1], end), [*before[2], one]))
+            start, last, tensors = pieces.pop()
+            pieces.append((start, max(last, end), [*tensors, tensor]))
         else:
-            pieces.append((first - first % _ELEMENT, end, [one]))
+            pieces.append((first - first % _LARGEST_ELEMENT, end, [tensor]))
     return pieces
 
 
 def _first(tensor: torch.Tensor) -> int:
+    """The tensor's first byte in its storage."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _move(piece: _Piece, device: torch.device, kept: list[Kept]) -> None:
-    start, end, tensors = piece
-    raw = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
-    raw.set_(tensors[0].untyped_storage(), start, (end - start,), (1,))  # [n]
-    memory = torch.empty(end - start, dtype=torch.uint8, device=device)  # [n]
-    memory.copy_(raw)
-    for one in tensors:
-        kept.append((one, one.data))
-        typed = torch.empty(0, dtype=one.dtype, device=device)
-        offset = (_first(one) - start) // one.element_size()
-        one.data = typed.set_(memory.untyped_storage(), offset, one.size(), one.stride())
+def _bytes(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """uint8 [count] from byte `first` of the tensor's storage on, gaps included."""
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(tensor.untyped_storage(), first, (count,), (1,))

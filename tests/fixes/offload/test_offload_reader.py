@@ -11,7 +11,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from moedoctor.faults.offload.late_device import LateDevice
-from moedoctor.fixes.offload.prefetch import BlockingEngine
+from moedoctor.fixes.offload.prefetch import CopyEngine
 from moedoctor.fixes.offloader import Offload, offload
 
 WIDTH, TOKENS, LAYERS = 64, 12, 5
@@ -181,7 +181,7 @@ def late(device: LateDevice) -> list[bool]:
 def test_restored_the_function_is_the_layers_own_again() -> None:
     model = Model()
     expected = model(IDS)
-    handle = inside(model, engine=BlockingEngine())
+    handle = inside(model, engine=CopyEngine())
     assert all("computed" in vars(layer.experts) for layer in model.layers)
     assert all("forward" not in vars(one) for one in model.modules())
     handle.restore()

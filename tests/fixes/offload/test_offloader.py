@@ -88,7 +88,7 @@ def offloaded(model: nn.Module, budget: int = PLENTY, **options: Any) -> Offload
     patterns=st.sampled_from([(), ("up",), ("layers",), ("down", "gaps"), ("head", "layers.0")]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_module_gives_the_same_bits_within_the_budget(
     layers: int,
     dtype: torch.dtype,
