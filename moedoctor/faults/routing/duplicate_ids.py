@@ -330,14 +330,13 @@ def boundary(given: ClaimCases) -> ClaimJudgement:
     for row in rows:
         most.setdefault(row["tokens"], set()).add(row["most_experts"])
     by_tokens = "; ".join(
-        f"{tokens} tokens: {', '.join(str(experts) for experts in sorted(found))}"
-        for tokens, found in most.items()
+        f"{tokens} tokens: {', '.join(map(str, sorted(experts)))}" for tokens, experts in most.items()
     )
     table = [
         {"release": unit, **{f"{row['tokens']} tokens": row["most_experts"] for row in figures["rows"]}}
         for unit, figures in given.measured()
     ]
-    reason = f"the most local experts, {by_tokens or 'not seen'}"
+    reason = f"the most local experts, {by_tokens or 'not measured'}"
     return _measured(given, holds, claimed, {"most_local_experts": table}, reason)
 
 

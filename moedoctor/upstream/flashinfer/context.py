@@ -1,8 +1,8 @@
 """What the installed FlashInfer itself would compile for, asked without a GPU.
 
 FlashInfer chooses its targets in `CompilationContext` (0.5.0 to 0.7.2.post1), from
-FLASHINFER_CUDA_ARCH_LIST or from the GPUs that torch reports. Here it runs with that variable, the GPU and
-the CUDA release put in place by us; everything is put back afterwards.
+FLASHINFER_CUDA_ARCH_LIST or from the GPUs that torch reports. Here it runs with our values for that variable,
+the GPU and the CUDA release. Everything is put back afterwards.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import importlib.metadata
 import os
 import re
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from packaging.version import Version
 
@@ -38,66 +38,43 @@ class FlashInferContext:
 
     @classmethod
     def installed(cls) -> FlashInferContext:
-        """Import FlashInfer; raises UnavailableError where it is absent or does not import."""
+        """Import FlashInfer. Raises UnavailableError if it is absent or does not import."""
         try:
             release = importlib.metadata.version("flashinfer-python")
         except importlib.metadata.PackageNotFoundError:
             raise UnavailableError("flashinfer is not installed here") from None
         # The import reads the list, and makes a cache folder named after it with a log inside.
-        with contextlib.ExitStack() as changes:
-            folder = changes.enter_context(tempfile.TemporaryDirectory(prefix="moedoctor-"))
-            changes.enter_context(_environment(_LIST, "8.0"))
-            changes.enter_context(_environment("FLASHINFER_WORKSPACE_BASE", folder))
-            try:
-                import flashinfer.compilation_context
-                import flashinfer.jit.cpp_ext
-            except Exception as error:
-                message = f"flashinfer {release} does not import: {type(error).__name__}: {error}"
-                raise UnavailableError(message) from error
+        with tempfile.TemporaryDirectory(prefix="moedoctor-") as folder:
+            variables = {_LIST: "8.0", "FLASHINFER_WORKSPACE_BASE": folder}
+            with mock.patch.dict(os.environ, variables):
+                try:
+                    import flashinfer.compilation_context
+                    import flashinfer.jit.cpp_ext
+                except Exception as error:
+                    message = f"flashinfer {release} does not import: {type(error).__name__}: {error}"
+                    raise UnavailableError(message) from error
         return cls(release, flashinfer.compilation_context.CompilationContext, flashinfer.jit.cpp_ext)
 
     def resolve(self, capability: Capability, cuda: CudaVersion, arch_list: str | None) -> ArchReading:
         """The targets of the MoE module for one GPU of `capability` and CUDA release `cuda`, or the error.
 
-        `arch_list` is the value of FLASHINFER_CUDA_ARCH_LIST; None where it is not set.
+        `arch_list` is the value of FLASHINFER_CUDA_ARCH_LIST, None if it is not set.
         """
         import torch
 
         with contextlib.ExitStack() as changes:
-            changes.enter_context(_environment(_LIST, arch_list))
-            changes.enter_context(_replaced(torch.cuda, "device_count", lambda: 1))
-            changes.enter_context(_replaced(torch.cuda, "get_device_capability", lambda *_: capability))
-            changes.enter_context(_replaced(self.extensions, "get_cuda_version", lambda: Version(show(cuda))))
+            changes.enter_context(mock.patch.dict(os.environ, {_LIST: arch_list or ""}))
+            if arch_list is None:
+                del os.environ[_LIST]
+            for owner, name, function in (
+                (torch.cuda, "device_count", lambda: 1),
+                (torch.cuda, "get_device_capability", lambda *_: capability),
+                (self.extensions, "get_cuda_version", lambda: Version(show(cuda))),
+            ):
+                changes.enter_context(mock.patch.object(owner, name, function))
             try:
                 majors = list(moe_majors(capability))
                 flags = self.context().get_nvcc_flags_list(supported_major_versions=majors)
             except Exception as error:
                 return ArchReading((), f"{type(error).__name__}: {error}")
         return ArchReading(tuple(dict.fromkeys(match[1] for match in map(_CODE.fullmatch, flags) if match)))
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str | None) -> Iterator[None]:
-    before = os.environ.get(name)
-    _set(name, value)
-    try:
-        yield
-    finally:
-        _set(name, before)
-
-
-def _set(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

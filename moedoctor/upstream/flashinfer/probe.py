@@ -1,13 +1,14 @@
 """FlashInfer's own routing maps and finalize, called through the compiled probe.
 
-Only these functions of the release run: no GEMM, no workspace manager, no Python of FlashInfer. Buffers are
-laid out as the release's runner lays them out: slot k of token t is row ``k * tokens + t`` of the maps.
+Only these functions of the release run: no GEMM, no workspace manager, no Python of FlashInfer. The layout of
+the buffers is that of the release's runner: pair k of token t is row ``k * tokens + t`` of the maps.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
 @dataclass(frozen=True)
 class RoutingMaps:
-    """What the release's routing-map builders wrote. Rows are slots in the order k * tokens + t."""
+    """What the release's routing-map builders wrote. Rows are pairs in the order k * tokens + t."""
 
     fused: bool
     """Whether the fused prologue took the call; else the three-step sort did."""
@@ -44,40 +45,37 @@ class FlashInferProbe:
     library: ctypes.CDLL
 
     @classmethod
-    def load(cls, source: FlashInferSource, device: str) -> FlashInferProbe:
-        """Build where it was not built before, and load; raises UnavailableError where that fails."""
+    def _loaded(cls, find: Callable[[], FlashInferSource], device: str) -> FlashInferProbe:
+        """Find the sources, build unless they were built before, and load. Raises UnavailableError."""
+        release = ""
         try:
+            source = find()
+            release = f"FlashInfer {source.release}: "
             path = build(plan_build(source, arch_of(torch.cuda.get_device_capability(device))))
             return cls(source.release, path, _functions(str(path)))
         except (KernelError, OSError) as error:
-            raise UnavailableError(f"FlashInfer {source.release}: {error}") from error
+            raise UnavailableError(f"{release}{error}") from error
 
     @classmethod
     def named(cls, release: str, path: Path, device: str) -> FlashInferProbe:
         """The probe of `release` from its wheel or folder at `path`; raises UnavailableError."""
-        try:
-            return cls.load(named_source(release, path), device)
-        except KernelError as error:
-            raise UnavailableError(str(error)) from error
+        return cls._loaded(lambda: named_source(release, path), device)
 
     @classmethod
     def installed(cls, device: str) -> FlashInferProbe:
         """The probe of the installed FlashInfer; raises UnavailableError."""
-        try:
-            return cls.load(installed_source(), device)
-        except KernelError as error:
-            raise UnavailableError(str(error)) from error
+        return cls._loaded(installed_source, device)
 
     device: str = "cuda"
-    """Where the tensors that it is given must be."""
+    """The device of the tensors that its functions take."""
 
     def build_maps(
         self, ids: torch.Tensor, experts: int, *, start: int = 0, memory: RoutingMaps | int = 0
     ) -> RoutingMaps:
         """The maps for `ids` int32 [T, K] and the local experts `start` to `start + experts - 1`.
 
-        As the runner does: the fused prologue first, the three-step sort where it declines. `memory` is what
-        the maps' memory holds before: one value everywhere, or the maps of an earlier call, which are
+        As the runner does: the fused prologue first, and the three-step sort if it declines. `memory` is what
+        the maps' memory holds before: a value for all entries, or the maps of an earlier call, which are
         overwritten.
         """
         tokens, top_k = ids.shape
@@ -106,7 +104,7 @@ class FlashInferProbe:
                     maps.row_of_permuted.data_ptr(),
                     maps.permuted_of_row.data_ptr(),
                     maps.first_offset.data_ptr(),
-                    *(one.data_ptr() for one in scratch[1:]),
+                    *(buffer.data_ptr() for buffer in scratch[1:]),
                     *common,
                 )
             )
@@ -128,8 +126,8 @@ class FlashInferProbe:
     ) -> None:
         """Write to `out` bf16 [T, H] each token's sum of weight times its sorted row of `rows` bf16 [R, H].
 
-        `ids` int32 and `weights` float32 [T, K]; `experts` are those of one of `ranks`, of which this is
-        `rank`. With more ranks and `all_to_all` the release takes its kernel that fills no rows.
+        `ids` int32 and `weights` float32 [T, K]; `experts` is the number of local experts of this `rank`.
+        With more than one of `ranks` and `all_to_all` the release takes its kernel that fills no rows.
         """
         tokens, top_k = ids.shape
         self._check(
@@ -155,8 +153,8 @@ class FlashInferProbe:
 
     def _check(self, code: int) -> None:
         if code < 0:
-            said = self.library.moedoctor_probe_error().decode("utf-8", "replace")
-            raise RuntimeError(f"FlashInfer {self.release}: {said}")
+            message = self.library.moedoctor_probe_error().decode("utf-8", "replace")
+            raise RuntimeError(f"FlashInfer {self.release}: {message}")
 
 
 def _empty_maps(ids: torch.Tensor, experts: int, value: int) -> RoutingMaps:

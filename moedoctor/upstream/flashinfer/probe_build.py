@@ -38,12 +38,12 @@ _OPTIONS = (
 )
 """Those of FlashInfer's own build."""
 _CAUSES = ("undefined reference|cannot find -l", "(?i)error")
-"""What the line that says why a build failed holds, the telling ones first."""
+"""Patterns of the line that explains why a build failed, the most specific first."""
 
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """Everything that decides what comes out, and where it is kept."""
+    """Everything that decides the result, and the file that it is kept in."""
 
     source: FlashInferSource
     arch: str
@@ -53,7 +53,7 @@ class BuildPlan:
 
     @property
     def target(self) -> Path:
-        """The shared object, there or not yet."""
+        """The file of the shared object, which may not exist yet."""
         parts = [probe_text(), self.arch, *_OPTIONS, *self.defines, str(self.nvcc.cuda)]
         digest = hashlib.sha256("\0".join(parts).encode())
         digest.update(self.source.kernels.read_bytes())
@@ -82,7 +82,7 @@ def plan_build(source: FlashInferSource, arch: str) -> BuildPlan:
 
 
 def build(plan: BuildPlan) -> Path:
-    """The compiled probe, built where it is not kept already; raises KernelError with nvcc's first error."""
+    """The compiled probe, built unless it is kept already. Raises KernelError with nvcc's first error."""
     target = plan.target
     if target.is_file():
         return target
@@ -93,7 +93,7 @@ def build(plan: BuildPlan) -> Path:
         probe.write_text(probe_text(), encoding="utf-8")
         sources = [probe, *plan.source.sources]
         with ThreadPoolExecutor(len(sources)) as pool:
-            objects = list(pool.map(lambda one: _compiled(plan, one, folder), sources))
+            objects = list(pool.map(lambda file: _compiled(plan, file, folder), sources))
         made = folder / "probe.so"
         # Undefined symbols must show here and not when it is loaded.
         link = ["-shared", *_gencode(plan.arch), *map(str, objects), "-Xlinker", "--no-undefined"]
@@ -106,8 +106,8 @@ def build(plan: BuildPlan) -> Path:
 
 def _compiled(plan: BuildPlan, source: Path, folder: Path) -> Path:
     made = folder / f"{source.stem}.o"
-    includes = [f"-I{one}" for one in plan.source.includes]
-    includes += [argument for one in _cuda_libraries() for argument in ("-isystem", str(one))]
+    includes = [f"-I{path}" for path in plan.source.includes]
+    includes += [argument for path in _cuda_libraries() for argument in ("-isystem", str(path))]
     arguments = [*_OPTIONS, *_gencode(plan.arch), *plan.defines, *includes]
     _nvcc(plan, [*arguments, "-c", str(source), "-o", str(made)])
     return made
@@ -122,13 +122,14 @@ def _cuda_libraries() -> list[Path]:
     from importlib.util import find_spec
 
     spec = find_spec("nvidia")
-    roots = [Path(one) for one in (spec.submodule_search_locations or [])] if spec else []
+    roots = [Path(root) for root in (spec.submodule_search_locations or [])] if spec else []
     folders = [folder for root in roots for folder in sorted(root.glob("*/include"))]
-    return [one for one in folders if any((one / name).is_file() for name in ("cublasLt.h", "curand.h"))]
+    headers = ("cublasLt.h", "curand.h")
+    return [folder for folder in folders if any((folder / name).is_file() for name in headers)]
 
 
 def _libraries(nvcc: Tool) -> list[str]:
-    """What lets pip's toolkit link, which keeps its libraries in ``lib`` and has no device runtime."""
+    """The flags with which pip's toolkit links: libraries in ``lib``, and no device runtime."""
     return ["-cudadevrt", "none", f"-L{Path(nvcc.path).parent.parent / 'lib'}"]
 
 
@@ -140,21 +141,24 @@ def _nvcc(plan: BuildPlan, arguments: Sequence[str]) -> None:
     if done.code == 0:
         return
     lines = [*done.stderr.splitlines(), *done.stdout.splitlines()]
-    # The linker says what it misses in lines without "error", which only the compiler's last line has.
+    # The linker names what is missing in lines without "error"; only the compiler's last line has that word.
     causes = (re.search(pattern, line) and line for pattern in _CAUSES for line in lines)
-    said = next(filter(None, causes), done.first_line)
-    raise KernelError(f"{plan.nvcc} does not compile the probe for FlashInfer {plan.source.release}: {said}")
+    cause = next(filter(None, causes), done.first_line)
+    raise KernelError(f"{plan.nvcc} does not compile the probe for FlashInfer {plan.source.release}: {cause}")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build the releases named on the command line: 0, or 2 with one line a release that cannot be built."""
+    """Build the releases named on the command line. Returns 2 if one cannot be built, with a line for it."""
     arch, given = "90a", list(arguments)
     if "--arch" in given[:-1]:
         place = given.index("--arch")
         arch, given = given[place + 1], given[:place] + given[place + 2 :]
     pairs = [text.partition("=") for text in given]
     if not pairs or not all(release and path for release, _, path in pairs):
-        print("usage: flashinfer_probe_build X.Y.Z=PATH ... [--arch 90a]", file=sys.stderr)
+        print(
+            "usage: python -m moedoctor.upstream.flashinfer.probe_build X.Y.Z=PATH ... [--arch 90a]",
+            file=sys.stderr,
+        )
         return 2
 
     def built(pair: tuple[str, str, str]) -> str | KernelError:
@@ -165,9 +169,9 @@ def main(arguments: Sequence[str]) -> int:
 
     with ThreadPoolExecutor(len(pairs)) as pool:
         results = list(pool.map(built, pairs))
-    for one in results:
-        print(one, file=sys.stderr if isinstance(one, KernelError) else sys.stdout)
-    return 2 if any(isinstance(one, KernelError) for one in results) else 0
+    for result in results:
+        print(result, file=sys.stderr if isinstance(result, KernelError) else sys.stdout)
+    return 2 if any(isinstance(result, KernelError) for result in results) else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the sources of a FlashInfer release lie: in a wheel, an unpacked folder, or the installed package.
+"""The sources of a FlashInfer release: in a wheel, an unpacked folder, or the installed package.
 
 Nothing is imported. A wheel's sources are unpacked once into the cache folder.
 """
@@ -44,7 +44,7 @@ _SOURCES = (
     *(_NV / f"cpp/common/{name}.cpp" for name in ("logger", "stringUtils", "tllmException", "envUtils")),
 )
 """What the header's functions need to link, besides themselves."""
-_WANTED = re.compile(
+_NEEDED = re.compile(
     r"flashinfer/(data/(csrc|include|cutlass|spdlog|cccl)/|jit/).*|[^/]+\.dist-info/METADATA"
 )
 _MAX_FILES, _MAX_BYTES = 60_000, 1 << 30
@@ -80,22 +80,21 @@ class FlashInferSource:
     def defines(self) -> list[str]:
         """The ``-D`` flags with which this release builds its MoE module for GPUs of 9.0.
 
-        Read from its ``jit`` folder as text; raises KernelError where they are not found there.
+        Read from its ``jit`` folder as text; raises KernelError if they are not there.
         """
-        found = ["-DNDEBUG"]
-        found += [f"-DFLASHINFER_ENABLE_{name}" for name in ("F16", "BF16", "FP8_E4M3", "FP8_E5M2")]
-        found += _listed(self.package / "jit" / "core.py", "common_nvcc_flags")
-        found += _listed(self.package / "jit" / "core.py", "sm90a_nvcc_flags")
-        found += _listed(
-            self.package / "jit" / "fused_moe.py", "nvcc_flags", "gen_cutlass_fused_moe_sm90_module"
-        )
-        return list(dict.fromkeys(found))
+        jit = self.package / "jit"
+        flags = ["-DNDEBUG"]
+        flags += [f"-DFLASHINFER_ENABLE_{name}" for name in ("F16", "BF16", "FP8_E4M3", "FP8_E5M2")]
+        flags += _listed(jit / "core.py", "common_nvcc_flags")
+        flags += _listed(jit / "core.py", "sm90a_nvcc_flags")
+        flags += _listed(jit / "fused_moe.py", "nvcc_flags", "gen_cutlass_fused_moe_sm90_module")
+        return list(dict.fromkeys(flags))
 
 
 def named_source(release: str, path: Path) -> FlashInferSource:
     """The sources of `release` in `path`: a wheel, a folder that holds ``flashinfer``, or that folder.
 
-    Raises KernelError where they are not there or of another release.
+    Raises KernelError if they are not there, or of another release.
     """
     if path.suffix == ".whl" and path.is_file():
         path = _unpacked(path)
@@ -110,7 +109,7 @@ def named_source(release: str, path: Path) -> FlashInferSource:
 
 
 def check_source(release: str, path: Path) -> None:
-    """Raise KernelError where `path` cannot hold the sources of `release`; looks only, unpacks nothing."""
+    """Raise KernelError if `path` cannot hold the sources of `release`. Unpacks nothing."""
     if path.suffix != ".whl" or not path.is_file():
         named_source(release, path)
         return
@@ -141,17 +140,17 @@ def installed_source() -> FlashInferSource:
 
 
 def _check_release(release: str, package: Path) -> None:
-    """A folder beside its metadata must be of the release that was named; without metadata it is believed."""
-    found = [one.name for one in package.parent.glob("flashinfer_python-*.dist-info")]
-    if found and f"flashinfer_python-{release}.dist-info" not in found:
-        other = found[0].removeprefix("flashinfer_python-").removesuffix(".dist-info")
+    """Raise KernelError if the metadata beside the folder is of another release. It may have none."""
+    names = [folder.name for folder in package.parent.glob("flashinfer_python-*.dist-info")]
+    if names and f"flashinfer_python-{release}.dist-info" not in names:
+        other = names[0].removeprefix("flashinfer_python-").removesuffix(".dist-info")
         raise KernelError(f"{package}: is release {other}, not {release}")
 
 
 def _listed(file: Path, name: str, function: str | None = None) -> list[str]:
     """The ``-D`` texts in the list that is assigned to `name`, in `function` or at the top of `file`.
 
-    One that depends on the CUDA release is taken: all that are known are for releases that are long out.
+    A flag that depends on the CUDA release is taken: all known ones are for releases that are long out.
     """
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -162,13 +161,13 @@ def _listed(file: Path, name: str, function: str | None = None) -> list[str]:
         body = next((x.body for x in body if isinstance(x, ast.FunctionDef) and x.name == function), [])
     for statement in body:
         if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", None) == name:
-            texts = [one.value for one in ast.walk(statement.value) if isinstance(one, ast.Constant)]
+            texts = [node.value for node in ast.walk(statement.value) if isinstance(node, ast.Constant)]
             return [text for text in texts if isinstance(text, str) and text.startswith("-D")]
     raise KernelError(f"{file}: no list {name}, which the release's own build would use; not a known release")
 
 
 def _unpacked(wheel: Path) -> Path:
-    """The folder that holds what of `wheel` is needed, unpacked once."""
+    """The folder with the needed files of `wheel`, unpacked once."""
     stat = wheel.stat()
     key = hashlib.sha256(f"{wheel.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     target = cache_folder().parent / "flashinfer" / key
@@ -178,11 +177,11 @@ def _unpacked(wheel: Path) -> Path:
     folder = Path(tempfile.mkdtemp(dir=target.parent))
     try:
         with zipfile.ZipFile(wheel) as packed:
-            members = [one for one in packed.infolist() if _is_wanted(one)]
-            if len(members) > _MAX_FILES or sum(one.file_size for one in members) > _MAX_BYTES:
+            members = [member for member in packed.infolist() if _is_needed(member)]
+            if len(members) > _MAX_FILES or sum(member.file_size for member in members) > _MAX_BYTES:
                 raise KernelError(f"{wheel}: would unpack to more than {_MAX_BYTES >> 20} MiB, refused")
             packed.extractall(folder, members)
-        # Two runs may unpack at once: whoever comes second finds the folder and drops its own.
+        # Two runs may unpack at once: the second one finds the folder and drops its own.
         try:
             os.rename(folder, target)
         except OSError:
@@ -195,6 +194,6 @@ def _unpacked(wheel: Path) -> Path:
     return target
 
 
-def _is_wanted(member: zipfile.ZipInfo) -> bool:
+def _is_needed(member: zipfile.ZipInfo) -> bool:
     parts = PurePosixPath(member.filename).parts
-    return _WANTED.fullmatch(member.filename) is not None and ".." not in parts and not member.is_dir()
+    return _NEEDED.fullmatch(member.filename) is not None and ".." not in parts and not member.is_dir()

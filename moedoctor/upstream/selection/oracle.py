@@ -1,7 +1,7 @@
 """Asks an importable vLLM which MoE backend it would select, backend by backend and with its own reasons.
 
 No weights are loaded and no GPU is used: vLLM's own selection runs against a substituted compute capability
-(`moedoctor.upstream.selection.substitute`), and every `is_supported_config` that it calls is written down.
+(`moedoctor.upstream.selection.substitute`), and every `is_supported_config` that it calls is recorded.
 For a child process only.
 """
 
@@ -34,15 +34,15 @@ _SELECT = (
     "select_unquantized_moe_backend",
 )
 UNIMPORTABLE = "?"
-"""In place of the kernel's name, where the backend's module cannot be imported."""
+"""In place of the kernel's name, if the backend's module cannot be imported."""
 ALL_TO_ALL = "allgather_reducescatter"
-"""vLLM's default since 0.17.1, used where experts and data are both split."""
+"""vLLM's default since 0.17.1, used if experts and data are both split."""
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 4096, 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What vLLM said of one kernel class."""
+    """What vLLM answered about one kernel class."""
 
     backend: str
     """Upstream's name, as its log prints it."""
@@ -60,7 +60,7 @@ class Asked:
     """In the order in which vLLM asks; a backend with two kernels comes twice."""
     chosen: str | None
     error: str | None = None
-    """What vLLM raises where nothing fits."""
+    """What vLLM raises if nothing fits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Oracle:
     """The selection code of the vLLM of this process."""
 
     def __init__(self, libraries: Mapping[str, bool] | None = None) -> None:
-        """Substitutes the platform. Raises SubstituteError where vLLM cannot be asked."""
+        """Substitute the platform. Raises SubstituteError if vLLM cannot be asked."""
         self.substitute: Substitute = install(libraries)
         self.config = importlib.import_module("vllm.model_executor.layers.fused_moe.config")
         self.activation = importlib.import_module(
@@ -90,7 +90,7 @@ class Oracle:
 
     def activations(self) -> tuple[str, ...]:
         """The activations that this release knows."""
-        return tuple(one.value for one in self.activation)
+        return tuple(activation.value for activation in self.activation)
 
     def ask(self, capability: tuple[int, int], layer: Layer) -> Asked:
         """Run the release's own selection for `layer` on a GPU of this capability."""
@@ -98,7 +98,7 @@ class Oracle:
         return self.ask_again(layer)
 
     def ask_again(self, layer: Layer) -> Asked:
-        """The same on the capability that is substituted already, without forgetting cached answers."""
+        """The same on the capability that is substituted already. Keeps vLLM's cached answers."""
         name = f"{ORACLES}.{_MODULES.get(layer.scheme, 'fp8')}"
         if importlib.util.find_spec(name) is None:
             return self._without_oracle(layer)
@@ -135,7 +135,7 @@ class Oracle:
         return Asked((Answer(backend.value, "", True, None),), backend.value)
 
     def _without_oracle(self, layer: Layer) -> Asked:
-        """MXFP4 up to 0.18.1: chosen by a chain of conditions that --moe-backend is no part of."""
+        """MXFP4 up to 0.18.1: chosen by a chain of conditions that do not include --moe-backend."""
         module = importlib.import_module("vllm.model_executor.layers.quantization.mxfp4")
         backend = module.get_mxfp4_backend(with_lora_support=False)
         return Asked((Answer(backend.name, "", True, None),), backend.name)
@@ -159,7 +159,7 @@ class Oracle:
             "is_act_and_mul": not layer.activation.endswith("_no_mul"),
             "has_bias": layer.scheme == "mxfp4" and layer.activation == "swigluoai",  # gpt-oss
         }
-        fields = {one.name: one for one in dataclasses.fields(self.config.FusedMoEConfig) if one.init}
+        fields = {field.name for field in dataclasses.fields(self.config.FusedMoEConfig) if field.init}
         if "intermediate_size" in fields:
             del values["intermediate_size_per_partition"]
         return self.config.FusedMoEConfig(**{name: values[name] for name in fields if name in values})
@@ -179,13 +179,13 @@ class Oracle:
         }
         kind = self.config.FusedMoEParallelConfig
         sizes = {"pcp_size": 1, "sp_size": 1}
-        names = [one.name for one in dataclasses.fields(kind) if one.init]
+        names = [field.name for field in dataclasses.fields(kind) if field.init]
         return kind(**{name: values.get(name, sizes.get(name, 0)) for name in names})
 
 
 @contextlib.contextmanager
 def _listening(module: Any, answers: list[Answer], *, to_the_end: bool) -> Iterator[None]:
-    """Write down what each kernel class answers; `to_the_end` makes vLLM go on past the one that fits."""
+    """Record what each kernel class answers. `to_the_end` makes vLLM go on past the first that fits."""
     original: Callable[[Any], Any] = module.backend_to_kernel_cls
 
     def listening(backend: Any) -> Any:
@@ -194,7 +194,7 @@ def _listening(module: Any, answers: list[Answer], *, to_the_end: bool) -> Itera
         except ImportError as error:
             if not to_the_end:
                 raise
-            # A library that selection would not have come to; it is not there, and so neither is the backend.
+            # Selection alone would not have come to this library. It is missing, and so is the backend.
             answers.append(Answer(backend.value, UNIMPORTABLE, False, f"cannot be imported: {error}"))
             return []
         if not isinstance(kernels, list):  # FP8 up to 0.17.1
@@ -209,7 +209,7 @@ def _listening(module: Any, answers: list[Answer], *, to_the_end: bool) -> Itera
 
 
 class _Listener:
-    """Stands in for a kernel class while backends are selected."""
+    """Replaces a kernel class while backends are selected."""
 
     def __init__(self, backend: str, kernel: Any, answers: list[Answer], to_the_end: bool) -> None:
         self._backend, self._kernel, self._answers, self._to_the_end = backend, kernel, answers, to_the_end
@@ -224,8 +224,7 @@ class _Listener:
 
 
 def _engine_config() -> Any:
-    """What selection asks of the engine's configuration: the model's type and its own quantisation
-    settings."""
+    """What selection reads from the engine's configuration: the model's type and quantisation settings."""
     text = types.SimpleNamespace(model_type=None)
     model = types.SimpleNamespace(quantization_config=None, hf_text_config=text, hf_config=text)
     parallel = types.SimpleNamespace(enable_dbo=False, enable_eplb=False)

@@ -1,7 +1,7 @@
 """Makes an importable vLLM believe that it runs on a GPU of another compute capability.
 
-Nothing of vLLM is changed on disk, and no GPU is needed: its own CUDA platform class is used, with the one
-question answered differently that needs a device. For a child process only: what is substituted stays so.
+Nothing of vLLM is changed on disk, and no GPU is needed. Its own CUDA platform class is used; only the
+question that needs a device is answered differently. For a child process only: what is substituted stays so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXTENSIONS = (
     "vllm_flash_attn._vllm_fa2_C",
     "vllm_flash_attn._vllm_fa3_C",
 )
-"""Compiled modules of vLLM that its Python code imports; left out where they do not load without a GPU."""
+"""Compiled modules of vLLM that its Python code imports; left out if they do not load without a GPU."""
 
 _LOOKS_FOR = {
     "flashinfer": "has_flashinfer",
@@ -42,7 +42,7 @@ _LOOKED_FOR_IN = ("vllm.utils.flashinfer", "vllm.utils.import_utils", "vllm.util
 
 
 class SubstituteError(Exception):
-    """vLLM cannot be asked in this process; one line says why."""
+    """vLLM cannot be asked in this process; as text, why, in one line."""
 
 
 class Substitute:
@@ -64,28 +64,27 @@ class Substitute:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         for library, there in libraries.items():
-            found = _found(library) if there else (None if library == "b12x" else False)
-            for module in [one for name, one in sys.modules.items() if name.startswith("vllm.")]:
+            answer = _found(library) if there else (None if library == "b12x" else False)
+            for module in _modules():
                 for name, value in list(vars(module).items()):
                     if name.startswith(_LOOKS_FOR[library]) and callable(value):
-                        setattr(module, name, lambda *arguments, _found=found, **options: _found)
+                        setattr(module, name, lambda *arguments, _answer=answer, **options: _answer)
         self.forget()
 
     def libraries(self) -> dict[str, bool]:
-        """The optional libraries (of `LIBRARIES`) that vLLM itself finds here; those that this release does
-        not look for are left out."""
-        found = {}
+        """Return whether vLLM finds each optional library (of `LIBRARIES`) that this release looks for."""
+        there = {}
         for library, name in _LOOKS_FOR.items():
             for place in _LOOKED_FOR_IN:
                 with contextlib.suppress(ImportError):
                     look = getattr(importlib.import_module(place), name, None)
                     if look is not None:
-                        found[library] = _answers_yes(look)
-        return found
+                        there[library] = _answers_yes(look)
+        return there
 
     def forget(self) -> None:
         """Make vLLM forget what it remembers for the life of a process."""
-        for module in [one for name, one in sys.modules.items() if name.startswith("vllm.")]:
+        for module in _modules():
             for value in list(vars(module).values()):
                 clear = getattr(value, "cache_clear", None) if isinstance(value, _CACHED) else None
                 if clear is not None and getattr(value, "__module__", "").startswith("vllm."):
@@ -96,7 +95,7 @@ def install(libraries: Mapping[str, bool] | None = None) -> Substitute:
     """Substitute the platform of vLLM in this process, best before anything else imports vllm.
 
     `libraries` says which optional libraries (`flashinfer`, `deep_gemm`, `triton_kernels`, `humming`) vLLM
-    is to find; those not named are looked for as ever. Raises SubstituteError where vLLM cannot be imported.
+    is to find; the others are looked for as usual. Raises SubstituteError if vLLM cannot be imported.
     """
     notes = _stand_in_for_extensions()
     try:
@@ -134,15 +133,14 @@ def _platform_class(base: Any, interface: Any) -> Any:
 
         @classmethod
         def has_device_capability(cls, capability: Any, device_id: int = 0) -> bool:
-            wanted = divmod(capability, 10) if isinstance(capability, int) else tuple(capability)
-            return bool(cls.substituted >= wanted)
+            least = divmod(capability, 10) if isinstance(capability, int) else tuple(capability)
+            return bool(cls.substituted >= least)
 
     return SubstitutePlatform
 
 
 def _stand_in_for_extensions() -> tuple[str, ...]:
-    """Empty modules for the compiled parts that do not load, and the one operator whose answer selection
-    needs."""
+    """Make empty modules for the compiled parts that do not load, and the operators that selection asks."""
     import torch
 
     spec = importlib.util.find_spec("vllm")
@@ -154,9 +152,10 @@ def _stand_in_for_extensions() -> tuple[str, ...]:
         full = f"vllm.{name}"
         # What was imported on the way remembers that the compiled part is missing.
         package = f"{full.rpartition('.')[0]}."
-        for one in [one for one in sys.modules if one.startswith(package) and package != "vllm."]:
-            if getattr(sys.modules[one], "__file__", None):
-                del sys.modules[one]
+        siblings = [other for other in sys.modules if other.startswith(package) and package != "vllm."]
+        for sibling in siblings:
+            if getattr(sys.modules[sibling], "__file__", None):
+                del sys.modules[sibling]
         module = types.ModuleType(full)
         module.__spec__ = importlib.machinery.ModuleSpec(full, None)
         sys.modules[full] = module
@@ -169,6 +168,11 @@ def _stand_in_for_extensions() -> tuple[str, ...]:
         answered.append(name)
     notes = (f"compiled modules that do not load here: {', '.join(missing)}",) if missing else ()
     return (*notes, f"answered in their place: {', '.join(answered)}") if answered else notes
+
+
+def _modules() -> list[types.ModuleType]:
+    """The modules of vLLM that are imported already."""
+    return [module for name, module in sys.modules.items() if name.startswith("vllm.")]
 
 
 def _loads(name: str, folder: Path) -> bool:
