@@ -11,8 +11,6 @@ from moedoctor.upstream.engine.engine import EngineError, EngineResult, LogFacts
 
 SOURCE = """
 import os
-import subprocess
-import sys
 import time
 import types
 
@@ -46,11 +44,6 @@ class LLM:
         if does == "illegal":
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if does == "sleep":
-            time.sleep(60)
-        if does == "spawn":
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-            with open(arguments["hf_token"], "w") as file:
-                file.write(str(child.pid))
             time.sleep(60)
 
     def generate(self, prompts, sampling):

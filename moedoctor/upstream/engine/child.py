@@ -1,17 +1,8 @@
-"""What runs inside an engine's process: ``python -m moedoctor.upstream.engine.child REQUEST ANSWER``.
-
-Reads a request, starts vLLM, writes the answer, and leaves at once: after an illegal access the destructors
-of CUDA can hang. If a later stage fails, the answer still holds what came before.
-"""
+"""What runs inside an engine's process: starts vLLM as the request says, and answers what it did."""
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import importlib
-import json
-import os
-import signal
 import sys
 import time
 import traceback
@@ -19,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from moedoctor.processes.ask import answer
 from moedoctor.results import plain
 
 _SETS = ("cpu_offload_params", "offload_params")
@@ -27,51 +19,43 @@ _FRAMES = 14
 _MESSAGE = 3000
 
 
-def main(request_file: Path, answer_file: Path) -> None:
-    """Carry out the request in one file, write the answer to the other, end the process."""
-    _end_with_parent()
-    faulthandler.enable()
-    request = json.loads(request_file.read_text(encoding="utf-8"))
-    answer: dict[str, Any] = {"seconds": {}}
+def respond(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Carry out the request. If a later stage fails, the answer still holds what came before."""
+    response: dict[str, Any] = {"seconds": {}}
     stage = ["import"]
     try:
-        _perform(request, answer, stage)
+        _perform(request, response, stage)
     except BaseException as error:
         traceback.print_exc()
-        answer["error"] = {"stage": stage[0], **describe(error)}
-    unfinished = answer_file.with_suffix(".part")
-    unfinished.write_text(json.dumps(plain(answer)), encoding="utf-8")
-    unfinished.rename(answer_file)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+        response["error"] = {"stage": stage[0], **describe(error)}
+    return response
 
 
-def _perform(request: Mapping[str, Any], answer: dict[str, Any], stage: list[str]) -> None:
+def _perform(request: Mapping[str, Any], response: dict[str, Any], stage: list[str]) -> None:
     vllm = importlib.import_module("vllm")
-    answer["version"] = str(vllm.__version__)
+    response["version"] = str(vllm.__version__)
     stage[0] = "load"
     arguments = {key: set(value) if key in _SETS else value for key, value in request["arguments"].items()}
-    llm = _timed(answer, "load", lambda: vllm.LLM(**arguments))
-    answer["memory"] = {"after_load": device_memory()}
+    llm = _timed(response, "load", lambda: vllm.LLM(**arguments))
+    response["memory"] = {"after_load": device_memory()}
     stage[0] = "probe"
     early = _probe(request, llm) if request["probe"] and request["probe_when"] == "before" else None
     if early is not None and not callable(early):
-        answer["probe"] = plain(early)
+        response["probe"] = plain(early)
     stage[0] = "generate"
-    outputs = _timed(answer, "generate", lambda: _generate(vllm, llm, request))
+    outputs = _timed(response, "generate", lambda: _generate(vllm, llm, request))
     _synchronize()
-    answer["memory"]["at_end"] = device_memory()
+    response["memory"]["at_end"] = device_memory()
     best = [output.outputs[0] for output in outputs]
-    answer["tokens"] = [list(completion.token_ids) for completion in best]
-    answer["texts"] = [str(completion.text or "") for completion in best]
+    response["tokens"] = [list(output.token_ids) for output in best]
+    response["texts"] = [str(output.text or "") for output in best]
     if request["logprobs"] is not None:
-        answer["logprobs"] = [[_logprobs(step) for step in completion.logprobs or ()] for completion in best]
+        response["logprobs"] = [[_logprobs(step) for step in output.logprobs or ()] for output in best]
     stage[0] = "probe"
     if callable(early):
-        answer["probe"] = plain(early())
+        response["probe"] = plain(early())
     elif request["probe"] and request["probe_when"] == "after":
-        answer["probe"] = plain(_probe(request, llm))
+        response["probe"] = plain(_probe(request, llm))
 
 
 def _generate(vllm: Any, llm: Any, request: Mapping[str, Any]) -> Any:
@@ -100,12 +84,12 @@ def _probe(request: Mapping[str, Any], llm: Any) -> Any:
     return getattr(importlib.import_module(module), name)(llm, **request["probe_options"])
 
 
-def _timed(answer: dict[str, Any], name: str, action: Callable[[], Any]) -> Any:
+def _timed(response: dict[str, Any], name: str, action: Callable[[], Any]) -> Any:
     started = time.monotonic()
     try:
         return action()
     finally:
-        answer["seconds"][name] = round(time.monotonic() - started, 2)
+        response["seconds"][name] = round(time.monotonic() - started, 2)
 
 
 def _cuda() -> Any:
@@ -165,20 +149,5 @@ def _short(file: str) -> str:
     return "/".join(parts[-3:])
 
 
-def _end_with_parent() -> None:
-    """End this process group when the process that started it ends, which closes our stdin.
-
-    A separate process waits for that, because a thread would need the interpreter's lock.
-    """
-    if os.fork() == 0:
-        with contextlib.suppress(OSError):
-            while os.read(0, 1):
-                pass
-        if os.getpgid(0) == os.getppid():  # started as leader of a group, as `run_engine` does
-            os.killpg(0, signal.SIGKILL)
-        os._exit(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    answer(respond)

@@ -1,30 +1,23 @@
 """Starts a real `vllm.LLM` in a fresh Python process and returns its tokens, its error, or how it died.
 
-A request is plain data. It goes to the child in a file, and the answer comes back in one. No shell is used,
-vLLM's output goes to a log that is read afterwards, vLLM's caches go to a folder that is removed, and nothing
-that the child started outlives it.
+A request is plain data, and so is the answer of the child, `moedoctor.upstream.engine.child`. vLLM's output
+goes to a log that is read afterwards, and vLLM's caches go to a folder that is removed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import moedoctor
 from moedoctor.processes import deaths
+from moedoctor.processes.ask import Ended, run_module
 from moedoctor.redaction import Redactor
 from moedoctor.results import Death, UnavailableError
 from moedoctor.upstream.plugin.register import STATUS_VARIABLE
@@ -52,7 +45,6 @@ ARGUMENTS: Mapping[str, Any] = {
 }
 """Engine arguments for a tiny model. With `kv_cache_memory_bytes` vLLM does not profile its memory, so
 engines that run side by side do not disturb each other."""
-_STATUS = "fixes.json"
 _PROBE = re.compile(r"moedoctor(\.[a-z_][a-z0-9_]*)+:[a-z_][a-z0-9_]*")
 _OWN_CACHES = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR")
 """Never shared: an engine without a fix must not find a graph that was compiled with it."""
@@ -186,44 +178,31 @@ def run_engines(requests: Sequence[EngineRequest], *, parallel: int = 4) -> list
 
 def run_engine(request: EngineRequest) -> EngineResult:
     """Start the engine, ask it, end it. Raises nothing for a failure of vLLM: see `EngineResult.error`."""
-    with tempfile.TemporaryDirectory(prefix="moedoctor-engine-") as name:
-        folder = Path(name)
-        asked, answered, log = folder / "request.json", folder / "answer.json", folder / "log.txt"
-        asked.write_text(json.dumps(_document(request)), encoding="utf-8")
-        started = time.monotonic()
-        with log.open("wb") as sink:
-            process = subprocess.Popen(
-                [sys.executable, "-m", CHILD, str(asked), str(answered)],
-                stdin=subprocess.PIPE,  # closed with this process: the child then ends its whole group
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                env=_environ(request, folder),
-                start_new_session=True,
-            )
-        try:
-            code: int | None = process.wait(timeout=request.seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(process)
-        total = round(time.monotonic() - started, 2)
-        text = log.read_text(encoding="utf-8", errors="backslashreplace")
-        answer = _read_json(answered, {})
-        logprobs = answer.get("logprobs")
-        return EngineResult(
-            label=request.label,
-            tokens=tuple(tuple(ids) for ids in answer.get("tokens", ())),
-            texts=tuple(answer.get("texts", ())),
-            logprobs=None if logprobs is None else tuple(tuple(steps) for steps in logprobs),
-            error=_error(request, answer, code, text),
-            version=answer.get("version"),
-            fixes="; ".join(_read_json(folder / _STATUS, [])) or None,
-            log=read_log(text),
-            memory=answer.get("memory", {}),
-            probe=answer.get("probe"),
-            seconds={**answer.get("seconds", {}), "total": total},
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+        fixes = Path(name) / "fixes.json"
+        ended = run_module(
+            CHILD,
+            _document(request),
+            seconds=request.seconds,
+            environ={STATUS_VARIABLE: str(fixes), **ENVIRON, **request.environ},
+            caches=_OWN_CACHES,
         )
+        active = json.loads(fixes.read_text(encoding="utf-8")) if fixes.is_file() else []
+    answer: dict[str, Any] = ended.answers[0] if ended.answers else {}
+    logprobs = answer.get("logprobs")
+    return EngineResult(
+        label=request.label,
+        tokens=tuple(tuple(ids) for ids in answer.get("tokens", ())),
+        texts=tuple(answer.get("texts", ())),
+        logprobs=None if logprobs is None else tuple(tuple(steps) for steps in logprobs),
+        error=_error(answer, ended),
+        version=answer.get("version"),
+        fixes="; ".join(active) or None,
+        log=read_log(ended.log),
+        memory=answer.get("memory", {}),
+        probe=answer.get("probe"),
+        seconds={**answer.get("seconds", {}), "total": round(ended.seconds, 2)},
+    )
 
 
 def _document(request: EngineRequest) -> dict[str, Any]:
@@ -242,43 +221,7 @@ def _document(request: EngineRequest) -> dict[str, Any]:
     }
 
 
-def _environ(request: EngineRequest, folder: Path) -> dict[str, str]:
-    """The child's environment. It finds this moedoctor even if that is not an installed package."""
-    here = str(Path(moedoctor.__file__).resolve().parent.parent)
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*paths, here]),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        STATUS_VARIABLE: str(folder / _STATUS),
-        **{name: str(folder / "cache") for name in _OWN_CACHES},
-        **ENVIRON,
-        **request.environ,
-    }
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the child and everything that it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # it leads its group, even after its own death
-    process.kill()
-    process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
-
-
-def _read_json(file: Path, default: Any) -> Any:
-    """The JSON in `file`, or `default` if it is missing, broken or of another type."""
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return default
-    return document if isinstance(document, type(default)) else default
-
-
-def _error(
-    request: EngineRequest, answer: Mapping[str, Any], code: int | None, text: str
-) -> EngineError | None:
+def _error(answer: Mapping[str, Any], ended: Ended) -> EngineError | None:
     hide = Redactor.of_this_process().text
     error = answer.get("error")
     if error is not None:
@@ -286,10 +229,10 @@ def _error(
         death = deaths.classify(message) or Death.EXCEPTION
         frames = tuple(hide(str(frame)) for frame in error.get("frames", ()))
         return EngineError(str(error["kind"]), message, str(error["stage"]), death, frames)
-    if code is None:
-        crash = deaths.hang(request.seconds, text)
+    if ended.code is None:
+        crash = deaths.hang(ended.limit, ended.log)
     elif "tokens" not in answer:
-        crash = deaths.from_exit(code, text)
+        crash = deaths.from_exit(ended.code, ended.log)
     else:
         return None
     return EngineError(crash.death.value, hide(crash.message), "process", crash.death)

@@ -1,8 +1,7 @@
-"""The protocol with an engine's process: every way in which it can end, and that nothing outlives it."""
+"""The protocol with an engine's process: its answer, and every way in which it can end."""
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import engine_stub
 import pytest
 
+from moedoctor.processes.ask import Ended
 from moedoctor.results import Death
+from moedoctor.upstream.engine import engine
 from moedoctor.upstream.engine.child import describe
 from moedoctor.upstream.engine.engine import EngineRequest, read_log, run_engine, run_engines
-from moedoctor.upstream.engine.engine import _environ as environ_of
 
 PROMPTS = [[1, 2, 3], [7]]
 
@@ -62,47 +62,13 @@ def test_ways_of_failing(model: str, kind: str, stage: str, death: Death) -> Non
         assert error.line() == "load: RuntimeError: b_scales is not on GPU"
 
 
-def test_a_time_limit_ends_the_engine_and_its_children(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    result = run_engine(EngineRequest("spawn", PROMPTS, {"hf_token": str(pid)}, seconds=3.0))
-    assert result.error is not None
-    assert result.error.death is Death.HANG
-    assert ended(int(pid.read_text()))
-
-
-def test_nothing_outlives_the_process_that_asked(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    parent = os.fork()
-    if parent == 0:  # pragma: no cover - the child
-        run_engine(EngineRequest("spawn", PROMPTS, {"hf_token": str(pid)}, seconds=30.0))
-        os._exit(0)
-    deadline = time.monotonic() + 10
-    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(parent, 9)
-    os.waitpid(parent, 0)
-    assert ended(int(pid.read_text()))
-
-
-def ended(pid: int) -> bool:
-    """Whether the process is gone within a few seconds. A zombie, which nobody here reaps, is gone."""
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_several_run_side_by_side_in_order() -> None:
     started = time.monotonic()
     requests = [EngineRequest("sleep", PROMPTS, seconds=1.5, label=str(index)) for index in range(3)]
     results = run_engines(requests, parallel=3)
     assert [result.label for result in results] == ["0", "1", "2"]
     assert time.monotonic() - started < 4.0
+    assert all(result.error is not None and result.error.death is Death.HANG for result in results)
 
 
 def test_wrong_requests_are_refused() -> None:
@@ -117,10 +83,14 @@ def test_wrong_requests_are_refused() -> None:
 
 
 def test_the_environment_and_the_caches_are_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
-    made = environ_of(EngineRequest("ok", PROMPTS, environ={"HF_HUB_OFFLINE": "0"}), Path("/f"))
-    assert (made["VLLM_USE_DEEP_GEMM"], made["HF_HUB_OFFLINE"]) == ("0", "0")
-    assert made["VLLM_CACHE_ROOT"] == made["TORCHINDUCTOR_CACHE_DIR"] == "/f/cache"
+    def run_module(module: str, request: Any, *, environ: Any, caches: Any, seconds: float) -> Ended:
+        assert module == "moedoctor.upstream.engine.child"
+        assert (environ["VLLM_USE_DEEP_GEMM"], environ["HF_HUB_OFFLINE"]) == ("0", "0")
+        assert {"VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"} < set(caches)
+        return Ended((), 0, "", seconds, seconds)
+
+    monkeypatch.setattr(engine, "run_module", run_module)
+    run_engine(EngineRequest("ok", PROMPTS, environ={"HF_HUB_OFFLINE": "0"}))
 
 
 def test_an_exception_inside_another() -> None:

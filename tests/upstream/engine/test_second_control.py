@@ -67,6 +67,7 @@ def _no_grad() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow  # a cold cache of inductor takes half a minute
 @pytest.mark.filterwarnings("ignore:weights are no longer prefetched")
 def test_other_code_rounds_elsewhere_and_the_same_code_does_not_care_where_weights_come_from() -> None:
     torch.manual_seed(0)
