@@ -1,4 +1,4 @@
-"""The command line: parse, call, print, exit code. No logic, and no torch."""
+"""The command line: registers the commands of `moedoctor.commands` and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,23 @@ from typing import Annotated, Any
 
 import typer
 
-from moedoctor import __version__, cli_diagnose, cli_measure, cli_run
+from moedoctor import __version__
+from moedoctor.commands.audit import audit
+from moedoctor.commands.backends import backends
+from moedoctor.commands.bench import bench
+from moedoctor.commands.check import check
+from moedoctor.commands.compare import compare
+from moedoctor.commands.explain import explain
+from moedoctor.commands.lint import lint
+from moedoctor.commands.list import list_
+from moedoctor.commands.options import InputError
+from moedoctor.commands.plan import plan
+from moedoctor.commands.run import run
+from moedoctor.commands.show import show
+from moedoctor.commands.triage import triage
 
 EPILOG = (
-    "Exit codes: 0 nothing found, 1 something found, 2 wrong usage or bad input, 3 moedoctor's own fault."
+    "Exit codes: 0 nothing found, 1 something found, 2 wrong usage or bad input, 3 an error in moedoctor."
 )
 
 app = typer.Typer(
@@ -26,8 +39,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(asked: bool) -> None:
+    if asked:
         typer.echo(f"moedoctor {__version__}")
         raise typer.Exit
 
@@ -35,31 +48,20 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     pass
 
 
 # In the order of the help.
-app.command(epilog=EPILOG)(cli_run.run)
-app.command(epilog=EPILOG)(cli_diagnose.check)
-app.command(epilog=EPILOG)(cli_diagnose.backends)
-app.command("list")(cli_run.list_)
-app.command()(cli_run.explain)
-app.command(epilog=EPILOG)(cli_run.compare)
-app.command(epilog=EPILOG)(cli_diagnose.triage)
-app.command(epilog=EPILOG)(cli_diagnose.lint)
-app.command(epilog=EPILOG)(cli_diagnose.audit)
-app.command(epilog=EPILOG)(cli_measure.plan)
-app.command(epilog=EPILOG)(cli_measure.bench)
-app.command()(cli_run.show)
+for command in (run, check, triage, explain, list_, backends, lint, audit, plan, bench, compare, show):
+    app.command(command.__name__.rstrip("_"), epilog=EPILOG)(command)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code; bad input gives one line on stderr."""
-    from moedoctor.commands.errors import InputError
-
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         code: Any = app(arguments, standalone_mode=False)
@@ -73,10 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
         print("moedoctor: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output went away, as `| head` does
+        sys.stderr.close()  # the reader of our output is gone, as with `| head`
         return 0
     except Exception as error:
-        return _usage_or_own_fault(error)
+        return _usage_error(error)
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -85,8 +87,9 @@ def _terminate(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _usage_or_own_fault(error: Exception) -> int:
-    show = getattr(error, "format_message", None)  # the parser's own usage errors
+def _usage_error(error: Exception) -> int:
+    """Print an error of the parser in one line; anything else is an error in moedoctor."""
+    show = getattr(error, "format_message", None)
     if show is not None:
         message = show()
         if message.startswith("Usage:"):
@@ -99,8 +102,5 @@ def _usage_or_own_fault(error: Exception) -> int:
     import traceback
 
     traceback.print_exc()
-    print(
-        "moedoctor: this is a fault of moedoctor itself, please report it with the lines above",
-        file=sys.stderr,
-    )
+    print("moedoctor: this is an error in moedoctor; please report it with the lines above", file=sys.stderr)
     return 3

@@ -105,9 +105,9 @@ def blocks(help_now: str) -> tuple[Block, ...]:
 
 def failures() -> str:
     """The catalogue as a table."""
-    from moedoctor.commands.readme_table import failures_table
+    from moedoctor.commands.list import readme_table
 
-    return failures_table()
+    return readme_table()
 
 
 def shown_commands(document: Path) -> Iterator[Shown]:

@@ -85,15 +85,16 @@ def test_strict_counts_a_skip_as_found(tmp_path: Path) -> None:
         (["run", "--vllm-kernels", "0.19.1"], "expected X.Y.Z=PATH"),
         (["run", "--vllm-kernels", "0.19.1=/no/such.whl"], "/no/such.whl: no such file"),
         (["run", "--device", "tpu"], "--device tpu: expected auto, cpu or cuda:N"),
-        (["run", "--timeout", "0"], "--timeout 0: expected more than 0"),
-        (["run", "--timeout", "soon"], "Invalid value for '--timeout'"),
+        (["run", "--timeout", "0"], "--timeout 0: expected seconds, more than 0"),
+        (["run", "--timeout", "soon"], "--timeout soon: expected seconds, more than 0"),
         (["run", "--jobs", "0"], "Invalid value for '--jobs'"),
         (["run", "--tolerance", "a lot"], "a lot"),
         (["run", "--baseline", "/no/such.json"], "/no/such.json:1:"),
         (["run", "-o", "/no/such/folder/report.json"], "its folder does not exist"),
         (["run", "--bogus"], "--bogus"),
         (["explain", "MD0001"], "did you mean MD001?"),
-        (["list", "--format", "pdf"], "expected one of table, json, markdown"),
+        (["plan", "--model", "x", "--scheme", "int3"], "--scheme int3: expected one of bf16, fp8"),
+        (["audit"], "Missing argument"),
         (["compare", "a.json", "b.json"], "a.json:1:"),
         (["compare", "a.json"], "Missing argument"),
         (["frob"], "No such command 'frob'"),
@@ -107,6 +108,32 @@ def test_bad_input_is_exit_2_and_one_line(
     assert said in printed.err
     assert len(printed.err.splitlines()) == 1
     assert printed.out == ""
+
+
+TAKES_A_FILE = {
+    "run": ["run", "MD001"],
+    "check": ["check"],
+    "triage": ["triage", "-"],
+    "backends": ["backends", "--sm", "9.0"],
+    "lint": ["lint", "."],
+    "audit": ["audit", "."],
+    "plan": ["plan", "--model", "qwen3-30b-a3b"],
+    "bench": ["bench", "--cache"],
+    "show": ["show", "a.json"],
+}
+
+
+@pytest.mark.parametrize(
+    "arguments", [*TAKES_A_FILE.values(), ["list"], ["explain", "MD001"], ["compare", "a.json", "b.json"]]
+)
+def test_every_command_checks_its_format_and_output_first(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--format", "pdf"]) == 2
+    assert "--format pdf: expected one of " in capsys.readouterr().err
+    if arguments[0] in TAKES_A_FILE:
+        assert main([*arguments, "-o", "/no/such/folder/x.json"]) == 2
+        assert capsys.readouterr().err.endswith("its folder does not exist; create it first\n")
 
 
 def test_report_goes_whole_into_the_file(scenario: Path, tmp_path: Path) -> None:
@@ -164,15 +191,20 @@ def test_github_format_writes_the_step_summary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_kills_the_children_and_prints_what_finished(tmp_path: Path, number: signal.Signals) -> None:
-    file = write(tmp_path / "a.yaml", "parameters: {fixed: hang}\ntimeout: 600\n")
+    file, hanging = (
+        write(tmp_path / "a.yaml", "parameters: {fixed: hang}\ntimeout: 600\n"),
+        tmp_path / "hangs",
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "moedoctor", "run", str(file), "--format", "json", "-j", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(PLUGIN)},
+        env={**os.environ, "PYTHONPATH": str(PLUGIN), "HANGING": str(hanging)},
     )
-    time.sleep(6)
+    wait_until = time.monotonic() + 60
+    while not hanging.exists() and time.monotonic() < wait_until:
+        time.sleep(0.05)
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=30)
     assert process.returncode == 130, stderr
@@ -198,7 +230,7 @@ def test_list_and_explain_know_the_catalogue() -> None:
     assert {"id": "MD001", "name": "nan_routing"}.items() <= listed[0].items()
     explained = moedoctor("explain", "nan-routing").stdout
     for heading in ("What happens", "Who is affected", "Fix", "Claims", "Links"):
-        assert f"## {heading}" in explained
+        assert f"\n{heading}" in explained
 
 
 def test_every_option_that_takes_a_value_says_what_kind() -> None:

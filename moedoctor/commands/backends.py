@@ -1,80 +1,162 @@
-"""`moedoctor backends`."""
+"""`moedoctor backends`: the MoE backend that vLLM selects, and whether settings take effect."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import moedoctor
-from moedoctor import environment
-from moedoctor.commands.backends_machine import capability_of, libraries_here, public_version, release_of
-from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.diagnose.settings.flags import parallel_of, served
-from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
-from moedoctor.diagnose.settings.tables import SettingFinding
-from moedoctor.fixes import backends
-from moedoctor.fixes.backends import release_tables as backend_tables
-from moedoctor.fixes.backends import requests as backend_requests
-from moedoctor.redaction import Redactor
-from moedoctor.reporters.backends import FORMATS, BackendsReport, outcome, render
-from moedoctor.reporters.output import OutputError, check_writable, write
+import typer
+
+from moedoctor.commands.options import (
+    Capability,
+    InputError,
+    Output,
+    PageFormat,
+    as_input_error,
+    deliver,
+    one_of,
+)
 
 if TYPE_CHECKING:
+    from moedoctor.diagnose.settings.tables import SettingFinding
+    from moedoctor.fixes.backends import Selection
+    from moedoctor.fixes.backends.requests import Request
     from moedoctor.upstream.selection.agreement import Heard
 
 _ALIASES = {"relu2": "relu2_no_mul"}
 """Nemotron's configuration says relu2, and its layers have no gate."""
-_ALL_TO_ALL = "allgather_reducescatter"
-_WITHOUT_CUBIN = (
-    "vLLM {release} does not require flashinfer-cubin: where that and nvcc are both missing, "
-    "it takes FlashInfer for missing, and the FlashInfer backends drop out"
-)
+_CAPABILITY = re.compile(r"(?:sm[_ ]?|compute_)?(\d{2,3})[af]?", re.IGNORECASE)
+_SEPARATE = ("flashinfer", "humming", "b12x", "hpc", "quark")
+"""Optional libraries that are packages of their own; the others come inside vLLM."""
+_NINJA_TOO = "0.32.0"
+"""From this release on, vLLM also looks for nvcc in CUDA_HOME, and needs ninja."""
 
 
-@dataclass(frozen=True)
-class BackendsRequest:
-    """The command line of `moedoctor backends`, as text."""
+def backends(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- vllm serve ...", help="Command line of a server, whose settings are judged too."
+        ),
+    ] = None,
+    sm: Capability = None,
+    scheme: Annotated[
+        str,
+        typer.Option(
+            metavar="SCHEME",
+            parser=one_of("--scheme", "moedoctor.fixes.backends.release_tables:SCHEMES"),
+            help="Type of weights and activations: nvfp4, nvfp4-w4a16, mxfp4, fp8, fp8-block or bf16.",
+        ),
+    ] = "nvfp4",
+    release: Annotated[
+        str | None,
+        typer.Option(metavar="X.Y.Z", help="vLLM release, such as 0.21.0. Default: the installed one."),
+    ] = None,
+    ep: Annotated[bool, typer.Option("--ep", help="The layer uses expert parallelism.")] = False,
+    dp: Annotated[bool, typer.Option("--dp", help="The layer uses data parallelism.")] = False,
+    activation: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Activation of the layer: silu, swigluoai (gpt-oss), relu2 (Nemotron), gelu and others.",
+        ),
+    ] = "silu",
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="MARLIN", help="Say if this backend would work, and which setting asks for it."),
+    ] = None,
+    ask: Annotated[
+        bool, typer.Option("--ask/--no-ask", help="Also ask the installed vLLM, which takes seconds.")
+    ] = True,
+    format: PageFormat = "table",
+    output: Output = None,
+) -> int:
+    """Show which MoE backend vLLM selects, and why not the others.
 
-    sm: str | None = None
-    scheme: str = "nvfp4"
-    release: str | None = None
-    ep: bool = False
-    dp: bool = False
-    activation: str = "silu"
-    backend: str | None = None
-    format: str = "table"
-    output: Path | None = None
-    command: tuple[str, ...] = ()
-    """What came after ``--``: a server's command line."""
-    ask_installed: bool = True
-    """Ask the installed vLLM itself, where it is the release in question."""
+    Also judges the VLLM_* and FLASHINFER_* variables and a server's command line for the same release. Exit
+    code 1 if a setting does not take effect, no backend is selected, or --backend would not work.
+    """
+    from moedoctor import __version__, environment
+    from moedoctor.diagnose.settings.flags import parallel_of, served
+    from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
+    from moedoctor.reporters.backends import BackendsReport, backends_document, backends_page, outcome
+
+    environ = dict(os.environ)
+    facts = environment.collect()
+    installed = facts.get("vllm")
+    release, notes = release_of(release, installed)
+    line = served(command or ())
+    line_ep, line_dp = parallel_of(line.command, release)
+    question = _Question(
+        capability_of(sm, facts),
+        scheme,
+        {
+            "release": release,
+            "ep": ep or line_ep,
+            "dp": dp or line_dp,
+            "activation": _ALIASES.get(activation, activation),
+        },
+        moe_backend_of(line.command, release),
+        {**_upstream_variables(environ), **line.settings},
+    )
+    notes += _understood(activation, line.command, question)
+    here = installed is not None and public_version(installed) == release
+    heard: Heard | None = None
+    with as_input_error(ValueError):
+        libraries = libraries_here(release, environ) if here else None
+        selection = question.select(None)
+        flashinfer = facts.get("flashinfer") if here else None
+        settings = check_settings(
+            release, question.settings, line.command, flashinfer=flashinfer, scheme=scheme
+        )
+        if here and ask:
+            heard, answers = _ask(selection, question, settings)
+            libraries = {**(libraries or {}), **heard.libraries} if heard else libraries
+            notes += answers
+        if libraries is not None:
+            selection = question.select(libraries)
+        asked = question.request(backend, libraries) if backend else None
+    differences = _differences(selection, heard)
+    dead = any(not finding.takes_effect for finding in settings)
+    wrong = differences or dead or selection.chosen is None or (asked and not asked.works)
+    report = BackendsReport(
+        selection=selection,
+        request=asked,
+        settings=_redacted(settings, question.settings, environ),
+        disagreements=differences,
+        notes=(*notes, *_assumptions(selection, here=here)),
+        exit_code=int(bool(wrong)),
+        version=__version__,
+    )
+    page, document = backends_page(report), backends_document(report)
+    deliver(page, document, format=format, output=output, summary=outcome(selection))
+    return report.exit_code
 
 
 @dataclass(frozen=True)
 class _Question:
-    """A request, with this machine's facts in place of what it left open."""
+    """What is asked, with this machine's facts for what the command line leaves open."""
 
     capability: str
     scheme: str
     options: Mapping[str, Any]
-    """What `backends.select` and `backend_requests.request` both take."""
+    """What `select` and `request` both take."""
     moe_backend: str
     settings: Mapping[str, str]
-    """The variables, those of the command line over those of the environment."""
-    command: tuple[str, ...]
+    """The variables; those of the command line replace those of the environment."""
 
-    @property
-    def release(self) -> str:
-        return str(self.options["release"])
+    def select(self, libraries: Mapping[str, bool] | None) -> Selection:
+        from moedoctor.fixes.backends import select
 
-    def select(self, libraries: Mapping[str, bool] | None) -> backends.Selection:
-        return backends.select(
+        return select(
             self.capability,
             self.scheme,
             moe_backend=self.moe_backend,
@@ -83,122 +165,44 @@ class _Question:
             **self.options,
         )
 
+    def request(self, backend: str, libraries: Mapping[str, bool] | None) -> Request:
+        from moedoctor.fixes.backends.requests import request
 
-def backends_command(request: BackendsRequest, environ: Mapping[str, str] | None = None) -> int:
-    """Say which backend is selected and why each other one is not; judge the settings.
-
-    1 where a setting does not take effect, the forced backend would not work, nothing is selected, or the
-    installed vLLM disagrees with the tables; else 0. Raises InputError for what cannot be used.
-    """
-    if request.format not in FORMATS:
-        raise InputError(f"--format {request.format}: expected one of {', '.join(FORMATS)}")
-    with as_input_error(OutputError):
-        check_writable(request.output)
-    report = _report(request, os.environ if environ is None else environ)
-    terminal = request.output is None and sys.stdout.isatty()
-    text = render(report, request.format, width=shutil.get_terminal_size().columns if terminal else None)
-    if request.output is None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    else:
-        with as_input_error(OutputError):
-            write(request.output, text)
-        print(f"moedoctor: {outcome(report.selection)}; written to {request.output}", file=sys.stderr)
-    return report.exit_code
-
-
-def _report(request: BackendsRequest, environ: Mapping[str, str]) -> BackendsReport:
-    facts = environment.collect()
-    installed = facts.get("vllm")
-    release, notes = release_of(request.release, installed)
-    question, said = _question(request, release, capability_of(request.sm, facts), environ)
-    here = installed is not None and public_version(installed) == release
-    flashinfer = facts.get("flashinfer") if here else None
-    with as_input_error(ValueError):
-        selection = question.select(None)
-        asked = _asked(request.backend, question, None)
-        findings = check_settings(
-            release, question.settings, question.command, flashinfer=flashinfer, scheme=request.scheme
+        return request(
+            backend,
+            self.capability,
+            self.scheme,
+            environ=self.settings,
+            libraries=libraries,
+            **self.options,
         )
-        heard: Heard | None = None
-        libraries = libraries_here(release, environ) if here else None
-        if here and request.ask_installed:
-            heard, answers = _ask(selection, question, findings)
-            libraries = {**(libraries or {}), **heard.libraries} if heard else libraries
-            said = (*said, *answers)
-        if libraries is not None:
-            selection = question.select(libraries)
-            asked = _asked(request.backend, question, libraries)
-    differences: tuple[str, ...] = ()
-    if heard is not None:
-        from moedoctor.upstream.selection.agreement import disagreements
-
-        differences = disagreements(selection, heard)
-    found = bool(
-        differences
-        or selection.chosen is None
-        or any(not one.takes_effect for one in findings)
-        or (asked and not asked.works)
-    )
-    notes = (*notes, *said, *_remarks(selection, here=here))
-    shown = _redacted(findings, question.settings, environ)
-    return BackendsReport(selection, asked, shown, differences, notes, int(found), moedoctor.__version__)
 
 
-def _question(
-    request: BackendsRequest, release: str, capability: str, environ: Mapping[str, str]
-) -> tuple[_Question, tuple[str, ...]]:
-    """(the question, notes on how the command line was understood)."""
-    line = served(request.command)
-    ep, dp = parallel_of(line.command, release)
-    activation = _ALIASES.get(request.activation, request.activation)
-    options = {
-        "release": release,
-        "ep": request.ep or ep,
-        "dp": request.dp or dp,
-        "activation": activation,
-    }
-    settings = {
-        name: value for name, value in environ.items() if name.upper().startswith(("VLLM_", "FLASHINFER_"))
-    }
+def _upstream_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    prefixes = ("VLLM_", "FLASHINFER_")
+    return {name: value for name, value in environ.items() if name.upper().startswith(prefixes)}
+
+
+def _understood(activation: str, command: Sequence[str], question: _Question) -> tuple[str, ...]:
+    """Return notes on how the options and the command line were understood."""
     notes = []
-    if activation != request.activation:
-        notes.append(f"{request.activation} layers have no gate: taken as {activation}")
-    moe_backend = moe_backend_of(line.command, release)
-    question = _Question(
-        capability, request.scheme, options, moe_backend, {**settings, **line.settings}, line.command
-    )
-    if "--config" in line.command:
+    if question.options["activation"] != activation:
+        notes.append(f"{activation} layers have no gate: taken as {question.options['activation']}")
+    if "--config" in command:
         notes.append("the file that --config names was not read")
-    if options["ep"] and options["dp"]:
-        notes.append(f"taken to be split with --all2all-backend {_ALL_TO_ALL}, the default")
-    return question, tuple(notes)
-
-
-def _asked(
-    backend: str | None, question: _Question, libraries: Mapping[str, bool] | None
-) -> backend_requests.Request | None:
-    if not backend:
-        return None
-    return backend_requests.request(
-        backend,
-        question.capability,
-        question.scheme,
-        environ=question.settings,
-        libraries=libraries,
-        **question.options,
-    )
+    if question.options["ep"] and question.options["dp"]:
+        notes.append("taken to be split with --all2all-backend allgather_reducescatter, the default")
+    return tuple(notes)
 
 
 def _ask(
-    selection: backends.Selection, question: _Question, findings: Sequence[SettingFinding]
+    selection: Selection, question: _Question, findings: Sequence[SettingFinding]
 ) -> tuple[Heard | None, tuple[str, ...]]:
-    """(what the installed vLLM says of the same question, notes)."""
+    """Return the answer of the installed vLLM to the same question, and notes."""
     from moedoctor.upstream.selection.agreement import AgreementError, ask_installed
 
-    stopping = [one.setting for one in findings if one.stops]
-    if stopping:
-        return None, ("the installed vLLM was not asked, for it stops at a setting",)
+    if any(finding.stops for finding in findings):
+        return None, ("the installed vLLM was not asked, because it stops at a setting",)
     if sys.stderr.isatty():
         print("moedoctor: asking the installed vLLM, which takes seconds", file=sys.stderr)
     try:
@@ -209,34 +213,136 @@ def _ask(
     return heard, (agreed, *heard.notes)
 
 
-def _remarks(selection: backends.Selection, *, here: bool) -> tuple[str, ...]:
+def _differences(selection: Selection, heard: Heard | None) -> tuple[str, ...]:
+    if heard is None:
+        return ()
+    from moedoctor.upstream.selection.agreement import disagreements
+
+    return disagreements(selection, heard)
+
+
+def _assumptions(selection: Selection, *, here: bool) -> tuple[str, ...]:
+    """Return notes on what is assumed about a release that is not installed here."""
+    from moedoctor.fixes.backends.release_tables import releases
+
     if here:
         return ()
     notes = ["optional libraries are taken to be there as this release requires or brings them"]
-    chosen = (selection.chosen or "").lower()
-    if "flashinfer" in chosen and not backend_tables.releases()[selection.release].flashinfer_cubin:
-        notes.append(_WITHOUT_CUBIN.format(release=selection.release))
+    if (
+        "flashinfer" in (selection.chosen or "").lower()
+        and not releases()[selection.release].flashinfer_cubin
+    ):
+        notes.append(
+            f"vLLM {selection.release} does not require flashinfer-cubin: if that and nvcc are both missing, "
+            "it does not find FlashInfer, and the FlashInfer backends drop out"
+        )
     return tuple(notes)
 
 
 def _redacted(
     findings: Sequence[SettingFinding], settings: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[SettingFinding, ...]:
-    """The findings fit to be pasted into an issue: no secrets, user names or home folders."""
+    """Return the findings without secrets, user names and home folders, so that they fit into an issue."""
+    from moedoctor.redaction import Redactor
+
     redactor = Redactor.of(environ, platform.node())
-    found = []
-    for one in findings:
-        mark = " " if one.setting.startswith("-") else "="
-        name, given, value = one.setting.partition(mark)
+    masked = []
+    for finding in findings:
+        mark = " " if finding.setting.startswith("-") else "="
+        name, given, value = finding.setting.partition(mark)
         shown = redactor.setting(name.strip("-").replace("-", "_"), value) if given else value
-        instead = one.instead.replace(value, shown) if one.instead and value else one.instead
+        instead = finding.instead.replace(value, shown) if finding.instead and value else finding.instead
         setting = f"{redactor.text(name)}{given}{shown}"
-        found.append(replace(one, setting=setting, message=redactor.text(one.message), instead=instead))
-    return tuple(found)
+        message = redactor.text(finding.message)
+        masked.append(replace(finding, setting=setting, message=message, instead=instead))
+    return tuple(masked)
+
+
+# What this machine gives if the command line leaves it open: release, GPU, libraries.
+
+
+def release_of(wanted: str | None, installed: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return a release of the tables, and why it is this one. Raises InputError for an unknown one."""
+    from packaging.version import InvalidVersion, Version
+
+    from moedoctor.fixes.backends.release_tables import releases
+
+    known = list(releases())
+    if wanted is not None:
+        if wanted.removeprefix("v") not in known:
+            raise InputError(f"--release {wanted}: the tables know {', '.join(known)}")
+        return wanted.removeprefix("v"), ()
+    if installed is None:
+        return known[-1], (f"vllm is not installed here: answered for {known[-1]}, the newest in the tables",)
+    if public_version(installed) in known:
+        return public_version(installed), ()
+    try:
+        version = Version(installed)
+    except InvalidVersion:
+        version = Version("0")
+    older = [name for name in known if Version(name) <= version]
+    nearest = older[-1] if older else known[0]
+    return nearest, (f"vllm {installed} is not in the tables: answered for {nearest}",)
+
+
+def public_version(version: str) -> str:
+    """Return the release without a local part such as ``+cu130``; a development version stays as it is."""
+    return version.partition("+")[0]
+
+
+def capability_of(wanted: str | None, facts: Mapping[str, Any]) -> str:
+    """Return the compute capability, by default that of this machine's first GPU. Raises InputError."""
+    from moedoctor.fixes.backends.release_tables import CAPABILITIES
+
+    if wanted is None:
+        wanted = facts.get("capability")
+        if not wanted:
+            raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
+    digits = _CAPABILITY.fullmatch(wanted.strip())
+    capability = f"{digits[1][:-1]}.{digits[1][-1]}" if digits else wanted.strip()
+    if capability not in CAPABILITIES:
+        raise InputError(f"--sm {wanted}: expected one of {', '.join(CAPABILITIES)}")
+    return capability
+
+
+def libraries_here(release: str, environ: Mapping[str, str]) -> dict[str, bool]:
+    """Return the optional libraries that vLLM `release` would find in this environment.
+
+    Only needed if vLLM itself cannot say. Nothing is imported, so a broken library is taken to be there.
+    """
+    from moedoctor.fixes.backends import is_on
+
+    libraries = {name: is_there(name) for name in _SEPARATE}
+    # vllm/utils/flashinfer.py, has_flashinfer: it must also be able to get its kernels from somewhere.
+    brought = is_there("flashinfer_cubin") or is_on(environ.get("VLLM_HAS_FLASHINFER_CUBIN", "0"))
+    libraries["flashinfer"] = libraries["flashinfer"] and (brought or _compiles(release, environ))
+    if is_there("deep_gemm"):  # else as the release brings it along
+        libraries["deep_gemm"] = True
+    return libraries
+
+
+def _compiles(release: str, environ: Mapping[str, str]) -> bool:
+    """Return whether vLLM `release` finds what compiles FlashInfer's kernels."""
+    from packaging.version import Version
+
+    if Version(release) < Version(_NINJA_TOO):
+        return shutil.which("nvcc") is not None
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    on_path = None if home else shutil.which("nvcc")
+    nvcc = on_path or shutil.which(os.fspath(Path(home or "/usr/local/cuda", "bin", "nvcc")))
+    return nvcc is not None and shutil.which("ninja") is not None
+
+
+def is_there(name: str) -> bool:
+    """Return whether a module can be found; it is not imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Only for `python -m moedoctor.commands.backends`: write the reports that `reports/backends` keeps."""
+    """Write the reports in `reports/backends`: ``python -m moedoctor.commands.backends FOLDER``."""
     from moedoctor.reporters.backend_pages import write_reports
 
     if len(arguments) != 1:

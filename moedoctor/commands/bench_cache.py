@@ -1,125 +1,100 @@
-"""`moedoctor bench --cache`."""
+"""`moedoctor bench --cache`: the replay of a trace, the speed on a GPU, and the report."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moedoctor import environment
-from moedoctor.bench.cache.replay import SCOPES, default_capacities, facts_of, replay_trace
-from moedoctor.commands.bench_cache_speed import measure_speed
-from moedoctor.commands.errors import InputError, as_input_error
+from moedoctor.bench.cache.replay import default_capacities, facts_of, replay_trace
+from moedoctor.commands.options import InputError, as_input_error, deliver, numbers
 from moedoctor.environment import no_gpu
-from moedoctor.fixes.eviction import POLICIES
 from moedoctor.redaction import Redactor
-from moedoctor.reporters.bench_cache import FORMATS, render, summary_line, write_pictures
-from moedoctor.reporters.bench_cache_json import CacheBench
-from moedoctor.reporters.output import OutputError, check_writable, write
+from moedoctor.reporters.bench_cache import (
+    CacheBench,
+    bench_document,
+    bench_page,
+    summary_line,
+    terminal_charts,
+    write_pictures,
+)
+from moedoctor.reporters.output import OutputError, terminal
 from moedoctor.reporters.plots import PlotError
 from moedoctor.trace.format import SHIPPED, RoutingTrace, TraceError, load, shipped_trace
 from moedoctor.trace.synthetic import PREFIX, ZipfSettings, zipf_trace
 
+if TYPE_CHECKING:
+    from moedoctor.bench.cache.speed import Host, Model
+
+SUBJECTS = {
+    "overlap": "ours: aging, packed, hits computed during copies",
+    "packed": "ours: aging, packed",
+    "aging": "ours: aging",
+    "device": "ours: device engine",
+    "host": "ours: host engine",
+    "resident": "ours, all resident",
+    "uncached": "no cache",
+    "pr37190": "PR 37190, restated",
+    "pinned": "a pinned copy",
+}
+"""Variants of `moedoctor.bench.cache.speed.decode` and of the misses, in words."""
 _MAX_CAPACITY = 65_535
 
-
-@dataclass(frozen=True)
-class BenchCacheRequest:
-    """The command line of `moedoctor bench --cache`, as text."""
-
-    trace: str | None = None
-    """A file, or ``zipf:KEY=VALUE,...``; None for the trace that ships with moedoctor."""
-    capacities: tuple[str, ...] = ()
-    policies: tuple[str, ...] = ()
-    batch: int | None = None
-    scope: str = "layer"
-    speed: bool = False
-    """Also measure tokens per second on the GPU."""
-    format: str = "table"
-    output: Path | None = None
+Rows = tuple[Mapping[str, Any], ...]
 
 
-def bench_cache_command(request: BenchCacheRequest) -> int:
-    """Replay a trace through every policy at every capacity and report.
+def measure(
+    given: str | None,
+    capacity: Sequence[str] | None,
+    *,
+    policies: Sequence[str],
+    batch: int | None,
+    scope: str,
+    speed: bool,
+) -> CacheBench:
+    """Replay a trace through every policy at every capacity; with `speed`, also measure on the GPU.
 
-    1 where a call would be wrong, or a part of `speed` was not measured.
+    The exit code is 1 if a call would be wrong or a part of `speed` was not measured. Raises InputError.
     """
-    check_format(request.format)
-    if request.scope not in SCOPES:
-        raise InputError(f"--scope {request.scope}: expected one of {', '.join(SCOPES)}")
-    policies = _listed("--policy", request.policies, POLICIES) or POLICIES
-    with as_input_error(TraceError, OutputError):
-        check_writable(request.output)
-        name, trace = _trace(request.trace)
-        capacities = _capacities(request.capacities) or default_capacities(trace)
-        facts = facts_of(trace, request.batch)
-    facts_here = environment.collect()
-    if request.speed and (reason := no_gpu(facts_here)):
+    with as_input_error(TraceError):
+        name, trace = _trace(given)
+        expected = "slots a layer, such as 8,16,32"
+        capacities = list(numbers("--capacity", capacity, _MAX_CAPACITY, expected)) or default_capacities(
+            trace
+        )
+        facts = facts_of(trace, batch)
+    machine = environment.collect()
+    if speed and (reason := no_gpu(machine)):
         raise InputError(f"--speed: {reason}")
-    points = replay_trace(
-        trace,
-        capacities=capacities,
-        policies=policies,
-        batch=request.batch,
-        scope=request.scope,
-    )
-    speed = measure_speed(request.batch or 1, capacities, str(facts_here["gpu"])) if request.speed else None
+    points = replay_trace(trace, capacities=capacities, policies=policies, batch=batch, scope=scope)
+    on_gpu = measure_speed(batch or 1, capacities, str(machine["gpu"])) if speed else Speed()
     redactor = Redactor.of_this_process()
-    bench = CacheBench(
+    return CacheBench(
         trace=redactor.text(name),
         facts=replace(facts, model=redactor.text(facts.model)),
         made={
             key: redactor.text(value) if isinstance(value, str) and not key.endswith("_sha256") else value
             for key, value in trace.made.items()
         },
-        scope=request.scope,
-        batch=request.batch,
+        scope=scope,
+        batch=batch,
         points=tuple(points),
-        environment=facts_here,
-        speed=speed.decode if speed else (),
-        speed_note=redactor.text(speed.note) if speed else "",
-        measured=speed.measured if speed else {},
-        limits=speed.limits if speed else (),
-        exit_code=1 if any(one.stats.wrong for one in points) or (speed and not speed.complete) else 0,
+        environment=machine,
+        speed=on_gpu.decode,
+        speed_note=redactor.text(on_gpu.note),
+        measured=on_gpu.measured,
+        limits=on_gpu.limits,
+        exit_code=1 if any(point.stats.wrong for point in points) or not on_gpu.complete else 0,
     )
-    write_report(bench, request.format, request.output)
-    return bench.exit_code
-
-
-def check_format(format: str) -> None:
-    """Raise InputError for a format that this report does not have."""
-    if format not in FORMATS:
-        raise InputError(f"--format {format}: expected one of {', '.join(FORMATS)}")
-
-
-def write_report(bench: CacheBench, format: str, output: Path | None) -> None:
-    """Print the report, or write it to `output`, a Markdown report with its pictures beside it."""
-    if output is None:
-        terminal = format == "table" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        width = shutil.get_terminal_size().columns if terminal else None
-        try:
-            text = render(bench, format, width=width)
-        except PlotError as error:
-            print(f"moedoctor: no chart: {error}", file=sys.stderr)
-            text = render(bench, format)
-        sys.stdout.write(text)
-        return
-    pictures: Sequence[str] = ()
-    with as_input_error(OutputError):
-        if format == "markdown":
-            try:
-                pictures = write_pictures(bench, output)
-            except PlotError as error:
-                print(f"moedoctor: no picture beside the report: {error}", file=sys.stderr)
-        write(output, render(bench, format, pictures=pictures))
-    print(f"moedoctor: {summary_line(bench)}; written to {output}", file=sys.stderr)
 
 
 def _trace(given: str | None) -> tuple[str, RoutingTrace]:
-    """(what it is called in the report, the trace)."""
+    """Return the name of the trace for the report, and the trace."""
     if given is None:
         return f"the one that ships with moedoctor, {SHIPPED.as_posix()}", shipped_trace()
     if given == PREFIX or given.startswith(f"{PREFIX}:"):
@@ -127,18 +102,124 @@ def _trace(given: str | None) -> tuple[str, RoutingTrace]:
     return given, load(Path(given))
 
 
-def _listed(option: str, given: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(one.strip() for text in given for one in text.split(",") if one.strip()))
-    for name in names:
-        if name not in known:
-            raise InputError(f"{option} {name}: expected one of {', '.join(known)}")
-    return names
+def write_report(bench: CacheBench, format: str, output: Path | None) -> None:
+    """Print the report, or write it to `output`, a Markdown report with its pictures beside it."""
+    pictures: Sequence[str] = ()
+    if output is not None and format == "markdown":
+        with as_input_error(OutputError):
+            try:
+                pictures = write_pictures(bench, output)
+            except PlotError as error:
+                print(f"moedoctor: no picture beside the report: {error}", file=sys.stderr)
+    page = bench_page(bench, pictures, full=format == "markdown")
+    deliver(page, bench_document(bench), format=format, output=output, summary=summary_line(bench))
+    colour, width = terminal(output)
+    if format == "table" and colour and width is not None:
+        try:
+            print(terminal_charts(bench, width), end="")
+        except PlotError as error:
+            print(f"moedoctor: no chart: {error}", file=sys.stderr)
 
 
-def _capacities(given: Sequence[str]) -> list[int]:
-    found = set()
-    for text in (one.strip() for part in given for one in part.split(",")):
-        if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MAX_CAPACITY and len(text) < 9):
-            raise InputError(f"--capacity {text[:40]}: expected slots a layer, such as 8,16,32")
-        found.add(int(text))
-    return sorted(found)
+@dataclass(frozen=True)
+class Speed:
+    """Everything that was measured on the GPU, as rows of tables."""
+
+    decode: Rows = ()
+    measured: Mapping[str, Rows] = field(default_factory=dict)
+    """What is measured once, by name: ``recorded``, ``misses``, ``groups``, ``replays``."""
+    limits: Rows = ()
+    """What the cache is meant to reach, and the verdict."""
+    note: str = ""
+    complete: bool = True
+    """False if it was interrupted or a part failed; `note` says which."""
+
+
+def measure_speed(
+    batch: int, capacities: Sequence[int], gpu: str, *, device: str = "cuda:0", model: Model | None = None
+) -> Speed:
+    """Decode through the restated cache of the PR and ours, at each capacity; at batch 1 the rest too.
+
+    A part that fails does not stop the others. After KeyboardInterrupt, which SIGTERM raises too, what is
+    finished is returned.
+    """
+    from moedoctor.bench.cache.limits import judge
+    from moedoctor.bench.cache.speed import Host, Model
+
+    model = model or Model()
+    tables: dict[str, list[dict[str, Any]]] = {}
+    missing: list[str] = []
+    try:
+        host = Host.make(model, device)
+        for name, part, run in _parts(batch, capacities, device, model, host):
+            began = time.monotonic()
+            tables.setdefault(name, [])
+            missing.append(part)
+            try:
+                tables[name] += run()
+                missing.pop()
+            except Exception as error:
+                if _was_interrupted(error):
+                    raise KeyboardInterrupt from error
+                traceback.print_exc()
+                message = (str(error).splitlines() or [""])[0]
+                missing[-1] += f" ({type(error).__name__}: {message})"
+            print(f"moedoctor: {part}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    except KeyboardInterrupt:
+        missing.append("whatever comes next: interrupted")
+    rows = tables.pop("decode", [])
+    limits = judge(rows, **tables)
+    note = (
+        f"Speed: decode at batch {batch} through {model.layers} MoE layers of the shape of Qwen3-30B-A3B in "
+        f"bfloat16, without attention; random weights, Zipf routing with drift; {gpu}. bus_us is the time "
+        "that the bytes of the misses take at the rate of a pinned copy; speedup_bound is the ratio if "
+        "nothing else took time; recorded is the trace that comes with moedoctor. The timed steps are those "
+        "in which the PR's cache computes right, if there are any; wrong_steps counts, by bookkeeping from "
+        "empty caches, the steps of a longer part of the trace in which it computes with a wrong expert."
+    )
+    if missing:
+        note += f" NOT MEASURED: {'; '.join(missing)}."
+    measured = {name: tuple(map(_in_words, table)) for name, table in tables.items()}
+    verdicts = tuple(limit.row() for limit in limits)
+    return Speed(tuple(map(_in_words, rows)), measured, verdicts, note, not missing)
+
+
+def _parts(
+    batch: int, capacities: Sequence[int], device: str, model: Model, host: Host
+) -> Iterator[tuple[str, str, Callable[[], list[dict[str, Any]]]]]:
+    """Give (table, what is measured, the measurement that gives its rows), in the order of measurement."""
+    from moedoctor.bench.cache.groups import group_cost
+    from moedoctor.bench.cache.limits import MIN_SPEEDUP
+    from moedoctor.bench.cache.replay import replay_speed
+    from moedoctor.bench.cache.speed import decode, miss_bandwidth
+
+    def decoded(capacity: int, **options: bool) -> Callable[[], list[dict[str, Any]]]:
+        return lambda: decode(device, batch=batch, capacity=capacity, host=host, model=model, **options)
+
+    for capacity in capacities:
+        if capacity <= model.experts:
+            yield "decode", f"decode with {capacity} slots", decoded(capacity)
+    if batch != 1:
+        return
+    for capacity in capacities:
+        if capacity in MIN_SPEEDUP:
+            yield "recorded", f"the recorded trace with {capacity} slots", decoded(capacity, recorded=True)
+    one_layer = replace(model, host_layers=1)
+    yield "misses", "misses", lambda: miss_bandwidth(device, model=one_layer, host=host)
+    yield "groups", "groups", lambda: group_cost(device, model=one_layer)["rows"]
+    yield "replays", "replays", replay_speed
+
+
+def _was_interrupted(error: BaseException) -> bool:
+    """Return whether `error` was raised while a KeyboardInterrupt left, as a broken capture does."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, KeyboardInterrupt):
+        inner = inner.__context__
+    return inner is not None
+
+
+def _in_words(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "engine" not in row:
+        return row
+    rest = {key: value for key, value in row.items() if key != "engine"}
+    return {"subject": SUBJECTS.get(row["engine"], row["engine"]), **rest}

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.comparison import Comparison, Tolerance, compare
-from moedoctor.results import ReportError, load_report
+import typer
 
-FORMATS = ("table", "json", "markdown")
+from moedoctor.commands.options import PageFormat, Tolerance, as_input_error, deliver
 
 
-def compare_command(baseline: Path, current: Path, tolerance: Sequence[str], format: str) -> int:
-    """Print what changed from `baseline` to `current`; 1 where something got worse."""
-    if format not in FORMATS:
-        raise InputError(f"--format {format}: expected one of {', '.join(FORMATS)}")
+def compare(
+    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="The JSON report to compare with.")],
+    current: Annotated[Path, typer.Argument(metavar="CURRENT", help="The JSON report to judge.")],
+    tolerance: Tolerance = None,
+    format: PageFormat = "table",
+) -> int:
+    """Compare two JSON reports.
+
+    Exit code 1 if something got worse. Reports of different GPUs or releases cannot be compared.
+    """
+    from moedoctor import comparison
+    from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph
+    from moedoctor.results import ReportError, load_report
+
     with as_input_error(ReportError, ValueError):
-        comparison = compare(load_report(baseline), load_report(current), Tolerance.parse(tolerance))
-    print(_render(comparison, format))
-    return 1 if comparison.regressions else 0
-
-
-def _render(comparison: Comparison, format: str) -> str:
+        allowed = comparison.Tolerance.parse(tolerance or ())
+        changed = comparison.compare(load_report(baseline), load_report(current), allowed)
     groups = {
-        "regressions": [str(one) for one in comparison.regressions],
-        "improvements": [str(one) for one in comparison.improvements],
-        "notes": [str(one) for one in comparison.notes],
+        name: [str(change) for change in getattr(changed, name)]
+        for name in ("regressions", "improvements", "notes")
     }
-    if format == "json":
-        return json.dumps({"schema_version": 1, "command": "compare", **groups}, indent=1)
-    mark = "## " if format == "markdown" else ""
-    lines = []
-    for name, entries in groups.items():
-        if entries:
-            lines += [f"{mark}{name}", *(f"{'-' if mark else ' '} {entry}" for entry in entries), ""]
-    counts = ", ".join(f"{len(entries)} {name}" for name, entries in groups.items())
-    return "\n".join([*lines, counts])
+    page: list[Block] = []
+    for name, changes in groups.items():
+        if changes:
+            page += [Heading(name), Bullets(changes)]
+    page.append(Paragraph(", ".join(f"{len(changes)} {name}" for name, changes in groups.items())))
+    deliver(page, {"command": "compare", **groups}, format=format)
+    return 1 if changed.regressions else 0

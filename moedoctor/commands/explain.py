@@ -2,57 +2,45 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import sys
+from typing import TYPE_CHECKING, Annotated
 
-from moedoctor import catalogue
-from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.commands.explained import Explained, explained_entry, explained_fault
-from moedoctor.entries import entries, find_entry
-from moedoctor.text import nearest
+import typer
 
-FORMATS = ("table", "markdown", "json")
-_MAX_WIDTH = 110
+from moedoctor.commands.options import InputError, PageFormat, as_input_error, deliver
+
+if TYPE_CHECKING:
+    from moedoctor.reporters.explain import Explained
 
 
-def explain_text(entry: str, format: str) -> str:
-    """One entry in full: Markdown, JSON, or laid out for a terminal where stdout is one."""
-    if format not in FORMATS:
-        raise InputError(f"--format {format}: expected one of {', '.join(FORMATS)}")
+def explain(
+    entry: Annotated[str, typer.Argument(metavar="ID|NAME", help="A known failure, such as MD001.")],
+    format: PageFormat = "table",
+) -> int:
+    """Explain one known failure in full.
+
+    What happens, who is affected, the fix, links, and every claim with the evidence measured so far.
+    """
     explained = _find(entry)
-    if format == "json":
-        return json.dumps({"schema_version": 1, **explained.to_json()}, indent=1, ensure_ascii=False) + "\n"
-    markdown = "\n".join(explained.markdown())
-    if format == "markdown" or not sys.stdout.isatty():
-        return markdown + "\n"
-    return laid_out(markdown, min(shutil.get_terminal_size().columns, _MAX_WIDTH))
-
-
-def laid_out(markdown: str, width: int) -> str:
-    """`markdown` drawn for a terminal of `width` columns; NO_COLOR is obeyed."""
-    from io import StringIO
-
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    console = Console(file=StringIO(), force_terminal=True, width=width)
-    with console.capture() as captured:
-        console.print(Markdown(markdown))
-    return captured.get()
+    deliver(explained.page(), explained.document(), format=format)
+    return 0
 
 
 def _find(text: str) -> Explained:
-    """The entry of ours, or the known failure of another project, with this id or name."""
+    """Return the failure of our catalogue, or of another project, with this id or name."""
+    from moedoctor import catalogue
+    from moedoctor.entries import entries, find_entry
+    from moedoctor.reporters.explain import Explained
+    from moedoctor.text import nearest
+
     entry = find_entry(text)
     with as_input_error(catalogue.PluginError):
         if entry is not None:
-            return explained_entry(entry, runs=entry.name in catalogue.registered_names())
-        others = catalogue.faults_beside({one.name for one in entries().values()})
+            return Explained.of_entry(entry, runs=entry.name in catalogue.registered_names())
+        others = catalogue.faults_beside({known.name for known in entries().values()})
     wanted = text.strip().lower().replace("-", "_")
-    fault = next((one for one in others if wanted in (one.id.lower(), one.name)), None)
-    if fault is not None:
-        return explained_fault(fault)
-    known = [name for one in entries().values() for name in (one.id, one.name)]
-    known += [name for one in others for name in (one.id, one.name)]
-    raise InputError(f"{text}: no such entry; {nearest(text, known)} `moedoctor list` shows what there is")
+    for fault in others:
+        if wanted in (fault.id.lower(), fault.name):
+            return Explained.of_fault(fault)
+    valid = [name for known in entries().values() for name in (known.id, known.name)]
+    valid += [name for fault in others for name in (fault.id, fault.name)]
+    raise InputError(f"{text}: no such entry; {nearest(text, valid)} `moedoctor list` shows all of them")

@@ -2,106 +2,158 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
-from moedoctor import catalogue, environment, gate
-from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.commands.progress import progress_bar
-from moedoctor.comparison import Tolerance, check_comparable, compare
-from moedoctor.reporters.github import step_summary
-from moedoctor.reporters.output import OutputError, append_step_summary, check_writable, emit
-from moedoctor.reporters.text import summary_line
-from moedoctor.results import Report, ReportError, load_report
-from moedoctor.runner.plan import Options, plan
-from moedoctor.runner.run import run
-from moedoctor.scenario.file import ScenarioError
-from moedoctor.scenario.targets import TargetError, load_targets
+import typer
+
+from moedoctor.commands.options import (
+    Device,
+    InputError,
+    Output,
+    ReportFormat,
+    Tolerance,
+    as_input_error,
+    number,
+    one_of,
+)
+
+if TYPE_CHECKING:
+    from moedoctor.results import Report
+    from moedoctor.runner.run import Progress
 
 _RELEASE = re.compile(r"\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
-_DEVICE = re.compile(r"auto|cpu|cuda:\d{1,2}")
-_FAIL_ON = get_args(gate.FailOn)
 _MAX_JOBS = 256
 
 
-@dataclass(frozen=True)
-class RunRequest:
-    """The command line of `moedoctor run`, as text."""
+def run(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PATH|NAME|ID",
+            help="Scenario files, folders, names or ids. Default: all scenarios that come with moedoctor.",
+        ),
+    ] = None,
+    format: ReportFormat = "table",
+    output: Output = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID|KEY=VALUE",
+            help="Run only cases with KEY=VALUE (a parameter, subject, tier, id or name), or of this id.",
+        ),
+    ] = None,
+    subject: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Run only this subject: faulty, fixed, installed, vllm@X.Y.Z or flashinfer@X.Y.Z.",
+        ),
+    ] = None,
+    vllm_kernels: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="X.Y.Z=PATH",
+            help="Also test vLLM X.Y.Z, with the kernels from this wheel or .so file, as subject vllm@X.Y.Z.",
+        ),
+    ] = None,
+    flashinfer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="X.Y.Z=PATH",
+            help="Also test FlashInfer X.Y.Z, with the sources from this wheel or folder, as subject "
+            "flashinfer@X.Y.Z.",
+        ),
+    ] = None,
+    device: Device = "auto",
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            parser=number("--timeout", "seconds, more than 0 and at most 86400", low=0, most=86_400),
+            help="Seconds that a case may take. Default: the time in the scenario file.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", "-j", metavar="N", min=1, help="CPU cases at the same time. Default: one a core."
+        ),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with code 1 also if something was skipped.")
+    ] = False,
+    fail_on: Annotated[
+        str,
+        typer.Option(
+            metavar="SEVERITY",
+            parser=one_of("--fail-on", ("error", "warning", "never")),
+            help="What gives exit code 1: error, warning (also absent and skipped scenarios) or never.",
+        ),
+    ] = "error",
+    baseline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A JSON report that this run must not be worse than.")
+    ] = None,
+    tolerance: Tolerance = None,
+) -> int:
+    """Reproduce failures, apply the fix, prove it.
 
-    targets: tuple[str, ...] = ()
-    format: str = "table"
-    output: Path | None = None
-    only: tuple[str, ...] = ()
-    subjects: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
-    flashinfer: tuple[str, ...] = ()
-    device: str = "auto"
-    timeout: float | None = None
-    jobs: int | None = None
-    strict: bool = False
-    fail_on: str = "error"
-    baseline: Path | None = None
-    tolerance: tuple[str, ...] = ()
+    Without a target, all scenarios that come with moedoctor run. Each case runs in its own process.
+    """
+    from moedoctor import catalogue, comparison, environment
+    from moedoctor.reporters.github import step_summary
+    from moedoctor.reporters.output import OutputError, append_step_summary, emit, terminal
+    from moedoctor.reporters.text import summary_line
+    from moedoctor.results import ReportError, load_report
+    from moedoctor.runner.plan import Options, plan
+    from moedoctor.runner.run import run
+    from moedoctor.scenario.file import ScenarioError
+    from moedoctor.scenario.targets import TargetError, load_targets
 
-
-def run_command(request: RunRequest) -> int:
-    """Run, report and return the exit code. Everything that can be wrong is checked before anything runs."""
-    with as_input_error(
-        TargetError, ScenarioError, ReportError, OutputError, catalogue.PluginError, ValueError
-    ):
-        if request.format not in catalogue.reporters():
-            raise InputError(f"--format {request.format}: expected one of {', '.join(catalogue.reporters())}")
-        if request.fail_on not in _FAIL_ON:
-            raise InputError(f"--fail-on {request.fail_on}: expected one of {', '.join(_FAIL_ON)}")
-        options = _options(request)
-        tolerance = Tolerance.parse(request.tolerance)
-        check_writable(request.output)
-        baseline = load_report(request.baseline) if request.baseline else None
-        scenarios = load_targets(request.targets)
+    # Everything that can be wrong is checked before anything runs.
+    with as_input_error(TargetError, ScenarioError, ReportError, catalogue.PluginError, ValueError):
+        before = load_report(baseline) if baseline else None
+        allowed = comparison.Tolerance.parse(tolerance or ())
+        options = Options(
+            subjects=tuple(subject or ()),
+            only=tuple(_condition(text) for text in only or ()),
+            sources={**_vllm_sources(vllm_kernels or ()), **_flashinfer_sources(flashinfer or ())},
+            timeout=timeout,
+            device=device,
+        )
+        scenarios = load_targets(targets or ())
         facts = environment.collect()
         plans = plan(scenarios, options, facts)
-        if baseline is not None:
-            check_comparable(baseline.environment, facts)
-    parallel = min(request.jobs or os.cpu_count() or 1, _MAX_JOBS)
-    with progress_bar() as progress:
+        if before is not None:
+            comparison.check_comparable(before.environment, facts)
+    parallel = min(jobs or os.cpu_count() or 1, _MAX_JOBS)
+    with _progress() as progress:
         report = run(plans, facts, parallel=parallel, progress=progress)
-    if baseline is not None:
-        report = _compared(baseline, report, tolerance, partial=options.partial or bool(request.targets))
-    code = gate.exit_code(report, strict=request.strict, fail_on=cast(gate.FailOn, request.fail_on))
-    report = replace(
-        report, summary=replace(report.summary, exit_code=130 if report.summary.interrupted else code)
-    )
+    if before is not None:
+        partial = options.partial or bool(targets)
+        changed = comparison.compare(before, report, allowed, partial=partial)
+        report = replace(report, findings=changed.findings)
+    report = _with_exit_code(report, strict, fail_on)
+    colour, width = terminal(output)
     with as_input_error(OutputError):
-        emit(report, catalogue.reporters()[request.format], request.output)
-    if request.format == "github":
+        text = catalogue.reporters()[format].render(report, colour=colour, width=width)
+        emit(text, output, summary_line(report))
+    if format == "github":
         append_step_summary(step_summary(report), os.environ)
-    if request.output is not None:
-        print(f"moedoctor: {summary_line(report)}; written to {request.output}", file=sys.stderr)
     return report.summary.exit_code
 
 
-def _compared(baseline: Report, report: Report, tolerance: Tolerance, *, partial: bool) -> Report:
-    comparison = compare(baseline, report, tolerance, partial=partial)
-    return replace(report, findings=comparison.findings)
+def _with_exit_code(report: Report, strict: bool, fail_on: Any) -> Report:
+    from moedoctor import gate
 
-
-def _options(request: RunRequest) -> Options:
-    if _DEVICE.fullmatch(request.device) is None:
-        raise InputError(f"--device {request.device}: expected auto, cpu or cuda:N")
-    if request.timeout is not None and not 0 < request.timeout <= 86_400:
-        raise InputError(f"--timeout {request.timeout:g}: expected more than 0 and at most 86400 seconds")
-    return Options(
-        subjects=request.subjects,
-        only=tuple(_condition(text) for text in request.only),
-        sources={**_sources(request.kernels), **_flashinfer_sources(request.flashinfer)},
-        timeout=request.timeout,
-        device=request.device,
-    )
+    code = 130 if report.summary.interrupted else gate.exit_code(report, strict=strict, fail_on=fail_on)
+    return replace(report, summary=replace(report.summary, exit_code=code))
 
 
 def _condition(text: str) -> tuple[str, str]:
@@ -111,36 +163,55 @@ def _condition(text: str) -> tuple[str, str]:
     return "id", text
 
 
-def _sources(given: Sequence[str]) -> Mapping[str, str]:
-    from moedoctor.upstream.releases.wheel import KernelError, check_kernels
+def _vllm_sources(given: Sequence[str]) -> Mapping[str, str]:
+    from moedoctor.upstream.releases.wheel import check_kernels
 
-    sources: dict[str, str] = {}
-    for text in given:
-        release, equals, path = text.partition("=")
-        if not equals or _RELEASE.fullmatch(release) is None or not path:
-            raise InputError(f"--vllm-kernels {text}: expected X.Y.Z=PATH, such as 0.19.1=vllm-0.19.1-….whl")
-        if f"vllm@{release}" in sources:
-            raise InputError(f"--vllm-kernels {text}: {release} was given twice")
-        with as_input_error(KernelError):
-            check_kernels(Path(path))
-        sources[f"vllm@{release}"] = str(Path(path).resolve())
-    return sources
+    return _sources(
+        "vllm", "--vllm-kernels", given, "0.19.1=vllm-0.19.1-….whl", lambda _, path: check_kernels(path)
+    )
 
 
 def _flashinfer_sources(given: Sequence[str]) -> Mapping[str, str]:
     from moedoctor.upstream.flashinfer.source import check_source
+
+    return _sources(
+        "flashinfer", "--flashinfer", given, "0.6.13=flashinfer_python-0.6.13-….whl", check_source
+    )
+
+
+def _sources(
+    package: str, option: str, given: Sequence[str], example: str, check: Callable[[str, Path], None]
+) -> dict[str, str]:
+    """Return subject name -> path of its code. Raises InputError for what is not X.Y.Z=PATH."""
     from moedoctor.upstream.releases.wheel import KernelError
 
     sources: dict[str, str] = {}
     for text in given:
         release, equals, path = text.partition("=")
         if not equals or _RELEASE.fullmatch(release) is None or not path:
-            raise InputError(
-                f"--flashinfer {text}: expected X.Y.Z=PATH, such as 0.6.13=flashinfer_python-0.6.13-….whl"
-            )
-        if f"flashinfer@{release}" in sources:
-            raise InputError(f"--flashinfer {text}: {release} was given twice")
+            raise InputError(f"{option} {text}: expected X.Y.Z=PATH, such as {example}")
+        if f"{package}@{release}" in sources:
+            raise InputError(f"{option} {text}: {release} was given twice")
         with as_input_error(KernelError):
-            check_source(release, Path(path))
-        sources[f"flashinfer@{release}"] = str(Path(path).resolve())
+            check(release, Path(path))
+        sources[f"{package}@{release}"] = str(Path(path).resolve())
     return sources
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """Give a function that shows how many jobs are done; it shows nothing if stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total, what: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total or 1, description=what)
+
+        yield show

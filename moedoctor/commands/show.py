@@ -3,46 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from moedoctor import catalogue
-from moedoctor.commands.errors import InputError, as_input_error
-from moedoctor.reporters.output import OutputError, check_writable, emit
-from moedoctor.results import ReportError, load_report, read_json
+import typer
 
-
-def show_command(path: Path, format: str, output: Path | None) -> int:
-    """Render the JSON report at `path`; nothing is run and nothing is judged again."""
-    with as_input_error(ReportError, OutputError, catalogue.PluginError):
-        report = load_report(path)
-        if report.command == "bench":
-            return _show_bench(path, format, output)
-        if format not in catalogue.reporters():
-            raise InputError(f"--format {format}: expected one of {', '.join(catalogue.reporters())}")
-        check_writable(output)
-        emit(report, catalogue.reporters()[format], output)
-    return 0
+from moedoctor.commands.options import PAGE_FORMATS, InputError, Output, ReportFormat, as_input_error
 
 
-def _show_bench(path: Path, format: str, output: Path | None) -> int:
-    """A benchmark of the expert cache or of backends, with its pictures beside a Markdown file."""
-    from moedoctor.commands import bench_backends
-    from moedoctor.commands.bench_cache import check_format, write_report
-    from moedoctor.reporters.bench_backends_json import from_dict as backends_from_dict
-    from moedoctor.reporters.bench_backends_json import is_backend_bench
-    from moedoctor.reporters.bench_cache_json import from_dict, is_cache_bench
+def show(
+    report: Annotated[Path, typer.Argument(metavar="REPORT", help="A JSON report.")],
+    format: ReportFormat = "table",
+    output: Output = None,
+) -> int:
+    """Show a stored JSON report in another format.
 
-    check_format(format)
-    document = read_json(path)
-    if is_backend_bench(document):
-        with as_input_error(ReportError, OutputError):
-            check_writable(output)
-            bench_backends.write_report(backends_from_dict(document), format, output)
+    Nothing is run and nothing is judged again.
+    """
+    from moedoctor import catalogue
+    from moedoctor.reporters.output import OutputError, emit, terminal
+    from moedoctor.reporters.text import summary_line
+    from moedoctor.results import ReportError, load_report
+
+    with as_input_error(ReportError):
+        stored = load_report(report)
+    if stored.command == "bench":
+        _show_bench(report, format, output)
         return 0
-    if not is_cache_bench(document):
-        raise InputError(
-            f"{path}: is no benchmark that can be shown; expected one of the expert cache or of backends"
-        )
-    with as_input_error(ReportError, OutputError):
-        check_writable(output)
-        write_report(from_dict(document), format, output)
+    colour, width = terminal(output)
+    with as_input_error(catalogue.PluginError, OutputError):
+        text = catalogue.reporters()[format].render(stored, colour=colour, width=width)
+        emit(text, output, summary_line(stored))
     return 0
+
+
+def _show_bench(path: Path, format: str, output: Path | None) -> None:
+    """Show a benchmark of the expert cache or of backends, with its pictures beside a Markdown file."""
+    from moedoctor.reporters import bench_backends, bench_cache
+    from moedoctor.results import ReportError, read_json
+
+    if format not in PAGE_FORMATS:
+        raise InputError(f"--format {format}: expected one of {', '.join(PAGE_FORMATS)}")
+    with as_input_error(ReportError):
+        document = read_json(path)
+        kinds = document.get("bench")
+        if isinstance(kinds, dict) and "backends" in kinds:
+            from moedoctor.commands.bench_backends import write_report
+
+            write_report(bench_backends.from_dict(document), format, output)
+        elif isinstance(kinds, dict) and "cache" in kinds:
+            from moedoctor.commands import bench_cache as command
+
+            command.write_report(bench_cache.from_dict(document), format, output)
+        else:
+            raise InputError(f"{path}: is not a benchmark of the expert cache or of backends")

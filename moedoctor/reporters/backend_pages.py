@@ -1,17 +1,20 @@
-"""Writes the selection reports of `reports/backends`: one table a GPU family, over all releases."""
+"""Writes the reports in `reports/backends`: what each release selects, one table a GPU family."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import moedoctor
 from moedoctor.fixes.backends import Selection, select
 from moedoctor.fixes.backends.release_tables import SCHEMES, releases
+from moedoctor.reporters.markdown import to_markdown
 from moedoctor.reporters.output import write
+from moedoctor.reporters.page import Heading, Paragraph, Span, Table, Text
 from moedoctor.results import SCHEMA_VERSION
 
 FAMILIES = {
@@ -36,47 +39,38 @@ LAYERS = (
     ("nvfp4", "relu2_no_mul"),
     ("mxfp4", "swigluoai"),
 )
-"""The layers that the reports are about: each scheme as most models have it, and the two well-known
-exceptions."""
+"""The layers in the reports: each scheme as most models have it, and the two well-known exceptions."""
+_HEADER = ("layer", "parallel", "releases", "selected", "would also work", "passed over before it, and why")
 
 
 @dataclass(frozen=True)
 class Line:
-    """What a run of releases does with one layer, under one or more parallel settings."""
+    """Releases that follow each other and answer the same for one layer and some parallel settings."""
 
     parallel: tuple[str, ...]
     selections: tuple[Selection, ...]
-    """One a release; they say the same."""
+    """One a release, oldest first."""
 
     @property
     def first(self) -> Selection:
-        """The oldest release's."""
         return self.selections[0]
-
-    @property
-    def releases(self) -> str:
-        """The run of releases, in words."""
-        last = self.selections[-1].release
-        return last if last == self.first.release else f"{self.first.release} to {last}"
 
 
 def write_reports(folder: Path) -> list[Path]:
-    """Write ``sm75.md``, ``json/sm75.json`` … and an index into `folder`, which is made where it is
-    missing."""
+    """Write ``sm75.md``, ``json/sm75.json`` … and an index into `folder`, and make it if it is missing."""
     (folder / "json").mkdir(parents=True, exist_ok=True)
     texts = {folder / "README.md": _index()}
     for capability, name in FAMILIES.items():
         lines = [line for scheme, activation in LAYERS for line in _lines(capability, scheme, activation)]
-        stem = f"sm{capability.replace('.', '')}"
-        texts[folder / f"{stem}.md"] = report_markdown(capability, name, lines)
-        texts[folder / "json" / f"{stem}.json"] = report_json(capability, name, lines)
+        texts[folder / f"{_stem(capability)}.md"] = report_markdown(capability, name, lines)
+        texts[folder / "json" / f"{_stem(capability)}.json"] = report_json(capability, name, lines)
     for file, text in texts.items():
         write(file, text)
     return list(texts)
 
 
 def report_json(capability: str, name: str, lines: Sequence[Line]) -> str:
-    """Every selection with the reasons, one line a run of releases."""
+    """Return every selection with its reasons, one line a run of releases."""
     head: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "moedoctor": moedoctor.__version__,
@@ -84,98 +78,93 @@ def report_json(capability: str, name: str, lines: Sequence[Line]) -> str:
         "capability": capability,
         "gpu": name,
     }
-    rows = ",\n  ".join(json.dumps(_plain(line), ensure_ascii=False) for line in lines)
+    rows = ",\n  ".join(json.dumps(_document(line), ensure_ascii=False) for line in lines)
     return json.dumps(head, ensure_ascii=False)[:-1] + f', "selections": [\n  {rows}\n]}}\n'
 
 
 def report_markdown(capability: str, name: str, lines: Sequence[Line]) -> str:
-    """One table, a row a layer, parallel setting and run of releases."""
-    text = [
-        f"# MoE backends on compute capability {capability}: {name}",
-        "",
-        "What each vLLM release selects by itself, with the optional libraries that it requires or brings;",
-        "`--moe-backend` takes the value in brackets. Every backend and its reason is in the JSON file.",
-        "",
-        "| layer | parallel | releases | selected | would also work | passed over before it, and why |",
-        "|---|---|---|---|---|---|",
-    ]
-    runs: list[list[Line]] = []
-    for line in lines:
-        if runs and _cells(runs[-1][-1]) == _cells(line):
-            runs[-1].append(line)
-        else:
-            runs.append([line])
-    text += map(_row, runs)
-    return "\n".join(text) + "\n"
+    """Return one table, a row for each layer, parallel setting and run of releases."""
+    rows: list[Sequence[Text]] = []
+    # Lines that differ in what the table does not show share a row.
+    for (layer, parallel, *rest), group in itertools.groupby(lines, key=_cells):
+        rows.append((layer, parallel, _span(tuple(s for line in group for s in line.selections)), *rest))
+    return to_markdown(
+        (
+            Heading(f"MoE backends on compute capability {capability}: {name}", 1),
+            Paragraph(
+                (
+                    "What each vLLM release selects by itself, with the optional libraries that it requires "
+                    "or brings; ",
+                    Span("--moe-backend", "code"),
+                    " takes the value in brackets. Every backend and its reason is in the JSON file.",
+                )
+            ),
+            Table(_HEADER, rows),
+        )
+    )
 
 
-def _lines(capability: str, scheme: str, activation: str) -> list[Line]:
-    runs: dict[str, list[Line]] = {}
+def _lines(capability: str, scheme: str, activation: str) -> Iterator[Line]:
+    """Give the runs of releases; parallel settings with the same runs share their lines."""
+    alike: dict[Any, list[str]] = {}
+    runs: dict[str, list[tuple[Selection, ...]]] = {}
     for parallel, (ep, dp) in PARALLEL.items():
-        found: list[list[Selection]] = []
-        for release in releases():
-            one = select(capability, scheme, release=release, ep=ep, dp=dp, activation=activation)
-            if found and _said(found[-1][-1]) == _said(one):
-                found[-1].append(one)
-            else:
-                found.append([one])
-        runs[parallel] = [Line((parallel,), tuple(run)) for run in found]
-    return _together(runs)
-
-
-def _together(runs: Mapping[str, Sequence[Line]]) -> list[Line]:
-    """Parallel settings under which everything is the same share their lines."""
-    alike: dict[str, list[str]] = {}
-    for parallel, lines in runs.items():
-        key = json.dumps([(line.releases, _said(line.first)) for line in lines])
+        selections = [
+            select(capability, scheme, release=release, ep=ep, dp=dp, activation=activation)
+            for release in releases()
+        ]
+        runs[parallel] = [tuple(group) for _, group in itertools.groupby(selections, key=_answer)]
+        key = tuple((_span(run), _answer(run[0])) for run in runs[parallel])
         alike.setdefault(key, []).append(parallel)
-    return [
-        replace(line, parallel=tuple(parallels))
-        for parallels in alike.values()
-        for line in runs[parallels[0]]
-    ]
+    for parallels in alike.values():
+        yield from (Line(tuple(parallels), run) for run in runs[parallels[0]])
 
 
-def _said(selection: Selection) -> tuple[Any, ...]:
-    return selection.chosen, [(one.backend, one.supported, one.reason) for one in selection.candidates]
+def _answer(selection: Selection) -> tuple[Any, ...]:
+    candidates = ((one.backend, one.supported, one.reason) for one in selection.candidates)
+    return selection.chosen, tuple(candidates)
 
 
-def _row(lines: Sequence[Line]) -> str:
-    """Lines that differ in what the table does not show share a row."""
-    releases_shown = Line((), tuple(one for line in lines for one in line.selections)).releases
-    layer, parallel, *rest = _cells(lines[0])
-    return f"| {' | '.join([layer, parallel, releases_shown, *rest])} |"
+def _span(selections: Sequence[Selection]) -> str:
+    first, last = selections[0].release, selections[-1].release
+    return first if first == last else f"{first} to {last}"
 
 
-def _cells(line: Line) -> list[str]:
-    first = line.first
-    chosen = next((one for one in first.candidates if one.chosen), None)
-    selected = "none"
+def _cells(line: Line) -> list[Text]:
+    """Return the cells of a row, but for the releases."""
+    candidates = line.first.candidates
+    chosen = next((candidate for candidate in candidates if candidate.chosen), None)
+    selected: Text = "none"
     if chosen is not None:
-        selected = f"**{chosen.backend}**" + (f" ({chosen.flag})" if chosen.flag else "")
-    others = ", ".join(one.backend for one in first.candidates if one.supported and not one.chosen)
-    before = first.candidates[: first.candidates.index(chosen)] if chosen else first.candidates
+        selected = (Span(chosen.backend, "bold"), f" ({chosen.flag})" if chosen.flag else "")
+    others = [candidate.backend for candidate in candidates if candidate.supported and not candidate.chosen]
     why: dict[str, list[str]] = {}
-    for one in before:
-        if not (one.reason.startswith("for ") and one.reason.endswith(" only")):  # no NVIDIA backend
-            why.setdefault(one.reason, []).append(one.backend)
+    for candidate in candidates[: candidates.index(chosen)] if chosen else candidates:
+        # "for AMD only" and the like are not about an NVIDIA GPU.
+        if not (candidate.reason.startswith("for ") and candidate.reason.endswith(" only")):
+            why.setdefault(candidate.reason, []).append(candidate.backend)
     reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in why.items())
-    layer = first.scheme + ACTIVATIONS[first.activation]
-    return [layer, ", ".join(line.parallel), selected, others or "-", reasons or "-"]
+    layer = line.first.scheme + ACTIVATIONS[line.first.activation]
+    return [layer, ", ".join(line.parallel), selected, ", ".join(others) or "none", reasons or "none"]
 
 
-def _plain(line: Line) -> dict[str, Any]:
+def _document(line: Line) -> dict[str, Any]:
     first = line.first
     return {
         "scheme": first.scheme,
         "activation": first.activation,
         "parallel": line.parallel,
-        "releases": [one.release for one in line.selections],
+        "releases": [selection.release for selection in line.selections],
         "chosen": first.chosen,
         "error": first.error,
         "candidates": [
-            {"backend": one.backend, "flag": one.flag, "supported": one.supported, "reason": one.reason}
-            for one in first.candidates
+            {
+                "backend": candidate.backend,
+                "flag": candidate.flag,
+                "supported": candidate.supported,
+                "reason": candidate.reason,
+            }
+            for candidate in first.candidates
         ],
         "source": first.source,
     }
@@ -192,6 +181,10 @@ def _index() -> str:
         "|---|---|---|",
     ]
     for capability, name in FAMILIES.items():
-        stem = f"sm{capability.replace('.', '')}"
+        stem = _stem(capability)
         lines.append(f"| {capability} | {name} | [Markdown]({stem}.md), [JSON](json/{stem}.json) |")
     return "\n".join(lines) + "\n"
+
+
+def _stem(capability: str) -> str:
+    return f"sm{capability.replace('.', '')}"

@@ -1,48 +1,82 @@
-"""`moedoctor bench --backend` as a table, JSON or Markdown, and its plots."""
+"""`moedoctor bench --backend`: what it measured as a record, as JSON, as a page and as pictures."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import Required, TypedDict
 
 import moedoctor
-from moedoctor.reporters.bench_backends_json import BackendBench, to_dict
-from moedoctor.reporters.markdown import escape
+from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table
 from moedoctor.reporters.plots import Series, line_chart
-from moedoctor.reporters.text import figures, one_line
-
-FORMATS = ("table", "json", "markdown")
-_HEADER = (
-    "backend",
-    "tokens",
-    "µs",
-    "p20–p80",
-    "warm",
-    "eager",
-    "TFLOP/s",
-    "GB/s",
-    "roofline",
-    "moved",
-    "workspace",
-    "peak",
-    "experts",
-    "cosine",
-    "controls",
-)
+from moedoctor.reporters.run import environment_table
+from moedoctor.results import ReportError, ScenarioVerdict, from_json
+from moedoctor.text import show
 
 
-def render(bench: BackendBench, format: str, *, pictures: Sequence[str] = ()) -> str:
-    """The report in one of `FORMATS`; `pictures` are the files that lie beside a Markdown report."""
-    if format == "json":
-        return json.dumps(to_dict(bench), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    lines = _markdown(bench, pictures) if format == "markdown" else _table(bench)
-    return "\n".join(lines) + "\n"
+@dataclass(frozen=True)
+class BackendBench:
+    """Everything that `moedoctor bench --backend` measured."""
+
+    layers: Mapping[str, Mapping[str, Any]]
+    """Name of the layer -> its sizes, and where they come from."""
+    routing: str
+    device: str
+    rows: tuple[Mapping[str, Any], ...]
+    roofline: Mapping[str, Any]
+    harness: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    exit_code: int = 0
+
+
+def bench_document(bench: BackendBench) -> dict[str, Any]:
+    """Return the JSON document: the shape of every report, and `bench`."""
+    facts = ("layers", "routing", "device", "roofline", "harness", "rows")
+    return {
+        "moedoctor": moedoctor.__version__,
+        "command": "bench",
+        "environment": bench.environment,
+        "scenarios": [],
+        "bench": {"backends": {name: getattr(bench, name) for name in facts}},
+        "summary": {**{verdict.value: 0 for verdict in ScenarioVerdict}, "exit_code": bench.exit_code},
+    }
+
+
+def from_dict(document: Any) -> BackendBench:
+    """Return the record that `bench_document` wrote. Raises ReportError that names what is wrong."""
+    try:
+        backends, summary = document["bench"]["backends"], document["summary"]
+        environment = document["environment"]
+    except (KeyError, TypeError) as error:
+        raise ReportError("report", f"is not from `bench --backend`: {error}") from None
+    from_json(_Backends, backends)
+    _check_together(_Harness, "harness", backends["harness"])
+    for index, row in enumerate(backends["rows"]):
+        where = f"rows[{index}]"
+        if row["model"] not in backends["layers"]:
+            raise ReportError("report", f"{where}.model: {show(row['model'])}: expected one of the layers")
+        _check_together(_Row, where, row)
+        if row.keys().isdisjoint(("time_us", "unavailable", "failed")) and not isinstance(
+            row.get("wrong"), str
+        ):
+            raise ReportError("report", f"{where}.wrong: must be text")
+    record = {**backends, "environment": environment, "exit_code": summary.get("exit_code")}
+    return from_json(BackendBench, record)
+
+
+def _check_together(kind: type, where: str, values: Mapping[str, Any]) -> None:
+    for record, key, others in _GO_TOGETHER:
+        for other in others if record is kind and key in values else ():
+            if other not in values:
+                raise ReportError("report", f"{where}.{other}: is missing, expected a value")
 
 
 def summary_line(bench: BackendBench) -> str:
-    """How many points were timed, and what is wrong."""
+    """Return how many points were timed, and what is wrong."""
     timed = sum("time_us" in row for row in bench.rows)
     wrong = sum(bool(row.get("wrong")) for row in bench.rows)
     untrusted = sum(_is_untrusted(row) for row in bench.rows)
@@ -52,34 +86,57 @@ def summary_line(bench: BackendBench) -> str:
     return f"{line}, {untrusted} by a comparison that is not to be trusted" if untrusted else line
 
 
-def draw(bench: BackendBench, layer: str, path: Path) -> None:
-    """The latency of one layer over the number of tokens, a line for each backend, as SVG.
+def bench_page(bench: BackendBench, pictures: Sequence[str] = (), *, full: bool = False) -> list[Block]:
+    """Return a table a layer. `pictures` are files beside a Markdown report; `full` adds the environment."""
+    page: list[Block] = [
+        Heading(f"moedoctor {moedoctor.__version__}: bench --backend", 1),
+        Paragraph(f"{bench.device} · {bench.routing} routing"),
+    ]
+    for name, facts in bench.layers.items():
+        own = [row for row in bench.rows if row["model"] == name]
+        page += [Heading(name), Paragraph(_sizes(facts))]
+        timed = [_cells(row) for row in own if "time_us" in row]
+        if timed:
+            # A column that is empty on this machine is left out.
+            header = [title for title in _COLUMNS if any(row[title] for row in timed)]
+            rows = [[row[title] for title in header] for row in timed]
+            page.append(Table(header, rows, "l" + "r" * (len(header) - 1)))
+        if rest := list(dict.fromkeys(_not_timed(row) for row in own if "time_us" not in row)):
+            page.append(Bullets(rest))
+        page += [
+            Picture(file, f"latency of {name}") for file in pictures if file.endswith(f"_{slug(name)}.svg")
+        ]
+    page.append(Bullets(list(_remarks(bench))))
+    return [*page, *environment_table(bench.environment)] if full else page
 
-    Raises PlotError where matplotlib is missing or nothing was timed.
+
+def draw(bench: BackendBench, layer: str, path: Path) -> None:
+    """Draw the latency of one layer over the number of tokens as SVG, a line for each backend.
+
+    Draws nothing if nothing was timed. Raises PlotError without matplotlib.
     """
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in bench.rows:
-        # A time of nothing, which noise can make of a very short call, has no place on this axis.
+        # Noise can make 0 of a very short call, and 0 has no place on this axis.
         if row["model"] == layer and "time_us" in row and row["time_us_p20"] > 0:
             lines.setdefault(_label(row), []).append(row)
-    series = [
-        Series(
-            label,
-            [row["tokens"] for row in rows],
-            [row["time_us"] for row in rows],
-            low=[row["time_us_p20"] for row in rows],
-            high=[row["time_us_p80"] for row in rows],
-        )
-        for label, rows in lines.items()
-    ]
-    if not series:
+    if not lines:
         return
     line_chart(
         path,
         title=f"One MoE layer of {layer}",
         x_label="tokens",
         y_label="microseconds a call",
-        series=series,
+        series=[
+            Series(
+                label,
+                [row["tokens"] for row in rows],
+                [row["time_us"] for row in rows],
+                low=[row["time_us_p20"] for row in rows],
+                high=[row["time_us_p80"] for row in rows],
+            )
+            for label, rows in lines.items()
+        ],
         log_x=len({row["tokens"] for rows in lines.values() for row in rows}) > 1,
         log_y=True,
         note=f"{_sizes(bench.layers[layer])}; {bench.routing} routing; {bench.device}. Results that were "
@@ -88,8 +145,14 @@ def draw(bench: BackendBench, layer: str, path: Path) -> None:
 
 
 def drawable(bench: BackendBench) -> list[str]:
-    """The layers of which something was timed."""
-    return [name for name in bench.layers if any(r["model"] == name and "time_us" in r for r in bench.rows)]
+    """Return the layers with at least one time."""
+    timed = {row["model"] for row in bench.rows if "time_us" in row}
+    return [name for name in bench.layers if name in timed]
+
+
+def slug(name: str) -> str:
+    """Return `name` as a part of a file's name."""
+    return "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in name)[:60] or "layer"
 
 
 def _label(row: Mapping[str, Any]) -> str:
@@ -103,13 +166,18 @@ def _sizes(facts: Mapping[str, Any]) -> str:
     )
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    spread = f"{row['time_us_p20']:.1f}–{row['time_us_p80']:.1f}"
-    return [
+_COLUMNS = (
+    *("backend", "tokens", "µs", "p20–p80", "warm", "eager", "TFLOP/s", "GB/s", "roofline", "moved"),
+    *("workspace", "peak", "experts", "cosine", "controls"),
+)
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    cells = (
         _label(row),
         str(row["tokens"]),
         f"{row['time_us']:.1f}",
-        spread,
+        f"{row['time_us_p20']:.1f}–{row['time_us_p80']:.1f}",
         f"{row['warm_us']:.1f}" if "warm_us" in row else "",
         f"{row['eager_us']:.1f}" if "eager_us" in row else "",
         f"{row['tflops']:.3g}",
@@ -119,7 +187,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         str(row["active_experts"]),
         f"{row['cosine']:.5f}" + ("" if row["deterministic"] else " *"),
         row.get("controls_noticed", ""),
-    ]
+    )
+    return dict(zip(_COLUMNS, cells, strict=True))
 
 
 def _mebibytes(value: float | None) -> str:
@@ -130,33 +199,19 @@ def _mebibytes(value: float | None) -> str:
 
 
 def _is_untrusted(row: Mapping[str, Any]) -> bool:
-    """Whether faults were planted that the comparison did not notice: it says nothing of the backend."""
+    """Return whether the comparison missed planted faults: then it says nothing about the backend."""
     return "failed" in row and bool(row.get("controls_missed"))
-
-
-def _without_empty_columns(cells: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Header and rows, without the columns that hold nothing on this machine."""
-    used = [column for column in range(len(_HEADER)) if any(row[column] for row in cells)]
-    return [[row[column] for column in used] for row in (_HEADER, *cells)]
-
-
-def _sections(bench: BackendBench) -> Iterator[tuple[str, list[list[str]], list[str]]]:
-    """(layer, cells of what was timed, what was not and why)."""
-    for name in bench.layers:
-        own = [row for row in bench.rows if row["model"] == name]
-        timed = [_cells(row) for row in own if "time_us" in row]
-        yield name, timed, list(dict.fromkeys(_not_timed(row) for row in own if "time_us" not in row))
 
 
 def _not_timed(row: Mapping[str, Any]) -> str:
     where = f"{_label(row)}, {row['tokens']} tokens" if "tokens" in row else _label(row)
     if "unavailable" in row:
-        return f"{where}: not available: {one_line(str(row['unavailable']))}"
+        return f"{where}: not available: {row['unavailable']}"
     if _is_untrusted(row):
-        return f"{where}: NOT TRUSTED, so not timed: {one_line(str(row['failed']))}"
+        return f"{where}: NOT TRUSTED, so not timed: {row['failed']}"
     if "failed" in row:
-        return f"{where}: FAILED: {one_line(str(row['failed']))}"
-    return f"{where}: WRONG, so not timed: {one_line(str(row['wrong']))}"
+        return f"{where}: FAILED: {row['failed']}"
+    return f"{where}: WRONG, so not timed: {row['wrong']}"
 
 
 def _remarks(bench: BackendBench) -> Iterator[str]:
@@ -166,15 +221,15 @@ def _remarks(bench: BackendBench) -> Iterator[str]:
         if any("warm_us" in row for row in bench.rows):
             columns = "; warm: the same without overwriting the L2 cache; eager: launched from Python"
         yield (
-            f"µs: median a call ({', '.join(how)}){columns}. Moved: the bytes of the experts that were "
-            "chosen, the input and the output; GB/s and roofline go by them."
+            f"µs: median of a call ({', '.join(how)}){columns}. Moved: the bytes of the experts that were "
+            "chosen, the input and the output; GB/s and roofline are computed from them."
         )
     if any("peak_memory_bytes" in row for row in bench.rows):
         yield "peak: the GPU memory of a call, with the layer's weights and its input."
     if any("controls_noticed" in row for row in bench.rows):
         where = ""
-        if any("controls_missed" in row for row in bench.rows):  # before, a large layer had none in weights
-            where = "; those in weights and scales in a layer of few experts where the backend takes one"
+        if any("controls_missed" in row for row in bench.rows):  # older reports planted none in large layers
+            where = "; those in weights and scales in a layer of few experts if the backend takes one"
         yield f"controls: how many of the planted faults the comparison noticed{where}."
     roofline = bench.roofline
     flops = ", ".join(f"{value / 1e12:.3g} TFLOP/s {name}" for name, value in roofline["flops"].items())
@@ -182,11 +237,11 @@ def _remarks(bench: BackendBench) -> Iterator[str]:
     if "graph_overhead" in bench.harness:
         yield _harness(bench.harness)
     if any(row.get("deterministic") is False for row in bench.rows):
-        yield "* not the same bits in every call."
+        yield "* the bits differ from call to call."
 
 
 def _harness(cost: Mapping[str, Any]) -> str:
-    """What the harness adds; reports without ``launch_us`` measured that against do_bench."""
+    """Return what the harness adds; reports without ``launch_us`` compare it with do_bench."""
     alone = cost["kernel_us"] if "launch_us" in cost else None
     ours = ", ".join(
         f"{cost[name]:.2f} µs {state} ({cost[overhead]:+.1%}"
@@ -196,9 +251,9 @@ def _harness(cost: Mapping[str, Any]) -> str:
             ("graph_cold_us", "graph_cold_overhead", "cold"),
         )
     )
-    theirs = f"triton.testing.do_bench says {cost['do_bench_us']:.2f} µs"
+    theirs = f"triton.testing.do_bench measures {cost['do_bench_us']:.2f} µs"
     if "launch_us" not in cost:
-        return f"The harness on a kernel that waits: {ours}, where {theirs}."
+        return f"The harness on a kernel that waits: {ours}; {theirs}."
     return (
         f"The harness on a kernel of {cost['kernel_us']:.2f} µs by the GPU's own clock, "
         f"{cost['launch_us']:.2f} µs with what the GPU puts between two kernels of a graph: {ours}, "
@@ -207,51 +262,85 @@ def _harness(cost: Mapping[str, Any]) -> str:
     )
 
 
-def _heading(bench: BackendBench) -> str:
-    return f"{one_line(bench.device)} · {one_line(bench.routing)} routing"
+# The shape of a stored report, which is checked before it is shown.
+
+_Positive = Annotated[int, Field(ge=1)]
+_Figure = Annotated[float, Field(ge=0)]
+_Change = Annotated[float, Field(ge=-1)]
 
 
-def _table(bench: BackendBench) -> Iterator[str]:
-    yield f"MoE backends: {_heading(bench)}"
-    for name, cells, rest in _sections(bench):
-        yield ""
-        yield f"{one_line(name)}: {_sizes(bench.layers[name])}"
-        if cells:
-            grid = _without_empty_columns(cells)
-            widths = [max(len(row[column]) for row in grid) for column in range(len(grid[0]))]
-            for row in grid:
-                first, *others = (
-                    cell.ljust(width) if column == 0 else cell.rjust(width)
-                    for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-                )
-                yield "  ".join((first, *others)).rstrip()
-        yield from rest
-    yield ""
-    yield from _remarks(bench)
+class _Layer(TypedDict):
+    hidden: _Positive
+    intermediate: _Positive
+    experts: _Positive
+    top_k: _Positive
+    activation: str
 
 
-def _markdown(bench: BackendBench, pictures: Sequence[str]) -> Iterator[str]:
-    yield f"# moedoctor {escape(moedoctor.__version__)}: bench --backend"
-    yield ""
-    yield escape(_heading(bench))
-    for name, cells, rest in _sections(bench):
-        yield from ("", f"## {escape(name)}", "", escape(_sizes(bench.layers[name])), "")
-        if cells:
-            header, *body = _without_empty_columns(cells)
-            yield f"| {' | '.join(header)} |"
-            yield f"|{'---|' * len(header)}"
-            yield from (f"| {' | '.join(escape(cell) for cell in row)} |" for row in body)
-        yield from ("", *(f"- {escape(one)}" for one in rest))
-        for picture in pictures:
-            if picture.endswith(f"_{slug(name)}.svg"):
-                yield from ("", f"![latency of {escape(name)}]({picture})")
-    yield ""
-    for remark in _remarks(bench):
-        yield from (escape(remark), "")
-    yield from ("## Environment", "", "| fact | value |", "|---|---|")
-    yield from (f"| {escape(name)} | {escape(text)} |" for name, text in figures(bench.environment))
+class _Roofline(TypedDict):
+    bytes_per_second: _Figure
+    flops: dict[str, _Figure]
 
 
-def slug(name: str) -> str:
-    """`name` as a part of a file's name."""
-    return "".join(one if one.isalnum() or one in ".-" else "-" for one in name)[:60] or "layer"
+class _Harness(TypedDict, total=False):
+    graph_overhead: _Change
+    graph_us: _Figure
+    graph_cold_us: _Figure
+    graph_cold_overhead: _Change
+    do_bench_us: _Figure
+    launch_us: _Figure
+    kernel_us: _Figure
+    launch_gap_us: _Change
+    do_bench_overhead: _Change
+    within_limit: bool
+
+
+class _Row(TypedDict, total=False):
+    backend: Required[str]
+    quantization: Required[str]
+    model: Required[str]
+    tokens: _Positive
+    active_experts: Annotated[int, Field(ge=0)]
+    time_us: _Figure
+    time_us_p20: _Figure
+    time_us_p80: _Figure
+    warm_us: _Figure
+    warm_us_p20: _Figure
+    warm_us_p80: _Figure
+    eager_us: _Figure
+    eager_us_p20: _Figure
+    eager_us_p80: _Figure
+    tflops: _Figure
+    gigabytes_per_second: _Figure
+    roofline_share: _Figure
+    bytes: _Figure
+    workspace_bytes: _Figure
+    peak_memory_bytes: _Figure
+    controls_noticed: str
+    cosine: float
+    deterministic: bool
+    timed: str
+
+
+class _Backends(TypedDict):
+    layers: dict[str, _Layer]
+    routing: str
+    device: str
+    roofline: _Roofline
+    harness: _Harness
+    rows: list[_Row]
+
+
+_GO_TOGETHER = (
+    (_Harness, "graph_overhead", ("graph_us", "graph_cold_us", "graph_cold_overhead", "do_bench_us")),
+    (_Harness, "launch_us", ("kernel_us", "launch_gap_us", "do_bench_overhead", "within_limit")),
+    (
+        _Row,
+        "time_us",
+        (
+            *("tokens", "active_experts", "time_us_p20", "time_us_p80", "tflops", "gigabytes_per_second"),
+            *("roofline_share", "cosine", "deterministic", "timed"),
+        ),
+    ),
+)
+"""(record, key, keys that it must have too if it has this one)."""

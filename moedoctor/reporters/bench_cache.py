@@ -1,96 +1,185 @@
-"""`moedoctor bench --cache` as a table, JSON or Markdown, and its pictures."""
+"""`moedoctor bench --cache`: what it measured as a record, as JSON, as a page and as pictures."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import moedoctor
-from moedoctor.bench.cache.replay import ReplayPoint
-from moedoctor.reporters.bench_cache_json import CacheBench, to_dict
-from moedoctor.reporters.evidence_rows import EvidenceTable, evidence_tables, lines
-from moedoctor.reporters.markdown import escape
-from moedoctor.reporters.plots import Series, line_chart
-from moedoctor.reporters.terminal_plots import terminal_chart
-from moedoctor.reporters.text import figures, one_line
+from moedoctor.bench.cache.replay import ReplayPoint, TraceFacts
+from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table, evidence_tables
+from moedoctor.reporters.plots import Series, line_chart, terminal_chart
+from moedoctor.reporters.run import environment_table
+from moedoctor.reporters.text import figures
+from moedoctor.results import ReportError, ScenarioVerdict, from_json
 
-FORMATS = ("table", "json", "markdown")
 BOUND = "belady"
 BOUND_NAME = "Belady (optimum)"
 
 
-def render(bench: CacheBench, format: str, *, pictures: Sequence[str] = (), width: int | None = None) -> str:
-    """The report in one of `FORMATS`. `pictures` are the files that lie beside a Markdown report; with a
-    `width`, in columns, the table is followed by charts for the terminal, in colour.
-    """
-    if format == "json":
-        return json.dumps(to_dict(bench), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    text = _markdown(bench, pictures) if format == "markdown" else _table(bench)
-    charts = [] if width is None or format != "table" else list(_terminal(bench, width))
-    return "\n".join([*text, *charts]) + "\n"
+@dataclass(frozen=True)
+class CacheBench:
+    """Everything that `moedoctor bench --cache` measured."""
+
+    trace: str
+    """The file, or what a synthetic trace was made of."""
+    facts: TraceFacts
+    made: Mapping[str, Any]
+    """How the trace was made."""
+    scope: str
+    batch: int | None
+    """Sequences side by side; None for the trace's own calls."""
+    points: tuple[ReplayPoint, ...]
+    environment: Mapping[str, Any]
+    speed: tuple[Mapping[str, Any], ...] = ()
+    """Measured on a GPU: ``subject``, ``capacity``, ``tokens_per_second`` and more; empty if none was."""
+    measured: Mapping[str, tuple[Mapping[str, Any], ...]] = field(default_factory=dict)
+    """What else was measured, by name."""
+    limits: tuple[Mapping[str, Any], ...] = ()
+    """What the cache is meant to reach: ``claim``, ``verdict``, ``measured``, ``limit``."""
+    speed_note: str = ""
+    """On what model and machine the speed was measured, or why it was not."""
+    exit_code: int = 0
 
 
-def write_pictures(bench: CacheBench, beside: Path) -> list[str]:
-    """Draw the SVG files of the Markdown report `beside` next to it; their names.
+def bench_document(bench: CacheBench) -> dict[str, Any]:
+    """Return the JSON document: the shape of every report, and `bench`."""
+    points = [
+        {
+            "policy": point.policy,
+            "capacity": point.capacity,
+            "share_resident": point.capacity / bench.facts.num_experts,
+            "hit_rate": point.hit_rate,
+            "hits": point.stats.hits,
+            "misses": point.stats.misses,
+            "wrong_calls": point.stats.wrong,
+            "overflowing_calls": point.overflowing,
+            "layer_calls": point.stats.calls,
+            "misses_per_token": point.stats.misses / bench.facts.tokens,
+            "hit_rate_by_layer": point.hit_rate_by_layer,
+        }
+        for point in bench.points
+    ]
+    return {
+        "moedoctor": moedoctor.__version__,
+        "command": "bench",
+        "environment": bench.environment,
+        "scenarios": [],
+        "bench": {
+            "cache": {
+                "trace": {"source": bench.trace, **asdict(bench.facts), "made": bench.made},
+                "scope": bench.scope,
+                "batch": bench.batch,
+                "replay_unit": "call",
+                "points": points,
+                "speed": bench.speed,
+                "measured": bench.measured,
+                "limits": bench.limits,
+                "speed_note": bench.speed_note,
+            }
+        },
+        "summary": {**{verdict.value: 0 for verdict in ScenarioVerdict}, "exit_code": bench.exit_code},
+    }
 
-    Raises PlotError where matplotlib is missing, OutputError where a file cannot be written.
-    """
-    names = []
-    for suffix, chart in _charts(bench).items():
-        path = beside.with_name(f"{beside.stem}_{suffix}.svg")
-        line_chart(path, **chart)
-        names.append(path.name)
-    return names
+
+def from_dict(document: Any) -> CacheBench:
+    """Return the record that `bench_document` wrote. Raises ReportError that names what is wrong."""
+    try:
+        cache = document["bench"]["cache"]
+        points = [
+            {
+                **point,
+                "stats": {
+                    "calls": point["layer_calls"],
+                    "hits": point["hits"],
+                    "misses": point["misses"],
+                    "wrong": point["wrong_calls"],
+                },
+                "overflowing": point["overflowing_calls"],
+            }
+            for point in cache["points"]
+        ]
+        record = {
+            **cache,
+            "trace": cache["trace"]["source"],
+            "facts": cache["trace"],
+            "made": cache["trace"]["made"],
+            "points": points,
+            "environment": document["environment"],
+            "exit_code": document["summary"]["exit_code"],
+        }
+    except (KeyError, TypeError) as error:
+        raise ReportError("report", f"is not from `bench --cache`: {error}") from None
+    return from_json(CacheBench, record)
 
 
 def summary_line(bench: CacheBench) -> str:
-    """The best causal policy at each capacity, between the least that lru has and the optimum."""
-    by_capacity = _by_capacity(bench)
-    said = []
-    for capacity, row in by_capacity.items():
-        causal = {name: point for name, point in row.items() if name != BOUND}
-        if not causal:
-            continue
-        best = max(causal, key=lambda name: causal[name].hit_rate)
-        bound = f" of at most {row[BOUND].hit_rate:.1%}" if BOUND in row else ""
-        said.append(f"{capacity} slots: {best} {causal[best].hit_rate:.1%}{bound}")
-    return "; ".join(said)
+    """Return the best causal policy at each capacity, beside the optimum."""
+    best = []
+    for capacity, points in _by_capacity(bench).items():
+        rates = {name: point.hit_rate for name, point in points.items() if name != BOUND}
+        if rates:
+            policy = max(rates, key=lambda name: rates[name])
+            bound = f" of at most {points[BOUND].hit_rate:.1%}" if BOUND in points else ""
+            best.append(f"{capacity} slots: {policy} {rates[policy]:.1%}{bound}")
+    return "; ".join(best)
+
+
+def bench_page(bench: CacheBench, pictures: Sequence[str] = (), *, full: bool = False) -> list[Block]:
+    """Return the hit rates and what was measured on a GPU.
+
+    `pictures` are the files beside a Markdown report. `full` adds how the trace was made and the environment.
+    """
+    page: list[Block] = [
+        Heading(f"moedoctor {moedoctor.__version__}: bench --cache", 1),
+        Paragraph(_heading(bench)),
+        Paragraph(f"Trace: {bench.trace}"),
+        _hit_rates(bench),
+        Bullets(list(_remarks(bench))),
+        *(Picture(name, name.removesuffix(".svg").replace("_", " ")) for name in pictures),
+    ]
+    for measured in evidence_tables({"limits": bench.limits, "decode": bench.speed, **bench.measured}):
+        page += [Heading(measured.name.capitalize()), measured.table]
+    if full and bench.made:
+        page += [Heading("How the trace was made"), Table(("fact", "value"), list(figures(bench.made)))]
+    return [*page, *environment_table(bench.environment)] if full else page
 
 
 def _by_capacity(bench: CacheBench) -> dict[int, dict[str, ReplayPoint]]:
-    found: dict[int, dict[str, ReplayPoint]] = {}
-    for one in sorted(bench.points, key=lambda point: point.capacity):
-        found.setdefault(one.capacity, {})[one.policy] = one
-    return found
+    points: dict[int, dict[str, ReplayPoint]] = {}
+    for point in sorted(bench.points, key=lambda point: point.capacity):
+        points.setdefault(point.capacity, {})[point.policy] = point
+    return points
 
 
-def _grid(bench: CacheBench) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): hit rates, the bound last, then what a token has to load."""
-    policies = list(dict.fromkeys(one.policy for one in bench.points))
-    order = [one for one in policies if one != BOUND] + [one for one in policies if one == BOUND]
-    header = ["slots", "resident", *(BOUND_NAME if one == BOUND else one for one in order)]
-    header += ["loads a token, best to optimum" if BOUND in order else "loads a token, best", "overflow"]
+def _hit_rates(bench: CacheBench) -> Table:
+    """Return a row a capacity: hit rates, the bound last, then the experts that a token has to load."""
+    policies = dict.fromkeys(point.policy for point in bench.points)
+    order = sorted(policies, key=lambda policy: policy == BOUND)
+    names = [BOUND_NAME if policy == BOUND else policy for policy in order]
+    loads_of = "loads a token, best to optimum" if BOUND in order else "loads a token, best"
+    header = ["slots", "resident", *names, loads_of, "overflow"]
     rows = []
-    for capacity, row in _by_capacity(bench).items():
-        causal = [one.stats.misses for name, one in row.items() if name != BOUND]
+    for capacity, points in _by_capacity(bench).items():
+        causal = [point.stats.misses for name, point in points.items() if name != BOUND]
         counts = [min(causal)] if causal else []
-        counts += [row[BOUND].stats.misses] if BOUND in row else []
+        counts += [points[BOUND].stats.misses] if BOUND in points else []
         loads = " to ".join(f"{count / bench.facts.tokens:.1f}" for count in counts)
-        first = next(iter(row.values()))
+        first = next(iter(points.values()))
         over = f"{first.overflowing / first.stats.calls:.0%} of calls" if first.overflowing else "none"
-        rates = [f"{row[name].hit_rate:.1%}" if name in row else "" for name in order]
+        rates = [f"{points[name].hit_rate:.1%}" if name in points else "" for name in order]
         share = f"{min(1.0, capacity / bench.facts.num_experts):.0%}"
         rows.append([str(capacity), share, *rates, loads, over])
-    return header, rows
+    return Table(header, rows, "r" * len(header))
 
 
 def _heading(bench: CacheBench) -> str:
     facts, batch = bench.facts, f"batch {bench.batch}" if bench.batch else "calls as recorded"
     scope = "one cache a layer" if bench.scope == "layer" else "one cache for all layers"
     return (
-        f"{one_line(facts.model)} · {facts.layers} layers x {facts.num_experts} experts, top-{facts.top_k} · "
+        f"{facts.model} · {facts.layers} layers x {facts.num_experts} experts, top-{facts.top_k} · "
         f"{facts.tokens} tokens, {batch} · {scope}"
     )
 
@@ -106,110 +195,67 @@ def _remarks(bench: CacheBench) -> Iterator[str]:
         "Hit rate: distinct experts of a call that were resident when it came. The unit is a call: it never "
         "evicts what it needs. Caches start empty."
     )
-    if any(one.overflowing for one in bench.points):
+    if any(point.overflowing for point in bench.points):
         yield (
-            "Calls that need more experts than there are slots run in groups; there the last column is no "
+            "Calls that need more experts than there are slots run in groups; for them Belady is no "
             "strict optimum."
         )
-    if wrong := sum(one.stats.wrong for one in bench.points):
+    if wrong := sum(point.stats.wrong for point in bench.points):
         yield f"WRONG: {wrong} calls would have computed with an expert that is not resident."
     if bench.speed_note:
         yield bench.speed_note
 
 
-def _table(bench: CacheBench) -> Iterator[str]:
-    header, rows = _grid(bench)
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    yield f"expert cache: {_heading(bench)}"
-    yield f"trace: {one_line(bench.trace)}"
-    yield ""
-    for row in (header, *rows):
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-    yield ""
-    yield from _remarks(bench)
-    for table in _speed_tables(bench):
-        yield from ("", f"{table.name}:")
-        yield from lines(table)
+def write_pictures(bench: CacheBench, beside: Path) -> list[str]:
+    """Draw the SVG files of the Markdown report `beside` next to it, and return their names.
+
+    Raises PlotError without matplotlib, OutputError if a file cannot be written.
+    """
+    names = []
+    for suffix, (chart, more) in _charts(bench).items():
+        path = beside.with_name(f"{beside.stem}_{suffix}.svg")
+        line_chart(path, **chart, **more)
+        names.append(path.name)
+    return names
 
 
-def _markdown(bench: CacheBench, pictures: Sequence[str]) -> Iterator[str]:
-    header, rows = _grid(bench)
-    yield f"# moedoctor {escape(moedoctor.__version__)}: bench --cache"
-    yield ""
-    yield escape(_heading(bench))
-    yield ""
-    yield f"Trace: {escape(bench.trace)}"
-    yield ""
-    for row in (header, ["---"] * len(header), *rows):
-        yield f"| {' | '.join(escape(cell) if cell != '---' else cell for cell in row)} |"
-    yield ""
-    for remark in _remarks(bench):
-        yield from (escape(remark), "")
-    for name in pictures:
-        yield from (f"![{escape(name.removesuffix('.svg').replace('_', ' '))}]({name})", "")
-    for table in _speed_tables(bench):
-        yield from (f"## {table.name.capitalize()}", "")
-        for row in (list(table.header), ["---"] * len(table.header), *map(list, table.rows)):
-            yield f"| {' | '.join(escape(cell) if cell != '---' else cell for cell in row)} |"
-        yield ""
-    if bench.made:
-        yield from ("## How the trace was made", "", "| fact | value |", "|---|---|")
-        yield from (f"| {escape(name)} | {escape(text)} |" for name, text in figures(bench.made))
-        yield ""
-    yield from ("## Environment", "", "| fact | value |", "|---|---|")
-    yield from (f"| {escape(name)} | {escape(text)} |" for name, text in figures(bench.environment))
+def terminal_charts(bench: CacheBench, width: int) -> str:
+    """Return the same charts in colour for a terminal. Raises PlotError without plotext."""
+    charts = _charts(bench).values()
+    return "".join(f"\n{terminal_chart(**chart, width=min(width, 100))}" for chart, _ in charts)
 
 
-def _speed_tables(bench: CacheBench) -> tuple[EvidenceTable, ...]:
-    return evidence_tables({"limits": list(bench.limits), "decode": list(bench.speed), **bench.measured})
-
-
-def _terminal(bench: CacheBench, width: int) -> Iterator[str]:
-    for chart in _charts(bench).values():
-        known = ("title", "x_label", "y_label", "series", "log_x", "log_y")
-        keep = {key: chart[key] for key in known if key in chart}
-        yield ""
-        yield terminal_chart(**keep, width=min(width, 100))
-
-
-def _charts(bench: CacheBench) -> dict[str, dict[str, Any]]:
-    """Suffix of the file -> what `line_chart` draws."""
-    capacities = sorted({one.capacity for one in bench.points})
+def _charts(bench: CacheBench) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return suffix of the file -> (what both kinds of chart take, what only pictures take)."""
+    capacities = {point.capacity for point in bench.points}
+    rates = [
+        Series(
+            BOUND_NAME if policy == BOUND else policy,
+            [point.capacity for point in bench.points if point.policy == policy],
+            [point.hit_rate for point in bench.points if point.policy == policy],
+            bound=policy == BOUND,
+        )
+        for policy in dict.fromkeys(point.policy for point in bench.points)
+    ]
+    chart = _chart("Hit rate", rates, log_x=len(capacities) > 1)
     note = f"{_heading(bench)}. Event-atomic replay from empty caches."
-    charts: dict[str, dict[str, Any]] = {
-        "hit_rate": {
-            "title": "Hit rate over capacity",
-            "x_label": "slots a layer",
-            "y_label": "hit rate",
-            "series": [
-                Series(
-                    BOUND_NAME if policy == BOUND else policy,
-                    [one.capacity for one in bench.points if one.policy == policy],
-                    [one.hit_rate for one in bench.points if one.policy == policy],
-                    bound=policy == BOUND,
-                )
-                for policy in dict.fromkeys(one.policy for one in bench.points)
-            ],
-            "log_x": len(capacities) > 1,
-            "note": note,
-            "y_range": (0.0, 1.0),
-        }
-    }
+    charts: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    charts["hit_rate"] = (chart, {"note": note, "y_range": (0.0, 1.0)})
     timed = [row for row in bench.speed if "tokens_per_second" in row]
     if timed:
-        charts["tokens_per_second"] = {
-            "title": "Tokens per second over capacity",
-            "x_label": "slots a layer",
-            "y_label": "tokens per second",
-            "series": [
-                _speed_series(str(subject), [row for row in timed if row["subject"] == subject])
-                for subject in dict.fromkeys(row["subject"] for row in timed)
-            ],
-            "log_x": len({row["capacity"] for row in timed}) > 1,
-            "log_y": True,
-            "note": bench.speed_note or None,
-        }
+        speeds = [
+            _speed_series(str(subject), [row for row in timed if row["subject"] == subject])
+            for subject in dict.fromkeys(row["subject"] for row in timed)
+        ]
+        log_x = len({row["capacity"] for row in timed}) > 1
+        speed = _chart("Tokens per second", speeds, log_x=log_x, log_y=True)
+        charts["tokens_per_second"] = (speed, {"note": bench.speed_note or None})
     return charts
+
+
+def _chart(name: str, series: Sequence[Series], **axes: bool) -> dict[str, Any]:
+    labels = {"title": f"{name} over capacity", "x_label": "slots a layer", "y_label": name.lower()}
+    return {**labels, "series": series, **axes}
 
 
 def _speed_series(subject: str, rows: Sequence[Mapping[str, Any]]) -> Series:

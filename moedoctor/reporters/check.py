@@ -1,112 +1,241 @@
-"""`moedoctor check` as text: JSON, and Markdown for an issue; `check_table` has the one for a terminal."""
+"""The page of `moedoctor check`: what can strike this machine, and the facts about it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from moedoctor.diagnose.check.records import SEVERITIES, CheckResult
-from moedoctor.reporters.check_facts import fact_rows
-from moedoctor.reporters.markdown import escape
-from moedoctor.reporters.text import figures
-from moedoctor.results import SCHEMA_VERSION, plain
+from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Table
+from moedoctor.reporters.text import count_of, figures, short_value
+from moedoctor.results import SCHEMA_VERSION
 
-FORMATS = ("table", "json", "markdown")
-PROBLEMS = "What does not work together"
-CAN_STRIKE = "Known failures that can strike here"
-DEPENDS = "Not decided by this machine"
-_DEPENDS_LONG = "Whether these strike depends on the checkpoint, the model or your own code:"
+_DEPENDS = "Whether these strike depends on the checkpoint, the model or your own code:"
 
 
-def check_json(result: CheckResult) -> str:
-    """The result as JSON (schema_version 1), ``evidence`` where triage has ``excerpt``."""
-    data = {
+def check_document(result: CheckResult) -> dict[str, Any]:
+    """Return the JSON document; its findings have ``evidence`` where those of triage have ``excerpt``."""
+    return {
         "schema_version": SCHEMA_VERSION,
         "moedoctor": result.version,
         "command": "check",
-        "findings": [asdict(one) for one in result.findings],
-        "conditional": [asdict(one) for one in result.conditional],
-        "problems": [asdict(one) for one in result.problems],
+        "findings": [asdict(finding) for finding in result.findings],
+        "conditional": [asdict(finding) for finding in result.conditional],
+        "problems": [asdict(problem) for problem in result.problems],
         "environment": dict(result.environment),
         "summary": {**_counts(result), "exit_code": result.exit_code},
     }
-    return json.dumps(plain(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def check_markdown(result: CheckResult) -> str:
-    """The result for an issue: the findings first, the facts in a table behind them."""
-
-    def lines() -> Iterator[str]:
-        yield f"# moedoctor {escape(result.version)}: check"
-        yield from ("", f"**{escape(summary_line(result))}**", "")
-        if result.findings:
-            yield from (
-                f"## {CAN_STRIKE}",
-                "",
-                "| entry | severity | why | needs | seen | next |",
-                "|---|---|---|---|---|---|",
-            )
-            for one in result.findings:
-                yield _row(
-                    f"{one.id} {one.name}",
-                    one.severity,
-                    one.why,
-                    one.needs or "",
-                    seen(one.evidence),
-                    one.next_step,
-                )
-            yield ""
-        if result.problems:
-            yield from (
-                f"## {PROBLEMS}",
-                "",
-                "| what | severity | why | next |",
-                "|---|---|---|---|",
-            )
-            for problem in result.problems:
-                yield _row(problem.what, problem.severity, problem.why, problem.next_step)
-            yield ""
-        yield from ("## Environment", "", "| fact | value |", "|---|---|")
-        for name, text in fact_rows(result.environment):
-            yield _row(name, text)
-        if result.conditional:
-            yield from ("", f"## {DEPENDS}", "", _DEPENDS_LONG, "")
-            for one in result.conditional:
-                yield f"- {escape(f'{one.id} {one.name}: {one.needs or one.why}')}"
-
-    return "\n".join(lines()) + "\n"
+def check_page(result: CheckResult, *, facts_last: bool = False) -> list[Block]:
+    """Return what was found and the facts: last in an issue, first at a terminal, which shows the end."""
+    facts: list[Block] = [
+        Heading("Environment"),
+        Table(("fact", "value"), list(fact_rows(result.environment))),
+    ]
+    title, counts = Heading(f"moedoctor {result.version}: check", 1), Paragraph(summary_line(result))
+    findings = list(_findings(result))
+    return [title, counts, *findings, *facts] if facts_last else [title, *facts, *findings, counts]
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(map(escape, cells))} |"
+def _findings(result: CheckResult) -> Iterator[Block]:
+    if result.problems:
+        yield Heading("What does not work together")
+    for problem in result.problems:
+        error = [("seen", str(problem.evidence["error"]))] if "error" in problem.evidence else []
+        lines = [("why", problem.why), *error, ("next", problem.next_step)]
+        yield Item(problem.severity, problem.what, lines)
+    if result.findings:
+        yield Heading("Known failures that can strike here")
+    for finding in result.findings:
+        needs = [("needs", finding.needs)] if finding.needs else []
+        evidence = ("seen", _evidence(finding.evidence))
+        lines = [("why", finding.why), *needs, evidence, ("next", finding.next_step)]
+        yield Item(finding.severity, f"{finding.id} {finding.name}: {finding.title}", lines)
+    if result.conditional:
+        yield Heading("Not decided by this machine")
+        yield Paragraph(_DEPENDS)
+        yield Bullets([f"{note.id} {note.name}: {note.needs or note.why}" for note in result.conditional])
+    if result.findings or result.conditional:
+        yield Paragraph(("Details: ", Span("moedoctor explain ID", "code")))
 
 
 def summary_line(result: CheckResult) -> str:
-    """``2 errors · 1 warning · 0 problems · 5 not decided here · 0 facts missing``."""
+    """Return ``2 errors · 1 warning · 0 problems · 5 not decided here · 0 facts missing``."""
     counts = _counts(result)
     missing = len(result.environment.get("collector_errors") or {})
     return " · ".join(
         (
-            _many(counts["error"], "error"),
-            _many(counts["warning"], "warning"),
-            _many(counts["problems"], "problem"),
+            count_of(counts["error"], "error"),
+            count_of(counts["warning"], "warning"),
+            count_of(counts["problems"], "problem"),
             f"{counts['conditional']} not decided here",
-            f"{_many(missing, 'fact')} missing",
+            f"{count_of(missing, 'fact')} missing",
         )
     )
 
 
 def _counts(result: CheckResult) -> dict[str, int]:
-    severities = {name: sum(one.severity == name for one in result.findings) for name in SEVERITIES[:2]}
+    severities = {
+        name: sum(finding.severity == name for finding in result.findings) for name in SEVERITIES[:2]
+    }
     return {**severities, "problems": len(result.problems), "conditional": len(result.conditional)}
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def seen(evidence: Mapping[str, Any]) -> str:
-    """``vllm 0.18.0, wsl true``."""
+def _evidence(evidence: Mapping[str, Any]) -> str:
+    """Return ``vllm 0.18.0, wsl true``."""
     return ", ".join(f"{name.removeprefix('variables.')} {text}" for name, text in figures(evidence))
+
+
+# The facts in the few words that a person reads; JSON has all of them.
+
+_PACKAGES = {
+    "torch": "torch",
+    "triton": "triton",
+    "vllm": "vllm",
+    "flashinfer": "flashinfer-python",
+    "flashinfer_cubin": "flashinfer-cubin",
+    "flashinfer_jit_cache": "flashinfer-jit-cache",
+}
+_COLLECTORS = {
+    "vllm": ("cuda_runtime_version", "cudnn_version", "vllm_build_flags"),
+    "flashinfer": ("Target CUDA archs (resolved)", "flashinfer-cubin", "flashinfer-jit-cache", "flashinfer"),
+}
+"""The facts from upstream's own reports that are worth a line."""
+_UNKNOWN = "unknown"
+
+
+def fact_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Give (name, words) of each fact, in the order of the report."""
+    yield "GPU", _gpus(facts)
+    yield "driver", _driver(facts)
+    yield "CUDA toolkit", _toolkit(facts)
+    yield "system", _system(facts)
+    yield "pinned memory", _pinned(facts.get("pinned_memory"))
+    yield "locked memory", _limit(facts.get("locked_memory_limit_bytes"))
+    for key, name in _PACKAGES.items():
+        if key in ("torch", "vllm", "flashinfer") or facts.get(key):
+            yield name, _package(key, facts)
+    if facts.get("vllm"):
+        yield "CPU offload", _offload(facts.get("vllm_offload"))
+    if facts.get("flashinfer"):
+        yield "JIT cache", _jit(facts.get("flashinfer_jit_folders"))
+    yield "moedoctor fixes", _fixes(facts.get("moedoctor_fixes"))
+    yield "variables", _variables(facts.get("env"))
+    for package, answer in (facts.get("collectors") or {}).items():
+        yield f"{package} says", _collected(package, answer)
+    for name, error in (facts.get("collector_errors") or {}).items():
+        yield f"no {name}", str(error)
+
+
+def _gpus(facts: Mapping[str, Any]) -> str:
+    gpus: Sequence[Mapping[str, Any]] | None = facts.get("gpus")
+    if gpus is None:
+        return _UNKNOWN
+    visible = [gpu for gpu in gpus if gpu.get("visible")]
+    if not visible:
+        return "none" if not gpus else f"none of {len(gpus)} is visible to CUDA programs"
+    names: dict[str, int] = {}
+    for gpu in visible:
+        memory = gpu.get("memory_bytes")
+        size = f", {memory / 2**30:.0f} GiB" if memory else ""
+        capability = f" ({gpu['capability']}{size})" if gpu.get("capability") else ""
+        text = f"{gpu.get('name') or _UNKNOWN}{capability}"
+        names[text] = names.get(text, 0) + 1
+    return "; ".join(text if count == 1 else f"{count} × {text}" for text, count in names.items())
+
+
+def _driver(facts: Mapping[str, Any]) -> str:
+    driver, cuda = facts.get("driver"), facts.get("cuda_driver")
+    if not driver:
+        return "none"
+    return f"{driver} (CUDA {cuda})" if cuda else str(driver)
+
+
+def _toolkit(facts: Mapping[str, Any]) -> str:
+    nvcc, built = facts.get("nvcc"), facts.get("torch_cuda")
+    compiler = f"nvcc {nvcc}" if nvcc else "no nvcc"
+    return f"{compiler}, {f'torch is built for {built}' if built else 'torch without CUDA'}"
+
+
+def _system(facts: Mapping[str, Any]) -> str:
+    parts = [str(facts.get("platform") or _UNKNOWN), f"kernel {facts.get('kernel')}"]
+    parts.append(f"Python {facts.get('python')}")
+    parts += ["WSL"] if facts.get("wsl") else []
+    parts += ["in a container"] if facts.get("container") else []
+    return ", ".join(parts)
+
+
+def _pinned(pinning: Mapping[str, Any] | None) -> str:
+    if pinning is None:
+        return _UNKNOWN
+    word = {True: "works", False: "FAILS", None: "not tried"}[pinning["works"]]
+    return f"{word}: {pinning['reason']}"
+
+
+def _limit(limit: Any) -> str:
+    if isinstance(limit, int):
+        return f"at most {limit / 2**20:.0f} MiB for a process"
+    return str(limit or _UNKNOWN)
+
+
+def _package(key: str, facts: Mapping[str, Any]) -> str:
+    version, name = facts.get(key), _PACKAGES[key]
+    if not version:
+        return _UNKNOWN if key in (facts.get("collector_errors") or {}) else "not installed"
+    wrong = [
+        f"{need['by']} requires {need['expected']}"
+        for need in facts.get("packages") or ()
+        if need["package"] == name and not need["ok"]
+    ]
+    return f"{version}; {', '.join(wrong)}" if wrong else str(version)
+
+
+def _offload(path: Mapping[str, Any] | None) -> str:
+    if not path:
+        return _UNKNOWN
+    uva, pins = path["uva"], path["pins"]
+    ways = {True: "maps host memory (UVA)", False: "copies in every forward (no UVA)", None: "path unknown"}
+    reasons = dict.fromkeys((uva["reason"], pins["reason"]))
+    pinned = {True: "pinned", False: "not pinned", None: "pinning unknown"}[pins["value"]]
+    return f"{ways[uva['value']]}, {pinned}: {'; '.join(reasons)}"
+
+
+def _jit(cache: Mapping[str, Any] | None) -> str:
+    if cache is None:
+        return _UNKNOWN
+    folders = [
+        f"{folder['release']}/{'_'.join(folder['targets']) or 'no target'} ({folder['modules']} modules)"
+        for folder in cache["folders"]
+    ]
+    return f"{cache['path']}: {', '.join(folders) or 'empty'}"
+
+
+def _fixes(state: Mapping[str, Any] | None) -> str:
+    if state is None:
+        return _UNKNOWN
+    return f"{'active' if state['active'] else 'not active'}: {state['reason']}"
+
+
+def _variables(variables: Mapping[str, str] | None) -> str:
+    if variables is None:
+        return _UNKNOWN
+    shown = " ".join(f"{name}={value}" for name, value in variables.items())
+    return shown or "none of VLLM_*, FLASHINFER_*, CUDA_*"
+
+
+def _collected(package: str, answer: Mapping[str, Any]) -> str:
+    if "error" in answer:
+        return f"nothing: {answer['error']}"
+    flat = dict(_flat(answer))
+    shown = [f"{name}: {short_value(flat[name])}" for name in _COLLECTORS.get(package, ()) if name in flat]
+    return "; ".join(shown) or f"{len(flat)} facts, see --format json"
+
+
+def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value)
+        else:
+            yield str(name), value

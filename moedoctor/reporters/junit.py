@@ -25,7 +25,7 @@ from xml.etree import ElementTree as ET
 
 from moedoctor.comparison import expected_verdict
 from moedoctor.interfaces import Reporter
-from moedoctor.reporters.rows import crash_notes
+from moedoctor.reporters.run import crash_notes
 from moedoctor.reporters.text import (
     clean,
     deciding_figure,

@@ -1,21 +1,33 @@
-"""`markdown`: the report for an issue on GitHub and for `reports/<machine>/`."""
+"""`markdown`: a page for an issue on GitHub and for `reports/<machine>/`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from moedoctor.interfaces import Reporter
-from moedoctor.reporters.evidence_rows import evidence_tables, without_records
-from moedoctor.reporters.rows import CrashNote, crash_notes, group_cases, shared_parameters
-from moedoctor.reporters.text import clean, figures, one_line, short_evidence, short_parameters, summary_line
-from moedoctor.results import ClaimResult, Report, ScenarioResult
+from moedoctor.reporters.page import (
+    Block,
+    Bullets,
+    Heading,
+    Item,
+    Page,
+    Paragraph,
+    Preformatted,
+    Prose,
+    Table,
+    Text,
+    spans,
+)
+from moedoctor.reporters.run import run_page
+from moedoctor.reporters.text import clean, one_line, summary_line
+from moedoctor.results import Report
 
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<=\s)#|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
 _BLOCK_START = re.compile(r"^(\d*)(?=[#+-]|[.)](?:\s|$))")
 _MENTION = re.compile(r"(?<![\w`])@(?=\w)")
 _REFERENCE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
-_FENCE = re.compile("`{3,}")
+_TICKS = re.compile("`+")
 
 
 class MarkdownReporter(Reporter):
@@ -24,16 +36,29 @@ class MarkdownReporter(Reporter):
     name = "markdown"
 
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
-        return "\n".join(_lines(report)) + "\n"
+        title = Heading(f"moedoctor {report.version}: {report.command}", 1)
+        return to_markdown([title, Paragraph((summary_line(report),)), *run_page(report, full=True)])
+
+
+def to_markdown(page: Page) -> str:
+    """Return the page as Markdown that ends with a line end."""
+    parts: list[str] = []
+    for index, block in enumerate(page):
+        if index:
+            # The items of one list follow each other without an empty line.
+            together = isinstance(block, Item) and isinstance(page[index - 1], Item)
+            parts.append("\n" if together else "\n\n")
+        parts.append(_block(block))
+    return "".join(parts) + "\n"
 
 
 def escape(text: str) -> str:
-    """`text` on one line, safe in a cell, a heading or a list item."""
+    """Return `text` on one line, safe in a cell, a heading or a list item."""
     return _BLOCK_START.sub(r"\1\\", _inline(one_line(text)))
 
 
 def source_link(source: str) -> str:
-    """`source` with every ``owner/repository#1`` as a link; GitHub leads pull requests on from there."""
+    """Return `source` with each ``owner/repository#1`` as a link; GitHub redirects to pull requests."""
     text, parts, end = one_line(source), [], 0
     for match in _REFERENCE.finditer(text):
         link = f"[{_inline(match[0])}](https://github.com/{match[1]}/issues/{match[2]})"
@@ -49,86 +74,61 @@ def _inline(text: str) -> str:
     return _MENTION.sub("@<!-- -->", escaped)
 
 
-def _lines(report: Report) -> Iterator[str]:
-    yield f"# moedoctor {escape(report.version)}: {escape(report.command)}"
-    yield ""
-    yield f"**{escape(summary_line(report))}**"
-    yield ""
-    if report.summary.interrupted:
-        yield from ("Interrupted: not every case ran.", "")
-    if report.findings:
-        yield from (
-            "## Against the baseline",
-            "",
-            *(f"- {escape(finding)}" for finding in report.findings),
-            "",
-        )
-    yield from ("## Environment", "")
-    yield from _table(("fact", "value"), ((name, text) for name, text in figures(report.environment)))
-    for scenario in report.scenarios:
-        yield from _scenario(scenario)
+def _text(text: Text) -> str:
+    """Return inline Markdown."""
+    line = ""
+    for span in spans(text):
+        line += _span(span.text, span.style, first=not line.strip())
+    return line
 
 
-def _scenario(scenario: ScenarioResult) -> Iterator[str]:
-    yield f"## {escape(scenario.id)} {escape(scenario.name)}: {scenario.verdict.value}"
-    yield ""
-    yield from (escape(scenario.title), "")
-    if scenario.reason:
-        yield from (f"**Why:** {escape(scenario.reason)}", "")
-    yield from (f"Scenario file: {escape(scenario.file)}, line {scenario.line}", "")
-    if shared := shared_parameters(scenario.cases):
-        yield from (f"All cases: {escape(short_parameters(shared))}", "")
-    if scenario.cases:
-        rows = (
-            (group.subject, group.tier, group.device, row.label, row.verdict.value, row.figure)
-            for group in group_cases(scenario.cases)
-            for row in group.rows
-        )
-        yield from _table(("subject", "tier", "device", "parameters", "verdict", "figure"), rows)
-    for note in crash_notes(scenario.cases):
-        yield from _crash(note)
-    if scenario.claims:
-        yield from ("### Claims", "")
-        for claim in scenario.claims:
-            yield from _claim(claim)
-        yield ""
-    if scenario.conclusions:
-        yield from ("### Conclusions", "")
-        yield from (
-            f"- {escape(name.replace('_', ' '))}: {escape(text)}"
-            for name, text in figures(without_records(scenario.conclusions))
-        )
-        yield ""
-        for table in evidence_tables(scenario.conclusions):
-            yield from _table(table.header, table.rows)
+def _span(text: str, style: str, *, first: bool) -> str:
+    """Only what comes first on a line can start a block, so only that needs the full escape."""
+    line = one_line(text)
+    # The spaces around a span keep it apart from its neighbours; one_line removed them.
+    left = " " if line and not first and text[:1].isspace() else ""
+    right = " " if text[-1:].isspace() and not (first and not line) else ""
+    # A cell of a table ends at | even inside code.
+    if style == "code" and line and "|" not in line and "`" not in line:
+        return f"{left}`{line}`{right}"
+    escaped = source_link(line) if style == "source" else _inline(line)
+    if first:
+        escaped = _BLOCK_START.sub(r"\1\\", escaped)
+    return f"{left}**{escaped}**{right}" if style == "bold" and escaped else f"{left}{escaped}{right}"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield _row(header)
-    yield _row(["---"] * len(header))
-    yield from (_row([escape(cell) for cell in row]) for row in rows)
-    yield ""
+def _block(block: Block) -> str:
+    if isinstance(block, Heading):
+        return f"{'#' * block.level} {_text(block.text)}"
+    if isinstance(block, Paragraph):
+        return _text(block.text)
+    if isinstance(block, Bullets):
+        return "\n".join(f"- {_text(item)}" for item in block.items)
+    if isinstance(block, Item):
+        return _item(block)
+    if isinstance(block, Table):
+        return _table(block)
+    if isinstance(block, Preformatted):
+        text = clean(block.text)
+        fence = "`" * max(3, 1 + max((len(run) for run in _TICKS.findall(text)), default=0))
+        return f"{fence}text\n{text}\n{fence}"
+    if isinstance(block, Prose):
+        return clean(block.markdown).strip()
+    return f"![{escape(block.title)}]({block.file})"
+
+
+def _item(item: Item) -> str:
+    lines = [f"- **{escape(item.word)}** {_text(item.title)}"]
+    lines += [f"  - {escape(label) + ': ' if label else ''}{_text(text)}" for label, text in item.lines]
+    return "\n".join(lines)
+
+
+def _table(table: Table) -> str:
+    marks = ["---:" if mark == "r" else "---" for mark in table.align.ljust(len(table.header), "l")]
+    rows = [[escape(name) for name in table.header], marks]
+    rows += [[_text(cell) for cell in row] for row in table.rows]
+    return "\n".join(_row(row) for row in rows)
 
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _claim(claim: ClaimResult) -> Iterator[str]:
-    line = f"- **{claim.verdict.value}**: {escape(claim.text)} ({source_link(claim.source)})"
-    if claim.reason:
-        line += f": {escape(claim.reason)}"
-    rest = without_records(claim.evidence)
-    yield f"{line}<br>{escape(short_evidence(rest))}" if rest else line
-    for table in evidence_tables(claim.evidence):
-        yield ""
-        yield from _table(table.header, table.rows)
-
-
-def _crash(note: CrashNote) -> Iterator[str]:
-    more = f" (and {note.others} more the same way)" if note.others else ""
-    yield from (f"**Died**: {escape(note.where)}{more}: {escape(f'{note.death}: {note.message}')}", "")
-    if note.stderr_tail:
-        text = clean("\n".join(note.stderr_tail))
-        fence = "`" * (1 + max([2, *(len(run) for run in _FENCE.findall(text))]))
-        yield from (f"{fence}text", text, fence, "")

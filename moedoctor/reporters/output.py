@@ -9,19 +9,16 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from moedoctor.interfaces import Reporter
-from moedoctor.results import Report
-
 
 class OutputError(Exception):
     """A place that cannot be written to; one line says why."""
 
 
 def check_writable(path: Path | None) -> None:
-    """Raise OutputError now where `write` would fail later, so that no run is lost for it."""
+    """Raise OutputError now if `write` would fail later, so that no run is lost."""
     if path is None:
         return
-    # os.path raises nothing for a name that cannot be one, as Path does.
+    # os.path accepts a name that cannot exist; Path raises.
     if os.path.isdir(path):
         raise OutputError(f"{path}: is a folder; expected the name of a file")
     if not os.path.isdir(path.parent):
@@ -30,22 +27,28 @@ def check_writable(path: Path | None) -> None:
         raise OutputError(f"{path}: its folder cannot be written to")
 
 
-def emit(report: Report, reporter: Reporter, path: Path | None) -> None:
-    """Render `report` to `path`, or to stdout, with colour only where a terminal shows it."""
-    if path is not None:
-        write(path, reporter.render(report))
+def terminal(path: Path | None) -> tuple[bool, int | None]:
+    """Return (colour, columns) of what shows the report; (False, None) for a file or a pipe."""
+    if path is not None or not sys.stdout.isatty():
+        return False, None
+    return not os.environ.get("NO_COLOR"), shutil.get_terminal_size().columns
+
+
+def emit(text: str, path: Path | None, summary: str) -> None:
+    """Write `text` to stdout, or to `path` with one line about it on stderr."""
+    if path is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
         return
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else None
-    sys.stdout.write(reporter.render(report, colour=terminal and not os.environ.get("NO_COLOR"), width=width))
-    sys.stdout.flush()
+    write(path, text)
+    print(f"moedoctor: {summary}; written to {path}", file=sys.stderr)
 
 
 def write(path: Path, text: str) -> None:
     """Write `text` to a file beside `path` and rename it: a reader never sees half a report.
 
-    Half of a surrogate pair, which UTF-8 has no bytes for, is written as JSON writes it: ``\\ud800``.
-    Raises OutputError where `path` cannot be written to.
+    Half of a surrogate pair has no bytes in UTF-8. It is written as JSON writes it: ``\\ud800``.
+    Raises OutputError if `path` cannot be written to.
     """
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".moedoctor.")
@@ -63,7 +66,7 @@ def write(path: Path, text: str) -> None:
 
 
 def append_step_summary(markdown: str, environ: Mapping[str, str]) -> None:
-    """Add `markdown` to the summary page of a GitHub Actions step, where there is one."""
+    """Add `markdown` to the summary page of a GitHub Actions step, if there is one."""
     target = environ.get("GITHUB_STEP_SUMMARY")
     if target:
         with Path(target).open("a", encoding="utf-8") as file:

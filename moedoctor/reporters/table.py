@@ -1,53 +1,53 @@
-"""`table`: the report for a person at a terminal."""
+"""`table`: a page for a person at a terminal."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from moedoctor.interfaces import Reporter
-from moedoctor.reporters.evidence_rows import evidence_tables, lines, without_records
-from moedoctor.reporters.rows import CrashNote, Group, Row, crash_notes, group_cases, shared_parameters
-from moedoctor.reporters.text import (
-    clean,
-    environment_line,
-    figures,
-    one_line,
-    short_evidence,
-    short_parameters,
-    summary_line,
+from moedoctor.reporters.page import (
+    Block,
+    Bullets,
+    Heading,
+    Item,
+    Page,
+    Paragraph,
+    Picture,
+    Preformatted,
+    Prose,
+    Span,
+    Table,
+    Text,
+    spans,
 )
-from moedoctor.results import ClaimResult, Report, ScenarioResult
+from moedoctor.reporters.run import run_page
+from moedoctor.reporters.text import clean, environment_line, one_line, summary_line
+from moedoctor.results import Report
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
+    from rich.table import Table as Grid
+    from rich.text import Text as Line
 
 DEFAULT_WIDTH = 120
-"""For a file or a log."""
+"""Columns of the report of a run in a file or a log."""
 MIN_WIDTH = 50
-"""Narrower terminals wrap our lines by themselves; words would have to be broken to fit."""
+"""A narrower terminal wraps our lines itself: words would have to be broken to fit."""
 
-_VERDICT_WIDTH = len("reproduced")
-_GAP = 2
+_PROSE_WIDTH = 110
 _INDENT = 2
-_FIGURE_WIDTH = 24
-"""Parameters may squeeze the figures so far, and no further."""
-_NOTHING = "-"
+_NO_WIDTH = 100_000
 _STYLES = {
-    "proved": "green",
-    "clean": "green",
-    "confirmed": "green",
-    "found": "bold red",
-    "reproduced": "yellow",
-    "failed": "bold red",
-    "error": "bold red",
+    **dict.fromkeys(("proved", "clean", "confirmed"), "green"),
+    **dict.fromkeys(("found", "failed", "error", "regression"), "bold red"),
+    **dict.fromkeys(("reproduced", "warning"), "yellow"),
+    **dict.fromkeys(("absent", "note"), "cyan"),
+    **dict.fromkeys(("skipped", "untested", "dim"), "dim"),
     "refuted": "magenta",
-    "absent": "cyan",
-    "skipped": "dim",
-    "untested": "dim",
+    "bold": "bold",
 }
 
 
@@ -57,167 +57,158 @@ class TableReporter(Reporter):
     name = "table"
 
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
-        from rich.console import Console
+        page = [Paragraph(Span(environment_line(report), "dim")), *run_page(report, full=False)]
+        return f"{to_text(page, colour=colour, width=width or DEFAULT_WIDTH)}\n{summary_line(report)}\n"
 
-        out = io.StringIO()
-        # Nothing is left to the surroundings: the same report gives the same text everywhere.
-        columns = max(width or DEFAULT_WIDTH, MIN_WIDTH)
-        console = Console(
-            file=out,
-            width=columns,
-            height=25,
-            force_terminal=colour,
-            force_jupyter=False,
-            color_system="standard" if colour else None,
-            no_color=not colour,
-            legacy_windows=False,
-            markup=False,
-            emoji=False,
-            highlight=False,
-        )
-        for part in _parts(report, columns):
+
+def to_text(page: Page, *, colour: bool = False, width: int | None = None) -> str:
+    """Return the page as lines of at most `width` columns; without a width, lines do not wrap."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    # Nothing depends on the environment: the same page gives the same text everywhere.
+    console = Console(
+        file=out,
+        width=max(width or _NO_WIDTH, MIN_WIDTH),
+        height=25,
+        force_terminal=colour,
+        force_jupyter=False,
+        color_system="standard" if colour else None,
+        no_color=not colour,
+        legacy_windows=False,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+    before: Block | None = None
+    for block in page:
+        if isinstance(block, Picture):
+            continue
+        if before is not None and not _close(before, block):
+            console.print()
+        if isinstance(block, Prose):
+            console.print(_prose(block.markdown, drawn=width is not None))
+        for part in _block(block):
             console.print(part)
-        lines = (line.rstrip() for line in out.getvalue().split("\n"))
-        return "\n".join(lines) + summary_line(report) + "\n"
+        before = block
+    return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
 
 
-def _parts(report: Report, width: int) -> Iterator[RenderableType]:
-    yield _text(environment_line(report), "dim")
-    yield ""
-    for scenario in report.scenarios:
-        yield from _scenario(scenario, width)
-    if report.findings:
-        yield _text("Against the baseline", "bold")
-        yield _pairs(("regression", "bold red", finding) for finding in report.findings)
-        yield ""
-    if report.summary.interrupted:
-        yield _text("Interrupted: not every case ran.", "bold red")
+def _close(before: Block, block: Block) -> bool:
+    """Return whether the two follow each other without an empty line."""
+    if isinstance(before, Heading):
+        return not isinstance(block, Heading)
+    return isinstance(block, (Paragraph, Item)) and type(before) is type(block)
 
 
-def _scenario(scenario: ScenarioResult, width: int) -> Iterator[RenderableType]:
-    verdict = scenario.verdict.value
-    heading = _text(f"{scenario.id} {scenario.name}", "bold")
-    heading.append(" · ")
-    heading.append(verdict, _STYLES[verdict])
-    yield heading
-    yield _text(scenario.title)
-    if scenario.reason:
-        yield _text(scenario.reason)
-    yield _text(f"{scenario.file}:{scenario.line}", "dim")
-    shared = shared_parameters(scenario.cases)
-    if shared:
-        yield _text(f"all cases: {short_parameters(shared)}", "dim")
-    yield ""
-    groups = group_cases(scenario.cases)
-    if groups:
-        yield _cases(groups, width)
-        yield ""
-    for note in crash_notes(scenario.cases):
-        yield from _crash(note)
-    if scenario.claims:
-        yield _text("Claims", "bold")
-        yield _pairs(
-            (claim.verdict.value, _STYLES[claim.verdict.value], _claim(claim)) for claim in scenario.claims
-        )
-        yield ""
-    if scenario.conclusions:
-        yield _text("Conclusions", "bold")
-        for name, value in figures(without_records(scenario.conclusions)):
-            yield _indented(_text(f"{name.replace('_', ' ')}: {value}"), _INDENT)
-        for table in evidence_tables(scenario.conclusions):
-            yield _indented(_text("\n".join([f"{table.name}:", *lines(table)]), lines=True), _INDENT)
-        yield ""
+def _block(block: Block) -> Iterator[RenderableType]:
+    if isinstance(block, Heading):
+        yield _line(block.text, "bold")
+    elif isinstance(block, Paragraph):
+        yield _line(block.text)
+    elif isinstance(block, Bullets):
+        yield _bullets(block)
+    elif isinstance(block, Item):
+        yield _item(block)
+    elif isinstance(block, Table):
+        yield _table(block)
+    elif isinstance(block, Preformatted):
+        yield _indented(_plain(clean(block.text)))
 
 
-def _cases(groups: tuple[Group, ...], width: int) -> Table:
-    from rich import box
-    from rich.cells import cell_len
-    from rich.table import Table
+def _bullets(bullets: Bullets) -> Grid:
+    from rich.table import Table as Grid
 
-    rows = [row for group in groups for row in group.rows]
-    room = width - _VERDICT_WIDTH - 2 * _GAP
-    figure = max(len("figure"), *(cell_len(row.figure) for row in rows))
-    most = room - min(figure, _FIGURE_WIDTH)
-    header, labels = _columns(rows)
-    if max(map(cell_len, (header, *labels))) + _INDENT > most:
-        header, labels = "", [row.label for row in rows]
-    wanted = max(cell_len(text) + _INDENT for text in (header, *labels))
-    first = min(most, max(wanted, *(cell_len(group.title) for group in groups)))
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), show_edge=False, pad_edge=False)
-    table.add_column(
-        _text(" " * _INDENT + header if header else "case", lines=True), width=first, overflow="fold"
-    )
-    table.add_column("verdict", width=_VERDICT_WIDTH, no_wrap=True)
-    table.add_column("figure", width=min(figure, room - first), overflow="fold")
-    remaining = iter(labels)
-    for group in groups:
-        title = _text(group.title, "bold")
-        single = len(group.rows) == 1 and not group.rows[0].label
-        if not single:
-            table.add_row(title)
-        for row in group.rows:
-            place = _indented(_text(next(remaining), lines=True), _INDENT)
-            verdict = row.verdict.value
-            table.add_row(title if single else place, _text(verdict, _STYLES[verdict]), _text(row.figure))
-    return table
-
-
-def _columns(rows: Sequence[Row]) -> tuple[str, list[str]]:
-    """The names of the parameters as a header line, and each row's values below them."""
-    from rich.cells import cell_len, set_cell_size
-
-    keys = list(dict.fromkeys(key for row in rows for key in row.parameters))
-    texts = [[row.parameters.get(key, _NOTHING) for key in keys] for row in rows if row.cases == 1]
-    widths = [max(map(cell_len, column)) for column in zip(keys, *texts, strict=True)]
-
-    def line(cells: Iterable[str]) -> str:
-        return "  ".join(set_cell_size(cell, size) for cell, size in zip(cells, widths, strict=True)).rstrip()
-
-    lines = iter(texts)
-    return line(keys), [row.label if row.cases > 1 else line(next(lines)) for row in rows]
-
-
-def _crash(note: CrashNote) -> Iterator[RenderableType]:
-    more = f" (and {note.others} more the same way)" if note.others else ""
-    yield _text(f"died: {note.where}{more}", "bold")
-    yield _indented(_text(f"{note.death}: {note.message}"), _INDENT)
-    if note.stderr_tail:
-        yield _indented(_text("last lines of its stderr:", "dim"), _INDENT)
-        yield _indented(_text("\n".join(note.stderr_tail), lines=True), 2 * _INDENT)
-    yield ""
-
-
-def _indented(text: Text, columns: int) -> RenderableType:
-    """Also the lines that it wraps into."""
-    from rich.padding import Padding
-
-    return Padding(text, (0, 0, 0, columns))
-
-
-def _claim(claim: ClaimResult) -> str:
-    parts = (
-        f"{one_line(claim.text)} ({one_line(claim.source)})",
-        one_line(claim.reason or ""),
-        short_evidence(without_records(claim.evidence)),  # the records are in the JSON and the Markdown
-    )
-    return "\n".join(part for part in parts if part)
-
-
-def _pairs(rows: Iterable[tuple[str, str, str]]) -> Table:
-    """A word that never breaks, and beside it text that wraps."""
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(width=_VERDICT_WIDTH, no_wrap=True)
+    grid = Grid.grid(padding=(0, 1, 0, 0))
+    grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    for word, style, text in rows:
-        grid.add_row(_text(word, style), _text(text, lines=True))
+    for item in bullets.items:
+        grid.add_row("-", _line(item))
     return grid
 
 
-def _text(text: str, style: str = "", *, lines: bool = False) -> Text:
-    """Cleaned text that rich takes as it is; on one line, unless it is to keep its `lines` and spaces."""
-    from rich.text import Text
+def _item(item: Item) -> Grid:
+    from rich.table import Table as Grid
 
-    return Text(clean(text) if lines else one_line(text), style=style, overflow="fold")
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column(width=max(len("reproduced"), len(one_line(item.word))), no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(_line(Span(item.word, item.word)), _line(item.title))
+    labels = Grid.grid(padding=(0, 1, 0, 0))
+    labels.add_column(no_wrap=True)
+    labels.add_column(overflow="fold")
+    for label, text in item.lines:
+        if label:
+            labels.add_row(_line(f"{label}:"), _line(text))
+        else:
+            grid.add_row("", _line(text))
+    if labels.row_count:
+        grid.add_row("", labels)
+    return grid
+
+
+def _table(table: Table) -> Grid:
+    from rich import box
+    from rich.table import Table as Grid
+
+    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    header = table.header[1:] if table.grouped else table.header
+    align = table.align[1:] if table.grouped else table.align
+    for index, name in enumerate(header):
+        mark = align[index : index + 1]
+        indent = " " * _INDENT if table.grouped and not index else ""
+        verdict = name == "verdict"  # a word that never breaks
+        grid.add_column(
+            _plain(indent + one_line(name)),
+            justify="right" if mark == "r" else "left",
+            no_wrap=verdict,
+            min_width=len("reproduced") if verdict else None,
+            overflow="fold",
+        )
+    if not table.grouped:
+        for row in table.rows:
+            grid.add_row(*(_line(cell) for cell in row))
+        return grid
+    for group, members in itertools.groupby(table.rows, key=lambda row: row[0]):
+        rows = [(label, cells) for _, label, *cells in members]
+        if len(rows) == 1 and not rows[0][0]:
+            grid.add_row(_line(group, "bold"), *(_line(cell) for cell in rows[0][1]))
+            continue
+        grid.add_row(_line(group, "bold"))
+        for label, cells in rows:
+            grid.add_row(_indented(_line(label)), *(_line(cell) for cell in cells))
+    return grid
+
+
+def _prose(markdown: str, *, drawn: bool) -> RenderableType:
+    """Draw Markdown for a terminal; a file or a pipe gets it as it is written."""
+    from rich.constrain import Constrain
+    from rich.markdown import Markdown
+
+    text = clean(markdown).strip()
+    return Constrain(Markdown(text, hyperlinks=False), _PROSE_WIDTH) if drawn else _plain(text)
+
+
+def _indented(text: Line) -> RenderableType:
+    """Indent `text` with the lines that it wraps into."""
+    from rich.padding import Padding
+
+    return Padding(text, (0, 0, 0, _INDENT), expand=False)
+
+
+def _line(text: Text, style: str = "") -> Line:
+    """Return cleaned text on one line, which rich takes as it is."""
+    from rich.text import Text as Line
+
+    line = Line(style=style, overflow="fold")
+    for span in spans(text):
+        left = " " if span.text[:1].isspace() and len(line) else ""
+        right = " " if span.text[-1:].isspace() and span.text.strip() else ""
+        line.append(f"{left}{one_line(span.text)}{right}", _STYLES.get(span.style, ""))
+    return line
+
+
+def _plain(text: str) -> Line:
+    from rich.text import Text as Line
+
+    return Line(text, overflow="fold")

@@ -1,4 +1,4 @@
-"""Text that the formats share: cleaned, shortened, and the counts of the last line."""
+"""Text that the formats share: cleaned, shortened, and the line of counts at the end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moedoctor.results import CaseResult, CaseVerdict, Evidence, Report, Scalar, ScenarioVerdict
+from moedoctor.text import shorten
 
 _ESCAPE_SEQUENCE = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
@@ -15,7 +16,7 @@ _ESCAPE_SEQUENCE = re.compile(
     r"|\x1b[ -/]*[0-~]?"  # also the start of a string that never ends: what follows is evidence
 )
 _LINE_END = re.compile("\r\n|[\r\v\f\x85\u2028\u2029]")
-# Controls, lone surrogates, and what reorders the text around it (bidirectional overrides).
+# Control characters, lone surrogates, and bidirectional overrides, which reorder the text around them.
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
@@ -25,41 +26,39 @@ _LONG = 160
 
 
 def clean(text: str) -> str:
-    """`text` without escape sequences and control characters; lines end in ``\\n``, tabs become spaces."""
+    """Return `text` without escape sequences, control characters and tabs; lines end in ``\\n``."""
     text = _LINE_END.sub("\n", _ESCAPE_SEQUENCE.sub("", text))
     return _INVISIBLE.sub("", text).expandtabs(4)
 
 
 def one_line(text: str) -> str:
-    """`text` cleaned, on one line."""
+    """Return `text` cleaned, on one line."""
     return " ".join(clean(text).split())
 
 
 def short_value(value: Any) -> str:
-    """A figure or text from evidence, on one line: four digits; long text and long lists are cut."""
+    """Return a value from evidence on one line: numbers with four digits, long text and long lists cut."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, float):
         return _short_float(value)
     if isinstance(value, (list, tuple)):
-        shown = ", ".join(short_value(one) for one in value[:_LISTED])
+        shown = ", ".join(short_value(element) for element in value[:_LISTED])
         return f"[{shown}, … {len(value)} in all]" if len(value) > _LISTED else f"[{shown}]"
     if isinstance(value, Mapping):
-        return (
-            "{" + ", ".join(f"{one_line(str(key))}: {short_value(one)}" for key, one in value.items()) + "}"
-        )
-    text = one_line(str(value))
-    return text if len(text) <= _LONG else text[: _LONG - 1] + "…"
+        pairs = (f"{one_line(str(key))}: {short_value(inner)}" for key, inner in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    return shorten(one_line(str(value)), _LONG)
 
 
 def short_parameters(parameters: Mapping[str, Scalar]) -> str:
-    """``tokens=128 top_k=8``; a parameter that is null says nothing and is left out."""
-    said = ((key, value) for key, value in parameters.items() if value is not None)
-    return " ".join(f"{one_line(key)}={short_value(value)}" for key, value in said)
+    """Return ``tokens=128 top_k=8``, without the parameters that are null."""
+    given = ((key, value) for key, value in parameters.items() if value is not None)
+    return " ".join(f"{one_line(key)}={short_value(value)}" for key, value in given)
 
 
 def figures(evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """The evidence as (name, short text); nested mappings by dotted names, empty ones left out."""
+    """Give the evidence as (name, short text). Nested mappings get dotted names; empty ones are left out."""
     for key, value in evidence.items():
         name = one_line(str(key))
         if isinstance(value, Mapping):
@@ -69,24 +68,24 @@ def figures(evidence: Evidence) -> Iterator[tuple[str, str]]:
 
 
 def short_evidence(evidence: Evidence) -> str:
-    """``kernel_us = 3.43, clamped_us = 3.43``."""
+    """Return ``kernel_us = 3.43, clamped_us = 3.43``."""
     return ", ".join(f"{name} = {text}" for name, text in figures(evidence))
 
 
 def deciding_figure(case: CaseResult) -> str:
-    """What decides a case's verdict: its figure, or why it was skipped or went wrong."""
+    """Return what decides a case's verdict: its figure, or why it was skipped or went wrong."""
     figure, reason = one_line(case.figure), one_line(case.reason or "")
     if case.verdict is CaseVerdict.SKIPPED:
         return reason or figure
     if figure and "death" in case.evidence:
-        return figure  # the message stands with the child's last words
+        return figure  # the message is shown with the child's last words
     if figure and reason and reason != figure:
         return f"{figure}: {reason}"
     return figure or reason or short_evidence({k: v for k, v in case.evidence.items() if k != "stderr_tail"})
 
 
 def environment_line(report: Report) -> str:
-    """``moedoctor 0.1.0 run · gpu none · torch 2.13.0 · …``: the facts that verdicts depend on."""
+    """Return ``moedoctor 0.1.0 run · gpu none · torch 2.13.0 · …``: the facts that verdicts depend on."""
     facts = (
         f"{name} {short_value(report.environment[name])}" for name in _FACTS if name in report.environment
     )
@@ -94,13 +93,18 @@ def environment_line(report: Report) -> str:
 
 
 def summary_line(report: Report) -> str:
-    """``1 proved · 0 found · … — cases: 24 reproduced, 24 clean, 24 skipped``, counted from the scenarios."""
+    """Return ``1 proved · 0 found · … — cases: 24 reproduced, …``, counted from the scenarios."""
     verdicts = Counter(scenario.verdict for scenario in report.scenarios)
     cases = Counter(case.verdict for scenario in report.scenarios for case in scenario.cases)
     scenarios = " · ".join(f"{verdicts[verdict]} {verdict.value}" for verdict in ScenarioVerdict)
     always = (CaseVerdict.REPRODUCED, CaseVerdict.CLEAN, CaseVerdict.SKIPPED)
     shown = (verdict for verdict in CaseVerdict if verdict in always or cases[verdict])
     return f"{scenarios} — cases: " + ", ".join(f"{cases[verdict]} {verdict.value}" for verdict in shown)
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return ``1 file`` or ``2 files``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _short_float(value: float) -> str:

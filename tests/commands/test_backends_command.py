@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from moedoctor import environment
 from moedoctor.commands import backends as command
-from moedoctor.commands import backends_machine
-from moedoctor.commands.backends import BackendsRequest, backends_command
-from moedoctor.commands.errors import InputError
+from moedoctor.commands.backends import backends
+from moedoctor.commands.options import InputError
 from moedoctor.upstream.selection import agreement as backend_agreement
 from moedoctor.upstream.selection.agreement import AgreementError, Heard
 
@@ -23,13 +25,14 @@ def no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def machine(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
     known = {"capability": None, "vllm": None, "flashinfer": None, **facts}
-    monkeypatch.setattr(command.environment, "collect", lambda: known)
+    monkeypatch.setattr(environment, "collect", lambda: known)
 
 
 def answer(
     capsys: pytest.CaptureFixture[str], environ: dict[str, str] | None = None, **request: Any
 ) -> tuple[int, str]:
-    code = backends_command(BackendsRequest(**request), environ or {})
+    with mock.patch.dict(os.environ, environ or {}, clear=True):
+        code = backends(**request)
     return code, capsys.readouterr().out
 
 
@@ -57,7 +60,7 @@ def test_this_machine_is_the_default(
 ) -> None:
     machine(monkeypatch, capability="9.0", vllm="0.21.0+cu130", flashinfer="0.6.8.post1")
     monkeypatch.setattr(command, "libraries_here", lambda *where: {"flashinfer": True})
-    code, text = answer(capsys, ask_installed=False)
+    code, text = answer(capsys, ask=False)
     assert code == 0
     assert text.startswith("vLLM 0.21.0 · compute capability 9.0")
 
@@ -190,7 +193,7 @@ def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    assert backends_command(BackendsRequest(sm="12.0", release="0.21.0", format="json", output=file), {}) == 0
+    assert backends(sm="12.0", release="0.21.0", format="json", output=file) == 0
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "FLASHINFER_CUTLASS is selected (automatic); written to" in shown.err
@@ -207,13 +210,11 @@ def test_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ({"sm": "9.0", "scheme": "int4"}, "scheme int4: expected one of nvfp4"),
         ({"sm": "9.0", "activation": "tanh"}, "activation tanh: vLLM 0.33.0 knows silu"),
         ({"sm": "9.0", "backend": "BANANA"}, "BANANA: not a MoE backend of vLLM 0.33.0 for nvfp4"),
-        ({"sm": "9.0", "format": "pdf"}, "--format pdf: expected one of table, json, markdown"),
-        ({"sm": "9.0", "output": Path("/nowhere/at/all.md")}, "its folder does not exist"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(request_: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said) as caught:
-        backends_command(BackendsRequest(**request_), {})
+        backends(**request_)
     assert "\n" not in str(caught.value)
 
 
@@ -226,11 +227,11 @@ def test_the_installed_vllm_is_asked_and_its_disagreement_is_a_finding(
     monkeypatch.setattr(backend_agreement, "ask_installed", lambda *arguments, **options: heard)
     code, text = answer(capsys)
     assert code == 1
-    assert "The installed vLLM disagrees with the tables:" in text
+    assert "The installed vLLM disagrees with the tables" in text
     assert "selected: MARLIN; the tables say FLASHINFER_CUTLASS" in text
     assert "a note" in text
     assert "disagrees" not in answer(capsys, release="0.20.0")[1]  # it is not the release that is installed
-    assert answer(capsys, ask_installed=False)[0] == 0
+    assert answer(capsys, ask=False)[0] == 0
 
     def silent(*arguments: Any, **options: Any) -> Heard:
         raise AgreementError("the installed vllm did not answer within 180 s")
@@ -243,13 +244,13 @@ def test_the_installed_vllm_is_asked_and_its_disagreement_is_a_finding(
 
 def test_libraries_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     packages, tools = {"flashinfer", "humming"}, set[str]()
-    monkeypatch.setattr(backends_machine, "is_there", lambda name: name in packages)
-    monkeypatch.setattr(backends_machine.shutil, "which", lambda name: name if name in tools else None)
+    monkeypatch.setattr(command, "is_there", lambda name: name in packages)
+    monkeypatch.setattr(command.shutil, "which", lambda name: name if name in tools else None)
 
     def flashinfer(release: str, **environ: str) -> bool:
-        return backends_machine.libraries_here(release, environ)["flashinfer"]
+        return command.libraries_here(release, environ)["flashinfer"]
 
-    assert backends_machine.libraries_here("0.21.0", {}) == {
+    assert command.libraries_here("0.21.0", {}) == {
         "flashinfer": False,
         "humming": True,
         "b12x": False,
@@ -268,9 +269,9 @@ def test_libraries_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flashinfer("0.32.0", CUDA_HOME="/opt/cuda")
     assert not flashinfer("0.31.0", CUDA_HOME="/opt/cuda"), "it did not look there yet"
     packages.update(("flashinfer_cubin", "deep_gemm"))
-    assert backends_machine.libraries_here("0.18.0", {})["deep_gemm"] is True
+    assert command.libraries_here("0.18.0", {})["deep_gemm"] is True
     assert flashinfer("0.31.0")
     monkeypatch.undo()
-    assert backends_machine.is_there("json")
-    assert not backends_machine.is_there("no_such_package_anywhere")
-    assert not backends_machine.is_there("json.no.such")
+    assert command.is_there("json")
+    assert not command.is_there("no_such_package_anywhere")
+    assert not command.is_there("json.no.such")

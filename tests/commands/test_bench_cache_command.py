@@ -157,7 +157,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 def test_speed_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moedoctor.commands.bench_cache.environment.collect", lambda: {"gpu": None})
+    monkeypatch.setattr("moedoctor.environment.collect", lambda: {"gpu": None})
     code, out, err = run(capsys, "--trace", ZIPF, "--speed")
     assert (code, out) == (2, "")
     assert "--speed: needs an NVIDIA GPU" in err
@@ -172,7 +172,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         {"engine": "pr37190", "batch": 1, "capacity": 8, "reason": "a call needs 9 experts"},
     ]
     facts = {"gpu": "a GPU", "torch_cuda": "13.0"}
-    monkeypatch.setattr("moedoctor.commands.bench_cache.environment.collect", lambda: facts)
+    monkeypatch.setattr("moedoctor.environment.collect", lambda: facts)
     monkeypatch.setattr("moedoctor.bench.cache.speed.Host.make", lambda model, device: None)
     monkeypatch.setattr(
         "moedoctor.bench.cache.speed.decode",

@@ -72,7 +72,7 @@ def test_formats_and_streams(tmp_path: Path, site: Path) -> None:
     assert (written.returncode, written.stdout) == (1, "")
     assert "written to" in written.stderr
     assert file.read_text().startswith("# moedoctor ")
-    assert "| MD001 nan" in file.read_text()
+    assert "MD001 nan" in file.read_text()
 
 
 @pytest.mark.parametrize(

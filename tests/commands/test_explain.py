@@ -12,17 +12,24 @@ from pathlib import Path
 import pytest
 
 from moedoctor import catalogue
-from moedoctor.commands import explained
-from moedoctor.commands.errors import InputError
-from moedoctor.commands.explain import explain_text, laid_out
+from moedoctor.commands.explain import _find, explain
+from moedoctor.commands.options import InputError
 from moedoctor.entries import entries
 from moedoctor.entries.entry import SECTIONS
 from moedoctor.interfaces import Explanation
-from moedoctor.reporters.json import JsonReporter
+from moedoctor.reporters import explain as page
+from moedoctor.reporters.json import JsonReporter, to_json
+from moedoctor.reporters.markdown import source_link, to_markdown
+from moedoctor.reporters.table import to_text
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, ScenarioResult, ScenarioVerdict, Summary
 
 SOURCE = "vllm-project/vllm#39593"
 TEXT = "On NaN the top-k kernel picks the same expert index K times"
+
+
+def explain_text(name: str, format: str) -> str:
+    explained = _find(name)
+    return to_json(explained.document()) if format == "json" else to_markdown(explained.page())
 
 
 @pytest.mark.parametrize("id", entries())
@@ -49,7 +56,7 @@ def test_json_has_the_same_words(id: str) -> None:
 
 def test_an_entry_without_a_scenario_says_that_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "registered_names", lambda: frozenset({"nan_routing"}))
-    assert explain_text("MD002", "markdown").endswith(f"\n{explained.NOT_YET}\n")
+    assert explain_text("MD002", "markdown").endswith(f"\n{page.NOT_YET}\n")
     assert "Run it:" not in explain_text("MD002", "markdown")
     assert explain_text("MD001", "markdown").endswith("\nRun it: `moedoctor run MD001`\n")
     assert json.loads(explain_text("MD002", "json"))["runs"] is False
@@ -70,19 +77,14 @@ def test_names_are_taken_in_any_case(name: str) -> None:
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name: str, said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
-        explain_text(name, "table")
-
-
-def test_another_format_is_refused() -> None:
-    with pytest.raises(InputError, match="expected one of table, markdown, json"):
-        explain_text("MD001", "junit")
+        explain(name)
 
 
 @pytest.mark.parametrize("width", [60, 100])
 def test_the_terminal_gets_lines_that_fit_and_no_marks(width: int) -> None:
     for id in entries():
         drawn = re.sub(
-            r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b]*\x1b\\", "", laid_out(explain_text(id, "markdown"), width)
+            r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b]*\x1b\\", "", to_text(_find(id).page(), colour=True, width=width)
         )
         assert max(map(len, drawn.splitlines())) <= width
         assert "## " not in drawn
@@ -108,11 +110,12 @@ def test_claims_carry_what_each_machine_said(tmp_path: Path, monkeypatch: pytest
     evidence(tmp_path, "nvidia-h200", ClaimVerdict.CONFIRMED, "100 % of the rows")
     evidence(tmp_path, "a-cpu", ClaimVerdict.UNTESTED, None)
     evidence(tmp_path, "baselines", ClaimVerdict.REFUTED, "never shown")
-    monkeypatch.setattr(explained, "reports_folder", lambda: tmp_path)
+    monkeypatch.setattr(page, "reports_folder", lambda: tmp_path)
     text = explain_text("MD001", "markdown")
     assert (
-        f"- {TEXT} ({SOURCE})\n  - a-cpu: untested\n  - nvidia-h200: confirmed: 100 % of the rows\n" in text
-    )
+        f"- **claim** {TEXT} ({source_link(SOURCE)})\n"
+        "  - a-cpu: untested\n  - nvidia-h200: confirmed: 100 % of the rows\n"
+    ) in text
     assert "never shown" not in text
     assert "  - not measured yet\n" in text  # the other claims
     claim = json.loads(explain_text("MD001", "json"))["claims"][0]
@@ -128,7 +131,7 @@ def test_a_report_that_cannot_be_read_is_told_and_left_out(
 ) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("{")
-    monkeypatch.setattr(explained, "reports_folder", lambda: tmp_path)
+    monkeypatch.setattr(page, "reports_folder", lambda: tmp_path)
     assert "not measured yet" in explain_text("MD001", "markdown")
     assert "run.json:1:" in capsys.readouterr().err
 
@@ -156,7 +159,7 @@ def test_one_that_does_not_is_named_all_the_same(monkeypatch: pytest.MonkeyPatch
 
 def test_explaining_loads_no_fault() -> None:
     probe = (
-        "import sys\nfrom moedoctor.commands.explain import explain_text\nexplain_text('MD001', 'table')\n"
+        "import sys\nfrom moedoctor.commands.explain import explain\nexplain('MD001', 'table')\n"
         "assert 'moedoctor.faults.routing.nan_routing' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", probe], check=True)

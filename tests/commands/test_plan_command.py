@@ -5,8 +5,8 @@ import json
 import pytest
 
 from moedoctor.cli import main
-from moedoctor.commands.errors import InputError
-from moedoctor.commands.plan import PlanOptions, plan_command
+from moedoctor.commands.options import InputError
+from moedoctor.commands.plan import plan as plan_command
 
 ISSUE = ["plan", "--model", "nemotron-3-super-120b", "--kv-dtype", "fp8", "--context", "262144"]
 
@@ -54,8 +54,7 @@ def model_folder(folder, files, **config):
 
 def planned(folder, capsys, **options):
     """(inputs, plan) of the command without a --scheme."""
-    arguments = PlanOptions(str(folder), gpu_memory=1, context=16, format="json", **options)
-    assert plan_command(arguments) == 0
+    assert plan_command(str(folder), gpu_memory=1, context=16, format="json", **options) == 0
     document = json.loads(capsys.readouterr().out)
     return document["inputs"], document["plan"]
 
@@ -89,12 +88,12 @@ def test_shards_that_are_not_there(tmp_path, capsys):
     model_folder(tmp_path, {"model-1.safetensors": SIZE})
     index(tmp_path, "model-1.safetensors", "model-2.safetensors")
     with pytest.raises(InputError, match=r"1 of 2 shards are missing, the first is 'model-2\.safetensors'"):
-        plan_command(PlanOptions(str(tmp_path), gpu_memory=1))
+        plan_command(str(tmp_path), gpu_memory=1)
     (tmp_path / "model-1.safetensors").unlink()
     assert planned(tmp_path, capsys)[0]["checkpoint_bytes"] is None, "an index alone: computed"
     index(tmp_path, "../model-1.safetensors")
     with pytest.raises(InputError, match="weight_map names no files"):
-        plan_command(PlanOptions(str(tmp_path), gpu_memory=1))
+        plan_command(str(tmp_path), gpu_memory=1)
 
 
 def groups(*made):
@@ -168,7 +167,7 @@ def test_the_scheme_is_modelopts_own_files_where_the_config_says_nothing(tmp_pat
 
 
 def test_a_preset_is_planned_in_nvfp4(capsys):
-    plan_command(PlanOptions("qwen3-30b-a3b", gpu_memory=80))
+    plan_command("qwen3-30b-a3b", gpu_memory=80)
     assert "scheme: nvfp4, the default of a preset" in capsys.readouterr().out
 
 
@@ -192,7 +191,7 @@ def test_a_preset_is_planned_in_nvfp4(capsys):
 def test_a_scheme_that_cannot_be_told_is_one_line(declared, said, tmp_path):
     model_folder(tmp_path, {}, quantization_config=declared)
     with pytest.raises(InputError) as raised:
-        plan_command(PlanOptions(str(tmp_path), gpu_memory=1, context=16))
+        plan_command(str(tmp_path), gpu_memory=1, context=16)
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
 

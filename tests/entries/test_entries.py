@@ -10,7 +10,7 @@ import typer.main
 from packaging.specifiers import SpecifierSet
 
 from moedoctor.cli import app
-from moedoctor.commands.readme_table import failures_table
+from moedoctor.commands.list import readme_table
 from moedoctor.entries import builtin_folder, entries, find_entry
 from moedoctor.entries.entry import Entry, Rule
 from moedoctor.fixes.backends.release_tables import releases as vllm_releases
@@ -124,10 +124,9 @@ def test_what_is_no_entry_is_not_found() -> None:
 
 
 def test_the_readme_table_has_a_row_for_each_entry() -> None:
-    head, line, *rows = failures_table().splitlines()
+    head, line, *rows = readme_table().splitlines()
     assert (head.count("|"), line) == (6, "| --- | --- | --- | --- | --- |")
     assert [row.split("`")[1] for row in rows] == list(entries())
     assert all(row.count("|") == 6 for row in rows)
-    assert rows[0].endswith("| yes |")
     first = entries()["MD001"]
     assert all(text in rows[0] for text in (first.name, first.title, first.where, first.fixed))

@@ -1,12 +1,23 @@
-"""The charts that a terminal gets below the table, and nobody else."""
+"""The report of `bench --cache`: JSON that reads back, charts, and what the page says."""
 
 from __future__ import annotations
+
+import json
+from dataclasses import replace
 
 import pytest
 
 from moedoctor.bench.cache.replay import facts_of, replay_trace
-from moedoctor.reporters.bench_cache import render, summary_line
-from moedoctor.reporters.bench_cache_json import CacheBench, from_dict, is_cache_bench, to_dict
+from moedoctor.reporters.bench_cache import (
+    CacheBench,
+    bench_document,
+    bench_page,
+    from_dict,
+    summary_line,
+    terminal_charts,
+)
+from moedoctor.reporters.json import to_json
+from moedoctor.reporters.table import to_text
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 TRACE = zipf_trace(ZipfSettings(experts=16, top_k=2, layers=2, rows=40, streams=2))
@@ -27,25 +38,15 @@ BENCH = CacheBench(
 )
 
 
-def test_a_terminal_gets_both_charts_and_a_file_none() -> None:
+def test_a_terminal_gets_both_charts() -> None:
     pytest.importorskip("plotext")
-    shown = render(BENCH, "table", width=80)
-    assert shown.startswith(render(BENCH, "table").rstrip("\n"))
-    assert "Hit rate over capacity" in shown
-    assert "Tokens per second over capacity" in shown
-    assert "Hit rate over capacity" not in render(BENCH, "table")
-    assert render(BENCH, "json", width=80) == render(BENCH, "json")
+    charts = terminal_charts(BENCH, 80)
+    assert "Hit rate over capacity" in charts
+    assert "Tokens per second over capacity" in charts
 
 
 def test_the_record_survives_json() -> None:
-    document = to_dict(BENCH)
-    assert is_cache_bench(document)
-    assert from_dict(document) == BENCH
-
-
-@pytest.mark.parametrize("document", [{}, [], None, {"bench": []}, {"bench": {"backends": []}}])
-def test_other_documents_are_no_cache_bench(document: object) -> None:
-    assert not is_cache_bench(document)
+    assert from_dict(json.loads(to_json(bench_document(BENCH)))) == BENCH
 
 
 def test_the_summary_names_the_best_causal_policy_and_the_bound() -> None:
@@ -55,9 +56,7 @@ def test_the_summary_names_the_best_causal_policy_and_the_bound() -> None:
 
 
 def test_wrong_calls_would_be_said() -> None:
-    from dataclasses import replace
-
     point = BENCH.points[0]
     wrong = replace(BENCH, points=(replace(point, stats=replace(point.stats, wrong=3)),))
-    assert "WRONG: 3 calls" in render(wrong, "table")
-    assert "WRONG" not in render(BENCH, "table")
+    assert "WRONG: 3 calls" in to_text(bench_page(wrong))
+    assert "WRONG" not in to_text(bench_page(BENCH))

@@ -92,5 +92,5 @@ def test_a_job_summary_that_is_too_long_is_cut_at_a_line() -> None:
     size = len(text.encode("utf-8"))
     assert MAX_SUMMARY_BYTES - 3000 < size <= MAX_SUMMARY_BYTES
     *kept, blank, note = text.splitlines()
-    assert (kept[-1], blank) == ("- " + "µ" * 999, "")
+    assert (kept[-1], blank) == ("- **regression** " + "µ" * 999, "")
     assert note.startswith("Cut here")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import sys
@@ -13,9 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.reporters import plots
-from moedoctor.reporters.plots import PlotError, Series, line_chart
-from moedoctor.reporters.terminal_plots import _legend, terminal_chart
+from moedoctor.reporters.plots import PlotError, Series, _legend, line_chart, log_ticks, terminal_chart
 
 LINES = [
     Series("lru", [8, 16, 32], [0.2, 0.4, 0.7]),
@@ -75,25 +72,24 @@ def test_values_that_cannot_be_drawn_are_refused(values: dict[str, list[float]])
 @pytest.mark.parametrize(
     ("values", "ticks"),
     [
-        ([30.0, 800.0, 9000.0], [20, 100, 1000, 10000]),
+        ([30.0, 800.0, 9000.0], [10, 100, 1000, 10000]),
         ([20.0, 500.0], [20, 50, 100, 200, 500]),
-        ([1.0], [1, 2]),
-        ([1e23], [5e22, 1e23]),
+        ([1.0], [1]),
         ([0.03, 0.4], [0.02, 0.05, 0.1, 0.2, 0.5]),
-        ([3.0, 70000.0], [2, 10, 100, 1000, 10000, 100000]),
+        ([3.0, 70000.0], [1, 10, 100, 1000, 10000, 100000]),
     ],
 )
-def test_an_axis_of_equal_factors_is_as_high_as_its_lines(
+def test_a_logarithmic_axis_has_ticks_around_its_lines(
     tmp_path: Path, values: list[float], ticks: list[float]
 ) -> None:
     line = Series("a line", list(range(1, len(values) + 1)), values)
-    assert plots.factors([line]) == pytest.approx(ticks)
+    assert log_ticks([line]) == pytest.approx(ticks)
     text = draw(tmp_path / "a.svg", series=[line], log_y=True)
     for tick in ticks:
         assert f"<!-- {tick:g} -->" in text
 
 
-def test_an_axis_of_equal_factors_has_no_place_for_zero(tmp_path: Path) -> None:
+def test_a_logarithmic_axis_has_no_place_for_zero(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no place for 0"):
         draw(tmp_path / "a.svg", log_y=True, series=[Series("a line", [1, 2], [0.0, 1.0])])
 
@@ -136,25 +132,7 @@ def test_names_below_a_terminal_chart_fit(names: list[str]) -> None:
     assert "".join(lines) == "".join(f"  x {name}" for name in names)
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0.05, 0.1, 0.15])), min_size=1, max_size=8),
-)
-def test_labels_keep_their_order_and_distance(labels: list[tuple[float, float]]) -> None:
-    places, heights = ([label[part] for label in labels] for part in (0, 1))
-    moved = plots._spread(places, heights)
-    order = sorted(range(len(places)), key=lambda index: (places[index], index))
-    for low, high in itertools.pairwise(order):
-        assert moved[high] - moved[low] >= (heights[low] + heights[high]) / 2 - 1e-9
-    assert min(moved) >= 0
-    if sum(heights) <= 1:
-        assert max(moved) <= 1
-
-
-def test_labels_with_room_stay_where_they_are() -> None:
-    assert plots._spread([0.1, 0.5, 0.9], [0.05] * 3) == pytest.approx([0.1, 0.5, 0.9])
-
-
-def test_a_long_name_goes_below_itself_and_a_long_note_moves_the_axes_up(tmp_path: Path) -> None:
+def test_a_long_name_is_wrapped_and_a_long_note_moves_the_axes_up(tmp_path: Path) -> None:
     short = draw(tmp_path / "a.svg", note="one line")
     text = draw(
         tmp_path / "b.svg",
@@ -170,7 +148,7 @@ def test_a_long_name_goes_below_itself_and_a_long_note_moves_the_axes_up(tmp_pat
     assert bottom(text) < bottom(short) - 15
 
 
-def test_the_terminal_chart_has_an_axis_of_equal_factors() -> None:
+def test_the_terminal_chart_has_a_logarithmic_axis() -> None:
     pytest.importorskip("plotext")
     line = Series("a line", [1, 2, 4], [20.0, 90.0, 800.0])
     text = terminal_chart(

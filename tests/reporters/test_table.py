@@ -8,11 +8,11 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_samples import HOSTILE, POINTS, case, crashed, full_report, report, reports, scenario
+from report_samples import POINTS, case, crashed, full_report, report, reports, scenario
 from rich.cells import cell_len
 
 from moedoctor.reporters.table import MIN_WIDTH, TableReporter
-from moedoctor.reporters.text import one_line, summary_line
+from moedoctor.reporters.text import summary_line
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
 
 WIDTHS = (60, 80, 120, 200)
@@ -85,18 +85,18 @@ the installed release shows it in 1 cases
 scenarios/nan_routing.yaml:3
 all cases: tokens=128
 
-  top_k  scoring             verdict     figure
+  parameters                 verdict     figure
 ────────────────────────────────────────────────────────────────────────────────
 faulty · model
-  2      softmax             reproduced  0 rows
-  8      softmax             reproduced  1 rows
-  2      sigmoid             reproduced  2 rows
-  8      sigmoid             reproduced  3 rows
+  top_k=2 scoring=softmax    reproduced  0 rows
+  top_k=8 scoring=softmax    reproduced  1 rows
+  top_k=2 scoring=sigmoid    reproduced  2 rows
+  top_k=8 scoring=sigmoid    reproduced  3 rows
 fixed · model
-  2      softmax             clean       none of 128 rows holds a duplicate id,
+  top_k=2 scoring=softmax    clean       none of 128 rows holds a duplicate id,
                                          and every weight is finite
 installed · kernel · cuda:0
-  2      softmax             reproduced  13 of 128 rows
+  top_k=2 scoring=softmax    reproduced  13 of 128 rows
 
 Claims
 confirmed   the clamp is free (vllm-project/vllm#39391)
@@ -104,7 +104,7 @@ confirmed   the clamp is free (vllm-project/vllm#39391)
             a_us = 3.43
 
 Conclusions
-  first fixed release: 0.20.0
+- first fixed release: 0.20.0
 
 0 proved · 1 found · 0 absent · 0 failed · 0 skipped · 0 error — cases: 5 reproduced, 1 clean, 0 skipped
 """
@@ -118,29 +118,16 @@ def test_cases_without_varying_parameters_take_one_line_each() -> None:
     assert re.search(r"^fixed · model +clean +0 of 128 rows$", text, re.M)
 
 
-def test_parameters_that_do_not_fit_side_by_side_are_named_in_each_row() -> None:
-    points = [
-        {"number_of_experts": 8, "top_k": 2, "scoring": None},
-        {"number_of_experts": 512, "top_k": 16, "scoring": "s"},
-    ]
-    one = report(scenario("proved", *(case("fixed", "clean", point) for point in points)))
-    assert "  number_of_experts  top_k  scoring  verdict " in _render(one, 80)
-    assert "\n  8                  2      -        clean " in _render(one, 80)
-    narrow = _render(one, 55)
-    assert "\ncase " in narrow
-    assert "\n  number_of_experts=8" in narrow
-
-
-def test_a_death_is_told_under_the_table() -> None:
+def test_a_death_is_shown_under_the_table() -> None:
     cases = [case("faulty", "reproduced"), crashed("installed", POINTS[0]), crashed("installed", POINTS[1])]
-    text = _render(report(scenario("error", *cases)), 120)
-    death = text[text.index("died: ") :]
-    assert text.index("figure") < text.index("died: ")
+    text = _render(report(scenario("error", *cases)), 200)
+    death = text[text.index("Died: ") :]
+    assert text.index("figure") < text.index("Died: ")
     assert death.startswith(
-        "died: installed kernel tokens=128 top_k=2 scoring=softmax (and 1 more the same way)\n"
+        "Died: installed kernel tokens=128 top_k=2 scoring=softmax (and 1 more the same way): illegal memory "
+        "access: CUDA error: an illegal memory access was encountered\n"
     )
-    assert "  illegal memory access: CUDA error: an illegal memory access was encountered\n" in death
-    assert "    Traceback\n    [red]last words[/]\n" in death
+    assert "\n  Traceback\n  [red]last words[/]\n" in death
 
 
 def test_skips_for_one_reason_are_one_row() -> None:
@@ -150,38 +137,12 @@ def test_skips_for_one_reason_are_one_row() -> None:
     assert text.count("vllm is not installed here") == 1
 
 
-def test_findings_and_an_interruption_are_told() -> None:
+def test_findings_and_an_interruption_are_shown() -> None:
     one = report(scenario(), findings=("MD001: worse", "MD002: worse"), summary=Summary(interrupted=True))
     text = _render(one)
     assert "regression  MD001: worse\nregression  MD002: worse\n" in text
-    assert f"\nInterrupted: not every case ran.\n{summary_line(one)}\n" in text
+    assert f"\nInterrupted: not every case ran.\n\n{summary_line(one)}\n" in text
     assert "Interrupted" not in _render(dataclasses.replace(one, summary=Summary()))
-
-
-def test_nothing_in_a_report_is_markup() -> None:
-    one = scenario(
-        "proved",
-        case("faulty", "reproduced", {"a[b]": "[/]"}, figure="[bold]x[/bold] :smile:"),
-        case("fixed", "clean", {"a[b]": "[red]"}, figure=HOSTILE),
-        title="[red]title[/] \\[x]",
-        reason="[/]",
-        claims=(ClaimResult("[link=x]y[/link]", "[s]", ClaimVerdict.CONFIRMED, {"[i]": "[/i]"}, "[/b]"),),
-        conclusions={"[u]": "[/u]"},
-    )
-    text = _render(report(one, findings=("[red]worse[/]",)), 200)
-    for literal in (
-        "[red]title[/] \\[x]",
-        "\n  a[b] ",
-        "\n  [/] ",
-        "\n  [red] ",
-        "[bold]x[/bold] :smile:",
-        "[link=x]y[/link] ([s])",
-        "[i] = [/i]",
-        "[u]: [/u]",
-        "[red]worse[/]",
-        one_line(HOSTILE),
-    ):
-        assert literal in text
 
 
 def test_colour_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

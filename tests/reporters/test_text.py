@@ -62,8 +62,7 @@ def test_values_are_shortened(value: object, text: str) -> None:
 
 
 def test_long_text_is_cut() -> None:
-    assert len(short_value("x" * 1000)) == 160
-    assert short_value("x" * 1000).endswith("…")
+    assert short_value("x" * 1000) == "x" * 140 + "… (1000 characters)"
 
 
 def test_parameters_and_figures_in_words() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moedoctor import catalogue
-from moedoctor.commands.errors import InputError
-from moedoctor.commands.run import RunRequest, _flashinfer_sources, run_command
+from moedoctor.commands.options import InputError
+from moedoctor.commands.run import _flashinfer_sources, run
 from moedoctor.results import Tier
 from moedoctor.runner.plan import Options, plan
 from moedoctor.scenario.targets import load_targets
@@ -101,4 +101,4 @@ def test_the_option_refuses_in_one_line(tmp_path: Path, given: list[str], error:
 
 def test_a_run_with_a_bad_source_is_wrong_usage() -> None:
     with pytest.raises(InputError, match="--flashinfer"):
-        run_command(RunRequest(targets=("MD011",), flashinfer=("nonsense",)))
+        run(["MD011"], flashinfer=["nonsense"])

@@ -25,7 +25,7 @@ from moedoctor.bench.cache import groups, replay, speed
 from moedoctor.bench.cache.speed import Host, Inputs, Model, Steps
 from moedoctor.bench.timing import Comparison, compare_rounds
 from moedoctor.cli import main
-from moedoctor.commands import bench_cache, bench_cache_speed
+from moedoctor.commands import bench_cache
 from moedoctor.fixes.cache.device import DeviceEngine
 from moedoctor.kernels.cache.transfer import Transfer
 from moedoctor.reference.moe import MoeWeights
@@ -35,7 +35,7 @@ MODEL = Model(layers=1, experts=128, top_k=8, hidden_size=128, intermediate_size
 """The smallest experts that packing makes smaller; as many as the recorded trace has."""
 FEW = replace(MODEL, experts=32, top_k=4)
 FEWEST = replace(FEW, experts=8)
-SUBJECTS = bench_cache_speed.SUBJECTS
+SUBJECTS = bench_cache.SUBJECTS
 OVERLAP, PR = SUBJECTS["overlap"], SUBJECTS["pr37190"]
 
 
@@ -88,13 +88,14 @@ def grouped_calls(device: str, *, groups: Sequence[int], **options: Any) -> Any:
 def small(model: Model) -> Iterator[None]:
     """A GPU made up, and everything as small as it can be."""
     with_ids, misses, made = Inputs._with.__func__, speed.miss_bandwidth, Host.make
+    measure_speed = bench_cache.measure_speed
 
     def inputs(cls: type[Inputs], *arguments: Any) -> Inputs:
         real = with_ids(cls, *arguments)
         return replace(real, x=real.x.as_subclass(OnGpu))
 
     def measure(*arguments: Any) -> Any:
-        return bench_cache_speed.measure_speed(*arguments, device="cpu", model=model)
+        return measure_speed(*arguments, device="cpu", model=model)
 
     with contextlib.ExitStack() as stack:
         for target, name, value in (

@@ -11,8 +11,10 @@ from machine_fakes import probes, sources
 from moedoctor import environment
 from moedoctor.diagnose.check.check import Probes, check
 from moedoctor.environment import Sources
-from moedoctor.reporters.check import check_json, check_markdown
-from moedoctor.reporters.check_table import check_table
+from moedoctor.reporters.check import check_document, check_page
+from moedoctor.reporters.json import to_json
+from moedoctor.reporters.markdown import to_markdown
+from moedoctor.reporters.table import to_text
 from moedoctor.upstream.releases.collectors import Collected
 
 PACKAGES = {"vllm": "0.18.0", "torch": "2.10.0+cu129", "flashinfer-python": "0.6.6"}
@@ -32,7 +34,8 @@ def broken(*arguments: Any) -> Any:
 
 
 def texts(result: Any) -> tuple[str, ...]:
-    return check_json(result), check_table(result), check_markdown(result)
+    page = check_page(result)
+    return to_json(check_document(result)), to_text(page), to_markdown(page)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -53,7 +56,7 @@ def test_a_source_that_fails(name: str) -> None:
 def test_a_probe_that_fails(name: str) -> None:
     result = check(machine(), probes(**{name: broken}))
     assert {"MD001", "MD003", "MD009"} <= {one.id for one in result.findings}
-    data = json.loads(check_json(result))
+    data = check_document(result)
     told = json.dumps(data["environment"])
     assert "OSError: no entry to ~" in told, name
     for text in texts(result):
@@ -93,8 +96,8 @@ def test_a_collector_that_says_why_it_cannot_is_a_fact() -> None:
     silent = Collected(error="no answer within 30 s")
     result = check(machine(), probes(vllm=lambda: silent))
     assert result.environment["collectors"]["vllm"] == {"error": "no answer within 30 s"}
-    assert "vllm says" in check_table(result)
-    assert "nothing: no answer within 30 s" in check_table(result)
+    assert "vllm says" in to_text(check_page(result))
+    assert "nothing: no answer within 30 s" in to_text(check_page(result))
     assert result.environment["collectors"]["flashinfer"]["FlashInfer"]
 
 

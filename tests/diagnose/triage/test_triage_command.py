@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from moedoctor.commands import triage as command
-from moedoctor.commands.errors import InputError
-from moedoctor.commands.triage import triage_command
+from moedoctor.commands.options import InputError
+from moedoctor.commands.triage import triage as triage_command
+from moedoctor.diagnose.triage import triage as reading
 
 REPORT = "WSL2, vLLM 0.18.0\nRuntimeError: b_scales is not on GPU | <b>x</b> in marlin, --cpu-offload-gb 4\n"
 
@@ -50,18 +51,18 @@ def test_0_where_nothing_is_found(healthy: Path, capsys: pytest.CaptureFixture[s
 def test_table(report: Path, healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     triage_command(str(report), "table", None)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("MD003  offloaded_scales  confidence 0.")
+    assert lines[0].startswith("MD003       offloaded_scales, confidence 0.")
     assert lines[0].endswith("line 2")
-    assert lines[-1] == "The text names vLLM 0.18.0. 1 known failure found"
+    assert lines[-1] == "The text names vLLM 0.18.0. 1 known failure found."
     triage_command(str(healthy), "table", None)
     assert capsys.readouterr().out.startswith("No known failure in this text.")
 
 
 def test_markdown_cannot_be_left(report: Path, healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert triage_command(str(report), "markdown", None) == 1
-    row = capsys.readouterr().out.splitlines()[2]
-    assert row.replace("\\|", "").count("|") == 6
-    assert "<b>" not in row.replace("\\<", "")
+    out = capsys.readouterr().out
+    assert "\\| x in marlin" in out
+    assert "<b>" not in out
     assert triage_command(str(healthy), "markdown", None) == 0
     assert "No known failure" in capsys.readouterr().out
 
@@ -91,13 +92,11 @@ def refusal(path: str, format: str = "json", output: Path | None = None) -> str:
 def test_bad_input_is_one_line(tmp_path: Path, report: Path) -> None:
     assert refusal(str(tmp_path / "none.log")).endswith("expected a log or report, or - for stdin")
     assert "is a folder" in refusal(str(tmp_path))
-    assert "no file name" in refusal("a\x00b")
+    assert "not a file name" in refusal("a\x00b")
     assert "cannot be read" in refusal("x" * 5000)
-    assert "expected one of table, json, markdown" in refusal(str(report), "sarif")
     assert "also the output" in refusal(str(report), output=report)
-    assert "folder" in refusal(str(report), output=tmp_path / "no" / "where.json")
     os.mkfifo(tmp_path / "pipe")
-    assert "a pipe is read with -" in refusal(str(tmp_path / "pipe"))
+    assert "use - for a pipe" in refusal(str(tmp_path / "pipe"))
     assert report.read_text() == REPORT
 
 
@@ -106,7 +105,7 @@ def test_more_than_200_megabytes_are_refused(tmp_path: Path, monkeypatch: pytest
     with file.open("wb") as large:
         large.truncate(command.MOST_BYTES + 1)
     with monkeypatch.context() as patch:
-        patch.setattr(command, "triage", None)  # it is not even read
+        patch.setattr(reading, "triage", None)  # it is not even read
         assert "at most 200 MB" in refusal(str(file))
     monkeypatch.setattr(command, "MOST_BYTES", 100)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * 101)))
@@ -125,14 +124,14 @@ def test_a_file_that_cannot_be_read_midway(report: Path, monkeypatch: pytest.Mon
     def fails(stream: object, redactor: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(command, "triage", fails)
+    monkeypatch.setattr(reading, "triage", fails)
     assert "cannot be read (input/output error)" in refusal(str(report))
 
 
 def test_no_torch_and_a_quick_start(report: Path) -> None:
     program = (
-        "import sys; from moedoctor.commands.triage import triage_command; "
-        "code = triage_command(sys.argv[1], 'json', None); "
+        "import sys; from moedoctor.commands.triage import triage; "
+        "code = triage(sys.argv[1], 'json', None); "
         "assert not {'torch', 'numpy', 'triton'} & set(sys.modules); sys.exit(code)"
     )
     best = 9.0

@@ -1,8 +1,7 @@
-"""`check` as JSON, table and Markdown: parsed back, in columns, and safe to paste."""
+"""The page and the JSON of `check`."""
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -11,9 +10,9 @@ from machine_fakes import probes, sources
 
 from moedoctor.diagnose.check.check import check
 from moedoctor.diagnose.check.records import CheckResult, Finding, Problem
-from moedoctor.reporters.check import check_json, check_markdown, summary_line
-from moedoctor.reporters.check_facts import fact_rows
-from moedoctor.reporters.check_table import check_table
+from moedoctor.reporters.check import check_document, check_page, fact_rows, summary_line
+from moedoctor.reporters.markdown import to_markdown
+from moedoctor.reporters.table import to_text
 
 PACKAGES = {"vllm": "0.18.0", "torch": "2.13.0+cu129", "flashinfer-python": "0.6.6"}
 GPU = ("NVIDIA H200", "9.0")
@@ -40,7 +39,7 @@ def finding(**changed: Any) -> Finding:
 
 
 def test_json_has_the_documented_shape(result: CheckResult) -> None:
-    data = json.loads(check_json(result))
+    data = check_document(result)
     assert (data["schema_version"], data["command"]) == (1, "check")
     assert list(data) == [
         "schema_version",
@@ -71,33 +70,23 @@ def test_json_has_the_documented_shape(result: CheckResult) -> None:
     }
 
 
-@pytest.mark.parametrize("width", [50, 72, 100, 160])
-def test_no_line_of_the_table_is_wider_than_the_terminal(result: CheckResult, width: int) -> None:
-    text = check_table(result, width=width)
-    *lines, last = text.splitlines()
-    assert max(map(len, lines)) <= width
-    assert last == summary_line(result)
-    for one in result.findings:
-        assert f"{one.id} {one.name}" in text
+def test_every_failure_is_on_the_page_and_the_counts_come_last(result: CheckResult) -> None:
+    text = to_text(check_page(result), width=100)
+    assert text.splitlines()[-1] == summary_line(result)
+    for finding in result.findings:
+        assert f"{finding.id} {finding.name}" in text
 
 
-def test_the_table_says_why_what_was_seen_and_what_next() -> None:
-    text = check_table(CheckResult(environment={}, findings=(finding(),)))
+def test_the_page_says_why_what_was_seen_and_what_next() -> None:
+    text = to_text(check_page(CheckResult(environment={}, findings=(finding(),))))
     for line in ("why:   why it is so", "needs: a flag", "next:  do this"):
-        assert f"           {line}\n" in text
+        assert f"            {line}\n" in text
     assert "seen:  vllm 0.18.0, VLLM_X 1, builds_for [120]\n" in text
-    assert "  error    MD001 nan_routing: a title\n" in text
-    assert "needs" not in check_table(CheckResult(environment={}, findings=(finding(needs=None),)))
+    assert "error       MD001 nan_routing: a title\n" in text
+    assert "needs" not in to_text(check_page(CheckResult(environment={}, findings=(finding(needs=None),))))
 
 
-def test_colour_only_where_it_is_asked_for(result: CheckResult) -> None:
-    assert "\x1b" not in check_table(result)
-    coloured = check_table(result, colour=True)
-    assert "\x1b[1;31merror\x1b[0m" in coloured
-    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == check_table(result)
-
-
-def test_markdown_is_a_table_that_nothing_breaks_out_of() -> None:
+def test_text_from_the_machine_does_not_format() -> None:
     evil = "a | b\nc <img src=x> @someone `code` **bold** \x1b[31m"
     problem = Problem(what=evil, severity="error", why=evil, evidence={"error": evil}, next_step=evil)
     note = finding(id="MD014", severity="note", needs=evil, why=evil)
@@ -108,25 +97,19 @@ def test_markdown_is_a_table_that_nothing_breaks_out_of() -> None:
         problems=(problem,),
         version="0.1.0",
     )
-    text = check_markdown(result)
-    assert "\x1b" not in text
-    assert "<img" not in text
-    assert " @someone" not in text
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    cells = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
-    assert set(cells) == {3, 5, 7}
+    text = to_markdown(check_page(result))
+    for markup in ("\x1b", "<img", " @someone", "**bold**", " `code`"):
+        assert markup not in text
     assert sum(line.startswith("- MD014") for line in text.splitlines()) == 1
-    terminal = check_table(result)
-    assert "\x1b" not in terminal
+    assert "\x1b" not in to_text(check_page(result))
 
 
 def test_nothing_found_is_said_in_few_words() -> None:
     clean = check(sources({"torch": "2.13.0"}), probes())
-    text = check_table(clean)
+    text = to_text(check_page(clean))
     assert "Known failures" not in text
     assert "explain" not in text
     assert text.splitlines()[-1].startswith("0 errors · 0 warnings · 0 problems · 0 not decided here")
-    assert "## Known" not in check_markdown(clean)
 
 
 def test_the_last_line_counts() -> None:

@@ -9,13 +9,17 @@ import sys
 import pytest
 
 from moedoctor import catalogue
-from moedoctor.commands.errors import InputError
-from moedoctor.commands.listing import list_rows, list_text
+from moedoctor.commands.list import list_, list_rows
 from moedoctor.entries import entries
 
 
-def test_every_entry_is_listed_with_whether_it_runs() -> None:
-    listed = json.loads(list_text("json"))
+def shown(capsys: pytest.CaptureFixture[str], format: str) -> str:
+    assert list_(format) == 0
+    return capsys.readouterr().out
+
+
+def test_every_entry_is_listed_with_whether_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = json.loads(shown(capsys, "json"))
     assert listed["schema_version"] == 1
     rows = listed["catalogue"]
     assert [row["id"] for row in rows][:20] == list(entries())
@@ -26,23 +30,21 @@ def test_every_entry_is_listed_with_whether_it_runs() -> None:
     assert rows[0]["scenario"] is True
 
 
-def test_an_entry_without_a_scenario_says_not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_without_a_scenario_says_not_yet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(catalogue, "registered_names", lambda: frozenset({"nan_routing"}))
-    lines = list_text("table").splitlines()
-    assert lines[1].split()[:3] == ["MD001", "nan_routing", "yes"]
-    assert lines[2].split()[:4] == ["MD002", "unpinned_copy", "not", "yet"]
+    lines = shown(capsys, "table").splitlines()
+    assert lines[2].split()[:3] == ["MD001", "nan_routing", "yes"]
+    assert lines[3].split()[:4] == ["MD002", "unpinned_copy", "not", "yet"]
 
 
-def test_markdown_is_a_table() -> None:
-    lines = list_text("markdown").splitlines()
-    assert lines[:2] == ["| id | name | runs | failure |", "|---|---|---|---|"]
-    assert len(lines) >= 22
-    assert all(line.count("|") == 5 for line in lines)
-
-
-def test_another_format_is_refused() -> None:
-    with pytest.raises(InputError, match="expected one of table, json, markdown"):
-        list_text("pdf")
+def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, "markdown").splitlines()
+    assert lines[:2] == ["| id | name | runs | failure |", "| --- | --- | --- | --- |"]
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) >= 22
+    assert all(line.count("|") == 5 for line in table)
 
 
 @pytest.mark.usefixtures("dying_plugin")
@@ -55,7 +57,7 @@ def test_failures_of_other_projects_are_listed_behind_ours() -> None:
 
 def test_none_of_our_faults_is_loaded() -> None:
     probe = (
-        "import sys\nfrom moedoctor.commands.listing import list_text\nlist_text('table')\n"
+        "import sys\nfrom moedoctor.commands.list import list_\nlist_('table')\n"
         "loaded = {name for name in sys.modules if name.startswith('moedoctor.faults.')}\n"
         # The comparison of backends is in no entry, so its title is its own.
         "loaded -= {'moedoctor.faults.base', 'moedoctor.faults.selection'}\n"

@@ -1,0 +1,157 @@
+"""`moedoctor bench`: MoE backends, or an expert cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moedoctor.commands.options import Device, InputError, Output, PageFormat, names, number, one_of, writable
+
+
+def bench(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:QUANTIZATION][,...]|all",
+            help="MoE backends to check and time, by vLLM's names; may be repeated.",
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME|FOLDER",
+            help="Model whose MoE layer is timed: a preset or a folder with config.json; may be repeated. "
+            "Default: qwen3-30b-a3b.",
+        ),
+    ] = None,
+    hidden: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=16, max=65536, help="Hidden size of a layer of your own, instead of --model."
+        ),
+    ] = None,
+    intermediate: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=16, max=65536, help="Intermediate size of one expert, with --hidden."),
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=4096, help="number of experts, with --hidden.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=256, help="Experts a token, with --hidden.")
+    ] = None,
+    activation: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Activation of the experts: silu, gelu_tanh or relu2, with --hidden."
+        ),
+    ] = "silu",
+    quantization: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Quantizations to time: nvfp4, fp8 or bf16. Default: all that a backend has."
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[str] | None, typer.Option(metavar="N[,N...]", help="Numbers of tokens in a call, 1 to 8192.")
+    ] = None,
+    routing: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How tokens choose experts: balanced, zipf or zipf:SKEW. Or use --trace FILE.",
+        ),
+    ] = "balanced",
+    device: Device = "auto",
+    timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            parser=number("--timeout", "seconds, above 0 and below 1e+06", low=0, most=1e6),
+            help="Seconds that the backends of one package may take.",
+        ),
+    ] = 900.0,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            callback=writable,
+            help="Also draw latency over tokens to this SVG file, with --backend.",
+        ),
+    ] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Replay expert routing through the policies of an expert cache.")
+    ] = False,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|zipf[:KEY=VALUE,...]",
+            help="Routing trace. Default: a recorded one that comes with moedoctor.",
+        ),
+    ] = None,
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="N[,N...]",
+            help="Cache sizes to replay, in slots a layer. Default: top-k, doubled up to all experts.",
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Cache policies to replay: lru, lfu, lfru, aging or belady. Default: all."
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Sequences that share a call. Default: the calls of the trace itself."
+        ),
+    ] = None,
+    scope: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            parser=one_of("--scope", "moedoctor.bench.cache.replay:SCOPES"),
+            help="layer for one cache a layer, global for one cache for all layers.",
+        ),
+    ] = "layer",
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Also measure tokens per second on a GPU, with --cache.")
+    ] = False,
+    format: PageFormat = "table",
+    output: Output = None,
+) -> int:
+    """Measure MoE backends or an expert cache.
+
+    --backend compares every result with the reference first and times only what is right.
+    --cache gives hit rates over capacity, each beside the Belady bound; a Markdown report with -o gets its
+    pictures (SVG) beside it.
+    """
+    if backend and cache:
+        raise InputError("bench: --backend and --cache are two benchmarks; expected one of them")
+    if backend:
+        from moedoctor.commands import bench_backends
+
+        variants = bench_backends.find_variants(backend, quantization)
+        sizes = {"--hidden": hidden, "--intermediate": intermediate, "--experts": experts, "--top-k": top_k}
+        layers = bench_backends.find_layers(model or (), sizes, activation)
+        load = bench_backends.find_routing(routing, trace, layers)
+        measured = bench_backends.measure(
+            variants, layers, load, tokens=tokens, device=device, timeout=timeout, named=backend
+        )
+        bench_backends.write_report(measured, format, output, plot)
+        return measured.exit_code
+    if cache:
+        from moedoctor.commands import bench_cache
+        from moedoctor.fixes.eviction import POLICIES
+
+        policies = names("--policy", policy, POLICIES) or POLICIES
+        replayed = bench_cache.measure(
+            trace, capacity, policies=policies, batch=batch, scope=scope, speed=speed
+        )
+        bench_cache.write_report(replayed, format, output)
+        return replayed.exit_code
+    raise InputError("bench: say what to measure: --backend NAME or --cache")

@@ -1,0 +1,209 @@
+"""What the commands share: their options, the error for bad input, and the way a page gets out."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pkgutil
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from moedoctor.redaction import Redactor
+    from moedoctor.reporters.page import Page
+
+PAGE_FORMATS = ("table", "json", "markdown")
+
+
+class InputError(Exception):
+    """Wrong usage or bad input: exit code 2 and one line."""
+
+
+@contextlib.contextmanager
+def as_input_error(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn the errors of loaders and parsers into InputError and keep their line."""
+    try:
+        yield
+    except kinds as error:
+        raise InputError(str(error)) from error
+
+
+def one_of(option: str, known: Sequence[str] | str) -> Callable[[str], str]:
+    """Return a parser for an option that takes one of the known values, in any case.
+
+    The values are given, or named as ``module:name``. The module is imported when the option is used, so
+    that `--help` stays fast; a function there is called.
+    """
+
+    def parse(value: str) -> str:
+        from moedoctor.catalogue import PluginError
+
+        values: Any = pkgutil.resolve_name(known) if isinstance(known, str) else known
+        with as_input_error(PluginError):
+            valid = [str(name) for name in (values() if callable(values) else values)]
+        for name in valid:
+            if value.lower() == name.lower():
+                return name
+        raise InputError(f"{option} {value}: expected one of {', '.join(valid)}")
+
+    return parse
+
+
+def number(
+    option: str, expected: str, *, low: float | None = None, most: float = 1e12, whole: bool = False
+) -> Callable[[str], float]:
+    """Return a parser for a number above `low`, or from 0 on without it, and up to `most`."""
+
+    def parse(value: str) -> float:
+        try:
+            parsed: float = int(value) if whole else float(value)
+        except ValueError:
+            parsed = math.nan
+        above = parsed >= 0 if low is None else parsed > low
+        if not (above and parsed <= most):  # NaN is neither
+            raise InputError(f"{option} {value}: expected {expected}")
+        return parsed
+
+    return parse
+
+
+def writable(path: Path | None) -> Path | None:
+    """Return `path`. Raises InputError before anything runs if it cannot be written to."""
+    from moedoctor.reporters.output import OutputError, check_writable
+
+    with as_input_error(OutputError):
+        check_writable(path)
+    return path
+
+
+_DEVICE = re.compile(r"auto|cpu|cuda:\d{1,2}")
+
+
+def _device(name: str) -> str:
+    if _DEVICE.fullmatch(name) is None:
+        raise InputError(f"--device {name}: expected auto, cpu or cuda:N")
+    return name
+
+
+ReportFormat = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        "-f",
+        metavar="FORMAT",
+        parser=one_of("--format", "moedoctor.catalogue:reporters"),
+        help="Format of the report: table, json, markdown, junit, github, or one of another package.",
+    ),
+]
+PageFormat = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        "-f",
+        metavar="FORMAT",
+        parser=one_of("--format", PAGE_FORMATS),
+        help="Format of the output: table, json or markdown.",
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        callback=writable,
+        help="Write the output to this file instead of stdout.",
+    ),
+]
+Tolerance = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[KEY=]SHARE",
+        help="How much worse a figure may become: 5% for all figures, KEY=5% for one.",
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="DEVICE",
+        callback=_device,
+        help="Where to run: cpu, cuda:N, or auto for a GPU if there is one.",
+    ),
+]
+Capability = Annotated[
+    str | None,
+    typer.Option(
+        metavar="X.Y",
+        help="Compute capability of the GPU, such as 12.0. Default: the GPU of this machine.",
+    ),
+]
+
+
+def texts(given: Sequence[str] | None) -> list[str]:
+    """Return the texts of an option that may be repeated and may hold several, with commas between."""
+    return [part.strip() for text in given or () for part in text.split(",") if part.strip()]
+
+
+def names(option: str, given: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that an option gives, each once. Raises InputError for one that is not known."""
+    found = tuple(dict.fromkeys(name.lower() for name in texts(given)))
+    for name in found:
+        if name not in known:
+            raise InputError(f"{option} {name}: expected one of {', '.join(known)}")
+    return found
+
+
+def numbers(option: str, given: Sequence[str] | None, most: int, expected: str) -> tuple[int, ...]:
+    """Return the whole numbers from 1 to `most` that an option gives, sorted. Raises InputError."""
+    found = set()
+    for text in texts(given):
+        if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
+            raise InputError(f"{option} {text[:40]}: expected {expected}")
+        found.add(int(text))
+    return tuple(sorted(found))
+
+
+def check_gpu(device: str, facts: Mapping[str, Any]) -> None:
+    """Raise InputError if `device` is a GPU that this machine does not have."""
+    if not device.startswith("cuda"):
+        return
+    from moedoctor.environment import no_gpu
+
+    reason = no_gpu(facts)
+    if reason is None and int(device.partition(":")[2]) >= len(facts.get("gpus") or ()):
+        reason = "there is no such GPU"
+    if reason is not None:
+        raise InputError(f"--device {device}: {reason}")
+
+
+def deliver(
+    page: Page,
+    document: Mapping[str, Any],
+    *,
+    format: str,
+    output: Path | None = None,
+    summary: str = "",
+    redactor: Redactor | None = None,
+) -> None:
+    """Render the page, or the document as JSON, and write it. `redactor` masks all of the text."""
+    from moedoctor.reporters.output import OutputError, emit, terminal
+
+    if format == "json":
+        from moedoctor.reporters.json import to_json
+
+        text = to_json(document)
+    elif format == "markdown":
+        from moedoctor.reporters.markdown import to_markdown
+
+        text = to_markdown(page)
+    else:
+        from moedoctor.reporters.table import to_text
+
+        colour, width = terminal(output)
+        text = to_text(page, colour=colour, width=width)
+    with as_input_error(OutputError):
+        emit(redactor.text(text) if redactor else text, output, summary)

@@ -1,0 +1,144 @@
+"""The page of `moedoctor audit`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import moedoctor
+from moedoctor.diagnose.cuda.audit import NO_TOOL, Fate, Item, fate_of
+from moedoctor.fixes.arch import FLASHINFER_LIST, resolve_arch
+from moedoctor.fixes.arch.targets import Capability, show
+from moedoctor.processes.cuda_tools import Tool
+from moedoctor.redaction import Redactor
+from moedoctor.reporters import page as blocks
+
+_NONE = "–"
+
+
+def audit_page(items: Sequence[Item], gpu: Capability | None, tool: Tool | None) -> list[blocks.Block]:
+    """Return a table of files, the counts, and what to do about each kind of finding."""
+    where = f"on a GPU of {show(gpu)}" if gpu else "no GPU named: give one with --sm, such as 12.0"
+    page: list[blocks.Block] = [
+        blocks.Heading(f"device code, {where} ({tool or 'no cuobjdump: ' + NO_TOOL})", 1)
+    ]
+    redactor = Redactor.of_this_process()
+    rows = []
+    for item in items:
+        module = f" ({item.module})" if item.module else ""
+        name = redactor.text(item.path) + module
+        rows.append((name, *_lists(item, gpu), redactor.text(_verdict(item))))
+    if rows:
+        page.append(blocks.Table(("file", "runs there" if gpu else "targets", "does not", "verdict"), rows))
+    else:
+        page.append(blocks.Paragraph("no shared object, cubin, wheel or build file found"))
+    page.append(blocks.Paragraph(summary_line(items)))
+    return [*page, *map(blocks.Paragraph, _next_steps(items, gpu))]
+
+
+def summary_line(items: Sequence[Item]) -> str:
+    """Return how many files load, are compiled, have nothing, lack something or were skipped."""
+    fates = Counter(item.fate for item in items)
+    counts = [f"{fates[fate]} {fate.value}" for fate in Fate]
+    lacking = sum(1 for item in items if item.lacks)
+    skipped = sum(1 for item in items if item.skipped)
+    return " · ".join([*counts, f"{lacking} compiled without what they need", f"{skipped} skipped"])
+
+
+def audit_document(
+    items: Sequence[Item], gpu: Capability | None, tool: Tool | None, code: int
+) -> dict[str, Any]:
+    """Return the JSON document."""
+    redactor = Redactor.of_this_process()
+    fates = Counter(item.fate for item in items)
+    return {
+        "moedoctor": moedoctor.__version__,
+        "command": "audit",
+        "capability": show(gpu) if gpu else None,
+        "tool": str(tool) if tool else None,
+        "items": [_item(item, gpu, redactor) for item in items],
+        "findings": [
+            {
+                "id": "MD004",
+                "line": None,
+                "evidence": f"{redactor.text(item.path)}: {_verdict(item)}",
+                "confidence": 1.0,
+                "next_step": step,
+            }
+            for item in items
+            for step in _next_steps([item], gpu)
+        ],
+        "summary": {
+            **{fate.name.lower(): fates[fate] for fate in Fate},
+            "lacking": sum(1 for item in items if item.lacks),
+            "skipped": sum(1 for item in items if item.skipped),
+            "exit_code": code,
+        },
+    }
+
+
+def _item(item: Item, gpu: Capability | None, redactor: Redactor) -> dict[str, Any]:
+    images = []
+    for image in item.images:
+        fate = fate_of([image], gpu) if gpu else None
+        shown = {"kind": image.kind, "target": str(image.target), "count": image.count}
+        images.append({**shown, "verdict": fate.name.lower() if fate else None})
+    return {
+        "path": redactor.text(item.path),
+        "source": item.source,
+        "module": item.module,
+        "verdict": item.fate.name.lower() if item.fate else None,
+        "lacks": list(item.lacks),
+        "note": item.note,
+        "skipped": redactor.text(item.skipped) if item.skipped else None,
+        "images": images,
+    }
+
+
+def _verdict(item: Item) -> str:
+    if item.skipped:
+        return f"skipped: {item.skipped}"
+    if item.fate is None:
+        return item.note or "not judged"
+    verdict = item.fate.value
+    if item.lacks:
+        verdict += f", but compiled without {', '.join(item.lacks)}"
+    return f"{verdict}; {item.note}" if item.note else verdict
+
+
+def _lists(item: Item, gpu: Capability | None) -> tuple[str, str]:
+    """Return (what runs on the GPU, what does not), such as ``SASS 120f ×19, PTX 80``.
+
+    Without a GPU, everything is in the first.
+    """
+    runs: list[str] = []
+    rest: list[str] = []
+    for image in sorted(item.images, key=lambda image: (image.kind != "sass", image)):
+        count = f" ×{image.count}" if image.count > 1 else ""
+        usable = gpu is None or fate_of([image], gpu) is not Fate.MISSING
+        (runs if usable else rest).append(f"{image.kind.upper()} {image.target}{count}")
+    return ", ".join(runs) or _NONE, ", ".join(rest) or _NONE
+
+
+def _next_steps(items: Sequence[Item], gpu: Capability | None) -> Iterator[str]:
+    """Give what to do about each kind of finding, once."""
+    if gpu is None:
+        return
+    if any(item.fate is Fate.MISSING for item in items):
+        yield (
+            f"MD004: what is missing fails with `no kernel image is available`; build it for {show(gpu)} "
+            "(FlashInfer: remove the module's folder and start with FLASHINFER_CUDA_ARCH_LIST unset)."
+        )
+    if any(item.lacks for item in items):
+        yield (
+            "MD004: kernels built for a target without suffix end in a compiler error or in output that is "
+            f"never written; remove the module's folder and set {_list_entry(gpu)}."
+        )
+
+
+def _list_entry(gpu: Capability) -> str:
+    try:
+        return f"{FLASHINFER_LIST}={resolve_arch(gpu, (13, 0)).list_entry}"
+    except ValueError:
+        return f"{FLASHINFER_LIST} with the suffix"

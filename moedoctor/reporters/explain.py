@@ -1,0 +1,132 @@
+"""The page of one known failure: words, claims and what came of them, links."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moedoctor.entries import builtin_folder, reports_folder
+from moedoctor.entries.entry import SECTIONS, Entry, Link
+from moedoctor.interfaces import Fault
+from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Prose, Span
+from moedoctor.results import Report, ReportError, load_report
+from moedoctor.text import TextFileError, read_yaml
+
+NOT_YET = "moedoctor cannot run this one yet: it has no scenario."
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The verdict of one machine on a claim."""
+
+    machine: str
+    """The folder of the report."""
+    verdict: str
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement from upstream, with the evidence so far."""
+
+    text: str
+    source: str
+    outcomes: tuple[Outcome, ...] = ()
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One known failure in full. The texts are Markdown."""
+
+    id: str
+    name: str
+    title: str
+    runs: bool
+    """Whether moedoctor can run it."""
+    mechanism: str = ""
+    affected: str = ""
+    detection: str = ""
+    fix: str = ""
+    claims: tuple[Claim, ...] = ()
+    links: tuple[Link, ...] = ()
+
+    @classmethod
+    def of_entry(cls, entry: Entry, *, runs: bool) -> Explained:
+        """Explain a failure of our catalogue."""
+        words = {name: getattr(entry, name) for name in ("mechanism", "affected", "detection", "fix")}
+        claims = _claims(entry.id, entry.name) if runs else ()
+        return cls(entry.id, entry.name, entry.title, runs, **words, claims=claims, links=entry.links)
+
+    @classmethod
+    def of_fault(cls, fault: Fault) -> Explained:
+        """Explain a known failure of another project, as far as it explains itself."""
+        words = asdict(fault.explanation) if fault.explanation else {}
+        links = tuple(Link(url, "") for url in words.pop("links", ()))
+        claims = _claims(fault.id, fault.name)
+        return cls(fault.id, fault.name, fault.title, True, **words, claims=claims, links=links)
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        return asdict(self)
+
+    def page(self) -> list[Block]:
+        """Return the page, with a heading for everything that is known."""
+        page: list[Block] = [Heading(f"{self.id} {self.name}: {self.title}", 1)]
+        words = (self.mechanism, self.affected, self.detection, self.fix)
+        for heading, text in zip(SECTIONS, words, strict=False):
+            if text:
+                page += [Heading(heading), Prose(text)]
+        if self.claims:
+            page.append(Heading("Claims, and what came out"))
+        for claim in self.claims:
+            outcomes = [(machine.machine, _verdict(machine)) for machine in claim.outcomes]
+            title = (f"{claim.text} (", Span(claim.source, "source"), ")")
+            page.append(Item("claim", title, outcomes or [("", "not measured yet")]))
+        if self.links:
+            links = [f"{link.url} {link.text}".rstrip() for link in self.links]
+            page += [Heading(SECTIONS[-1]), Bullets(links)]
+        run: Sequence[str | Span] = ("Run it: ", Span(f"moedoctor run {self.id}", "code"))
+        return [*page, Paragraph(tuple(run) if self.runs else NOT_YET)]
+
+
+def _verdict(outcome: Outcome) -> str:
+    return f"{outcome.verdict}: {outcome.reason}" if outcome.reason else outcome.verdict
+
+
+def _claims(id: str, name: str) -> tuple[Claim, ...]:
+    """Return the claims of the built-in scenario. Another project's scenario may be elsewhere."""
+    try:
+        data = read_yaml(builtin_folder() / f"{name}.yaml").data
+    except TextFileError:
+        return ()
+    claims = data.get("claims") if isinstance(data, dict) else None
+    if not claims:
+        return ()
+    reports = _reports()
+    return tuple(
+        Claim(claim["text"], claim["source"], tuple(_outcomes(id, claim["text"], reports)))
+        for claim in claims
+    )
+
+
+def _outcomes(id: str, text: str, reports: Sequence[tuple[str, Report]]) -> Iterator[Outcome]:
+    for machine, report in reports:
+        for scenario in report.scenarios:
+            for claim in scenario.claims:
+                if (scenario.id, claim.text) == (id, text):
+                    yield Outcome(machine, claim.verdict.value, claim.reason)
+
+
+def _reports() -> Sequence[tuple[str, Report]]:
+    """Return (machine, report) of the evidence that comes with moedoctor, without the baselines of CI."""
+    reports = []
+    for file in sorted(reports_folder().glob("*/*.json")):
+        if file.parent.name == "baselines":
+            continue
+        try:
+            reports.append((file.parent.name, load_report(file)))
+        except ReportError as error:
+            print(f"moedoctor: {error}", file=sys.stderr)
+    return reports

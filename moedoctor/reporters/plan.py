@@ -1,0 +1,80 @@
+"""The page of `moedoctor plan`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import moedoctor
+from moedoctor.diagnose.plan.plan import GIB, Plan, PlanRequest
+from moedoctor.reporters.page import Block, Bullets, Heading, Table
+from moedoctor.reporters.text import count_of
+
+
+def plan_document(request: PlanRequest, result: Plan, code: int) -> dict[str, Any]:
+    """Return the JSON document."""
+    shape = {"name": request.shape.name, "source": request.shape.source}
+    return {
+        "moedoctor": moedoctor.__version__,
+        "command": "plan",
+        "inputs": {**asdict(request), "shape": shape},
+        "plan": asdict(result),
+        "summary": {"exit_code": code},
+    }
+
+
+def plan_page(request: PlanRequest, result: Plan) -> list[Block]:
+    """Return a table of what takes how much, and remarks."""
+    shape = request.shape
+    return [
+        Heading(f"plan for {shape.name}: computed from {shape.source}; nothing was measured", 1),
+        Table(("what", "how much", "how it is computed"), _rows(request, result), "lrl"),
+        Bullets(result.notes),
+    ]
+
+
+def _rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
+    kv, traffic, experts = result.kv, result.traffic, request.shape.experts
+    rest = f" in {request.other_scheme}"
+    if request.checkpoint_bytes is not None:
+        rest = ": the checkpoint's rest"
+    held = f"{experts.count} layers × {experts.layer.experts} experts in {request.scheme}"
+    rows = [
+        ("expert weights", _gib(result.expert_bytes), held),
+        ("other weights", _gib(result.other_bytes), f"attention, shared experts, embeddings{rest}"),
+    ]
+    if result.on_host_bytes:
+        rows.append(
+            ("weights on the host", _gib(result.on_host_bytes), "pinned memory that the host must have")
+        )
+    space, groups = result.workspace, count_of(kv.groups, "group")
+    rows += [
+        ("weights on the GPU", _gib(result.on_device_bytes), "with the slots of an expert cache, if any"),
+        (f"workspace of {request.backend}", _gib(space.bytes), space.how),
+    ]
+    if result.budget_bytes is not None:
+        rows.append(
+            ("GPU budget", _gib(result.budget_bytes), f"memory × utilization {request.utilization:g}")
+        )
+    rows += [
+        ("KV memory", _gib(result.available_kv_bytes), f"{kv.blocks:,} blocks of {kv.block_bytes:,} bytes"),
+        ("KV block", f"{kv.block_size:,} tokens", f"{groups} of {kv.layers_per_group} layers"),
+        ("KV of one token", f"{kv.bytes_per_token:,} bytes", f"attention layers only, {request.kv_type}"),
+    ]
+    if kv.state_bytes_per_request:
+        state = f"{kv.state_bytes_per_request / (1 << 20):.1f} MiB"
+        rows.append(("state of one request", state, "recurrent layers"))
+    rows += [
+        ("KV tokens", f"{kv.tokens_printed_to_0_20:,}", "as vLLM 0.17.1 to 0.20.0 print them"),
+        ("KV tokens", f"{kv.tokens_printed_from_0_21:,}", "as vLLM 0.21.0 and newer print them"),
+        ("concurrency", f"{kv.concurrency:.2f}", f"requests of {request.context:,} tokens at once"),
+        ("PCIe per token", f"{traffic.bytes_per_token / 1e6:,.1f} MB", traffic.how),
+    ]
+    if traffic.tokens_per_second is not None:
+        bound = f"at {request.bandwidth / 1e9:g} GB/s, one request; nothing real is faster"
+        rows.append(("bound by PCIe", f"{traffic.tokens_per_second:.1f} tokens/s", bound))
+    return rows
+
+
+def _gib(size: int | None) -> str:
+    return "not known" if size is None else f"{size / GIB:.2f} GiB"

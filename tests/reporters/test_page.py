@@ -1,0 +1,189 @@
+"""Every kind of block, in Markdown and at a terminal: readable, and nothing in it acts as markup."""
+
+from __future__ import annotations
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from report_samples import HOSTILE
+from rich.cells import cell_len
+
+from moedoctor.reporters.markdown import to_markdown
+from moedoctor.reporters.page import (
+    Block,
+    Bullets,
+    Heading,
+    Item,
+    Paragraph,
+    Picture,
+    Preformatted,
+    Prose,
+    Span,
+    Table,
+    evidence_tables,
+    is_records,
+    without_records,
+)
+from moedoctor.reporters.table import MIN_WIDTH, to_text
+from moedoctor.reporters.text import one_line
+
+PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+STYLES = ("", "bold", "dim", "code", "source", "error")
+texts = st.text(max_size=20) | st.text(alphabet="*_`|[]()<>&#-+.1~!\\@a \n$=:;\x1b\u202e", max_size=20)
+inlines = texts | st.lists(st.builds(Span, texts, st.sampled_from(STYLES)), max_size=3).map(tuple)
+labelled = st.lists(st.tuples(texts, inlines), max_size=2)
+blocks = (
+    st.builds(Heading, inlines, st.integers(1, 3))
+    | st.builds(Paragraph, inlines)
+    | st.builds(Bullets, st.lists(inlines, min_size=1, max_size=3))
+    | st.builds(Item, st.sampled_from(("error", "MD001")), inlines, labelled)
+    | st.lists(st.tuples(inlines, inlines), max_size=3).map(lambda rows: Table(("a", "b|"), rows))
+    | st.builds(Preformatted, texts)
+)
+
+
+@given(st.lists(blocks, max_size=4))
+def test_any_page_is_plain_text_in_markdown(page: list[Block]) -> None:
+    text = to_markdown(page)
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
+    tokens = PARSER.parse(text)
+    inner = [child for token in tokens for child in token.children or ()]
+    kinds = {child.type for child in inner}
+    plain = {"text", "text_special", "softbreak", "strong_open", "strong_close", "code_inline"}
+    assert kinds <= plain | {"html_inline", "link_open", "link_close"}
+    assert {child.content for child in inner if child.type == "html_inline"} <= {"<!-- -->"}
+    for child in inner:
+        if child.type == "link_open":
+            assert str(child.attrs["href"]).startswith("https://github.com/")
+    tables = [block for block in page if isinstance(block, Table)]
+    assert sum(token.type == "td_open" for token in tokens) == sum(2 * len(table.rows) for table in tables)
+    fences = sum(isinstance(block, Preformatted) for block in page)
+    assert sum(token.type == "fence" for token in tokens) == fences
+
+
+@given(st.lists(blocks, max_size=4), st.integers(1, 220), st.booleans())
+def test_any_page_fits_a_terminal_of_any_width(page: list[Block], width: int, colour: bool) -> None:
+    text = to_text(page, colour=colour, width=width)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", plain)
+    assert max(map(cell_len, plain.split("\n"))) <= max(width, MIN_WIDTH)
+    if not colour:
+        assert plain == text
+        assert not any(line.endswith(" ") for line in text.split("\n"))
+
+
+PAGE = (
+    Heading("a # title", 1),
+    Paragraph((Span("bold", "bold"), " and ", Span("moedoctor run", "code"))),
+    Bullets(["one", "- two"]),
+    Item("error", ("text (", Span("a/b#1", "source"), ")"), [("next", "do this"), ("", "more")]),
+    Item("note", "second"),
+    Table(("name", "size"), [("x", "1"), ("y|z", "22")], "lr"),
+    Table(("group", "label", "n"), [("g", "a", "1"), ("g", "b", "2"), ("alone", "", "3")], grouped=True),
+    Preformatted("a  ```\nb"),
+    Picture("plot.svg", "a [plot]"),
+    Prose("*as it is*"),
+)
+
+
+def test_a_page_in_markdown() -> None:
+    assert (
+        to_markdown(PAGE)
+        == """\
+# a \\# title
+
+**bold** and `moedoctor run`
+
+- one
+- \\- two
+
+- **error** text ([a/b#1](https://github.com/a/b/issues/1))
+  - next: do this
+  - more
+- **note** second
+
+| name | size |
+| --- | ---: |
+| x | 1 |
+| y\\|z | 22 |
+
+| group | label | n |
+| --- | --- | --- |
+| g | a | 1 |
+| g | b | 2 |
+| alone |  | 3 |
+
+````text
+a  ```
+b
+````
+
+![a \\[plot\\]](plot.svg)
+
+*as it is*
+"""
+    )
+
+
+def test_a_page_at_a_terminal() -> None:
+    assert (
+        to_text(PAGE)
+        == """\
+a # title
+bold and moedoctor run
+
+- one
+- - two
+
+error       text (a/b#1)
+            more
+            next: do this
+note        second
+
+name  size
+──────────
+x        1
+y|z     22
+
+  label  n
+──────────
+g
+  a      1
+  b      2
+alone    3
+
+  a  ```
+  b
+
+*as it is*
+"""
+    )
+
+
+def test_nothing_in_a_page_is_markup_at_a_terminal() -> None:
+    item = Item("error", HOSTILE, [("[b]", "[/b]")])
+    text = to_text((Heading(HOSTILE), Paragraph("[red]x[/] :smile:"), item))
+    assert text.count(one_line(HOSTILE)) == 2
+    assert "[red]x[/] :smile:" in text
+    assert "[b]: [/b]" in text
+
+
+RECORDS = [
+    {"shape": "128x128", "ours_us": 1.4567, "ours_us_p20": 1.45, "ours_us_p80": 1.46, "correct": True},
+    {"shape": "8192x128", "correct": False},
+]
+
+
+def test_records_become_a_table_with_the_median_beside_its_percentiles() -> None:
+    (measured,) = evidence_tables({"rows": RECORDS, "top_k": 8})
+    assert measured.table.header == ["shape", "ours us", "correct"]
+    assert measured.table.rows == [["128x128", "1.457 (1.45 to 1.46)", "true"], ["8192x128", "", "false"]]
+    assert evidence_tables({"rows": [{"ours_us_p20": 1.0}]})[0].table.header == ["ours us p20"]
+
+
+def test_other_evidence_stays_for_a_line_of_text() -> None:
+    assert without_records({"rows": RECORDS, "top_k": 8}) == {"top_k": 8}
+    for value in ([], [1], {"a": {}}, "text", [{"a": 1}, 2]):
+        assert not is_records(value)
