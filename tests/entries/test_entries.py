@@ -43,7 +43,8 @@ def test_the_catalogue_is_whole_and_in_order() -> None:
 
 def test_a_title_is_written_in_its_entry_and_in_the_table_of_the_readme_alone() -> None:
     files = [*ROOT.glob("moedoctor/**/*.py"), *ROOT.glob("scenarios/**/*.yaml"), *ROOT.glob("docs/*.md")]
-    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    # The first line of a fault's module may quote it.
+    texts = {file: file.read_text(encoding="utf-8").partition("\n")[2] for file in files}
     rows = [row for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if row[:1] == "|"]
     for entry in entries().values():
         assert [file for file, text in texts.items() if entry.title in text] == []
