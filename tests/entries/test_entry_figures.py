@@ -126,13 +126,13 @@ def test_md007() -> None:
     _, theirs = claim("expert_cache_faults.json", "MD007", "Computing a layer in 2, 4 and 8 groups")
     assert theirs["tokens"] == 1024
     added = [percent(one["overhead"]) for one in theirs["rows"]]
-    assert f"them add {added[0]}, {added[1]} and {added[2]} where vLLM's" in text
+    assert f"groups add {added[0]}, {added[1]} and {added[2]} if vLLM's" in text
     eager = [percent(one["overhead_eager_wall_clock"]) for one in theirs["rows"]]
     assert f"and {eager[0]}, {eager[1]} and {eager[2]} with the host's work" in text
     _, ours = claim("expert_cache_faults.json", "MD007", "Our layer costs")
-    assert f"at most {percent(max(one['overhead'] for one in ours['rows']))} where `GroupedForward`" in text
+    assert f"they add at most {percent(max(row['overhead'] for row in ours['rows']))}." in text
     in_turn = [percent(one["overhead_in_turn"]) for one in ours["rows"]]
-    assert f"they add {in_turn[0]}, {in_turn[1]} and {in_turn[2]} there" in text
+    assert f"then they add {in_turn[0]}, {in_turn[1]} and {in_turn[2]}." in text
 
 
 def test_md011() -> None:
@@ -205,7 +205,9 @@ def test_md019() -> None:
     )
     (returned, before), (tokens, _) = wrong.values(), of.values()
     assert before == tokens
-    assert f"{returned} of {tokens} tokens were wrong with the first and all {before} with" in entry("MD019")
+    assert f"{returned} of {tokens} tokens were wrong with the first result and all {before} with" in entry(
+        "MD019"
+    )
     assert {one["groups"] for one in seen["rows"]} == {2, 4}
 
 
@@ -277,9 +279,9 @@ def test_md015() -> None:
     repaired = evidence("baselines/cpu.json", "MD015", "fixed")
     shown = {f"{one['error']:.0%}" for one in repaired}
     (whole,) = {f"{one['healthy_error']:.0%}" for one in repaired}
-    assert f"as far off as with a whole checkpoint, {whole}" in entry("MD015")
+    assert f"has the same error as with a whole checkpoint, {whole}" in entry("MD015")
     (worse,) = shown - {whole}
-    assert f"from the activations at hand, {worse}" in entry("MD015")
+    assert f"from the current activations, the error is {worse}" in entry("MD015")
     (damaged,) = evidence("nvidia-h200/input_scale_missing.json", "MD015", "faulty", moe_backend="emulation")
     assert damaged["error"] is None
     assert damaged["prompts_with_other_tokens"] == damaged["prompts"]
@@ -290,8 +292,8 @@ def test_md012() -> None:
     (damaged,) = evidence("nvidia-h200/kv_scales_missing_marlin.json", "MD012", "faulty")
     (repaired,) = evidence("nvidia-h200/kv_scales_missing_marlin.json", "MD012", "fixed")
     text = entry("MD012")
-    assert f"gives {damaged['tested_distance']:.0%} of the probability" in text
-    assert f"with computed scales {repaired['tested_distance']:.0%}, as much as" in text
+    assert f"moves {damaged['tested_distance']:.0%} of the probability" in text
+    assert f"With computed scales it moves {repaired['tested_distance']:.0%}, as much as" in text
     assert f"{repaired['tested_distance']:.0%}" == f"{repaired['control_distance']:.0%}"
     triton = repaired["triton_attn"]
     assert triton["kv_cache"]["tested"] == repaired["kv_cache"]["tested"], "the same scales"
