@@ -1,1 +1,1 @@
-"""Timing on a GPU."""
+"""Measures speed and numbers; one file for each thing that is measured."""

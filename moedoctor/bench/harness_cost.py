@@ -1,6 +1,6 @@
-"""What this harness adds to a kernel, held against what its launch took by the GPU's own clock.
+"""The time that this harness adds to a kernel, compared with the GPU's own clock.
 
-`triton.testing.do_bench` is measured beside it in the same run. It decides nothing: where two harnesses
+`triton.testing.do_bench` is measured beside it in the same run. It decides nothing: if two harnesses
 differ, neither of them is the truth.
 """
 
@@ -23,11 +23,11 @@ _OURS = ("graph", "graph_cold")
 
 
 def measure_harness_cost(device: str) -> Mapping[str, Any]:
-    """Times of one kernel of about 20 µs that waits and touches no memory: its own, ours and do_bench's.
+    """Time a kernel of about 20 µs that waits and touches no memory: by its own stamps, by us, by do_bench.
 
     Each launch stamps its begin and its end. ``kernel_us`` is from begin to end, and ``launch_gap_us`` is
-    what the GPU itself puts between one kernel of a graph and the next: every model pays it, and no harness
-    can leave it out. `judge_cost` says what the others mean. Raises ImportError without Triton.
+    the GPU's own gap between two kernels of a graph: every model pays it, and no harness can leave it out.
+    `judge_cost` describes the other figures. Raises ImportError without Triton.
     """
     from triton.testing import do_bench
 
@@ -36,7 +36,7 @@ def measure_harness_cost(device: str) -> Mapping[str, Any]:
     stamps = torch.zeros(_LAUNCHES, 2, dtype=torch.int64, device=device)  # [L, 2] nanoseconds
 
     def waits(cycles: int) -> list[partial[object]]:
-        return [partial(stamped_wait[(1,)], one, cycles, num_warps=1) for one in stamps]
+        return [partial(stamped_wait[(1,)], stamp, cycles, num_warps=1) for stamp in stamps]
 
     graph_time(waits(_PROBE_CYCLES), launches=_LAUNCHES, replays=3)
     kernels = waits(max(1, round(_PROBE_CYCLES * TARGET_US / kernel_time(stamps))))
@@ -58,12 +58,12 @@ def measure_harness_cost(device: str) -> Mapping[str, Any]:
 
 
 def judge_cost(compared: Comparison, gap: float) -> dict[str, Any]:
-    """Times in microseconds, and how far each is from a launch's own, the kernel and the `gap` behind it.
+    """Return times in microseconds, and how far each is from that of a launch: the kernel and its `gap`.
 
-    ``overhead`` is the ratio minus 1. ``within_limit`` is whether both of ours lie within 2 % of it; too
-    short is as wrong as too long.
+    ``overhead`` is the ratio minus 1. ``within_limit`` is whether both of ours are within 2 % of a launch;
+    too short is as wrong as too long.
     """
-    facts: dict[str, Any] = {f"{name}_us": round(one.median, 3) for name, one in compared.times.items()}
+    facts: dict[str, Any] = {f"{name}_us": round(spread.median, 3) for name, spread in compared.times.items()}
     facts |= {"kernel_us": round(facts["launch_us"] - gap, 3), "launch_gap_us": round(gap, 3)}
     for name, ratio in compared.ratios.items():
         facts[f"{name}_overhead"] = round(ratio.median - 1, 4)
@@ -74,7 +74,7 @@ def judge_cost(compared: Comparison, gap: float) -> dict[str, Any]:
 
 
 def kernel_time(stamps: torch.Tensor) -> float:
-    """Microseconds from begin to end, the mean of `stamps` int64 [L, 2] in nanoseconds.
+    """Return microseconds from begin to end, the mean of `stamps` int64 [L, 2] in nanoseconds.
 
     The mean, as the clock may tick once a microsecond: begins fall anywhere between two ticks.
     """
@@ -82,5 +82,5 @@ def kernel_time(stamps: torch.Tensor) -> float:
 
 
 def launch_gap(stamps: torch.Tensor) -> float:
-    """Microseconds from an end to the next begin, the mean of `stamps` int64 [L, 2] in nanoseconds."""
+    """Return microseconds from an end to the next begin, the mean of `stamps` int64 [L, 2] in nanoseconds."""
     return float((stamps[1:, 0] - stamps[:-1, 1]).double().mean()) / 1000

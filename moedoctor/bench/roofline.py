@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured: memory bandwidth and matrix products."""
+"""The measured limits of this machine: memory bandwidth and matrix products."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Roofline:
     bytes_per_second: float
     """Of a read-only pass over a large array."""
     flops: dict[str, float]
-    """Operations a second by the type of the operands: ``bf16``, ``fp8`` where the GPU has it, ``fp32`` on a
-    CPU, where it may be faster than ``bf16``."""
+    """Operations a second by the type of the operands: ``bf16``, ``fp8`` if the GPU has it, ``fp32`` on a
+    CPU, on which it may be faster than ``bf16``."""
 
     def least_seconds(self, bytes_moved: int, flops: int, operands: str) -> float:
-        """The time that neither the memory nor the arithmetic allows to fall below."""
+        """Return the least time that both the memory and the arithmetic allow."""
         peak = max(self.flops.get(operands, self.flops["bf16"]), self.flops.get("fp32", 0.0))
         return max(bytes_moved / self.bytes_per_second, flops / peak)
 
 
 def measure_roofline(device: str) -> Roofline:
-    """Measure `device`: a second on a GPU, some seconds on a CPU, where bfloat16 may be slow."""
+    """Measure `device`: a second on a GPU, some seconds on a CPU, on which bfloat16 may be slow."""
     gpu = device.startswith("cuda")
     bandwidth = _bandwidth(device, gpu)
     side = _GPU_SIDE if gpu else _CPU_SIDE
@@ -44,9 +44,9 @@ def measure_roofline(device: str) -> Roofline:
         flops["fp32"] = operations / _seconds(lambda: wide @ wide, gpu)
     if gpu and torch.cuda.get_device_capability(device) >= (8, 9):
         b = a.to(torch.float8_e4m3fn)  # [side, side]
-        one = torch.ones((), device=device)
+        scale = torch.ones((), device=device)
         flops["fp8"] = operations / _seconds(
-            lambda: torch._scaled_mm(b, b.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16), gpu
+            lambda: torch._scaled_mm(b, b.T, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16), gpu
         )
     return Roofline(bandwidth, flops)
 
@@ -57,7 +57,7 @@ def _bandwidth(device: str, gpu: bool) -> float:
 
 
 def _seconds(call: Callable[[], object], gpu: bool) -> float:
-    """The fastest of several, on a CPU of those that a second holds: a limit is what was reached once."""
+    """Return the fastest of several calls, as a limit is reached once; on a CPU, of a second of calls."""
     if gpu:
         return graph_time(call, launches=5, replays=10).p20 * 1e-6
     times: list[float] = []

@@ -1,12 +1,12 @@
 """GPU time of top-k routing: ours against a release's kernel, with and without a NaN policy.
 
 Each function measures in the calling process, on a device that is already set, and returns plain
-figures. Times are microseconds a launch in a CUDA graph; what is timed is checked first.
+figures. Times are microseconds a launch in a CUDA graph; results are checked before they are timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -62,13 +62,13 @@ class Batch:
 def make_batch(
     router: str, tokens: int, experts: int, device: str, *, nan_share: float = 0.0, renormalize: bool = False
 ) -> Batch:
-    """Random bf16 logits; the first `nan_share` of the rows all NaN. Sigmoid and grouped have a bias."""
+    """Return random bf16 logits; the first `nan_share` of rows is NaN. Sigmoid and grouped have a bias."""
     draw = torch.Generator(device).manual_seed(0)
     logits = [
         torch.randn(tokens, experts, generator=draw, device=device).bfloat16() for _ in range(_INPUT_SETS)
     ]
-    for one in logits:
-        one[: int(tokens * nan_share)] = float("nan")
+    for rows in logits:
+        rows[: int(tokens * nan_share)] = float("nan")
     bias = None if router == "softmax" else torch.rand(experts, generator=draw, device=device) - 0.5
     weights = torch.empty(tokens, TOP_K, device=device)  # [T, K]
     ids = torch.empty(tokens, TOP_K, dtype=torch.int32, device=device)  # [T, K]
@@ -76,22 +76,22 @@ def make_batch(
 
 
 def against_peer(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
-    """Ours and the release's `topk_softmax` in turn, over TOKENS and EXPERTS, plain and renormalized."""
+    """Time ours and the release's `topk_softmax` in turn, over TOKENS and EXPERTS, plain and renormalized."""
     return _compared(_load(unit, sources), [("softmax", False), ("softmax", True)], device)
 
 
 def other_routers_against_peer(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
-    """Ours and the release's `topk_sigmoid` and `grouped_topk` in turn, with a bias."""
+    """Time ours and the release's `topk_sigmoid` and `grouped_topk` in turn, with a bias."""
     return _compared(_load(unit, sources), [("sigmoid", False), ("sigmoid", True), ("grouped", True)], device)
 
 
 def policy_cost(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
-    """Each NaN policy over the same kernel, in the same shape, without one; clean rows of all routers."""
+    """Time each NaN policy relative to the same kernel and shape without one; clean rows, all routers."""
     rows = []
     for router, tokens, policy in product(("softmax", "sigmoid", "grouped"), TOKENS, ("zero", "finite")):
         batch = make_batch(router, tokens, EXPERTS[0], device)
         shape = _shape(batch, policy)
-        calls = {one or "none": _ours(batch, one, shape) for one in (None, policy)}
+        calls = {"none": _ours(batch, None, shape), policy: _ours(batch, policy, shape)}
         times = compare_times(calls, baseline="none")
         rows.append(
             {
@@ -106,18 +106,18 @@ def policy_cost(unit: str, device: str, sources: Mapping[str, str]) -> dict[str,
 
 
 def separate_launch(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
-    """What `torch.nan_to_num` before the release's kernels adds, at 128 tokens and 128 experts."""
+    """Time what `torch.nan_to_num` before the release's kernels adds, at 128 tokens and 128 experts."""
     kernels, rows = _load(unit, sources), []
     for router in ("softmax", "sigmoid"):
         batch = make_batch(router, 128, 128, device, nan_share=_NAN_SHARE)
         plain = _peer(kernels, batch)
-        cleaned = [torch.empty_like(one) for one in batch.logits]  # [T, E] each
+        cleaned = [torch.empty_like(logits) for logits in batch.logits]  # [T, E] each
         after = _peer(kernels, Batch(router, tuple(cleaned), batch.bias, batch.weights, batch.ids))
-        both = [
-            _in_turn(_nan_to_num(one, out), call)
-            for one, out, call in zip(batch.logits, cleaned, after, strict=True)
+        with_cleaning = [
+            _in_turn(_nan_to_num(logits, out), call)
+            for logits, out, call in zip(batch.logits, cleaned, after, strict=True)
         ]
-        times = compare_times({"alone": plain, "with_nan_to_num": both}, baseline="alone")
+        times = compare_times({"alone": plain, "with_nan_to_num": with_cleaning}, baseline="alone")
         rows.append(
             {
                 "kernel": f"topk_{router}",
@@ -130,7 +130,7 @@ def separate_launch(unit: str, device: str, sources: Mapping[str, str]) -> dict[
 
 
 def kernel_times(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
-    """The release's `topk_softmax` alone; another release needs another process."""
+    """Time the release's `topk_softmax` alone; another release needs another process."""
     kernels, rows = _load(unit, sources), []
     for tokens in TOKENS:
         batch = make_batch("softmax", tokens, 128, device, nan_share=_NAN_SHARE)
@@ -140,7 +140,7 @@ def kernel_times(unit: str, device: str, sources: Mapping[str, str]) -> dict[str
 
 
 def fp8_nan(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
-    """What the release's FP8 quantisation kernel, and torch's own cast, make of NaN."""
+    """Count what the release's FP8 quantization kernel, and torch's own cast, make of NaN."""
     from moedoctor.upstream.releases.moe_kernels import static_scaled_fp8_quant
 
     values = torch.randn(64, 512, device=device).bfloat16()  # [T, N]
@@ -150,7 +150,7 @@ def fp8_nan(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any
     quantised = static_scaled_fp8_quant(_path(unit, sources), values).float()  # [T, N]
     sound = (quantised[~nan] - values[~nan].float()).abs() <= values[~nan].float().abs() / 16 + 2**-9
     if not bool(sound.all()):
-        raise RuntimeError("the quantisation kernel is wrong on finite values, so it says nothing about NaN")
+        raise RuntimeError("the quantisation kernel is wrong on finite values, so its NaN means nothing")
     became = quantised[nan]
     return {
         "nan_values": int(nan.sum()),
@@ -183,7 +183,7 @@ def _times(times: Comparison) -> dict[str, Any]:
 
 
 def _spread(name: str, spread: Spread, offset: float = 0.0) -> dict[str, float]:
-    """Median and percentiles as `moedoctor.reporters` shows them together and a baseline compares them."""
+    """Return the median and percentiles under the names that reporters show together."""
     return {
         name: spread.median + offset,
         f"{name}_p20": spread.p20 + offset,
@@ -232,16 +232,16 @@ def _ours(batch: Batch, policy: str | None, shape: Shape | None = None) -> list[
             **batch.groups,
         )
 
-    return [bound(one) for one in batch.logits]
+    return [bound(logits) for logits in batch.logits]
 
 
 def _peer(kernels: MoeKernels, batch: Batch) -> list[Call]:
     if batch.groups:
-        return [_grouped(kernels, batch, one) for one in batch.logits]
+        return [_grouped(kernels, batch, logits) for logits in batch.logits]
     name = f"topk_{batch.router}"
     return [
-        kernels.bound(name, batch.weights, batch.ids, one, renormalize=batch.renormalize, bias=batch.bias)
-        for one in batch.logits
+        kernels.bound(name, batch.weights, batch.ids, logits, renormalize=batch.renormalize, bias=batch.bias)
+        for logits in batch.logits
     ]
 
 
@@ -273,7 +273,3 @@ def _load(unit: str, sources: Mapping[str, str]) -> MoeKernels:
         return MoeKernels.load(_path(unit, sources))
     except KernelError as error:
         raise UnavailableError(str(error)) from error
-
-
-Measure = Callable[[str, str, Mapping[str, str]], dict[str, Any]]
-"""(subject, device, subject -> path) -> figures; what each public measuring function here is."""

@@ -1,4 +1,4 @@
-"""A kernel that waits and says by the GPU's own clock when it began and ended."""
+"""A kernel that waits and stamps its begin and end by the GPU's own clock."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from triton.language.extra.cuda import globaltimer
 def stamped_wait(stamps: tl.tensor, cycles: tl.tensor) -> None:
     """Wait for `cycles` of the SM's clock; `stamps` int64 [2] gets begin and end in nanoseconds.
 
-    The waiting goes by cycles and not by nanoseconds: %globaltimer may tick as coarsely as every
-    microsecond, and a loop that ended with a tick would be measured too long by half of one.
+    It waits for cycles and not for nanoseconds: %globaltimer may tick only once a microsecond, and a loop
+    that ended with a tick would be measured too long by half a tick.
     """
     begin = globaltimer()
     first = tl.inline_asm_elementwise(

@@ -12,11 +12,11 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MAX = 6.0
 
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Where rounding changes from code i to code i + 1."""
+"""Rounding changes here from code i to code i + 1."""
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:
-    """uint8 codes 0..15, the shape of `values`: to nearest, ties to the even code, beyond 6 to 6.
+    """Return uint8 codes 0..15 of `values`: to nearest, ties to the even code, beyond 6 to 6.
 
     The sign of a zero is kept. Raises ValueError for NaN, which has no code.
     """
@@ -31,15 +31,15 @@ def encode(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor) -> torch.Tensor:
-    """float32 values of uint8 `codes`, of which the low four bits count."""
-    table = torch.tensor(VALUES + tuple(-one for one in VALUES), device=codes.device)  # [16]
+    """Return the float32 values of uint8 `codes`; only the low four bits count."""
+    table = torch.tensor(VALUES + tuple(-value for value in VALUES), device=codes.device)  # [16]
     return table[(codes & 15).long()]
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., K/2] of codes [..., K]: the even element in the low nibble, as checkpoints have it.
+    """Return uint8 [..., K/2] of codes [..., K]: the even element in the low nibble, as checkpoints have it.
 
-    Raises ValueError where K is odd.
+    Raises ValueError if K is odd.
     """
     if codes.shape[-1] % 2:
         raise ValueError(f"codes: the last dimension must be even, got {codes.shape[-1]}")
@@ -48,5 +48,5 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 codes [..., K] of packed bytes [..., K/2]: the inverse of `pack`."""
+    """Return uint8 codes [..., K] of packed bytes [..., K/2]: the inverse of `pack`."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)

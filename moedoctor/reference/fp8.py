@@ -20,11 +20,11 @@ class Fp8:
 
 
 def round_trip(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """`x` as a backend with FP8 activations sees it: saturated, rounded and dequantised, float32."""
+    """Return `x` as a backend with FP8 activations reads it: saturated, rounded, dequantized; float32."""
     steps = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX)  # [...]
     return steps.to(torch.float8_e4m3fn).float() * scale
 
 
 def dequantize(weight: Fp8) -> torch.Tensor:
-    """float32 [E, N, K]."""
+    """Return float32 [E, N, K]."""
     return weight.values.float() * weight.scale[:, None, None]

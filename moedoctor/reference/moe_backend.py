@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Variant:
-    """A backend for one quantisation of the weights."""
+    """A backend for one quantization of the weights."""
 
     name: str
     """vLLM's own name in capitals, REFERENCE or OURS"""
     quantization: str
     """``nvfp4``, ``fp8`` or ``bf16``"""
     activations: str = "none"
-    """How it quantises activations: ``nvfp4``, ``fp8`` or ``none``"""
+    """How it quantizes activations: ``nvfp4``, ``fp8`` or ``none``"""
 
     @property
     def label(self) -> str:
-        """What reports call it: ``MARLIN nvfp4``."""
+        """Return the name in reports: ``MARLIN nvfp4``."""
         return f"{self.name} {self.quantization}"
 
 
@@ -35,14 +35,17 @@ class Prepared(ABC):
     """A layer in the form that a backend computes with."""
 
     bits: ClassVar[float | None] = None
-    """Bits of a weight as it is read in a call; None where they are those of the quantisation."""
+    """Bits of a weight as it is read in a call; None if they are those of the quantization."""
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        """bfloat16 [T, H] of `x` bfloat16 [T, H], `topk_weights` float32 [T, K], `topk_ids` int32 [T, K]."""
+        """Return bfloat16 [T, H].
+
+        `x` is bfloat16 [T, H], `topk_weights` float32 [T, K], `topk_ids` int32 [T, K].
+        """
 
     def workspaces(self) -> Sequence[torch.Tensor]:
-        """Buffers that outlive a call; a harness overwrites them before the next."""
+        """Return the buffers that outlive a call; a harness overwrites them before the next."""
         return ()
 
 
@@ -55,12 +58,12 @@ class Backend(ABC):
 
     @abstractmethod
     def unavailable(self, shape: LayerShape, device: str) -> str | None:
-        """Why it cannot compute layers of this shape on `device`, in one line; None where it can."""
+        """Return why it cannot compute layers of this shape on `device`, in one line, or None if it can."""
 
     def refuses_empty_slots(self) -> str | None:
-        """Why ids of -1 are not for it; None where it skips them."""
+        """Return why it does not take ids of -1, or None if it skips them."""
         return None
 
     @abstractmethod
     def prepare(self, layer: Layer) -> Prepared:
-        """Take the layer over, which is not changed. Raises for what `unavailable` did not foresee."""
+        """Take over the layer, which is not changed. Raises UnavailableError if that turns out impossible."""

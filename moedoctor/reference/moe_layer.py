@@ -1,7 +1,7 @@
-"""Random MoE layers and inputs that lie on the quantisation grid, so that what a backend rounds is known.
+"""Random MoE layers and inputs on the quantization grid, so that it is known what a backend rounds.
 
-Weights, and activations of backends that quantise them, are drawn as codes and scales: quantising them is
-exact, every global scale is a power of two, and a dequantised weight fits into bfloat16. Block scales
+Weights, and activations of backends that quantize them, are drawn as codes and scales: quantizing them is
+exact, every global scale is a power of two, and a dequantized weight fits into bfloat16. Block scales
 differ from block to block and global scales from expert to expert, because equal ones hide a wrong layout.
 """
 
@@ -36,7 +36,7 @@ class Layer:
     w2: Weight
     """[E, H, I]"""
     input_scale: float = 1.0
-    """What dequantises the input's codes, for backends that quantise activations."""
+    """Dequantizes the input's codes, for backends that quantize activations."""
     intermediate_scale: float = 1.0
 
 
@@ -54,7 +54,7 @@ class Problem:
 
 
 def make_layer(shape: LayerShape, quantization: str, *, seed: int = 0, device: str = "cpu") -> Layer:
-    """A random layer whose outputs are of the size of its inputs. NVFP4 needs sizes that 16 divides."""
+    """Return a random layer whose outputs are of the size of its inputs. NVFP4 needs multiples of 16."""
     draw = torch.Generator(device).manual_seed(seed)
     makers: dict[str, Callable[[tuple[int, int, int], torch.Generator, str], Weight]] = {
         "nvfp4": _nvfp4,
@@ -64,7 +64,7 @@ def make_layer(shape: LayerShape, quantization: str, *, seed: int = 0, device: s
     make = makers[quantization]
     w13 = make((shape.experts, shape.w13_rows, shape.hidden), draw, device)
     w2 = make((shape.experts, shape.hidden, shape.intermediate), draw, device)
-    # The largest value that is kept must not saturate: 448 * 6 steps in NVFP4, 448 in FP8.
+    # The largest value must not saturate: 448 * 6 steps in NVFP4, 448 in FP8.
     scale = {"nvfp4": 2.0**-6, "fp8": 2.0**-2, "bf16": 1.0}[quantization]
     return Layer(shape, quantization, w13, w2, input_scale=scale / 2, intermediate_scale=scale)
 
@@ -72,7 +72,7 @@ def make_layer(shape: LayerShape, quantization: str, *, seed: int = 0, device: s
 def make_input(
     layer: Layer, tokens: int, activations: str, *, seed: int = 0, device: str = "cpu"
 ) -> torch.Tensor:
-    """bfloat16 [T, H] of unit size, on the grid of ``activations`` (``nvfp4``, ``fp8``; ``none``: any)."""
+    """Return bfloat16 [T, H] of unit size, on the grid of `activations` (``nvfp4``, ``fp8`` or ``none``)."""
     draw = torch.Generator(device).manual_seed(seed + 1)
     hidden = layer.shape.hidden
     if activations == "nvfp4":
@@ -92,7 +92,7 @@ def make_input(
 def make_routing(
     shape: LayerShape, tokens: int, *, seed: int = 0, device: str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights float32 [T, K] that add up to 1, distinct ids int32 [T, K]), every expert as likely."""
+    """Return (weights float32 [T, K] that add up to 1, distinct ids int32 [T, K]), every expert as likely."""
     draw = torch.Generator(device).manual_seed(seed + 2)
     scores = torch.rand(tokens, shape.experts, generator=draw, device=device)  # [T, E]
     chosen, ids = scores.topk(shape.top_k, dim=1)  # [T, K]
@@ -102,13 +102,13 @@ def make_routing(
 def make_problem(
     layer: Layer, tokens: int, activations: str, *, seed: int = 0, device: str = "cpu"
 ) -> Problem:
-    """Tokens on the grid of `activations`, routed at random."""
+    """Return tokens on the grid of `activations`, routed at random."""
     weights, ids = make_routing(layer.shape, tokens, seed=seed, device=device)
     return Problem(layer, make_input(layer, tokens, activations, seed=seed, device=device), weights, ids)
 
 
 def expected_output(problem: Problem, activations: str) -> torch.Tensor:
-    """float32 [T, H]: what a backend that quantises its activations like that computes."""
+    """Return float32 [T, H], as a backend that quantizes its activations like that computes it."""
     layer = problem.layer
     return forward(
         problem.x,
@@ -121,7 +121,7 @@ def expected_output(problem: Problem, activations: str) -> torch.Tensor:
 
 
 def quantiser(activations: str, scale: float) -> Quantise | None:
-    """What `activations` do to values: a round trip through NVFP4 or FP8 with this scale, or nothing."""
+    """Return a round trip through NVFP4 or FP8 with this scale, or None for activations that stay."""
     if activations == "nvfp4":
         return lambda values: nvfp4.round_trip(values, scale)
     if activations == "fp8":
@@ -149,8 +149,8 @@ def _block_scales(size: tuple[int, ...], draw: torch.Generator, device: str) -> 
 def _fp8(size: tuple[int, int, int], draw: torch.Generator, device: str) -> fp8.Fp8:
     experts, rows, columns = size
     values = torch.empty(size, dtype=torch.float8_e4m3fn, device=device)
-    for one in values:  # an expert at a time, so that a large layer needs no float32 copy of itself
-        one.copy_(torch.randn(rows, columns, generator=draw, device=device) * 32)
+    for matrix in values:  # an expert at a time, so that a large layer needs no float32 copy of itself
+        matrix.copy_(torch.randn(rows, columns, generator=draw, device=device) * 32)
     typical = 2.0 ** round(math.log2(1 / (32 * columns**0.5)))
     halves = torch.randint(0, 2, (experts,), generator=draw, device=device)  # [E]
     return fp8.Fp8(values, typical * 0.5 ** halves.float())
@@ -158,6 +158,6 @@ def _fp8(size: tuple[int, int, int], draw: torch.Generator, device: str) -> fp8.
 
 def _bf16(size: tuple[int, int, int], draw: torch.Generator, device: str) -> torch.Tensor:
     weight = torch.empty(size, dtype=torch.bfloat16, device=device)
-    for one in weight:
-        one.copy_(torch.randn(size[1:], generator=draw, device=device) / size[2] ** 0.5)
+    for matrix in weight:
+        matrix.copy_(torch.randn(size[1:], generator=draw, device=device) / size[2] ** 0.5)
     return weight

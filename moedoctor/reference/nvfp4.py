@@ -1,6 +1,6 @@
 """NVFP4: E2M1 values, an E4M3 scale for each 16 of them, and one float32 scale over all.
 
-A value is ``code * block_scale * global_scale``. The global scale here is the one that *dequantises*, as
+A value is ``code * block_scale * global_scale``. The global scale here *dequantizes*, as
 checkpoints call `weight_scale_2` and `input_scale`. Some kernels want its reciprocal (FlashInfer's
 `global_sf`, compressed-tensors' `weight_global_scale`).
 """
@@ -20,7 +20,7 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class Nvfp4:
-    """A quantised matrix [N, K], or a stack of them [E, N, K] with a global scale each."""
+    """A quantized matrix [N, K], or a stack of them [E, N, K] with a global scale each."""
 
     packed: torch.Tensor
     """uint8 [..., N, K/2], the even element in the low nibble"""
@@ -31,13 +31,12 @@ class Nvfp4:
 
 
 def quantize(w: torch.Tensor, global_scale: torch.Tensor | float | None = None) -> Nvfp4:
-    """`w` [N, K] or [E, N, K] as NVFP4; K must be a multiple of 16, values finite.
+    """Return `w` [N, K] or [E, N, K] as NVFP4; K must be a multiple of 16, values finite.
 
-    Without a `global_scale` each matrix gets amax / (448 * 6), so that its largest block scale is 448, but
-    at least the smallest normal float32. A
-    given one (a float, a scalar or [E]) is used as it is; block scales then saturate at 448 and values at
-    6. Raises ValueError for another K, for matrices without rows that no scale is given for, for values that
-    are not finite and for a scale that is not positive.
+    Without a `global_scale` each matrix gets amax / (448 * 6), so that its largest block scale is 448, but at
+    least the smallest normal float32. A given scale (a float, a scalar or [E]) is used unchanged; block
+    scales then saturate at 448 and values at 6. Raises ValueError for another K, for matrices without rows
+    and without a scale, for values that are not finite and for a scale that is not positive.
     """
     if w.ndim < 2 or w.shape[-1] % BLOCK or not w.shape[-1]:
         raise ValueError(f"w: expected [..., N, K] with K a multiple of {BLOCK}, got {list(w.shape)}")
@@ -56,7 +55,7 @@ def quantize(w: torch.Tensor, global_scale: torch.Tensor | float | None = None) 
 
 
 def dequantize(q: Nvfp4) -> torch.Tensor:
-    """float32 [..., N, K]. The product of code and block scale is exact, so it is rounded once."""
+    """Return float32 [..., N, K]. The product of code and block scale is exact, so it is rounded once."""
     codes = e2m1.decode(e2m1.unpack(q.packed)).unflatten(-1, (-1, BLOCK))  # [..., N, K/16, 16]
     exact = codes * q.block_scales.float()[..., None]  # [..., N, K/16, 16]
     values: torch.Tensor = (exact * q.global_scale[..., None, None, None]).flatten(-2)
@@ -64,9 +63,9 @@ def dequantize(q: Nvfp4) -> torch.Tensor:
 
 
 def round_trip(x: torch.Tensor, global_scale: torch.Tensor | float) -> torch.Tensor:
-    """`x` [T, K] as a backend with 4-bit activations sees it: quantised and dequantised, float32 [T, K].
+    """Return `x` [T, K] as a backend with 4-bit activations reads it: quantized and dequantized, float32.
 
-    `global_scale` is the checkpoint's `input_scale`; see `quantize` for what saturates.
+    `global_scale` is the checkpoint's `input_scale`. Values saturate as in `quantize`.
     """
     return dequantize(quantize(x, global_scale))
 

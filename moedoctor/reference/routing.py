@@ -1,4 +1,4 @@
-"""Top-k routing written for reading: the oracle that implementations are compared with.
+"""Top-k routing written for reading: implementations are compared with it.
 
 Every expert of a row gets a tier and a value; experts are ranked by tier, within a tier by value, highest
 first, and among equals by id. Nothing is shared with `moedoctor.fixes.routing`, and arguments are not
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 _NORMAL, _NOT_FINITE, _NAN_LOGIT, _MASKED = 0, 1, 2, 4
-"""Tiers, best first; a NaN logit whose choice is not finite either is in the sum of the two."""
+"""Tiers, best first. A NaN logit whose choice is also not finite is in the sum of the two."""
 
 
 def topk_softmax(
@@ -21,7 +21,7 @@ def topk_softmax(
     bias: torch.Tensor | None = None,
     nan_policy: str = "zero",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights float32 [T, K], ids int32 [T, K]) of `logits` [T, E]; see `moedoctor.fixes.routing`."""
+    """Return (weights float32 [T, K], ids int32 [T, K]) of `logits` [T, E]; see `moedoctor.fixes.routing`."""
     return _route(logits, top_k, "softmax", bias, renormalize, nan_policy)
 
 
@@ -33,7 +33,7 @@ def topk_sigmoid(
     bias: torch.Tensor | None = None,
     nan_policy: str = "zero",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights float32 [T, K], ids int32 [T, K]) of `logits` [T, E]; see `moedoctor.fixes.routing`."""
+    """Return (weights float32 [T, K], ids int32 [T, K]) of `logits` [T, E]; see `moedoctor.fixes.routing`."""
     return _route(logits, top_k, "sigmoid", bias, renormalize, nan_policy)
 
 
@@ -49,7 +49,7 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     nan_policy: str = "zero",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights float32 [T, K], ids int32 [T, K]) of `logits` [T, E]; see `moedoctor.fixes.routing`."""
+    """Return (weights float32 [T, K], ids int32 [T, K]) of `logits` [T, E]; see `moedoctor.fixes.routing`."""
     return _route(
         logits, top_k, scoring, bias, renormalize, nan_policy, num_groups, topk_groups, routed_scaling_factor
     )
@@ -98,7 +98,7 @@ def _route(
 def _mask_groups(
     value: torch.Tensor, tier: torch.Tensor, num_groups: int, topk_groups: int, *, sum_of_two: bool
 ) -> torch.Tensor:
-    """`tier` [T, E] with the experts outside the best groups masked."""
+    """Return `tier` [T, E] with the experts outside the best groups masked."""
     tokens, experts = value.shape
     size = experts // num_groups
     in_groups = value.reshape(tokens * num_groups, size)  # [T * G, S]
@@ -109,16 +109,16 @@ def _mask_groups(
     group_tier = best_tiers[:, 0]  # [T * G]
     group_value = best_values[:, 0]  # [T * G]
     if sum_of_two:
-        # What is not finite adds nothing; a group without a finite choice comes last.
+        # Choices that are not finite add nothing; a group without a finite choice comes last.
         group_value = best_values.masked_fill(best_tiers != _NORMAL, 0.0).sum(dim=-1)
         group_tier = group_tier.clamp(max=_NOT_FINITE)
     order = _rank(group_value.view(tokens, num_groups), group_tier.view(tokens, num_groups))  # [T, G]
-    kept = torch.zeros_like(order, dtype=torch.bool).scatter(1, order[:, :topk_groups], True)  # [T, G]
-    return tier.masked_fill(~kept.repeat_interleave(size, dim=1), _MASKED)
+    chosen = torch.zeros_like(order, dtype=torch.bool).scatter(1, order[:, :topk_groups], True)  # [T, G]
+    return tier.masked_fill(~chosen.repeat_interleave(size, dim=1), _MASKED)
 
 
 def _rank(value: torch.Tensor, tier: torch.Tensor) -> torch.Tensor:
-    """Column indices [N, M] by tier, then by value from the highest, then by index."""
+    """Return column indices [N, M] by tier, then by value from the highest, then by index."""
     by_value = torch.argsort(value, dim=-1, descending=True, stable=True)  # [N, M]
     by_tier = torch.argsort(tier.gather(1, by_value), dim=-1, stable=True)  # [N, M]
     return by_value.gather(1, by_tier)

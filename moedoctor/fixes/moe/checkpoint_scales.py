@@ -1,4 +1,4 @@
-"""Scales of NVFP4 and FP8 checkpoints made usable when they are loaded, whatever the checkpoint holds."""
+"""Makes the scales of NVFP4 and FP8 checkpoints usable when they are loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SMALLEST = 2.0**-126
 
 
 def rescaled(gate: Nvfp4, up: Nvfp4) -> Nvfp4:
-    """``w13`` [E, 2I, H] of both halves [E, I, H] with one global scale an expert, the larger of the two.
+    """Return ``w13`` [E, 2I, H] of both halves [E, I, H] with a common global scale, the larger of the two.
 
     The block scales of the other half are multiplied by the ratio and rounded to E4M3 again, which moves them
     by at most 1/16; packed values stay as they are. Raises ValueError for a scale that is not positive.
@@ -28,16 +28,16 @@ def rescaled(gate: Nvfp4, up: Nvfp4) -> Nvfp4:
         halves.append(scales.float().to(half.block_scales.dtype))
     packed = torch.cat((gate.packed, up.packed), 1)  # [E, 2I, H/2]
     return Nvfp4(
-        packed, torch.cat([one.view(torch.uint8) for one in halves], 1).view(halves[0].dtype), common
+        packed, torch.cat([scales.view(torch.uint8) for scales in halves], 1).view(halves[0].dtype), common
     )
 
 
 def folded(gate: Nvfp4, up: Nvfp4, down: Nvfp4) -> tuple[Nvfp4, Nvfp4]:
-    """``w13`` [E, 2I, H] with the gate's global scale, ``w2`` [E, H, I] with the ratio folded into its own.
+    """Return ``w13`` [E, 2I, H] with the gate's global scale, and ``w2`` [E, H, I] with the ratio in its own.
 
-    Exact where the layer is linear in the up half, as act(gate) * up is: what one scale takes away the other
-    gives back. An input scale of ``w2`` must be divided by up / gate as well. Not for activations that clamp
-    the up half. Raises ValueError for a scale that is not positive.
+    Exact if the layer is linear in the up half, as act(gate) * up is: ``w2`` gives back the factor that
+    ``w13`` loses. An input scale of ``w2`` must be divided by up / gate as well. Not for activations that
+    clamp the up half. Raises ValueError for a scale that is not positive.
     """
     _check(gate, up)
     packed = torch.cat((gate.packed, up.packed), 1)  # [E, 2I, H/2]
@@ -48,11 +48,12 @@ def folded(gate: Nvfp4, up: Nvfp4, down: Nvfp4) -> tuple[Nvfp4, Nvfp4]:
 
 
 def usable_input_scales(scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Input scales [E] with a finite positive one for each expert.
+    """Return input scales [E] that are finite and positive for each expert.
 
-    `scales` float32 [E]: NaN, zero, a negative or a subnormal number where calibration never reached the
-    expert or the checkpoint has none (fill the memory for them with NaN, do not leave it as it was). Those
-    get the largest good one of the layer; where there is none, amax / (448 * 6) of activations `x` [T, K].
+    `scales` float32 [E] may hold NaN, zero, a negative or a subnormal number, if calibration never reached
+    the expert or the checkpoint has no scale for it (fill the memory with NaN first). Such scales are
+    replaced by the largest good scale of the layer, or without any by amax / (448 * 6) of activations `x` [T,
+    K].
     """
     good = scales.isfinite() & (scales >= _SMALLEST)  # [E]
     if bool(good.any()):
@@ -63,7 +64,7 @@ def usable_input_scales(scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def kv_scale(values: torch.Tensor) -> float:
-    """The scale at which the largest of `values` (keys or values of a calibration run) is 448."""
+    """Return the scale at which the largest of `values` (keys or values of a calibration run) is 448."""
     return max(float(values.abs().amax()) / E4M3_MAX, _SMALLEST)
 
 

@@ -4,13 +4,13 @@ A group is 64 neighbouring weights of a row: four blocks of 16, in eight words, 
 w holds weights 2w and 2w + 1 of each block, in its low and in its high half. Bits of a half, bit 15 first, by
 the block whose code they belong to (s: its sign): ``0s 2s 3s 1s 3 3 3 0 0 0 1 1 1 2 2 2``.
 
-So a shift and a mask, for blocks 2 and 3 two of each, leave two codes where bfloat16 has its sign, the lowest
-two bits of its exponent and the first of its mantissa. Read as bfloat16 that is the value times 2**-126, for
-subnormal numbers too.
+So a shift and a mask (two of each for blocks 2 and 3) leave two codes at the places where bfloat16 has its
+sign, the lowest two bits of its exponent and the first of its mantissa. Read as bfloat16 that is the value
+times 2**-126, for subnormal numbers too.
 
 A scale is a byte with 5 bits of exponent and 3 of mantissa, without sign, zero or subnormal numbers, so that
 a shift and an addition decode it: that gives the scale times 2**118. The sign of a scale is moved to its
-codes; where a scale is zero, its codes are made zero.
+codes; the codes of a zero scale are made zero.
 
 A code times a scale has 6 significant bits, so it is exact in bfloat16.
 """
@@ -24,16 +24,16 @@ import triton.language as tl
 GROUP = 64
 """Weights a group."""
 REMAINING_SCALE = tl.constexpr(2.0**8)
-"""What decoded weights are too small by: 2**126 / 2**118."""
+"""The factor by which decoded weights are too small: 2**126 / 2**118."""
 _SHIFTS = ((15, 6), (12, 3), (14, 0), (13, 9))
-"""Where the sign and the other three bits of each block's codes are in a half of a word."""
+"""Places in a half of a word of the sign and the other three bits of each block's codes."""
 
 
 def pack_words(packed: torch.Tensor, block_scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 (words [E, N, 8 * G], scales [E, N, G]) of a checkpoint's weight, with G = ceil(K / 64).
+    """Return int32 (words [E, N, 8 * G], scales [E, N, G]) of a checkpoint's weight, with G = ceil(K / 64).
 
     `packed` is uint8 [E, N, K / 2] with the first of two codes in the low nibble, `block_scales` is E4M3
-    [E, N, K / 16]. What is missing in the last group is zero.
+    [E, N, K / 16]. The last group is filled up with zeros.
     """
     experts, height, blocks = block_scales.shape
     groups = (blocks + 3) // 4
@@ -66,7 +66,7 @@ def _pack_expert(
 
 @triton.jit
 def decode_block(words: tl.tensor, scales: tl.tensor, block: tl.constexpr, wide: tl.constexpr) -> tl.tensor:
-    """bfloat16 [N, 16 * G], weights divided by REMAINING_SCALE: of each group, the 16 of one of its blocks.
+    """Return bfloat16 [N, 16 * G], weights divided by REMAINING_SCALE: of each group the 16 of one block.
 
     `words` is uint32 [N, 8 * G], `scales` uint32 [N, G]; `wide` is for Triton's interpreter, which cannot
     multiply bfloat16.
@@ -79,8 +79,8 @@ def decode_block(words: tl.tensor, scales: tl.tensor, block: tl.constexpr, wide:
         codes = ((words << 6) & 0x01C001C0) | ((words << 1) & 0x80008000)
     else:
         codes = ((words >> 3) & 0x01C001C0) | ((words << 2) & 0x80008000)
-    both = ((scales >> (8 * block)) & 255) * 0x00100010 + 0x70007000  # [N, G], the scale twice
-    repeated = tl.broadcast_to(both[:, :, None], (scales.shape[0], scales.shape[1], 8))
+    twice = ((scales >> (8 * block)) & 255) * 0x00100010 + 0x70007000  # [N, G], the scale twice
+    repeated = tl.broadcast_to(twice[:, :, None], (scales.shape[0], scales.shape[1], 8))
     scale = _halves(tl.reshape(repeated, (words.shape[0], words.shape[1])), wide)
     # One instruction for two weights, as they are neighbours.
     return (_halves(codes, wide) * scale).to(tl.bfloat16)
@@ -88,7 +88,7 @@ def decode_block(words: tl.tensor, scales: tl.tensor, block: tl.constexpr, wide:
 
 @triton.jit
 def _halves(words: tl.tensor, wide: tl.constexpr) -> tl.tensor:
-    """bfloat16 [N, 2 * W] in uint32 [N, W], the low half first; as float32 if `wide`."""
+    """Return bfloat16 [N, 2 * W] in uint32 [N, W], the low half first; as float32 if `wide`."""
     if wide:
         low = (words << 16).to(tl.float32, bitcast=True)  # [N, W]
         high = (words & 0xFFFF0000).to(tl.float32, bitcast=True)  # [N, W]

@@ -1,8 +1,8 @@
 """Softmax top-k of bfloat16 and float16 logits without bias: the common router, and the fastest kernel.
 
 A 16-bit logit and the expert's id fit one int32 key, so a comparator of the sorting network is two
-instructions and a pick is one warp-wide integer maximum. Logits order experts as their scores do except
-where two different logits have one score; those rows are found afterwards and routed again by score.
+instructions and a pick is one warp-wide integer maximum. Logits order experts as their scores do, except
+if two different logits have one score; such rows are detected afterwards and routed again by score.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _order16(bits: tl.tensor) -> tl.tensor:
-    """The 16 bits of a half-precision number, sign-extended to int32 -> int32 that sorts the same way.
+    """Map the 16 bits of a half-precision number, sign-extended to int32, to int32 that sorts the same way.
 
-    Its own inverse; a step of one is a step to the next representable number.
+    It is its own inverse; a step of one is a step to the next representable number.
     """
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
 @triton.jit
 def _logit_of(order: tl.tensor, half: tl.constexpr) -> tl.tensor:
-    """The inverse of `_order16`, as float32."""
+    """Invert `_order16`, to float32."""
     return _order16(order).to(tl.int16).to(half, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _any(flags: tl.tensor) -> tl.tensor:
-    """Whether any of `flags` [lanes, rows] is set."""
+    """Return whether any of `flags` [lanes, rows] is set."""
     return tl.max(tl.max(flags.to(tl.int32), axis=0), axis=0) != 0
 
 
@@ -81,8 +81,8 @@ def half_softmax_kernel(
     store_routes(weights_ptr, ids_ptr, weights, ids, row, tokens, 1.0, top_k, renormalize)
 
     # What follows corrects rows, so that the others do not wait for it. Another expert's lower logit can
-    # share the score of a chosen one only if the next lower number does. Where softmax turned a row into
-    # NaN, its weights are NaN in every lane and nothing is below them: the same question finds both.
+    # share the score of a chosen one only if the next lower number does. If softmax turned a row into NaN,
+    # its weights are NaN in every lane and nothing is below them: the same test detects that.
     if policy == "none":
         doubtful = (lane < top_k) & (below >= weights)
     else:

@@ -1,4 +1,4 @@
-"""Which kernel routes a batch, in which shape, and the call."""
+"""Chooses the kernel and the shape for a batch, and launches it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def launch_topk(
 def is_half_softmax(
     logits: torch.Tensor, top_k: int, scoring: str, bias: torch.Tensor | None, num_groups: int, scale: float
 ) -> bool:
-    """Whether `half_softmax_kernel` takes this call."""
+    """Return whether `half_softmax_kernel` takes this call."""
     return (
         scoring == "softmax"
         and bias is None
@@ -124,7 +124,7 @@ def is_half_softmax(
 
 
 def half_softmax_shape(tokens: int, experts: int) -> Shape:
-    """The shape of `half_softmax_kernel`, from measurements on an H200.
+    """Return the shape of `half_softmax_kernel`, from measurements on an H200.
 
     Few tokens: a program of one warp each. More: fewer programs with more rows, as starting a program takes
     about as long as routing a row.
@@ -143,10 +143,10 @@ def half_softmax_shape(tokens: int, experts: int) -> Shape:
 def topk_shape(
     tokens: int, experts: int, top_k: int, num_groups: int, element_size: int, policy: str = "zero"
 ) -> Shape:
-    """The shape of `topk_kernel`: each group is padded to a power of two and starts on a lane of its own.
+    """Return the shape of `topk_kernel`: each padded group starts on a lane of its own.
 
-    Programs of one warp, where that is as fast: asking whether a row is to be routed again then needs no
-    exchange between warps.
+    Programs have one warp if that is as fast: then no exchange between warps is needed to decide whether a
+    row is routed again.
     """
     groups = triton.next_power_of_2(num_groups)
     columns = groups * triton.next_power_of_2(experts // num_groups)
@@ -165,7 +165,7 @@ def topk_shape(
 
 
 def _cover(columns: int, lanes: int, element_size: int) -> tuple[int, int]:
-    """Lanes and elements a lane: at least `lanes` of them, no elements beyond one vector load."""
+    """Return lanes, at least `lanes`, and elements a lane, at most one vector load."""
     widest = max(_VECTOR_BYTES // element_size, 1)
     lanes = min(columns, max(lanes, columns // widest))
     return lanes, columns // lanes

@@ -14,7 +14,7 @@ HIGHEST = tl.constexpr(3.4028234663852886e38)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 # Codes below every finite choice: that of a choice that is not finite, and that of what must not be
-# chosen at all (padding, experts of groups that were not kept).
+# chosen at all (padding, experts of groups that were not chosen).
 NOT_FINITE = tl.constexpr(-0x7F800001)  # the code of -inf
 ABSENT = tl.constexpr(-0x80000000)
 
@@ -27,7 +27,7 @@ ABSENT_LONG = tl.constexpr(-(1 << 34))
 
 @triton.jit
 def drop(code: tl.tensor, kept: tl.tensor) -> tl.tensor:
-    """`code` where `kept`, elsewhere the code of what must not be chosen."""
+    """Return `code` if `kept`, else the code of what must not be chosen."""
     if code.dtype == tl.int64:
         return tl.where(kept, code, ABSENT_LONG)
     return tl.where(kept, code, ABSENT)
@@ -35,20 +35,20 @@ def drop(code: tl.tensor, kept: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def code_of(x: tl.tensor) -> tl.tensor:
-    """float32 -> int32 that sorts the same way, except that -0.0 comes below 0.0."""
+    """Return int32 that sorts as the float32 does, except that -0.0 comes below 0.0."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(code: tl.tensor) -> tl.tensor:
-    """The inverse of `code_of`."""
+    """Invert `code_of`."""
     return (code ^ ((code >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def sanitised(x: tl.tensor) -> tl.tensor:
-    """NaN and -Inf become the lowest finite float32, +Inf the highest."""
+    """Replace NaN and -Inf by the lowest finite float32, +Inf by the highest."""
     return tl.where(x == x, tl.minimum(tl.maximum(x, LOWEST), HIGHEST), LOWEST)
 
 
@@ -59,17 +59,17 @@ def _greater_or_nan(one: tl.tensor, other: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def holds_non_finite(x: tl.tensor) -> tl.tensor:
-    """Whether `x` [lanes, rows, width] holds NaN or Inf anywhere: one instruction an element, one a warp."""
-    peak = tl.reduce(tl.abs(x), 2, _greater_or_nan)  # [lanes, rows]; NaN where the lane holds one
+    """Return whether `x` [lanes, rows, width] holds NaN or Inf: one instruction an element, one a warp."""
+    peak = tl.reduce(tl.abs(x), 2, _greater_or_nan)  # [lanes, rows]; NaN if the lane holds one
     # As integers: NaN is above Inf, Inf above every number, and lanes are reduced in one step.
     return tl.max(tl.max(peak.to(tl.int32, bitcast=True), axis=0), axis=0) >= INFINITY_BITS
 
 
 @triton.jit
 def softmax_terms(x: tl.tensor) -> tl.tuple:
-    """Maximum and reciprocal sum of exponentials [rows] of `x` [lanes, rows, width].
+    """Return the maximum and the reciprocal sum of exponentials [rows] of `x` [lanes, rows, width].
 
-    The reciprocal is NaN where a row holds a NaN or a +Inf, or nothing but -Inf.
+    The reciprocal is NaN if a row holds a NaN or a +Inf, or nothing but -Inf.
     """
     top = tl.max(tl.max(x, axis=2), axis=0)  # [rows]
     total = tl.sum(tl.sum(tl.exp(x - top[None, :, None]), axis=2), axis=0)  # [rows]
@@ -80,7 +80,7 @@ def softmax_terms(x: tl.tensor) -> tl.tuple:
 def score_of(
     x: tl.tensor, top: tl.tensor, reciprocal: tl.tensor, scoring: tl.constexpr, policy: tl.constexpr
 ) -> tl.tensor:
-    """Scores of logits `x`; `top` and `reciprocal` broadcast against it and are read for softmax only."""
+    """Return the scores of logits `x`; `top` and `reciprocal`, for softmax only, broadcast against it."""
     if scoring == "softmax":
         score = tl.exp(x - top) * reciprocal
     else:
@@ -101,10 +101,10 @@ def choice_code(
     has_bias: tl.constexpr,
     policy: tl.constexpr,
 ) -> tl.tensor:
-    """int32 or int64 codes that order the experts of each row, the best highest.
+    """Return int32 or int64 codes that order the experts of each row, the best highest.
 
-    `x` [lanes, rows, width] are the logits before the policy touched them, `clean` what it made of them;
-    `present` tells experts from padding. Without a policy NaN and +Inf come out as INFINITY_BITS or more,
+    `x` [lanes, rows, width] are the logits before the policy, `clean` those after it; `present` is false for
+    padding. Without a policy NaN and +Inf come out as INFINITY_BITS or more,
     above every number.
     """
     if has_bias:
@@ -114,7 +114,7 @@ def choice_code(
     if policy == "none":
         return code_of(choice)
     if policy == "finite" and not has_bias:
-        # Where the row holds a non-finite logit, scores may have underflowed: the logits themselves rank.
+        # If the row holds a non-finite logit, scores may have underflowed: the logits themselves rank.
         finite = tl.abs(x) <= HIGHEST  # false for NaN
         dirty = tl.max(tl.max((present & ~finite).to(tl.int32), axis=2), axis=0)  # [rows]
         # Logits, unlike scores, can be -0.0, which ties with 0.0.

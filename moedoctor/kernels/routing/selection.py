@@ -10,7 +10,7 @@ from moedoctor.kernels.routing.ranking import ABSENT, NOT_FINITE, code_of, drop,
 
 @triton.jit
 def pick_sorted(lists: tl.tuple, width: tl.constexpr, top_k: tl.constexpr) -> tl.tuple:
-    """The highest key [rows] of each row, and its `top_k` highest, the k-th in lane k [lanes, rows].
+    """Return the highest key [rows] of each row, and its `top_k` highest, the k-th in lane k [lanes, rows].
 
     `lists` are `width` tensors [lanes, rows] of distinct int32 keys, sorted within each lane, highest first.
     Lanes of the result from `top_k` on hold 0. Each pick is one maximum over the lanes' heads; the lane that
@@ -41,9 +41,9 @@ def pick_sorted(lists: tl.tuple, width: tl.constexpr, top_k: tl.constexpr) -> tl
 
 @triton.jit
 def pick_experts(code: tl.tensor, expert: tl.tensor, top_k: tl.constexpr) -> tl.tuple:
-    """Ids of the `top_k` highest codes of each row, ties to the lower id, the k-th in lane k [lanes, rows].
+    """Return the ids [lanes, rows] of the `top_k` highest codes of each row, and the highest code [rows].
 
-    And the highest code [rows] itself.
+    Ties go to the lower id. The k-th id is in lane k.
 
     `code` [lanes, rows, width] int32 or int64, `expert` broadcasts to it. Lanes from `top_k` on hold 0.
     """
@@ -62,7 +62,7 @@ def pick_experts(code: tl.tensor, expert: tl.tensor, top_k: tl.constexpr) -> tl.
 
 @triton.jit
 def _best_two(first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor) -> tl.tuple:
-    """The two highest of two sorted pairs."""
+    """Return the two highest of two sorted pairs."""
     return tl.maximum(first, third), tl.maximum(tl.minimum(first, third), tl.maximum(second, fourth))
 
 
@@ -70,7 +70,7 @@ def _best_two(first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.
 def keep_best_groups(
     code: tl.tensor, groups: tl.constexpr, kept: tl.constexpr, has_bias: tl.constexpr
 ) -> tl.tensor:
-    """`code` [lanes, rows, width] with the experts outside the `kept` best groups made ABSENT.
+    """Return `code` [lanes, rows, width] with ABSENT for the experts outside the `kept` best groups.
 
     A group is ``lanes / groups`` consecutive lanes. Its score is its highest choice, with a bias the sum
     of its two highest finite ones; ties go to the lower group. Groups of padding have the highest numbers
@@ -88,11 +88,11 @@ def keep_best_groups(
         rank = tl.where(first > NOT_FINITE, tl.maximum(code_of(score), NOT_FINITE + 1), NOT_FINITE)
     else:
         rank = tl.max(tl.max(grouped, axis=3), axis=1)  # [groups, rows]
-    one = tl.arange(0, groups)[:, None, None]
+    own = tl.arange(0, groups)[:, None, None]
     other = tl.arange(0, groups)[None, :, None]
     mine = rank[:, None, :]
     theirs = rank[None, :, :]
-    ahead = (theirs > mine) | ((theirs == mine) & (other < one))  # [groups, groups, rows]
+    ahead = (theirs > mine) | ((theirs == mine) & (other < own))  # [groups, groups, rows]
     place = tl.sum(ahead.to(tl.int32), axis=1)  # [groups, rows]
     grouped = drop(grouped, (place < kept)[:, None, :, None])
     return tl.reshape(grouped, code.shape)

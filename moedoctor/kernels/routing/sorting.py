@@ -1,4 +1,4 @@
-"""Sorting networks over the elements that one lane holds, as elementwise minima and maxima.
+"""Sorting networks over the elements of a lane, as elementwise minima and maxima.
 
 A lane's elements are a tuple of tensors of one shape, so every comparator is one `maximum` and one
 `minimum` on registers: no shuffles, no shared memory.

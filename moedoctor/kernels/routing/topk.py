@@ -55,9 +55,10 @@ def route_rows(
     kept_groups: tl.constexpr,
     policy: tl.constexpr,
 ) -> tl.tuple:
-    """Weights and ids [lanes, rows] of float32 logits `x` [lanes, rows, width]; lane k holds the k-th best.
+    """Return weights and ids [lanes, rows] of float32 logits `x` [lanes, rows, width], and the highest code.
 
-    And the highest code [rows]: without a policy at least INFINITY_BITS where a choice is NaN or +Inf.
+    Lane k holds the k-th best. Without a policy the highest code [rows] is at least INFINITY_BITS if a choice
+    is NaN or +Inf.
     `expert` and `present` broadcast to `x`; `row_ptr` [rows] points at each row's first logit.
     """
     clean = x
@@ -151,7 +152,7 @@ def topk_kernel(
     if policy != "none":
         again = tl.max(highest, axis=0) >= INFINITY_BITS
         if policy == "finite" and not has_bias:
-            # The policy ranks rows by their logits where one of them is Inf, which a score does not show.
+            # The policy ranks a row by its logits if one of them is Inf, which a score does not show.
             logits = x
             if experts != lanes * width:
                 logits = tl.where(present, x, 0.0)  # padding is -Inf
