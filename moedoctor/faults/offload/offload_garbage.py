@@ -1,4 +1,4 @@
-"""MD008: quantised MoE talks garbage with CPU offload."""
+"""MD008: weights in host memory that another buffer overwrites, and engines with CPU offload."""
 
 from __future__ import annotations
 

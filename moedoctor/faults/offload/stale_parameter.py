@@ -1,4 +1,4 @@
-"""MD020: a quant config that keeps the offloaded CPU parameter: illegal memory access."""
+"""MD020: what backends do with a quantisation config that keeps the offloaded parameter."""
 
 from __future__ import annotations
 

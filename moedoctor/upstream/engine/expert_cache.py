@@ -170,7 +170,7 @@ def refusals(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     import torch
 
     chosen = _REFUSALS if torch.cuda.device_count() > 1 else _REFUSALS[:-1]
-    with checkpoints(*(scheme for scheme, _, _ in BACKENDS.values())) as folders:
+    with checkpoints(*(BACKENDS[backend][0] for _, _, (backend, *_), _ in chosen)) as folders:
         ran = run_trials(
             [
                 replace(trial(backend, mode, slots, folders[BACKENDS[backend][0]], **arguments), control=None)
