@@ -1,23 +1,46 @@
-"""MD012, MD014 and MD015 on generated checkpoints: control and fix, and judges that notice."""
+"""MD012, MD014, MD015, MD017 and MD018 on tensors: control and fix, and judges that notice."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+from moedoctor.faults.quantization import gate_up_order_lab, scale_layout_lab
+from moedoctor.faults.quantization.checkpoint import CheckpointFault
+from moedoctor.faults.quantization.gate_up_order import GateUpOrder, GateUpOrderParameters
 from moedoctor.faults.quantization.global_scale_mismatch import GlobalScaleMismatch
 from moedoctor.faults.quantization.input_scale_missing import InputScaleMissing
 from moedoctor.faults.quantization.input_scale_missing_lab import quantized
 from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissing, good_in_range
+from moedoctor.faults.quantization.scale_layout import ScaleLayout, ScaleLayoutParameters
+from moedoctor.faults.quantization.scale_layout_lab import TiledKernel, places
+from moedoctor.fixes.moe.weight_layout import tiled_scales, up_first
 from moedoctor.interfaces import Fault, Measurement
 from moedoctor.reference import fp8
 from moedoctor.reference.nvfp4 import round_trip
 from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier
 
-CASES: list[tuple[Fault, dict[str, Any]]] = [
+ORDER, LAYOUT = GateUpOrder(), ScaleLayout()
+ORDERS = [
+    {"quantization": "nvfp4", "mistake": "not_swapped"},
+    {"quantization": "nvfp4", "mistake": "only_values"},
+    {"quantization": "nvfp4", "mistake": "only_scales"},
+    {"quantization": "bf16", "activation": "gelu_tanh"},
+    {"quantization": "fp8"},
+]
+LAYOUTS = [
+    {"mistake": "linear_given"},
+    {"mistake": "swizzled_given", "activation": "relu2"},
+    {"mistake": "linear_given", "hidden": 160, "intermediate": 96},
+    {"mistake": "swizzled_given", "hidden": 160, "intermediate": 96},
+    {"mistake": "stale_padding", "hidden": 160, "intermediate": 96},
+]
+
+CASES: list[tuple[CheckpointFault, dict[str, Any]]] = [
     *((GlobalScaleMismatch(), {"ratio": ratio}) for ratio in (0.1, 0.85, 1.3, 2.0, 100.0)),
     (GlobalScaleMismatch(), {"ratio": 3.0, "merged": "max"}),
     (InputScaleMissing(), {"damage": "zero"}),
@@ -30,6 +53,8 @@ CASES: list[tuple[Fault, dict[str, Any]]] = [
     (InputScaleMissing(), {"damage": "all_absent", "memory": "nan", "taken": "max"}),
     *((KvScalesMissing(), {"part": part, "size": size}) for part in ("keys", "both") for size in (1e-3, 5e3)),
     (KvScalesMissing(), {"part": "values", "size": 1e5}),
+    *((ORDER, values) for values in ORDERS),
+    *((LAYOUT, values) for values in LAYOUTS),
 ]
 
 
@@ -47,10 +72,11 @@ def verdict(fault: Fault, observation: Observation, parameters: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("fault", "parameters"), CASES, ids=[f"{fault.id} {parameters}" for fault, parameters in CASES]
 )
-def test_control_and_fix(fault: Fault, parameters: dict[str, Any]) -> None:
+def test_control_and_fix(fault: CheckpointFault, parameters: dict[str, Any]) -> None:
     control = observe(fault, "faulty", parameters)
     assert verdict(fault, control, parameters) is CaseVerdict.REPRODUCED
-    assert control.evidence["lint"] == [fault.id], "the linter names it, and nothing else"
+    if fault.lints:
+        assert control.evidence["lint"] == [fault.id], "lint names it, and nothing else"
     assert verdict(fault, observe(fault, "fixed", parameters), parameters) is CaseVerdict.CLEAN
 
 
@@ -111,6 +137,10 @@ def test_judges_notice() -> None:
         (InputScaleMissing, {"damage": "zero", "taken": "max"}, "nothing goes wrong"),
         (InputScaleMissing, {"damage": "absent", "memory": "small", "taken": "max"}, "nothing goes wrong"),
         (KvScalesMissing, {"size": 0.0}, "greater than"),
+        (GateUpOrder, {"quantization": "bf16", "mistake": "only_scales"}, "no block scales"),
+        (GateUpOrder, {"top_k": 9, "experts": 8}, "more than experts"),
+        (ScaleLayout, {"mistake": "stale_padding"}, "padded columns"),
+        (ScaleLayout, {"top_k": 9, "experts": 8}, "more than experts"),
     ],
 )
 def test_cases_that_would_show_nothing_are_refused(
@@ -142,3 +172,47 @@ def test_a_cache_saturates_and_never_overflows() -> None:
     values = torch.tensor([[1e6, -1e6, 1e-9, 1.0]])
     assert fp8.round_trip(values, 1.0).tolist() == [[448.0, -448.0, 0.0, 1.0]]
     assert fp8.round_trip(values, 1e6 / 448)[0, 0] == pytest.approx(1e6)
+
+
+def test_nan_in_the_padding_reaches_every_token() -> None:
+    evidence = observe(LAYOUT, "faulty", LAYOUTS[-1]).evidence
+    assert "NaN" in LAYOUT.judge_tensors(evidence).figure
+
+
+def test_a_fix_that_forgets_the_scales_is_noticed() -> None:
+    def careless(w13: Any) -> Any:
+        return replace(up_first(w13), block_scales=w13.block_scales)
+
+    evidence = gate_up_order_lab.measure(GateUpOrderParameters(), "cpu", careless).evidence
+    assert ORDER.judge_tensors(evidence).verdict is CaseVerdict.REPRODUCED
+
+
+def test_a_fix_that_exchanges_two_tiles_is_noticed() -> None:
+    def careless(scales: torch.Tensor) -> torch.Tensor:
+        return tiled_scales(scales.view(torch.uint8).roll(128, 1).view(scales.dtype))
+
+    evidence = scale_layout_lab.measure(ScaleLayoutParameters(), "cpu", TiledKernel(careless)).evidence
+    assert LAYOUT.judge_tensors(evidence).verdict is CaseVerdict.REPRODUCED
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(256, 8), (192, 10), (3, 1)])
+def test_the_kernel_reads_where_the_swizzle_writes(rows: int, columns: int) -> None:
+    scales = torch.randint(0, 127, (2, rows, columns), dtype=torch.uint8)
+    memory = tiled_scales(scales).flatten(1)
+    assert torch.equal(memory[:, places(rows, columns, scales.device)], scales)
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("values", ORDERS)
+def test_vllm_exchanges_the_halves(values: dict[str, Any]) -> None:
+    case = Case("MD017", "installed", Tier.LIBRARY, GateUpOrderParameters(**values).model_dump())
+    assert ORDER.judge(case, ORDER.observe(case, None)).verdict is CaseVerdict.CLEAN
+
+
+@pytest.mark.gpu
+@pytest.mark.upstream
+@pytest.mark.parametrize("values", LAYOUTS)
+def test_vllm_stores_scales_in_tiles(values: dict[str, Any]) -> None:
+    parameters = ScaleLayoutParameters(**values).model_dump()
+    case = Case("MD018", "installed", Tier.KERNEL, parameters, "cuda:0")
+    assert LAYOUT.judge(case, LAYOUT.observe(case, None)).verdict is CaseVerdict.CLEAN

@@ -6,14 +6,15 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from vllm_stub import forget
 
-from moedoctor.trace.nan_report import Finding
+from moedoctor.trace.nan_report import Finding, NanReport
 from moedoctor.upstream.engine import nan_padding
 from moedoctor.upstream.engine.padding_experiment import VARIABLE, Experiment, renamed
 from moedoctor.upstream.plugin import nan_trace
@@ -37,6 +38,18 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
+def run_step(forward: Callable[[torch.Tensor], Any]) -> None:
+    """A step of 3 real tokens in a batch of 4, through `forward` in place of the model."""
+    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
+    module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
+
+
+def report() -> NanReport:
+    made = nan_trace.trace_of_this_process().report()
+    assert made is not None
+    return made
+
+
 def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router() -> None:
     assert "report at exit" in nan_trace.apply("0.21.0")
     model = Model(leftover=NAN)
@@ -44,9 +57,8 @@ def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router() -> Non
     step(model)
     model.real = 4
     step(model)
-    report = nan_trace.trace_of_this_process().report()
-    assert report is not None
-    assert report.row() == {
+    result = report()
+    assert result.row() == {
         "steps": 2,
         "steps_with_padding": 1,
         "nan_in_padding": 1,
@@ -54,15 +66,15 @@ def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router() -> Non
         "inf_in_padding": 0,
         "mean_pad_tokens": 1.0,
     }
-    assert report.first_padding == Finding("layers.0.attn", "NaN", 1, 1)
-    assert report.first_real is None
-    (router,) = report.routers
+    assert result.first_padding == Finding("layers.0.attn", "NaN", 1, 1)
+    assert result.first_real is None
+    (router,) = result.routers
     assert (router.point, router.repeated, router.first_repeated) == (
         "layers.0.experts.topk_ids",
         (0, 1, 0),
         1,
     )
-    points = [place.point for place in report.points]
+    points = [place.point for place in result.points]
     assert points == ["layers.0.attn", "layers.0.experts.router_logits", "layers.0.experts", "model"]
     assert nan_padding.report(None)["nan_in_padding"] == 1
 
@@ -70,24 +82,19 @@ def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router() -> Non
 def test_a_clean_model_shows_nothing() -> None:
     nan_trace.apply("0.21.0")
     step(Model())
-    report = nan_trace.trace_of_this_process().report()
-    assert report is not None
-    assert (report.points, report.routers, report.steps_with_padding) == ((), (), 1)
+    result = report()
+    assert (result.points, result.routers, result.steps_with_padding) == ((), (), 1)
 
 
 def test_what_a_graph_holds_was_looked_at_when_it_was_captured() -> None:
     nan_trace.apply("0.21.0")
     model = Model()
     model(torch.zeros(4))  # the capture
-    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
-    module("v1.worker.gpu_model_runner").GPUModelRunner(lambda input_ids: torch.zeros(4, 8)).execute_model(
-        asked
-    )  # the replay: no layer runs in Python
-    report = nan_trace.trace_of_this_process().report()
-    assert report is not None
-    assert (report.steps, report.watched, report.looked_at, report.not_reached) == (1, 5, 5, 0)
-    assert "looked at" not in report.text()
-    assert "first in real rows: nothing" in report.text()
+    run_step(lambda input_ids: torch.zeros(4, 8))  # the replay: no layer runs in Python
+    result = report()
+    assert (result.steps, result.watched, result.looked_at, result.not_reached) == (1, 5, 5, 0)
+    assert "looked at" not in result.text()
+    assert "first in real rows: nothing" in result.text()
 
 
 def test_attention_is_looked_at_with_the_experts_and_a_step_is_two_launches_beside(
@@ -101,15 +108,13 @@ def test_attention_is_looked_at_with_the_experts_and_a_step_is_two_launches_besi
         monkeypatch.setattr(
             state, name, lambda *arguments, name=name, **options: launches.append((name, arguments[0]))
         )
-    runner = module("v1.worker.gpu_model_runner").GPUModelRunner
-    replayed = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
 
     def replay(input_ids: torch.Tensor) -> torch.Tensor:
         """As where a graph holds the experts: only attention runs in Python."""
         return model.attention(torch.zeros(3, 8), torch.zeros(4, 8))
 
     for _ in range(2):
-        runner(replay).execute_model(replayed)
+        run_step(replay)
     assert [name for name, _ in launches] == ["begin", "watch_last"] * 2
     launches.clear()
     step(model)
@@ -130,14 +135,11 @@ def test_an_attention_layer_without_experts_is_looked_at_at_once() -> None:
         dense(torch.zeros(3, 8), torch.full((4, 8), NAN))
         return model(input_ids)
 
-    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
-    runner = module("v1.worker.gpu_model_runner").GPUModelRunner(forward)
-    forward(asked.input_ids)  # the profile run
-    runner.execute_model(asked)
-    report = nan_trace.trace_of_this_process().report()
-    assert report is not None
-    assert report.first_padding == Finding("layers.dense.attn", "NaN", 1, 1)
-    assert [point.point for point in report.points] == ["layers.dense.attn"]
+    forward(torch.zeros(4))  # the profile run
+    run_step(forward)
+    result = report()
+    assert result.first_padding == Finding("layers.dense.attn", "NaN", 1, 1)
+    assert [point.point for point in result.points] == ["layers.dense.attn"]
 
 
 def test_rows_of_all_ranks_are_not_taken_for_this_ranks_rows() -> None:
@@ -150,12 +152,10 @@ def test_rows_of_all_ranks_are_not_taken_for_this_ranks_rows() -> None:
         model.runner._apply_quant_method(model.layer, gathered, gathered, None)
         return torch.zeros(4, 8)
 
-    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
-    module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
-    report = nan_trace.trace_of_this_process().report()
-    assert report is not None
-    assert [point.point for point in report.points] == ["layers.0.attn"]
-    assert (report.routers, report.nan_in_padding) == ((), 1)
+    run_step(forward)
+    result = report()
+    assert [point.point for point in result.points] == ["layers.0.attn"]
+    assert (result.routers, result.nan_in_padding) == ((), 1)
 
 
 def test_the_experiment_makes_padding_nan_and_only_padding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,9 +171,7 @@ def test_asked_twice_the_first_trace_stays() -> None:
     assert nan_trace.apply("0.21.0") == "is active already"
     step(Model(leftover=NAN))
     assert nan_trace.trace_of_this_process() is trace
-    report = trace.report()
-    assert report is not None
-    assert report.steps == 1
+    assert report().steps == 1
 
 
 def test_another_vllm_is_left_alone() -> None:
@@ -195,9 +193,8 @@ def test_a_step_that_raised_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
         model(input_ids)
         raise ValueError("on purpose")
 
-    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
     with pytest.raises(ValueError, match="on purpose"):
-        module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
+        run_step(forward)
     state = nan_trace.trace_of_this_process().state
     before = state.report()
     assert (before.steps, before.nan_in_padding) == (1, 1)
@@ -212,12 +209,10 @@ def test_without_a_router_it_is_said_that_none_was_watched() -> None:
     def forward(input_ids: torch.Tensor) -> torch.Tensor:
         return attention(torch.zeros(3, 8), torch.zeros(4, 8))
 
-    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
-    module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
-    report = nan_trace.trace_of_this_process().report()
-    assert report is not None
-    assert report.routers_watched == 0
-    assert "no router was watched" in report.text()
+    run_step(forward)
+    result = report()
+    assert result.routers_watched == 0
+    assert "no router was watched" in result.text()
 
 
 def test_ids_are_kept_apart_where_no_attention_said_how_many_rows_there_are() -> None:
@@ -229,12 +224,10 @@ def test_ids_are_kept_apart_where_no_attention_said_how_many_rows_there_are() ->
         model.runner._apply_quant_method(model.layer, x, x, None)
         return torch.zeros(4, 8)
 
-    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
-    module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
-    report = nan_trace.trace_of_this_process().report()
-    assert report is not None
-    assert [router.repeated for router in report.routers] == [(0, 0, 6)]
-    assert (report.nan_in_real, report.nan_in_padding, report.nan_in_unknown) == (0, 0, 1)
+    run_step(forward)
+    result = report()
+    assert [router.repeated for router in result.routers] == [(0, 0, 6)]
+    assert (result.nan_in_real, result.nan_in_padding, result.nan_in_unknown) == (0, 0, 1)
 
 
 @pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False), ("", False)])

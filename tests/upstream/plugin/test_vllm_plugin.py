@@ -6,7 +6,7 @@ import importlib
 import logging
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,68 +19,71 @@ from moedoctor.upstream.plugin.register import FixError, expect, known_releases,
 
 VARIABLE = "VLLM_NVFP4_MOE_BACKEND"
 ORACLE = "vllm.model_executor.layers.fused_moe.oracle.nvfp4"
+ARGUMENTS = FILES["vllm/engine/arg_utils.py"]
+Stub = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     monkeypatch.delenv(vllm_plugin.VARIABLE, raising=False)
     monkeypatch.delenv(VARIABLE, raising=False)
     vllm_plugin._register.cache_clear()
     forget()
-    yield
+    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
+        yield
     vllm_plugin._register.cache_clear()
     forget()
 
 
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str = "0.21.0", **replaced: str) -> Any:
-    """`EngineArgs` of a stub of this release, which `import vllm` now finds."""
-    monkeypatch.syspath_prepend(str(write(tmp_path, version, **replaced)))
-    return importlib.import_module("vllm.engine.arg_utils").EngineArgs
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    """Return `EngineArgs` of a stub of a release, which `import vllm` now finds, with the variables set."""
+
+    def make(version: str = "0.21.0", fixes: str | None = "backend", backend: str | None = "MARLIN") -> Any:
+        monkeypatch.syspath_prepend(str(write(tmp_path, version)))
+        for name, value in ((vllm_plugin.VARIABLE, fixes), (VARIABLE, backend)):
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        return importlib.import_module("vllm.engine.arg_utils").EngineArgs
+
+    return make
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "vllm.moedoctor"]
 
 
+def moe_backend(arguments: Any) -> str:
+    backend: str = arguments.create_engine_config().kernel_config.moe_backend
+    return backend
+
+
+@pytest.mark.parametrize("value", [None, "", " , "])
 def test_nothing_happens_unless_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stub: Stub, caplog: pytest.LogCaptureFixture, value: str | None
 ) -> None:
-    arguments = stub(tmp_path, monkeypatch)
+    arguments = stub(fixes=value)
     original = arguments.create_engine_config
-    monkeypatch.setenv(VARIABLE, "MARLIN")
-    for value in (None, "", " , "):
-        if value is not None:
-            monkeypatch.setenv(vllm_plugin.VARIABLE, value)
-        vllm_plugin.register()
+    vllm_plugin.register()
     assert arguments.create_engine_config is original
     assert messages(caplog) == []
 
 
 @pytest.mark.parametrize("version", known_releases())
-@pytest.mark.parametrize("described", [{"quant_algo": "NVFP4"}, {"format": "nvfp4-pack-quantized"}])
-def test_the_variable_is_honoured_in_every_release(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, described: dict[str, str]
-) -> None:
-    arguments = stub(tmp_path, monkeypatch, version)
-    monkeypatch.setenv(vllm_plugin.VARIABLE, "backend")
-    monkeypatch.setenv(VARIABLE, "MARLIN")
+def test_the_variable_is_honoured_in_every_release(stub: Stub, version: str) -> None:
+    arguments = stub(version)
     vllm_plugin.register()
-    config = arguments(described=described).create_engine_config(headless=True)
+    config = arguments(described={"quant_algo": "NVFP4"}).create_engine_config(headless=True)
     assert config.kernel_config.moe_backend == "marlin"
 
 
-def test_it_is_applied_once_and_says_so_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    arguments = stub(tmp_path, monkeypatch)
-    monkeypatch.setenv(vllm_plugin.VARIABLE, "all")
-    monkeypatch.setenv(VARIABLE, "MARLIN")
-    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
-        vllm_plugin.register()
-        once = arguments.create_engine_config
-        vllm_plugin.register()
-        vllm_plugin._register.cache_clear()  # as if another process had loaded it again
-        vllm_plugin.register()
+def test_it_is_applied_once_and_says_so_once(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
+    arguments = stub(fixes="all")
+    vllm_plugin.register()
+    once = arguments.create_engine_config
+    vllm_plugin.register()
+    vllm_plugin._register.cache_clear()  # as if another process had loaded it again
+    vllm_plugin.register()
     assert arguments.create_engine_config is once
     active = [line for line in messages(caplog) if "active in vLLM 0.21.0" in line]
     assert len(active) == 2  # one a `process`
@@ -88,17 +91,14 @@ def test_it_is_applied_once_and_says_so_once(
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_reasons_are_logged_where_upstream_hides_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
-) -> None:
-    stub(tmp_path, monkeypatch)
+def test_reasons_are_logged_that_upstream_hides(stub: Stub, before: bool) -> None:
+    stub(backend=None)
     if before:
         importlib.import_module(ORACLE)
-    monkeypatch.setenv(vllm_plugin.VARIABLE, "backend")
     vllm_plugin.register()
     vllm_plugin._register.cache_clear()
     vllm_plugin.register()
-    assert (ORACLE in sys.modules) is before, "engines import it where a model is built"
+    assert (ORACLE in sys.modules) is before, "engines import it when a model is built"
     module: Any = importlib.import_module(ORACLE)
     assert isinstance(module.logger, backend_fix.LouderLogger)
     assert not isinstance(module.logger._quiet, backend_fix.LouderLogger)
@@ -112,113 +112,83 @@ def test_reasons_are_logged_where_upstream_hides_them(
     ]
 
 
-def test_the_flag_and_other_models_come_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    arguments = stub(tmp_path, monkeypatch)
-    monkeypatch.setenv(vllm_plugin.VARIABLE, "backend")
-    monkeypatch.setenv(VARIABLE, "MARLIN")
-    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
-        vllm_plugin.register()
-        flagged = arguments(quantization="modelopt_fp4", moe_backend="cutlass").create_engine_config()
-        other = arguments(quantization="fp8").create_engine_config()
-        none = arguments().create_engine_config()
-        mine = arguments(quantization="modelopt_fp4").create_engine_config()
-    chosen = [config.kernel_config.moe_backend for config in (flagged, other, none, mine)]
-    assert chosen == ["cutlass", "auto", "auto", "marlin"]
+def test_the_flag_and_other_models_come_first(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
+    arguments = stub()
+    vllm_plugin.register()
+    assert moe_backend(arguments(quantization="modelopt_fp4", moe_backend="cutlass")) == "cutlass"
+    assert moe_backend(arguments(quantization="fp8")) == "auto"
+    assert moe_backend(arguments()) == "auto"
+    assert moe_backend(arguments(quantization="modelopt_fp4")) == "marlin"
     assert any("gives way to moe_backend=cutlass" in line for line in messages(caplog))
     assert any("is not NVFP4" in line for line in messages(caplog))
 
 
-@pytest.mark.parametrize(
-    ("hidden_act", "selected", "without"),
-    [("silu", "FLASHINFER_CUTLASS", "would work"), ("relu2", "FLASHINFER_CUTLASS", "without a gate")],
-)
-def test_where_the_variable_decides_the_reasons_are_those_of_the_tables(
-    tmp_path: Path,
+@pytest.mark.parametrize(("hidden_act", "cutlass"), [("silu", "would work"), ("relu2", "without a gate")])
+def test_if_the_variable_decides_the_reasons_are_those_of_the_tables(
+    stub: Stub,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     hidden_act: str,
-    selected: str,
-    without: str,
+    cutlass: str,
 ) -> None:
-    arguments = stub(tmp_path, monkeypatch, "0.18.0")
+    arguments = stub("0.18.0")(quantization="modelopt_fp4")
     platform = types.SimpleNamespace(get_device_capability=lambda: (12, 0))
     monkeypatch.setattr(importlib.import_module("vllm.platforms"), "_current_platform", platform)
-    monkeypatch.setenv(vllm_plugin.VARIABLE, "backend")
-    monkeypatch.setenv(VARIABLE, "MARLIN")
-    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
-        vllm_plugin.register()
-        made = arguments(quantization="modelopt_fp4")
-        made.hidden_act, made.parallel = hidden_act, types.SimpleNamespace()
-        made.create_engine_config()
+    vllm_plugin.register()
+    arguments.hidden_act, arguments.parallel = hidden_act, types.SimpleNamespace()
+    arguments.create_engine_config()
     lines = messages(caplog)
-    assert f"moedoctor: by itself vLLM would select {selected} on compute capability 12.0" in lines
-    (cutlass,) = [line for line in lines if line.startswith("moedoctor: VLLM_CUTLASS: ")]
-    assert without in cutlass
+    selected = "by itself vLLM would select FLASHINFER_CUTLASS on compute capability 12.0"
+    assert f"moedoctor: {selected}" in lines
+    (line,) = [line for line in lines if line.startswith("moedoctor: VLLM_CUTLASS: ")]
+    assert cutlass in line
 
 
-def test_a_gpu_that_cannot_be_told_costs_the_reasons_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_a_known_gpu_only_the_reasons_are_missing(
+    stub: Stub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    arguments = stub(tmp_path, monkeypatch)
-    monkeypatch.setenv(vllm_plugin.VARIABLE, "backend")
-    monkeypatch.setenv(VARIABLE, "MARLIN")
-    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
-        vllm_plugin.register()
-        config = arguments(quantization="modelopt_fp4").create_engine_config()
-    assert config.kernel_config.moe_backend == "marlin"
+    arguments = stub()
+    vllm_plugin.register()
+    assert moe_backend(arguments(quantization="modelopt_fp4")) == "marlin"
     assert not any("by itself" in line or "could not" in line for line in messages(caplog))
 
 
-def test_a_value_that_the_release_does_not_have_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("version", "backend", "warning"),
+    [
+        ("0.21.0", "HUMMING", "0.21.0 has no such NVFP4 MoE backend; it has cutlass"),
+        # The engine must know of this backend before its parallel settings are made.
+        ("0.33.0", "FLASHINFER_MOE_EP_CUTEDSL", "ask with --moe-backend flashinfer_moe_ep_cutedsl"),
+    ],
+)
+def test_a_value_that_cannot_be_honoured_is_warned_of(
+    stub: Stub, caplog: pytest.LogCaptureFixture, version: str, backend: str, warning: str
 ) -> None:
-    arguments = stub(tmp_path, monkeypatch)
-    monkeypatch.setenv(vllm_plugin.VARIABLE, "backend")
-    monkeypatch.setenv(VARIABLE, "HUMMING")
+    arguments = stub(version, backend=backend)
     vllm_plugin.register()
-    config = arguments(quantization="modelopt_fp4").create_engine_config()
-    assert config.kernel_config.moe_backend == "auto"
-    assert any("0.21.0 has no such NVFP4 MoE backend; it has cutlass" in line for line in messages(caplog))
+    assert moe_backend(arguments(quantization="modelopt_fp4")) == "auto"
+    assert any(warning in line for line in messages(caplog))
 
 
-def test_backends_that_the_engine_must_know_of_earlier_are_left_to_the_flag(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_unknown_release_is_left_alone_with_one_warning(
+    stub: Stub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    arguments = stub(tmp_path, monkeypatch, "0.33.0")
-    monkeypatch.setenv(vllm_plugin.VARIABLE, "backend")
-    monkeypatch.setenv(VARIABLE, "FLASHINFER_MOE_EP_CUTEDSL")
-    vllm_plugin.register()
-    config = arguments(quantization="modelopt_fp4").create_engine_config()
-    assert config.kernel_config.moe_backend == "auto"
-    assert any("ask with --moe-backend flashinfer_moe_ep_cutedsl" in line for line in messages(caplog))
-
-
-def test_a_release_that_is_not_known_is_left_alone_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    arguments = stub(tmp_path, monkeypatch, "0.99.0")
+    arguments = stub("0.99.0")
     original = arguments.create_engine_config
-    monkeypatch.setenv(vllm_plugin.VARIABLE, "backend")
     for _ in range(3):
         vllm_plugin.register()
     assert arguments.create_engine_config is original
-    (line,) = messages(caplog)
-    assert line == (
+    assert messages(caplog) == [
         "moedoctor: vLLM 0.99.0 is none of the releases that the fixes know (0.17.1 to 0.33.0); "
         "nothing is changed"
-    )
+    ]
 
 
 @pytest.mark.parametrize(
-    ("replaced", "reason"),
+    ("arg_utils", "reason"),
     [
-        (FILES["vllm/engine/arg_utils.py"].replace("headless=False", "quiet=False"), "takes no headless"),
-        (
-            FILES["vllm/engine/arg_utils.py"].replace("= self.moe_backend\n", "= str(self.moe_backend)\n"),
-            "does not hold",
-        ),
+        (ARGUMENTS.replace("headless=False", "quiet=False"), "takes no headless"),
+        (ARGUMENTS.replace("= self.moe_backend\n", "= str(self.moe_backend)\n"), "does not hold"),
         ("class EngineArgs:\n    pass\n", "there is no EngineArgs.create_engine_config"),
         ("raise RuntimeError('broken')\n", "RuntimeError: broken"),
     ],
@@ -227,10 +197,10 @@ def test_a_vllm_that_is_not_what_its_version_says_is_left_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    replaced: str,
+    arg_utils: str,
     reason: str,
 ) -> None:
-    monkeypatch.syspath_prepend(str(write(tmp_path, "0.21.0", arg_utils=replaced)))
+    monkeypatch.syspath_prepend(str(write(tmp_path, "0.21.0", arg_utils=arg_utils)))
     monkeypatch.setenv(vllm_plugin.VARIABLE, "backend")
     vllm_plugin.register()
     (warning,) = messages(caplog)
@@ -240,17 +210,13 @@ def test_a_vllm_that_is_not_what_its_version_says_is_left_alone(
     assert not isinstance(module.logger, backend_fix.LouderLogger)
 
 
-def test_unknown_names_of_fixes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    stub(tmp_path, monkeypatch)
-    monkeypatch.setenv(vllm_plugin.VARIABLE, "backends,backend,BACKEND, nonsense")
-    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
-        vllm_plugin.register()
-    lines = messages(caplog)
-    assert "names no fix called backends; expected backend" in lines[0]
-    assert "nonsense" in lines[1]
-    assert len(lines) == 3
+def test_unknown_names_of_fixes(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
+    stub(fixes="backends,backend,BACKEND, nonsense", backend=None)
+    vllm_plugin.register()
+    first, second, active = messages(caplog)
+    assert "names no fix called backends; expected backend" in first
+    assert "nonsense" in second
+    assert "active in" in active
 
 
 def test_it_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,35 +231,34 @@ def test_it_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
 
 
 def test_a_failure_while_honouring_leaves_the_configuration_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    arguments = stub(tmp_path, monkeypatch)
-    monkeypatch.setenv(vllm_plugin.VARIABLE, "backend")
-    monkeypatch.setenv(VARIABLE, "MARLIN")
+    arguments = stub()
     vllm_plugin.register()
 
     def broken(config: Any) -> bool:
         raise KeyError("quantization")
 
     monkeypatch.setattr(backend_fix, "is_nvfp4", broken)
-    assert arguments(quantization="modelopt_fp4").create_engine_config().kernel_config.moe_backend == "auto"
+    assert moe_backend(arguments(quantization="modelopt_fp4")) == "auto"
     assert any("could not be honoured: KeyError" in line for line in messages(caplog))
 
 
-def test_what_counts_as_nvfp4() -> None:
-    def model(quantization: str | None, described: Any) -> Any:
-        return types.SimpleNamespace(
-            quantization=quantization, hf_config=types.SimpleNamespace(quantization_config=described)
-        )
-
-    yes = [
-        ("modelopt_fp4", None),
-        ("modelopt_mixed", {"layers": {"a": "NVFP4"}}),
-        ("compressed-tensors", {"format": "nvfp4-pack-quantized"}),
-    ]
-    no = [(None, None), ("fp8", {"quant_method": "fp8"}), ("mxfp4", {"quant_method": "mxfp4"})]
-    assert all(backend_fix.is_nvfp4(model(*described)) for described in yes)
-    assert not any(backend_fix.is_nvfp4(model(*described)) for described in no)
+@pytest.mark.parametrize(
+    ("quantization", "described", "nvfp4"),
+    [
+        ("modelopt_fp4", None, True),
+        ("modelopt_mixed", {"layers": {"a": "NVFP4"}}, True),
+        ("compressed-tensors", {"format": "nvfp4-pack-quantized"}, True),
+        (None, None, False),
+        ("fp8", {"quant_method": "fp8"}, False),
+        ("mxfp4", {"quant_method": "mxfp4"}, False),
+    ],
+)
+def test_which_models_are_nvfp4(quantization: str | None, described: Any, nvfp4: bool) -> None:
+    hf_config = types.SimpleNamespace(quantization_config=described)
+    model = types.SimpleNamespace(quantization=quantization, hf_config=hf_config)
+    assert backend_fix.is_nvfp4(model) is nvfp4
     assert not backend_fix.is_nvfp4(None)
 
 
@@ -304,9 +269,7 @@ def test_replacing_and_expecting() -> None:
     assert changed()[0] == "changed"
     assert not replace_once(owner, "function", lambda original: None)
     assert owner.function is changed
-    assert (
-        expect(owner, "function", (), ("backend_tables",)) is changed
-    )  # what was changed by us is still known
+    assert expect(owner, "function", (), ("backend_tables",)) is changed, "our own change is seen through"
     with pytest.raises(FixError, match="there is no"):
         expect(owner, "nothing", (), ())
     with pytest.raises(FixError, match="cannot be read"):
