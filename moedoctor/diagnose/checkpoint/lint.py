@@ -63,6 +63,6 @@ def lint(folder: Path) -> Lint:
         shards=len({info.shard for info in checkpoint.tensors.values()}),
         tensors=len(checkpoint.tensors),
         scheme=" and ".join(schemes) or "no quantisation",
-        block_scales_seen=values.seen,
+        block_scales_seen=values.share_read,
         not_read=config.patterns_not_read(checked),
     )

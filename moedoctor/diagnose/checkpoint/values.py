@@ -40,7 +40,7 @@ SMALLEST_NORMAL_F32 = 2.0**-126
 class BlockScaleCounts:
     """Counts over the E4M3 block scales of one tensor."""
 
-    seen: int
+    read: int
     nan: int
     zero: int
     negative: int
@@ -71,11 +71,11 @@ class Reader:
     def block_scales(self, info: TensorInfo, whole: bool) -> BlockScaleCounts:
         """Count the E4M3 values of `info`, or of three samples of it if not `whole`."""
         places = _places(info, whole)
-        seen = nan = zero = negative = subnormal = largest = 0
+        read = nan = zero = negative = subnormal = largest = 0
         for offset, size in places:
             data = self._bytes(info, offset, size)
             odd = data.translate(None, _NORMAL)  # few, so that counting them costs little
-            seen += size
+            read += size
             nan += _count(odd, _NAN)
             zero += _count(odd, _ZERO)
             negative += _count(odd, _NEGATIVE)
@@ -83,7 +83,7 @@ class Reader:
             # Codes of positive numbers are in the order of the numbers. Few parts have one above the others'.
             above = data.translate(None, _NOT_ABOVE[largest]) if largest < _NORMAL[-1] else b""
             largest = max(above, default=largest)
-        return BlockScaleCounts(seen, nan, zero, negative, subnormal, E4M3[largest])
+        return BlockScaleCounts(read, nan, zero, negative, subnormal, E4M3[largest])
 
     def zero_blocks(self, scales: TensorInfo, weight: TensorInfo, whole: bool) -> int:
         """Return how many blocks have a scale of 0 and NVFP4 codes that are not 0, up to 64: lost weights.

@@ -114,14 +114,14 @@ def _named(path: Path, capability: Capability | None, tool: Tool | None) -> Sequ
 
 def _folder(folder: Path, capability: Capability | None, tool: Tool | None) -> Iterator[Item]:
     """Audit the files under `folder`. Links to folders are not followed."""
-    for where, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder):
         folders.sort()
-        cubins = sorted(Path(where, name) for name in files if name.endswith(".cubin"))
+        cubins = sorted(Path(parent, name) for name in files if name.endswith(".cubin"))
         if cubins:
             images = cubin_images(cubin.read_bytes() for cubin in cubins)
-            yield _judged(Item(str(Path(where)), "cubins", images), Path(where), capability)
+            yield _judged(Item(str(Path(parent)), "cubins", images), Path(parent), capability)
         for name in sorted(files):
-            path = Path(where, name)
+            path = Path(parent, name)
             if name == "build.ninja":
                 yield _build_file(path, capability)
             elif _is_library(name):

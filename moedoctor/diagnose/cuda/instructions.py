@@ -46,8 +46,6 @@ class Instruction:
     """Whether only targets with a suffix take it."""
     since: CudaVersion
     """The first CUDA release that knows it."""
-    role: str
-    """Its purpose in a MoE kernel."""
 
 
 _ALL = frozenset({9, 10, 11, 12})
@@ -64,24 +62,18 @@ _MMA = (
     " %r6, {%h0, %h1}, %r7, {%h0, %h1};"
 )
 _CVT = "cvt.rn.satfinite.e2m1x2.f32 %b0, %f0, %f1;"
-_GROUPED = "a TMA descriptor for each group of a grouped GEMM"
-_TENSOR_MEMORY = "MMA and tensor memory of data-centre Blackwell"
 INSTRUCTIONS = (
-    Instruction("tma_load", _TMA, _ALL, False, (12, 0), "TMA loads of tiles"),
-    Instruction("griddepcontrol", "griddepcontrol.wait;", _ALL, False, (12, 0), "dependent launch"),
-    Instruction("tensormap_replace", _REPLACE, _ALL, True, (12, 3), _GROUPED),
-    Instruction(
-        "setmaxnreg",
-        "setmaxnreg.inc.sync.aligned.u32 240;",
-        _ALL,
-        True,
-        (12, 0),
-        "registers of specialised warps",
-    ),
-    Instruction("wgmma", "wgmma.fence.sync.aligned;", frozenset({9}), True, (12, 0), "Hopper's MMA"),
-    Instruction("tcgen05", _TCGEN05, frozenset({10, 11}), True, (12, 8), _TENSOR_MEMORY),
-    Instruction("mma_mxf4nvf4", _MMA, frozenset({12}), True, (12, 8), "block-scaled FP4 MMA"),
-    Instruction("cvt_e2m1x2", _CVT, _BLACKWELL, True, (12, 8), "conversion to FP4"),
+    Instruction("tma_load", _TMA, _ALL, False, (12, 0)),  # TMA loads of tiles
+    Instruction("griddepcontrol", "griddepcontrol.wait;", _ALL, False, (12, 0)),  # dependent launch
+    # A TMA descriptor for each group of a grouped GEMM.
+    Instruction("tensormap_replace", _REPLACE, _ALL, True, (12, 3)),
+    # Registers of specialised warps.
+    Instruction("setmaxnreg", "setmaxnreg.inc.sync.aligned.u32 240;", _ALL, True, (12, 0)),
+    Instruction("wgmma", "wgmma.fence.sync.aligned;", frozenset({9}), True, (12, 0)),  # Hopper's MMA
+    # MMA and tensor memory of data-centre Blackwell.
+    Instruction("tcgen05", _TCGEN05, frozenset({10, 11}), True, (12, 8)),
+    Instruction("mma_mxf4nvf4", _MMA, frozenset({12}), True, (12, 8)),  # block-scaled FP4 MMA
+    Instruction("cvt_e2m1x2", _CVT, _BLACKWELL, True, (12, 8)),  # conversion to FP4
 )
 
 _SECONDS = 30.0

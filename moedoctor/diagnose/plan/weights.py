@@ -53,37 +53,37 @@ def expert_scheme(config: Path) -> tuple[str, str]:
     """
     file = _read(config.parent, config.name)
     value = quantization_config(file.value) if file is not None else None
-    where, source = config, f"by {config.name}"
+    path, source = config, f"by {config.name}"
     if value is None:
-        where, source = config.parent / "hf_quant_config.json", "by ModelOpt's file beside config.json"
-        file = _read(where.parent, where.name)
+        path, source = config.parent / "hf_quant_config.json", "by ModelOpt's file beside config.json"
+        file = _read(path.parent, path.name)
         value = file.value.get("quantization") if file is not None else None
     if value is None:
         return "bf16", f"{config.name} names no quantisation"
     if not isinstance(value, dict):
-        raise PlanError(f"{where}: its quantisation is no object; give --scheme")
-    schemes = _expert_schemes(value, where)
+        raise PlanError(f"{path}: its quantisation is no object; give --scheme")
+    schemes = _expert_schemes(value, path)
     if len(schemes) != 1:
         shown = " and ".join(sorted(schemes)) or "nothing"
-        raise PlanError(f"{where}: stores experts in {shown}; give the --scheme to plan with")
+        raise PlanError(f"{path}: stores experts in {shown}; give the --scheme to plan with")
     return schemes.pop(), source
 
 
-def _expert_schemes(value: Mapping[str, Any], where: Path) -> set[str]:
+def _expert_schemes(value: Mapping[str, Any], path: Path) -> set[str]:
     method = str(value.get("quant_method") or "").lower()
     grouped = method in ("", "compressed-tensors") or method.startswith("modelopt")
     if grouped and isinstance(value.get("config_groups"), dict) and not value.get("quant_algo"):
-        return {_of_group(rule, where) for rule in _expert_groups(read_groups(value))}
+        return {_of_group(rule, path) for rule in _expert_groups(read_groups(value))}
     if method in _METHODS:
         return {_METHODS[method]}
     if method and not method.startswith("modelopt"):
-        raise _unknown(where, f"quant_method {method!a}")
+        raise _unknown(path, f"quant_method {method!a}")
     inner = value.get("quantization")
     value = inner if isinstance(inner, dict) else value
     if value.get("quant_algo") != "MIXED_PRECISION":
-        return {_of_algo(value.get("quant_algo"), where)}
+        return {_of_algo(value.get("quant_algo"), path)}
     layers = read_layers(value.get("quantized_layers"))
-    return {_of_algo(rule.name, where) for name, rule in layers.items() if _EXPERTS.search(name)} or {"bf16"}
+    return {_of_algo(rule.name, path) for name, rule in layers.items() if _EXPERTS.search(name)} or {"bf16"}
 
 
 def _expert_groups(groups: Sequence[Rule]) -> Sequence[Rule]:
@@ -92,13 +92,13 @@ def _expert_groups(groups: Sequence[Rule]) -> Sequence[Rule]:
     return named or [rule for rule in groups if "Linear" in rule.targets] or groups
 
 
-def _of_group(rule: Rule, where: Path) -> str:
+def _of_group(rule: Rule, path: Path) -> str:
     if rule.scheme not in ("nvfp4", "fp8"):
-        raise _unknown(where, "config_groups with weights that are not floats of 4 or 8 bits")
+        raise _unknown(path, "config_groups with weights that are not floats of 4 or 8 bits")
     return "mxfp4" if rule.scheme == "nvfp4" and rule.group_size == _MXFP4_GROUP else rule.scheme
 
 
-def _of_algo(algo: Any, where: Path) -> str:
+def _of_algo(algo: Any, path: Path) -> str:
     """Return the scheme of ModelOpt's `quant_algo`; without one only the cache is quantised."""
     if not algo:
         return "bf16"
@@ -106,11 +106,11 @@ def _of_algo(algo: Any, where: Path) -> str:
     for part in ("MXFP4", "NVFP4", "FP8"):
         if part in str(algo).upper():
             return part.lower()
-    raise _unknown(where, f"quant_algo {algo!a}")
+    raise _unknown(path, f"quant_algo {algo!a}")
 
 
-def _unknown(where: Path, what: str) -> PlanError:
-    return PlanError(f"{where}: {what[:120]} is no scheme that plan counts; give --scheme with the nearest")
+def _unknown(path: Path, what: str) -> PlanError:
+    return PlanError(f"{path}: {what[:120]} is no scheme that plan counts; give --scheme with the nearest")
 
 
 def _read(folder: Path, name: str) -> JsonFile | None:

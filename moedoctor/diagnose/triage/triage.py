@@ -98,7 +98,6 @@ class Triage:
 
     findings: tuple[Finding, ...]
     releases: str
-    bytes_read: int
 
 
 @dataclass
@@ -152,7 +151,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
             if finding:
                 best[signature.id] = _better(best.get(signature.id), finding)
     ordered = sorted(best.values(), key=lambda finding: (-finding.confidence, finding.id))
-    return Triage(tuple(ordered), facts.summary(), passages.bytes_read)
+    return Triage(tuple(ordered), facts.summary())
 
 
 @cache

@@ -41,7 +41,7 @@ class ScaleValues:
     singles: Singles
     largest: Mapping[str, tuple[float, str, TensorInfo]]
     """Module -> the largest scale of its weight's blocks or rows, without a global scale, and its tensor."""
-    seen: float
+    share_read: float
     """The share of the block scales that was read, 0 to 1."""
 
 
@@ -49,14 +49,14 @@ def check_values(checked: Inspection, reader: Reader) -> ScaleValues:
     """Find scales that are zero, NaN, negative or subnormal. Return what was read."""
     scales = sorted(_scales(checked.modules), key=lambda item: (item[2].shard, item[2].start))
     total = sum(info.size for _, _, info in scales if info.dtype == "F8_E4M3")
-    whole, seen = total <= FULL_BYTES, 0
+    whole, total_read = total <= FULL_BYTES, 0
     singles: Singles = {}
     largest: dict[str, tuple[float, str, TensorInfo]] = {}
     for module, part, info in scales:
         name = module.tensor(part)
         if info.dtype == "F8_E4M3":
             most, read = _check_block_scales(reader, name, module, info, whole, checked.findings)
-            seen += read
+            total_read += read
         elif info.dtype in _READABLE and 0 < info.elements <= _MOST_VALUES:
             values = reader.floats(info)
             _check_floats(name, part, info, values, checked.findings)
@@ -67,7 +67,7 @@ def check_values(checked: Inspection, reader: Reader) -> ScaleValues:
             continue
         if part in ("weight_scale", "weight_scale_inv"):
             largest[module.name] = (most, name, info)
-    return ScaleValues(singles, largest, seen / total if total else 1.0)
+    return ScaleValues(singles, largest, total_read / total if total else 1.0)
 
 
 def _scales(modules: Mapping[str, Module]) -> Iterator[tuple[Module, str, TensorInfo]]:
@@ -83,19 +83,19 @@ def _check_block_scales(
     """Check one tensor of block scales. Return its largest scale and how many were read."""
     counts = reader.block_scales(info, whole)
     if counts.nan:
-        findings.add("scale_nan", name, info.shard, f"{counts.nan} of {counts.seen} are NaN")
+        findings.add("scale_nan", name, info.shard, f"{counts.nan} of {counts.read} are NaN")
     if counts.negative:
-        findings.add("scale_negative", name, info.shard, f"{counts.negative} of {counts.seen} are negative")
+        findings.add("scale_negative", name, info.shard, f"{counts.negative} of {counts.read} are negative")
     if counts.zero and module.weight is not None:
         lost = reader.zero_blocks(info, module.weight, whole)
         if lost:
-            value = f"{counts.zero} of {counts.seen} are 0, {lost} or more of them over weights that are not"
+            value = f"{counts.zero} of {counts.read} are 0, {lost} or more of them over weights that are not"
             findings.add("scale_zero", name, info.shard, value)
-    usable = counts.seen - counts.zero - counts.nan - counts.negative
-    if usable and (counts.subnormal > _SUBNORMAL_SHARE * counts.seen or 0 < counts.largest < SMALLEST_NORMAL):
-        value = f"{counts.subnormal} of {counts.seen} are below {SMALLEST_NORMAL:g}"
+    usable = counts.read - counts.zero - counts.nan - counts.negative
+    if usable and (counts.subnormal > _SUBNORMAL_SHARE * counts.read or 0 < counts.largest < SMALLEST_NORMAL):
+        value = f"{counts.subnormal} of {counts.read} are below {SMALLEST_NORMAL:g}"
         findings.add("scale_subnormal", name, info.shard, value)
-    return counts.largest, counts.seen
+    return counts.largest, counts.read
 
 
 def _check_floats(
