@@ -15,11 +15,11 @@ from moedoctor.models.presets import names, preset_document
 
 TINY = {
     "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16,
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 128,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 128
 }  # fmt: skip
 LATENT = {
     **TINY, "model_type": "deepseek_v3", "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-    "v_head_dim": 16, "q_lora_rank": 24, "first_k_dense_replace": 1, "n_shared_experts": 1,
+    "v_head_dim": 16, "q_lora_rank": 24, "first_k_dense_replace": 1, "n_shared_experts": 1
 }  # fmt: skip
 CONFIGS = {
     "tiny": TINY,

@@ -14,7 +14,7 @@ DEEPSEEK_V3 = {
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu",
     "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
     "intermediate_size": 18_432, "first_k_dense_replace": 3, "moe_layer_freq": 1,
-    "tie_word_embeddings": False, "max_position_embeddings": 163_840,
+    "tie_word_embeddings": False, "max_position_embeddings": 163_840
 }  # fmt: skip
 
 

@@ -44,7 +44,7 @@ _MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "mode
 _JUDGED = frozenset((*_MODELOPT, "compressed-tensors", "fp8"))
 METHODS = _JUDGED | {
     "mxfp4", "gpt_oss_mxfp4", "awq", "gptq", "quark", "bitsandbytes", "auto-round", "auto_round", "torchao",
-    "humming",
+    "humming"
 }  # fmt: skip
 """The `quant_method` values that vLLM, Transformers and their exporters know."""
 _MOST_GROUPS = 64

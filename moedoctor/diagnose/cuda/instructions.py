@@ -195,9 +195,7 @@ def _compiled(compiler: Tool, target: Target, statements: str) -> Outcome:
 
 
 def acceptance(
-    compiler: Tool,
-    targets: Sequence[str] = TARGETS,
-    instructions: Sequence[Instruction] = INSTRUCTIONS,
+    compiler: Tool, targets: Sequence[str] = TARGETS, instructions: Sequence[Instruction] = INSTRUCTIONS
 ) -> Acceptance:
     """Try every instruction for every target."""
     return {target: attempts(compiler, Target.parse(target), instructions) for target in targets}

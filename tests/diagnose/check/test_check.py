@@ -42,10 +42,7 @@ def test_wsl_with_vllm_018() -> None:
     }
     # The V2 model runner is off there, and an H200 has nothing of MD004 and MD016.
     assert {"MD013", "MD004", "MD016"}.isdisjoint(one.id for one in result.conditional)
-    assert evidence(result, "MD003") == {
-        "vllm": "0.18.0",
-        "uva": "no: vLLM 0.18.0 never pins memory on WSL",
-    }
+    assert evidence(result, "MD003") == {"vllm": "0.18.0", "uva": "no: vLLM 0.18.0 never pins memory on WSL"}
     assert result.exit_code == 1
 
 
@@ -63,10 +60,7 @@ def test_linux_takes_the_path_of_wsl_where_uva_is_turned_off(name: str) -> None:
 
 
 def test_unpinned_copies_on_linux_need_their_own_variable() -> None:
-    variables = {
-        "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA": "1",
-        "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY": "1",
-    }
+    variables = {"VLLM_WEIGHT_OFFLOADING_DISABLE_UVA": "1", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY": "1"}
     result = check(sources(VLLM_033, gpu=H200, environ=variables), probes())
     assert found(result) == {"MD003": "error", "MD020": "error", "MD002": "warning"}
     # torch 2.14 traces what 2.10 could not.

@@ -461,12 +461,7 @@ DAMAGE: list[tuple[str, Callable[[], Made], Change, dict[str, str]]] = [
         without("layers.1.mlp.experts"),
         {"expert_missing": "layers.1.mlp"},
     ),
-    (
-        "neither experts nor a router",
-        modelopt,
-        without("layers.1.mlp"),
-        {"expert_missing": "model.layers.1"},
-    ),
+    ("neither experts nor a router", modelopt, without("layers.1.mlp"), {"expert_missing": "model.layers.1"}),
     ("a layer absent", modelopt, without("layers.1."), {"expert_missing": "model.layers.1"}),
     (
         "a layer absent in the middle",

@@ -78,10 +78,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "three offsets": (header(one(place=[0, 4, 8])), "data_offsets"),
     "size of another shape": (header(one(shape=[3])), "expected 12"),
     "a product that overflows": (header(one(shape=[1 << 40, 1 << 40])), "bytes"),
-    "overlap": (
-        header({"a": u8(0, 8), "b": u8(7, 15)}, data=b"\0" * 15),
-        "overlap",
-    ),
+    "overlap": (header({"a": u8(0, 8), "b": u8(7, 15)}, data=b"\0" * 15), "overlap"),
 }
 
 
@@ -280,10 +277,7 @@ JSON_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "config.json").write_text('{"a": [' + "[]," * 1_000_001 + "[]]}"),
         "more than 1000000 lists",
     ),
-    "config is too large": (
-        lambda folder: os.truncate(folder / "config.json", 20_000_000),
-        "at most 16 MB",
-    ),
+    "config is too large": (lambda folder: os.truncate(folder / "config.json", 20_000_000), "at most 16 MB"),
     "config is a loop of links": (
         lambda folder: (
             (folder / "config.json").unlink(),
@@ -344,11 +338,11 @@ KEYS_OF_CONFIG = [
     "weights", "input_activations", "num_bits", "type", "dynamic", "group_size", "block_structure", "ignore",
     "exclude_modules", "modules_to_not_convert", "ignored_layers", "kv_cache_scheme", "kv_cache_quant_algo",
     "quantized_layers", "weight_block_size", "activation_scheme", "format", "num_experts", "n_routed_experts",
-    "num_attention_heads",
+    "num_attention_heads"
 ]  # fmt: skip
 WORDS = [
     "modelopt", "compressed-tensors", "fp8", "modelopt_fp4", "NVFP4", "FP8", "MIXED_PRECISION", "float",
-    "int", "static", "lm_head", "re:.*mlp.gate$", "re:(a+)+", "*", "", "\ud800", "é",
+    "int", "static", "lm_head", "re:.*mlp.gate$", "re:(a+)+", "*", "", "\ud800", "é"
 ]  # fmt: skip
 CONFIG_VALUES = st.recursive(
     st.sampled_from(WORDS)
@@ -424,7 +418,7 @@ def test_no_value_of_a_config_raises_anything_else(
      {"quant_method": "modelopt", "quant_algo": ["NVFP4"], "kv_cache_scheme": 3, "ignore": [None, 3, {}]},
      {"quant_method": "compressed-tensors", "config_groups": {"g": 3}},
      {"quant_method": "fp8", "weight_block_size": [0, "x"]},
-     {"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": []}}],
+     {"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": []}}]
 )  # fmt: skip
 def test_any_quantization_config_is_survived(value: object, tmp_path: Path) -> None:
     made = modelopt()

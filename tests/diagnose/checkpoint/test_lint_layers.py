@@ -259,10 +259,7 @@ DAMAGE: list[tuple[str, Callable[[], Made], Change, dict[str, str]]] = [
     (
         "mixed: listed, excluded, not quantised",
         mixed,
-        lambda made: (
-            to_bf16(Q)(made),
-            exclude(Q)(made),
-        ),
+        lambda made: (to_bf16(Q)(made), exclude(Q)(made)),
         {"quant_algo_tensors": Q},
     ),
     (

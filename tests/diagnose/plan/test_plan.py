@@ -103,7 +103,7 @@ def tiny_shape(**change):
     3 x 64 x 32 x 2 = 12,288, of which a token takes 2."""
     values = {
         "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32
     }  # fmt: skip
     return shape_of({**values, **change}, "tiny", "here")
 
@@ -179,7 +179,7 @@ def test_a_hybrid_pays_for_its_state_in_whole_blocks():
         "hidden_size": 64, "vocab_size": 10, "hybrid_override_pattern": "M*E", "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 32, "mamba_num_heads": 2, "mamba_head_dim": 8, "n_groups": 1,
         "ssm_state_size": 16, "conv_kernel": 4, "n_routed_experts": 4, "num_experts_per_tok": 1,
-        "moe_intermediate_size": 32,
+        "moe_intermediate_size": 32
     }  # fmt: skip
     shape = shape_of(values, "tiny", "here")
     state = 2 * 8 * 16 * 4 + (16 + 2 * 16) * 3 * 2  # float32 state, BF16 convolution

@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from moedoctor.diagnose.checkpoint.findings import Findings, Inspection
 from moedoctor.diagnose.checkpoint.modules import GLOBAL_SCALES, INPUT_SCALES, KV_SCALES, PAIRS, Module
 from moedoctor.diagnose.checkpoint.safetensors_header import TensorInfo
-from moedoctor.diagnose.checkpoint.values import (
-    FULL_BYTES,
-    SMALLEST_NORMAL,
-    SMALLEST_NORMAL_F32,
-    Reader,
-)
+from moedoctor.diagnose.checkpoint.values import FULL_BYTES, SMALLEST_NORMAL, SMALLEST_NORMAL_F32, Reader
 
 _READABLE = frozenset({"F32", "F64", "F16", "BF16"})
 _MOST_VALUES = 1 << 20
