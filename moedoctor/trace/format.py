@@ -6,8 +6,8 @@ The file holds
   tokens were computed. The greatest value of the type (255, 65535) stands for "no expert", which is -1 in
   memory; so uint8 serves up to 255 experts.
 - ``call_rows`` int32 [calls]: how many rows each forward pass had. The sum is the number of rows.
-- ``stream_rows`` int32 [streams], optional: the rows of each sequence, where the rows of a sequence lie one
-  after another and every call had one row. Only such a trace can be replayed at another batch size.
+- ``stream_rows`` int32 [streams], optional: the rows of each sequence, if the rows of a sequence follow each
+  other and every call had one row. Only such a trace can be replayed at another batch size.
 
 and as metadata, all of them text: ``format`` (``moedoctor-routing-trace``), ``version`` (``1``),
 ``num_experts``, ``layers`` (a JSON list of the names of the MoE layers, in their order), ``model``, and
@@ -58,7 +58,7 @@ class RoutingTrace:
     call_rows: tuple[int, ...]
     """Rows of each forward pass."""
     stream_rows: tuple[int, ...] = ()
-    """Rows of each sequence; empty where the trace does not tell the sequences apart."""
+    """Rows of each sequence; empty if the trace does not tell the sequences apart."""
     model: str = "unknown"
     made: Mapping[str, Any] = field(default_factory=dict)
     """How the trace was made, as plain JSON values."""
@@ -88,37 +88,35 @@ class RoutingTrace:
         return sum(self.call_rows)
 
     def calls(self, layer: int, batch: int | None = None) -> list[Call]:
-        """The calls of one layer; with `batch`, of that many sequences computed side by side.
+        """Return the calls of one layer; with `batch`, of that many sequences computed side by side.
 
         Sequences are taken `batch` at a time, in their order; a group lasts as long as its longest.
         Raises TraceError for a `batch` that the trace cannot be replayed at.
         """
         ids, stride, width = self.topk_ids, len(self.layers) * self.top_k, self.top_k
         start = layer * width
-        return [
-            tuple(
-                sorted(
-                    {one for row in rows for one in ids[row * stride + start : row * stride + start + width]}
-                    - {-1}
-                )
-            )
-            for rows in self.batches(batch)
-        ]
+        calls = []
+        for rows in self.batches(batch):
+            experts = {
+                expert for row in rows for expert in ids[row * stride + start : row * stride + start + width]
+            }
+            calls.append(tuple(sorted(experts - {NO_EXPERT})))
+        return calls
 
     def steps(self, batch: int | None = None) -> list[Call]:
-        """The calls of all layers in the order in which a model makes them, expert ids made distinct.
+        """Return the calls of all layers in the order in which a model makes them, with distinct expert ids.
 
         The id of expert e in layer l is ``l * num_experts + e``: what one cache for all layers sees.
         """
         by_layer = [self.calls(layer, batch) for layer in range(len(self.layers))]
         return [
-            tuple(layer * self.num_experts + one for one in call)
+            tuple(layer * self.num_experts + expert for expert in call)
             for step in zip(*by_layer, strict=True)
             for layer, call in enumerate(step)
         ]
 
     def batches(self, batch: int | None = None) -> list[Sequence[int]]:
-        """The rows of each call, as `calls` takes them."""
+        """Return the rows of each call, as `calls` takes them."""
         if batch is None:
             ends = list(itertools.accumulate(self.call_rows))
             return [range(end - count, end) for end, count in zip(ends, self.call_rows, strict=True)]
@@ -145,7 +143,7 @@ def save(trace: RoutingTrace, path: Path) -> None:
 
     dtype, none = (torch.uint8, 255) if trace.num_experts <= 255 else (torch.uint16, 65_535)
     ids = torch.tensor(
-        [none if one == NO_EXPERT else one for one in trace.topk_ids], dtype=torch.int32
+        [none if expert == NO_EXPERT else expert for expert in trace.topk_ids], dtype=torch.int32
     )  # [rows * layers * top_k]
     tensors = {
         "topk_ids": ids.to(dtype).view(trace.rows, len(trace.layers), trace.top_k),
@@ -170,7 +168,7 @@ def save(trace: RoutingTrace, path: Path) -> None:
 
 
 def load(path: Path) -> RoutingTrace:
-    """The trace in a file. Raises TraceError, and nothing else, for whatever is wrong with it."""
+    """Load the trace in a file. Raises TraceError, and nothing else, for whatever is wrong with it."""
     try:
         data = _read(path)
         metadata, tensors = _parse(data)
@@ -180,7 +178,7 @@ def load(path: Path) -> RoutingTrace:
         if shape[1] != len(layers) or not all(isinstance(name, str) for name in layers):
             raise TraceError(f"layers must name the {shape[1]} layers of topk_ids")
         return RoutingTrace(
-            topk_ids=array("i", [NO_EXPERT if one == none else one for one in ids]),
+            topk_ids=array("i", [NO_EXPERT if expert == none else expert for expert in ids]),
             num_experts=_number(metadata, "num_experts"),
             top_k=shape[2],
             layers=tuple(layers),

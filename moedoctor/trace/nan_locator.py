@@ -4,10 +4,10 @@
         model(ids)
     print(locator.report().text())
 
-On a CUDA device with Triton every watched output is one small kernel that counts there; the host learns of
-it when it asks for the report. Without Triton, and on the CPU, torch looks at each output and the host waits.
-Hooks that are there when a CUDA graph is captured or the model is compiled stay in it, so enter the locator
-before that: what was compiled before runs no hooks, and the report says of how many modules that is so.
+On a CUDA device with Triton every watched output is one small kernel that counts there; the host learns the
+counts when it asks for the report. Without Triton, and on the CPU, torch looks at each output and the host
+waits. Hooks that are there when a CUDA graph is captured or the model is compiled stay in it, so enter the
+locator before that: what was compiled before runs no hooks, and the report counts such modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from moedoctor.trace.nan_report import NanReport
 from moedoctor.trace.nan_state import ALL_REAL, NanState
 
-Wanted = Callable[[str, torch.nn.Module], bool]
+Choice = Callable[[str, torch.nn.Module], bool]
 """(name, module) -> whether its output is watched."""
 
 
@@ -38,15 +38,15 @@ class NanLocator:
         self,
         model: torch.nn.Module | None = None,
         *,
-        wanted: Wanted | None = None,
+        wanted: Choice | None = None,
         device: torch.device | str | None = None,
         capacity: int = 4096,
     ) -> None:
         """Watch the modules of `model` that `wanted` picks, by default all that can be called.
 
-        Without a model, or for what is no module's output, take points with `point` and call `watch`.
-        `device` is by default that of the model's first parameter. Raises ValueError where neither is given
-        or there are more modules than `capacity`.
+        Without a model, or for tensors that are not outputs of a module, take points with `point` and call
+        `watch`. `device` is by default that of the model's first parameter. Raises ValueError if there is
+        neither, or if there are more modules than `capacity`.
         """
         if device is None:
             parameter = next(model.parameters(), None) if model is not None else None
@@ -85,11 +85,11 @@ class NanLocator:
     def begin_step(
         self, real_rows: int | None = None, rows: int | None = None, *, padding: torch.Tensor | None = None
     ) -> None:
-        """A step begins, of `rows` rows; those from `real_rows` on are padding, or where `padding` is not 0.
+        """Begin a step of `rows` rows. Padding are the rows from `real_rows` on, or with `padding` not 0.
 
         `padding` has an element for each row of the step, such as [batch, sequence], is on the model's device
         and copied. Where an output has several rows for each of the step's, such as [batch, sequence, heads,
-        columns], they are what that row is; rows of which it is not known are counted as neither real nor
+        columns], they are what that row is; rows of unknown kind are counted as neither real nor
         padding. A CUDA graph that is captured in a step with a mask is for steps whose masks have as many
         elements. From the first call on, calls of the model begin no steps by themselves; a step that still
         runs ends here.
@@ -102,11 +102,11 @@ class NanLocator:
         self._state.begin(real, real if rows is None else rows)
 
     def end_step(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._state.end()
 
     def point(self, name: str) -> int:
-        """A point of the caller's own, for `watch` and `watch_ids`."""
+        """Return a new point, for `watch` and `watch_ids`."""
         return self._state.point(name)
 
     def watch(self, point: int, x: torch.Tensor) -> None:
@@ -118,7 +118,7 @@ class NanLocator:
         self._state.watch_ids(point, ids, num_experts)
 
     def report(self) -> NanReport:
-        """What was found so far; this waits for the device."""
+        """Return what was found so far; waits for the device."""
         return self._state.report()
 
     def _before(self, module: Any, inputs: Any) -> None:
@@ -140,11 +140,11 @@ class NanLocator:
 
         def hook(_: Any, inputs: Any, output: Any) -> None:
             tensors = _tensors(output)
-            floating = [one for one in tensors if one.is_floating_point()]
-            for one in floating:
-                state.watch(point, one)
+            floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+            for tensor in floating:
+                state.watch(point, tensor)
             if not floating:
-                state.looked.add(point)  # there is nothing in it that could be NaN
+                state.looked.add(point)  # nothing in it can be NaN
             for ids in tensors:
                 if ids.dtype in (torch.int32, torch.int64) and ids.dim() == 2:
                     experts = _experts_of(module)
@@ -164,7 +164,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     elif isinstance(output, (tuple, list)):
         parts = output
     elif dataclasses.is_dataclass(output):
-        parts = [getattr(output, one.name) for one in dataclasses.fields(output)]
+        parts = [getattr(output, field.name) for field in dataclasses.fields(output)]
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
@@ -176,18 +176,18 @@ def _has_forward(module: torch.nn.Module) -> bool:
 def _are_experts(ids: torch.Tensor, num_experts: int, floating: list[torch.Tensor]) -> bool:
     """Whether integers [T, K] come with their weights [T, K] or logits [T, num_experts], as a router's do.
 
-    A whole model may have a number of experts, too, and give ids of tokens.
+    A whole model may have a number of experts too, and return ids of tokens.
     """
     if ids.is_nested:
         return False
     shapes = (tuple(ids.shape), (ids.shape[0], num_experts))
-    return any(tuple(one.shape) in shapes for one in floating if not one.is_nested)
+    return any(tuple(tensor.shape) in shapes for tensor in floating if not tensor.is_nested)
 
 
 def _experts_of(module: torch.nn.Module) -> int:
-    """How many experts a router would choose from; 0 where the module does not say."""
-    told = getattr(module, "num_experts", None)
-    if isinstance(told, int):
-        return told
+    """How many experts a router chooses from; 0 if the module does not say."""
+    count = getattr(module, "num_experts", None)
+    if isinstance(count, int):
+        return count
     weight = getattr(module, "weight", None)
     return int(weight.shape[0]) if isinstance(weight, torch.Tensor) and weight.dim() == 2 else 0

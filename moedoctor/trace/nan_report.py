@@ -1,4 +1,4 @@
-"""What a NaN trace found, as frozen records and as text."""
+"""What a NaN trace found, as frozen records and as text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """Where something was seen first."""
+    """The first place with NaN or Inf."""
 
     point: str
     """The module's name, for a model's own modules."""
@@ -18,12 +18,12 @@ class Finding:
     step: int
     """Counted from 1."""
     order: int
-    """Its place among all first sightings, from 1: of two in one step the smaller came first."""
+    """Its place among all first findings, from 1: of two in one step the smaller came first."""
 
 
 @dataclass(frozen=True)
 class PointCounts:
-    """What was seen at one point; each tuple is (in real rows, in padding, in rows that may be either)."""
+    """Counts of one point; each tuple is (in real rows, in padding, in rows that may be either)."""
 
     point: str
     nan_rows: tuple[int, ...]
@@ -57,49 +57,40 @@ class NanReport:
     nan_in_real: int
     inf_in_real: int
     nan_in_unknown: int
-    """Steps with NaN in rows that may be real or padding: of outputs whose rows are not those of the step."""
+    """Steps with NaN in rows that may be real or padding: the output's rows are not those of the step."""
     inf_in_unknown: int
     first_real: Finding | None
-    """The first NaN or Inf in a row that is no padding."""
+    """The first NaN or Inf in a row that is not padding."""
     first_padding: Finding | None
     first_unknown: Finding | None
     points: tuple[PointCounts, ...]
-    """Those at which something was seen."""
+    """Those with NaN or Inf."""
     routers: tuple[RouterCounts, ...]
-    """Those that gave such ids."""
+    """Those that gave unusual ids."""
     watched: int
     """Points that were watched, routers included."""
     routers_watched: int
-    """Points whose expert ids were looked at."""
+    """Points whose expert ids were checked."""
     looked_at: int
-    """Points that were looked at, in a step or before, as where a CUDA graph is captured."""
+    """Points that were looked at, in a step or before one, as in the capture of a CUDA graph."""
     passed_over: int
     """Points that gave an output on another device than the record's, sparse or nested."""
     not_reached: int
-    """Points that are neither: code that was compiled before has no hooks, or the module was not called."""
+    """Other points: the module was not called, or its code was compiled before and has no hooks."""
 
     @property
     def mean_pad_tokens(self) -> float:
-        """Padding rows of a step that has any."""
+        """Padding rows of a step that has any, on average."""
         return self.pad_tokens / self.steps_with_padding if self.steps_with_padding else 0.0
 
     def row(self) -> dict[str, Any]:
         """The line of the table that vllm-project/vllm#39593 prints."""
-        share = self.nan_in_padding / self.steps_with_padding if self.steps_with_padding else 0.0
-        return {
-            "steps": self.steps,
-            "steps_with_padding": self.steps_with_padding,
-            "nan_in_padding": self.nan_in_padding,
-            "nan_share": round(share, 4),
-            "inf_in_padding": self.inf_in_padding,
-            "mean_pad_tokens": round(self.mean_pad_tokens, 2),
-        }
+        return row_of(self.evidence())
 
     def evidence(self) -> dict[str, Any]:
         """Everything as plain data."""
-        found = asdict(self)
-        found["mean_pad_tokens"] = round(self.mean_pad_tokens, 2)
-        return {key: list(one) if isinstance(one, tuple) else one for key, one in found.items()}
+        values = asdict(self) | {"mean_pad_tokens": round(self.mean_pad_tokens, 2)}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
     def text(self) -> str:
         """A few lines for a terminal or a log."""
@@ -134,11 +125,11 @@ class NanReport:
             outputs = "1 output" if self.passed_over == 1 else f"{self.passed_over} outputs"
             were = "was" if self.passed_over == 1 else "were"
             lines.append(f"{outputs} on other devices or layouts {were} not looked at")
-        for one in self.routers:
-            lines.append(
-                f"{one.point}: rows (real, padding, either) with repeated ids {one.repeated}, "
-                f"out of range {one.out_of_range}, -1 {one.sentinel}"
-            )
+        lines += [
+            f"{router.point}: rows (real, padding, either) with repeated ids {router.repeated}, "
+            f"out of range {router.out_of_range}, -1 {router.sentinel}"
+            for router in self.routers
+        ]
         if not self.routers_watched:
             lines.append("no router was watched, so nothing is known of expert ids")
         elif not self.routers and self.steps:
@@ -146,14 +137,14 @@ class NanReport:
         return "\n".join(lines)
 
 
-def _first(where: str, finding: Finding | None) -> str:
+def _first(rows: str, finding: Finding | None) -> str:
     if finding is None:
-        return f"first in {where}: nothing"
-    return f"first in {where}: {finding.what} at {finding.point}, step {finding.step}"
+        return f"first in {rows}: nothing"
+    return f"first in {rows}: {finding.what} at {finding.point}, step {finding.step}"
 
 
 def row_of(evidence: Mapping[str, Any]) -> dict[str, Any]:
-    """`NanReport.row` of a report that came back as plain data."""
+    """Return `NanReport.row` of a report that is plain data."""
     padded, nan = evidence["steps_with_padding"], evidence["nan_in_padding"]
     return {
         "steps": evidence["steps"],

@@ -1,4 +1,9 @@
-"""The record that a NaN trace keeps on the device: written by every watch, read once at the end."""
+"""The record that a NaN trace keeps on the device: written by every watch, read once at the end.
+
+`NanState` is the record. Kernels write it if the device has Triton, else torch operators do. A row of an
+output may be known to be real, or padding, or neither: the latter if the output has another number of rows
+than the step, and no multiple of it.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +18,60 @@ import torch
 from moedoctor.reference.expert_ids import count_rows
 from moedoctor.trace.nan_report import Finding, NanReport, PointCounts, RouterCounts
 
+STEP, ACTIVE, REAL, PADDED, SEQUENCE, STEPS, PADDED_STEPS, PAD_TOKENS = range(8)
+STEPS_WITH, NOW, THROUGH, MASKED, HEADER = 8, 16, 24, 25, 26
+"""Places of the header; as in `moedoctor.kernels.watch`, which is not imported without Triton."""
+ROWS, STEPS_FOUND, FIRST_STEP, FIRST_SEQUENCE, LAST_STEP, FIELDS = range(6)
+KINDS = 6
+"""NaN in real rows, Inf in real rows, NaN in padding, Inf in padding, NaN in others, Inf in others."""
+PADDING, UNKNOWN = 2, 4
+"""What is added to a kind for padding, and for rows that may be either."""
+ALL_REAL = 2**31 - 1
+ID_KINDS = 3
+_NUMBERS = itertools.count(1)
+
+
+class PointSet:
+    """Points of one trace at which something happened; kept on the host, also by compiled code.
+
+    If torch.compile traces an `add`, the point is added then and there, once: the compiled code looks at the
+    point from then on. Code that changed the set at each call would be compiled anew for each other set.
+    """
+
+    def __init__(self) -> None:
+        self.points: set[int] = set()
+        self._adders: list[Callable[[], None]] = []
+        self._key = f"set {next(_NUMBERS)}"
+        """Unique, so that code that was compiled for another trace is not taken for this one."""
+
+    def make_room(self) -> None:
+        """Allow one more point: their numbers are given in this order, from 0."""
+        point = len(self._adders)
+
+        def add() -> None:
+            self.points.add(point)
+
+        # What torch.compiler.assume_constant_result does, which loads the compiler: two seconds for those who
+        # do not compile. It takes no arguments, since the compiler would take constants only.
+        add._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        self._adders.append(add)
+
+    def add(self, point: int) -> None:
+        """Something happened at the point with this number."""
+        if self._key:  # always true; the compiler guards on what is asked
+            self._adders[point]()
+
 
 class NanState:
     """Device memory for `capacity` points.
 
-    On a CUDA device with Triton no method waits for the device but `report`; without Triton, `watch` and
-    `watch_ids` do. Tensors on another device than the record's, sparse and nested ones are passed over: the
-    report says how many points gave such.
+    On a CUDA device with Triton only `report` waits for the device; without Triton, `watch` and `watch_ids`
+    do too. Tensors on another device than the record's, sparse and nested ones are passed over; the report
+    counts the points that gave such tensors.
     """
 
     def __init__(self, device: torch.device | str, capacity: int = 1024) -> None:
-        with torch.inference_mode(False):  # what is made in that mode can be written to in no other
+        with torch.inference_mode(False):  # tensors made in that mode can be written to in no other
             self.header = torch.zeros(HEADER, dtype=torch.int32, device=device)  # [HEADER]
             self.header[REAL] = self.header[PADDED] = ALL_REAL
             self.found = torch.zeros(capacity, KINDS, FIELDS, dtype=torch.int32, device=device)
@@ -34,35 +82,35 @@ class NanState:
             """The same for rows that may be either; of the third dimension only the first place is used."""
         self._device = self.header.device
         self.names: list[str] = []
-        self.looked = SeenPoints()
+        self.looked = PointSet()
         """Points that were looked at; in a CUDA graph, when it was captured."""
-        self.passed_over = SeenPoints()
+        self.passed_over = PointSet()
         """Points that gave an output on another device, sparse or nested."""
-        self.routers = SeenPoints()
-        """Points that ids were looked at for."""
+        self.routers = PointSet()
+        """Points that were looked at for ids."""
         self._together: dict[int, int] = {}
         """Point -> the first of those that are watched in one launch with it."""
         self.padding: torch.Tensor | None = None
-        """int8 of the mask's shape: which rows are padding, where that is not all from a certain one on."""
+        """int8 of the mask's shape: which rows are padding. None if they are the rows from a number on."""
         self._masks: dict[int, torch.Tensor] = {}
-        """Elements, a power of two -> memory for masks, which stays where it is: CUDA graphs read it."""
+        """Elements, a power of two -> memory for masks. CUDA graphs read it, so it keeps its address."""
 
     def point(self, name: str) -> int:
-        """The number of a new point. Raises ValueError where there is room for no more."""
+        """Return the number of a new point. Raises ValueError if there is no room for it."""
         if len(self.names) >= self.found.shape[0]:
             raise ValueError(f"a trace of {self.found.shape[0]} points is full; give a larger capacity")
         self.names.append(name)
-        for one in (self.looked, self.passed_over, self.routers):
-            one.take()
+        for points in (self.looked, self.passed_over, self.routers):
+            points.make_room()
         return len(self.names) - 1
 
     def begin(self, real: int, padded: int) -> None:
-        """A step begins with `padded` rows of which the first `real` are no padding."""
+        """Begin a step with `padded` rows, of which those from `real` on are padding."""
         self.padding = None
         begin_step(self.header, real, padded)
 
     def begin_masked(self, mask: torch.Tensor) -> None:
-        """A step begins whose padding rows are those where `mask`, of any shape, is not 0."""
+        """Begin a step whose padding rows are those at which `mask`, of any shape, is not 0."""
         rows = mask.numel()
         size = 1 << max(rows - 1, 0).bit_length()
         if size not in self._masks:
@@ -75,13 +123,13 @@ class NanState:
         self.header[MASKED].fill_(rows)
 
     def end(self) -> None:
-        """The step is over; what follows belongs to none until the next one begins."""
+        """End the step; what follows belongs to no step until the next one begins."""
         end_step(self.header)
 
     def watch(self, point: int, x: torch.Tensor) -> None:
-        """Look at `x` of a floating type; `row_dimensions` says what its rows are.
+        """Look at `x` of a floating type; `row_dimensions` describes its rows.
 
-        Nothing is read of one without elements, and of a type that holds two numbers in a byte.
+        A tensor without elements is not read, nor one of a type that holds two numbers in a byte.
         """
         if self._is_elsewhere(x):
             self.passed_over.add(point)
@@ -96,17 +144,15 @@ class NanState:
             padding, group = None, group_of(dimensions)
         rows = x.detach().reshape(math.prod(dimensions), -1)  # [rows, columns]
         if rows.element_size() == 1:
-            rows = rows.to(torch.float32)  # torch looks for Inf in no such type on the CPU
+            rows = rows.to(torch.float32)  # on the CPU, torch cannot look for Inf in such types
         flat = None if padding is None else padding.view(-1)  # [elements]
-        if torch.compiler.is_compiling():
-            torch.ops.moedoctor.watch_rows(rows, self.header, self.found, flat, point, group)
-        else:
-            watch_rows(rows, self.header, self.found, flat, point, group)
+        look = torch.ops.moedoctor.watch_rows if torch.compiler.is_compiling() else watch_rows
+        look(rows, self.header, self.found, flat, point, group)
 
     def watch_three(self, points: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Look at three tensors [rows, columns] of the same rows, in the order in which they were made."""
-        here = not any(self._is_elsewhere(one) for one in tensors)
-        side_by_side = here and all(one.stride(1) == 1 and one.element_size() > 1 for one in tensors)
+        here = not any(self._is_elsewhere(tensor) for tensor in tensors)
+        side_by_side = here and all(tensor.stride(1) == 1 and tensor.element_size() > 1 for tensor in tensors)
         if has_kernel(tensors[0]) and tensors[0].shape[0] and side_by_side and self.padding is None:
             from moedoctor.kernels.watch import launch_watch_three
 
@@ -115,11 +161,11 @@ class NanState:
             self._together.update(dict.fromkeys(points, points[0]))
             launch_watch_three(tensors, self.header, self.found, points)
             return
-        for point, one in zip(points, tensors, strict=True):
-            self.watch(point, one)
+        for point, tensor in zip(points, tensors, strict=True):
+            self.watch(point, tensor)
 
     def watch_last(self, point: int, x: torch.Tensor) -> None:
-        """Look at `x` [..., columns], after which the step is over."""
+        """Look at `x` [..., columns], and end the step."""
         here = not self._is_elsewhere(x)
         x = x.reshape(-1, x.shape[-1]) if here and x.dim() != 2 else x  # [rows, columns]
         if here and has_kernel(x) and x.numel() and self.padding is None:
@@ -144,8 +190,9 @@ class NanState:
         self.looked.add(point)
         self.routers.add(point)
         ids = ids.view(torch.int32) if ids.dtype is torch.uint32 else ids  # [T, K]
-        if own:
-            watch_own_ids(ids, self.header, self.ids, num_experts, point)
+        if own:  # the rows are those of the step, one for one: that takes one launch
+            real_rows = self.header[REAL : REAL + 1]  # [1]
+            _check_ids(ids, num_experts, self.ids[point], real_rows, self.header[:2])
             return
         padding = None if self.padding is None else self.padding.view(-1)  # [elements]
         look = torch.ops.moedoctor.watch_ids if torch.compiler.is_compiling() else watch_ids
@@ -156,21 +203,21 @@ class NanState:
         return x.device != self._device or x.layout is not torch.strided or x.is_nested
 
     def report(self) -> NanReport:
-        """Everything that was recorded, a step that still runs included; waits for the device."""
+        """Return everything that was recorded, a step that still runs included; waits for the device."""
         header = self.header.cpu().clone()
         end_step(header)
         found, ids, others = self.found.cpu(), self.ids.cpu(), self.other_ids.cpu()
-        known = [header.tolist()[STEPS_WITH + kind] for kind in range(KINDS)]
+        steps_with = header.tolist()[STEPS_WITH : STEPS_WITH + KINDS]
         return NanReport(
             steps=int(header[STEPS]),
             steps_with_padding=int(header[PADDED_STEPS]),
             pad_tokens=int(header[PAD_TOKENS]),
-            nan_in_real=known[0],
-            inf_in_real=known[1],
-            nan_in_padding=known[PADDING],
-            inf_in_padding=known[PADDING + 1],
-            nan_in_unknown=known[UNKNOWN],
-            inf_in_unknown=known[UNKNOWN + 1],
+            nan_in_real=steps_with[0],
+            inf_in_real=steps_with[1],
+            nan_in_padding=steps_with[PADDING],
+            inf_in_padding=steps_with[PADDING + 1],
+            nan_in_unknown=steps_with[UNKNOWN],
+            inf_in_unknown=steps_with[UNKNOWN + 1],
             first_real=self._first(found, 0),
             first_padding=self._first(found, PADDING),
             first_unknown=self._first(found, UNKNOWN),
@@ -180,8 +227,8 @@ class NanState:
                 if bool(found[index, :, ROWS].any())
             ),
             routers=tuple(
-                _router_counts(self.names[index], ids[index].tolist(), others[index].tolist())
-                for index in range(len(self.names))
+                _router_counts(name, ids[index].tolist(), others[index].tolist())
+                for index, name in enumerate(self.names)
                 if bool(ids[index, 0].any()) or bool(others[index, 0].any())
             ),
             watched=len(self.names),
@@ -192,27 +239,25 @@ class NanState:
         )
 
     def _first(self, found: torch.Tensor, offset: int) -> Finding | None:
-        seen = [
+        sightings = [
             (int(found[index, kind, FIRST_SEQUENCE]), index, kind)
             for index in range(len(self.names))
             for kind in (offset, offset + 1)
             if found[index, kind, ROWS]
         ]
-        if not seen:
+        if not sightings:
             return None
-        order, index, kind = min(seen)
+        order, index, kind = min(sightings)
         step = int(found[index, kind, FIRST_STEP])
-        # Rows of one launch run in any order: of what it saw first in this step, the first point counts.
-        same = [
-            (other, which, place)
-            for place, other, which in seen
-            if self._leader(other) == self._leader(index) and int(found[other, which, FIRST_STEP]) == step
-        ]
-        index, kind, _ = min(same)
+        leader = self._together.get(index, index)
+        # Rows of one launch run in any order: of its first sightings in this step, the first point counts.
+        index, kind = min(
+            (other, other_kind)
+            for _, other, other_kind in sightings
+            if self._together.get(other, other) == leader
+            and int(found[other, other_kind, FIRST_STEP]) == step
+        )
         return Finding(self.names[index], "NaN" if kind % 2 == 0 else "Inf", step, order)
-
-    def _leader(self, point: int) -> int:
-        return self._together.get(point, point)
 
 
 def _point_counts(name: str, found: list[list[int]]) -> PointCounts:
@@ -226,16 +271,16 @@ def _point_counts(name: str, found: list[list[int]]) -> PointCounts:
 
 def _router_counts(name: str, counts: list[list[list[int]]], others: list[list[list[int]]]) -> RouterCounts:
     rows, steps = ([*known, other[0]] for known, other in zip(counts, others, strict=True))
-    repeated, outside, sentinel = (tuple(one[kind] for one in rows) for kind in range(ID_KINDS))
+    repeated, outside, sentinel = (tuple(group[kind] for group in rows) for kind in range(ID_KINDS))
     firsts = [step[0] for step in steps if step[0]]
     return RouterCounts(name, repeated, outside, sentinel, min(firsts, default=0))
 
 
 def row_dimensions(shape: Sequence[int], mask: Sequence[int] | None = None) -> Sequence[int]:
-    """The dimensions of `shape` that make its rows: all but the last.
+    """Return the dimensions of `shape` that make its rows: all but the last.
 
-    Every element is a row of its own where there are fewer than two dimensions, and where a mask of two or
-    more dimensions has the same shape.
+    Every element is a row of its own if there are fewer than two dimensions, or if a mask of two or more
+    dimensions has the same shape.
     """
     if len(shape) < 2 or (mask is not None and len(mask) > 1 and tuple(shape) == tuple(mask)):
         return tuple(shape) or (1,)
@@ -243,11 +288,11 @@ def row_dimensions(shape: Sequence[int], mask: Sequence[int] | None = None) -> S
 
 
 def rows_each(rows: Sequence[int], mask: Sequence[int]) -> int:
-    """How many rows in a row belong to each element of a mask; 0 where that cannot be told.
+    """Return how many consecutive rows belong to each element of a mask; 0 if that is unknown.
 
     `rows` are the dimensions that `row_dimensions` gives, batch first as the mask's. They must begin with the
     mask's own dimensions, or with one of as many elements: [B, T, heads] and [B * T, heads] do for a mask
-    [B, T], [B, heads, T] does not, and neither does what could be that, because as many heads are there.
+    [B, T]. [B, heads, T] does not, and neither does a shape that could be that because it has as many heads.
     """
     count, total = math.prod(mask), math.prod(rows)
     if not count or total % count:
@@ -257,7 +302,7 @@ def rows_each(rows: Sequence[int], mask: Sequence[int]) -> int:
     if tuple(rows[: len(mask)]) == tuple(mask):
         cut = len(mask)
     elif len(mask) == 1:
-        cut = next((one for one in range(1, len(rows) + 1) if math.prod(rows[:one]) == count), 0)
+        cut = next((size for size in range(1, len(rows) + 1) if math.prod(rows[:size]) == count), 0)
     else:
         cut = int(rows[0] == count)
     inner = {mask[-1], rows[cut - 1]} - {1}
@@ -265,59 +310,15 @@ def rows_each(rows: Sequence[int], mask: Sequence[int]) -> int:
 
 
 def group_of(rows: Sequence[int]) -> int:
-    """How many rows in a row may belong to one row of a step whose number of rows only the device knows.
+    """Return how many consecutive rows may belong to one row of a step, if only the device knows its rows.
 
-    As many as of the step are always right. 0: any number, for the rows have one dimension.
+    As many rows as the step has are always right. 0 means any number: the rows have one dimension.
     """
-    rows = [one for one in rows if one != 1]
+    rows = [size for size in rows if size != 1]
     if len(rows) < 2:
         return 0
     first = 1 if len(rows) == 2 else 2  # [T, heads], or [B, T, heads, ...]
     return 1 if rows[first - 1] in rows[first:] else math.prod(rows[first:])
-
-
-_NUMBERS = itertools.count(1)
-
-
-class SeenPoints:
-    """Points of one trace that something happened at."""
-
-    def __init__(self) -> None:
-        self.points: set[int] = set()
-        self._adders: list[Callable[[], None]] = []
-        self._key = f"set {next(_NUMBERS)}"
-        """Of this set alone, so that code that was compiled for another trace is not taken for this one."""
-
-    def take(self) -> None:
-        """There is one more point: their numbers are given in this order, from 0."""
-        self._adders.append(_adder(self.points, len(self._adders)))
-
-    def add(self, point: int) -> None:
-        """Something happened at the point with this number."""
-        if self._key:  # always; the compiler guards on what is asked
-            self._adders[point]()
-
-
-def _adder(points: set[int], point: int) -> Callable[[], None]:
-    def add() -> None:
-        points.add(point)
-
-    # What torch.compiler.assume_constant_result does, which loads the compiler: two seconds for those who do
-    # not compile. Without arguments, for of those the compiler takes constants only.
-    add._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return add
-
-
-STEP, ACTIVE, REAL, PADDED, SEQUENCE, STEPS, PADDED_STEPS, PAD_TOKENS = range(8)
-STEPS_WITH, NOW, THROUGH, MASKED, HEADER = 8, 16, 24, 25, 26
-"""Places of the header; as in `moedoctor.kernels.watch`, which is not imported without Triton."""
-ROWS, STEPS_FOUND, FIRST_STEP, FIRST_SEQUENCE, LAST_STEP, FIELDS = range(6)
-KINDS = 6
-"""NaN in real rows, Inf in real rows, NaN in padding, Inf in padding, NaN in others, Inf in others."""
-PADDING, UNKNOWN = 2, 4
-"""What is added to a kind for padding, and for rows of which it is not known."""
-ALL_REAL = 2**31 - 1
-ID_KINDS = 3
 
 
 def watch_rows(
@@ -330,8 +331,8 @@ def watch_rows(
 ) -> None:
     """Record what `rows` [rows, columns] hold that is not finite, under `point`.
 
-    Each element of `padding` int8 [elements] stands for `group` rows in a row. Without it, `group` rows may
-    belong to one of the step, or one, or with 0 any number.
+    Each element of `padding` int8 [elements] covers `group` consecutive rows. Without it, `group` rows may
+    belong to one row of the step, or one, or with 0 any number.
     """
     if has_kernel(rows):
         from moedoctor.kernels.watch import launch_watch
@@ -349,7 +350,7 @@ def watch_rows(
 
 
 def _offsets(rows: int, header: torch.Tensor, padding: torch.Tensor | None, group: int) -> torch.Tensor:
-    """0 for a real row, PADDING, or UNKNOWN: int64 [rows]."""
+    """int64 [rows]: 0 for a real row, PADDING, or UNKNOWN."""
     number = torch.arange(rows, device=header.device)  # [rows]
     real, padded, masked = int(header[REAL]), int(header[PADDED]), int(header[MASKED])
     if padding is not None and masked == padding.numel():
@@ -375,16 +376,6 @@ def _record(header: torch.Tensor, entry: torch.Tensor, kind: int, count: int) ->
     header[NOW + kind] = 1
 
 
-def watch_own_ids(
-    ids: torch.Tensor, header: torch.Tensor, counts: torch.Tensor, num_experts: int, point: int
-) -> None:
-    """Add to `counts` at `point` the rows of `ids` [T, K] that no kernel should be given.
-
-    The rows are those of the step, one for one: that costs one launch.
-    """
-    _check_ids(ids, num_experts, counts[point], header[REAL : REAL + 1], header[:2])
-
-
 def watch_ids(
     ids: torch.Tensor,
     header: torch.Tensor,
@@ -394,9 +385,9 @@ def watch_ids(
     num_experts: int,
     point: int,
 ) -> None:
-    """As `watch_own_ids`, for ids of any number of rows, and a mask int8 [elements] or None.
+    """Add to `counts` at `point` the rows of `ids` [rows, K] that no kernel should be given.
 
-    What is in rows that may be real or padding is added to `others`.
+    `padding` is a mask int8 [elements] or None. Rows that may be real or padding are added to `others`.
     """
     rows = ids.shape[0]
     real, padded, masked = header[REAL], header[PADDED], header[MASKED]  # []
@@ -405,14 +396,15 @@ def watch_ids(
     if padding is not None and padding.numel() and rows % padding.numel() == 0:
         by_mask = masked == padding.numel()
         mask = padding.repeat_interleave(rows // padding.numel())  # [rows]
-        # Real rows first, as the check wants them.
+        # Real rows first, as the check needs them.
         ids = torch.where(by_mask, ids[(mask != 0).to(torch.int8).argsort(stable=True)], ids)
         real_rows, known = torch.where(by_mask, (mask == 0).sum(), real_rows), known | by_mask
     everything = real >= padded
+    known = known | everything
     real_rows = torch.where(everything, rows, real_rows).to(torch.int32).reshape(1)
-    for whose, place in ((known | everything, counts), (~(known | everything), others)):
-        step = torch.stack((header[STEP], header[ACTIVE] * whose))  # [2]
-        _check_ids(ids, num_experts, place[point], real_rows if place is counts else None, step)
+    for applies, target in ((known, counts), (~known, others)):
+        step = torch.stack((header[STEP], header[ACTIVE] * applies))  # [2]
+        _check_ids(ids, num_experts, target[point], real_rows if target is counts else None, step)
 
 
 def _check_ids(
@@ -422,6 +414,7 @@ def _check_ids(
     real_rows: torch.Tensor | None,
     step: torch.Tensor,
 ) -> None:
+    """`step` int32 [2]: the number of the step, and 0 if none runs."""
     if has_kernel(ids):
         from moedoctor.kernels.expert_ids import launch_check
 
@@ -434,7 +427,7 @@ def _check_ids(
 
 
 def begin_step(header: torch.Tensor, real: int, padded: int) -> None:
-    """Start the next step in the record; one that still runs, for the model raised, is over."""
+    """Start the next step in the record. A step that still runs, because the model raised, ends."""
     if has_kernel(header):
         from moedoctor.kernels.watch import launch_begin
 
@@ -448,7 +441,7 @@ def begin_step(header: torch.Tensor, real: int, padded: int) -> None:
 
 
 def end_step(header: torch.Tensor) -> None:
-    """Add up what the step showed; nothing where none runs."""
+    """Add up what the step showed; does nothing if none runs."""
     if has_kernel(header):
         from moedoctor.kernels.watch import launch_end
 
@@ -464,7 +457,7 @@ def end_step(header: torch.Tensor) -> None:
 
 
 def has_kernel(x: torch.Tensor) -> bool:
-    """Whether there is a kernel for what is on the device of `x`."""
+    """Whether there are kernels for the device of `x`."""
     return x.is_cuda and _has_triton()
 
 
@@ -474,28 +467,21 @@ def _has_triton() -> bool:
 
 
 # A graph compiler takes an operator as it is, and keeps one that changes its arguments.
-_watch_operator = torch.library.custom_op(
-    "moedoctor::watch_rows",
-    watch_rows,
-    mutates_args=("header", "found"),
-    schema="(Tensor rows, Tensor(a!) header, Tensor(b!) found, Tensor? padding, int point, "
-    "SymInt group) -> ()",
-)
-_ids_operator = torch.library.custom_op(
-    "moedoctor::watch_ids",
-    watch_ids,
-    mutates_args=("counts", "others"),
-    schema="(Tensor ids, Tensor header, Tensor(a!) counts, Tensor(b!) others, Tensor? padding, "
-    "int num_experts, int point) -> ()",
-)
-_begin_operator = torch.library.custom_op(
-    "moedoctor::begin_step",
-    begin_step,
-    mutates_args=("header",),
-    schema="(Tensor(a!) header, SymInt real, SymInt padded) -> ()",
-)
-_end_operator = torch.library.custom_op(
-    "moedoctor::end_step", end_step, mutates_args=("header",), schema="(Tensor(a!) header) -> ()"
-)
-for _operator in (_watch_operator, _ids_operator, _begin_operator, _end_operator):
-    _operator.register_fake(lambda *arguments: None)
+for _function, _changed, _schema in (
+    (
+        watch_rows,
+        ("header", "found"),
+        "(Tensor rows, Tensor(a!) header, Tensor(b!) found, Tensor? padding, int point, SymInt group) -> ()",
+    ),
+    (
+        watch_ids,
+        ("counts", "others"),
+        "(Tensor ids, Tensor header, Tensor(a!) counts, Tensor(b!) others, Tensor? padding, "
+        "int num_experts, int point) -> ()",
+    ),
+    (begin_step, ("header",), "(Tensor(a!) header, SymInt real, SymInt padded) -> ()"),
+    (end_step, ("header",), "(Tensor(a!) header) -> ()"),
+):
+    torch.library.custom_op(
+        f"moedoctor::{_function.__name__}", _function, mutates_args=_changed, schema=_schema
+    ).register_fake(lambda *arguments: None)

@@ -5,12 +5,12 @@
     save(recorder.trace(), Path("routing.safetensors"))
 
 Works on any module whose MoE layers it can see: those of Hugging Face's transformers, and of vLLM (the module
-that ``llm.apply_model`` hands out, under ``enforce_eager``). For each layer the first of these that there is:
+that ``llm.apply_model`` hands out, under ``enforce_eager``). Of each layer it records the first of these:
 
 1. vLLM's own capture function of a router: the ids after routing.
 2. The integer tensor [T, K] that the module of the experts is called with.
-3. The integer tensor [T, K] that the router gives.
-4. The top-k of the router's logits, where the choice follows from them: not with a correction bias or groups.
+3. The integer tensor [T, K] that the router returns.
+4. The top-k of the router's logits, if they decide the choice: not with a correction bias or groups.
 
 Hooks do not run inside CUDA graphs and compiled regions: run the model eagerly.
 """
@@ -36,7 +36,7 @@ _BEYOND_LOGITS = ("e_score_correction_bias", "expert_bias", "moe_statics")
 
 @dataclass
 class _Layer:
-    """One MoE layer, and what its sources have said so far, best source first."""
+    """One MoE layer, and what its sources have given so far, best source first."""
 
     name: str
     num_experts: int
@@ -44,7 +44,7 @@ class _Layer:
     """Source -> ids int32 [T, K] of each call."""
 
     def chosen(self) -> list[torch.Tensor]:
-        """What the best source that said anything said."""
+        """Return the calls of the best source that gave any."""
         return next((calls for calls in self.records.values() if calls), [])
 
 
@@ -52,7 +52,7 @@ class RoutingRecorder:
     """A context: inside it, every forward pass of `model` is recorded."""
 
     def __init__(self, model: nn.Module, *, name: str | None = None) -> None:
-        """`name` is the model's in the trace; by default that of its class."""
+        """`name` is the model's name in the trace; by default that of its class."""
         self._model = model
         self._name = name or type(model).__name__
         self._layers: list[_Layer] = []
@@ -61,7 +61,7 @@ class RoutingRecorder:
         self._routers: list[Any] = []
 
     def __enter__(self) -> RoutingRecorder:
-        """Start recording. Raises TraceError where the model has no MoE layer that is known."""
+        """Start recording. Raises TraceError if the model has no known MoE layer."""
         for name, block in self._model.named_modules():
             self._watch(name, block)
         if not self._layers:
@@ -79,9 +79,9 @@ class RoutingRecorder:
             self._undo.pop()()
 
     def trace(self, made: Mapping[str, Any] | None = None) -> RoutingTrace:
-        """What was recorded. A call is a forward pass; its rows are all its tokens, padding included.
+        """Return what was recorded. A call is a forward pass; its rows are all its tokens, padding included.
 
-        Raises TraceError where nothing was recorded, or not the same calls in every layer.
+        Raises TraceError if nothing was recorded, or not the same calls in every layer.
         """
         if self._problem:
             raise TraceError(self._problem)
@@ -116,7 +116,7 @@ class RoutingRecorder:
         )
 
     def _watch(self, name: str, block: nn.Module) -> None:
-        """Hook `block` where it is a MoE layer."""
+        """Hook `block` if it is a MoE layer."""
         capture = _capture(block)
         if capture is not None:
             if block.router in self._routers:
@@ -129,24 +129,24 @@ class RoutingRecorder:
             return
         children = dict(block.named_children())
         experts = children.get("experts")
-        router = next((children[one] for one in _ROUTERS if one in children), None)
+        router = next((children[key] for key in _ROUTERS if key in children), None)
         if experts is None or router is None or _capture(experts) is not None:
             return
         layer = self._add(name, experts, router, block)
-        given = self._keeper(layer, "ids that the experts are called with")
-        said = self._keeper(layer, "ids that the router gives")
-        derived = self._keeper(layer, "top-k of the router's logits")
+        by_experts = self._keeper(layer, "ids that the experts are called with")
+        by_router = self._keeper(layer, "ids that the router gives")
+        by_logits = self._keeper(layer, "top-k of the router's logits")
 
         def before(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-            given(_integers((*arguments, *options.values())))
+            by_experts(_integers((*arguments, *options.values())))
 
         def after(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
             ids = _integers(outputs)
             if ids is not None:
-                said(ids)
+                by_router(ids)
             elif not layer.records["ids that the experts are called with"]:
-                derived(self._from_logits(layer, outputs, router, block))
+                by_logits(self._from_logits(layer, outputs, router, block))
 
         if not isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
             self._undo.append(experts.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -178,16 +178,16 @@ class RoutingRecorder:
         self, layer: _Layer, outputs: tuple[Any, ...], router: nn.Module, block: nn.Module
     ) -> torch.Tensor | None:
         logits = next(
-            (one for one in outputs if isinstance(one, torch.Tensor) and one.shape[-1] == layer.num_experts),
+            (out for out in outputs if isinstance(out, torch.Tensor) and out.shape[-1] == layer.num_experts),
             None,
         )
         width = _first((router, block), _WIDTHS)
         beyond = next(
             (
-                one
-                for one in _BEYOND_LOGITS
-                for where in (router, block)
-                if getattr(where, one, None) is not None
+                name
+                for name in _BEYOND_LOGITS
+                for module in (router, block)
+                if getattr(module, name, None) is not None
             ),
             None,
         )
@@ -202,16 +202,16 @@ class RoutingRecorder:
 
 
 def _capture(module: nn.Module) -> Callable[[Any], None] | None:
-    """vLLM's capture function of the router of `module`; None where there is none."""
-    found = getattr(getattr(module, "router", None), "set_capture_fn", None)
-    return found if callable(found) else None
+    """vLLM's capture function of the router of `module`, or None."""
+    capture = getattr(getattr(module, "router", None), "set_capture_fn", None)
+    return capture if callable(capture) else None
 
 
 def _integers(values: tuple[Any, ...]) -> torch.Tensor | None:
     """The expert ids [..., K] among `values`."""
-    for one in values:
-        if isinstance(one, torch.Tensor) and one.dim() >= 2 and one.dtype in (torch.int32, torch.int64):
-            return one
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.dtype in (torch.int32, torch.int64):
+            return value
     return None
 
 

@@ -1,6 +1,6 @@
 """A synthetic routing trace: experts drawn by Zipf's law, whose popularity drifts.
 
-It stands in for a recorded trace where there is none. Consecutive tokens are independent of each other, which
+It takes the place of a recorded trace. Consecutive tokens are independent of each other, which
 those of a language model are not: a model reuses experts from token to token, so real hit rates differ.
 """
 
@@ -16,7 +16,7 @@ from moedoctor.trace.format import RoutingTrace, TraceError
 PREFIX = "zipf"
 _MAX_IDS = 50_000_000
 _KINDS = {"skew": float, "drift": float}
-"""Settings that are no integers."""
+"""Settings that are not integers."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ZipfSettings:
         known = asdict(cls())
         given: dict[str, float] = {}
         for part in filter(None, rest.split(",")):
-            key, equals, value = (one.strip() for one in part.partition("="))
+            key, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or key not in known:
                 raise TraceError(f"{PREFIX}: '{part[:40]}' is none of {', '.join(known)} with a value")
             try:
@@ -90,7 +90,7 @@ def zipf_trace(settings: ZipfSettings) -> RoutingTrace:
 
 
 def _swaps(random_: random.Random, drift: float) -> int:
-    """How many ranks are swapped now: `drift` of them on average."""
+    """Return how many ranks are swapped now: `drift` of them on average."""
     whole = int(drift)
     return whole + (random_.random() < drift - whole)
 
