@@ -131,41 +131,27 @@ PLAIN = "claims:\n- {key: plain, text: a, source: b}\n"
 
 # What is wrong, the file, the line of the error, a part of the message.
 BAD_SHAPE = [
-    ("a list", "- a\n", 1, MAPPING + "a list"),
     ("a text", "\nMD001\n", 2, MAPPING + "'MD001'"),
-    ("null", "null\n", 1, MAPPING + "null"),
     ("no id", "title: A title\n", 1, "id: is missing, expected a value"),
     ("unknown key", BASE + "subject: [faulty]\n", 5, "subject: unknown key, did you mean subjects?"),
     ("misspelt title", BASE.replace("title", "titel"), 3, "titel: unknown key, did you mean title?"),
     ("strange key", BASE + "zzz: 1\n", 5, "zzz: unknown key, expected one of id, name, title, subjects"),
     ("empty key", BASE + "'': 1\n", 5, "unknown key"),
-    ("key with escapes", BASE + '"a\\x1b[31m\\nb": 1\n', 5, r"a\x1b[31m\nb: unknown key"),
     ("long key", BASE + "k" * 900 + ": 1\n", 5, "k" * 40 + "… (900 characters): unknown key"),
     ("first of two", BASE + "yy: 1\nzz: 1\n", 5, "yy: unknown key"),
     ("number as id", BASE.replace("MD001", "5"), 1, "id: " + TEXT + "5"),
-    ("null as id", BASE.replace("MD001", ""), 1, "id: " + TEXT + "null"),
-    ("long id", BASE.replace("MD001", "M" * 101), 1, "id: must have at most 100 characters, not 'MMM"),
-    ("boolean as title", BASE.replace("A title", "true"), 3, "title: " + TEXT + "true"),
     ("blank title", BASE.replace("A title", "'  '"), 3, "title: must not be empty"),
-    ("empty title", BASE.replace("A title", "''"), 3, "title: must not be empty"),
     (
         "two lines",
         BASE.replace("A title", '"a\\nb"'),
         3,
         r"title: must be one line without control characters, n",
     ),
-    ("escapes", BASE.replace("A title", r'"\x1b[31m"'), 3, "title: must be one line without control"),
-    ("long title", BASE.replace("A title", "t" * 301), 3, "title: must have at most 300 characters"),
     ("timeout text", BASE + "timeout: '60'\n", 5, "timeout: must be a valid number, not '60'"),
-    ("timeout true", BASE + "timeout: true\n", 5, "timeout: must be a valid number, not true"),
     ("timeout 0", BASE + "timeout: 0\n", 5, "timeout: must be greater than 0, not 0"),
-    ("timeout long", BASE + "timeout: 3601\n", 5, "timeout: must be less than or equal to 3600, not 3601"),
-    ("timeout null", BASE + "timeout:\n", 5, "timeout: must be a valid number, not null"),
     ("subjects text", BASE + "subjects: faulty\n", 5, "subjects: " + LIST + "'faulty'"),
-    ("subjects null", BASE + "subjects:\n", 5, "subjects: " + LIST + "null"),
     ("subjects empty", BASE + "subjects: []\n", 5, "subjects: must not be empty"),
     ("subjects many", BASE + f"subjects: [{'a, ' * 101}]\n", 5, "subjects: must have at most 100 items"),
-    ("subject 5", BASE + "subjects:\n- faulty\n- 5\n", 7, "subjects[1]: " + TEXT + "5"),
     ("tiers empty", BASE + "tiers: []\n", 5, "tiers: must not be empty"),
     (
         "tier",
@@ -173,7 +159,6 @@ BAD_SHAPE = [
         6,
         "tiers[0]: must be 'model', 'library', 'kernel' or 'engine', not",
     ),
-    ("expect list", BASE + "expect: [clean]\n", 5, "expect: " + MAPPING + "a list"),
     ("expect empty", BASE + "expect: {}\n", 5, "expect: must not be empty"),
     (
         "verdict",
@@ -181,7 +166,6 @@ BAD_SHAPE = [
         6,
         "expect.faulty: must be 'reproduced' or 'clean', not 'x'",
     ),
-    ("parameters list", HEAD + "parameters: [4]\n", 4, "parameters: " + MAPPING + "a list"),
     ("parameter empty", HEAD + "parameters: {a: []}\n", 4, "parameters.a: must not be empty"),
     (
         "parameter mapping",
@@ -189,17 +173,8 @@ BAD_SHAPE = [
         5,
         "parameters.a: must be text, a number, true, fa",
     ),
-    (
-        "parameter nested",
-        HEAD + "parameters:\n  a:\n  - 1\n  - [2]\n",
-        7,
-        "parameters.a[1]: must be text, a number",
-    ),
     ("matrix empty", BASE + "matrix: []\n", 5, "matrix: must not be empty"),
-    ("matrix null", BASE + "matrix:\n", 5, "matrix: " + LIST + "null"),
-    ("matrix mapping", BASE + "matrix: {a: 1}\n", 5, "matrix: " + LIST + "a mapping"),
     ("matrix of text", BASE + "matrix:\n- a\n", 6, "matrix[0]: " + MAPPING + "'a'"),
-    ("claims mapping", BASE + "claims: {}\n", 5, "claims: " + LIST + "a mapping"),
     ("claim text", BASE + "claims: [a]\n", 5, "claims[0]: " + MAPPING + "'a'"),
     ("claim incomplete", BASE + "claims:\n- key: plain\n", 6, "claims[0].text: is missing, expected a value"),
     (
@@ -217,20 +192,10 @@ BAD_SHAPE = [
 ]
 BAD_VALUE = [
     ("unknown id", BASE.replace("MD001", "MD03"), 1, "id: unknown id 'MD03', did you mean MD00"),
-    ("id in lower case", BASE.replace("MD001", "md001"), 1, "unknown id 'md001', did you mean MD001?"),
     ("strange id", BASE.replace("MD001", "zz"), 1, "unknown id 'zz', expected one of MD001, MD002"),
-    ("long id", BASE.replace("MD001", "M" * 90), 1, "M… (90 characters)'"),
     ("other name", BASE.replace("nan_routing", "nan"), 2, "name: 'nan' is not MD001, expected nan_routing"),
-    (
-        "name of another",
-        BASE.replace("nan_routing", "unpinned_copy"),
-        2,
-        "is not MD001, expected nan_routing",
-    ),
     ("subject", BASE + "subjects:\n- fixed\n- fauly\n", 7, "unknown subject 'fauly', did you mean faulty?"),
     ("subject of a plug-in", BASE + "subjects: [emulatr]\n", 5, "did you mean emulator?"),
-    ("release", BASE + "subjects: [vllm@1.1.1]\n", 5, "'vllm@1.1.1', did you mean vllm@X.Y.Z?"),
-    ("strange subject", BASE + "subjects: [zz]\n", 5, "expected one of faulty, fixed, installed, vllm@X.Y.Z"),
     (
         "subject twice",
         BASE + "subjects: [fixed, faulty,\n fixed]\n",
@@ -244,7 +209,6 @@ BAD_VALUE = [
         "expect.fixd: unknown subject 'fixd', did you",
     ),
     ("tier", BASE + "tiers: [engine]\n", 5, "tiers[0]: MD001 has no tier engine, expected model, kernel"),
-    ("tier twice", BASE + "tiers: [model, model]\n", 5, "tiers[1]: 'model' is there twice"),
     ("claim", BASE + CLAIM.replace("same_", "sane_"), 6, "'sane_expert', did you mean same_expert?"),
     ("claim twice", BASE + PLAIN + PLAIN.split("\n")[1], 7, "claims[1].key: 'plain' is there twice"),
     ("no thresholds", BASE + CLAIM, 6, "claims[0].thresholds.min_share: is missing, expected a number"),
@@ -270,21 +234,12 @@ BAD_POINT = [
         "parameters.topk: unknown key, did you mean top_k?",
     ),
     (
-        "unknown list",
-        HEAD + "parameters:\n  tokens: 1\n  topk:\n  - 1\n",
-        6,
-        "parameters.topk: unknown key, did",
-    ),
-    (
         "unknown before missing",
         HEAD + "parameters:\n  token: 1\n",
         5,
         "parameters.token: unknown key, did you",
     ),
     ("text", HEAD + "parameters: {tokens: '4'}\n", 4, INTEGER + "'4'"),
-    ("boolean", HEAD + "parameters: {tokens: true}\n", 4, INTEGER + "true"),
-    ("fraction", HEAD + "parameters: {tokens: 4.0}\n", 4, INTEGER + "4.0"),
-    ("null", HEAD + "parameters: {tokens: }\n", 4, INTEGER + "null"),
     (
         "range",
         HEAD + "parameters:\n  tokens:\n  - 1\n  - -1\n",
@@ -315,12 +270,6 @@ BAD_POINT = [
         "block as a whole",
         BASE + "matrix:\n- {}\n- tokens: 13000\n",
         7,
-        "parameters: these values bring bad luck",
-    ),
-    (
-        "no matrix",
-        HEAD + "timeout: 9\nparameters:\n  tokens: 13000\n",
-        5,
         "parameters: these values bring bad luck",
     ),
 ]
@@ -452,11 +401,11 @@ from pathlib import Path
 from scenario_fakes import FAULTS, subject_kind
 from moedoctor.scenario.file import ScenarioError, load
 for path in map(Path, sys.argv[2:]):
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         load(path, faults=FAULTS, subject_kind=subject_kind)
     except ScenarioError as error:
-        print(round(time.perf_counter() - began, 3), path.name, error.message[:70])
+        print(round(time.process_time() - began, 3), path.name, error.message[:70])
 assert "torch" not in sys.modules
 # ru_maxrss would count the parent's peak too: Linux keeps it over fork and exec.
 status = Path('/proc/self/status').read_text()
@@ -500,7 +449,7 @@ def test_editors_accept_what_the_loader_accepts(tmp_path: Path) -> None:
 
 
 # What a JSON schema cannot say: text that is blank or no single line.
-BEYOND_SCHEMA = {"blank title", "two lines", "escapes"}
+BEYOND_SCHEMA = {"blank title", "two lines"}
 
 
 @pytest.mark.parametrize(
