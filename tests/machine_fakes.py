@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,28 +21,67 @@ WSL = "Linux version 6.6.87.2-microsoft-standard-WSL2"
 PINNED = Pinning(tried=True, works=True, reason="64 MiB pinned in 9 ms")
 
 
-class Nvml:
-    """The functions of `pynvml` that are used, for GPUs given as (name, capability)."""
+class NvmlError(Exception):
+    def __init__(self, value: int) -> None:
+        super().__init__(f"NVML error {value}")
+        self.value = value
 
-    NVMLError = RuntimeError
+
+class Nvml:
+    """The functions of `pynvml` that are used, for GPUs given as (name, capability) or with their bytes.
+
+    A size of None is not supported by the driver, a GPU in `lost` answers nothing.
+    """
+
+    NVMLError = NvmlError
+    NVML_ERROR_NOT_SUPPORTED = 3
     NVML_ERROR_DRIVER_NOT_LOADED = 9
     NVML_ERROR_LIBRARY_NOT_FOUND = 12
+    NVML_ERROR_GPU_IS_LOST = 15
+    NVML_ERROR_LIB_RM_VERSION_MISMATCH = 18
 
-    def __init__(self, gpus: list[tuple[str, str]], driver_cuda: int = 13000) -> None:
-        self.gpus, self.driver_cuda = gpus, driver_cuda
+    def __init__(
+        self,
+        gpus: Sequence[tuple[Any, ...]],
+        driver_cuda: int = 13000,
+        *,
+        init_error: int | None = None,
+        lost: tuple[int, ...] = (),
+    ) -> None:
+        self.gpus = [(*gpu, 80 << 30)[:3] for gpu in gpus]
+        self.driver_cuda, self.init_error, self.lost = driver_cuda, init_error, lost
+        self.open = 0
+
+    def _init(self) -> None:
+        if self.init_error is not None:
+            raise NvmlError(self.init_error)
+        self.open += 1
+
+    def _shutdown(self) -> None:
+        self.open -= 1
+
+    def _handle(self, index: int) -> int:
+        if index in self.lost:
+            raise NvmlError(self.NVML_ERROR_GPU_IS_LOST)
+        return index
+
+    def _memory(self, handle: int) -> SimpleNamespace:
+        if self.gpus[handle][2] is None:
+            raise NvmlError(self.NVML_ERROR_NOT_SUPPORTED)
+        return SimpleNamespace(total=self.gpus[handle][2])
 
     def __getattr__(self, name: str) -> Any:
         answers = {
-            "nvmlInit": lambda: None,
-            "nvmlShutdown": lambda: None,
+            "nvmlInit": self._init,
+            "nvmlShutdown": self._shutdown,
             "nvmlDeviceGetCount": lambda: len(self.gpus),
-            "nvmlDeviceGetHandleByIndex": lambda index: index,
-            "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle:08d}-0000",
+            "nvmlDeviceGetHandleByIndex": self._handle,
+            "nvmlDeviceGetUUID": lambda handle: f"GPU-{'ab'[handle] * 4}{str(handle + 1) * 4}-0000",
             "nvmlDeviceGetName": lambda handle: self.gpus[handle][0],
             "nvmlDeviceGetCudaComputeCapability": lambda handle: [
                 int(part) for part in self.gpus[handle][1].split(".")
             ],
-            "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 << 30),
+            "nvmlDeviceGetMemoryInfo": self._memory,
             "nvmlSystemGetDriverVersion": lambda: "580.159.03",
             "nvmlSystemGetCudaDriverVersion_v2": lambda: self.driver_cuda,
         }

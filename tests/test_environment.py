@@ -9,72 +9,23 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from machine_fakes import Nvml
 
 from moedoctor.environment import COLLECTORS, Sources, collect
 
 GPU_FACTS = {"gpu", "gpus", "capability", "driver", "cuda_driver"}
 
 
-class NvmlError(Exception):
-    def __init__(self, value: int) -> None:
-        super().__init__(f"NVML error {value}")
-        self.value = value
+NO_LIBRARY = Nvml((), init_error=Nvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
 
-class FakeNvml:
-    """The functions of `pynvml` that are used, over two GPUs: an H200 and one that tells little."""
-
-    NVMLError = NvmlError
-    NVML_ERROR_NOT_SUPPORTED = 3
-    NVML_ERROR_DRIVER_NOT_LOADED = 9
-    NVML_ERROR_LIBRARY_NOT_FOUND = 12
-    NVML_ERROR_GPU_IS_LOST = 15
-    NVML_ERROR_LIB_RM_VERSION_MISMATCH = 18
-
-    def __init__(self, init_error: int | None = None, lost: tuple[int, ...] = ()) -> None:
-        self.init_error = init_error
-        self.lost = lost
-        self.open = 0
-
-    def nvmlInit(self) -> None:
-        if self.init_error is not None:
-            raise NvmlError(self.init_error)
-        self.open += 1
-
-    def nvmlShutdown(self) -> None:
-        self.open -= 1
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        if index in self.lost:
-            raise NvmlError(self.NVML_ERROR_GPU_IS_LOST)
-        return index
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:
-        return ("GPU-aaaa1111-0000", "GPU-bbbb2222-0000")[handle]
-
-    def nvmlDeviceGetName(self, handle: int) -> str | bytes:
-        return ("NVIDIA H200", b"NVIDIA GB10")[handle]
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
-        return ((9, 0), (12, 1))[handle]
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        if handle == 1:
-            raise NvmlError(self.NVML_ERROR_NOT_SUPPORTED)
-        return SimpleNamespace(total=150_754_820_096)
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return "580.159.03"
-
-    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
-        return 12080
+def two_gpus(**options: Any) -> Nvml:
+    """An H200, and a GPU whose driver does not report its memory and gives its name as bytes."""
+    gpus = (("NVIDIA H200", "9.0", 150_754_820_096), (b"NVIDIA GB10", "12.1", None))
+    return Nvml(gpus, 12080, **options)
 
 
 def fake(
@@ -103,7 +54,7 @@ def fake(
         exists=lambda path: path in (files or {}),
         package_version=package_version,
         package_folder=lambda name: torch_folder,
-        nvml=nvml or (lambda: FakeNvml(init_error=FakeNvml.NVML_ERROR_LIBRARY_NOT_FOUND)),
+        nvml=nvml or (lambda: NO_LIBRARY),
         locked_memory_limit=lambda: 8192,
         host=lambda: "gpubox7",
     )
@@ -173,7 +124,7 @@ def test_with_every_source_failing_there_is_still_an_answer() -> None:
 
 
 def test_two_gpus_with_what_each_tells() -> None:
-    nvml = FakeNvml()
+    nvml = two_gpus()
     facts = collect(fake(nvml=lambda: nvml))
     assert facts["gpu"] == "NVIDIA H200"
     assert facts["capability"] == "9.0"
@@ -205,28 +156,26 @@ def test_two_gpus_with_what_each_tells() -> None:
 def test_the_gpu_is_the_first_that_cuda_programs_see(
     setting: str, gpu: str | None, visible: list[bool]
 ) -> None:
-    facts = collect(fake(nvml=FakeNvml, environ={"CUDA_VISIBLE_DEVICES": setting}))
+    facts = collect(fake(nvml=two_gpus, environ={"CUDA_VISIBLE_DEVICES": setting}))
     assert facts["gpu"] == gpu
     assert [one["visible"] for one in facts["gpus"]] == visible
     assert "2222" not in json.dumps(facts)
 
 
 def test_a_lost_gpu_does_not_hide_the_other() -> None:
-    facts = collect(fake(nvml=lambda: FakeNvml(lost=(0,))))
+    facts = collect(fake(nvml=lambda: two_gpus(lost=(0,))))
     assert facts["gpu"] == "NVIDIA GB10"
     assert facts["gpus"][0] == {"name": None, "capability": None, "memory_bytes": None, "visible": True}
 
 
-@pytest.mark.parametrize(
-    "error", [FakeNvml.NVML_ERROR_LIBRARY_NOT_FOUND, FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED]
-)
+@pytest.mark.parametrize("error", [Nvml.NVML_ERROR_LIBRARY_NOT_FOUND, Nvml.NVML_ERROR_DRIVER_NOT_LOADED])
 def test_no_driver_means_no_gpus(error: int) -> None:
-    facts = collect(fake(nvml=lambda: FakeNvml(init_error=error)))
+    facts = collect(fake(nvml=lambda: two_gpus(init_error=error)))
     assert (facts["gpu"], facts["gpus"], facts["collector_errors"]) == (None, [], {})
 
 
 def test_a_driver_that_does_not_start_is_told() -> None:
-    facts = collect(fake(nvml=lambda: FakeNvml(init_error=FakeNvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)))
+    facts = collect(fake(nvml=lambda: two_gpus(init_error=Nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)))
     assert (facts["gpu"], facts["gpus"]) == (None, None)
     assert facts["collector_errors"] == {"gpus": "NvmlError: NVML error 18"}
 
