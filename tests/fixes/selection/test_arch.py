@@ -135,20 +135,12 @@ def test_targets_have_one_name() -> None:
         assert str(Target.parse(text)) == "120f"
     assert Target.parse("9.0a") == Target(9, 0, "a")
     assert Target.parse("90a").dotted == "9.0a"
-    for text in (
+    for text in [
         "",
-        "f",
-        "9",
-        "12.0g",
-        "12.0ff",
-        "1234",
-        "12.0+PTX",
-        "sm_",
-        "lto_120",
         " 120",
         "120\n",
-        "05",
-    ):
+        *["f", "9", "12.0g", "12.0ff", "1234", "12.0+PTX", "sm_", "lto_120", "05"],
+    ]:
         with pytest.raises(ValueError, match="is not a CUDA target"):
             Target.parse(text)
 
@@ -348,30 +340,31 @@ def _by_torch(text: str) -> tuple[str, ...] | None:
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "12.0",
-            "12.0a",
-            "12.0f",
-            "120a",
+        *[
             "12.0 ",
             "12.0;;9.0",
             "12.0,9.0",
             "9.0a;12.0+PTX",
             "8.9 9.0a",
+            "Ampere;Ada",
+            "7.5+PTX+PTX",
+            "8.9\t9.0",
+        ],
+        *[
+            "12.0",
+            "12.0a",
+            "12.0f",
+            "120a",
             "9.0a+PTX",
-        ),
-        *(
             "Hopper",
             "Blackwell",
             "Blackwell+Tegra",
-            "Ampere;Ada",
             "Turing+PTX",
             "8.8",
             "10.7",
-            "7.5+PTX+PTX",
             ";",
-        ),
-        *("8.0a", "7.2", "10.3a", "11.0", "13.0", "banana", "sm_90", "3.5", "6.1+PTX", "8.9\t9.0"),
+        ],
+        *["8.0a", "7.2", "10.3a", "11.0", "13.0", "banana", "sm_90", "3.5", "6.1+PTX"],
     ],
 )
 def test_torchs_own_reading(text: str) -> None:

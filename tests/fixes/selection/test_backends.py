@@ -42,8 +42,8 @@ points = st.fixed_dictionaries(
 
 
 def candidate(backend: str, capability: str, scheme: str, release: str, **options: object) -> Candidate:
-    found = select(capability, scheme, release=release, **options).candidates  # type: ignore[arg-type]
-    return next(one for one in found if one.backend == backend)
+    candidates = select(capability, scheme, release=release, **options).candidates  # type: ignore[arg-type]
+    return next(each for each in candidates if each.backend == backend)
 
 
 def test_the_tables_know_every_release() -> None:
@@ -51,39 +51,59 @@ def test_the_tables_know_every_release() -> None:
     assert (OLDEST, NEWEST) == ("0.17.1", "0.33.0")
 
 
+FP4, BACKEND, FORCE = (
+    "VLLM_USE_FLASHINFER_MOE_FP4",
+    "VLLM_FLASHINFER_MOE_BACKEND",
+    "VLLM_TEST_FORCE_FP8_MARLIN",
+)
+BF16 = {"VLLM_USE_FLASHINFER_MOE_FP16": "1"}
+
+
 @pytest.mark.parametrize(
-    ("release", "capability", "scheme", "chosen"),
+    ("release", "capability", "scheme", "options", "chosen"),
     [
-        ("0.17.1", "12.0", "nvfp4", "FLASHINFER_CUTLASS"),
-        ("0.18.0", "12.1", "nvfp4", "FLASHINFER_CUTLASS"),
-        ("0.18.0", "10.0", "nvfp4", "FLASHINFER_TRTLLM"),
-        ("0.20.2", "11.0", "nvfp4", "FLASHINFER_CUTLASS"),
-        ("0.21.0", "11.0", "nvfp4", "VLLM_CUTLASS"),  # FlashInfer's kernels lost 11.0 there
-        ("0.31.0", "9.0", "nvfp4", "MARLIN"),
-        ("0.32.0", "9.0", "nvfp4", "HUMMING"),  # preferred on 9.0 alone, from 0.32.0 on
-        ("0.32.0", "8.9", "nvfp4", "MARLIN"),
-        ("0.33.0", "12.0", "nvfp4-w4a16", "MARLIN"),
-        ("0.33.0", "7.5", "nvfp4", "MARLIN"),
-        ("0.19.0", "7.0", "nvfp4", None),
-        ("0.20.0", "7.0", "nvfp4", "EMULATION"),
-        ("0.18.0", "9.0", "fp8-block", "TRITON"),
-        ("0.23.0", "12.0", "fp8-block", "TRITON"),
-        ("0.24.0", "12.0", "fp8-block", "DEEPGEMM"),
-        ("0.18.0", "8.9", "fp8", "TRITON"),
-        ("0.18.0", "8.0", "fp8", "MARLIN"),
-        ("0.19.1", "10.0", "bf16", "TRITON"),
-        ("0.20.0", "10.0", "bf16", "FlashInfer TRTLLM"),
-        ("0.22.1", "9.0", "bf16", "FlashInfer CUTLASS"),
-        ("0.23.0", "9.0", "bf16", "TRITON"),
-        ("0.17.1", "9.0", "mxfp4", "TRITON"),
-        ("0.17.1", "10.3", "mxfp4", "SM100_FI_MXFP4_BF16"),
-        ("0.17.1", "12.0", "mxfp4", "MARLIN"),
+        ("0.17.1", "12.0", "nvfp4", {}, "FLASHINFER_CUTLASS"),
+        ("0.18.0", "12.1", "nvfp4", {}, "FLASHINFER_CUTLASS"),
+        ("0.18.0", "10.0", "nvfp4", {}, "FLASHINFER_TRTLLM"),
+        ("0.20.2", "11.0", "nvfp4", {}, "FLASHINFER_CUTLASS"),
+        ("0.21.0", "11.0", "nvfp4", {}, "VLLM_CUTLASS"),  # FlashInfer's kernels lost 11.0 there
+        ("0.31.0", "9.0", "nvfp4", {}, "MARLIN"),
+        ("0.32.0", "9.0", "nvfp4", {}, "HUMMING"),  # preferred on 9.0 alone, from 0.32.0 on
+        ("0.32.0", "8.9", "nvfp4", {}, "MARLIN"),
+        ("0.33.0", "12.0", "nvfp4-w4a16", {}, "MARLIN"),
+        ("0.33.0", "7.5", "nvfp4", {}, "MARLIN"),
+        ("0.19.0", "7.0", "nvfp4", {}, None),
+        ("0.20.0", "7.0", "nvfp4", {}, "EMULATION"),
+        ("0.18.0", "9.0", "fp8-block", {}, "TRITON"),
+        ("0.23.0", "12.0", "fp8-block", {}, "TRITON"),
+        ("0.24.0", "12.0", "fp8-block", {}, "DEEPGEMM"),
+        ("0.18.0", "8.9", "fp8", {}, "TRITON"),
+        ("0.18.0", "8.0", "fp8", {}, "MARLIN"),
+        ("0.19.1", "10.0", "bf16", {}, "TRITON"),
+        ("0.20.0", "10.0", "bf16", {}, "FlashInfer TRTLLM"),
+        ("0.22.1", "9.0", "bf16", {}, "FlashInfer CUTLASS"),
+        ("0.23.0", "9.0", "bf16", {}, "TRITON"),
+        ("0.17.1", "9.0", "mxfp4", {}, "TRITON"),
+        ("0.17.1", "10.3", "mxfp4", {}, "SM100_FI_MXFP4_BF16"),
+        ("0.17.1", "12.0", "mxfp4", {}, "MARLIN"),
+        ("0.18.0", "9.0", "fp8-block", {"ep": True}, "FLASHINFER_CUTLASS"),
+        ("0.33.0", "12.0", "bf16", {}, "FlashInfer CUTLASS"),
+        ("0.33.0", "12.0", "bf16", {"dp": True}, "TRITON"),
+        ("0.33.0", "9.0", "fp8-block", {"libraries": {"humming": False}}, "TRITON"),
+        ("0.33.0", "9.0", "nvfp4", {"libraries": {"humming": False}}, "MARLIN"),
+        ("0.33.0", "12.0", "nvfp4", {"libraries": {"flashinfer": False}}, "VLLM_CUTLASS"),
+        ("0.17.1", "9.0", "mxfp4", {"environ": {"VLLM_MXFP4_USE_MARLIN": "1"}}, "MARLIN"),
+        ("0.17.1", "10.0", "bf16", {"environ": BF16}, "FlashInfer TRTLLM"),
+        ("0.17.1", "9.0", "bf16", {"environ": BF16, "ep": True}, "FlashInfer CUTLASS"),
+        ("0.17.1", "9.0", "bf16", {"environ": BF16, "ep": True, "dp": True}, "TRITON"),
+        ("0.33.0", "9.0", "fp8-block", {"environ": {"VLLM_USE_DEEP_GEMM": "1"}}, "DEEPGEMM"),
+        ("0.33.0", "12.0", "fp8-block", {"environ": {"VLLM_USE_DEEP_GEMM": "0"}}, "TRITON"),
     ],
 )
-def test_what_a_release_selects_by_itself(
-    release: str, capability: str, scheme: str, chosen: str | None
+def test_what_a_release_selects(
+    release: str, capability: str, scheme: str, options: dict, chosen: str | None
 ) -> None:
-    selection = select(capability, scheme, release=release)
+    selection = select(capability, scheme, release=release, **options)
     assert selection.chosen == chosen
     assert (selection.error is None) is (chosen is not None)
 
@@ -103,84 +123,82 @@ def test_what_a_release_selects_by_itself(
     ],
 )
 def test_which_gpus_run_a_backend_for_nvfp4(backend: str, release: str, capabilities: set[str]) -> None:
-    runs = {one for one in CAPABILITIES if candidate(backend, one, "nvfp4", release).supported}
+    runs = {name for name in CAPABILITIES if candidate(backend, name, "nvfp4", release).supported}
     assert runs == capabilities
 
 
 def test_weight_only_nvfp4_is_for_marlin_and_its_like_alone() -> None:
     for release in RELEASES:
         taken = {
-            one.backend for one in select("12.0", "nvfp4-w4a16", release=release).candidates if one.supported
+            each.backend
+            for each in select("12.0", "nvfp4-w4a16", release=release).candidates
+            if each.supported
         }
         assert taken <= {"MARLIN", "HUMMING", "FLASHINFER_B12X", "B12X"}
         assert "MARLIN" in taken
 
 
-def test_cutlass_without_a_gate_and_with_expert_parallelism() -> None:
-    assert not candidate("VLLM_CUTLASS", "12.0", "nvfp4", "0.18.0", activation="relu2_no_mul").supported
-    assert candidate("VLLM_CUTLASS", "12.0", "nvfp4", "0.19.0", activation="relu2_no_mul").supported
-    assert not candidate("VLLM_CUTLASS", "12.0", "nvfp4", "0.20.0", ep=True).supported
-    assert candidate("VLLM_CUTLASS", "12.0", "nvfp4", "0.33.0", ep=True).supported
-
-
-def test_block_fp8_on_hopper_prefers_triton_for_tp_and_flashinfer_for_ep() -> None:
-    assert select("9.0", "fp8-block", release="0.18.0").chosen == "TRITON"
-    assert select("9.0", "fp8-block", release="0.18.0", ep=True).chosen == "FLASHINFER_CUTLASS"
-    elsewhere = [one for one in CAPABILITIES if one != "9.0"]
-    assert not any(candidate("FLASHINFER_CUTLASS", one, "fp8-block", "0.18.0").supported for one in elsewhere)
-
-
-def test_bf16_with_data_parallelism_leaves_flashinfer_cutlass_to_the_end() -> None:
-    assert select("12.0", "bf16", release="0.33.0").chosen == "FlashInfer CUTLASS"
-    assert select("12.0", "bf16", release="0.33.0", dp=True).chosen == "TRITON"
-
-
-def test_reasons_say_what_is_missing() -> None:
-    assert candidate("FLASHINFER_TRTLLM", "12.0", "nvfp4", "0.21.0").reason == (
-        "has no kernel for compute capability 12.0, only for 10.0 to 10.7"
-    )
-    assert "takes nvfp4 on" in candidate("FLASHINFER_CUTLASS", "9.0", "nvfp4", "0.21.0").reason
-    assert "expert parallelism" in candidate("VLLM_CUTLASS", "12.0", "nvfp4", "0.21.0", ep=True).reason
-    assert (
-        "without a gate"
-        in candidate("VLLM_CUTLASS", "12.0", "nvfp4", "0.18.0", activation="relu2_no_mul").reason
-    )
-    assert (
-        "does not compute gelu"
-        in candidate("FLASHINFER_CUTLASS", "12.0", "nvfp4", "0.21.0", activation="gelu").reason
-    )
-    assert candidate("AITER", "9.0", "fp8", "0.21.0").reason == "for ROCm only"
-    assert "b12x" in candidate("B12X", "12.0", "nvfp4", "0.32.0").reason
-    assert "does not take nvfp4-w4a16" in candidate("VLLM_CUTLASS", "12.0", "nvfp4-w4a16", "0.21.0").reason
-    assert "batched" in candidate("BATCHED_TRITON", "9.0", "fp8", "0.21.0").reason
-    assert (
-        candidate("MARLIN", "12.0", "nvfp4", "0.21.0").reason
-        == "would work; FLASHINFER_CUTLASS comes before it"
-    )
-    assert (
-        "on request: --moe-backend flashinfer_b12x"
-        in candidate("FLASHINFER_B12X", "12.0", "nvfp4", "0.22.0").reason
-    )
-
-
-def test_optional_libraries() -> None:
-    assert select("9.0", "fp8-block", release="0.33.0", libraries={"humming": False}).chosen == "TRITON"
-    assert select("9.0", "nvfp4", release="0.33.0", libraries={"humming": False}).chosen == "MARLIN"
-    assert select("12.0", "nvfp4", release="0.33.0", libraries={"flashinfer": False}).chosen == "VLLM_CUTLASS"
-    # The FlashInfer of 0.33.0 carries b12x along.
-    assert candidate("B12X", "12.0", "nvfp4", "0.33.0").supported
-    assert not candidate("B12X", "12.0", "nvfp4", "0.32.0").supported
-    assert candidate("B12X", "12.0", "nvfp4", "0.32.0", libraries={"b12x": True}).supported
-    # 0.19.1 brings no DeepGEMM, 0.20.0 does.
-    assert not candidate("DEEPGEMM", "9.0", "fp8-block", "0.19.1").supported
-    assert candidate("DEEPGEMM", "9.0", "fp8-block", "0.20.0").supported
-
-
-FP4, BACKEND, FORCE = (
-    "VLLM_USE_FLASHINFER_MOE_FP4",
-    "VLLM_FLASHINFER_MOE_BACKEND",
-    "VLLM_TEST_FORCE_FP8_MARLIN",
+@pytest.mark.parametrize(
+    ("backend", "capability", "scheme", "release", "options", "supported"),
+    [
+        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.18.0", {"activation": "relu2_no_mul"}, False),
+        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.19.0", {"activation": "relu2_no_mul"}, True),
+        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.20.0", {"ep": True}, False),
+        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.33.0", {"ep": True}, True),
+        ("B12X", "12.0", "nvfp4", "0.33.0", {}, True),  # its FlashInfer carries b12x along
+        ("B12X", "12.0", "nvfp4", "0.32.0", {}, False),
+        ("B12X", "12.0", "nvfp4", "0.32.0", {"libraries": {"b12x": True}}, True),
+        ("DEEPGEMM", "9.0", "fp8-block", "0.19.1", {}, False),
+        ("DEEPGEMM", "9.0", "fp8-block", "0.20.0", {}, True),  # the first that brings DeepGEMM
+        *(
+            ("FLASHINFER_CUTLASS", capability, "fp8-block", "0.18.0", {}, False)
+            for capability in CAPABILITIES
+            if capability != "9.0"
+        ),
+    ],
 )
+def test_which_layers_a_backend_takes(
+    backend: str, capability: str, scheme: str, release: str, options: dict, supported: bool
+) -> None:
+    assert candidate(backend, capability, scheme, release, **options).supported is supported
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "scheme", "release", "options", "reason"),
+    [
+        (
+            "FLASHINFER_TRTLLM",
+            "12.0",
+            "nvfp4",
+            "0.21.0",
+            {},
+            "for compute capability 12.0, only for 10.0 to 10.7",
+        ),
+        ("FLASHINFER_CUTLASS", "9.0", "nvfp4", "0.21.0", {}, "takes nvfp4 on"),
+        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.21.0", {"ep": True}, "expert parallelism"),
+        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.18.0", {"activation": "relu2_no_mul"}, "without a gate"),
+        ("FLASHINFER_CUTLASS", "12.0", "nvfp4", "0.21.0", {"activation": "gelu"}, "does not compute gelu"),
+        ("AITER", "9.0", "fp8", "0.21.0", {}, "for ROCm only"),
+        ("B12X", "12.0", "nvfp4", "0.32.0", {}, "b12x"),
+        ("VLLM_CUTLASS", "12.0", "nvfp4-w4a16", "0.21.0", {}, "does not take nvfp4-w4a16"),
+        ("BATCHED_TRITON", "9.0", "fp8", "0.21.0", {}, "batched"),
+        ("MARLIN", "12.0", "nvfp4", "0.21.0", {}, "would work; FLASHINFER_CUTLASS comes before it"),
+        ("FLASHINFER_B12X", "12.0", "nvfp4", "0.22.0", {}, "on request: --moe-backend flashinfer_b12x"),
+        ("FlashInfer TRTLLM", "10.0", "bf16", "0.17.1", {}, "only with VLLM_USE_FLASHINFER_MOE_FP16=1"),
+        (
+            "DEEPGEMM",
+            "12.0",
+            "fp8-block",
+            "0.33.0",
+            {"environ": {"VLLM_USE_DEEP_GEMM": "0"}},
+            "VLLM_USE_DEEP_GEMM=0",
+        ),
+    ],
+)
+def test_reasons_name_what_is_missing(
+    backend: str, capability: str, scheme: str, release: str, options: dict, reason: str
+) -> None:
+    assert reason in candidate(backend, capability, scheme, release, **options).reason
 
 
 @pytest.mark.parametrize(
@@ -218,24 +236,6 @@ def test_the_flag_comes_before_every_variable() -> None:
     environ = {FP4: "1", BACKEND: "throughput", FORCE: "1"}
     selection = select("12.0", "nvfp4", release="0.18.0", environ=environ, moe_backend="cutlass")
     assert (selection.chosen, selection.decided_by) == ("VLLM_CUTLASS", "--moe-backend cutlass")
-
-
-def test_other_schemes_variables() -> None:
-    assert select("9.0", "mxfp4", release="0.17.1", environ={"VLLM_MXFP4_USE_MARLIN": "1"}).chosen == "MARLIN"
-    bf16 = {"VLLM_USE_FLASHINFER_MOE_FP16": "1"}
-    assert select("10.0", "bf16", release="0.17.1", environ=bf16).chosen == "FlashInfer TRTLLM"
-    assert select("9.0", "bf16", release="0.17.1", environ=bf16, ep=True).chosen == "FlashInfer CUTLASS"
-    assert select("9.0", "bf16", release="0.17.1", environ=bf16, ep=True, dp=True).chosen == "TRITON"
-    waiting = candidate("FlashInfer TRTLLM", "10.0", "bf16", "0.17.1")
-    assert waiting.reason.startswith("only with VLLM_USE_FLASHINFER_MOE_FP16=1")
-    assert (
-        select("9.0", "fp8-block", release="0.33.0", environ={"VLLM_USE_DEEP_GEMM": "1"}).chosen == "DEEPGEMM"
-    )
-    without = select("12.0", "fp8-block", release="0.33.0", environ={"VLLM_USE_DEEP_GEMM": "0"})
-    assert without.chosen == "TRITON"
-    assert "VLLM_USE_DEEP_GEMM=0" in next(
-        one.reason for one in without.candidates if one.backend == "DEEPGEMM"
-    )
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -309,7 +309,7 @@ def test_a_missing_library_never_adds_a_backend(point: dict, release: str, libra
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"capability": "9.5"}, "capability 9.5: expected one of 7.0"),
         ({"scheme": "int4"}, "scheme int4: expected one of nvfp4"),
@@ -317,9 +317,9 @@ def test_a_missing_library_never_adds_a_backend(point: dict, release: str, libra
         ({"activation": "situ", "release": "0.17.1"}, "activation situ: vLLM 0.17.1 knows silu"),
     ],
 )
-def test_what_is_not_known_is_refused(arguments: dict[str, str], said: str) -> None:
+def test_what_is_not_known_is_refused(arguments: dict[str, str], message: str) -> None:
     everything = {"capability": "9.0", "scheme": "nvfp4", "release": "0.33.0", **arguments}
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         select(**everything)  # type: ignore[arg-type]
 
 
