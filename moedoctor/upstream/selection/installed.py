@@ -9,10 +9,10 @@ import importlib
 import importlib.metadata
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends.requests import NVFP4_VARIABLE
@@ -54,7 +54,7 @@ class InstalledSelection:
     def start(self, capability: str, layer: Layer, environ: Mapping[str, str]) -> Started:
         """Select with these variables in the environment of this process."""
         major, _, minor = capability.partition(".")
-        with _environment(environ):
+        with mock.patch.dict(os.environ, environ):
             asked = self._oracle.ask((int(major), int(minor)), layer)
             warnings = _warnings()
         warned = any(name in line for name in environ for line in warnings)
@@ -64,7 +64,7 @@ class InstalledSelection:
         """What flags and variables do to the selection for NVFP4 layers, on a GPU of this capability."""
 
         def chosen(moe_backend: str = backends.AUTO, activation: str = activation, **environ: str) -> str:
-            with _environment(environ):
+            with mock.patch.dict(os.environ, environ):
                 layer = Layer("nvfp4", activation, moe_backend=moe_backend)
                 asked = self._oracle.ask(capability, layer)
             return asked.chosen or f"an error: {asked.error}"
@@ -101,23 +101,12 @@ def _refusal(declared: Mapping[str, Any], name: str, value: str) -> str:
     """How reading a variable with this value fails; empty if it does not, or if nothing reads it."""
     if name not in declared:
         return ""
-    with _environment({name: value}):
+    with mock.patch.dict(os.environ, {name: value}):
         try:
             declared[name]()
         except ValueError as error:
             return f"ValueError: {' '.join(str(error).split())}"
     return ""
-
-
-@contextmanager
-def _environment(environ: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _warnings() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -260,6 +261,7 @@ def test_an_installed_package_is_asked_with_the_setting_in_its_environment(stub:
     one = case("installed", {**SEED, "release": "0.21.0"}, Tier.LIBRARY)
     seen = FAULT.observe(one, None).evidence
     assert seen == {"selected": "MARLIN", "without": "MARLIN", "refused": "", "warned": True, "advice": ""}
+    assert "VLLM_NVFP4_MOE_BACKEND" not in os.environ
     flag = case(
         "installed",
         {**SEED, "release": "0.21.0", "setting": "--moe-backend marlin", "activation": "silu"},

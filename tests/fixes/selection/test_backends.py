@@ -98,6 +98,7 @@ BF16 = {"VLLM_USE_FLASHINFER_MOE_FP16": "1"}
         ("0.17.1", "9.0", "bf16", {"environ": BF16, "ep": True, "dp": True}, "TRITON"),
         ("0.33.0", "9.0", "fp8-block", {"environ": {"VLLM_USE_DEEP_GEMM": "1"}}, "DEEPGEMM"),
         ("0.33.0", "12.0", "fp8-block", {"environ": {"VLLM_USE_DEEP_GEMM": "0"}}, "TRITON"),
+        ("0.27.0", "8.0", "bf16", {"moe_backend": "batched_triton"}, "BATCHED_TRITON"),  # brings its format
     ],
 )
 def test_what_a_release_selects(
