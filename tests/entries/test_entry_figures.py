@@ -78,8 +78,8 @@ def test_md001_trace() -> None:
     assert verdicts == {"tiny": "untested", "Qwen3-30B-A3B's layers": "confirmed"}
     large, tiny = (list(shares[model]) for model in ("Qwen3-30B-A3B's layers", "tiny"))
     assert f"it adds {large[0]} to a decode step of 12 layers of Qwen3-30B-A3B's size" in text
-    assert f"two engines that are alike differ by {large[1]}; by events around the model {large[2]}" in text
-    assert f"where they differ by {large[3]}. That is below the 5 %" in text
+    assert f"two identical engines differ by {large[1]}; by events around the model it is {large[2]}" in text
+    assert f"they differ by {large[3]}. That is below the goal of 5 %" in text
     assert f"it adds {tiny[0]} (and {tiny[1]}) and {tiny[2]} (and {tiny[3]}): too much to tell" in text
 
 
@@ -157,7 +157,7 @@ def test_md011() -> None:
     _, cost = claim("duplicate_ids.json", "MD011", "validate_expert_ids takes")
     (row,) = cost["rows"]
     times = sorted((row["validate_us"], row["deduplicate_us"]))
-    assert f"either takes {times[0]:.1f} to {times[1]:.1f} µs for 128 tokens" in text
+    assert f"Either check takes {times[0]:.1f} to {times[1]:.1f} µs for 128 tokens" in text
 
 
 def test_md016() -> None:

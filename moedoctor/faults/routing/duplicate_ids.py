@@ -1,4 +1,4 @@
-"""MD011: duplicate expert ids leave a row unwritten in FlashInfer's three-step sort.
+"""MD011: repeated expert ids of a token in FlashInfer's CUTLASS MoE.
 
 FlashInfer's own code, compiled from its own headers, decides the claims about it, not the restated sort.
 A counterexample refutes a claim. If a release died, or nothing of the kind was measured, it is untested.

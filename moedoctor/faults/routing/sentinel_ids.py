@@ -1,4 +1,4 @@
-"""MD016: topk_ids of -1 used as an index."""
+"""MD016: ids of -1, which mean "no expert", used as an index."""
 
 from __future__ import annotations
 

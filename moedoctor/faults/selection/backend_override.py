@@ -1,4 +1,4 @@
-"""MD010: a backend setting that is unknown, removed, invalid or silently ignored.
+"""MD010: a backend setting that changes nothing, and no message names one that would.
 
 The installed vLLM's own code decides the claims. Without it nothing is confirmed or refuted. What all
 releases answered and read when the tables were made is added to the reason.
