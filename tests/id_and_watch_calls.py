@@ -15,7 +15,7 @@ SHAPES = ((1, 1), (5, 2), (40, 8), (300, 10), (3, 33))
 
 
 def make_ids(tokens: int, top_k: int, experts: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random ids of which some repeat, some are -1 and some out of range; a third of the rows clean."""
+    """Random ids: some repeat, some are -1, some are out of range; a third of the rows is clean."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(-2, experts + 2, (tokens, top_k), generator=draw)
     clean = torch.rand(tokens, max(experts, top_k), generator=draw).argsort(1)[:, :top_k]
@@ -53,7 +53,7 @@ def check_deduplicate(
 ) -> None:
     for seed, (tokens, top_k) in enumerate(SHAPES):
         ids = make_ids(tokens, top_k, 64, seed + 10, dtype)
-        if dtype == torch.int64:  # what int32 would take for expert 1, and for one below 0
+        if dtype == torch.int64:  # int32 would make expert 1 of it, and an id below 0
             ids[1::3, 0], ids[2::3, -1] = (1 << 32) + 1, -(1 << 32) + 1
         draw = torch.Generator().manual_seed(seed)
         weights = torch.randint(0, 9, ids.shape, generator=draw) / 8
@@ -118,7 +118,7 @@ def check_watch_three(device: str) -> None:
         a, c = (torch.randn(6, 40, generator=draw).to(torch.bfloat16) for _ in range(2))
         wide = torch.randn(6, 600, generator=draw).to(device)
         last = torch.randn(6, 70, generator=draw)
-        b = wide[:, 40:553]  # rows that do not lie side by side
+        b = wide[:, 40:553]  # rows with a gap between them
         for which in spoil:
             (a, b, c, last)[which][which - 4, which] = inf if step == 3 else nan
             (a, b, c, last)[which][0, 0] = nan
@@ -126,7 +126,7 @@ def check_watch_three(device: str) -> None:
             if active:
                 launch_begin(header, 4, 6)
                 theirs.begin(4, 6)
-            launch_watch_three([one.to(device) for one in (a, b, c)], header, found, (2, 0, 3))
+            launch_watch_three([tensor.to(device) for tensor in (a, b, c)], header, found, (2, 0, 3))
             launch_watch(last.to(device), header, found, 1, None, ends=True)
             theirs.watch_three((2, 0, 3), (a, b.cpu(), c))
             if active:
@@ -138,12 +138,12 @@ def check_watch_three(device: str) -> None:
 
 
 def _order(found: torch.Tensor) -> list[int]:
-    """The points at which something was seen, the first one first."""
+    """The points with something in the record, the first one first."""
     first = found[..., nan_state.FIRST_SEQUENCE].masked_fill(
         found[..., nan_state.ROWS] == 0, 1 << 30
     )  # [P, 4]
-    seen = first.amin(1)  # [P]
-    return [int(one) for one in seen.argsort() if int(seen[one]) < 1 << 30]
+    points = first.amin(1)  # [P]
+    return [int(point) for point in points.argsort() if int(points[point]) < 1 << 30]
 
 
 CHECKS = {

@@ -1,4 +1,4 @@
-"""Router logits of every kind, and what two correct implementations may differ in."""
+"""Router logits of every kind, and the differences that two correct implementations may have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAN, INF = float("nan"), float("inf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Ties, both zeros, values that differ by less than a softmax score can tell, scores that underflow, the
-# ends of float32, and numbers that are none.
+# ends of float32, NaN and Inf.
 _VALUES = (
     0.0,
     -0.0,
@@ -36,7 +36,7 @@ _VALUES = (
 )
 
 GROUP_EDGES = [
-    # What is not finite adds nothing to a group's score.
+    # Choices that are not finite add nothing to a group's score.
     ([0.0] * 4, [2.0, NAN, 0.0, 0.0], "zero", [0, 1]),
     ([0.0] * 4, [2.0, -INF, 0.0, 0.0], "finite", [0, 1]),
     ([0.0, NAN, 0.0, 0.0], [2.0, 3.0, 0.0, 0.0], "finite", [0, 1]),
@@ -91,9 +91,7 @@ def biases(draw: st.DrawFn, experts: int) -> torch.Tensor | None:
     values = st.floats(-2, 2, width=32)
     if draw(st.booleans()):
         values = values | st.sampled_from([NAN, INF, -INF, -0.0, 3e38, -3e38])
-    return draw(
-        st.none() | st.lists(values, min_size=experts, max_size=experts).map(lambda one: torch.tensor(one))
-    )
+    return draw(st.none() | st.lists(values, min_size=experts, max_size=experts).map(torch.tensor))
 
 
 @st.composite
@@ -110,9 +108,9 @@ def calls(draw: st.DrawFn, names: tuple[str, ...] = ("topk_softmax", "topk_sigmo
     }
     reachable = experts
     if name == "grouped_topk":
-        kept = draw(st.integers(1, groups))
-        reachable = kept * size
-        options |= {"num_groups": groups, "topk_groups": kept}
+        best = draw(st.integers(1, groups))
+        reachable = best * size
+        options |= {"num_groups": groups, "topk_groups": best}
         options |= {"scoring": draw(st.sampled_from(["softmax", "sigmoid"]))}
         options |= {"routed_scaling_factor": draw(st.sampled_from([1.0, 2.5]))}
     return Call(
@@ -152,7 +150,7 @@ def rows_of_every_kind(
 
 
 def assert_well_formed(weights: torch.Tensor, ids: torch.Tensor, call: Call) -> None:
-    """What holds for every input: shapes, types, distinct ids in range, finite weights."""
+    """Check what holds for every input: shapes, types, distinct ids in range, finite weights."""
     tokens, experts = call.logits.shape
     assert weights.shape == ids.shape == (tokens, call.top_k)
     assert weights.dtype == torch.float32

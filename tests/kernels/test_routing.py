@@ -68,7 +68,7 @@ def test_topk_interpreted(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_grouped_topk_interpreted(policy: str) -> None:
-    one = {"num_groups": 1, "topk_groups": 1, "nan_policy": policy}
+    single = {"num_groups": 1, "topk_groups": 1, "nan_policy": policy}
     three = {"num_groups": 3, "topk_groups": 2, "nan_policy": policy}
     four = {"num_groups": 4, "topk_groups": 2, "nan_policy": policy}
     _interpret(
@@ -81,7 +81,7 @@ def test_grouped_topk_interpreted(policy: str) -> None:
             (32, 8, 1, 1),
             scoring="softmax",
             routed_scaling_factor=2.5,
-            **one,
+            **single,
         ),
         _case("grouped_topk", 12, 4, "bfloat16", (32, 8, 2, 1), bias=True, scoring="sigmoid", **three),
         _case("grouped_topk", 9, 5, "float32", (16, 16, 1, 1), bias=True, scoring="softmax", **three),
@@ -160,7 +160,7 @@ def test_compiled(experts: int, top_k: int, dtype: str, policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("experts", "top_k", "groups", "kept"),
+    ("experts", "top_k", "groups", "best"),
     [
         (8, 2, 4, 2),
         (8, 3, 8, 4),
@@ -173,7 +173,7 @@ def test_compiled(experts: int, top_k: int, dtype: str, policy: str) -> None:
         (512, 10, 64, 9),
     ],
 )
-def test_grouped_compiled(experts: int, top_k: int, groups: int, kept: int, dtype: str, policy: str) -> None:
+def test_grouped_compiled(experts: int, top_k: int, groups: int, best: int, dtype: str, policy: str) -> None:
     from kernel_calls import assert_kernel_agrees
 
     for scoring in ("softmax", "sigmoid"):
@@ -190,7 +190,7 @@ def test_grouped_compiled(experts: int, top_k: int, groups: int, kept: int, dtyp
                 nan_policy=policy,
                 renormalize=bias,
                 num_groups=groups,
-                topk_groups=kept,
+                topk_groups=best,
                 scoring=scoring,
                 routed_scaling_factor=2.5,
             )

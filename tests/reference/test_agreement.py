@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.reference.agreement import Bounds, agree
+from moedoctor.reference.agreement import Bounds, agree, relative_error
 
 BOUNDS = Bounds(cosine=0.999, norm=0.01, element=0.01, matched=0.99, worst=0.1)
 
@@ -12,13 +12,20 @@ def expected(tokens: int = 5, hidden: int = 128) -> torch.Tensor:
     return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(0))
 
 
+def test_relative_errors_are_those_of_rows_and_infinite_if_a_row_is_not_finite() -> None:
+    right = torch.tensor([[3.0, 4.0], [0.0, 2.0], [1.0, 1.0], [0.0, 0.0]])
+    output = torch.tensor([[3.0, 4.5], [0.0, 2.0], [1.0, float("nan")], [0.0, 0.0]])
+    errors = relative_error(output, right)
+    assert errors.tolist() == [pytest.approx(0.1), 0.0, float("inf"), 0.0]
+
+
 def test_the_same_output_is_right() -> None:
-    found = agree(expected(), expected(), BOUNDS)
-    assert found.right
-    assert found.wrong_tokens == 0
-    assert found.cosine == pytest.approx(1)
-    assert found.norm_ratio == pytest.approx(1)
-    assert (found.matched, found.error) == (1.0, 0.0)
+    agreement = agree(expected(), expected(), BOUNDS)
+    assert agreement.right
+    assert agreement.wrong_tokens == 0
+    assert agreement.cosine == pytest.approx(1)
+    assert agreement.norm_ratio == pytest.approx(1)
+    assert (agreement.matched, agreement.error) == (1.0, 0.0)
 
 
 def test_rounding_to_bfloat16_is_right() -> None:
@@ -29,32 +36,32 @@ def test_rounding_to_bfloat16_is_right() -> None:
 def test_nan_comes_first_and_the_rest_is_judged_without_it(value: float) -> None:
     broken = expected()
     broken[3, 7] = value
-    found = agree(broken, expected(), BOUNDS)
-    assert found.reason == "1 of 5 tokens hold NaN or Inf, the first is token 3"
-    assert found.first_nonfinite_token == 3
-    assert found.wrong_tokens == 1
-    assert found.cosine == pytest.approx(1)
+    agreement = agree(broken, expected(), BOUNDS)
+    assert agreement.reason == "1 of 5 tokens hold NaN or Inf, the first is token 3"
+    assert agreement.first_nonfinite_token == 3
+    assert agreement.wrong_tokens == 1
+    assert agreement.cosine == pytest.approx(1)
 
 
 def test_nothing_but_nan() -> None:
-    found = agree(expected() * float("nan"), expected(), BOUNDS)
-    assert found.reason == "every token holds NaN or Inf, the first is token 0"
-    assert found.cosine is None
+    agreement = agree(expected() * float("nan"), expected(), BOUNDS)
+    assert agreement.reason == "every token holds NaN or Inf, the first is token 0"
+    assert agreement.cosine is None
 
 
 def test_zeros_are_wrong_however_small_the_output() -> None:
     for size in (1.0, 1e-3, 1e-6):
-        found = agree(torch.zeros(5, 128), expected() * size, BOUNDS)
-        assert found.wrong_tokens == 5, size
+        agreement = agree(torch.zeros(5, 128), expected() * size, BOUNDS)
+        assert agreement.wrong_tokens == 5, size
 
 
 def test_one_token_of_many_is_found_and_named() -> None:
     broken = expected(1000)
     broken[617] = broken[616]
-    found = agree(broken, expected(1000), BOUNDS)
-    assert not found.right
-    assert found.wrong_tokens == 1
-    assert found.cosine_token == found.error_token == 617
+    agreement = agree(broken, expected(1000), BOUNDS)
+    assert not agreement.right
+    assert agreement.wrong_tokens == 1
+    assert agreement.cosine_token == agreement.error_token == 617
 
 
 def test_half_the_output_is_wrong_by_its_norm() -> None:
@@ -65,21 +72,21 @@ def test_one_element_is_found_and_named() -> None:
     # Too small for the token's cosine and norm, and within the share that may not match.
     broken, right = expected(3, 4096), expected(3, 4096)
     broken[1, 99] += 0.3 * (1 + right[1, 99].abs())
-    found = agree(broken, right, BOUNDS)
-    assert (found.error_token, found.error_element) == (1, 99)
-    assert found.wrong_tokens == 1
-    assert (found.reason or "").startswith("token 1, element 99: ")
-    assert found.got == pytest.approx(float(broken[1, 99]))
-    assert found.expected == pytest.approx(float(right[1, 99]))
+    agreement = agree(broken, right, BOUNDS)
+    assert (agreement.error_token, agreement.error_element) == (1, 99)
+    assert agreement.wrong_tokens == 1
+    assert (agreement.reason or "").startswith("token 1, element 99: ")
+    assert agreement.got == pytest.approx(float(broken[1, 99]))
+    assert agreement.expected == pytest.approx(float(right[1, 99]))
 
 
 def test_elements_that_do_not_match_are_counted_for_each_token() -> None:
     broken = expected(4, 1000)
     broken[2, :30] *= 1.04
-    found = agree(broken, expected(4, 1000), BOUNDS)
-    assert found.matched_token == 2
-    assert 0.97 <= (found.matched or 0) < 0.99
-    assert "match at token 2" in (found.reason or "")
+    agreement = agree(broken, expected(4, 1000), BOUNDS)
+    assert agreement.matched_token == 2
+    assert 0.97 <= (agreement.matched or 0) < 0.99
+    assert "match at token 2" in (agreement.reason or "")
 
 
 def test_a_token_whose_output_is_zero_must_be_zero() -> None:
@@ -103,18 +110,18 @@ def test_the_size_of_the_output_does_not_matter(size: float, bits: int) -> None:
 def test_sizes_whose_squares_overflow_in_float32_are_judged(size: float, factor: float) -> None:
     right = expected() * size
     assert agree(right, right, BOUNDS).right
-    found = agree(right * factor, right, BOUNDS)
-    assert found.wrong_tokens == 5
-    assert (found.reason or "").startswith("norm ratio 0.5" if factor > 0 else "cosine -1.0")
+    agreement = agree(right * factor, right, BOUNDS)
+    assert agreement.wrong_tokens == 5
+    assert (agreement.reason or "").startswith("norm ratio 0.5" if factor > 0 else "cosine -1.0")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_reference_that_is_not_finite_passes_nothing(value: float) -> None:
     broken = expected()
     broken[2, 5] = value
-    found = agree(expected(), broken, BOUNDS)
-    assert found.wrong_tokens == 1
-    assert found.reason == "cosine nan at token 2, expected at least 0.999"
+    agreement = agree(expected(), broken, BOUNDS)
+    assert agreement.wrong_tokens == 1
+    assert agreement.reason == "cosine nan at token 2, expected at least 0.999"
 
 
 def test_another_shape_is_refused() -> None:

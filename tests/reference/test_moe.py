@@ -54,12 +54,12 @@ def test_against_a_loop_over_tokens(activation: str, scaled: bool) -> None:
         weights |= {"w13_scale": torch.rand(EXPERTS), "w2_scale": torch.rand(EXPERTS)}
         weights |= {f"{name}_bias": torch.randn(weights[name].shape[:2]) for name in ("w13", "w2")}
     wide = {name: tensor.double() for name, tensor in weights.items()}
-    one, zero = torch.ones(EXPERTS), torch.zeros(EXPERTS)
+    ones, zeros = torch.ones(EXPERTS), torch.zeros(EXPERTS)
     expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for token, lane in (ids >= 0).nonzero().tolist():
         expert, hidden = int(ids[token, lane]), x[token].double()
         for name in ("w13", "w2"):
-            scale, bias = wide.get(f"{name}_scale", one)[expert], wide.get(f"{name}_bias", zero)[expert]
+            scale, bias = wide.get(f"{name}_scale", ones)[expert], wide.get(f"{name}_bias", zeros)[expert]
             hidden = wide[name][expert] @ hidden * scale + bias
             hidden = activated(hidden, activation) if name == "w13" else hidden
         expected[token] += topk_weights[token, lane] * hidden

@@ -31,11 +31,11 @@ def test_the_block_scale_is_rounded_as_ml_dtypes_does() -> None:
     """Every midpoint between neighbouring positive E4M3 values, and its two neighbours."""
     grid = E4M3[:127].view(torch.float8_e4m3fn).double()  # 0 .. 448
     middle = (grid[1:] + grid[:-1]) / 2
-    wanted = torch.cat((middle, middle * (1 - 2**-20), middle * (1 + 2**-20), grid))
-    w = torch.zeros(len(wanted), 16)
-    w[:, 3] = (wanted * 6).float()
+    values = torch.cat((middle, middle * (1 - 2**-20), middle * (1 + 2**-20), grid))
+    w = torch.zeros(len(values), 16)
+    w[:, 3] = (values * 6).float()
     stored = quantize(w, 1.0).block_scales[:, 0]
-    peer = wanted.float().numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    peer = values.float().numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     assert torch.equal(stored.view(torch.uint8), torch.from_numpy(peer))
 
 
@@ -51,10 +51,10 @@ def test_a_stack_is_quantised_matrix_by_matrix() -> None:
     w = torch.randn(3, 8, 32) * torch.tensor([1.0, 10.0, 0.1])[:, None, None]
     stack = quantize(w)
     for index in range(3):
-        one = quantize(w[index])
-        assert torch.equal(stack.packed[index], one.packed)
-        assert torch.equal(stack.global_scale[index], one.global_scale)
-        assert torch.equal(dequantize(stack)[index], dequantize(one))
+        alone = quantize(w[index])
+        assert torch.equal(stack.packed[index], alone.packed)
+        assert torch.equal(stack.global_scale[index], alone.global_scale)
+        assert torch.equal(dequantize(stack)[index], dequantize(alone))
 
 
 @settings(max_examples=50)

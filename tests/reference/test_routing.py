@@ -90,7 +90,7 @@ def test_every_row_follows_the_rule(call: Call) -> None:
         chosen = [scores[expert] for expert in expected]
         total = sum(chosen) if call.options["renormalize"] else 1.0
         assert got_weights == pytest.approx(
-            [one / (total or 1.0) * scale for one in chosen], rel=1e-5, abs=1e-37
+            [weight / (total or 1.0) * scale for weight in chosen], rel=1e-5, abs=1e-37
         )
 
 
@@ -101,12 +101,12 @@ def _route_row(row: torch.Tensor, call: Call) -> tuple[list[float], list[int]]:
     limit = torch.finfo(torch.float32).max
     logits = row.tolist()
     if finite:
-        clean = [-limit if math.isnan(one) else min(max(one, -limit), limit) for one in logits]
+        clean = [-limit if math.isnan(logit) else min(max(logit, -limit), limit) for logit in logits]
     else:
         clean = logits
     tensor = torch.tensor(clean, dtype=torch.float32)
     scores = (tensor.softmax(0) if scoring == "softmax" else tensor.sigmoid()).tolist()
-    scores = [one if math.isfinite(one) else 0.0 for one in scores]
+    scores = [score if math.isfinite(score) else 0.0 for score in scores]
 
     ranks = []
     for expert, score in enumerate(scores):

@@ -22,36 +22,36 @@ def planted(name: str, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_each_layout_is_given_to_what_reads_the_other() -> None:
-    linear, seen = planted("swizzled_for_linear", WHOLE_TILES)
-    assert torch.equal(seen, tiled_scales(linear)), "a linear reader sees the bytes of the tiles"
-    linear, seen = planted("linear_for_swizzled", WHOLE_TILES)
-    assert torch.equal(tiled_scales(seen), linear), "what a backend swizzles becomes the bytes of the rows"
-    assert torch.equal(seen, linear_scales(linear, 256, 32))
-    assert not torch.equal(seen, planted("swizzled_for_linear", WHOLE_TILES)[1])
+    linear, given = planted("swizzled_for_linear", WHOLE_TILES)
+    assert torch.equal(given, tiled_scales(linear)), "a linear reader sees the bytes of the tiles"
+    linear, given = planted("linear_for_swizzled", WHOLE_TILES)
+    assert torch.equal(tiled_scales(given), linear), "what a backend swizzles becomes the bytes of the rows"
+    assert torch.equal(given, linear_scales(linear, 256, 32))
+    assert not torch.equal(given, planted("swizzled_for_linear", WHOLE_TILES)[1])
 
 
 @pytest.mark.parametrize("name", ["swizzled_for_linear", "linear_for_swizzled"])
 def test_scales_that_fill_no_tile_keep_their_shape_and_hold_no_padding(name: str) -> None:
-    linear, seen = planted(name, LayerShape(32, 48, 4, 2))  # [96, 2]
-    assert seen.shape == linear.shape
-    assert bool((seen != 0).all())
-    assert not torch.equal(seen, linear)
+    linear, given = planted(name, LayerShape(32, 48, 4, 2))  # [96, 2]
+    assert given.shape == linear.shape
+    assert bool((given != 0).all())
+    assert not torch.equal(given, linear)
 
 
 def test_one_expert_has_no_expert_beside_it() -> None:
     problem = make_problem(make_layer(LayerShape(64, 32, 1, 1), "nvfp4"), 3, "none")
-    found = dict(wrong_problems(problem))
-    assert "off_by_one_expert" not in found
-    assert "dropped_expert" in found
+    wrong = dict(wrong_problems(problem))
+    assert "off_by_one_expert" not in wrong
+    assert "dropped_expert" in wrong
 
 
 def test_every_control_changes_something() -> None:
     """Also where a token uses every expert there is."""
     problem = make_problem(make_layer(LayerShape(64, 32, 2, 2), "nvfp4"), 3, "none")
-    found = dict(wrong_problems(problem))
-    assert len(found) == sum(one.on_output is None for one in controls())
-    assert not torch.equal(found["off_by_one_expert"].topk_ids, problem.topk_ids)
-    assert not torch.equal(found["dropped_expert"].topk_weights, problem.topk_weights)
+    wrong = dict(wrong_problems(problem))
+    assert len(wrong) == sum(control.on_output is None for control in controls())
+    assert not torch.equal(wrong["off_by_one_expert"].topk_ids, problem.topk_ids)
+    assert not torch.equal(wrong["dropped_expert"].topk_weights, problem.topk_weights)
 
 
 def test_the_expert_that_is_dropped_or_mistaken_is_one_that_counts() -> None:
@@ -62,8 +62,8 @@ def test_the_expert_that_is_dropped_or_mistaken_is_one_that_counts() -> None:
     strong = {row: int(problem.topk_ids[row, -1]) for row in (0, -1)}  # their smallest weights
     for expert in set(range(6)) - set(strong.values()):
         layer.w2[expert] *= 1e-3
-    found = dict(wrong_problems(problem))
-    dropped = problem.topk_ids[found["dropped_expert"].topk_weights == 0]
+    wrong = dict(wrong_problems(problem))
+    dropped = problem.topk_ids[wrong["dropped_expert"].topk_weights == 0]
     assert set(dropped.tolist()) == {strong[0]}
-    changed = found["off_by_one_expert"].topk_ids != problem.topk_ids  # [T, K]
+    changed = wrong["off_by_one_expert"].topk_ids != problem.topk_ids  # [T, K]
     assert changed.nonzero().tolist() == [[2, 2]]

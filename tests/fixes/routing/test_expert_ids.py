@@ -1,4 +1,4 @@
-"""Validation and deduplication of expert ids against loops that say the same, row by row."""
+"""Validation and deduplication of expert ids against loops over the rows."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ EXPERTS = 6
 
 @st.composite
 def id_rows(draw: st.DrawFn, lowest: int = -3, highest: int = EXPERTS + 2) -> torch.Tensor:
-    slots = draw(st.integers(1, 5))
-    rows = draw(st.lists(st.lists(st.integers(lowest, highest), min_size=slots, max_size=slots), max_size=6))
+    lanes = draw(st.integers(1, 5))
+    rows = draw(st.lists(st.lists(st.integers(lowest, highest), min_size=lanes, max_size=lanes), max_size=6))
     dtype = draw(st.sampled_from([torch.int32, torch.int64]))
-    return torch.tensor(rows, dtype=dtype).reshape(len(rows), slots)
+    return torch.tensor(rows, dtype=dtype).reshape(len(rows), lanes)
 
 
 def counted(rows: list[list[int]]) -> ExpertIdCounts:
     repeated = outside = sentinel = 0
     for row in rows:
-        known = Counter(one for one in row if 0 <= one < EXPERTS)
+        known = Counter(expert for expert in row if 0 <= expert < EXPERTS)
         repeated += any(count > 1 for count in known.values())
-        outside += any(one < -1 or one >= EXPERTS for one in row)
+        outside += any(expert < -1 or expert >= EXPERTS for expert in row)
         sentinel += -1 in row
     return ExpertIdCounts(repeated, outside, sentinel)
 
@@ -48,7 +48,7 @@ def test_every_row_is_counted_once_under_each_kind(ids: torch.Tensor) -> None:
 
 
 @given(id_rows(), st.integers(0, 6))
-def test_rows_from_the_number_of_real_ones_on_are_padding(ids: torch.Tensor, real: int) -> None:
+def test_rows_beyond_the_real_rows_are_padding(ids: torch.Tensor, real: int) -> None:
     flags = validate_expert_ids(ids, EXPERTS, real_rows=torch.tensor([real], dtype=torch.int32))
     assert flags.real() == counted(ids.tolist()[:real])
     assert flags.padding() == counted(ids.tolist()[real:])
@@ -63,7 +63,7 @@ def test_flags_of_the_caller_add_up_until_they_are_reset() -> None:
     assert flags.real() == ExpertIdCounts()
 
 
-def test_what_was_found_can_be_raised() -> None:
+def test_counts_can_be_raised() -> None:
     flags = validate_expert_ids(torch.tensor([[-1, 2], [3, 9]]), EXPERTS)
     with pytest.raises(InvalidExpertIdsError, match=r"1 out of range$"):
         flags.raise_if_found()
@@ -82,43 +82,43 @@ def test_deduplicated_ids_are_distinct_and_keep_each_expert_s_sum(
 ) -> None:
     eighths = data.draw(st.lists(st.integers(0, 16), min_size=ids.numel(), max_size=ids.numel()))
     weights = torch.tensor(eighths, dtype=torch.float32).reshape(ids.shape) / 8
-    found = deduplicate(ids, weights, num_experts=EXPERTS if spare else None)
-    assert (found.ids.dtype, found.weights.dtype) == (torch.int32, torch.float32)
+    distinct = deduplicate(ids, weights, num_experts=EXPERTS if spare else None)
+    assert (distinct.ids.dtype, distinct.weights.dtype) == (torch.int32, torch.float32)
     for before, mine, given_weights, made in zip(
-        ids.tolist(), found.ids.tolist(), weights.tolist(), found.weights.tolist(), strict=True
+        ids.tolist(), distinct.ids.tolist(), weights.tolist(), distinct.weights.tolist(), strict=True
     ):
-        known = [one for one in mine if one >= 0]
+        known = [expert for expert in mine if expert >= 0]
         assert len(known) == len(set(known))
-        assert all(one < EXPERTS for one in mine)
-        for slot, (old, new) in enumerate(zip(before, mine, strict=True)):
-            first = before.index(old) == slot
+        assert all(expert < EXPERTS for expert in mine)
+        for lane, (old, new) in enumerate(zip(before, mine, strict=True)):
+            first = before.index(old) == lane
             if old < 0 or first:
                 assert new == old
                 mates = [w for o, w in zip(before, given_weights, strict=True) if o == old]
-                assert made[slot] == (given_weights[slot] if old < 0 else sum(mates))
+                assert made[lane] == (given_weights[lane] if old < 0 else sum(mates))
             else:
-                assert made[slot] == 0
+                assert made[lane] == 0
                 assert (new >= 0 and new not in before) if spare else new == -1
 
 
 def test_the_spare_experts_are_the_lowest_that_the_row_does_not_hold() -> None:
     ids, weights = torch.tensor([[2, 0, 2, 2, 0]]), torch.full((1, 5), 0.25)
-    found = deduplicate(ids, weights, num_experts=8)
-    assert found.ids.tolist() == [[2, 0, 1, 3, 4]]
-    assert found.weights.tolist() == [[0.75, 0.5, 0.0, 0.0, 0.0]]
+    distinct = deduplicate(ids, weights, num_experts=8)
+    assert distinct.ids.tolist() == [[2, 0, 1, 3, 4]]
+    assert distinct.weights.tolist() == [[0.75, 0.5, 0.0, 0.0, 0.0]]
 
 
-def test_an_id_that_int32_cannot_hold_is_no_other_expert() -> None:
+def test_an_id_that_int32_cannot_hold_becomes_no_other_expert() -> None:
     ids, weights = torch.tensor([[(1 << 32) + 1, 1, 2], [1, 1 - (1 << 32), 1]]), torch.full((2, 3), 0.25)
-    found = deduplicate(ids, weights)
-    assert found.ids.tolist() == [[-1, 1, 2], [1, -1, -1]]
-    assert found.weights.tolist() == [[0.25, 0.25, 0.25], [0.5, 0.25, 0.0]]
+    distinct = deduplicate(ids, weights)
+    assert distinct.ids.tolist() == [[-1, 1, 2], [1, -1, -1]]
+    assert distinct.weights.tolist() == [[0.25, 0.25, 0.25], [0.5, 0.25, 0.0]]
 
 
-def test_no_id_becomes_another_expert_where_slots_are_sent_to_a_spare_one() -> None:
+def test_no_id_becomes_another_expert_if_pairs_are_sent_to_a_spare_one() -> None:
     ids, weights = torch.tensor([[(1 << 32) + 1, 1, -1]]), torch.tensor([[0.25, 0.5, 0.75]])
-    found, left = without_sentinels(ids, weights, spare=2)
-    assert found.tolist() == [[2, 1, 2]]
+    usable, left = without_sentinels(ids, weights, spare=2)
+    assert usable.tolist() == [[2, 1, 2]]
     assert left.tolist() == [[0.0, 0.5, 0.0]]
 
 
@@ -132,13 +132,13 @@ def test_no_id_becomes_another_expert_where_slots_are_sent_to_a_spare_one() -> N
         ([[1.0, 1.0]], 0, "floating"),
     ],
 )
-def test_a_spare_expert_must_be_one(weights: Any, spare: Any, error: str) -> None:
+def test_a_spare_expert_must_be_an_expert(weights: Any, spare: Any, error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=error):
         without_sentinels(torch.zeros(1, 2, dtype=torch.int32), weights, spare=spare)
 
 
 @pytest.mark.parametrize("expert_map", [[0, 1], torch.zeros(0, dtype=torch.int32), torch.zeros(2, 2)])
-def test_a_map_of_experts_must_be_one(expert_map: Any) -> None:
+def test_a_map_of_experts_must_be_a_vector_of_ids(expert_map: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="expert_map must be"):
         local_ids(torch.zeros(1, 2, dtype=torch.int32), expert_map)
 
@@ -146,14 +146,14 @@ def test_a_map_of_experts_must_be_one(expert_map: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_are_added_in_float32(dtype: torch.dtype) -> None:
     weights = torch.tensor([[1.0, 0.0007, 0.0007]]).to(dtype)
-    found = deduplicate(torch.tensor([[1, 1, 1]]), weights)
-    assert found.weights[0, 0].item() == weights.double().sum().item()
+    distinct = deduplicate(torch.tensor([[1, 1, 1]]), weights)
+    assert distinct.weights[0, 0].item() == weights.double().sum().item()
 
 
 def test_a_weight_that_is_nan_stays_with_its_own_expert() -> None:
-    found = deduplicate(torch.tensor([[4, 1, 4]]), torch.tensor([[float("nan"), 0.5, 0.25]]))
-    assert found.ids.tolist() == [[4, 1, -1]]
-    assert found.weights.isnan().tolist() == [[True, False, False]]
+    distinct = deduplicate(torch.tensor([[4, 1, 4]]), torch.tensor([[float("nan"), 0.5, 0.25]]))
+    assert distinct.ids.tolist() == [[4, 1, -1]]
+    assert distinct.weights.isnan().tolist() == [[True, False, False]]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_weight_that_is_nan_stays_with_its_own_expert() -> None:
         (torch.zeros(2, 2, dtype=torch.int32), {"flags": torch.zeros(2, 3)}, "flags must be ExpertIdFlags"),
     ],
 )
-def test_validation_refuses_what_it_cannot_judge(ids: torch.Tensor, options: dict, error: str) -> None:
+def test_validation_refuses_wrong_arguments(ids: torch.Tensor, options: dict, error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=error):
         validate_expert_ids(ids, **{"num_experts": EXPERTS, **options})
 
@@ -182,7 +182,7 @@ def test_validation_refuses_what_it_cannot_judge(ids: torch.Tensor, options: dic
         (torch.ones(2, 2), 1, "at least top_k 2"),
     ],
 )
-def test_deduplication_refuses_what_does_not_fit(
+def test_deduplication_refuses_wrong_arguments(
     weights: torch.Tensor, experts: int | None, error: str
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=error):
