@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes reports of reports/nvidia-h200 anew: scripts/evidence.sh NAME...; without a name it lists them.
+# Makes reports of reports/nvidia-h200 again: scripts/evidence.sh NAME...; without a name it lists them.
 #
 # Needs an NVIDIA GPU, and moedoctor and vLLM 0.21.0 in one environment, since vLLM finds the plug-in through moedoctor's
-# entry point. What is marked "idle" takes times, or starts a dozen engines at once: nothing else may use the GPU or the CPU.
+# entry point. A report that is marked "idle" measures times, or starts a dozen engines at once: nothing else may use the GPU
+# or the CPU.
 #
 # OUT         the folder to write to; default reports/nvidia-h200
 # KERNELS     a folder with the wheel or the _moe_C shared object of other vLLM releases, each in a folder named by version
@@ -15,7 +16,7 @@ tokens=1,8,64,512,4096
 
 doctor() { python3 -m moedoctor "$@"; }
 
-# write NAME COMMAND...: one report in both formats. Exit code 1 says that something was found, which is a result too.
+# write NAME COMMAND...: one report in both formats. Exit code 1 means that something was found, which is a result too.
 write() {
     local name=$1 status=0
     shift
@@ -27,25 +28,25 @@ write() {
 
 # kernels RELEASE...: the arguments that name them as subjects
 kernels() {
-    local one files
-    for one in "$@"; do
-        files=("${KERNELS:?}/$one"/*moe_C*.so "$KERNELS/$one"/*.whl)
-        echo "--vllm-kernels=$one=${files[0]}"
+    local release files
+    for release in "$@"; do
+        files=("${KERNELS:?}/$release"/*moe_C*.so "$KERNELS/$release"/*.whl)
+        echo "--vllm-kernels=$release=${files[0]}"
     done
 }
 
-# both NAME ID: damaged and repaired checkpoints in engines, with MARLIN and EMULATION
-both() {
-    local failed=0
-    for one in marlin emulation; do
-        write "$1_$one" run "$2" --only tier=engine --only "moe_backend=$one" || failed=1
+# checkpoint_engines NAME ID: damaged and repaired checkpoints in engines, with MARLIN and EMULATION
+checkpoint_engines() {
+    local failed=0 backend
+    for backend in marlin emulation; do
+        write "$1_$backend" run "$2" --only tier=engine --only "moe_backend=$backend" || failed=1
     done
     return "$failed"
 }
 
 flashinfer() {
-    local sources=()
-    for one in 0.6.6 0.6.8.post1 0.6.13 0.7.2.post1; do sources+=("$one=${FLASHINFER:?}/$one"); done
+    local sources=() release
+    for release in 0.6.6 0.6.8.post1 0.6.13 0.7.2.post1; do sources+=("$release=${FLASHINFER:?}/$release"); done
     python3 -m moedoctor.upstream.flashinfer.probe_build "${sources[@]}" # side by side, before anything waits for one
     write duplicate_ids run duplicate_ids "${sources[@]/#/--flashinfer=}"
 }
@@ -59,11 +60,11 @@ checkpoints.write_tokenizer(folder, 512)'
     rm -r tiny-nvfp4-moe
 }
 
-# Triton's kernels are compiled for each size, Marlin's FP8 kernels by the driver. That is done before, side by side, and
-# what is measured meanwhile is thrown away.
+# Triton's kernels are compiled for each size, Marlin's FP8 kernels by the driver. They are compiled first, side by side; the
+# times of these runs are thrown away.
 moe_backends() {
-    local models=() scratch
-    while read -r one; do models+=(--model "$one"); done < <(python3 -c 'from moedoctor.models.presets import names; print(*names(), sep="\n")')
+    local models=() scratch model
+    while read -r model; do models+=(--model "$model"); done < <(python3 -c 'from moedoctor.models.presets import names; print(*names(), sep="\n")')
     scratch=$(mktemp -d)
     compile() { doctor bench --backend "$@" --format json -o "$(mktemp -p "$scratch")" 2>> "$scratch/log" & }
     compile MARLIN:fp8 --hidden 1024 --intermediate 1024 --experts 8 --top-k 2 --tokens 1,4096
@@ -86,11 +87,11 @@ make_report() {
         backend_override) write backend_override run MD010 ;;
         backend_parity) write backend_parity run PARITY ;;
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;
-        kv_scales_missing) both kv_scales_missing MD012 ;;
-        global_scale_mismatch) both global_scale_mismatch MD014 ;;
+        kv_scales_missing) checkpoint_engines kv_scales_missing MD012 ;;
+        global_scale_mismatch) checkpoint_engines global_scale_mismatch MD014 ;;
         input_scale_missing) write input_scale_missing run MD015 ;;
-        gate_up_order) both gate_up_order MD017 ;;
-        scale_layout) both scale_layout MD018 ;;
+        gate_up_order) checkpoint_engines gate_up_order MD017 ;;
+        scale_layout) checkpoint_engines scale_layout MD018 ;;
         moe_backends) moe_backends ;;                                                                          # idle
         offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;                          # idle
         offload_table) write offload_table run MD003 ;;                                                        # idle

@@ -52,10 +52,10 @@ class LLM:
             text = isinstance(prompt, str)
             ids = [len(prompt)] if text else [token + 1 for token in prompt["prompt_token_ids"]]
             ids = ids[: sampling.options["max_tokens"]]
-            known, not_known = (types.SimpleNamespace(logprob=one) for one in (-0.5, float("nan")))
+            known, not_known = (types.SimpleNamespace(logprob=value) for value in (-0.5, float("nan")))
             steps = [{i: known, i + 1: not_known} for i in ids]
-            one = types.SimpleNamespace(token_ids=ids, text="out" if text else "", logprobs=steps)
-            outputs.append(types.SimpleNamespace(outputs=[one]))
+            output = types.SimpleNamespace(token_ids=ids, text="out" if text else "", logprobs=steps)
+            outputs.append(types.SimpleNamespace(outputs=[output]))
         return outputs
 """
 

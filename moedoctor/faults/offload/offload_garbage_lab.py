@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,22 +32,6 @@ from moedoctor.upstream.engine.probes import first_parting
 _SECONDS = 1500.0
 _LOGPROBS = 5
 _PROMPT_CALLS = 16
-
-
-class Memory(Protocol):
-    """Pinned memory and device views of it."""
-
-    def allocate(self, nbytes: int) -> Any:
-        """A block; given back when nobody holds it any more."""
-
-    def bytes_of(self, block: Any) -> torch.Tensor:
-        """uint8 [n] on the host."""
-
-    def view(self, block: Any) -> Any:
-        """The view through which the device reads `block`."""
-
-    def read(self, view: Any) -> torch.Tensor:
-        """uint8 [n] as the device sees it, on the host."""
 
 
 def model(case: Case, parameters: OffloadGarbageParameters, release: None) -> Observation:
@@ -73,8 +57,11 @@ def engine(case: Case, parameters: OffloadGarbageParameters, release: None) -> O
 
 
 @torch.no_grad()
-def observe(parameters: OffloadGarbageParameters, memory: Memory) -> Observation:
-    """Offload a weight, drop its host tensor, fill a new buffer of the same size, and use the weight."""
+def observe(parameters: OffloadGarbageParameters, memory: Any) -> Observation:
+    """Offload a weight, drop its host tensor, fill a new buffer of the same size, and use the weight.
+
+    `memory`: a `SimulatedMemory` or a `CudaMemory`.
+    """
     generator = torch.Generator().manual_seed(parameters.seed)
     weight = torch.randint(0, 120, (parameters.bytes,), dtype=torch.uint8, generator=generator)  # [n]
     x = torch.rand(parameters.bytes, dtype=torch.float64, generator=generator)  # [n]
@@ -108,7 +95,10 @@ class _Block:
 
 @dataclass
 class SimulatedMemory:
-    """A pool that reuses the block that was given back last, as torch's pinned allocator does."""
+    """Simulated pinned memory: a pool that reuses the block that was given back last, as torch's does.
+
+    `bytes_of` a block is uint8 [n] on the host, and `read` of a `view` the same as the device sees it.
+    """
 
     keeps: bool
     """Whether a view keeps its block."""

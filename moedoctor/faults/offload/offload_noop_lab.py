@@ -95,7 +95,7 @@ def engine_evidence(result: EngineResult, environ: Mapping[str, str]) -> dict[st
         "device_bytes": sum(row["bytes"] for row in weights if row["place"] not in _HOST),
         "offloader_in_the_log": result.log.offloader,
         "offloaded_in_the_log": result.log.offloaded,
-        "allocated_bytes": result.memory.get("after_load", {}).get("allocated"),
+        "allocated_bytes": result.allocated,
     }
 
 

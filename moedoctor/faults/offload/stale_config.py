@@ -5,8 +5,9 @@ Shared by MD003 and MD020: in both the same reference goes stale. They differ in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,10 +56,8 @@ class QuantConfig:
     """float32 [E, N, 1] for the simulated kernels."""
 
 
-class Kernel(Protocol):
-    """The layer's product."""
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor: ...
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The layer's product: (x, weight, scales) -> output."""
 
 
 class QuantisedExperts(nn.Module):

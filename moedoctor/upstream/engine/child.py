@@ -37,15 +37,16 @@ def _perform(request: Mapping[str, Any], response: dict[str, Any], stage: list[s
     stage[0] = "load"
     arguments = {key: set(value) if key in _SETS else value for key, value in request["arguments"].items()}
     llm = _timed(response, "load", lambda: vllm.LLM(**arguments))
-    response["memory"] = {"after_load": device_memory()}
+    cuda = _cuda()
+    response["allocated"] = None if cuda is None else int(cuda.memory_allocated())
     stage[0] = "probe"
     early = _probe(request, llm) if request["probe"] and request["probe_when"] == "before" else None
     if early is not None and not callable(early):
         response["probe"] = plain(early)
     stage[0] = "generate"
     outputs = _timed(response, "generate", lambda: _generate(vllm, llm, request))
-    _synchronize()
-    response["memory"]["at_end"] = device_memory()
+    if cuda is not None:
+        cuda.synchronize()  # an illegal access shows only at the next synchronization
     best = [output.outputs[0] for output in outputs]
     response["tokens"] = [list(output.token_ids) for output in best]
     response["texts"] = [str(output.text or "") for output in best]
@@ -97,26 +98,6 @@ def _cuda() -> Any:
     torch = sys.modules.get("torch")
     in_use = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
     return torch.cuda if torch is not None and in_use else None
-
-
-def device_memory() -> dict[str, int]:
-    """Bytes on the GPU: what torch holds, its peak, and what is free for everybody."""
-    cuda = _cuda()
-    if cuda is None:
-        return {}
-    free, total = cuda.mem_get_info()
-    return {
-        "allocated": int(cuda.memory_allocated()),
-        "peak": int(cuda.max_memory_allocated()),
-        "free": int(free),
-        "total": int(total),
-    }
-
-
-def _synchronize() -> None:
-    cuda = _cuda()
-    if cuda is not None:
-        cuda.synchronize()  # an illegal access shows only at the next synchronization
 
 
 def describe(error: BaseException) -> dict[str, Any]:

@@ -153,8 +153,8 @@ class EngineResult:
     fixes: str | None = None
     """The fixes and traces of ours that were active, each with what it does; None if there were none."""
     log: LogFacts = field(default_factory=LogFacts)
-    memory: Mapping[str, Any] = field(default_factory=dict)
-    """Bytes on the GPU after loading and at the end."""
+    allocated: int | None = None
+    """Bytes that torch held on the GPU after loading; None without a GPU."""
     probe: Any = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     """``load``, ``generate`` and ``total``."""
@@ -199,7 +199,7 @@ def run_engine(request: EngineRequest) -> EngineResult:
         version=answer.get("version"),
         fixes="; ".join(active) or None,
         log=read_log(ended.log),
-        memory=answer.get("memory", {}),
+        allocated=answer.get("allocated"),
         probe=answer.get("probe"),
         seconds={**answer.get("seconds", {}), "total": round(ended.seconds, 2)},
     )

@@ -45,16 +45,20 @@ class _Model:
     arguments: Mapping[str, Any]
 
 
-def _tiny(folder: Path, layers: int) -> Path:
-    return write_qwen3_moe(folder, layers=layers, hidden=512, intermediate=256, experts=32, top_k=4)
-
-
-def _qwen(folder: Path, layers: int) -> Path:
-    return write_shape(folder, num_hidden_layers=layers)
-
-
-_TINY = _Model("tiny", 4, _tiny, {})
-_LARGE = _Model("Qwen3-30B-A3B's layers", 12, _qwen, {"load_format": "dummy", "gpu_memory_utilization": 0.2})
+_TINY = _Model(
+    "tiny",
+    4,
+    lambda folder, layers: write_qwen3_moe(
+        folder, layers=layers, hidden=512, intermediate=256, experts=32, top_k=4
+    ),
+    {},
+)
+_LARGE = _Model(
+    "Qwen3-30B-A3B's layers",
+    12,
+    lambda folder, layers: write_shape(folder, num_hidden_layers=layers),
+    {"load_format": "dummy", "gpu_memory_utilization": 0.2},
+)
 
 
 def overhead(sources: Mapping[str, str]) -> list[dict[str, Any]]:

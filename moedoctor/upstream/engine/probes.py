@@ -20,8 +20,7 @@ def where_weights_live(llm: Any, names: str = "") -> dict[str, Any]:
     driver.
 
     A CUDA tensor of torch may be a view of host memory. Only parameters whose name contains `names` count.
-    Returns ``{"bytes": {place: bytes}, "marked": {place: bytes}, "parameters": [{...}]}``; `marked` counts
-    those that vLLM has marked as offloaded.
+    Returns ``{"bytes": {place: bytes}, "parameters": [{"name", "bytes", "place"}]}``.
     """
     return dict(in_model(llm, lambda model: weights_by_place(model, names)))
 
@@ -29,18 +28,14 @@ def where_weights_live(llm: Any, names: str = "") -> dict[str, Any]:
 def weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
     """`where_weights_live` for the parameters of a torch module."""
     places: dict[str, int] = {}
-    marked: dict[str, int] = {}
     parameters = []
     for name, parameter in model.named_parameters():
         if names not in name or not parameter.numel():  # an empty parameter has no address to ask about
             continue
         place, size = memory_of(parameter), parameter.numel() * parameter.element_size()
-        is_marked = bool(getattr(parameter, "_vllm_is_uva_offloaded", False))
         places[place] = places.get(place, 0) + size
-        if is_marked:
-            marked[place] = marked.get(place, 0) + size
-        parameters.append({"name": name, "bytes": size, "place": place, "marked": is_marked})
-    return {"bytes": places, "marked": marked, "parameters": parameters}
+        parameters.append({"name": name, "bytes": size, "place": place})
+    return {"bytes": places, "parameters": parameters}
 
 
 def layers_and_places(llm: Any, names: str = "", calls: int = 0) -> Callable[[], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""MD008: a view without its memory, tiny engines, and two engines of one's own model. No engine runs."""
+"""MD008: a view without its memory, tiny engines, and two engines of the user's own model. No engine runs."""
 
 from __future__ import annotations
 

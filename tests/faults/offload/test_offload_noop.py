@@ -114,8 +114,8 @@ def test_the_plan_holds_each_point_at_its_own_tiers() -> None:
 
 def engine(place: str) -> EngineResult:
     parameters = [
-        {"name": "layers.0.experts.w13_weight", "bytes": 64, "place": place, "marked": place != "device"},
-        {"name": "layers.0.experts.w13_weight_scale", "bytes": 8, "place": "device", "marked": False},
+        {"name": "layers.0.experts.w13_weight", "bytes": 64, "place": place},
+        {"name": "layers.0.experts.w13_weight_scale", "bytes": 8, "place": "device"},
     ]
     return answered(probe={"parameters": parameters})
 

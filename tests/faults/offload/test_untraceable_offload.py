@@ -45,7 +45,7 @@ class UVAOffloader(BaseOffloader):
         if device == torch.device("cpu"):
             return module
         for name, p in module.named_parameters():
-            if {skip} or not any(f".{{one}}." in f".{{name}}." for one in self.cpu_offload_params):
+            if {skip} or not any(f".{{part}}." in f".{{name}}." for part in self.cpu_offload_params):
                 continue
             self.cpu_offload_bytes += p.nbytes
         original = module.forward

@@ -168,12 +168,11 @@ def test_layers_that_differ_are_noticed_whatever_their_size(change: Any, tokens:
     assert sum(len(row) for row in recorded(state)["outputs"][0]["projection"]) <= 128
 
 
-def test_bytes_by_place_and_mark() -> None:
+def test_bytes_by_place() -> None:
     model = Model((1.0, 2.0))
-    model.layers[1].weight._vllm_is_uva_offloaded = True
     found = where_weights_live(Engine(model))
-    assert (found["bytes"], found["marked"]) == ({"cpu": 32}, {"cpu": 16})
-    assert found["parameters"][1] == {"name": "layers.1.weight", "bytes": 16, "place": "cpu", "marked": True}
+    assert found["bytes"] == {"cpu": 32}
+    assert found["parameters"][1] == {"name": "layers.1.weight", "bytes": 16, "place": "cpu"}
     assert weights_by_place(model, "layers.0")["bytes"] == {"cpu": 16}
 
 
