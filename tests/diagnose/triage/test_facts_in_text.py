@@ -9,55 +9,39 @@ import pytest
 from moedoctor.diagnose.triage.facts_in_text import Facts, parse
 from moedoctor.diagnose.triage.signatures import Signature
 
-
-@pytest.mark.parametrize(
-    ("line", "release"),
-    [
-        ("vllm api server version 0.18.0", (0, 18, 0, 0)),
-        ("vllm version                 : 0.24.0", (0, 24, 0, 0)),
-        ("vllm: 0.18.2rc1.dev25+gef53395e2 (built from main)", (0, 18, 2, -1)),
-        ("vllm version: v0.18.2rc1.dev54+g73f48ce55", (0, 18, 2, -1)),
-        ("initializing a v1 llm engine (v0.19.1) with config: model='x'", (0, 19, 1, 0)),
-        ("vllm==0.5.3", (0, 5, 3, 0)),
-        ("| vllm | 0.17.1 |", (0, 17, 1, 0)),
-        ("image: vllm/vllm-openai:v0.25.1", (0, 25, 1, 0)),
-        ("vllm 0.26", (0, 26, 0, 0)),
-        ("reproduced with vllm v0.8.3.dev172+g2b93162f", (0, 8, 3, -1)),
-        ("▀▄▀ █  version 0.20.2rc1.dev562+g1c78f76c2.d20260521", (0, 20, 2, -1)),
-    ],
-)
-def test_vllm_releases_are_found(line: str, release: tuple[int, ...]) -> None:
-    facts = Facts()
-    facts.read(line)
-    assert facts.vllm == {release}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "it will be removed in vllm v0.24.0",
-        "the v4 codepath will become unmaintained in vllm v0.22.0",
-        "fixed in vllm 0.20.0",
-        "upgrading to vllm 0.20.0 helped",
-        "vllm 0.1.dev20073+g8e685d198",
-        "torch 2.11.0 and vllm",
-        "vllm on 127.0.0.1:8000",
-        "vllm#39593",
-    ],
-)
-def test_other_numbers_are_not_the_release_at_fault(line: str) -> None:
-    facts = Facts()
-    facts.read(line)
-    assert facts.vllm == set()
+VLLM = {
+    "vllm api server version 0.18.0": (0, 18, 0, 0),
+    "vllm version                 : 0.24.0": (0, 24, 0, 0),
+    "vllm: 0.18.2rc1.dev25+gef53395e2 (built from main)": (0, 18, 2, -1),
+    "vllm version: v0.18.2rc1.dev54+g73f48ce55": (0, 18, 2, -1),
+    "initializing a v1 llm engine (v0.19.1) with config: model='x'": (0, 19, 1, 0),
+    "vllm==0.5.3": (0, 5, 3, 0),
+    "| vllm | 0.17.1 |": (0, 17, 1, 0),
+    "image: vllm/vllm-openai:v0.25.1": (0, 25, 1, 0),
+    "vllm 0.26": (0, 26, 0, 0),
+    "reproduced with vllm v0.8.3.dev172+g2b93162f": (0, 8, 3, -1),
+    "▀▄▀ █  version 0.20.2rc1.dev562+g1c78f76c2.d20260521": (0, 20, 2, -1),
+    # Other numbers are not the release at fault.
+    "it will be removed in vllm v0.24.0": None,
+    "the v4 codepath will become unmaintained in vllm v0.22.0": None,
+    "fixed in vllm 0.20.0": None,
+    "upgrading to vllm 0.20.0 helped": None,
+    "vllm 0.1.dev20073+g8e685d198": None,
+    "torch 2.11.0 and vllm": None,
+    "vllm on 127.0.0.1:8000": None,
+    "vllm#39593": None,
+}
+FLASHINFER = ("[pip3] flashinfer-python==0.6.6", "flashinfer                   : 0.6.6", "flashinfer 0.6.6")
 
 
-@pytest.mark.parametrize(
-    "line", ["[pip3] flashinfer-python==0.6.6", "flashinfer                   : 0.6.6", "flashinfer 0.6.6"]
-)
-def test_flashinfer_releases_are_found(line: str) -> None:
-    facts = Facts()
-    facts.read(line)
-    assert facts.flashinfer == {(0, 6, 6, 0)}
+@pytest.mark.parametrize("line", VLLM)
+def test_the_vllm_releases_in_a_line(line: str) -> None:
+    assert about(line).vllm == ({VLLM[line]} if VLLM[line] else set())
+
+
+@pytest.mark.parametrize("line", FLASHINFER)
+def test_the_flashinfer_releases_in_a_line(line: str) -> None:
+    assert about(line).flashinfer == {(0, 6, 6, 0)}
 
 
 def test_numbers_without_a_release_are_none() -> None:

@@ -1,0 +1,269 @@
+"""Shapes read from config.json: parameter counts, latent attention, and configs that cannot be read."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moedoctor.diagnose.plan.kv_cache import PlanError, kv_cache
+from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
+from moedoctor.models.config import read_config, shape_of
+from moedoctor.models.config_fields import TEXT_CONFIGS, ConfigError
+from moedoctor.models.presets import find_model, names, preset, preset_document
+
+TINY = {
+    "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "intermediate_size": 128,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "vocab_size": 129_280, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu",
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+    "intermediate_size": 18_432, "first_k_dense_replace": 3, "moe_layer_freq": 1,
+    "tie_word_embeddings": False, "max_position_embeddings": 163_840
+}  # fmt: skip
+LATENT = {
+    **TINY, "model_type": "deepseek_v3", "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "q_lora_rank": 24, "first_k_dense_replace": 1, "n_shared_experts": 1
+}  # fmt: skip
+CONFIGS = {
+    "tiny": TINY,
+    "latent": LATENT,
+    "sliding": {**TINY, "use_sliding_window": True, "sliding_window": 64},
+    **{name: preset_document(name) for name in names()},
+}
+
+
+class Recorder(Mapping[str, Any]):
+    """A config that notes which of its fields are asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values, self.asked = values, dict[str, None]()
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked[name] = None
+        return self.values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def asked(values: Mapping[str, Any]) -> list[str]:
+    recorder = Recorder(values)
+    shape_of(recorder, "any", "here")
+    return list(recorder.asked)
+
+
+KNOWN = [(config, key) for config, values in CONFIGS.items() for key in asked(values)]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(-2, 9) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def test_the_reader_knows_the_fields_that_this_is_about():
+    keys = {key for _, key in KNOWN}
+    assert {"layer_types", "mlp_only_layers", "decoder_sparse_step", "global_head_dim"} <= keys
+    assert {
+        "kv_lora_rank",
+        "mamba_ssm_cache_dtype",
+        "linear_conv_kernel_dim",
+        "max_position_embeddings",
+    } <= keys
+    assert len(keys) > 50
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "experts"),
+    [
+        ("qwen3-30b-a3b", 30.5, 128),
+        ("qwen3.5-35b-a3b", 34.7, 256),
+        ("nemotron-cascade-2-30b-a3b", 31.6, 128),
+        ("nemotron-3-super-120b", 120.6, 512),
+        ("gemma-4-26b-a4b", 25.2, 128),
+    ],
+)
+def test_the_presets_have_the_parameters_that_the_models_have(name, billions, experts):
+    shape = preset(name.upper())
+    total = shape.expert_parameters() + shape.other_parameters()
+    assert total / 1e9 == pytest.approx(billions, rel=0.01)
+    assert shape.experts.layer.experts == experts
+    assert name in names()
+
+
+def test_every_parameter_of_a_tiny_model_is_counted():
+    shape = shape_of(TINY, "tiny", "here")
+    attention = 64 * (4 * 16 + 2 * 2 * 16) + 4 * 16 * 64  # q, k, v, o
+    assert shape.other_parameters() == 2 * 100 * 64 + 3 * (attention + 64 * 8)
+    assert shape.expert_parameters() == 3 * 8 * 3 * 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("named", "ours", "factor"),
+    [("silu", "silu", 3), ("gelu_pytorch_tanh", "gelu_tanh", 3), ("swish", "silu", 3), ("relu2", "relu2", 2)],
+)
+def test_an_activation_decides_whether_there_is_a_gate(named, ours, factor):
+    layer = shape_of({**TINY, "hidden_act": named}, "tiny", "here").experts.layer
+    assert layer.activation == ours
+    assert layer.expert_parameters == factor * 64 * 32
+
+
+def test_a_nested_text_config_and_dense_layers_are_read():
+    shape = shape_of({"text_config": {**TINY, "first_k_dense_replace": 1}}, "tiny", "here")
+    assert shape.experts.count == 2
+    assert shape.dense_parameters == 3 * 64 * 128
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "said"),
+    [
+        (TINY, {"hidden_size": None}, "hidden_size is missing"),
+        (TINY, {"num_experts": None}, "num_experts or n_routed_experts"),
+        (TINY, {"num_experts_per_tok": "2"}, "is '2', expected a whole number"),
+        (TINY, {"num_experts_per_tok": 9}, "top_k: 9 is more than experts 8"),
+        (
+            TINY,
+            {"moe_intermediate_size": 0},
+            "moe_intermediate_size is 0, expected a whole number",
+        ),
+        (TINY, {"moe_latent_size": "64"}, "moe_latent_size is '64'"),
+        (TINY, {"num_hidden_layers": True}, "num_hidden_layers is True"),
+        (TINY, {"hybrid_override_pattern": "MEX"}, "holds 'X'"),
+        (TINY, {"text_config": [1]}, "text_config is no object"),
+        (TINY, {"text_config": []}, "text_config is no object"),
+        (TINY, {"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a whole number, at least 1"),
+        (TINY, {"num_hidden_layers": 10**13}, "num_hidden_layers is 10000000000000, expected .* 1 to 10000"),
+        (TINY, {"num_attention_heads": 0}, "num_attention_heads is 0"),
+        (TINY, {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        (TINY, {"head_dim": 0}, "head_dim is 0"),
+        (TINY, {"head_dim": None, "num_attention_heads": 65}, "head_dim or attention_head_dim is 0"),
+        (TINY, {"max_position_embeddings": "4096"}, "max_position_embeddings is '4096'"),
+        (TINY, {"max_position_embeddings": -1}, "max_position_embeddings is -1"),
+        (TINY, {"layer_types": 5}, "layer_types is 5, expected a list"),
+        (TINY, {"layer_types": []}, "layer_types is .., expected a list"),
+        (TINY, {"layer_types": ["full_attention"] * 2}, "has 2 layers and num_hidden_layers is 3"),
+        (TINY, {"layer_types": ["full_attention", "chunked_attention", "moe"]}, "holds 'chunked_attention'"),
+        (TINY, {"layer_types": ["full_attention", "mamba2", "moe"]}, "holds 'mamba2'"),
+        (
+            TINY,
+            {"layer_types": ["full_attention", "mamba", "linear_attention"]},
+            "both mamba and linear_attention",
+        ),
+        (TINY, {"hybrid_override_pattern": 5}, "hybrid_override_pattern is 5"),
+        (TINY, {"hybrid_override_pattern": ""}, "hybrid_override_pattern is ''"),
+        (TINY, {"hybrid_override_pattern": "M*-"}, "at least one E"),
+        (TINY, {"hybrid_override_pattern": "M*EE"}, "has 4 layers and num_hidden_layers is 3"),
+        (TINY, {"full_attention_interval": "4"}, "full_attention_interval is '4'"),
+        (TINY, {"first_k_dense_replace": "x"}, "first_k_dense_replace is 'x'"),
+        (TINY, {"first_k_dense_replace": 3}, "first_k_dense_replace 3 leaves none of 3 layers with experts"),
+        (TINY, {"mlp_only_layers": 5}, "mlp_only_layers is 5"),
+        (TINY, {"mlp_only_layers": [0, 1, 2]}, r"mlp_only_layers \[0, 1, 2\] leaves none"),
+        (TINY, {"decoder_sparse_step": "4"}, "decoder_sparse_step is '4'"),
+        (TINY, {"decoder_sparse_step": 5}, "decoder_sparse_step 5 leaves none"),
+        (TINY, {"moe_shared_expert_intermediate_size": "x"}, "moe_shared_expert_intermediate_size is 'x'"),
+        (
+            TINY,
+            {"attention_chunk_size": 8192},
+            "attention_chunk_size is 8192, expected layer_types beside it",
+        ),
+        (
+            TINY,
+            {"interleave_moe_layer_step": 2},
+            "interleave_moe_layer_step is 2, expected 1: experts in every layer",
+        ),
+        (TINY, {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', expected true or false"),
+        (DEEPSEEK_V3, {"model_type": "minicpm3"}, "model_type is 'minicpm3', expected deepseek_v2"),
+        (DEEPSEEK_V3, {"index_topk": 2048}, "index_topk is 2048, expected latent attention alone"),
+        (DEEPSEEK_V3, {"linear_attn_config": {}}, "linear_attn_config is {}"),
+        (DEEPSEEK_V3, {"full_attention_interval": 4}, "kv_lora_rank .* beside layers of other kinds"),
+        (DEEPSEEK_V3, {"qk_rope_head_dim": None}, "qk_rope_head_dim is missing"),
+    ],
+)
+def test_a_config_that_says_too_little_is_refused_by_name(base, change, said):
+    with pytest.raises(ConfigError, match=said):
+        shape_of({**base, **change}, "tiny", "here")
+
+
+def test_a_sparse_frequency_leaves_the_layers_between_dense():
+    shape = shape_of({**TINY, "moe_layer_freq": 2}, "tiny", "here")
+    assert (shape.experts.count, shape.dense_parameters) == (2, 3 * 64 * 128)
+
+
+def test_the_names_of_layers_decide_what_they_are():
+    kinds = ["sliding_attention", "sliding_attention", "attention"]
+    shape = shape_of({**TINY, "layer_types": kinds, "sliding_window": 128}, "tiny", "here")
+    assert [(one.count, one.sliding_window) for one in shape.attention] == [(1, None), (2, 128)]
+
+
+def test_a_folder_is_read_and_an_unknown_name_lists_the_presets(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    assert find_model(str(tmp_path)).hidden_size == 64
+    with pytest.raises(ConfigError, match=r"no such preset or folder.*qwen3-30b-a3b"):
+        find_model("nothing")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="no JSON"):
+        read_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(("kv_bytes", "expected"), [(2, 70_272), (1, 35_136)])
+def test_one_latent_a_token_and_layer_whatever_the_heads(kv_bytes, expected):
+    """(512 + 64) x 61 layers x bytes of an element."""
+    shape = shape_of(DEEPSEEK_V3, "deepseek-v3", "here")
+    kv = kv_cache(shape, available_bytes=expected * 16 * 100, context=1600, kv_bytes=kv_bytes)
+    assert kv.bytes_per_token == expected
+    assert (kv.blocks, kv.tokens_printed_to_0_20, kv.concurrency) == (100, 1600, 1.0)
+
+
+def test_its_parameters_are_the_published_671_billion():
+    shape = shape_of(DEEPSEEK_V3, "deepseek-v3", "here")
+    assert (shape.expert_parameters() + shape.other_parameters()) / 1e9 == pytest.approx(671.0, rel=0.001)
+    assert shape.experts.count == 58
+
+
+def test_queries_need_not_be_compressed():
+    """DeepSeek-V2-Lite has no q_lora_rank: queries are one product."""
+    shape = shape_of({**DEEPSEEK_V3, "q_lora_rank": None}, "lite", "here")
+    assert shape.attention[0].query_rank is None
+    compressed = dataclasses.replace(shape.attention[0], query_rank=1536)
+    more = shape.attention[0].parameters(7168) - compressed.parameters(7168)
+    assert more == 7168 * 128 * 192 - 1536 * (7168 + 128 * 192)
+
+
+@pytest.mark.parametrize(("config", "key"), KNOWN)
+def test_a_wrong_type_is_named_with_what_was_expected(config: str, key: str) -> None:
+    for wrong in (1.5, [None], {"a": 1}):
+        if key in TEXT_CONFIGS and isinstance(wrong, dict):
+            continue
+        with pytest.raises(ConfigError) as error:
+            shape_of({**CONFIGS[config], key: wrong}, "any", "here")
+        text = str(error.value)
+        assert text.startswith("here: ")
+        assert key in text
+        assert "expected" in text
+        assert "\n" not in text
+
+
+@settings(max_examples=600)
+@given(known=st.sampled_from(KNOWN), value=JSON | st.sampled_from(["4", "MEM*E", ["full_attention"] * 4]))
+def test_no_value_of_any_field_ends_in_anything_but_a_plan_or_one_line(
+    known: tuple[str, str], value: Any
+) -> None:
+    config, key = known
+    try:
+        shape = shape_of({**CONFIGS[config], key: value}, "any", "here")
+        plan(PlanRequest(shape, "nvfp4", gpu_bytes=400 * GIB, context=shape.max_context or 100))
+    except (ConfigError, PlanError) as raised:
+        lines = str(raised).splitlines()
+    else:
+        lines = [""]
+    assert len(lines) == 1
