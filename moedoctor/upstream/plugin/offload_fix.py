@@ -76,7 +76,7 @@ class _Layer:
 
     module: Any
     device: Any
-    """Where it computes."""
+    """The device that it computes on."""
     vllm_forward: Any
     """vLLM's own `forward` around it, which is off for the time being."""
 

@@ -191,7 +191,7 @@ def static_scaled_fp8_quant(source: Path, values: torch.Tensor) -> torch.Tensor:
             break
     else:
         raise UnavailableError(
-            f"{source.name}: the FP8 quantisation kernel of this release cannot be loaded: {reason}"
+            f"{source.name}: the FP8 quantization kernel of this release cannot be loaded: {reason}"
         )
     operator = torch.ops._C.static_scaled_fp8_quant
     result = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)  # [T, N]

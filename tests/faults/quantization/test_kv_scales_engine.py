@@ -30,11 +30,11 @@ def result(label: str, moved: float, **changed: Any) -> EngineResult:
 
 
 def evidence(repaired: bool = False, *, moved: dict[str, float] | None = None, **changed: Any) -> Any:
-    shares = {**MOVED, **(moved or {})}
+    moved_by_engine = {**MOVED, **(moved or {})}
 
     def run(requests: list[EngineRequest]) -> list[EngineResult]:
         return [
-            result(request.label, shares[request.label], **changed.get(request.label, {}))
+            result(request.label, moved_by_engine[request.label], **changed.get(request.label, {}))
             for request in requests
         ]
 

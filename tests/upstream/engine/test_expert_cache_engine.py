@@ -20,7 +20,7 @@ from moedoctor.upstream.engine import expert_cache_probes as probes
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, LogFacts
 from moedoctor.upstream.engine.experiment import pair
 from moedoctor.upstream.plugin.expert_cache_layer import HostExperts, IdLog, host_experts, install
-from tests.upstream.plugin.test_expert_cache_fix import HIDDEN, INNER, Layer, call
+from tests.upstream.plugin.test_expert_cache_fix import HIDDEN, INTERMEDIATE, Layer, call
 from tests.upstream.plugin.test_expert_cache_fix import E as EXPERTS
 
 VOCAB, LAYERS = 256, 3
@@ -287,7 +287,7 @@ def test_every_weight_is_drawn_and_no_two_layers_are_alike(llm: Llm) -> None:
     model = llm.worker.model_runner.model
     probes.draw_weights(model)
     layers = host_experts(model)
-    for name, inputs, gain in (("w1", HIDDEN, 1.0), ("w2", INNER, 3.0)):
+    for name, inputs, gain in (("w1", HIDDEN, 1.0), ("w2", INTERMEDIATE, 3.0)):
         drawn = [layer.store.tensors[name] for layer in layers]
         assert all(float(w.std()) == pytest.approx(gain / inputs**0.5, rel=0.1) for w in drawn)
         assert not torch.equal(drawn[0], drawn[1])

@@ -15,7 +15,7 @@ from moedoctor.upstream.plugin.expert_cache_fix import refusal, refused_engine, 
 from moedoctor.upstream.plugin.expert_cache_layer import EXPERTS, host_experts, install, per_expert
 from moedoctor.upstream.plugin.register import FixError
 
-E, HIDDEN, INNER, TOP_K = 12, 8, 6, 2
+E, HIDDEN, INTERMEDIATE, TOP_K = 12, 8, 6, 2
 
 
 @dataclass
@@ -85,7 +85,10 @@ class Layer(torch.nn.Module):
         def parameter(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.randn(*shape, generator=draw), requires_grad=False)
 
-        self.w13_weight, self.w2_weight = parameter(E, 2 * INNER, HIDDEN), parameter(E, HIDDEN, INNER)
+        self.w13_weight, self.w2_weight = (
+            parameter(E, 2 * INTERMEDIATE, HIDDEN),
+            parameter(E, HIDDEN, INTERMEDIATE),
+        )
         self.w13_weight_scale, self.w2_bias = parameter(E), parameter(E, HIDDEN)
         described = QuantConfig(
             _a1=Description(scale=torch.ones(1)),
@@ -98,13 +101,13 @@ class Layer(torch.nn.Module):
         self.local_num_experts, self.top_k, self.enable_eplb = E, TOP_K, False
 
 
-def call(layer: Layer, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """As vLLM's quantised methods call their kernel; the one without quantisation names all arguments."""
+def call(layer: Layer, x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    """Call the kernel as vLLM's quantized methods do; the unquantized method names all arguments."""
     result: torch.Tensor = layer.quant_method.moe_kernel.apply(
         x.clone(),
         layer.w13_weight,
         layer.w2_weight,
-        shares,
+        topk_weights,
         ids,
         activation="silu",
         global_num_experts=E,
@@ -122,9 +125,9 @@ def test_a_cached_layer_computes_the_same(tokens: int) -> None:
     draw = torch.Generator().manual_seed(1)
     for _ in range(20):
         x = torch.randn(tokens, HIDDEN, generator=draw)  # [T, H]
-        shares = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
+        topk_weights = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
         ids = torch.randint(0, E, (tokens, TOP_K), generator=draw, dtype=torch.int32)  # [T, K]
-        assert torch.allclose(call(layer, x, ids, shares), call(plain, x, ids, shares), atol=1e-5)
+        assert torch.allclose(call(layer, x, ids, topk_weights), call(plain, x, ids, topk_weights), atol=1e-5)
     assert cache.stats.calls == 20
     assert set(layer.quant_method.moe_kernel.tiles) == {E}, "tiles as without a cache"
     assert EXPERTS.get() is None
@@ -148,7 +151,7 @@ def test_nothing_keeps_the_experts_on_the_device() -> None:
     assert described._a1.scale.shape == (1,)
 
 
-def test_a_layer_may_be_given_other_caches_later() -> None:
+def test_a_layer_can_get_other_caches_later() -> None:
     plain, layer = Layer(), Layer()
     install(layer, 2, torch.device("cpu"), captured=False)
     (experts,) = host_experts(torch.nn.ModuleList([layer]))
@@ -158,9 +161,14 @@ def test_a_layer_may_be_given_other_caches_later() -> None:
         assert layer.w13_weight.shape[0] == slots
         assert cache.engine == ("resident" if slots == E else "host")
         for tokens in (1, 6):
-            x, shares = torch.randn(tokens, HIDDEN, generator=draw), torch.rand(tokens, 2, generator=draw)
+            x, topk_weights = (
+                torch.randn(tokens, HIDDEN, generator=draw),
+                torch.rand(tokens, 2, generator=draw),
+            )
             ids = torch.randint(0, E, (tokens, TOP_K), generator=draw, dtype=torch.int32)  # [T, K]
-            assert torch.allclose(call(layer, x, ids, shares), call(plain, x, ids, shares), atol=1e-5)
+            assert torch.allclose(
+                call(layer, x, ids, topk_weights), call(plain, x, ids, topk_weights), atol=1e-5
+            )
 
 
 def test_cuda_graphs_without_pinned_memory_are_refused() -> None:
@@ -234,7 +242,7 @@ def engine(cpu: float = 0.0, group: int = 0, graphs: str = "FULL", eager: bool =
 
 
 @pytest.mark.parametrize(("cpu", "group", "refused"), [(0.0, 0, False), (1.0, 0, True), (0.0, 4, True)])
-def test_offload_and_a_cache_are_one_too_many(cpu: float, group: int, refused: bool) -> None:
+def test_offload_and_a_cache_exclude_each_other(cpu: float, group: int, refused: bool) -> None:
     reason = refused_engine(engine(cpu, group))
     assert (reason is not None) == refused
     load = fix._caching(lambda *arguments: torch.nn.ModuleList([Layer()]), slots=5, layer_type=Layer)

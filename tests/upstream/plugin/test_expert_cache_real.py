@@ -121,8 +121,8 @@ with set_current_vllm_config(config):
     def run(layer, tokens, seed):
         draw = torch.Generator().manual_seed(seed)
         x = torch.randn(tokens, 256, generator=draw, dtype=torch.float32).bfloat16()
-        shares, ids = torch.rand(tokens, 8, generator=draw, dtype=torch.float32).topk(2)
-        return layer.quant_method.apply(layer, x, shares, ids.int(), None).clone()
+        topk_weights, ids = torch.rand(tokens, 8, generator=draw, dtype=torch.float32).topk(2)
+        return layer.quant_method.apply(layer, x, topk_weights, ids.int(), None).clone()
 
     class Loader(base_loader.BaseModelLoader):
         def download_model(self, model_config): ...

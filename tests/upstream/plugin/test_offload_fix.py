@@ -195,9 +195,7 @@ def test_every_release_is_patched_and_computes_the_same(
         assert all(torch.equal(module(x), expected) for module, expected in zip(modules, plain, strict=True))
         compiled = torch.compile(nn.Sequential(*modules), fullgraph=True, backend="eager")
         assert torch.equal(compiled(x), nn.Sequential(*modules)(x))
-    assert [
-        module.weight_scale for module in modules
-    ] == held  # what a config holds is still the module's parameter
+    assert [module.weight_scale for module in modules] == held, "a config holds the module's parameters"
     report = offloader._moedoctor_offload.report()
     assert report.host_bytes == 3 * 160 * 160 * 4
     on_host = [placement.name for placement in report.placements if placement.lives == "host"]
@@ -212,7 +210,7 @@ def test_only_what_vllm_chose_is_offloaded(tmp_path: Path, monkeypatch: pytest.M
     assert not hasattr(offloader, "_moedoctor_offload")
 
 
-def test_where_ours_cannot_take_over_it_stays_as_vllm_had_it(
+def test_if_ours_cannot_take_over_vllm_offloads_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub(tmp_path, monkeypatch, "0.21.0")
@@ -230,7 +228,7 @@ def test_where_ours_cannot_take_over_it_stays_as_vllm_had_it(
     assert "could not take over: ValueError: module: 1.mask is a meta tensor" in message
 
 
-def test_where_memory_runs_out_vllm_goes_on_with_the_weights_that_it_had(
+def test_if_memory_runs_out_vllm_keeps_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from moedoctor.fixes.offload import storage as offload_storage
@@ -406,7 +404,7 @@ def test_nan_rows_get_distinct_experts(
     assert places[:, 1].tolist() == [6, 7, 8, 9, 10, 11]
 
 
-def test_routing_is_left_alone_where_it_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routing_is_left_alone_if_it_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub(tmp_path, monkeypatch, "0.20.0")
     assert routing_fix.apply("0.20.0").startswith("not needed")
     assert not hasattr(importlib.import_module("vllm._custom_ops").topk_softmax, "__moedoctor_fix__")
