@@ -112,11 +112,11 @@ def ask(folder: Path, python: Path, libraries: Path, answers: Path) -> None:
         "VLLM_HAS_FLASHINFER_CUBIN": "1",  # else FlashInfer counts as missing without nvcc
     }
     script = Path(__file__).with_name("probe_backends.py")
-    said = subprocess.run(
+    done = subprocess.run(
         [str(python), str(script)], env=environment, capture_output=True, encoding="utf-8", check=True
     )
     answers.write_text(
-        next(line for line in said.stdout.splitlines() if line.startswith("{")), encoding="utf-8"
+        next(line for line in done.stdout.splitlines() if line.startswith("{")), encoding="utf-8"
     )
     print(f"{folder.name}: asked")
 
@@ -163,7 +163,7 @@ class Release:
         self, rows: Iterable[Sequence[Any]]
     ) -> dict[tuple[str, str, str], tuple[list[Any], dict[str, Any]]]:
         return {
-            (c, p, a): ([self.texts[one] for one in answers], self.texts[out])
+            (c, p, a): ([self.texts[each] for each in answers], self.texts[out])
             for c, p, a, answers, out in rows
         }
 
@@ -171,11 +171,11 @@ class Release:
         """The automatic order, in boxes of the grid where it is the same."""
         by_order = defaultdict(list)
         for point, (answers, _) in self.grids[scheme].items():
-            if all(one[1] for one in answers):
-                by_order[tuple(dict.fromkeys(one[0] for one in answers))].append(point)
+            if all(each[1] for each in answers):
+                by_order[tuple(dict.fromkeys(each[0] for each in answers))].append(point)
         axes = tuple(tuple(dict.fromkeys(axis)) for axis in zip(*self.grids[scheme], strict=True))
         names = [f"{name}@{ORACLES[scheme]}" for name in SELECTS]
-        source = next((self.lines[one] for one in names if one in self.lines), "")
+        source = next((self.lines[each] for each in names if each in self.lines), "")
         for order, points in sorted(by_order.items(), key=lambda item: -len(item[1])):
             for box in boxes(points, frozenset(points), axes):
                 yield {"order": list(order), **self._packed(box), "source": source}
@@ -184,22 +184,22 @@ class Release:
         """What --moe-backend is taken for: the backends it leads to; none where it changes nothing."""
         for flag, rows in self.answers["on_request"][scheme].items():
             grid = self._grid(rows)
-            asked = {point: [one[0] for one in answers] for point, (answers, _) in grid.items()}
-            automatic = {point: [one[0] for one in self.grids[scheme][point][0]] for point in grid}
+            asked = {point: [each[0] for each in answers] for point, (answers, _) in grid.items()}
+            automatic = {point: [each[0] for each in self.grids[scheme][point][0]] for point in grid}
             errors = {out["error"] or "" for _, out in grid.values()}
             if all(NOT_HERE in error and "moe_backend=" in error for error in errors):
                 continue
             source = self.lines.get(f"map_{ORACLES[scheme]}_backend") or self.lines["get_mxfp4_backend"]
-            found = list(dict.fromkeys(one for answers in asked.values() for one in answers))
-            row = {"flag": flag, "backends": found, "source": source}
-            kernels = any(one[1] for answers, _ in grid.values() for one in answers)
+            backends = list(dict.fromkeys(each for answers in asked.values() for each in answers))
+            row = {"flag": flag, "backends": backends, "source": source}
+            kernels = any(each[1] for answers, _ in grid.values() for each in answers)
             if (
                 (kernels or scheme == "mxfp4")
                 and asked == automatic
                 and self.outcomes(grid) == self.outcomes({p: self.grids[scheme][p] for p in grid})
             ):
                 row = {"flag": flag, "ignored": True, "source": source}
-            elif not found:
+            elif not backends:
                 row = {"flag": flag, "refused": min(errors), "source": source}
             elif self.batched(scheme, grid):
                 row["batched"] = True
@@ -208,8 +208,8 @@ class Release:
     def batched(self, scheme: str, grid: Mapping[Any, tuple[list[Any], dict[str, Any]]]) -> bool:
         """Whether the flag brings the activation format that a kernel of its own lacks by itself."""
         for point, (answers, _) in grid.items():
-            lacking = [one[:2] for one in self.grids[scheme][point][0] if kind(one[3]) == "format"]
-            if any(one[2] and one[:2] in lacking for one in answers):
+            lacking = [each[:2] for each in self.grids[scheme][point][0] if kind(each[3]) == "format"]
+            if any(each[2] and each[:2] in lacking for each in answers):
                 return True
         return False
 
@@ -221,17 +221,17 @@ class Release:
         answers: dict[tuple[str, str], dict[Any, str]] = defaultdict(dict)
         rows = [
             *self.answers["on_request"][scheme].values(),
-            *(one for _, one in self.answers["with_variables"][scheme]),
+            *(each for _, each in self.answers["with_variables"][scheme]),
         ]
         grids = [self.grids[scheme], *map(self._grid, rows)]
-        for grid in [one for one in grids if len(one) == len(self.grids[scheme])]:
+        for grid in [each for each in grids if len(each) == len(self.grids[scheme])]:
             for point, (heard, _) in grid.items():
                 for backend, kernel, _, reason in heard:
                     if kernel:
                         answers[backend, kernel][point] = kind(reason)
         for (backend, kernel), points in answers.items():
             row = predicates(points)
-            then = [{**self._packed(one), "reason": one["reason"]} for one in row.pop("then", ())]
+            then = [{**self._packed(each), "reason": each["reason"]} for each in row.pop("then", ())]
             needs = self.answers["needs"][scheme].get(f"{backend}/{kernel}", [])
             yield {
                 "backend": backend,
@@ -321,10 +321,12 @@ def predicates(answers: Mapping[Point, str]) -> dict[str, Any]:
         ("scheme", "scheme_devices", 0),
         ("parallel", "parallel", 1),
     ):
-        row[column] = [one for one in axes[axis] if _passes(name, [left[p] for p in left if p[axis] == one])]
+        row[column] = [
+            value for value in axes[axis] if _passes(name, [left[p] for p in left if p[axis] == value])
+        ]
         left = {point: answer for point, answer in left.items() if point[axis] in row[column]}
     gates = row.pop("gates")
-    row["ungated"] = any(one.endswith("_no_mul") for one in gates)
+    row["ungated"] = any(value.endswith("_no_mul") for value in gates)
     if row["scheme_devices"] == row["devices"]:
         del row["scheme_devices"]
     refused = {point: answer for point, answer in left.items() if answer}
@@ -337,8 +339,8 @@ def predicates(answers: Mapping[Point, str]) -> dict[str, Any]:
         )
     ]
     for point, answer in answers.items():
-        said = first_failing(row, point)
-        assert said == answer or (said and answer and answer not in (*PREDICATES, "format")), (
+        reason = first_failing(row, point)
+        assert reason == answer or (reason and answer and answer not in (*PREDICATES, "format")), (
             row,
             point,
             answer,
@@ -348,12 +350,14 @@ def predicates(answers: Mapping[Point, str]) -> dict[str, Any]:
 
 def _passes(name: str, answers: Sequence[str]) -> bool:
     """Whether the predicate lets at least one through; a kernel's own check may have answered before it."""
-    own = [one for one in answers if one and one not in (*PREDICATES, "format")]
-    return any(one != name for one in answers if one not in own) or bool(answers and len(own) == len(answers))
+    own = [each for each in answers if each and each not in (*PREDICATES, "format")]
+    return any(each != name for each in answers if each not in own) or bool(
+        answers and len(own) == len(answers)
+    )
 
 
 def _others(refused: Mapping[Point, str], reason: str) -> frozenset[Point]:
-    return frozenset(point for point, one in refused.items() if one != reason)
+    return frozenset(point for point, each in refused.items() if each != reason)
 
 
 def first_failing(row: Mapping[str, Any], point: Point) -> str:
@@ -369,7 +373,7 @@ def first_failing(row: Mapping[str, Any], point: Point) -> str:
         return "scheme"
     if parallel not in row["parallel"]:
         return "parallel"
-    return next((str(one["reason"]) for one in row.get("then", ()) if contains(one, point)), "")
+    return next((str(each["reason"]) for each in row.get("then", ()) if contains(each, point)), "")
 
 
 def contains(box: Mapping[str, Any], point: Point) -> bool:
@@ -383,29 +387,29 @@ def boxes(
 ) -> list[dict[str, list[str]]]:
     """Few boxes that cover all of `points` and lie within `allowed`; a side that is as long as its axis is
     left out."""
-    left, found = set(points), []
+    left, cover = set(points), []
     names = ("capabilities", "parallel", "activations")
     while left:
-        seed = min(left, key=lambda p: tuple(axis.index(one) for axis, one in zip(axes, p, strict=True)))
+        seed = min(left, key=lambda p: tuple(axis.index(value) for axis, value in zip(axes, p, strict=True)))
         grown = [_grown(seed, order, allowed, axes) for order in itertools.permutations(range(3))]
         best = max(
             grown, key=lambda sides: (len(left & set(itertools.product(*sides))), sum(map(len, sides)))
         )
         left -= set(itertools.product(*best))
         sides = zip(names, best, axes, strict=True)
-        found.append({name: list(side) for name, side, axis in sides if len(side) < len(axis)})
-    return found
+        cover.append({name: list(side) for name, side, axis in sides if len(side) < len(axis)})
+    return cover
 
 
 def _grown(
     seed: Point, order: Sequence[int], allowed: frozenset[Point], axes: Sequence[Sequence[str]]
 ) -> list[tuple[str, ...]]:
-    sides: list[tuple[str, ...]] = [(one,) for one in seed]
+    sides: list[tuple[str, ...]] = [(value,) for value in seed]
     for axis in order:
         fits = [
-            one
-            for one in axes[axis]
-            if all(p in allowed for p in itertools.product(*sides[:axis], (one,), *sides[axis + 1 :]))
+            value
+            for value in axes[axis]
+            if all(p in allowed for p in itertools.product(*sides[:axis], (value,), *sides[axis + 1 :]))
         ]
         sides[axis] = tuple(fits)
     return sides
@@ -439,18 +443,18 @@ def merge(rows: Iterable[tuple[str, dict[str, Any]]], releases: Iterable[str]) -
             run = runs[facts] = {"first": order.index(release), "last": 0, "row": row}
             done.append(run)
         run["last"] = order.index(release)
-    found = []
+    merged = []
     for run in done:
         first, last = order[run["first"]], order[run["last"]]
         source = run["row"].pop("source")
-        found.append(
+        merged.append(
             {
                 "releases": first if first == last else f"{first}-{last}",
                 **run["row"],
                 "source": f"{first}: {source}",
             }
         )
-    return found
+    return merged
 
 
 # --- The check --------------------------------------------------------------------------------
@@ -487,7 +491,7 @@ def differences(
     release: str, scheme: str, options: Mapping[str, Any], row: Sequence[Any], texts: Sequence[Any]
 ) -> Iterator[str]:
     capability, parallel, activation, answers, outcome = row
-    said = select(
+    selection = select(
         capability,
         scheme,
         release=release,
@@ -497,18 +501,18 @@ def differences(
         libraries=THERE,
         **options,
     )
-    if said.chosen != texts[outcome]["chosen"]:
-        yield f"chosen: {said.chosen}, upstream {texts[outcome]['chosen']} ({capability} {parallel})"
-    heard = [texts[one] for one in answers if texts[one][1]]
-    order = list(dict.fromkeys(one[0] for one in heard))
-    ours = [one.backend for one in said.candidates]
-    if [one for one in ours if one in order] != order and not options:
+    if selection.chosen != texts[outcome]["chosen"]:
+        yield f"chosen: {selection.chosen}, upstream {texts[outcome]['chosen']} ({capability} {parallel})"
+    heard = [texts[each] for each in answers if texts[each][1]]
+    order = list(dict.fromkeys(each[0] for each in heard))
+    ours = [each.backend for each in selection.candidates]
+    if [each for each in ours if each in order] != order and not options:
         yield f"order: {ours}, upstream {order}"
-    fits = {name: any(one[2] for one in heard if one[0] == name) for name in order}
-    for one in said.candidates:
-        if one.backend in fits and one.supported != fits[one.backend]:
+    fits = {name: any(each[2] for each in heard if each[0] == name) for name in order}
+    for each in selection.candidates:
+        if each.backend in fits and each.supported != fits[each.backend]:
             where = f"({capability} {parallel} {activation})"
-            yield f"{one.backend} supported: {one.supported}, upstream {fits[one.backend]} {where}"
+            yield f"{each.backend} supported: {each.supported}, upstream {fits[each.backend]} {where}"
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def main() -> None:
 
 
 def folders(root: Path) -> dict[str, Path]:
-    found = [one for one in root.iterdir() if re.fullmatch(r"[\d.]+(post\d+)?", one.name)]
-    return {one.name: one for one in sorted(found, key=lambda one: Version(one.name))}
+    paths = [folder for folder in root.iterdir() if re.fullmatch(r"[\d.]+(post\d+)?", folder.name)]
+    return {folder.name: folder for folder in sorted(paths, key=lambda folder: Version(folder.name))}
 
 
 def write(name: str, folders: Mapping[str, Path], read: Callable[[Path], dict[str, dict[str, Any]]]) -> None:
@@ -121,18 +121,22 @@ def named(tree: ast.Module, pattern: re.Pattern[str]) -> Iterator[tuple[str, int
     """Names that are looked up in the environment: an argument of get or getenv, an index, the left side of
     `in`."""
     for node in ast.walk(tree):
-        found: list[ast.expr] = []
+        names: list[ast.expr] = []
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             if "env" in called.lower() or called.rpartition(".")[2] in ("get", "pop", "setdefault"):
-                found = node.args[:1]
+                names = node.args[:1]
         elif isinstance(node, ast.Subscript):
-            found = [node.slice]
+            names = [node.slice]
         elif isinstance(node, ast.Compare):
-            found = [node.left]
-        for one in found:
-            if isinstance(one, ast.Constant) and isinstance(one.value, str) and pattern.fullmatch(one.value):
-                yield one.value, node.lineno
+            names = [node.left]
+        for expression in names:
+            if (
+                isinstance(expression, ast.Constant)
+                and isinstance(expression.value, str)
+                and pattern.fullmatch(expression.value)
+            ):
+                yield expression.value, node.lineno
 
 
 def declared_variables(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -160,13 +164,13 @@ def facts(name: str, reader: ast.expr, read: Callable[[], Any]) -> dict[str, Any
         shown = {}  # a path on the machine that this ran on
     if outcome(name, None, read) != default:
         shown = {}  # drawn anew each time
-    calls = [one for one in ast.walk(reader) if isinstance(one, ast.Call)]
-    if any(ast.unparse(one.func).startswith("deprecated") for one in calls):
+    calls = [part for part in ast.walk(reader) if isinstance(part, ast.Call)]
+    if any(ast.unparse(part.func).startswith("deprecated") for part in calls):
         shown["deprecated"] = True
-    call = next((one for one in calls if "with_choices" in ast.unparse(one.func)), None)
+    call = next((part for part in calls if "with_choices" in ast.unparse(part.func)), None)
     if call is not None:
         choices = ast.literal_eval(
-            next(one for one in (*call.args, *(k.value for k in call.keywords)) if is_choices(one))
+            next(part for part in (*call.args, *(k.value for k in call.keywords)) if is_choices(part))
         )
         sensitive = not any(
             k.arg == "case_sensitive" and ast.unparse(k.value) == "False" for k in call.keywords
@@ -185,19 +189,19 @@ def is_choices(node: ast.expr) -> bool:
     return isinstance(node, ast.List | ast.Tuple) and len(node.elts) > 1
 
 
-def kind(seen: Mapping[str, tuple[bool, Any]]) -> dict[str, Any]:
+def kind(outcomes: Mapping[str, tuple[bool, Any]]) -> dict[str, Any]:
     """number, switch (a number that counts as on or off), decimal, words (what is not a word for on is off),
     text."""
-    if not any(ok for ok, _ in seen.values()):
+    if not any(ok for ok, _ in outcomes.values()):
         return {"kind": "special"}
-    values = [value for ok, value in seen.values() if ok]
-    if not seen["banana"][0]:
-        if seen["1.5"][0]:
+    values = [value for ok, value in outcomes.values() if ok]
+    if not outcomes["banana"][0]:
+        if outcomes["1.5"][0]:
             return {"kind": "decimal"}
         return {"kind": "switch" if all(isinstance(value, bool) for value in values) else "number"}
     if all(isinstance(value, bool) for value in values):
-        off = [probe for probe, (_, value) in seen.items() if value is False]
-        on = [probe for probe, (_, value) in seen.items() if value is True]
+        off = [probe for probe, (_, value) in outcomes.items() if value is False]
+        on = [probe for probe, (_, value) in outcomes.items() if value is True]
         return {"kind": "words", "on": on} if "banana" in off else {"kind": "words", "off": off}
     return {"kind": "text"}
 
@@ -229,15 +233,15 @@ def load(file: Path) -> types.ModuleType:
 
 
 def flashinfer_variables(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for path, tree in trees(release / "flashinfer", "FLASHINFER_"):
         for name, line in named(tree, NAMES["FLASHINFER"]):
-            found.setdefault(name, f"{path}:{line}")
+            sources.setdefault(name, f"{path}:{line}")
     for file in sorted((release / "flashinfer" / "data").rglob("*")):
         if file.suffix in {".cu", ".cuh", ".h", ".hpp", ".cpp", ".cc"} and file.is_file():
             for name in _GETENV.findall(file.read_text(encoding="utf-8", errors="replace")):
-                found.setdefault(name, file.relative_to(release).as_posix())
-    for name, source in found.items():
+                sources.setdefault(name, file.relative_to(release).as_posix())
+    for name, source in sources.items():
         yield name, {"source": source}
 
 
@@ -250,15 +254,15 @@ def flags(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         root / "utils" / "argparse_utils.py",
     ]
     choices = literals(root / "config")
-    for file in [one for one in files if one.is_file()]:
+    for file in [path for path in files if path.is_file()]:
         where = file.relative_to(release).as_posix()
         tree = ast.parse(file.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
                 names = [
-                    one.value
-                    for one in node.args
-                    if isinstance(one, ast.Constant) and str(one.value).startswith("-")
+                    argument.value
+                    for argument in node.args
+                    if isinstance(argument, ast.Constant) and str(argument.value).startswith("-")
                 ]
                 for name in names:
                     yield str(name), {**choices.get(str(name), {}), "source": f"{where}:{node.lineno}"}
@@ -271,23 +275,23 @@ def flags(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def literals(config: Path) -> dict[str, dict[str, Any]]:
     """The choices of the flags that decide MoE backends, from the Literal that types their field."""
-    wanted = {
+    flag_of = {
         "MoEBackend": "--moe-backend",
         "All2AllBackend": "--all2all-backend",
         "LinearBackend": "--linear-backend",
     }
-    found: dict[str, dict[str, Any]] = {}
+    choices: dict[str, dict[str, Any]] = {}
     for file in sorted(config.glob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if (
                 isinstance(node, ast.Assign)
-                and ast.unparse(node.targets[0]) in wanted
+                and ast.unparse(node.targets[0]) in flag_of
                 and isinstance(node.value, ast.Subscript)
             ):
-                found[wanted[ast.unparse(node.targets[0])]] = {
+                choices[flag_of[ast.unparse(node.targets[0])]] = {
                     "choices": list(flat(ast.literal_eval(node.value.slice)))
                 }
-    return found
+    return choices
 
 
 def flat(value: Any) -> Iterable[str]:

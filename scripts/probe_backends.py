@@ -28,11 +28,11 @@ CHOICES = ("throughput", "latency", "masked_gemm")
 ENVIRONMENTS: tuple[dict[str, str], ...] = (
     *({f"VLLM_USE_FLASHINFER_MOE_{use}": value} for use in USES for value in "01"),
     *(
-        {f"VLLM_USE_FLASHINFER_MOE_{use}": "1", "VLLM_FLASHINFER_MOE_BACKEND": one}
+        {f"VLLM_USE_FLASHINFER_MOE_{use}": "1", "VLLM_FLASHINFER_MOE_BACKEND": choice}
         for use in USES[:3]
-        for one in CHOICES
+        for choice in CHOICES
     ),
-    *({"VLLM_FLASHINFER_MOE_BACKEND": one} for one in CHOICES),
+    *({"VLLM_FLASHINFER_MOE_BACKEND": choice} for choice in CHOICES),
     *({name: value} for name in ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM") for value in "01"),
     *({name: "1"} for name in ("VLLM_TEST_FORCE_FP8_MARLIN", "VLLM_MXFP4_USE_MARLIN")),
     {"VLLM_MXFP4_USE_MARLIN": "0"},
@@ -91,10 +91,10 @@ def requested(oracle: Oracle, scheme: str, flag: str, automatic: list[list[Any]]
     """What the flag asks for: at a few points where those kernels are in the automatic order too, else
     everywhere."""
     texts = list(interner.texts)
-    known = {json.loads(texts[one])[0] for row in automatic for one in row[3]}
+    known = {json.loads(texts[number])[0] for row in automatic for number in row[3]}
     few = grid(oracle, scheme, flag, interner, CAPABILITIES[6:8], ("silu",))
     texts = list(interner.texts)
-    heard = {json.loads(texts[one])[0] for row in few for one in row[3]}
+    heard = {json.loads(texts[number])[0] for row in few for number in row[3]}
     return few if heard <= known else grid(oracle, scheme, flag, interner)
 
 
@@ -114,7 +114,7 @@ def grid(
             PARALLEL.items(), activations or oracle.activations()
         ):
             asked = oracle.ask_again(Layer(scheme, activation, ep, dp, moe_backend))
-            answers = [interner.number(json.dumps(plain(one))) for one in asked.answers]
+            answers = [interner.number(json.dumps(plain(each))) for each in asked.answers]
             outcome = {"chosen": asked.chosen, "error": None if asked.chosen else asked.error}
             shown = f"{capability[0]}.{capability[1]}"
             rows.append([shown, name, activation, answers, interner.number(json.dumps(outcome))])
@@ -123,7 +123,7 @@ def grid(
 
 def overridden(oracle: Oracle, scheme: str, interner: Interner) -> list[list[Any]]:
     """[variables, rows of `grid` with these set]: what the variables that ever meant something do."""
-    found = []
+    rows_found = []
     for variables in ENVIRONMENTS:
         os.environ.update(variables)
         try:
@@ -131,19 +131,19 @@ def overridden(oracle: Oracle, scheme: str, interner: Interner) -> list[list[Any
         finally:
             for name in variables:
                 del os.environ[name]
-        found.append([variables, rows])
-    return found
+        rows_found.append([variables, rows])
+    return rows_found
 
 
 def with_variables(oracle: Oracle, scheme: str, interner: Interner) -> list[list[Any]]:
     """[variable, rows of the whole grid] for the variables that lead to kernels which nothing else leads
     to."""
-    found = []
+    rows_found = []
     for name in ("VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8", "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS"):
         os.environ[name] = "1"
-        found += [[name, grid(oracle, scheme, "auto", interner)]] if scheme == "mxfp4" else []
+        rows_found += [[name, grid(oracle, scheme, "auto", interner)]] if scheme == "mxfp4" else []
         del os.environ[name]
-    return found
+    return rows_found
 
 
 def plain(answer: Answer) -> list[Any]:
@@ -161,26 +161,26 @@ def needed(oracle: Oracle, scheme: str, flags: list[str]) -> dict[str, list[str]
     ]
 
     def supported() -> set[tuple[Any, ...]]:
-        found = set()
+        triples = set()
         for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
             oracle.substitute.use(capability)
             for layer in layers:
                 for answer in oracle.ask_again(layer).answers:
                     if answer.supported:
-                        found.add((capability, layer, answer.backend, answer.kernel))
-        return found
+                        triples.add((capability, layer, answer.backend, answer.kernel))
+        return triples
 
     everything = supported()
-    found: dict[str, list[str]] = {}
+    needs: dict[str, list[str]] = {}
     for library in LIBRARIES:
         oracle.substitute.pretend({library: False})
         without = supported()
         oracle.substitute.pretend({library: True})
         for _, _, backend, kernel in everything - without:
-            libraries = found.setdefault(f"{backend}/{kernel}", [])
+            libraries = needs.setdefault(f"{backend}/{kernel}", [])
             if library not in libraries:
                 libraries.append(library)
-    return {name: sorted(libraries) for name, libraries in sorted(found.items())}
+    return {name: sorted(libraries) for name, libraries in sorted(needs.items())}
 
 
 if __name__ == "__main__":

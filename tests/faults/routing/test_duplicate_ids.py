@@ -125,9 +125,9 @@ def test_the_last_number_of_experts_that_the_fused_prologue_takes(tokens: int, t
 
 
 def test_the_fused_prologue_sorts_repeated_ids_rightly() -> None:
-    one = parameters(tokens=64, ids="one_repeat")
-    seen = observe(one, ThreeStepModel()).evidence
-    assert (seen["path"], seen["rows_right"], seen["unwritten_entries"]) == ("fused", 64, 0)
+    point = parameters(tokens=64, ids="one_repeat")
+    evidence = observe(point, ThreeStepModel()).evidence
+    assert (evidence["path"], evidence["rows_right"], evidence["unwritten_entries"]) == ("fused", 64, 0)
 
 
 def test_an_illegal_access_is_the_symptom_and_another_death_is_not() -> None:
@@ -276,9 +276,9 @@ class Unchecked(ThreeStepModel):
 
 def test_a_row_taken_from_before_the_buffer_is_a_read_out_of_bounds() -> None:
     point = parameters(ids="one_repeat", memory="minus_one")
-    seen = observe(point, Unchecked())
-    assert (seen.evidence["rows_out_of_bounds"], seen.evidence["rows_wrong"]) == (300, 0)
-    judged = FAULT.judge(case(), seen)
+    observation = observe(point, Unchecked())
+    assert (observation.evidence["rows_out_of_bounds"], observation.evidence["rows_wrong"]) == (300, 0)
+    judged = FAULT.judge(case(), observation)
     assert judged.verdict is CaseVerdict.REPRODUCED
     assert judged.figure == "reads out of bounds in 300 of 300 rows, without an error"
     stale = observe(parameters(ids="one_repeat"), Unchecked()).evidence
@@ -288,8 +288,8 @@ def test_a_row_taken_from_before_the_buffer_is_a_read_out_of_bounds() -> None:
 
 def test_many_stale_rows_are_no_read_out_of_bounds() -> None:
     point = parameters(tokens=30, experts=80, top_k=64)
-    seen = observe(point, ThreeStepModel()).evidence
-    assert (seen["rows_out_of_bounds"], seen["rows_wrong"] > 0) == (0, True)
+    evidence = observe(point, ThreeStepModel()).evidence
+    assert (evidence["rows_out_of_bounds"], evidence["rows_wrong"] > 0) == (0, True)
 
 
 # --- The tier `kernel` -----------------------------------------------------------------------------------
@@ -327,16 +327,16 @@ def test_without_flashinfer_or_nvcc_the_tier_kernel_is_skipped_with_a_reason(
         FAULT.observe(fixed, None)
     (scenario,) = load_targets(("MD011",))
     planned = plan([scenario], Options(), {"gpu": None})[0].cases
-    kernel = [one for one in planned if one.case.tier is Tier.KERNEL and one.case.subject == "fixed"]
+    kernel = [each for each in planned if each.case.tier is Tier.KERNEL and each.case.subject == "fixed"]
     assert len(kernel) == len(scenario.points)
-    assert {one.skip for one in kernel} == {"needs an NVIDIA GPU, none is visible"}
+    assert {each.skip for each in kernel} == {"needs an NVIDIA GPU, none is visible"}
 
 
 def test_an_installed_release_with_right_sums_has_no_failure_to_show() -> None:
     model = dataclasses.replace(result("faulty", "rows_wrong"), tier=Tier.MODEL)
     clean, wrong = result("faulty", "rows_right"), result("faulty", "rows_wrong")
-    said = "the installed FlashInfer gives the right sums in 1 of 2 cases"
-    assert FAULT.absent([model, clean, wrong]) == said
+    reason = "the installed FlashInfer gives the right sums in 1 of 2 cases"
+    assert FAULT.absent([model, clean, wrong]) == reason
     assert FAULT.absent([model, wrong]) is None
     assert FAULT.absent([dataclasses.replace(clean, tier=Tier.MODEL), clean]) is None
 
@@ -390,19 +390,19 @@ def test_claims_that_measurements_decide(judge: Any, limits: Any, good: Any, bad
 def test_the_table_of_paths_names_releases_that_differ() -> None:
     maps = [measured(MAP), measured({**MAP, "path": "fused"}, unit="flashinfer@0.6.13")]
     evidence = md011.maps.judge((), maps, {"max_maps": 0}).evidence
-    said = "fused: flashinfer@0.6.13; three-step: flashinfer@0.6.6"
-    assert evidence["paths"] == [{"tokens": 257, "top_k": 8, "128 experts": said}]
+    paths = "fused: flashinfer@0.6.13; three-step: flashinfer@0.6.6"
+    assert evidence["paths"] == [{"tokens": 257, "top_k": 8, "128 experts": paths}]
     assert md011.maps.judge((), maps[:1], {"max_maps": 0}).evidence["paths"][0]["128 experts"] == "three-step"
 
 
 def test_calls_are_counted_by_release_and_wrong_ones_shown() -> None:
-    found = md011.distinct.judge((), [measured(SUM, {**SUM, "rows_right": 1})], {"max_calls": 0}).evidence
-    assert found["calls"] == [{"release": "flashinfer@0.6.6", "calls": 2, "calls_right": 1}]
-    assert [one["rows_right"] for one in found["wrong"]] == [1]
+    evidence = md011.distinct.judge((), [measured(SUM, {**SUM, "rows_right": 1})], {"max_calls": 0}).evidence
+    assert evidence["calls"] == [{"release": "flashinfer@0.6.6", "calls": 2, "calls_right": 1}]
+    assert [row["rows_right"] for row in evidence["wrong"]] == [1]
 
 
 @pytest.mark.parametrize(
-    ("units", "said"),
+    ("units", "names"),
     [
         (["flashinfer@0.6.6"], "1 named release"),
         (["flashinfer@0.6.6", "flashinfer@0.6.13"], "2 named releases"),
@@ -410,11 +410,11 @@ def test_calls_are_counted_by_release_and_wrong_ones_shown() -> None:
         (["installed"], "the installed one"),
     ],
 )
-def test_an_installed_release_is_not_counted_with_the_named_ones(units: list[str], said: str) -> None:
+def test_an_installed_release_is_not_counted_with_the_named_ones(units: list[str], names: str) -> None:
     """It may be one of them."""
-    rows = [measured(SUM, unit=one) for one in units]
-    found = md011.distinct.judge((), rows, {"max_calls": 0})
-    assert found.reason == f"all rows right in {len(units)} of {len(units)} calls of {said}"
+    rows = [measured(SUM, unit=unit) for unit in units]
+    judgement = md011.distinct.judge((), rows, {"max_calls": 0})
+    assert judgement.reason == f"all rows right in {len(units)} of {len(units)} calls of {names}"
 
 
 DIED = Measurement("flashinfer@0.7.2.post1", Crash(Death.HANG, "no answer in 400 s"))

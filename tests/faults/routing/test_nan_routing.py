@@ -136,7 +136,7 @@ def test_every_wrong_result_is_noticed(wrong: dict[str, Any], counter: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"experts": 4, "top_k": 5}, "top_k: 5 is more than experts 4"),
         ({"router": "grouped", "experts": 10, "num_groups": 4}, "does not divide experts 10"),
@@ -152,8 +152,8 @@ def test_every_wrong_result_is_noticed(wrong: dict[str, Any], counter: str) -> N
         ({"tolerance": 1}, "tolerance"),
     ],
 )
-def test_parameters_that_cannot_be_are_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_parameters_that_cannot_be_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         parameters(**wrong)
 
 

@@ -109,8 +109,8 @@ GOOD = [measured("TRITON bf16", ids) for ids in md016.IDS]
 
 
 def judged(*units: Measurement) -> tuple[ClaimVerdict, str]:
-    found = md016.upstream_paths.judge((), units, LIMITS)
-    return found.verdict, str(found.reason)
+    judgement = md016.upstream_paths.judge((), units, LIMITS)
+    return judgement.verdict, str(judgement.reason)
 
 
 @pytest.mark.parametrize(("asked", "ends"), [(3, True), (10**9, False)])
@@ -133,21 +133,21 @@ def test_a_kernel_that_does_not_end_is_not_waited_for_for_ever(
 
 
 def test_paths_that_are_right_confirm_for_the_release_that_ran() -> None:
-    said = "vLLM 0.21.0, before #46408: all rows right in 2 calls of TRITON bf16"
-    assert judged(*GOOD) == (ClaimVerdict.CONFIRMED, said)
+    reason = "vLLM 0.21.0, before #46408: all rows right in 2 calls of TRITON bf16"
+    assert judged(*GOOD) == (ClaimVerdict.CONFIRMED, reason)
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "figure"),
     [
         (measured("MARLIN nvfp4", PADDING, 2), "MARLIN nvfp4, padding rows of -1: 2 of 4 rows wrong"),
         (died("MARLIN nvfp4", PADDING), "MARLIN nvfp4, padding rows of -1: an illegal memory access"),
     ],
 )
-def test_a_path_that_is_wrong_or_dies_with_minus_one_only_refutes(bad: Measurement, said: str) -> None:
+def test_a_path_that_is_wrong_or_dies_with_minus_one_only_refutes(bad: Measurement, figure: str) -> None:
     verdict, reason = judged(*GOOD, measured("MARLIN nvfp4", NONE), bad, measured("MARLIN nvfp4", DROPPED))
     assert verdict is ClaimVerdict.REFUTED
-    assert reason == f"vLLM {RELEASE}: {said}"
+    assert reason == f"vLLM {RELEASE}: {figure}"
 
 
 @pytest.mark.parametrize("control", [measured("MARLIN fp8", NONE, 1), died("MARLIN fp8", NONE)])
@@ -161,7 +161,7 @@ def test_a_path_that_fails_without_minus_one_says_nothing_of_it(control: Measure
 
 
 def test_a_path_that_did_not_run_is_named_once_with_its_reason() -> None:
-    left = [Measurement(one, Skip("no FP8 here")) for one in md016.units_of(["OURS fp8"])]
+    left = [Measurement(unit, Skip("no FP8 here")) for unit in md016.units_of(["OURS fp8"])]
     verdict, reason = judged(*GOOD, *left)
     assert verdict is ClaimVerdict.CONFIRMED
     assert reason.endswith("; OURS fp8 not run: no FP8 here")
@@ -219,7 +219,7 @@ def test_the_installed_release_is_recognised_by_its_sources(
 def test_an_alignment_that_counts_empty_slots_or_loses_real_ones_refutes(in_blocks: int, lost: int) -> None:
     def judged(*rows: tuple[int, int, int]) -> Any:
         names = ("empty_slots", "empty_slots_in_blocks", "slots_lost")
-        counts = [{"call": "padding", **dict(zip(names, one, strict=True))} for one in rows]
+        counts = [{"call": "padding", **dict(zip(names, row, strict=True))} for row in rows]
         measurement = Measurement("moe_align_block_size", Observation({"rows": counts}))
         return md016.alignment.judge((), [measurement], {"max_slots": 0})
 
@@ -229,9 +229,9 @@ def test_an_alignment_that_counts_empty_slots_or_loses_real_ones_refutes(in_bloc
     assert judged((4, in_blocks, lost)).verdict is ClaimVerdict.UNTESTED
     assert judged(control).verdict is ClaimVerdict.UNTESTED
     for other in ((4, 0, 0), (4, in_blocks, lost)):
-        found = judged(other, (0, 0, lost + 1))
-        assert found.verdict is ClaimVerdict.UNTESTED
-        assert found.reason.endswith("so it says nothing of -1")
+        judgement = judged(other, (0, 0, lost + 1))
+        assert judgement.verdict is ClaimVerdict.UNTESTED
+        assert judgement.reason.endswith("so it says nothing of -1")
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def run(subject: str, parameters: Mapping[str, Any]) -> tuple[CaseVerdict, str, 
 
 @pytest.mark.parametrize("release", releases())
 def test_in_every_release_the_variable_is_lost_and_the_fix_honours_it(release: str) -> None:
-    verdict, figure, seen = run("faulty", {**SEED, "release": release})
+    verdict, figure, evidence = run("faulty", {**SEED, "release": release})
     assert verdict is CaseVerdict.REPRODUCED
-    assert seen["selected"] == seen["without"] == "FLASHINFER_CUTLASS"
+    assert evidence["selected"] == evidence["without"] == "FLASHINFER_CUTLASS"
     assert figure == "FLASHINFER_CUTLASS all the same, one warning in the log names it"
     verdict, figure, _ = run("fixed", {**SEED, "release": release})
     assert (verdict, figure) == (CaseVerdict.CLEAN, "MARLIN selected, as asked for")
@@ -92,16 +92,16 @@ def test_every_point_of_the_scenario(point: Mapping[str, Any]) -> None:
     ],
 )
 def test_who_is_told_what(parameters: dict[str, str], selected: str, warned: bool, advice: str) -> None:
-    verdict, figure, seen = run("faulty", parameters)
-    assert (verdict, seen["selected"], seen["warned"], seen["advice"]) == (
+    verdict, figure, evidence = run("faulty", parameters)
+    assert (verdict, evidence["selected"], evidence["warned"], evidence["advice"]) == (
         CaseVerdict.REPRODUCED,
         selected,
         warned,
         "",
     )
     assert figure.endswith("one warning in the log names it" if warned else "no warning")
-    verdict, figure, seen = run("fixed", parameters)
-    assert (verdict, seen["advice"]) == (CaseVerdict.CLEAN, advice)
+    verdict, figure, evidence = run("fixed", parameters)
+    assert (verdict, evidence["advice"]) == (CaseVerdict.CLEAN, advice)
     assert figure == f"no effect, and a message: use {advice}"
 
 
@@ -119,20 +119,20 @@ def test_what_works_or_stops_is_no_failure() -> None:
 
 
 def test_a_setting_that_selects_something_else_without_a_word_is_reproduced() -> None:
-    one = case("installed", {**SEED, "release": "0.21.0"}, Tier.LIBRARY)
-    seen = {
+    point = case("installed", {**SEED, "release": "0.21.0"}, Tier.LIBRARY)
+    evidence = {
         "selected": "VLLM_CUTLASS",
         "without": "FLASHINFER_CUTLASS",
         "refused": "",
         "warned": False,
         "advice": "",
     }
-    judged = FAULT.judge(one, Observation(seen))
+    judged = FAULT.judge(point, Observation(evidence))
     assert (judged.verdict, judged.figure) == (CaseVerdict.REPRODUCED, "VLLM_CUTLASS, not MARLIN, no warning")
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"release": "0.16.0"}, "must be a release of the tables"),
         ({"capability": "9.9"}, "must be one of 7.0"),
@@ -143,8 +143,8 @@ def test_a_setting_that_selects_something_else_without_a_word_is_reproduced() ->
         ({"surplus": 1}, "Extra inputs are not permitted"),
     ],
 )
-def test_parameters_are_checked(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_parameters_are_checked(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         FAULT.parameters.model_validate({**SEED, "release": "0.21.0", **wrong})
 
 
@@ -165,15 +165,15 @@ REAL = {
 """What a release answers, as `InstalledSelection.overrides` gives it."""
 
 
-def judge(key: str, seen: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:
+def judge(key: str, answers: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:
     test = next(test for test in FAULT.claims if test.key == key)
     thresholds = next(claim.thresholds for claim in load().claims if claim.key == key)
-    judged = test.judge([], [Measurement("", Observation(seen))], thresholds)
+    judged = test.judge([], [Measurement("", Observation(answers))], thresholds)
     return judged.verdict, judged.reason or ""
 
 
 @pytest.mark.parametrize(
-    ("key", "changed", "verdict", "said"),
+    ("key", "changed", "verdict", "why"),
     [
         ("no_override", {}, "refuted", "--moe-backend marlin selects MARLIN"),
         ("no_override", {"with_flag_marlin": "VLLM_CUTLASS"}, "confirmed", "marlin selects VLLM_CUTLASS"),
@@ -192,11 +192,11 @@ def judge(key: str, seen: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:
     ],
 )
 def test_the_claims_of_38971_are_decided_by_what_a_release_answers(
-    key: str, changed: dict[str, Any], verdict: str, said: str
+    key: str, changed: dict[str, Any], verdict: str, why: str
 ) -> None:
     judged, reason = judge(key, {**REAL, **changed})
     assert judged.value == verdict
-    assert said in reason
+    assert why in reason
 
 
 @pytest.mark.parametrize(
@@ -222,10 +222,13 @@ def test_without_a_vllm_nothing_is_confirmed_or_refuted(key: str, recorded: str)
 def test_the_claims_are_put_to_the_installed_package(stub: Path) -> None:
     measure = next(test.measure for test in FAULT.claims if test.key == "no_override")
     assert measure is not None
-    seen = measure("", "cpu", {}).evidence
-    assert (seen["vllm"], seen["automatic"]) == ("0.21.0", "MARLIN")  # the stub's VLLM_CUTLASS wants a gate
-    assert (seen["with_flag_marlin"], seen["with_flag_cutlass"]) == ("MARLIN", "VLLM_CUTLASS")
-    assert (seen["gemm_declared"], seen["variable_declared"]) == (False, False)
+    answers = measure("", "cpu", {}).evidence
+    assert (answers["vllm"], answers["automatic"]) == (
+        "0.21.0",
+        "MARLIN",
+    )  # the stub's VLLM_CUTLASS wants a gate
+    assert (answers["with_flag_marlin"], answers["with_flag_cutlass"]) == ("MARLIN", "VLLM_CUTLASS")
+    assert (answers["gemm_declared"], answers["variable_declared"]) == (False, False)
 
 
 def test_what_the_cases_say_together() -> None:
@@ -248,7 +251,7 @@ def test_what_the_cases_say_together() -> None:
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     def forget() -> None:
-        for name in [one for one in sys.modules if one == "vllm" or one.startswith("vllm.")]:
+        for name in [module for module in sys.modules if module == "vllm" or module.startswith("vllm.")]:
             del sys.modules[name]
 
     forget()
@@ -258,22 +261,32 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_an_installed_package_is_asked_with_the_setting_in_its_environment(stub: Path) -> None:
-    one = case("installed", {**SEED, "release": "0.21.0"}, Tier.LIBRARY)
-    seen = FAULT.observe(one, None).evidence
-    assert seen == {"selected": "MARLIN", "without": "MARLIN", "refused": "", "warned": True, "advice": ""}
+    point = case("installed", {**SEED, "release": "0.21.0"}, Tier.LIBRARY)
+    evidence = FAULT.observe(point, None).evidence
+    assert evidence == {
+        "selected": "MARLIN",
+        "without": "MARLIN",
+        "refused": "",
+        "warned": True,
+        "advice": "",
+    }
     assert "VLLM_NVFP4_MOE_BACKEND" not in os.environ
     flag = case(
         "installed",
         {**SEED, "release": "0.21.0", "setting": "--moe-backend marlin", "activation": "silu"},
         Tier.LIBRARY,
     )
-    seen = FAULT.observe(flag, None).evidence
-    assert (seen["selected"], seen["without"], seen["warned"]) == ("MARLIN", "VLLM_CUTLASS", False)
+    evidence = FAULT.observe(flag, None).evidence
+    assert (evidence["selected"], evidence["without"], evidence["warned"]) == (
+        "MARLIN",
+        "VLLM_CUTLASS",
+        False,
+    )
 
 
 def test_a_point_about_another_release_is_skipped(stub: Path) -> None:
-    one = case("installed", {**SEED, "release": "0.33.0"}, Tier.LIBRARY)
+    point = case("installed", {**SEED, "release": "0.33.0"}, Tier.LIBRARY)
     with pytest.raises(
         UnavailableError, match=r"this point is about vLLM 0\.33\.0, and 0\.21\.0 is installed"
     ):
-        FAULT.observe(one, None)
+        FAULT.observe(point, None)

@@ -35,8 +35,8 @@ def case(subject: str, **parameters: str) -> Case:
 
 
 def judged(subject: str, **parameters: str) -> tuple[CaseVerdict, str]:
-    one = case(subject, **parameters)
-    judgement = FAULT.judge(one, FAULT.observe(one, None))
+    point = case(subject, **parameters)
+    judgement = FAULT.judge(point, FAULT.observe(point, None))
     return judgement.verdict, judgement.figure
 
 
@@ -94,22 +94,22 @@ def test_a_wrong_backend_is_named_with_its_tokens() -> None:
 
 @pytest.mark.parametrize("reason", [None, "cosine 0.1 at token 3"])
 def test_a_harness_that_does_not_see_says_nothing_of_an_installed_backend(reason: str | None) -> None:
-    found = observed(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
-    judgement = FAULT.judge(case("installed"), found)
+    blind = observed(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
+    judgement = FAULT.judge(case("installed"), blind)
     assert judgement.verdict is CaseVerdict.ERROR, "neither right nor convicted"
     assert judgement.reason == "the comparison did not notice stale_row"
 
 
 @pytest.mark.parametrize("reason", [None, "cosine 0.1 at token 3"])
 def test_a_harness_that_does_not_see_fails_the_scenario(reason: str | None) -> None:
-    found = observed(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
+    blind = observed(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
     results = []
     for subject in ("faulty", "fixed", "installed"):
-        one = case(subject)
+        point = case(subject)
         # The control itself is as it should be: it is the fix whose comparison is blind.
-        judgement = FAULT.judge(one, observed() if subject == "faulty" else found)
+        judgement = FAULT.judge(point, observed() if subject == "faulty" else blind)
         results.append(
-            CaseResult(subject, one.tier, one.parameters, judgement.verdict, figure=judgement.figure)
+            CaseResult(subject, point.tier, point.parameters, judgement.verdict, figure=judgement.figure)
         )
     verdict, why = decide(FAULT, results, {"faulty": CaseVerdict.REPRODUCED, "fixed": CaseVerdict.CLEAN})
     assert verdict is ScenarioVerdict.FAILED
@@ -121,9 +121,9 @@ def test_what_is_not_deterministic_is_said() -> None:
 
 
 def test_a_backend_that_cannot_run_is_skipped_with_its_reason() -> None:
-    one = case("installed")
+    point = case("installed")
     with pytest.raises(UnavailableError, match="needs an NVIDIA GPU"):
-        FAULT.observe(one, None)
+        FAULT.observe(point, None)
 
 
 class Forgetful(Reference):
@@ -144,10 +144,10 @@ class Forgetful(Reference):
 @pytest.mark.parametrize("ids", ["duplicates", "empty"])
 def test_a_backend_that_is_wrong_with_unusual_ids_alone_is_noticed(ids: str) -> None:
     for kind, verdict in (("distinct", CaseVerdict.CLEAN), (ids, CaseVerdict.REPRODUCED)):
-        one = case("installed", ids=kind)
-        parameters = BackendParityParameters.model_validate(dict(one.parameters))
-        found = observe(parameters, "cpu", Forgetful("nvfp4"))
-        assert FAULT.judge(one, found).verdict is verdict
+        point = case("installed", ids=kind)
+        parameters = BackendParityParameters.model_validate(dict(point.parameters))
+        observation = observe(parameters, "cpu", Forgetful("nvfp4"))
+        assert FAULT.judge(point, observation).verdict is verdict
 
 
 def test_a_backend_that_is_not_made_for_empty_slots_is_not_given_any() -> None:
@@ -165,8 +165,10 @@ def test_conclusions_name_what_was_right_wrong_and_not_run() -> None:
         parameters = case("installed", backend=backend).parameters
         return CaseResult("installed", Tier.KERNEL, parameters, verdict)
 
-    found = FAULT.conclude([result(CaseVerdict.CLEAN, "MARLIN"), result(CaseVerdict.REPRODUCED, "EMULATION")])
-    assert found == {"right": ["MARLIN nvfp4 silu"], "wrong": ["EMULATION nvfp4 silu"]}
+    conclusions = FAULT.conclude(
+        [result(CaseVerdict.CLEAN, "MARLIN"), result(CaseVerdict.REPRODUCED, "EMULATION")]
+    )
+    assert conclusions == {"right": ["MARLIN nvfp4 silu"], "wrong": ["EMULATION nvfp4 silu"]}
     duplicates = CaseResult(
         "installed", Tier.KERNEL, case("installed", ids="duplicates").parameters, CaseVerdict.CLEAN
     )

@@ -118,13 +118,13 @@ def test_a_target_compiles_loads_and_has_the_instructions_or_there_is_none(
 ) -> None:
     def does(target: Target) -> bool:
         usable = toolkit_knows(target, cuda) and sass_loads(target, capability)
-        return usable and all(takes(target, one, cuda) for one in needed(capability) if one.since <= cuda)
+        return usable and all(takes(target, each, cuda) for each in needed(capability) if each.since <= cuda)
 
     try:
         target = Target.parse(resolve_arch(capability, cuda).target)
     except ValueError:
         # Code without suffix for an older GPU of the same major version may remain, before 9.0 alone.
-        others = [one for one in toolkit_targets(cuda) if does(one) and one.capability == capability]
+        others = [each for each in toolkit_targets(cuda) if does(each) and each.capability == capability]
         assert others == []
     else:
         assert does(target)
@@ -165,9 +165,9 @@ def test_targets_have_one_name() -> None:
     ],
 )
 def test_where_machine_code_runs(target: str, runs: str, does_not: str) -> None:
-    one = Target.parse(target)
-    assert [gpu for gpu in runs.split() if not sass_loads(one, parse_capability(gpu))] == []
-    assert [gpu for gpu in does_not.split() if sass_loads(one, parse_capability(gpu))] == []
+    code = Target.parse(target)
+    assert [gpu for gpu in runs.split() if not sass_loads(code, parse_capability(gpu))] == []
+    assert [gpu for gpu in does_not.split() if sass_loads(code, parse_capability(gpu))] == []
 
 
 def test_where_ptx_compiles() -> None:
@@ -225,8 +225,8 @@ OLD, FIRST_F, OWN_121, AGAIN_128 = "0.6.6", "0.6.7", "0.6.13", "0.7.2.post1"
         *((release, (12, 0), "12.0f", (12, 6), "120f") for release in (OLD, FIRST_F, OWN_121, AGAIN_128)),
         *((release, (12, 0), "12.0a", (13, 0), "120a") for release in (OLD, FIRST_F, OWN_121, AGAIN_128)),
         *(
-            (one, (12, 0), text, (13, 0), None)
-            for one in releases()
+            (release, (12, 0), text, (13, 0), None)
+            for release in releases()
             for text in ("12.0,12.1", "12.0 ", "120f", "")
         ),
     ],
@@ -244,11 +244,13 @@ def test_what_each_release_makes_of_it(
 
 
 def test_every_release_belongs_to_one_generation() -> None:
-    assert [generation(one.first) for one in generations()] == list(generations())
-    assert [generation(one.last) for one in generations()] == list(generations())
+    assert [generation(rules.first) for rules in generations()] == list(generations())
+    assert [generation(rules.last) for rules in generations()] == list(generations())
     assert generation("0.6.18") is generations()[2]
     assert generation("0.9.0") is generations()[3]
-    assert {one.first for one in generations()} | {one.last for one in generations()} <= set(releases())
+    assert {rules.first for rules in generations()} | {rules.last for rules in generations()} <= set(
+        releases()
+    )
     with pytest.raises(ValueError, match=r"older than .* 0\.5\.0 to 0\.7\.2\.post1"):
         generation("0.4.1")
 
@@ -265,7 +267,7 @@ def test_the_moe_module_takes_the_targets_of_its_own_majors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "suggestion", "said"),
+    ("text", "suggestion", "expected"),
     [
         ("12.0,12.1", "12.0f 12.1a", ["',' does not separate", "has no suffix"]),
         ("12.0 ", "12.0f", ["stray separator after the last entry"]),
@@ -285,13 +287,15 @@ def test_the_moe_module_takes_the_targets_of_its_own_majors() -> None:
         ("", None, ["is empty", "unset it"]),
     ],
 )
-def test_what_is_wrong_with_a_flashinfer_list(text: str, suggestion: str | None, said: list[str]) -> None:
+def test_what_is_wrong_with_a_flashinfer_list(text: str, suggestion: str | None, expected: list[str]) -> None:
     explained = explain_arch_list(text, variable=FLASHINFER_LIST)
     assert explained.suggestions.get(FLASHINFER_LIST) == suggestion
-    messages = " | ".join(one.message for one in explained.problems)
-    assert [word for word in said if word not in messages] == []
-    assert bool(explained.problems) == bool(said)
-    assert [one.reader for one in explained.readings] == [f"FlashInfer {one.name}" for one in generations()]
+    messages = " | ".join(each.message for each in explained.problems)
+    assert [word for word in expected if word not in messages] == []
+    assert bool(explained.problems) == bool(expected)
+    assert [each.reader for each in explained.readings] == [
+        f"FlashInfer {each.name}" for each in generations()
+    ]
 
 
 def test_the_toolkit_decides_what_a_list_should_be() -> None:
@@ -306,9 +310,9 @@ def test_the_toolkit_decides_what_a_list_should_be() -> None:
 
 def test_both_variables_without_one_named() -> None:
     explained = explain_arch_list("12.0,12.1")
-    assert {one.variable for one in explained.problems} == {FLASHINFER_LIST, TORCH_LIST}
+    assert {each.variable for each in explained.problems} == {FLASHINFER_LIST, TORCH_LIST}
     assert explained.suggestions == {FLASHINFER_LIST: "12.0f 12.1a", TORCH_LIST: "12.0a;12.1a"}
-    assert all(one.error for one in explained.readings)
+    assert all(each.error for each in explained.readings)
 
 
 @given(text=st.text(alphabet="0123456789.af ,;+PTXsm_\t", max_size=24))
@@ -320,8 +324,8 @@ def test_a_suggestion_is_read_without_error_by_every_release(text: str) -> None:
         return
     again = explain_arch_list(suggestion, variable=FLASHINFER_LIST)
     assert again.problems == ()
-    assert all(one.error is None and one.targets for one in again.readings)
-    assert len({one.targets for one in again.readings}) == 1
+    assert all(each.error is None and each.targets for each in again.readings)
+    assert len({each.targets for each in again.readings}) == 1
 
 
 def _by_torch(text: str) -> tuple[str, ...] | None:
@@ -402,8 +406,8 @@ def test_torchs_suggestions_are_taken_by_torch() -> None:
 )
 def test_a_list_is_read_for_a_gpu(text: str | None, capability: str, cuda: str, targets: list[str]) -> None:
     decisions = resolve_arch_list(text, capability, cuda)
-    assert [one.target for one in decisions] == targets
-    assert all(one.reason for one in decisions)
+    assert [decision.target for decision in decisions] == targets
+    assert all(decision.reason for decision in decisions)
 
 
 def test_a_list_that_cannot_be_built_is_refused() -> None:

@@ -272,8 +272,8 @@ def test_the_way_to_ask_is_one_that_the_release_has() -> None:
 def test_what_request_says_is_what_select_does(point: dict, release: str, data: st.DataObject) -> None:
     where = {"ep": point["ep"], "dp": point["dp"], "release": release}
     shown = select(point["capability"], point["scheme"], **where).candidates
-    one = data.draw(st.sampled_from(shown))
-    asked = request(one.backend, point["capability"], point["scheme"], **where)
+    each = data.draw(st.sampled_from(shown))
+    asked = request(each.backend, point["capability"], point["scheme"], **where)
     if asked.how is None:
         return
     if asked.how.startswith("--moe-backend "):
@@ -290,23 +290,23 @@ def test_what_request_says_is_what_select_does(point: dict, release: str, data: 
 def test_every_point_has_a_complete_answer(point: dict, release: str, data: st.DataObject) -> None:
     activation = data.draw(st.sampled_from(releases()[release].activations))
     selection = select(**point, release=release, activation=activation)
-    names = [one.backend for one in selection.candidates]
+    names = [each.backend for each in selection.candidates]
     assert len(names) == len(set(names))
-    chosen = [one for one in selection.candidates if one.chosen]
-    assert [one.backend for one in chosen] == ([selection.chosen] if selection.chosen else [])
-    automatic = [one for one in selection.candidates if one.automatic]
-    assert selection.chosen == next((one.backend for one in automatic if one.supported), None)
-    for one in selection.candidates:
-        assert one.reason
-        assert bool(one.kernels) is one.supported
-        assert one.reason.startswith(("chosen", "would work")) is one.supported
+    chosen = [each for each in selection.candidates if each.chosen]
+    assert [each.backend for each in chosen] == ([selection.chosen] if selection.chosen else [])
+    automatic = [each for each in selection.candidates if each.automatic]
+    assert selection.chosen == next((each.backend for each in automatic if each.supported), None)
+    for each in selection.candidates:
+        assert each.reason
+        assert bool(each.kernels) is each.supported
+        assert each.reason.startswith(("chosen", "would work")) is each.supported
 
 
 @given(points, st.sampled_from(RELEASES), st.sampled_from(["flashinfer", "humming", "deep_gemm"]))
 def test_a_missing_library_never_adds_a_backend(point: dict, release: str, library: str) -> None:
-    with_it = {one.backend for one in select(**point, release=release).candidates if one.supported}
+    with_it = {each.backend for each in select(**point, release=release).candidates if each.supported}
     without = select(**point, release=release, libraries={library: False}).candidates
-    assert {one.backend for one in without if one.supported} <= with_it
+    assert {each.backend for each in without if each.supported} <= with_it
 
 
 @pytest.mark.parametrize(
@@ -338,9 +338,9 @@ def test_flags_that_a_release_does_not_take() -> None:
 
 def test_what_the_variable_of_38971_asks_for() -> None:
     for value in ("MARLIN", "marlin", " Marlin "):
-        wanted = wanted_backend({NVFP4_VARIABLE: value}, "0.21.0")
-        assert wanted is not None
-        assert (wanted.flag, wanted.problem) == ("marlin", None)
+        asked = wanted_backend({NVFP4_VARIABLE: value}, "0.21.0")
+        assert asked is not None
+        assert (asked.flag, asked.problem) == ("marlin", None)
     for value, flag in (("VLLM_CUTLASS", "cutlass"), ("FLASHINFER-CUTLASS", "flashinfer_cutlass")):
         assert wanted_backend({NVFP4_VARIABLE: value}, "0.21.0").flag == flag  # type: ignore[union-attr]
     assert wanted_backend({}, "0.21.0") is None
@@ -373,22 +373,22 @@ def test_every_row_says_where_it_comes_from() -> None:
     for scheme in SCHEMES:
         for release in RELEASES:
             table = tables(scheme, release)
-            assert all(one.source for one in (*table.orders, *table.overrides, *table.kernels))
+            assert all(row.source for row in (*table.orders, *table.overrides, *table.kernels))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_tables_fit_together(scheme: str, release: str) -> None:
     table = tables(scheme, release)
-    have = {one.backend for one in table.kernels}
-    assert {one for order in table.orders for one in order.backends} <= have
-    assert {one for flag in table.flags.values() for one in flag.backends} <= have
+    have = {row.backend for row in table.kernels}
+    assert {row for order in table.orders for row in order.backends} <= have
+    assert {row for flag in table.flags.values() for row in flag.backends} <= have
     assert set(table.flags) <= set(releases()[release].moe_backends)
     for capability in CAPABILITIES:
         for parallel in backend_tables.PARALLEL:
             for activation in releases()[release].activations:
                 point = (capability, parallel, activation)
-                assert len({one.backends for one in table.orders if one.box.contains(point)}) == 1
+                assert len({row.backends for row in table.orders if row.box.contains(point)}) == 1
 
 
 def test_capabilities_in_words() -> None:

@@ -86,22 +86,22 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     package = tmp_path / "flashinfer"
     (package / "jit").mkdir(parents=True)
     where = "open(os.environ['FLASHINFER_WORKSPACE_BASE'] + '/log', 'w').close()"
-    seen = "SEEN = (os.environ.get('FLASHINFER_CUDA_ARCH_LIST'), os.environ['FLASHINFER_WORKSPACE_BASE'])"
-    (package / "__init__.py").write_text(f"import os\n{where}\n{seen}\n")
+    record = "SEEN = (os.environ.get('FLASHINFER_CUDA_ARCH_LIST'), os.environ['FLASHINFER_WORKSPACE_BASE'])"
+    (package / "__init__.py").write_text(f"import os\n{where}\n{record}\n")
     (package / "compilation_context.py").write_text(textwrap.dedent(STAND_IN))
     (package / "jit" / "__init__.py").write_text("")
     (package / "jit" / "cpp_ext.py").write_text("def get_cuda_version():\n    return 'none'\n")
     info = tmp_path / "flashinfer_python-9.9.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flashinfer-python\nVersion: 9.9\n")
-    kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "flashinfer"}
-    for name in kept:
+    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "flashinfer"}
+    for name in modules:
         del sys.modules[name]
     monkeypatch.syspath_prepend(str(tmp_path))
     yield package
-    for name in [one for one in sys.modules if one.partition(".")[0] == "flashinfer"]:
+    for name in [module for module in sys.modules if module.partition(".")[0] == "flashinfer"]:
         del sys.modules[name]
-    sys.modules.update(kept)
+    sys.modules.update(modules)
 
 
 def test_the_gpu_the_release_and_the_list_are_put_in_place(stand_in: Path) -> None:
@@ -202,7 +202,7 @@ def _context_of(wheel: Path, cuda: dict[str, tuple[int, int]]) -> Any:
     return module.CompilationContext, stubs
 
 
-@pytest.mark.parametrize("wheel", WHEELS, ids=lambda one: one.name.split("-")[1])
+@pytest.mark.parametrize("wheel", WHEELS, ids=lambda path: path.name.split("-")[1])
 def test_every_wheel_answers_as_restated(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release, cuda = wheel.name.split("-")[1], {"is": (13, 0)}
     context, stubs = _context_of(wheel, cuda)
@@ -219,8 +219,8 @@ def test_every_wheel_answers_as_restated(wheel: Path, monkeypatch: pytest.Monkey
             archs = sorted(context().TARGET_CUDA_ARCHS)
         except (ValueError, RuntimeError, IndexError):
             return None
-        kept = [f"{major}{minor}" for major, minor in archs if majors is None or major in majors]
-        return tuple(kept) or None  # an empty set ends the build with an error
+        taken = [f"{major}{minor}" for major, minor in archs if majors is None or major in majors]
+        return tuple(taken) or None  # an empty set ends the build with an error
 
     for gpu, cuda["is"], text in itertools.product(ALL_GPUS, CUDAS, LISTS):
         restated = flashinfer_targets(release, capability=gpu, cuda=cuda["is"], arch_list=text)

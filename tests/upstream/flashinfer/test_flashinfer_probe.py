@@ -90,7 +90,7 @@ def test_the_probe_compiles_is_kept_and_calls_what_the_header_has(source: FlashI
     assert path == plan.target
     before = path.stat().st_mtime_ns
     assert build(plan).stat().st_mtime_ns == before
-    assert [one.name for one in path.parent.iterdir()] == ["probe.so"]
+    assert [file.name for file in path.parent.iterdir()] == ["probe.so"]
     library = _functions(str(path))
     assert library.moedoctor_probe_tokens_per_block(300, 1) == 307  # from a source that is only linked
     maps: list[int | None] = [None] * 4
@@ -123,8 +123,8 @@ def test_what_does_not_link_is_told_by_the_line_that_names_it(
 ) -> None:
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
-    said = "ld: cannot find -lcudart_static: No such file\ncollect2: error: ld returned 1 exit status"
-    nvcc.write_text(f"#!/bin/sh\ncat >&2 <<'end'\n{said}\nend\nexit 1\n")
+    error = "ld: cannot find -lcudart_static: No such file\ncollect2: error: ld returned 1 exit status"
+    nvcc.write_text(f"#!/bin/sh\ncat >&2 <<'end'\n{error}\nend\nexit 1\n")
     nvcc.chmod(0o755)
     tool = Tool("nvcc", str(nvcc), (13, 0), "13.0.88")
     monkeypatch.setattr("moedoctor.upstream.flashinfer.probe_build.find_tools", lambda names: (tool,))
@@ -145,7 +145,12 @@ def test_another_release_architecture_header_or_flag_is_another_file(source: Fla
 
 
 def test_targets_are_named_as_nvcc_names_them() -> None:
-    assert [arch_of(one) for one in ((8, 9), (9, 0), (10, 3), (12, 0))] == ["89", "90a", "103a", "120a"]
+    assert [arch_of(capability) for capability in ((8, 9), (9, 0), (10, 3), (12, 0))] == [
+        "89",
+        "90a",
+        "103a",
+        "120a",
+    ]
 
 
 def test_without_nvcc_it_is_said_what_to_do(

@@ -62,7 +62,7 @@ def test_a_folder_and_the_package_in_it_are_the_same(tmp_path: Path) -> None:
 
 def test_the_release_s_own_flags_are_read_and_rare_ones_left(tmp_path: Path) -> None:
     defines = named_source("0.6.6", folder(tmp_path)).defines()
-    assert [one for one in defines if "FLASHINFER" not in one] == [
+    assert [flag for flag in defines if "FLASHINFER" not in flag] == [
         "-DNDEBUG",
         "-DCOMMON",
         "-DSM90",

@@ -74,7 +74,7 @@ def test_a_backend_that_cannot_be_imported_is_no_backend(
     broken = f"{body}    if backend.value == 'MARLIN':\n        import no_such_library\n"
     oracle = FILES["vllm/model_executor/layers/fused_moe/oracle/nvfp4.py"].format().replace(body, broken)
     monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, nvfp4=oracle)}:{ROOT}")
-    works, stops = ask_all([select(one, "nvfp4", release="0.21.0") for one in ("12.0", "8.0")])
+    works, stops = ask_all([select(capability, "nvfp4", release="0.21.0") for capability in ("12.0", "8.0")])
     assert (works.chosen, works.supported["MARLIN"]) == ("VLLM_CUTLASS", False)
     assert (stops.chosen, stops.error) == (None, "No module named 'no_such_library'")
 
@@ -92,18 +92,20 @@ def test_releases_that_select_without_kernels(stub: Path) -> None:
 
 def test_disagreements_are_named() -> None:
     selection = select("12.0", "nvfp4", release="0.21.0")
-    agreed = Heard(selection.chosen, None, {one.backend: one.supported for one in selection.candidates})
+    agreed = Heard(
+        selection.chosen, None, {candidate.backend: candidate.supported for candidate in selection.candidates}
+    )
     assert disagreements(selection, agreed) == ()
     other = Heard("MARLIN", None, {**agreed.supported, "FLASHINFER_CUTLASS": False, "NEW": True})
-    said = disagreements(selection, other)
-    assert said[0] == "selected: MARLIN; the tables say FLASHINFER_CUTLASS"
-    assert said[1].startswith("FLASHINFER_CUTLASS: does not take this layer; the tables say: chosen")
-    assert said[2] == "NEW: not in the tables"
+    lines = disagreements(selection, other)
+    assert lines[0] == "selected: MARLIN; the tables say FLASHINFER_CUTLASS"
+    assert lines[1].startswith("FLASHINFER_CUTLASS: does not take this layer; the tables say: chosen")
+    assert lines[2] == "NEW: not in the tables"
     assert disagreements(selection, Heard(None, "broken", agreed.supported))[0].startswith("selected: broken")
 
 
 @pytest.mark.parametrize(
-    ("replaced", "said"),
+    ("replaced", "message"),
     [
         ({"cuda": "raise RuntimeError('no driver')\n"}, "cannot be imported here: RuntimeError: no driver"),
         ({"nvfp4": "import nothing_like_it\n"}, "could not be asked: ModuleNotFoundError: No module named"),
@@ -111,10 +113,10 @@ def test_disagreements_are_named() -> None:
     ],
 )
 def test_a_vllm_that_cannot_be_asked_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str], message: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, **replaced)}:{ROOT}")
-    with pytest.raises(AgreementError, match=said):
+    with pytest.raises(AgreementError, match=message):
         ask_installed(select("12.0", "nvfp4", release="0.21.0"))
 
 
@@ -126,7 +128,7 @@ def test_a_vllm_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if any((Path(one) / "vllm").is_dir() for one in sys.path):
+    if any((Path(folder) / "vllm").is_dir() for folder in sys.path):
         pytest.skip("vllm is installed here")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with pytest.raises(AgreementError, match="vllm is not installed here"):
@@ -174,7 +176,7 @@ def test_the_installed_vllm_agrees_with_the_tables() -> None:
     wrong = []
     for point, heard in zip(points, answers, strict=True):
         split = {"ep": "ep" in point.parallel, "dp": "dp" in point.parallel}
-        said = select(
+        selection = select(
             *(point.capability, point.scheme),
             release=release,
             activation=point.activation,
@@ -182,12 +184,12 @@ def test_the_installed_vllm_agrees_with_the_tables() -> None:
             **split,
         )
         wrong += [
-            (point.capability, point.scheme, point.parallel, one)
-            for one in disagreements(said, heard)
-            if "CUTEDSL" not in one or find_spec("cutlass") is not None
+            (point.capability, point.scheme, point.parallel, line)
+            for line in disagreements(selection, heard)
+            if "CUTEDSL" not in line or find_spec("cutlass") is not None
         ]
     assert wrong == []
-    assert sum(len(one.supported) for one in answers) > 1000
+    assert sum(len(line.supported) for line in answers) > 1000
 
 
 @pytest.mark.upstream

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -39,10 +38,10 @@ def answer() -> tuple[str, dict[str, list[str]], list[str]]:
     ended = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, check=False
     )
-    line = next((one for one in ended.stdout.splitlines() if one.startswith("ANSWER ")), None)
+    line = next((printed for printed in ended.stdout.splitlines() if printed.startswith("ANSWER ")), None)
     assert line is not None, ended.stderr[-2000:]
-    found: tuple[Any, Any] = json.loads(line.removeprefix("ANSWER "))
-    return release, found[0], found[1]
+    flags, variables = json.loads(line.removeprefix("ANSWER "))
+    return release, flags, variables
 
 
 @pytest.mark.upstream
@@ -51,7 +50,7 @@ def test_every_flag_of_the_real_parser_is_known(answer: tuple[str, dict[str, lis
     known = vllm_flags().at(release)
     derived = ("--no-", "--disable-", "--enable-", "--help")  # switches come with their opposites
     assert {name for name in flags if name not in known and not name.startswith(derived)} == set()
-    assert all(one.name for one in given_flags([name for name in flags if name != "--help"], release))
+    assert all(row.name for row in given_flags([name for name in flags if name != "--help"], release))
     assert len(flags) > 200
 
 
@@ -72,5 +71,5 @@ def test_the_variables_are_those_that_it_declares(
     answer: tuple[str, dict[str, list[str]], list[str]],
 ) -> None:
     release, _, variables = answer
-    declared = {name for name, one in vllm_variables().at(release).items() if one.kind != "elsewhere"}
+    declared = {name for name, row in vllm_variables().at(release).items() if row.kind != "elsewhere"}
     assert declared == set(variables)
