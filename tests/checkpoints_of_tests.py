@@ -1,12 +1,13 @@
-"""Tiny quantised MoE checkpoints out of plain bytes, clean, for tests that then break them."""
+"""Tiny clean quantised MoE checkpoints made of plain bytes, which tests then break."""
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,15 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _bf16(pick: random.Random, *shape: int) -> Tensor:
-    count = 1
-    for one in shape:
-        count *= one
-    return "BF16", shape, pick.randbytes(2 * count)
+    return "BF16", shape, pick.randbytes(2 * math.prod(shape))
+
+
+def _fp8(pick: random.Random, rows: int, columns: int) -> Tensor:
+    return "F8_E4M3", (rows, columns), pick.randbytes(rows * columns)
 
 
 def _nvfp4(pick: random.Random, rows: int, columns: int) -> dict[str, Tensor]:
-    codes = bytes(pick.randrange(256) for _ in range(rows * columns // 2))
+    codes = pick.randbytes(rows * columns // 2)
     scales = bytes(pick.randrange(0x30, 0x7F) for _ in range(rows * columns // 16))
     return {
         "weight": ("U8", (rows, columns // 2), codes),
@@ -89,29 +91,30 @@ def _nvfp4(pick: random.Random, rows: int, columns: int) -> dict[str, Tensor]:
     }
 
 
-def _shapes() -> dict[str, tuple[int, int]]:
-    return {
-        "gate_proj": (INTERMEDIATE, HIDDEN),
-        "up_proj": (INTERMEDIATE, HIDDEN),
-        "down_proj": (HIDDEN, INTERMEDIATE),
-    }
+def _attention() -> list[str]:
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    return [f"model.layers.{layer}.self_attn.{name}" for layer in range(LAYERS) for name in names]
+
+
+def _experts() -> Iterator[tuple[str, int, int, int]]:
+    """Yield (module, expert, rows, columns) for each projection of each expert."""
+    up, down = (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            for name, shape in (("gate_proj", up), ("up_proj", up), ("down_proj", down)):
+                yield f"model.layers.{layer}.mlp.experts.{expert}.{name}", expert, *shape
 
 
 def _dense(pick: random.Random) -> dict[str, Tensor]:
-    tensors = {
-        "model.embed_tokens.weight": _bf16(pick, 32, HIDDEN),
-        "lm_head.weight": _bf16(pick, 32, HIDDEN),
-    }
+    tensors = {name: _bf16(pick, 32, HIDDEN) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    tensors |= {f"{module}.weight": _bf16(pick, HIDDEN, HIDDEN) for module in _attention()}
     for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}"
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            tensors[f"{prefix}.self_attn.{name}.weight"] = _bf16(pick, HIDDEN, HIDDEN)
-        tensors[f"{prefix}.mlp.gate.weight"] = _bf16(pick, EXPERTS, HIDDEN)
-        tensors[f"{prefix}.input_layernorm.weight"] = _bf16(pick, HIDDEN)
+        tensors[f"model.layers.{layer}.mlp.gate.weight"] = _bf16(pick, EXPERTS, HIDDEN)
+        tensors[f"model.layers.{layer}.input_layernorm.weight"] = _bf16(pick, HIDDEN)
     return tensors
 
 
-def _config(quantization: dict[str, Any]) -> dict[str, Any]:
+def _config(quantization: dict[str, Any], **values: Any) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -121,6 +124,7 @@ def _config(quantization: dict[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": LAYERS,
         "num_experts": EXPERTS,
         "quantization_config": quantization,
+        **values,
     }
 
 
@@ -128,27 +132,21 @@ def modelopt(shards: int = 1) -> Made:
     """NVFP4 as ModelOpt exports it, with an FP8 KV cache and its scales."""
     pick = random.Random(3)
     tensors = _dense(pick)
+    for module, expert, rows, columns in _experts():
+        tensors |= {f"{module}.{part}": tensor for part, tensor in _nvfp4(pick, rows, columns).items()}
+        tensors[f"{module}.weight_scale_2"] = f32(1.25e-4 * (1 + expert / 8))
+        tensors[f"{module}.input_scale"] = f32(3e-3 * (1 + expert))
     for layer in range(LAYERS):
-        for expert in range(EXPERTS):
-            for name, (rows, columns) in _shapes().items():
-                module = f"model.layers.{layer}.mlp.experts.{expert}.{name}"
-                for part, tensor in _nvfp4(pick, rows, columns).items():
-                    tensors[f"{module}.{part}"] = tensor
-                tensors[f"{module}.weight_scale_2"] = f32(1.25e-4 * (1 + expert / 8))
-                tensors[f"{module}.input_scale"] = f32(3e-3 * (1 + expert))
-        attention = f"model.layers.{layer}.self_attn"
-        tensors[f"{attention}.k_proj.k_scale"] = f32(0.02)
-        tensors[f"{attention}.v_proj.v_scale"] = f32(0.03)
+        tensors[f"model.layers.{layer}.self_attn.k_proj.k_scale"] = f32(0.02)
+        tensors[f"model.layers.{layer}.self_attn.v_proj.v_scale"] = f32(0.03)
     excluded = ["lm_head", "model.layers.*.self_attn*", "model.layers.*.mlp.gate"]
-    config = _config(
-        {
-            "quant_method": "modelopt",
-            "quant_algo": "NVFP4",
-            "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
-            "ignore": excluded,
-            "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
-        }
-    )
+    quantization = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+        "ignore": excluded,
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+    }
     hf_quant = {
         "producer": {"name": "modelopt", "version": "0.40"},
         "quantization": {
@@ -158,85 +156,71 @@ def modelopt(shards: int = 1) -> Made:
             "exclude_modules": list(excluded),
         },
     }
-    return Made(tensors, config, hf_quant, shards)
+    return Made(tensors, _config(quantization), hf_quant, shards)
 
 
 def compressed(shards: int = 1) -> Made:
     """NVFP4 as compressed-tensors stores it."""
     pick = random.Random(4)
     tensors = _dense(pick)
-    for layer in range(LAYERS):
-        for expert in range(EXPERTS):
-            for name, (rows, columns) in _shapes().items():
-                module = f"model.layers.{layer}.mlp.experts.{expert}.{name}"
-                parts = _nvfp4(pick, rows, columns)
-                tensors[f"{module}.weight_packed"] = parts["weight"]
-                tensors[f"{module}.weight_scale"] = parts["weight_scale"]
-                tensors[f"{module}.weight_global_scale"] = f32(8000.0 * (1 + expert / 8), shape=(1,))
-                tensors[f"{module}.input_global_scale"] = f32(300.0, shape=(1,))
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    config = _config(
-        {
-            "quant_method": "compressed-tensors",
-            "format": "nvfp4-pack-quantized",
-            "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": weights,
-                    "input_activations": {"num_bits": 4, "type": "float", "dynamic": "local"},
-                }
-            },
-        }
-    )
-    return Made(tensors, config, None, shards)
+    for module, expert, rows, columns in _experts():
+        parts = _nvfp4(pick, rows, columns)
+        tensors[f"{module}.weight_packed"] = parts["weight"]
+        tensors[f"{module}.weight_scale"] = parts["weight_scale"]
+        tensors[f"{module}.weight_global_scale"] = f32(8000.0 * (1 + expert / 8), shape=(1,))
+        tensors[f"{module}.input_global_scale"] = f32(300.0, shape=(1,))
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        "input_activations": {"num_bits": 4, "type": "float", "dynamic": "local"},
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": group},
+    }
+    return Made(tensors, _config(quantization), None, shards)
 
 
 def block_fp8() -> Made:
     """FP8 in blocks of 32 × 32, as published FP8 checkpoints have them at 128 × 128."""
     pick = random.Random(5)
     tensors = _dense(pick)
-    for layer in range(LAYERS):
-        for expert in range(EXPERTS):
-            for name, (rows, columns) in _shapes().items():
-                module = f"model.layers.{layer}.mlp.experts.{expert}.{name}"
-                tensors[f"{module}.weight"] = ("F8_E4M3", (rows, columns), pick.randbytes(rows * columns))
-                count = rows // 32 * (columns // 32)
-                scales = [0.001 + pick.random() / 100 for _ in range(count)]
-                tensors[f"{module}.weight_scale_inv"] = f32(*scales, shape=(rows // 32, columns // 32))
-    excluded = ["lm_head"]
-    for layer in range(LAYERS):
-        excluded.append(f"model.layers.{layer}.mlp.gate")
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            excluded.append(f"model.layers.{layer}.self_attn.{name}")
+    for module, _, rows, columns in _experts():
+        tensors[f"{module}.weight"] = _fp8(pick, rows, columns)
+        blocks = rows // 32, columns // 32
+        scales = [0.001 + pick.random() / 100 for _ in range(math.prod(blocks))]
+        tensors[f"{module}.weight_scale_inv"] = f32(*scales, shape=blocks)
+    gates = [f"model.layers.{layer}.mlp.gate" for layer in range(LAYERS)]
     quantization = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [32, 32],
-        "modules_to_not_convert": excluded,
+        "modules_to_not_convert": ["lm_head", *gates, *_attention()],
     }
     # 128 rows in blocks of 32 divide by 4 and no further.
-    return Made(tensors, {**_config(quantization), "num_attention_heads": 4}, None)
+    return Made(tensors, _config(quantization, num_attention_heads=4), None)
 
 
 def mixed() -> Made:
     """ModelOpt's MIXED_PRECISION: experts in NVFP4 and attention in FP8, each listed in both files."""
     made, pick = modelopt(), random.Random(6)
-    listed: dict[str, dict[str, Any]] = {}
-    for name in list(made.tensors):
-        if name.endswith(".weight_scale_2"):
-            listed[name.removesuffix(".weight_scale_2")] = {"quant_algo": "NVFP4", "group_size": 16}
+    listed = {module: {"quant_algo": "NVFP4", "group_size": 16} for module, *_ in _experts()}
     for module in _attention():
         made.tensors[f"{module}.weight"] = _fp8(pick, HIDDEN, HIDDEN)
         made.tensors[f"{module}.weight_scale"] = f32(0.01)
         made.tensors[f"{module}.input_scale"] = f32(0.02)
         listed[module] = {"quant_algo": "FP8"}
     assert made.hf_quant is not None
-    for said in (made.config["quantization_config"], made.hf_quant["quantization"]):
-        said.update(quant_algo="MIXED_PRECISION", quantized_layers=copy.deepcopy(listed))
-        said["ignore" if "ignore" in said else "exclude_modules"] = ["lm_head", "model.layers.*.mlp.gate"]
-        said.pop("config_groups", None)
-        said.pop("group_size", None)
+    for settings in (made.config["quantization_config"], made.hf_quant["quantization"]):
+        settings.update(quant_algo="MIXED_PRECISION", quantized_layers=copy.deepcopy(listed))
+        settings["ignore" if "ignore" in settings else "exclude_modules"] = [
+            "lm_head",
+            "model.layers.*.mlp.gate",
+        ]
+        settings.pop("config_groups", None)
+        settings.pop("group_size", None)
     return made
 
 
@@ -247,10 +231,10 @@ def compressed_groups() -> Made:
         made.tensors[f"{module}.weight"] = _fp8(pick, HIDDEN, HIDDEN)
         made.tensors[f"{module}.weight_scale"] = f32(0.01, shape=(1,))
         made.tensors[f"{module}.input_scale"] = f32(0.02, shape=(1,))
-    said = made.config["quantization_config"]
-    said.update(format="mixed-precision", ignore=["lm_head", "re:.*mlp.gate$"])
-    said["config_groups"]["group_0"]["targets"] = ["re:.*mlp.experts.*(gate|up|down)_proj$"]
-    said["config_groups"]["group_1"] = {
+    settings = made.config["quantization_config"]
+    settings.update(format="mixed-precision", ignore=["lm_head", "re:.*mlp.gate$"])
+    settings["config_groups"]["group_0"]["targets"] = ["re:.*mlp.experts.*(gate|up|down)_proj$"]
+    settings["config_groups"]["group_1"] = {
         "targets": ["Linear"],
         "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"},
         "input_activations": {"num_bits": 8, "type": "float", "dynamic": False},
@@ -259,15 +243,12 @@ def compressed_groups() -> Made:
 
 
 def fused(transposed: bool = False) -> Made:
-    """NVFP4 with all experts of a layer in one tensor: (experts, N, K), or `transposed` (experts, K, N)."""
+    """NVFP4 with all experts of a layer in one tensor: [experts, N, K], or `transposed` [experts, K, N]."""
     made, pick = modelopt(), random.Random(8)
-    for name in [one for one in made.tensors if ".experts." in one]:
-        del made.tensors[name]
+    made.tensors = {name: tensor for name, tensor in made.tensors.items() if ".experts." not in name}
+    shapes = {"gate_up_proj": (2 * INTERMEDIATE, HIDDEN), "down_proj": (HIDDEN, INTERMEDIATE)}
     for layer in range(LAYERS):
-        for name, rows, columns in (
-            ("gate_up_proj", 2 * INTERMEDIATE, HIDDEN),
-            ("down_proj", HIDDEN, INTERMEDIATE),
-        ):
+        for name, (rows, columns) in shapes.items():
             tensor = f"model.layers.{layer}.mlp.experts.{name}"
             parts = _nvfp4(pick, EXPERTS * rows, columns)
             for part, end, per in (("weight", "", 2), ("weight_scale", "_weight_scale", 16)):
@@ -277,16 +258,3 @@ def fused(transposed: bool = False) -> Made:
             made.tensors[f"{tensor}_weight_scale_2"] = f32(*[1.25e-4] * EXPERTS, shape=(EXPERTS,))
             made.tensors[f"{tensor}_input_scale"] = f32(3e-3)
     return made
-
-
-def _attention() -> list[str]:
-    names = ("q_proj", "k_proj", "v_proj", "o_proj")
-    return [f"model.layers.{layer}.self_attn.{name}" for layer in range(LAYERS) for name in names]
-
-
-def _fp8(pick: random.Random, rows: int, columns: int) -> Tensor:
-    return "F8_E4M3", (rows, columns), pick.randbytes(rows * columns)
-
-
-def clone(made: Made) -> Made:
-    return copy.deepcopy(made)
