@@ -8,13 +8,13 @@ and everything has a fixed address, so it can be captured in a CUDA graph.
 
 Engines, by ``engine``:
 
-- ``device``: lookup, eviction and copies are Triton kernels that read pinned host memory. `acquire` is
-  told by shape alone whether a call fits: T * K ids, or all experts, must not exceed the slots.
+- ``device``: lookup, eviction and copies are Triton kernels that read pinned host memory. `acquire` knows
+  only by shape whether a call fits: T * K ids, or all experts, must not exceed the slots.
 - ``host``: one read of the ids a call, bookkeeping in Python, copies on a stream of their own. Works on any
   device, and without pinned memory, where copies block.
 - ``resident``: as many slots as experts. All are loaded at the start, ids are slots, nothing is counted.
-- ``auto``: ``resident`` where the capacity suffices, else ``device`` where there are a CUDA device, Triton
-  and pinned memory, else ``host``.
+- ``auto``: ``resident`` if the capacity suffices, else ``device`` if there are a CUDA device, Triton and
+  pinned memory, else ``host``.
 
 A cache belongs to one thread at a time: the slots that a call got are valid until the next call. A thread
 that enters while another one is inside gets CacheBusy.
@@ -56,18 +56,18 @@ class CacheMemory:
     """What one cache holds, in bytes."""
 
     pinned: int
-    """Locked host memory; no profiler of GPU memory sees it. Of tensors that came pinned their own bytes, to
-    which torch's allocator adds up to the next power of two."""
+    """Locked host memory; no profiler of GPU memory shows it. For tensors that came pinned it is their own
+    bytes, which torch's allocator may have rounded up to a power of two."""
     pageable: int
     """Host memory that could not be pinned."""
     device: int
     """Slots, mapping and state: what a KV-cache planner must subtract from the GPU's memory."""
     uncached: int
-    """What all experts would take on the device without a cache."""
+    """What all experts would need on the device without a cache."""
 
     @property
     def saved(self) -> int:
-        """Device bytes that a KV-cache planner gains by the cache; negative where it has slots to spare."""
+        """Device bytes that the cache leaves to a KV-cache planner; negative with more slots than experts."""
         return self.uncached - self.device
 
 
@@ -88,13 +88,13 @@ class ExpertCache:
         """Cache `weights`, any set of host tensors [E, ...]: weights, scales, biases.
 
         Tensors that are contiguous and pinned are used as they are, others are copied; leave them unchanged
-        while the cache lives. Caches that share host tensors share an `ExpertStore`, for which `pin` and
-        `packed` were said. `device` is the current CUDA device, or the CPU where there is none; `policy` one
-        of `eviction.ONLINE_POLICIES`. Without `pin`, or where pinning fails (`pin_failure` says why), copies
+        while the cache lives. Caches that share host tensors share an `ExpertStore`, which has its own `pin`
+        and `packed`. `device` is by default the current CUDA device, or the CPU without one; `policy` is one
+        of `eviction.ONLINE_POLICIES`. Without `pin`, or if pinning fails (`pin_failure` says why), copies
         block and the engine ``device`` is refused. `packed` keeps bfloat16 tensors on the host in some 72 %
-        of their bytes, without loss, which the engine ``device`` unpacks on the way; where all experts are
-        resident it does nothing. Raises ValueError or TypeError that names the argument,
-        RuntimeError where the engine cannot work here.
+        of their bytes, without loss, and the engine ``device`` unpacks them on the way; if all experts are
+        resident it does nothing. Raises ValueError or TypeError that names the argument, RuntimeError if the
+        engine cannot work here.
         """
         if type(capacity) is not int:
             raise TypeError(f"capacity must be an int, got {type(capacity).__name__}")
@@ -138,14 +138,14 @@ class ExpertCache:
         return self._engine.mapping
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
-        """Make the experts of `ids` [T, K] resident; ids of -1 are none and stay -1.
+        """Make the experts of `ids` [T, K] resident; an id of -1 means no expert and stays -1.
 
-        Copies are ordered before whatever the current stream does next. Raises CacheOverflow where the call
+        Copies are ordered before whatever the current stream does next. Raises CacheOverflow if the call
         needs more experts than there are slots, CacheBusy for a second thread, TypeError or ValueError that
-        names `ids`. An id out of range is an error with ``host``, and with ``resident`` where the ids are on
-        the CPU; ``device`` treats it as -1; ``resident`` passes ids that are on the GPU on as they are, since
-        a check would cost more kernels than the rest of it. After any error the cache is as true as before:
-        an expert whose copy failed is not resident, and the next call loads it. ``device`` then forgets all.
+        names `ids`. An id out of range is an error with ``host``, and with ``resident`` if the ids are on the
+        CPU; ``device`` treats it as -1; ``resident`` does not check ids that are on the GPU, since that would
+        cost more kernels than the rest of the call. After an error the mapping is still right: an expert
+        whose copy failed is not resident, and the next call loads it. ``device`` then forgets all experts.
         """
         _check_ids(ids)
         with self._alone():
@@ -154,14 +154,14 @@ class ExpertCache:
     def groups(self, ids: torch.Tensor, *, overlap: bool = False) -> Iterator[CachedExperts]:
         """Make the experts of `ids` [T, K] resident in groups that fit, those already resident first.
 
-        Each group is valid until the next one is taken; `slot_ids` are -1 outside of it. Compute each and
-        add up the results: in float32 the sum differs from that of a single call by rounding alone, see
+        Each group is valid until the next group is taken; `slot_ids` are -1 outside of it. Compute each and
+        add up the results: in float32 the sum differs from that of a single call only by rounding, see
         `moe_forward.group_bound`. A call that fits is one group. The engine ``device`` cannot know how many
         experts there are, and gives as many groups as the shape may need; some may be empty.
 
-        Take all groups of a call before the next call. The engine ``device`` raises RuntimeError where one is
-        taken after another call in several groups has begun, or, with `overlap`, after any other call; the
-        replay of a CUDA graph is a call that it does not see. Other errors as `acquire`.
+        Take all groups of a call before the next call. The engine ``device`` raises RuntimeError if a group
+        is taken after another call in several groups has begun, or, with `overlap`, after any other call; it
+        does not notice the replay of a CUDA graph. Other errors as `acquire`.
         """
         _check_ids(ids)
         with self._alone():
@@ -177,7 +177,7 @@ class ExpertCache:
         """Start loading the experts of `ids`, any shape, that a later call is expected to need.
 
         Returns at once; the next `acquire` waits for the copies on the device. It may evict, and a
-        prefetched expert counts as used once; calls, hits and misses are not counted. Errors as `acquire`.
+        prefetched expert is counted as used once. It counts no call, hit or miss. Errors as `acquire`.
         """
         _check_ids(ids)
         with self._alone():
@@ -186,8 +186,8 @@ class ExpertCache:
     def seed(self, ids: torch.Tensor) -> None:
         """Start from what a prefill routed: `ids` [T, K], the tokens in order, or [calls, T, K].
 
-        The state becomes what it would be had every token, or each of `calls`, been a call of its own, and
-        the experts that are resident at its end are loaded. Replaces the present state; may synchronise.
+        Sets the state that a call for every token, or for each of `calls`, would have left, and loads the
+        experts that are resident at its end. Replaces the present state; may synchronise.
         Raises TypeError or ValueError that names `ids`, also for an id out of range.
         """
         _check_ids(ids)
@@ -209,7 +209,7 @@ class ExpertCache:
 
     @property
     def pin_failure(self) -> str | None:
-        """Why the host tensors are not pinned; None where they are."""
+        """Why the host tensors are not pinned; None if they are."""
         return self._store.reason
 
     @property

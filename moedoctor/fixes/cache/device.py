@@ -24,8 +24,8 @@ from moedoctor.kernels.cache.transfer import Transfer
 class DeviceEngine(Engine):
     """Never synchronises in `acquire`, `groups` and `prefetch`; all of them can be captured in a CUDA graph.
 
-    A captured `prefetch` must be followed by an `acquire` of the same capture, which joins its copies, and
-    one outside of a capture by an `acquire` before it.
+    A captured `prefetch` must be followed by an `acquire` of the same capture, which joins its copies. A
+    prefetch outside of a capture must be followed by an `acquire` before the capture.
     """
 
     name = "device"
@@ -45,18 +45,18 @@ class DeviceEngine(Engine):
             )
         self.slots = store.slots(capacity, device)
         self._state = LookupState.empty(store.num_experts, capacity, policy, device)
-        packed = {name: (one.blocks, one.elements, one.rare) for name, one in store.packed.items()}
+        packed = {name: (part.blocks, part.elements, part.rare) for name, part in store.packed.items()}
         self._transfer = Transfer(store.tensors, packed, self.slots, (SIZE, LANES))
         self.mapping = self._state.slot_of
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._prefetched: torch.cuda.Event | None = None
-        """Set while copies are under way beside the current stream that it has not waited for."""
+        """Set while copies are under way that the current stream has not waited for."""
         self._torn = False
-        """From before a lookup until its copies are asked for; still set where the reset failed, too."""
+        """True from before a lookup until its copies are queued; also if the reset after an error failed."""
         self._moves = 0
         """Lookups so far: each may evict."""
         self._partings = 0
-        """Calls so far that were parted into several groups: all of them share one list of groups."""
+        """Calls so far that were split into several groups: all of them share one list of groups."""
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
         most = self._most(ids)
@@ -88,7 +88,7 @@ class DeviceEngine(Engine):
             yield self._run(ids, group)
 
     def _early_and_late(self, ids: torch.Tensor) -> Iterator[CachedExperts]:
-        """The hits, while the misses are copied on a stream of their own; then the misses."""
+        """Give the hits while the misses are copied on a stream of their own; then the misses."""
         self._join()
         early, late = torch.empty_like(ids), torch.empty_like(ids)  # [T, K] each
         with self._whole():
@@ -105,7 +105,7 @@ class DeviceEngine(Engine):
         yield CachedExperts(self.slots, late)
 
     def _copy_beside(self) -> None:
-        """Copy while the current stream goes on, up to its next `_join`."""
+        """Copy while the current stream goes on, until its next `_join`."""
         copies = self._copies
         if copies is None:  # the interpreter has no streams
             self._transfer.launch(self._state.copies)
@@ -168,7 +168,7 @@ class DeviceEngine(Engine):
         return self._state.nbytes + self._transfer.nbytes
 
     def _most(self, ids: torch.Tensor) -> int:
-        """How many experts `ids` can name, by its shape."""
+        """How many experts `ids` can name at most, by its shape."""
         if ids.device != self.device:
             raise ValueError(f"ids are on {ids.device}, the cache is on {self.device}: move them with .to()")
         return min(ids.numel(), self.store.num_experts)
@@ -190,10 +190,10 @@ class DeviceEngine(Engine):
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Around a lookup and its copies: where the copies are not asked for, nothing is resident after it.
+        """Around a lookup and its copies: if the copies are not queued, nothing is resident after it.
 
-        The lookup writes who is resident before a byte has come. Which copies were asked for before an
-        error, Ctrl-C included, is not known here, so all experts are forgotten.
+        The lookup writes who is resident before a byte has arrived. Which copies were queued before an error,
+        Ctrl-C included, is not known here, so all experts are forgotten.
         """
         self._moves += 1
         self._torn = True
@@ -212,14 +212,14 @@ class DeviceEngine(Engine):
         self._torn = False
 
     def _mend(self) -> None:
-        """Reset what an earlier call left, where its own reset failed or was interrupted."""
+        """Reset what an earlier call left, if its own reset failed or was interrupted."""
         if self._torn:
             if self._captures():
                 raise RuntimeError("the call before broke off: call acquire() once outside of the capture")
             self._forget_all()
 
     def _forget_all(self) -> None:
-        """Nothing is resident."""
+        """Make no expert resident."""
         self._prefetched = None
         if self._copies is not None:
             # They may still read the list of copies and write to slots.

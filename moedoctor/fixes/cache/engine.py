@@ -1,4 +1,4 @@
-"""What an engine of the expert cache offers: it owns slots, mapping and state, and moves the bytes."""
+"""What an engine of the expert cache does: it owns slots, mapping and state, and moves the bytes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class CachedExperts:
     """[T, K], the ids' own type: rows of `weights`; -1 where the id is -1 or belongs to another group."""
     experts: torch.Tensor | None = None
     """int32 [capacity] on the device: the expert of this group that each slot holds, -1 for none, as
-    `moe_groups.GroupedForward` takes it; None where the call is one group."""
+    `moedoctor.fixes.moe.forward.GroupedForward` takes it; None if the call is one group."""
 
 
 def check_range(ids: torch.Tensor, num_experts: int) -> None:
-    """Raise ValueError for an id that is neither -1 nor one of `num_experts`. Reads the ids."""
+    """Raise ValueError for an id that is neither -1 nor an expert. Reads the ids."""
     if not ids.numel():
         return
-    low, high = (int(one) for one in ids.aminmax())
+    low, high = (int(bound) for bound in ids.aminmax())
     if low < -1:
         raise ValueError(f"ids: {low} is no expert; -1 stands for none")
     if high >= num_experts:
@@ -66,11 +66,11 @@ class Engine(ABC):
 
     @abstractmethod
     def stats(self) -> CacheStats:
-        """Counts since the start. May synchronise."""
+        """Return the counts since the start. May synchronise."""
 
     @abstractmethod
     def table(self) -> SlotTable:
-        """The state as a table of its own. May synchronise."""
+        """Return the state as a table of its own. May synchronise."""
 
     @property
     @abstractmethod
@@ -81,13 +81,13 @@ class Engine(ABC):
 class ResidentEngine(Engine):
     """Costs nothing a call: no lookup, no synchronisation, no counting.
 
-    Ids on the CPU are checked; those on a GPU are not: kernels that do it would be all that a call costs.
+    Ids on the CPU are checked. Those on a GPU are not: the check would be the whole cost of a call.
     """
 
     name = "resident"
 
     def __init__(self, store: ExpertStore, capacity: int, policy: str, device: torch.device) -> None:
-        """Raises ValueError where there are fewer slots than experts."""
+        """Raises ValueError if there are fewer slots than experts."""
         super().__init__(store, capacity, policy, device)
         if capacity < store.num_experts:
             raise ValueError(
@@ -112,15 +112,15 @@ class ResidentEngine(Engine):
         yield self.acquire(ids)
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Everything is there."""
+        """Do nothing: every expert is resident."""
         if ids.device.type == "cpu":
             check_range(ids, self.store.num_experts)
 
     def adopt(self, table: SlotTable) -> None:
-        """Everything is there, whatever was used."""
+        """Do nothing: every expert is resident."""
 
     def stats(self) -> CacheStats:
-        """Zeros: no call is counted, and every access is a hit."""
+        """Return zeros: no call is counted, and every access is a hit."""
         return CacheStats(0, 0, 0)
 
     def table(self) -> SlotTable:

@@ -13,23 +13,23 @@ from moedoctor.fixes.cache.store import ExpertStore
 from moedoctor.fixes.eviction import CacheOverflow, CacheStats, Load, SlotTable
 
 _FEW = 512
-"""Ids that a Python set sorts faster than torch does."""
+"""A Python set sorts this many ids faster than torch."""
 
 
 class HostEngine(Engine):
-    """Reads the ids once a call, which waits for the device; nothing else does."""
+    """Reads the ids once a call, which waits for the device; nothing else waits for it."""
 
     name = "host"
 
     def __init__(self, store: ExpertStore, capacity: int, policy: str, device: torch.device) -> None:
-        """Raises ValueError where the store is packed: only kernels unpack."""
+        """Raises ValueError if the store is packed: only kernels unpack."""
         super().__init__(store, capacity, policy, device)
         if store.packed:
-            can = device.type == "cuda" and store.pinned and find_spec("triton") is not None
-            remedy = "use engine='device'" if can else "leave out packed"
+            on_device = device.type == "cuda" and store.pinned and find_spec("triton") is not None
+            remedy = "use engine='device'" if on_device else "leave out packed"
             raise ValueError(f"engine 'host' copies whole tensors and cannot unpack: {remedy}")
         self.slots = store.slots(capacity, device)
-        # Views made once: making them for each copy would take longer than asking for the copy.
+        # Views made once: making them for each copy would take longer than queueing the copy.
         self._from_to = [
             (store.tensors[name].unbind(0), slots.unbind(0)) for name, slots in self.slots.items()
         ]
@@ -38,19 +38,19 @@ class HostEngine(Engine):
         # Row E is for ids of -1, which index from the end.
         blank = torch.full((store.num_experts + 1,), -1, dtype=torch.int32)
         self._staging = blank.pin_memory() if self._asynchronous else blank  # [E + 1]
-        both = torch.full((store.num_experts + 1 + capacity,), -1, dtype=torch.int32)
-        self._group_staging = both  # [E + 1 + capacity]: slots by expert, experts by slot
+        blanks = torch.full((store.num_experts + 1 + capacity,), -1, dtype=torch.int32)
+        self._group_staging = blanks  # [E + 1 + capacity]: slots by expert, experts by slot
         if self._asynchronous:
             self._group_staging = self._group_staging.pin_memory()
             self._copies = torch.cuda.Stream(device)
             self._ready = torch.cuda.Event()
             self._staged = torch.cuda.Event()
         self._lookup = blank.to(device, copy=True)  # [E + 1]
-        self._group_lookup = both.to(device, copy=True)  # [E + 1 + capacity]
+        self._group_lookup = blanks.to(device, copy=True)  # [E + 1 + capacity]
         self.mapping = self._lookup[:-1]  # [E]
         self._calls = self._hits = self._misses = self._prefetched = 0
         self._pending = False
-        """Prefetches are under way that no call has waited for."""
+        """Whether prefetches are under way that no call has waited for."""
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
         needed = self._needed(ids)
@@ -96,8 +96,8 @@ class HostEngine(Engine):
             torch.cuda.synchronize(self.device)
         self._table = table
         self._staging.fill_(-1)
-        held = [Load(expert, slot) for slot, expert in enumerate(table.expert_of) if expert >= 0]
-        self._carry_out(held)
+        resident = [Load(expert, slot) for slot, expert in enumerate(table.expert_of) if expert >= 0]
+        self._carry_out(resident)
 
     def stats(self) -> CacheStats:
         return CacheStats(self._calls, self._hits, self._misses, prefetched=self._prefetched)
@@ -131,7 +131,7 @@ class HostEngine(Engine):
             self._pending = False
 
     def _carry_out(self, loads: list[Load]) -> int:
-        """Copy, and upload the mapping; gives the number of experts that arrived."""
+        """Copy, and upload the mapping. Return the number of experts that arrived."""
         done = 0
         try:
             with self._copying():
@@ -145,7 +145,7 @@ class HostEngine(Engine):
         return done
 
     def _copying(self) -> AbstractContextManager[object]:
-        """On the stream of the copies, after whoever still computes with the victims."""
+        """On the stream of the copies, after everything that still computes with the victims."""
         if not self._asynchronous:
             return nullcontext()
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
@@ -156,7 +156,7 @@ class HostEngine(Engine):
             slots[load.slot].copy_(experts[load.expert], non_blocking=self._asynchronous)
 
     def _publish(self) -> None:
-        """Bring the mapping on the device up to date, in place."""
+        """Update the mapping on the device, in place."""
         if self._asynchronous:
             self._ready.record(self._copies)
             self._pending = True

@@ -3,9 +3,9 @@
 The exponents of a weight matrix differ little: of 8192 neighbouring weights all but some hundred lie within
 eight powers of two. A block stores for each weight sign and mantissa in a byte and, in three bits, how far
 its exponent is below the block's highest. The others are listed with their position and exponent, so that
-any bits come out as they went in. `moedoctor.kernels.cache.transfer` puts them together again on their way to
-the slot. (That exponents of trained weights hold few bits is the observation of DFloat11, arXiv 2504.11651,
-which stores them in a Huffman code of some 2.6 bits; three bits need no search for where a code begins.)
+all bits come out as they went in. `moedoctor.kernels.cache.transfer` unpacks them on their way to the slot.
+(That exponents of trained weights hold few bits is the observation of DFloat11, arXiv 2504.11651, which
+stores them in a Huffman code of some 2.6 bits; three bits need no search for where a code begins.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 SIZE = 8192
 """Elements a block."""
 LANES = 8
-"""Elements whose codes share a byte of each bit plane: those `SIZE / LANES` apart."""
+"""Elements whose codes share a byte of each bit plane; they are `SIZE / LANES` apart."""
 _BITS = 3
 _CODES = 1 << _BITS
 _STEP = 16
@@ -46,10 +46,10 @@ def block_bytes(rare: int) -> int:
 
 
 def pack(tensor: torch.Tensor, *, device: torch.device) -> PackedExperts | None:
-    """Pack bfloat16 `tensor` [E, ...], working on `device`; None where it is another type or does not fit.
+    """Pack bfloat16 `tensor` [E, ...] on `device`. Return None for another type or if it does not fit.
 
-    It does not fit where some block has too many weights outside of every eight powers of two, where an
-    expert has no multiple of 16 elements, or where padding the last block takes more than packing gains.
+    It does not fit if a block has too many weights outside of every eight powers of two, if the elements of
+    an expert are not a multiple of 16, or if padding the last block takes more than packing gains.
     """
     experts, elements = tensor.shape[0], tensor[0].numel()
     count = -(-elements // SIZE)
@@ -79,7 +79,7 @@ def _blocks(words: torch.Tensor, count: int, device: torch.device) -> torch.Tens
 
 
 def _codes(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(exponents [blocks, SIZE], the highest that has a code [blocks], who has none [blocks, SIZE])"""
+    """(exponents [blocks, SIZE], the highest with a code [blocks], which weights have none [blocks, SIZE])"""
     exponent = (words >> 7) & 0xFF  # [blocks, SIZE]
     highest = _best_window(exponent)  # [blocks]
     code = highest[:, None] - exponent  # [blocks, SIZE]

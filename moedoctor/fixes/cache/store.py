@@ -1,4 +1,4 @@
-"""The host's copy of every expert, pinned where that is possible."""
+"""The host's copy of every expert, pinned if possible."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class ExpertStore:
     def __init__(
         self, weights: Mapping[str, torch.Tensor], *, pin: bool = True, packed: bool = False
     ) -> None:
-        """Take `weights` as they are where they are contiguous and, if they shall be, pinned; else copy them.
+        """Use `weights` as they are if they are contiguous and, with `pin`, pinned; else copy them.
 
         `packed`: bfloat16 tensors that pack without loss are kept in 72 % of their bytes instead;
-        this works on the current CUDA device where there is one. Pinned copies take whole pages, no more.
-        Raises TypeError where `weights` is no mapping to tensors, ValueError where there are none, where one
-        has no dimension or is not on the CPU, or where they disagree about E.
+        the packing runs on the current CUDA device if there is one. Pinned copies take whole pages, no more.
+        Raises TypeError if `weights` is not a mapping to tensors, ValueError if it is empty, if a tensor has
+        no dimension or is not on the CPU, or if they disagree about E.
         """
         self.num_experts = count_experts(weights)
         self.shapes = {name: (tensor.shape[1:], tensor.dtype) for name, tensor in weights.items()}
-        """Of one expert's tensors."""
+        """Name -> shape and dtype of one expert's tensor."""
         self.uncached_bytes = sum(tensor.nbytes for tensor in weights.values())
-        """Of all experts as the device would hold them."""
+        """Bytes of all experts as the device would hold them."""
         self.packed = _packed(weights) if packed else {}
         self.tensors = {
             name: tensor.detach().contiguous() for name, tensor in weights.items() if name not in self.packed
         }  # [E, ...] each
         self.pinned = False
         self.reason: str | None = "pinning was not asked for"
-        """Why the tensors are not pinned; None where they are."""
+        """Why the tensors are not pinned; None if they are."""
         if pin:
             self._pin()
 
@@ -44,8 +44,8 @@ class ExpertStore:
             self.reason = "there is no GPU to pin memory for"
             return
         try:
-            tensors = {name: _pinned(one) for name, one in self.tensors.items()}
-            packed = {name: replace(one, blocks=_pinned(one.blocks)) for name, one in self.packed.items()}
+            tensors = {name: _pinned(tensor) for name, tensor in self.tensors.items()}
+            packed = {name: replace(part, blocks=_pinned(part.blocks)) for name, part in self.packed.items()}
         except PinError as error:  # the driver refuses, or the limit on locked memory is reached
             self.reason = str(error)
             return
@@ -54,7 +54,7 @@ class ExpertStore:
     @property
     def nbytes(self) -> int:
         """Bytes that the host holds."""
-        packed = sum(one.blocks.nbytes for one in self.packed.values())
+        packed = sum(part.blocks.nbytes for part in self.packed.values())
         return packed + sum(tensor.nbytes for tensor in self.tensors.values())
 
     def slots(self, capacity: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -88,7 +88,7 @@ def count_experts(weights: Mapping[str, torch.Tensor]) -> int:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` where it is pinned, else a copy that keeps its block for as long as a view of it lives.
+    """`tensor` if it is pinned, else a copy that keeps its block for as long as a view of it lives.
 
     Page-locked in its own size: torch's pinned memory is rounded up to a power of two. Raises PinError.
     """
@@ -102,5 +102,5 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 def _packed(weights: Mapping[str, torch.Tensor]) -> dict[str, PackedExperts]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = {name: pack(tensor, device=device) for name, tensor in weights.items()}
-    return {name: one for name, one in found.items() if one is not None}
+    packed = {name: pack(tensor, device=device) for name, tensor in weights.items()}
+    return {name: part for name, part in packed.items() if part is not None}

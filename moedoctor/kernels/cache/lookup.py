@@ -1,8 +1,8 @@
 """Lookup and eviction of an expert cache in one program, on state that stays on the device.
 
-The same decisions as `moedoctor.fixes.eviction.SlotTable`: one call is one event. Experts are lanes; a
-program has them all, so that ranks and prefix sums need no second launch. Loops over what only the run
-knows are `while` loops: Triton's interpreter takes no tensor as a range.
+It decides as `moedoctor.fixes.eviction.SlotTable` does: one call is one event. Experts are lanes; a program
+has them all, so that ranks and prefix sums need no second launch. Loops whose length is known only at run
+time are `while` loops: Triton's interpreter takes no tensor as a range.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _rank(
     lanes: tl.constexpr,
     together: tl.constexpr,
 ) -> tl.tensor:
-    """How many of the keys (major, minor) [lanes] are below each one."""
+    """Return how many of the keys (major, minor) [lanes] are below each key."""
     if lanes <= together:
         below = (major[None, :] < major[:, None]) | (
             (major[None, :] == major[:, None]) & (minor[None, :] < minor[:, None])
@@ -138,7 +138,7 @@ def lookup_kernel(
     Writes `slot_ids` [count], and to `copies` int32 [1 + 2 * capacity] the number of copies, their experts
     and their slots. `splits`: slots that are still to be filled go to `late` [count] instead. `counts`
     int64 [4] are calls, hits, misses and prefetched. `grouped`: only the experts with
-    ``group_of[expert] == group``; `group_experts` int32 [capacity] gets whom of them each slot holds, or
+    ``group_of[expert] == group``; `group_experts` int32 [capacity] gets the group's expert in each slot, or
     -1. `loaded` int64 [E] is the call that loaded each expert, `scratch` int32 [capacity], `keys` int64
     [2 * lanes].
     """
@@ -265,7 +265,7 @@ def group_kernel(
     chunk: tl.constexpr,
     lanes: tl.constexpr,
 ) -> None:
-    """Part the experts of `ids` [count] into groups of `capacity`, resident ones first; one program."""
+    """Split the experts of `ids` [count] into groups of `capacity`, resident ones first; one program."""
     expert = tl.arange(0, lanes)  # [lanes]
     real = expert < experts
     needed = _is_needed(ids_ptr, stamp_ptr, expert, count, experts, few, chunk)
@@ -279,9 +279,9 @@ def group_kernel(
 
 
 MOST_EXPERTS = 1024
-"""What one program ranks."""
+"""One program ranks this many."""
 _FEW = 64
-"""Ids that are compared with every expert in registers."""
+"""Up to this many ids are compared with every expert in registers."""
 _TOGETHER = 128
 """Experts ranked against each other at once."""
 
@@ -348,7 +348,7 @@ class LookupState:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(one.nbytes for one in vars(self).values() if isinstance(one, torch.Tensor))
+        return sum(tensor.nbytes for tensor in vars(self).values() if isinstance(tensor, torch.Tensor))
 
 
 def launch_lookup(
@@ -362,8 +362,8 @@ def launch_lookup(
 ) -> None:
     """Make the experts of `ids` (contiguous, any shape) resident, and translate them into `slot_ids`.
 
-    `late`, of the same shape, gets the slots that are still to be filled, where it is given. `group`: only
-    the experts that `launch_groups` gave this number. The caller sees to it that they fit.
+    `late`, of the same shape, gets the slots that are still to be filled, if it is given. `group`: only the
+    experts that `launch_groups` gave this number. The caller makes sure that they fit.
     """
     experts, capacity = state.slot_of.numel(), state.expert_of.numel()
     lanes = triton.next_power_of_2(experts)
@@ -404,7 +404,7 @@ def launch_lookup(
 
 
 def launch_groups(state: LookupState, ids: torch.Tensor) -> None:
-    """Part the experts of `ids` (contiguous, any shape) into groups that fit, by number in `group_of`."""
+    """Split the experts of `ids` (contiguous, any shape) into groups that fit, by number in `group_of`."""
     few, chunk = _chunk(ids.numel())
     with torch.cuda.device_of(ids):
         group_kernel[(1,)](

@@ -1,4 +1,4 @@
-"""Copies experts from pinned host memory to their slots, as told by a list on the device.
+"""Copies experts from pinned host memory to their slots, by a list on the device.
 
 A kernel may read pinned memory at its own address. Every program reads a tile of 32 KiB at once; a few of
 them keep the bus busy, and they need no copy engine and no host.
@@ -73,7 +73,7 @@ class Transfer:
         """`host`: tensors [E, ...]; `packed`: uint8 [E, blocks, bytes], the elements of one expert, and the
         weights that a block can list.
 
-        Each name is in one of them and in `slots`. What the host holds must be pinned where `slots` are on a
+        Each name is in one of them and in `slots`. What the host holds must be pinned if `slots` are on a
         GPU. All of them stay alive with this object. `sizes`: elements a block, those that share a byte.
         """
         self._keep = (dict(host), dict(packed), dict(slots))
@@ -85,7 +85,7 @@ class Transfer:
         for name, source in host.items():
             target = slots[name]
             stride = source[0].nbytes
-            aligned = all(one % 16 == 0 for one in (source.data_ptr(), target.data_ptr(), stride))
+            aligned = all(value % 16 == 0 for value in (source.data_ptr(), target.data_ptr(), stride))
             step = 8 * _WIDE_TILE if aligned else _NARROW_TILE
             for start in range(0, stride, step):
                 length = min(step, stride - start)
@@ -99,7 +99,7 @@ class Transfer:
                 from_to = (source.data_ptr() + number * source.shape[2], target.data_ptr() + 2 * start)
                 inside = min(elements - start, self._size)
                 blocks.append((*from_to, source[0].nbytes, target[0].nbytes, inside, rare))
-        self._wide, self._narrow, self._blocks = (_table(one, device) for one in (wide, narrow, blocks))
+        self._wide, self._narrow, self._blocks = (_table(rows, device) for rows in (wide, narrow, blocks))
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,6 @@ Triton decides at import whether it interprets, so this needs a process of its o
 from __future__ import annotations
 
 import os
-import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -174,4 +173,5 @@ def between() -> None:
 
 
 if __name__ == "__main__":
-    {one.__name__: one for one in (broken, broken_twice, policies, between)}[sys.argv[1]]()
+    for check in (broken, broken_twice, policies, between):
+        check()

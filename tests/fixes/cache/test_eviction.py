@@ -6,13 +6,14 @@ import random
 from collections.abc import Sequence
 from functools import cache
 from itertools import combinations, pairwise
+from typing import cast
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from moedoctor.fixes.cache import policies as _eviction_policies
-from moedoctor.fixes.cache.policies import Lfru
+from moedoctor.fixes.cache.policies import Lfru, Lru
 from moedoctor.fixes.eviction import (
     ONLINE_POLICIES,
     POLICIES,
@@ -29,7 +30,8 @@ EXPERTS = 9
 calls = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=4), max_size=40)
 long_calls = st.integers(0, 1000).map(
     lambda seed: [
-        [one % EXPERTS for one in random.Random(seed + call).sample(range(40), 3)] for call in range(150)
+        [number % EXPERTS for number in random.Random(seed + call).sample(range(40), 3)]
+        for call in range(150)
     ]
 )
 """Long enough for `aging` to halve its counts."""
@@ -57,12 +59,12 @@ class Naive:
         self.now += 1
         if self.policy == "aging" and self.now % HALVED_EVERY == 0:
             self.uses, self.known = (
-                {expert: count // 2 for expert, count in one.items()} for one in (self.uses, self.known)
+                {expert: count // 2 for expert, count in counts.items()} for counts in (self.uses, self.known)
             )
         misses = needed - set(self.uses)
         others = sorted(
             set(self.uses) - needed,
-            key=lambda one: _key(self.policy, self.uses[one], self.last[one], self.now, one),
+            key=lambda expert: _key(self.policy, self.uses[expert], self.last[expert], self.now, expert),
         )
         for victim in others[: max(len(self.uses) + len(misses) - self.capacity, 0)]:
             del self.last[victim]
@@ -81,7 +83,7 @@ def test_decisions_are_those_of_the_plain_rule(policy: str, trace: list[list[int
     for call in trace:
         needed = sorted(set(call))
         assert table.step(needed) == naive.call(set(needed))
-        assert {one for one in table.expert_of if one >= 0} == set(naive.uses)
+        assert {expert for expert in table.expert_of if expert >= 0} == set(naive.uses)
 
 
 def skewed(seed: int, experts: int, calls: int) -> list[list[int]]:
@@ -98,7 +100,7 @@ def test_decisions_among_many_are_those_of_the_plain_rule(policy: str, capacity:
     for call in skewed(0, 120, 1500):
         needed = sorted(set(call))
         assert table.step(needed) == naive.call(set(needed))
-        assert {one for one in table.expert_of if one >= 0} == set(naive.uses)
+        assert {expert for expert in table.expert_of if expert >= 0} == set(naive.uses)
 
 
 @pytest.mark.parametrize("capacity", [30, 90])
@@ -126,7 +128,7 @@ def test_no_call_loses_an_expert(policy: str, trace: list[list[int]], capacity: 
     assert stats.wrong == 0
     assert stats.calls == len(trace)
     assert stats.accesses == sum(len(set(call)) for call in trace)
-    assert stats.misses >= len({one for call in trace for one in call})
+    assert stats.misses >= len({expert for call in trace for expert in call})
 
 
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
@@ -140,7 +142,7 @@ def test_slots_are_never_shared(policy: str, trace: list[list[int]], capacity: i
             for expert in part:
                 assert table.expert_of[table.slot_of[expert]] == expert
             held = [slot for slot in table.slot_of if slot >= 0]
-            assert len(held) == len(set(held)) == sum(one >= 0 for one in table.expert_of)
+            assert len(held) == len(set(held)) == sum(expert >= 0 for expert in table.expert_of)
 
 
 def test_the_rule_of_the_pr_is_caught() -> None:
@@ -176,9 +178,9 @@ def test_age_outweighs_frequency_in_lfru_alone() -> None:
     """Expert 0: used 3 times, long ago, 3 / 7. Expert 1: used once, in the last call, 1 / 2."""
     trace = [[0], [0], [0], [2], [2], [2], [2], [2], [1], [3]]
     table = {policy: SlotTable(4, 3, policy) for policy in ONLINE_POLICIES}
-    for one in table.values():
+    for of_policy in table.values():
         for call in trace:
-            one.step(call)
+            of_policy.step(call)
     assert [sorted(table[policy].expert_of) for policy in ("lru", "lfu", "lfru")] == [
         [1, 2, 3],
         [0, 2, 3],
@@ -210,7 +212,8 @@ def test_belady_is_the_brute_force_optimum(trace: list[list[int]], capacity: int
 @given(trace=calls, capacity=st.integers(4, EXPERTS))
 def test_no_policy_beats_belady(trace: list[list[int]], capacity: int) -> None:
     misses = {
-        one: simulate(trace, num_experts=EXPERTS, capacity=capacity, policy=one).misses for one in POLICIES
+        policy: simulate(trace, num_experts=EXPERTS, capacity=capacity, policy=policy).misses
+        for policy in POLICIES
     }
     assert misses["belady"] == min(misses.values())
 
@@ -268,3 +271,43 @@ def test_ids_of_none_and_empty_calls() -> None:
     stats = simulate([[-1, 3, 3], [], [-1]], num_experts=4, capacity=2)
     assert stats == CacheStats(calls=3, hits=0, misses=1)
     assert CacheStats(0, 0, 0).hit_rate == 1.0
+
+
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+@given(seed=st.integers(0, 1000), capacity=st.integers(1, 20))
+def test_simulate_does_what_a_table_does(policy: str, seed: int, capacity: int) -> None:
+    """Calls unsorted, with repeats, and some of more experts than there are slots."""
+    trace = skewed(seed, 20, 80)
+    table = SlotTable(20, capacity, policy)
+    assert simulate(trace, num_experts=20, capacity=capacity, policy=policy) == replay(trace, table)
+    ascending = [sorted(set(call)) for call in trace]
+    assert simulate(ascending, num_experts=20, capacity=capacity, policy=policy) == replay(
+        trace, SlotTable(20, capacity, policy)
+    )
+
+
+class EvictsNeeded(Lru):
+    """The first experts of the call leave."""
+
+    def step(
+        self, experts: Sequence[int], uses: list[int], now: int, free: int
+    ) -> tuple[list[int], list[int]]:
+        missing, _ = super().step(experts, uses, now, free=len(experts))
+        return missing, self._leave(list(experts[: max(len(missing) - free, 0)]))
+
+
+class KeepsAll(Lru):
+    """Nobody leaves."""
+
+    def step(
+        self, experts: Sequence[int], uses: list[int], now: int, free: int
+    ) -> tuple[list[int], list[int]]:
+        return super().step(experts, uses, now, free=len(experts))
+
+
+@pytest.mark.parametrize(("broken", "second"), [(EvictsNeeded, [1, 2]), (KeepsAll, [2, 3])])
+def test_simulate_would_see_a_broken_policy(
+    monkeypatch: pytest.MonkeyPatch, broken: type[Lru], second: list[int]
+) -> None:
+    monkeypatch.setitem(cast("dict[str, object]", _eviction_policies.POLICIES), "lru", broken)
+    assert simulate([[0, 1], second], num_experts=4, capacity=2, policy="lru").wrong == 1
