@@ -39,6 +39,8 @@ MIN_WIDTH = 50
 
 _PROSE_WIDTH = 110
 _INDENT = 2
+_BESIDE_LABELS = 38
+"""Columns that a label leaves to a verdict and a figure."""
 _NO_WIDTH = 100_000
 _STYLES = {
     **dict.fromkeys(("proved", "clean", "confirmed"), "green"),
@@ -88,7 +90,7 @@ def to_text(page: Page, *, colour: bool = False, width: int | None = None) -> st
             console.print()
         if isinstance(block, Prose):
             console.print(_prose(block.markdown, drawn=width is not None))
-        for part in _block(block):
+        for part in _block(block, console.width):
             console.print(part)
         before = block
     return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
@@ -101,7 +103,7 @@ def _close(before: Block, block: Block) -> bool:
     return isinstance(block, (Paragraph, Item)) and type(before) is type(block)
 
 
-def _block(block: Block) -> Iterator[RenderableType]:
+def _block(block: Block, columns: int) -> Iterator[RenderableType]:
     if isinstance(block, Heading):
         yield _line(block.text, "bold")
     elif isinstance(block, Paragraph):
@@ -111,7 +113,7 @@ def _block(block: Block) -> Iterator[RenderableType]:
     elif isinstance(block, Item):
         yield _item(block)
     elif isinstance(block, Table):
-        yield _table(block)
+        yield _table(block, columns)
     elif isinstance(block, Preformatted):
         yield _indented(_plain(clean(block.text)))
 
@@ -147,22 +149,27 @@ def _item(item: Item) -> Grid:
     return grid
 
 
-def _table(table: Table) -> Grid:
+def _table(table: Table, columns: int) -> Grid:
     from rich import box
+    from rich.cells import cell_len
     from rich.table import Table as Grid
 
     grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     header = table.header[1:] if table.grouped else table.header
     align = table.align[1:] if table.grouped else table.align
     for index, name in enumerate(header):
-        mark = align[index : index + 1]
-        indent = " " * _INDENT if table.grouped and not index else ""
         verdict = name == "verdict"  # a word that never breaks
+        least, indent = len("reproduced") if verdict else 0, ""
+        if table.grouped and not index:
+            # Long figures must not squeeze the labels: those are what a reader looks up.
+            labels = (cell_len(_line(row[1]).plain) for row in table.rows)
+            least = min(max(labels, default=0) + _INDENT, columns - _BESIDE_LABELS)
+            indent = " " * _INDENT
         grid.add_column(
             _plain(indent + one_line(name)),
-            justify="right" if mark == "r" else "left",
+            justify="right" if align[index : index + 1] == "r" else "left",
             no_wrap=verdict,
-            min_width=len("reproduced") if verdict else None,
+            min_width=least or None,
             overflow="fold",
         )
     if not table.grouped:
