@@ -44,6 +44,7 @@ lint: setup ## format, lint, types, import contracts, scenario schema, README
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m moedoctor.scenario.file --check scenarios/schema.json
 	@$(BIN)/python scripts/check_readme.py
+	@$(BIN)/python scripts/draw_design.py --check
 
 format: setup ## format the code, and fix what can be fixed by itself
 	@$(BIN)/ruff format .
@@ -52,8 +53,9 @@ format: setup ## format the code, and fix what can be fixed by itself
 schema: setup ## write scenarios/schema.json anew from moedoctor/scenario/file.py
 	@$(BIN)/python -m moedoctor.scenario.file scenarios/schema.json
 
-readme: setup ## put the real `moedoctor --help` into README.md
+readme: setup ## put the real `moedoctor --help` into README.md, and draw docs/design.svg
 	@$(BIN)/python scripts/check_readme.py --write
+	@$(BIN)/python scripts/draw_design.py
 
 backendreports: setup ## write reports/backends anew from the tables of `moedoctor backends`
 	@$(BIN)/python -m moedoctor.commands.backends reports/backends

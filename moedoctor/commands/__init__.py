@@ -1,1 +1,1 @@
-"""What each command does, one file a command; `moedoctor.cli` only parses and prints."""
+"""The commands, one file each: the options, what is checked, and what is called."""
