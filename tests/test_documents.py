@@ -1,0 +1,76 @@
+"""The documents are true: CONTRIBUTING's example runs, and the picture of the design is current."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that CONTRIBUTING shows, with the entry point as an installed package has it."""
+    folder = tmp_path_factory.mktemp("example")
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", text, flags=re.DOTALL))
+    assert set(files) == {
+        "slow_sum.yaml",
+        "my_failures/slow_sum.py",
+        "my_failures/slow_sum_lab.py",
+        "test_slow_sum.py",
+    }
+    info = "my_failures-1.0.dist-info"
+    (entry_point,) = re.findall(r"^slow_sum = \"(.*)\"$", text, flags=re.MULTILINE)
+    files[f"{info}/METADATA"] = "Metadata-Version: 2.1\nName: my-failures\nVersion: 1.0\n"
+    files[f"{info}/entry_points.txt"] = f"[moedoctor.faults]\nslow_sum = {entry_point}\n"
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content, encoding="utf-8")
+    return folder
+
+
+def run_in(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join((str(folder), str(ROOT)))
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths},
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_example_is_proved_and_its_claim_confirmed(example: Path) -> None:
+    ended = run_in(example, "moedoctor", "run", "slow_sum.yaml", "--format", "json")
+    assert ended.returncode == 0, ended.stderr
+    (scenario,) = json.loads(ended.stdout)["scenarios"]
+    assert (scenario["verdict"], scenario["claims"][0]["verdict"]) == ("proved", "confirmed")
+    assert [case["figure"] for case in scenario["cases"]][:2] == [
+        "4096 ones make 2048",
+        "8192 ones make 2048",
+    ]
+    assert "a sum in half precision" in run_in(example, "moedoctor", "explain", "MD902").stdout
+
+
+def test_the_examples_own_test_passes(example: Path) -> None:
+    ended = run_in(example, "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "test_slow_sum.py")
+    assert ended.returncode == 0, ended.stdout
+
+
+def test_the_picture_of_the_design_is_current() -> None:
+    checked = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "draw_design.py"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stderr
