@@ -40,7 +40,7 @@ from vllm.model_executor.layers.fused_moe import layer as module
 from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
 from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4, marlin_utils_fp8
 from vllm.model_executor.model_loader import base_loader
-from moedoctor.upstream import expert_cache_layer as ours
+from moedoctor.upstream.plugin import expert_cache_layer as ours
 
 torch.accelerator.empty_cache = lambda: None
 no_dp_ep._quantize_input = lambda a1, *rest: (a1, None)  # FP8 activations need a GPU
@@ -49,8 +49,8 @@ def repacked(b_q_weight, perm, size_k, size_n, num_bits, is_a_8bit=False):
     return b_q_weight.reshape(size_k // 16, -1).contiguous()  # int32 as Marlin's, in another order
 
 ops.gptq_marlin_repack = repacked
-for module in (marlin_utils_fp4, marlin_utils_fp8):
-    module.marlin_make_workspace_new = lambda device, blocks: None
+for utilities in (marlin_utils_fp4, marlin_utils_fp8):
+    utilities.marlin_make_workspace_new = lambda device, blocks: None
 
 def checksum(tensor):
     bits = tensor.reshape(-1).contiguous().view(torch.uint8).double()
