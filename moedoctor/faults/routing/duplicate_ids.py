@@ -82,75 +82,6 @@ class DuplicateIdsParameters(Parameters):
         return self
 
 
-class DuplicateIds(Fault):
-    """Duplicate expert ids in FlashInfer's CUTLASS MoE.
-
-    At the tier `kernel` the control is the installed FlashInfer's own code, given the ids as they are, and
-    the fix is `deduplicate` before the same code.
-    """
-
-    id = "MD011"
-    parameters = DuplicateIdsParameters
-    tiers = {
-        "faulty": (Tier.MODEL, Tier.KERNEL),
-        "fixed": (Tier.MODEL, Tier.KERNEL),
-        "installed": (Tier.KERNEL,),
-        "flashinfer": (Tier.KERNEL,),
-    }
-    lab = "moedoctor.faults.routing.duplicate_ids_lab"
-    installed_package = "flashinfer"
-
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        evidence = observation.evidence
-        rows = evidence["rows"]
-        symptoms = (
-            ("entries_out_of_bounds", "{} entries of the map lead out of bounds"),
-            ("rows_out_of_bounds", f"{OUT_OF_BOUNDS} in {{}} of {rows} rows, without an error"),
-            ("rows_wrong", f"{{}} of {rows} rows hold a wrong sum, without an error"),
-            ("rows_with_the_repeat_dropped", f"the repeat is dropped in {{}} of {rows} rows"),
-            ("unwritten_entries", "{} entries of the map are not written"),
-        )
-        for key, figure in symptoms:
-            if evidence.get(key):
-                return Judgement(CaseVerdict.REPRODUCED, figure.format(evidence[key]))
-        return Judgement(CaseVerdict.CLEAN, f"{rows} of {rows} rows are right, {evidence['path']}")
-
-    def judge_crash(self, case: Case, crash: Crash) -> Judgement:
-        if crash.death is Death.ILLEGAL_MEMORY_ACCESS:
-            return Judgement(CaseVerdict.REPRODUCED, "illegal memory access in finalize")
-        return super().judge_crash(case, crash)
-
-    def absent(self, results: Sequence[CaseResult]) -> str | None:
-        """If the installed FlashInfer gives right sums, the control cannot show anything at this tier."""
-        control = [
-            case for case in results if case.subject == "faulty" and case.verdict is not CaseVerdict.SKIPPED
-        ]
-        clean = [case for case in control if case.verdict is CaseVerdict.CLEAN]
-        if not clean or any(case.tier is not Tier.KERNEL for case in clean):
-            return None
-        kernel = sum(case.tier is Tier.KERNEL for case in control)
-        return f"the installed FlashInfer gives the right sums in {len(clean)} of {kernel} cases"
-
-    def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """Show what each release does with each kind of call."""
-        table: dict[str, dict[str, str]] = {}
-        for case in results:
-            if case.subject not in ("faulty", "fixed") and case.verdict is not CaseVerdict.SKIPPED:
-                table.setdefault(self.describe(case.parameters), {})[case.subject] = behaviour_of(case)
-        names = list(dict.fromkeys(case.subject for case in results))
-        columns = [name for name in names if any(name in row for row in table.values())]
-        rows = [
-            {"call": call, **{name: row.get(name, "") for name in columns}} for call, row in table.items()
-        ]
-        return {"finalize": rows} if rows else {}
-
-    def describe(self, parameters: Mapping[str, Scalar]) -> str:
-        shape = f"T={parameters['tokens']} E={parameters['experts']} K={parameters['top_k']}"
-        kernel = "" if parameters["finalize"] == "normal" else " no_filling"
-        ranks = f" rank {parameters['rank']}/{parameters['ranks']}" if parameters["ranks"] != 1 else ""
-        return f"{shape} {parameters['ids']} {parameters['memory']}{kernel}{ranks}"
-
-
 def behaviour_of(case: CaseResult) -> str:
     """Return what finalize did, in two or three words."""
     if case.evidence.get("death") == Death.ILLEGAL_MEMORY_ACCESS.value:
@@ -408,7 +339,74 @@ def _paths(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-DuplicateIds.claims = (
-    *(illegal_access, bounds_check, newest_is_silent, maps, fused, boundary),
-    *(distinct, sentinels, deduplicated, guard_cost, whole_runner),
-)
+class DuplicateIds(Fault):
+    """Duplicate expert ids in FlashInfer's CUTLASS MoE.
+
+    At the tier `kernel` the control is the installed FlashInfer's own code, given the ids as they are, and
+    the fix is `deduplicate` before the same code.
+    """
+
+    id = "MD011"
+    parameters = DuplicateIdsParameters
+    tiers = {
+        "faulty": (Tier.MODEL, Tier.KERNEL),
+        "fixed": (Tier.MODEL, Tier.KERNEL),
+        "installed": (Tier.KERNEL,),
+        "flashinfer": (Tier.KERNEL,),
+    }
+    lab = "moedoctor.faults.routing.duplicate_ids_lab"
+    claims = (
+        *(illegal_access, bounds_check, newest_is_silent, maps, fused, boundary),
+        *(distinct, sentinels, deduplicated, guard_cost, whole_runner),
+    )
+    installed_package = "flashinfer"
+
+    def judge(self, case: Case, observation: Observation) -> Judgement:
+        evidence = observation.evidence
+        rows = evidence["rows"]
+        symptoms = (
+            ("entries_out_of_bounds", "{} entries of the map lead out of bounds"),
+            ("rows_out_of_bounds", f"{OUT_OF_BOUNDS} in {{}} of {rows} rows, without an error"),
+            ("rows_wrong", f"{{}} of {rows} rows hold a wrong sum, without an error"),
+            ("rows_with_the_repeat_dropped", f"the repeat is dropped in {{}} of {rows} rows"),
+            ("unwritten_entries", "{} entries of the map are not written"),
+        )
+        for key, figure in symptoms:
+            if evidence.get(key):
+                return Judgement(CaseVerdict.REPRODUCED, figure.format(evidence[key]))
+        return Judgement(CaseVerdict.CLEAN, f"{rows} of {rows} rows are right, {evidence['path']}")
+
+    def judge_crash(self, case: Case, crash: Crash) -> Judgement:
+        if crash.death is Death.ILLEGAL_MEMORY_ACCESS:
+            return Judgement(CaseVerdict.REPRODUCED, "illegal memory access in finalize")
+        return super().judge_crash(case, crash)
+
+    def absent(self, results: Sequence[CaseResult]) -> str | None:
+        """If the installed FlashInfer gives right sums, the control cannot show anything at this tier."""
+        control = [
+            case for case in results if case.subject == "faulty" and case.verdict is not CaseVerdict.SKIPPED
+        ]
+        clean = [case for case in control if case.verdict is CaseVerdict.CLEAN]
+        if not clean or any(case.tier is not Tier.KERNEL for case in clean):
+            return None
+        kernel = sum(case.tier is Tier.KERNEL for case in control)
+        return f"the installed FlashInfer gives the right sums in {len(clean)} of {kernel} cases"
+
+    def conclude(self, results: Sequence[CaseResult]) -> Evidence:
+        """Show what each release does with each kind of call."""
+        table: dict[str, dict[str, str]] = {}
+        for case in results:
+            if case.subject not in ("faulty", "fixed") and case.verdict is not CaseVerdict.SKIPPED:
+                table.setdefault(self.describe(case.parameters), {})[case.subject] = behaviour_of(case)
+        names = list(dict.fromkeys(case.subject for case in results))
+        columns = [name for name in names if any(name in row for row in table.values())]
+        rows = [
+            {"call": call, **{name: row.get(name, "") for name in columns}} for call, row in table.items()
+        ]
+        return {"finalize": rows} if rows else {}
+
+    def describe(self, parameters: Mapping[str, Scalar]) -> str:
+        shape = f"T={parameters['tokens']} E={parameters['experts']} K={parameters['top_k']}"
+        kernel = "" if parameters["finalize"] == "normal" else " no_filling"
+        ranks = f" rank {parameters['rank']}/{parameters['ranks']}" if parameters["ranks"] != 1 else ""
+        return f"{shape} {parameters['ids']} {parameters['memory']}{kernel}{ranks}"

@@ -78,65 +78,6 @@ class NanRoutingParameters(Parameters):
         return self
 
 
-class NanRouting(Fault):
-    """Duplicate expert ids from NaN router logits."""
-
-    id = "MD001"
-    parameters = NanRoutingParameters
-    tiers = {
-        "faulty": (Tier.MODEL,),
-        "fixed": (Tier.MODEL,),
-        "installed": (Tier.KERNEL,),
-        "vllm": (Tier.KERNEL,),
-    }
-    lab = "moedoctor.faults.routing.nan_routing_lab"
-
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        evidence = observation.evidence
-        rows = evidence["rows"]
-        symptoms = (
-            ("clean_rows_with_duplicates", "are clean and hold a duplicate id: not because of NaN"),
-            ("rows_with_duplicates", "hold a duplicate id"),
-            ("rows_out_of_range", "hold an id out of range"),
-            ("rows_with_nonfinite_weights", "have a weight that is NaN or Inf"),
-            ("clean_rows_wrong", "are clean and differ from the reference"),
-        )
-        for key, symptom in symptoms:
-            if evidence[key]:
-                return Judgement(CaseVerdict.REPRODUCED, f"{evidence[key]} of {rows} rows {symptom}")
-        return Judgement(CaseVerdict.CLEAN, f"0 of {rows} rows hold a duplicate id")
-
-    def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """Sum up the rows of each named release, and find the first release that NaN does not harm.
-
-        If clean rows hold duplicates too, the duplicates of the NaN rows have another cause and do not count.
-        """
-        rows: dict[str, dict[str, int]] = {}
-        for case in results:
-            if case.subject.startswith("vllm@") and "rows_with_duplicates" in case.evidence:
-                sums = rows.setdefault(case.subject.removeprefix("vllm@"), dict.fromkeys(_SUMMED, 0))
-                for key in _SUMMED:
-                    sums[key] += case.evidence.get(key, 0)
-                if not case.evidence["clean_rows_with_duplicates"]:
-                    sums["duplicates_from_nan"] += case.evidence["nan_rows_with_duplicates"]
-        if not rows:
-            return {}
-        order = sorted(rows, key=Version)
-        failing = [release for release in order if rows[release]["duplicates_from_nan"]]
-        after = order[order.index(failing[-1]) + 1 :] if failing else []
-        return {
-            "releases": [{"release": release, **rows[release]} for release in order],
-            "last_failing_release": failing[-1] if failing else None,
-            "first_fixed_release": after[0] if after else None,
-        }
-
-    def describe(self, parameters: Mapping[str, Scalar]) -> str:
-        shape = (
-            f"{parameters['router']} E={parameters['experts']} K={parameters['top_k']} {parameters['dtype']}"
-        )
-        return shape if parameters["bias"] == "none" else f"{shape} {parameters['bias']} bias"
-
-
 # --- Claims about kernels -------------------------------------------------------------------------------
 
 _BENCH = "moedoctor.bench.routing"
@@ -459,7 +400,71 @@ def _cost(row: Mapping[str, Any]) -> str:
     return f"{wall}, by events around the model {share:+.1%} and {noise:.1%} of that step"
 
 
-NanRouting.claims = (
-    *(same_expert, always_distinct, separate_launch, fused_is_free, fp8_clamps_nan, speed, never_slower),
-    *(policy_cost, padding_holds_nan, padding_holds_nan_dp, end_to_end, trace_overhead, trace_overhead_tiny),
-)
+class NanRouting(Fault):
+    """Duplicate expert ids from NaN router logits."""
+
+    id = "MD001"
+    parameters = NanRoutingParameters
+    tiers = {
+        "faulty": (Tier.MODEL,),
+        "fixed": (Tier.MODEL,),
+        "installed": (Tier.KERNEL,),
+        "vllm": (Tier.KERNEL,),
+    }
+    lab = "moedoctor.faults.routing.nan_routing_lab"
+    claims = (
+        *(same_expert, always_distinct, separate_launch, fused_is_free, fp8_clamps_nan, speed, never_slower),
+        *(
+            policy_cost,
+            padding_holds_nan,
+            padding_holds_nan_dp,
+            end_to_end,
+            trace_overhead,
+            trace_overhead_tiny,
+        ),
+    )
+
+    def judge(self, case: Case, observation: Observation) -> Judgement:
+        evidence = observation.evidence
+        rows = evidence["rows"]
+        symptoms = (
+            ("clean_rows_with_duplicates", "are clean and hold a duplicate id: not because of NaN"),
+            ("rows_with_duplicates", "hold a duplicate id"),
+            ("rows_out_of_range", "hold an id out of range"),
+            ("rows_with_nonfinite_weights", "have a weight that is NaN or Inf"),
+            ("clean_rows_wrong", "are clean and differ from the reference"),
+        )
+        for key, symptom in symptoms:
+            if evidence[key]:
+                return Judgement(CaseVerdict.REPRODUCED, f"{evidence[key]} of {rows} rows {symptom}")
+        return Judgement(CaseVerdict.CLEAN, f"0 of {rows} rows hold a duplicate id")
+
+    def conclude(self, results: Sequence[CaseResult]) -> Evidence:
+        """Sum up the rows of each named release, and find the first release that NaN does not harm.
+
+        If clean rows hold duplicates too, the duplicates of the NaN rows have another cause and do not count.
+        """
+        rows: dict[str, dict[str, int]] = {}
+        for case in results:
+            if case.subject.startswith("vllm@") and "rows_with_duplicates" in case.evidence:
+                sums = rows.setdefault(case.subject.removeprefix("vllm@"), dict.fromkeys(_SUMMED, 0))
+                for key in _SUMMED:
+                    sums[key] += case.evidence.get(key, 0)
+                if not case.evidence["clean_rows_with_duplicates"]:
+                    sums["duplicates_from_nan"] += case.evidence["nan_rows_with_duplicates"]
+        if not rows:
+            return {}
+        order = sorted(rows, key=Version)
+        failing = [release for release in order if rows[release]["duplicates_from_nan"]]
+        after = order[order.index(failing[-1]) + 1 :] if failing else []
+        return {
+            "releases": [{"release": release, **rows[release]} for release in order],
+            "last_failing_release": failing[-1] if failing else None,
+            "first_fixed_release": after[0] if after else None,
+        }
+
+    def describe(self, parameters: Mapping[str, Scalar]) -> str:
+        shape = (
+            f"{parameters['router']} E={parameters['experts']} K={parameters['top_k']} {parameters['dtype']}"
+        )
+        return shape if parameters["bias"] == "none" else f"{shape} {parameters['bias']} bias"

@@ -51,29 +51,6 @@ class SentinelIdsParameters(Parameters):
         return self
 
 
-class SentinelIds(Fault):
-    """An id that means "no expert", taken for one."""
-
-    id = "MD016"
-    parameters = SentinelIdsParameters
-    tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
-    lab = "moedoctor.faults.routing.sentinel_ids_lab"
-
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        evidence = observation.evidence
-        rows, given = evidence["rows"], evidence["empty_slots_given_to_an_expert"]
-        if evidence["rows_wrong"]:
-            figure = f"{evidence['rows_wrong']} of {rows} rows hold a wrong sum"
-            return Judgement(CaseVerdict.REPRODUCED, figure)
-        if given:
-            return Judgement(CaseVerdict.REPRODUCED, f"{given} empty slots go to expert {evidence['expert']}")
-        return Judgement(CaseVerdict.CLEAN, f"{rows} of {rows} rows are right")
-
-    def describe(self, parameters: Mapping[str, Scalar]) -> str:
-        rank = f" rank {parameters['rank']}/{parameters['ranks']}" if parameters["ranks"] != 1 else ""
-        return f"{parameters['use']} {parameters['slots']}{rank}"
-
-
 # --- Claims: what the MoE paths that run here do with -1, by their own kernels --------------------------
 
 _LAB = "moedoctor.faults.routing.sentinel_ids_lab"
@@ -178,4 +155,25 @@ def _release(given: ClaimCases) -> str:
     return next((f"vLLM {figures['vllm']}: " for figures in given.evidence() if figures.get("vllm")), "")
 
 
-SentinelIds.claims = (upstream_paths, alignment, our_path)
+class SentinelIds(Fault):
+    """An id that means "no expert", taken for one."""
+
+    id = "MD016"
+    parameters = SentinelIdsParameters
+    tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
+    lab = "moedoctor.faults.routing.sentinel_ids_lab"
+    claims = (upstream_paths, alignment, our_path)
+
+    def judge(self, case: Case, observation: Observation) -> Judgement:
+        evidence = observation.evidence
+        rows, given = evidence["rows"], evidence["empty_slots_given_to_an_expert"]
+        if evidence["rows_wrong"]:
+            figure = f"{evidence['rows_wrong']} of {rows} rows hold a wrong sum"
+            return Judgement(CaseVerdict.REPRODUCED, figure)
+        if given:
+            return Judgement(CaseVerdict.REPRODUCED, f"{given} empty slots go to expert {evidence['expert']}")
+        return Judgement(CaseVerdict.CLEAN, f"{rows} of {rows} rows are right")
+
+    def describe(self, parameters: Mapping[str, Scalar]) -> str:
+        rank = f" rank {parameters['rank']}/{parameters['ranks']}" if parameters["ranks"] != 1 else ""
+        return f"{parameters['use']} {parameters['slots']}{rank}"

@@ -44,44 +44,6 @@ class ArchSuffixParameters(Parameters):
         return value
 
 
-class ArchSuffix(Fault):
-    """The wrong suffix, or none, for the CUDA target of MoE kernels."""
-
-    id = "MD004"
-    parameters = ArchSuffixParameters
-    tiers = {
-        "faulty": (Tier.MODEL,),
-        "fixed": (Tier.MODEL,),
-        "installed": (Tier.LIBRARY,),
-    }
-    lab = _LAB
-    installed_package = "flashinfer"
-
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        evidence = observation.evidence
-        symptom = _symptom(evidence, str(case.parameters["capability"]), str(case.parameters["cuda"]))
-        if symptom is not None:
-            return Judgement(CaseVerdict.REPRODUCED, *symptom[1:])
-        if evidence["error"]:
-            return Judgement(CaseVerdict.CLEAN, "refused, and no target would do", evidence["error"])
-        targets = " ".join(evidence["targets"])
-        return Judgement(CaseVerdict.CLEAN, f"{targets}: every instruction compiles")
-
-    def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """Count each symptom by subject."""
-        counts: dict[str, Counter[str]] = {}
-        for case in results:
-            if case.verdict is CaseVerdict.REPRODUCED:
-                kind, *_ = _symptom(case.evidence) or ("",)
-                counts.setdefault(case.subject, Counter())[kind] += 1
-        symptoms = {subject: dict(sorted(kinds.items())) for subject, kinds in counts.items()}
-        return {"symptoms": symptoms} if symptoms else {}
-
-    def describe(self, parameters: Mapping[str, Scalar]) -> str:
-        setting = "no list" if parameters["arch_list"] is None else f"list {parameters['arch_list']!r}"
-        return f"GPU {parameters['capability']} CUDA {parameters['cuda']} {setting}"
-
-
 def _symptom(evidence: Evidence, gpu: str = "", cuda: str = "") -> tuple[str, str, str | None] | None:
     """Return (kind, figure, what the compiler or the resolver printed), or None if nothing is wrong."""
     checked, would_do, error = evidence["checked"], evidence["would_do"], evidence["error"]
@@ -159,4 +121,40 @@ def list_is_workaround(given: ClaimCases) -> ClaimJudgement:
     return decide(given.keeps("min_share", hit / total) and as_installed, figures, reason)
 
 
-ArchSuffix.claims = (a_lacks_instructions, f_needs_cuda, list_is_workaround)
+class ArchSuffix(Fault):
+    """The wrong suffix, or none, for the CUDA target of MoE kernels."""
+
+    id = "MD004"
+    parameters = ArchSuffixParameters
+    tiers = {
+        "faulty": (Tier.MODEL,),
+        "fixed": (Tier.MODEL,),
+        "installed": (Tier.LIBRARY,),
+    }
+    lab = _LAB
+    claims = (a_lacks_instructions, f_needs_cuda, list_is_workaround)
+    installed_package = "flashinfer"
+
+    def judge(self, case: Case, observation: Observation) -> Judgement:
+        evidence = observation.evidence
+        symptom = _symptom(evidence, str(case.parameters["capability"]), str(case.parameters["cuda"]))
+        if symptom is not None:
+            return Judgement(CaseVerdict.REPRODUCED, *symptom[1:])
+        if evidence["error"]:
+            return Judgement(CaseVerdict.CLEAN, "refused, and no target would do", evidence["error"])
+        targets = " ".join(evidence["targets"])
+        return Judgement(CaseVerdict.CLEAN, f"{targets}: every instruction compiles")
+
+    def conclude(self, results: Sequence[CaseResult]) -> Evidence:
+        """Count each symptom by subject."""
+        counts: dict[str, Counter[str]] = {}
+        for case in results:
+            if case.verdict is CaseVerdict.REPRODUCED:
+                kind, *_ = _symptom(case.evidence) or ("",)
+                counts.setdefault(case.subject, Counter())[kind] += 1
+        symptoms = {subject: dict(sorted(kinds.items())) for subject, kinds in counts.items()}
+        return {"symptoms": symptoms} if symptoms else {}
+
+    def describe(self, parameters: Mapping[str, Scalar]) -> str:
+        setting = "no list" if parameters["arch_list"] is None else f"list {parameters['arch_list']!r}"
+        return f"GPU {parameters['capability']} CUDA {parameters['cuda']} {setting}"

@@ -77,58 +77,6 @@ class BackendOverrideParameters(Parameters):
         return self
 
 
-class BackendOverride(Fault):
-    """A setting that is given and changes nothing, while nothing names what would."""
-
-    id = "MD010"
-    parameters = BackendOverrideParameters
-    tiers = {
-        "faulty": (Tier.MODEL,),
-        "fixed": (Tier.MODEL,),
-        "installed": (Tier.LIBRARY,),
-    }
-    lab = "moedoctor.faults.selection.backend_override_lab"
-
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        evidence = observation.evidence
-        wants, selected = str(case.parameters["wants"]), evidence["selected"]
-        if evidence["refused"]:
-            return Judgement(CaseVerdict.CLEAN, f"refused: {evidence['refused']}")
-        if selected == wants:
-            return Judgement(CaseVerdict.CLEAN, f"{wants} selected, as asked for")
-        if evidence["advice"]:
-            return Judgement(CaseVerdict.CLEAN, f"no effect, and a message: use {evidence['advice']}")
-        warning = "one warning in the log names it" if evidence["warned"] else "no warning"
-        same = selected == evidence["without"]
-        figure = f"{selected} all the same" if same else f"{selected}, not {wants}"
-        return Judgement(CaseVerdict.REPRODUCED, f"{figure}, {warning}")
-
-    def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """Count the settings that the control loses without a warning, and those that the fix honours."""
-        silent = [
-            case
-            for case in results
-            if case.subject == "faulty"
-            and case.verdict is CaseVerdict.REPRODUCED
-            and not case.evidence.get("warned")
-        ]
-        fixed = [case for case in results if case.subject == "fixed"]
-        honoured = [
-            case
-            for case in fixed
-            if case.evidence and case.evidence.get("selected") == case.parameters["wants"]
-        ]
-        return {
-            "settings_without_a_word": len(silent),
-            "settings_honoured_by_the_fix": len(honoured),
-            "releases": len({case.parameters["release"] for case in fixed}),
-        }
-
-    def describe(self, parameters: Mapping[str, Scalar]) -> str:
-        where = f"{parameters['release']} {parameters['scheme']} {parameters['capability']}"
-        return f"{where} {parameters['setting']}"
-
-
 # --- Claims ---------------------------------------------------------------------------------------------
 
 SM120 = "12.0"
@@ -255,4 +203,54 @@ def marlin_by_default(answers: Evidence) -> tuple[bool | None, str]:
     return answers["automatic"] == "MARLIN", shown
 
 
-BackendOverride.claims = (no_override, no_variable, gemm_selects, gemm_crashes, marlin_by_default)
+class BackendOverride(Fault):
+    """A setting that is given and changes nothing, while nothing names what would."""
+
+    id = "MD010"
+    parameters = BackendOverrideParameters
+    tiers = {
+        "faulty": (Tier.MODEL,),
+        "fixed": (Tier.MODEL,),
+        "installed": (Tier.LIBRARY,),
+    }
+    lab = "moedoctor.faults.selection.backend_override_lab"
+    claims = (no_override, no_variable, gemm_selects, gemm_crashes, marlin_by_default)
+
+    def judge(self, case: Case, observation: Observation) -> Judgement:
+        evidence = observation.evidence
+        wants, selected = str(case.parameters["wants"]), evidence["selected"]
+        if evidence["refused"]:
+            return Judgement(CaseVerdict.CLEAN, f"refused: {evidence['refused']}")
+        if selected == wants:
+            return Judgement(CaseVerdict.CLEAN, f"{wants} selected, as asked for")
+        if evidence["advice"]:
+            return Judgement(CaseVerdict.CLEAN, f"no effect, and a message: use {evidence['advice']}")
+        warning = "one warning in the log names it" if evidence["warned"] else "no warning"
+        same = selected == evidence["without"]
+        figure = f"{selected} all the same" if same else f"{selected}, not {wants}"
+        return Judgement(CaseVerdict.REPRODUCED, f"{figure}, {warning}")
+
+    def conclude(self, results: Sequence[CaseResult]) -> Evidence:
+        """Count the settings that the control loses without a warning, and those that the fix honours."""
+        silent = [
+            case
+            for case in results
+            if case.subject == "faulty"
+            and case.verdict is CaseVerdict.REPRODUCED
+            and not case.evidence.get("warned")
+        ]
+        fixed = [case for case in results if case.subject == "fixed"]
+        honoured = [
+            case
+            for case in fixed
+            if case.evidence and case.evidence.get("selected") == case.parameters["wants"]
+        ]
+        return {
+            "settings_without_a_word": len(silent),
+            "settings_honoured_by_the_fix": len(honoured),
+            "releases": len({case.parameters["release"] for case in fixed}),
+        }
+
+    def describe(self, parameters: Mapping[str, Scalar]) -> str:
+        where = f"{parameters['release']} {parameters['scheme']} {parameters['capability']}"
+        return f"{where} {parameters['setting']}"
