@@ -50,37 +50,44 @@ def _cases(before: str, after: str, subject: str = "installed") -> Comparison:
 
 
 @given(reports)
-def test_a_report_is_no_worse_than_itself(one: Report) -> None:
-    comparison = compare(one, one, Tolerance(0.0))
+def test_a_report_is_no_worse_than_itself(record: Report) -> None:
+    comparison = compare(record, record, Tolerance(0.0))
     assert comparison.regressions == comparison.improvements == ()
-    again = from_json(Report, json.loads(to_json(one)))
-    assert compare(again, one, Tolerance(0.0)) == compare(one, again, Tolerance(0.0)) == comparison
+    again = from_json(Report, json.loads(to_json(record)))
+    assert compare(again, record, Tolerance(0.0)) == compare(record, again, Tolerance(0.0)) == comparison
 
 
-@given(reports.filter(lambda one: one.scenarios), st.data())
-def test_any_worse_scenario_verdict_is_a_regression(one: Report, data: st.DataObject) -> None:
-    index = data.draw(st.integers(0, len(one.scenarios) - 1))
+@given(reports.filter(lambda record: record.scenarios), st.data())
+def test_any_worse_scenario_verdict_is_a_regression(record: Report, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(record.scenarios) - 1))
     before, after = sorted(
         data.draw(st.lists(st.sampled_from(V), min_size=2, max_size=2, unique=True)), key=SEVERITY.index
     )
-    baseline, current = (_with_verdict(one, index, verdict) for verdict in (before, after))
+    baseline, current = (_with_verdict(record, index, verdict) for verdict in (before, after))
     (change,) = compare(baseline, current, Tolerance()).regressions
     assert (change.what, change.baseline, change.current) == ("verdict", before.value, after.value)
-    assert change.scenario == one.scenarios[index].id
+    assert change.scenario == record.scenarios[index].id
     # The other way it is no regression, unless the failure was known and is no longer looked for.
     lost = after is V.FOUND and before in (V.ABSENT, V.SKIPPED)
     assert bool(compare(current, baseline, Tolerance()).regressions) is lost
 
 
-def _with_verdict(one: Report, index: int, verdict: ScenarioVerdict) -> Report:
-    scenarios = list(one.scenarios)
+def _with_verdict(record: Report, index: int, verdict: ScenarioVerdict) -> Report:
+    scenarios = list(record.scenarios)
     scenarios[index] = dataclasses.replace(scenarios[index], verdict=verdict)
-    return dataclasses.replace(one, scenarios=tuple(scenarios))
+    return dataclasses.replace(record, scenarios=tuple(scenarios))
 
 
 def test_severity_orders_every_verdict() -> None:
     assert set(SEVERITY) == set(ScenarioVerdict)
-    assert [one.value for one in SEVERITY] == ["proved", "absent", "skipped", "found", "error", "failed"]
+    assert [verdict.value for verdict in SEVERITY] == [
+        "proved",
+        "absent",
+        "skipped",
+        "found",
+        "error",
+        "failed",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -116,34 +123,36 @@ WORSE = {
 @pytest.mark.parametrize("subject", ["faulty", "fixed", "installed", "vllm@0.19.1"])
 def test_every_change_of_a_case(subject: str) -> None:
     worse = WORSE["installed" if subject == "fixed" else subject].split()
-    for before, after in itertools.permutations((one.value for one in C), 2):
+    for before, after in itertools.permutations((verdict.value for verdict in C), 2):
         comparison = _cases(before, after, subject)
         changes = comparison.regressions or comparison.improvements or comparison.notes
-        assert [(one.what, one.baseline, one.current) for one in changes] == [("verdict", before, after)]
+        assert [(change.what, change.baseline, change.current) for change in changes] == [
+            ("verdict", before, after)
+        ]
         assert bool(comparison.regressions) is (f"{before}-{after}" in worse)
         assert bool(comparison.notes) is (f"{before}-{after}" == "error-skipped")
 
 
-@given(reports.filter(lambda one: any(s.cases for s in one.scenarios)), st.data())
-def test_any_case_that_no_longer_ran_or_misbehaves_is_a_regression(one: Report, data: st.DataObject) -> None:
-    places = [(i, j) for i, s in enumerate(one.scenarios) for j in range(len(s.cases))]
+@given(reports.filter(lambda record: any(scenario.cases for scenario in record.scenarios)), st.data())
+def test_any_case_that_no_longer_ran_or_fails_is_a_regression(record: Report, data: st.DataObject) -> None:
+    places = [(i, j) for i, s in enumerate(record.scenarios) for j in range(len(s.cases))]
     i, j = data.draw(st.sampled_from(places))
-    old = one.scenarios[i].cases[j]
-    wanted = expected_verdict(old.subject) or C.REPRODUCED
-    after = data.draw(st.sampled_from([verdict for verdict in C if verdict is not wanted]))
-    baseline, current = (_with_case(one, i, j, verdict) for verdict in (wanted, after))
+    old = record.scenarios[i].cases[j]
+    expected = expected_verdict(old.subject) or C.REPRODUCED
+    after = data.draw(st.sampled_from([verdict for verdict in C if verdict is not expected]))
+    baseline, current = (_with_case(record, i, j, verdict) for verdict in (expected, after))
     regressions = compare(baseline, current, Tolerance()).regressions
-    assert [(one.case, one.baseline, one.current) for one in regressions] == [
-        (case_key(old), wanted.value, after.value)
+    assert [(change.case, change.baseline, change.current) for change in regressions] == [
+        (case_key(old), expected.value, after.value)
     ]
 
 
-def _with_case(one: Report, i: int, j: int, verdict: CaseVerdict) -> Report:
-    scenarios = list(one.scenarios)
+def _with_case(record: Report, i: int, j: int, verdict: CaseVerdict) -> Report:
+    scenarios = list(record.scenarios)
     cases = list(scenarios[i].cases)
     cases[j] = dataclasses.replace(cases[j], verdict=verdict)
     scenarios[i] = dataclasses.replace(scenarios[i], cases=tuple(cases))
-    return dataclasses.replace(one, scenarios=tuple(scenarios))
+    return dataclasses.replace(record, scenarios=tuple(scenarios))
 
 
 def test_a_missing_case_is_a_regression_unless_the_run_was_partial() -> None:
@@ -153,8 +162,8 @@ def test_a_missing_case_is_a_regression_unless_the_run_was_partial() -> None:
     assert (change.what, change.baseline, change.current) == ("missing", "clean", None)
     assert change.case == 'fixed/model/cpu scoring="softmax" tokens=128 top_k=2'
     partial = _compare(before, after, partial=True)
-    assert (partial.regressions, [one.what for one in partial.notes]) == ((), ["missing"])
-    assert [one.what for one in _compare(after, before).notes] == ["new"]
+    assert (partial.regressions, [change.what for change in partial.notes]) == ((), ["missing"])
+    assert [change.what for change in _compare(after, before).notes] == ["new"]
 
 
 def test_a_missing_scenario_is_a_regression_unless_the_run_was_partial() -> None:
@@ -176,20 +185,21 @@ def test_a_partial_run_rests_on_fewer_cases() -> None:
 def test_cases_are_found_again_in_another_order_on_another_gpu_and_from_another_folder() -> None:
     cases = [case("installed", "clean", point) for point in POINTS]
     moved = [
-        dataclasses.replace(one, device="cuda:3", parameters=dict(reversed(one.parameters.items())))
-        for one in cases
+        dataclasses.replace(item, device="cuda:3", parameters=dict(reversed(item.parameters.items())))
+        for item in cases
     ]
     before = scenario("proved", *cases, file="scenarios/nan_routing.yaml")
     after = scenario("proved", *reversed(moved), file="C:\\moedoctor\\_scenarios\\nan_routing.yaml")
     assert _compare(before, after) == Comparison()
     assert (
-        len({case_key(one) for one in [*cases, case("installed", "clean", device="cpu")]}) == len(POINTS) + 1
+        len({case_key(item) for item in [*cases, case("installed", "clean", device="cpu")]})
+        == len(POINTS) + 1
     )
 
 
 def test_one_and_true_are_different_parameters() -> None:
     before, after = (scenario("proved", case("fixed", "clean", {"bias": value})) for value in (1, True))
-    assert [one.what for one in _compare(before, after).regressions] == ["missing"]
+    assert [change.what for change in _compare(before, after).regressions] == ["missing"]
 
 
 def test_two_scenarios_about_one_failure_are_kept_apart() -> None:
@@ -223,7 +233,7 @@ def test_changes_of_a_claim(before: str, after: str, kind: str) -> None:
 
 def test_a_claim_that_is_gone_is_a_note() -> None:
     comparison = _compare(scenario(claims=(_claim("confirmed"),)), scenario())
-    assert (comparison.regressions, [one.what for one in comparison.notes]) == ((), ["missing"])
+    assert (comparison.regressions, [change.what for change in comparison.notes]) == ((), ["missing"])
 
 
 def test_metrics_of_cases_claims_and_conclusions_are_compared() -> None:
@@ -236,8 +246,12 @@ def test_metrics_of_cases_claims_and_conclusions_are_compared() -> None:
         )
 
     comparison = _compare(measured(1.0), measured(2.0))
-    assert sorted(one.what for one in comparison.regressions) == ["clamp_us", "kernel_us", "ours_vllm_ratio"]
-    assert {(one.baseline, one.current) for one in comparison.regressions} == {(1.0, 2.0)}
+    assert sorted(change.what for change in comparison.regressions) == [
+        "clamp_us",
+        "kernel_us",
+        "ours_vllm_ratio",
+    ]
+    assert {(change.baseline, change.current) for change in comparison.regressions} == {(1.0, 2.0)}
     assert len(_compare(measured(2.0), measured(1.0)).improvements) == 3
     wide = compare(report(measured(1.0)), report(measured(2.0)), Tolerance(1.0))
     assert wide == Comparison()
@@ -245,7 +259,7 @@ def test_metrics_of_cases_claims_and_conclusions_are_compared() -> None:
 
 def test_a_metric_in_only_one_report_is_a_note() -> None:
     comparison = _compare(scenario(conclusions={"a_us": 1.0}), scenario(conclusions={"b_us": 1.0}))
-    assert (comparison.regressions, [one.what for one in comparison.notes]) == ((), ["a_us", "b_us"])
+    assert (comparison.regressions, [change.what for change in comparison.notes]) == ((), ["a_us", "b_us"])
 
 
 def _on(**facts: Any) -> Report:

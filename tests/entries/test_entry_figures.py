@@ -25,27 +25,27 @@ def document(path: str) -> str:
     return " ".join((ROOT / path).read_text(encoding="utf-8").split())
 
 
-def evidence(report: str, id: str, subject: str, **wanted: Any) -> list[Mapping[str, Any]]:
+def evidence(report: str, id: str, subject: str, **parameters: Any) -> list[Mapping[str, Any]]:
     """Of the cases of one subject with these parameters that ran, in the order of the report."""
     document = json.loads((REPORTS / report).read_text(encoding="utf-8"))
-    (scenario,) = (one for one in document["scenarios"] if one["id"] == id)
-    found = [
-        one["evidence"]
-        for one in scenario["cases"]
-        if one["subject"] == subject
-        and one["verdict"] != "skipped"
-        and wanted.items() <= one["parameters"].items()
+    (scenario,) = (scenario for scenario in document["scenarios"] if scenario["id"] == id)
+    figures = [
+        case["evidence"]
+        for case in scenario["cases"]
+        if case["subject"] == subject
+        and case["verdict"] != "skipped"
+        and parameters.items() <= case["parameters"].items()
     ]
-    assert found, f"{report} holds no such case of {id}"
-    return found
+    assert figures, f"{report} holds no such case of {id}"
+    return figures
 
 
 def claim(report: str, id: str, start: str) -> tuple[str, Mapping[str, Any]]:
     """Verdict and evidence of the one claim whose text begins so."""
     stored = json.loads((REPORTS / "nvidia-h200" / report).read_text(encoding="utf-8"))
-    (scenario,) = (one for one in stored["scenarios"] if one["id"] == id)
-    (found,) = (one for one in scenario["claims"] if one["text"].startswith(start))
-    return found["verdict"], found["evidence"]
+    (scenario,) = (scenario for scenario in stored["scenarios"] if scenario["id"] == id)
+    (result,) = (claim for claim in scenario["claims"] if claim["text"].startswith(start))
+    return result["verdict"], result["evidence"]
 
 
 def percent(share: float, sign: str = "") -> str:
@@ -55,18 +55,18 @@ def percent(share: float, sign: str = "") -> str:
 def test_md001_trace() -> None:
     """Judged as it would be today: that report has one claim for both models."""
     text = entry("MD001")
-    _, seen = claim("nan_overhead.json", "MD001", "The NaN trace costs at most 5 % of a decode step")
-    rows = {one["model"]: one for one in seen["rows"]}
+    _, figures = claim("nan_overhead.json", "MD001", "The NaN trace costs at most 5 % of a decode step")
+    rows = {row["model"]: row for row in figures["rows"]}
     assert list(rows) == ["tiny", "Qwen3-30B-A3B's layers"]
     verdicts, shares = {}, {}
     for model, row in rows.items():
-        found = trace_overhead.judge(
+        judgement = trace_overhead.judge(
             (), [Measurement("installed", Observation({"rows": [row]}))], {"max_overhead": 0.05}
         )
-        verdicts[model] = found.verdict.value
+        verdicts[model] = judgement.verdict.value
         shares[model] = (
-            f"{100 * one:.1f} %"
-            for one in (
+            f"{100 * share:.1f} %"
+            for share in (
                 row["overhead"],
                 row["noise"],
                 *(
@@ -96,56 +96,58 @@ def test_md005() -> None:
         ("nvidia-h200/offload_speed.json", "2.11.0", True),
         ("baselines/cpu.json", "2.13.0", False),
     ):
-        for seen in evidence(report, "MD005", "faulty"):
-            assert seen["torch"].startswith(torch)
-            assert bool(seen["error"]) is error
-        assert not any(seen["error"] for seen in evidence(report, "MD005", "fixed"))
+        for figures in evidence(report, "MD005", "faulty"):
+            assert figures["torch"].startswith(torch)
+            assert bool(figures["error"]) is error
+        assert not any(figures["error"] for figures in evidence(report, "MD005", "fixed"))
 
 
 def test_md006() -> None:
     text = entry("MD006")
-    _, seen = claim("expert_cache_faults.json", "MD006", "Eviction by frequency")
-    chosen = [one for one in seen["rows"] if one["top_k"] in (6, 8)]
+    _, figures = claim("expert_cache_faults.json", "MD006", "Eviction by frequency")
+    chosen = [row for row in figures["rows"] if row["top_k"] in (6, 8)]
     by_slots = {
-        times: [one["pr_share"] for one in chosen if one["slots"] == times * one["top_k"]]
+        times: [row["pr_share"] for row in chosen if row["slots"] == times * row["top_k"]]
         for times in (1, 2, 4)
     }
     assert f"{percent(min(by_slots[1]))} to {percent(max(by_slots[1]))} of the calls" in text
     twice = f"With twice the slots it is {min(by_slots[2]):.2%} to {max(by_slots[2]):.1%}"
     assert f"{twice}, with four times none".replace("%", " %") in text
-    assert max(by_slots[4]) == max(one["plain_lru_share"] for one in seen["rows"]) == 0
+    assert max(by_slots[4]) == max(row["plain_lru_share"] for row in figures["rows"]) == 0
     verdict, speed = claim("expert_cache_faults.json", "MD006", "LFRU is 5 % faster")
     assert verdict == "refuted"
     assert "with 8 and with 16 slots a layer, decoding" in text
-    assert [one["slots"] for one in speed["rows"]] == [8, 16]
-    assert all(one["lru_over_lfru_time"] <= 1 for one in speed["rows"]), "no faster than with LRU"
+    assert [row["slots"] for row in speed["rows"]] == [8, 16]
+    assert all(row["lru_over_lfru_time"] <= 1 for row in speed["rows"]), "no faster than with LRU"
 
 
 def test_md007() -> None:
     text = entry("MD007")
     _, theirs = claim("expert_cache_faults.json", "MD007", "Computing a layer in 2, 4 and 8 groups")
     assert theirs["tokens"] == 1024
-    added = [percent(one["overhead"]) for one in theirs["rows"]]
+    added = [percent(row["overhead"]) for row in theirs["rows"]]
     assert f"groups add {added[0]}, {added[1]} and {added[2]} if vLLM's" in text
-    eager = [percent(one["overhead_eager_wall_clock"]) for one in theirs["rows"]]
+    eager = [percent(row["overhead_eager_wall_clock"]) for row in theirs["rows"]]
     assert f"and {eager[0]}, {eager[1]} and {eager[2]} with the host's work" in text
     _, ours = claim("expert_cache_faults.json", "MD007", "Our layer costs")
     assert f"they add at most {percent(max(row['overhead'] for row in ours['rows']))}." in text
-    in_turn = [percent(one["overhead_in_turn"]) for one in ours["rows"]]
+    in_turn = [percent(row["overhead_in_turn"]) for row in ours["rows"]]
     assert f"then they add {in_turn[0]}, {in_turn[1]} and {in_turn[2]}." in text
 
 
 def test_md011() -> None:
     text = entry("MD011")
-    _, seen = claim("duplicate_ids.json", "MD011", "The newest release")
-    releases = [one["release"].removeprefix("flashinfer@") for one in seen["releases"]]
+    _, figures = claim("duplicate_ids.json", "MD011", "The newest release")
+    releases = [release["release"].removeprefix("flashinfer@") for release in figures["releases"]]
     assert f"with {', '.join(releases[:-1])} and {releases[-1]} (`reports" in text
-    assert all(one["wrong sum, no error"] for one in seen["releases"]), "every release, the newest too"
+    assert all(release["wrong sum, no error"] for release in figures["releases"]), (
+        "every release, the newest too"
+    )
     assert (
         "in an illegal memory access up to 0.6.8.post1 and dropped the duplicate in 0.6.13 and later" in text
     )
-    assert [one["release"] for one in seen["releases"] if "repeat dropped" in one] == [
-        f"flashinfer@{one}" for one in ("0.6.13", "0.7.2.post1")
+    assert [release["release"] for release in figures["releases"] if "repeat dropped" in release] == [
+        f"flashinfer@{release}" for release in ("0.6.13", "0.7.2.post1")
     ]
     _, fused = claim("duplicate_ids.json", "MD011", "Up to 256 tokens")
     for row in fused["most_local_experts"]:
@@ -162,8 +164,8 @@ def test_md011() -> None:
 
 def test_md016() -> None:
     text = entry("MD016")
-    _, seen = claim("sentinel_ids.json", "MD016", "The Triton and Marlin paths")
-    rows = {(one["path"], one["ids"]): one for one in seen["rows"]}
+    _, figures = claim("sentinel_ids.json", "MD016", "The Triton and Marlin paths")
+    rows = {(row["path"], row["ids"]): row for row in figures["rows"]}
     paths = ("TRITON bf16", "TRITON fp8", "MARLIN nvfp4", "MARLIN fp8")
     assert {path for path, _ in rows} == set(paths)
     assert not any(rows[path, "no -1"]["rows_wrong"] for path in paths), "all right without -1"
@@ -184,21 +186,21 @@ def test_md016() -> None:
         f"Marlin FP8 {marlin['rows_wrong']}, Triton FP8 {fp8['rows_wrong']}."
     ) in text
     _, align = claim("sentinel_ids.json", "MD016", "The alignment kernel")
-    (padding,) = (one for one in align["rows"] if one["call"] == "padding rows of -1")
+    (padding,) = (row for row in align["rows"] if row["call"] == "padding rows of -1")
     assert (
         f"gives {padding['empty_slots_in_blocks']} of {padding['empty_slots']} empty slots to real experts "
         f"and loses {padding['slots_lost']} slots of other rows"
     ) in text
     verdict, ours = claim("sentinel_ids.json", "MD016", "Our MoE kernels")
-    ran = {one["path"] for one in ours["rows"] if "skipped" not in one}
+    ran = {row["path"] for row in ours["rows"] if "skipped" not in row}
     assert (verdict, ran) == ("confirmed", {"OURS bf16", "OURS nvfp4"})
 
 
 def test_md019() -> None:
-    _, seen = claim("expert_cache_faults.json", "MD019", "vLLM's modular kernel")
+    _, figures = claim("expert_cache_faults.json", "MD019", "vLLM's modular kernel")
     wrong, of = (
         {
-            what: sum(one[key] for one in seen["rows"] if one["what"] == what)
+            what: sum(row[key] for row in figures["rows"] if row["what"] == what)
             for what in ("what apply returns", "the result before apply copies it")
         }
         for key in ("wrong_rows", "rows")
@@ -208,33 +210,33 @@ def test_md019() -> None:
     assert f"{returned} of {tokens} tokens were wrong with the first result and all {before} with" in entry(
         "MD019"
     )
-    assert {one["groups"] for one in seen["rows"]} == {2, 4}
+    assert {row["groups"] for row in figures["rows"]} == {2, 4}
 
 
 def test_expert_cache_page() -> None:
     text = document("docs/expert-cache.md")
     stored = json.loads((REPORTS / "nvidia-h200/expert_cache_speed.json").read_text(encoding="utf-8"))
     cache = stored["bench"]["cache"]
-    gained = [one["measured"] for one in cache["limits"] if one["claim"].endswith("per second over the PR's")]
+    gained = [row["measured"] for row in cache["limits"] if row["claim"].endswith("per second over the PR's")]
     assert len(gained) == 4
     assert f"{min(gained):.1f} to {max(gained):.1f} times as fast" in text
-    shares = {one["subject"]: one.get("of_pinned") for one in cache["measured"]["misses"]}
+    shares = {row["subject"]: row.get("of_pinned") for row in cache["measured"]["misses"]}
     assert f"{percent(shares['ours: device engine'])} of the rate of a pinned copy" in text
     assert f"at {percent(shares['ours: host engine'])} with the host engine" in text
     groups = cache["measured"]["groups"]
-    assert [one["groups"] for one in groups] == [2, 4, 8]
+    assert [row["groups"] for row in groups] == [2, 4, 8]
     for key, before in (("overhead", "beside each other"), ("overhead_in_turn", "a full cache allows,")):
-        costs = [percent(one[key], "+") for one in groups]
+        costs = [percent(row[key], "+") for row in groups]
         assert f"{before} they cost {costs[0]}, {costs[1]} and {costs[2]}" in text
-    in_turn = [one for one in cache["limits"] if "one after another" in one["claim"]]
-    aims = [percent(one["limit"]) for one in in_turn]
+    in_turn = [row for row in cache["limits"] if "one after another" in row["claim"]]
+    aims = [percent(row["limit"]) for row in in_turn]
     assert f"At most {aims[0]}, {aims[1]} and {aims[2]} were aimed at, so 2 and 4 groups miss it" in text
-    assert [one["verdict"] for one in in_turn] == ["refuted", "refuted", "confirmed"]
+    assert [row["verdict"] for row in in_turn] == ["refuted", "refuted", "confirmed"]
     slowest = {
         aging: min(
-            one["accesses_per_second"] / 1e6
-            for one in cache["measured"]["replays"]
-            if (one["policy"] == "aging") is aging
+            row["accesses_per_second"] / 1e6
+            for row in cache["measured"]["replays"]
+            if (row["policy"] == "aging") is aging
         )
         for aging in (False, True)
     }
@@ -244,8 +246,8 @@ def test_expert_cache_page() -> None:
 
 def test_expert_cache_page_engines() -> None:
     text = document("docs/expert-cache.md")
-    _, seen = claim("expert_cache_qwen.json", "MD007", "Qwen3-30B-A3B's shape")
-    alone = {one["slots"]: one for one in seen["rows"] if one["batch"] == 1}
+    _, figures = claim("expert_cache_qwen.json", "MD007", "Qwen3-30B-A3B's shape")
+    alone = {row["slots"]: row for row in figures["rows"] if row["batch"] == 1}
     assert f"decodes at {alone[64]['tokens_per_second']:.1f} tokens per second from 64 slots" in text
     first, again = alone[64]["rounds"]
     assert f"({first:.1f} when the prompt comes first, {again:.1f} when it comes again)" in text
@@ -255,13 +257,13 @@ def test_expert_cache_page_engines() -> None:
 
 def test_md014_layers() -> None:
     for ratio in (1.25, 2.0):
-        (seen,) = evidence("baselines/cpu.json", "MD014", "faulty", ratio=ratio, merged="gate")
-        error = seen["ways"]["gate"]["worst_token_error"]
+        (figures,) = evidence("baselines/cpu.json", "MD014", "faulty", ratio=ratio, merged="gate")
+        error = figures["ways"]["gate"]["worst_token_error"]
         assert f"{error:.1%} at {'a ratio of ' if ratio == 1.25 else ''}{ratio:g}" in entry("MD014")
     repaired = evidence("baselines/cpu.json", "MD014", "fixed")
-    worst = max(one["ways"]["rescaled"]["worst_token_error"] for one in repaired)
+    worst = max(row["ways"]["rescaled"]["worst_token_error"] for row in repaired)
     assert f"by up to {worst:.1%}" in entry("MD014")
-    assert max(one["ways"]["folded"]["worst_token_error"] for one in repaired) < 1e-5
+    assert max(row["ways"]["folded"]["worst_token_error"] for row in repaired) < 1e-5
 
 
 def test_md014_engines() -> None:
@@ -277,8 +279,8 @@ def test_md014_engines() -> None:
 
 def test_md015() -> None:
     repaired = evidence("baselines/cpu.json", "MD015", "fixed")
-    shown = {f"{one['error']:.0%}" for one in repaired}
-    (whole,) = {f"{one['healthy_error']:.0%}" for one in repaired}
+    shown = {f"{row['error']:.0%}" for row in repaired}
+    (whole,) = {f"{row['healthy_error']:.0%}" for row in repaired}
     assert f"has the same error as with a whole checkpoint, {whole}" in entry("MD015")
     (worse,) = shown - {whole}
     assert f"from the current activations, the error is {worse}" in entry("MD015")
