@@ -202,7 +202,7 @@ def test_a_sparse_frequency_leaves_the_layers_between_dense():
 def test_the_names_of_layers_decide_what_they_are():
     kinds = ["sliding_attention", "sliding_attention", "attention"]
     shape = shape_of({**TINY, "layer_types": kinds, "sliding_window": 128}, "tiny", "here")
-    assert [(one.count, one.sliding_window) for one in shape.attention] == [(1, None), (2, 128)]
+    assert [(layers.count, layers.sliding_window) for layers in shape.attention] == [(1, None), (2, 128)]
 
 
 def test_a_folder_is_read_and_an_unknown_name_lists_the_presets(tmp_path):

@@ -21,11 +21,13 @@ VLLM_033 = {"vllm": "0.33.0", "torch": "2.14.0+cu130", "flashinfer-python": "0.7
 
 
 def found(result: CheckResult) -> dict[str, str]:
-    return {one.id: one.severity for one in result.findings}
+    return {finding.id: finding.severity for finding in result.findings}
 
 
 def evidence(result: CheckResult, id: str) -> dict[str, Any]:
-    return dict(next(one.evidence for one in (*result.findings, *result.conditional) if one.id == id))
+    return dict(
+        next(finding.evidence for finding in (*result.findings, *result.conditional) if finding.id == id)
+    )
 
 
 def test_wsl_with_vllm_018() -> None:
@@ -41,7 +43,7 @@ def test_wsl_with_vllm_018() -> None:
         "MD009": "warning",  # the assertion went in 0.20.0
     }
     # The V2 model runner is off there, and an H200 has nothing of MD004 and MD016.
-    assert {"MD013", "MD004", "MD016"}.isdisjoint(one.id for one in result.conditional)
+    assert {"MD013", "MD004", "MD016"}.isdisjoint(finding.id for finding in result.conditional)
     assert evidence(result, "MD003") == {"vllm": "0.18.0", "uva": "no: vLLM 0.18.0 never pins memory on WSL"}
     assert result.exit_code == 1
 
@@ -76,10 +78,10 @@ def test_clean_h200_with_vllm_033() -> None:
     assert not result.problems
     assert result.exit_code == 0
     # No machine can rule these out; MD006 and MD007 need a build that no release is.
-    depends = {one.id for one in result.conditional}
+    depends = {finding.id for finding in result.conditional}
     assert {"MD012", "MD014", "MD015"} <= depends
     assert {"MD001", "MD002", "MD003", "MD005", "MD006", "MD007", "MD009", "MD010"}.isdisjoint(depends)
-    assert all(one.severity == "note" and one.needs for one in result.conditional)
+    assert all(finding.severity == "note" and finding.needs for finding in result.conditional)
 
 
 def test_no_packages() -> None:
@@ -169,7 +171,9 @@ def test_releases_gpus_and_variables_that_are_struck(
 def test_no_gpu_halves_the_confidence_and_says_so() -> None:
     here = check(sources(VLLM_018, gpu=H200, torch_cuda="12.9"), probes())
     away = check(sources(VLLM_018, torch_cuda="12.9"), probes())
-    with_gpu, without = (next(one for one in result.findings if one.id == "MD001") for result in (here, away))
+    with_gpu, without = (
+        next(finding for finding in result.findings if finding.id == "MD001") for result in (here, away)
+    )
     assert without.confidence == pytest.approx(with_gpu.confidence / 2)
     assert "none here" in without.evidence["gpu"]
     assert "gpu" not in with_gpu.evidence
@@ -212,12 +216,12 @@ def test_what_flashinfer_would_build_is_judged_for_this_gpu(
     tool = Tool("nvcc", "/nvcc", cuda, ".".join(map(str, cuda)))
     made = sources({"flashinfer-python": release}, gpu=gpu, environ=environ)
     result = check(made, probes(nvcc=lambda environ: tool))
-    whys = [one.why for one in result.findings if one.id == "MD004"]
+    whys = [item.why for item in result.findings if item.id == "MD004"]
     if said is None:
         assert whys == []
         return
     assert said in whys[0]
-    finding = next(one for one in result.findings if one.id == "MD004")
+    finding = next(item for item in result.findings if item.id == "MD004")
     if setting is not None:
         assert finding.evidence["variables"] == {"FLASHINFER_CUDA_ARCH_LIST": setting}
         assert "FLASHINFER_CUDA_ARCH_LIST=" in finding.next_step
@@ -238,7 +242,7 @@ def test_findings_of_one_entry_are_one_and_the_worst_speaks() -> None:
     environ = {"FLASHINFER_CUDA_ARCH_LIST": "12.0"}
     made = sources({"flashinfer-python": "0.6.6"}, gpu=RTX_5090, environ=environ)
     result = check(made, probes())
-    (finding,) = [one for one in result.findings if one.id == "MD004"]
+    (finding,) = [item for item in result.findings if item.id == "MD004"]
     assert finding.confidence == 0.9
     assert "plain 120" in finding.why
     assert "known to crash" in finding.why
@@ -259,28 +263,28 @@ def test_two_gpus_are_judged_each() -> None:
 
 def test_findings_come_worst_first() -> None:
     result = check(sources(VLLM_018, gpu=H200, wsl=True, torch_cuda="12.9"), probes())
-    severities = [one.severity for one in result.findings]
+    severities = [finding.severity for finding in result.findings]
     assert severities == sorted(severities)  # error before warning
-    first = [one.confidence for one in result.findings if one.severity == "error"]
+    first = [finding.confidence for finding in result.findings if finding.severity == "error"]
     assert first == sorted(first, reverse=True)
-    assert all(0 < one.confidence <= 1 for one in (*result.findings, *result.conditional))
+    assert all(0 < finding.confidence <= 1 for finding in (*result.findings, *result.conditional))
 
 
 def test_every_finding_carries_its_entrys_words() -> None:
     result = check(sources(VLLM_018, gpu=H200, wsl=True, torch_cuda="12.9"), probes())
-    for one in (*result.findings, *result.conditional):
-        entry = entries()[one.id]
-        assert (one.name, one.title) == (entry.name, entry.title)
-        assert one.why
-        assert one.next_step
-        assert one.line is None
+    for finding in (*result.findings, *result.conditional):
+        entry = entries()[finding.id]
+        assert (finding.name, finding.title) == (entry.name, entry.title)
+        assert finding.why
+        assert finding.next_step
+        assert finding.line is None
 
 
 # Problems: no catalogue entries, and something found all the same.
 
 
 def what(result: CheckResult) -> dict[str, str]:
-    return {one.what: one.severity for one in result.problems}
+    return {problem.what: problem.severity for problem in result.problems}
 
 
 def test_packages_that_do_not_fit_are_problems() -> None:

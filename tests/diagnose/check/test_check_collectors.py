@@ -49,13 +49,13 @@ def test_a_source_that_fails(name: str) -> None:
         assert "hf_abc" not in text
         assert name == "host" or "workstation-7" not in text
     if name not in ("package_version", "read_text"):
-        assert {"MD001", "MD003"} <= {one.id for one in result.findings}
+        assert {"MD001", "MD003"} <= {finding.id for finding in result.findings}
 
 
 @pytest.mark.parametrize("name", PROBES)
 def test_a_probe_that_fails(name: str) -> None:
     result = check(machine(), probes(**{name: broken}))
-    assert {"MD001", "MD003", "MD009"} <= {one.id for one in result.findings}
+    assert {"MD001", "MD003", "MD009"} <= {finding.id for finding in result.findings}
     data = check_document(result)
     told = json.dumps(data["environment"])
     assert "OSError: no entry to ~" in told, name
@@ -73,9 +73,9 @@ def test_a_fact_that_cannot_be_had(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert result.environment[name] is None
     assert "OSError" in result.environment["collector_errors"][name]
     expected = {"vllm": set(), "wsl": {"MD001"}}.get(name, {"MD001", "MD003"})
-    assert expected <= {one.id for one in result.findings}
+    assert expected <= {finding.id for finding in result.findings}
     if name == "wsl":
-        assert "MD003" not in {one.id for one in result.findings}, "whether UVA is on is not known"
+        assert "MD003" not in {finding.id for finding in result.findings}, "whether UVA is on is not known"
     assert len(texts(result)) == 3
 
 
@@ -86,7 +86,7 @@ def test_everything_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     result = check(made, probes(**dict.fromkeys(PROBES, broken)))
     assert result.findings == ()
     # That the driver does not answer is found; nothing else can be.
-    assert [one.what for one in result.problems] == ["the NVIDIA driver does not answer"]
+    assert [problem.what for problem in result.problems] == ["the NVIDIA driver does not answer"]
     assert len(result.environment["collector_errors"]) >= len(all_broken)
     for text in texts(result):
         assert "alice" not in text
@@ -123,7 +123,7 @@ def test_nothing_private_is_told() -> None:
         "HF_TOKEN": "hf_abcdefghijklmnop123",
     }
     result = check(machine(environ=environ), probes())
-    assert {"MD010", "MD004"} <= {one.id for one in result.findings}
+    assert {"MD010", "MD004"} <= {finding.id for finding in result.findings}
     for text in texts(result):
         for private in ("alice", "sk-123", "10.1.2.3", "hf_abc", "workstation-7"):
             assert private not in text
@@ -135,4 +135,4 @@ def test_an_observer_that_fails_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "OBSERVERS", {"MD004": broken})
     result = check(machine(), probes())
     assert "OSError" in result.environment["collector_errors"]["observations for MD004"]
-    assert "MD001" in {one.id for one in result.findings}
+    assert "MD001" in {finding.id for finding in result.findings}

@@ -26,7 +26,7 @@ from moedoctor.processes.cuda_tools import Tool, find_tools
 
 CUOBJDUMP = next(reversed(find_tools(["cuobjdump"])), None)
 COMPILERS = find_compilers()
-NVCC = next((one for one in find_tools(["nvcc"]) if shutil.which("c++") and one.cuda >= (12, 9)), None)
+NVCC = next((tool for tool in find_tools(["nvcc"]) if shutil.which("c++") and tool.cuda >= (12, 9)), None)
 needs_ptxas = pytest.mark.skipif(not COMPILERS, reason="needs ptxas: pip install triton, or CUDA on PATH")
 needs_toolkit = pytest.mark.skipif(
     NVCC is None or CUOBJDUMP is None, reason="needs nvcc of CUDA 12.9 or later, a C++ compiler and cuobjdump"
@@ -43,7 +43,7 @@ def image(text: str) -> Image:
 
 def ninja(*codes: str) -> str:
     """A build file with the flags that FlashInfer writes."""
-    flags = " $\n    ".join(f"-gencode=arch=compute_{one},code=sm_{one}" for one in codes)
+    flags = " $\n    ".join(f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes)
     return f"cuda_cflags = $common_cflags $\n    -O3 $\n    {flags}\n\nrule compile\n"
 
 
@@ -75,7 +75,7 @@ def cache(folder: Path, release: str, targets: str, module: str, *codes: str) ->
     ],
 )
 def test_what_a_gpu_does(images: list[str], gpu: tuple[int, int], fate: Fate | None) -> None:
-    assert fate_of([image(one) for one in images], gpu) is fate
+    assert fate_of([image(text) for text in images], gpu) is fate
 
 
 def test_a_cubin_says_its_target() -> None:
@@ -125,7 +125,11 @@ def test_cubins_of_real_compilers(compiler: Tool, tmp_path: Path) -> None:
         tried += 1
     assert tried >= 4
     (item,) = audit([tmp_path], GPU, None)
-    assert (item.source, item.fate, sum(one.count for one in item.images)) == ("cubins", Fate.LOADS, tried)
+    assert (item.source, item.fate, sum(image.count for image in item.images)) == (
+        "cubins",
+        Fate.LOADS,
+        tried,
+    )
 
 
 @needs_toolkit
@@ -134,11 +138,11 @@ def test_a_library_of_the_real_compiler(tmp_path: Path, sass: str, ptx: str) -> 
     assert NVCC is not None
     assert CUOBJDUMP is not None
     (tmp_path / "k.cu").write_text("__global__ void k(float *p) { p[threadIdx.x] = 1.f; }\n")
-    flags = [f"-gencode=arch=compute_{one},code=sm_{one}" for one in sass.split()]
-    flags += [f"-gencode=arch=compute_{one},code=compute_{one}" for one in ptx.split()]
+    flags = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in sass.split()]
+    flags += [f"-gencode=arch=compute_{name},code=compute_{name}" for name in ptx.split()]
     subprocess.run([NVCC.path, "-c", "k.cu", "-o", "k.o", *flags], cwd=tmp_path, check=True)
-    listed = {(one.kind, str(one.target)) for one in list_images(tmp_path / "k.o", CUOBJDUMP)}
-    assert listed == {("sass", one) for one in sass.split()} | {("ptx", one) for one in ptx.split()}
+    listed = {(image.kind, str(image.target)) for image in list_images(tmp_path / "k.o", CUOBJDUMP)}
+    assert listed == {("sass", name) for name in sass.split()} | {("ptx", name) for name in ptx.split()}
 
 
 HEADER = """
@@ -184,7 +188,7 @@ def library(path: Path) -> Path:
 def test_suffixes_that_the_tool_drops_are_read_from_the_pieces(tmp_path: Path) -> None:
     tool = fake_cuobjdump(tmp_path, {"sass": ["80", "90a", "120f", "120a", "120f", "120", "121a"]})
     listed = list_images(library(tmp_path / "k.so"), tool)
-    assert [(one.kind, str(one.target), one.count) for one in listed] == [
+    assert [(image.kind, str(image.target), image.count) for image in listed] == [
         ("sass", "80", 1),
         ("sass", "90a", 1),
         ("sass", "120", 1),
@@ -196,13 +200,13 @@ def test_suffixes_that_the_tool_drops_are_read_from_the_pieces(tmp_path: Path) -
 
 def test_ptx_of_families_too(tmp_path: Path) -> None:
     tool = fake_cuobjdump(tmp_path, {"ptx": ["80", "120f"]})
-    assert [str(one.target) for one in list_images(library(tmp_path / "k.so"), tool)] == ["80", "120f"]
+    assert [str(image.target) for image in list_images(library(tmp_path / "k.so"), tool)] == ["80", "120f"]
 
 
 def test_a_suffix_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     tool = fake_cuobjdump(tmp_path, {"sass": ["120f", "120f"]})
     (tmp_path / "piece1").write_bytes(b"not a cubin")
-    assert [(str(one.target), one.count) for one in list_images(library(tmp_path / "k.so"), tool)] == [
+    assert [(str(image.target), image.count) for image in list_images(library(tmp_path / "k.so"), tool)] == [
         ("120", 2)
     ]
 
@@ -224,7 +228,7 @@ def test_without_the_tool_libraries_are_skipped_and_the_rest_is_read(tmp_path: P
     module = cache(tmp_path, "0.6.8", "120f", "fused_moe_120", "120f")
     library(module / "fused_moe_120.so")
     (tmp_path / "one.cubin").write_bytes(fake_cubin(120))
-    items = {one.source: one for one in audit([tmp_path], GPU, None)}
+    items = {item.source: item for item in audit([tmp_path], GPU, None)}
     assert items["shared object"].skipped == NO_TOOL
     assert items["build file"].fate is Fate.LOADS
     assert items["cubins"].fate is Fate.LOADS
@@ -238,7 +242,9 @@ def test_a_wheel_is_read_file_by_file(tmp_path: Path) -> None:
         wheel.writestr("../../b.cubin", fake_cubin(100))
         wheel.writestr("vllm/readme.txt", "no code")
     items = audit([tmp_path / "some-1.0-py3-none-any.whl"], GPU, tool)
-    assert [(one.path.partition("!")[2], [str(i.target) for i in one.images], one.fate) for one in items] == [
+    assert [
+        (item.path.partition("!")[2], [str(i.target) for i in item.images], item.fate) for item in items
+    ] == [
         ("vllm/_C.abi3.so", ["90a"], Fate.MISSING),
         ("*.cubin", ["100", "120a"], Fate.LOADS),
     ]
@@ -264,26 +270,26 @@ def test_paths_that_cannot_be_audited(tmp_path: Path, name: str, content: bytes 
 
 def test_build_files() -> None:
     images, unreadable = build_images(ninja("120f", "120f", "90a"))
-    assert [str(one.target) for one in images] == ["90a", "120f"]
+    assert [str(image.target) for image in images] == ["90a", "120f"]
     assert unreadable == ()
     both = build_images(
         "-gencode=arch=compute_90,code=[sm_90,compute_90] -gencode arch=compute_80,code=sm_80"
     )[0]
-    assert [(one.kind, str(one.target)) for one in both] == [("ptx", "90"), ("sass", "80"), ("sass", "90")]
+    assert [(item.kind, str(item.target)) for item in both] == [("ptx", "90"), ("sass", "80"), ("sass", "90")]
     assert build_images(ninja("120+PTX"))[1] == ("compute_120+PTX", "sm_120+PTX")
     assert build_images("nothing here") == ((), ())
 
 
 def test_places_in_the_cache() -> None:
     base = Path("/home/x/.cache/flashinfer")
-    one = cached_module(base / "0.6.6" / "90a_120f" / "cached_ops" / "fused_moe_120" / "build.ninja")
-    assert one is not None
-    assert (one.release, [str(t) for t in one.targets], one.module) == (
+    module = cached_module(base / "0.6.6" / "90a_120f" / "cached_ops" / "fused_moe_120" / "build.ninja")
+    assert module is not None
+    assert (module.release, [str(t) for t in module.targets], module.module) == (
         "0.6.6",
         ["90a", "120f"],
         "fused_moe_120",
     )
-    assert one.needs_suffix
+    assert module.needs_suffix
     bare = cached_module(base / "0.6.7" / "cached_ops" / "sampling" / "sampling.so")
     assert bare is not None
     assert (bare.release, bare.targets, bare.needs_suffix) == ("0.6.7", (), False)
@@ -296,13 +302,13 @@ def test_kernels_built_without_their_suffix(tmp_path: Path) -> None:
     cache(tmp_path, "0.6.6", "120f", "fused_moe_120", "120f")
     cache(tmp_path, "0.6.7", "120", "sampling", "120")
     items = audit([tmp_path], GPU, None)
-    assert [(one.module, one.fate, bool(one.lacks)) for one in items] == [
+    assert [(item.module, item.fate, bool(item.lacks)) for item in items] == [
         ("FlashInfer 0.6.6 fused_moe_120", Fate.LOADS, True),
         ("FlashInfer 0.6.6 fused_moe_120", Fate.LOADS, False),
         ("FlashInfer 0.6.7 sampling", Fate.LOADS, False),
     ]
     assert "mma_mxf4nvf4" in items[0].lacks
-    assert all(one.fate is None for one in audit([tmp_path], None, None))
+    assert all(item.fate is None for item in audit([tmp_path], None, None))
 
 
 def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from moedoctor.processes.cuda_tools import Tool, find_tools, run_tool
 COMPILERS = find_compilers()
 needs_compiler = pytest.mark.skipif(not COMPILERS, reason="needs ptxas: pip install triton, or CUDA on PATH")
 EVERY_TARGET = sorted(
-    {one for cuda in ((12, 8), (12, 9), (13, 4)) for one in toolkit_targets(cuda) if one.major > 6}
+    {target for cuda in ((12, 8), (12, 9), (13, 4)) for target in toolkit_targets(cuda) if target.major > 6}
 )
 NOWHERE = {"PATH": "/nonexistent"}
 
@@ -43,21 +43,25 @@ def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @needs_compiler
 @pytest.mark.parametrize("compiler", COMPILERS, ids=str)
 def test_every_compiler_takes_what_was_written_down(compiler: Tool) -> None:
-    known = [str(one) for one in EVERY_TARGET if attempt(compiler, one, None).accepted]
-    assert known == [str(one) for one in EVERY_TARGET if toolkit_knows(one, compiler.cuda)]
+    known = [str(target) for target in EVERY_TARGET if attempt(compiler, target, None).accepted]
+    assert known == [str(target) for target in EVERY_TARGET if toolkit_knows(target, compiler.cuda)]
     for target in ("89", "90", "90a", "100a", "100f", "110a", "120", "120a", "120f", "121a"):
-        one = Target.parse(target)
-        taken = [name for name, said in attempts(compiler, one, INSTRUCTIONS).items() if said.accepted]
-        assert taken == [what.name for what in INSTRUCTIONS if takes(one, what, compiler.cuda)], target
+        parsed = Target.parse(target)
+        taken = [name for name, said in attempts(compiler, parsed, INSTRUCTIONS).items() if said.accepted]
+        assert taken == [
+            instruction.name for instruction in INSTRUCTIONS if takes(parsed, instruction, compiler.cuda)
+        ], target
 
 
 @needs_compiler
 def test_all_at_once_says_the_same_as_one_by_one() -> None:
     for compiler in COMPILERS:
         for target in ("120", "120a", "90a", "121a"):
-            one = Target.parse(target)
-            together = attempts(compiler, one, INSTRUCTIONS)
-            single = {what.name: attempt(compiler, one, what) for what in INSTRUCTIONS}
+            parsed = Target.parse(target)
+            together = attempts(compiler, parsed, INSTRUCTIONS)
+            single = {
+                instruction.name: attempt(compiler, parsed, instruction) for instruction in INSTRUCTIONS
+            }
             assert {name: said.accepted for name, said in together.items()} == {
                 name: said.accepted for name, said in single.items()
             }
@@ -67,7 +71,9 @@ def test_all_at_once_says_the_same_as_one_by_one() -> None:
 @needs_compiler
 def test_the_compiler_is_quoted() -> None:
     said = attempt(
-        COMPILERS[-1], Target(12, 0), next(one for one in INSTRUCTIONS if one.name == "cvt_e2m1x2")
+        COMPILERS[-1],
+        Target(12, 0),
+        next(instruction for instruction in INSTRUCTIONS if instruction.name == "cvt_e2m1x2"),
     )
     assert not said.accepted
     assert said.knows_target
@@ -83,8 +89,8 @@ def test_families_are_those_of_the_compiler(tmp_path: Path) -> None:
     newest = COMPILERS[-1]
     if newest.cuda < (12, 9):
         pytest.skip(f"{newest} knows no family targets")
-    plain = [one for one in toolkit_targets(newest.cuda) if not one.suffix and one.major >= 10]
-    for source in (one for one in toolkit_targets(newest.cuda) if one.suffix):
+    plain = [target for target in toolkit_targets(newest.cuda) if not target.suffix and target.major >= 10]
+    for source in (target for target in toolkit_targets(newest.cuda) if target.suffix):
         reached = [gpu.capability for gpu in plain if _goes_to(newest, source, gpu, tmp_path)]
         # ptxas refuses ``a`` PTX even for the plain target of its own GPU, which the driver does not.
         mine = source.capability if source.suffix == "a" else None
@@ -113,7 +119,7 @@ def test_nvcc_is_asked_where_there_is_no_ptxas(only_here: Path) -> None:
     assert (nvcc.name, nvcc.cuda) == ("nvcc", (13, 0))
     assert attempt(nvcc, Target(12, 0, "f"), None).accepted
     fake_tool(only_here, "ptxas", "13.0")
-    assert [one.name for one in find_compilers()] == ["ptxas"]
+    assert [compiler.name for compiler in find_compilers()] == ["ptxas"]
 
 
 def test_one_compiler_for_each_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +128,7 @@ def test_one_compiler_for_each_release(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     monkeypatch.setattr(cuda_tools, "_candidates", lambda names, environ: paths)
     compilers = find_compilers()
-    assert [(str(one), one.path) for one in compilers] == [
+    assert [(str(compiler), compiler.path) for compiler in compilers] == [
         ("ptxas 12.9.93", str(paths[1])),
         ("ptxas 13.0.93", str(paths[0])),
     ]
@@ -148,7 +154,7 @@ def test_tools_come_from_cuda_home_and_path(tmp_path: Path) -> None:
     fake_tool(tmp_path / "home" / "bin", "nvcc", "12.4")
     fake_tool(tmp_path / "path", "nvcc", "12.5")
     environ = {"CUDA_HOME": str(tmp_path / "home"), "PATH": str(tmp_path / "path")}
-    found = {one.cuda: one.path for one in find_tools(["nvcc"], environ)}
+    found = {tool.cuda: tool.path for tool in find_tools(["nvcc"], environ)}
     assert found[12, 4] == str(tmp_path / "home" / "bin" / "nvcc")
     assert found[12, 5] == str(tmp_path / "path" / "nvcc")
 
@@ -156,7 +162,7 @@ def test_tools_come_from_cuda_home_and_path(tmp_path: Path) -> None:
 def test_tritons_tools_are_found_without_cuda() -> None:
     triton = pytest.importorskip("triton")
     root = str(Path(triton.__file__).parent)
-    assert any(one.path.startswith(root) for one in find_tools(["ptxas"], NOWHERE))
+    assert any(tool.path.startswith(root) for tool in find_tools(["ptxas"], NOWHERE))
 
 
 def test_a_compiler_that_hangs_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +175,7 @@ def test_a_compiler_that_hangs_refuses(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_compiler_that_vanished_refuses(tmp_path: Path) -> None:
     gone = Tool("ptxas", str(tmp_path / "ptxas"), (13, 0), "gone")
     said = attempts(gone, Target(12, 0), INSTRUCTIONS)
-    assert {one.accepted for one in said.values()} == {False}
+    assert {value.accepted for value in said.values()} == {False}
     assert "ptxas does not start: No such file or directory" in said["wgmma"].line
 
 
@@ -186,7 +192,7 @@ exit 0
 def test_a_syntax_error_hides_nothing(tmp_path: Path) -> None:
     path = fake_tool(tmp_path, "ptxas", "12.0", SYNTAX_ERROR)
     said = attempts(Tool("ptxas", str(path), (12, 0), "syntax"), Target(9, 0, "a"), INSTRUCTIONS)
-    assert [name for name, one in said.items() if not one.accepted] == ["cvt_e2m1x2"]
+    assert [name for name, attempt in said.items() if not attempt.accepted] == ["cvt_e2m1x2"]
 
 
 def test_a_tool_gets_no_shell_and_no_input(tmp_path: Path) -> None:
@@ -197,7 +203,11 @@ def test_a_tool_gets_no_shell_and_no_input(tmp_path: Path) -> None:
 
 
 def test_what_gpus_need() -> None:
-    assert {one.name for one in needed((12, 0))} >= {"mma_mxf4nvf4", "cvt_e2m1x2", "setmaxnreg"}
+    assert {instruction.name for instruction in needed((12, 0))} >= {
+        "mma_mxf4nvf4",
+        "cvt_e2m1x2",
+        "setmaxnreg",
+    }
     assert needed((8, 9)) == ()
     assert "wgmma" in lacking(Target(9, 0), needed((9, 0)), (13, 0))
     assert lacking(Target(9, 0, "a"), needed((9, 0)), (13, 0)) == ()

@@ -84,17 +84,17 @@ def test_weights_workspace_and_cache_add_up_to_the_budget():
 
 def test_a_workspace_that_is_not_known_makes_the_kv_memory_an_upper_bound():
     request = PlanRequest(QWEN, "nvfp4", gpu_bytes=32 * GIB, backend="flashinfer_cutlass")
-    assert any("upper bound" in one for one in plan(request).notes)
+    assert any("upper bound" in note for note in plan(request).notes)
 
 
 def test_an_expert_cache_moves_the_misses_and_holds_its_slots():
     request = PlanRequest(QWEN, "bf16", gpu_bytes=32 * GIB, cache_slots=32, hit_rate=0.75, bandwidth=50e9)
     found = plan(request)
-    one = 3 * 2048 * 768 * 2
-    assert found.on_host_bytes == 48 * 128 * one
-    assert found.on_device_bytes == found.other_bytes + 48 * 32 * one
-    assert found.traffic.bytes_per_token == 48 * 8 * one * 0.25
-    assert found.traffic.tokens_per_second == 50e9 / (48 * 8 * one * 0.25)
+    expert = 3 * 2048 * 768 * 2
+    assert found.on_host_bytes == 48 * 128 * expert
+    assert found.on_device_bytes == found.other_bytes + 48 * 32 * expert
+    assert found.traffic.bytes_per_token == 48 * 8 * expert * 0.25
+    assert found.traffic.tokens_per_second == 50e9 / (48 * 8 * expert * 0.25)
 
 
 def tiny_shape(**change):

@@ -34,7 +34,7 @@ def test_every_backend_that_is_computed_was_measured():
 @pytest.mark.parametrize(
     "row",
     MEASURED,
-    ids=lambda row: "-".join(str(row[one]) for one in ("backend", "quantization", "model", "tokens")),
+    ids=lambda row: "-".join(str(row[item]) for item in ("backend", "quantization", "model", "tokens")),
 )
 def test_within_a_mebibyte_and_a_quarter_or_a_five_hundredth_of_what_was_measured(row):
     """What is left out: lists of which token goes where, and what the allocator rounds up."""
@@ -47,7 +47,7 @@ def test_within_a_mebibyte_and_a_quarter_or_a_five_hundredth_of_what_was_measure
 def test_the_names_are_those_that_bench_knows():
     assert set(SCHEMES_OF) == set(registry.names()) - {"REFERENCE"}
     for name, schemes in SCHEMES_OF.items():
-        known = {one.quantization for one in registry.find(name)}
+        known = {item.quantization for item in registry.find(name)}
         if name == "OURS":
             known.remove("fp8")  # on a CPU only
         assert set(schemes) - {"mxfp4"} == known

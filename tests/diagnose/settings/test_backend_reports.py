@@ -47,7 +47,9 @@ def test_every_release_and_setting_is_in_the_json_once_and_right(capability: str
         release = row["releases"][-1]
         said = select(capability, row["scheme"], release=release, ep=ep, dp=dp, activation=row["activation"])
         assert row["chosen"] == said.chosen
-        assert [one["reason"] for one in row["candidates"]] == [one.reason for one in said.candidates]
+        assert [candidate["reason"] for candidate in row["candidates"]] == [
+            candidate.reason for candidate in said.candidates
+        ]
     layers = {key[:2] for key in seen}
     assert ("nvfp4", "relu2_no_mul") in layers
     assert len(seen) == len(layers) * len(PARALLEL) * len(releases())
@@ -65,4 +67,4 @@ def test_the_markdown_is_one_table_a_family(tmp_path: Path) -> None:
     assert "0.17.1 to 0.19.1" in first
     assert "**FLASHINFER_CUTLASS** (flashinfer_cutlass)" in first
     index = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert all(f"(sm{one.replace('.', '')}.md)" in index for one in FAMILIES)
+    assert all(f"(sm{family.replace('.', '')}.md)" in index for family in FAMILIES)

@@ -19,7 +19,7 @@ def checked(packages: dict[str, str], **environ: str) -> CheckResult:
 
 
 def backend_finding(result: CheckResult) -> Finding | None:
-    return next((one for one in result.findings if one.id == "MD010"), None)
+    return next((finding for finding in result.findings if finding.id == "MD010"), None)
 
 
 def test_a_misspelt_backend_variable_that_no_rule_names() -> None:
@@ -53,7 +53,7 @@ def test_what_a_rule_names_is_told_once() -> None:
 def test_other_settings_are_problems_and_secrets_stay() -> None:
     result = checked(VLLM_033, VLLM_LOGING_LEVEL="DEBUG", VLLM_APIKEY_TOKEN="s3cret")
     assert backend_finding(result) is None
-    problems = {one.what: one for one in result.problems}
+    problems = {problem.what: problem for problem in result.problems}
     misspelt = problems["VLLM_LOGING_LEVEL: misspelt"]
     assert misspelt.severity == "warning"
     assert misspelt.next_step == "in place of VLLM_LOGING_LEVEL use VLLM_LOGGING_LEVEL=DEBUG"

@@ -26,7 +26,7 @@ def span(first: str, last: str) -> set[str]:
     return set(RELEASES[RELEASES.index(first) : RELEASES.index(last) + 1])
 
 
-def one(release: str, setting: str, command: str = "", **options: str) -> SettingFinding | None:
+def only_finding(release: str, setting: str, command: str = "", **options: str) -> SettingFinding | None:
     """The only finding about NAME=VALUE, or about a command line."""
     environ = dict([setting.split("=", 1)]) if setting else {}
     found = check_settings(release, environ, command.split(), **options)  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def test_defaults_that_changed() -> None:
     ],
 )
 def test_what_does_not_take_effect(release: str, setting: str, problem: str, instead: str | None) -> None:
-    found = one(release, setting)
+    found = only_finding(release, setting)
     assert found is not None
     assert (found.problem, found.instead, found.takes_effect) == (problem, instead, False)
     assert found.setting == setting
@@ -157,17 +157,17 @@ def test_what_does_not_take_effect(release: str, setting: str, problem: str, ins
     ],
 )
 def test_no_false_alarm(release: str, setting: str) -> None:
-    assert one(release, setting) is None
+    assert only_finding(release, setting) is None
 
 
 def test_what_takes_effect_but_not_as_it_seems() -> None:
-    linear = one("0.18.0", "VLLM_NVFP4_GEMM_BACKEND=marlin")
+    linear = only_finding("0.18.0", "VLLM_NVFP4_GEMM_BACKEND=marlin")
     assert linear is not None
     assert (linear.problem, linear.takes_effect) == ("other_layers", True)
-    going = one("0.22.0", "VLLM_MXFP4_USE_MARLIN=1")
+    going = only_finding("0.22.0", "VLLM_MXFP4_USE_MARLIN=1")
     assert going is not None
     assert (going.problem, going.takes_effect, going.instead) == ("deprecated", True, "--moe-backend marlin")
-    other = one("0.18.0", "VLLM_USE_FLASHINFER_MOE_FP8=1", scheme="nvfp4")
+    other = only_finding("0.18.0", "VLLM_USE_FLASHINFER_MOE_FP8=1", scheme="nvfp4")
     assert other is not None
     assert (other.problem, other.takes_effect) == ("other_layers", True)
 
@@ -180,7 +180,7 @@ def test_one_setting_stands_in_the_way_of_another() -> None:
     flagged = check_settings(
         "0.18.0", environ, ["vllm", "serve", "m", "--moe-backend", "cutlass"], scheme="nvfp4"
     )
-    assert [(one.problem, "--moe-backend cutlass" in one.message) for one in flagged] == [
+    assert [(finding.problem, "--moe-backend cutlass" in finding.message) for finding in flagged] == [
         ("shadowed", True)
     ] * 2
 
@@ -202,7 +202,7 @@ def test_one_setting_stands_in_the_way_of_another() -> None:
     ],
 )
 def test_flags_that_do_not_take_effect(release: str, command: str, problem: str, instead: str | None) -> None:
-    found = one(release, "", f"vllm serve MODEL {command}")
+    found = only_finding(release, "", f"vllm serve MODEL {command}")
     assert found is not None
     assert (found.problem, found.instead, found.takes_effect) == (problem, instead, False)
 
@@ -226,21 +226,21 @@ def test_command_lines_are_read_as_vllm_reads_them(command: str, moe_backend: st
     """Each of these was given to the parsers of 0.17.1, 0.24.0 and 0.33.0, with this result and no error."""
     for release in ("0.17.1", "0.24.0", "0.33.0"):
         assert moe_backend_of(command.split(), release) == moe_backend
-        problems = [one.problem for one in check_settings(release, {}, command.split())]
+        problems = [finding.problem for finding in check_settings(release, {}, command.split())]
         assert problems == (["shadowed"] if moe_backend == "cutlass" else [])
 
 
 def test_a_flag_that_is_ignored_for_a_scheme() -> None:
-    found = one("0.18.0", "", "vllm serve m --moe-backend marlin", scheme="mxfp4")
+    found = only_finding("0.18.0", "", "vllm serve m --moe-backend marlin", scheme="mxfp4")
     assert found is not None
     assert (found.problem, found.instead) == ("ignored", "VLLM_MXFP4_USE_MARLIN=1")
     # It does not stand in the way of the variable then.
     both = check_settings(
         "0.18.0", {"VLLM_MXFP4_USE_MARLIN": "1"}, ["--moe-backend", "marlin"], scheme="mxfp4"
     )
-    assert [one.problem for one in both] == ["ignored"]
-    assert one("0.19.0", "", "vllm serve m --moe-backend marlin", scheme="mxfp4") is None
-    refused = one("0.33.0", "", "vllm serve m --moe-backend triton", scheme="nvfp4")
+    assert [finding.problem for finding in both] == ["ignored"]
+    assert only_finding("0.19.0", "", "vllm serve m --moe-backend marlin", scheme="mxfp4") is None
+    refused = only_finding("0.33.0", "", "vllm serve m --moe-backend triton", scheme="nvfp4")
     assert refused is not None
     assert (refused.problem, refused.stops) == ("invalid", True)
 
@@ -254,7 +254,7 @@ def test_the_flashinfer_that_is_installed_counts_before_the_pinned_one() -> None
 
 
 def test_every_pinned_flashinfer_is_in_its_table() -> None:
-    assert {one.flashinfer for one in releases().values()} <= set(flashinfer_variables().releases)
+    assert {release.flashinfer for release in releases().values()} <= set(flashinfer_variables().releases)
 
 
 def test_an_unknown_release_is_refused() -> None:
@@ -265,7 +265,7 @@ def test_an_unknown_release_is_refused() -> None:
 def test_every_row_says_where_it_comes_from() -> None:
     for settings in (vllm_variables(), vllm_flags(), flashinfer_variables()):
         for spans in settings.rows.values():
-            assert all(re.match(r"(vllm|flashinfer)/\S+", one.source) for one in spans)
+            assert all(re.match(r"(vllm|flashinfer)/\S+", span.source) for span in spans)
             for before, after in itertools.pairwise(spans):
                 assert settings.releases.index(before.last) < settings.releases.index(after.first)
 
@@ -287,7 +287,7 @@ def test_nothing_that_is_given_breaks_it(
     release: str, environ: dict[str, str], command: list[str], scheme: str | None
 ) -> None:
     found = check_settings(release, environ, command, scheme=scheme)
-    effects = [one.takes_effect for one in found]
+    effects = [finding.takes_effect for finding in found]
     assert effects == sorted(effects)
     for finding in found:
         assert finding.message

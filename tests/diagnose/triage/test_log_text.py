@@ -24,7 +24,7 @@ def passages(
 
 
 def shown(data: bytes) -> dict[int, str]:
-    return {one.line: one.shown for one in passages(data)}
+    return {passage.line: passage.shown for passage in passages(data)}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,9 @@ def test_a_passage_holds_the_neighbours_and_knows_the_middle() -> None:
 
 def test_a_word_that_a_terminal_broke_is_glued() -> None:
     broken = "x" * 50 + " torch.AcceleratorError: CUDA error: an illegal mem\nory access was encountered"
-    assert any(one.glued and "illegal memory access" in one.glued for one in passages(broken.encode()))
+    assert any(
+        passage.glued and "illegal memory access" in passage.glued for passage in passages(broken.encode())
+    )
 
 
 def test_a_repeated_shape_counts_four_times() -> None:
@@ -105,7 +107,7 @@ def test_a_word_of_every_line_does_not_hide_what_another_word_shows(monkeypatch:
     lines = [*many(200, "moe"), "an illegal access", *many(200, "moe and more")]
     found = shown("\n".join(lines).encode())
     assert found[201] == "an illegal access"
-    assert 5 < len([one for one in found.values() if one.startswith("moe")]) < 100
+    assert 5 < len([value for value in found.values() if value.startswith("moe")]) < 100
 
 
 def test_an_account_wakes_with_the_bytes_read() -> None:
@@ -128,9 +130,9 @@ def test_which_lines_hold_a_word() -> None:
 def test_a_long_line_is_looked_at_in_pieces_and_keeps_its_number() -> None:
     data = b"first\n" + b"x" * 2_500_000 + b" moe at the end\nlast"
     found = passages(data)
-    assert {one.line for one in found if "moe at the end" in one.shown} == {2}
+    assert {finding.line for finding in found if "moe at the end" in finding.shown} == {2}
     assert found[-1].line == 3
-    assert max(len(one.text) for one in found) < 10_000
+    assert max(len(finding.text) for finding in found) < 10_000
 
 
 def test_nothing_in_nothing() -> None:
@@ -140,9 +142,9 @@ def test_nothing_in_nothing() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=2_000))
 def test_any_bytes_are_read(data: bytes) -> None:
-    for one in passages(data):
-        assert one.line >= 1
-        assert 0 <= one.start <= one.end <= len(one.text)
+    for passage in passages(data):
+        assert passage.line >= 1
+        assert 0 <= passage.start <= passage.end <= len(passage.text)
 
 
 PROBE = """

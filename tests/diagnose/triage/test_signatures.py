@@ -14,8 +14,8 @@ from moedoctor.entries import entries
 from tests.diagnose.triage.threads_of_tests import Thread, threads
 
 THREADS = tuple(threads())
-POSITIVE = tuple(one for one in THREADS if one.ids)
-NEGATIVE = tuple(one for one in THREADS if not one.ids)
+POSITIVE = tuple(thread for thread in THREADS if thread.ids)
+NEGATIVE = tuple(thread for thread in THREADS if not thread.ids)
 
 
 @pytest.mark.parametrize(
@@ -26,36 +26,36 @@ def test_a_text_shows_the_failures_that_it_is_about_and_no_other(thread: Thread)
 
 
 def test_each_failure_has_texts_about_it_and_lookalikes() -> None:
-    about = Counter(one for thread in POSITIVE for one in thread.ids)
-    like = Counter(one for thread in NEGATIVE for one in thread.lookalike_of)
-    assert {one: about[one] for one in entries() if about[one] < 3} == {}
-    assert {one: like[one] for one in entries() if like[one] < 3} == {}
-    assert sum("general" in one.file for one in NEGATIVE) >= 40
+    about = Counter(id for thread in POSITIVE for id in thread.ids)
+    like = Counter(id for thread in NEGATIVE for id in thread.lookalike_of)
+    assert {id: about[id] for id in entries() if about[id] < 3} == {}
+    assert {id: like[id] for id in entries() if like[id] < 3} == {}
+    assert sum("general" in thread.file for thread in NEGATIVE) >= 40
 
 
 def test_each_failure_has_a_signature_a_name_and_a_next_step() -> None:
-    ids = {one.id for one in signatures()}
+    ids = {signature.id for signature in signatures()}
     assert ids == set(entries()) == {f"MD{number:03d}" for number in range(1, 21)}
 
 
 def test_signatures_name_clues_that_exist_and_every_clue_is_used() -> None:
-    groups = [(*one.shows, *one.unless, *one.unless_near) for one in signatures()]
-    groups += [group for one in signatures() for group in (*one.near, *one.anywhere)]
+    groups = [(*signature.shows, *signature.unless, *signature.unless_near) for signature in signatures()]
+    groups += [group for signature in signatures() for group in (*signature.near, *signature.anywhere)]
     named = {name for group in groups for name in group}
     assert named - clues().keys() == set()
     assert clues().keys() - named - {"foreign", "vllm"} == set()
 
 
 def test_confidences_are_above_one_half_and_below_one() -> None:
-    assert all(0.5 < one.confidence < 1 for one in signatures())
+    assert all(0.5 < signature.confidence < 1 for signature in signatures())
 
 
 def test_repetitions_in_patterns_are_bounded() -> None:
     unbounded = re.compile(r"(?<!\\)(?:[*+]|\{\d+,\})(?![^\[]*\])")
-    assert {one.name: one.pattern for one in clues().values() if unbounded.search(one.pattern)} == {}
+    assert {clue.name: clue.pattern for clue in clues().values() if unbounded.search(clue.pattern)} == {}
 
 
-@pytest.mark.parametrize("clue", clues().values(), ids=lambda one: one.name)
+@pytest.mark.parametrize("clue", clues().values(), ids=lambda clue: clue.name)
 def test_needles_start_with_the_text_of_a_clue(clue: Clue) -> None:
     """The words of a line lead to every clue that matches it, for all lines of the labelled texts."""
     if clue.cased:

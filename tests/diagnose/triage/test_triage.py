@@ -22,7 +22,7 @@ from moedoctor.redaction import Redactor
 from tests.diagnose.triage.threads_of_tests import threads
 
 THREADS = tuple(threads())
-POSITIVE = tuple(one for one in THREADS if one.ids)
+POSITIVE = tuple(thread for thread in THREADS if thread.ids)
 CRASH = "RuntimeError: b_scales is not on GPU in fused_marlin_moe, --cpu-offload-gb 4"
 
 
@@ -31,7 +31,7 @@ def read(text: str | bytes, redactor: Redactor | None = None) -> Triage:
 
 
 def ids(text: str | bytes) -> set[str]:
-    return {one.id for one in read(text).findings}
+    return {finding.id for finding in read(text).findings}
 
 
 def each_line(change: Callable[[str], str]) -> Callable[[str], bytes]:
@@ -66,7 +66,7 @@ WRAPPERS: dict[str, Callable[[str], bytes]] = {
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_what_is_around_a_text_does_not_change_what_it_shows(name: str) -> None:
-    found = {one.source: ids(WRAPPERS[name](one.text)) ^ one.ids for one in THREADS}
+    found = {thread.source: ids(WRAPPERS[name](thread.text)) ^ thread.ids for thread in THREADS}
     changed = {source: difference for source, difference in found.items() if difference}
     # A few texts stand on a phrase that a hard wrap breaks in more than one place.
     assert len(changed) <= (3 if name.startswith("wrapped") else 0), changed
@@ -100,11 +100,13 @@ def test_the_excerpt_is_masked() -> None:
 
 
 def test_the_best_comes_first() -> None:
-    findings = read("\n\n".join(one.text for one in POSITIVE)).findings
+    findings = read("\n\n".join(thread.text for thread in POSITIVE)).findings
     assert len(findings) >= 15
-    assert [one.confidence for one in findings] == sorted((one.confidence for one in findings), reverse=True)
-    assert len({one.id for one in findings}) == len(findings)
-    assert all(0.5 < one.confidence <= 1 for one in findings)
+    assert [finding.confidence for finding in findings] == sorted(
+        (finding.confidence for finding in findings), reverse=True
+    )
+    assert len({finding.id for finding in findings}) == len(findings)
+    assert all(0.5 < finding.confidence <= 1 for finding in findings)
 
 
 def test_two_signs_are_surer_than_one() -> None:
@@ -171,9 +173,9 @@ def test_a_report_in_the_middle_of_a_large_log() -> None:
         f"INFO 04-22 12:00:{index % 60:02d} [loggers.py:259] Engine 000: Avg throughput: {index}.5 tokens/s"
         for index in range(60_000)
     )
-    report = next(one for one in POSITIVE if one.source.startswith("the same as a log"))
+    report = next(thread for thread in POSITIVE if thread.source.startswith("the same as a log"))
     found = read(f"{noise}\n{report.text}\n{noise}").findings
-    assert [one.id for one in found] == ["MD002"]
+    assert [finding.id for finding in found] == ["MD002"]
     assert 60_000 < found[0].line < 60_010
 
 
@@ -231,7 +233,7 @@ def test_a_crash_in_a_log_that_talks_about_experts_is_found() -> None:
     report = f"{CRASH}\nINFO 04-22 other things\n".encode()
     noise = talkative_log(3_000_000)
     found = read(noise + b"\n" + report + noise).findings
-    assert [(one.id, one.line) for one in found] == [("MD003", noise.count(b"\n") + 2)]
+    assert [(finding.id, finding.line) for finding in found] == [("MD003", noise.count(b"\n") + 2)]
 
 
 PROBES = (
@@ -294,15 +296,15 @@ def test_random_bytes_never_raise(data: bytes) -> None:
     read(data)
 
 
-WORDS = sorted({word for one in POSITIVE for word in re.findall(r"\S+", one.text)})
+WORDS = sorted({word for thread in POSITIVE for word in re.findall(r"\S+", thread.text)})
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from([*WORDS, "\n", "\x00", "\x1b[31m", "\ud800", "> ", "{"]), max_size=120))
 def test_mixed_words_never_raise(words: list[str]) -> None:
-    for one in read(" ".join(words).encode("utf-8", "surrogatepass")).findings:
-        assert one.line >= 1
-        assert one.excerpt.isprintable()
+    for finding in read(" ".join(words).encode("utf-8", "surrogatepass")).findings:
+        assert finding.line >= 1
+        assert finding.excerpt.isprintable()
 
 
 @settings(max_examples=60, deadline=None)

@@ -39,7 +39,9 @@ def test_1_where_something_is_found_and_json(report: Path, capsys: pytest.Captur
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"schema_version", "findings"}
     assert found["schema_version"] == 1
-    assert [list(one) for one in found["findings"]] == [["id", "line", "excerpt", "confidence", "next_step"]]
+    assert [list(finding) for finding in found["findings"]] == [
+        ["id", "line", "excerpt", "confidence", "next_step"]
+    ]
     assert (found["findings"][0]["id"], found["findings"][0]["line"]) == ("MD003", 2)
 
 
