@@ -23,8 +23,3 @@ def round_trip(x: torch.Tensor, scale: float) -> torch.Tensor:
     """Return `x` as a backend with FP8 activations reads it: saturated, rounded, dequantized; float32."""
     steps = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX)  # [...]
     return steps.to(torch.float8_e4m3fn).float() * scale
-
-
-def dequantize(weight: Fp8) -> torch.Tensor:
-    """Return float32 [E, N, K]."""
-    return weight.values.float() * weight.scale[:, None, None]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from moedoctor.reference import e2m1
+from moedoctor.reference.fp8 import E4M3_MAX
 
 BLOCK = 16
 """Values that share a block scale, along the last dimension."""
-E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.reference.fp8 import Fp8, dequantize, round_trip
+from moedoctor.reference.fp8 import Fp8, round_trip
+from moedoctor.reference.moe import expert_weight
 
 
 @given(st.lists(st.floats(-448, 448, width=32), min_size=1, max_size=64))
@@ -20,4 +21,4 @@ def test_what_is_too_large_saturates() -> None:
 
 def test_each_matrix_has_its_scale() -> None:
     weight = Fp8(torch.ones(2, 1, 3).to(torch.float8_e4m3fn), torch.tensor([0.5, 4.0]))
-    assert dequantize(weight)[:, 0, 0].tolist() == [0.5, 4.0]
+    assert [expert_weight(weight, expert).tolist() for expert in (0, 1)] == [[[0.5] * 3], [[4.0] * 3]]

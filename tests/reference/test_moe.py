@@ -7,10 +7,9 @@ import torch
 from torch.nn import functional
 
 from moedoctor.fixes.moe import forward as fixed
-from moedoctor.reference import fp8
 from moedoctor.reference.fp8 import Fp8
-from moedoctor.reference.moe import ACTIVATIONS, MoeWeights, activate, forward
-from moedoctor.reference.nvfp4 import dequantize, quantize, round_trip
+from moedoctor.reference.moe import ACTIVATIONS, MoeWeights, activate, expert_weight, forward
+from moedoctor.reference.nvfp4 import quantize, round_trip
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 6, 32, 48, 7, 3
 
@@ -86,12 +85,10 @@ def test_an_unknown_activation_is_refused() -> None:
 def test_quantized_weights_compute_with_their_dequantized_values() -> None:
     weights, (x, topk_weights, ids) = tensors(), inputs()
     scale = torch.rand(EXPERTS) + 0.5
-    for quantise, back in (
-        (quantize, dequantize),
-        (lambda weight: Fp8(weight.to(torch.float8_e4m3fn), scale), fp8.dequantize),
-    ):
+    for quantise in (quantize, lambda weight: Fp8(weight.to(torch.float8_e4m3fn), scale)):
         w13, w2 = quantise(weights["w13"]), quantise(weights["w2"])
-        plain = forward(x, MoeWeights(back(w13), back(w2)), topk_weights, ids)
+        plain = [torch.stack([expert_weight(weight, e) for e in range(EXPERTS)]) for weight in (w13, w2)]
+        plain = forward(x, MoeWeights(*plain), topk_weights, ids)
         assert torch.equal(forward(x, MoeWeights(w13, w2), topk_weights, ids), plain)
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from moedoctor.reference import e2m1
+from moedoctor.reference.fp8 import E4M3_MAX
 from moedoctor.reference.nvfp4 import Nvfp4
 
-E4M3_MAX = 448.0
-_E2M1_MAX = 6.0
 _SMALLEST = 2.0**-126
 
 
@@ -59,7 +59,7 @@ def usable_input_scales(scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if bool(good.any()):
         substitute = scales[good].max()
     else:
-        substitute = (x.abs().amax().float() / (E4M3_MAX * _E2M1_MAX)).clamp_min(_SMALLEST)
+        substitute = (x.abs().amax().float() / (E4M3_MAX * e2m1.MAX)).clamp_min(_SMALLEST)
     return torch.where(good, scales, substitute)
 
 

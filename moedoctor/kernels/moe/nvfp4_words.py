@@ -21,8 +21,6 @@ import torch
 import triton
 import triton.language as tl
 
-GROUP = 64
-"""Weights a group."""
 REMAINING_SCALE = tl.constexpr(2.0**8)
 """The factor by which decoded weights are too small: 2**126 / 2**118."""
 _SHIFTS = ((15, 6), (12, 3), (14, 0), (13, 9))
