@@ -116,6 +116,15 @@ def test_the_child_goes_on_after_a_number_of_tokens_that_raises(monkeypatch: pyt
     ]
 
 
+def test_a_layer_that_cannot_be_made_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moedoctor.bench.moe import bench as moe_bench
+
+    monkeypatch.setattr(moe_bench, "make_layer", lambda *sizes, **options: 1 / 0)
+    task = LayerTask(Variant("REFERENCE", "bf16"), "tiny", SHAPE, (1, 2))
+    events = moe_run.measure_requested({"device": "cpu", "roofline": ROOFLINE, "tasks": [asdict(task)]})
+    assert [next(events)["event"] for _ in range(3)] == ["task", "failed", "end"]
+
+
 @pytest.mark.usefixtures("fake_child")
 def test_a_machine_that_cannot_be_measured() -> None:
     assert measure_machine("cpu")[0] == ROOFLINE
