@@ -368,11 +368,13 @@ def test_a_trace_is_registered_like_a_fix(
     tables = (("MOEDOCTOR_FIXES", "fix", {}), ("MOEDOCTOR_TRACE", "trace", {"x": "moedoctor_tracer"}))
     monkeypatch.setattr(vllm_plugin, "_TABLES", tables)
     monkeypatch.setenv("MOEDOCTOR_TRACE", "x,y")
+    monkeypatch.setenv("MOEDOCTOR_STATUS", str(tmp_path / "active.json"))
     with caplog.at_level(logging.INFO, "vllm.moedoctor"):
         vllm_plugin.register()
     messages = [record.getMessage() for record in caplog.records]
     assert "names no trace called y; expected x, all" in messages[0]
     assert messages[1] == "moedoctor: active in vLLM 0.21.0: x (looking at 0.21.0)"
+    assert (tmp_path / "active.json").read_text(encoding="utf-8") == '["x (looking at 0.21.0)"]'
 
 
 def test_two_fixes_of_one_function() -> None:
