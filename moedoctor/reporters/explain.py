@@ -81,9 +81,12 @@ class Explained:
         if self.claims:
             page.append(Heading("Claims, and what came out"))
         for claim in self.claims:
-            outcomes = [(machine.machine, _verdict(machine)) for machine in claim.outcomes]
+            verdicts = [outcome.verdict for outcome in claim.outcomes]
+            word = next((verdict for verdict in verdicts if verdict != "untested"), "untested")
+            # Several reports of one machine may say the same.
+            outcomes = list(dict.fromkeys((outcome.machine, _verdict(outcome)) for outcome in claim.outcomes))
             title = (f"{claim.text} (", Span(claim.source, "source"), ")")
-            page.append(Item("claim", title, outcomes or [("", "not measured yet")]))
+            page.append(Item(word, title, outcomes or [("", "not measured yet")]))
         if self.links:
             links = [f"{link.url} {link.text}".rstrip() for link in self.links]
             page += [Heading(SECTIONS[-1]), Bullets(links)]

@@ -113,7 +113,7 @@ def test_claims_carry_what_each_machine_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(page, "reports_folder", lambda: tmp_path)
     text = explain_text("MD001", "markdown")
     assert (
-        f"- **claim** {TEXT} ({source_link(SOURCE)})\n"
+        f"- **confirmed** {TEXT} ({source_link(SOURCE)})\n"
         "  - a-cpu: untested\n  - nvidia-h200: confirmed: 100 % of the rows\n"
     ) in text
     assert "never shown" not in text
