@@ -261,17 +261,17 @@ def _redacted(
 # What this machine gives if the command line leaves it open: release, GPU, libraries.
 
 
-def release_of(wanted: str | None, installed: str | None) -> tuple[str, tuple[str, ...]]:
+def release_of(asked_for: str | None, installed: str | None) -> tuple[str, tuple[str, ...]]:
     """Return a release of the tables, and why it is this one. Raises InputError for an unknown one."""
     from packaging.version import InvalidVersion, Version
 
     from moedoctor.fixes.backends.release_tables import releases
 
     known = list(releases())
-    if wanted is not None:
-        if wanted.removeprefix("v") not in known:
-            raise InputError(f"--release {wanted}: the tables know {', '.join(known)}")
-        return wanted.removeprefix("v"), ()
+    if asked_for is not None:
+        if asked_for.removeprefix("v") not in known:
+            raise InputError(f"--release {asked_for}: the tables know {', '.join(known)}")
+        return asked_for.removeprefix("v"), ()
     if installed is None:
         return known[-1], (f"vllm is not installed here: answered for {known[-1]}, the newest in the tables",)
     if public_version(installed) in known:
@@ -290,18 +290,18 @@ def public_version(version: str) -> str:
     return version.partition("+")[0]
 
 
-def capability_of(wanted: str | None, facts: Mapping[str, Any]) -> str:
+def capability_of(asked_for: str | None, facts: Mapping[str, Any]) -> str:
     """Return the compute capability, by default that of this machine's first GPU. Raises InputError."""
     from moedoctor.fixes.backends.release_tables import CAPABILITIES
 
-    if wanted is None:
-        wanted = facts.get("capability")
-        if not wanted:
+    if asked_for is None:
+        asked_for = facts.get("capability")
+        if not asked_for:
             raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
-    digits = _CAPABILITY.fullmatch(wanted.strip())
-    capability = f"{digits[1][:-1]}.{digits[1][-1]}" if digits else wanted.strip()
+    digits = _CAPABILITY.fullmatch(asked_for.strip())
+    capability = f"{digits[1][:-1]}.{digits[1][-1]}" if digits else asked_for.strip()
     if capability not in CAPABILITIES:
-        raise InputError(f"--sm {wanted}: expected one of {', '.join(CAPABILITIES)}")
+        raise InputError(f"--sm {asked_for}: expected one of {', '.join(CAPABILITIES)}")
     return capability
 
 

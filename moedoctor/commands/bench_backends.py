@@ -57,11 +57,11 @@ def find_variants(given: Sequence[str], quantization: Sequence[str] | None) -> l
     variants: dict[Variant, None] = {}
     for text in texts(given):
         name, _, suffix = text.partition(":")
-        wanted = names("--backend", [suffix], QUANTIZATIONS) if suffix else quantizations
-        matching = registry.find(name, wanted)
+        asked_for = names("--backend", [suffix], QUANTIZATIONS) if suffix else quantizations
+        matching = registry.find(name, asked_for)
         if not matching and registry.find(name):
             has = ", ".join(variant.quantization for variant in registry.find(name))
-            raise InputError(f"--backend {name}: has {has}, not {', '.join(wanted)}")
+            raise InputError(f"--backend {name}: has {has}, not {', '.join(asked_for)}")
         if not matching:
             raise InputError(f"--backend {name}: expected all or some of {', '.join(registry.names())}")
         variants |= dict.fromkeys(matching)
@@ -77,8 +77,8 @@ def find_layers(models: Sequence[str], sizes: Mapping[str, int | None], activati
         raise InputError(f"{next(iter(given))}: --model gives the sizes already; expected one or the other")
     with as_input_error(ConfigError, ValueError):
         if not given:
-            found = [find_model(text) for text in models or (DEFAULT_MODEL,)]
-            return {model.name: (model.experts.layer, model.source) for model in found}
+            presets = [find_model(text) for text in models or (DEFAULT_MODEL,)]
+            return {model.name: (model.experts.layer, model.source) for model in presets}
         if missing := [name for name in sizes if name not in given]:
             raise InputError(f"{missing[0]}: is missing; expected {', '.join(sizes)} together")
         hidden, intermediate, experts, top_k = given.values()

@@ -37,9 +37,9 @@ def _find(text: str) -> Explained:
         if entry is not None:
             return Explained.of_entry(entry, runs=entry.name in catalogue.registered_names())
         others = catalogue.faults_beside({known.name for known in entries().values()})
-    wanted = text.strip().lower().replace("-", "_")
+    key = text.strip().lower().replace("-", "_")
     for fault in others:
-        if wanted in (fault.id.lower(), fault.name):
+        if key in (fault.id.lower(), fault.name):
             return Explained.of_fault(fault)
     valid = [name for known in entries().values() for name in (known.id, known.name)]
     valid += [name for fault in others for name in (fault.id, fault.name)]

@@ -150,21 +150,21 @@ def texts(given: Sequence[str] | None) -> list[str]:
 
 def names(option: str, given: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
     """Return the names that an option gives, each once. Raises InputError for one that is not known."""
-    found = tuple(dict.fromkeys(name.lower() for name in texts(given)))
-    for name in found:
+    given_names = tuple(dict.fromkeys(name.lower() for name in texts(given)))
+    for name in given_names:
         if name not in known:
             raise InputError(f"{option} {name}: expected one of {', '.join(known)}")
-    return found
+    return given_names
 
 
 def numbers(option: str, given: Sequence[str] | None, most: int, expected: str) -> tuple[int, ...]:
     """Return the whole numbers from 1 to `most` that an option gives, sorted. Raises InputError."""
-    found = set()
+    values = set()
     for text in texts(given):
         if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
             raise InputError(f"{option} {text[:40]}: expected {expected}")
-        found.add(int(text))
-    return tuple(sorted(found))
+        values.add(int(text))
+    return tuple(sorted(values))
 
 
 def check_gpu(device: str, facts: Mapping[str, Any]) -> None:

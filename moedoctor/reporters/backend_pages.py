@@ -121,7 +121,9 @@ def _lines(capability: str, scheme: str, activation: str) -> Iterator[Line]:
 
 
 def _answer(selection: Selection) -> tuple[Any, ...]:
-    candidates = ((one.backend, one.supported, one.reason) for one in selection.candidates)
+    candidates = (
+        (candidate.backend, candidate.supported, candidate.reason) for candidate in selection.candidates
+    )
     return selection.chosen, tuple(candidates)
 
 

@@ -10,7 +10,7 @@ from moedoctor.reporters.text import one_line, summary_line
 from moedoctor.results import Report, ScenarioResult, ScenarioVerdict
 
 MAX_SUMMARY_BYTES = 1024 * 1024
-"""GitHub refuses the summary of a step beyond 1 MiB, all of it."""
+"""GitHub refuses the whole summary of a step if it is longer than 1 MiB."""
 
 _LEVELS = {
     ScenarioVerdict.FOUND: "error",
@@ -19,11 +19,11 @@ _LEVELS = {
     ScenarioVerdict.SKIPPED: "warning",
     ScenarioVerdict.ABSENT: "notice",
 }
-_CUT = "\nCut here: GitHub takes no more than 1 MiB. The JSON report has the rest.\n"
+_CUT = "\nCut here: GitHub allows 1 MiB. The JSON report has the rest.\n"
 
 
 class GithubReporter(Reporter):
-    """An annotation for each scenario that is not plainly proved and for each regression; the counts."""
+    """An annotation for each scenario that is not proved and for each regression, and the counts."""
 
     name = "github"
 
@@ -32,12 +32,12 @@ class GithubReporter(Reporter):
 
 
 def step_summary(report: Report) -> str:
-    """What to append to the file that ``$GITHUB_STEP_SUMMARY`` names: Markdown that GitHub takes."""
+    """Return Markdown for the file that ``$GITHUB_STEP_SUMMARY`` names, as long as GitHub allows."""
     return _cut_to_bytes(MarkdownReporter().render(report), MAX_SUMMARY_BYTES)
 
 
 def _cut_to_bytes(text: str, limit: int) -> str:
-    """`text` if its UTF-8 fits into `limit` bytes, else whole lines of it that fit, and a note."""
+    """Return `text` if its UTF-8 fits into `limit` bytes, else whole lines of it that fit, and a note."""
     data = text.encode("utf-8")
     if len(data) <= limit:
         return text

@@ -6,13 +6,13 @@ One testsuite a scenario, one testcase a case. What passes and what fails:
 |---|---|
 | `faulty` reproduced, any other subject clean | passes |
 | `installed` or `fixed` reproduced | failure |
-| named release (``vllm@0.19.1``) reproduced | passes, said in system-out |
+| named release (``vllm@0.19.1``) reproduced | passes, with a line in system-out |
 | `faulty` clean | failure, in an `absent` scenario skipped |
 | `faulty` or `fixed` in a `proved` or `found` scenario | passes, the scenario file expected it |
 | skipped, error | skipped, error |
 
-Where a scenario is `found`, `failed`, `error` or `skipped` and none of its cases shows it, a testcase called
-``verdict`` does. A testsuite ``baseline`` holds one failure for each regression.
+If a scenario is `found`, `failed`, `error` or `skipped` and no case shows it, a testcase called ``verdict``
+does. A testsuite ``baseline`` holds one failure for each regression.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Test:
     name: str
     seconds: float = 0.0
     outcome: str = ""
-    """``failure``, ``error``, ``skipped``, or empty where it passes."""
+    """``failure``, ``error``, ``skipped``, or empty if it passes."""
     kind: str = ""
     """The `type` attribute of a failure or error."""
     message: str = ""
@@ -135,7 +135,7 @@ def _test(scenario: ScenarioResult, case: CaseResult) -> _Test:
 
 
 def _judge(scenario: ScenarioResult, case: CaseResult) -> tuple[str, str, str]:
-    """The outcome of a case, its type and its message."""
+    """Return the outcome of a case, its type and its message."""
     figure = deciding_figure(case)
     if case.verdict is CaseVerdict.SKIPPED:
         return "skipped", "", figure
