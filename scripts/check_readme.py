@@ -1,11 +1,10 @@
 """Checks what the documents say about commands against the commands themselves.
 
-Two blocks of README.md are written by ``--write`` and must otherwise be what it would write: the one between
-``<!-- help:begin -->`` and ``<!-- help:end -->`` is the real ``moedoctor --help``, the one between the marks
-``failures`` the catalogue. Every ``moedoctor …`` and ``make …`` that README.md and CONTRIBUTING.md show as
-code must exist, with the options that they name.
+``--write`` writes two blocks of README.md; without it they must be what it would write. The block between
+``<!-- help:begin -->`` and ``<!-- help:end -->`` is the real ``moedoctor --help``, the block ``failures`` the
+catalogue. Every ``moedoctor …`` and ``make …`` that the documents show as code must exist, with its options.
 
-Exit code: 0 all true, 1 something is not, 2 a document cannot be checked.
+Exit code: 0 everything is true, 1 something is not, 2 a document cannot be checked.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/design.md", "docs/expert-cache.md", "docs/wsl.md")
 
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _INLINE = re.compile(r"`([^`\n]+)`")
@@ -31,7 +30,7 @@ _PLACEHOLDER = re.compile(r"[A-Z_\[<|…]")
 
 
 class Block(NamedTuple):
-    """A part of README.md that is written by itself."""
+    """A part of README.md that this script writes."""
 
     name: str
     """As in its marks, ``<!-- NAME:begin -->``."""
@@ -47,16 +46,16 @@ class Block(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The block with its marks, as it must be."""
+        """Return the block with its marks, as it must be."""
         return f"{self.begin}\n{self.content}\n{self.end}"
 
     def marked_once(self, document: str) -> bool:
-        """Whether `document` has this block, once."""
+        """Return whether `document` has this block, once."""
         counts = document.count(self.begin), document.count(self.end)
         return counts == (1, 1) and document.index(self.begin) < document.index(self.end)
 
-    def standing_in(self, document: str) -> str:
-        """The block with its marks, as it is."""
+    def current_in(self, document: str) -> str:
+        """Return the block with its marks, as it is."""
         return document[document.index(self.begin) : document.index(self.end) + len(self.end)]
 
 
@@ -68,7 +67,7 @@ class Shown(NamedTuple):
 
 
 def help_text(*words: str) -> str | None:
-    """What ``moedoctor WORDS --help`` prints, 100 columns wide and without colour; None where it fails."""
+    """Return what ``moedoctor WORDS --help`` prints in 100 columns without colour; None if it fails."""
     keep = {
         name: value
         for name, value in os.environ.items()
@@ -99,21 +98,21 @@ def help_text(*words: str) -> str | None:
 
 
 def blocks(help_now: str) -> tuple[Block, ...]:
-    """Every block of README.md, as it must be."""
+    """Return every block of README.md, as it must be."""
     return Block("help", f"```text\n$ moedoctor --help\n{help_now}\n```"), Block("failures", failures())
 
 
 def failures() -> str:
-    """The catalogue as a table."""
+    """Return the catalogue as a table."""
     from moedoctor.commands.list import readme_table
 
     return readme_table()
 
 
 def shown_commands(document: Path) -> Iterator[Shown]:
-    """Every ``moedoctor`` and ``make`` command in code fences and inline code.
+    """Give every ``moedoctor`` and ``make`` command in code fences and inline code.
 
-    In a fence that has lines beginning with ``$ `` the others are output.
+    If a fence has lines that begin with ``$ ``, the other lines are output.
     """
     fence: list[tuple[int, str]] | None = None
     for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), start=1):
@@ -140,7 +139,7 @@ def _commands(document: str, lines: list[tuple[int, str]]) -> Iterator[Shown]:
 
 
 def _words(part: str) -> tuple[str, ...]:
-    """The words of a ``moedoctor`` or ``make`` command; empty for anything else."""
+    """Return the words of a ``moedoctor`` or ``make`` command; nothing for anything else."""
     text = _COMMENT.sub("", part).strip()
     try:
         words = shlex.split(text)
@@ -156,10 +155,10 @@ def _words(part: str) -> tuple[str, ...]:
 
 
 def problem(shown: Shown, targets: set[str], helps: dict[str, str | None]) -> str | None:
-    """What is untrue about a shown command; None where it stands. `helps` is filled as commands are met."""
+    """Return what is untrue about a shown command, or None. `helps` remembers the help of each command."""
     program, *arguments = shown.words
     if "--" in arguments:
-        arguments = arguments[: arguments.index("--")]  # behind it stands another program's command line
+        arguments = arguments[: arguments.index("--")]  # what follows is another program's command line
     if program == "make":
         unknown = [
             word for word in arguments if not word.startswith("-") and "=" not in word and word not in targets
@@ -174,43 +173,43 @@ def problem(shown: Shown, targets: set[str], helps: dict[str, str | None]) -> st
     if known is None:
         return f"{shown.place}: moedoctor has no command '{command}'"
     options = [word.partition("=")[0] for word in arguments if re.match(r"--?[a-z]", word)]
-    missing = [one for one in options if not re.search(rf"(?<![\w-]){re.escape(one)}(?![\w-])", known)]
+    missing = [name for name in options if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", known)]
     name = f"moedoctor {command}".strip()
     return f"{shown.place}: '{name}' has no option {missing[0]}" if missing else None
 
 
 def main(arguments: list[str]) -> int:
-    """Check, or with ``--write`` bring the blocks up to date first."""
+    """Check; with ``--write`` update the blocks first."""
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
     help_now = help_text()
     if help_now is None:
         print("moedoctor --help fails; run it to see why", file=sys.stderr)
         return 2
-    wanted = blocks(help_now)
-    for block in wanted:
+    expected = blocks(help_now)
+    for block in expected:
         if not block.marked_once(text):
             marks = f"with {block.begin} before and {block.end} after it"
             print(f"README.md: mark the {block.name} once, {marks}", file=sys.stderr)
             return 2
     if "--write" in arguments:
         written = text
-        for block in wanted:
-            written = written.replace(block.standing_in(written), block.text)
+        for block in expected:
+            written = written.replace(block.current_in(written), block.text)
         if written != text:
             readme.write_text(written, encoding="utf-8")
             text = written
 
     problems = [
         f"README.md: the {block.name} block is not the real one: make readme"
-        for block in wanted
-        if block.standing_in(text) != block.text
+        for block in expected
+        if block.current_in(text) != block.text
     ]
     targets = set(_TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
     helps: dict[str, str | None] = {"": help_now}
     for document in (ROOT / name for name in DOCUMENTS if (ROOT / name).exists()):
         shown = dict.fromkeys(shown_commands(document))
-        problems += [wrong for one in shown if (wrong := problem(one, targets, helps))]
+        problems += [wrong for command in shown if (wrong := problem(command, targets, helps))]
     for line in problems:
         print(line, file=sys.stderr)
     return 1 if problems else 0
