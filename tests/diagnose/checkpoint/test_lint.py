@@ -232,6 +232,12 @@ def listed_by_layer(settings: Settings) -> None:
     settings["quantized_layers"] = {**listed, "mtp.layers.48.mlp.experts": {"quant_algo": "NVFP4"}}
 
 
+def fused_experts_listed_singly(settings: Settings) -> None:
+    names = [f"model.layers.{layer}.mlp.experts.0.up_proj" for layer in range(2)]
+    listed = {name: {"quant_algo": "NVFP4", "group_size": 16} for name in names}
+    settings.update(quant_algo="MIXED_PRECISION", quantized_layers=listed)
+
+
 def groups_in_place_of_a_list(settings: Settings) -> None:
     layers = settings.pop("quantized_layers")
     settings["config_groups"] = {
@@ -559,6 +565,7 @@ CLEAN: dict[str, tuple[Base, list[Change]]] = {
     ),
     "a group with a pattern that is not read": (compressed_groups, [group(0, targets=["re:(?!x).*"])]),
     "experts in one tensor": (fused, []),
+    "experts in one tensor, listed singly": (fused, [in_both(fused_experts_listed_singly)]),
     "experts in one tensor, transposed": (lambda: fused(transposed=True), []),
     "a dense layer that config.json names": (modelopt, [dense(0), config(first_k_dense_replace=1)]),
     "a dense layer that it does not name": (modelopt, [dense(0)]),

@@ -17,6 +17,7 @@ from checkpoints_of_tests import INDEX, modelopt
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from moedoctor.diagnose.checkpoint import safetensors_header
 from moedoctor.diagnose.checkpoint.json_fix import corrected
 from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.diagnose.checkpoint.quantization import Patterns
@@ -94,6 +95,14 @@ def test_a_header_that_cannot_be_believed(name: str, tmp_path: Path) -> None:
     assert message.startswith("model.safetensors: ")
     assert "\n" not in message
     assert len(message) < 400
+
+
+def test_a_header_of_too_many_values_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_header, "_MOST_VALUES", 100)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header(b'{"t": [' + b"[]," * 100))
+    with pytest.raises(CheckpointError, match="holds more than 100 values"):
+        read_header(path)
 
 
 def test_a_good_header_is_believed(tmp_path: Path) -> None:
