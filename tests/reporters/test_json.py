@@ -11,6 +11,7 @@ from hypothesis import given
 from report_samples import full_report, reports
 
 from moedoctor.reporters.json import JsonReporter, report_schema
+from moedoctor.reporters.json import to_json as document_to_json
 from moedoctor.results import CaseVerdict, ClaimVerdict, Report, ScenarioVerdict, Tier, from_json, to_json
 
 
@@ -48,3 +49,9 @@ def test_the_schema_is_shipped_beside_the_reporter() -> None:
     text = files("moedoctor.reporters").joinpath("report.schema.json").read_text(encoding="utf-8")
     assert json.loads(text) == report_schema()
     assert text == json.dumps(report_schema(), indent=2) + "\n"
+
+
+def test_what_a_terminal_acts_on_is_escaped() -> None:
+    text = document_to_json({"text": "\x1b[31m\x9b2J\u202egnp\u2028 µs 漢字"})
+    assert "\\u001b[31m\\u009b2J\\u202egnp\\u2028 µs 漢字" in text
+    assert json.loads(text)["text"] == "\x1b[31m\x9b2J\u202egnp\u2028 µs 漢字"
