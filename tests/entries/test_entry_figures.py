@@ -221,16 +221,17 @@ def test_expert_cache_page() -> None:
     assert len(gained) == 4
     assert f"{min(gained):.1f} to {max(gained):.1f} times as fast" in text
     shares = {row["subject"]: row.get("of_pinned") for row in cache["measured"]["misses"]}
-    assert f"{percent(shares['ours: device engine'])} of the rate of a pinned copy" in text
-    assert f"at {percent(shares['ours: host engine'])} with the host engine" in text
+    rates = {percent(shares[f"ours: {engine} engine"]) for engine in ("device", "host")}
+    assert len(rates) == 1
+    assert f"{rates.pop()} of the rate of a pinned copy, with the device engine and with the host" in text
     groups = cache["measured"]["groups"]
     assert [row["groups"] for row in groups] == [2, 4, 8]
-    for key, before in (("overhead", "beside each other"), ("overhead_in_turn", "a full cache allows,")):
+    for key, before in (("overhead", "side by side"), ("overhead_in_turn", "a full cache requires,")):
         costs = [percent(row[key], "+") for row in groups]
         assert f"{before} they cost {costs[0]}, {costs[1]} and {costs[2]}" in text
     in_turn = [row for row in cache["limits"] if "one after another" in row["claim"]]
     aims = [percent(row["limit"]) for row in in_turn]
-    assert f"At most {aims[0]}, {aims[1]} and {aims[2]} were aimed at, so 2 and 4 groups miss it" in text
+    assert f"The aims were {aims[0]}, {aims[1]} and {aims[2]}, so 2 and 4 groups miss them" in text
     assert [row["verdict"] for row in in_turn] == ["refuted", "refuted", "confirmed"]
     slowest = {
         aging: min(
@@ -252,7 +253,9 @@ def test_expert_cache_page_engines() -> None:
     first, again = alone[64]["rounds"]
     assert f"({first:.1f} when the prompt comes first, {again:.1f} when it comes again)" in text
     assert f"and at {alone[128]['tokens_per_second']:.1f} with all experts on the GPU" in text
-    assert f"page-locked: {alone[64]['pinned_bytes'] / 2**30:.0f} GiB for Qwen3-30B-A3B in BF16" in text
+    assert (
+        f"page-locked memory: {alone[64]['pinned_bytes'] / 2**30:.0f} GiB for Qwen3-30B-A3B in BF16" in text
+    )
 
 
 def test_md014_layers() -> None:
