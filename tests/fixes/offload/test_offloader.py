@@ -68,13 +68,6 @@ class Model(nn.Module):
 IDS = torch.arange(12).view(3, 4)
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-
-
 def offloaded(model: nn.Module, budget: int = PLENTY, **options: Any) -> Offload:
     return offload(model, budget, **{"keep_below": 0, "pin": pinned, **options})
 

@@ -20,13 +20,6 @@ WIDTH = 16
 PLENTY = 1 << 40
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-
-
 def offloaded(model: nn.Module, budget: int = PLENTY, **options: Any) -> Offload:
     return offload(model, budget, **{"keep_below": 0, "pin": lambda memory: lambda: None, **options})
 

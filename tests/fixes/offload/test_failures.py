@@ -18,18 +18,6 @@ from moedoctor.fixes.offloader import Offload, offload
 WIDTH = 16
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(3, WIDTH)
-
-
 def stack(layers: int = 4) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).requires_grad_(False)
 
