@@ -282,9 +282,12 @@ def test_time_is_linear_in_the_number_of_lines(probe: str) -> None:
             f"{probe * 5} {letters[index % 20]}{letters[index // 20 % 20]}{letters[index // 400]}"
             for index in range(lines)
         ).encode()
-        started = time.process_time()
-        read(data)
-        return time.process_time() - started
+        best = 1e9
+        for _ in range(2):  # the better of two: a collection of garbage can fall into one
+            started = time.process_time()
+            read(data)
+            best = min(best, time.process_time() - started)
+        return best
 
     seconds(100)
     assert seconds(3_000) < 3 * seconds(1_500) + 0.1
