@@ -61,10 +61,10 @@ def _finding(finding: LintFinding) -> list[Block]:
 
 
 def summary_line(result: Lint) -> str:
-    """Return ``1 kind of damage in 120 tensors of 2 files; of the block scales 12.5% were read``."""
+    """Return ``1 kind of damage in 120 tensors of 2 files; 12.5% of the block scales were read``."""
     kinds = f"{len(result.damage)} {'kind' if len(result.damage) == 1 else 'kinds'} of damage"
     if remarks := len(result.findings) - len(result.damage):
         kinds += f" and {count_of(remarks, 'remark')}"
-    seen = result.block_scales_seen
-    sampled = "" if seen >= 1 else f"; of the block scales {seen:.1%} were read"
+    share = result.block_scales_seen
+    sampled = "" if share >= 1 else f"; {share:.1%} of the block scales were read"
     return f"{kinds} in {result.tensors:,} tensors of {result.shards} files{sampled}"

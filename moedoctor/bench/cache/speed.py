@@ -39,7 +39,7 @@ CHECKED_STEPS = 12
 """Steps before the timed ones whose results are compared."""
 _ROUNDS = 10
 _TOKENS_A_ROUND = 4
-_SEEN_TOKENS = 910
+_SKIPPED_TOKENS = 910
 """Tokens of the trace before the first timed one: thousands would change the hit rates little. The PR's cache
 loses experts at 32 slots and is timed only while it is right; from this token on it is right for long enough.
 `pr_wrong_steps` counts how often it is wrong in a longer part of the trace."""
@@ -368,10 +368,10 @@ class Run:
         batch: int,
         capacity: int,
         rounds: int,
-        seen: int | None,
+        skip: int | None,
         recorded: bool,
     ) -> Run:
-        start = max((_SEEN_TOKENS if seen is None else seen) // batch, CHECKED_STEPS)
+        start = max((_SKIPPED_TOKENS if skip is None else skip) // batch, CHECKED_STEPS)
         each = max(_TOKENS_A_ROUND // batch, 1)
         steps = start + rounds * each
         inputs = (
@@ -397,21 +397,21 @@ def decode(
     host: Host | None = None,
     model: Model | None = None,
     rounds: int = _ROUNDS,
-    seen: int | None = None,
+    skip: int | None = None,
     recorded: bool = False,
 ) -> list[Row]:
     """Decode with the restated cache and ours in turn, on the same trace. Return a row for each variant.
 
     Ours are as many of `VARIANTS` as the memory holds at once. With as many slots as experts it is
-    ``resident``, against the same forward without a cache. `seen`: tokens of the trace before the timed ones.
-    `recorded`: use the trace that ships with moedoctor, at batch 1, with the first variant alone.
+    ``resident``, against the same forward without a cache. `skip`: tokens of the trace that run before the
+    timed ones. `recorded`: use the trace that ships with moedoctor, at batch 1, with the first variant alone.
     """
     if recorded and batch != 1:
         raise ValueError(f"batch must be 1 on the recorded trace, got {batch}")
     _release(device)  # what a measurement that failed has left
     model = model or Model()
     host = host or Host.make(model, device)
-    run = Run.make(model, device, batch=batch, capacity=capacity, rounds=rounds, seen=seen, recorded=recorded)
+    run = Run.make(model, device, batch=batch, capacity=capacity, rounds=rounds, skip=skip, recorded=recorded)
     rows: list[Row] = []
     subjects: dict[str, Subject] = {}
     most = max(len(set(call)) for layer in run.calls for call in layer)

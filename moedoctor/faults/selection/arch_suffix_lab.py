@@ -118,8 +118,8 @@ def _check(name: str, gpu: Capability, compiler: _Compiler) -> dict[str, Any]:
         return {"target": name, "known": False, "loads": False, "lacks": [], "said": unknown}
     loads = sass_loads(target, gpu)
     refused = compiler.refusals(target, needed(gpu)) if loads else {}
-    said = next(iter(refused.values()), None)
-    return {"target": name, "known": True, "loads": loads, "lacks": list(refused), "said": said}
+    refusal = next(iter(refused.values()), None)
+    return {"target": name, "known": True, "loads": loads, "lacks": list(refused), "said": refusal}
 
 
 def _would_do(gpu: Capability, compiler: _Compiler) -> list[Target]:

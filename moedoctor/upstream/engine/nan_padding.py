@@ -211,14 +211,14 @@ def rank_rows(config: str, ran: Sequence[Ran]) -> list[dict[str, Any]]:
     }
     padded = total["steps_with_padding"]
     pads = sum(row["mean_pad_tokens"] * row["steps_with_padding"] for row in table)
-    both = {
+    sums = {
         "config": f"{config}, both ranks",
         **total,
         "nan_share": round(total["nan_in_padding"] / padded, 4) if padded else 0.0,
         "mean_pad_tokens": round(pads / padded, 2) if padded else 0.0,
         "first_in_padding": "",
     }
-    return [*table, both]
+    return [*table, sums]
 
 
 _REPORT = "moedoctor.upstream.engine.nan_padding:report"

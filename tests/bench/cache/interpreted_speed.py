@@ -111,7 +111,7 @@ def small(model: Model) -> Iterator[None]:
             (speed, "_PLAIN_BYTES", 1 << 10),
             (speed, "CHECKED_STEPS", 2),
             (speed, "_TOKENS_A_ROUND", 1),
-            (speed, "decode", functools.partial(speed.decode, rounds=1, seen=120)),
+            (speed, "decode", functools.partial(speed.decode, rounds=1, skip=120)),
             (
                 speed,
                 "miss_bandwidth",

@@ -62,7 +62,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, dict[str,
 
 
 def test_a_seeded_cache_goes_on_as_one_that_saw_the_trace(on_cpu: Any) -> None:
-    found = on_cpu(batch=1, capacity=6, seen=60)
+    found = on_cpu(batch=1, capacity=6, skip=60)
     inputs = Inputs.make(SMALL, 1, 68, "cpu")
     for name, policy in (("host", "lfru"), ("aging", "aging"), ("pr37190", None)):
         hits = misses = 0
@@ -80,7 +80,7 @@ def test_a_seeded_cache_goes_on_as_one_that_saw_the_trace(on_cpu: Any) -> None:
 
 
 def test_wrong_steps_of_the_pr_are_counted_over_more_than_is_timed() -> None:
-    run = Run.make(SMALL, "cpu", batch=1, capacity=2, rounds=1, seen=20, recorded=False)
+    run = Run.make(SMALL, "cpu", batch=1, capacity=2, rounds=1, skip=20, recorded=False)
     wrong, steps = pr_wrong_steps(run)
     assert steps == 2000 > run.last + 1
     lost = set()
@@ -92,14 +92,14 @@ def test_wrong_steps_of_the_pr_are_counted_over_more_than_is_timed() -> None:
                 lost.add(step)
     assert 0 < wrong == len(lost) < 2000
     assert torch.equal(zipf_ids(SMALL, 1, 2000)[: run.last + 1], run.inputs.ids), "the same trace, longer"
-    full = Run.make(SMALL, "cpu", batch=1, capacity=16, rounds=1, seen=20, recorded=False)
+    full = Run.make(SMALL, "cpu", batch=1, capacity=16, rounds=1, skip=20, recorded=False)
     assert pr_wrong_steps(full) == (0, 2000)
 
 
 def test_what_the_bus_allows_is_told_by_the_bytes(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = host_weights(SMALL, "cpu")
     stores = [ExpertStore(one) for one in weights]
-    found = on_cpu(batch=1, capacity=6, seen=60, host=bench.Host(weights, stores, stores, 50.0))
+    found = on_cpu(batch=1, capacity=6, skip=60, host=bench.Host(weights, stores, stores, 50.0))
     ours, pr = found["host"], found["pr37190"]
     assert ours["bus_us"] == pytest.approx(ours["gigabytes_a_step"] / 50.0 * 1e6)
     assert ours["speedup_bound"] == pytest.approx(pr["step_us"] / ours["bus_us"])
@@ -108,7 +108,7 @@ def test_what_the_bus_allows_is_told_by_the_bytes(on_cpu: Any, monkeypatch: pyte
 
 def test_what_is_wrong_is_not_timed_on_a_cpu(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moedoctor.fixes.cache.host.HostEngine._copy", lambda self, load: None)
-    found = on_cpu(batch=1, capacity=6, seen=40)
+    found = on_cpu(batch=1, capacity=6, skip=40)
     assert found["host"]["correct"] is False
     assert "tokens_per_second" not in found["host"]
     assert found["pr37190"]["correct"]
@@ -122,7 +122,7 @@ def host() -> bench.Host:
 @pytest.fixture
 def rows(host: bench.Host) -> Any:
     def measured(**options: Any) -> dict[str, dict[str, Any]]:
-        found = bench.decode("cuda:0", model=SMALL, host=host, rounds=3, seen=40, **options)
+        found = bench.decode("cuda:0", model=SMALL, host=host, rounds=3, skip=40, **options)
         return {row["engine"]: row for row in found}
 
     return measured
