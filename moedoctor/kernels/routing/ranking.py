@@ -53,8 +53,8 @@ def sanitised(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _greater_or_nan(one: tl.tensor, other: tl.tensor) -> tl.tensor:
-    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+def _greater_or_nan(left: tl.tensor, right: tl.tensor) -> tl.tensor:
+    return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
