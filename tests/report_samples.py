@@ -99,7 +99,7 @@ def full_report() -> Report:
         ),
         ClaimResult("FP8 hides it", "vllm-project/vllm#39593", ClaimVerdict.UNTESTED, {}, "needs a GPU"),
     )
-    one = scenario(
+    failing = scenario(
         "error",
         *cases,
         claims=claims,
@@ -107,11 +107,11 @@ def full_report() -> Report:
         reason="vllm@0.20.0: illegal memory access",
         line=3,
     )
-    two = scenario(
+    absent = scenario(
         "absent", case("faulty", "clean"), id="MD005", name="untraceable_offload", reason="torch 2.13"
     )
     summary = Summary(error=1, absent=1, exit_code=1, cases={"clean": 6}, interrupted=True)
-    return report(one, two, summary=summary, findings=("MD001 faulty: verdict reproduced -> clean",))
+    return report(failing, absent, summary=summary, findings=("MD001 faulty: verdict reproduced -> clean",))
 
 
 _texts = st.text(max_size=12)
@@ -163,7 +163,7 @@ _counts = st.integers(0, 1000)
 summaries = st.builds(
     Summary,
     *[_counts] * 7,
-    cases=st.dictionaries(st.sampled_from([one.value for one in CaseVerdict]), _counts),
+    cases=st.dictionaries(st.sampled_from([verdict.value for verdict in CaseVerdict]), _counts),
     interrupted=st.booleans(),
 )
 reports = st.builds(

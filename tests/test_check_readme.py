@@ -80,9 +80,9 @@ def test_old_blocks_are_told_and_written_anew(
     readme = checker.ROOT / "README.md"
     readme.write_text(f"before\n{MARKS}after\n")
     assert checker.main([]) == 1
-    told = capsys.readouterr().err.splitlines()
-    assert [line for line in told if "make readme" in line] == told
-    assert ["help" in line for line in told] == [True, False]
+    errors = capsys.readouterr().err.splitlines()
+    assert [line for line in errors if "make readme" in line] == errors
+    assert ["help" in line for line in errors] == [True, False]
     assert checker.main(["--write"]) == 0
     assert checker.main([]) == 0
     text = readme.read_text()

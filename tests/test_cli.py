@@ -70,7 +70,7 @@ def test_strict_counts_a_skip_as_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["run", "MD0011"], "did you mean MD011?"),
         (["run", "no/such/file.yaml"], "no/such/file.yaml:1:"),
@@ -101,11 +101,11 @@ def test_strict_counts_a_skip_as_found(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_exit_2_and_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
     printed = capsys.readouterr()
-    assert said in printed.err
+    assert message in printed.err
     assert len(printed.err.splitlines()) == 1
     assert printed.out == ""
 
@@ -159,7 +159,7 @@ def test_folder_runs_every_file_in_it_once(tmp_path: Path) -> None:
     for name in ("a.yaml", "b.yml", "notes.txt"):
         write(tmp_path / name, "")
     ended = moedoctor("run", str(tmp_path), str(tmp_path / "a.yaml"), "--format", "json")
-    assert [one["file"] for one in json.loads(ended.stdout)["scenarios"]] == [
+    assert [scenario["file"] for scenario in json.loads(ended.stdout)["scenarios"]] == [
         str(tmp_path / "a.yaml"),
         str(tmp_path / "b.yml"),
     ]

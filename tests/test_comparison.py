@@ -167,12 +167,12 @@ def test_a_missing_case_is_a_regression_unless_the_run_was_partial() -> None:
 
 
 def test_a_missing_scenario_is_a_regression_unless_the_run_was_partial() -> None:
-    both = report(scenario(), scenario(id="MD002", file="scenarios/unpinned_copy.yaml"))
-    one = report(scenario())
-    (change,) = compare(both, one, Tolerance()).regressions
+    two_scenarios = report(scenario(), scenario(id="MD002", file="scenarios/unpinned_copy.yaml"))
+    one_scenario = report(scenario())
+    (change,) = compare(two_scenarios, one_scenario, Tolerance()).regressions
     assert (change.scenario, change.what) == ("MD002", "missing")
-    assert compare(both, one, Tolerance(), partial=True).regressions == ()
-    assert [note.what for note in compare(one, both, Tolerance()).notes] == ["new"]
+    assert compare(two_scenarios, one_scenario, Tolerance(), partial=True).regressions == ()
+    assert [note.what for note in compare(one_scenario, two_scenarios, Tolerance()).notes] == ["new"]
 
 
 def test_a_partial_run_rests_on_fewer_cases() -> None:
@@ -203,10 +203,10 @@ def test_one_and_true_are_different_parameters() -> None:
 
 
 def test_two_scenarios_about_one_failure_are_kept_apart() -> None:
-    one, two = scenario("proved"), scenario("failed")
-    assert compare(report(one, two), report(one, two), Tolerance()) == Comparison()
-    for worse in ((one, two), (two, one)):
-        assert len(compare(report(one, one), report(*worse), Tolerance()).regressions) == 1
+    proved, failed = scenario("proved"), scenario("failed")
+    assert compare(report(proved, failed), report(proved, failed), Tolerance()) == Comparison()
+    for worse in ((proved, failed), (failed, proved)):
+        assert len(compare(report(proved, proved), report(*worse), Tolerance()).regressions) == 1
 
 
 def _claim(verdict: str, **evidence: Any) -> ClaimResult:

@@ -117,8 +117,8 @@ def test_with_every_source_failing_there_is_still_an_answer() -> None:
             host=fail,
         )
     )
-    told = {"python", "kernel", "machine", "cpu_count", "platform", "collector_errors"}
-    assert {name for name, value in facts.items() if value is not None} == told
+    known = {"python", "kernel", "machine", "cpu_count", "platform", "collector_errors"}
+    assert {name for name, value in facts.items() if value is not None} == known
     assert {"gpus", "torch", "wsl", "env", "locked_memory_limit_bytes"} <= set(facts["collector_errors"])
     assert "alice" not in json.dumps(facts)
 
@@ -158,7 +158,7 @@ def test_the_gpu_is_the_first_that_cuda_programs_see(
 ) -> None:
     facts = collect(fake(nvml=two_gpus, environ={"CUDA_VISIBLE_DEVICES": setting}))
     assert facts["gpu"] == gpu
-    assert [one["visible"] for one in facts["gpus"]] == visible
+    assert [gpu["visible"] for gpu in facts["gpus"]] == visible
     assert "2222" not in json.dumps(facts)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "reports" / "nvidia-h200"
-REPORTS = sorted(one.stem for one in FOLDER.glob("*.json"))
+REPORTS = sorted(file.stem for file in FOLDER.glob("*.json"))
 SCRIPT = ROOT / "scripts" / "evidence.sh"
 _HOME = re.compile(r"(?<![\w.])/(work|root|home|tmp)/\w")
 

@@ -138,7 +138,7 @@ def test_the_metadata_of_the_wheel_says_what_it_needs(wheel: Path) -> None:
     }
     # Installing the doctor must not change the torch that it is to examine.
     (torch,) = (need for need in needs if need.name == "torch")
-    assert {one.operator for one in torch.specifier} == {">="}
+    assert {bound.operator for bound in torch.specifier} == {">="}
 
 
 def test_the_installed_version_is_the_written_one() -> None:
@@ -179,9 +179,9 @@ def check(name):
 for name in {LIGHT!r}:
     module = importlib.import_module("moedoctor." + name)
     inside = pkgutil.walk_packages(getattr(module, "__path__", []), module.__name__ + ".")
-    for one in [module.__name__, *(found.name for found in inside)]:
-        importlib.import_module(one)
-        check(one)
+    for part in [module.__name__, *(found.name for found in inside)]:
+        importlib.import_module(part)
+        check(part)
 for group in {GROUPS!r}:
     for entry in entry_points(group=group):
         if entry.value.startswith("moedoctor."):

@@ -38,7 +38,7 @@ def test_every_option_reaches_the_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "environ", "code", "said"),
+    ("line", "environ", "code", "expected"),
     [
         (["--moe-backend", "marlin"], {}, 0, "MARLIN is selected (--moe-backend marlin)"),
         (["--moe_backend=MARLIN"], {}, 0, "MARLIN is selected (--moe-backend marlin)"),
@@ -49,11 +49,11 @@ def test_every_option_reaches_the_answer(tmp_path: Path) -> None:
     ],
 )
 def test_a_server_is_judged_by_its_command_line_and_variables(
-    line: list[str], environ: dict[str, str], code: int, said: str
+    line: list[str], environ: dict[str, str], code: int, expected: str
 ) -> None:
     options = ["--sm", "12.0", "--release", "0.21.0", "--no-ask"]
     ended = moedoctor(*options, "--", "vllm", "serve", "m", *line, **environ)
-    assert (ended.returncode, said in ended.stdout) == (code, True), ended.stdout + ended.stderr
+    assert (ended.returncode, expected in ended.stdout) == (code, True), ended.stdout + ended.stderr
 
 
 def test_bad_input_is_exit_2_and_one_line() -> None:

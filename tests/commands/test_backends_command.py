@@ -177,8 +177,11 @@ def test_json_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert (report["schema_version"], report["command"], report["exit_code"]) == (1, "backends", code)
     assert (report["release"], report["capability"], report["parallel"]) == ("0.21.0", "12.0", "ep")
     assert report["chosen"] == "FLASHINFER_CUTLASS"
-    assert [one["backend"] for one in report["candidates"]][:2] == ["FLASHINFER_TRTLLM", "FLASHINFER_CUTEDSL"]
-    assert all(one["reason"] and one["source"] for one in report["candidates"])
+    assert [candidate["backend"] for candidate in report["candidates"]][:2] == [
+        "FLASHINFER_TRTLLM",
+        "FLASHINFER_CUTEDSL",
+    ]
+    assert all(candidate["reason"] and candidate["source"] for candidate in report["candidates"])
     assert report["request"]["how"] == "--moe-backend marlin"
     assert report["settings"][0]["problem"] == "unknown"
     assert report["disagreements"] == []
@@ -201,7 +204,7 @@ def test_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"),
+    ("request_", "message"),
     [
         ({}, "no NVIDIA GPU is visible here; name one: --sm 12.0"),
         ({"sm": "13.0"}, "--sm 13.0: expected one of 7.0"),
@@ -212,8 +215,8 @@ def test_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ({"sm": "9.0", "backend": "BANANA"}, "BANANA: not a MoE backend of vLLM 0.33.0 for nvfp4"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(request_: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said) as caught:
+def test_bad_input_is_refused_in_one_line(request_: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
         backends(**request_)
     assert "\n" not in str(caught.value)
 

@@ -105,7 +105,7 @@ WRONG = {"tokens": 1, "right": False, "wrong": "1 of 1 tokens: cosine 0", "cosin
 
 
 @pytest.mark.parametrize(
-    ("row", "code", "said"),
+    ("row", "code", "expected"),
     [
         (WRONG, 1, "OURS nvfp4, 1 tokens: WRONG, so not timed: 1 of 1 tokens: cosine 0"),
         ({"failed": "the process ended with -6: abort"}, 1, "OURS nvfp4: FAILED: the process ended"),
@@ -114,13 +114,13 @@ WRONG = {"tokens": 1, "right": False, "wrong": "1 of 1 tokens: cosine 0", "cosin
 def test_a_wrong_backend_gets_no_time_and_exit_code_1(
     row: dict[str, object],
     code: int,
-    said: str,
+    expected: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     measured(monkeypatch, row)
     assert bench("--backend", "OURS", *TINY) == code
-    assert said in capsys.readouterr().out
+    assert expected in capsys.readouterr().out
 
 
 def test_what_turns_out_not_to_run_is_exit_code_2(
@@ -156,11 +156,11 @@ def test_a_folder_with_a_config_and_several_models(tmp_path: Path, monkeypatch: 
     (folder / "config.json").write_text(json.dumps(config))
     asked = measured(monkeypatch, WRONG)
     bench("--backend", "all", "--model", str(folder), "--model", "qwen3-30b-a3b", "--tokens", "8,1")
-    assert {one.model for one in asked} == {"my-model", "qwen3-30b-a3b"}
+    assert {point.model for point in asked} == {"my-model", "qwen3-30b-a3b"}
     assert asked[0].shape.hidden == 64
     assert asked[0].tokens == (1, 8)
-    assert {one.variant.name for one in asked} >= {"MARLIN", "EMULATION", "TRITON", "OURS"}
-    assert "REFERENCE" not in {one.variant.name for one in asked}
+    assert {point.variant.name for point in asked} >= {"MARLIN", "EMULATION", "TRITON", "OURS"}
+    assert "REFERENCE" not in {point.variant.name for point in asked}
 
 
 def test_routes_out_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_routes_out_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("trace", "said"),
+    ("trace", "message"),
     [
         (RoutingTrace([0, 1, 2, 3], 8, 2, ("a",), (2,)), "choose 2 of 8 experts, those of custom 2 of 4"),
         (RoutingTrace([0, 1, 2, 3], 4, 1, ("a",), (4,)), "choose 1 of 4 experts, those of custom 2 of 4"),
@@ -182,7 +182,7 @@ def test_routes_out_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_trace_that_does_not_fit_is_refused_before_anything_is_measured(
     trace: RoutingTrace,
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -192,6 +192,6 @@ def test_a_trace_that_does_not_fit_is_refused_before_anything_is_measured(
     asked = measured(monkeypatch, WRONG)
     assert bench("--backend", "OURS", *TINY, "--trace", str(path)) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
     assert not asked

@@ -24,8 +24,8 @@ ZIPF = "zipf:experts=16,top_k=2,layers=2,rows=64,streams=4"
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     code = main(["bench", "--cache", *arguments])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
 
 
 def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -41,15 +41,15 @@ def test_the_json_is_a_report_with_every_policy_at_every_capacity(capsys: pytest
     assert from_json(Report, found).command == "bench", "evidence is read back as a report"
     cache = found["bench"]["cache"]
     assert found["command"] == "bench"
-    assert {(one["policy"], one["capacity"]) for one in cache["points"]} == {
+    assert {(point["policy"], point["capacity"]) for point in cache["points"]} == {
         (policy, capacity)
         for policy in ("lru", "lfu", "lfru", "aging", "belady")
         for capacity in (2, 4, 8, 16)
     }
-    for one in cache["points"]:
-        assert one["hits"] + one["misses"] == 2 * 64 * 2
-        assert one["hit_rate"] == one["hits"] / (one["hits"] + one["misses"])
-        assert one["wrong_calls"] == 0
+    for point in cache["points"]:
+        assert point["hits"] + point["misses"] == 2 * 64 * 2
+        assert point["hit_rate"] == point["hits"] / (point["hits"] + point["misses"])
+        assert point["wrong_calls"] == 0
     assert cache["replay_unit"] == "call"
     assert cache["trace"]["made"]["seed"] == 0
 
@@ -68,7 +68,7 @@ def test_capacities_policies_batch_and_scope_are_obeyed(capsys: pytest.CaptureFi
         "global",
     )
     cache = document(capsys, *options)["bench"]["cache"]
-    assert [(one["policy"], one["capacity"]) for one in cache["points"]] == [
+    assert [(point["policy"], point["capacity"]) for point in cache["points"]] == [
         ("lru", 4),
         ("lru", 8),
         ("lru", 12),
@@ -83,7 +83,7 @@ def test_the_table_holds_the_figures_of_the_json(capsys: pytest.CaptureFixture[s
     assert code == 0
     rows = {words[0]: words for words in map(str.split, out.splitlines()) if words and words[0].isdigit()}
     for capacity in (2, 4, 8, 16):
-        rates = {one["policy"]: one["hit_rate"] for one in points if one["capacity"] == capacity}
+        rates = {point["policy"]: point["hit_rate"] for point in points if point["capacity"] == capacity}
         shown = [f"{rates[name]:.1%}" for name in ("lru", "lfu", "lfru", "aging", "belady")]
         assert rows[str(capacity)][2:7] == shown
 
@@ -176,7 +176,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moedoctor.bench.cache.speed.Host.make", lambda model, device: None)
     monkeypatch.setattr(
         "moedoctor.bench.cache.speed.decode",
-        lambda device, *, capacity, **options: [one for one in rows if one["capacity"] == capacity],
+        lambda device, *, capacity, **options: [row for row in rows if row["capacity"] == capacity],
     )
     misses = [
         {"engine": "pinned", "miss_gb_s": 50.0},
@@ -206,7 +206,7 @@ def test_speed_is_in_the_report_and_in_a_picture_of_its_own(
         "groups": 1,
         "replays": 1,
     }
-    assert {one["claim"].split(":")[0]: one["verdict"] for one in cache["limits"]} == {
+    assert {limit["claim"].split(":")[0]: limit["verdict"] for limit in cache["limits"]} == {
         "misses, engine host": "confirmed",
         "2 resident groups, beside each other": "refuted",
         "2 resident groups, one after another, as in a full cache": "confirmed",

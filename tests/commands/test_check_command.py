@@ -47,7 +47,7 @@ def test_a_failure_that_can_strike_is_exit_1(site: Path) -> None:
     ended = moedoctor("check", "--format", "json", PYTHONPATH=str(site))
     assert ended.returncode == 1, ended.stderr
     data = json.loads(ended.stdout)
-    assert {"MD001", "MD009"} <= {one["id"] for one in data["findings"]}
+    assert {"MD001", "MD009"} <= {finding["id"] for finding in data["findings"]}
     assert data["environment"]["vllm"] == "0.18.0"
     # There is metadata and no package: upstream's collector fails, and that is a fact.
     assert "No module named" in data["environment"]["collectors"]["vllm"]["error"]
@@ -56,7 +56,7 @@ def test_a_failure_that_can_strike_is_exit_1(site: Path) -> None:
 def test_settings_of_the_real_environment_count(site: Path) -> None:
     pretend(site, "vllm", "0.33.0")
     ended = moedoctor("check", "--format", "json", PYTHONPATH=str(site), VLLM_USE_FLASHINFER_MOE_FP4="1")
-    finding = next(one for one in json.loads(ended.stdout)["findings"] if one["id"] == "MD010")
+    finding = next(finding for finding in json.loads(ended.stdout)["findings"] if finding["id"] == "MD010")
     assert finding["evidence"]["variables"] == {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}
     assert "--moe-backend" in finding["next_step"]
 
@@ -76,17 +76,19 @@ def test_formats_and_streams(tmp_path: Path, site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["check", "--format", "junit"], "--format junit: expected one of table, json, markdown"),
         (["check", "-o", "/no/such/folder/x.json"], "its folder does not exist"),
         (["check", "extra"], "extra"),
     ],
 )
-def test_wrong_usage_is_exit_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_exit_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     printed = capsys.readouterr()
-    assert said in printed.err
+    assert message in printed.err
     assert (len(printed.err.splitlines()), printed.out) == (1, "")
 
 

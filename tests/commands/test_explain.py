@@ -68,15 +68,15 @@ def test_names_are_taken_in_any_case(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("MD0001", "did you mean MD001?"),
         ("nan_rooting", "did you mean nan_routing?"),
         ("frob", "expected one of"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest(name: str, said: str) -> None:
-    with pytest.raises(InputError, match=re.escape(said)):
+def test_an_unknown_name_is_refused_with_the_nearest(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
         explain(name)
 
 
@@ -146,8 +146,8 @@ def test_a_failure_of_another_project_explains_itself() -> None:
 
 @pytest.mark.usefixtures("dying_plugin")
 def test_one_that_does_not_is_named_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    beside = catalogue.faults_beside({one.name for one in entries().values()})
-    fault = next(one for one in beside if one.id == "MD901")
+    beside = catalogue.faults_beside({entry.name for entry in entries().values()})
+    fault = next(fault for fault in beside if fault.id == "MD901")
     monkeypatch.setattr(type(fault), "explanation", None)
     text = explain_text("MD901", "markdown")
     assert "##" not in text

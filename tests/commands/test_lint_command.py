@@ -77,7 +77,7 @@ def test_a_remark_alone_is_reported_and_gives_no_exit_code(
     if format == "json":
         document = json.loads(out)
         assert document["summary"]["exit_code"] == 0
-        assert [one["evidence"]["remark"] for one in document["findings"]] == [True]
+        assert [finding["evidence"]["remark"] for finding in document["findings"]] == [True]
     else:
         assert "nothing wrong was found" in out
         assert "emark" in out
@@ -88,7 +88,7 @@ def test_a_remark_alone_is_reported_and_gives_no_exit_code(
 
 def test_a_path_that_cannot_be_one(tmp_path: Path) -> None:
     made, long = modelopt(), "a" * 5000
-    for name in [one for one in made.tensors if one.endswith("k_scale")]:
+    for name in [name for name in made.tensors if name.endswith("k_scale")]:
         del made.tensors[name]  # so that --fix has something to write
     folder = made.write(tmp_path / "c")
     for arguments in (
@@ -149,19 +149,19 @@ def test_wrong_options(tmp_path: Path) -> None:
 def fixed(made: Made, tmp_path: Path) -> tuple[set[str], set[str]]:
     """The checks that fire before and after the corrected files have taken the place of the old ones."""
     folder, fix = made.write(tmp_path / "c"), tmp_path / "fix"
-    before = {one.check for one in lint(folder).findings}
-    unchanged = {one.name: one.read_bytes() for one in folder.iterdir()}
+    before = {finding.check for finding in lint(folder).findings}
+    unchanged = {file.name: file.read_bytes() for file in folder.iterdir()}
     lint_command(folder, "json", tmp_path / "report.json", fix)
-    assert {one.name: one.read_bytes() for one in folder.iterdir()} == unchanged
-    for one in fix.iterdir():
-        assert one.suffix == ".json"
-        (folder / one.name).write_bytes(one.read_bytes())
-    return before, {one.check for one in lint(folder).findings}
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == unchanged
+    for file in fix.iterdir():
+        assert file.suffix == ".json"
+        (folder / file.name).write_bytes(file.read_bytes())
+    return before, {finding.check for finding in lint(folder).findings}
 
 
 def test_fix_takes_out_a_kv_cache_without_scales(tmp_path: Path) -> None:
     made = modelopt()
-    for name in [one for one in made.tensors if one.endswith(("k_scale", "v_scale"))]:
+    for name in [name for name in made.tensors if name.endswith(("k_scale", "v_scale"))]:
         del made.tensors[name]
     assert fixed(made, tmp_path) == ({"kv_scales_missing"}, set())
 
@@ -197,7 +197,7 @@ def test_fix_makes_an_index_from_the_shards(tmp_path: Path) -> None:
 def test_fix_keeps_half_a_character_as_json_writes_it(tmp_path: Path) -> None:
     made = modelopt()
     made.config["producer"] = "\ud800 é"
-    for name in [one for one in made.tensors if one.endswith(("k_scale", "v_scale"))]:
+    for name in [name for name in made.tensors if name.endswith(("k_scale", "v_scale"))]:
         del made.tensors[name]
     assert fixed(made, tmp_path) == ({"kv_scales_missing"}, set())
     assert json.loads((tmp_path / "fix" / "config.json").read_text("utf-8"))["producer"] == "\ud800 é"

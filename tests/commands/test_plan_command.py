@@ -172,7 +172,7 @@ def test_a_preset_is_planned_in_nvfp4(capsys):
 
 
 @pytest.mark.parametrize(
-    ("declared", "said"),
+    ("declared", "message"),
     [
         ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is no scheme that plan counts"),
         ({"quant_method": "modelopt", "quant_algo": "INT8_SQ"}, "quant_algo 'INT8_SQ' is no scheme"),
@@ -188,11 +188,11 @@ def test_a_preset_is_planned_in_nvfp4(capsys):
         ("fp8", "its quantisation is no object; give --scheme"),
     ],
 )
-def test_a_scheme_that_cannot_be_told_is_one_line(declared, said, tmp_path):
+def test_a_scheme_that_cannot_be_told_is_one_line(declared, message, tmp_path):
     model_folder(tmp_path, {}, quantization_config=declared)
     with pytest.raises(InputError) as raised:
         plan_command(str(tmp_path), gpu_memory=1, context=16)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -207,7 +207,7 @@ def test_files_that_contradict_the_scheme_are_one_line(size, scheme, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--model", "nothing"], "no such preset"),
         (["--model", "qwen3-30b-a3b"], "neither --gpu-memory"),
@@ -226,10 +226,10 @@ def test_files_that_contradict_the_scheme_are_one_line(size, scheme, tmp_path, c
         ),
     ],
 )
-def test_bad_input_is_one_line_and_2(arguments, said, capsys):
+def test_bad_input_is_one_line_and_2(arguments, message, capsys):
     assert main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 

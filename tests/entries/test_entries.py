@@ -98,7 +98,7 @@ def test_rules_name_packages_and_releases_that_exist(entry: Entry, rule: Rule) -
     releases = [bound.version for bound in SpecifierSet(rule.when.packages.get("vllm", ""))]
     assert set(releases) <= set(vllm_releases()), "a bound that is no vLLM release is a slip"
     if rule.when.packages.get("vllm"):
-        assert any(SpecifierSet(rule.when.packages["vllm"]).contains(one) for one in vllm_releases())
+        assert any(SpecifierSet(rule.when.packages["vllm"]).contains(release) for release in vllm_releases())
 
 
 @ENTRIES

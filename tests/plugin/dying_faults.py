@@ -171,7 +171,7 @@ class Dying(Fault):
         return Judgement(CaseVerdict.REPRODUCED if symptom else CaseVerdict.CLEAN, f"symptom {symptom}")
 
     def absent(self, results: Any) -> str | None:
-        return "told to be absent" if any(one.parameters["absent"] for one in results) else None
+        return "told to be absent" if any(result.parameters["absent"] for result in results) else None
 
 
 class Third(SubjectProvider):

@@ -90,9 +90,9 @@ def test_a_skip_raised_in_the_child_is_a_skip() -> None:
 def test_one_death_does_not_touch_the_next_case() -> None:
     ways = ["answers", "signal", "answers", "device_assert", "silent", "answers"]
     ended = run_jobs([job(way) for way in ways], parallel=2)
-    assert [one.index for one in ended] == list(range(len(ways)))
-    assert [isinstance(one.outcome, Observation) for one in ended] == [way == "answers" for way in ways]
-    pids = [one.outcome.evidence["pid"] for one in ended if isinstance(one.outcome, Observation)]
+    assert [child.index for child in ended] == list(range(len(ways)))
+    assert [isinstance(child.outcome, Observation) for child in ended] == [way == "answers" for way in ways]
+    pids = [child.outcome.evidence["pid"] for child in ended if isinstance(child.outcome, Observation)]
     assert len({*pids, os.getpid()}) == len(pids) + 1, "every case has a process of its own"
 
 
@@ -111,17 +111,17 @@ def test_interrupt_kills_the_children_and_keeps_what_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    seen: list[Finished] = []
+    reported: list[Finished] = []
 
-    def after_first(one: Finished) -> None:
-        seen.append(one)
+    def after_first(child: Finished) -> None:
+        reported.append(child)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     started = time.monotonic()
     with pytest.raises(RunInterruptedError) as stop:
         run_jobs([job("answers"), job("hang", timeout=600)], parallel=1, on_finished=after_first)
     assert time.monotonic() - started < 30
-    assert [one.index for one in stop.value.finished] == [0]
+    assert [child.index for child in stop.value.finished] == [0]
     assert _still_running(tmp_path) == set()
 
 
@@ -133,11 +133,14 @@ def test_real_cuda_faults_are_told_apart_and_do_not_touch_the_next_case() -> Non
         "gpu_device_assert": Death.DEVICE_ASSERT,
         "gpu_no_kernel_image": Death.NO_KERNEL_IMAGE,
     }
-    ways = [one for way in deaths for one in (way, "gpu_answers")]
+    ways = [way for death in deaths for way in (death, "gpu_answers")]
     ended = run_jobs([job(way, device="cuda:0") for way in ways], parallel=1)
-    seen = {way: one.outcome for way, one in zip(ways, ended, strict=True) if way != "gpu_answers"}
-    assert {way: one.death if isinstance(one, Crash) else one for way, one in seen.items()} == deaths
-    assert all(isinstance(one.outcome, Observation) for one in ended[1::2])
+    outcomes = {way: child.outcome for way, child in zip(ways, ended, strict=True) if way != "gpu_answers"}
+    found = {
+        way: outcome.death if isinstance(outcome, Crash) else outcome for way, outcome in outcomes.items()
+    }
+    assert found == deaths
+    assert all(isinstance(child.outcome, Observation) for child in ended[1::2])
 
 
 def _still_running(folder: Path) -> set[int]:

@@ -99,19 +99,19 @@ OWN_CLOCK = {
 
 
 @pytest.mark.parametrize(
-    ("within", "said"),
+    ("within", "verdict"),
     [
         (True, "-1.0% of the kernel alone), within 2 % of kernel and gap;"),
         (False, "alone), NOT within 2 % of kernel and gap;"),
     ],
 )
-def test_the_harness_is_held_against_the_gpus_own_clock(within: bool, said: str) -> None:
+def test_the_harness_is_held_against_the_gpus_own_clock(within: bool, verdict: str) -> None:
     text = render(dataclasses.replace(BENCH, harness={**OWN_CLOCK, "within_limit": within}), "table")
     assert "a kernel of 20.30 µs by the GPU's own clock, 21.20 µs with what the GPU puts between two" in text
     assert (
         "kernels of a graph: 20.00 µs warm (-1.0%; -1.5% of the kernel alone), 20.10 µs cold (+1.5%; " in text
     )
-    assert said in text
+    assert verdict in text
     assert "do_bench measures 20.20 µs (+20.0%)" in text
 
 

@@ -50,7 +50,7 @@ def test_the_record_survives_json() -> None:
 
 
 def test_the_summary_names_the_best_causal_policy_and_the_bound() -> None:
-    rates = {(one.policy, one.capacity): one.hit_rate for one in BENCH.points}
+    rates = {(point.policy, point.capacity): point.hit_rate for point in BENCH.points}
     best = max(rates[name, 8] for name in ("lru", "lfu", "lfru", "aging"))
     assert f"{best:.1%} of at most {rates['belady', 8]:.1%}" in summary_line(BENCH)
 

@@ -51,19 +51,19 @@ def test_json_has_the_documented_shape(result: CheckResult) -> None:
         "environment",
         "summary",
     ]
-    for one in (*data["findings"], *data["conditional"]):
-        assert {"id", "line", "evidence", "confidence", "next_step", "severity", "why"} <= set(one)
-        assert re.fullmatch(r"MD\d{3}", one["id"])
-        assert one["line"] is None
-        assert 0 < one["confidence"] <= 1
-    assert {one["severity"] for one in data["findings"]} == {"error", "warning"}
-    assert {one["severity"] for one in data["conditional"]} == {"note"}
+    for finding in (*data["findings"], *data["conditional"]):
+        assert {"id", "line", "evidence", "confidence", "next_step", "severity", "why"} <= set(finding)
+        assert re.fullmatch(r"MD\d{3}", finding["id"])
+        assert finding["line"] is None
+        assert 0 < finding["confidence"] <= 1
+    assert {finding["severity"] for finding in data["findings"]} == {"error", "warning"}
+    assert {finding["severity"] for finding in data["conditional"]} == {"note"}
     assert data["problems"][0]["what"] == "torch 2.13.0+cu129 with vllm 0.18.0"
     assert data["environment"]["gpu"] == "NVIDIA H200"
     assert data["environment"]["pinned_memory"]["works"] is True
     assert data["summary"] == {
-        "error": len([one for one in data["findings"] if one["severity"] == "error"]),
-        "warning": len([one for one in data["findings"] if one["severity"] == "warning"]),
+        "error": len([finding for finding in data["findings"] if finding["severity"] == "error"]),
+        "warning": len([finding for finding in data["findings"] if finding["severity"] == "warning"]),
         "problems": 1,
         "conditional": len(data["conditional"]),
         "exit_code": 1,
@@ -120,8 +120,8 @@ def test_the_last_line_counts() -> None:
         conditional=(finding(severity="note"),),
         problems=(Problem("p", "error", "w", {}, "n"), Problem("q", "error", "w", {}, "n")),
     )
-    said = "1 error · 2 warnings · 2 problems · 1 not decided here · 1 fact missing"
-    assert summary_line(result) == said
+    counts = "1 error · 2 warnings · 2 problems · 1 not decided here · 1 fact missing"
+    assert summary_line(result) == counts
     assert result.exit_code == 1
 
 

@@ -16,10 +16,10 @@ from moedoctor.results import Report, ScenarioVerdict
 COMMAND = re.compile(r"::(error|warning|notice) ([^:]*)::(.*)")
 
 
-def _commands(one: Report) -> list[tuple[str, dict[str, str], str]]:
+def _commands(report: Report) -> list[tuple[str, dict[str, str], str]]:
     """The commands as the runner reads them: level, properties and message, unescaped."""
-    *lines, last = GithubReporter().render(one).splitlines()
-    assert last == summary_line(one)
+    *lines, last = GithubReporter().render(report).splitlines()
+    assert last == summary_line(report)
     commands = []
     for line in lines:
         match = COMMAND.fullmatch(line)
@@ -47,9 +47,9 @@ def _unescape(text: str, more: str) -> str:
     ],
 )
 def test_each_verdict_has_its_level(verdict: str, level: str) -> None:
-    one = scenario(verdict, reason="why: 5 %, or so", line=3)
+    result = scenario(verdict, reason="why: 5 %, or so", line=3)
     place = {"file": "scenarios/nan_routing.yaml", "line": "3", "title": f"MD001 nan_routing: {verdict}"}
-    assert _commands(report(one)) == [(level, place, f"{one.title}\nwhy: 5 %, or so")]
+    assert _commands(report(result)) == [(level, place, f"{result.title}\nwhy: 5 %, or so")]
 
 
 def test_a_proof_is_no_annotation() -> None:
@@ -57,8 +57,8 @@ def test_a_proof_is_no_annotation() -> None:
 
 
 def test_the_text_of_a_command() -> None:
-    one = scenario("found", file="a,b:c%.yaml", reason="50 %\r\n::warning::x", title="t")
-    assert GithubReporter().render(report(one)).splitlines()[0] == (
+    result = scenario("found", file="a,b:c%.yaml", reason="50 %\r\n::warning::x", title="t")
+    assert GithubReporter().render(report(result)).splitlines()[0] == (
         "::error file=a%2Cb%3Ac%25.yaml,line=1,title=MD001 nan_routing%3A found::t%0A50 %25 ::warning::x"
     )
 
@@ -73,14 +73,14 @@ def test_each_regression_is_an_error() -> None:
 
 
 @given(reports)
-def test_text_cannot_add_a_command(one: Report) -> None:
-    worth = sum(scenario.verdict is not ScenarioVerdict.PROVED for scenario in one.scenarios)
-    assert len(_commands(one)) == worth + len(one.findings)
+def test_text_cannot_add_a_command(report: Report) -> None:
+    worth = sum(scenario.verdict is not ScenarioVerdict.PROVED for scenario in report.scenarios)
+    assert len(_commands(report)) == worth + len(report.findings)
 
 
 def test_hostile_text_stays_in_its_command() -> None:
-    one = report(scenario("found", title=HOSTILE, reason=HOSTILE, file=HOSTILE), findings=(HOSTILE,))
-    assert len(_commands(one)) == 2
+    hostile = report(scenario("found", title=HOSTILE, reason=HOSTILE, file=HOSTILE), findings=(HOSTILE,))
+    assert len(_commands(hostile)) == 2
 
 
 def test_the_job_summary_is_the_markdown() -> None:

@@ -16,11 +16,11 @@ from moedoctor.results import CaseVerdict, ClaimVerdict, Report, ScenarioVerdict
 
 
 @given(reports)
-def test_it_is_strict_json_that_fits_the_schema_and_reads_back(one: Report) -> None:
-    text = JsonReporter().render(one)
+def test_it_is_strict_json_that_fits_the_schema_and_reads_back(report: Report) -> None:
+    text = JsonReporter().render(report)
     data = json.loads(text, parse_constant=_no_json)
     jsonschema.validate(data, report_schema(), jsonschema.Draft202012Validator)
-    assert from_json(Report, data) == one
+    assert from_json(Report, data) == report
 
 
 def _no_json(token: str) -> None:
@@ -28,21 +28,23 @@ def _no_json(token: str) -> None:
 
 
 def test_text_is_readable_and_indented() -> None:
-    one = dataclasses.replace(full_report(), findings=("3 µs → 4 µs",))
-    text = JsonReporter().render(one)
+    report = dataclasses.replace(full_report(), findings=("3 µs → 4 µs",))
+    text = JsonReporter().render(report)
     assert text.startswith('{\n  "schema_version": 1,\n  "moedoctor": "0.1.0",\n')
     assert '"3 µs → 4 µs"' in text
-    assert text == to_json(one)
+    assert text == to_json(report)
 
 
 def test_the_schema_is_valid_and_knows_every_verdict() -> None:
     schema = report_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     kinds = schema["$defs"]
-    assert kinds["scenario"]["properties"]["verdict"]["enum"] == [one.value for one in ScenarioVerdict]
-    assert kinds["case"]["properties"]["verdict"]["enum"] == [one.value for one in CaseVerdict]
-    assert kinds["claim"]["properties"]["verdict"]["enum"] == [one.value for one in ClaimVerdict]
-    assert kinds["case"]["properties"]["tier"]["enum"] == [one.value for one in Tier]
+    assert kinds["scenario"]["properties"]["verdict"]["enum"] == [
+        verdict.value for verdict in ScenarioVerdict
+    ]
+    assert kinds["case"]["properties"]["verdict"]["enum"] == [verdict.value for verdict in CaseVerdict]
+    assert kinds["claim"]["properties"]["verdict"]["enum"] == [verdict.value for verdict in ClaimVerdict]
+    assert kinds["case"]["properties"]["tier"]["enum"] == [tier.value for tier in Tier]
 
 
 def test_the_schema_is_shipped_beside_the_reporter() -> None:

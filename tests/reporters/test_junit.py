@@ -14,13 +14,13 @@ from moedoctor.reporters.junit import JunitReporter
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, ScenarioResult
 
 
-def _root(one: Report) -> ET.Element:
-    return ET.fromstring(JunitReporter().render(one).encode("utf-8"))
+def _root(report: Report) -> ET.Element:
+    return ET.fromstring(JunitReporter().render(report).encode("utf-8"))
 
 
-def _outcomes(one: ScenarioResult) -> dict[str, str]:
+def _outcomes(result: ScenarioResult) -> dict[str, str]:
     """Test name without parameters -> outcome, empty where it passes."""
-    tests = _root(report(one)).iter("testcase")
+    tests = _root(report(result)).iter("testcase")
     results = {}
     for test in tests:
         outcomes = [child.tag for child in test if child.tag in ("failure", "error", "skipped")]
@@ -69,7 +69,7 @@ def test_what_behaved_as_expected_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "one", "name", "outcome"),
+    ("verdict", "member", "name", "outcome"),
     [
         ("found", case("installed", "reproduced"), "installed/kernel/cuda:0", "failure"),
         ("found", case("sglang", "reproduced"), "sglang/kernel/cuda:0", "failure"),
@@ -81,19 +81,19 @@ def test_what_behaved_as_expected_passes() -> None:
         ("error", crashed("vllm@0.19.1"), "vllm@0.19.1/kernel/cuda:0", "error"),
     ],
 )
-def test_what_did_not(verdict: str, one: object, name: str, outcome: str) -> None:
-    assert _outcomes(scenario(verdict, one)) == {name: outcome}  # type: ignore[arg-type]
+def test_what_did_not(verdict: str, member: object, name: str, outcome: str) -> None:
+    assert _outcomes(scenario(verdict, member)) == {name: outcome}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("verdict", "outcome"), [("failed", "failure"), ("error", "error"), ("skipped", "skipped")]
 )
 def test_a_verdict_that_no_case_shows_has_a_test_of_its_own(verdict: str, outcome: str) -> None:
-    one = scenario(
+    result = scenario(
         verdict, case("vllm@0.20.0", "reproduced"), reason="vllm@0.20.0 was reproduced, expected clean"
     )
-    assert _outcomes(one) == {"vllm@0.20.0/kernel/cuda:0": "", "verdict": outcome}
-    (test,) = (test for test in _root(report(one)).iter("testcase") if test.get("name") == "verdict")
+    assert _outcomes(result) == {"vllm@0.20.0/kernel/cuda:0": "", "verdict": outcome}
+    (test,) = (test for test in _root(report(result)).iter("testcase") if test.get("name") == "verdict")
     assert test[0].get("message") == "vllm@0.20.0 was reproduced, expected clean"
 
 
@@ -116,8 +116,10 @@ def test_reasons_of_failures_and_skips() -> None:
             scenario("absent", case("faulty", "clean"), reason="torch 2.13 traces it"),
         )
     )
-    assert [one.get("message") for one in root.iter("failure")] == ["installed is reproduced: 13 of 128 rows"]
-    assert [one.get("message") for one in root.iter("skipped")] == [
+    assert [outcome.get("message") for outcome in root.iter("failure")] == [
+        "installed is reproduced: 13 of 128 rows"
+    ]
+    assert [outcome.get("message") for outcome in root.iter("skipped")] == [
         "give its kernels",
         "absent: torch 2.13 traces it",
     ]
@@ -127,10 +129,11 @@ def test_claims_conclusions_and_facts_are_properties() -> None:
     claim = ClaimResult(
         "it is free", "vllm-project/vllm#39391", ClaimVerdict.REFUTED, {"a_us": 3.5}, "it is not"
     )
-    one = scenario(
+    result = scenario(
         "found", claims=(claim,), conclusions={"first_fixed_release": "0.20.0"}, reason="seen", line=3
     )
-    properties = {one.get("name"): one.get("value") for one in _root(report(one)).iter("property")}
+    elements = _root(report(result)).iter("property")
+    properties = {element.get("name"): element.get("value") for element in elements}
     assert properties["claim: it is free (vllm-project/vllm#39391)"] == "refuted; it is not; a_us = 3.5"
     assert properties["conclusion.first_fixed_release"] == "0.20.0"
     assert properties["environment.env.VLLM_MOE"] == "1"
@@ -141,12 +144,12 @@ def test_claims_conclusions_and_facts_are_properties() -> None:
 def test_regressions_fail() -> None:
     suite = _root(report(scenario(), findings=("MD001: worse", "MD002: worse")))[-1]
     assert (suite.get("name"), suite.get("failures")) == ("baseline", "2")
-    assert [one.get("message") for one in suite.iter("failure")] == ["MD001: worse", "MD002: worse"]
+    assert [failure.get("message") for failure in suite.iter("failure")] == ["MD001: worse", "MD002: worse"]
 
 
 @given(reports)
-def test_counts_are_those_of_the_tests(one: Report) -> None:
-    root = _root(one)
+def test_counts_are_those_of_the_tests(report: Report) -> None:
+    root = _root(report)
     for element in (root, *root):
         for attribute, tag in (
             ("tests", "testcase"),
@@ -158,7 +161,7 @@ def test_counts_are_those_of_the_tests(one: Report) -> None:
 
 
 def test_hostile_text_stays_text() -> None:
-    one = scenario(
+    result = scenario(
         "failed",
         case(
             "fixed", "reproduced", {HOSTILE: HOSTILE}, figure=HOSTILE, evidence={"x": HOSTILE}, reason=HOSTILE
@@ -169,7 +172,7 @@ def test_hostile_text_stays_text() -> None:
         name="\ufffe]]>",
         claims=(ClaimResult(HOSTILE, HOSTILE, ClaimVerdict.CONFIRMED, {HOSTILE: HOSTILE}),),
     )
-    root = _root(report(one, environment={HOSTILE: HOSTILE}, findings=(HOSTILE,)))
+    root = _root(report(result, environment={HOSTILE: HOSTILE}, findings=(HOSTILE,)))
     assert {element.tag for element in root.iter()} == {
         *("testsuites", "testsuite", "properties", "property", "testcase", "failure", "error", "system-out")
     }

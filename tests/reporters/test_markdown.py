@@ -17,8 +17,8 @@ from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 
 
-def _render(one: Report) -> str:
-    return MarkdownReporter().render(one)
+def _render(report: Report) -> str:
+    return MarkdownReporter().render(report)
 
 
 def _shown(markdown: str) -> list[str]:
@@ -93,8 +93,8 @@ def test_sources_become_links() -> None:
 
 
 def test_the_whole_report() -> None:
-    one = full_report()
-    text = _render(one)
+    whole = full_report()
+    text = _render(whole)
     shown = _shown(text)
     headings = re.findall(r"^#+ .*$", text, re.M)
     assert headings == [
@@ -106,7 +106,7 @@ def test_the_whole_report() -> None:
         "### Conclusions",
         "## MD005 untraceable_offload: absent",
     ]
-    assert any(summary_line(one) in block for block in shown)
+    assert any(summary_line(whole) in block for block in shown)
     assert "Interrupted: not every case ran." in shown
     assert any(block.endswith("MD001 faulty: verdict reproduced -> clean") for block in shown)
     assert "first fixed release: 0.20.0" in shown
@@ -137,7 +137,7 @@ def test_claims_have_verdict_figures_reason_and_link() -> None:
 
 
 def test_nothing_in_a_report_is_markup() -> None:
-    one = scenario(
+    result = scenario(
         "proved",
         case("faulty", "reproduced", {HOSTILE: HOSTILE}, figure=HOSTILE),
         case("fixed", "clean", {HOSTILE: 1}),
@@ -148,7 +148,7 @@ def test_nothing_in_a_report_is_markup() -> None:
         claims=(ClaimResult(HOSTILE, HOSTILE, ClaimVerdict.CONFIRMED, {HOSTILE: HOSTILE}, HOSTILE),),
         conclusions={HOSTILE: HOSTILE},
     )
-    text = _render(report(one, environment={HOSTILE: HOSTILE}, findings=(HOSTILE,)))
+    text = _render(report(result, environment={HOSTILE: HOSTILE}, findings=(HOSTILE,)))
     kinds = {inner.type for token in PARSER.parse(text) for inner in token.children or ()}
     html = {
         i.content for token in PARSER.parse(text) for i in token.children or () if i.type == "html_inline"

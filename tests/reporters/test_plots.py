@@ -38,9 +38,9 @@ def test_the_same_data_give_the_same_file_without_a_date(tmp_path: Path) -> None
 def test_every_name_label_and_tick_is_in_the_picture(tmp_path: Path) -> None:
     text = draw(tmp_path / "a.svg", log_x=True, note="a remark")
     comments = [line for line in text.splitlines() if line.strip().startswith("<!--")]
-    said = " ".join(comments)
+    labels = " ".join(comments)
     for word in ("lru", "lfru", "optimum", "Hit rate", "slots", "rate", "a remark", " 8 ", " 16 ", " 32 "):
-        assert word in said, word
+        assert word in labels, word
 
 
 def test_other_data_give_another_picture(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_other_data_give_another_picture(tmp_path: Path) -> None:
 
 def test_markup_in_a_name_stays_text(tmp_path: Path) -> None:
     text = draw(tmp_path / "a.svg", series=[Series("<script>x</script>", [1], [1])])
-    assert not [one for one in ET.fromstring(text).iter() if one.tag.endswith("script")]
+    assert not [element for element in ET.fromstring(text).iter() if element.tag.endswith("script")]
 
 
 @pytest.mark.parametrize(

@@ -20,51 +20,53 @@ from moedoctor.reporters.table import TableReporter
 from moedoctor.results import Report, from_json, to_json
 
 OURS: dict[str, Reporter] = {
-    one.name: one
-    for one in (TableReporter(), JsonReporter(), MarkdownReporter(), JunitReporter(), GithubReporter())
+    reporter.name: reporter
+    for reporter in (TableReporter(), JsonReporter(), MarkdownReporter(), JunitReporter(), GithubReporter())
 }
 
 
 def test_ours_are_found_through_the_entry_points() -> None:
     found = catalogue.reporters()
-    assert {name: type(found[name]) for name in OURS} == {name: type(one) for name, one in OURS.items()}
+    assert {name: type(found[name]) for name in OURS} == {
+        name: type(reporter) for name, reporter in OURS.items()
+    }
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_report_from_a_file_reads_as_the_one_in_memory(name: str) -> None:
-    one = report(
+    original = report(
         scenario("found", case("installed", "reproduced", evidence={"x": (1.5, float("nan")), 8: HOSTILE})),
         *full_report().scenarios,
     )
-    again = from_json(Report, json.loads(to_json(one)))
-    assert OURS[name].render(one) == OURS[name].render(again)
+    again = from_json(Report, json.loads(to_json(original)))
+    assert OURS[name].render(original) == OURS[name].render(again)
 
 
 @given(reports)
-def test_every_format_bears_any_report(one: Report) -> None:
+def test_every_format_bears_any_report(report: Report) -> None:
     for reporter in OURS.values():
-        text = reporter.render(one)
+        text = reporter.render(report)
         assert text.endswith("\n")
         text.encode("utf-8")
-        assert text == reporter.render(one)
+        assert text == reporter.render(report)
 
 
 @pytest.mark.parametrize("name", sorted(set(OURS) - {"json"}))
 def test_no_terminal_escape_or_control_character_survives(name: str) -> None:
-    one = report(
+    hostile = report(
         scenario("found", case("installed", "reproduced", {HOSTILE: HOSTILE}, figure=HOSTILE), title=HOSTILE),
         environment={"gpu": HOSTILE, HOSTILE: [HOSTILE]},
         findings=(HOSTILE,),
     )
-    text = OURS[name].render(one)
+    text = OURS[name].render(hostile)
     assert all(character == "\n" or character.isprintable() for character in text)
     assert "\u202e" not in text
 
 
 @pytest.mark.parametrize("name", sorted(set(OURS) - {"table"}))
 def test_formats_for_machines_ignore_colour_and_width(name: str) -> None:
-    one = full_report()
-    assert OURS[name].render(one, colour=True, width=60) == OURS[name].render(one)
+    whole = full_report()
+    assert OURS[name].render(whole, colour=True, width=60) == OURS[name].render(whole)
 
 
 def test_no_format_needs_torch_and_only_the_table_needs_rich() -> None:

@@ -18,8 +18,8 @@ from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
 WIDTHS = (60, 80, 120, 200)
 
 
-def _render(one: Report, width: int | None = None, colour: bool = False) -> str:
-    return TableReporter().render(one, colour=colour, width=width)
+def _render(report: Report, width: int | None = None, colour: bool = False) -> str:
+    return TableReporter().render(report, colour=colour, width=width)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -37,20 +37,20 @@ def test_lines_fit_and_verdicts_stay_whole(width: int) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_counts_are_the_last_line_unbroken(width: int) -> None:
-    one = full_report()
-    assert _render(one, width).endswith(f"\n{summary_line(one)}\n")
+    whole = full_report()
+    assert _render(whole, width).endswith(f"\n{summary_line(whole)}\n")
     assert _render(report(), width).endswith(f"\n{summary_line(report())}\n")
 
 
 @given(reports, st.integers(1, 220))
-def test_any_report_fits_any_width(one: Report, width: int) -> None:
-    lines = _render(one, width).split("\n")
-    assert lines[-2:] == [summary_line(one), ""]
+def test_any_report_fits_any_width(report: Report, width: int) -> None:
+    lines = _render(report, width).split("\n")
+    assert lines[-2:] == [summary_line(report), ""]
     assert max(cell_len(line) for line in lines[:-2]) <= max(width, MIN_WIDTH)
 
 
 def test_a_scenario_at_eighty_columns() -> None:
-    one = scenario(
+    result = scenario(
         "found",
         *[case("faulty", "reproduced", point, figure=f"{index} rows") for index, point in enumerate(POINTS)],
         case(
@@ -73,7 +73,7 @@ def test_a_scenario_at_eighty_columns() -> None:
         reason="the installed release shows it in 1 cases",
         line=3,
     )
-    text = _render(report(one, environment={"torch": "2.11.0"}), 80)
+    text = _render(report(result, environment={"torch": "2.11.0"}), 80)
     assert (
         text
         == """\
@@ -138,22 +138,22 @@ def test_skips_for_one_reason_are_one_row() -> None:
 
 
 def test_findings_and_an_interruption_are_shown() -> None:
-    one = report(scenario(), findings=("MD001: worse", "MD002: worse"), summary=Summary(interrupted=True))
-    text = _render(one)
+    stopped = report(scenario(), findings=("MD001: worse", "MD002: worse"), summary=Summary(interrupted=True))
+    text = _render(stopped)
     assert "regression  MD001: worse\nregression  MD002: worse\n" in text
-    assert f"\nInterrupted: not every case ran.\n\n{summary_line(one)}\n" in text
-    assert "Interrupted" not in _render(dataclasses.replace(one, summary=Summary()))
+    assert f"\nInterrupted: not every case ran.\n\n{summary_line(stopped)}\n" in text
+    assert "Interrupted" not in _render(dataclasses.replace(stopped, summary=Summary()))
 
 
 def test_colour_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = full_report()
-    plain = _render(one)
+    whole = full_report()
+    plain = _render(whole)
     assert "\x1b" not in plain
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "40"}.items():
         monkeypatch.setenv(name, value)
-    assert _render(one) == plain
+    assert _render(whole) == plain
     monkeypatch.setenv("NO_COLOR", "1")  # the command line decides, not the surroundings
-    coloured = _render(one, colour=True)
+    coloured = _render(whole, colour=True)
     assert "\x1b[33mreproduced\x1b[0m" in coloured
     stripped = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
     assert [line.rstrip() for line in stripped.split("\n")] == plain.split("\n")

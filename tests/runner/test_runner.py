@@ -33,7 +33,7 @@ def result(tmp_path: Path, text: str, options: Options | None = None) -> Scenari
 
 
 def verdicts(scenario: ScenarioResult) -> list[tuple[str, CaseVerdict]]:
-    return [(one.subject, one.verdict) for one in scenario.cases]
+    return [(case.subject, case.verdict) for case in scenario.cases]
 
 
 def test_proved_when_the_control_shows_it_and_the_fix_does_not(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_timeout_of_the_options_overrides_the_scenario(tmp_path: Path) -> None:
 def test_only_keeps_the_cases_that_show_every_pair(tmp_path: Path) -> None:
     text = "parameters: {fixed: [answers, skip]}\n"
     scenario = result(tmp_path, text, Options(only=(("fixed", "answers"), ("tier", "model"))))
-    assert [(one.subject, one.parameters["fixed"]) for one in scenario.cases] == [
+    assert [(case.subject, case.parameters["fixed"]) for case in scenario.cases] == [
         ("faulty", "answers"),
         ("fixed", "answers"),
     ]
@@ -139,10 +139,10 @@ def test_claims_are_measured_against_their_thresholds(
 
 
 def test_progress_counts_every_job(tmp_path: Path) -> None:
-    seen: list[tuple[int, int, str]] = []
-    report(tmp_path, "", progress=lambda done, total, what: seen.append((done, total, what)))
-    assert [one[:2] for one in seen] == [(0, 2), (1, 2), (2, 2)]
-    assert seen[1][2] == "dying faulty"
+    steps: list[tuple[int, int, str]] = []
+    report(tmp_path, "", progress=lambda done, total, what: steps.append((done, total, what)))
+    assert [step[:2] for step in steps] == [(0, 2), (1, 2), (2, 2)]
+    assert steps[1][2] == "dying faulty"
 
 
 def test_an_interrupted_run_reports_what_finished(tmp_path: Path) -> None:

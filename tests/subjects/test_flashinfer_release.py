@@ -54,17 +54,17 @@ def test_it_needs_its_sources_and_a_gpu() -> None:
 
 
 def test_named_releases_become_cases_in_the_order_of_their_versions() -> None:
-    names = [one.case.subject for one in planned(**{"flashinfer@0.6.13": "/a", "flashinfer@0.6.6": "/b"})]
+    names = [item.case.subject for item in planned(**{"flashinfer@0.6.13": "/a", "flashinfer@0.6.6": "/b"})]
     found = list(dict.fromkeys(names))
     assert found == ["faulty", "fixed", "installed", "flashinfer@0.6.6", "flashinfer@0.6.13"]
-    tiers = {one.case.tier for one in planned(**{"flashinfer@0.6.6": "/b"}) if "@" in one.case.subject}
+    tiers = {item.case.tier for item in planned(**{"flashinfer@0.6.6": "/b"}) if "@" in item.case.subject}
     assert tiers == {Tier.KERNEL}
 
 
 def test_a_fault_without_such_a_subject_is_left_alone() -> None:
     (scenario,) = load_targets(("MD001",))
     options = Options(sources={"flashinfer@0.6.6": "/b", "vllm@0.19.1": "/c"})
-    names = {one.case.subject for one in plan([scenario], options, GPU)[0].cases}
+    names = {item.case.subject for item in plan([scenario], options, GPU)[0].cases}
     assert "vllm@0.19.1" in names
     assert "flashinfer@0.6.6" not in names
 
@@ -73,7 +73,7 @@ def test_each_release_is_a_unit_of_the_measured_claims() -> None:
     (scenario,) = load_targets(("MD011",))
     options = Options(sources={"flashinfer@0.6.13": "/a", "flashinfer@0.6.6": "/b"})
     claims = plan([scenario], options, GPU)[0].claims
-    units = [one.unit for one in claims if one.test.key == "boundary"]
+    units = [claim.unit for claim in claims if claim.test.key == "boundary"]
     assert units == ["flashinfer@0.6.6", "flashinfer@0.6.13"]
 
 
@@ -94,9 +94,9 @@ def test_the_option_takes_a_wheel_of_that_release(tmp_path: Path) -> None:
 )
 def test_the_option_refuses_in_one_line(tmp_path: Path, given: list[str], error: str) -> None:
     path = str(wheel(tmp_path))
-    with pytest.raises(InputError, match=error) as said:
-        _flashinfer_sources([one.replace("PATH", path) for one in given])
-    assert len(str(said.value).splitlines()) == 1
+    with pytest.raises(InputError, match=error) as refused:
+        _flashinfer_sources([source.replace("PATH", path) for source in given])
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_a_run_with_a_bad_source_is_wrong_usage() -> None:

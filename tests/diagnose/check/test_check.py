@@ -193,7 +193,7 @@ def test_the_expert_cache_is_seen_by_its_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("release", "gpu", "cuda", "setting", "said"),
+    ("release", "gpu", "cuda", "setting", "reason"),
     [
         ("0.6.6", H200, (13, 0), "9.0", "plain 90"),
         ("0.6.6", H200, (13, 0), "9.0a", None),
@@ -208,7 +208,7 @@ def test_the_expert_cache_is_seen_by_its_file() -> None:
     ],
 )
 def test_what_flashinfer_would_build_is_judged_for_this_gpu(
-    release: str, gpu: tuple[str, str], cuda: tuple[int, int], setting: str | None, said: str | None
+    release: str, gpu: tuple[str, str], cuda: tuple[int, int], setting: str | None, reason: str | None
 ) -> None:
     from moedoctor.processes.cuda_tools import Tool
 
@@ -217,10 +217,10 @@ def test_what_flashinfer_would_build_is_judged_for_this_gpu(
     made = sources({"flashinfer-python": release}, gpu=gpu, environ=environ)
     result = check(made, probes(nvcc=lambda environ: tool))
     whys = [item.why for item in result.findings if item.id == "MD004"]
-    if said is None:
+    if reason is None:
         assert whys == []
         return
-    assert said in whys[0]
+    assert reason in whys[0]
     finding = next(item for item in result.findings if item.id == "MD004")
     if setting is not None:
         assert finding.evidence["variables"] == {"FLASHINFER_CUDA_ARCH_LIST": setting}
@@ -254,10 +254,10 @@ def test_two_gpus_are_judged_each() -> None:
     from machine_fakes import Nvml
 
     made = sources({"flashinfer-python": "0.6.4"}, gpu=H200)
-    both = type(made)(**{**vars(made), "nvml": lambda: Nvml([H200, RTX_5090])})
-    assert evidence(check(both, probes()), "MD004")["capability"] == "12.0"
+    two_gpus = type(made)(**{**vars(made), "nvml": lambda: Nvml([H200, RTX_5090])})
+    assert evidence(check(two_gpus, probes()), "MD004")["capability"] == "12.0"
     hidden = {**made.environ, "CUDA_VISIBLE_DEVICES": "0"}
-    only = type(made)(**{**vars(both), "environ": hidden})
+    only = type(made)(**{**vars(two_gpus), "environ": hidden})
     assert found(check(only, probes())) == {}
 
 

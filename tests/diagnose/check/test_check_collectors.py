@@ -57,8 +57,8 @@ def test_a_probe_that_fails(name: str) -> None:
     result = check(machine(), probes(**{name: broken}))
     assert {"MD001", "MD003", "MD009"} <= {finding.id for finding in result.findings}
     data = check_document(result)
-    told = json.dumps(data["environment"])
-    assert "OSError: no entry to ~" in told, name
+    shown = json.dumps(data["environment"])
+    assert "OSError: no entry to ~" in shown, name
     for text in texts(result):
         assert "alice" not in text
         assert "workstation-7" not in text

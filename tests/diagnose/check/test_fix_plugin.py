@@ -16,7 +16,7 @@ OTHERS = EntryPoint("lora", "somebody.plugin:register", fix_plugin.GROUP)
 
 
 @pytest.mark.parametrize(
-    ("environ", "registered", "active", "said"),
+    ("environ", "registered", "active", "reason"),
     [
         ({}, (OURS,), False, "is not set"),
         ({"MOEDOCTOR_FIXES": ""}, (OURS,), False, "is not set"),
@@ -39,13 +39,13 @@ def test_state(
     environ: dict[str, str],
     registered: tuple[EntryPoint, ...],
     active: bool,
-    said: str,
+    reason: str,
 ) -> None:
     monkeypatch.setattr(fix_plugin, "entry_points", lambda group: registered)
     monkeypatch.setattr(fix_plugin, "version", lambda name: "0.21.0+cu130")
     state = fix_plugin.state(environ)
     assert state["active"] is active
-    assert said in state["reason"]
+    assert reason in state["reason"]
     assert state["setting"] == environ.get("MOEDOCTOR_FIXES")
     assert state["plugin"] == ("moedoctor" if OURS in registered else None)
 
@@ -55,27 +55,27 @@ def without(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("installed", "said"),
+    ("installed", "reason"),
     [
         (without, "vLLM is not installed here"),
         (lambda name: "0.16.0", "vLLM 0.16.0 is none of the releases that the fixes know (0.17.1 to"),
     ],
 )
 def test_without_a_vllm_that_the_fixes_know_none_is_active(
-    monkeypatch: pytest.MonkeyPatch, installed: Callable[[str], str], said: str
+    monkeypatch: pytest.MonkeyPatch, installed: Callable[[str], str], reason: str
 ) -> None:
     monkeypatch.setattr(fix_plugin, "entry_points", lambda group: (OURS,))
     monkeypatch.setattr(fix_plugin, "version", installed)
     state = fix_plugin.state({"MOEDOCTOR_FIXES": "offload"})
     assert (state["active"], state["fixes"]) == (False, ["offload"])
-    assert said in state["reason"]
+    assert reason in state["reason"]
 
 
 def test_nothing_is_warned_of_and_neither_torch_nor_vllm_is_imported() -> None:
     code = (
         "import sys; from moedoctor.diagnose.check import fix_plugin as f;"
         "f.state({'MOEDOCTOR_FIXES': 'nonsense,offload'});"
-        "print([one for one in ('torch', 'vllm') if one in sys.modules], f.vllm_plugin.logger.disabled)"
+        "print(sorted({'torch', 'vllm'} & set(sys.modules)), f.vllm_plugin.logger.disabled)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout.strip(), done.stderr) == ("[] False", "")

@@ -184,17 +184,18 @@ def hf_quant(**values: Any) -> Change:
     return lambda made: made.hf_quant and made.hf_quant["quantization"].update(values)
 
 
-def both(**values: Any) -> Change:
-    return in_both(lambda settings: settings.update(values))
+def in_both_files(**values: Any) -> Change:
+    """Change the quantisation in config.json and in hf_quant_config.json."""
+    return change_both_files(lambda settings: settings.update(values))
 
 
-def in_both(change: Callable[[Settings], object]) -> Change:
-    def change_both(made: Made) -> None:
+def change_both_files(change: Callable[[Settings], object]) -> Change:
+    def apply(made: Made) -> None:
         assert made.hf_quant is not None
         change(made.config["quantization_config"])
         change(made.hf_quant["quantization"])
 
-    return change_both
+    return apply
 
 
 def in_config(change: Callable[[Settings], object]) -> Change:
@@ -203,7 +204,9 @@ def in_config(change: Callable[[Settings], object]) -> Change:
 
 def exclude(name: str) -> Change:
     """Add a name to both lists of excluded modules."""
-    return in_both(lambda said: said["ignore" if "ignore" in said else "exclude_modules"].append(name))
+    return change_both_files(
+        lambda settings: settings["ignore" if "ignore" in settings else "exclude_modules"].append(name)
+    )
 
 
 def no_hf_quant(made: Made) -> None:
@@ -349,7 +352,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             {"scale_spread": "layers.1.mlp.experts.0.down_proj"},
         ),
         "zero scales far behind zero weights": (zeros_behind_zeros, {"scale_zero": UP}),
-        "algo unknown": (both(quant_algo="NVFP5"), {"quant_algo_unknown": "quant_algo"}),
+        "algo unknown": (in_both_files(quant_algo="NVFP5"), {"quant_algo_unknown": "quant_algo"}),
         "algo absent": ([quant(quant_algo=None), no_hf_quant], {"quant_algo_missing": "quant_algo"}),
         "method unknown": (
             [quant(quant_method="nvidia"), no_hf_quant],
@@ -359,7 +362,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             [quant(quant_method="modelopt_nonsense"), no_hf_quant],
             {"quant_algo_unknown": "quant_method"},
         ),
-        "declared FP8, is NVFP4": (both(quant_algo="FP8"), {"quant_algo_tensors": "fp8"}),
+        "declared FP8, is NVFP4": (in_both_files(quant_algo="FP8"), {"quant_algo_tensors": "fp8"}),
         "files disagree: algo": (hf_quant(quant_algo="NVFP4_AWQ"), {"config_disagrees": "quant_algo"}),
         "files disagree: KV": (
             hf_quant(kv_cache_quant_algo=None),
@@ -370,7 +373,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             hf_quant(exclude_modules=["lm_head", "model.layers.*.self_attn*"]),
             {"config_disagrees": "mlp.gate"},
         ),
-        "group size of no NVFP4": (both(group_size=32), {"group_size_tensors": "group_size"}),
+        "group size of no NVFP4": (in_both_files(group_size=32), {"group_size_tensors": "group_size"}),
         "excluded and quantised": (add_nvfp4(Q, 64, 64), {"excluded_quantised": Q}),
         "not excluded, not quantised": (
             [quant(ignore=["lm_head"]), no_hf_quant],
@@ -491,7 +494,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             {"input_scale_missing": "experts"},
         ),
         "FP8 without input scales": (without("attn", ".input_scale"), {"input_scale_missing": "attn"}),
-        "another scheme": (in_both(relist(quant_algo="FP8")), {"quant_algo_tensors": UP}),
+        "another scheme": (change_both_files(relist(quant_algo="FP8")), {"quant_algo_tensors": UP}),
         "the files disagree": (
             in_config(relist(quant_algo="NVFP4_AWQ", group_size=16)),
             {"config_disagrees": UP},
@@ -500,20 +503,20 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             in_config(lambda settings: settings["quantized_layers"].update(x={"quant_algo": "FP8"})),
             {"config_disagrees": "x"},
         ),
-        "unknown": (in_both(relist(quant_algo="NVFP5")), {"quant_algo_unknown": UP}),
-        "mixed within": (in_both(relist(quant_algo="MIXED_PRECISION")), {"quant_algo_unknown": UP}),
-        "no algorithm": (in_both(relist()), {"quant_algo_missing": UP}),
+        "unknown": (change_both_files(relist(quant_algo="NVFP5")), {"quant_algo_unknown": UP}),
+        "mixed within": (change_both_files(relist(quant_algo="MIXED_PRECISION")), {"quant_algo_unknown": UP}),
+        "no algorithm": (change_both_files(relist()), {"quant_algo_missing": UP}),
         "not listed": (
-            in_both(lambda settings: settings["quantized_layers"].pop(UP)),
+            change_both_files(lambda settings: settings["quantized_layers"].pop(UP)),
             {"quant_algo_tensors": UP},
         ),
-        "an empty list": (both(quantized_layers={}), {"quant_algo_missing": "quantized_layers"}),
+        "an empty list": (in_both_files(quantized_layers={}), {"quant_algo_missing": "quantized_layers"}),
         "no list": (
-            in_both(lambda settings: settings.pop("quantized_layers")),
+            change_both_files(lambda settings: settings.pop("quantized_layers")),
             {"quant_algo_missing": "quantized_layers"},
         ),
         "group size": (
-            in_both(relist(quant_algo="NVFP4", group_size=32)),
+            change_both_files(relist(quant_algo="NVFP4", group_size=32)),
             {"group_size_tensors": "group_size"},
         ),
         "listed, excluded, not quantised": ([to_bf16(Q, 64, 64), exclude(Q)], {"quant_algo_tensors": Q}),
@@ -555,7 +558,7 @@ CLEAN: dict[str, tuple[Base, list[Change]]] = {
     "packed sharded": (lambda: compressed(2), []),
     "block fp8": (block_fp8, []),
     "mixed": (mixed, []),
-    "mixed, listed by layer": (mixed, [in_both(listed_by_layer)]),
+    "mixed, listed by layer": (mixed, [change_both_files(listed_by_layer)]),
     "mixed, by groups": (mixed, [no_hf_quant, in_config(groups_in_place_of_a_list)]),
     "groups": (compressed_groups, []),
     "groups, all by patterns": (compressed_groups, [group(1, targets=["re:.*self_attn.*"])]),
@@ -565,7 +568,7 @@ CLEAN: dict[str, tuple[Base, list[Change]]] = {
     ),
     "a group with a pattern that is not read": (compressed_groups, [group(0, targets=["re:(?!x).*"])]),
     "experts in one tensor": (fused, []),
-    "experts in one tensor, listed singly": (fused, [in_both(fused_experts_listed_singly)]),
+    "experts in one tensor, listed singly": (fused, [change_both_files(fused_experts_listed_singly)]),
     "experts in one tensor, transposed": (lambda: fused(transposed=True), []),
     "a dense layer that config.json names": (modelopt, [dense(0), config(first_k_dense_replace=1)]),
     "a dense layer that it does not name": (modelopt, [dense(0)]),
@@ -598,7 +601,7 @@ CLEAN: dict[str, tuple[Base, list[Change]]] = {
     ),
     "weights alone need no input scales": (
         modelopt,
-        [without(".input_scale"), both(quant_algo="W4A16_NVFP4")],
+        [without(".input_scale"), in_both_files(quant_algo="W4A16_NVFP4")],
     ),
 }
 
@@ -653,14 +656,14 @@ def test_every_check_has_a_case() -> None:
 @pytest.mark.parametrize(
     ("base", "change"),
     [
-        (mixed, in_both(relist(quant_algo="FP8"))),
-        (mixed, in_both(relist(quant_algo="NVFP5"))),
-        (mixed, in_both(lambda settings: settings["quantized_layers"].pop(UP))),
-        (mixed, both(quantized_layers={})),
+        (mixed, change_both_files(relist(quant_algo="FP8"))),
+        (mixed, change_both_files(relist(quant_algo="NVFP5"))),
+        (mixed, change_both_files(lambda settings: settings["quantized_layers"].pop(UP))),
+        (mixed, in_both_files(quantized_layers={})),
         (mixed, in_config(relist(quant_algo="FP8"))),
-        (mixed, in_both(relist(quant_algo="NVFP4", group_size=32))),
+        (mixed, change_both_files(relist(quant_algo="NVFP4", group_size=32))),
         (mixed, to_bf16(Q, 64, 64)),
-        (modelopt, both(group_size=32)),
+        (modelopt, in_both_files(group_size=32)),
     ],
     ids=["another", "unknown", "not listed", "none listed", "in one file", "group", "not quantised", "size"],
 )
@@ -736,7 +739,7 @@ def test_fused_projections_with_scales_of_their_own(tmp_path: Path) -> None:
 def test_awq_needs_input_scales(tmp_path: Path) -> None:
     made = modelopt()
     without(".input_scale")(made)
-    both(quant_algo="NVFP4_AWQ")(made)
+    in_both_files(quant_algo="NVFP4_AWQ")(made)
     assert "input_scale_missing" in checked(made, tmp_path)[1]
 
 

@@ -85,13 +85,13 @@ HEADERS: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_header_that_cannot_be_believed(name: str, tmp_path: Path) -> None:
-    data, said = HEADERS[name]
+    data, expected = HEADERS[name]
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
     with pytest.raises(CheckpointError) as error:
         read_header(path)
     message = str(error.value)
-    assert said in message
+    assert expected in message
     assert message.startswith("model.safetensors: ")
     assert "\n" not in message
     assert len(message) < 400
@@ -312,12 +312,12 @@ JSON_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("name", JSON_FILES)
 def test_files_that_cannot_be_read(name: str, tmp_path: Path) -> None:
-    damage, said = JSON_FILES[name]
+    damage, expected = JSON_FILES[name]
     folder = modelopt(2).write(tmp_path)
     damage(folder)
     with pytest.raises(CheckpointError) as error:
         lint(folder)
-    assert said in str(error.value)
+    assert expected in str(error.value)
     assert "\n" not in str(error.value)
 
 

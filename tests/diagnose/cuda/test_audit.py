@@ -272,10 +272,14 @@ def test_build_files() -> None:
     images, unreadable = build_images(ninja("120f", "120f", "90a"))
     assert [str(image.target) for image in images] == ["90a", "120f"]
     assert unreadable == ()
-    both = build_images(
+    images = build_images(
         "-gencode=arch=compute_90,code=[sm_90,compute_90] -gencode arch=compute_80,code=sm_80"
     )[0]
-    assert [(item.kind, str(item.target)) for item in both] == [("ptx", "90"), ("sass", "80"), ("sass", "90")]
+    assert [(item.kind, str(item.target)) for item in images] == [
+        ("ptx", "90"),
+        ("sass", "80"),
+        ("sass", "90"),
+    ]
     assert build_images(ninja("120+PTX"))[1] == ("compute_120+PTX", "sm_120+PTX")
     assert build_images("nothing here") == ((), ())
 

@@ -47,7 +47,7 @@ def test_every_compiler_takes_what_was_written_down(compiler: Tool) -> None:
     assert known == [str(target) for target in EVERY_TARGET if toolkit_knows(target, compiler.cuda)]
     for target in ("89", "90", "90a", "100a", "100f", "110a", "120", "120a", "120f", "121a"):
         parsed = Target.parse(target)
-        taken = [name for name, said in attempts(compiler, parsed, INSTRUCTIONS).items() if said.accepted]
+        taken = [name for name, result in attempts(compiler, parsed, INSTRUCTIONS).items() if result.accepted]
         assert taken == [
             instruction.name for instruction in INSTRUCTIONS if takes(parsed, instruction, compiler.cuda)
         ], target
@@ -62,22 +62,22 @@ def test_all_at_once_says_the_same_as_one_by_one() -> None:
             single = {
                 instruction.name: attempt(compiler, parsed, instruction) for instruction in INSTRUCTIONS
             }
-            assert {name: said.accepted for name, said in together.items()} == {
-                name: said.accepted for name, said in single.items()
+            assert {name: result.accepted for name, result in together.items()} == {
+                name: result.accepted for name, result in single.items()
             }
-            assert [name for name, said in together.items() if bool(said.line) == said.accepted] == []
+            assert [name for name, result in together.items() if bool(result.line) == result.accepted] == []
 
 
 @needs_compiler
 def test_the_compiler_is_quoted() -> None:
-    said = attempt(
+    result = attempt(
         COMPILERS[-1],
         Target(12, 0),
         next(instruction for instruction in INSTRUCTIONS if instruction.name == "cvt_e2m1x2"),
     )
-    assert not said.accepted
-    assert said.knows_target
-    assert "not supported on .target 'sm_120'" in said.line
+    assert not result.accepted
+    assert result.knows_target
+    assert "not supported on .target 'sm_120'" in result.line
     unknown = attempt(COMPILERS[-1], Target(4, 2), None)
     assert not unknown.accepted
     assert not unknown.knows_target
@@ -94,8 +94,8 @@ def test_families_are_those_of_the_compiler(tmp_path: Path) -> None:
         reached = [gpu.capability for gpu in plain if _goes_to(newest, source, gpu, tmp_path)]
         # ptxas refuses ``a`` PTX even for the plain target of its own GPU, which the driver does not.
         mine = source.capability if source.suffix == "a" else None
-        said = [gpu.capability for gpu in plain if sass_loads(source, gpu.capability)]
-        assert reached == [gpu for gpu in said if gpu != mine], str(source)
+        loads = [gpu.capability for gpu in plain if sass_loads(source, gpu.capability)]
+        assert reached == [gpu for gpu in loads if gpu != mine], str(source)
 
 
 def _goes_to(compiler: Tool, source: Target, gpu: Target, folder: Path) -> bool:
@@ -174,9 +174,9 @@ def test_a_compiler_that_hangs_refuses(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_compiler_that_vanished_refuses(tmp_path: Path) -> None:
     gone = Tool("ptxas", str(tmp_path / "ptxas"), (13, 0), "gone")
-    said = attempts(gone, Target(12, 0), INSTRUCTIONS)
-    assert {value.accepted for value in said.values()} == {False}
-    assert "ptxas does not start: No such file or directory" in said["wgmma"].line
+    results = attempts(gone, Target(12, 0), INSTRUCTIONS)
+    assert {value.accepted for value in results.values()} == {False}
+    assert "ptxas does not start: No such file or directory" in results["wgmma"].line
 
 
 SYNTAX_ERROR = r"""
@@ -191,14 +191,14 @@ exit 0
 
 def test_a_syntax_error_hides_nothing(tmp_path: Path) -> None:
     path = fake_tool(tmp_path, "ptxas", "12.0", SYNTAX_ERROR)
-    said = attempts(Tool("ptxas", str(path), (12, 0), "syntax"), Target(9, 0, "a"), INSTRUCTIONS)
-    assert [name for name, attempt in said.items() if not attempt.accepted] == ["cvt_e2m1x2"]
+    results = attempts(Tool("ptxas", str(path), (12, 0), "syntax"), Target(9, 0, "a"), INSTRUCTIONS)
+    assert [name for name, result in results.items() if not result.accepted] == ["cvt_e2m1x2"]
 
 
 def test_a_tool_gets_no_shell_and_no_input(tmp_path: Path) -> None:
     path = fake_tool(tmp_path, "echo", "13.0", 'printf "%s\\n" "$@"; cat')
-    said = run_tool(str(path), ["$(touch hacked)", "a b"], folder=str(tmp_path))
-    assert said.stdout.splitlines() == ["$(touch hacked)", "a b"]
+    ended = run_tool(str(path), ["$(touch hacked)", "a b"], folder=str(tmp_path))
+    assert ended.stdout.splitlines() == ["$(touch hacked)", "a b"]
     assert not (tmp_path / "hacked").exists()
 
 

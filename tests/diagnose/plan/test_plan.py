@@ -149,7 +149,7 @@ def test_an_offload_of_8_gib_of_qwen():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"gpu_bytes": None}, "neither --gpu-memory nor --available-kv"),
         ({"gpu_bytes": 8 * GIB}, "offload at least"),
@@ -163,8 +163,8 @@ def test_an_offload_of_8_gib_of_qwen():
         ({"backend": "NONSENSE"}, "--backend 'NONSENSE': expected one of MARLIN"),
     ],
 )
-def test_what_cannot_be_planned_says_what_to_give_instead(change, said):
-    with pytest.raises(PlanError, match=said):
+def test_what_cannot_be_planned_says_what_to_give_instead(change, message):
+    with pytest.raises(PlanError, match=message):
         plan(dataclasses.replace(PlanRequest(QWEN, "nvfp4", gpu_bytes=32 * GIB), **change))
 
 

@@ -60,7 +60,7 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme", "said"),
+    ("name", "scheme", "message"),
     [
         ("flashinfer-cutlass", "nvfp4", "inside FlashInfer's own library"),
         ("VLLM_CUTLASS", "nvfp4", "measured on no GPU yet"),
@@ -68,10 +68,10 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(name):
         ("EMULATION", "fp8", "EMULATION has nvfp4, not fp8"),
     ],
 )
-def test_what_is_not_known_is_not_made_up(name, scheme, said):
+def test_what_is_not_known_is_not_made_up(name, scheme, message):
     found = workspace(name, scheme, QWEN, 4096)
     assert found.bytes is None
-    assert said in found.how
+    assert message in found.how
     assert found.how.endswith("give --workspace")
 
 

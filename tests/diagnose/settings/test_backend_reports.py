@@ -36,23 +36,25 @@ def test_every_release_and_setting_is_in_the_json_once_and_right(capability: str
     file = KEPT / "json" / f"sm{capability.replace('.', '')}.json"
     report = json.loads(file.read_text(encoding="utf-8"))
     assert (report["schema_version"], report["capability"]) == (1, capability)
-    seen = set()
+    keys = set()
     for row in report["selections"]:
         for parallel in row["parallel"]:
             for release in row["releases"]:
                 key = (row["scheme"], row["activation"], parallel, release)
-                assert key not in seen
-                seen.add(key)
+                assert key not in keys
+                keys.add(key)
         ep, dp = PARALLEL[row["parallel"][-1]]
         release = row["releases"][-1]
-        said = select(capability, row["scheme"], release=release, ep=ep, dp=dp, activation=row["activation"])
-        assert row["chosen"] == said.chosen
+        selection = select(
+            capability, row["scheme"], release=release, ep=ep, dp=dp, activation=row["activation"]
+        )
+        assert row["chosen"] == selection.chosen
         assert [candidate["reason"] for candidate in row["candidates"]] == [
-            candidate.reason for candidate in said.candidates
+            candidate.reason for candidate in selection.candidates
         ]
-    layers = {key[:2] for key in seen}
+    layers = {key[:2] for key in keys}
     assert ("nvfp4", "relu2_no_mul") in layers
-    assert len(seen) == len(layers) * len(PARALLEL) * len(releases())
+    assert len(keys) == len(layers) * len(PARALLEL) * len(releases())
 
 
 def test_the_markdown_is_one_table_a_family(tmp_path: Path) -> None:

@@ -44,10 +44,10 @@ def test_what_a_rule_names_is_told_once() -> None:
     assert found is not None
     assert found.why == "no vLLM release knows this variable"
     assert "settings" not in found.evidence
-    both = backend_finding(checked(VLLM_033, VLLM_NVFP4_MOE_BACKEND="MARLIN", VLLM_MXFP4_USE_MARLIN="1"))
-    assert both is not None
-    assert both.evidence["variables"] == {"VLLM_MXFP4_USE_MARLIN": "1"}
-    assert both.evidence["settings"] == {"VLLM_NVFP4_MOE_BACKEND": "MARLIN"}
+    finding = backend_finding(checked(VLLM_033, VLLM_NVFP4_MOE_BACKEND="MARLIN", VLLM_MXFP4_USE_MARLIN="1"))
+    assert finding is not None
+    assert finding.evidence["variables"] == {"VLLM_MXFP4_USE_MARLIN": "1"}
+    assert finding.evidence["settings"] == {"VLLM_NVFP4_MOE_BACKEND": "MARLIN"}
 
 
 def test_other_settings_are_problems_and_secrets_stay() -> None:

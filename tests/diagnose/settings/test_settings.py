@@ -235,10 +235,10 @@ def test_a_flag_that_is_ignored_for_a_scheme() -> None:
     assert found is not None
     assert (found.problem, found.instead) == ("ignored", "VLLM_MXFP4_USE_MARLIN=1")
     # It does not stand in the way of the variable then.
-    both = check_settings(
+    findings = check_settings(
         "0.18.0", {"VLLM_MXFP4_USE_MARLIN": "1"}, ["--moe-backend", "marlin"], scheme="mxfp4"
     )
-    assert [finding.problem for finding in both] == ["ignored"]
+    assert [finding.problem for finding in findings] == ["ignored"]
     assert only_finding("0.19.0", "", "vllm serve m --moe-backend marlin", scheme="mxfp4") is None
     refused = only_finding("0.33.0", "", "vllm serve m --moe-backend triton", scheme="nvfp4")
     assert refused is not None

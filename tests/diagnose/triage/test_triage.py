@@ -110,13 +110,13 @@ def test_the_best_comes_first() -> None:
 
 
 def test_two_signs_are_surer_than_one() -> None:
-    told = (
+    story = (
         "\n" * 20
         + "The scales were offloaded to CPU and the Marlin MoE kernel fails. NVFP4, --cpu-offload-gb 4\n"
     )
     crash = "\n" * 20 + "RuntimeError: b_scales is not on GPU in marlin"
-    assert read(told).findings[0].confidence < read(crash).findings[0].confidence
-    assert read(crash).findings[0].confidence < read(told + crash).findings[0].confidence
+    assert read(story).findings[0].confidence < read(crash).findings[0].confidence
+    assert read(crash).findings[0].confidence < read(story + crash).findings[0].confidence
 
 
 @pytest.mark.parametrize(("distance", "found"), [(5, {"MD008"}), (60, set())])
@@ -128,8 +128,8 @@ def test_clues_count_together_only_where_they_stand_together(distance: int, foun
 
 
 def test_a_headline_is_surer_than_a_remark() -> None:
-    told = "--cpu-offload-gb 20 does not reduce VRAM usage at all, vllm 0.26.0"
-    assert read("\n" * 30 + told).findings[0].confidence < read(told).findings[0].confidence
+    story = "--cpu-offload-gb 20 does not reduce VRAM usage at all, vllm 0.26.0"
+    assert read("\n" * 30 + story).findings[0].confidence < read(story).findings[0].confidence
 
 
 CRASH_OF_0_19 = (

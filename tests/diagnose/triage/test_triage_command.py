@@ -79,9 +79,9 @@ def test_output_file(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     target = tmp_path / "found.json"
     assert triage_command(str(report), "json", target) == 1
     assert json.loads(target.read_text())["findings"][0]["id"] == "MD003"
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err == f"moedoctor: 1 known failure found; written to {target}\n"
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"moedoctor: 1 known failure found; written to {target}\n"
 
 
 def refusal(path: str, format: str = "json", output: Path | None = None) -> str:
