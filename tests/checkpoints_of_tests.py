@@ -1,4 +1,4 @@
-"""Tiny clean quantised MoE checkpoints made of plain bytes, which tests then break."""
+"""Tiny valid quantised MoE checkpoints, which tests then damage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Made:
     hf_quant: dict[str, Any] | None = None
     shards: int = 1
     place: dict[str, int] = field(default_factory=dict)
-    """Tensor -> number of its shard."""
+    """The number of each tensor's shard."""
     change_index: Callable[[dict[str, Any]], None] = lambda index: None
     change_files: Callable[[Path], None] = lambda folder: None
 
@@ -199,7 +199,7 @@ def block_fp8() -> Made:
         "weight_block_size": [32, 32],
         "modules_to_not_convert": ["lm_head", *gates, *_attention()],
     }
-    # 128 rows in blocks of 32 divide by 4 and no further.
+    # 128 rows in blocks of 32 can be divided by at most 4 GPUs.
     return Made(tensors, _config(quantization, num_attention_heads=4), None)
 
 

@@ -1,4 +1,4 @@
-"""What every test shares: hypothesis settings, and skipping what this machine cannot run."""
+"""Settings of hypothesis, and skips of tests that this machine cannot run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _no_upstream() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason and counted, the marked tests that cannot run here."""
+    """Skip marked tests that cannot run here, with the reason, and count them."""
     for marker, missing in (("gpu", _no_gpu), ("upstream", _no_upstream)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         reason = missing() if marked else None

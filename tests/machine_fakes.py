@@ -1,4 +1,4 @@
-"""Machines that do not exist: the sources of facts about a made-up GPU, system and set of packages."""
+"""Made-up machines: sources of facts about a GPU, a system and a set of packages."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def sources(
     files: tuple[str, ...] = (),
     driver_cuda: int = 13000,
 ) -> Sources:
-    """The facts of a machine with these packages, this GPU and these variables."""
+    """Return the facts of a machine with these packages, this GPU and these variables."""
     installed = dict(packages or {})
     texts = {
         "/proc/version": WSL if wsl else LINUX,
@@ -130,7 +130,7 @@ def sources(
 
 
 def probes(**replaced: Any) -> Probes:
-    """Probes that all answer at once; `replaced` by name. No process is started."""
+    """Return probes that answer at once and start no process; `replaced` are by name."""
     answers: dict[str, Any] = {
         "pinning": lambda: PINNED,
         "vllm": lambda: Collected({"vllm_build_flags": "CUDA Archs: Not Set"}),

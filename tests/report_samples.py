@@ -1,4 +1,4 @@
-"""Reports for tests: one written by hand that shows everything, and hypothesis strategies for any."""
+"""Reports for tests: a full one written by hand, and hypothesis strategies for any report."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ HOSTILE = (
     "[red]no markup[/] | `code` <b>&bold</b> \x1b[31mred\x1b[0m \x00\x07 :smile: %0A::error::x *a* _b_ "
     "[link](https://example.org) @somebody line\r\nend \u202egnp ]]> --> \udc80"
 )
-"""Text that means something to rich, Markdown, HTML, XML, a terminal or GitHub."""
+"""Text with markup of rich, Markdown, HTML, XML, terminals and GitHub."""
 
 POINTS = tuple({"tokens": 128, "top_k": k, "scoring": s} for s in ("softmax", "sigmoid") for k in (2, 8))
 
 
 def case(subject: str, verdict: str, parameters: dict[str, Any] | None = None, **fields: Any) -> CaseResult:
-    """A case with a figure that fits its verdict."""
+    """Return a case with a figure that fits its verdict."""
     tier = Tier.MODEL if subject in ("faulty", "fixed") else Tier.KERNEL
     fields.setdefault("device", "cpu" if tier is Tier.MODEL else "cuda:0")
     fields.setdefault("figure", {"reproduced": "13 of 128 rows", "clean": "0 of 128 rows"}.get(verdict, ""))
@@ -51,7 +51,7 @@ def case(subject: str, verdict: str, parameters: dict[str, Any] | None = None, *
 
 
 def crashed(subject: str, parameters: dict[str, Any] | None = None) -> CaseResult:
-    """A case whose child died."""
+    """Return a case whose child process crashed."""
     message = "CUDA error: an illegal memory access was encountered"
     crash = Crash(Death.ILLEGAL_MEMORY_ACCESS, message, ("Traceback", "[red]last words[/]"))
     return case(
@@ -65,7 +65,7 @@ def crashed(subject: str, parameters: dict[str, Any] | None = None) -> CaseResul
 
 
 def scenario(verdict: str = "proved", *cases: CaseResult, **fields: Any) -> ScenarioResult:
-    """MD001 with these cases, or with a control and a fix that behaved."""
+    """Return MD001 with these cases, by default a control and a fix with the expected verdicts."""
     proof = (case("faulty", "reproduced", seconds=0.5), case("fixed", "clean", seconds=0.25))
     values: dict[str, Any] = {
         "id": "MD001",
@@ -78,13 +78,13 @@ def scenario(verdict: str = "proved", *cases: CaseResult, **fields: Any) -> Scen
 
 
 def report(*scenarios: ScenarioResult, **fields: Any) -> Report:
-    """A report of these scenarios on a machine with a GPU."""
+    """Return a report of these scenarios on a machine with a GPU."""
     values: dict[str, Any] = {"environment": ENVIRONMENT, "summary": Summary(), "version": "0.1.0", **fields}
     return Report(command="run", scenarios=scenarios, **values)
 
 
 def full_report() -> Report:
-    """Every verdict of a case, claims, conclusions, a crash, findings and an interruption."""
+    """Return a report with every verdict of a case, claims, a crash, findings and an interruption."""
     cases = [case("faulty", "reproduced", point, evidence={"rows": 13}) for point in POINTS]
     cases += [case("fixed", "clean", point) for point in POINTS]
     cases += [case("installed", "skipped", point, reason="vllm is not installed here") for point in POINTS]
@@ -124,7 +124,7 @@ _values = st.recursive(
     max_leaves=5,
 )
 evidences = st.dictionaries(_texts, _values, max_size=3)
-"""Evidence of JSON's own types."""
+"""Evidence of JSON types only."""
 
 cases = st.builds(
     CaseResult,

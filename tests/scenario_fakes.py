@@ -116,7 +116,7 @@ def subject_kind(name: str) -> str | None:
 
 
 def load_text(folder: Path, text: str | bytes) -> Scenario:
-    """The scenario in a file of this text, which is ``a.yaml`` in `folder`."""
+    """Write this text to ``a.yaml`` in `folder` and return its scenario."""
     file = folder / "a.yaml"
     file.write_bytes(text.encode() if isinstance(text, str) else text)
     return load(file, faults=FAULTS, subject_kind=subject_kind)

@@ -1,4 +1,4 @@
-"""The checker of the documents finds each kind of untruth, and lets true ones pass."""
+"""The checker of the documents finds each kind of error and accepts correct documents."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write(checker: ModuleType, text: str) -> None:
     (checker.ROOT / "README.md").write_text(f"{text}{blocks}\n")
 
 
-def test_a_true_document_passes(checker: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_correct_document_passes(checker: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     write(checker, TRUE)
     assert checker.main([]) == 0
     assert capsys.readouterr().err == ""
@@ -59,7 +59,7 @@ def test_a_true_document_passes(checker: ModuleType, capsys: pytest.CaptureFixtu
         ("`moedoctor run --form`", "README.md:1: 'moedoctor run' has no option --form"),
     ],
 )
-def test_an_untrue_command_is_told_with_its_line(
+def test_a_wrong_command_is_reported_with_its_line(
     checker: ModuleType, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     write(checker, text + "\n")
@@ -74,7 +74,7 @@ def test_contributing_is_read_too(checker: ModuleType, capsys: pytest.CaptureFix
     assert "CONTRIBUTING.md:1" in capsys.readouterr().err
 
 
-def test_old_blocks_are_told_and_written_anew(
+def test_outdated_blocks_are_reported_and_rewritten(
     checker: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     readme = checker.ROOT / "README.md"
@@ -92,7 +92,7 @@ def test_old_blocks_are_told_and_written_anew(
     assert text.endswith("\nafter\n")
 
 
-def test_a_table_that_lacks_a_failure_is_told(
+def test_a_table_without_a_failure_is_reported(
     checker: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(checker, "")
@@ -120,7 +120,7 @@ def test_a_document_without_its_marks_is_refused(
     assert "mark the" in capsys.readouterr().err
 
 
-def test_a_help_that_fails_is_told(checker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_help_that_fails_is_reported(checker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     write(checker, "")
     monkeypatch.setattr(checker, "help_text", lambda *words: None)
     assert checker.main([]) == 2

@@ -1,4 +1,4 @@
-"""The command line from outside: exit codes, streams, files, and what imports torch."""
+"""The command line: exit codes, streams, files, and which commands import torch."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_table_has_no_colour_away_from_a_terminal_and_ends_with_the_counts(scena
     assert ended.stdout.splitlines()[-1].startswith("1 proved · 0 found")
 
 
-def test_exit_1_where_the_fix_misbehaves(tmp_path: Path) -> None:
+def test_a_fix_that_fails_gives_exit_code_1(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", "parameters: {symptom_fixed: true}\n")
     assert moedoctor("run", str(file)).returncode == 1
     assert moedoctor("run", str(file), "--fail-on", "never").returncode == 0
 
 
-def test_exit_3_where_a_child_dies(tmp_path: Path) -> None:
+def test_a_child_that_crashes_gives_exit_code_3(tmp_path: Path) -> None:
     assert moedoctor("run", str(write(tmp_path / "a.yaml", "parameters: {fixed: signal}\n"))).returncode == 3
 
 
@@ -136,7 +136,7 @@ def test_every_command_checks_its_format_and_output_first(
         assert capsys.readouterr().err.endswith("its folder does not exist; create it first\n")
 
 
-def test_report_goes_whole_into_the_file(scenario: Path, tmp_path: Path) -> None:
+def test_the_file_holds_the_whole_report(scenario: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     ended = moedoctor("run", str(scenario), "--format", "json", "-o", str(target))
     assert (ended.returncode, ended.stdout) == (0, "")
@@ -233,8 +233,8 @@ def test_list_and_explain_know_the_catalogue() -> None:
         assert f"\n{heading}" in explained
 
 
-def test_every_option_that_takes_a_value_says_what_kind() -> None:
-    """By a word of its own: without one the help shows the type of Python's that it is parsed into."""
+def test_the_help_names_the_type_of_every_value() -> None:
+    """Without a metavar of ours the help would show the name of a Python type."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     unnamed = [
         f"{name} {option.opts[-1]}"

@@ -1,4 +1,4 @@
-"""Two reports held against each other."""
+"""The comparison of two reports."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_any_worse_scenario_verdict_is_a_regression(record: Report, data: st.Dat
     (change,) = compare(baseline, current, Tolerance()).regressions
     assert (change.what, change.baseline, change.current) == ("verdict", before.value, after.value)
     assert change.scenario == record.scenarios[index].id
-    # The other way it is no regression, unless the failure was known and is no longer looked for.
+    # The reverse is no regression, unless a known failure is no longer looked for.
     lost = after is V.FOUND and before in (V.ABSENT, V.SKIPPED)
     assert bool(compare(current, baseline, Tolerance()).regressions) is lost
 
@@ -231,7 +231,7 @@ def test_changes_of_a_claim(before: str, after: str, kind: str) -> None:
     assert len(comparison.regressions) + len(comparison.improvements) + len(comparison.notes) == 1
 
 
-def test_a_claim_that_is_gone_is_a_note() -> None:
+def test_a_removed_claim_is_a_note() -> None:
     comparison = _compare(scenario(claims=(_claim("confirmed"),)), scenario())
     assert (comparison.regressions, [change.what for change in comparison.notes]) == ((), ["missing"])
 
@@ -357,7 +357,9 @@ def test_direction_follows_the_name(name: str, baseline: float, change: float, u
 
 
 @given(st.sampled_from(LOWER + HIGHER), positive, st.floats(-1, 1), st.floats(0, 0.9))
-def test_within_the_tolerance_nothing_is_said(name: str, baseline: float, share: float, limit: float) -> None:
+def test_a_change_within_the_tolerance_is_not_reported(
+    name: str, baseline: float, share: float, limit: float
+) -> None:
     assert judge_metric(name, baseline, baseline * (1 + share * limit), Tolerance(limit)) is None
 
 
@@ -423,7 +425,7 @@ def test_bad_tolerances_are_refused_by_name(text: str, message: str) -> None:
     assert len(str(caught.value)) < 200
 
 
-def test_the_most_exact_tolerance_counts() -> None:
+def test_the_most_specific_tolerance_is_used() -> None:
     tolerance = Tolerance.parse("1%,latency:2%,kernel_us:3%,rows[0].kernel_us:4%")
     limits = [tolerance.limit(name) for name in ("a_ratio", "a_us", "x.kernel_us", "rows[0].kernel_us")]
     assert limits == pytest.approx([0.01, 0.02, 0.03, 0.04])

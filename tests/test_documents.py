@@ -1,4 +1,4 @@
-"""The documents are true: CONTRIBUTING's example runs, and the picture of the design is current."""
+"""CONTRIBUTING's example runs, and the picture of the design is current."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that CONTRIBUTING shows, with the entry point as an installed package has it."""
+    """Write the files that CONTRIBUTING shows, with the entry point of an installed package."""
     folder = tmp_path_factory.mktemp("example")
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     files = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", text, flags=re.DOTALL))

@@ -1,4 +1,4 @@
-"""The facts: read from where they are, isolated from each other, and safe to publish."""
+"""The facts about a machine: their sources, failures of single collectors, and privacy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fake(
     packages: Mapping[str, str] | None = None,
     torch_folder: Path | None = None,
 ) -> Sources:
-    """A machine of which only what is given exists."""
+    """Return a machine with only the given parts."""
 
     def read_text(path: str) -> str:
         if path not in (files or {}):
@@ -70,7 +70,7 @@ def test_this_machine_is_described_without_an_error() -> None:
     assert json.loads(json.dumps(facts)) == facts
 
 
-def test_a_bare_machine_is_no_error() -> None:
+def test_a_machine_without_packages_is_no_error() -> None:
     facts = collect(fake())
     assert facts["collector_errors"] == {}
     assert facts["gpus"] == []
@@ -85,7 +85,7 @@ def test_a_bare_machine_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("broken", sorted(COLLECTORS))
-def test_one_failing_collector_costs_its_own_fact_only(broken: str) -> None:
+def test_a_failing_collector_loses_only_its_own_fact(broken: str) -> None:
     def fail(sources: Sources) -> Any:
         raise RuntimeError(f"cannot read {broken}")
 
@@ -123,7 +123,7 @@ def test_with_every_source_failing_there_is_still_an_answer() -> None:
     assert "alice" not in json.dumps(facts)
 
 
-def test_two_gpus_with_what_each_tells() -> None:
+def test_two_gpus_with_their_facts() -> None:
     nvml = two_gpus()
     facts = collect(fake(nvml=lambda: nvml))
     assert facts["gpu"] == "NVIDIA H200"
@@ -174,7 +174,7 @@ def test_no_driver_means_no_gpus(error: int) -> None:
     assert (facts["gpu"], facts["gpus"], facts["collector_errors"]) == (None, [], {})
 
 
-def test_a_driver_that_does_not_start_is_told() -> None:
+def test_a_driver_that_does_not_start_is_reported() -> None:
     facts = collect(fake(nvml=lambda: two_gpus(init_error=Nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)))
     assert (facts["gpu"], facts["gpus"]) == (None, None)
     assert facts["collector_errors"] == {"gpus": "NvmlError: NVML error 18"}
@@ -198,7 +198,7 @@ def test_the_cuda_of_torch_is_read_from_its_source(text: str, expected: str | No
     ("version", "expected"),
     [("2.9.0+cu128", "12.8"), ("2.13.0+cu130", "13.0"), ("2.13.0+cpu", None), ("2.13.0", None)],
 )
-def test_without_its_folder_the_local_version_tells_the_cuda_of_torch(
+def test_without_its_folder_the_local_version_gives_the_cuda_of_torch(
     version: str, expected: str | None
 ) -> None:
     assert collect(fake(packages={"torch": version}))["torch_cuda"] == expected
@@ -225,7 +225,7 @@ def test_versions_come_from_the_packages_metadata() -> None:
         ("Linux version 6.8.0-45-generic (buildd@lcy02)", False),
     ],
 )
-def test_wsl_is_told_by_the_kernel(version: str, wsl: bool) -> None:
+def test_wsl_is_recognised_by_the_kernel(version: str, wsl: bool) -> None:
     assert collect(fake(files={"/proc/version": version}))["wsl"] is wsl
 
 
@@ -239,7 +239,7 @@ def test_wsl_is_told_by_the_kernel(version: str, wsl: bool) -> None:
         ({}, None),
     ],
 )
-def test_containers_are_told_by_their_marks(files: dict[str, str], container: bool | None) -> None:
+def test_containers_are_recognised_by_their_files(files: dict[str, str], container: bool | None) -> None:
     assert collect(fake(files=files))["container"] is container
 
 

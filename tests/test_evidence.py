@@ -1,4 +1,4 @@
-"""The stored reports: every one is listed, says what its Markdown says, and holds no path of the machine."""
+"""Every stored report is listed, agrees with its Markdown, and holds no path of the machine."""
 
 from __future__ import annotations
 

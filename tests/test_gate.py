@@ -1,4 +1,4 @@
-"""The exit code that a report means."""
+"""The exit code of a report."""
 
 from __future__ import annotations
 

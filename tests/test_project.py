@@ -1,4 +1,4 @@
-"""What the packaging promises: a wheel that is whole, entry points that load, and a start without torch."""
+"""The packaging: a complete wheel, entry points that load, and a start without torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path) -> Path:
-    """The wheel as an index would get it: built from the source distribution."""
+    """Build the wheel from the source distribution, as for a package index."""
     from hatchling.builders.wheel import WheelBuilder
 
     folder = sdist.parent / "unpacked"
@@ -136,7 +136,7 @@ def test_the_metadata_of_the_wheel_says_what_it_needs(wheel: Path) -> None:
         "torch",
         "typer",
     }
-    # Installing the doctor must not change the torch that it is to examine.
+    # Installing moedoctor must not change the torch that it examines.
     (torch,) = (need for need in needs if need.name == "torch")
     assert {bound.operator for bound in torch.specifier} == {">="}
 
@@ -165,7 +165,7 @@ def test_every_entry_point_of_ours_loads(group: str, names: set[str]) -> None:
 
 
 def test_what_answers_without_torch_imports_nothing_heavy() -> None:
-    """The light modules, what is in their packages, and our plug-ins as the catalogue loads them."""
+    """Import the light modules, their packages and our plug-ins."""
     code = f"""
 import importlib, pkgutil
 from importlib.metadata import entry_points
@@ -228,7 +228,7 @@ def test_the_package_runs_as_a_module() -> None:
 def test_gpu_tests_are_skipped_and_counted_where_torch_sees_no_gpu(
     tmp_path: Path, available: bool, outcome: str
 ) -> None:
-    """In a folder of its own, with a stand-in for torch that gives the answer."""
+    """Run the tests in a separate folder with a fake torch."""
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (tmp_path / "torch.py").write_text(f"class cuda:\n    is_available = staticmethod(lambda: {available})\n")
     (tmp_path / "test_it.py").write_text(

@@ -1,4 +1,4 @@
-"""Nothing that names a person, a machine or a secret gets into a report."""
+"""Names of persons and machines and secrets are removed from reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALICE = Redactor(home="/data/people/alice", user="alice", host="gpubox7.lab.exam
         ("CUDA_TOKEN", "x"),
     ],
 )
-def test_a_setting_whose_name_tells_of_a_secret_or_a_host_is_hidden(name: str, value: str) -> None:
+def test_a_setting_named_like_a_secret_or_a_host_is_hidden(name: str, value: str) -> None:
     assert ALICE.setting(name, value) == HIDDEN
 
 
@@ -49,7 +49,7 @@ def test_a_setting_whose_name_tells_of_a_secret_or_a_host_is_hidden(name: str, v
         ("aB3aB3aB3aB3aB3aB3aB3aB3", HIDDEN),
     ],
 )
-def test_what_identifies_is_hidden_in_values(value: str, shown: str) -> None:
+def test_identifying_text_is_hidden_in_values(value: str, shown: str) -> None:
     assert ALICE.setting("VLLM_X", value) == shown
 
 
@@ -70,7 +70,7 @@ def test_settings_that_explain_a_failure_stay_readable(value: str) -> None:
 
 
 @pytest.mark.parametrize("user", ["root", "vllm", "7", "1000", "ab", ""])
-def test_a_user_name_that_identifies_nobody_hides_nothing(user: str) -> None:
+def test_a_common_user_name_hides_nothing(user: str) -> None:
     text = f"vllm took 1000 of 7 for ab ({user})"
     assert Redactor(user=user).text(text) == text
 

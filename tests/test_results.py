@@ -1,4 +1,4 @@
-"""Records to and from JSON: what is written, what is read back, and what is refused in which words."""
+"""Records to and from JSON: writing, reading back, and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ LOOP["again"] = LOOP
         (LOOP, "nested more than"),
     ],
 )
-def test_what_json_cannot_hold_is_refused_with_its_path(evidence: dict[str, Any], message: str) -> None:
+def test_a_value_outside_json_is_refused_with_its_path(evidence: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         to_json(report(scenario("proved", case("faulty", "reproduced", evidence=evidence))))
 
@@ -189,7 +189,7 @@ JUNK = st.sampled_from([None, True, -1, 0, 0.5, "", "proved", "reproduced", "mod
 
 
 @given(st.data(), JUNK)
-def test_what_the_reader_refuses_the_schema_refuses_too(data: st.DataObject, junk: Any) -> None:
+def test_the_schema_refuses_what_the_reader_refuses(data: st.DataObject, junk: Any) -> None:
     document = copy.deepcopy(DOCUMENT)
     place, key = data.draw(st.sampled_from(list(_places(document))))
     if isinstance(place, dict) and data.draw(st.booleans()):

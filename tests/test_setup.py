@@ -1,4 +1,4 @@
-"""`scripts/setup.sh`, which `make` calls first: what it installs, and when. The interpreters are fakes."""
+"""`scripts/setup.sh`, which `make` runs first: what it installs and when, with fake interpreters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Answers as Python would to what the script asks of it, and notes each installation in $LOG.
+# Answers the script like Python and notes each installation in $LOG.
 INTERPRETER = r"""#!/bin/sh
 release=%(release)s
 case "$*" in
@@ -35,7 +35,7 @@ esac
 
 
 class Clone:
-    """A fresh clone, and a folder of interpreters that is all of the path besides the system's tools."""
+    """A fresh clone; PATH has a folder of fake interpreters and the system's tools only."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "clone"
@@ -66,7 +66,7 @@ class Clone:
         )
 
     def notes(self) -> list[str]:
-        """What was done since the last call: `venv RELEASE`, and the packages of each installation."""
+        """Return what was done since the last call: `venv RELEASE` and the installed packages."""
         lines = self.log.read_text().splitlines()
         self.log.write_text("")
         skipped = {"-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"}
@@ -107,12 +107,12 @@ def test_another_torch_or_other_dependencies_install_again_into_the_same_venv(cl
     assert clone.notes() == []
 
 
-def test_without_a_named_torch_any_will_do(clone: Clone) -> None:
+def test_without_a_named_torch_any_release_is_installed(clone: Clone) -> None:
     assert clone.setup(TORCH="").returncode == 0
     assert clone.notes() == ["venv 3.11", "--editable .[dev]"]
 
 
-def test_a_failed_installation_is_told_and_tried_again(clone: Clone) -> None:
+def test_a_failed_installation_is_reported_and_tried_again(clone: Clone) -> None:
     clone.setup()
     failed = clone.setup(TORCH="2.11.0", FAIL_INSTALL="1")
     assert failed.returncode == 1
@@ -122,7 +122,7 @@ def test_a_failed_installation_is_told_and_tried_again(clone: Clone) -> None:
     assert clone.notes() == ["--editable .[dev]"]
 
 
-def test_a_venv_that_broke_is_made_anew(clone: Clone) -> None:
+def test_a_broken_venv_is_made_again(clone: Clone) -> None:
     clone.setup()
     (clone.root / ".venv" / "bin" / "python").unlink()
     clone.notes()
@@ -168,7 +168,7 @@ def test_an_old_python_alone_is_refused(clone: Clone) -> None:
     )
 
 
-def test_no_python_at_all_is_told(clone: Clone) -> None:
+def test_a_missing_python_is_reported(clone: Clone) -> None:
     (clone.tools / "python3").unlink()
     refused = clone.setup()
     assert refused.returncode == 1

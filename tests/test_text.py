@@ -1,4 +1,4 @@
-"""Text files, YAML and the words of error messages: what is read, and one line for all that is not."""
+"""Reading text files and YAML, and error messages of one line."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_pipe_swapped_in_after_the_first_look_does_not_block(
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_a_file_that_gives_more_than_its_size_says_is_cut_at_the_limit() -> None:
-    # Files under /proc say that they hold nothing.
+    # Files under /proc have a size of 0.
     with pytest.raises(TextFileError, match="too large"):
         read_text(Path("/proc/self/maps"), 10)
 
@@ -254,7 +254,7 @@ def test_refused(reason: str, text: str) -> None:
 
 
 @given(st.text("0123456789+-._:exobinfatruYNOl~ T", max_size=8))
-def test_no_scalar_means_something_else_to_another_reader(text: str) -> None:
+def test_a_scalar_has_the_same_value_in_pyyaml(text: str) -> None:
     plain = text.strip()
     try:
         ours = parse_scalar(plain)
@@ -320,7 +320,7 @@ def test_line_of_a_path(path: tuple[str | int, ...], line: int) -> None:
     assert parse_yaml(GOOD).line(path) == line
 
 
-def test_known_is_the_part_of_a_path_that_the_file_has() -> None:
+def test_the_known_part_of_a_path_is_in_the_file() -> None:
     source = parse_yaml(GOOD)
     assert source.known(("block", 1, "x")) == ("block", 1)
     assert source.known(("flow", 0)) == ("flow", 0)
@@ -467,7 +467,7 @@ for path in sys.argv[1:]:
         pass
     print(round(time.process_time() - began, 3), Path(path).name)
 assert "torch" not in sys.modules
-# ru_maxrss would count the parent's peak too: Linux keeps it over fork and exec.
+# Not ru_maxrss: Linux keeps the peak of the parent across fork and exec.
 status = Path('/proc/self/status').read_text()
 print(int(status.partition('VmHWM:')[2].split()[0]) // 1024)
 """

@@ -1,4 +1,4 @@
-"""`moedoctor backends` from outside: its options, what comes after ``--``, exit codes, and no torch."""
+"""`moedoctor backends` as a command: options, the command after ``--``, exit codes, no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moedoctor backends`: what it answers, in which format, and with which exit code."""
+"""`moedoctor backends`: its answers, formats and exit codes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_vllm_between_the_tables(
     assert "vllm 0.21.1rc1.dev5+gabc is not in the tables: answered for 0.21.0" in text
 
 
-def test_a_note_where_flashinfer_may_count_as_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_note_if_vllm_may_not_find_flashinfer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not require flashinfer-cubin" in answer(capsys, sm="12.0", release="0.17.1")[1]
     assert "flashinfer-cubin" not in answer(capsys, sm="12.0", release="0.19.0")[1]
     assert "flashinfer-cubin" not in answer(capsys, sm="8.0", release="0.17.1")[1]
@@ -114,7 +114,7 @@ def test_settings_that_do_not_take_effect(capsys: pytest.CaptureFixture[str]) ->
     )
     assert "PATH" not in text
     code, text = answer(capsys, {"VLLM_NVFP4_GEMM_BACKEND": "marlin"}, sm="12.0", release="0.21.0")
-    assert code == 0  # it takes effect, on linear layers
+    assert code == 0  # it has an effect on linear layers
     assert "other layers" in text
 
 
@@ -143,7 +143,7 @@ def test_the_line_sets_variables_and_parallelism(capsys: pytest.CaptureFixture[s
     assert "--gpus" not in text
     assert "the file that --config names was not read" in text
     assert "--all2all-backend allgather_reducescatter, the default" in text
-    # What is set on the line comes before what the environment holds.
+    # A variable on the command line overrides the environment.
     environ = {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}
     assert (
         "selected (VLLM_USE_FLASHINFER_MOE_FP4=0)"
@@ -168,7 +168,7 @@ def test_secrets_and_terminal_codes_stay_out(capsys: pytest.CaptureFixture[str])
         assert "\x1b" not in text
 
 
-def test_json_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     environ = {"VLLM_NVFP4_MOE_BACKEND": "MARLIN"}
     code, text = answer(
         capsys, environ, sm="12.0", release="0.21.0", backend="MARLIN", ep=True, format="json"

@@ -1,4 +1,4 @@
-"""`moedoctor bench --backend`: wrong usage in one line, and the whole of it on a CPU with REFERENCE."""
+"""`moedoctor bench --backend`: wrong usage, and a complete run of REFERENCE on a CPU."""
 
 import json
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_reference_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, object]) -> list[moe_run.LayerTask]:
-    """Stand in for the children: what was asked for, and these rows as the answer."""
+    """Replace the children: record what they are asked for, and answer with these rows."""
     asked: list[moe_run.LayerTask] = []
 
     def answer(tasks: list[moe_run.LayerTask], *_: object, **__: object) -> list[dict[str, object]]:
@@ -123,7 +123,7 @@ def test_a_wrong_backend_gets_no_time_and_exit_code_1(
     assert expected in capsys.readouterr().out
 
 
-def test_what_turns_out_not_to_run_is_exit_code_2(
+def test_a_backend_that_cannot_run_gives_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured(monkeypatch, {"unavailable": "vLLM says: no"})

@@ -54,7 +54,7 @@ def test_the_json_is_a_report_with_every_policy_at_every_capacity(capsys: pytest
     assert cache["trace"]["made"]["seed"] == 0
 
 
-def test_capacities_policies_batch_and_scope_are_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_capacities_policies_batch_and_scope_are_used(capsys: pytest.CaptureFixture[str]) -> None:
     options = (
         "--capacity",
         "4,8",
@@ -125,7 +125,7 @@ def test_a_trace_file_is_replayed_and_its_text_cannot_format(
     assert "model" in out
 
 
-def test_calls_that_overflow_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_that_overflow_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "--trace", ZIPF, "--batch", "4", "--capacity", "2")
     assert "100% of calls" in out
     assert "no strict optimum" in out
@@ -165,7 +165,7 @@ def test_speed_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU and its measurement, both made up."""
+    """Replace the GPU and its measurement by made-up ones."""
     rows = [
         {"engine": "device", "batch": 1, "capacity": 4, "tokens_per_second": 50.0, "step_us": 2e4},
         {"engine": "pr37190", "batch": 1, "capacity": 4, "tokens_per_second": 20.0, "step_us": 5e4},

@@ -1,4 +1,4 @@
-"""`moedoctor check` from outside: exit codes, streams, files, time, and an environment left as it was."""
+"""`moedoctor check` as a command: exit codes, streams, files, time, and no changes to the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def moedoctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder that packages can be pretended in, by their metadata alone."""
+    """Return a folder for made-up packages that consist of metadata only."""
     folder = tmp_path / "site"
     folder.mkdir()
     return folder
@@ -41,7 +41,7 @@ def pretend(site: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_a_failure_that_can_strike_is_exit_1(site: Path) -> None:
+def test_a_failure_that_affects_the_machine_gives_exit_code_1(site: Path) -> None:
     pretend(site, "vllm", "0.18.0")
     pretend(site, "flashinfer-python", "0.6.6")
     ended = moedoctor("check", "--format", "json", PYTHONPATH=str(site))
@@ -49,11 +49,11 @@ def test_a_failure_that_can_strike_is_exit_1(site: Path) -> None:
     data = json.loads(ended.stdout)
     assert {"MD001", "MD009"} <= {finding["id"] for finding in data["findings"]}
     assert data["environment"]["vllm"] == "0.18.0"
-    # There is metadata and no package: upstream's collector fails, and that is a fact.
+    # There is metadata but no package, so upstream's collector fails and the report says so.
     assert "No module named" in data["environment"]["collectors"]["vllm"]["error"]
 
 
-def test_settings_of_the_real_environment_count(site: Path) -> None:
+def test_the_variables_of_the_process_are_judged(site: Path) -> None:
     pretend(site, "vllm", "0.33.0")
     ended = moedoctor("check", "--format", "json", PYTHONPATH=str(site), VLLM_USE_FLASHINFER_MOE_FP4="1")
     finding = next(finding for finding in json.loads(ended.stdout)["findings"] if finding["id"] == "MD010")

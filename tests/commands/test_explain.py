@@ -1,4 +1,4 @@
-"""`moedoctor explain`: every entry in every format, its evidence, and failures of other projects."""
+"""`moedoctor explain`: entries in every format, their evidence, and failures of other projects."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def evidence(folder: Path, machine: str, verdict: ClaimVerdict, reason: str | No
     (folder / machine / "run.json").write_text(JsonReporter().render(report))
 
 
-def test_claims_carry_what_each_machine_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_show_the_figures_of_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evidence(tmp_path, "nvidia-h200", ClaimVerdict.CONFIRMED, "100 % of the rows")
     evidence(tmp_path, "a-cpu", ClaimVerdict.UNTESTED, None)
     evidence(tmp_path, "baselines", ClaimVerdict.REFUTED, "never shown")
@@ -126,7 +126,7 @@ def test_claims_carry_what_each_machine_said(tmp_path: Path, monkeypatch: pytest
     }
 
 
-def test_a_report_that_cannot_be_read_is_told_and_left_out(
+def test_an_unreadable_report_is_named_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken").mkdir()
@@ -145,7 +145,7 @@ def test_a_failure_of_another_project_explains_itself() -> None:
 
 
 @pytest.mark.usefixtures("dying_plugin")
-def test_one_that_does_not_is_named_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_without_an_explanation_is_still_named(monkeypatch: pytest.MonkeyPatch) -> None:
     beside = catalogue.faults_beside({entry.name for entry in entries().values()})
     fault = next(fault for fault in beside if fault.id == "MD901")
     monkeypatch.setattr(type(fault), "explanation", None)

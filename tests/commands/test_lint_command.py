@@ -51,7 +51,7 @@ def test_text(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "1 kind of damage" in out
 
 
-def test_a_clean_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_clean_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lint_command(modelopt().write(tmp_path)) == 0
     assert "nothing wrong was found" in capsys.readouterr().out
 
@@ -86,7 +86,7 @@ def test_a_remark_alone_is_reported_and_gives_no_exit_code(
     assert lint_command(made.write(tmp_path), format) == 1
 
 
-def test_a_path_that_cannot_be_one(tmp_path: Path) -> None:
+def test_impossible_paths_are_refused(tmp_path: Path) -> None:
     made, long = modelopt(), "a" * 5000
     for name in [name for name in made.tensors if name.endswith("k_scale")]:
         del made.tensors[name]  # so that --fix has something to write
@@ -147,7 +147,7 @@ def test_wrong_options(tmp_path: Path) -> None:
 
 
 def fixed(made: Made, tmp_path: Path) -> tuple[set[str], set[str]]:
-    """The checks that fire before and after the corrected files have taken the place of the old ones."""
+    """Return the checks with findings before and after the corrected files replace the old ones."""
     folder, fix = made.write(tmp_path / "c"), tmp_path / "fix"
     before = {finding.check for finding in lint(folder).findings}
     unchanged = {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -159,7 +159,7 @@ def fixed(made: Made, tmp_path: Path) -> tuple[set[str], set[str]]:
     return before, {finding.check for finding in lint(folder).findings}
 
 
-def test_fix_takes_out_a_kv_cache_without_scales(tmp_path: Path) -> None:
+def test_fix_removes_a_kv_cache_without_scales(tmp_path: Path) -> None:
     made = modelopt()
     for name in [name for name in made.tensors if name.endswith(("k_scale", "v_scale"))]:
         del made.tensors[name]
@@ -203,7 +203,7 @@ def test_fix_keeps_half_a_character_as_json_writes_it(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "fix" / "config.json").read_text("utf-8"))["producer"] == "\ud800 é"
 
 
-def test_fix_writes_nothing_where_only_tensors_are_wrong(
+def test_fix_writes_nothing_if_only_tensors_are_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = broken().write(tmp_path / "c")
@@ -253,7 +253,7 @@ print(result.tensors, result.shards, int(status.partition("VmHWM:")[2].split()[0
 
 
 def megabytes_of(folder: Path) -> int:
-    """The most memory that a lint of `folder` takes, the interpreter's own included; it may be refused."""
+    """Return the peak memory of a lint of `folder` with the interpreter's own; lint may refuse it."""
     command = [sys.executable, "-c", PROBE_MEMORY, str(folder)]
     return int(subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout)
 
@@ -276,7 +276,7 @@ def test_a_large_tensor_of_block_scales_is_never_held_as_a_whole(tmp_path: Path)
     header = json.dumps({"model.layers.0.mlp.experts.0.up_proj.weight_scale": entry}).encode()
     with open(folder / "model.safetensors", "wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + size)  # zeros, without their disk space
+        file.truncate(8 + len(header) + size)  # a sparse file of zeros
     assert lint(folder).block_scales_seen == 1
     assert megabytes_of(folder) < 200
 
@@ -305,5 +305,5 @@ def test_sixty_shards_of_200_000_tensors(tmp_path: Path) -> None:
     assert shards == 60
     assert tensors >= 199_000
     assert megabytes < 500
-    # Processor time, which others on the machine do not lengthen as they do the wall clock.
+    # Processor time, because other programs on the machine hardly change it.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20

@@ -1,4 +1,4 @@
-"""`moedoctor list`: the whole catalogue, ours without loading it, others' too."""
+"""`moedoctor list`: the whole catalogue and other projects' failures; our faults are not loaded."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("dying_plugin")
-def test_failures_of_other_projects_are_listed_behind_ours() -> None:
+def test_failures_of_other_projects_are_listed_after_ours() -> None:
     behind = {row.id: row for row in list_rows() if row.id not in entries()}
-    assert set(behind) == {"MD901", "PARITY"}  # what is ours and no known failure stands there as well
+    assert set(behind) == {"MD901", "PARITY"}  # our scenario that is not a known failure is listed there too
     assert behind["MD901"].scenario is True
     assert [row.id for row in list_rows()][: len(entries())] == sorted(entries())
 

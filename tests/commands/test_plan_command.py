@@ -32,7 +32,7 @@ def test_other_formats_and_a_file(format, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_context_that_does_not_fit_is_1(capsys):
+def test_a_context_that_does_not_fit_gives_exit_code_1(capsys):
     assert main([*ISSUE, "--available-kv", "0.5"]) == 1
     assert "not one request of 262144 tokens fits" in capsys.readouterr().out
 
@@ -53,7 +53,7 @@ def model_folder(folder, files, **config):
 
 
 def planned(folder, capsys, **options):
-    """(inputs, plan) of the command without a --scheme."""
+    """Run the command without --scheme and return (inputs, plan)."""
     assert plan_command(str(folder), gpu_memory=1, context=16, format="json", **options) == 0
     document = json.loads(capsys.readouterr().out)
     return document["inputs"], document["plan"]
@@ -67,7 +67,7 @@ def test_a_checkpoints_own_size_is_taken(tmp_path, capsys):
     assert found["expert_bytes"] + found["other_bytes"] == SIZE
 
 
-def test_weights_that_lie_there_twice_count_once(tmp_path, capsys):
+def test_weights_stored_twice_are_counted_once(tmp_path, capsys):
     model_folder(tmp_path, {"model.safetensors": SIZE, "consolidated.safetensors": SIZE})
     assert planned(tmp_path, capsys)[0]["checkpoint_bytes"] == SIZE
 
@@ -77,14 +77,14 @@ def index(folder, *shards):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
 
-def test_the_shards_of_the_index_count(tmp_path, capsys):
+def test_only_the_shards_of_the_index_are_counted(tmp_path, capsys):
     files = {"model-1.safetensors": SIZE // 2, "model-2.safetensors": SIZE // 2, "x.safetensors": SIZE}
     model_folder(tmp_path, files)
     index(tmp_path, "model-1.safetensors", "model-2.safetensors", "model-1.safetensors")
     assert planned(tmp_path, capsys)[0]["checkpoint_bytes"] == SIZE
 
 
-def test_shards_that_are_not_there(tmp_path, capsys):
+def test_missing_shards(tmp_path, capsys):
     model_folder(tmp_path, {"model-1.safetensors": SIZE})
     index(tmp_path, "model-1.safetensors", "model-2.safetensors")
     with pytest.raises(InputError, match=r"1 of 2 shards are missing, the first is 'model-2\.safetensors'"):
@@ -150,7 +150,7 @@ DECLARED = [
 
 
 @pytest.mark.parametrize(("declared", "scheme"), DECLARED)
-def test_the_scheme_is_the_configs_where_none_is_given(declared, scheme, tmp_path, capsys):
+def test_without_an_option_the_scheme_comes_from_the_config(declared, scheme, tmp_path, capsys):
     config = {} if declared is None else {"quantization_config": declared}
     model_folder(tmp_path, {}, **config)
     assert planned(tmp_path, capsys)[0]["scheme"] == scheme
@@ -158,7 +158,7 @@ def test_the_scheme_is_the_configs_where_none_is_given(declared, scheme, tmp_pat
     assert planned(tmp_path, capsys, scheme="mxfp4")[0]["scheme"] == "mxfp4", "an explicit one stands"
 
 
-def test_the_scheme_is_modelopts_own_files_where_the_config_says_nothing(tmp_path, capsys):
+def test_without_a_scheme_in_the_config_modelopts_file_decides(tmp_path, capsys):
     model_folder(tmp_path, {})
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     inputs, found = planned(tmp_path, capsys)
@@ -188,7 +188,7 @@ def test_a_preset_is_planned_in_nvfp4(capsys):
         ("fp8", "its quantisation is no object; give --scheme"),
     ],
 )
-def test_a_scheme_that_cannot_be_told_is_one_line(declared, message, tmp_path):
+def test_an_unknown_scheme_is_refused_in_one_line(declared, message, tmp_path):
     model_folder(tmp_path, {}, quantization_config=declared)
     with pytest.raises(InputError) as raised:
         plan_command(str(tmp_path), gpu_memory=1, context=16)
@@ -197,7 +197,7 @@ def test_a_scheme_that_cannot_be_told_is_one_line(declared, message, tmp_path):
 
 
 @pytest.mark.parametrize(("size", "scheme"), [(SIZE, "nvfp4"), (80_000, "bf16")])
-def test_files_that_contradict_the_scheme_are_one_line(size, scheme, tmp_path, capsys):
+def test_files_that_contradict_the_scheme_are_refused_in_one_line(size, scheme, tmp_path, capsys):
     model_folder(tmp_path, {"model.safetensors": size})
     command = ["plan", "--model", str(tmp_path), "--gpu-memory", "1", "--context", "16", "--scheme", scheme]
     assert main(command) == 2
@@ -226,14 +226,14 @@ def test_files_that_contradict_the_scheme_are_one_line(size, scheme, tmp_path, c
         ),
     ],
 )
-def test_bad_input_is_one_line_and_2(arguments, message, capsys):
+def test_bad_input_gives_one_line_and_exit_code_2(arguments, message, capsys):
     assert main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_a_malformed_config_is_one_line_and_2(tmp_path, capsys):
+def test_a_malformed_config_gives_one_line_and_exit_code_2(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 0}')
     assert main(["plan", "--model", str(tmp_path), "--gpu-memory", "8"]) == 2
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The twenty entries: all there, each whole, and honest about what moedoctor and upstream have."""
+"""The twenty entries are complete, and what they name exists in moedoctor and upstream."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def words(entry: Entry) -> str:
     return "\n".join((entry.mechanism, entry.affected, entry.detection, entry.fix, entry.fixed, *texts))
 
 
-def test_the_catalogue_is_whole_and_in_order() -> None:
+def test_the_catalogue_is_complete_and_in_order() -> None:
     assert list(entries()) == [f"MD{number:03}" for number in range(1, 21)]
     scenarios = {file.stem for file in builtin_folder().glob("*.yaml")}
     assert {entry.name for entry in entries().values()} == scenarios - {"backend_parity"}
 
 
-def test_a_title_is_written_in_its_entry_and_in_the_table_of_the_readme_alone() -> None:
+def test_a_title_is_only_in_its_entry_and_in_the_table_of_the_readme() -> None:
     files = [*ROOT.glob("moedoctor/**/*.py"), *ROOT.glob("scenarios/**/*.yaml"), *ROOT.glob("docs/*.md")]
-    # The first line of a fault's module may quote it.
+    # The first line of a fault's module may quote the title.
     texts = {file: file.read_text(encoding="utf-8").partition("\n")[2] for file in files}
     rows = [row for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if row[:1] == "|"]
     for entry in entries().values():
@@ -102,7 +102,7 @@ def test_rules_name_packages_and_releases_that_exist(entry: Entry, rule: Rule) -
 
 
 @ENTRIES
-def test_notes_come_last_because_the_first_rule_that_fits_speaks(entry: Entry) -> None:
+def test_notes_come_last_because_the_first_matching_rule_wins(entry: Entry) -> None:
     severities = [rule.severity for rule in entry.affects]
     assert severities == sorted(severities, key=lambda severity: severity == "note")
 
@@ -119,7 +119,7 @@ def test_an_entry_is_found_by_id_and_name(text: str) -> None:
     assert entry.id == "MD004"
 
 
-def test_what_is_no_entry_is_not_found() -> None:
+def test_an_unknown_entry_is_not_found() -> None:
     assert find_entry("MD021") is None
     assert find_entry("") is None
 

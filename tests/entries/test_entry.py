@@ -1,4 +1,4 @@
-"""An entry file is read whole, or refused with the line that is wrong."""
+"""An entry file is read completely, or refused with the number of the wrong line."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_whole_entry_is_read() -> None:
     assert rule.next == "look twice"
 
 
-def test_a_rule_can_say_what_to_do_on_its_machines() -> None:
+def test_a_rule_can_have_its_own_next_step() -> None:
     entry = parse_entry(WHOLE.replace("    why: because\n", "    why: because\n    next: do this\n"))
     assert (entry.next, entry.affects[0].next) == ("look twice", "do this")
 
@@ -106,7 +106,7 @@ PACKAGES = '      packages: {vllm: ">=0.17.1,<0.20.0", vllm-gguf-plugin: ">=0"}\
         ("/1 the report", "/1", 31, "expected '- https://… what is there'"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(old: str, new: str, line: int, message: str) -> None:
+def test_an_error_has_its_line(old: str, new: str, line: int, message: str) -> None:
     assert old in WHOLE
     with pytest.raises(TextFileError) as refused:
         parse_entry(WHOLE.replace(old, new, 1))
@@ -114,7 +114,7 @@ def test_what_is_wrong_is_named_with_its_line(old: str, new: str, line: int, mes
     assert refused.value.line == line
 
 
-def test_a_file_is_called_by_its_id(tmp_path: Path) -> None:
+def test_a_file_must_have_the_name_of_its_id(tmp_path: Path) -> None:
     right, wrong = tmp_path / "MD901.md", tmp_path / "MD902.md"
     for file in (right, wrong):
         file.write_text(WHOLE)
@@ -124,7 +124,7 @@ def test_a_file_is_called_by_its_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"---\n\x00", WHOLE.encode() + b"\x1b[31m"])
-def test_what_is_no_text_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "MD901.md"
     file.write_bytes(data)
     with pytest.raises(EntryError, match=r"entries/MD901.md:\d+: "):

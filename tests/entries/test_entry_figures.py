@@ -1,4 +1,4 @@
-"""The figures in catalogue entries and in docs are those of stored reports."""
+"""The figures in catalogue entries and in docs agree with the stored reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def document(path: str) -> str:
 
 
 def evidence(report: str, id: str, subject: str, **parameters: Any) -> list[Mapping[str, Any]]:
-    """Of the cases of one subject with these parameters that ran, in the order of the report."""
+    """Return the evidence of a subject's cases that ran with these parameters, in the report's order."""
     document = json.loads((REPORTS / report).read_text(encoding="utf-8"))
     (scenario,) = (scenario for scenario in document["scenarios"] if scenario["id"] == id)
     figures = [
@@ -41,7 +41,7 @@ def evidence(report: str, id: str, subject: str, **parameters: Any) -> list[Mapp
 
 
 def claim(report: str, id: str, start: str) -> tuple[str, Mapping[str, Any]]:
-    """Verdict and evidence of the one claim whose text begins so."""
+    """Return the verdict and the evidence of the claim whose text starts with `start`."""
     stored = json.loads((REPORTS / "nvidia-h200" / report).read_text(encoding="utf-8"))
     (scenario,) = (scenario for scenario in stored["scenarios"] if scenario["id"] == id)
     (result,) = (claim for claim in scenario["claims"] if claim["text"].startswith(start))
@@ -53,7 +53,7 @@ def percent(share: float, sign: str = "") -> str:
 
 
 def test_md001_trace() -> None:
-    """Judged as it would be today: that report has one claim for both models."""
+    """The report has one claim for both models, so each model is judged here as the claims are today."""
     text = entry("MD001")
     _, figures = claim("nan_overhead.json", "MD001", "The NaN trace costs at most 5 % of a decode step")
     rows = {row["model"]: row for row in figures["rows"]}
@@ -84,7 +84,7 @@ def test_md001_trace() -> None:
 
 
 def test_md005() -> None:
-    """The releases of torch on both sides of the one that traces it."""
+    """torch 2.11 and 2.12 fail, and 2.13 compiles."""
     text = entry("MD005")
     name = "releases/untraceable_offload_torch_2.12.1"
     assert f"`reports/{name}.md`" in text

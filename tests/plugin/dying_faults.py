@@ -40,7 +40,7 @@ def _segfault() -> None:
 
 
 def _abort_after_cuda_message() -> None:
-    # What CUDA's runtime does where an error surfaces in a destructor.
+    # CUDA's runtime ends like this if a destructor raises an error.
     _say("terminate called after throwing an instance of 'c10::AcceleratorError'")
     _say("  what():  CUDA error: device-side assert triggered")
     os.abort()
@@ -108,10 +108,10 @@ class DyingParameters(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     faulty: str = "answers"
-    """What the control does."""
+    """The behaviour of the control."""
     fixed: str = "answers"
     third: str = "answers"
-    """What a subject of another project's kind does."""
+    """The behaviour of another project's subject."""
     symptom_faulty: bool = True
     symptom_fixed: bool = False
     absent: bool = False
@@ -175,7 +175,7 @@ class Dying(Fault):
 
 
 class Third(SubjectProvider):
-    """A kind of subject that another project brings."""
+    """A subject provider of another project."""
 
     kind = "third"
 

@@ -26,13 +26,13 @@ def _write_anywhere(address):
 
 
 def illegal_memory_access() -> None:
-    """A store far outside of every allocation."""
+    """Store far outside of every allocation."""
     _write_anywhere[(1,)](0x7F0000000000)
     torch.cuda.synchronize()
 
 
 def illegal_instruction() -> None:
-    """A kernel whose machine code is overwritten with what is no instruction."""
+    """Run a kernel whose machine code is overwritten with an invalid instruction."""
     major, minor = torch.cuda.get_device_capability()
     image = bytearray(_cubin(f"sm_{major}{minor}"))
     start, size = _code_section(image)
@@ -41,13 +41,13 @@ def illegal_instruction() -> None:
 
 
 def device_assert() -> None:
-    """An index out of range, which torch's own kernel asserts against."""
+    """Index out of range, which a device-side assertion of torch catches."""
     torch.zeros(3, device="cuda")[torch.tensor([10], device="cuda")]
     torch.cuda.synchronize()
 
 
 def no_kernel_image() -> None:
-    """A cubin of another architecture, given to the driver."""
+    """Load a cubin of another architecture."""
     _load_and_launch(_cubin("sm_120"))
 
 
@@ -62,7 +62,7 @@ def _cubin(target: str) -> bytes:
 
 
 def _code_section(image: bytes) -> tuple[int, int]:
-    """(offset, size) of the section ``.text.nothing`` of an ELF file."""
+    """Return (offset, size) of the section ``.text.nothing`` of an ELF file."""
     (table,) = struct.unpack_from("<Q", image, 0x28)
     entry, count, names = struct.unpack_from("<HHH", image, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", image, table + index * entry) for index in range(count)]
@@ -90,5 +90,5 @@ def _check(driver: ctypes.CDLL, error: int) -> None:
 
 
 def after_all() -> None:
-    """Shows that this process has a sound context."""
+    """Show that the context of this process works."""
     assert int(torch.ones(1000, device="cuda").sum()) == 1000

@@ -1,4 +1,4 @@
-"""A module in a child process: its answers, or one line for every way of not giving one."""
+"""A module in a child process: its answers, or an error of one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_answer_comes_back_whatever_is_printed_beside_it(child: Path) -> Non
     assert found == {"a": [1, "nan"], "request": {"x": [1]}, "set": "yes", "path": "ü"}
 
 
-def test_answers_that_were_written_before_a_death_are_there(child: Path) -> None:
+def test_answers_written_before_a_crash_are_returned(child: Path) -> None:
     child.write_text(
         PRELUDE + "def count(request):\n    yield 1\n    yield 2\n    os.abort()\nanswer(count)\n"
     )
@@ -57,7 +57,7 @@ def test_answers_that_were_written_before_a_death_are_there(child: Path) -> None
         ("open(sys.argv[1] + '/answers', 'w').write('{')", "its answer is not one JSON object"),
     ],
 )
-def test_every_other_end_is_one_line(child: Path, body: str, message: str) -> None:
+def test_every_failure_gives_one_line(child: Path, body: str, message: str) -> None:
     child.write_text(PRELUDE + body)
     with pytest.raises(ChildError) as failed:
         ask("child_module", seconds=30)
@@ -65,7 +65,7 @@ def test_every_other_end_is_one_line(child: Path, body: str, message: str) -> No
     assert "\n" not in str(failed.value)
 
 
-def test_a_module_that_is_not_there() -> None:
+def test_a_missing_module() -> None:
     with pytest.raises(ChildError, match="No module named no_such_module"):
         ask("no_such_module", seconds=30)
 
@@ -104,7 +104,7 @@ def test_a_child_does_not_outlive_its_parent(child: Path, tmp_path: Path) -> Non
 
 
 def running(pid: int) -> bool:
-    """Whether the process is there after a second, and not merely unburied."""
+    """Return whether the process still runs after a second; a zombie does not count."""
     deadline = time.monotonic() + 1
     while time.monotonic() < deadline:
         try:

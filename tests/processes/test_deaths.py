@@ -1,4 +1,4 @@
-"""Text of CUDA, exit statuses and secrets in stderr."""
+"""Crashes are classified by CUDA's messages and exit statuses; secrets in stderr are masked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_text_of_cuda_is_classified(text: str, death: Death | None) -> None:
     assert deaths.classify(text) is death
 
 
-def test_a_signal_that_has_no_name() -> None:
+def test_a_signal_without_a_name() -> None:
     assert deaths.from_exit(-63, "").message == "killed by signal 63"
 
 
@@ -38,7 +38,7 @@ def test_a_kill_by_the_kernel_is_explained() -> None:
     assert "memory runs out" in deaths.from_exit(-9, "").message
 
 
-def test_stderr_decides_before_the_signal() -> None:
+def test_stderr_is_more_specific_than_the_signal() -> None:
     ended = deaths.from_exit(-6, "noise\nCUDA error: device-side assert triggered\nmore noise\n")
     assert (ended.death, ended.message) == (Death.DEVICE_ASSERT, "CUDA error: device-side assert triggered")
 

@@ -1,4 +1,4 @@
-"""Every way in which a child can end, provoked for real."""
+"""Every way in which a child process can end, with real processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def crash(way: str, timeout: float = 60.0) -> Crash:
         ("exit_status", Death.SILENT, "exit status 7", ""),
     ],
 )
-def test_each_way_to_die_is_recognized(way: str, death: Death, message: str, last_words: str) -> None:
+def test_each_kind_of_crash_is_classified(way: str, death: Death, message: str, last_words: str) -> None:
     ended = crash(way)
     assert ended.death is death
     assert message in ended.message
@@ -77,7 +77,7 @@ def test_a_child_that_ignores_sigterm_is_killed_at_its_time_limit() -> None:
     assert time.monotonic() - started < 20
 
 
-def test_what_a_child_started_dies_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_started_by_a_child_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     crash("hang_with_grandchild", timeout=1.0)
     assert _still_running(tmp_path) == set()
@@ -87,7 +87,7 @@ def test_a_skip_raised_in_the_child_is_a_skip() -> None:
     assert outcome("skip") == Skip("no such thing here")
 
 
-def test_one_death_does_not_touch_the_next_case() -> None:
+def test_a_crash_does_not_affect_the_next_case() -> None:
     ways = ["answers", "signal", "answers", "device_assert", "silent", "answers"]
     ended = run_jobs([job(way) for way in ways], parallel=2)
     assert [child.index for child in ended] == list(range(len(ways)))
@@ -126,7 +126,7 @@ def test_interrupt_kills_the_children_and_keeps_what_finished(
 
 
 @pytest.mark.gpu
-def test_real_cuda_faults_are_told_apart_and_do_not_touch_the_next_case() -> None:
+def test_real_cuda_faults_are_classified_and_do_not_affect_the_next_case() -> None:
     deaths = {
         "gpu_illegal_memory_access": Death.ILLEGAL_MEMORY_ACCESS,
         "gpu_illegal_instruction": Death.ILLEGAL_INSTRUCTION,
@@ -144,7 +144,7 @@ def test_real_cuda_faults_are_told_apart_and_do_not_touch_the_next_case() -> Non
 
 
 def _still_running(folder: Path) -> set[int]:
-    """Living processes of a run whose temporary files are in `folder`: their stderr is one of these."""
+    """Return the processes whose stderr is a file in `folder`, the temporary folder of a run."""
     deadline = time.monotonic() + 5
     while True:
         living = set()

@@ -105,7 +105,7 @@ OWN_CLOCK = {
         (False, "alone), NOT within 2 % of kernel and gap;"),
     ],
 )
-def test_the_harness_is_held_against_the_gpus_own_clock(within: bool, verdict: str) -> None:
+def test_the_harness_is_compared_with_the_gpus_own_clock(within: bool, verdict: str) -> None:
     text = render(dataclasses.replace(BENCH, harness={**OWN_CLOCK, "within_limit": within}), "table")
     assert "a kernel of 20.30 µs by the GPU's own clock, 21.20 µs with what the GPU puts between two" in text
     assert (
@@ -121,7 +121,7 @@ UNTRUSTED = {
 }  # fmt: skip
 
 
-def test_a_comparison_that_is_not_to_be_trusted_is_not_the_backends_fault() -> None:
+def test_a_comparison_that_missed_a_control_is_a_failure_but_not_of_the_backend() -> None:
     bench = dataclasses.replace(BENCH, rows=(UNTRUSTED, {**AWAY, "failed": "x"}), exit_code=1)
     text = render(bench, "table")
     assert "8 tokens: NOT TRUSTED, so not timed: the comparison did not notice stale_row" in text
@@ -131,14 +131,14 @@ def test_a_comparison_that_is_not_to_be_trusted_is_not_the_backends_fault() -> N
     assert render(from_dict(json.loads(render(bench, "json"))), "table") == text
 
 
-def test_what_was_wrong_has_no_time() -> None:
+def test_a_wrong_backend_has_no_time() -> None:
     text = render(dataclasses.replace(BENCH, rows=(WRONG,)), "table")
     assert "MARLIN nvfp4, 8 tokens: WRONG, so not timed: cosine 0.1" in text
     assert "µs" not in text.split("Roofline")[0]
 
 
 @pytest.mark.parametrize("format", ["table", "markdown"])
-def test_a_column_that_holds_nothing_is_left_out(format: str) -> None:
+def test_an_empty_column_is_left_out(format: str) -> None:
     row = {key: value for key, value in TIMED.items() if key not in ("workspace_bytes", "warm_us")}
     text = render(dataclasses.replace(BENCH, rows=(row,)), format)
     assert "workspace" not in text
@@ -175,14 +175,14 @@ def test_the_plot_holds_a_line_for_each_backend_and_is_the_same_each_time(tmp_pa
     assert "MARLIN nvfp4" in first.read_text()
 
 
-def test_a_time_of_nothing_is_left_out_of_the_plot(tmp_path: Path) -> None:
+def test_a_time_of_zero_is_left_out_of_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     zero = {**TIMED, "tokens": 64, "time_us_p20": 0.0}
     draw(dataclasses.replace(BENCH, rows=(TIMED, zero)), "m|1", tmp_path / "a.svg")
     assert "MARLIN nvfp4" in (tmp_path / "a.svg").read_text()
 
 
-def test_nothing_timed_draws_nothing(tmp_path: Path) -> None:
+def test_without_times_nothing_is_drawn(tmp_path: Path) -> None:
     bench = dataclasses.replace(BENCH, rows=(WRONG,))
     assert drawable(bench) == []
     draw(bench, "m|1", tmp_path / "a.svg")

@@ -1,4 +1,4 @@
-"""The report of `bench --cache`: JSON that reads back, charts, and what the page says."""
+"""The report of `bench --cache`: JSON that reads back, charts, and the page."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_summary_names_the_best_causal_policy_and_the_bound() -> None:
     assert f"{best:.1%} of at most {rates['belady', 8]:.1%}" in summary_line(BENCH)
 
 
-def test_wrong_calls_would_be_said() -> None:
+def test_wrong_calls_are_shown() -> None:
     point = BENCH.points[0]
     wrong = replace(BENCH, points=(replace(point, stats=replace(point.stats, wrong=3)),))
     assert "WRONG: 3 calls" in to_text(bench_page(wrong))

@@ -77,7 +77,7 @@ def test_every_failure_is_on_the_page_and_the_counts_come_last(result: CheckResu
         assert f"{finding.id} {finding.name}" in text
 
 
-def test_the_page_says_why_what_was_seen_and_what_next() -> None:
+def test_a_finding_shows_its_reason_evidence_and_next_step() -> None:
     text = to_text(check_page(CheckResult(environment={}, findings=(finding(),))))
     for line in ("why:   why it is so", "needs: a flag", "next:  do this"):
         assert f"            {line}\n" in text
@@ -86,7 +86,7 @@ def test_the_page_says_why_what_was_seen_and_what_next() -> None:
     assert "needs" not in to_text(check_page(CheckResult(environment={}, findings=(finding(needs=None),))))
 
 
-def test_text_from_the_machine_does_not_format() -> None:
+def test_text_from_the_machine_is_escaped() -> None:
     evil = "a | b\nc <img src=x> @someone `code` **bold** \x1b[31m"
     problem = Problem(what=evil, severity="error", why=evil, evidence={"error": evil}, next_step=evil)
     note = finding(id="MD014", severity="note", needs=evil, why=evil)
@@ -104,7 +104,7 @@ def test_text_from_the_machine_does_not_format() -> None:
     assert "\x1b" not in to_text(check_page(result))
 
 
-def test_nothing_found_is_said_in_few_words() -> None:
+def test_a_page_without_findings_is_short() -> None:
     clean = check(sources({"torch": "2.13.0"}), probes())
     text = to_text(check_page(clean))
     assert "Known failures" not in text

@@ -17,7 +17,7 @@ COMMAND = re.compile(r"::(error|warning|notice) ([^:]*)::(.*)")
 
 
 def _commands(report: Report) -> list[tuple[str, dict[str, str], str]]:
-    """The commands as the runner reads them: level, properties and message, unescaped."""
+    """Return the commands as GitHub's runner reads them: level, properties and message, unescaped."""
     *lines, last = GithubReporter().render(report).splitlines()
     assert last == summary_line(report)
     commands = []
@@ -52,7 +52,7 @@ def test_each_verdict_has_its_level(verdict: str, level: str) -> None:
     assert _commands(report(result)) == [(level, place, f"{result.title}\nwhy: 5 %, or so")]
 
 
-def test_a_proof_is_no_annotation() -> None:
+def test_a_proved_scenario_has_no_annotation() -> None:
     assert GithubReporter().render(report(scenario())) == summary_line(report(scenario())) + "\n"
 
 

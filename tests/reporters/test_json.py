@@ -1,4 +1,4 @@
-"""The report for machines."""
+"""The report as JSON, and its schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moedoctor.results import CaseVerdict, ClaimVerdict, Report, ScenarioVerdict
 
 
 @given(reports)
-def test_it_is_strict_json_that_fits_the_schema_and_reads_back(report: Report) -> None:
+def test_a_report_is_strict_json_fits_the_schema_and_reads_back(report: Report) -> None:
     text = JsonReporter().render(report)
     data = json.loads(text, parse_constant=_no_json)
     jsonschema.validate(data, report_schema(), jsonschema.Draft202012Validator)
@@ -53,7 +53,7 @@ def test_the_schema_is_shipped_beside_the_reporter() -> None:
     assert text == json.dumps(report_schema(), indent=2) + "\n"
 
 
-def test_what_a_terminal_acts_on_is_escaped() -> None:
+def test_terminal_escapes_are_escaped() -> None:
     text = document_to_json({"text": "\x1b[31m\x9b2J\u202egnp\u2028 µs 漢字"})
     assert "\\u001b[31m\\u009b2J\\u202egnp\\u2028 µs 漢字" in text
     assert json.loads(text)["text"] == "\x1b[31m\x9b2J\u202egnp\u2028 µs 漢字"

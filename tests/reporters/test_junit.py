@@ -19,7 +19,7 @@ def _root(report: Report) -> ET.Element:
 
 
 def _outcomes(result: ScenarioResult) -> dict[str, str]:
-    """Test name without parameters -> outcome, empty where it passes."""
+    """Return the outcome by test name without parameters; a test that passes has an empty one."""
     tests = _root(report(result)).iter("testcase")
     results = {}
     for test in tests:
@@ -29,7 +29,7 @@ def _outcomes(result: ScenarioResult) -> dict[str, str]:
     return results
 
 
-def test_one_suite_a_scenario_and_one_test_a_case() -> None:
+def test_a_scenario_is_a_suite_and_a_case_is_a_test() -> None:
     root = _root(full_report())
     suites = list(root)
     assert [suite.get("name") for suite in suites] == [
@@ -47,13 +47,13 @@ def test_one_suite_a_scenario_and_one_test_a_case() -> None:
     assert first.findtext("system-out") == 'reproduced: 13 of 128 rows\n{"rows": 13}'
 
 
-def test_times_are_those_of_the_cases() -> None:
+def test_times_come_from_the_cases() -> None:
     root = _root(report(scenario()))
     assert [test.get("time") for test in root.iter("testcase")] == ["0.500", "0.250"]
     assert (root.get("time"), root[0].get("time")) == ("0.750", "0.750")
 
 
-def test_what_behaved_as_expected_passes() -> None:
+def test_cases_with_the_expected_verdict_pass() -> None:
     outcomes = _outcomes(
         scenario(
             "proved",
@@ -81,7 +81,9 @@ def test_what_behaved_as_expected_passes() -> None:
         ("error", crashed("vllm@0.19.1"), "vllm@0.19.1/kernel/cuda:0", "error"),
     ],
 )
-def test_what_did_not(verdict: str, member: object, name: str, outcome: str) -> None:
+def test_cases_with_another_verdict_do_not_pass(
+    verdict: str, member: object, name: str, outcome: str
+) -> None:
     assert _outcomes(scenario(verdict, member)) == {name: outcome}  # type: ignore[arg-type]
 
 
@@ -97,7 +99,7 @@ def test_a_verdict_that_no_case_shows_has_a_test_of_its_own(verdict: str, outcom
     assert test[0].get("message") == "vllm@0.20.0 was reproduced, expected clean"
 
 
-def test_a_death_has_its_kind_message_and_last_words() -> None:
+def test_a_crash_has_its_kind_its_message_and_the_end_of_stderr() -> None:
     error = _root(report(scenario("error", crashed("installed")))).find(".//error")
     assert error is not None
     message = "CUDA error: an illegal memory access was encountered"
@@ -148,7 +150,7 @@ def test_regressions_fail() -> None:
 
 
 @given(reports)
-def test_counts_are_those_of_the_tests(report: Report) -> None:
+def test_the_counts_match_the_tests(report: Report) -> None:
     root = _root(report)
     for element in (root, *root):
         for attribute, tag in (

@@ -22,7 +22,7 @@ def _render(report: Report) -> str:
 
 
 def _shown(markdown: str) -> list[str]:
-    """The text of each block, as a reader sees it; anything but text and our own line breaks is marked."""
+    """Return the text of each block as a reader sees it; markup appears as `<type>`."""
     blocks = []
     for token in PARSER.parse(markdown):
         if token.type == "inline":
@@ -39,7 +39,7 @@ def _shown(markdown: str) -> list[str]:
 
 
 def _tables(markdown: str) -> list[list[str]]:
-    """The cells of each table, row after row."""
+    """Return the cells of each table, row after row."""
     tables: list[list[str]] = []
     tokens = PARSER.parse(markdown)
     for index, token in enumerate(tokens):
@@ -65,7 +65,7 @@ def test_escaped_text_is_shown_as_it_is(text: str) -> None:
     "text",
     ["# a", "- a", "+ a", "1. a", "12) a", "---", "> a", "* a", "| a", "<b>a</b>", "~~a~~", "&amp; &#42;"],
 )
-def test_text_starts_no_block(text: str) -> None:
+def test_escaped_text_cannot_start_a_block(text: str) -> None:
     assert _shown(escape(text)) == [text]
     assert [token.type for token in PARSER.parse(escape(text))] == [
         "paragraph_open",
@@ -159,7 +159,7 @@ def test_nothing_in_a_report_is_markup() -> None:
     assert len(_tables(text)[1]) == 3 * 4
 
 
-def test_a_death_is_quoted_and_cannot_leave_its_quotation() -> None:
+def test_stderr_of_a_crash_cannot_end_its_code_block() -> None:
     evidence = {
         "death": "silent",
         "message": "gone",

@@ -1,4 +1,4 @@
-"""Every kind of block, in Markdown and at a terminal: readable, and nothing in it acts as markup."""
+"""Every kind of block in Markdown and at a terminal: readable, and its text is never markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures: valid SVG, the same for the same data, every line named, a helpful error without libraries."""
+"""Pictures are valid SVG, reproducible and labelled; a missing library gives a helpful error."""
 
 from __future__ import annotations
 

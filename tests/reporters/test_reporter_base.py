@@ -1,4 +1,4 @@
-"""What every format owes: it is found by its name, reads back the same, and bears any report."""
+"""What all formats have in common: they are found by name and can show any report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_report_from_a_file_reads_as_the_one_in_memory(name: str) -> None:
 
 
 @given(reports)
-def test_every_format_bears_any_report(report: Report) -> None:
+def test_every_format_can_show_any_report(report: Report) -> None:
     for reporter in OURS.values():
         text = reporter.render(report)
         assert text.endswith("\n")

@@ -1,4 +1,4 @@
-"""The page of a run: cases arranged for reading, and deaths."""
+"""The page of a run: the table of cases, and crashes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moedoctor.results import CaseResult
 
 
 def rows(*members: CaseResult) -> list[tuple[str, str, str, str]]:
-    """The rows of the table of cases as text."""
+    """Return the rows of the table of cases as text."""
     page = run_page(report(scenario("proved", *members)), full=False)
     (table,) = (block for block in page if isinstance(block, Table))
     return [tuple(cell.text if isinstance(cell, Span) else cell for cell in row) for row in table.rows]  # type: ignore[misc]
@@ -67,7 +67,7 @@ def test_no_case_is_lost(members: list[CaseResult]) -> None:
     assert shown == Counter(member.verdict.value for member in members)
 
 
-def test_equal_deaths_appear_once() -> None:
+def test_equal_crashes_appear_once() -> None:
     other = case("fixed", "error", evidence={"death": "hang", "message": "no answer within 60 s"})
     notes = crash_notes(
         [crashed("installed", POINTS[0]), crashed("installed", POINTS[1]), other, case("faulty", "clean")]

@@ -28,7 +28,7 @@ def test_lines_fit_and_verdicts_stay_whole(width: int) -> None:
     assert max(cell_len(line) for line in lines[:-1]) <= width
     assert not any(line.endswith(" ") for line in lines)
     found = "\n".join(lines[:-1]).split()
-    # One row for the four skips, and `error` once more in the heading.
+    # The four skips share a row, and the heading has one more `error`.
     assert [found.count(word) for word in ("reproduced", "clean", "skipped")] == [8, 6, 1]
     assert found.count("error") == 1 + 1
     for word in ("confirmed", "refuted", "untested", "absent"):
@@ -118,7 +118,7 @@ def test_cases_without_varying_parameters_take_one_line_each() -> None:
     assert re.search(r"^fixed · model +clean +0 of 128 rows$", text, re.M)
 
 
-def test_a_death_is_shown_under_the_table() -> None:
+def test_a_crash_is_shown_below_the_table() -> None:
     cases = [case("faulty", "reproduced"), crashed("installed", POINTS[0]), crashed("installed", POINTS[1])]
     text = _render(report(scenario("error", *cases)), 200)
     death = text[text.index("Died: ") :]
@@ -130,7 +130,7 @@ def test_a_death_is_shown_under_the_table() -> None:
     assert "\n  Traceback\n  [red]last words[/]\n" in death
 
 
-def test_skips_for_one_reason_are_one_row() -> None:
+def test_skips_with_the_same_reason_share_a_row() -> None:
     skipped = [case("installed", "skipped", point, reason="vllm is not installed here") for point in POINTS]
     text = _render(report(scenario("skipped", *skipped)))
     assert re.search(r"^  4 cases +skipped +vllm is not installed here$", text, re.M)
@@ -145,14 +145,14 @@ def test_findings_and_an_interruption_are_shown() -> None:
     assert "Interrupted" not in _render(dataclasses.replace(stopped, summary=Summary()))
 
 
-def test_colour_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colour_is_used_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = full_report()
     plain = _render(whole)
     assert "\x1b" not in plain
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "40"}.items():
         monkeypatch.setenv(name, value)
     assert _render(whole) == plain
-    monkeypatch.setenv("NO_COLOR", "1")  # the command line decides, not the surroundings
+    monkeypatch.setenv("NO_COLOR", "1")  # only the command line decides
     coloured = _render(whole, colour=True)
     assert "\x1b[33mreproduced\x1b[0m" in coloured
     stripped = re.sub(r"\x1b\[[0-9;]*m", "", coloured)

@@ -1,4 +1,4 @@
-"""Text that the formats share."""
+"""Functions for text that all formats use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_cleaned_text_has_lines_and_printable_characters_only(text: str) -> None
     assert "\n" not in one_line(text)
 
 
-def test_what_is_evidence_stays() -> None:
+def test_cleaning_keeps_the_text() -> None:
     assert clean("\x1b[1;31merror\x1b[0m: x\r\ny\rz\tt") == "error: x\ny\nz   t"
     assert (
         clean("\x1b]8;;https://example.org\x1b\\link\x1b]8;;\x1b\\ and \x1b]0;title\x07more")
@@ -65,7 +65,7 @@ def test_long_text_is_cut() -> None:
     assert short_value("x" * 1000) == "x" * 140 + "… (1000 characters)"
 
 
-def test_parameters_and_figures_in_words() -> None:
+def test_parameters_and_figures_as_text() -> None:
     assert (
         short_parameters({"tokens": 128, "bias": False, "scoring": "softmax"})
         == "tokens=128 bias=false scoring=softmax"

@@ -1,4 +1,4 @@
-"""What cases add up to, and how they are counted."""
+"""The verdict of a scenario from its cases, and the counts of the summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenarios through real children: every verdict of a case, a claim and a scenario."""
+"""Scenarios in real child processes: every verdict of a case, a claim and a scenario."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_failed_when_the_control_shows_nothing(tmp_path: Path) -> None:
     assert "faulty was clean" in str(scenario.reason)
 
 
-def test_failed_when_one_point_of_many_fails(tmp_path: Path) -> None:
+def test_failed_when_a_single_point_fails(tmp_path: Path) -> None:
     assert result(tmp_path, "parameters: {symptom_fixed: [false, true]}\n").verdict is ScenarioVerdict.FAILED
 
 
@@ -94,7 +94,7 @@ def test_skipped_when_the_fix_cannot_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("subject", ["faulty", "fixed"])
-def test_one_half_proves_nothing(tmp_path: Path, subject: str) -> None:
+def test_a_control_or_a_fix_alone_proves_nothing(tmp_path: Path, subject: str) -> None:
     scenario = result(tmp_path, "", Options(subjects=(subject,)))
     assert scenario.verdict is ScenarioVerdict.SKIPPED
     assert "nothing is proved" in str(scenario.reason)

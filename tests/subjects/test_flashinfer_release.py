@@ -1,4 +1,4 @@
-"""Subjects `flashinfer@X.Y.Z`: what they own, where they need what, and which cases they become."""
+"""Subjects `flashinfer@X.Y.Z`: their names, their requirements, and their cases."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_named_releases_become_cases_in_the_order_of_their_versions() -> None:
     assert tiers == {Tier.KERNEL}
 
 
-def test_a_fault_without_such_a_subject_is_left_alone() -> None:
+def test_a_fault_that_does_not_use_flashinfer_gets_no_such_cases() -> None:
     (scenario,) = load_targets(("MD001",))
     options = Options(sources={"flashinfer@0.6.6": "/b", "vllm@0.19.1": "/c"})
     names = {item.case.subject for item in plan([scenario], options, GPU)[0].cases}

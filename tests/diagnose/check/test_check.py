@@ -1,4 +1,4 @@
-"""Made-up machines: which known failures must be found on them, which must not, and with which facts."""
+"""Which known failures `check` finds on made-up machines, which it does not, and with which facts."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_wsl_with_vllm_018() -> None:
         "MD008": "warning",
         "MD009": "warning",  # the assertion went in 0.20.0
     }
-    # The V2 model runner is off there, and an H200 has nothing of MD004 and MD016.
+    # This release does not use the V2 model runner, and MD004 and MD016 do not affect an H200.
     assert {"MD013", "MD004", "MD016"}.isdisjoint(finding.id for finding in result.conditional)
     assert evidence(result, "MD003") == {"vllm": "0.18.0", "uva": "no: vLLM 0.18.0 never pins memory on WSL"}
     assert result.exit_code == 1
 
 
 @pytest.mark.parametrize("name", ["VLLM_WEIGHT_OFFLOADING_DISABLE_UVA"])
-def test_linux_takes_the_path_of_wsl_where_uva_is_turned_off(name: str) -> None:
+def test_linux_without_uva_fails_like_wsl(name: str) -> None:
     result = check(sources(VLLM_018, gpu=H200, torch_cuda="12.9", environ={name: "1"}), probes())
     assert {"MD003", "MD005", "MD020"} <= set(found(result))
     assert "MD002" not in found(result), "memory is still pinned"
@@ -60,7 +60,7 @@ def test_unpinned_copies_on_linux_need_their_own_variable() -> None:
     variables = {"VLLM_WEIGHT_OFFLOADING_DISABLE_UVA": "1", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY": "1"}
     result = check(sources(VLLM_033, gpu=H200, environ=variables), probes())
     assert found(result) == {"MD003": "error", "MD020": "error", "MD002": "warning"}
-    # torch 2.14 traces what 2.10 could not.
+    # torch 2.14 can trace the code that 2.10 cannot.
     assert "MD005" not in found(result)
 
 
@@ -101,7 +101,7 @@ STRUCK: list[tuple[str, dict[str, str], tuple[str, str], bool, dict[str, str], s
     ("MD001", {**VLLM_018, "vllm": "0.18.2rc1.dev25+gef53395e2"}, H200, LINUX, {}, "error"),
     ("MD001", {**AT_11, "vllm": "dev-build"}, H200, WSL, {}, None),
     ("MD002", {**AT_11, "vllm": "0.33.0"}, H200, WSL, {}, "warning"),
-    # Some models run on the V2 model runner, which then does not start.
+    # Some models use the V2 model runner, which does not start in this case.
     ("MD002", {"vllm": "0.21.0"}, H200, WSL, {}, "warning"),
     ("MD002", {"vllm": "0.22.0"}, H200, WSL, {}, "error"),
     ("MD002", {"vllm": "0.22.0"}, H200, WSL, {V2: "0"}, "warning"),
@@ -115,7 +115,7 @@ STRUCK: list[tuple[str, dict[str, str], tuple[str, str], bool, dict[str, str], s
     ("MD004", {"flashinfer-python": "0.7.2.post1"}, RTX_5090, LINUX, {}, None),
     ("MD005", VLLM_018, H200, LINUX, {}, None),
     ("MD005", {**AT_11, "vllm": "0.26.0"}, H200, WSL, {}, "error"),
-    # Dynamo learnt to trace the offloader.
+    # Newer releases of Dynamo can trace the offloader.
     ("MD005", {"vllm": "0.27.0", "torch": "2.11.0"}, H200, WSL, {}, "error"),
     ("MD005", {"vllm": "0.27.0", "torch": "2.12.1"}, H200, WSL, {}, "error"),
     ("MD005", {"vllm": "0.27.0", "torch": "2.13.0"}, H200, WSL, {}, None),
@@ -153,7 +153,7 @@ STRUCK: list[tuple[str, dict[str, str], tuple[str, str], bool, dict[str, str], s
 
 
 @pytest.mark.parametrize(("id", "packages", "gpu", "wsl", "environ", "severity"), STRUCK)
-def test_releases_gpus_and_variables_that_are_struck(
+def test_the_severity_of_an_entry_on_a_machine(
     id: str,
     packages: dict[str, str],
     gpu: tuple[str, str],
@@ -168,7 +168,7 @@ def test_releases_gpus_and_variables_that_are_struck(
         assert findings[id].evidence["variables"] == environ
 
 
-def test_no_gpu_halves_the_confidence_and_says_so() -> None:
+def test_without_a_gpu_the_confidence_is_half_and_says_so() -> None:
     here = check(sources(VLLM_018, gpu=H200, torch_cuda="12.9"), probes())
     away = check(sources(VLLM_018, torch_cuda="12.9"), probes())
     with_gpu, without = (
@@ -177,15 +177,15 @@ def test_no_gpu_halves_the_confidence_and_says_so() -> None:
     assert without.confidence == pytest.approx(with_gpu.confidence / 2)
     assert "none here" in without.evidence["gpu"]
     assert "gpu" not in with_gpu.evidence
-    # A setting without effect needs no GPU to be one.
+    # A setting has no effect with or without a GPU.
     setting = sources(VLLM_033, environ={"VLLM_NVFP4_MOE_BACKEND": "MARLIN"})
     (ignored,) = check(setting, probes()).findings
     assert (ignored.id, ignored.confidence) == ("MD010", 0.9)
-    # A rule about a capability cannot fit without a GPU.
+    # A rule about a capability does not apply without a GPU.
     assert "MD011" not in found(away)
 
 
-def test_the_expert_cache_is_seen_by_its_file() -> None:
+def test_the_expert_cache_is_recognised_by_its_file() -> None:
     file = "vllm/model_executor/layers/fused_moe/expert_weight_provider.py"
     result = check(sources(VLLM_033, gpu=H200, files=(file,)), probes())
     assert found(result) == {"MD006": "error", "MD007": "warning"}
@@ -238,7 +238,7 @@ def test_a_cache_of_plain_kernels_is_found_for_the_installed_release_only() -> N
     assert found(check(made, probes(jit_cache=lambda environ: cached("0.6.6")))) == {}
 
 
-def test_findings_of_one_entry_are_one_and_the_worst_speaks() -> None:
+def test_findings_of_one_entry_are_merged_into_the_worst() -> None:
     environ = {"FLASHINFER_CUDA_ARCH_LIST": "12.0"}
     made = sources({"flashinfer-python": "0.6.6"}, gpu=RTX_5090, environ=environ)
     result = check(made, probes())
@@ -250,7 +250,7 @@ def test_findings_of_one_entry_are_one_and_the_worst_speaks() -> None:
     assert finding.evidence["flashinfer-python"] == "0.6.6"
 
 
-def test_two_gpus_are_judged_each() -> None:
+def test_each_visible_gpu_is_judged() -> None:
     from machine_fakes import Nvml
 
     made = sources({"flashinfer-python": "0.6.4"}, gpu=H200)
@@ -270,7 +270,7 @@ def test_findings_come_worst_first() -> None:
     assert all(0 < finding.confidence <= 1 for finding in (*result.findings, *result.conditional))
 
 
-def test_every_finding_carries_its_entrys_words() -> None:
+def test_every_finding_has_its_entrys_title_a_reason_and_a_next_step() -> None:
     result = check(sources(VLLM_018, gpu=H200, wsl=True, torch_cuda="12.9"), probes())
     for finding in (*result.findings, *result.conditional):
         entry = entries()[finding.id]
@@ -280,7 +280,7 @@ def test_every_finding_carries_its_entrys_words() -> None:
         assert finding.line is None
 
 
-# Problems: no catalogue entries, and something found all the same.
+# Problems: faults of the installation that are not in the catalogue.
 
 
 def what(result: CheckResult) -> dict[str, str]:

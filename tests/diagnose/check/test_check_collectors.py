@@ -1,4 +1,4 @@
-"""Every collector of `check` fails in turn: the other facts stay, and nothing private is told."""
+"""Each collector of `check` fails once: the other facts stay, and nothing private is shown."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_probe_that_fails(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(environment.COLLECTORS))
-def test_a_fact_that_cannot_be_had(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fact_whose_collector_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "COLLECTORS", {**environment.COLLECTORS, name: broken})
     monkeypatch.setattr(environment.collect, "__defaults__", (None, environment.COLLECTORS))
     result = check(machine(), probes())
@@ -85,7 +85,7 @@ def test_everything_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = machine(**dict.fromkeys(SOURCES, broken))
     result = check(made, probes(**dict.fromkeys(PROBES, broken)))
     assert result.findings == ()
-    # That the driver does not answer is found; nothing else can be.
+    # The only finding is that the driver does not answer.
     assert [problem.what for problem in result.problems] == ["the NVIDIA driver does not answer"]
     assert len(result.environment["collector_errors"]) >= len(all_broken)
     for text in texts(result):
@@ -110,7 +110,7 @@ def test_upstreams_collectors_run_only_where_their_package_is() -> None:
     assert result.environment["collector_errors"] == {}
 
 
-def test_nothing_private_is_told() -> None:
+def test_nothing_private_is_shown() -> None:
     environ = {
         "HOME": "/home/alice",
         "USER": "alice",

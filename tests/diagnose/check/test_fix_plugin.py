@@ -34,7 +34,7 @@ OTHERS = EntryPoint("lora", "somebody.plugin:register", fix_plugin.GROUP)
         ({"MOEDOCTOR_FIXES": "backend", "VLLM_PLUGINS": ""}, (OURS,), False, "does not name moedoctor"),
     ],
 )
-def test_state(
+def test_the_variable_the_entry_points_and_vllms_filter_decide(
     monkeypatch: pytest.MonkeyPatch,
     environ: dict[str, str],
     registered: tuple[EntryPoint, ...],
@@ -61,7 +61,7 @@ def without(name: str) -> str:
         (lambda name: "0.16.0", "vLLM 0.16.0 is none of the releases that the fixes know (0.17.1 to"),
     ],
 )
-def test_without_a_vllm_that_the_fixes_know_none_is_active(
+def test_no_fix_is_active_with_an_unknown_vllm(
     monkeypatch: pytest.MonkeyPatch, installed: Callable[[str], str], reason: str
 ) -> None:
     monkeypatch.setattr(fix_plugin, "entry_points", lambda group: (OURS,))
@@ -71,7 +71,7 @@ def test_without_a_vllm_that_the_fixes_know_none_is_active(
     assert reason in state["reason"]
 
 
-def test_nothing_is_warned_of_and_neither_torch_nor_vllm_is_imported() -> None:
+def test_it_prints_no_warning_and_imports_neither_torch_nor_vllm() -> None:
     code = (
         "import sys; from moedoctor.diagnose.check import fix_plugin as f;"
         "f.state({'MOEDOCTOR_FIXES': 'nonsense,offload'});"

@@ -1,4 +1,4 @@
-"""vLLM's choice between mapped host memory and copies, as its releases make it."""
+"""Which vLLM releases use mapped host memory and which use copies."""
 
 from __future__ import annotations
 

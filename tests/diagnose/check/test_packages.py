@@ -1,4 +1,4 @@
-"""Pins of vLLM's releases, FlashInfer's kernel packages and CUDA releases, fitting and not."""
+"""Whether the installed packages fit vLLM's pins, FlashInfer's kernel packages and the CUDA releases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fits(
     torch_cuda: str | None = None,
     driver_cuda: str | None = None,
 ) -> dict[str, tuple[str, bool]]:
-    """Package -> (what is expected, whether it fits)."""
+    """Return (expected release, whether it fits) by package."""
     pairs = package_fits(machine(packages, requires, torch_cuda=torch_cuda, cuda_driver=driver_cuda))
     assert len({(fit.package, fit.by) for fit in pairs}) == len(pairs)
     return {f"{fit.package} by {fit.by.split()[0]}": (fit.expected, fit.ok) for fit in pairs}

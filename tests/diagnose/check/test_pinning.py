@@ -1,4 +1,4 @@
-"""Pinning is tried in a child; here the child is asked for real, and without a GPU it says so."""
+"""Pinning memory is tried in a child process, also on machines without a GPU."""
 
 from __future__ import annotations
 

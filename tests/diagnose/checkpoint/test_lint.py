@@ -1,4 +1,4 @@
-"""Each kind of damage is named, with its tensor and file, and nothing else; a clean checkpoint is silent."""
+"""Each kind of damage gives one finding with its tensor and file; a clean checkpoint gives none."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def drop(*names: str) -> Change:
 
 
 def without(*parts: str) -> Change:
-    """Drop all tensors whose name holds each of `parts`."""
+    """Drop all tensors whose name contains every one of `parts`."""
 
     def change(made: Made) -> None:
         for name in [name for name in made.tensors if all(part in name for part in parts)]:
@@ -142,7 +142,7 @@ def narrow(rows: int) -> Change:
 
 
 def dense(layer: int) -> Change:
-    """Put a dense MLP in place of a layer's experts and router."""
+    """Replace the experts and the router of a layer by a dense MLP."""
 
     def change(made: Made) -> None:
         without(f"layers.{layer}.mlp.")(made)
@@ -154,7 +154,7 @@ def dense(layer: int) -> Change:
 
 
 def hybrid(made: Made) -> None:
-    """Layers of one mixer each: attention, then experts, then Mamba."""
+    """Make three layers with one mixer each: attention, experts and Mamba."""
     without("layers.0.mlp.")(made)
     without("layers.1.self_attn.")(made)
     made.tensors["model.layers.2.mixer.A_log"] = f32(*[1.0] * 8, shape=(8,))
@@ -162,7 +162,7 @@ def hybrid(made: Made) -> None:
 
 
 def prediction_layer(made: Made) -> None:
-    """A layer after the last, for the prediction of several tokens: a router and no experts of its own."""
+    """Add a layer for multi-token prediction after the last: a router without experts of its own."""
     made.tensors["model.layers.2.mlp.gate.weight"] = made.tensors["model.layers.1.mlp.gate.weight"]
     made.tensors["model.layers.2.eh_proj.weight"] = ("BF16", (64, 128), b"\x01\x3c" * 8192)
     exclude("*eh_proj")(made)
@@ -214,7 +214,7 @@ def no_hf_quant(made: Made) -> None:
 
 
 def relist(**entry: Any) -> Callable[[Settings], None]:
-    """Another entry for one expert's projection in `quantized_layers`."""
+    """Replace the entry of a projection in `quantized_layers`."""
     return lambda settings: settings["quantized_layers"].update({UP: entry})
 
 
@@ -287,7 +287,7 @@ def one_shard_more(folder: Path) -> None:
 
 
 def twice(made: Made) -> None:
-    """The same tensor in two shards, as after a copy of a part of another export."""
+    """Store the same tensor in two shards, as if a part of another export had been copied."""
 
     def add(folder: Path) -> None:
         names = list(made.tensors)
@@ -310,7 +310,7 @@ def downs(part: str, *values: float, shape: tuple[int, ...] = ()) -> list[Change
 
 Base = Callable[[], Made]
 Expected = dict[str, str]
-"""Check -> a part of the tensor named."""
+"""A part of the tensor's name that each check must report."""
 DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
     modelopt: {
         "kv scales absent": ([without("k_scale"), without("v_scale")], {"kv_scales_missing": ATTENTION}),
@@ -614,7 +614,7 @@ def checked(made: Made, folder: Path) -> tuple[Lint, dict[str, str]]:
 
 
 @pytest.mark.parametrize(("base", "changes"), CLEAN.values(), ids=CLEAN)
-def test_a_clean_checkpoint_is_silent(base: Base, changes: list[Change], tmp_path: Path) -> None:
+def test_a_clean_checkpoint_has_no_findings(base: Base, changes: list[Change], tmp_path: Path) -> None:
     made = base()
     for change in changes:
         change(made)
@@ -632,7 +632,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("base", "changes", "expected"), CASES)
-def test_damage_is_named_and_nothing_else(
+def test_each_damage_gives_its_finding_and_no_other(
     base: Base, changes: list[Change], expected: Expected, tmp_path: Path
 ) -> None:
     made = base()
@@ -649,7 +649,7 @@ def test_damage_is_named_and_nothing_else(
 
 def test_every_check_has_a_case() -> None:
     named = {check for cases in DAMAGE.values() for _, expected in cases.values() for check in expected}
-    # These two have tests of their own.
+    # These two checks have separate tests.
     assert named == CHECKS.keys() - {"shard_missing", "fused_scale_mismatch"}
 
 
@@ -721,7 +721,7 @@ def test_block_scales_are_counted_in_parts_as_at_once(
     )
 
 
-def test_a_shard_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_shard(tmp_path: Path) -> None:
     folder = modelopt(3).write(tmp_path)
     (folder / "model-00002-of-00003.safetensors").unlink()
     findings = {finding.check: finding for finding in lint(folder).findings}
@@ -774,7 +774,7 @@ def test_every_value_of_a_scale_is_decoded_as_it_is() -> None:
         assert checkpoint_values._decode(name, raw) == tuple(values.tolist())
 
 
-def test_large_block_scales_are_sampled_and_that_is_said(
+def test_large_block_scales_are_sampled_and_the_report_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scale_checks, "FULL_BYTES", 1000)

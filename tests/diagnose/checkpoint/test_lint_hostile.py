@@ -84,7 +84,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_header_that_cannot_be_believed(name: str, tmp_path: Path) -> None:
+def test_an_invalid_header_is_refused(name: str, tmp_path: Path) -> None:
     data, expected = HEADERS[name]
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
@@ -105,7 +105,7 @@ def test_a_header_of_too_many_values_is_not_parsed(tmp_path: Path, monkeypatch: 
         read_header(path)
 
 
-def test_a_good_header_is_believed(tmp_path: Path) -> None:
+def test_a_valid_header_is_read(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     metadata = {"format": "pt", "training": "[[{}]]" * 10_000}
     path.write_bytes(header({"__metadata__": metadata, "empty": u8(8, 8), **entry()}))
@@ -125,7 +125,7 @@ ENTRIES = st.lists(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ENTRIES, st.integers(-1, 1), st.randoms(use_true_random=False))
-def test_what_is_believed_can_be_loaded(
+def test_an_accepted_header_can_be_loaded(
     tmp_path: Path, entries: list[tuple[str, int, int, int]], more: int, pick: Random
 ) -> None:
     """Against the safetensors library itself: places that meet, overlap, leave holes or end early."""
@@ -154,7 +154,7 @@ def test_what_is_believed_can_be_loaded(
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Processor time, which others on the machine do not lengthen as they do the wall clock."""
+    """Return the processor time: other programs on the machine do not change it much."""
     started = time.process_time()
     with contextlib.suppress(CheckpointError):
         call()
@@ -380,7 +380,7 @@ PLACES = [
 def test_no_value_of_a_config_raises_anything_else(
     clean: Path, tmp_path: Path, place: tuple[str, ...], method: str | None, value: object, hf_quant: object
 ) -> None:
-    """Any value at any place of the two JSON files: a lint, or one line; a correction that can be written."""
+    """With any value anywhere in the two JSON files, lint gives a report or an error of one line."""
     made = modelopt()
     made.config["quantization_config"]["quant_method"] = method
     owner: Any = made.config
@@ -399,7 +399,7 @@ def test_no_value_of_a_config_raises_anything_else(
             json.loads((tmp_path / name).read_text(encoding="utf-8"))
 
 
-def test_an_expert_number_without_end_is_survived(tmp_path: Path) -> None:
+def test_a_huge_expert_number_is_no_crash(tmp_path: Path) -> None:
     made = modelopt()
     made.config["num_experts"] = 1 << 31
     name = "model.layers.0.mlp.experts.999999999.up_proj.weight"
@@ -407,7 +407,7 @@ def test_an_expert_number_without_end_is_survived(tmp_path: Path) -> None:
     assert {finding.check for finding in lint(made.write(tmp_path)).findings} >= {"expert_missing"}
 
 
-def test_a_pattern_that_would_take_for_ever_is_not_run() -> None:
+def test_a_pattern_with_exponential_time_is_not_run() -> None:
     started = time.process_time()
     patterns = Patterns(["re:(a+)+$", "re:(.*a){20}", "*a" * 40 + "b"], substrings=False)
     assert patterns.not_read == ["re:(a+)+$", "re:(.*a){20}"]

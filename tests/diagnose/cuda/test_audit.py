@@ -1,4 +1,4 @@
-"""GPU code on the disk: what is found in it, what a GPU does with it, and what the command says."""
+"""GPU code on the disk: the targets in it, what a GPU can run, and the report of the command."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def image(text: str) -> Image:
 
 
 def ninja(*codes: str) -> str:
-    """A build file with the flags that FlashInfer writes."""
+    """Return a build file with the flags that FlashInfer writes."""
     flags = " $\n    ".join(f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes)
     return f"cuda_cflags = $common_cflags $\n    -O3 $\n    {flags}\n\nrule compile\n"
 
@@ -74,11 +74,11 @@ def cache(folder: Path, release: str, targets: str, module: str, *codes: str) ->
         ([], (12, 0), None),
     ],
 )
-def test_what_a_gpu_does(images: list[str], gpu: tuple[int, int], fate: Fate | None) -> None:
+def test_what_a_gpu_can_run(images: list[str], gpu: tuple[int, int], fate: Fate | None) -> None:
     assert fate_of([image(text) for text in images], gpu) is fate
 
 
-def test_a_cubin_says_its_target() -> None:
+def test_the_target_of_a_cubin_is_read() -> None:
     assert str(cubin_target(fake_cubin(120))) == "120"
     assert str(cubin_target(fake_cubin(120, flags=0x600780A))) == "120a"  # as CUDA 12.9 writes it
     assert str(cubin_target(fake_cubin(90, abi=7))) == "90"

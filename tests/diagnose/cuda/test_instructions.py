@@ -1,4 +1,4 @@
-"""What the compilers of this machine accept, against what was written down; and compilers that misbehave."""
+"""The table of instructions agrees with this machine's compilers; faulty compilers are handled."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ NOWHERE = {"PATH": "/nonexistent"}
 
 @pytest.fixture
 def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is the only place where tools are looked for."""
+    """Return the only folder that is searched for tools."""
     monkeypatch.setattr(cuda_tools, "_candidates", lambda names, environ: [tmp_path / name for name in names])
     return tmp_path
 
 
 @needs_compiler
 @pytest.mark.parametrize("compiler", COMPILERS, ids=str)
-def test_every_compiler_takes_what_was_written_down(compiler: Tool) -> None:
+def test_every_compiler_accepts_what_the_table_says(compiler: Tool) -> None:
     known = [str(target) for target in EVERY_TARGET if attempt(compiler, target, None).accepted]
     assert known == [str(target) for target in EVERY_TARGET if toolkit_knows(target, compiler.cuda)]
     for target in ("89", "90", "90a", "100a", "100f", "110a", "120", "120a", "120f", "121a"):
@@ -54,7 +54,7 @@ def test_every_compiler_takes_what_was_written_down(compiler: Tool) -> None:
 
 
 @needs_compiler
-def test_all_at_once_says_the_same_as_one_by_one() -> None:
+def test_instructions_compiled_together_give_the_same_results_as_alone() -> None:
     for compiler in COMPILERS:
         for target in ("120", "120a", "90a", "121a"):
             parsed = Target.parse(target)
@@ -85,21 +85,21 @@ def test_the_compiler_is_quoted() -> None:
 
 @needs_compiler
 def test_families_are_those_of_the_compiler(tmp_path: Path) -> None:
-    """PTX of a family target goes to exactly those GPUs that its machine code is said to run on."""
+    """PTX of a family target compiles for exactly those GPUs that `sass_loads` names."""
     newest = COMPILERS[-1]
     if newest.cuda < (12, 9):
         pytest.skip(f"{newest} knows no family targets")
     plain = [target for target in toolkit_targets(newest.cuda) if not target.suffix and target.major >= 10]
     for source in (target for target in toolkit_targets(newest.cuda) if target.suffix):
         reached = [gpu.capability for gpu in plain if _goes_to(newest, source, gpu, tmp_path)]
-        # ptxas refuses ``a`` PTX even for the plain target of its own GPU, which the driver does not.
+        # ptxas refuses ``a`` PTX for the plain target of the same GPU, but the driver accepts it.
         mine = source.capability if source.suffix == "a" else None
         loads = [gpu.capability for gpu in plain if sass_loads(source, gpu.capability)]
         assert reached == [gpu for gpu in loads if gpu != mine], str(source)
 
 
 def _goes_to(compiler: Tool, source: Target, gpu: Target, folder: Path) -> bool:
-    """Whether PTX for `source` compiles for `gpu`."""
+    """Return whether PTX for `source` compiles for `gpu`."""
     text = toolchain._SOURCE.format(version=ptx_version(compiler.cuda), target=source, statements="")
     (folder / "probe.ptx").write_text(text)
     options = [f"-arch=sm_{gpu}", "probe.ptx", "-o", "probe.cubin"]
@@ -113,7 +113,7 @@ def test_the_table_in_words() -> None:
     assert "is not defined" in words["999f"]
 
 
-def test_nvcc_is_asked_where_there_is_no_ptxas(only_here: Path) -> None:
+def test_nvcc_is_used_without_ptxas(only_here: Path) -> None:
     fake_tool(only_here, "nvcc", "13.0", '[ "$1 $2 $3" = "-cubin -arch=sm_120f probe.ptx" ]')
     (nvcc,) = find_compilers()
     assert (nvcc.name, nvcc.cuda) == ("nvcc", (13, 0))
@@ -136,7 +136,7 @@ def test_one_compiler_for_each_release(tmp_path: Path, monkeypatch: pytest.Monke
     assert compiler_for((12, 8), compilers) is None
 
 
-def test_what_is_no_tool_is_passed_over(only_here: Path) -> None:
+def test_files_that_are_not_tools_are_skipped(only_here: Path) -> None:
     assert find_tools(["ptxas"]) == ()
     (only_here / "ptxas").mkdir()
     assert find_tools(["ptxas"]) == ()
@@ -165,14 +165,14 @@ def test_tritons_tools_are_found_without_cuda() -> None:
     assert any(tool.path.startswith(root) for tool in find_tools(["ptxas"], NOWHERE))
 
 
-def test_a_compiler_that_hangs_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = fake_tool(tmp_path, "ptxas", "13.0", "sleep 30")
     monkeypatch.setattr(toolchain, "_SECONDS", 0.2)
     hanging = Tool("ptxas", str(path), (13, 0), "hangs")
     assert attempt(hanging, Target(12, 0), None).line == "ptxas: no answer within 0.2 s"
 
 
-def test_a_compiler_that_vanished_refuses(tmp_path: Path) -> None:
+def test_a_missing_compiler_accepts_nothing(tmp_path: Path) -> None:
     gone = Tool("ptxas", str(tmp_path / "ptxas"), (13, 0), "gone")
     results = attempts(gone, Target(12, 0), INSTRUCTIONS)
     assert {value.accepted for value in results.values()} == {False}
@@ -189,7 +189,7 @@ exit 0
 """
 
 
-def test_a_syntax_error_hides_nothing(tmp_path: Path) -> None:
+def test_a_syntax_error_does_not_hide_other_errors(tmp_path: Path) -> None:
     path = fake_tool(tmp_path, "ptxas", "12.0", SYNTAX_ERROR)
     results = attempts(Tool("ptxas", str(path), (12, 0), "syntax"), Target(9, 0, "a"), INSTRUCTIONS)
     assert [name for name, result in results.items() if not result.accepted] == ["cvt_e2m1x2"]

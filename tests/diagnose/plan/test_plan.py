@@ -17,7 +17,7 @@ QWEN = preset("qwen3-30b-a3b")
 
 @pytest.mark.parametrize(("gib", "tokens", "concurrency"), [(16.79, 732_160, 14.27), (18.37, 798_720, 15.62)])
 def test_the_two_rows_of_the_issue(gib, tokens, concurrency):
-    """Its log gives the KV memory with two digits, so the last block of 529 may be there or not."""
+    """The log rounds the KV memory to two digits, so it cannot show whether there is a 529th block."""
     kv = kv_cache(SUPER, available_bytes=round(gib * GIB), context=262_144, kv_bytes=1)
     assert kv.tokens_printed_to_0_20 == tokens
     assert kv.concurrency == pytest.approx(concurrency, rel=0.003)
@@ -38,7 +38,7 @@ def test_a_model_of_attention_alone():
     assert kv.tokens_printed_from_0_21 == 16_000
 
 
-def test_a_window_caps_what_a_request_takes():
+def test_a_sliding_window_limits_the_cache_of_a_request():
     """Gemma: 25 sliding layers of 8 x 256 and 5 full ones of 2 x 512, whose pages hold twice the tokens."""
     kv = kv_cache(
         preset("gemma-4-26b-a4b"), available_bytes=10 * GIB, context=65_536, kv_bytes=2, batched_tokens=2048
@@ -133,7 +133,7 @@ def test_embeddings_cannot_be_offloaded(mode):
         plan(request)
 
 
-def test_tied_embeddings_are_there_once():
+def test_tied_embeddings_are_counted_once():
     request = PlanRequest(
         tiny_shape(tie_word_embeddings=True), "bf16", gpu_bytes=GIB, context=16, offload_bytes=132_096
     )

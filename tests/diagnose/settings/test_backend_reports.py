@@ -1,4 +1,4 @@
-"""The selection reports: made by a command, the same as those that are kept, and true to the tables."""
+"""The stored selection reports are what the command writes, and agree with the tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEPT = Path(__file__).resolve().parents[3] / "reports" / "backends"
 PARALLEL = {"tp": (False, False), "ep": (True, False), "dp": (False, True), "dp+ep": (True, True)}
 
 
-def test_the_kept_reports_are_what_the_command_writes(
+def test_the_stored_reports_are_what_the_command_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main([str(tmp_path / "new")]) == 0

@@ -1,4 +1,4 @@
-"""A server's command line: where vLLM's own words begin, what is set before them, and how it is split."""
+"""How a server's command line is split: variables, the launcher, and vLLM's own arguments."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_how_it_is_split(flags: str, split: tuple[bool, bool]) -> None:
         ("--no-enable-prefix-caching", "--enable-prefix-caching"),
         ("--disable-offline-docs", "--enable-offline-docs"),
         ("--enable-fastapi-docs", "--disable-fastapi-docs"),
-        ("--moe-back", "--moe-backend"),  # any beginning that is no other's
+        ("--moe-back", "--moe-backend"),  # any unique prefix
         ("--moe-backend-of-mine", None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Variables without effect on made-up machines: MD010 where they are about backends, else a plain problem."""
+"""Variables without effect: those about backends are MD010, and the others are problems."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_value_that_stops_the_engine_is_an_error() -> None:
     assert "VLLM_NVFP4_GEMM_BACKEND=marlin" in found.next_step
 
 
-def test_what_a_rule_names_is_told_once() -> None:
+def test_a_setting_that_a_rule_names_is_reported_once() -> None:
     found = backend_finding(checked(VLLM_033, VLLM_NVFP4_MOE_BACKEND="MARLIN"))
     assert found is not None
     assert found.why == "no vLLM release knows this variable"

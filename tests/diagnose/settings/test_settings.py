@@ -27,7 +27,7 @@ def span(first: str, last: str) -> set[str]:
 
 
 def only_finding(release: str, setting: str, command: str = "", **options: str) -> SettingFinding | None:
-    """The only finding about NAME=VALUE, or about a command line."""
+    """Return the only finding about NAME=VALUE or about a command line."""
     environ = dict([setting.split("=", 1)]) if setting else {}
     found = check_settings(release, environ, command.split(), **options)  # type: ignore[arg-type]
     assert len(found) <= 1, found
@@ -172,7 +172,7 @@ def test_what_takes_effect_but_not_as_it_seems() -> None:
     assert (other.problem, other.takes_effect) == ("other_layers", True)
 
 
-def test_one_setting_stands_in_the_way_of_another() -> None:
+def test_a_setting_can_hide_another() -> None:
     environ = {"VLLM_USE_FLASHINFER_MOE_FP4": "1", "VLLM_TEST_FORCE_FP8_MARLIN": "1"}
     (found,) = check_settings("0.18.0", environ, scheme="nvfp4")
     assert (found.setting, found.problem) == ("VLLM_TEST_FORCE_FP8_MARLIN=1", "shadowed")
@@ -223,7 +223,7 @@ def test_flags_that_do_not_take_effect(release: str, command: str, problem: str,
     ],
 )
 def test_command_lines_are_read_as_vllm_reads_them(command: str, moe_backend: str) -> None:
-    """Each of these was given to the parsers of 0.17.1, 0.24.0 and 0.33.0, with this result and no error."""
+    """The parsers of vLLM 0.17.1, 0.24.0 and 0.33.0 gave these results without an error."""
     for release in ("0.17.1", "0.24.0", "0.33.0"):
         assert moe_backend_of(command.split(), release) == moe_backend
         problems = [finding.problem for finding in check_settings(release, {}, command.split())]
@@ -234,7 +234,7 @@ def test_a_flag_that_is_ignored_for_a_scheme() -> None:
     found = only_finding("0.18.0", "", "vllm serve m --moe-backend marlin", scheme="mxfp4")
     assert found is not None
     assert (found.problem, found.instead) == ("ignored", "VLLM_MXFP4_USE_MARLIN=1")
-    # It does not stand in the way of the variable then.
+    # An ignored flag does not hide the variable.
     findings = check_settings(
         "0.18.0", {"VLLM_MXFP4_USE_MARLIN": "1"}, ["--moe-backend", "marlin"], scheme="mxfp4"
     )
@@ -245,11 +245,11 @@ def test_a_flag_that_is_ignored_for_a_scheme() -> None:
     assert (refused.problem, refused.stops) == ("invalid", True)
 
 
-def test_the_flashinfer_that_is_installed_counts_before_the_pinned_one() -> None:
+def test_the_installed_flashinfer_is_preferred_to_the_pinned_one() -> None:
     environ = {"FLASHINFER_AUTOTUNE_DIR": "/tmp/x"}
     assert check_settings("0.17.1", environ)[0].problem == "not_yet"
     assert check_settings("0.17.1", environ, flashinfer="0.7.2.post1") == ()
-    # What is no version is not judged by the oldest release.
+    # Text that is not a version is not treated as the oldest release.
     assert check_settings("0.17.1", environ, flashinfer="no version") == ()
 
 
@@ -283,7 +283,7 @@ def test_every_row_says_where_it_comes_from() -> None:
     st.lists(st.one_of(st.sampled_from(sorted(vllm_flags().rows)), st.text(max_size=12)), max_size=5),
     st.sampled_from([None, *SCHEMES]),
 )
-def test_nothing_that_is_given_breaks_it(
+def test_any_settings_are_checked_without_an_exception(
     release: str, environ: dict[str, str], command: list[str], scheme: str | None
 ) -> None:
     found = check_settings(release, environ, command, scheme=scheme)

@@ -1,4 +1,4 @@
-"""The releases that a text is about, and what they rule out."""
+"""Which releases a text names, and which failures they exclude."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_flashinfer_releases_in_a_line(line: str) -> None:
     assert about(line).flashinfer == {(0, 6, 6, 0)}
 
 
-def test_numbers_without_a_release_are_none() -> None:
+def test_other_numbers_are_not_releases() -> None:
     assert parse("7") is None
     assert parse("0.1.dev1") is None
     assert parse("0.6.8.post1") == (0, 6, 8, 0)

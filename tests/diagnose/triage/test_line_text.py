@@ -1,4 +1,4 @@
-"""A line without its prefixes and markup, and with everything that belongs to the message."""
+"""Prefixes and markup of a log line are removed, and the message stays whole."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MESSAGE = "RuntimeError: b_scales is not on GPU"
         json.dumps({"level": "error", "msg": f"\x1b[31m{MESSAGE}\x1b[0m"}),
     ],
 )
-def test_the_message_is_left(line: str) -> None:
+def test_prefixes_are_removed_from_the_message(line: str) -> None:
     assert clean(line.encode()) == MESSAGE
 
 
@@ -65,7 +65,7 @@ def test_the_message_is_left(line: str) -> None:
         "Apr 22 10:00:00 gpu7 vllm[47]: ",
     ],
 )
-def test_decoration_is_nothing(line: str) -> None:
+def test_a_line_of_decoration_becomes_empty(line: str) -> None:
     assert clean(line.encode()) == ""
 
 

@@ -1,4 +1,4 @@
-"""The stream of a log: encodings, line numbers, what is looked at, and in how much memory."""
+"""Reading a log: encodings, line numbers, passages, and bounded memory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_repeated_shape_counts_four_times() -> None:
 
 
 def many(count: int, text: str = "step") -> list[str]:
-    """Lines of shapes that are all new."""
+    """Return lines that all differ in shape."""
     letters = "ghijklmnopqrstuvwxyz"
     return [
         f"{text} {letters[index % 20] * 3}{letters[index // 20 % 20] * 2}{letters[index // 400 % 20]}"
@@ -135,7 +135,7 @@ def test_a_long_line_is_looked_at_in_pieces_and_keeps_its_number() -> None:
     assert max(len(finding.text) for finding in found) < 10_000
 
 
-def test_nothing_in_nothing() -> None:
+def test_an_empty_log_has_no_lines() -> None:
     assert passages(b"") == []
 
 
@@ -165,7 +165,7 @@ class Stream:
         block = line % (self.count, self.count, self.count)
         return (block * (size // len(block) + 1))[:size]
 triage(Stream())
-# ru_maxrss would count the parent's peak too: Linux keeps it over fork and exec.
+# Not ru_maxrss: Linux keeps the peak of the parent across fork and exec.
 status = open('/proc/self/status').read()
 print(int(status.partition('VmHWM:')[2].split()[0]) // 1024)
 """

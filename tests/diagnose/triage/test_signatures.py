@@ -1,4 +1,4 @@
-"""Every known failure is found in texts about it and not in texts that only look like it."""
+"""Each known failure is found in texts about it and not in texts that only resemble them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_repetitions_in_patterns_are_bounded() -> None:
 
 @pytest.mark.parametrize("clue", clues().values(), ids=lambda clue: clue.name)
 def test_needles_start_with_the_text_of_a_clue(clue: Clue) -> None:
-    """The words of a line lead to every clue that matches it, for all lines of the labelled texts."""
+    """In every line of the labelled texts, the index of words finds each clue that matches."""
     if clue.cased:
         return
     pattern = re.compile(clue.pattern)

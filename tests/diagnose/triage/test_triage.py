@@ -1,4 +1,4 @@
-"""Findings in texts as people really have them: wrapped, prefixed, quoted, encoded, large, hostile."""
+"""Findings in realistic texts: wrapped, prefixed, quoted, encoded, large and hostile."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ WRAPPERS: dict[str, Callable[[str], bytes]] = {
 def test_what_is_around_a_text_does_not_change_what_it_shows(name: str) -> None:
     found = {thread.source: ids(WRAPPERS[name](thread.text)) ^ thread.ids for thread in THREADS}
     changed = {source: difference for source, difference in found.items() if difference}
-    # A few texts stand on a phrase that a hard wrap breaks in more than one place.
+    # A few texts need a phrase that a hard wrap breaks in several places.
     assert len(changed) <= (3 if name.startswith("wrapped") else 0), changed
 
 
@@ -109,7 +109,7 @@ def test_the_best_comes_first() -> None:
     assert all(0.5 < finding.confidence <= 1 for finding in findings)
 
 
-def test_two_signs_are_surer_than_one() -> None:
+def test_two_signs_give_more_confidence_than_one() -> None:
     story = (
         "\n" * 20
         + "The scales were offloaded to CPU and the Marlin MoE kernel fails. NVFP4, --cpu-offload-gb 4\n"
@@ -120,14 +120,14 @@ def test_two_signs_are_surer_than_one() -> None:
 
 
 @pytest.mark.parametrize(("distance", "found"), [(5, {"MD008"}), (60, set())])
-def test_clues_count_together_only_where_they_stand_together(distance: int, found: set[str]) -> None:
+def test_clues_are_combined_only_if_they_are_near_each_other(distance: int, found: set[str]) -> None:
     flag, symptom = "vllm serve X-NVFP4 --cpu-offload-gb 8", "The output is garbage."
     between = "\n" * distance
     assert ids(flag + between + symptom) == found
     assert ids(symptom + between + flag) == found
 
 
-def test_a_headline_is_surer_than_a_remark() -> None:
+def test_a_first_line_gives_more_confidence_than_a_later_line() -> None:
     story = "--cpu-offload-gb 20 does not reduce VRAM usage at all, vllm 0.26.0"
     assert read("\n" * 30 + story).findings[0].confidence < read(story).findings[0].confidence
 
@@ -162,7 +162,7 @@ def test_a_dump_of_defaults_is_no_offload(dump: str) -> None:
     assert ids(f"vLLM\n{dump}\nThe output of this FP8 model is garbage.") == set()
 
 
-def test_another_engine_is_another_matter() -> None:
+def test_a_text_about_another_engine_is_no_finding() -> None:
     text = "The output is garbage with cpu offload of the MoE experts in NVFP4, --cpu-offload-gb 4"
     assert ids(text) == {"MD008"}
     assert ids(f"{text}\nllama-server, ggml") == set()
@@ -197,7 +197,7 @@ def test_fifty_megabytes_a_second() -> None:
 
 
 def talkative_log(size: int) -> bytes:
-    """Lines of shapes that are all new and that talk about experts."""
+    """Return lines about experts that all differ in shape."""
     pick = random.Random(1)
     lines, length = [], 0
     while length < size:
@@ -210,7 +210,7 @@ def talkative_log(size: int) -> bytes:
 
 
 def test_a_log_of_new_lines_about_experts_costs_little_more_than_a_search_for_the_words() -> None:
-    """A search for the same words on the same machine, which runs at about 120 MB/s, is the yardstick."""
+    """The speed is compared with a plain search for the same words (about 120 MB/s)."""
     data = talkative_log(24_000_000)
     words = [*triage_module._ANCHORS, *triage_module._RARE_ANCHORS]
 
@@ -283,7 +283,7 @@ def test_time_is_linear_in_the_number_of_lines(probe: str) -> None:
             for index in range(lines)
         ).encode()
         best = 1e9
-        for _ in range(2):  # the better of two: a collection of garbage can fall into one
+        for _ in range(2):  # the better of two, in case garbage collection slows a run
             started = time.process_time()
             read(data)
             best = min(best, time.process_time() - started)

@@ -1,4 +1,4 @@
-"""`moedoctor triage` from outside: exit codes, formats, bad input, speed of the start."""
+"""`moedoctor triage` as a command: exit codes, formats, bad input, and a quick start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def healthy(tmp_path: Path) -> Path:
     return file
 
 
-def test_1_where_something_is_found_and_json(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finding_gives_exit_code_1_and_json(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert triage_command(str(report), "json", None) == 1
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"schema_version", "findings"}
@@ -45,7 +45,7 @@ def test_1_where_something_is_found_and_json(report: Path, capsys: pytest.Captur
     assert (found["findings"][0]["id"], found["findings"][0]["line"]) == ("MD003", 2)
 
 
-def test_0_where_nothing_is_found(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_finding_gives_exit_code_0(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert triage_command(str(healthy), "json", None) == 0
     assert json.loads(capsys.readouterr().out) == {"schema_version": 1, "findings": []}
 
@@ -60,7 +60,9 @@ def test_table(report: Path, healthy: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.startswith("No known failure in this text.")
 
 
-def test_markdown_cannot_be_left(report: Path, healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_cannot_add_markdown(
+    report: Path, healthy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert triage_command(str(report), "markdown", None) == 1
     out = capsys.readouterr().out
     assert "\\| x in marlin" in out

@@ -1,4 +1,4 @@
-"""The labelled texts of tests/diagnose/threads: short, in our own words, in the style of those named."""
+"""Read the labelled texts of `threads`: short texts of ours in the style of the named threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent / "threads"
 
 @dataclass(frozen=True)
 class Thread:
-    """A text, the known failures that it is about, and where its kind was seen."""
+    """A text, the known failures that it is about, and the kind of thread that it imitates."""
 
     ids: frozenset[str]
     source: str
@@ -21,12 +21,12 @@ class Thread:
 
     @property
     def lookalike_of(self) -> frozenset[str]:
-        """The failures that it looks like without being one."""
+        """The failures that the text resembles but is not about."""
         return frozenset(re.findall(r"MD\d{3}", self.source)) if "lookalike" in self.source else frozenset()
 
 
 def threads() -> Iterator[Thread]:
-    """All of them, in the order of the files."""
+    """Yield all texts in the order of the files."""
     for path in sorted(FOLDER.glob("*.txt")):
         for part in re.split(r"(?m)^=== ", path.read_text(encoding="utf-8"))[1:]:
             head, _, text = part.partition("\n")
