@@ -7,6 +7,7 @@ import resource
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -159,31 +160,32 @@ def fixed(made: Made, tmp_path: Path) -> tuple[set[str], set[str]]:
     return before, {finding.check for finding in lint(folder).findings}
 
 
-def test_fix_removes_a_kv_cache_without_scales(tmp_path: Path) -> None:
-    made = modelopt()
-    for name in [name for name in made.tensors if name.endswith(("k_scale", "v_scale"))]:
-        del made.tensors[name]
-    assert fixed(made, tmp_path) == ({"kv_scales_missing"}, set())
-
-
-def test_fix_names_the_scheme_that_the_tensors_have(tmp_path: Path) -> None:
-    made = modelopt()
+def wrong_scheme(made: Made) -> None:
     made.config["quantization_config"]["quant_algo"] = "FP8"
-    assert fixed(made, tmp_path) == ({"quant_algo_tensors", "config_disagrees"}, set())
 
 
-def test_fix_makes_the_files_agree(tmp_path: Path) -> None:
-    made = modelopt()
+def files_that_disagree(made: Made) -> None:
     assert made.hf_quant is not None
     made.hf_quant["quantization"].update(kv_cache_quant_algo=None, group_size=32, exclude_modules=["lm_head"])
-    assert fixed(made, tmp_path) == ({"config_disagrees"}, set())
 
 
-def test_fix_corrects_the_excluded_modules(tmp_path: Path) -> None:
-    made = modelopt()
+def wrong_excluded_modules(made: Made) -> None:
     made.hf_quant = None
     made.config["quantization_config"]["ignore"] = ["lm_head", "model.layers.0.mlp.experts*"]
-    assert fixed(made, tmp_path) == ({"excluded_quantised", "unquantised_not_excluded"}, set())
+
+
+@pytest.mark.parametrize(
+    ("damage", "checks"),
+    [
+        (wrong_scheme, {"quant_algo_tensors", "config_disagrees"}),
+        (files_that_disagree, {"config_disagrees"}),
+        (wrong_excluded_modules, {"excluded_quantised", "unquantised_not_excluded"}),
+    ],
+)
+def test_fix_corrects_the_files(damage: Callable[[Made], None], checks: set[str], tmp_path: Path) -> None:
+    made = modelopt()
+    damage(made)
+    assert fixed(made, tmp_path) == (checks, set())
 
 
 def test_fix_makes_an_index_from_the_shards(tmp_path: Path) -> None:
@@ -194,7 +196,7 @@ def test_fix_makes_an_index_from_the_shards(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in made.tensors.values())
 
 
-def test_fix_keeps_half_a_character_as_json_writes_it(tmp_path: Path) -> None:
+def test_fix_removes_a_kv_cache_without_scales_and_keeps_half_a_character(tmp_path: Path) -> None:
     made = modelopt()
     made.config["producer"] = "\ud800 é"
     for name in [name for name in made.tensors if name.endswith(("k_scale", "v_scale"))]:

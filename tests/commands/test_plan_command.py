@@ -97,7 +97,7 @@ def test_missing_shards(tmp_path, capsys):
 
 
 def groups(*made):
-    """The `config_groups` of (targets, bits, group size)."""
+    """Return `config_groups` of (targets, bits, group size)."""
     return {
         f"group_{number}": {
             "targets": targets,
