@@ -26,7 +26,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "moedoctor")
 
 
 def _no_gpu() -> str | None:
-    import torch  # seconds; only where a collected test needs the answer
+    import torch  # takes seconds, so only if a collected test needs it
 
     return None if torch.cuda.is_available() else "needs an NVIDIA GPU that torch can use"
 

@@ -24,7 +24,7 @@ from moedoctor.reference import e2m1
 from moedoctor.reference.agreement import Bounds, agree
 from moedoctor.reference.moe_layer import expected_output, make_layer, make_problem
 
-# The interpreter cuts off where the GPU rounds to bfloat16, three times, so norms come out 0.8 % low.
+# Three times the interpreter truncates to bfloat16 and the GPU rounds, so norms come out 0.8 % low.
 _INTERPRETED = Bounds(cosine=0.9998, norm=0.02, element=0.03, matched=0.99, worst=0.1)
 
 

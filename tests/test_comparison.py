@@ -330,7 +330,7 @@ positive = st.floats(1e-3, 1e6)
         ("status", None),
     ],
 )
-def test_the_end_of_the_name_tells_the_group(name: str, group: str | None) -> None:
+def test_the_end_of_the_name_gives_the_group(name: str, group: str | None) -> None:
     assert group_of(name) == group
 
 

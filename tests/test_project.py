@@ -94,7 +94,7 @@ def test_the_package_of_the_wheel_finds_its_own_scenarios_and_evidence(wheel: Pa
     )
 
 
-def test_a_checkout_reads_scenarios_and_evidence_where_they_are_written() -> None:
+def test_a_checkout_reads_its_own_scenarios_and_evidence() -> None:
     assert builtin_folder() == ROOT / "scenarios"
     assert reports_folder() == ROOT / "reports"
 
@@ -225,7 +225,7 @@ def test_the_package_runs_as_a_module() -> None:
 
 
 @pytest.mark.parametrize(("available", "outcome"), [(False, "1 passed, 1 skipped"), (True, "2 passed")])
-def test_gpu_tests_are_skipped_and_counted_where_torch_sees_no_gpu(
+def test_gpu_tests_are_skipped_and_counted_without_a_gpu(
     tmp_path: Path, available: bool, outcome: str
 ) -> None:
     """Run the tests in a separate folder with a fake torch."""

@@ -101,7 +101,7 @@ def test_a_collector_that_says_why_it_cannot_is_a_fact() -> None:
     assert result.environment["collectors"]["flashinfer"]["FlashInfer"]
 
 
-def test_upstreams_collectors_run_only_where_their_package_is() -> None:
+def test_upstreams_collectors_run_only_with_their_package() -> None:
     def never() -> Collected:
         raise AssertionError
 

@@ -262,7 +262,7 @@ def test_an_unknown_release_is_refused() -> None:
         check_settings("0.16.0", {})
 
 
-def test_every_row_says_where_it_comes_from() -> None:
+def test_every_row_has_its_source() -> None:
     for settings in (vllm_variables(), vllm_flags(), flashinfer_variables()):
         for spans in settings.rows.values():
             assert all(re.match(r"(vllm|flashinfer)/\S+", span.source) for span in spans)
