@@ -1,4 +1,4 @@
-"""The engine ``device`` where a call breaks off or another one comes between, as a script.
+"""The engine ``device`` when a call fails or another call comes between, as a script.
 
 Triton decides at import whether it interprets, so this needs a process of its own.
 """
@@ -44,7 +44,7 @@ def new(policy: str = "lfru", engine: str = "device") -> ExpertCache:
 
 
 def assert_true(cache: ExpertCache) -> None:
-    """Mapping, slots and bytes agree."""
+    """Check that mapping, slots and bytes agree."""
     mapping = cache.mapping.tolist()  # first: to ask for the residents mends what is torn
     held = cache.resident()
     mapped = [held.index(expert) if expert in held else -1 for expert in range(EXPERTS)]
@@ -61,7 +61,7 @@ def assert_holds(ids: torch.Tensor, held: CachedExperts) -> None:
 
 
 class Breaking:
-    """Raises `error` in place of its call number `at`, or right after that call has been carried out."""
+    """Raises `error` instead of call number `at`, or right after that call."""
 
     def __init__(self, wrapped: Callable[..., Any], error: BaseException, at: int, after: bool) -> None:
         self._wrapped, self._error, self._left, self._after = wrapped, error, at, after
@@ -75,7 +75,7 @@ class Breaking:
 
 
 def broken() -> None:
-    """Wherever a call breaks off, the state is true after it, and the next call computes with its experts."""
+    """After a call that fails at any step, the state is right and the next call uses the right experts."""
     kinds = (torch.OutOfMemoryError("out of memory"), KeyboardInterrupt())
     for how, call in CALLS.items():
         for at in (1, 2) if how == "groups" else (1,):
@@ -102,7 +102,7 @@ def broken() -> None:
 
 
 def broken_twice() -> None:
-    """A reset that fails too is made up for by the next call, and by whoever looks at the state."""
+    """If the reset fails too, the next call or the next read of the state repeats it."""
     for look in (lambda cache: cache.acquire(IDS), lambda cache: cache.resident()):
         for second in (RuntimeError("the context is broken"), KeyboardInterrupt()):
             cache = new()
@@ -120,7 +120,7 @@ def broken_twice() -> None:
 
 
 def policies() -> None:
-    """After a reset the kernel decides as the table of its own state does."""
+    """After a reset the kernel decides as a table with the same state does."""
     draw = torch.Generator().manual_seed(2)
     for policy in ONLINE_POLICIES:
         cache = new(policy)
@@ -139,7 +139,7 @@ def policies() -> None:
 
 
 def between() -> None:
-    """Calls between two groups: right, or an error; never a group that lacks experts."""
+    """A call between two groups is right or an error; no group lacks experts."""
     others: dict[str, Callable[[ExpertCache], Any]] = {
         **CALLS,
         "begun groups": lambda cache: next(cache.groups(MANY + 6)),
@@ -151,7 +151,7 @@ def between() -> None:
             parts = cache.groups(MANY)
             first = next(parts)
             assert_holds(MANY, first)
-            seen = (first.slot_ids >= 0).int()  # [T, K]
+            computed = (first.slot_ids >= 0).int()  # [T, K]
             other(cache)
             if engine == "device" and how in ("groups", "begun groups"):
                 with pytest.raises(RuntimeError, match=r"another groups\(\) of this cache has begun"):
@@ -159,8 +159,8 @@ def between() -> None:
             else:
                 for part in parts:
                     assert_holds(MANY, part)
-                    seen += part.slot_ids >= 0
-                assert bool((seen == 1).all()), (engine, how)
+                    computed += part.slot_ids >= 0
+                assert bool((computed == 1).all()), (engine, how)
             assert_true(cache)
     for other in others.values():
         cache = new()

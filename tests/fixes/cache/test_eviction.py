@@ -1,4 +1,4 @@
-"""Policies, the rule that a call is one event, and the optimum."""
+"""Eviction policies: their decisions, one event for each call, and the optimum."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ long_calls = st.integers(0, 1000).map(
         for call in range(150)
     ]
 )
-"""Long enough for `aging` to halve its counts."""
+"""Long enough that `aging` halves its counts."""
 
 
 def _key(policy: str, uses: int, last: int, now: int, expert: int) -> tuple[float, ...]:
@@ -47,7 +47,7 @@ def _key(policy: str, uses: int, last: int, now: int, expert: int) -> tuple[floa
 
 
 class Naive:
-    """The same rule with nothing to make it fast; it knows residents, not slots."""
+    """The same rule without optimizations; it stores residents, not slots."""
 
     def __init__(self, capacity: int, policy: str) -> None:
         self.capacity, self.policy, self.now = capacity, policy, 0
@@ -78,7 +78,7 @@ class Naive:
 
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
 @given(trace=st.one_of(calls, long_calls), capacity=st.integers(4, EXPERTS))
-def test_decisions_are_those_of_the_plain_rule(policy: str, trace: list[list[int]], capacity: int) -> None:
+def test_decisions_match_the_plain_rule(policy: str, trace: list[list[int]], capacity: int) -> None:
     table, naive = SlotTable(EXPERTS, capacity, policy), Naive(capacity, policy)
     for call in trace:
         needed = sorted(set(call))
@@ -87,7 +87,7 @@ def test_decisions_are_those_of_the_plain_rule(policy: str, trace: list[list[int
 
 
 def skewed(seed: int, experts: int, calls: int) -> list[list[int]]:
-    """A few experts are needed often, and most now and then: residents grow old, and used often."""
+    """A few experts are needed often and most rarely, so residents get both old and frequently used."""
     draw = random.Random(seed)
     weights = [1 / (rank + 1) for rank in range(experts)]
     return [draw.choices(range(experts), weights, k=4) for _ in range(calls)]
@@ -95,7 +95,7 @@ def skewed(seed: int, experts: int, calls: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("capacity", [5, 30, 90])
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
-def test_decisions_among_many_are_those_of_the_plain_rule(policy: str, capacity: int) -> None:
+def test_decisions_among_many_experts_match_the_plain_rule(policy: str, capacity: int) -> None:
     table, naive = SlotTable(120, capacity, policy), Naive(capacity, policy)
     for call in skewed(0, 120, 1500):
         needed = sorted(set(call))
@@ -104,10 +104,10 @@ def test_decisions_among_many_are_those_of_the_plain_rule(policy: str, capacity:
 
 
 @pytest.mark.parametrize("capacity", [30, 90])
-def test_the_order_that_lfru_keeps_does_not_change_decisions(
+def test_the_sorted_residents_of_lfru_do_not_change_decisions(
     capacity: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every look counts, so that residents are ordered anew again and again, for higher ages and lower."""
+    """Residents are sorted again very often, for higher and for lower ages."""
     monkeypatch.setattr(_eviction_policies, "_FEW", 0)
     ages, choose = [], Lfru._choose_age
 
@@ -116,7 +116,7 @@ def test_the_order_that_lfru_keeps_does_not_change_decisions(
         choose(self, age, uses)
 
     monkeypatch.setattr(Lfru, "_choose_age", noted)
-    test_decisions_among_many_are_those_of_the_plain_rule("lfru", capacity)
+    test_decisions_among_many_experts_match_the_plain_rule("lfru", capacity)
     steps = [later - age for age, later in pairwise(ages)]
     assert min(steps) < 0 < max(steps)
 
@@ -145,8 +145,8 @@ def test_slots_are_never_shared(policy: str, trace: list[list[int]], capacity: i
             assert len(held) == len(set(held)) == sum(expert >= 0 for expert in table.expert_of)
 
 
-def test_the_rule_of_the_pr_is_caught() -> None:
-    """8 slots, 16 experts, 4 a call: experts that were just placed have the lowest score and leave again."""
+def test_the_rule_of_the_vllm_pr_is_wrong() -> None:
+    """8 slots, 16 experts, 4 per call: experts that were just placed score lowest and are evicted again."""
     draw = random.Random(0)
     trace = [draw.sample(range(16), 4) for _ in range(400)]
     assert replay(trace, PrRule(16, 8)).wrong > 0
@@ -154,14 +154,14 @@ def test_the_rule_of_the_pr_is_caught() -> None:
 
 
 def test_a_trace_by_hand() -> None:
-    """Two slots. LRU drops 0 for 2, then 1 for 0; LFU and LFRU keep 0, which was used twice."""
+    """Two slots. LRU evicts 0 for 2, then 1 for 0; LFU and LFRU keep 0, which was used twice."""
     trace = [[0], [0], [1], [2], [0]]
     counts = {policy: simulate(trace, num_experts=3, capacity=2, policy=policy).misses for policy in POLICIES}
     assert counts == {"lru": 4, "lfu": 3, "lfru": 3, "aging": 3, "belady": 3}
 
 
-def test_aging_remembers_who_left_and_forgets_by_halves() -> None:
-    """Two slots. 0 leaves after two uses and comes back: LFU takes it for new, `aging` does not."""
+def test_aging_counts_evicted_experts_and_halves_counts() -> None:
+    """Two slots. 0 is evicted after two uses and returns: LFU treats it as new, `aging` does not."""
     trace = [[0], [0], [1], [1], [1], [2], [2], [2], [0], [3]]
     tables = {policy: SlotTable(4, 2, policy) for policy in ("lfu", "aging")}
     for table in tables.values():
@@ -174,7 +174,7 @@ def test_aging_remembers_who_left_and_forgets_by_halves() -> None:
     assert tables["aging"].uses[:3] == [1, 1, 1]
 
 
-def test_age_outweighs_frequency_in_lfru_alone() -> None:
+def test_only_in_lfru_age_outweighs_frequency() -> None:
     """Expert 0: used 3 times, long ago, 3 / 7. Expert 1: used once, in the last call, 1 / 2."""
     trace = [[0], [0], [0], [2], [2], [2], [2], [2], [1], [3]]
     table = {policy: SlotTable(4, 3, policy) for policy in ONLINE_POLICIES}
@@ -228,7 +228,7 @@ def test_more_experts_than_slots_raise_and_change_nothing() -> None:
     assert table.split([5, 1, 7, 0, 1, -1]) == [[0, 1], [5, 7]]
 
 
-def test_a_forgotten_expert_leaves_a_free_slot() -> None:
+def test_forgetting_an_expert_frees_its_slot() -> None:
     table = SlotTable(8, 2, "lfru")
     table.step([3, 4])
     table.forget(3)
@@ -240,7 +240,9 @@ def test_a_forgotten_expert_leaves_a_free_slot() -> None:
 
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
 @given(trace=calls, capacity=st.integers(4, EXPERTS))
-def test_a_restored_table_goes_on_alike(policy: str, trace: list[list[int]], capacity: int) -> None:
+def test_a_restored_table_makes_the_same_decisions(
+    policy: str, trace: list[list[int]], capacity: int
+) -> None:
     table = SlotTable(EXPERTS, capacity, policy)
     for index, call in enumerate(trace):
         if index == len(trace) // 2:
@@ -275,8 +277,8 @@ def test_ids_of_none_and_empty_calls() -> None:
 
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
 @given(seed=st.integers(0, 1000), capacity=st.integers(1, 20))
-def test_simulate_does_what_a_table_does(policy: str, seed: int, capacity: int) -> None:
-    """Calls unsorted, with repeats, and some of more experts than there are slots."""
+def test_simulate_matches_a_table(policy: str, seed: int, capacity: int) -> None:
+    """Calls are unsorted, have repeats, and some need more experts than there are slots."""
     trace = skewed(seed, 20, 80)
     table = SlotTable(20, capacity, policy)
     assert simulate(trace, num_experts=20, capacity=capacity, policy=policy) == replay(trace, table)
@@ -287,7 +289,7 @@ def test_simulate_does_what_a_table_does(policy: str, seed: int, capacity: int) 
 
 
 class EvictsNeeded(Lru):
-    """The first experts of the call leave."""
+    """Evicts the first experts of the call."""
 
     def step(
         self, experts: Sequence[int], uses: list[int], now: int, free: int
@@ -297,7 +299,7 @@ class EvictsNeeded(Lru):
 
 
 class KeepsAll(Lru):
-    """Nobody leaves."""
+    """Evicts nothing."""
 
     def step(
         self, experts: Sequence[int], uses: list[int], now: int, free: int
@@ -306,7 +308,7 @@ class KeepsAll(Lru):
 
 
 @pytest.mark.parametrize(("broken", "second"), [(EvictsNeeded, [1, 2]), (KeepsAll, [2, 3])])
-def test_simulate_would_see_a_broken_policy(
+def test_simulate_detects_a_broken_policy(
     monkeypatch: pytest.MonkeyPatch, broken: type[Lru], second: list[int]
 ) -> None:
     monkeypatch.setitem(cast("dict[str, object]", _eviction_policies.POLICIES), "lru", broken)

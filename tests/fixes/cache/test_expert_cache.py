@@ -37,7 +37,7 @@ id_rows = st.lists(st.lists(st.integers(-1, EXPERTS - 1), min_size=3, max_size=3
 def assert_holds(
     ids: torch.Tensor, held: CachedExperts, weights: Mapping[str, torch.Tensor] = WEIGHTS
 ) -> None:
-    """Each slot that `held` names has the bytes of its expert."""
+    """Check that each slot in `held` has the bytes of its expert."""
     named = held.slot_ids >= 0  # [T, K]
     for name, tensor in weights.items():
         got = held.weights[name][held.slot_ids[named].long()]
@@ -47,7 +47,7 @@ def assert_holds(
 
 
 def assert_consistent(cache: ExpertCache) -> None:
-    """Mapping, slots and bytes agree."""
+    """Check that mapping, slots and bytes agree."""
     held = cache.resident()
     slots = [held.index(expert) if expert in held else -1 for expert in range(EXPERTS)]
     assert cache.mapping.tolist() == slots
@@ -63,11 +63,11 @@ def test_every_call_gets_its_experts(policy: str, rows: list[Any], capacity: int
     addresses = {name: tensor.data_ptr() for name, tensor in cache.weights.items()}, cache.mapping.data_ptr()
     for row in rows:
         ids = torch.tensor(row, dtype=torch.int32)  # [T, K]
-        seen = torch.zeros_like(ids)
+        computed = torch.zeros_like(ids)
         for part in cache.groups(ids):
             assert_holds(ids, part)
-            seen += part.slot_ids >= 0
-        assert torch.equal(seen, (ids >= 0).int()), "each id is in one group"
+            computed += part.slot_ids >= 0
+        assert torch.equal(computed, (ids >= 0).int()), "each id must be in exactly one group"
         assert_consistent(cache)
     trace = [list(chain(*row)) for row in rows]
     expected = simulate(trace, num_experts=EXPERTS, capacity=capacity, policy=policy)
@@ -79,14 +79,14 @@ def test_every_call_gets_its_experts(policy: str, rows: list[Any], capacity: int
     )
 
 
-def test_the_rule_of_the_pr_is_caught_by_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the PR's rule switched in, the check above finds a slot that holds another expert."""
+def test_the_rule_of_the_vllm_pr_leaves_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the PR's rule, the check above finds a slot that holds another expert."""
     rule = PrRule(EXPERTS, 4)
 
     def plan(self: SlotTable, experts: list[int]) -> Any:
         rule.step(experts)
         self.slot_of[:] = rule.slot_of
-        return type("Plan", (), {"hits": 0, "loads": [Load(*one) for one in rule.loads]})
+        return type("Plan", (), {"hits": 0, "loads": [Load(*load) for load in rule.loads]})
 
     monkeypatch.setattr(SlotTable, "plan", plan)
     cache = ExpertCache(WEIGHTS, 4, engine="host", device="cpu")
@@ -101,7 +101,7 @@ def test_the_rule_of_the_pr_is_caught_by_the_bytes(monkeypatch: pytest.MonkeyPat
         calls()
 
 
-def test_resident_where_every_expert_fits() -> None:
+def test_the_engine_is_resident_if_every_expert_fits() -> None:
     cache = ExpertCache(WEIGHTS, EXPERTS, device="cpu")
     ids = torch.tensor([[9, -1, 0]])
     held = cache.acquire(ids)
@@ -110,7 +110,7 @@ def test_resident_where_every_expert_fits() -> None:
     assert_holds(ids, held)
     assert cache.mapping.tolist() == cache.resident() == list(range(EXPERTS))
     assert len(list(cache.groups(ids))) == 1
-    for call in (cache.acquire, cache.prefetch, cache.seed, lambda one: next(cache.groups(one))):
+    for call in (cache.acquire, cache.prefetch, cache.seed, lambda ids: next(cache.groups(ids))):
         for wrong, message in (([[0, 10]], "expert 10 of 10"), ([[-5, 1]], "-5 is no expert")):
             with pytest.raises(ValueError, match=f"ids: {message}"):
                 call(torch.tensor(wrong))
@@ -155,7 +155,7 @@ class Interrupted(HostEngine):
 
 
 @pytest.mark.parametrize("fail_at", [1, 2, 3])
-def test_out_of_memory_in_the_middle_leaves_a_true_state(
+def test_out_of_memory_during_a_call_leaves_a_right_state(
     monkeypatch: pytest.MonkeyPatch, fail_at: int
 ) -> None:
     monkeypatch.setattr("moedoctor.fixes.cache.host.HostEngine", Interrupted)
@@ -165,13 +165,13 @@ def test_out_of_memory_in_the_middle_leaves_a_true_state(
     ids = torch.tensor([[3, 6, 7, 8]])
     with pytest.raises(torch.OutOfMemoryError):
         cache.acquire(ids)
-    assert len([one for one in cache.resident() if one >= 0]) == fail_at
+    assert len([expert for expert in cache.resident() if expert >= 0]) == fail_at
     assert_consistent(cache)
     assert_holds(ids, cache.acquire(ids))
     assert_consistent(cache)
 
 
-def test_a_second_thread_inside_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_from_a_second_thread_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     inside, leave = threading.Event(), threading.Event()
 
     class Slow(HostEngine):
@@ -187,7 +187,7 @@ def test_a_second_thread_inside_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     thread.start()
     try:
         assert inside.wait(10)
-        for enter in (cache.acquire, cache.prefetch, cache.seed, lambda one: next(cache.groups(one))):
+        for enter in (cache.acquire, cache.prefetch, cache.seed, lambda ids: next(cache.groups(ids))):
             with pytest.raises(CacheBusy, match="another thread is inside"):
                 enter(ids)
     finally:
@@ -230,7 +230,7 @@ def test_ids_out_of_range_are_refused(ids: list[list[int]]) -> None:
         cache.acquire(torch.tensor(ids))
     with pytest.raises(TypeError, match=r"int32 or int64, got torch\.float32"):
         cache.acquire(torch.tensor(ids).float())
-    for call in (cache.acquire, cache.prefetch, cache.seed, lambda one: next(cache.groups(one))):
+    for call in (cache.acquire, cache.prefetch, cache.seed, lambda ids: next(cache.groups(ids))):
         with pytest.raises(ValueError, match=r"ids: (expert 10 of 10|-2 is no expert)"):
             call(torch.tensor(ids))
         with pytest.raises(TypeError, match="ids must be an int32 or int64 tensor, got list"):
@@ -239,14 +239,14 @@ def test_ids_out_of_range_are_refused(ids: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (1, 1, 1, 1)])
-def test_seeding_takes_calls_or_tokens(shape: tuple[int, ...]) -> None:
+def test_seeding_accepts_calls_or_tokens(shape: tuple[int, ...]) -> None:
     cache = ExpertCache(WEIGHTS, 4, engine="host", device="cpu")
     with pytest.raises(ValueError, match=r"ids must be \[T, K\] or \[calls, T, K\], got"):
         cache.seed(torch.zeros(shape, dtype=torch.int64))
     assert cache.resident() == [-1] * 4
 
 
-def test_a_machine_that_cannot_unpack_is_told_what_to_do() -> None:
+def test_the_error_without_unpacking_names_the_next_step() -> None:
     weights = {"w": torch.randn(12, 64, 256, generator=torch.Generator().manual_seed(4)).bfloat16()}
     for engine in ("auto", "host"):
         with pytest.raises(ValueError, match="cannot unpack: leave out packed"):

@@ -1,4 +1,4 @@
-"""The engine ``device`` of the expert cache where a call breaks off or another one comes between."""
+"""The engine ``device`` of the expert cache when a call fails or another call comes between."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from moedoctor.reference.moe import forward as reference
 pytestmark = pytest.mark.gpu
 EXPERTS, HIDDEN, INNER = 32, 256, 128
 CAPACITY = 9
-"""And ids of [2, 4] wherever it does not matter: each other number would compile the kernels again."""
+"""Tests use ids of [2, 4] unless the shape matters, because each new shape compiles the kernels again."""
 
 
 def _weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
@@ -52,7 +52,7 @@ def test_slots_hold_the_bytes_of_the_host(engine: str, dtype: torch.dtype) -> No
     assert stats.misses > EXPERTS
 
 
-def test_both_engines_decide_alike() -> None:
+def test_both_engines_make_the_same_decisions() -> None:
     caches = [ExpertCache(_weights(), CAPACITY, engine=engine) for engine in ("device", "host")]
     torch.manual_seed(2)
     for _ in range(40):
@@ -94,7 +94,7 @@ def test_a_graph_of_the_device_engine_follows_the_ids() -> None:
         assert torch.allclose(out.cpu(), right, rtol=2e-3, atol=2e-3)
 
 
-def test_the_host_engine_never_overwrites_what_is_still_computed_with() -> None:
+def test_the_host_engine_does_not_overwrite_weights_in_use() -> None:
     weights = _weights()
     cache = ExpertCache(weights, 4, engine="host")
     busy = torch.randn(4096, 4096, device="cuda")
@@ -111,7 +111,7 @@ def test_the_host_engine_never_overwrites_what_is_still_computed_with() -> None:
 
 
 @pytest.mark.parametrize("engine", ["device", "host"])
-def test_prefetched_experts_are_there(engine: str) -> None:
+def test_prefetched_experts_are_resident(engine: str) -> None:
     weights = _weights()
     cache = ExpertCache(weights, CAPACITY, engine=engine)
     for start in range(0, 24, 8):
@@ -182,7 +182,7 @@ def test_hits_are_computed_while_misses_are_copied(packed: bool) -> None:
 
 
 @pytest.mark.parametrize("engine", ["device", "host"])
-def test_a_call_in_groups_is_that_of_one_call_bit_by_bit(engine: str) -> None:
+def test_groups_give_the_bits_of_one_call(engine: str) -> None:
     weights = _weights()
     every = {name: tensor.cuda() for name, tensor in weights.items()}
     cache = ExpertCache(weights, CAPACITY, engine=engine)
@@ -198,8 +198,8 @@ def test_a_call_in_groups_is_that_of_one_call_bit_by_bit(engine: str) -> None:
 
 
 @pytest.mark.parametrize("size", [4, 8, 12])
-def test_groups_beside_each_other_give_the_bits_of_one_call(size: int) -> None:
-    """Inputs are written just before and weights over right after: nothing may run too early or too late."""
+def test_overlapping_groups_give_the_bits_of_one_call(size: int) -> None:
+    """Inputs are written just before and weights overwritten right after, to detect work at a wrong time."""
     every = {name: tensor.cuda() for name, tensor in _weights().items()}
     torch.manual_seed(7)
     shares = torch.rand(1200, 4, device="cuda")
@@ -210,7 +210,7 @@ def test_groups_beside_each_other_give_the_bits_of_one_call(size: int) -> None:
         copies = {name: torch.zeros_like(tensor) for name, tensor in every.items()}
         experts = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
         parts = [
-            ({name: one[at : at + size] for name, one in copies.items()}, experts[at : at + size])
+            ({name: weight[at : at + size] for name, weight in copies.items()}, experts[at : at + size])
             for at in range(0, EXPERTS, size)
         ]
         call = GroupedForward(x, ids, shares, EXPERTS)
@@ -223,7 +223,7 @@ def test_groups_beside_each_other_give_the_bits_of_one_call(size: int) -> None:
         assert torch.equal(call.total(), whole)
 
 
-def test_groups_beside_each_other_are_one_graph_of_the_same_bits() -> None:
+def test_overlapping_groups_in_a_graph_give_the_same_bits() -> None:
     every = {name: tensor.cuda() for name, tensor in _weights().items()}
     torch.manual_seed(8)
     x = torch.randn(1200, HIDDEN, device="cuda").bfloat16()
@@ -231,7 +231,7 @@ def test_groups_beside_each_other_are_one_graph_of_the_same_bits() -> None:
     shares = torch.rand(1200, 4, device="cuda")
     experts = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
     parts = [
-        ({name: one[at : at + 8] for name, one in every.items()}, experts[at : at + 8])
+        ({name: weight[at : at + 8] for name, weight in every.items()}, experts[at : at + 8])
         for at in range(0, EXPERTS, 8)
     ]
 
@@ -258,13 +258,13 @@ def test_a_group_that_is_refused_leaves_the_stream_in_order() -> None:
     call = GroupedForward(x, ids, torch.rand(300, 4, device="cuda"), EXPERTS)
     experts = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
     call.add_resident([(every, experts), (every, experts)])  # compiles, outside the capture
-    # The end of a capture raises where a stream has not come back.
+    # Ending a capture raises an error if a stream was not joined.
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(ValueError, match="experts must be int32"):
         call.add_resident([(every, experts), (every, experts), (every, experts.long())])
 
 
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
-def test_the_kernel_decides_as_the_table_does(policy: str) -> None:
+def test_the_kernel_makes_the_decisions_of_the_table(policy: str) -> None:
     cache = ExpertCache(_weights(), CAPACITY, engine="device", policy=policy)
     table = SlotTable(EXPERTS, CAPACITY, policy)
     draw = torch.Generator().manual_seed(8)

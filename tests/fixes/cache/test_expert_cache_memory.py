@@ -1,4 +1,4 @@
-"""What the expert cache holds on the host and on the device, and what it says of it."""
+"""The memory of the expert cache on the host and on the device, and its report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fixes.cache.test_expert_cache import EXPERTS, WEIGHTS, assert_holds
 
 
 class Locks:
-    """Stands for the driver: counts what it locks, and refuses from number `fail_at` on."""
+    """Replaces the driver: records each lock and fails from number `fail_at` on."""
 
     def __init__(self, fail_at: int = 0) -> None:
         self.sizes: list[int] = []
@@ -38,7 +38,7 @@ def _pin(store: ExpertStore, locks: Locks, monkeypatch: pytest.MonkeyPatch) -> N
         store._pin()
 
 
-def test_pinning_that_fails_is_said_and_copies_still_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pinning_failure_is_reported_and_copies_still_work(monkeypatch: pytest.MonkeyPatch) -> None:
     locks = Locks(2)
     store = ExpertStore(WEIGHTS, pin=False)
     _pin(store, locks, monkeypatch)
@@ -46,7 +46,7 @@ def test_pinning_that_fails_is_said_and_copies_still_work(monkeypatch: pytest.Mo
     assert not store.pinned
     assert store.reason == "the limit on locked memory is reached"
     assert (len(locks.sizes), locks.released) == (1, 1), "what was locked before the failure is given back"
-    assert all(store.tensors[name].data_ptr() == one.data_ptr() for name, one in WEIGHTS.items())
+    assert all(store.tensors[name].data_ptr() == tensor.data_ptr() for name, tensor in WEIGHTS.items())
     cache = ExpertCache(store, 4, device="cpu")
     ids = torch.tensor([[1, 8]])
     assert_holds(ids, cache.acquire(ids))
@@ -55,8 +55,8 @@ def test_pinning_that_fails_is_said_and_copies_still_work(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_pinned_memory_is_as_large_as_what_it_holds(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Page by page: torch's own allocator would take up to twice as much."""
+def test_pinned_memory_has_the_size_of_the_weights(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whole pages; torch's allocator would use up to twice as much."""
     draw = torch.Generator().manual_seed(4)
     weights = {
         "w13": torch.randn(5, 112, 128, generator=draw).bfloat16(),
@@ -64,7 +64,7 @@ def test_pinned_memory_is_as_large_as_what_it_holds(packed: bool, monkeypatch: p
     }
     store = ExpertStore(weights, pin=False, packed=packed)
     assert set(store.packed) == ({"w13"} if packed else set())
-    blocks = {name: one.blocks.clone() for name, one in store.packed.items()}
+    blocks = {name: weight.blocks.clone() for name, weight in store.packed.items()}
     nbytes, locks = store.nbytes, Locks()
     _pin(store, locks, monkeypatch)
     assert store.pinned
@@ -73,7 +73,7 @@ def test_pinned_memory_is_as_large_as_what_it_holds(packed: bool, monkeypatch: p
     for name, tensor in store.tensors.items():
         assert tensor.data_ptr() != weights[name].data_ptr()
         assert torch.equal(tensor, weights[name])
-    assert all(torch.equal(one.blocks, blocks[name]) for name, one in store.packed.items())
+    assert all(torch.equal(weight.blocks, blocks[name]) for name, weight in store.packed.items())
     view = store.tensors["w2"][3]
     del store, tensor
     gc.collect()

@@ -1,4 +1,4 @@
-"""In which order the engine ``device`` asks for its work, and who waits for whom; streams are stand-ins."""
+"""The order in which the engine ``device`` queues work and waits, checked with fake streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 
 class Streams:
-    """Two streams; `log` is what was asked for, in order."""
+    """Two streams; `log` lists the requests in order."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -42,7 +42,7 @@ class Streams:
 
 
 class Event:
-    """Remembers what it was recorded after."""
+    """Stores the work that it was recorded after."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -53,7 +53,7 @@ class Event:
 
 
 class Main:
-    """The stream that computes."""
+    """The compute stream."""
 
     def __init__(self, streams: Streams) -> None:
         self.wait_event = streams.wait_event
@@ -116,7 +116,7 @@ def test_copies_beside_hits_begin_after_the_lookup_and_end_before_the_misses(
 
 
 @pytest.mark.parametrize("next_call", ["acquire", "prefetch", "overlap", "groups", "seed"])
-def test_whatever_comes_after_a_broken_off_call_waits_for_its_copies(
+def test_work_after_a_failed_call_waits_for_its_copies(
     cache: ExpertCache, streams: Streams, next_call: str
 ) -> None:
     next(iter(cache.groups(IDS, overlap=True)))
@@ -134,7 +134,7 @@ def test_whatever_comes_after_a_broken_off_call_waits_for_its_copies(
     assert streams.log.count(WAITED) == (2 if next_call == "overlap" else 1)
 
 
-def test_a_group_waits_for_a_prefetch_that_came_before_it(cache: ExpertCache, streams: Streams) -> None:
+def test_a_group_waits_for_an_earlier_prefetch(cache: ExpertCache, streams: Streams) -> None:
     parts = cache.groups(torch.zeros(3, 2, dtype=torch.int32))
     next(parts)
     cache.prefetch(IDS)
@@ -144,7 +144,7 @@ def test_a_group_waits_for_a_prefetch_that_came_before_it(cache: ExpertCache, st
 
 
 def _fill(cache: ExpertCache) -> torch.Tensor:
-    """Pretend that expert 5 is in slot 2; the lookups here are stand-ins. The state."""
+    """Pretend that expert 5 is in slot 2, because lookups are fake here, and return the state."""
     state = cache._engine._state  # type: ignore[attr-defined]
     state.slot_of[5], state.expert_of[2], state.copies[0] = 2, 5, 1
     return torch.cat([state.slot_of, state.expert_of, state.copies[:1]])
@@ -152,10 +152,10 @@ def _fill(cache: ExpertCache) -> torch.Tensor:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("breaks", ["lookup", "copy"])
-def test_nothing_is_resident_after_a_call_that_broke_off(
+def test_nothing_is_resident_after_a_failed_call(
     cache: ExpertCache, streams: Streams, overlap: bool, breaks: str
 ) -> None:
-    """The reset comes after copies that may be under way."""
+    """The reset runs after copies that may still be running."""
     _fill(cache)
     streams.breaks = breaks
     with pytest.raises(torch.OutOfMemoryError):
@@ -171,8 +171,8 @@ def test_nothing_is_resident_after_a_call_that_broke_off(
 
 
 @pytest.mark.parametrize("how", ["acquire", "overlap", "prefetch"])
-def test_a_capture_that_breaks_off_records_no_reset(cache: ExpertCache, streams: Streams, how: str) -> None:
-    """Nothing of it has run, and the next call finds the cache as it was."""
+def test_a_failed_capture_does_not_record_a_reset(cache: ExpertCache, streams: Streams, how: str) -> None:
+    """No captured work has run, so the next call finds the cache unchanged."""
     before = _fill(cache)
     streams.breaks, streams.captures = "copy", True
     with pytest.raises(torch.OutOfMemoryError):
@@ -189,7 +189,7 @@ def test_a_capture_that_breaks_off_records_no_reset(cache: ExpertCache, streams:
     assert torch.equal(torch.cat([state.slot_of, state.expert_of, state.copies[:1]]), before)
 
 
-def test_a_reset_that_is_due_is_not_recorded_either(
+def test_a_pending_reset_is_not_recorded(
     cache: ExpertCache, streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = cache._engine

@@ -1,4 +1,4 @@
-"""An offload that fails leaves the module as it was: no weight is lost, no forward stays wrapped."""
+"""An offload that fails leaves the module unchanged: no weight is lost, no forward stays wrapped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def out_of_memory(*args: Any) -> Any:
 
 
 def assert_untouched(model: nn.Module) -> None:
-    assert all("forward" not in vars(one) and MARK not in vars(one) for one in model.modules())
+    assert all("forward" not in vars(module) and MARK not in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def assert_untouched(model: nn.Module) -> None:
         "moedoctor.fixes.offloader.settle_in",
     ],
 )
-def test_memory_that_runs_out_leaves_the_module_as_it_was(
+def test_running_out_of_memory_leaves_the_module_unchanged(
     monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, place: str
 ) -> None:
     model = stack()
@@ -57,7 +57,7 @@ def test_memory_that_runs_out_leaves_the_module_as_it_was(
     assert torch.equal(model(x), expected)
 
 
-def test_where_the_device_has_no_room_any_more_weights_stay_on_the_host_and_are_named(
+def test_weights_that_cannot_return_to_the_device_stay_on_the_host_and_are_named(
     monkeypatch: pytest.MonkeyPatch, x: torch.Tensor
 ) -> None:
     model = stack()
@@ -66,28 +66,28 @@ def test_where_the_device_has_no_room_any_more_weights_stay_on_the_host_and_are_
     monkeypatch.setattr(offload_storage, "_bring_back", out_of_memory)
     with pytest.warns(RuntimeWarning) as caught, pytest.raises(torch.OutOfMemoryError):
         offloaded(model)
-    (said,) = [str(one.message) for one in caught]
-    assert said.endswith(
+    (text,) = [str(warning.message) for warning in caught]
+    assert text.endswith(
         "no room left for what lay there: on the host now: 0.weight, 1.weight, 2.weight and 1 more"
     )
-    assert [tuple(one.weight.shape) for one in model] == [(WIDTH, WIDTH)] * 4
+    assert [tuple(layer.weight.shape) for layer in model] == [(WIDTH, WIDTH)] * 4
     assert torch.equal(model(x), expected)
 
 
-def test_what_a_loader_left_on_the_host_is_there_again_as_it_was(x: torch.Tensor) -> None:
+def test_undo_puts_back_the_host_tensors_of_a_loader(x: torch.Tensor) -> None:
     model = stack()
-    expected, before = model(x), [one.data_ptr() for one in model.parameters()]
-    elsewhere = torch.device("cpu", 0)  # torch takes it for another device than "cpu"
+    expected, before = model(x), [parameter.data_ptr() for parameter in model.parameters()]
+    elsewhere = torch.device("cpu", 0)  # torch treats it as a different device from "cpu"
     stored, _ = offload_storage.store(make_plan(model, 1 << 40, (), None, 0), None)
     kept = offload_storage.empty(stored, elsewhere)
-    assert [one.weight.numel() for one in model] == [0] * 4
+    assert [layer.weight.numel() for layer in model] == [0] * 4
     offload_storage.undo(stored, elsewhere, kept)
-    assert [one.data_ptr() for one in model.parameters()] == before
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
     assert torch.equal(model(x), expected)
 
 
 class Rigid(nn.Linear):
-    """Takes no other forward."""
+    """Refuses another forward."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":
@@ -95,26 +95,26 @@ class Rigid(nn.Linear):
         super().__setattr__(name, value)
 
 
-def test_a_layer_that_cannot_be_wrapped_leaves_none_wrapped(x: torch.Tensor) -> None:
+def test_if_one_layer_cannot_be_wrapped_no_layer_stays_wrapped(x: torch.Tensor) -> None:
     model = stack()
     model[2] = Rigid(WIDTH, WIDTH)
     expected = model(x)
-    hooks = [len(one._state_dict_hooks) for one in model]
-    for _ in range(2):  # a second time nothing is in the way of the same error
+    hooks = [len(layer._state_dict_hooks) for layer in model]
+    for _ in range(2):  # the first attempt leaves nothing behind that changes the second
         with pytest.raises(AttributeError, match="no"):
             offloaded(model)
     assert_untouched(model)
-    assert [len(one._state_dict_hooks) for one in model] == hooks
+    assert [len(layer._state_dict_hooks) for layer in model] == hooks
     assert torch.equal(model(x), expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_scripted_layer_stays_among_others_that_go(x: torch.Tensor) -> None:
+def test_a_scripted_layer_stays_on_the_device(x: torch.Tensor) -> None:
     model = stack(5)
     model[2] = torch.jit.script(model[2])
     expected = model(x)
     handle = offloaded(model)
-    rows = {one.name: one for one in handle.report().placements}
+    rows = {row.name: row for row in handle.report().placements}
     assert (rows["2.weight"].lives, rows["2.weight"].reason) == ("device", "outside of the layers")
     assert rows["1.weight"].lives == rows["3.weight"].lives == "host"
     assert all(torch.equal(model(x), expected) for _ in range(3))
@@ -122,15 +122,15 @@ def test_a_scripted_layer_stays_among_others_that_go(x: torch.Tensor) -> None:
     assert offloaded(scripted).report().notes[0].startswith("nothing was offloaded")
 
 
-def test_a_warning_that_is_an_error_comes_before_anything_is_changed(x: torch.Tensor) -> None:
+def test_a_warning_raised_as_an_error_leaves_the_module_unchanged(x: torch.Tensor) -> None:
     def failing(memory: torch.Tensor) -> Callable[[], None]:
         raise RuntimeError("no lock")
 
     model = stack()
-    before = [one.data_ptr() for one in model.parameters()]
+    before = [parameter.data_ptr() for parameter in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="no lock"):
             offloaded(model, pin=failing)
-    assert [one.data_ptr() for one in model.parameters()] == before
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
     assert_untouched(model)

@@ -1,4 +1,4 @@
-"""Weight offload of modules of any build: the same bits, or an error that says who reads what."""
+"""Weight offload of modules of any structure gives the same bits, or an error that names the reader."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def offloaded(model: nn.Module, budget: int = PLENTY, **options: Any) -> Offload
 
 
 class Listed(nn.Module):
-    """Its parameters hang on lists, which have no forward of their own."""
+    """Its parameters are in lists, which have no forward of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class Listed(nn.Module):
         self.named = nn.ParameterDict({"last": torch.randn(WIDTH, WIDTH) / 4})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for one in self.many:
-            x = x @ one
+        for weight in self.many:
+            x = x @ weight
         return x @ self.named["last"]
 
 
 class Table(nn.Module):
-    """Returns a part of its weight, in one shape or another."""
+    """Returns a part of its weight: plain, in a tuple or in a mapping."""
 
     def __init__(self, shape: str = "plain") -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Table(nn.Module):
 
 
 class Reading(nn.Module):
-    """A parent that has a weight of its own and reads its child's."""
+    """A parent with a weight of its own that also reads its child's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Mixed(nn.Module):
         self.calls = [KINDS[kind][1] for kind in kinds]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tables = 0.0  # what a layer returned is used when others have long had its place
+        tables = 0.0  # returned weights are used after other layers have reused the buffer
         parts = self.parts if hasattr(self, "parts") else self.children()
         for part, call in zip(parts, self.calls, strict=True):
             if isinstance(part, Table):
@@ -160,20 +160,20 @@ def test_any_mix_of_layers_gives_the_same_bits(
     torch.manual_seed(seed)
     model, x = Mixed(kinds, listed=listed).eval().requires_grad_(False), torch.randn(2, 5, WIDTH)
     expected = model(x)
-    state = {name: one.clone() for name, one in model.state_dict().items()}
-    handle = offloaded(model, int(share * sum(one.nbytes for one in model.parameters())))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    handle = offloaded(model, int(share * sum(parameter.nbytes for parameter in model.parameters())))
     assert all(torch.equal(model(x), expected) for _ in range(3))
-    assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     handle.restore()
     assert torch.equal(model(x), expected)
 
 
-GOES = sorted(set(KINDS) - {"weight_norm", "spectral_norm"})
+OFFLOADED = sorted(set(KINDS) - {"weight_norm", "spectral_norm"})
 
 
 @pytest.mark.parametrize("listed", [True, False])
-@pytest.mark.parametrize("kind", GOES)
-def test_four_of_a_kind_are_offloaded_indeed(kind: str, listed: bool) -> None:
+@pytest.mark.parametrize("kind", OFFLOADED)
+def test_four_layers_of_each_kind_are_offloaded(kind: str, listed: bool) -> None:
     model, x = Mixed([kind] * 4, listed=listed).eval().requires_grad_(False), torch.randn(2, 5, WIDTH)
     expected = model(x)
     assert offloaded(model).report().host_bytes > 0
@@ -190,7 +190,7 @@ def test_four_of_a_kind_are_offloaded_indeed(kind: str, listed: bool) -> None:
         lambda: nn.Transformer(64, 4, 2, 2, batch_first=True),
     ],
 )
-def test_torch_s_own_transformers_give_the_same_bits(make: Callable[[], nn.Module]) -> None:
+def test_transformers_of_torch_give_the_same_bits(make: Callable[[], nn.Module]) -> None:
     model, x = make().eval().requires_grad_(False), torch.randn(2, 9, 64)
     inputs = (x,) if isinstance(model, (nn.TransformerEncoderLayer, nn.TransformerEncoder)) else (x, x)
     expected = model(*inputs)
@@ -213,10 +213,10 @@ def test_weights_that_a_layer_returns_keep_their_values(shape: str, compiler: st
             self.parts = nn.ModuleList(Table(shape) for _ in range(5))
 
         def forward(self, count: int) -> torch.Tensor:
-            found = [part(count) for part in self.parts]
+            weights = [part(count) for part in self.parts]
             if shape != "plain":
-                found = [one["rows"] if shape == "mapping" else one[0] for one in found]
-            return torch.stack(found)  # [parts, count, W]
+                weights = [rows["rows"] if shape == "mapping" else rows[0] for rows in weights]
+            return torch.stack(weights)  # [parts, count, W]
 
     model = Tables()
     expected = model(3)
@@ -227,7 +227,7 @@ def test_weights_that_a_layer_returns_keep_their_values(shape: str, compiler: st
     torch._dynamo.reset()
 
 
-def test_weights_in_an_object_that_cannot_be_taken_apart_are_refused() -> None:
+def test_weights_returned_in_an_unknown_type_are_refused() -> None:
     from types import MappingProxyType
 
     class Wrapped(Table):
@@ -240,7 +240,7 @@ def test_weights_in_an_object_that_cannot_be_taken_apart_are_refused() -> None:
         model[0](3)
 
 
-def test_what_a_layer_returns_is_not_copied_where_it_is_its_own() -> None:
+def test_an_output_that_is_not_a_weight_is_not_copied() -> None:
     class Same(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
             return {"same": x}
@@ -251,22 +251,22 @@ def test_what_a_layer_returns_is_not_copied_where_it_is_its_own() -> None:
 
 
 def reasons(model: nn.Module, **options: Any) -> dict[str, str]:
-    return {one.name: one.reason for one in offloaded(model, **options).report().placements}
+    return {row.name: row.reason for row in offloaded(model, **options).report().placements}
 
 
-def test_a_layer_with_a_hook_before_it_stays() -> None:
+def test_a_layer_with_a_forward_pre_hook_stays_on_the_device() -> None:
     model, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))), torch.randn(3, WIDTH)
-    seen: list[float] = []
-    model[2].register_forward_pre_hook(lambda module, inputs: seen.append(float(module.weight.sum())))
+    sums: list[float] = []
+    model[2].register_forward_pre_hook(lambda module, inputs: sums.append(float(module.weight.sum())))
     why = reasons(model)
     model(x)
     assert why["2.weight"] == "a hook before its layer's forward may read it"
     assert why["1.weight"] == "weight of 1"
-    assert seen == [float(model[2].weight.sum())]
+    assert sums == [float(model[2].weight.sum())]
 
 
 @pytest.mark.parametrize("part", ["conj", "neg"])
-def test_conjugate_and_negated_views_stay(part: str) -> None:
+def test_conjugate_and_negated_views_stay_on_the_device(part: str) -> None:
     class Complex(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -277,12 +277,12 @@ def test_conjugate_and_negated_views_stay(part: str) -> None:
             return x.to(self.weight.dtype) @ self.weight
 
     model, x = nn.ModuleList(Complex() for _ in range(4)), torch.randn(3, WIDTH)
-    expected = [one(x) for one in model]
+    expected = [layer(x) for layer in model]
     assert set(reasons(model).values()) == {"conjugate or negative bit set: not plain memory"}
-    assert all(torch.equal(one(x), wanted) for one, wanted in zip(model, expected, strict=True))
+    assert all(torch.equal(layer(x), output) for layer, output in zip(model, expected, strict=True))
 
 
-def test_a_weight_that_a_module_outside_of_its_layer_owns_too_stays() -> None:
+def test_a_weight_shared_with_a_module_outside_its_layer_stays_on_the_device() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -306,12 +306,12 @@ def test_which_modules_are_the_layers() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two, self.lists = Reading(), Held(), Listed()
+            self.reading, self.held, self.lists = Reading(), Held(), Listed()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.lists(self.two(self.one(x)))
+            return self.lists(self.held(self.reading(x)))
 
-    assert [name for name, _ in find_layers(Pair())] == ["one", "two", "lists"]
+    assert [name for name, _ in find_layers(Pair())] == ["reading", "held", "lists"]
     nested = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(2))
     assert [name for name, _ in find_layers(nested)] == ["0.0", "0.1", "1.0", "1.1"]
     assert find_layers(nn.ModuleList(nn.ParameterList([torch.ones(2, 2)]) for _ in range(4))) == []

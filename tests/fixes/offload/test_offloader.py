@@ -1,4 +1,4 @@
-"""Weight offload on a CPU: the same bits, what it frees, what it refuses, what it survives."""
+"""Weight offload on a CPU: same bits, freed memory, refused input, recovery after errors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ WIDTH = 16
 
 
 def pinned(memory: torch.Tensor) -> Callable[[], None]:
-    """As if memory had been pinned, so that layers are prefetched."""
+    """Pretend to pin memory, so that layers are prefetched."""
     return lambda: None
 
 
 class Block(nn.Module):
-    """A layer with a transposed weight, a gap-ridden view, a scale, a buffer and something tied inside it."""
+    """A layer with a transposed weight, a view with gaps, a scale, a buffer and a tied weight."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, shared: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers between an embedding and a head that are tied."""
+    """Layers between an embedding and a head that share one weight."""
 
     def __init__(self, layers: int, dtype: torch.dtype = torch.float32, *, shared: bool = False) -> None:
         super().__init__()
@@ -94,23 +94,23 @@ def test_any_module_gives_the_same_bits_within_the_budget(
     torch.manual_seed(seed)
     model = Model(layers, dtype, shared=shared)
     expected = model(IDS)
-    state = {name: one.clone() for name, one in model.state_dict().items()}
-    budget = max(1, int(share * sum(one.nbytes for one in model.parameters())))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    budget = max(1, int(share * sum(parameter.nbytes for parameter in model.parameters())))
     handle = offloaded(model, budget, patterns=patterns, pin=pinned if pin else False)
     report = handle.report()
     assert report.host_bytes <= budget
     assert all(torch.equal(model(IDS), expected) for _ in range(3))
-    assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert report.held_bytes == 0
     assert report.freed_bytes >= report.host_bytes
     assert len(report.placements) == len(list(model.named_parameters(remove_duplicate=False)))
     handle.restore()
     assert torch.equal(model(IDS), expected)
-    assert all(one.requires_grad for one in model.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 class Random(nn.Module):
-    """Nested modules of random shape, some of them used twice."""
+    """Nested modules of random depth; some run twice."""
 
     def __init__(self, plan: list[tuple[int, bool]]) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_layers_that_run_twice_give_the_same_bits(plan: list[tuple[int, bool]], 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 @pytest.mark.filterwarnings("ignore:weights are no longer prefetched")
-def test_it_compiles_as_one_graph_to_the_same_bits(compiler: str) -> None:
+def test_an_offloaded_module_compiles_to_one_graph_with_the_same_bits(compiler: str) -> None:
     model = Model(4)
     expected = torch.compile(model, fullgraph=True, backend=compiler)(IDS)
     torch._dynamo.reset()
@@ -151,7 +151,7 @@ def test_it_compiles_as_one_graph_to_the_same_bits(compiler: str) -> None:
     torch._dynamo.reset()
 
 
-def test_compiled_code_uses_the_buffers_themselves() -> None:
+def test_compiled_code_uses_the_buffers_without_a_copy() -> None:
     model = Model(4)
     offloaded(model)
     torch.compile(model, fullgraph=True, backend="inductor")(IDS)
@@ -159,8 +159,8 @@ def test_compiled_code_uses_the_buffers_themselves() -> None:
     torch._dynamo.reset()
 
 
-def test_an_operator_that_finds_its_weights_by_itself_comes_behind_their_copy() -> None:
-    """As vLLM's MoE layer: the compiler sees no weight go into it."""
+def test_an_operator_that_looks_up_its_weights_runs_after_their_copy() -> None:
+    """As in vLLM's MoE layer, the weight is not an input that the compiler sees."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -191,20 +191,20 @@ def test_an_operator_that_finds_its_weights_by_itself_comes_behind_their_copy() 
         warnings.simplefilter("ignore")
         got = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(x)
     assert torch.equal(got, expected)
-    found = [node for node in graphs[0].nodes if "opaque" in str(node.target)]
-    assert len(found) == 4
-    for number, node in enumerate(found):
+    operators = [node for node in graphs[0].nodes if "opaque" in str(node.target)]
+    assert len(operators) == 4
+    for number, node in enumerate(operators):
         before, todo = set(), [node]
         while todo:
-            new = [one for one in todo.pop().all_input_nodes if one not in before]
+            new = [source for source in todo.pop().all_input_nodes if source not in before]
             before.update(new)
             todo += new
-        waits = [one for one in before if "wait" in str(one.args[:1])]
+        waits = [source for source in before if "wait" in str(source.args[:1])]
         assert len(waits) == number + 1
     torch._dynamo.reset()
 
 
-def test_forward_does_not_gather_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_does_not_call_state_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(3)
     offloaded(model)
 
@@ -215,10 +215,10 @@ def test_forward_does_not_gather_its_state(monkeypatch: pytest.MonkeyPatch) -> N
     model(IDS)
 
 
-def test_what_is_quantisation_metadata_stays_and_the_report_says_by_which_rule() -> None:
+def test_quantisation_metadata_stays_on_the_device_and_the_report_names_the_rule() -> None:
     model = Model(3)
     report = offloaded(model).report()
-    rows = {one.name: one for one in report.placements}
+    rows = {row.name: row for row in report.placements}
     scale = rows["layers.0.up_scale"]
     assert (scale.lives, scale.access) == ("device", "resident")
     assert scale.reason.startswith("metadata by name")
@@ -237,7 +237,7 @@ def test_what_is_quantisation_metadata_stays_and_the_report_says_by_which_rule()
 
 @dataclass(frozen=True)
 class Config:
-    """As vLLM's `FusedMoEQuantConfig` holds parameters."""
+    """Holds a parameter, as vLLM's `FusedMoEQuantConfig` does."""
 
     weight: torch.Tensor
 
@@ -254,22 +254,22 @@ def test_a_config_that_holds_an_offloaded_parameter_sees_the_fetched_weight() ->
     model, x = nn.Sequential(*(Configured() for _ in range(5))), torch.randn(3, WIDTH)
     expected = model(x)
     report = offloaded(model).report()
-    assert {one.name: one.lives for one in report.placements}["0.up"] == "host"
+    assert {row.name: row.lives for row in report.placements}["0.up"] == "host"
     assert all(torch.equal(model(x), expected) for _ in range(3))
 
 
-def test_a_weight_that_a_config_holds_as_another_tensor_stays() -> None:
+def test_a_weight_that_a_config_holds_as_another_tensor_stays_on_the_device() -> None:
     model = Model(4)
     model.layers[1].config = {"inner": [Config(model.layers[1].up.detach())]}  # type: ignore[assignment]
     report = offloaded(model).report()
-    rows = {one.name: one for one in report.placements}
+    rows = {row.name: row for row in report.placements}
     assert rows["layers.1.up"].lives == "device"
     assert "held under another tensor" in rows["layers.1.up"].reason
     assert rows["layers.2.up"].lives == "host"
     assert report.held_bytes == 0
 
 
-def test_memory_that_somebody_outside_holds_is_not_called_free() -> None:
+def test_memory_that_the_caller_still_holds_is_not_reported_as_freed() -> None:
     model = Model(4)
     outside = model.layers[1].up.detach()
     report = offloaded(model).report()
@@ -278,9 +278,11 @@ def test_memory_that_somebody_outside_holds_is_not_called_free() -> None:
     assert "holds on to them" in " ".join(report.notes)
 
 
-def test_the_device_gains_what_was_freed_less_two_buffers() -> None:
+def test_net_bytes_are_the_freed_bytes_less_two_buffers() -> None:
     model = Model(6)
-    largest = sum(one.nbytes for name, one in model.layers[0].named_parameters() if "scale" not in name)
+    largest = sum(
+        parameter.nbytes for name, parameter in model.layers[0].named_parameters() if "scale" not in name
+    )
     report = offloaded(model).report()
     assert report.freed_bytes >= report.host_bytes > 0
     assert 2 * largest <= report.buffer_bytes <= 2 * (largest + 4096)
@@ -288,23 +290,23 @@ def test_the_device_gains_what_was_freed_less_two_buffers() -> None:
     assert offloaded(Model(2), patterns=("layers",)).report().buffer_bytes <= largest + 4096
 
 
-def test_weights_that_are_loaded_later_are_used_and_saved() -> None:
+def test_weights_loaded_later_are_used_and_saved() -> None:
     model, other = Model(4), Model(4)
     offloaded(model)
     model(IDS)
     model.load_state_dict(other.state_dict())
     assert all(torch.equal(model(IDS), other(IDS)) for _ in range(2))
-    assert all(torch.equal(one, other.state_dict()[name]) for name, one in model.state_dict().items())
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
-def test_gradients_are_refused_because_the_buffers_move_on() -> None:
+def test_gradients_are_refused_because_buffers_are_reused() -> None:
     model = nn.Sequential(*(Block() for _ in range(4)))
     offloaded(model)
     with torch.enable_grad(), pytest.raises(RuntimeError, match=r"forward only: call it under torch.no_grad"):
         model(torch.randn(3, WIDTH, requires_grad=True))
 
 
-def test_a_pass_that_raised_does_not_spoil_the_next() -> None:
+def test_a_pass_after_an_error_gives_the_same_bits() -> None:
     class Moody(Block):
         angry = False
 
@@ -323,7 +325,7 @@ def test_a_pass_that_raised_does_not_spoil_the_next() -> None:
     assert all(torch.equal(model(x), expected) for _ in range(2))
 
 
-def test_layers_inside_each_other_at_run_time_are_refused_once() -> None:
+def test_a_layer_that_runs_inside_another_is_refused() -> None:
     class Nested(Block):
         inner: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -333,14 +335,16 @@ def test_layers_inside_each_other_at_run_time_are_refused_once() -> None:
     model, x = nn.ModuleList(Nested() for _ in range(4)), torch.randn(3, WIDTH)
     expected = model[2](x)
     offloaded(model)
-    model[0].inner = model[2].forward  # two apart: the same buffer
+    model[0].inner = model[2].forward  # layers 0 and 2 share a buffer
     with pytest.raises(RuntimeError, match="runs inside 0"):
         model[0](x)
     assert torch.equal(model[2](x), expected)
 
 
 def snapshot(model: nn.Module) -> list[tuple[str, int, bool]]:
-    return [(name, one.data_ptr(), one.requires_grad) for name, one in model.named_parameters()]
+    return [
+        (name, parameter.data_ptr(), parameter.requires_grad) for name, parameter in model.named_parameters()
+    ]
 
 
 def nested(model: Model) -> dict[str, Any]:
@@ -366,6 +370,10 @@ def containers(model: Model) -> dict[str, Any]:
         ({"budget": float("nan")}, r"budget_bytes: must be a number of bytes, got nan"),
         ({"budget": float("inf")}, r"budget_bytes: must be a number of bytes, got inf"),
         ({"budget": "5"}, r"budget_bytes: must be a number of bytes, got '5'"),
+        ({"budget": 10**400}, r"budget_bytes: must be a number of bytes"),
+        ({"patterns": "weight"}, r"patterns: must be a sequence of names, got the text 'weight'"),
+        ({"keep_below": None}, r"keep_below: must be a number of bytes, got None"),
+        ({"keep_below": "a"}, r"keep_below: must be a number of bytes, got 'a'"),
         ({"budget": True}, r"budget_bytes: must be a number of bytes, got True"),
         ({"device": "meta"}, r"device: meta tensors hold no data"),
         ({"device": "nonsense"}, r"device: 'nonsense' cannot be used here: "),
@@ -377,7 +385,7 @@ def containers(model: Model) -> dict[str, Any]:
         ),
     ],
 )
-def test_bad_input_is_named_and_changes_nothing(options: dict[str, Any], message: str) -> None:
+def test_bad_input_is_named_and_leaves_the_module_unchanged(options: dict[str, Any], message: str) -> None:
     model = Model(4)
     before, expected = snapshot(model), model(IDS)
     if callable(options.get("layers")):
@@ -402,15 +410,15 @@ def test_a_module_on_two_devices_is_refused() -> None:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
         for number in (0, 1, 3):
             model[number].weight = nn.Parameter(torch.empty(WIDTH, WIDTH, device="cuda"))
-        before = [(name, one.device) for name, one in model.named_parameters()]
+        before = [(name, parameter.device) for name, parameter in model.named_parameters()]
         message = r"2\.weight is on cpu, expected everything on cuda:0; move .*, or name it with device="
         with pytest.raises(ValueError, match=message):
             offloaded(model)
-        assert [(name, one.device) for name, one in model.named_parameters()] == before
-    assert all("forward" not in vars(one) for one in model.modules())
+        assert [(name, parameter.device) for name, parameter in model.named_parameters()] == before
+    assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_a_module_without_parameters_and_one_that_is_offloaded_are_refused() -> None:
+def test_a_module_without_parameters_or_already_offloaded_is_refused() -> None:
     with pytest.raises(ValueError, match="has no parameters"):
         offloaded(nn.ReLU())
     model = Model(4)
@@ -420,7 +428,7 @@ def test_a_module_without_parameters_and_one_that_is_offloaded_are_refused() -> 
 
 
 @pytest.mark.parametrize("number", [0, 1, 4])
-def test_where_pinning_fails_copies_block_and_one_warning_says_so(number: int) -> None:
+def test_a_pinning_failure_gives_one_warning_and_blocking_copies(number: int) -> None:
     calls = 0
 
     def failing(memory: torch.Tensor) -> Callable[[], None]:
@@ -436,16 +444,16 @@ def test_where_pinning_fails_copies_block_and_one_warning_says_so(number: int) -
         warnings.simplefilter("always")
         handle = offloaded(model, patterns=("layers",), pin=failing)
         results = [model(IDS) for _ in range(4)]
-    said = "host memory is not pinned, so copies to the device block: cudaHostRegister of 4096 bytes failed"
-    assert [str(one.message) for one in caught] == [f"{said} with error 2"]
-    assert calls == number + 1, "after a refusal no more is asked for"
-    assert all(torch.equal(one, expected) for one in results)
-    names = {one.name.split(".")[1] for one in handle.report().placements if one.pinned}
+    text = "host memory is not pinned, so copies to the device block: cudaHostRegister of 4096 bytes failed"
+    assert [str(warning.message) for warning in caught] == [f"{text} with error 2"]
+    assert calls == number + 1, "pinning was tried again after a failure"
+    assert all(torch.equal(result, expected) for result in results)
+    names = {row.name.split(".")[1] for row in handle.report().placements if row.pinned}
     assert len(names) == number
     assert handle.report().notes[0] == str(caught[0].message)
 
 
-def test_a_module_that_is_dropped_is_freed() -> None:
+def test_the_buffers_are_freed_with_the_module() -> None:
     import weakref
 
     model = Model(4)
@@ -457,20 +465,20 @@ def test_a_module_that_is_dropped_is_freed() -> None:
     assert buffer() is None
 
 
-def test_the_layers_of_a_partial_budget_are_spread_out() -> None:
+def test_a_partial_budget_spreads_the_offloaded_layers() -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
     rows = offloaded(model, 4 * 4 * WIDTH * WIDTH).report().placements
-    assert [one.name for one in rows if one.lives == "host"] == [
+    assert [row.name for row in rows if row.lives == "host"] == [
         "1.weight",
         "2.weight",
         "4.weight",
         "6.weight",
     ]
-    assert {one.reason for one in rows if one.name == "0.weight"} == {"over the budget"}
+    assert {row.reason for row in rows if row.name == "0.weight"} == {"over the budget"}
 
 
 class LoaderParameter(nn.Parameter):
-    """As vLLM's parameters: a subclass with attributes and its own way through torch functions."""
+    """A subclass with attributes and its own `__torch_function__`, as vLLM's parameters."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -484,8 +492,8 @@ def test_a_subclass_of_parameter_stays_the_same_object_with_its_attributes() -> 
         layer.up.weight_loader = "loader"
     expected, before = model(x), [layer.up for layer in model]
     report = offloaded(model).report()
-    assert {one.name: one.lives for one in report.placements}["2.up"] == "host"
+    assert {row.name: row.lives for row in report.placements}["2.up"] == "host"
     assert all(torch.equal(model(x), expected) for _ in range(3))
     assert all(
-        layer.up is one and one.weight_loader == "loader" for layer, one in zip(model, before, strict=True)
+        layer.up is up and up.weight_loader == "loader" for layer, up in zip(model, before, strict=True)
     )

@@ -17,7 +17,7 @@ WIDTH = 2048
 
 
 class Block(nn.Module):
-    """Weight-only work before the product tempts a compiler to start early."""
+    """Work on the weight alone comes first, so that a compiler may start it too early."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -45,18 +45,19 @@ def test_many_passes_give_the_same_bits_and_everything_is_pinned(
     stack: nn.Sequential, x: torch.Tensor
 ) -> None:
     inputs = [x * (1 + 0.01 * number) for number in range(20)]
-    expected = [stack(one) for one in inputs]
+    expected = [stack(batch) for batch in inputs]
     handle = offload(stack, 1 << 40)
     assert handle.report().pinned_bytes == handle.report().host_bytes > 0
     # No synchronisation in between: the host runs far ahead of the copies.
     assert all(
-        torch.equal(got, want) for got, want in zip([stack(one) for one in inputs], expected, strict=True)
+        torch.equal(output, reference)
+        for output, reference in zip([stack(batch) for batch in inputs], expected, strict=True)
     )
     handle.restore()
     assert torch.equal(stack(x), expected[0])
 
 
-def test_the_device_gains_what_the_report_says(stack: nn.Sequential) -> None:
+def test_the_freed_memory_is_that_of_the_report(stack: nn.Sequential) -> None:
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -76,7 +77,7 @@ def test_unpinned_weights_give_the_same_bits(stack: nn.Sequential, x: torch.Tens
     assert all(torch.equal(stack(x), expected) for _ in range(5))
 
 
-def test_views_over_the_bus_give_the_same_bits_and_need_no_buffer(
+def test_access_by_view_gives_the_same_bits_and_needs_no_buffer(
     stack: nn.Sequential, x: torch.Tensor
 ) -> None:
     expected = stack(x)
@@ -86,9 +87,7 @@ def test_views_over_the_bus_give_the_same_bits_and_need_no_buffer(
     assert torch.equal(stack(x), expected)
 
 
-def test_compiled_code_is_not_broken_apart_and_gives_its_own_bits(
-    stack: nn.Sequential, x: torch.Tensor
-) -> None:
+def test_compiled_code_stays_one_graph_and_gives_the_same_bits(stack: nn.Sequential, x: torch.Tensor) -> None:
     expected = torch.compile(stack, fullgraph=True)(x)
     torch._dynamo.reset()
     offload(stack, 1 << 40)
@@ -109,7 +108,7 @@ def test_a_graph_of_the_whole_module_replays_to_the_same_bits(stack: nn.Sequenti
         out.zero_()
         graph.replay()
         assert torch.equal(out, expected)
-        assert torch.equal(stack(x), expected), "an eager pass must not believe what the replay overwrote"
+        assert torch.equal(stack(x), expected), "an eager pass used a buffer that the replay overwrote"
 
 
 def test_a_graph_of_one_layer_falls_back_to_copies_in_order(stack: nn.Sequential, x: torch.Tensor) -> None:
@@ -133,7 +132,7 @@ def test_a_graph_over_unpinned_weights_is_refused(stack: nn.Sequential, x: torch
         stack(x)
 
 
-def test_a_module_that_was_loaded_on_the_cpu_runs_on_the_gpu(x: torch.Tensor) -> None:
+def test_a_module_loaded_on_the_cpu_runs_on_the_gpu(x: torch.Tensor) -> None:
     torch.manual_seed(0)
     stack = nn.Sequential(*(Block() for _ in range(5))).requires_grad_(False)
     expected = stack(x)
@@ -152,7 +151,7 @@ def test_a_device_view_keeps_its_memory() -> None:
     assert bool((view == 7).all())
 
 
-def test_pinned_blocks_are_as_large_as_asked_for_and_read_as_pinned() -> None:
+def test_a_pinned_block_has_the_requested_size_and_is_pinned_until_closed() -> None:
     block, failure = allocate((1 << 20) + 1, register)
     assert failure is None
     assert block.bytes.is_pinned()

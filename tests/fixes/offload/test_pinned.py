@@ -1,4 +1,4 @@
-"""Host blocks: aligned, as large as asked for, unlocked before they are freed."""
+"""Host blocks are aligned, have the requested size, and are unlocked before they are freed."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from moedoctor.fixes.offload.pinned import PAGE, PinError, allocate, device_view
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 100_000])
-def test_a_block_covers_whole_pages_and_shows_what_was_asked_for(nbytes: int) -> None:
-    seen: list[tuple[int, int]] = []
+def test_a_block_locks_whole_pages_and_has_the_requested_size(nbytes: int) -> None:
+    locked: list[tuple[int, int]] = []
 
     def pin(memory: torch.Tensor) -> Callable[[], None]:
-        seen.append((memory.data_ptr() % PAGE, memory.numel()))
+        locked.append((memory.data_ptr() % PAGE, memory.numel()))
         return lambda: None
 
     block, failure = allocate(nbytes, pin)
     assert failure is None
     assert block.pinned
     assert block.bytes.numel() == nbytes
-    assert seen == [(0, -(-nbytes // PAGE) * PAGE)]
-    # torch asks for the beginning of the storage when it looks whether memory is pinned
+    assert locked == [(0, -(-nbytes // PAGE) * PAGE)]
+    # torch checks the start of the storage to find out whether memory is pinned
     assert block.bytes.untyped_storage().data_ptr() == block.bytes.data_ptr()
 
 
-def test_the_lock_goes_with_the_last_view_and_only_once() -> None:
+def test_a_block_is_unlocked_once_when_its_last_view_is_freed() -> None:
     released: list[str] = []
     block, _ = allocate(10, lambda memory: lambda: released.append("released"))
     view = block.bytes[3:]
@@ -48,7 +48,7 @@ def test_the_lock_goes_with_the_last_view_and_only_once() -> None:
 
 
 @pytest.mark.parametrize("error", [PinError("limit"), RuntimeError("limit\nmore"), MemoryError("limit")])
-def test_a_block_that_cannot_be_pinned_is_there_all_the_same(error: Exception) -> None:
+def test_a_block_that_cannot_be_pinned_is_still_usable(error: Exception) -> None:
     def refuse(memory: torch.Tensor) -> Callable[[], None]:
         raise error
 
@@ -63,10 +63,10 @@ def test_a_device_view_of_pageable_memory_is_refused() -> None:
         device_view(block.bytes, torch.device("cuda", 0))
 
 
-def test_a_refusal_of_the_driver_is_not_raised_again_by_the_next_kernel(
+def test_a_driver_error_is_not_raised_again_by_the_next_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The runtime keeps its last error until a launch takes it, which torch does after each of its own."""
+    """The runtime keeps its last error until it is read; torch reads it after each kernel launch."""
 
     class Runtime:
         last = 0

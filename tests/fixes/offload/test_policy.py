@@ -1,4 +1,4 @@
-"""What stays on the device, which names a pattern means, and how layers are spread."""
+"""Which tensors stay on the device, which names a pattern matches, and how layers are spread."""
 
 from __future__ import annotations
 
@@ -55,21 +55,23 @@ def rule(name: str, tensor: torch.Tensor, *others: torch.Tensor, keep_below: int
 def test_metadata_needs_the_name_and_the_size() -> None:
     weight, scale = torch.empty(64, 64), torch.empty(64, 16)
     assert (rule("scale", scale, weight) or "").startswith("metadata by name, 25.0%")
-    assert rule("scale", torch.empty(64, 64), torch.empty(64, 40)) is None, "the largest is the weight itself"
+    assert rule("scale", torch.empty(64, 64), torch.empty(64, 40)) is None, (
+        "the largest tensor is the weight itself"
+    )
     assert rule("scale", torch.empty(64, 40), weight) is None, "more than half as large"
-    assert rule("scale", scale) is None, "alone it is what there is to offload"
+    assert rule("scale", scale) is None, "the only tensor is not metadata"
 
 
-def test_without_the_name_the_type_and_the_size_decide() -> None:
+def test_type_and_size_decide_for_other_names() -> None:
     weight = torch.empty(64, 64, dtype=torch.uint8)
     assert (rule("w13_s", torch.empty(64, 4), weight) or "").startswith(
         "metadata by type and size: float32, 25.0%"
     )
     assert rule("w13_s", torch.empty(64, 5), weight) is None, "over a quarter"
-    assert rule("w13_s", torch.empty(64, 4, dtype=torch.uint8), weight) is None, "the type of the weight"
+    assert rule("w13_s", torch.empty(64, 4, dtype=torch.uint8), weight) is None, "same type as the weight"
 
 
-def test_vectors_and_small_tensors_stay() -> None:
+def test_vectors_and_small_tensors_stay_on_the_device() -> None:
     assert rule("weight", torch.empty(1 << 10)) == "vector"
     assert rule("weight", torch.empty(1 << 19)) is None
     assert rule("weight", torch.empty(8, 8), keep_below=257) == "fewer than 257 bytes"
@@ -77,19 +79,19 @@ def test_vectors_and_small_tensors_stay() -> None:
     assert rule("weight", torch.empty(0, 8)) == "fewer than 1 bytes"
 
 
-def test_a_tensor_that_is_no_plain_memory_stays() -> None:
+def test_a_sparse_tensor_stays_on_the_device() -> None:
     sparse = torch.nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
     assert "not plain memory" in (rule("weight", sparse) or "")
 
 
-def test_patterns_match_whole_parts() -> None:
+def test_a_pattern_matches_whole_parts_of_a_name() -> None:
     assert matches(["mlp.experts.w13_weight"], "experts")
     assert matches(["mlp.experts.w13_weight"], "experts.w13_weight")
     assert not matches(["mlp.experts.w13_weight_scale"], "w13_weight")
     assert not matches(["mlp.expert.w13_weight"], "experts")
 
 
-def test_the_closest_names_are_parts_or_else_any() -> None:
+def test_the_closest_names_are_parts_of_names_or_whole_names() -> None:
     names = ["model.layers.0.mlp.experts.w13_weight", "model.embed.weight"]
     assert closest("expert", names)[0] == "experts"
     assert closest("zzz", names) == ["model.embed.weight", "model.layers.0.mlp.experts.w13_weight"]

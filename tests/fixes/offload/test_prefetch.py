@@ -1,4 +1,4 @@
-"""Prefetch on a device that is as late as it may be, and at random: no schedule shows a stale buffer."""
+"""Prefetch on a device that runs work as late as allowed, or at random: no kernel reads a stale buffer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES = 64
 def pipeline(
     device: LateDevice, units: int, *, pinned: Sequence[bool] | None = None, slots: int = 2
 ) -> Pipeline:
-    """Units that hold their own number in every byte."""
+    """Return a pipeline of units; every byte of a unit is its number."""
     region = Region(0, BYTES, torch.uint8, (BYTES,), (1,))
     return Pipeline(
         [
@@ -59,7 +59,7 @@ def reader(buffer: torch.Tensor, index: int, right: list[bool]) -> Callable[[], 
     slots=st.integers(1, 2),
 )
 @settings(deadline=None)
-def test_no_schedule_lets_a_kernel_read_another_layers_weights(
+def test_under_any_schedule_kernels_read_their_own_weights(
     seed: int | None, units: int, passes: int, slots: int
 ) -> None:
     device = LateDevice(seed)
@@ -74,7 +74,9 @@ def test_no_schedule_lets_a_kernel_read_another_layers_weights(
 
 @given(seed=st.integers(0, 10_000), data=st.data(), units=st.integers(2, 5))
 @settings(deadline=None)
-def test_nor_does_any_order_of_layers(seed: int, data: st.DataObject, units: int) -> None:
+def test_in_any_order_of_layers_kernels_read_their_own_weights(
+    seed: int, data: st.DataObject, units: int
+) -> None:
     device = LateDevice(seed)
     flags = data.draw(st.lists(st.booleans(), min_size=units, max_size=units))
     line = pipeline(device, units, pinned=flags)
@@ -83,21 +85,21 @@ def test_nor_does_any_order_of_layers(seed: int, data: st.DataObject, units: int
 
 
 class NeverJoins(LateDevice):
-    """Computation does not wait for copies."""
+    """Its computation does not wait for copies."""
 
     def join(self, mark: object) -> None:
         return
 
 
 class NeverForks(LateDevice):
-    """Copies do not wait for computation."""
+    """Its copies do not wait for computation."""
 
     def fork(self) -> None:
         return
 
 
 @pytest.mark.parametrize("broken", [NeverJoins, NeverForks])
-def test_without_one_of_the_two_orders_some_schedule_is_stale(broken: type[LateDevice]) -> None:
+def test_without_either_wait_some_kernel_reads_a_stale_buffer(broken: type[LateDevice]) -> None:
     stale = 0
     for seed in range(40):
         device = broken(seed)
@@ -106,7 +108,7 @@ def test_without_one_of_the_two_orders_some_schedule_is_stale(broken: type[LateD
     assert stale > 0
 
 
-def test_host_memory_is_overwritten_only_after_the_event_of_its_copy() -> None:
+def test_host_memory_may_be_overwritten_after_settle() -> None:
     device = LateDevice()
     line = pipeline(device, 3)
     line.wait(0, [line.buffers[0]])
@@ -120,7 +122,7 @@ def test_host_memory_is_overwritten_only_after_the_event_of_its_copy() -> None:
     assert right == [True]
 
 
-def test_the_next_two_layers_are_on_their_way_while_one_computes() -> None:
+def test_the_next_two_layers_are_copied_while_a_layer_computes() -> None:
     device = LateDevice()
     line = pipeline(device, 4)
     line.wait(0, [line.buffers[0]])
@@ -144,20 +146,20 @@ def test_a_copy_of_the_parameter_is_filled_and_ends_prefetching() -> None:
     assert run(device, line, [0, 1, 2]) == [True] * 3
 
 
-def test_once_prefetching_has_ended_buffers_are_not_believed() -> None:
+def test_without_prefetch_buffers_are_always_filled_again() -> None:
     device = LateDevice(3)
     line = pipeline(device, 2)
     with pytest.warns(RuntimeWarning):
         line.wait(0, [torch.zeros(BYTES, dtype=torch.uint8)])
     line.release(0)
     for _ in range(2):
-        # What compiled code does at its end: it writes the copies that it was given back into the buffers.
+        # Compiled code ends by writing the copies that it received back into the buffers.
         device.run(lambda: line.buffers[0].fill_(77))
         assert run(device, line, [0]) == [True]
 
 
 class GraphDevice(LateDevice):
-    """Events of a graph mean nothing outside of it, nor the other way round, as with CUDA."""
+    """Events recorded inside a graph cannot be waited for outside of it, or the reverse, as in CUDA."""
 
     recording = False
 
@@ -221,7 +223,7 @@ def test_a_graph_of_a_part_ends_prefetching_and_one_over_unpinned_memory_is_refu
 
 @given(seed=st.none() | st.integers(0, 10_000), units=st.integers(2, 4))
 @settings(deadline=None)
-def test_weights_may_be_overwritten_once_settled_without_prefetch_too(seed: int | None, units: int) -> None:
+def test_without_prefetch_host_memory_may_be_overwritten_after_settle(seed: int | None, units: int) -> None:
     device = LateDevice(seed)
     line = pipeline(device, units)
     line.plain = "for a test"

@@ -1,4 +1,4 @@
-"""Weights that an operator reads by itself are fetched inside it; compiled code is that without offload."""
+"""Weights that an operator looks up are fetched inside it; compiled code is the same as without offload."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from moedoctor.fixes.offloader import Offload, offload
 
 WIDTH, TOKENS, LAYERS = 64, 12, 5
 EXPERTS: dict[int, Experts] = {}
-"""By the number of their layer, as vLLM's MoE operator finds its layer by name."""
+"""The experts by layer number; vLLM's MoE operator finds its layer by name."""
 
 
 class Experts(nn.Module):
-    """What the operator runs; `forward` shows a compiler the operator alone."""
+    """The operator runs `computed`; a compiler that traces `forward` sees only the operator."""
 
     device: LateDevice | None = None
     angry = False
@@ -39,7 +39,7 @@ class Experts(nn.Module):
         if self.angry:
             raise ArithmeticError
         if self.device is not None:
-            # What a kernel queued now would read when its turn comes.
+            # The value that a kernel queued now reads when it runs.
             self.device.run(lambda: self.right.append(bool((self.weight == self.number).all())))
         return torch.tanh(x.float() @ self.weight.float()).bfloat16()  # [T, W]
 
@@ -51,7 +51,7 @@ torch.library.register_fake("moedoctor_reader::experts", lambda x, number: torch
 
 
 def normalised(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As vLLM's RMS norm: of the sum in float32, which is rounded for the next layer only. [T, W] each."""
+    """RMS norm of the float32 sum, as in vLLM; the sum is rounded only for the next layer. [T, W] each."""
     wide = x.float() + residual.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     return (wide * scale).bfloat16(), wide.bfloat16()
@@ -100,7 +100,7 @@ def around_layers(model: Model) -> Offload:
 
 
 def inside(model: Model, *, root: nn.Module | None = None, **options: Any) -> Offload:
-    layers = [one.experts for one in model.layers]
+    layers = [layer.experts for layer in model.layers]
     arguments = {"keep_below": 0, "pin": pinned, "reader": read_by, **options}
     return offload(root or model.layers, 1 << 40, patterns=("experts",), layers=layers, **arguments)
 
@@ -115,7 +115,7 @@ def _fresh() -> Iterator[None]:
 
 
 def compiled(model: Model, passes: int = 1) -> tuple[torch.Tensor, str]:
-    """What a compiled pass gives, the last of some, and the compiler's code."""
+    """Return the output of the last of `passes` compiled passes, and the compiler's code."""
     function = torch.compile(model, fullgraph=True)
     output, (code,) = run_and_get_code(function, IDS)
     for _ in range(passes - 1):
@@ -124,7 +124,7 @@ def compiled(model: Model, passes: int = 1) -> tuple[torch.Tensor, str]:
 
 
 def test_operators_between_layers_change_the_rounding_of_compiled_code() -> None:
-    """Why there is a `reader`. Eager, nothing changes."""
+    """This is why `reader` exists. Eager outputs do not change."""
     model = Model()
     eager, (plain, _) = model(IDS), compiled(model)
     around_layers(model)
@@ -135,7 +135,7 @@ def test_operators_between_layers_change_the_rounding_of_compiled_code() -> None
 
 @pytest.mark.parametrize("pin", [pinned, False])
 @pytest.mark.parametrize("whole", [True, False])
-def test_inside_the_operator_compiled_code_is_that_without_offload(pin: Any, whole: bool) -> None:
+def test_with_a_reader_compiled_code_is_the_same_as_without_offload(pin: Any, whole: bool) -> None:
     model = Model()
     eager, (plain, code) = model(IDS), compiled(model)
     report = inside(model, root=model if whole else None, pin=pin).report()
@@ -154,18 +154,18 @@ def test_on_a_late_device_every_kernel_reads_its_own_layers_weights(seed: int | 
 
 
 class NeverForks(LateDevice):
-    """Copies do not wait for computation."""
+    """Its copies do not wait for computation."""
 
     def fork(self) -> None:
         return
 
 
-def test_where_copies_do_not_wait_for_the_operator_some_kernel_reads_other_weights() -> None:
-    assert not all(one for seed in range(6) for one in late(NeverForks(seed)))
+def test_a_kernel_reads_wrong_weights_if_copies_do_not_wait_for_it() -> None:
+    assert not all(right for seed in range(6) for right in late(NeverForks(seed)))
 
 
 def late(device: LateDevice) -> list[bool]:
-    """Two compiled passes; for each kernel, whether it read its own layer's weights."""
+    """Run two compiled passes; return for each kernel whether it read its own layer's weights."""
     model = Model()
     for number, layer in enumerate(model.layers):
         layer.experts.weight.fill_(number)
@@ -173,32 +173,32 @@ def late(device: LateDevice) -> list[bool]:
     inside(model, engine=device)
     compiled(model, passes=2)
     device.synchronize()
-    right = [one for layer in model.layers for one in layer.experts.right]
+    right = [flag for layer in model.layers for flag in layer.experts.right]
     assert len(right) == 2 * LAYERS
     return right
 
 
-def test_restored_the_function_is_the_layers_own_again() -> None:
+def test_restore_puts_back_the_function_of_each_layer() -> None:
     model = Model()
     expected = model(IDS)
     handle = inside(model, engine=CopyEngine())
     assert all("computed" in vars(layer.experts) for layer in model.layers)
-    assert all("forward" not in vars(one) for one in model.modules())
+    assert all("forward" not in vars(module) for module in model.modules())
     handle.restore()
     assert all("computed" not in vars(layer.experts) for layer in model.layers)
     assert torch.equal(model(IDS), expected)
 
 
-def test_a_reader_that_names_nothing_leaves_the_module_unchanged() -> None:
+def test_a_reader_that_names_no_function_leaves_the_module_unchanged() -> None:
     model = Model()
     expected = model(IDS)
     with pytest.raises(AttributeError, match="forward_impl"):
         inside(model, reader=lambda experts: (experts, "forward_impl"))
     assert torch.equal(model(IDS), expected)
-    inside(model)  # nothing is in its way
+    inside(model)  # the failed call left nothing behind
 
 
-def test_an_operator_that_failed_does_not_spoil_the_next_pass() -> None:
+def test_a_pass_after_an_operator_error_gives_the_same_bits() -> None:
     model = Model()
     expected = model(IDS)
     inside(model)
