@@ -25,7 +25,7 @@ def judged(graph: float, cold: float, do_bench: float = 24.0) -> dict[str, objec
         (24.0, 24.0, False),  # do_bench says 24, too, and is not the truth
     ],
 )
-def test_ours_is_held_against_what_a_launch_takes_by_itself(graph: float, cold: float, within: bool) -> None:
+def test_our_time_is_compared_with_the_cost_of_a_launch(graph: float, cold: float, within: bool) -> None:
     facts = judged(graph, cold)
     assert facts["within_limit"] is within
     assert facts["graph_overhead"] == pytest.approx(graph / 20 - 1, abs=1e-4)
@@ -34,7 +34,7 @@ def test_ours_is_held_against_what_a_launch_takes_by_itself(graph: float, cold: 
 
 
 @pytest.mark.parametrize("do_bench", [10.0, 24.0])
-def test_do_bench_is_shown_and_decides_nothing(do_bench: float) -> None:
+def test_do_bench_does_not_affect_the_verdict(do_bench: float) -> None:
     facts = judged(20.1, 20.1, do_bench)
     assert facts["within_limit"] is True
     assert facts["do_bench_us"] == do_bench
@@ -49,7 +49,7 @@ def test_stamps_are_durations_and_gaps() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_waiting_kernel_stamps_outside_of_its_loop() -> None:
-    """Compiled for a GPU that need not be there: the end is read after the waiting, before any store."""
+    """Compiled without a GPU: the end time is read after the wait and before any store."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

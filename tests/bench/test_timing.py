@@ -114,7 +114,7 @@ def test_a_graph_is_long_enough_and_not_too_long(microseconds: float, launches: 
 
 
 @pytest.mark.parametrize(("microseconds", "rounds"), [(0.1, 15), (5000, 15), (12_500, 8), (1e6, 5)])
-def test_what_takes_long_is_repeated_less_often(microseconds: float, rounds: int) -> None:
+def test_long_work_is_repeated_less_often(microseconds: float, rounds: int) -> None:
     assert rounds_for(microseconds) == rounds
 
 
@@ -177,7 +177,7 @@ def noting(ways: list[str]):
     return check
 
 
-def test_the_last_output_that_was_timed_is_checked() -> None:
+def test_the_last_timed_output_is_checked() -> None:
     outputs = chain([torch.ones(1)] * 3, repeat(torch.zeros(1)))
     with pytest.raises(NoticedError, match="wall time"):
         time_layer(lambda: next(outputs), "cpu", check=noting([]))
@@ -194,7 +194,7 @@ def test_every_way_of_timing_is_checked() -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_wrong_in_a_graph_alone_is_noticed() -> None:
+def test_an_output_that_is_wrong_only_in_a_graph_is_noticed() -> None:
     ones = torch.ones(64, device=DEVICE)
 
     def call() -> torch.Tensor:

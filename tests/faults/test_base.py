@@ -1,4 +1,4 @@
-"""What claims are written with: thresholds by name, and measures that only the child imports."""
+"""The parts of claims: named thresholds, and measures that only the child imports."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_units_that_died_are_no_evidence() -> None:
     assert share.judge((), [died], {"min_share": 0.5}).verdict is ClaimVerdict.REFUTED
 
 
-def test_every_measure_that_is_named_by_a_string_is_a_function() -> None:
+def test_every_measure_named_by_a_string_is_a_function() -> None:
     names = {
         measure.__qualname__
         for fault in catalogue.faults().values()

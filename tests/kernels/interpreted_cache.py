@@ -1,4 +1,4 @@
-"""Drives the engines of the expert cache side by side in Triton's interpreter; a script for `test_cache`.
+"""Compares the engines of the expert cache in Triton's interpreter; a script for `test_cache`.
 
 Triton decides at import whether it interprets, so this needs a process of its own.
 """
@@ -35,7 +35,7 @@ calls = st.lists(st.lists(st.integers(-1, EXPERTS - 1), min_size=2, max_size=2),
 def assert_holds(
     ids: torch.Tensor, held: CachedExperts, weights: dict[str, torch.Tensor] = WEIGHTS
 ) -> torch.Tensor:
-    """The slots have their experts' bytes; which ids have one."""
+    """Check that slots have their experts' bytes; return which ids have a slot."""
     named = held.slot_ids >= 0  # [T, K]
     for name, tensor in weights.items():
         got = held.weights[name][held.slot_ids[named].long()].contiguous()
@@ -44,7 +44,7 @@ def assert_holds(
 
 
 def assert_lists(named: torch.Tensor, held: CachedExperts) -> None:
-    """A group says whom each of its slots holds, as `GroupedForward` takes it."""
+    """Check that a group lists the expert of each slot, as `GroupedForward` expects."""
     if held.experts is not None:
         listed = held.experts[held.experts >= 0]
         assert sorted(listed.tolist()) == sorted(set(named.tolist()))
@@ -67,16 +67,16 @@ class Engines(RuleBasedStateMachine):
     @rule(rows=calls)
     def call(self, rows: list[list[int]]) -> None:
         ids = torch.tensor(rows, dtype=torch.int32)  # [T, K]
-        parts = self.table.split([one for row in rows for one in row])
+        parts = self.table.split([expert for row in rows for expert in row])
         self.calls += 1
         self.misses += sum(self.table.step(part) for part in parts)
         for cache in self.caches:
-            seen = torch.zeros_like(ids)
+            computed = torch.zeros_like(ids)
             for part in cache.groups(ids):
                 named = assert_holds(ids, part)
-                seen += named
+                computed += named
                 assert_lists(ids[named], part)
-            assert torch.equal(seen, (ids >= 0).int())
+            assert torch.equal(computed, (ids >= 0).int())
 
     @rule(expert=st.integers(0, EXPERTS - 1))
     def prefetch(self, expert: int) -> None:
@@ -124,7 +124,7 @@ def many_ids() -> None:
     """More ids than are compared in registers, more experts than are ranked at once, ids out of range."""
     weights = {"w": torch.randn(200, 8)}
     device, host = (
-        ExpertCache(weights, 60, engine=one, device="cpu", policy="lfru") for one in ("device", "host")
+        ExpertCache(weights, 60, engine=engine, device="cpu", policy="lfru") for engine in ("device", "host")
     )
     draw = torch.Generator().manual_seed(0)
     for _ in range(3):
@@ -138,7 +138,7 @@ def many_ids() -> None:
 
 
 def packed() -> None:
-    """Weights that were packed come out of the kernel bit by bit."""
+    """The kernel unpacks packed weights to the same bits."""
     draw = torch.Generator().manual_seed(0)
     weights = {
         "w13": torch.randn(6, 112, 128, generator=draw).bfloat16(),  # a block and three quarters
@@ -157,7 +157,7 @@ def packed() -> None:
 
 
 def forward() -> None:
-    """Both ways of the forward against the reference, with and without what a model may have."""
+    """Both forwards match the reference, with and without the optional parts of a model."""
     draw = torch.Generator().manual_seed(0)
     for tokens, activation, dtype, bias in (
         (2, "silu", torch.bfloat16, False),
@@ -195,7 +195,7 @@ def forward() -> None:
 
 
 def grouped() -> None:
-    """Groups that are resident one after another give what one call gives, bit by bit."""
+    """Groups that are resident one after another give the bits of one call."""
     draw = torch.Generator().manual_seed(0)
     experts, hidden, inner = 9, 40, 24
     for tokens, dtype, bias in (
@@ -226,7 +226,7 @@ def grouped() -> None:
         call = GroupedForward(x, ids, topk_weights, experts)
         call.add_resident(
             [
-                ({name: one[part] for name, one in weights.items()}, torch.arange(experts).int()[part])
+                ({name: weight[part] for name, weight in weights.items()}, torch.arange(experts).int()[part])
                 for part in (slice(0, 4), slice(4, 9))
             ]
         )

@@ -35,7 +35,7 @@ def test_half_softmax_shapes_hold_every_expert_and_pick(
     st.sampled_from([2, 4, 8]),
     st.data(),
 )
-def test_topk_shapes_give_each_group_lanes_of_its_own(
+def test_topk_shapes_give_each_group_its_own_lanes(
     groups: int, size: int, element_size: int, data: st.DataObject
 ) -> None:
     experts = groups * size

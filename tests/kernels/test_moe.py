@@ -29,7 +29,7 @@ def _interpreted(*cases: str) -> None:
 
 @pytest.mark.parametrize("quantization", ["nvfp4", "bf16"])
 def test_interpreted(quantization: str) -> None:
-    """Few pairs and many, sizes that tiles do not divide."""
+    """Few and many pairs; sizes that are not multiples of the tiles."""
     _interpreted(
         f"{quantization},silu,1,96,32",
         f"{quantization},relu2,3,96,64",
@@ -42,7 +42,7 @@ def test_interpreted_decoding() -> None:
 
 
 def test_interpreted_plan() -> None:
-    """Small and large blocks; pairs without an expert; more pairs than the kernel looks at at once."""
+    """Small and large blocks, pairs without an expert, more pairs than the kernel reads at once."""
     _interpreted("plan,1,0.3,40", "plan,16,0.0,40", "plan,16,0.5,2", "plan,64,1.0,40", "plan,64,0.3,1500")
 
 
@@ -58,7 +58,7 @@ def test_compiled(quantization: str, activation: str) -> None:
 
 @pytest.mark.gpu
 def test_compiled_decoding() -> None:
-    """Every kind of tile that is launched, and one that takes the instructions of other GPUs."""
+    """Every kind of tile that is launched, and a tile for the instructions of other GPUs."""
     from expert_cases import assert_decoding_is_exact
 
     for rows, width, depth, warps in (
@@ -82,7 +82,7 @@ def test_compiled_plan() -> None:
 
 @pytest.mark.gpu
 def test_captured_in_a_graph() -> None:
-    """A replay follows the ids that are there then, with and without a plan."""
+    """A replay uses the ids of that moment, with and without a plan."""
     from moedoctor.bench.moe.own_backends import kernel_weights
     from moedoctor.kernels.moe.launch import run_experts
 
@@ -103,8 +103,8 @@ def test_captured_in_a_graph() -> None:
         assert torch.equal(replayed, call())
 
 
-def test_words_hold_what_the_checkpoint_holds() -> None:
-    """Decoded here by the description of the format alone, for a weight whose last group is not full."""
+def test_packed_words_hold_the_checkpoint_values() -> None:
+    """Decodes only from the format's description; the last group of the weight is not full."""
     from expert_cases import every_code_and_scale
 
     from moedoctor.kernels.moe.nvfp4_words import pack_words
@@ -129,7 +129,7 @@ def test_words_hold_what_the_checkpoint_holds() -> None:
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
-    """Compiled for GPUs that need not be there: decoded weights are not stored in shared memory."""
+    """Compiled without a GPU: decoded weights are not stored in shared memory."""
     from expert_cases import compiled
 
     tile, _ = block_tiles(3072, 128, True, gated=False)

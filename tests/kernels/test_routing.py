@@ -37,7 +37,7 @@ def _interpret(*cases: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_half_softmax_interpreted(policy: str) -> None:
     _interpret(
-        # A row a program: what one row needs must not hide what another lacks.
+        # One row per program, so that a row cannot hide what another row lacks.
         _case("topk_softmax", 12, 7, "bfloat16", (1, 8, 2, 1), nan_policy=policy),
         _case("topk_softmax", 12, 3, "bfloat16", (2, 8, 2, 1), nan_policy=policy),
         _case(
@@ -72,7 +72,7 @@ def test_grouped_topk_interpreted(policy: str) -> None:
     three = {"num_groups": 3, "topk_groups": 2, "nan_policy": policy}
     four = {"num_groups": 4, "topk_groups": 2, "nan_policy": policy}
     _interpret(
-        # One group and no bias: the scaling factor alone keeps it from the half-precision kernel.
+        # One group and no bias: only the scaling factor excludes the half-precision kernel.
         _case(
             "grouped_topk",
             8,
@@ -111,7 +111,7 @@ def test_inf_ranks_by_logit_under_finite() -> None:
 
 
 def test_the_kernels_sort_every_arrangement() -> None:
-    """A network that sorts all sequences of zeros and ones sorts everything."""
+    """A sorting network that sorts all sequences of zeros and ones sorts everything."""
     _interpret("sorts every arrangement")
 
 

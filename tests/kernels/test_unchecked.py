@@ -1,4 +1,4 @@
-"""The kernels of MD020: one reads any address, one has Triton check its argument."""
+"""The kernels of MD020: the first reads any address, the second lets Triton check its argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel that is launched again must be the form that was compiled for such arguments."""
+"""A kernel that is launched again must have been compiled for the same kind of arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moedoctor.kernels.watch import QuickLaunch, aligned, device_of
 
 
 class Kernel:
-    """Replaces Triton's: a launch compiles a form, unless an interpreter runs it."""
+    """Replaces Triton's kernel: a launch compiles a form, except in an interpreter."""
 
     def __init__(self, *, interpreted: bool = False) -> None:
         self.interpreted = interpreted
@@ -40,7 +40,7 @@ class Form:
         return lambda *arguments: self._kernel.launches.append((self._number, grid, arguments))
 
 
-def test_a_form_is_launched_again_under_its_own_key_only() -> None:
+def test_a_compiled_form_is_reused_only_for_its_own_key() -> None:
     kernel = Kernel()
     launch = QuickLaunch(kernel, "3.6.0")
     for key, argument in (("a", 1), ("b", 2), ("a", 3), ("b", 4)):
@@ -64,7 +64,7 @@ def test_an_interpreter_that_compiles_nothing_is_called_each_time() -> None:
 
 
 def test_an_older_triton_finds_the_form_itself() -> None:
-    """Up to 3.2 a compiled form took no constants."""
+    """Up to Triton 3.2 a compiled form takes no constants."""
     kernel = Kernel()
     launch = QuickLaunch(kernel, "3.2.0")
     for argument in range(2):
@@ -83,8 +83,8 @@ def test_nothing_is_changed_for_a_tensor_on_the_cpu() -> None:
 
 
 @pytest.mark.gpu
-def test_every_kind_of_tensor_is_read_by_a_kernel_that_fits_it() -> None:
-    """Twice, so that each is launched again after all others."""
+def test_every_kind_of_tensor_gets_a_fitting_kernel() -> None:
+    """Runs twice, so that each form is launched again after all others."""
     from moedoctor.trace.nan_state import NanState
 
     def rows(columns: int, dtype: torch.dtype, offset: int, step: int) -> torch.Tensor:

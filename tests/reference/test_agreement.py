@@ -49,13 +49,13 @@ def test_nothing_but_nan() -> None:
     assert agreement.cosine is None
 
 
-def test_zeros_are_wrong_however_small_the_output() -> None:
+def test_zeros_are_wrong_for_an_output_of_any_size() -> None:
     for size in (1.0, 1e-3, 1e-6):
         agreement = agree(torch.zeros(5, 128), expected() * size, BOUNDS)
         assert agreement.wrong_tokens == 5, size
 
 
-def test_one_token_of_many_is_found_and_named() -> None:
+def test_a_single_wrong_token_is_named() -> None:
     broken = expected(1000)
     broken[617] = broken[616]
     agreement = agree(broken, expected(1000), BOUNDS)

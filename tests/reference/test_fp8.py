@@ -15,7 +15,7 @@ def test_rounds_as_ml_dtypes_does(values: list[float]) -> None:
     assert torch.equal(round_trip(x, 1.0), torch.from_numpy(peer))
 
 
-def test_what_is_too_large_saturates() -> None:
+def test_too_large_values_saturate() -> None:
     assert round_trip(torch.tensor([1e4, -1e4]), 2.0).tolist() == [896.0, -896.0]
 
 

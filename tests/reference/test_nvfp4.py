@@ -59,7 +59,7 @@ def test_a_stack_is_quantised_matrix_by_matrix() -> None:
 
 @settings(max_examples=50)
 @given(st.integers(0, 2**31), st.floats(1e-3, 1e3))
-def test_what_was_quantised_once_stays(seed: int, size: float) -> None:
+def test_quantising_twice_changes_nothing(seed: int, size: float) -> None:
     w = torch.randn(4, 48, generator=torch.Generator().manual_seed(seed)) * size
     once = quantize(w)
     values = dequantize(once)

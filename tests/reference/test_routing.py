@@ -73,7 +73,7 @@ def test_groups_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("row", "bias", "policy", "expected"), GROUP_EDGES)
-def test_groups_that_hold_no_ordinary_numbers(
+def test_groups_without_finite_numbers(
     row: list[float], bias: list[float], policy: str, expected: list[int]
 ) -> None:
     _, ids = Call.group_edge(row, bias, policy).of(reference)

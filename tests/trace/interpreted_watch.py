@@ -24,11 +24,11 @@ def new() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rows() -> None:
-    """Numbers of rows and groups with and without a mask, in steps with and without one."""
+    """Compare the kernel with the reference for numbers of rows and groups, with and without masks."""
     for name in ("STEP", "ACTIVE", "SEQUENCE", "STEPS_WITH", "NOW", "THROUGH", "MASKED", "KINDS", "FIELDS"):
         assert getattr(record, name) == getattr(kernels, f"_{name}").value, name
     mask = torch.tensor([1, 0, 0, 1], dtype=torch.int8)
-    seen = set()
+    counts = set()
     for real, padded, masked in ((3, 4, 0), (4, 4, 0), (4, 6, 4), (5, 6, 5), (record.ALL_REAL,) * 2 + (0,)):
         for number in (4, 8, 9):
             for group in (0, 1, 2, 3):
@@ -41,17 +41,17 @@ def rows() -> None:
                     ours[record.MASKED] = theirs[record.MASKED] = masked
                     kernels.launch_watch(x, ours, found, 1, padding, group=group)
                     record.watch_rows(x, theirs, expected, padding, 1, group)
-                    told = (real, padded, masked, number, group, padding)
-                    assert found[..., FIELDS].tolist() == expected[..., FIELDS].tolist(), told
-                    seen.add(tuple(expected[1, ::2, record.ROWS].tolist()))
+                    case = (real, padded, masked, number, group, padding)
+                    assert found[..., FIELDS].tolist() == expected[..., FIELDS].tolist(), case
+                    counts.add(tuple(expected[1, ::2, record.ROWS].tolist()))
                     kernels.launch_end(ours)
                     record.end_step(theirs)
-                    assert ours.tolist() == theirs.tolist(), (told, ours, theirs)
-    assert {(3, 1, 0), (0, 0, 8), (2, 2, 0), (4, 4, 0), (9, 0, 0)} <= seen, seen
+                    assert ours.tolist() == theirs.tolist(), (case, ours, theirs)
+    assert {(3, 1, 0), (0, 0, 8), (2, 2, 0), (4, 4, 0), (9, 0, 0)} <= counts, counts
 
 
 def steps() -> None:
-    """A step that begins while another runs ends that one; three tensors have rows of their own kinds."""
+    """A step that begins during another ends it; three tensors have different kinds of rows."""
     (ours, found), (theirs, expected) = new(), new()
     bad = torch.full((4, 2), NAN)
     for real in (3, 4):

@@ -1,4 +1,4 @@
-"""The NaN locator on a Hugging Face model: left padding, heads in a dimension of their own, routers."""
+"""The NaN locator on a Hugging Face model: left padding, a dimension for heads, routers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model() -> torch.nn.Module:
 
 
 def traced(model: torch.nn.Module, place: tuple[int, int] | None) -> NanReport:
-    """One step with NaN in the embedding at `place`."""
+    """Run one step with NaN in the embedding at `place`."""
     ids = torch.arange(12).reshape(2, 6) + 3
     with torch.no_grad(), NanLocator(model) as locator:
         embedded = model.get_input_embeddings()(ids).clone()
@@ -56,24 +56,24 @@ def test_nan_in_padding_is_found_in_padding(model: torch.nn.Module) -> None:
     report = traced(model, (0, 0))
     assert report.first_padding is not None
     assert report.first_padding.point == "model.layers.0.input_layernorm"
-    counts = {one.point: one.nan_rows for one in report.points}
+    counts = {point.point: point.nan_rows for point in report.points}
     assert counts["model.layers.0.self_attn.q_norm"] == (0, 4, 0)  # four heads of one token
     assert counts["model.layers.0.self_attn.k_norm"] == (0, 2, 0)
-    # Attention gives padding no weight, and 0 times NaN is NaN: what real rows hold comes from there.
+    # Attention gives padding the weight 0, but 0 times NaN is NaN, so it spreads to real rows.
     assert report.first_real is not None
     assert report.first_real.point == "model.layers.0.self_attn.o_proj"
 
 
-def test_nan_in_a_real_row_is_found_there_alone(model: torch.nn.Module) -> None:
+def test_nan_in_a_real_row_is_found_only_there(model: torch.nn.Module) -> None:
     report = traced(model, (1, 5))
     assert report.first_real is not None
     assert report.first_real.point == "model.layers.0.input_layernorm"
     assert (report.first_padding, report.nan_in_padding) == (None, 0)
-    counts = {one.point: one.nan_rows for one in report.points}
+    counts = {point.point: point.nan_rows for point in report.points}
     assert counts["model.layers.0.self_attn.q_norm"] == (4, 0, 0)
 
 
-def test_a_clean_model_shows_nothing_and_its_routers_were_watched(model: torch.nn.Module) -> None:
+def test_a_clean_model_has_no_findings_and_watched_routers(model: torch.nn.Module) -> None:
     report = traced(model, None)
     assert (report.points, report.routers, report.steps_with_padding) == ((), (), 1)
     assert report.pad_tokens == 3
@@ -83,7 +83,7 @@ def test_a_clean_model_shows_nothing_and_its_routers_were_watched(model: torch.n
     assert report.looked_at == report.watched
 
 
-def test_a_model_that_ran_compiled_is_not_said_to_be_clean(model: torch.nn.Module) -> None:
+def test_a_compiled_model_is_not_reported_as_clean(model: torch.nn.Module) -> None:
     ids = torch.arange(12).reshape(2, 6) + 3
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
@@ -95,8 +95,8 @@ def test_a_model_that_ran_compiled_is_not_said_to_be_clean(model: torch.nn.Modul
     assert f"{report.not_reached} of {report.watched} modules were never looked at" in report.text()
 
 
-def test_ids_of_tokens_are_not_taken_for_experts(model: torch.nn.Module) -> None:
-    """The whole model has a number of experts, too; its tokens are larger than that."""
+def test_token_ids_are_not_taken_for_expert_ids(model: torch.nn.Module) -> None:
+    """The whole model has a number of experts too, but its token ids are larger."""
     assert model.num_experts == 8
 
     class Sampled(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The NaN locator on small models: what is first, whose rows it is, and that compiling keeps it."""
+"""The NaN locator on small models: the first finding, its rows, and compiled models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Spoil(torch.nn.Module):
-    """Puts `value` into the given rows of what passes through."""
+    """Writes `value` into the given rows of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Router(torch.nn.Module):
         return x @ self.weight.t(), self.ids
 
 
-def test_the_first_module_and_step_are_those_that_ran_first() -> None:
+def test_the_first_module_and_step_are_reported() -> None:
     model, x = Model(), torch.ones(3, 4)
     with NanLocator(model) as locator:
         model(x)
@@ -59,11 +59,11 @@ def test_the_first_module_and_step_are_those_that_ran_first() -> None:
     assert report.first_real == Finding("spoil", "NaN", step=2, order=1)
     assert report.first_padding is None
     assert (report.steps, report.nan_in_real, report.watched) == (3, 2, 4)
-    counts = {one.point: (one.nan_rows, one.nan_steps) for one in report.points}
+    counts = {point.point: (point.nan_rows, point.nan_steps) for point in report.points}
     assert counts == dict.fromkeys(("spoil", "late", "model"), ((2, 0, 0), (2, 0, 0)))
 
 
-def test_real_rows_and_padding_are_kept_apart() -> None:
+def test_real_rows_and_padding_are_separate() -> None:
     model, x = Model(), torch.ones(5, 4)
     with NanLocator(model) as locator:
         for rows, value, real in (([], NAN, 5), ([4], NAN, 3), ([0], INF, 4), ([2, 3], INF, 2)):
@@ -85,7 +85,7 @@ def test_real_rows_and_padding_are_kept_apart() -> None:
     assert "first in padding: NaN at spoil, step 2" in report.text()
 
 
-def test_a_mask_says_which_rows_are_padding() -> None:
+def test_a_mask_marks_the_padding_rows() -> None:
     model = Model()
     with NanLocator(model) as locator:
         model.spoil.rows = [0]
@@ -103,7 +103,7 @@ def test_a_mask_says_which_rows_are_padding() -> None:
     assert report.pad_tokens == 4
 
 
-def test_calls_outside_a_step_leave_no_trace() -> None:
+def test_calls_outside_a_step_are_not_recorded() -> None:
     model = Model()
     model.spoil.rows = [0]
     with NanLocator(model) as locator:
@@ -113,17 +113,17 @@ def test_calls_outside_a_step_leave_no_trace() -> None:
     assert locator.report().points == ()
 
 
-def test_hooks_are_gone_afterwards() -> None:
+def test_hooks_are_removed_at_the_end() -> None:
     model = Model()
     with NanLocator(model) as locator:
         pass
     model.spoil.rows = [0]
     model(torch.ones(3, 4))
     assert locator.report().steps == 0
-    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_router_ids_that_no_kernel_should_be_given() -> None:
+def test_invalid_router_ids_are_counted() -> None:
     router = Router()
     with NanLocator(router) as locator:
         router(torch.ones(3, 4))
@@ -137,7 +137,7 @@ def test_router_ids_that_no_kernel_should_be_given() -> None:
     assert found.first_repeated == 1
 
 
-def test_only_wanted_modules_are_watched() -> None:
+def test_only_selected_modules_are_watched() -> None:
     model = Model()
     model.spoil.rows = [0]
     with NanLocator(model, wanted=lambda name, module: name == "late") as locator:
@@ -198,8 +198,8 @@ def test_points_without_a_model() -> None:
 
 
 @pytest.mark.parametrize(("together", "first"), [((), "experts"), ((0, 1), "attention")])
-def test_of_what_one_launch_saw_the_first_point_comes_first(together: tuple[int, ...], first: str) -> None:
-    """Rows of a launch run in any order, so its points may be recorded in any order."""
+def test_within_one_launch_the_first_point_is_reported(together: tuple[int, ...], first: str) -> None:
+    """Rows of a launch run in any order, so points may be recorded in any order."""
     state = NanState("cpu", 4)
     for name in ("attention", "experts", "model"):
         state.point(name)
@@ -247,7 +247,7 @@ def test_a_cuda_graph_is_traced_on_replay() -> None:
 def test_a_cuda_graph_reads_the_mask_of_the_step_that_runs() -> None:
     model, x = Model().cuda(), torch.ones(4, 4, device="cuda")
     with NanLocator(model) as locator:
-        masks = [torch.tensor(one, device="cuda") for one in ([0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 1])]
+        masks = [torch.tensor(mask, device="cuda") for mask in ([0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 1])]
         locator.begin_step(padding=masks[0])
         model(x)
         graph = torch.cuda.CUDAGraph()

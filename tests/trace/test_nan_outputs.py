@@ -1,4 +1,4 @@
-"""What the NaN locator does with outputs of other shapes than the step's, and of other types than tensors."""
+"""The NaN locator and outputs of other shapes than the step's, or of other types than tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MASK = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
 
 
 class Gives(torch.nn.Module):
-    """Gives what `make` makes of its input."""
+    """Returns `make` of its input."""
 
     def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -61,15 +61,15 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("place", "is_padding"), [((0, 1), True), ((0, 2), False)])
-def test_rows_are_padding_where_their_token_is(layout: str, place: tuple[int, int], is_padding: bool) -> None:
+def test_rows_are_padding_if_their_token_is(layout: str, place: tuple[int, int], is_padding: bool) -> None:
     make, known = LAYOUTS[layout]
     report = traced(make, tokens_with_nan(*place), padding=MASK)
     finding = Finding("model", "NaN", 1, 1)
     kinds = (report.first_real, report.first_padding, report.first_unknown)
     steps = (report.nan_in_real, report.nan_in_padding, report.nan_in_unknown)
     which = (1 if is_padding else 0) if known else 2
-    assert kinds == tuple(finding if one == which else None for one in range(3))
-    assert steps == tuple(int(one == which) for one in range(3))
+    assert kinds == tuple(finding if index == which else None for index in range(3))
+    assert steps == tuple(int(index == which) for index in range(3))
     assert ("rows that may be either: NaN in 1 steps" in report.text()) is not known
 
 
@@ -89,7 +89,7 @@ def test_rows_of_a_step_without_a_mask(row: int, is_padding: bool, make: Any, kn
     report = traced(make, x, real_rows=3, rows=4)
     which = (1 if is_padding else 0) if known else 2
     kinds = (report.nan_in_real, report.nan_in_padding, report.nan_in_unknown)
-    assert kinds == tuple(int(one == which) for one in range(3))
+    assert kinds == tuple(int(index == which) for index in range(3))
 
 
 @pytest.mark.parametrize("begin", [{}, {"real_rows": 4}, {"padding": torch.zeros(2, 2)}])
@@ -112,17 +112,17 @@ def test_without_padding_all_rows_are_real(begin: dict[str, Any]) -> None:
         ((3,), (0,), 0),
     ],
 )
-def test_how_many_rows_belong_to_one(rows: Any, mask: Any, each: int) -> None:
+def test_rows_per_element_of_the_mask(rows: Any, mask: Any, each: int) -> None:
     assert rows_each(rows, mask) == each
 
 
-def test_what_the_rows_of_an_output_are() -> None:
+def test_row_dimensions_and_groups_of_outputs() -> None:
     assert row_dimensions((2, 5, 8)) == (2, 5)
     assert row_dimensions((7,)) == (7,)
     assert row_dimensions(()) == (1,)
     assert row_dimensions((2, 5), (2, 5)) == (2, 5)
     assert row_dimensions((2, 5), (2,)) == (2,)
-    assert [group_of(one) for one in ((9,), (1, 9), (9, 3), (3, 3), (2, 9, 3), (1, 9, 3), (2, 3, 3))] == [
+    assert [group_of(shape) for shape in ((9,), (1, 9), (9, 3), (3, 3), (2, 9, 3), (1, 9, 3), (2, 3, 3))] == [
         0,
         0,
         3,
@@ -150,7 +150,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
-def test_outputs_of_any_structure_are_looked_at(kind: str) -> None:
+def test_outputs_of_any_structure_are_checked(kind: str) -> None:
     x = torch.ones(3, 4)
     assert traced(OUTPUTS[kind], x).first_real is None
     x[1, 1] = NAN
@@ -159,11 +159,11 @@ def test_outputs_of_any_structure_are_looked_at(kind: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 3), (0,)])
-def test_an_output_without_elements_is_passed_over(shape: tuple[int, ...]) -> None:
+def test_an_output_without_elements_is_skipped(shape: tuple[int, ...]) -> None:
     assert traced(lambda x: x, torch.ones(shape)).points == ()
 
 
-def test_one_number_a_token_is_held_against_the_mask() -> None:
+def test_an_output_with_one_number_per_token_uses_the_mask() -> None:
     scores = torch.ones(BATCH, TOKENS)
     scores[0, 0] = INF
     report = traced(lambda x: x, scores, padding=MASK)
@@ -183,7 +183,7 @@ def test_one_number_a_token_is_held_against_the_mask() -> None:
         ({}, (3, 0, 0)),
     ],
 )
-def test_ids_are_padding_where_their_row_is(begin: dict[str, Any], repeated: tuple[int, ...]) -> None:
+def test_ids_are_padding_if_their_row_is(begin: dict[str, Any], repeated: tuple[int, ...]) -> None:
     class Router(torch.nn.Module):
         num_experts = 8
 
@@ -202,7 +202,7 @@ def test_ids_are_padding_where_their_row_is(begin: dict[str, Any], repeated: tup
     assert report.routers_watched == 1
 
 
-def test_that_no_router_was_watched_is_said() -> None:
+def test_the_report_says_that_no_router_was_watched() -> None:
     assert (
         traced(lambda x: x, torch.ones(3, 4))
         .text()
@@ -216,7 +216,7 @@ def test_that_no_router_was_watched_is_said() -> None:
     assert locator.report().text().endswith("none of 1 routers gave repeated ids, ids out of range or -1")
 
 
-def test_a_step_that_raised_is_counted_with_what_it_showed() -> None:
+def test_a_step_that_raised_is_counted_with_its_findings() -> None:
     class Raises(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -243,8 +243,8 @@ def test_a_step_that_raised_is_counted_with_what_it_showed() -> None:
     assert (report.steps, report.nan_in_real) == (2, 1)
 
 
-def test_masks_of_one_size_are_kept_in_one_place() -> None:
-    """A CUDA graph reads the mask where it was when the graph was captured."""
+def test_masks_of_one_size_share_one_buffer() -> None:
+    """A CUDA graph reads the mask at the address that it had at the capture."""
     state = NanState("cpu", 1)
     places = set()
     for mask in ([[1, 0], [0, 1]], [[0, 0], [1, 1]]):
@@ -260,12 +260,12 @@ def test_masks_of_one_size_are_kept_in_one_place() -> None:
     assert len(places) == 1
 
 
-def test_two_points_of_one_name_there_are_not() -> None:
+def test_two_points_cannot_have_the_same_name() -> None:
     model = Gives(lambda x: x)
     model.model = torch.nn.Linear(2, 2)
     assert NanLocator(model)._state.names == ["Gives", "model"]
 
 
-def test_the_kernels_tell_rows_apart_as_torch_does() -> None:
+def test_the_kernels_classify_rows_like_the_reference() -> None:
     pytest.importorskip("triton")
     run_check(Path(__file__).parent / "interpreted_watch.py", "rows", "steps")

@@ -1,4 +1,4 @@
-"""What the NaN locator says of what it did not look at, and that it leaves models as they were."""
+"""The NaN locator reports what it did not check, and leaves models unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEVER = "modules were never looked at (compiled before the locator was entered, 
 
 
 class Layers(torch.nn.Module):
-    """Two layers in a list, which itself is never called; NaN between them does not get out."""
+    """Two layers in a list that is never called itself; NaN between them does not reach the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Layers(torch.nn.Module):
 
 
 class Gives(torch.nn.Module):
-    """Gives what `make` makes of its layer's output."""
+    """Returns `make` of its layer's output."""
 
     def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -47,10 +47,10 @@ def _nothing_compiled() -> None:
 
 
 def hooks(model: torch.nn.Module) -> int:
-    return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules())
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-def test_a_model_that_ran_compiled_is_not_said_to_be_clean() -> None:
+def test_a_compiled_model_is_not_reported_as_clean() -> None:
     model = Layers()
     compiled = torch.compile(model, backend="eager")
     compiled(torch.ones(3, 4))
@@ -69,7 +69,7 @@ def test_a_model_that_ran_compiled_is_not_said_to_be_clean() -> None:
     assert "never looked at" not in report.text()
 
 
-def test_where_nothing_was_looked_at_nothing_is_said_to_be_first() -> None:
+def test_without_checked_outputs_the_report_names_no_first_module() -> None:
     model = Layers()
     with NanLocator(model, wanted=lambda name, module: False) as locator:
         model(torch.ones(3, 4))
@@ -89,7 +89,7 @@ def test_a_module_that_is_not_called_is_counted() -> None:
     assert f"1 of 3 {NEVER}" in locator.report().text()
 
 
-def test_compiled_code_marks_its_points_and_is_compiled_once_a_locator() -> None:
+def test_compiled_code_marks_its_points_and_compiles_once_per_locator() -> None:
     compiled_graphs = 0
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
@@ -120,7 +120,7 @@ ELSEWHERE: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*")
 @pytest.mark.parametrize("kind", ELSEWHERE)
-def test_what_cannot_be_looked_at_is_passed_over_and_counted(kind: str) -> None:
+def test_unreadable_outputs_are_skipped_and_counted(kind: str) -> None:
     model = Gives(ELSEWHERE[kind])
     with torch.no_grad(), NanLocator(model) as locator:
         for _ in range(2):  # a module counts once
@@ -133,7 +133,7 @@ def test_what_cannot_be_looked_at_is_passed_over_and_counted(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*")
 @pytest.mark.parametrize("kind", ELSEWHERE)
-def test_every_way_to_look_passes_over_what_it_cannot_read(kind: str) -> None:
+def test_every_check_skips_unreadable_outputs(kind: str) -> None:
     state = NanState("cpu", 8)
     for name in "abcdefg":
         state.point(name)
@@ -146,20 +146,20 @@ def test_every_way_to_look_passes_over_what_it_cannot_read(kind: str) -> None:
     state.watch_ids(4, ids.to("meta") if kind == "another device" else ids.to_sparse(), 8, own=True)
     state.watch_last(5, other)
     report = state.report()
-    assert [one.point for one in report.points] == ["c"]
+    assert [point.point for point in report.points] == ["c"]
     assert (report.steps, report.looked_at, report.passed_over, report.not_reached) == (1, 1, 5, 1)
     assert report.routers_watched == 0
     assert "5 outputs on other devices or layouts were not looked at" in report.text()
 
 
-def test_a_model_without_tensors_to_look_at_was_reached() -> None:
+def test_a_model_without_tensors_counts_as_reached() -> None:
     model = Gives(lambda x: None)
     with NanLocator(model) as locator:
         model(torch.ones(3, 4))
     assert locator.report().not_reached == 0
 
 
-def test_hooks_are_gone_where_the_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_are_removed_if_the_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Layers()
 
     def fails() -> None:
@@ -197,7 +197,7 @@ GIVEN: dict[str, tuple[tuple[torch.Tensor, ...], int]] = {
 
 
 @pytest.mark.parametrize("given", GIVEN)
-def test_integers_are_experts_where_weights_or_logits_come_with_them(given: str) -> None:
+def test_integers_are_expert_ids_if_weights_or_logits_come_with_them(given: str) -> None:
     outputs, routers = GIVEN[given]
     model = Gives(lambda x: outputs)
     model.num_experts = 8  # as Qwen3MoeForCausalLM has
@@ -205,5 +205,5 @@ def test_integers_are_experts_where_weights_or_logits_come_with_them(given: str)
         model(torch.ones(2, 4))
     report = locator.report()
     assert report.routers_watched == len(report.routers) == routers
-    for one in report.routers:
-        assert (one.repeated, one.out_of_range) == ((1, 0, 0), (1, 0, 0))
+    for router in report.routers:
+        assert (router.repeated, router.out_of_range) == ((1, 0, 0), (1, 0, 0))

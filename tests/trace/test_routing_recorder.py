@@ -1,4 +1,4 @@
-"""The recorder on models in the forms of transformers and vLLM, and on a real Qwen3-MoE of random weights."""
+"""The recorder on models shaped like transformers and vLLM, and on a real Qwen3-MoE of random weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ E, K, H = 8, 2, 16
 
 
 class Router(nn.Module):
-    """As in transformers from 5.0: gives logits, scores and ids."""
+    """As in transformers from 5.0: returns logits, scores and ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,15 +33,15 @@ class Experts(nn.Module):
     def __init__(self, shift: int = 0) -> None:
         super().__init__()
         self.num_experts, self.shift = E, shift
-        self.seen: list[torch.Tensor] = []
+        self.calls: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.seen.append(ids)
+        self.calls.append(ids)
         return x
 
 
 class Block(nn.Module):
-    """The experts are called with ids that are not the router's own: theirs count."""
+    """Calls its experts with other ids than the router's; the experts' ids must be recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class VllmLayer(nn.Module):
 
 
 class VllmBlock(nn.Module):
-    """vLLM's block has a gate too; the layer's router says more."""
+    """vLLM's block has a gate too; the router of the layer is more exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,17 +109,17 @@ def recorded(model: nn.Module, *batches: torch.Tensor) -> RoutingRecorder:
     return recorder
 
 
-def test_the_ids_that_the_experts_are_called_with_are_recorded_call_by_call() -> None:
+def test_the_ids_of_each_call_of_the_experts_are_recorded() -> None:
     model = nn.Sequential(Block(), Block())
     trace = recorded(model, torch.randn(2, 3, H), torch.randn(1, 1, H)).trace({"by": "a test"})
     assert (trace.num_experts, trace.top_k, trace.layers, trace.call_rows) == (E, K, ("0", "1"), (6, 1))
     ids = torch.tensor(trace.topk_ids).view(7, 2, K)
     for layer in range(2):
-        assert torch.equal(ids[:, layer], torch.cat(model[layer].experts.seen).int())
+        assert torch.equal(ids[:, layer], torch.cat(model[layer].experts.calls).int())
     assert trace.made == {"recorded_from": ["ids that the experts are called with"], "by": "a test"}
 
 
-def test_top_k_is_taken_from_logits_where_nothing_better_is_said() -> None:
+def test_top_k_comes_from_the_logits_without_other_sources() -> None:
     model = OldBlock()
     trace = recorded(model, torch.randn(5, H)).trace()
     assert list(trace.topk_ids) == model.ids.flatten().tolist()
@@ -130,12 +130,12 @@ def test_top_k_is_taken_from_logits_where_nothing_better_is_said() -> None:
     ("more", "reason"),
     [({"e_score_correction_bias": torch.zeros(E)}, "correction_bias"), ({"n_group": 2}, "groups")],
 )
-def test_logits_that_do_not_decide_are_refused(more: dict[str, object], reason: str) -> None:
+def test_logits_that_do_not_determine_the_ids_are_refused(more: dict[str, object], reason: str) -> None:
     with pytest.raises(TraceError, match=reason):
         recorded(OldBlock(**more), torch.randn(5, H)).trace()
 
 
-def test_the_capture_function_of_vllm_is_used_and_taken_back() -> None:
+def test_the_capture_function_of_vllm_is_used_and_removed() -> None:
     model = nn.Sequential(VllmBlock())
     trace = recorded(model, torch.randn(4, H)).trace()
     assert list(trace.topk_ids) == model[0].experts.ids.flatten().tolist()
@@ -143,14 +143,14 @@ def test_the_capture_function_of_vllm_is_used_and_taken_back() -> None:
     assert model[0].experts.router.capture is None
 
 
-def test_hooks_are_gone_after_the_context() -> None:
+def test_hooks_are_removed_after_the_context() -> None:
     model = nn.Sequential(Block())
     recorder = recorded(model, torch.randn(3, H))
     model(torch.randn(2, H))
     assert recorder.trace().rows == 3
 
 
-def test_hooks_are_gone_after_an_error_in_the_context() -> None:
+def test_hooks_are_removed_after_an_error_in_the_context() -> None:
     model = nn.Sequential(Block())
     with pytest.raises(RuntimeError, match="stop"), RoutingRecorder(model):
         raise RuntimeError("stop")
@@ -163,12 +163,12 @@ def test_a_model_without_experts_is_refused() -> None:
         pass
 
 
-def test_nothing_recorded_is_said() -> None:
+def test_an_empty_recording_is_an_error() -> None:
     with pytest.raises(TraceError, match="no forward pass"):
         recorded(nn.Sequential(Block())).trace()
 
 
-def test_layers_that_were_not_called_alike_are_refused() -> None:
+def test_layers_with_different_calls_are_refused() -> None:
     model = nn.Sequential(Block(), Block())
     with RoutingRecorder(model) as recorder:
         model(torch.randn(3, H))
@@ -186,7 +186,7 @@ def test_recording_does_not_change_the_output() -> None:
 
 
 @pytest.mark.upstream
-def test_a_real_qwen3_moe_is_recorded_as_its_own_router_logits_say() -> None:
+def test_the_recording_of_a_real_qwen3_moe_matches_its_router_logits() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
@@ -213,9 +213,9 @@ def test_a_real_qwen3_moe_is_recorded_as_its_own_router_logits_say() -> None:
     trace = recorder.trace()
     assert trace.layers == ("model.layers.0.mlp", "model.layers.2.mlp")
     ids = torch.tensor(trace.topk_ids).view(10, 2, 2)
-    said = [one for one in output.router_logits if one is not None and one.dim() == 2]
-    assert len(said) == 2
-    for layer, logits in enumerate(said):
+    router_logits = [logits for logits in output.router_logits if logits is not None and logits.dim() == 2]
+    assert len(router_logits) == 2
+    for layer, logits in enumerate(router_logits):
         assert torch.equal(ids[:, layer].sort(1).values, logits.float().topk(2).indices.sort(1).values.int())
 
 
@@ -224,7 +224,7 @@ def test_a_real_router_of_vllm_is_recorded() -> None:
     routers = pytest.importorskip("vllm.model_executor.layers.fused_moe.router.custom_routing_router")
     state = pytest.importorskip("vllm.distributed.eplb.eplb_state")
     parameters = inspect.signature(routers.CustomRoutingRouter).parameters.values()
-    needed = {one.name for one in parameters if one.default is one.empty}
+    needed = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
 
     def route(**given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = given["gating_output"].softmax(1).topk(K)

@@ -1,4 +1,4 @@
-"""The trace that ships with moedoctor: there, small, and described."""
+"""The trace that ships with moedoctor: its size, shape and description."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_it_is_below_a_megabyte_and_has_the_shape_of_a_large_model() -> None:
     assert all(len(call) == 8 for layer in range(8) for call in trace.calls(layer))
 
 
-def test_the_readme_beside_it_says_how_it_was_made() -> None:
+def test_its_readme_describes_how_it_was_made() -> None:
     made = shipped_trace().made
     text = (reports_folder() / SHIPPED.parent / "README.md").read_text(encoding="utf-8")
     assert made["script"] in text
@@ -29,7 +29,7 @@ def test_the_readme_beside_it_says_how_it_was_made() -> None:
         assert figure in text, figure
 
 
-def test_it_says_how_it_was_made() -> None:
+def test_its_metadata_describes_how_it_was_made() -> None:
     made = shipped_trace().made
     assert made["script"] == "scripts/train_trace_model.py"
     assert made["steps_done"] > 1000
@@ -43,7 +43,7 @@ def test_tokens_reuse_experts_more_than_chance() -> None:
     assert facts.reuse > 2 * 8 / 128
 
 
-def test_where_there_is_no_choice_all_policies_agree_and_else_the_optimum_is_ahead() -> None:
+def test_policies_agree_without_a_choice_and_else_the_optimum_is_better() -> None:
     points = replay_trace(shipped_trace(), capacities=[8, 16])
     rates = {(point.policy, point.capacity): point.hit_rate for point in points}
     assert len({rates[policy, 8] for policy in ("lru", "lfu", "lfru", "aging", "belady")}) == 1

@@ -1,4 +1,4 @@
-"""Synthetic routing: repeatable, of the law it claims, and refused in one line where it makes no sense."""
+"""Synthetic routing: repeatable, with the documented distribution, one-line errors for bad settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moedoctor.trace.format import TraceError
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 
-def test_the_same_settings_give_the_same_trace_and_another_seed_another() -> None:
+def test_the_seed_determines_the_trace() -> None:
     settings = ZipfSettings(experts=16, top_k=3, layers=2, rows=40, streams=3)
     first, again = zipf_trace(settings), zipf_trace(settings)
     assert list(first.topk_ids) == list(again.topk_ids)
@@ -20,7 +20,7 @@ def test_the_same_settings_give_the_same_trace_and_another_seed_another() -> Non
     assert all(len(call) == 3 for call in first.calls(1))
 
 
-def test_one_expert_a_token_is_drawn_with_zipfs_weights() -> None:
+def test_single_experts_are_drawn_with_zipf_weights() -> None:
     trace = zipf_trace(ZipfSettings(experts=4, top_k=1, layers=1, rows=8000, streams=1, drift=0.0))
     counts = sorted(Counter(trace.topk_ids).values(), reverse=True)
     total = 1 + 1 / 2 + 1 / 3 + 1 / 4
@@ -28,7 +28,7 @@ def test_one_expert_a_token_is_drawn_with_zipfs_weights() -> None:
         assert count / 8000 == pytest.approx(1 / rank / total, abs=0.02)
 
 
-def test_without_skew_experts_are_used_alike_and_with_it_they_are_not() -> None:
+def test_only_with_skew_experts_are_used_unequally() -> None:
     def most(skew: float) -> float:
         settings = ZipfSettings(experts=8, top_k=2, layers=1, rows=4000, streams=1, skew=skew, drift=0.0)
         return max(Counter(zipf_trace(settings).topk_ids).values()) / 8000

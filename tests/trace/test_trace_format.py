@@ -1,4 +1,4 @@
-"""The trace file: what goes in comes out, what is no trace is refused in one line, batches are right."""
+"""The trace file: save and load, batches, and one-line errors for other files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(
 ) -> RoutingTrace:
     draw = random.Random(seed)
     rows = sum(streams)
-    ids = [one for _ in range(rows * layers) for one in draw.sample(range(experts), top_k)]
+    ids = [expert for _ in range(rows * layers) for expert in draw.sample(range(experts), top_k)]
     names = tuple(f"layers.{index}" for index in range(layers))
     return RoutingTrace(ids, experts, top_k, names, (1,) * rows, streams, "a model", {"seed": seed})
 
@@ -34,7 +34,7 @@ def make(
     streams=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
     seed=st.integers(0, 99),
 )
-def test_a_saved_trace_is_loaded_as_it_was(
+def test_a_saved_trace_loads_unchanged(
     tmp_path_factory: pytest.TempPathFactory, experts: int, layers: int, streams: tuple[int, ...], seed: int
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "t.safetensors"
@@ -48,7 +48,7 @@ def test_a_saved_trace_is_loaded_as_it_was(
 
 
 @pytest.mark.parametrize(("experts", "bytes_an_id"), [(255, 1), (256, 2)])
-def test_no_expert_survives_and_ids_take_a_byte_where_they_can(
+def test_missing_experts_are_kept_and_small_ids_take_one_byte(
     tmp_path: Path, experts: int, bytes_an_id: int
 ) -> None:
     path = tmp_path / "t.safetensors"
@@ -64,7 +64,7 @@ def test_calls_are_the_distinct_experts_of_all_rows_of_a_forward_pass() -> None:
     assert trace.calls(0) == [(0, 1, 2, 3), (6, 7)]
 
 
-def test_layers_are_told_apart_alone_and_in_steps() -> None:
+def test_layers_alone_and_in_steps() -> None:
     trace = RoutingTrace([0, 1, 2, 3, 4, 5, 6, 7], 8, 2, ("a", "b"), (1, 1))
     assert [trace.calls(0), trace.calls(1)] == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
     assert trace.steps() == [(0, 1), (10, 11), (4, 5), (14, 15)]
@@ -83,7 +83,7 @@ def test_a_batch_below_one_is_refused(batch: int) -> None:
         make().calls(0, batch)
 
 
-def test_another_batch_needs_to_know_the_sequences() -> None:
+def test_another_batch_size_needs_the_sequences() -> None:
     with pytest.raises(TraceError, match="stream_rows"):
         make(streams=(3,)).__class__([0, 1], 8, 2, ("a",), (1,)).calls(0, 2)
 
@@ -103,7 +103,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[message for _, message in BAD])
-def test_parts_that_do_not_fit_together_are_refused(change: dict[str, Any], message: str) -> None:
+def test_inconsistent_parts_are_refused(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {
         "topk_ids": [0, 1, 2, 3],
         "num_experts": 8,
@@ -139,8 +139,8 @@ BAD_FILES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("metadata", "tensors", "message"), BAD_FILES, ids=[one[2] for one in BAD_FILES])
-def test_a_file_that_is_no_trace_is_refused_in_one_line(
+@pytest.mark.parametrize(("metadata", "tensors", "message"), BAD_FILES, ids=[case[2] for case in BAD_FILES])
+def test_a_file_that_is_not_a_trace_is_refused_in_one_line(
     tmp_path: Path, metadata: dict[str, Any], tensors: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "t.safetensors"
@@ -152,7 +152,7 @@ def test_a_file_that_is_no_trace_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("content", [b"", b"not a trace", b"\xff" * 100, json.dumps({"a": 1}).encode()])
-def test_bytes_that_are_no_safetensors_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_bytes_that_are_not_safetensors_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "t.safetensors"
     path.write_bytes(content)
     with pytest.raises(TraceError, match="is no safetensors file"):

@@ -32,7 +32,7 @@ from moedoctor.reference.moe import MoeWeights
 from moedoctor.reference.moe import forward as reference
 
 MODEL = Model(layers=1, experts=128, top_k=8, hidden_size=128, intermediate_size=32, host_layers=1)
-"""The smallest experts that packing makes smaller; as many as the recorded trace has."""
+"""As many experts as in the recorded trace, of the smallest size that packing can reduce."""
 FEW = replace(MODEL, experts=32, top_k=4)
 FEWEST = replace(FEW, experts=8)
 SUBJECTS = bench_cache.SUBJECTS
@@ -46,7 +46,7 @@ class OnGpu(torch.Tensor):
 
 
 class Graph:
-    """Runs again what was called during its capture."""
+    """Repeats the calls of its capture."""
 
     now: Graph | None = None
     work: Callable[[], None]
@@ -86,7 +86,7 @@ def grouped_calls(device: str, *, groups: Sequence[int], **options: Any) -> Any:
 
 @contextlib.contextmanager
 def small(model: Model) -> Iterator[None]:
-    """A GPU made up, and everything as small as it can be."""
+    """A fake GPU and the smallest possible sizes."""
     with_ids, misses, made = Inputs._with.__func__, speed.miss_bandwidth, Host.make
     measure_speed = bench_cache.measure_speed
 
@@ -128,7 +128,7 @@ def small(model: Model) -> Iterator[None]:
 
 
 def report(*options: str, model: Model = MODEL) -> dict[str, Any]:
-    """What ``bench --cache --speed`` writes, once as JSON and once as Markdown, which shows the same."""
+    """``bench --cache --speed`` writes the same figures as JSON and as Markdown."""
     trace = ("--trace", "zipf:experts=16,top_k=2,layers=1,rows=16,streams=8")
     with small(model), tempfile.TemporaryDirectory() as folder:
         stored, shown = Path(folder, "a.json"), Path(folder, "a.md")
@@ -145,7 +145,7 @@ def rows_of(cache: dict[str, Any], capacity: int) -> dict[str, dict[str, Any]]:
 
 
 def check_batch_1() -> None:
-    """Every table, every limit has a figure, and what ran as a graph is said."""
+    """Every table and limit has a figure, and the report names what ran as a graph."""
     cache = report("--capacity", "32")
     rows = rows_of(cache, 32)
     assert set(rows) == {PR, *(SUBJECTS[variant.name] for variant in speed.VARIANTS)}
@@ -167,7 +167,7 @@ def check_batch_1() -> None:
 
 
 def check_batch_4() -> None:
-    """Groups, what the PR refuses, what has no room, and every expert resident."""
+    """Groups, calls that the PR refuses, missing memory, and every expert resident."""
     with patch.object(speed, "_room", lambda model, capacity, device: capacity < 16):
         cache = report("--batch", "4", "--capacity", "8,16,32,64", model=FEW)
     rows = rows_of(cache, 8)
@@ -189,7 +189,7 @@ def check_batch_4() -> None:
 
 
 def check_wrong() -> None:
-    """A variant whose copies do not come is wrong, not timed, and its limit is untested."""
+    """A variant without its copies is wrong and not timed, and its limit is untested."""
     with (
         patch.object(DeviceEngine, "_copy_beside", lambda self: None),
         patch.object(speed, "VARIANTS", (speed.VARIANTS[0], speed.VARIANTS[-1])),

@@ -1,4 +1,4 @@
-"""What is measured for the claims about groups and loads: what needs no GPU, and each measurement on one."""
+"""The measurements for the claims about groups and loads, without and with a GPU."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def _fused_experts(
     ids: torch.Tensor,
     expert_map: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What vLLM's computes: experts that the map sends to -1 add nothing."""
+    """Compute as vLLM's kernel does: experts that are mapped to -1 add nothing."""
     local = ids if expert_map is None else expert_map[ids.long()]  # [T, K]
     return moe_forward(x, {"w13": w13, "w2": w2}, local, topk_weights).bfloat16()
 
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names that graphs timed. Graph replays take longer for each later name; eager calls run."""
+    """Names that were timed as graphs. Each later name gets a longer time; eager calls run."""
     names: list[str] = []
 
     def times(calls: Any, *, baseline: str, launches: int) -> Comparison:
@@ -57,7 +57,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_both_kernels_are_timed_by_one_method_on_one_layer(timed: list[str]) -> None:
+def test_both_kernels_are_timed_in_the_same_way_on_one_layer(timed: list[str]) -> None:
     theirs = bench.upstream_groups("cpu", tokens=9, model=SMALL)
     assert timed == ["1", "2", "4", "8"]
     ours = bench.our_groups("cpu", tokens=9, model=SMALL)
@@ -91,7 +91,7 @@ def test_without_a_model_both_have_the_shape_of_qwen3(monkeypatch: pytest.Monkey
     assert shapes == [(1024, 128, 2048, 768)] * 2
 
 
-def test_groups_of_vllm_that_lose_an_expert_are_not_timed(
+def test_groups_of_vllm_are_not_timed_if_they_lose_an_expert(
     timed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without_the_last(*arguments: Any) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_groups_of_vllm_that_lose_an_expert_are_not_timed(
 
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
 @pytest.mark.parametrize(("call", "name"), [(0, "2"), (1, "2 in turn")])
-def test_groups_of_ours_that_differ_from_one_call_are_not_timed(
+def test_our_groups_are_not_timed_if_they_differ_from_one_call(
     timed: list[str], monkeypatch: pytest.MonkeyPatch, factor: float, call: int, name: str
 ) -> None:
     made, total = itertools.count(), GroupedForward.total
@@ -119,7 +119,7 @@ def test_groups_of_ours_that_differ_from_one_call_are_not_timed(
     assert timed == []
 
 
-def test_groups_in_turn_are_not_computed_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_in_turn_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     parts_beside: list[int] = []
     beside = GroupedForward.add_resident
     monkeypatch.setattr(
@@ -144,7 +144,7 @@ def test_a_cold_swap_moves_its_bytes_no_faster_than_the_bus() -> None:
 
 
 @pytest.mark.gpu
-def test_groups_of_ours_give_what_one_call_gives() -> None:
+def test_our_groups_give_the_result_of_one_call() -> None:
     cost = bench.our_groups("cuda:0")
     assert [row["groups"] for row in cost["rows"]] == [2, 4, 8]
     assert all(row["largest_difference"] < 1e-5 for row in cost["rows"])
@@ -152,7 +152,7 @@ def test_groups_of_ours_give_what_one_call_gives() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.upstream
-def test_groups_of_vllm_give_what_one_call_gives_within_bfloat16() -> None:
+def test_groups_of_vllm_give_the_result_of_one_call_within_bfloat16() -> None:
     try:
         cost = bench.upstream_groups("cuda:0")
     except UnavailableError as error:

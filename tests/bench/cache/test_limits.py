@@ -1,4 +1,4 @@
-"""What the expert cache is meant to reach: each limit is refuted by a figure on its wrong side."""
+"""The limits that the expert cache must reach: a figure on the wrong side refutes a limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FULL = {"engine": "resident", "batch": 8, "capacity": 128, "against": "uncached"
 
 
 def _verdicts(decode: list[dict[str, Any]] = [], **rows: list[dict[str, Any]]) -> list[str]:  # noqa: B006
-    return [one.verdict.value for one in judge(decode, **rows)]
+    return [finding.verdict.value for finding in judge(decode, **rows)]
 
 
 @pytest.mark.parametrize(("speedup", "verdict"), [(2.0, "confirmed"), (1.99, "refuted")])
@@ -40,7 +40,7 @@ def test_twice_the_pr(speedup: float, verdict: str) -> None:
 
 
 @pytest.mark.parametrize("fastest", [2.4, None])
-def test_the_default_cache_stands_beside_the_fastest(fastest: float | None) -> None:
+def test_the_default_cache_is_compared_with_the_fastest(fastest: float | None) -> None:
     ours = OURS if fastest is None else OURS | {"speedup": fastest}
     default = OURS | {"engine": "device", "speedup": 1.57}
     elsewhere = default | {"capacity": 64, "speedup": 1.9}
@@ -54,8 +54,10 @@ def test_the_default_cache_stands_beside_the_fastest(fastest: float | None) -> N
         assert first.remark.endswith("the default cache (lfru + engine device): not measured")
 
 
-def test_what_is_called_the_default_cache_is_the_one_that_is_made_without_options() -> None:
-    options = {name: one.default for name, one in inspect.signature(ExpertCache).parameters.items()}
+def test_the_default_cache_has_the_default_options() -> None:
+    options = {
+        name: parameter.default for name, parameter in inspect.signature(ExpertCache).parameters.items()
+    }
     assert options["policy"] == DEFAULT.policy
     assert options["packed"] is DEFAULT.packed is False
     assert inspect.signature(ExpertCache.groups).parameters["overlap"].default is DEFAULT.overlap is False
@@ -71,14 +73,14 @@ def test_a_ratio_to_something_else_decides_nothing() -> None:
 
 def test_the_recorded_trace_has_limits_of_its_own() -> None:
     found = judge([PR, OURS | {"speedup": 2.5}], recorded=[PR, OURS | {"speedup": 1.9}])
-    assert [(one.verdict.value, "recorded" in one.claim) for one in found] == [
+    assert [(finding.verdict.value, "recorded" in finding.claim) for finding in found] == [
         ("confirmed", False),
         ("refuted", True),
         ("confirmed", False),
     ]
 
 
-def test_the_rest_of_the_limits() -> None:
+def test_the_other_limits() -> None:
     assert _verdicts([FULL | {"speedup": 0.95}]) == ["confirmed", "confirmed"]
     assert _verdicts([FULL | {"speedup": 0.94, "one_graph": False}]) == ["refuted", "refuted"]
     misses = [
@@ -88,8 +90,8 @@ def test_the_rest_of_the_limits() -> None:
         {"engine": "packed", "miss_gb_s": 60.0, "of_pinned": 1.2},
     ]
     assert _verdicts(misses=misses) == ["confirmed", "refuted"]
-    both = {"overhead": 0.1, "overhead_in_turn": 0.3, "us": 300.0, "us_in_turn": 350.0}
-    groups = [{"groups": count, **both} for count in (2, 4, 8)]
+    times = {"overhead": 0.1, "overhead_in_turn": 0.3, "us": 300.0, "us_in_turn": 350.0}
+    groups = [{"groups": count, **times} for count in (2, 4, 8)]
     assert _verdicts(groups=groups) == ["refuted", "confirmed", "confirmed", *["refuted"] * 3]
     replays = [
         {"policy": "lru", "capacity": 16, "accesses_per_second": 2e6},

@@ -1,4 +1,4 @@
-"""Replays of a trace: hand-checked figures, the bound, and a cache a layer against one for all."""
+"""Replays of a trace: figures checked by hand, the optimum, and one cache per layer or for all layers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SMALL = RoutingTrace([0, 1, 0, 2, 1, 2, 0, 1], 4, 2, ("a",), (1, 1, 1, 1), (2, 2
 
 def rates(trace: RoutingTrace, capacity: int, **options: object) -> dict[str, float]:
     points = replay_trace(trace, capacities=[capacity], **options)  # type: ignore[arg-type]
-    return {one.policy: one.hit_rate for one in points}
+    return {point.policy: point.hit_rate for point in points}
 
 
 def test_hand_checked_hits_with_two_slots() -> None:
-    # Hits: 0 in the second call, 2 in the third, 1 in the fourth; every policy, for nothing can be chosen.
+    # Hits: 0 in the second call, 2 in the third, 1 in the fourth. No policy has a choice.
     assert rates(SMALL, 2) == {"lru": 3 / 8, "lfu": 3 / 8, "lfru": 3 / 8, "aging": 3 / 8, "belady": 3 / 8}
-    assert not any(one.overflowing for one in replay_trace(SMALL, capacities=[2])), (
+    assert not any(point.overflowing for point in replay_trace(SMALL, capacities=[2])), (
         "two experts fit two slots"
     )
 
@@ -32,7 +32,7 @@ def test_hand_checked_hits_with_three_slots() -> None:
     assert set(rates(SMALL, 3).values()) == {5 / 8}
 
 
-def test_hand_checked_facts() -> None:
+def test_facts_checked_by_hand() -> None:
     facts = facts_of(SMALL)
     assert (facts.layers, facts.num_experts, facts.top_k, facts.tokens, facts.calls) == (1, 4, 2, 4, 4)
     assert (facts.experts_a_call, facts.most_experts_a_call) == (2.0, 2)
@@ -40,7 +40,7 @@ def test_hand_checked_facts() -> None:
     assert facts.experts_for_90 == 3 / 4
 
 
-def test_sequences_side_by_side_share_their_experts() -> None:
+def test_sequences_in_a_batch_share_their_experts() -> None:
     facts = facts_of(SMALL, batch=2)
     assert (facts.calls, facts.most_experts_a_call) == (2, 3)
     (point,) = replay_trace(SMALL, capacities=[2], policies=["lru"], batch=2)
@@ -53,28 +53,28 @@ def test_sequences_side_by_side_share_their_experts() -> None:
     scope=st.sampled_from(["layer", "global"]),
     batch=st.sampled_from([None, 1, 3]),
 )
-def test_no_policy_beats_the_bound_where_calls_fit_and_none_is_ever_wrong(
+def test_no_policy_beats_the_bound_or_is_wrong(
     seed: int, capacity: int, scope: str, batch: int | None
 ) -> None:
     trace = zipf_trace(ZipfSettings(experts=12, top_k=2, layers=2, rows=60, streams=3, seed=seed))
     points = replay_trace(trace, capacities=[capacity], batch=batch, scope=scope)
-    bound = next(one for one in points if one.policy == "belady")
-    for one in points:
-        assert one.stats.wrong == 0
-        assert one.stats.accesses == bound.stats.accesses
-        if not one.overflowing:
-            assert one.hit_rate <= bound.hit_rate
+    bound = next(point for point in points if point.policy == "belady")
+    for point in points:
+        assert point.stats.wrong == 0
+        assert point.stats.accesses == bound.stats.accesses
+        if not point.overflowing:
+            assert point.hit_rate <= bound.hit_rate
 
 
 @given(seed=st.integers(0, 1000), policy=st.sampled_from(["lru", "lfu", "lfru"]))
-def test_the_layers_of_a_cache_for_all_add_up_to_its_hits(seed: int, policy: str) -> None:
+def test_the_hits_of_all_layers_add_up(seed: int, policy: str) -> None:
     trace = zipf_trace(ZipfSettings(experts=12, top_k=2, layers=3, rows=50, streams=1, seed=seed))
     (point,) = replay_trace(trace, capacities=[4], policies=[policy], scope="global")
     assert sum(rate * 100 for rate in point.hit_rate_by_layer) == pytest.approx(point.stats.hits)
 
 
-def test_one_cache_for_all_layers_has_room_for_a_layer_that_needs_more() -> None:
-    # The first layer uses one expert for ever, the second two in turn: with a slot each it misses every time.
+def test_one_cache_for_all_layers_gives_slots_to_the_layer_that_needs_them() -> None:
+    # The first layer always uses one expert, the second alternates between two: one slot each misses always.
     trace = RoutingTrace([0, 0, 0, 1] * 20, 4, 1, ("a", "b"), (1,) * 40)
     assert rates(trace, 1)["lru"] == pytest.approx((39 + 0) / 80)
     alone = rates(trace, 2, policies=["lru"], scope="global")["lru"]
@@ -92,14 +92,14 @@ def test_a_capacity_below_one_is_refused(capacities: list[int]) -> None:
         replay_trace(SMALL, capacities=capacities)
 
 
-def test_the_replay_is_timed_by_the_clock() -> None:
+def test_a_replay_is_timed() -> None:
     ticks = iter(range(1000))
     rows = replay_speed(capacities=(16,), tokens=20, rounds=3, clock=lambda: float(next(ticks)))
     assert {row["accesses_per_second"] for row in rows} == {160.0}
     assert {row["policy"] for row in rows} == {"lru", "lfu", "lfru", "aging"}
 
 
-def test_every_hit_rate_of_the_replays_stands_beside_its_bound() -> None:
+def test_every_hit_rate_is_listed_with_its_bound() -> None:
     rows = replay_speed(capacities=(16, 32), tokens=400, rounds=1)
     bounds = {row["capacity"]: row["hit_rate_optimum"] for row in rows}
     assert bounds[16] < bounds[32]

@@ -1,4 +1,4 @@
-"""The speed of the expert cache: its inputs, all of it in Triton's interpreter, and what a GPU shows."""
+"""The speed of the expert cache: inputs, the whole bench in Triton's interpreter, and runs on a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_whole_bench_interpreted() -> None:
     run_check(Path(__file__).parent / "interpreted_speed.py")
 
 
-def test_inputs_are_the_trace_by_step_layer_and_token() -> None:
+def test_inputs_are_indexed_by_step_layer_and_token() -> None:
     inputs = Inputs.make(SMALL, 4, 5, "cpu")
     settings = ZipfSettings(experts=16, top_k=2, layers=3, rows=20, streams=4, skew=1.0, drift=0.1, seed=0)
     ids = list(zipf_trace(settings).topk_ids)  # by token, layer, choice
@@ -39,7 +39,7 @@ def test_inputs_are_the_trace_by_step_layer_and_token() -> None:
     assert SMALL.expert_bytes == 2 * (256 * 256 + 256 * 128)
 
 
-def test_the_recorded_trace_goes_on_where_its_layers_come_again() -> None:
+def test_the_recorded_trace_continues_when_layers_repeat() -> None:
     model = Model(layers=10, hidden_size=16, intermediate_size=16)
     inputs = Inputs.recorded(model, 100, "cpu")
     trace = shipped_trace()
@@ -61,7 +61,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, dict[str,
     return measured
 
 
-def test_a_seeded_cache_goes_on_as_one_that_saw_the_trace(on_cpu: Any) -> None:
+def test_a_seeded_cache_hits_like_a_cache_that_ran_the_trace(on_cpu: Any) -> None:
     found = on_cpu(batch=1, capacity=6, skip=60)
     inputs = Inputs.make(SMALL, 1, 68, "cpu")
     for name, policy in (("host", "lfru"), ("aging", "aging"), ("pr37190", None)):
@@ -79,7 +79,7 @@ def test_a_seeded_cache_goes_on_as_one_that_saw_the_trace(on_cpu: Any) -> None:
     assert found["host"]["against"] == "pr37190"
 
 
-def test_wrong_steps_of_the_pr_are_counted_over_more_than_is_timed() -> None:
+def test_wrong_steps_of_the_pr_are_counted_over_a_longer_trace() -> None:
     run = Run.make(SMALL, "cpu", batch=1, capacity=2, rounds=1, skip=20, recorded=False)
     wrong, steps = pr_wrong_steps(run)
     assert steps == 2000 > run.last + 1
@@ -88,7 +88,7 @@ def test_wrong_steps_of_the_pr_are_counted_over_more_than_is_timed() -> None:
         rule = PrRule(16, 2)
         for step, call in enumerate(calls):
             rule.step(sorted(call))
-            if any(rule.expert_of[rule.slot_of[one]] != one for one in call):
+            if any(rule.expert_of[rule.slot_of[expert]] != expert for expert in call):
                 lost.add(step)
     assert 0 < wrong == len(lost) < 2000
     assert torch.equal(zipf_ids(SMALL, 1, 2000)[: run.last + 1], run.inputs.ids), "the same trace, longer"
@@ -96,9 +96,9 @@ def test_wrong_steps_of_the_pr_are_counted_over_more_than_is_timed() -> None:
     assert pr_wrong_steps(full) == (0, 2000)
 
 
-def test_what_the_bus_allows_is_told_by_the_bytes(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speedup_bound_follows_from_the_bytes(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = host_weights(SMALL, "cpu")
-    stores = [ExpertStore(one) for one in weights]
+    stores = [ExpertStore(weight) for weight in weights]
     found = on_cpu(batch=1, capacity=6, skip=60, host=bench.Host(weights, stores, stores, 50.0))
     ours, pr = found["host"], found["pr37190"]
     assert ours["bus_us"] == pytest.approx(ours["gigabytes_a_step"] / 50.0 * 1e6)
@@ -106,7 +106,7 @@ def test_what_the_bus_allows_is_told_by_the_bytes(on_cpu: Any, monkeypatch: pyte
     assert "speedup_bound" not in pr
 
 
-def test_what_is_wrong_is_not_timed_on_a_cpu(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variant_is_not_timed_on_a_cpu(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moedoctor.fixes.cache.host.HostEngine._copy", lambda self, load: None)
     found = on_cpu(batch=1, capacity=6, skip=40)
     assert found["host"]["correct"] is False
@@ -131,27 +131,27 @@ def rows(host: bench.Host) -> Any:
 @pytest.mark.gpu
 def test_every_variant_is_right_and_timed(rows: Any) -> None:
     found = rows(batch=1, capacity=6)
-    ours = [one.name for one in bench.VARIANTS]
+    ours = [variant.name for variant in bench.VARIANTS]
     assert set(found) == {*ours, "pr37190"}
     for name in ours:
         assert found[name]["correct"]
         assert found[name]["tokens_per_second"] > 0
         assert found[name]["one_graph"] is (name != "host")
     for policy in ("lfru", "aging"):
-        rates = {found[one.name]["hit_rate"] for one in bench.VARIANTS if one.policy == policy}
+        rates = {found[variant.name]["hit_rate"] for variant in bench.VARIANTS if variant.policy == policy}
         assert len(rates) == 1, "all engines decide alike"
     assert found["packed"]["gigabytes_a_step"] < 0.75 * found["aging"]["gigabytes_a_step"]
 
 
 @pytest.mark.gpu
-def test_a_full_cache_is_compared_with_none(rows: Any) -> None:
+def test_a_full_cache_is_compared_with_no_cache(rows: Any) -> None:
     found = rows(batch=2, capacity=16)
     assert set(found) == {"resident", "uncached", "pr37190"}
     assert found["resident"]["against"] == "uncached"
 
 
 @pytest.mark.gpu
-def test_a_call_that_the_pr_refuses_is_said(rows: Any) -> None:
+def test_a_call_that_the_pr_refuses_is_reported(rows: Any) -> None:
     found = rows(batch=4, capacity=3)
     assert "the PR raises an error" in found["pr37190"]["reason"]
     assert found["device"]["correct"]
@@ -159,7 +159,7 @@ def test_a_call_that_the_pr_refuses_is_said(rows: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_wrong_is_not_timed(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variant_is_not_timed(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its copies the host engine computes with empty slots."""
     monkeypatch.setattr("moedoctor.fixes.cache.host.HostEngine._copy", lambda self, load: None)
     found = rows(batch=1, capacity=6)

@@ -1,4 +1,4 @@
-"""Stands in for the child of `moedoctor.bench.moe.run`: dies, hangs or answers as the model's name says."""
+"""Replaces the child of `moedoctor.bench.moe.run`: dies, hangs or answers, depending on the model's name."""
 
 from __future__ import annotations
 

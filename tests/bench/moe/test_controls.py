@@ -16,12 +16,12 @@ def scales(layer: Layer) -> torch.Tensor:
 
 
 def planted(name: str, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scales of the layer, scales with the fault `name`)."""
+    """Return the scales of the layer, and the scales with the fault `name`."""
     problem = make_problem(make_layer(shape, "nvfp4"), 3, "none")
     return scales(problem.layer), scales(dict(wrong_problems(problem))[name].layer)
 
 
-def test_each_layout_is_given_to_what_reads_the_other() -> None:
+def test_each_layout_goes_to_the_kernel_that_reads_the_other() -> None:
     linear, given = planted("swizzled_for_linear", WHOLE_TILES)
     assert torch.equal(given, tiled_scales(linear)), "a linear reader sees the bytes of the tiles"
     linear, given = planted("linear_for_swizzled", WHOLE_TILES)
@@ -38,7 +38,7 @@ def test_scales_that_fill_no_tile_keep_their_shape_and_hold_no_padding(name: str
     assert not torch.equal(given, linear)
 
 
-def test_one_expert_has_no_expert_beside_it() -> None:
+def test_a_single_expert_has_no_other_expert() -> None:
     problem = make_problem(make_layer(LayerShape(64, 32, 1, 1), "nvfp4"), 3, "none")
     wrong = dict(wrong_problems(problem))
     assert "off_by_one_expert" not in wrong
@@ -46,7 +46,7 @@ def test_one_expert_has_no_expert_beside_it() -> None:
 
 
 def test_every_control_changes_something() -> None:
-    """Also where a token uses every expert there is."""
+    """Also if a token uses every expert."""
     problem = make_problem(make_layer(LayerShape(64, 32, 2, 2), "nvfp4"), 3, "none")
     wrong = dict(wrong_problems(problem))
     assert len(wrong) == sum(control.on_output is None for control in controls())
@@ -54,8 +54,8 @@ def test_every_control_changes_something() -> None:
     assert not torch.equal(wrong["dropped_expert"].topk_weights, problem.topk_weights)
 
 
-def test_the_expert_that_is_dropped_or_mistaken_is_one_that_counts() -> None:
-    """One of many may add next to nothing, and then a comparison that misses it is none the worse."""
+def test_the_dropped_or_exchanged_expert_has_a_large_weight() -> None:
+    """An expert may add almost nothing, and a right comparison may then miss its loss."""
     layer = make_layer(LayerShape(64, 32, 6, 3), "bf16")
     problem = make_problem(layer, 3, "none")
     assert isinstance(layer.w2, torch.Tensor)

@@ -19,7 +19,7 @@ TASK = Task(Variant("OURS", "nvfp4"), "tiny", LayerShape(64, 32, 4, 2), (1, 5), 
 
 
 class Wrong(Backend):
-    """The reference with an output that is wrong from five tokens on."""
+    """The reference, with a wrong output for five tokens or more."""
 
     variant = TASK.variant
 
@@ -61,13 +61,13 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {name for name in wrong if name.endswith("_us") or name == "tflops"}
 
 
-def test_what_a_backend_finds_out_late_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_error_of_a_backend_is_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = rows_of(monkeypatch, Absent())
     assert row["unavailable"] == "not built for this"
 
 
 class RightFor(Wrong):
-    """The reference for so many calls of a layer that it took over, and zeros after."""
+    """The reference for the first calls of a prepared layer, then zeros."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
@@ -85,8 +85,8 @@ class RightFor(Wrong):
         return Call()
 
 
-def test_a_backend_that_is_wrong_once_it_is_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Three calls to compare and two with other routes come first.
+def test_a_backend_that_is_wrong_while_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Before the timing come three calls that are compared and two with other routes.
     row, _ = rows_of(monkeypatch, RightFor(5))
     assert row["right"] is False
     assert row["wrong"].startswith("once it was timed (wall time): 1 of 1 tokens: cosine 0")
@@ -130,7 +130,7 @@ def test_a_backend_that_cannot_compute_few_experts_has_its_own_layer_changed(
     assert row["controls_noticed"] == "11 of 11"
 
 
-def test_a_backend_that_is_wrong_with_few_experts_alone_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_is_wrong_only_with_few_experts_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     class Few(Wrong):
         def prepare(self, layer: Layer) -> Prepared:
             right = Reference("nvfp4").prepare(layer)
@@ -145,7 +145,7 @@ def test_a_backend_that_is_wrong_with_few_experts_alone_is_wrong(monkeypatch: py
 
 
 @pytest.mark.parametrize("where", ["weights of few experts", "routes and outputs"])
-def test_a_comparison_that_misses_a_fault_is_not_the_backends_fault(
+def test_a_backend_is_not_blamed_if_the_comparison_misses_a_fault(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     from moedoctor.bench.moe import parity
@@ -192,7 +192,7 @@ def test_a_cpu_has_a_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_reference_is_not_faster_than_the_cpu_that_it_runs_on() -> None:
-    """It computes in float32; held against products in bfloat16 it took many times the roofline's share."""
+    """It computes in float32, so its roofline must not assume products in bfloat16."""
     shape = LayerShape(512, 512, 4, 2)
     task = Task(Variant("REFERENCE", "bf16"), "wide", shape, (256,), Routing(), "cpu")
     (row,) = measured(task, measure_roofline("cpu"))

@@ -86,7 +86,7 @@ def test_a_death_while_a_layer_is_prepared_costs_the_task() -> None:
 
 
 @pytest.mark.usefixtures("fake_child")
-def test_a_hang_costs_what_comes_after_too_as_no_time_is_left() -> None:
+def test_a_hang_uses_up_the_time_of_later_tasks() -> None:
     rows = measure_tasks([task("hangs at 8", tokens=(1, 8, 64))], "cpu", ROOFLINE, seconds=2)
     assert [(row.get("tokens"), "failed" in row) for row in rows] == [(1, False), (8, True), (None, True)]
 

@@ -50,8 +50,8 @@ def test_every_planted_fault_is_noticed_at_every_scheme_and_no_right_result_is_r
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_that_one_expert_of_22_is_dropped_is_noticed_though_activations_are_in_fp4(seed: int) -> None:
-    """The bounds of FP4 activations are wide, and an expert may add an eighth of what another adds."""
+def test_a_dropped_expert_of_22_is_noticed_with_fp4_activations(seed: int) -> None:
+    """FP4 activations have wide bounds, and an expert may add an eighth of what another adds."""
     shape = LayerShape(256, 128, 64, 22, "relu2")
     given = make_problem(make_layer(shape, "nvfp4", seed=seed), 2, "nvfp4", seed=seed)
     assert check_parity(Reference("nvfp4", "nvfp4"), given, weights=False).missed == ()
@@ -63,7 +63,7 @@ def test_the_controls_work_on_one_token(tokens: int) -> None:
 
 
 class Broken(Backend):
-    """The reference, and then something happens to its output."""
+    """The reference, with a change to its output."""
 
     def __init__(self, harm: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
         self.variant = Variant("BROKEN", "nvfp4")
@@ -116,7 +116,7 @@ def test_a_last_bit_that_changes_is_right_but_not_deterministic() -> None:
     assert not result.deterministic
 
 
-def test_a_harness_that_is_too_lax_says_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_too_lax_harness_reports_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     lax = Bounds(cosine=-1, norm=1e9, element=1e9, matched=0, worst=1e9)
     monkeypatch.setattr(parity, "bounds_of", lambda activations: lax)
     result = check_parity(Reference("nvfp4"), problem("nvfp4", "none"))
@@ -125,15 +125,15 @@ def test_a_harness_that_is_too_lax_says_what_it_missed(monkeypatch: pytest.Monke
     assert result.evidence()["controls_missed"] == list(result.missed)
 
 
-def test_an_absolute_tolerance_would_pass_zeros_and_ours_does_not() -> None:
-    """What some upstream harnesses do: 0.05 absolute passes an output of small values that is all zero."""
+def test_zeros_pass_an_absolute_tolerance_but_not_ours() -> None:
+    """Some upstream harnesses use 0.05 absolute: zeros pass for an output of small values."""
     given = problem("nvfp4", "none")
     result = check_parity(Broken(lambda output, calls: output * 0), given, weights=False)
     assert result.agreement.wrong_tokens == 9
 
 
 class Planted(Broken):
-    """A backend with a fault of its own that is the same as one of the controls."""
+    """A backend with the same fault as one of the controls."""
 
     def __init__(self, harm: Callable[[torch.Tensor, int], torch.Tensor], on_weights: bool) -> None:
         super().__init__(harm)
@@ -151,7 +151,7 @@ class Planted(Broken):
     [Planted(lambda output, calls: output, True), Planted(lambda output, calls: output * 2, False)],
     ids=["swaps gate and up, as a control does once more", "doubles, what a control halves"],
 )
-def test_a_backend_that_a_control_would_put_right_is_wrong_and_the_comparison_is_not(
+def test_a_backend_with_the_fault_of_a_control_is_wrong(
     backend: Planted,
 ) -> None:
     result = check_parity(backend, problem("nvfp4", "none"))

@@ -1,4 +1,4 @@
-"""MD007: truncation is wrong and silent; ours refuses, and its groups give the full output."""
+"""MD007: truncation is wrong and silent; our cache refuses, and its groups give the full output."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def test_the_control_is_wrong_and_silent_and_the_fix_refuses_or_is_right(point: 
     assert fixed.evidence["groups"] >= 2
 
 
-def test_the_error_names_what_is_needed_and_what_there_is() -> None:
+def test_the_error_names_the_needed_and_available_slots() -> None:
     fixed = observed("fixed", **POINTS[0]).evidence
     assert f"needs {fixed['needed']} experts" in fixed["message"]
     assert "2 slots" in fixed["message"]
 
 
 def silent(problem: Problem, capacity: int) -> Layer:
-    """Right, but does not refuse a caller who did not ask for groups."""
+    """Gives the right result, but does not refuse a call without groups."""
     layer = grouped(problem, capacity)
     return lambda x, topk_weights, topk_ids: layer(x, topk_weights, topk_ids)._replace(refused=None)
 
 
 def without_the_last_group(problem: Problem, capacity: int) -> Layer:
-    """Refuses, and leaves out the experts below 4."""
+    """Refuses the call, but its groups lose the experts below 4."""
     layer = grouped(problem, capacity)
 
     def prefill(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Prefill:
@@ -97,12 +97,12 @@ def judged(key: str, evidence: dict[str, Any], **limits: float) -> ClaimVerdict:
     return judge(key, evidence, **limits).verdict
 
 
-def test_every_claim_is_measured_whatever_the_subjects_are() -> None:
+def test_every_claim_is_measured_for_any_subjects() -> None:
     assert all(test.units(["faulty", "fixed"]) for test in CacheOverflowFault.claims)
 
 
 def overheads(*values: float) -> dict[str, Any]:
-    """Graph replays say `values`, the wall clock of eager calls something far off."""
+    """Graph replays measure `values`; the wall clock of eager calls is far off."""
     orders = {"": 0.0, "_in_turn": 0.2, "_eager_wall_clock": 3.0, "_in_turn_eager_wall_clock": 4.0}
     rows = [
         {
@@ -115,13 +115,13 @@ def overheads(*values: float) -> dict[str, Any]:
     return {"kernel": "k", "experts": 128, "rows": rows}
 
 
-def test_the_cost_of_groups_must_be_what_was_said_within_the_tolerance() -> None:
+def test_the_cost_of_groups_must_match_the_claim_within_the_tolerance() -> None:
     assert judged("group_cost", overheads(0.07, 0.13, 0.36), tolerance=0.05) is ClaimVerdict.CONFIRMED
     assert judged("group_cost", overheads(0.07, 0.13, 0.45), tolerance=0.05) is ClaimVerdict.REFUTED
     assert judged("group_cost", overheads(0.0, 0.13, 0.36), tolerance=0.05) is ClaimVerdict.REFUTED
 
 
-def test_graph_replays_decide_and_the_eager_wall_clock_and_the_pr_are_shown_beside_them() -> None:
+def test_graph_replays_decide_and_the_other_times_are_shown() -> None:
     judgement = judge("group_cost", overheads(0.07, 0.13, 0.36), tolerance=0.05)
     assert judgement.reason is not None
     assert judgement.reason.startswith("2 groups +7.0%, 4 groups +13.0%, 8 groups +36.0% with k, 128 experts")
@@ -146,7 +146,7 @@ def test_each_number_of_our_groups_has_its_limit() -> None:
     assert judged("our_group_cost", overheads(0.03, 0.11, 0.2), **limits) is ClaimVerdict.REFUTED
 
 
-def test_a_cold_swap_is_bound_by_the_bus_where_the_transfer_is_nearly_all_of_it() -> None:
+def test_a_cold_swap_is_bound_by_the_bus_if_it_is_mostly_transfer() -> None:
     def evidence(share: float) -> dict[str, Any]:
         row = {"way": "w", "gigabytes_per_second": 48.0, "transfer_share": share}
         return {"rows": [{**row, "transfer_share": 0.95}, row], "pinned_gigabytes_per_second": 50.0}

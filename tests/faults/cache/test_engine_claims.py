@@ -81,7 +81,7 @@ def test_an_engine_with_other_tokens_or_without_a_miss_refutes(change: dict[str,
         ([PLANTED, {**CELL, "engine": "host"}], "computed with TRITON and the cache's engine host"),
     ],
 )
-def test_the_same_tokens_count_only_beside_a_fault_that_shows(rows: list[dict[str, Any]], doubt: str) -> None:
+def test_equal_tokens_count_only_if_a_planted_fault_shows(rows: list[dict[str, Any]], doubt: str) -> None:
     judgement = judged(claims.engine_tokens, *rows)
     assert judgement.verdict is ClaimVerdict.UNTESTED
     assert doubt in judgement.reason

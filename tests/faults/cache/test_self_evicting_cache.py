@@ -62,7 +62,7 @@ def test_the_same_calls_are_computed_for_both_and_wrong_ones_are_among_them() ->
 
 
 def wrong_weights(parameters: SelfEvictingCacheParameters, problem: Problem) -> lab.TestedCache:
-    """Good bookkeeping, and weights that are not the expert's."""
+    """Right bookkeeping, but weights of another expert."""
     cache = lab.control(parameters, problem)
 
     def acquire(ids: torch.Tensor) -> Any:
@@ -72,14 +72,14 @@ def wrong_weights(parameters: SelfEvictingCacheParameters, problem: Problem) -> 
     return cache._replace(table=SlotTable(parameters.experts, parameters.capacity), acquire=acquire)
 
 
-def test_a_wrong_output_counts_though_the_bookkeeping_is_right() -> None:
+def test_a_wrong_output_counts_even_if_the_bookkeeping_is_right() -> None:
     given = case("faulty", experts=8, capacity=8, top_k=2, calls=50, computed=8)
     observation = lab.measure(SelfEvictingCacheParameters(**given.parameters), "cpu", wrong_weights)
     assert observation.evidence["wrong_calls"] == 0
     assert SelfEvictingCache().judge(given, observation).verdict is CaseVerdict.REPRODUCED
 
 
-def test_what_cannot_be_this_fault_is_refused() -> None:
+def test_parameters_that_cannot_show_the_fault_are_refused() -> None:
     for given in ({"top_k": 9, "capacity": 8}, {"capacity": 200}, {"calls": 4, "computed": 8}, {"slots": 3}):
         with pytest.raises(ValidationError):
             SelfEvictingCacheParameters(**given)
@@ -89,7 +89,7 @@ def test_what_cannot_be_this_fault_is_refused() -> None:
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small trace in place of the one that ships."""
+    """A small trace instead of the shipped trace."""
     (tmp_path / "traces").mkdir()
     trace = zipf_trace(ZipfSettings(experts=32, top_k=4, layers=3, rows=90, streams=3))
     save(trace, tmp_path / "traces" / "small_moe_decode.safetensors")

@@ -57,7 +57,7 @@ def test_a_running_sum_in_the_workspace_counts_the_last_group_twice() -> None:
     assert torch.allclose(shared_workspace(task).output, 2 * outputs(task)[1], atol=1e-6)
 
 
-def test_kept_results_are_all_the_last_one() -> None:
+def test_results_that_are_kept_all_equal_the_last_result() -> None:
     task = call("results", 4)
     assert torch.allclose(shared_workspace(task).output, 4 * outputs(task)[3], atol=1e-6)
 
@@ -76,13 +76,13 @@ def test_groups_divide_the_ids_and_lose_none() -> None:
 
 
 @pytest.mark.parametrize("given", [{"groups": 3}, {"top_k": 17}, {"groups": 1}, {"alias": "output"}], ids=str)
-def test_points_that_make_no_sense_are_refused(given: dict[str, Any]) -> None:
+def test_bad_points_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         case("faulty", **given)
 
 
 @pytest.mark.parametrize(("wrong", "verdict"), [(0, ClaimVerdict.REFUTED), (64, ClaimVerdict.CONFIRMED)])
-def test_the_claim_is_about_what_the_kernel_returns(wrong: int, verdict: ClaimVerdict) -> None:
+def test_the_claim_is_judged_by_the_returned_output(wrong: int, verdict: ClaimVerdict) -> None:
     returned, before = RESULTS
     rows = [
         {"what": returned, "groups": 2, "wrong_rows": wrong, "rows": 64},

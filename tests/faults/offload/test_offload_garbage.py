@@ -1,4 +1,4 @@
-"""MD008: a view without its memory, tiny engines, and two engines of the user's own model. No engine runs."""
+"""MD008: a view without its memory, tiny engines, and two engines of the user's model. No engine runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_view_without_its_memory_turns_into_the_next_buffer(subject: str, verd
     assert case.evidence["memory_was_reused"] is (subject == "faulty")
 
 
-def test_a_pool_reuses_a_block_once_nobody_holds_it() -> None:
+def test_a_pool_reuses_a_block_that_is_no_longer_used() -> None:
     memory = SimulatedMemory(keeps=True)
     block = memory.allocate(64)
     start, view = block.start, memory.view(block)
@@ -95,7 +95,7 @@ def changed(**values: Any) -> OffloadGarbageParameters:
     return MINE.model_copy(update=values)
 
 
-def test_the_engines_of_ones_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_of_the_users_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = changed(cpu_offload_gb=5.0, arguments='{"max_model_len": 512}', fixes="offload")
     control, request = (own_model_trial(mine, offload=offload).request for offload in (False, True))
     arguments = document_of(request)["arguments"]
@@ -158,11 +158,11 @@ def probe(*norms: float, later: Sequence[float] = ()) -> dict[str, Any]:
 def wrote(
     text: str, tokens: Sequence[int], evidence: Any = "probe", fixes: str | None = None
 ) -> EngineResult:
-    """An engine that held token 1 for likelier than 2 by 0.25, and than 3 by 2."""
+    """An engine that gives token 1 a logprob 0.25 above token 2 and 2 above token 3."""
     steps = tuple({"1": -0.5, "2": -0.75, "3": -2.5} for _ in tokens)
-    seen = probe(1.0, 2.0) if evidence == "probe" else evidence
+    outputs = probe(1.0, 2.0) if evidence == "probe" else evidence
     log = LogFacts(offloader="UVAOffloader")
-    return answered(tokens, text, logprobs=(steps,), probe=seen, fixes=fixes, log=log)
+    return answered(tokens, text, logprobs=(steps,), probe=outputs, fixes=fixes, log=log)
 
 
 def judged(
@@ -215,7 +215,7 @@ REFUSED = died("b_scales is not on GPU")
         (wrote("Rome", [1]), wrote("Rome", [1]), CaseVerdict.ERROR, "the control is wrong"),
         (PARIS, REFUSED, CaseVerdict.REPRODUCED, "with offload: Runtime"),
         (MEMORY, REFUSED, CaseVerdict.REPRODUCED, "with offload: Runtime"),
-        # Engines that are not what was asked for.
+        # Engines that differ from the request.
         (
             PARIS,
             wrote("Paris", [1], {"host_bytes": 0}),
@@ -226,7 +226,7 @@ REFUSED = died("b_scales is not on GPU")
         (PARIS, died("2 workers", stage="probe"), CaseVerdict.ERROR, "the engine could not be looked into"),
     ],
 )
-def test_ones_own_model(
+def test_the_users_model(
     control: EngineResult, other: EngineResult, verdict: CaseVerdict, figure: str
 ) -> None:
     judgement = judged(control, other)
@@ -243,7 +243,7 @@ def test_ones_own_model(
         (replace(REFUSED, fixes="offload (…)"), CaseVerdict.REPRODUCED, "with offload: Runtime"),
     ],
 )
-def test_an_engine_without_the_fix_that_it_should_have_is_not_judged(
+def test_an_engine_without_the_expected_fix_is_not_judged(
     other: EngineResult, verdict: CaseVerdict, figure: str
 ) -> None:
     judgement = judged(PARIS, other, changed(fixes="offload"))
@@ -331,7 +331,7 @@ def test_the_engine_tier_runs_the_engines_that_a_point_names(
     assert tiny.evidence["cells"] == 4
 
 
-def test_the_scenarios_for_ones_own_model_ask_for_engines_and_a_control(tmp_path: Path) -> None:
+def test_the_scenarios_for_the_users_model_need_engines_and_a_control(tmp_path: Path) -> None:
     guide = (ROOT / "docs" / "wsl.md").read_text(encoding="utf-8")
     (tmp_path / "mine.yaml").write_text(guide.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
     for file, engines in ((ROOT / "scenarios/engine/own_model.yaml", 3), (tmp_path / "mine.yaml", 8)):

@@ -1,4 +1,4 @@
-"""MD013: the mark that outlives its memory, in our restatement and in functions shaped like two releases'."""
+"""MD013: the mark that outlives its memory, in our restatement and in functions like those of two releases."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_release_that_keeps_the_parameter_leaves_changed_weights_on_the_gpu(tm
 
 
 def test_weights_that_are_left_alone_are_not_copied_again() -> None:
-    """The mark of untouched weights stays, so the fix costs nothing there."""
+    """The mark of unchanged weights stays, so the fix costs nothing for them."""
     calls: list[int] = []
 
     def idle(view: object) -> Any:

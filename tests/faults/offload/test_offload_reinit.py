@@ -1,4 +1,4 @@
-"""MD009: the assertion, the plug-in's way around it, and a release's own function out of its file."""
+"""MD009: the assertion, the plug-in's workaround, and a release's function read from its file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_function_that_never_rebuilds_is_not_clean() -> None:
     assert OffloadReinit().judge(CASE, observation).verdict is CaseVerdict.ERROR
 
 
-def test_the_plug_in_gives_the_configuration_back() -> None:
+def test_the_plug_in_restores_the_configuration() -> None:
     assert outcome(unasserted(refuses), (32,), 4.0) == "rebuilt"
     runner = mock_runner(4.0)
 
@@ -74,7 +74,7 @@ def test_missing_source(tmp_path: Path) -> None:
         source.function(FILE, "GPUModelRunner.other", {})
 
 
-def test_the_first_fixed_of_the_releases_at_hand() -> None:
+def test_the_first_fixed_of_the_available_releases() -> None:
     def result(name: str, verdict: CaseVerdict) -> CaseResult:
         return CaseResult(name, Tier.LIBRARY, CASE.parameters, verdict, {"with_offload": "?"})
 

@@ -31,7 +31,7 @@ from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, PLACES, UVA,
 from tests.faults.offload.cases import CONTROL_AND_FIX, run_case
 
 
-def test_device_memory_is_addresses_and_not_objects() -> None:
+def test_device_memory_is_accessed_by_address() -> None:
     memory = DeviceMemory()
     tensor = memory.upload(torch.zeros(8))
     assert memory.holds(tensor[3:])
@@ -66,7 +66,7 @@ def test_backends_with_a_stale_parameter(subject: str, verdict: CaseVerdict, bac
 
 
 def test_scales_that_stay_on_the_device_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control fails for the stale reference and for nothing else."""
+    """The stale reference is the only reason that the control fails."""
     x = torch.randn(16, 64)
     for names, same in ((("w13_weight",), True), (("w13_weight", "w13_weight_scale"), None)):
         monkeypatch.setattr("moedoctor.faults.offload.stale_config.NAMES", names)
@@ -153,7 +153,7 @@ FAULTY = [
 SAME = cell("eager", COPIES, "same tokens", "same logprobs")
 
 
-def test_each_cell_is_there_once_with_both_outcomes() -> None:
+def test_each_cell_is_listed_once_with_both_outcomes() -> None:
     results = [*FAULTY, table("fixed", cell("eager", ON_GPU, "control"), SAME)]
     ((name, rows),) = OffloadedScales().conclude(results).items()
     assert name == "table_of_vllm_37883"
@@ -239,7 +239,7 @@ COUNTS = {
         (UntraceableOffload(), "compiled", 1, (ON_GPU, COPIES)),
     ],
 )
-def test_engine_points_run_engines_with_the_fix_for_fixed_alone(
+def test_only_the_fixed_engine_has_the_fix(
     monkeypatch: pytest.MonkeyPatch, fault: Any, mode: str, backends: int, places: tuple[str, ...]
 ) -> None:
     parameters = fault.parameters(engine=mode).model_dump()

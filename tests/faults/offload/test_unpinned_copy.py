@@ -1,4 +1,4 @@
-"""MD002 on a late device: which copies are stale, that ours wait, and the claim about crash 3."""
+"""MD002 on a late device: which copies are stale, our waiting copies, and the claim about crash 3."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_fault_of_our_own_pipeline_reproduces_the_failure(
     assert case.evidence["pinned_busy"] > 0
 
 
-def test_the_bytes_that_the_offloader_took_to_the_host_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_moved_to_the_host_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [torch.full((256,), 2, dtype=torch.uint8) for _ in range(2)]
     assert stored_stale(weights, pinned=False) is False
     real = offload_storage.store
@@ -176,7 +176,7 @@ def test_crash_3(copies: Any, host_address: Any, verdict: ClaimVerdict, text: st
     ("tier", "verdict"), [(Tier.KERNEL, ClaimVerdict.CONFIRMED), (Tier.MODEL, ClaimVerdict.REFUTED)]
 )
 def test_an_early_pageable_copy_on_a_gpu_confirms_crash_3(tier: Tier, verdict: ClaimVerdict) -> None:
-    """A simulated device says nothing about CUDA."""
+    """A simulated device is no evidence about CUDA."""
     cells = {**dict.fromkeys(CELLS, 0.0), "pageable_busy": 0.1}
     case = CaseResult("faulty", tier, {}, CaseVerdict.REPRODUCED, cells)
     assert judge_crash_3([case], RIGHT, DEAD).verdict is verdict

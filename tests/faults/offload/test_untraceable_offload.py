@@ -75,13 +75,13 @@ def test_a_release_that_can_be_traced_is_clean(tmp_path: Path) -> None:
     assert run_release(tmp_path).verdict is CaseVerdict.CLEAN
 
 
-def test_a_release_that_breaks_the_graph_is_not(tmp_path: Path) -> None:
+def test_a_release_that_breaks_the_graph_is_not_clean(tmp_path: Path) -> None:
     case = run_release(tmp_path, state="(list(module.named_parameters()), breakpoint())[0]")
     assert case.verdict is CaseVerdict.REPRODUCED
     assert case.figure.startswith("torch ")
 
 
-def test_nor_is_one_that_gives_other_numbers(tmp_path: Path) -> None:
+def test_a_release_that_gives_other_numbers_is_not_clean(tmp_path: Path) -> None:
     case = run_release(tmp_path, value="value * 2")
     assert (case.verdict, "other numbers" in case.figure) == (CaseVerdict.REPRODUCED, True)
 

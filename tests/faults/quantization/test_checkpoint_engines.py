@@ -1,4 +1,4 @@
-"""The engine tier of MD014, MD015, MD017 and MD018 with engines that are not real."""
+"""The engine tier of MD014, MD015, MD017 and MD018 with fake engines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def compare(answer: tuple[EngineResult, EngineResult], changes: Changes = MD014)
 
 @pytest.fixture
 def _unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No engine reads the checkpoints, so none is written."""
+    """Write no checkpoints, because no engine reads them."""
     monkeypatch.setattr(checkpoint_lab, "write_qwen3_moe", lambda folder, **given: folder)
 
 
@@ -94,7 +94,7 @@ def test_answers_without_logprobs_prove_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "ids"), [(MD014, {"MD014"}), (MD015, {"MD015"}), (MD017, set()), (MD018, set())]
 )
-def test_lint_names_the_damage_that_it_can_see_and_no_repair(changes: Changes, ids: set[str]) -> None:
+def test_lint_reports_visible_damage_and_no_repair(changes: Changes, ids: set[str]) -> None:
     findings: dict[str, set[str]] = {}
 
     def run(requests: list[EngineRequest]) -> list[EngineResult]:

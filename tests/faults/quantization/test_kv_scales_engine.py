@@ -1,4 +1,4 @@
-"""The engine tier of MD012 with engines that are not real: checkpoints, distances, judgement and claim."""
+"""The engine tier of MD012 with fake engines: checkpoints, distances, judgement and claim."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Death
 from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult
 
 MOVED = {"reference": 0.0, "control": 0.05, "tested": 0.6}
-"""Engine -> how much of the probability it gives to another token."""
+"""The share of the probability that each engine gives to another token."""
 
 
 def result(label: str, moved: float, **changed: Any) -> EngineResult:
@@ -43,7 +43,7 @@ def evidence(repaired: bool = False, *, moved: dict[str, float] | None = None, *
         return lab.compare_engines("marlin", repaired=repaired, run=run).evidence
 
 
-def test_what_moves_much_further_than_rounding_is_reproduced() -> None:
+def test_a_change_much_larger_than_rounding_is_reproduced() -> None:
     judgement = KvScalesMissing().judge_engines(evidence())
     assert judgement.verdict is CaseVerdict.REPRODUCED
     assert judgement.figure.startswith("60% of the probability is moved, 5% by an FP8 cache alone")
@@ -59,7 +59,7 @@ def test_what_moves_much_further_than_rounding_is_reproduced() -> None:
         (0.36, 0.9, CaseVerdict.ERROR),
     ],
 )
-def test_the_control_says_how_far_is_far(control: float, tested: float, verdict: CaseVerdict) -> None:
+def test_the_control_sets_the_threshold(control: float, tested: float, verdict: CaseVerdict) -> None:
     assert (
         KvScalesMissing().judge_engines(evidence(moved={"control": control, "tested": tested})).verdict
         is verdict
@@ -81,7 +81,7 @@ def test_an_engine_that_fails_decides_nothing(label: str) -> None:
     ("label", "probe"),
     [("tested", "auto"), ("control", "auto"), ("reference", "fp8"), ("tested", None)],
 )
-def test_another_cache_than_was_meant_decides_nothing(label: str, probe: str | None) -> None:
+def test_an_unexpected_cache_type_decides_nothing(label: str, probe: str | None) -> None:
     cache = [] if probe is None else [{"layer": "a", "dtype": probe, "k_scale": 1.0, "v_scale": 1.0}]
     judgement = KvScalesMissing().judge_engines(evidence(**{label: {"probe": cache}}))
     assert judgement.verdict is CaseVerdict.ERROR
@@ -101,7 +101,7 @@ def test_the_distance_of_distributions() -> None:
 
 
 def test_what_the_engines_are_given() -> None:
-    """The same function three times; lint finds MD012 in the one without scales alone."""
+    """The same function three times; lint finds MD012 only in the checkpoint without scales."""
     findings: dict[str, set[str]] = {}
     outputs: dict[str, torch.Tensor] = {}
     scales: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""MD011: the restated sort, what is counted, and what the judges make of it."""
+"""MD011: the restated sort, its counters and the judges."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_distinct_ids_and_deduplicated_ones_give_the_right_sum(point: dict[str, 
         ("earlier", "no_filling", "of 300 rows hold a wrong sum, without an error"),
     ],
 )
-def test_what_the_memory_held_decides_what_happens(memory: str, finalize: str, figure: str) -> None:
+def test_the_old_content_of_the_memory_decides_the_symptom(memory: str, finalize: str, figure: str) -> None:
     faulty = case(memory=memory, finalize=finalize, ranks=2 if finalize == "no_filling" else 1)
     judged = FAULT.judge(faulty, FAULT.observe(faulty, None))
     assert judged.verdict is CaseVerdict.REPRODUCED
@@ -119,12 +119,12 @@ def test_what_the_memory_held_decides_what_happens(memory: str, finalize: str, f
     ("tokens", "top_k", "last"),
     [(1, 8, 510), (128, 8, 510), (129, 8, 254), (256, 8, 254), (257, 8, 0), (1, 10, 0)],
 )
-def test_the_last_number_of_experts_that_the_fused_prologue_takes(tokens: int, top_k: int, last: int) -> None:
+def test_the_largest_number_of_experts_of_the_fused_prologue(tokens: int, top_k: int, last: int) -> None:
     taken = [experts for experts in range(1, 600) if takes_fused(tokens, top_k, experts)]
     assert taken == list(range(1, last + 1))
 
 
-def test_the_fused_prologue_sorts_repeated_ids_rightly() -> None:
+def test_the_fused_prologue_sorts_repeated_ids_correctly() -> None:
     point = parameters(tokens=64, ids="one_repeat")
     evidence = observe(point, ThreeStepModel()).evidence
     assert (evidence["path"], evidence["rows_right"], evidence["unwritten_entries"]) == ("fused", 64, 0)
@@ -145,7 +145,7 @@ def test_an_illegal_access_is_the_symptom_and_another_death_is_not() -> None:
         ({"finalize": "no_filling"}, "two ranks or more"),
     ],
 )
-def test_points_that_cannot_be_are_refused(changes: dict[str, Any], error: str) -> None:
+def test_impossible_points_are_refused(changes: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         parameters(**changes)
 
@@ -173,7 +173,7 @@ DEAD = dataclasses.replace(
 )
 
 
-def test_the_table_says_what_each_release_does_with_each_call() -> None:
+def test_the_table_lists_each_release_and_call() -> None:
     (earlier, garbage) = sorted(FAULT.conclude(CASES)["finalize"], key=lambda row: str(row["call"]))
     assert earlier["flashinfer@0.6.6"] == earlier["flashinfer@0.7.2.post1"] == "wrong sum, no error"
     assert (garbage["flashinfer@0.6.6"], garbage["flashinfer@0.7.2.post1"]) == (
@@ -225,19 +225,17 @@ def test_the_table_says_what_each_release_does_with_each_call() -> None:
         (md011.newest_is_silent.judge, {"min_cases": 1}, [*CASES, DEAD], ClaimVerdict.CONFIRMED),
     ],
 )
-def test_claims_that_the_cases_decide(
-    judge: Any, limits: Mapping[str, float], cases: Any, verdict: Any
-) -> None:
+def test_claims_decided_by_cases(judge: Any, limits: Mapping[str, float], cases: Any, verdict: Any) -> None:
     assert judge(cases, (), limits).verdict is verdict
 
 
-def test_cases_that_died_of_something_else_are_named() -> None:
+def test_cases_that_died_for_another_reason_are_named() -> None:
     for judge in (md011.illegal_access.judge, md011.bounds_check.judge, md011.newest_is_silent.judge):
         judged = judge([*CASES, DEAD], (), {"min_releases": 1, "max_cases": 0, "min_cases": 1})
         assert judged.reason.endswith("flashinfer@0.7.2.post1: 1 cases ended in another error")
 
 
-def test_the_whole_runner_is_open_and_what_its_parts_did_is_told() -> None:
+def test_the_whole_runner_is_untested_and_the_figure_describes_its_parts() -> None:
     judged = md011.whole_runner.judge(CASES, (), {})
     assert judged.verdict is ClaimVerdict.UNTESTED
     assert judged.reason == (
@@ -249,7 +247,7 @@ def test_the_whole_runner_is_open_and_what_its_parts_did_is_told() -> None:
     assert str(md011.whole_runner.judge(other, (), {}).reason).endswith("nor did its maps and finalize run")
 
 
-def test_a_read_from_beside_the_expert_rows_is_told_from_a_wrong_sum() -> None:
+def test_a_read_beside_the_expert_rows_differs_from_a_wrong_sum() -> None:
     judged = md011.illegal_access.judge(
         [*CASES, result("flashinfer@0.6.8.post1", "rows_out_of_bounds", memory="minus_one")],
         (),
@@ -382,7 +380,7 @@ MAP = {
         ),
     ],
 )
-def test_claims_that_measurements_decide(judge: Any, limits: Any, good: Any, bad: Any) -> None:
+def test_claims_decided_by_measurements(judge: Any, limits: Any, good: Any, bad: Any) -> None:
     assert judge((), [measured(good)], limits).verdict is ClaimVerdict.CONFIRMED
     assert judge((), [measured(good), measured(bad)], limits).verdict is ClaimVerdict.REFUTED
 
@@ -411,7 +409,7 @@ def test_calls_are_counted_by_release_and_wrong_ones_shown() -> None:
     ],
 )
 def test_an_installed_release_is_not_counted_with_the_named_ones(units: list[str], names: str) -> None:
-    """It may be one of them."""
+    """The installed release may also be a named release."""
     rows = [measured(SUM, unit=unit) for unit in units]
     judgement = md011.distinct.judge((), rows, {"max_calls": 0})
     assert judgement.reason == f"all rows right in {len(units)} of {len(units)} calls of {names}"
@@ -456,7 +454,7 @@ def test_a_release_that_died_or_did_not_run_is_named(judge: Any, limits: Any, go
         ),
     ],
 )
-def test_where_nothing_of_the_kind_was_seen_nothing_is_confirmed(judge: Any, limits: Any, rows: Any) -> None:
+def test_without_such_rows_nothing_is_confirmed(judge: Any, limits: Any, rows: Any) -> None:
     assert judge((), [measured(*rows)], limits).verdict is ClaimVerdict.UNTESTED
 
 
@@ -475,7 +473,7 @@ def test_an_illegal_access_in_sums_refutes(judge: Any) -> None:
         (lab.deduplicated, {"ids": {"one_expert", "one_repeat"}, "finalize": {"normal", "no_filling"}}),
     ],
 )
-def test_sums_are_measured_on_the_release_s_code(
+def test_sums_are_measured_on_the_code_of_the_release(
     monkeypatch: pytest.MonkeyPatch, measure: Any, expected: dict[str, set[Any]]
 ) -> None:
     monkeypatch.setattr(lab, "_load", lambda unit, device, sources: ThreeStepModel())
@@ -485,7 +483,7 @@ def test_sums_are_measured_on_the_release_s_code(
     assert all(row["rows_right"] == row["rows"] > 0 for row in rows)
 
 
-def test_more_tokens_than_the_fused_prologue_takes_say_nothing_about_the_boundary() -> None:
+def test_too_many_tokens_for_the_fused_prologue_leave_the_boundary_untested() -> None:
     rows = [{"tokens": 64, "most_experts": 510}, {"tokens": 257, "most_experts": 0}]
     judged = md011.boundary.judge((), [measured(*rows)], {"experts": 510, "tokens": 256})
     assert judged.verdict is ClaimVerdict.CONFIRMED

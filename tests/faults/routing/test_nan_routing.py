@@ -1,4 +1,4 @@
-"""MD001: its rows, what is counted, what the counts mean, and what its claims make of figures."""
+"""MD001: its rows, its counters, the verdicts and the judges of its claims."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def judged(given: NanRoutingParameters, routing: Any) -> tuple[CaseVerdict, Mapp
 
 
 @given(tokens=st.integers(1, 60), experts=st.integers(1, 40), seed=st.integers(0, 5))
-def test_rows_are_what_their_kind_says(tokens: int, experts: int, seed: int) -> None:
+def test_rows_match_their_kind(tokens: int, experts: int, seed: int) -> None:
     rows = make_rows(tokens, experts, dtype=torch.float32, bias="none", seed=seed, device="cpu")
     for row, kind in zip(rows.logits, rows.kinds, strict=True):
         assert int(row.isnan().sum()) == {ALL_NAN: experts, ONE_NAN: 1, "half_nan": experts // 2}.get(kind, 0)
@@ -69,7 +69,7 @@ def test_the_control_gives_an_all_nan_row_one_expert_k_times(router: str, bias: 
     assert evidence["example"]["ids"] == [evidence["example"]["ids"][0]] * given.top_k
 
 
-def test_the_control_is_stuck_only_where_its_scan_starts_on_nan() -> None:
+def test_the_control_is_stuck_only_if_its_scan_starts_on_nan() -> None:
     nan = float("nan")
     logits = torch.tensor([[nan, 1.0, 2.0, 0.0], [1.0, nan, 2.0, 0.0]])
     routed = FaultyRouting().topk_sigmoid(logits, 2, renormalize=False, bias=None)
@@ -92,7 +92,7 @@ def test_ours_is_clean_under_both_policies(router: str) -> None:
 
 
 class Broken:
-    """Ours with one thing wrong; each must be noticed."""
+    """Our routing with one planted error."""
 
     def __init__(self, **wrong: Any) -> None:
         self.wrong = wrong
@@ -152,7 +152,7 @@ def test_every_wrong_result_is_noticed(wrong: dict[str, Any], counter: str) -> N
         ({"tolerance": 1}, "tolerance"),
     ],
 )
-def test_parameters_that_cannot_be_are_refused(wrong: dict[str, Any], message: str) -> None:
+def test_impossible_parameters_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         parameters(**wrong)
 
@@ -179,7 +179,7 @@ def case(subject: str, router: str = "softmax", **counts: int) -> CaseResult:
 FAILING = {"rows_with_duplicates": 24, "nan_rows_with_duplicates": 24, "all_nan_rows_with_one_id": 8}
 
 
-def test_first_fixed_release_is_read_off_the_releases() -> None:
+def test_the_first_fixed_release_follows_from_the_results() -> None:
     results = [
         case("vllm@0.9.2", **FAILING),
         case("vllm@0.33.0"),
@@ -192,7 +192,7 @@ def test_first_fixed_release_is_read_off_the_releases() -> None:
     assert [row["duplicates_from_nan"] for row in conclusions["releases"]] == [24, 24, 0, 0]
 
 
-def test_a_release_that_fails_again_is_not_passed_over() -> None:
+def test_a_release_that_fails_again_is_reported() -> None:
     results = [case("vllm@0.19.1"), case("vllm@0.20.0", **FAILING), case("vllm@0.21.0")]
     assert FAULT.conclude(results)["first_fixed_release"] == "0.21.0"
 
@@ -202,7 +202,7 @@ def test_nothing_is_concluded_from_fixed_releases_alone() -> None:
     assert FAULT.conclude([case("faulty", **FAILING), case("fixed")]) == {}
 
 
-def test_duplicates_that_clean_rows_hold_too_do_not_come_from_nan() -> None:
+def test_duplicates_in_clean_rows_too_do_not_come_from_nan() -> None:
     other = case("vllm@0.20.0", **FAILING, clean_rows_with_duplicates=56)
     conclusions = FAULT.conclude([case("vllm@0.19.1", **FAILING), case("vllm@0.20.0"), other])
     assert conclusions["first_fixed_release"] == "0.20.0"
@@ -233,7 +233,7 @@ def by_rows(
     return claim.judge((), [Measurement(unit, Observation(evidence))], limits)
 
 
-def test_always_distinct_looks_at_releases_from_the_fix_on_alone() -> None:
+def test_always_distinct_checks_only_releases_with_the_fix() -> None:
     limits, old = {"max_rows": 0}, (case("vllm@0.19.1", **FAILING), case("faulty", **FAILING))
     assert by_cases(md001.always_distinct, limits, *old).verdict is UNTESTED
     assert by_cases(md001.always_distinct, limits, *old, case("vllm@0.33.0")).verdict is CONFIRMED
@@ -252,7 +252,7 @@ def test_always_distinct_looks_at_releases_from_the_fix_on_alone() -> None:
         ([case("vllm@0.19.1", **FAILING), case("vllm@0.19.1", router="grouped")], CONFIRMED),
     ],
 )
-def test_same_expert_is_decided_by_releases_before_the_fix_alone(cases: Any, verdict: ClaimVerdict) -> None:
+def test_same_expert_is_decided_only_by_releases_before_the_fix(cases: Any, verdict: ClaimVerdict) -> None:
     assert by_cases(md001.same_expert, {"min_share": 0.99}, *cases).verdict is verdict
 
 
@@ -271,7 +271,7 @@ def test_fused_is_free_compares_the_two_sides_of_the_fix_per_shape() -> None:
     assert judge([], one_side, limits).verdict is UNTESTED
 
 
-def test_units_around_the_fix_are_in_turn() -> None:
+def test_units_around_the_fix_alternate() -> None:
     names = ["vllm@0.33.0", "vllm@0.18.0", "vllm@0.20.0", "vllm@0.19.1", "faulty"]
     assert md001.fused_is_free.units(names) == ["vllm@0.19.1", "vllm@0.20.0"] * 3
     assert list(md001.fused_is_free.units(names[:1])) == []
@@ -306,7 +306,7 @@ def test_separate_launch_must_be_within_its_limits(overhead: float, verdict: Cla
 @pytest.mark.parametrize(
     ("plus", "minus", "verdict"), [(1.0, 0.0, CONFIRMED), (0.5, 0.5, CONFIRMED), (0.9, 0.0, REFUTED)]
 )
-def test_fp8_counts_what_became_of_nan(plus: float, minus: float, verdict: ClaimVerdict) -> None:
+def test_fp8_counts_the_results_of_nan(plus: float, minus: float, verdict: ClaimVerdict) -> None:
     shares = {"clamped_to_plus_448": plus, "clamped_to_minus_448": minus, "still_nan": 1 - plus - minus}
     judgement = by_rows(md001.fp8_clamps_nan, {"min_share": 1.0}, torch_cast_still_nan=1.0, **shares)
     assert judgement.verdict is verdict
@@ -364,7 +364,7 @@ COST = {
         ({"engine": "something else"}, {"prompts_with_the_same_tokens": 0}, {}, UNTESTED),
     ],
 )
-def test_both_releases_must_do_as_claimed_beside_an_untouched_engine(
+def test_both_releases_must_behave_as_claimed(
     untouched: Any, own: Any, old: Any, verdict: ClaimVerdict
 ) -> None:
     rows = ({**UNTOUCHED, **untouched}, {**OWN, **own}, {**OLD, **old})
@@ -397,7 +397,7 @@ def test_every_engine_must_run_and_hold_nan_in_padding(
     assert by_rows(claim, SHARE, *rows).verdict is verdict
 
 
-def test_memory_that_was_made_nan_on_purpose_confirms_nothing() -> None:
+def test_memory_filled_with_nan_on_purpose_confirms_nothing() -> None:
     poisoned = {**TABLE, "config": "1 GPU, memory held NaN before"}
     none = {**TABLE, "nan_in_padding": 0, "nan_share": 0.0}
     judgement = by_rows(md001.padding_holds_nan, SHARE, none, poisoned)

@@ -1,4 +1,4 @@
-"""MD016: three ways to index with -1, and the same without; the judges of the paths."""
+"""MD016: three ways to index with -1, the same without -1, and the judges of the paths."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ points = st.fixed_dictionaries(
 
 @settings(deadline=None)
 @given(points, st.sampled_from(["expert_map", "gather", "row_map"]))
-def test_the_fix_is_right_everywhere_and_the_control_wrong_where_it_can_be(point: dict, use: str) -> None:
+def test_the_fix_is_always_right_and_the_control_wrong_if_it_can_be(point: dict, use: str) -> None:
     if use != "expert_map":
         point = {**point, "ranks": 1}
     verdicts = {}
@@ -114,7 +114,7 @@ def judged(*units: Measurement) -> tuple[ClaimVerdict, str]:
 
 
 @pytest.mark.parametrize(("asked", "ends"), [(3, True), (10**9, False)])
-def test_a_kernel_that_does_not_end_is_not_waited_for_for_ever(
+def test_a_kernel_that_does_not_end_is_given_up(
     monkeypatch: pytest.MonkeyPatch, asked: int, ends: bool
 ) -> None:
     class Event:
@@ -144,14 +144,14 @@ def test_paths_that_are_right_confirm_for_the_release_that_ran() -> None:
         (died("MARLIN nvfp4", PADDING), "MARLIN nvfp4, padding rows of -1: an illegal memory access"),
     ],
 )
-def test_a_path_that_is_wrong_or_dies_with_minus_one_only_refutes(bad: Measurement, figure: str) -> None:
+def test_a_path_that_fails_only_with_minus_one_refutes(bad: Measurement, figure: str) -> None:
     verdict, reason = judged(*GOOD, measured("MARLIN nvfp4", NONE), bad, measured("MARLIN nvfp4", DROPPED))
     assert verdict is ClaimVerdict.REFUTED
     assert reason == f"vLLM {RELEASE}: {figure}"
 
 
 @pytest.mark.parametrize("control", [measured("MARLIN fp8", NONE, 1), died("MARLIN fp8", NONE)])
-def test_a_path_that_fails_without_minus_one_says_nothing_of_it(control: Measurement) -> None:
+def test_a_path_that_fails_without_minus_one_is_no_evidence(control: Measurement) -> None:
     verdict, reason = judged(*GOOD, control, died("MARLIN fp8", PADDING), measured("MARLIN fp8", DROPPED, 4))
     assert verdict is ClaimVerdict.UNTESTED
     assert "MARLIN fp8, no -1: " in reason
@@ -195,7 +195,7 @@ def test_our_path_is_measured_with_the_ids_that_the_unit_names(
     assert "vllm" not in figures_of_unit
 
 
-def test_no_slot_seen_says_nothing_of_the_alignment() -> None:
+def test_without_slots_the_alignment_is_untested() -> None:
     nothing = Measurement("moe_align_block_size", Observation({"rows": []}))
     assert md016.alignment.judge((), [nothing], {"max_slots": 0}).verdict is ClaimVerdict.UNTESTED
 
@@ -243,6 +243,6 @@ def test_an_alignment_that_counts_empty_slots_or_loses_real_ones_refutes(in_bloc
         ({"use": "gather", "ranks": 2}, "knows no ranks"),
     ],
 )
-def test_points_that_cannot_be_are_refused(changes: dict[str, Any], error: str) -> None:
+def test_impossible_points_are_refused(changes: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         parameters(**changes)

@@ -1,4 +1,4 @@
-"""MD004: the control shows every symptom, ours none, a wrong resolver is caught, claims are decided."""
+"""MD004: the control shows every symptom, our resolver none, wrong resolvers are noticed, and claims."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def judged(resolve: lab.Resolver, **parameters: Any) -> tuple[CaseVerdict, str, 
 
 @pytest.fixture(params=["compilers", "facts"])
 def decided_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the compilers of this machine, and as on a machine without any."""
+    """Runs with the compilers of this machine, and again without compilers."""
     if request.param == "facts":
         monkeypatch.setattr(lab, "find_compilers", lambda: ())
     elif not find_compilers():
@@ -70,7 +70,7 @@ def test_the_control_fails_and_the_fix_does_not(point: Mapping[str, Any], decide
 
 
 def test_the_verdict_does_not_depend_on_who_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that disagreed with what was written down would show here."""
+    """The test fails if a compiler disagrees with the recorded table."""
     compilers = find_compilers()
     for point in scenario().points:
         monkeypatch.setattr(lab, "find_compilers", lambda: compilers)
@@ -116,7 +116,9 @@ def test_each_symptom(answer: lab.Resolver, parameters: dict[str, str], figure: 
         (answers(error="too old"), {"cuda": "12.8", "capability": "12.1"}),
     ],
 )
-def test_what_is_no_symptom(answer: lab.Resolver, parameters: dict[str, str], decided_by: str) -> None:
+def test_right_answers_are_no_symptom(
+    answer: lab.Resolver, parameters: dict[str, str], decided_by: str
+) -> None:
     assert judged(answer, **parameters)[0] is CaseVerdict.CLEAN
 
 

@@ -1,4 +1,4 @@
-"""MD010: the control loses settings, the fix answers each, and claims are decided by a real package alone."""
+"""MD010: the control loses settings, the fix answers each, and only a real package decides claims."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def test_every_point_of_the_scenario(point: Mapping[str, Any]) -> None:
         ),
     ],
 )
-def test_who_is_told_what(parameters: dict[str, str], selected: str, warned: bool, advice: str) -> None:
+def test_selection_warning_and_advice(
+    parameters: dict[str, str], selected: str, warned: bool, advice: str
+) -> None:
     verdict, figure, evidence = run("faulty", parameters)
     assert (verdict, evidence["selected"], evidence["warned"], evidence["advice"]) == (
         CaseVerdict.REPRODUCED,
@@ -105,8 +107,8 @@ def test_who_is_told_what(parameters: dict[str, str], selected: str, warned: boo
     assert figure == f"no effect, and a message: use {advice}"
 
 
-def test_what_works_or_stops_is_no_failure() -> None:
-    """The control is not at fault where vLLM does what was asked, or refuses to start."""
+def test_an_obeyed_or_refused_setting_is_no_failure() -> None:
+    """The control does not fail if vLLM obeys the setting or refuses to start."""
     works = {"release": "0.23.0", "setting": "VLLM_TEST_FORCE_FP8_MARLIN=1", "wants": "MARLIN"}
     assert run("faulty", works)[:2] == (CaseVerdict.CLEAN, "MARLIN selected, as asked for")
     flag = {"release": "0.23.0", "setting": "--moe-backend MARLIN", "wants": "MARLIN"}
@@ -118,7 +120,7 @@ def test_what_works_or_stops_is_no_failure() -> None:
     assert run("faulty", capitals)[1].startswith("refused: the choices are case sensitive")
 
 
-def test_a_setting_that_selects_something_else_without_a_word_is_reproduced() -> None:
+def test_a_setting_that_silently_selects_another_backend_is_reproduced() -> None:
     point = case("installed", {**SEED, "release": "0.21.0"}, Tier.LIBRARY)
     evidence = {
         "selected": "VLLM_CUTLASS",
@@ -162,7 +164,7 @@ REAL = {
     "gemm_capitals": "ValueError: Invalid value 'MARLIN'",
     "gemm_small": "",
 }
-"""What a release answers, as `InstalledSelection.overrides` gives it."""
+"""The answers of a release, as `InstalledSelection.overrides` returns them."""
 
 
 def judge(key: str, answers: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:
@@ -231,7 +233,7 @@ def test_the_claims_are_put_to_the_installed_package(stub: Path) -> None:
     assert (answers["gemm_declared"], answers["variable_declared"]) == (False, False)
 
 
-def test_what_the_cases_say_together() -> None:
+def test_the_conclusion_of_all_cases() -> None:
     def result(subject: str, verdict: CaseVerdict, release: str, **evidence: Any) -> CaseResult:
         return CaseResult(subject, Tier.MODEL, {**SEED, "release": release}, verdict, evidence)
 

@@ -60,7 +60,7 @@ def test_control_and_fix(parameters: dict[str, str]) -> None:
 
 
 def test_a_harness_that_misses_a_planted_fault_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds as loose as those of a harness that only looks at direction."""
+    """Bounds as loose as those of a harness that only compares directions."""
     lax = Bounds(cosine=0.9, norm=math.inf, element=math.inf, matched=0, worst=math.inf)
     monkeypatch.setattr(parity, "bounds_of", lambda activations: lax)
     verdict, figure = judged("faulty")
@@ -77,7 +77,7 @@ def test_a_harness_that_refuses_a_right_result_fails(monkeypatch: pytest.MonkeyP
 
 
 def observed(**changed: object) -> Observation:
-    """What our backend gives for one layer, with some figures changed."""
+    """Our backend's result for a layer, with some figures changed."""
     return Observation({**_right().evidence, **changed})
 
 
@@ -93,7 +93,7 @@ def test_a_wrong_backend_is_named_with_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("reason", [None, "cosine 0.1 at token 3"])
-def test_a_harness_that_does_not_see_says_nothing_of_an_installed_backend(reason: str | None) -> None:
+def test_a_blind_harness_does_not_judge_an_installed_backend(reason: str | None) -> None:
     blind = observed(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
     judgement = FAULT.judge(case("installed"), blind)
     assert judgement.verdict is CaseVerdict.ERROR, "neither right nor convicted"
@@ -101,12 +101,12 @@ def test_a_harness_that_does_not_see_says_nothing_of_an_installed_backend(reason
 
 
 @pytest.mark.parametrize("reason", [None, "cosine 0.1 at token 3"])
-def test_a_harness_that_does_not_see_fails_the_scenario(reason: str | None) -> None:
+def test_a_blind_harness_fails_the_scenario(reason: str | None) -> None:
     blind = observed(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
     results = []
     for subject in ("faulty", "fixed", "installed"):
         point = case(subject)
-        # The control itself is as it should be: it is the fix whose comparison is blind.
+        # The control is right; only the comparison of the fix is blind.
         judgement = FAULT.judge(point, observed() if subject == "faulty" else blind)
         results.append(
             CaseResult(subject, point.tier, point.parameters, judgement.verdict, figure=judgement.figure)
@@ -116,7 +116,7 @@ def test_a_harness_that_does_not_see_fails_the_scenario(reason: str | None) -> N
     assert "the comparison did not notice stale_row" in (why or "")
 
 
-def test_what_is_not_deterministic_is_said() -> None:
+def test_a_backend_that_is_not_deterministic_is_reported() -> None:
     assert "not the same bits" in FAULT.judge(case("fixed"), observed(deterministic=False)).figure
 
 
@@ -127,7 +127,7 @@ def test_a_backend_that_cannot_run_is_skipped_with_its_reason() -> None:
 
 
 class Forgetful(Reference):
-    """Takes a duplicate once, or an empty slot for expert 0."""
+    """Computes a duplicate only once, or treats an empty slot as expert 0."""
 
     def prepare(self, layer: Layer) -> Prepared:
         right = super().prepare(layer)
@@ -142,7 +142,7 @@ class Forgetful(Reference):
 
 
 @pytest.mark.parametrize("ids", ["duplicates", "empty"])
-def test_a_backend_that_is_wrong_with_unusual_ids_alone_is_noticed(ids: str) -> None:
+def test_a_backend_that_is_wrong_only_with_unusual_ids_is_noticed(ids: str) -> None:
     for kind, verdict in (("distinct", CaseVerdict.CLEAN), (ids, CaseVerdict.REPRODUCED)):
         point = case("installed", ids=kind)
         parameters = BackendParityParameters.model_validate(dict(point.parameters))
@@ -150,7 +150,7 @@ def test_a_backend_that_is_wrong_with_unusual_ids_alone_is_noticed(ids: str) -> 
         assert FAULT.judge(point, observation).verdict is verdict
 
 
-def test_a_backend_that_is_not_made_for_empty_slots_is_not_given_any() -> None:
+def test_a_backend_without_support_for_empty_slots_gets_none() -> None:
     class Refuses(Reference):
         def refuses_empty_slots(self) -> str | None:
             return "no -1"
@@ -160,7 +160,7 @@ def test_a_backend_that_is_not_made_for_empty_slots_is_not_given_any() -> None:
         observe(parameters, "cpu", Refuses("nvfp4"))
 
 
-def test_conclusions_name_what_was_right_wrong_and_not_run() -> None:
+def test_conclusions_name_right_wrong_and_skipped_backends() -> None:
     def result(verdict: CaseVerdict, backend: str) -> CaseResult:
         parameters = case("installed", backend=backend).parameters
         return CaseResult("installed", Tier.KERNEL, parameters, verdict)
@@ -186,6 +186,6 @@ def test_conclusions_name_what_was_right_wrong_and_not_run() -> None:
         ({"backend": "HUMMING"}, "backend"),
     ],
 )
-def test_what_cannot_be_is_refused(values: dict[str, object], message: str) -> None:
+def test_impossible_values_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         BackendParityParameters(**values)

@@ -1,4 +1,4 @@
-"""Repairs of checkpoint scales: what stays exact, what is rounded once, and what is refused."""
+"""Repairs of checkpoint scales: exact, rounded once, or refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_rescaled_is_within_one_rounding_of_e4m3(ratio: float, seed: int) -> Non
     own = torch.cat((dequantize(gate), dequantize(up)), 1)  # [2, 32, 64]
     assert torch.equal(w13.packed, torch.cat((gate.packed, up.packed), 1))
     assert torch.equal(w13.global_scale, torch.maximum(gate.global_scale, up.global_scale))
-    # Half a step of E4M3 where it is normal, half of its smallest number below.
+    # Half a step of E4M3 for normal numbers, half of the smallest number below.
     room = own.abs() / 16 + 2.0**-10 * 6 * w13.global_scale[:, None, None]
     assert bool(((dequantize(w13) - own).abs() <= room * 1.0001).all())
 
@@ -58,7 +58,7 @@ def test_folded_gives_the_same_layer(ratio: float, activation: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_global_scale_that_is_none_is_refused(scale: float) -> None:
+def test_an_invalid_global_scale_is_refused(scale: float) -> None:
     good = stack(0, 16, 64, [1.0])
     bad = Nvfp4(good.packed, good.block_scales, torch.tensor([scale]))
     with pytest.raises(ValueError, match=r"up\.global_scale"):
@@ -81,7 +81,7 @@ def test_a_bad_input_scale_becomes_the_largest_good_one(bad: float) -> None:
     assert got.tolist() == [0.5, 0.5, 0.25]
 
 
-def test_without_any_good_one_the_activations_decide() -> None:
+def test_without_a_good_input_scale_the_activations_decide() -> None:
     x = torch.tensor([[1.0, -2688.0]])
     assert usable_input_scales(torch.tensor([NAN, 0.0]), x).tolist() == [1.0, 1.0]
     assert bool((usable_input_scales(torch.tensor([NAN]), torch.zeros(1, 16)) > 0).all())

@@ -50,7 +50,7 @@ def test_groups_are_within_the_bound_of_one_call(seed: int, tokens: int, top_k: 
         reference(x, MoeWeights.of(WEIGHTS), shares, torch.where(torch.arange(top_k) == lane, ids, -1)).abs()
         for lane in range(top_k)
     ]
-    # The CPU's products differ with the rows that they are computed with; the bound is about the sum.
+    # On a CPU a product depends on the number of rows; the bound is only about the sum.
     slack = 1e-6
     assert bool(((parts - whole).abs() <= (group_bound(top_k) + slack) * sum(each)).all())
 

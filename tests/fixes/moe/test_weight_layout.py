@@ -1,4 +1,4 @@
-"""Gate order and tiles of block scales."""
+"""The order of gate and up, and the tiles of block scales."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_round_trip_and_zero_padding(rows: int, columns: int, experts: int) -> N
     assert int(tiles.view(torch.uint8).count_nonzero()) == scales.numel()
 
 
-def test_a_shape_that_does_not_belong_is_refused() -> None:
+def test_a_wrong_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected \[..., 256, 4\]"):
         linear_scales(torch.zeros(128, 4, dtype=torch.uint8), 129, 4)
 

@@ -108,7 +108,7 @@ def test_the_spare_experts_are_the_lowest_that_the_row_does_not_hold() -> None:
     assert distinct.weights.tolist() == [[0.75, 0.5, 0.0, 0.0, 0.0]]
 
 
-def test_an_id_that_int32_cannot_hold_becomes_no_other_expert() -> None:
+def test_an_id_beyond_int32_does_not_become_another_expert() -> None:
     ids, weights = torch.tensor([[(1 << 32) + 1, 1, 2], [1, 1 - (1 << 32), 1]]), torch.full((2, 3), 0.25)
     distinct = deduplicate(ids, weights)
     assert distinct.ids.tolist() == [[-1, 1, 2], [1, -1, -1]]

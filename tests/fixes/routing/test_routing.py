@@ -83,7 +83,7 @@ def test_zero_routes_a_nan_softmax_row_by_the_bias() -> None:
 
 
 @given(st.data())
-def test_zero_costs_a_sigmoid_row_its_nan_entries_alone(data: st.DataObject) -> None:
+def test_zero_drops_only_the_nan_entries_of_a_sigmoid_row(data: st.DataObject) -> None:
     x = data.draw(logits(3, 8)).float()
     bias = data.draw(biases(8))
     got = routing.topk_sigmoid(x, 5, bias=bias)
@@ -141,7 +141,7 @@ def test_a_row_of_finite_logits_does_not_see_the_policy(call: Call) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_bias_that_is_no_number_ranks_its_expert_last(policy: str) -> None:
+def test_an_expert_with_a_nan_bias_ranks_last(policy: str) -> None:
     bias = torch.tensor([NAN, 0.0, INF, -INF, 0.0])
     weights, ids = routing.topk_sigmoid(torch.zeros(1, 5), 5, bias=bias, nan_policy=policy)
     assert ids.tolist() == [[1, 4, 0, 2, 3]]
@@ -190,7 +190,7 @@ def test_a_nan_expert_ranks_last_in_its_group_and_the_group_counts_what_is_finit
 
 
 @pytest.mark.parametrize(("row", "bias", "policy", "expected"), GROUP_EDGES)
-def test_groups_that_hold_no_ordinary_numbers(
+def test_groups_without_finite_numbers(
     row: list[float], bias: list[float], policy: str, expected: list[int]
 ) -> None:
     _, ids = Call.group_edge(row, bias, policy).of(routing)
@@ -199,7 +199,9 @@ def test_groups_that_hold_no_ordinary_numbers(
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @given(x=logits(3, 8), bias=biases(8), policy=st.sampled_from(POLICIES))
-def test_one_group_is_no_group(scoring: str, x: torch.Tensor, bias: torch.Tensor | None, policy: str) -> None:
+def test_a_single_group_is_the_same_as_no_groups(
+    scoring: str, x: torch.Tensor, bias: torch.Tensor | None, policy: str
+) -> None:
     grouped = routing.grouped_topk(
         x,
         4,
@@ -251,7 +253,7 @@ def test_no_tokens(function: Any) -> None:
     assert weights.shape == ids.shape == (0, 3)
 
 
-def test_results_carry_no_gradient_and_inputs_stay_as_they_are() -> None:
+def test_results_have_no_gradient_and_inputs_are_unchanged() -> None:
     x = rows_of_every_kind(16, torch.float32).requires_grad_()
     before = x.detach().clone()
     assert not routing.topk_softmax(x, 2, nan_policy="finite", renormalize=True).weights.requires_grad

@@ -1,4 +1,4 @@
-"""The target for a GPU and toolkit, and the list variables, against FlashInfer's and torch's own readings."""
+"""The target for a GPU and toolkit, and the list variables, compared with FlashInfer and torch."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_documented_call() -> None:
         ((12, 0), None, ["cuda", "None"]),
     ],
 )
-def test_what_is_refused_and_why(capability: object, cuda: object, words: list[str]) -> None:
+def test_refused_gpus_and_toolkits(capability: object, cuda: object, words: list[str]) -> None:
     with pytest.raises(ValueError, match=re.escape(words[0])) as refused:
         resolve_arch(capability, cuda)  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)
@@ -231,7 +231,7 @@ OLD, FIRST_F, OWN_121, AGAIN_128 = "0.6.6", "0.6.7", "0.6.13", "0.7.2.post1"
         ),
     ],
 )
-def test_what_each_release_makes_of_it(
+def test_the_targets_of_each_release(
     release: str,
     capability: tuple[int, int],
     arch_list: str | None,
@@ -329,7 +329,7 @@ def test_a_suggestion_is_read_without_error_by_every_release(text: str) -> None:
 
 
 def _by_torch(text: str) -> tuple[str, ...] | None:
-    """What the installed torch makes of the list; None where it raises ValueError."""
+    """Return how the installed torch reads the list, or None if it raises ValueError."""
     from torch.utils import cpp_extension
 
     with mock.patch.dict(os.environ, {TORCH_LIST: text}):
@@ -372,7 +372,7 @@ def _by_torch(text: str) -> tuple[str, ...] | None:
     ],
 )
 def test_torchs_own_reading(text: str) -> None:
-    """Written down from torch 2.13; another release may know more targets."""
+    """Recorded from torch 2.13; another release may know more targets."""
     torch = pytest.importorskip("torch")
     if not torch.__version__.startswith("2.13."):
         pytest.skip(f"the reading is that of torch 2.13, this is {torch.__version__}")

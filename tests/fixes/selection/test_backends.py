@@ -1,4 +1,4 @@
-"""The selection tables against what is known of the releases, and what must hold at every point of them.
+"""The selection tables against known facts of the releases, and properties of every point.
 
 The tables were compared with the releases' own code at 263 172 points when they were made (`check` of
 scripts/backend_tables.py, which needs the releases' sources). What is written down here comes from reading
@@ -128,7 +128,7 @@ def test_which_gpus_run_a_backend_for_nvfp4(backend: str, release: str, capabili
     assert runs == capabilities
 
 
-def test_weight_only_nvfp4_is_for_marlin_and_its_like_alone() -> None:
+def test_only_weight_only_backends_take_weight_only_nvfp4() -> None:
     for release in RELEASES:
         taken = {
             each.backend
@@ -224,7 +224,7 @@ def test_reasons_name_what_is_missing(
         ("0.18.0", {"VLLM_NVFP4_GEMM_BACKEND": "marlin"}, "FLASHINFER_CUTLASS"),  # linear layers
     ],
 )
-def test_variables_have_the_say_that_the_release_gives_them(
+def test_variables_have_the_effect_of_their_release(
     release: str, environ: dict[str, str], chosen: str | None
 ) -> None:
     selection = select("12.0", "nvfp4", release=release, environ=environ)
@@ -241,7 +241,7 @@ def test_the_flag_comes_before_every_variable() -> None:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_marlin_can_be_asked_for_in_every_release(release: str) -> None:
-    """What vllm#38971 says cannot be done."""
+    """vllm#38971 says that this is impossible."""
     for word in ("MARLIN", "marlin", "Marlin"):
         asked = request(word, "12.0", "nvfp4", release=release, activation="relu2_no_mul")
         assert (asked.backend, asked.works, asked.how) == ("MARLIN", True, "--moe-backend marlin")
@@ -269,7 +269,7 @@ def test_the_way_to_ask_is_one_that_the_release_has() -> None:
 
 
 @given(points, st.sampled_from(RELEASES), st.data())
-def test_what_request_says_is_what_select_does(point: dict, release: str, data: st.DataObject) -> None:
+def test_request_matches_select(point: dict, release: str, data: st.DataObject) -> None:
     where = {"ep": point["ep"], "dp": point["dp"], "release": release}
     shown = select(point["capability"], point["scheme"], **where).candidates
     each = data.draw(st.sampled_from(shown))
@@ -318,7 +318,7 @@ def test_a_missing_library_never_adds_a_backend(point: dict, release: str, libra
         ({"activation": "situ", "release": "0.17.1"}, "activation situ: vLLM 0.17.1 knows silu"),
     ],
 )
-def test_what_is_not_known_is_refused(arguments: dict[str, str], message: str) -> None:
+def test_unknown_arguments_are_refused(arguments: dict[str, str], message: str) -> None:
     everything = {"capability": "9.0", "scheme": "nvfp4", "release": "0.33.0", **arguments}
     with pytest.raises(ValueError, match=re.escape(message)):
         select(**everything)  # type: ignore[arg-type]
@@ -351,7 +351,7 @@ def test_what_the_variable_of_38971_asks_for() -> None:
     assert "0.21.0 has no such NVFP4 MoE backend; it has cutlass" in (early.problem or "")
 
 
-def test_variables_with_a_say() -> None:
+def test_variables_with_an_effect() -> None:
     assert set(governing_variables("nvfp4", "0.18.0")) == {FP4, BACKEND, FORCE}
     assert set(governing_variables("nvfp4", "0.24.0")) == {FORCE}
     assert set(governing_variables("nvfp4", "0.29.0")) == set()
@@ -364,7 +364,7 @@ def test_variables_with_a_say() -> None:
     assert shadowed_variables("nvfp4", "0.18.0", {FP4: "1", BACKEND: "latency"}) == {}
 
 
-def test_every_row_says_where_it_comes_from() -> None:
+def test_every_row_has_a_source() -> None:
     for scheme in SCHEMES:
         generated = json.loads((DATA / f"{scheme}.json").read_text(encoding="utf-8"))
         for row in (*generated["orders"], *generated["flags"], *generated["kernels"]):

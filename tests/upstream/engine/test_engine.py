@@ -1,4 +1,4 @@
-"""The protocol with an engine's process: its answer, and every way in which it can end."""
+"""The protocol with an engine's process: its answer, and each way it can end."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_wrong_requests_are_refused() -> None:
         EngineRequest("ok", PROMPTS, probe_when="never")
 
 
-def test_the_environment_and_the_caches_are_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_request_sets_the_environment_and_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_module(module: str, request: Any, *, environ: Any, caches: Any, seconds: float) -> Ended:
         assert module == "moedoctor.upstream.engine.child"
         assert (environ["VLLM_USE_DEEP_GEMM"], environ["HF_HUB_OFFLINE"]) == ("0", "0")

@@ -1,4 +1,4 @@
-"""Real engines: what only a GPU with an installed vLLM shows. About two minutes."""
+"""Real engines on a GPU with an installed vLLM. About two minutes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_marlin_without_uva(tmp_path: Path, fixes: str, outcome: str) -> None:
     }
 
 
-def test_the_first_wrong_layer_of_ones_own_model_is_named(tmp_path: Path) -> None:
+def test_the_first_wrong_layer_of_the_users_model_is_named(tmp_path: Path) -> None:
     def spoil(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         for name in tensors:
             if "layers.2.mlp" in name and name.endswith("down_proj.weight_scale_2"):
@@ -47,9 +47,9 @@ def test_the_first_wrong_layer_of_ones_own_model_is_named(tmp_path: Path) -> Non
         )
         trials.append(replace(own_model_trial(parameters, offload=offload), control=None))
     control, other = run_trials(trials)
-    seen = compare(Ran(other.trial, other.result, control.result), parameters)
-    assert seen["layers_compared"] == 4
-    assert (seen["first_bit"], seen["first_layer"]) == ("model.layers.2", "model.layers.2")
-    judged = judge_own_model(seen)
+    comparison = compare(Ran(other.trial, other.result, control.result), parameters)
+    assert comparison["layers_compared"] == 4
+    assert (comparison["first_bit"], comparison["first_layer"]) == ("model.layers.2", "model.layers.2")
+    judged = judge_own_model(comparison)
     assert judged.verdict is CaseVerdict.REPRODUCED
     assert "model.layers.2" in judged.figure

@@ -1,4 +1,4 @@
-"""What is looked at inside an engine, on a model of plain torch."""
+"""The probes inside an engine, on a model of plain torch."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_calls_are_compared_until_the_tokens_differ_and_no_further(
 )
 @pytest.mark.parametrize("tokens", [8, 100])
 def test_layers_that_differ_are_noticed_whatever_their_size(change: Any, tokens: int) -> None:
-    """An average over tokens, or of squares, notices none of these."""
+    """A mean over tokens, or of squares, does not notice these changes."""
 
     def recorded(state: torch.Tensor) -> dict[str, Any]:
         model = nn.Module()
@@ -226,8 +226,8 @@ def test_weights_are_served_from_the_device_and_no_longer_from_the_host() -> Non
         expected = model(x)
         handle = offload(model, 1 << 30, keep_below=0)
         assert torch.equal(model(x), expected)
-        seen = serve_from_gpu(Engine(model))
-        assert seen["bytes"] >= handle.report().host_bytes > 0
+        served = serve_from_gpu(Engine(model))
+        assert served["bytes"] >= handle.report().host_bytes > 0
         assert all(torch.equal(model(x), expected) for _ in range(2))
     assert bool(handle.host_weight("0.weight").isnan().all()), "what was on the host could still be read"
     assert take_off_the_host(nn.Linear(2, 2)) == 0

@@ -1,4 +1,4 @@
-"""What is made of engines with an expert cache: their requests, the table, and the probes on a stand-in."""
+"""Engines with an expert cache: requests, the table, and the probes on a fake engine."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Runner:
 
 
 class Model(torch.nn.Module):
-    """A MoE model without attention, of weights as vLLM makes them up: all within 0.001."""
+    """A MoE model without attention and with vLLM's dummy weights, all within 0.001."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Model(torch.nn.Module):
 
 
 class Llm:
-    """Draws one token after another, each from the one before, as an engine's worker in this process does."""
+    """Draws each token from the one before, as an engine's worker in this process does."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.worker = types.SimpleNamespace(
@@ -262,7 +262,7 @@ def test_one_engine_decodes_with_caches_of_every_size(llm: Llm) -> None:
     assert resident["optimum_note"].endswith("every expert is resident")
 
 
-def test_wrong_experts_are_put_back(llm: Llm) -> None:
+def test_planted_wrong_experts_are_restored(llm: Llm) -> None:
     (layer,) = host_experts(llm.worker.model_runner.model)[-1:]
     layer.give(EXPERTS, captured=False)
     host = {name: tensor.clone() for name, tensor in layer.store.tensors.items()}
@@ -274,7 +274,7 @@ def test_wrong_experts_are_put_back(llm: Llm) -> None:
     assert all(torch.equal(tensor, host[name]) for name, tensor in layer.store.tensors.items())
 
 
-def test_tokens_of_weights_as_vllm_makes_them_up_depend_on_no_expert(
+def test_with_dummy_weights_tokens_do_not_depend_on_experts(
     llm: Llm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probes, "draw_weights", lambda model: None)
@@ -312,7 +312,7 @@ def decode(ids: list[list[int]], start: list[int], lookups: int, token: int = 7)
 def test_the_optimum_starts_from_what_is_resident() -> None:
     calls = [[0, 1], [1, -1], [2, 2], [0, 1]]
     recorded = decode(calls, [], 0)
-    # 0, 1, 1 hit; 2 takes the place of one of them, so that one of the last two hits.
+    # 0, 1 and 1 hit; 2 replaces 0 or 1, so one of the last two calls hits.
     assert probes._optimum(decode([], [0, 1], 6), recorded, 2, 4)["optimum_hit_rate"] == 4 / 6
     assert probes._optimum(decode([], [], 6), recorded, 2, 4)["optimum_hit_rate"] == 2 / 6
     for other in (decode([], [], 5), decode([], [], 6, token=8)):

@@ -1,4 +1,4 @@
-"""Engines that are timed in turn: one at a time, together until the end, and the ratio of their rounds."""
+"""Engines timed in turn: only one works at a time, all stay until the end, and the ratio of rounds."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_an_engine_that_died_decides_nothing_end_to_end(
         ((POISONED,), ClaimVerdict.CONFIRMED),
     ],
 )
-def test_an_engine_that_died_confirms_nothing_of_padding(
+def test_an_engine_that_died_confirms_nothing_about_padding(
     started: list[Any], monkeypatch: pytest.MonkeyPatch, dead: tuple[str, ...], expected: ClaimVerdict
 ) -> None:
     run(monkeypatch, started, *dead)
@@ -107,7 +107,7 @@ def test_if_no_engine_ran_there_is_no_table(started: list[Any], monkeypatch: pyt
         nan_padding.padding_table({})
 
 
-def test_the_ranks_differ_in_rank_and_load_alone() -> None:
+def test_the_ranks_differ_only_in_rank_and_load() -> None:
     trials = nan_padding.rank_trials("model", "DEP=2", {"enable_expert_parallel": True})
     first, second = (trial.request for trial in trials)
     assert first.arguments == second.arguments
@@ -123,7 +123,7 @@ def test_the_ranks_differ_in_rank_and_load_alone() -> None:
     assert first.max_tokens > second.max_tokens
 
 
-def test_ports_in_use_are_passed_over() -> None:
+def test_ports_in_use_are_skipped() -> None:
     first = nan_padding.free_ports(4)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", first + 2))
@@ -135,18 +135,18 @@ def rank_rows(*results: EngineResult) -> list[dict[str, Any]]:
     return nan_padding.rank_rows("DP=2", pair(nan_padding.rank_trials("model", "DP=2", {}), results))
 
 
-def test_a_row_a_rank_and_one_for_both() -> None:
+def test_the_table_has_a_row_per_rank_and_a_total() -> None:
     place = {"what": "NaN", "point": "model.layers.0.self_attn.attn", "step": 2}
     probe = {**SEEN, "nan_in_padding": 10, "routers": [{"repeated": [0, 7, 0]}], "first_padding": place}
     other = {**probe, "steps": 12, "steps_with_padding": 12, "nan_in_padding": 12, "mean_pad_tokens": 13.0}
     rows = rank_rows(EngineResult("", probe=probe), EngineResult("", probe=other))
     assert [row["config"] for row in rows] == ["DP=2, rank 0", "DP=2, rank 1", "DP=2, both ranks"]
     assert [row["nan_share"] for row in rows] == [0.5, 1.0, round(22 / 32, 4)]
-    both = rows[-1]
-    assert (both["steps"], both["steps_with_padding"], both["nan_in_padding"]) == (36, 32, 22)
-    assert both["mean_pad_tokens"] == 8.0  # (5 * 20 + 13 * 12) / 32
+    total = rows[-1]
+    assert (total["steps"], total["steps_with_padding"], total["nan_in_padding"]) == (36, 32, 22)
+    assert total["mean_pad_tokens"] == 8.0  # (5 * 20 + 13 * 12) / 32
     assert [row["routers_watched"] for row in rows] == [2, 2, 4]
-    assert both["rows_with_repeated_ids"] == 14
+    assert total["rows_with_repeated_ids"] == 14
     assert rows[0]["first_in_padding"] == "NaN at model.layers.0.self_attn.attn"
     alone = rank_rows(EngineResult("", probe=probe), DEAD)
     assert [row.get("error") for row in alone] == [None, "process: hang: no answer"]

@@ -1,4 +1,4 @@
-"""The table of vllm#37883: which engines it asks for, and what becomes of their results. No engine runs."""
+"""The table of vllm#37883: the engines that it starts, and their outcomes. No engine runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_engines() -> None:
 
 @pytest.mark.parametrize("backend", TABLE)
 def test_every_engine_but_the_control_is_asked_for_its_bytes_and_no_graph_pads_a_batch(backend: str) -> None:
-    """The fix does without CUDA graphs: with padding the control would compute other batches."""
+    """The fix uses no CUDA graphs; with padding the control would compute other batches."""
     for place in (*PLACES, WEIGHTS):
         engine = request(backend, "compiled", place)
         probe = None if place == ON_GPU else "moedoctor.upstream.engine.probes:layers_and_places"
@@ -171,7 +171,7 @@ def test_eager_engines_and_uva_are_never_excused() -> None:
     ],
 )
 def test_an_engine_that_offloaded_nothing_is_no_evidence(engine: EngineResult, reason: str) -> None:
-    """As with MD013: the right tokens, and every weight on the GPU."""
+    """As with MD013: right tokens, but every weight on the GPU."""
     figures = evidence([answered(), engine, answered()])
     row = figures["table"][1]
     assert row["outcome"] == "no offload"

@@ -16,7 +16,7 @@ WIDTH, TOKENS, LAYERS = 128, 16, 2
 
 @torch.library.custom_op("moedoctor_second_control::opaque", mutates_args=())
 def opaque(x: torch.Tensor) -> torch.Tensor:
-    """[T, H] -> [T, H]. Nothing is fused across it, as across vLLM's attention and MoE operators."""
+    """[T, H] -> [T, H]. The compiler does not fuse across it, as with vLLM's attention and MoE operators."""
     return (x.float().cumsum(0) / torch.arange(1, len(x) + 1)[:, None]).bfloat16()
 
 
@@ -66,7 +66,7 @@ def _no_grad() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:weights are no longer prefetched")
-def test_other_code_rounds_elsewhere_and_the_same_code_does_not_care_where_weights_come_from() -> None:
+def test_rounding_depends_on_the_code_and_not_on_the_place_of_weights() -> None:
     torch.manual_seed(0)
     model, x = Model(), torch.randn(TOKENS, WIDTH).bfloat16()
     eager, plain = model(x), torch.compile(model, fullgraph=True)(x)

@@ -1,4 +1,4 @@
-"""FlashInfer's own choice of targets: the adapter on a stand-in, then the real package and real wheels.
+"""FlashInfer's own choice of targets: the adapter on a fake package, then the real package and real wheels.
 
 The wheels of several releases are read where MOEDOCTOR_FLASHINFER_WHEELS names their folder.
 """
@@ -82,7 +82,7 @@ STAND_IN = """
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package called flashinfer that answers with what it was given."""
+    """A fake flashinfer that answers with its input."""
     package = tmp_path / "flashinfer"
     (package / "jit").mkdir(parents=True)
     where = "open(os.environ['FLASHINFER_WORKSPACE_BASE'] + '/log', 'w').close()"
@@ -181,7 +181,7 @@ def test_the_real_import_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def _context_of(wheel: Path, cuda: dict[str, tuple[int, int]]) -> Any:
-    """The CompilationContext of a wheel that is not installed; `cuda` holds the release that it is to see."""
+    """The CompilationContext of a wheel that is not installed; `cuda` holds the CUDA release that it reads."""
     from packaging.version import Version
 
     extensions = types.ModuleType("flashinfer.jit.cpp_ext")

@@ -105,9 +105,7 @@ def test_the_probe_compiles_is_kept_and_calls_what_the_header_has(source: FlashI
 
 
 @needs_nvcc
-def test_what_does_not_compile_is_told_in_one_line(
-    source: FlashInferSource, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_compile_error_is_one_line(source: FlashInferSource, capsys: pytest.CaptureFixture[str]) -> None:
     source.kernels.write_text("#error this release is different\n")
     with pytest.raises(KernelError, match="this release is different") as error:
         build(plan_build(source, "90a"))
@@ -118,7 +116,7 @@ def test_what_does_not_compile_is_told_in_one_line(
     assert "this release is different" in capsys.readouterr().err
 
 
-def test_what_does_not_link_is_told_by_the_line_that_names_it(
+def test_a_link_error_is_the_line_that_names_the_symbol(
     source: FlashInferSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvcc = tmp_path / "bin" / "nvcc"
@@ -153,7 +151,7 @@ def test_targets_are_named_as_nvcc_names_them() -> None:
     ]
 
 
-def test_without_nvcc_it_is_said_what_to_do(
+def test_the_error_without_nvcc_names_the_next_step(
     source: FlashInferSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moedoctor.upstream.flashinfer.probe_build.find_tools", lambda names: ())

@@ -1,4 +1,4 @@
-"""Sources of FlashInfer found in wheels and folders, and the flags of their own build read as text."""
+"""Sources of FlashInfer in wheels and folders, and the flags of their build, read as text."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_another_release_is_refused(tmp_path: Path, check: object) -> None:
 
 
 @pytest.mark.parametrize("check", [named_source, check_source])
-def test_what_is_no_flashinfer_is_refused_in_one_line(tmp_path: Path, check: object) -> None:
+def test_other_folders_are_refused_in_one_line(tmp_path: Path, check: object) -> None:
     broken = tmp_path / "broken.whl"
     broken.write_bytes(b"no zip")
     for path in (tmp_path / "missing", tmp_path, broken):

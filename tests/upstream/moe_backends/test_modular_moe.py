@@ -1,4 +1,4 @@
-"""vLLM's kernel once a group, on a stand-in of its shape: results that are copied, and some that are not."""
+"""vLLM's kernel once per group, on a fake of its shape, with and without copied results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moedoctor.upstream.moe_backends import backends, modular_moe
 
 
 class Implementation:
-    """As `FusedMoEKernelModularImpl`: computes into a shared workspace and copies out of it at the end."""
+    """Like `FusedMoEKernelModularImpl`: computes in a shared workspace and copies the result out."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self._weights = {name: tensor.float() for name, tensor in weights.items()}
@@ -86,7 +86,7 @@ def test_writing_into_the_input_is_not_tried_with_this_torch() -> None:
         verdict("input")
 
 
-def test_a_vllm_that_cannot_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_vllm_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Backend, "unavailable", lambda self, shape, device: "vLLM is not installed")
     with pytest.raises(UnavailableError, match="not installed"):
         verdict("sum")

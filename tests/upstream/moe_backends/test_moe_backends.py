@@ -44,7 +44,7 @@ def test_flashinfer_is_not_left_to_compile_for_half_an_hour(monkeypatch: pytest.
 @pytest.mark.upstream
 @pytest.mark.parametrize("variant", RUN_ON_HOPPER, ids=lambda variant: variant.label)
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
-def test_it_is_right_and_every_planted_fault_is_noticed(variant: Variant, activation: str) -> None:
+def test_a_backend_is_right_and_every_planted_fault_is_noticed(variant: Variant, activation: str) -> None:
     backend = registry.create(variant)
     shape = LayerShape(512, 256, 16, 4, activation)
     reason = backend.unavailable(shape, "cuda:0")

@@ -1,4 +1,4 @@
-"""A stub that is shaped like vLLM 0.21.0 where the NaN trace is hooked, and a model in it.
+"""A stub of the parts of vLLM 0.21.0 that the NaN trace hooks, with a model.
 
     nan_stub.py FOLDER_OF_THE_STUB HOW
 

@@ -75,7 +75,7 @@ def write_model(folder: Path, *, nvfp4: bool) -> None:
 
 
 def configured(folder: Path, *, nvfp4: bool, **environ: str) -> tuple[str, str, str, list[str]]:
-    """(moe_backend, what that selects, what is selected without, the lines of the log)."""
+    """Return (moe_backend, its selection, the selection without it, the lines of the log)."""
     write_model(folder, nvfp4=nvfp4)
     ended = subprocess.run(
         [sys.executable, "-c", CODE, str(folder)],
@@ -92,7 +92,7 @@ def configured(folder: Path, *, nvfp4: bool, **environ: str) -> tuple[str, str, 
 
 
 @pytest.mark.upstream
-def test_the_variable_is_honoured_and_the_reasons_are_told(tmp_path: Path) -> None:
+def test_the_variable_is_honoured_and_the_reasons_are_logged(tmp_path: Path) -> None:
     moe_backend, asked, automatic, lines = configured(
         tmp_path, nvfp4=True, MOEDOCTOR_FIXES="backend", VLLM_NVFP4_MOE_BACKEND="MARLIN"
     )
@@ -129,7 +129,7 @@ def test_other_models_are_left_alone(tmp_path: Path) -> None:
 def test_a_real_engine_takes_what_the_variable_names(
     tmp_path: Path, asked_for: str | None, selected: str
 ) -> None:
-    """On a GPU without FP4 arithmetic MARLIN comes first; EMULATION is there from 0.20.0 on."""
+    """On a GPU without FP4 arithmetic MARLIN comes first; EMULATION exists from 0.20.0 on."""
     write_model(tmp_path, nvfp4=True)
     asked = {"VLLM_NVFP4_MOE_BACKEND": asked_for} if asked_for else {}
     without = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}

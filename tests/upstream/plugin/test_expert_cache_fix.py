@@ -1,4 +1,4 @@
-"""The fix `expert_cache` on stand-ins for vLLM's layers: what is replaced, computed and refused."""
+"""The fix `expert_cache` on fakes of vLLM's layers: replaced parts, results and refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TritonExperts:
 
 
 class Kernel:
-    """Computes as vLLM's kernels do: over local experts, ids mapped first, into one shared workspace."""
+    """Computes like vLLM's kernels: maps ids, runs the local experts, writes into a shared workspace."""
 
     is_monolithic = owns_shared_experts = False
 
@@ -215,7 +215,9 @@ class CutlassExperts(TritonExperts):
         (_changed(), 2, None),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(layer: Layer, capacity: int, reason: str | None) -> None:
+def test_unsupported_layers_are_refused_with_the_reason(
+    layer: Layer, capacity: int, reason: str | None
+) -> None:
     answer = refusal(layer, capacity)
     assert answer is None if reason is None else reason in str(answer)
 
@@ -286,7 +288,7 @@ def test_a_model_that_cannot_have_a_cache_does_not_start() -> None:
         fix._give_caches(torch.nn.Linear(2, 2), 5, Layer, "cpu", False)
 
 
-def test_layers_that_fit_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.ModuleList([Layer()])
     with caplog.at_level("INFO", logger="vllm.moedoctor"):
         fix._give_caches(model, E, Layer, "cpu", False)

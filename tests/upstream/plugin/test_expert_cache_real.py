@@ -203,7 +203,7 @@ def test_vllms_own_layers_compute_the_same_through_a_cache(
 
 
 @pytest.mark.upstream
-def test_as_many_slots_as_experts_are_no_cache(folders: dict[str, Path]) -> None:
+def test_a_slot_for_every_expert_disables_the_cache(folders: dict[str, Path]) -> None:
     got = answer(folders["bf16"], "triton", EXPERTS)
     assert (got["caches"], got["slots"], all(got["same bits"])) == (0, EXPERTS, True)
 

@@ -1,4 +1,4 @@
-"""The report at exit of a real engine whose process vLLM forks, as it does by default. About a minute."""
+"""The report at the exit of a real engine in a forked process, vLLM's default. About a minute."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_engine_in_a_process_of_its_own_prints_its_report(tmp_path: Path) -> 
 
 
 def generate(folder: str) -> None:
-    """A few tokens from a default engine."""
+    """Generate a few tokens with a default engine."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(

@@ -1,4 +1,4 @@
-"""The trace `nan` in a stub that is shaped like vLLM 0.21.0 where it is hooked, on the CPU."""
+"""The trace `nan` on the CPU, in a stub of the parts of vLLM 0.21.0 that it hooks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run_step(forward: Callable[[torch.Tensor], Any]) -> None:
-    """A step of 3 real tokens in a batch of 4, through `forward` in place of the model."""
+    """Run a step of 3 real tokens in a batch of 4 through `forward` instead of the model."""
     asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
     module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
 
@@ -86,7 +86,7 @@ def test_a_clean_model_shows_nothing() -> None:
     assert (result.points, result.routers, result.steps_with_padding) == ((), (), 1)
 
 
-def test_what_a_graph_holds_was_looked_at_when_it_was_captured() -> None:
+def test_operators_in_a_graph_are_watched_at_the_capture() -> None:
     nan_trace.apply("0.21.0")
     model = Model()
     model(torch.zeros(4))  # the capture
@@ -97,7 +97,7 @@ def test_what_a_graph_holds_was_looked_at_when_it_was_captured() -> None:
     assert "first in real rows: nothing" in result.text()
 
 
-def test_attention_is_looked_at_with_the_experts_and_a_step_is_two_launches_beside(
+def test_attention_is_watched_with_the_experts_and_a_step_adds_two_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nan_trace.apply("0.21.0")
@@ -110,7 +110,7 @@ def test_attention_is_looked_at_with_the_experts_and_a_step_is_two_launches_besi
         )
 
     def replay(input_ids: torch.Tensor) -> torch.Tensor:
-        """As where a graph holds the experts: only attention runs in Python."""
+        """As if a graph held the experts: only attention runs in Python."""
         return model.attention(torch.zeros(3, 8), torch.zeros(4, 8))
 
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_attention_is_looked_at_with_the_experts_and_a_step_is_two_launches_besi
     ]
 
 
-def test_an_attention_layer_without_experts_is_looked_at_at_once() -> None:
+def test_an_attention_layer_without_experts_is_watched_at_once() -> None:
     nan_trace.apply("0.21.0")
     model = Model()
     dense = module("model_executor.layers.attention.attention").Attention("layers.dense.attn")
@@ -165,7 +165,7 @@ def test_the_experiment_makes_padding_nan_and_only_padding(monkeypatch: pytest.M
     assert out.isnan().any(1).tolist() == [False] * 3 + [True] * 3
 
 
-def test_asked_twice_the_first_trace_stays() -> None:
+def test_a_second_request_keeps_the_first_trace() -> None:
     nan_trace.apply("0.21.0")
     trace = nan_trace.trace_of_this_process()
     assert nan_trace.apply("0.21.0") == "is active already"
@@ -174,7 +174,7 @@ def test_asked_twice_the_first_trace_stays() -> None:
     assert report().steps == 1
 
 
-def test_another_vllm_is_left_alone() -> None:
+def test_another_vllm_is_left_unchanged() -> None:
     runner = module("v1.worker.gpu_model_runner").GPUModelRunner
     original = runner.execute_model
     del module("model_executor.layers.fused_moe.runner.moe_runner").MoERunner._apply_quant_method
@@ -202,7 +202,7 @@ def test_a_step_that_raised_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state.report() == before
 
 
-def test_without_a_router_it_is_said_that_none_was_watched() -> None:
+def test_the_report_says_that_no_router_was_watched() -> None:
     nan_trace.apply("0.21.0")
     attention = module("model_executor.layers.attention.attention").Attention("layers.0.attn")
 
@@ -215,7 +215,7 @@ def test_without_a_router_it_is_said_that_none_was_watched() -> None:
     assert "no router was watched" in result.text()
 
 
-def test_ids_are_kept_apart_where_no_attention_said_how_many_rows_there_are() -> None:
+def test_ids_are_separate_if_no_attention_gave_the_number_of_rows() -> None:
     nan_trace.apply("0.21.0")
     model = Model()
 
@@ -259,17 +259,17 @@ def test_the_plug_in_knows_the_trace() -> None:
         '{"topk_softmax": 5}',
     ],
 )
-def test_an_experiment_that_makes_no_sense_is_refused(text: str) -> None:
+def test_an_invalid_experiment_is_refused(text: str) -> None:
     with pytest.raises(FixError, match=VARIABLE):
         Experiment.from_environment({VARIABLE: text})
 
 
-def test_no_experiment_unless_it_is_asked_for() -> None:
+def test_there_is_no_experiment_by_default() -> None:
     assert Experiment.from_environment({}) is None
     assert Experiment.from_environment({VARIABLE: '{"poison_padding": false}'}) == Experiment()
 
 
-def test_the_namespace_is_renamed_where_it_is_once() -> None:
+def test_the_namespace_is_renamed_only_if_it_occurs_once() -> None:
     library = b"\x7fELF\0PyInit__moe_C\0topk\0_moe_C\0\0end"
     assert renamed(library) == b"\x7fELF\0PyInit__moe_C\0topk\0_moe_X\0\0end"
     for other in (b"nothing", library + library):

@@ -135,7 +135,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, **replaced: str) -> None:
-    """A vllm of this release, which `import vllm` now finds; `replaced` holds files by their last name."""
+    """Install a fake vllm of this release; `replaced` holds files by their last name."""
     root = write(tmp_path, version)
     old = tuple(int(part) for part in version.split(".")) < (0, 20, 0)
     prefixed = tuple(int(part) for part in version.split(".")) >= (0, 29, 0)
@@ -253,7 +253,7 @@ def test_if_memory_runs_out_vllm_keeps_its_weights(
 
 
 @pytest.mark.parametrize("pin", [True, False])
-def test_that_memory_is_not_pinned_is_said_once(
+def test_one_warning_says_that_memory_is_not_pinned(
     caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder, pin: bool
 ) -> None:
     from moedoctor.fixes.offloader import offload
@@ -282,7 +282,7 @@ def test_with_uva_nothing_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all("forward" not in vars(module) for module in modules)
 
 
-def test_an_engine_that_copies_gets_no_graphs_and_a_cache_of_its_own(
+def test_an_engine_that_copies_has_no_graphs_and_its_own_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub(tmp_path, monkeypatch, "0.21.0")
@@ -334,7 +334,7 @@ def test_the_assertion_is_lifted_before_0_20(tmp_path: Path, monkeypatch: pytest
         ),
     ],
 )
-def test_a_vllm_that_is_not_as_expected_is_left_alone(
+def test_an_unexpected_vllm_is_left_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str], reason: str
 ) -> None:
     filled = {name: text.replace("{prefix}", "") for name, text in replaced.items()}
@@ -441,7 +441,7 @@ print(json.dumps([vllm_plugin.installed_version(), same, handle and handle.repor
 
 @pytest.mark.upstream
 def test_the_installed_vllm_is_patched_and_computes_the_same() -> None:
-    """The release's own Python files, in a process of their own; ``make test-upstream`` takes releases."""
+    """Patches the release's own Python files in a child process; ``make test-upstream`` takes releases."""
     environ = {**os.environ, "MOEDOCTOR_FIXES": "offload,routing"}
     command = [sys.executable, "-c", REAL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ)
@@ -449,7 +449,7 @@ def test_the_installed_vllm_is_patched_and_computes_the_same() -> None:
     version, same, host_bytes = json.loads(done.stdout.splitlines()[-1])
     release = Version(version)
     assert same
-    # From 0.29.0 on it asks each parameter as well whether it is on a CPU.
+    # From 0.29.0 on vLLM also checks whether each parameter is on a CPU.
     assert host_bytes == (3 * 160 * 160 * 4 if release < Version("0.29.0") else None)
     active = [line for line in (done.stderr + done.stdout).splitlines() if "moedoctor: active in" in line]
     assert len(active) == 1

@@ -77,12 +77,12 @@ class MoERunner(nn.Module):
 
 @dataclass(frozen=True)
 class Shape:
-    """How a release lays its MoE layer out."""
+    """The layout of a release's MoE layer."""
 
     version: str
     reader: str = "_forward_impl"
     newer: bool = False
-    """The runner is the layer, and the experts are a module of their own, which is never called."""
+    """The runner is the layer; the experts are a separate module that is never called."""
 
     def text(self, name: str) -> str:
         """The runner's file; `name` keeps its operators apart from those of other tests."""
@@ -122,7 +122,7 @@ class FusedMoE(RoutedExperts):
 
 
 class Layer(nn.Module):
-    """As vLLM's decoder layers: gives an update and the residual, which the next layer adds."""
+    """Like vLLM's decoder layers: returns an update and the residual, which the next layer adds."""
 
     def __init__(self, runner: Any, number: int, *, newer: bool) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Made:
-    """A model whose layers vLLM put on the host, and its offloader; `take_over` says that all is loaded."""
+    """A model whose layers vLLM put on the host, and its offloader; `take_over` reports the end of loading."""
 
     model: Model
     offloader: Any
@@ -165,7 +165,7 @@ class Made:
         return self.model(X)
 
     def compiled(self) -> tuple[torch.Tensor, str]:
-        """What it gives when compiled as one graph, and the compiler's code."""
+        """Return the output when compiled as one graph, and the compiler's code."""
         torch._dynamo.reset()
         output, (code,) = run_and_get_code(torch.compile(self.model, fullgraph=True), X)
         return output, code
@@ -217,7 +217,7 @@ def test_experts_are_fetched_inside_the_operator(
 
 
 @pytest.mark.parametrize("shape", [OLDER, NEWER], ids=lambda shape: shape.version)
-def test_what_the_operator_reads_really_comes_from_the_host(make: Maker, shape: Shape) -> None:
+def test_the_operator_reads_weights_from_the_host(make: Maker, shape: Shape) -> None:
     made = make(shape)
     expected = made.run()
     made.take_over()
@@ -246,7 +246,7 @@ def python_entry(layer: Any) -> None:
     [(OLDEST, lambda layer: None), (OLDER, another_weight), (OLDER, python_entry)],
     ids=["another function reads them", "not only experts", "no operator"],
 )
-def test_elsewhere_they_are_fetched_around_the_layers(
+def test_without_a_known_operator_experts_are_fetched_around_the_layers(
     make: Maker, shape: Shape, change: Callable[[Any], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="vllm.moedoctor")
@@ -341,7 +341,7 @@ print("ANSWER " + json.dumps({
 
 @pytest.mark.upstream
 def test_vllms_own_layers_read_their_weights_inside_the_operator(tmp_path: Path) -> None:
-    """The installed release's own MoE layers, runner and operator, in a process of their own."""
+    """Runs the installed release's own MoE layers, runner and operator in a child process."""
     if Version(importlib.metadata.version("vllm")) < Version("0.20.0"):
         pytest.skip("these releases read them in other functions")
     folder = write_qwen3_moe(tmp_path / "model", scheme="bf16", experts=8, top_k=2)

@@ -1,4 +1,4 @@
-"""The plug-in inside a stub of vLLM: inactive by default, applied once, and never in the way."""
+"""The plug-in inside a stub of vLLM: inactive by default, applied once, and never raises."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def moe_backend(arguments: Any) -> str:
 
 
 @pytest.mark.parametrize("value", [None, "", " , "])
-def test_nothing_happens_unless_it_is_asked_for(
+def test_the_plug_in_is_inactive_by_default(
     stub: Stub, caplog: pytest.LogCaptureFixture, value: str | None
 ) -> None:
     arguments = stub(fixes=value)
@@ -77,7 +77,7 @@ def test_the_variable_is_honoured_in_every_release(stub: Stub, version: str) -> 
     assert config.kernel_config.moe_backend == "marlin"
 
 
-def test_it_is_applied_once_and_says_so_once(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_plug_in_is_applied_and_logged_once(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
     arguments = stub(fixes="all")
     vllm_plugin.register()
     once = arguments.create_engine_config
@@ -91,7 +91,7 @@ def test_it_is_applied_once_and_says_so_once(stub: Stub, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_reasons_are_logged_that_upstream_hides(stub: Stub, before: bool) -> None:
+def test_hidden_reasons_of_upstream_are_logged(stub: Stub, before: bool) -> None:
     stub(backend=None)
     if before:
         importlib.import_module(ORACLE)
@@ -161,7 +161,7 @@ def test_without_a_known_gpu_only_the_reasons_are_missing(
         ("0.33.0", "FLASHINFER_MOE_EP_CUTEDSL", "ask with --moe-backend flashinfer_moe_ep_cutedsl"),
     ],
 )
-def test_a_value_that_cannot_be_honoured_is_warned_of(
+def test_a_value_without_effect_gives_a_warning(
     stub: Stub, caplog: pytest.LogCaptureFixture, version: str, backend: str, warning: str
 ) -> None:
     arguments = stub(version, backend=backend)
@@ -170,7 +170,7 @@ def test_a_value_that_cannot_be_honoured_is_warned_of(
     assert any(warning in line for line in messages(caplog))
 
 
-def test_an_unknown_release_is_left_alone_with_one_warning(
+def test_an_unknown_release_is_left_unchanged_with_a_warning(
     stub: Stub, caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = stub("0.99.0")
@@ -193,7 +193,7 @@ def test_an_unknown_release_is_left_alone_with_one_warning(
         ("raise RuntimeError('broken')\n", "RuntimeError: broken"),
     ],
 )
-def test_a_vllm_that_is_not_what_its_version_says_is_left_alone(
+def test_a_vllm_that_does_not_match_its_version_is_left_unchanged(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -1,4 +1,4 @@
-"""Upstream's own collectors, run in a child: stand-ins for both packages, and every way of failing."""
+"""Upstream's own collectors in a child process: fakes of both packages, and each way to fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def collect_env_info():
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the children's path; what is put there is what is installed."""
+    """A folder on the child's import path; packages in it are installed for the child."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("MARK", str(tmp_path / "mark"))
     return tmp_path

@@ -69,7 +69,7 @@ def test_a_library_that_does_not_load_says_so_in_one_line(tmp_path: Path) -> Non
 
 
 class Ops:
-    """Stands for ``torch.ops._moe_C`` of a release: records what it was called with."""
+    """Replaces ``torch.ops._moe_C`` of a release and records its arguments."""
 
     def __init__(self, release: str) -> None:
         self.called: dict[str, Any] = {}
@@ -88,7 +88,7 @@ class Ops:
 
 
 @pytest.mark.parametrize("release", ["0.18.0", "0.33.0"])
-def test_outputs_are_those_that_the_operator_wrote(release: str) -> None:
+def test_outputs_come_from_the_operator(release: str) -> None:
     ops = Ops(release)
     routed = MoeKernels(Path("moe_C.so"), ops).topk_sigmoid(torch.zeros(2, 8), 4, renormalize=True)
     assert routed.weights.tolist() == [[0.5] * 4] * 2
@@ -111,7 +111,7 @@ def test_grouped_without_a_bias_skips_the_case() -> None:
 def test_the_cuda_runtime_that_is_missing_is_loaded_and_the_kernels_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What torch raises for a release that is built for CUDA 12: the loader's own words are the cause."""
+    """For a release built for CUDA 12, torch raises an error whose cause is the loader's message."""
     library, runtime = tmp_path / "moe_C.so", tmp_path / "libcudart.so.12"
     for file in (library, runtime):
         file.write_bytes(b"\x7fELF")

@@ -1,4 +1,4 @@
-"""Kernels out of wheels and shared objects, and everything that is neither."""
+"""Kernels from wheels and shared objects, and refused files."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_cannot_hold_kernels_is_refused(
 
 
 @pytest.mark.parametrize("member", ["vllm/_C.abi3.so", "../vllm/_moe_C.abi3.so", "x/vllm/_moe_C.abi3.so"])
-def test_only_the_one_member_is_ever_taken_out(tmp_path: Path, member: str) -> None:
+def test_only_the_kernel_library_is_extracted(tmp_path: Path, member: str) -> None:
     file = make_wheel(tmp_path / "vllm.whl", member)
     with pytest.raises(KernelError, match="no vllm/_moe_C"):
         wheel.check_kernels(file)

@@ -41,7 +41,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("8.0", "MARLIN", {"FLASHINFER_TRTLLM": False, "VLLM_CUTLASS": False, "MARLIN": True}),
     ],
 )
-def test_the_capability_is_substituted_and_every_backend_is_heard(
+def test_the_capability_is_substituted_and_every_backend_answers(
     stub: Path, capability: str, chosen: str, supported: dict[str, bool]
 ) -> None:
     heard = ask_installed(select(capability, "nvfp4", release="0.21.0"))
@@ -49,7 +49,7 @@ def test_the_capability_is_substituted_and_every_backend_is_heard(
     assert any("do not load here" in note for note in heard.notes)
 
 
-def test_the_activation_and_the_flag_reach_it(stub: Path) -> None:
+def test_the_activation_and_the_flag_are_passed_on(stub: Path) -> None:
     ungated = select("12.0", "nvfp4", release="0.21.0", activation="relu2_no_mul")
     assert ask_installed(ungated).chosen == "MARLIN"
     plain = select("12.0", "nvfp4", release="0.21.0")
@@ -59,17 +59,17 @@ def test_the_activation_and_the_flag_reach_it(stub: Path) -> None:
     assert "is not supported for NvFP4" in (refused.error or "")
 
 
-def test_it_says_which_libraries_it_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_lists_the_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = "def has_deep_gemm():\n    return True\n\ndef has_humming():\n    raise OSError('broken')\n"
     monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, import_utils=there)}:{ROOT}")
     heard = ask_installed(select("12.0", "nvfp4", release="0.21.0"))
     assert heard.libraries == {"flashinfer": False, "deep_gemm": True, "humming": False}
 
 
-def test_a_backend_that_cannot_be_imported_is_no_backend(
+def test_a_backend_that_cannot_be_imported_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Selection does not come to it on this GPU, so that vLLM works all the same."""
+    """Selection does not reach it on this GPU, so vLLM works."""
     body = "def backend_to_kernel_cls(backend):\n"
     broken = f"{body}    if backend.value == 'MARLIN':\n        import no_such_library\n"
     oracle = FILES["vllm/model_executor/layers/fused_moe/oracle/nvfp4.py"].format().replace(body, broken)
@@ -112,7 +112,7 @@ def test_disagreements_are_named() -> None:
         ({"config": "import os\nos._exit(3)\n"}, "could not be asked: exit status 3: it printed nothing"),
     ],
 )
-def test_a_vllm_that_cannot_be_asked_says_why(
+def test_a_vllm_that_cannot_answer_gives_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str], message: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, **replaced)}:{ROOT}")
@@ -136,7 +136,7 @@ def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 def test_a_platform_that_vllm_has_chosen_already_is_replaced_everywhere(stub: Path) -> None:
-    """As on a machine with a GPU, and in releases that ask for the platform while they are imported."""
+    """As on a machine with a GPU, and in releases that read the platform during import."""
     code = """
 import json
 import vllm.platforms

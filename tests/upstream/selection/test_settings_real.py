@@ -1,4 +1,4 @@
-"""The tables of settings against the installed vLLM: its own parser, and the variables that it declares."""
+"""The tables of settings against the installed vLLM: its parser and its declared variables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print("ANSWER " + json.dumps([flags, list(importlib.import_module("vllm.envs").e
 
 @pytest.fixture(scope="module")
 def answer() -> tuple[str, dict[str, list[str]], list[str]]:
-    """(release, flags with their choices, variables) of the installed vLLM."""
+    """Return (release, flags with their choices, variables) of the installed vLLM."""
     release = importlib.metadata.version("vllm").partition("+")[0]
     if release not in vllm_flags().releases:
         pytest.skip(f"vllm {release} is not in the tables")
