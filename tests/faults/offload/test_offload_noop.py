@@ -1,4 +1,4 @@
-"""MD013: the mark that outlives its memory, in our restatement and in functions like those of two releases."""
+"""MD013: the mark that outlives its memory, in our restatement and in functions like two releases'."""
 
 from __future__ import annotations
 

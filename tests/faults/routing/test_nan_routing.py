@@ -192,7 +192,7 @@ def test_the_first_fixed_release_follows_from_the_results() -> None:
     assert [row["duplicates_from_nan"] for row in conclusions["releases"]] == [24, 24, 0, 0]
 
 
-def test_a_release_that_fails_again_is_reported() -> None:
+def test_the_first_fixed_release_comes_after_the_last_failure() -> None:
     results = [case("vllm@0.19.1"), case("vllm@0.20.0", **FAILING), case("vllm@0.21.0")]
     assert FAULT.conclude(results)["first_fixed_release"] == "0.21.0"
 

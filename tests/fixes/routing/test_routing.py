@@ -190,7 +190,7 @@ def test_a_nan_expert_ranks_last_in_its_group_and_the_group_counts_what_is_finit
 
 
 @pytest.mark.parametrize(("row", "bias", "policy", "expected"), GROUP_EDGES)
-def test_groups_without_finite_numbers(
+def test_groups_with_nan_or_infinity(
     row: list[float], bias: list[float], policy: str, expected: list[int]
 ) -> None:
     _, ids = Call.group_edge(row, bias, policy).of(routing)

@@ -181,7 +181,7 @@ def test_the_real_import_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def _context_of(wheel: Path, cuda: dict[str, tuple[int, int]]) -> Any:
-    """The CompilationContext of a wheel that is not installed; `cuda` holds the CUDA release that it reads."""
+    """The CompilationContext of a wheel that is not installed; `cuda` holds its CUDA release."""
     from packaging.version import Version
 
     extensions = types.ModuleType("flashinfer.jit.cpp_ext")

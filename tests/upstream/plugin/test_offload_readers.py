@@ -149,7 +149,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Made:
-    """A model whose layers vLLM put on the host, and its offloader; `take_over` reports the end of loading."""
+    """A model whose layers vLLM put on the host, and its offloader; `take_over` ends loading."""
 
     model: Model
     offloader: Any

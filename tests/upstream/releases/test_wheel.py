@@ -75,7 +75,7 @@ def test_what_cannot_hold_kernels_is_refused(
 
 
 @pytest.mark.parametrize("member", ["vllm/_C.abi3.so", "../vllm/_moe_C.abi3.so", "x/vllm/_moe_C.abi3.so"])
-def test_only_the_kernel_library_is_extracted(tmp_path: Path, member: str) -> None:
+def test_a_wheel_without_the_kernel_library_is_refused(tmp_path: Path, member: str) -> None:
     file = make_wheel(tmp_path / "vllm.whl", member)
     with pytest.raises(KernelError, match="no vllm/_moe_C"):
         wheel.check_kernels(file)
