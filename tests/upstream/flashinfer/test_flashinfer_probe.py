@@ -105,7 +105,9 @@ def test_the_probe_compiles_is_kept_and_calls_what_the_header_has(source: FlashI
 
 
 @needs_nvcc
-def test_a_compile_error_is_one_line(source: FlashInferSource, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_compilation_is_described_in_one_line(
+    source: FlashInferSource, capsys: pytest.CaptureFixture[str]
+) -> None:
     source.kernels.write_text("#error this release is different\n")
     with pytest.raises(KernelError, match="this release is different") as error:
         build(plan_build(source, "90a"))
@@ -116,7 +118,7 @@ def test_a_compile_error_is_one_line(source: FlashInferSource, capsys: pytest.Ca
     assert "this release is different" in capsys.readouterr().err
 
 
-def test_a_link_error_is_the_line_that_names_the_symbol(
+def test_a_failed_link_shows_the_line_that_names_the_library(
     source: FlashInferSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvcc = tmp_path / "bin" / "nvcc"
