@@ -23,7 +23,7 @@ def names(path: Path) -> Iterator[tuple[str, int]]:
             yield node.arg, node.lineno
 
 
-@pytest.mark.parametrize("folder", ["moedoctor", "scripts"])
+@pytest.mark.parametrize("folder", ["moedoctor", "scripts", "tests"])
 def test_no_name_is_empty(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
