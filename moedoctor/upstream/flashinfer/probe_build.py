@@ -37,8 +37,10 @@ _OPTIONS = (
     "-Xfatbin=-compress-all",
 )
 """Those of FlashInfer's own build."""
-_CAUSES = ("undefined reference|cannot find -l", "(?i)error")
-"""Patterns of the line that explains why a build failed, the most specific first."""
+_CAUSES = ("undefined reference|cannot find -l", r"(?i)\b(error|fatal)( #[\w-]+)?\s*:")
+"""Patterns of the line that explains why a build failed, the most specific first.
+
+The word "error" alone can be part of a path."""
 
 
 @dataclass(frozen=True)

@@ -118,17 +118,32 @@ def test_a_failed_compilation_is_described_in_one_line(
     assert "this release is different" in capsys.readouterr().err
 
 
-def test_a_failed_link_shows_the_line_that_names_the_library(
-    source: FlashInferSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+FAILED_BUILDS = {
+    "linker": (
+        "ld: cannot find -lcudart_static: No such file\ncollect2: error: ld returned 1 exit status",
+        "cannot find -lcudart_static",
+    ),
+    "error in a path": (
+        "In file included from /cache/error/probe.cu:4:\n/x/moe.cuh:5:2: error: #error another release",
+        "#error another release",
+    ),
+    "numbered": ("/x/errors/moe.cuh(7)\n/x/moe.cuh(7): error #20: T is undefined", "T is undefined"),
+    "nvcc": ("nvcc fatal   : Unsupported gpu architecture 'compute_120f'", "Unsupported gpu architecture"),
+}
+
+
+@pytest.mark.parametrize("name", FAILED_BUILDS)
+def test_a_failed_build_shows_the_line_that_names_the_cause(
+    name: str, source: FlashInferSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    printed, cause = FAILED_BUILDS[name]
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
-    error = "ld: cannot find -lcudart_static: No such file\ncollect2: error: ld returned 1 exit status"
-    nvcc.write_text(f"#!/bin/sh\ncat >&2 <<'end'\n{error}\nend\nexit 1\n")
+    nvcc.write_text(f"#!/bin/sh\ncat >&2 <<'end'\n{printed}\nend\nexit 1\n")
     nvcc.chmod(0o755)
     tool = Tool("nvcc", str(nvcc), (13, 0), "13.0.88")
     monkeypatch.setattr("moedoctor.upstream.flashinfer.probe_build.find_tools", lambda names: (tool,))
-    with pytest.raises(KernelError, match="cannot find -lcudart_static"):
+    with pytest.raises(KernelError, match=cause):
         build(plan_build(source, "90a"))
 
 
