@@ -96,37 +96,46 @@ def sources(
     environ: Mapping[str, str] | None = None,
     torch_cuda: str = "13.0",
     files: tuple[str, ...] = (),
+    texts: Mapping[str, str] | None = None,
     driver_cuda: int = 13000,
+    **replaced: Any,
 ) -> Sources:
-    """Return the facts of a machine with these packages, this GPU and these variables."""
-    installed = dict(packages or {})
-    texts = {
-        "/proc/version": WSL if wsl else LINUX,
-        "/lib/torch/version.py": f"cuda: Optional[str] = '{torch_cuda}'",
-        "/etc/os-release": 'PRETTY_NAME="Ubuntu 24.04 LTS"',
-        "/proc/cpuinfo": "model name\t: A CPU\n",
-        "/proc/meminfo": "MemTotal: 1000000 kB\n",
-        "/proc/1/cgroup": "0::/\n",
-    }
+    """Return the facts of a machine with these packages, this GPU and these variables.
+
+    `files` exist in packages; `texts` are all files of the system, by path. `replaced` are sources by name.
+    """
+    installed = packages or {}
+    if texts is None:
+        texts = {
+            "/proc/version": WSL if wsl else LINUX,
+            "/lib/torch/version.py": f"cuda: Optional[str] = '{torch_cuda}'",
+            "/etc/os-release": 'PRETTY_NAME="Ubuntu 24.04 LTS"',
+            "/proc/cpuinfo": "model name\t: A CPU\n",
+            "/proc/meminfo": "MemTotal: 1000000 kB\n",
+            "/proc/1/cgroup": "0::/\n",
+        }
+
+    def read_text(path: str) -> str:
+        if path not in texts:
+            raise FileNotFoundError(path)
+        return texts[path]
 
     def version(name: str) -> str:
         if name not in installed:
             raise PackageNotFoundError(name)
         return installed[name]
 
-    def folder(name: str) -> Path | None:
-        return Path("/lib") / name if name in installed else None
-
-    return Sources(
-        environ={"HOME": "/home/alice", "USER": "alice", **(environ or {})},
-        read_text=texts.__getitem__,
-        exists=lambda path: str(path).removeprefix("/lib/") in files,
-        package_version=version,
-        package_folder=folder,
-        nvml=lambda: Nvml([gpu] if gpu else [], driver_cuda),
-        locked_memory_limit=lambda: 8 << 20,
-        host=lambda: "workstation-7",
-    )
+    answers: dict[str, Any] = {
+        "environ": {"HOME": "/home/alice", "USER": "alice", **(environ or {})},
+        "read_text": read_text,
+        "exists": lambda path: path in texts or str(path).removeprefix("/lib/") in files,
+        "package_version": version,
+        "package_folder": lambda name: Path("/lib") / name if name in installed else None,
+        "nvml": lambda: Nvml([gpu] if gpu else [], driver_cuda),
+        "locked_memory_limit": lambda: 8 << 20,
+        "host": lambda: "workstation-7",
+    }
+    return Sources(**{**answers, **replaced})
 
 
 def probes(**replaced: Any) -> Probes:
