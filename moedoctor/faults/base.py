@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from packaging.version import Version
@@ -89,6 +90,10 @@ class ClaimCases:
             if isinstance(measurement.outcome, Observation)
         ]
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the ``rows`` of all units, in order."""
+        return [row for figures in self.evidence() for row in figures["rows"]]
+
     def keeps(self, limit: str, values: float | Iterable[float]) -> bool:
         """Return whether every one of `values` keeps the threshold `limit`; False without any value.
 
@@ -102,15 +107,20 @@ class ClaimCases:
 
 
 def in_lab(function: str) -> Callable[[str, str, Mapping[str, str]], Observation]:
-    """Return a `measure` for `claim` that is in a lab: ``moedoctor.faults.cache.cache_overflow_lab:groups``.
+    """Return a `measure` for `claim`: a function such as ``moedoctor.bench.cache.groups:our_groups``.
 
-    Only the child imports the lab. `function` takes (unit, device, subject name -> path of its kernels) and
-    returns an Observation or its evidence.
+    Only the child imports it. It is given those of ``unit``, ``device`` and ``sources`` (subject name -> path
+    of its kernels) that it has parameters for, and returns an Observation, its evidence, or its rows.
     """
     module, _, name = function.partition(":")
 
     def measure(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
-        answer = getattr(importlib.import_module(module), name)(unit, device, sources)
+        experiment = getattr(importlib.import_module(module), name)
+        wanted = signature(experiment).parameters
+        offered = {"unit": unit, "device": device, "sources": sources}
+        answer = experiment(**{key: value for key, value in offered.items() if key in wanted})
+        if isinstance(answer, list):
+            answer = {"rows": answer}
         return answer if isinstance(answer, Observation) else Observation(answer)
 
     measure.__qualname__ = function

@@ -19,7 +19,7 @@ from moedoctor.faults.base import (
 from moedoctor.faults.cache.engine_claims import ENGINE_CLAIMS
 from moedoctor.results import Case, CaseVerdict, Observation, Tier
 
-LAB = "moedoctor.faults.cache.cache_overflow_lab"
+_BENCH = "moedoctor.bench.cache.groups"
 PR_OVERHEAD = {2: 0.06, 4: 0.15, 8: 0.35}
 """Groups -> overhead that the PR measured, at 1024 tokens with all experts resident."""
 PR_LAYER_US = 6500.0
@@ -55,7 +55,7 @@ def _microseconds(rows: Sequence[Mapping[str, Any]], key: str) -> str:
     return ", ".join(f"{row[key]:.0f}" for row in rows)
 
 
-@claim("group_cost", measure=f"{LAB}:group_cost", thresholds=("tolerance",), needs_gpu=True)
+@claim("group_cost", measure=f"{_BENCH}:upstream_groups", thresholds=("tolerance",), needs_gpu=True)
 def group_cost(cases: ClaimCases) -> ClaimJudgement:
     """With vLLM's kernel, each number of groups has the overhead that the PR measured, within a tolerance.
 
@@ -83,7 +83,7 @@ def group_cost(cases: ClaimCases) -> ClaimJudgement:
 
 @claim(
     "our_group_cost",
-    measure=f"{LAB}:our_group_cost",
+    measure=f"{_BENCH}:our_groups",
     thresholds=("max_overhead_2", "max_overhead_4", "max_overhead_8"),
     needs_gpu=True,
 )
@@ -101,7 +101,7 @@ def our_group_cost(cases: ClaimCases) -> ClaimJudgement:
     )
 
 
-@claim("cold_swap", measure=f"{LAB}:cold_swap", thresholds=("min_share",), needs_gpu=True)
+@claim("cold_swap", measure=f"{_BENCH}:cold_swap", thresholds=("min_share",), needs_gpu=True)
 def cold_swap(cases: ClaimCases) -> ClaimJudgement:
     """The transfer of its bytes at the bandwidth of pinned copies is most of a cold call."""
     (measured,) = cases.evidence()
@@ -123,7 +123,7 @@ class CacheOverflowFault(Fault):
     id = "MD007"
     parameters = CacheOverflowParameters
     tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
-    lab = LAB
+    lab = "moedoctor.faults.cache.cache_overflow_lab"
     claims = (group_cost, our_group_cost, cold_swap, *ENGINE_CLAIMS)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:

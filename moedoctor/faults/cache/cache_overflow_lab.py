@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -104,27 +104,3 @@ def measure(
             "message": refusals[0],
         }
     )
-
-
-# --- Measurements for the claims. Each is (unit, device, sources) -> Observation. -------------------------
-
-
-def group_cost(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
-    """Measure vLLM's own Triton kernel once a group, against one call, in the same shape as ours."""
-    from moedoctor.bench.cache.groups import upstream_groups
-
-    return Observation(upstream_groups(device))
-
-
-def our_group_cost(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
-    """Measure our layer once a group, against one call."""
-    from moedoctor.bench.cache.groups import our_groups
-
-    return Observation(our_groups(device))
-
-
-def cold_swap(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
-    """Measure a layer whose experts all have to be loaded, against the bandwidth of pinned copies."""
-    from moedoctor.bench.cache import groups
-
-    return Observation(groups.cold_swap(device))

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moedoctor.faults.base import ClaimCases, ClaimJudgement, ClaimTest, claim, decide, untested
-from moedoctor.results import Observation
+from moedoctor.faults.base import ClaimCases, ClaimJudgement, claim, decide, untested
 
 _GIB = 2**30
 _SIZES = {8, 16, 32, 64, 128}
 """Slots that `engine_speed` is about."""
+_ENGINES = "moedoctor.upstream.engine.expert_cache"
+_OPTIONS: dict[str, Any] = {
+    "thresholds": ("min_share",),
+    "needs_gpu": True,
+    "needs": "an installed vLLM that starts",
+}
 Row = Mapping[str, Any]
-Judge = Callable[[ClaimCases], ClaimJudgement]
 
 
-def _engine_claim(key: str, experiment: str) -> Callable[[Judge], ClaimTest]:
-    """Like `claim`; `experiment`, "module:function", runs the engines and returns a row for each."""
-    module, _, function = experiment.partition(":")
-
-    def measure(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
-        return Observation({"rows": getattr(importlib.import_module(module), function)(sources)})
-
-    return claim(
-        key,
-        measure=measure,
-        thresholds=("min_share",),
-        needs_gpu=True,
-        needs="an installed vLLM that starts",
-    )
-
-
-def _rows(cases: ClaimCases) -> list[dict[str, Any]]:
-    return [row for evidence in cases.evidence() for row in evidence["rows"]]
-
-
-@_engine_claim("engine_tokens", "moedoctor.upstream.engine.expert_cache:tokens")
+@claim("engine_tokens", measure=f"{_ENGINES}:tokens", **_OPTIONS)
 def engine_tokens(cases: ClaimCases) -> ClaimJudgement:
     """Every engine whose experts went through a cache gives the tokens of the engine without a cache.
 
     Other tokens refute the claim. Equal tokens confirm it only if a planted fault changes the tokens of the
     same backend, and if the engines computed with what was asked for.
     """
-    every = _rows(cases)
+    every = cases.rows()
     rows = [row for row in every if not row.get("planted")]
     ran = [row for row in rows if row["outcome"] != "no control"]
     if not ran:
@@ -93,10 +76,10 @@ def _as_asked(row: Row) -> bool:
     return bool(row.get("asked") == row["chosen"] and row["engine"] == "device")
 
 
-@_engine_claim("engine_refusals", "moedoctor.upstream.engine.expert_cache:refusals")
+@claim("engine_refusals", measure=f"{_ENGINES}:refusals", **_OPTIONS)
 def engine_refusals(cases: ClaimCases) -> ClaimJudgement:
     """Every engine that cannot have a cache ends with the reason."""
-    rows = _rows(cases)
+    rows = cases.rows()
     asked = [row for row in rows if row["refused"] is not None]
     refused = [row for row in asked if row["refused"]]
     not_run = [row["setting"] for row in rows if row["refused"] is None]
@@ -109,10 +92,10 @@ def engine_refusals(cases: ClaimCases) -> ClaimJudgement:
     return decide(len(refused) >= cases.limits["min_share"] * len(asked), {"rows": rows}, figure)
 
 
-@_engine_claim("engine_memory", "moedoctor.upstream.engine.expert_cache:memory")
+@claim("engine_memory", measure=f"{_ENGINES}:memory", **_OPTIONS)
 def engine_memory(cases: ClaimCases) -> ClaimJudgement:
     """vLLM's memory profile finds what the caches say that they save."""
-    rows = _rows(cases)
+    rows = cases.rows()
     failed = next((row["error"] for row in rows if "error" in row), None)
     if failed is not None:
         return untested(f"an engine did not run: {failed}", {"rows": rows})
@@ -125,13 +108,13 @@ def engine_memory(cases: ClaimCases) -> ClaimJudgement:
     return decide(saved > 0 and gained >= cases.limits["min_share"] * saved, {"rows": rows}, figure)
 
 
-@_engine_claim("engine_speed", "moedoctor.upstream.engine.expert_cache:qwen")
+@claim("engine_speed", measure=f"{_ENGINES}:qwen", **_OPTIONS)
 def engine_speed(cases: ClaimCases) -> ClaimJudgement:
     """Single sequences get the tokens that they get with all experts on the GPU; speeds are shown beside.
 
     Tokens decide only if a planted fault changes them and rounds repeat them.
     """
-    rows = _rows(cases)
+    rows = cases.rows()
     single = [row for row in rows if row["batch"] == 1]
     most = max(row["slots"] for row in rows)
     figure = "; ".join(

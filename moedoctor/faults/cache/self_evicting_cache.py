@@ -109,7 +109,12 @@ def lru_monopoly(cases: ClaimCases) -> ClaimJudgement:
     return decide(cases.keeps("min_tilt", tilts), measured, reason)
 
 
-@claim("lfru_speed", measure=f"{LAB}:lfru_speed", thresholds=("min_gain",), needs_gpu=True)
+@claim(
+    "lfru_speed",
+    measure="moedoctor.bench.cache.groups:policy_speed",
+    thresholds=("min_gain",),
+    needs_gpu=True,
+)
 def lfru_speed(cases: ClaimCases) -> ClaimJudgement:
     """Decoding is faster under LFRU than under LRU."""
     (measured,) = cases.evidence()

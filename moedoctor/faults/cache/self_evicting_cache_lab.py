@@ -161,10 +161,10 @@ def _calls_to_compute(parameters: SelfEvictingCacheParameters, calls: list[list[
     return {*range(min(len(calls), parameters.computed - half)), *wrong[:half]}
 
 
-# --- Measurements for the claims. Each is (unit, device, sources) -> Observation. -------------------------
+# --- Measurements for the claims --------------------------------------------------------------------------
 
 
-def wrong_share(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+def wrong_share() -> dict[str, Any]:
     """Measure the share of calls with a wrong expert, for numbers of experts, top-k and slots."""
     rows = []
     for experts, top_k, capacity in _GRID:
@@ -178,7 +178,7 @@ def wrong_share(unit: str, device: str, sources: Mapping[str, str]) -> Observati
         }
         shares = {name: replay(calls, rule).wrong / len(calls) for name, rule in rules.items()}
         rows.append({"experts": experts, "top_k": top_k, "slots": capacity, **shares})
-    return Observation({"calls": _CALLS, "rows": rows})
+    return {"calls": _CALLS, "rows": rows}
 
 
 def _traces() -> Iterator[tuple[str, RoutingTrace]]:
@@ -189,7 +189,7 @@ def _traces() -> Iterator[tuple[str, RoutingTrace]]:
         yield f"Zipf {skew:g}, 128 experts top-6", zipf_trace(settings)
 
 
-def lfru_at_half(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+def lfru_at_half() -> list[dict[str, Any]]:
     """Measure the hit rates of LFRU with 8 slots and LRU with 16, beside the optimum of each.
 
     Hit rates belong to policies, so they come from a replay of `moedoctor.fixes.eviction`. The PR's own rule
@@ -219,10 +219,10 @@ def lfru_at_half(unit: str, device: str, sources: Mapping[str, str]) -> Observat
                 / sum(count.calls for count in counts),
             }
         )
-    return Observation({"rows": rows})
+    return rows
 
 
-def lru_monopoly(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+def lru_monopoly() -> dict[str, Any]:
     """Measure each layer's hit rate with a cache of its own and in one cache for all, under LRU and LFRU.
 
     ``all_layers`` has each scope's rates over all layers with the optimum of the same scope. The optimum of a
@@ -249,11 +249,4 @@ def lru_monopoly(unit: str, device: str, sources: Mapping[str, str]) -> Observat
             for layer in range(len(trace.layers))
         ]
         totals.append({"slots": capacity, **{name: point.hit_rate for name, point in points.items()}})
-    return Observation({"rows": rows, "all_layers": totals})
-
-
-def lfru_speed(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
-    """Measure decoding through the PR's cache under LFRU and LRU in turn."""
-    from moedoctor.bench.cache.groups import policy_speed
-
-    return Observation(policy_speed(device))
+    return {"rows": rows, "all_layers": totals}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,16 +55,16 @@ class Summed(NamedTuple):
 
 def add_up(run: Kernel, parts: Sequence[torch.Tensor], x: torch.Tensor, alias: str) -> Summed:
     """Add the results of `run(x, part)` [T, H] like a caller who takes them for tensors of its own."""
-    if alias == "results":
-        results = [run(x, part) for part in parts]  # [T, H] each
-        return Summed(torch.stack(results).sum(0), tuple(result.data_ptr() for result in results))
-    total = run(x, parts[0])  # [T, H]
-    addresses = [total.data_ptr()]
-    for part in parts[1:]:
+    results: list[torch.Tensor] = []  # [T, H] each
+    addresses = []
+    for part in parts:
         result = run(x, part)  # [T, H]
         addresses.append(result.data_ptr())
-        total += result
-    return Summed(total, tuple(addresses))
+        # A result that shares memory with the input is copied at once: the next input is wrong, not the sum.
+        results.append(result.clone() if alias == "input" else result)
+        if alias == "sum" and len(results) > 1:
+            results[0] += results.pop()
+    return Summed(torch.stack(results).sum(0), tuple(addresses))
 
 
 def shared_workspace(call: Call) -> Summed:
@@ -76,16 +76,7 @@ def shared_workspace(call: Call) -> Summed:
         output = x if call.alias == "input" else workspace  # [T, H]
         return output.copy_(forward(x, MoeWeights.of(weights), call.topk_weights, part))
 
-    if call.alias != "input":
-        return add_up(kernel, call.parts, call.x, call.alias)
-    # Each result is copied at once, so the sum is safe; the input of the next group is not.
-    x, total = call.x.clone(), torch.zeros_like(call.x)  # [T, H] each
-    addresses = []
-    for part in call.parts:
-        result = kernel(x, part)  # [T, H]
-        addresses.append(result.data_ptr())
-        total += result
-    return Summed(total, tuple(addresses))
+    return add_up(kernel, call.parts, call.x.clone(), call.alias)
 
 
 def own_sum(call: Call) -> Summed:
@@ -158,14 +149,14 @@ def measure(
     )
 
 
-def modular_kernel(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+def modular_kernel(device: str) -> list[dict[str, Any]]:
     """Measure the installed vLLM's kernel once a group: what it returns, and what it copies that from."""
     rows = []
     for result, unfinished in RESULTS.items():
         run = functools.partial(vllm_kernel, unfinished=unfinished)
         for groups in (2, 4):
-            parameters = WorkspaceAliasingParameters.model_validate({"alias": "sum", "groups": groups})
+            parameters = WorkspaceAliasingParameters.model_validate({"groups": groups})
             evidence = measure(parameters, device, run, _BFLOAT16).evidence
             counts = {key: evidence[key] for key in ("wrong_rows", "rows", "same_memory")}
             rows.append({"what": result, "groups": groups, **counts})
-    return Observation({"rows": rows})
+    return rows

@@ -178,7 +178,7 @@ def test_each_scope_is_shown_beside_its_own_optimum() -> None:
 
 @pytest.mark.usefixtures("shipped")
 def test_no_rate_is_above_the_optimum_of_its_scope() -> None:
-    evidence = lab.lru_monopoly("", "cpu", {}).evidence
+    evidence = lab.lru_monopoly()
     assert [total["slots"] for total in evidence["all_layers"]] == [16, 32]
     for total in evidence["all_layers"]:
         for scope in ("layer", "global"):
