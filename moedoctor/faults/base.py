@@ -36,8 +36,11 @@ __all__ = [
     "Parameters",
     "claim",
     "decide",
+    "first_symptom",
     "in_lab",
     "need_gpu",
+    "only",
+    "releases",
     "untested",
 ]
 
@@ -90,9 +93,13 @@ class ClaimCases:
             if isinstance(measurement.outcome, Observation)
         ]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the ``rows`` of all units, in order."""
-        return [row for figures in self.evidence() for row in figures["rows"]]
+    def rows(self, *, unit_as: str | None = None) -> list[dict[str, Any]]:
+        """Return the ``rows`` of all units, in order; `unit_as` is a key for the unit's name in each row."""
+        return [
+            {**({unit_as: unit} if unit_as else {}), **row}
+            for unit, figures in self.measured()
+            for row in figures["rows"]
+        ]
 
     def keeps(self, limit: str, values: float | Iterable[float]) -> bool:
         """Return whether every one of `values` keeps the threshold `limit`; False without any value.
@@ -163,6 +170,22 @@ def decide(holds: bool, evidence: Evidence, reason: str | None = None) -> ClaimJ
 def untested(reason: str, evidence: Evidence | None = None) -> ClaimJudgement:
     """Return untested, with the reason."""
     return ClaimJudgement(ClaimVerdict.UNTESTED, evidence or {}, reason)
+
+
+def first_symptom(evidence: Evidence, figures: Mapping[str, str]) -> str | None:
+    """Return the figure of the first key of `figures` that counts something, or None.
+
+    A figure is a format string: ``{}`` is the count, and ``{rows}`` any other key of the evidence.
+    """
+    return next(
+        (figure.format(evidence[key], **evidence) for key, figure in figures.items() if evidence.get(key)),
+        None,
+    )
+
+
+def only(name: str) -> Callable[[Sequence[str]], Sequence[str]]:
+    """Return the `units` of a claim that is about the subject `name` alone."""
+    return lambda subjects: [subject for subject in subjects if subject == name]
 
 
 def releases(subjects: Sequence[str], kind: str) -> list[str]:

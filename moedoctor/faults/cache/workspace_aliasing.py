@@ -14,6 +14,7 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
+    only,
 )
 from moedoctor.results import Case, CaseVerdict, Observation, Tier
 
@@ -48,7 +49,7 @@ class WorkspaceAliasingParameters(Parameters):
 @claim(
     "modular_kernel",
     measure=f"{LAB}:modular_kernel",
-    units=lambda subjects: [subject for subject in subjects if subject == "installed"],
+    units=only("installed"),
     needs_gpu=True,
     needs="an installed vLLM",
     thresholds=("min_share",),

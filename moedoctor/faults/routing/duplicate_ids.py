@@ -7,7 +7,9 @@ A counterexample refutes a claim. If a release died, or nothing of the kind was 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 from packaging.version import Version
@@ -21,6 +23,7 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
+    first_symptom,
     releases,
     untested,
 )
@@ -28,7 +31,6 @@ from moedoctor.results import (
     Case,
     CaseResult,
     CaseVerdict,
-    ClaimVerdict,
     Crash,
     Death,
     Evidence,
@@ -98,7 +100,7 @@ def behaviour_of(case: CaseResult) -> str:
 
 # --- Claims that the cases decide -----------------------------------------------------------------------
 
-Behaviour = Mapping[str, Mapping[str, int]]
+Behaviour = Mapping[str, Counter[str]]
 """Release -> what its finalize did with repeated ids -> in how many cases."""
 
 _NONE_RAN = "no release's own code ran: --flashinfer X.Y.Z=PATH"
@@ -113,19 +115,29 @@ def _by_release(given: ClaimCases, ids: Sequence[str] = ("one_expert", "one_repe
     return {name: behaviour[name] for name in releases(list(behaviour), "flashinfer")}
 
 
-def _judgement(
-    verdict: ClaimVerdict, shown: Behaviour, reason: str, decisive: Behaviour | None = None
+def _table(behaviour: Behaviour) -> Evidence:
+    return {"releases": [{"release": name, **counts} for name, counts in behaviour.items()]}
+
+
+def _judged(
+    given: ClaimCases,
+    limit: str,
+    values: float | Iterable[float],
+    shown: Behaviour,
+    reason: str,
+    decisive: Behaviour | None = None,
 ) -> ClaimJudgement:
-    """Name the cases that ended in another error. They leave open what every case must show."""
+    """Judge `values` by the threshold `limit`, and name the cases that ended in another error.
+
+    Without those errors the counts might be higher. So they leave open a count that is below its limit.
+    """
     errors = {name: counts[ERROR] for name, counts in (decisive or shown).items() if ERROR in counts}
     reason += "".join(f"; {name}: {count} cases ended in another error" for name, count in errors.items())
-    rows = [{"release": name, **counts} for name, counts in shown.items()]
-    return ClaimJudgement(verdict, {"releases": rows}, reason)
-
-
-def _unless_errors(behaviour: Behaviour, verdict: ClaimVerdict) -> ClaimVerdict:
-    """Return `verdict`, or untested if a case ended in another error."""
-    return ClaimVerdict.UNTESTED if any(counts.get(ERROR) for counts in behaviour.values()) else verdict
+    holds = given.keeps(limit, values)
+    is_below = holds is limit.startswith("max_")
+    if errors and is_below:
+        return untested(reason, _table(shown))
+    return decide(holds, _table(shown), reason)
 
 
 @claim("illegal_access", thresholds=("min_releases",))
@@ -134,14 +146,12 @@ def illegal_access(given: ClaimCases) -> ClaimJudgement:
     behaviour = _by_release(given)
     if not behaviour:
         return untested(_NONE_RAN)
-    crashing = [name for name, counts in behaviour.items() if counts.get(ILLEGAL)]
-    beside = [name for name, counts in behaviour.items() if counts.get(OUT_OF_BOUNDS)]
+    crashing = [name for name, counts in behaviour.items() if counts[ILLEGAL]]
+    beside = [name for name, counts in behaviour.items() if counts[OUT_OF_BOUNDS]]
     reason = f"illegal accesses in {', '.join(crashing) or 'no release'}"
     if beside:
         reason += f"; rows from beside the expert rows read without an error in {', '.join(beside)}"
-    holds = given.keeps("min_releases", len({*crashing, *beside}))
-    verdict = ClaimVerdict.CONFIRMED if holds else _unless_errors(behaviour, ClaimVerdict.REFUTED)
-    return _judgement(verdict, behaviour, reason)
+    return _judged(given, "min_releases", len({*crashing, *beside}), behaviour, reason)
 
 
 @claim("bounds_check", thresholds=("max_cases",))
@@ -156,10 +166,8 @@ def bounds_check(given: ClaimCases) -> ClaimJudgement:
         return untested(f"no release from {BOUNDS_CHECK} on ran: --flashinfer X.Y.Z=PATH")
     newest, newest_counts = list(behaviour.items())[-1]
     reason = f"{newest}: " + ", ".join(f"{what} in {count} cases" for what, count in newest_counts.items())
-    bad = (counts.get(ILLEGAL, 0) + counts.get(OUT_OF_BOUNDS, 0) for counts in behaviour.values())
-    holds = given.keeps("max_cases", bad)
-    verdict = _unless_errors(behaviour, ClaimVerdict.CONFIRMED) if holds else ClaimVerdict.REFUTED
-    return _judgement(verdict, behaviour, reason)
+    bad = [counts[ILLEGAL] + counts[OUT_OF_BOUNDS] for counts in behaviour.values()]
+    return _judged(given, "max_cases", bad, behaviour, reason)
 
 
 @claim("newest_is_silent", thresholds=("min_cases",))
@@ -169,11 +177,8 @@ def newest_is_silent(given: ClaimCases) -> ClaimJudgement:
     if not behaviour:
         return untested(_NONE_RAN)
     newest, counts = list(behaviour.items())[-1]
-    wrong, decisive = counts.get(SILENT, 0), {newest: counts}
-    holds = given.keeps("min_cases", wrong)
-    verdict = ClaimVerdict.CONFIRMED if holds else _unless_errors(decisive, ClaimVerdict.REFUTED)
-    reason = f"{newest}: wrong sums and no error in {wrong} of {sum(counts.values())} cases"
-    return _judgement(verdict, behaviour, reason, decisive)
+    reason = f"{newest}: wrong sums and no error in {counts[SILENT]} of {counts.total()} cases"
+    return _judged(given, "min_cases", counts[SILENT], behaviour, reason, {newest: counts})
 
 
 @claim("whole_runner")
@@ -183,12 +188,11 @@ def whole_runner(given: ClaimCases) -> ClaimJudgement:
     reason = "the whole cutlass_fused_moe was not built"
     if not behaviour:
         return untested(f"{reason}; nor did its maps and finalize run")
-    crashes = [
-        f"{name} in {counts.get(ILLEGAL, 0)} of {sum(counts.values())} cases"
-        for name, counts in behaviour.items()
-    ]
-    reason += f"; its maps and finalize alone, all tokens on one expert, crash: {', '.join(crashes)}"
-    return untested(reason, {"releases": [{"release": name, **counts} for name, counts in behaviour.items()]})
+    crashes = ", ".join(
+        f"{name} in {counts[ILLEGAL]} of {counts.total()} cases" for name, counts in behaviour.items()
+    )
+    reason += f"; its maps and finalize alone, all tokens on one expert, crash: {crashes}"
+    return untested(reason, _table(behaviour))
 
 
 # --- Claims that measurements in the release's own code decide ------------------------------------------
@@ -210,7 +214,7 @@ def maps(given: ClaimCases) -> ClaimJudgement:
 
     Both by the rows that were sorted and by the map itself, which holds there what it held before.
     """
-    rows = _rows(given)
+    rows = given.rows(unit_as="release")
     three_step = [row for row in rows if row["path"] == "three-step"]
     different = [
         row
@@ -224,17 +228,17 @@ def maps(given: ClaimCases) -> ClaimJudgement:
 
 def _sums_are_right(given: ClaimCases, path: str | None = None) -> ClaimJudgement:
     """Judge sums that are not right, or not made by `path`. An illegal access counts as one."""
-    rows = _rows(given)
+    rows = given.rows(unit_as="release")
     wrong = [row for row in rows if row["rows_right"] != row["rows"] or path not in (None, row["path"])]
-    illegal = [crash for _, crash in _outcomes(given, Crash) if crash.death is Death.ILLEGAL_MEMORY_ACCESS]
+    crashes = [unit.outcome for unit in given.measurements if isinstance(unit.outcome, Crash)]
+    illegal = [crash for crash in crashes if crash.death is Death.ILLEGAL_MEMORY_ACCESS]
     reason = f"all rows right in {len(rows) - len(wrong)} of {len(rows)} calls of {_releases_of(rows)}"
-    calls = Counter(row["release"] for row in rows)
     right = Counter(row["release"] for row in rows if row["rows_right"] == row["rows"])
     counts = [
         {"release": release, "calls": count, "calls_right": right[release]}
-        for release, count in calls.items()
+        for release, count in Counter(row["release"] for row in rows).items()
     ]
-    evidence = {"calls": counts, "wrong": list(wrong[:_SHOWN])}
+    evidence = {"calls": counts, "wrong": wrong[:_SHOWN]}
     holds = given.keeps("max_calls", len(wrong) + len(illegal))
     return _measured(given, holds, rows, evidence, reason)
 
@@ -254,7 +258,7 @@ distinct, sentinels, deduplicated = (
 @claim("boundary", measure=f"{_LAB}:boundary", thresholds=("experts", "tokens"), **_MEASURED)
 def boundary(given: ClaimCases) -> ClaimJudgement:
     """Judge the largest number of local experts that the fused prologue takes, by tokens."""
-    rows = _rows(given)
+    rows = given.rows(unit_as="release")
     claimed = [row for row in rows if row["tokens"] <= given.limits["tokens"]]
     holds = all(row["most_experts"] == given.limits["experts"] for row in claimed)
     most: dict[int, set[int]] = {}
@@ -280,7 +284,7 @@ def boundary(given: ClaimCases) -> ClaimJudgement:
 )
 def guard_cost(given: ClaimCases) -> ClaimJudgement:
     """Judge the microseconds of our guard in a CUDA graph."""
-    rows = [row for figures in given.evidence() for row in figures["rows"]]
+    rows = given.rows()
     reason = "; ".join(
         f"{row['shape']}: validate {row['validate_us']:.2f} µs, deduplicate {row['deduplicate_us']:.2f} µs"
         for row in rows
@@ -288,21 +292,14 @@ def guard_cost(given: ClaimCases) -> ClaimJudgement:
     return decide(given.keeps("max_us", (row["validate_us"] for row in rows)), {"rows": rows}, reason)
 
 
-def _rows(given: ClaimCases) -> list[dict[str, Any]]:
-    return [{"release": unit, **row} for unit, figures in given.measured() for row in figures["rows"]]
-
-
-def _outcomes(given: ClaimCases, kind: type[Any]) -> list[tuple[str, Any]]:
-    """Return (unit, outcome) of the units that ended in an outcome of this kind."""
-    return [(unit.unit, unit.outcome) for unit in given.measurements if isinstance(unit.outcome, kind)]
-
-
 def _measured(
     given: ClaimCases, holds: bool, relevant: Sequence[Row], evidence: Evidence, reason: str
 ) -> ClaimJudgement:
     """Refute by a counterexample. Confirm nothing if a release died or no relevant row was measured."""
-    died = [f"{unit} died: {crash.message}" for unit, crash in _outcomes(given, Crash)]
-    skipped = [f"{unit} not run: {skip.reason}" for unit, skip in _outcomes(given, Skip)]
+    crashes = {unit.unit: unit.outcome for unit in given.measurements if isinstance(unit.outcome, Crash)}
+    skips = {unit.unit: unit.outcome for unit in given.measurements if isinstance(unit.outcome, Skip)}
+    died = [f"{unit} died: {crash.message}" for unit, crash in crashes.items()]
+    skipped = [f"{unit} not run: {skip.reason}" for unit, skip in skips.items()]
     reason = "; ".join((reason, *died, *skipped))
     if holds and (died or not relevant):
         return untested(reason, evidence)
@@ -313,30 +310,32 @@ def _releases_of(rows: Sequence[Row]) -> str:
     """Count the named releases. The installed one may be among them, so it is counted apart."""
     names = {row["release"] for row in rows}
     named = len(names - {"installed"})
-    parts = [f"{named} named release{'s' * (named != 1)}"] if named else []
-    return " and ".join([*parts, *(["the installed one"] if "installed" in names else [])]) or "no release"
+    parts = [f"{named} named release{'s' * (named != 1)}"] * (named > 0)
+    parts += ["the installed one"] * ("installed" in names)
+    return " and ".join(parts) or "no release"
 
 
 def _paths(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return who makes the map: tokens and top_k down, local experts across. Differing releases are named."""
-    table: dict[tuple[int, int], dict[int, dict[str, set[str]]]] = {}
-    for row in rows:
-        cell = table.setdefault((row["tokens"], row["top_k"]), {}).setdefault(row["experts"], {})
-        cell.setdefault(row["path"], set()).add(row["release"])
+    table: dict[tuple[int, int], dict[str, Any]] = {}
+    key = itemgetter("tokens", "top_k", "experts")
+    for (tokens, top_k, experts), group in groupby(sorted(rows, key=key), key):
+        by_path: dict[str, set[str]] = {}
+        for row in group:
+            by_path.setdefault(row["path"], set()).add(row["release"])
+        named = [f"{path}: {', '.join(sorted(names))}" for path, names in sorted(by_path.items())]
+        line = table.setdefault((tokens, top_k), {"tokens": tokens, "top_k": top_k})
+        line[f"{experts} experts"] = "; ".join(named if len(by_path) > 1 else by_path)
+    return list(table.values())
 
-    def path(cell: Mapping[str, set[str]]) -> str:
-        if len(cell) == 1:
-            return next(iter(cell))
-        return "; ".join(f"{path}: {', '.join(sorted(names))}" for path, names in sorted(cell.items()))
 
-    return [
-        {
-            "tokens": tokens,
-            "top_k": top_k,
-            **{f"{experts} experts": path(cell) for experts, cell in sorted(cells.items())},
-        }
-        for (tokens, top_k), cells in sorted(table.items())
-    ]
+_SYMPTOMS = {
+    "entries_out_of_bounds": "{} entries of the map lead out of bounds",
+    "rows_out_of_bounds": f"{OUT_OF_BOUNDS} in {{}} of {{rows}} rows, without an error",
+    "rows_wrong": "{} of {rows} rows hold a wrong sum, without an error",
+    "rows_with_the_repeat_dropped": "the repeat is dropped in {} of {rows} rows",
+    "unwritten_entries": "{} entries of the map are not written",
+}
 
 
 class DuplicateIds(Fault):
@@ -363,17 +362,10 @@ class DuplicateIds(Fault):
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence
+        figure = first_symptom(evidence, _SYMPTOMS)
+        if figure is not None:
+            return Judgement(CaseVerdict.REPRODUCED, figure)
         rows = evidence["rows"]
-        symptoms = (
-            ("entries_out_of_bounds", "{} entries of the map lead out of bounds"),
-            ("rows_out_of_bounds", f"{OUT_OF_BOUNDS} in {{}} of {rows} rows, without an error"),
-            ("rows_wrong", f"{{}} of {rows} rows hold a wrong sum, without an error"),
-            ("rows_with_the_repeat_dropped", f"the repeat is dropped in {{}} of {rows} rows"),
-            ("unwritten_entries", "{} entries of the map are not written"),
-        )
-        for key, figure in symptoms:
-            if evidence.get(key):
-                return Judgement(CaseVerdict.REPRODUCED, figure.format(evidence[key]))
         return Judgement(CaseVerdict.CLEAN, f"{rows} of {rows} rows are right, {evidence['path']}")
 
     def judge_crash(self, case: Case, crash: Crash) -> Judgement:

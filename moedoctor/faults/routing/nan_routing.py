@@ -5,8 +5,7 @@ vLLM's own code decides the claims about its kernels and its engine. The restate
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
@@ -16,12 +15,13 @@ from pydantic import Field, model_validator
 from moedoctor.faults.base import (
     ClaimCases,
     ClaimJudgement,
-    ClaimTest,
     Fault,
     Judgement,
     Parameters,
     claim,
     decide,
+    first_symptom,
+    only,
     releases,
     untested,
 )
@@ -89,22 +89,9 @@ def _is_fixed(subject: str) -> bool:
     return Version(subject.removeprefix("vllm@")) >= Version(FIRST_FIXED)
 
 
-def _releases(subjects: Sequence[str]) -> list[str]:
-    return releases(subjects, "vllm")
-
-
-def _newest(subjects: Sequence[str]) -> Sequence[str]:
-    return _releases(subjects)[-1:]
-
-
-def _peer(subjects: Sequence[str]) -> Sequence[str]:
-    """Return vLLM 0.21.0, which our speed is compared with. No other release replaces it."""
-    return [subject for subject in subjects if subject == "vllm@0.21.0"]
-
-
 def _around_the_fix(subjects: Sequence[str]) -> Sequence[str]:
     """Return the last release before the fix and the first one after it, in turn; nothing without both."""
-    named = [subject for subject in _releases(subjects) if subject.startswith("vllm@")]
+    named = [subject for subject in releases(subjects, "vllm") if subject.startswith("vllm@")]
     before = [subject for subject in named if not _is_fixed(subject)][-1:]
     after = [subject for subject in named if _is_fixed(subject)][:1]
     return [*before, *after] * _REPEATS if before and after else ()
@@ -147,7 +134,7 @@ def always_distinct(given: ClaimCases) -> ClaimJudgement:
             "kinds": ", ".join(case.evidence["duplicates_by_kind"]),
         }
         for case in cases
-        if case.evidence["rows_with_duplicates"] > given.limits["max_rows"]
+        if not given.keeps("max_rows", case.evidence["rows_with_duplicates"])
     ]
     if not rows:
         return decide(True, {}, f"none in {len(cases)} cases")
@@ -158,7 +145,7 @@ def always_distinct(given: ClaimCases) -> ClaimJudgement:
 @claim(
     "separate_launch",
     measure=f"{_BENCH}:separate_launch",
-    units=_newest,
+    units=lambda subjects: releases(subjects, "vllm")[-1:],
     needs_gpu=True,
     needs="the kernels of a release: --vllm-kernels X.Y.Z=PATH",
     thresholds=("min_overhead", "max_overhead"),
@@ -201,7 +188,7 @@ def fused_is_free(given: ClaimCases) -> ClaimJudgement:
 @claim(
     "fp8_clamps_nan",
     measure=f"{_BENCH}:fp8_nan",
-    units=_releases,
+    units=lambda subjects: releases(subjects, "vllm"),
     needs_gpu=True,
     needs="the kernels of a release: --vllm-kernels X.Y.Z=PATH",
     thresholds=("min_share",),
@@ -238,7 +225,7 @@ speed, never_slower = (
     claim(
         key,
         measure=f"{_BENCH}:{function}",
-        units=_peer,
+        units=only("vllm@0.21.0"),  # no other release replaces it
         needs_gpu=True,
         needs="the kernels of 0.21.0: --vllm-kernels 0.21.0=PATH",
         thresholds=("max_ratio", "max_ratio_8192"),
@@ -259,28 +246,12 @@ def policy_cost(given: ClaimCases) -> ClaimJudgement:
 # --- Claims that only a real engine can decide: NaN in padding, what it does, what tracing costs --------
 
 
-def _engine_claim(
-    key: str, function: str, *thresholds: str
-) -> Callable[[Callable[[ClaimCases], ClaimJudgement]], ClaimTest]:
-    """Make a claim whose rows come from ``module:function`` with the installed vLLM."""
-    module, _, name = function.partition(":")
-
-    def measure(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
-        return Observation({"rows": getattr(importlib.import_module(module), name)(sources)})
-
-    measure.__qualname__ = function
-    return claim(
-        key,
-        measure=measure,
-        units=lambda subjects: [subject for subject in subjects if subject == "installed"],
-        needs_gpu=True,
-        needs="an installed vLLM that starts",
-        thresholds=thresholds,
-    )
-
-
-def _rows(given: ClaimCases) -> list[dict[str, Any]]:
-    return [row for figures in given.evidence() for row in figures["rows"]]
+_ENGINES = "moedoctor.upstream.engine"
+_OPTIONS: dict[str, Any] = {
+    "units": only("installed"),
+    "needs_gpu": True,
+    "needs": "an installed vLLM that starts",
+}
 
 
 def _padding_holds_nan(given: ClaimCases) -> ClaimJudgement:
@@ -289,7 +260,7 @@ def _padding_holds_nan(given: ClaimCases) -> ClaimJudgement:
     Engines whose memory was made NaN on purpose do not count. One engine with too few steps refutes the
     claim; all engines must have run to confirm it.
     """
-    rows = _rows(given)
+    rows = given.rows()
     counted = [row for row in rows if "held NaN before" not in row["config"] and "not_run" not in row]
     padded = [row for row in counted if row.get("steps_with_padding")]
     if not padded:
@@ -309,44 +280,47 @@ def _padding_holds_nan(given: ClaimCases) -> ClaimJudgement:
     return decide(True, {"rows": rows}, reason)
 
 
-padding_holds_nan = _engine_claim(
-    "padding_holds_nan", "moedoctor.upstream.engine.nan_padding:padding_table", "min_share"
-)(_padding_holds_nan)
-padding_holds_nan_dp = _engine_claim(
-    "padding_holds_nan_dp", "moedoctor.upstream.engine.nan_padding:parallel_table", "min_share"
-)(_padding_holds_nan)
+padding_holds_nan, padding_holds_nan_dp = (
+    claim(key, measure=f"{_ENGINES}.nan_padding:{function}", thresholds=("min_share",), **_OPTIONS)(
+        _padding_holds_nan
+    )
+    for key, function in (("padding_holds_nan", "padding_table"), ("padding_holds_nan_dp", "parallel_table"))
+)
 
 
-@_engine_claim(
+@claim(
     "end_to_end",
-    "moedoctor.upstream.engine.nan_padding:end_to_end",
-    *("min_share", "max_rows", "min_old_rows"),
+    measure=f"{_ENGINES}.nan_padding:end_to_end",
+    thresholds=("min_share", "max_rows", "min_old_rows"),
+    **_OPTIONS,
 )
 def end_to_end(given: ClaimCases) -> ClaimJudgement:
     """Judge whether NaN in padding leaves the release's own routing and tokens alone, and 0.19.1's not."""
-    rows = {row["engine"]: row for row in _rows(given)}
+    rows = {row["engine"]: row for row in given.rows()}
     own, old = rows.get("own topk_softmax", {}), rows.get("topk_softmax of 0.19.1", {})
     untouched = rows.get("untouched", {"error": "it did not run"})
-    evidence, limits = {"rows": list(rows.values())}, given.limits
+    evidence = {"rows": list(rows.values())}
     if "error" in untouched:
         return untested(f"no tokens to compare with; the untouched engine: {untouched['error']}", evidence)
-    if not own.get("nan_in_padding"):
-        return untested("no padding row was made NaN", evidence)
-    if not own.get("routers_watched"):
-        return untested("no router was watched", evidence)
+    doubt = _untouched_by_nan(own, "no padding row was made NaN")
+    if doubt is not None:
+        return untested(doubt, evidence)
     reason = f"own: {_routed(own)}"
-    if (
-        own["prompts_with_the_same_tokens"] < limits["min_share"] * own["prompts"]
-        or own["rows_with_repeated_ids"] > limits["max_rows"]
-    ):
+    same = own["prompts_with_the_same_tokens"] / own["prompts"]
+    if not (given.keeps("min_share", same) and given.keeps("max_rows", own["rows_with_repeated_ids"])):
         return decide(False, evidence, reason)
-    if not old.get("nan_in_padding"):
-        why = old.get("error", "the kernels of 0.19.1 were not given: --vllm-kernels 0.19.1=PATH")
-        return untested(f"{reason}; 0.19.1: {why}", evidence)
-    if not old.get("routers_watched"):
-        return untested(f"{reason}; 0.19.1: no router was watched", evidence)
+    doubt = _untouched_by_nan(old, "the kernels of 0.19.1 were not given: --vllm-kernels 0.19.1=PATH")
+    if doubt is not None:
+        return untested(f"{reason}; 0.19.1: {doubt}", evidence)
     holds = given.keeps("min_old_rows", old["rows_with_repeated_ids"])
     return decide(holds, evidence, f"{reason}; 0.19.1: {_routed(old)}")
+
+
+def _untouched_by_nan(row: Mapping[str, Any], no_nan: str) -> str | None:
+    """Return why NaN cannot have reached the routing of this engine, or None if it can."""
+    if not row.get("nan_in_padding"):
+        return str(row.get("error", no_nan))
+    return None if row.get("routers_watched") else "no router was watched"
 
 
 def _routed(row: Mapping[str, Any]) -> str:
@@ -364,7 +338,7 @@ def _trace_is_cheap(given: ClaimCases) -> ClaimJudgement:
     model, they decide: all that the trace does is between them, while scheduling and sampling vary by more
     than the trace costs. The wall clock must agree.
     """
-    rows, limit = _rows(given), given.limits["max_overhead"]
+    rows, limit = given.rows(), given.limits["max_overhead"]
     costs = [(*_added(row), row["overhead"], row["noise"]) for row in rows]
     above = any(max(share - noise, wall - wall_noise) > limit for share, noise, wall, wall_noise in costs)
     below = all(max(share + noise, wall) <= limit for share, noise, wall, _ in costs)
@@ -375,7 +349,9 @@ def _trace_is_cheap(given: ClaimCases) -> ClaimJudgement:
 
 
 trace_overhead, trace_overhead_tiny = (
-    _engine_claim(key, f"moedoctor.upstream.engine.nan_overhead:{function}", "max_overhead")(_trace_is_cheap)
+    claim(key, measure=f"{_ENGINES}.nan_overhead:{function}", thresholds=("max_overhead",), **_OPTIONS)(
+        _trace_is_cheap
+    )
     for key, function in (("trace_overhead", "overhead"), ("trace_overhead_tiny", "overhead_tiny"))
 )
 
@@ -398,6 +374,15 @@ def _cost(row: Mapping[str, Any]) -> str:
         return wall
     share, noise = _added(row)
     return f"{wall}, by events around the model {share:+.1%} and {noise:.1%} of that step"
+
+
+_SYMPTOMS = {
+    "clean_rows_with_duplicates": "{} of {rows} rows are clean and hold a duplicate id: not because of NaN",
+    "rows_with_duplicates": "{} of {rows} rows hold a duplicate id",
+    "rows_out_of_range": "{} of {rows} rows hold an id out of range",
+    "rows_with_nonfinite_weights": "{} of {rows} rows have a weight that is NaN or Inf",
+    "clean_rows_wrong": "{} of {rows} rows are clean and differ from the reference",
+}
 
 
 class NanRouting(Fault):
@@ -426,18 +411,10 @@ class NanRouting(Fault):
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence
-        rows = evidence["rows"]
-        symptoms = (
-            ("clean_rows_with_duplicates", "are clean and hold a duplicate id: not because of NaN"),
-            ("rows_with_duplicates", "hold a duplicate id"),
-            ("rows_out_of_range", "hold an id out of range"),
-            ("rows_with_nonfinite_weights", "have a weight that is NaN or Inf"),
-            ("clean_rows_wrong", "are clean and differ from the reference"),
-        )
-        for key, symptom in symptoms:
-            if evidence[key]:
-                return Judgement(CaseVerdict.REPRODUCED, f"{evidence[key]} of {rows} rows {symptom}")
-        return Judgement(CaseVerdict.CLEAN, f"0 of {rows} rows hold a duplicate id")
+        figure = first_symptom(evidence, _SYMPTOMS)
+        if figure is not None:
+            return Judgement(CaseVerdict.REPRODUCED, figure)
+        return Judgement(CaseVerdict.CLEAN, f"0 of {evidence['rows']} rows hold a duplicate id")
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Sum up the rows of each named release, and find the first release that NaN does not harm.

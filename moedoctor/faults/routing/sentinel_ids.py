@@ -16,6 +16,7 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
+    first_symptom,
     untested,
 )
 from moedoctor.results import Case, CaseVerdict, Crash, Observation, Scalar, Tier
@@ -116,7 +117,7 @@ def alignment(given: ClaimCases) -> ClaimJudgement:
 
     Calls without any -1 are the control: if one of them is wrong, the others show nothing about -1.
     """
-    rows = [row for figures in given.evidence() for row in figures["rows"]]
+    rows = given.rows()
     bad = [
         row for row in rows if not given.keeps("max_slots", row["empty_slots_in_blocks"] + row["slots_lost"])
     ]
@@ -155,6 +156,12 @@ def _release(given: ClaimCases) -> str:
     return next((f"vLLM {figures['vllm']}: " for figures in given.evidence() if figures.get("vllm")), "")
 
 
+_SYMPTOMS = {
+    "rows_wrong": "{} of {rows} rows hold a wrong sum",
+    "empty_slots_given_to_an_expert": "{} empty slots go to expert {expert}",
+}
+
+
 class SentinelIds(Fault):
     """An id that means "no expert", taken for one."""
 
@@ -166,13 +173,10 @@ class SentinelIds(Fault):
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence
-        rows, given = evidence["rows"], evidence["empty_slots_given_to_an_expert"]
-        if evidence["rows_wrong"]:
-            figure = f"{evidence['rows_wrong']} of {rows} rows hold a wrong sum"
+        figure = first_symptom(evidence, _SYMPTOMS)
+        if figure is not None:
             return Judgement(CaseVerdict.REPRODUCED, figure)
-        if given:
-            return Judgement(CaseVerdict.REPRODUCED, f"{given} empty slots go to expert {evidence['expert']}")
-        return Judgement(CaseVerdict.CLEAN, f"{rows} of {rows} rows are right")
+        return Judgement(CaseVerdict.CLEAN, f"{evidence['rows']} of {evidence['rows']} rows are right")
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:
         rank = f" rank {parameters['rank']}/{parameters['ranks']}" if parameters["ranks"] != 1 else ""
