@@ -7,7 +7,8 @@ whole numbers and the weights eighths, so every sum is exact and a row is either
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -317,58 +318,43 @@ def _keys(local: torch.Tensor, experts: int) -> torch.Tensor:
 # --- Measurements of the claims: a release's own code in this process -----------------------------------
 
 
-def maps(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+def maps(unit: str, device: str, sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """The map of each shape and each kind of ids: who made it, and which entries were not written."""
     code, rows = _load(unit, device, sources), []
     kinds = (("one_expert", 0), ("one_repeat", 0), ("distinct", 0), ("one_repeat", 1))
     shapes = product((1, 255, 256, 257, 4096), (128, 510, 511, 512), (8, 10))
-    for (tokens, experts, top_k), (kind, rank) in product(shapes, kinds):
+    for shape, (kind, rank) in product(shapes, kinds):
         # Rank 1 is the second of two, so that half of the ids are not local.
-        point = DuplicateIdsParameters.model_validate(
-            {
-                "tokens": tokens,
-                "experts": experts * (rank + 1),
-                "top_k": top_k,
-                "ids": kind,
-                "ranks": rank + 1,
-                "rank": rank,
-            }
-        )
+        point = _point(shape, ranks=rank + 1, rank=rank, ids=kind)
+        _, experts, _ = shape
         ids = make_ids(point).to(code.device)  # [T, K]
         made = code.build_maps(ids, experts, start=experts * rank, memory=GARBAGE)
         rows.append(
             {
                 "path": "fused" if made.fused else "three-step",
                 "experts": experts,
-                "top_k": top_k,
+                "top_k": point.top_k,
                 "ids": kind,
                 "start_expert": experts * rank,
                 **map_figures(point, ids, made),
                 "entries_as_before": entries_as_before(point, ids, made, GARBAGE),
             }
         )
-    return {"rows": rows}
+    return rows
 
 
-def boundary(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+def boundary(unit: str, device: str, sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """By number of tokens: the most local experts for which the fused prologue makes the map, or 0."""
-    code = _load(unit, device, sources)
-
-    def takes(tokens: int, experts: int) -> bool:
+    code, rows = _load(unit, device, sources), []
+    for tokens in (1, 32, 64, 128, 129, 256, 257):
         ids = torch.zeros(tokens, 8, dtype=torch.int32, device=code.device)  # [T, K]
-        return bool(code.build_maps(ids, experts, memory=0).fused)
 
-    tokens = (1, 32, 64, 128, 129, 256, 257)
-    return {"rows": [{"tokens": count, "most_experts": _last(partial(takes, count))} for count in tokens]}
+        def declines(experts: int, ids: torch.Tensor = ids) -> bool:
+            return not code.build_maps(ids, experts, memory=0).fused
 
-
-def _last(takes: Callable[[int], bool], most: int = 1024) -> int:
-    """The last number up to `most` that is taken, by halving: taken below, declined above."""
-    low, high = 0, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if takes(middle) else (low, middle)
-    return low
+        # All numbers of experts up to the last one are taken, and none above it.
+        rows.append({"tokens": tokens, "most_experts": bisect_left(range(1, 1025), True, key=declines)})
+    return rows
 
 
 def _sums_of(
@@ -381,14 +367,23 @@ def _sums_of(
     finalizes: tuple[str, ...] = ("normal", "no_filling"),
     ranks: tuple[int, ...] = (0, 1),
     guard: bool = False,
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """How many sums are right for each combination, over all contents of the map's memory."""
     code, rows = _load(unit, device, sources), []
     keys = ("path", "rows", "rows_right", "rows_with_the_repeat_dropped", "rows_wrong", "rows_out_of_bounds")
-    for point in _points(shapes, ids, finalizes, ranks):
+    for shape, kind, memory, finalize, rank in product(shapes, ids, _MEMORIES, finalizes, ranks):
+        parallel = 2 if rank or finalize == "no_filling" else 1
+        point = _point(shape, ranks=parallel, rank=rank, ids=kind, memory=memory, finalize=finalize)
         evidence = observe(point, code, guard=guard).evidence
         rows.append({**point.model_dump(exclude={"seed"}), **{key: evidence[key] for key in keys}})
-    return {"rows": rows}
+    return rows
+
+
+def _point(shape: tuple[int, int, int], *, ranks: int, **others: int | str) -> DuplicateIdsParameters:
+    """The parameters for a shape (tokens, local experts, top_k)."""
+    tokens, experts, top_k = shape
+    given = {"tokens": tokens, "experts": experts * ranks, "top_k": top_k, "ranks": ranks, **others}
+    return DuplicateIdsParameters.model_validate(given)
 
 
 _MEMORIES = ("garbage", "earlier", "zeros", "minus_one")
@@ -409,32 +404,7 @@ deduplicated = partial(
 )
 
 
-def _points(
-    shapes: tuple[tuple[int, int, int], ...],
-    ids: tuple[str, ...],
-    finalizes: tuple[str, ...],
-    ranks: tuple[int, ...],
-) -> Iterator[DuplicateIdsParameters]:
-    """Shapes are (tokens, local experts, top_k)."""
-    for (tokens, experts, top_k), kind, memory, finalize, rank in product(
-        shapes, ids, _MEMORIES, finalizes, ranks
-    ):
-        parallel = 2 if rank or finalize == "no_filling" else 1
-        yield DuplicateIdsParameters.model_validate(
-            {
-                "tokens": tokens,
-                "experts": experts * parallel,
-                "top_k": top_k,
-                "ids": kind,
-                "memory": memory,
-                "finalize": finalize,
-                "ranks": parallel,
-                "rank": rank,
-            }
-        )
-
-
-def guard_cost(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+def guard_cost(device: str) -> list[dict[str, Any]]:
     """Microseconds of `validate_expert_ids` and `deduplicate` in a CUDA graph, at 128 tokens of 8 experts."""
     from moedoctor.bench.timing import graph_time
 
@@ -449,7 +419,7 @@ def guard_cost(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, 
     row: dict[str, Any] = {"shape": "128 x 8"}
     for name, time in times.items():
         row |= {f"{name}_us": time.median, f"{name}_us_p20": time.p20, f"{name}_us_p80": time.p80}
-    return {"rows": [row]}
+    return [row]
 
 
 def _load(unit: str, device: str, sources: Mapping[str, str]) -> FlashInferProbe:

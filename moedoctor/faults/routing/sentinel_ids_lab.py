@@ -7,8 +7,9 @@ right or not.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -84,33 +85,11 @@ def make_batch(parameters: SentinelIdsParameters) -> Batch:
     return Batch(ids, weights, expert_map)
 
 
-# --- The id is an index as it is: Python and torch take -1 for the last entry ---------------------------
+# --- Faulty: the id is an index as it is, and Python and torch take -1 for the last entry ----------------
+# --- Fixed: empty pairs are recognised before anything is indexed ----------------------------------------
 
 
-def _faulty_map(batch: Batch) -> Used:
-    """Indexed with -1, the map to local ids answers for the last expert."""
-    local = batch.expert_map[batch.ids.long()]  # [T, K]
-    return Used(local, _weighted(batch, local))
-
-
-def _faulty_gather(batch: Batch) -> Used:
-    """Indexed with -1, the last of the experts computes."""
-    local = batch.ids.long() % batch.expert_map.shape[0]  # [T, K]
-    return Used(local, _weighted(batch, local))
-
-
-def _faulty_rows(batch: Batch) -> Used:
-    """The map from pairs to sorted rows is not written for empty pairs, and yet read."""
-    rows, row_of_pair = _sorted_rows(batch, fill=0)
-    values = rows[row_of_pair]  # [T, K]
-    return Used(batch.ids.long(), (values * batch.weights).sum(1))
-
-
-# --- Empty pairs are recognised before anything is indexed ----------------------------------------------
-
-
-def _fixed_map(batch: Batch) -> Used:
-    local = local_ids(batch.ids, batch.expert_map).long()  # [T, K]
+def _by_local_id(batch: Batch, local: torch.Tensor) -> Used:
     return Used(local, _weighted(batch, local))
 
 
@@ -120,14 +99,23 @@ def _fixed_gather(batch: Batch) -> Used:
     return Used(torch.where(weights > 0, ids.long(), -1), sums)
 
 
-def _fixed_rows(batch: Batch) -> Used:
-    rows, row_of_pair = _sorted_rows(batch, fill=-1)
+def _by_row(batch: Batch, *, unwritten: int) -> Used:
+    """Read the map from pairs to sorted rows, in which empty pairs keep `unwritten`; -1 is not read."""
+    rows, row_of_pair = _sorted_rows(batch, fill=unwritten)
     values = torch.where(row_of_pair >= 0, rows[row_of_pair], 0.0)  # [T, K]
     return Used(batch.ids.long(), (values * batch.weights).sum(1))
 
 
-FAULTY = {"expert_map": _faulty_map, "gather": _faulty_gather, "row_map": _faulty_rows}
-FIXED = {"expert_map": _fixed_map, "gather": _fixed_gather, "row_map": _fixed_rows}
+FAULTY: dict[str, Callable[[Batch], Used]] = {
+    "expert_map": lambda batch: _by_local_id(batch, batch.expert_map[batch.ids.long()]),
+    "gather": lambda batch: _by_local_id(batch, batch.ids.long() % len(batch.expert_map)),
+    "row_map": partial(_by_row, unwritten=0),
+}
+FIXED: dict[str, Callable[[Batch], Used]] = {
+    "expert_map": lambda batch: _by_local_id(batch, local_ids(batch.ids, batch.expert_map).long()),
+    "gather": _fixed_gather,
+    "row_map": partial(_by_row, unwritten=-1),
+}
 
 
 def _output(token: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
@@ -165,15 +153,9 @@ _COMPILING, _RUNNING = 240.0, 10.0
 """Seconds that a first call and any other may take."""
 
 
-def measure_path(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
-    """The rows right and wrong of a unit of `units_of`. Raises UnavailableError if the path is not here."""
+def measure_path(unit: str, device: str) -> dict[str, Any]:
+    """Count the wrong rows of a unit of `units_of`. Raises UnavailableError if the path is not here."""
     path, _, ids = unit.partition(", ")
-    row = path_figures(path, ids, device)
-    return {"row": row, "vllm": installed_release()} if path in UPSTREAM else {"row": row}
-
-
-def path_figures(path: str, ids: str, device: str) -> dict[str, Any]:
-    """Count the wrong rows of `path` for one kind of ids of `IDS`; raises UnavailableError."""
     variant = next((variant for variant in registry.ALL if variant.label == path), None)
     if variant is None:
         raise UnavailableError(f"there is no path {path}")
@@ -190,10 +172,11 @@ def path_figures(path: str, ids: str, device: str) -> dict[str, Any]:
     poison(prepared, problem.x)
     out = prepared(problem.x, problem.topk_weights, problem.topk_ids).float()  # [T, H]
     _finish(device, _RUNNING)
-    return _row_figures(problem, out, expected_output(problem, variant.activations))
+    row = _row_figures(problem, out, expected_output(problem, variant.activations))
+    return {"row": row, "vllm": installed_release()} if path in UPSTREAM else {"row": row}
 
 
-def measure_alignment(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+def measure_alignment(device: str) -> dict[str, Any]:
     """vLLM's alignment kernel, alone and with the map of an expert-parallel rank that has the last expert."""
     experts, half = _SHAPE.experts, _SHAPE.experts // 2
     draw = torch.Generator().manual_seed(0)

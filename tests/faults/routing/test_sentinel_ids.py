@@ -188,7 +188,7 @@ def test_our_path_is_measured_with_the_ids_that_the_unit_names(
 
     paths_figures = lab._row_figures
     monkeypatch.setattr(lab, "_row_figures", figures)
-    figures_of_unit = lab.measure_path(f"OURS bf16, {ids}", "cpu", {})
+    figures_of_unit = lab.measure_path(f"OURS bf16, {ids}", "cpu")
     assert empty_pairs == [empty]
     row = figures_of_unit["row"]
     assert (row["rows"], row["rows_wrong"]) == (48, 0)
