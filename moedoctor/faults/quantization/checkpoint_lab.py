@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import BaseModel
 from safetensors.torch import load_file
 
+from moedoctor.bench.moe.parity import bounds_of
 from moedoctor.diagnose.checkpoint.lint import lint
-from moedoctor.reference.checkpoints import Change, Scheme, Tensors, write_qwen3_moe
+from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.agreement import agree
+from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
+from moedoctor.reference.moe_layer import Problem, expected_output, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.results import Evidence, Observation
+from moedoctor.results import Case, Evidence, Observation
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_engine, run_engines
 
 LAYERS, EXPERTS = 2, 8
@@ -35,6 +39,10 @@ class Changes(NamedTuple):
     damaged: Change
     repaired: Change
 
+    def engine(self, case: Case, parameters: Any, release: object) -> Observation:
+        """Load the damaged or the repaired checkpoint into vLLM; the `engine` of a lab."""
+        return compare_engines(self, parameters.moe_backend, repaired=case.subject == "fixed")
+
 
 def unchanged(tensors: Tensors, config: dict[str, Any]) -> None:
     """Change nothing."""
@@ -47,32 +55,38 @@ def expert_prefixes() -> Iterator[str]:
             yield f"model.layers.{layer}.mlp.experts.{expert}"
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """What a loader finds in a checkpoint, and what `moedoctor lint` reports about it."""
 
     tensors: Tensors
-    lint: tuple[str, ...]
+    lint: list[str]
     """Ids of the findings."""
 
 
-def write_and_load(
-    change: Change, *, scheme: Scheme = "nvfp4", hidden: int, intermediate: int, experts: int, seed: int
-) -> Loaded:
-    """Write a Qwen3-MoE checkpoint of one layer with `change` made to it, and read it back."""
+def write_and_load(change: Change, **sizes: int) -> Loaded:
+    """Write an NVFP4 checkpoint of one layer with `change` made to it, and read it back."""
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
-        folder = write_qwen3_moe(
-            Path(name) / "checkpoint",
-            scheme=scheme,
-            layers=1,
-            hidden=hidden,
-            intermediate=intermediate,
-            experts=experts,
-            seed=seed,
-            change=change,
-        )
-        findings = tuple(dict.fromkeys(finding.id for finding in lint(folder).findings))
-        return Loaded(load_file(folder / "model.safetensors"), findings)
+        folder = write_qwen3_moe(Path(name) / "checkpoint", scheme="nvfp4", layers=1, change=change, **sizes)
+        findings = dict.fromkeys(finding.id for finding in lint(folder).findings)
+        return Loaded(load_file(folder / "model.safetensors"), list(findings))
+
+
+def sizes_of(parameters: BaseModel) -> dict[str, int]:
+    """Return the parameters that `write_and_load` takes."""
+    return parameters.model_dump(include={"hidden", "intermediate", "experts", "seed"})
+
+
+def routed_layer(parameters: Any, quantization: str, device: str) -> Problem:
+    """Return a layer of the size of `parameters`, and tokens for it whose activations stay as they are."""
+    names = ("hidden", "intermediate", "experts", "top_k", "activation")
+    shape = LayerShape(**{name: getattr(parameters, name) for name in names})
+    layer = make_layer(shape, quantization, seed=parameters.seed, device=device)
+    return make_problem(layer, parameters.tokens, "none", seed=parameters.seed, device=device)
+
+
+def agreement(output: torch.Tensor, problem: Problem) -> Evidence:
+    """Compare `output` [T, H] with what the layer should give."""
+    return agree(output, expected_output(problem, "none"), bounds_of("none")).evidence()
 
 
 def projection(tensors: Tensors, name: str, experts: int) -> Nvfp4:

@@ -10,20 +10,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from moedoctor.bench.moe.parity import bounds_of
 from moedoctor.faults.quantization.checkpoint_lab import (
     Changes,
-    compare_engines,
+    agreement,
     expert_prefixes,
+    routed_layer,
     unchanged,
 )
 from moedoctor.faults.quantization.gate_up_order import GateUpOrderParameters
 from moedoctor.fixes.moe.weight_layout import up_first
-from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference.agreement import agree
 from moedoctor.reference.checkpoints import Tensors
 from moedoctor.reference.moe import Weight, expert_weight
-from moedoctor.reference.moe_layer import expected_output, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import Case, Observation
 
@@ -57,20 +54,12 @@ def library(case: Case, parameters: GateUpOrderParameters, release: object) -> O
 
 def measure(parameters: GateUpOrderParameters, device: str, load: Loader) -> Observation:
     """Compare the kernel's output on what `load` makes of a checkpoint's weight with the reference."""
-    shape = LayerShape(
-        parameters.hidden,
-        parameters.intermediate,
-        parameters.experts,
-        parameters.top_k,
-        parameters.activation,
-    )
-    layer = make_layer(shape, parameters.quantization, seed=parameters.seed, device=device)
-    problem = make_problem(layer, parameters.tokens, "none", seed=parameters.seed, device=device)
+    problem = routed_layer(parameters, parameters.quantization, device)
+    layer = problem.layer
     output = up_first_kernel(
         problem.x, load(layer.w13), layer.w2, problem.topk_weights, problem.topk_ids, parameters.activation
     )
-    agreement = agree(output, expected_output(problem, "none"), bounds_of("none"))
-    return Observation({"mistake": parameters.mistake, **agreement.evidence()})
+    return Observation({"mistake": parameters.mistake, **agreement(output, problem)})
 
 
 def up_first_kernel(
@@ -123,8 +112,4 @@ def restored_halves(tensors: Tensors, config: dict[str, Any]) -> None:
 
 
 CHANGES = Changes(unchanged, exchanged_halves, restored_halves)
-
-
-def engine(case: Case, parameters: GateUpOrderParameters, release: object) -> Observation:
-    """Load the checkpoint into vLLM."""
-    return compare_engines(CHANGES, parameters.moe_backend, repaired=case.subject == "fixed")
+engine = CHANGES.engine

@@ -10,9 +10,9 @@ import torch
 
 from moedoctor.faults.quantization.checkpoint_lab import (
     Changes,
-    compare_engines,
     expert_prefixes,
     projection,
+    sizes_of,
     write_and_load,
 )
 from moedoctor.faults.quantization.global_scale_mismatch import GlobalScaleMismatchParameters
@@ -62,13 +62,7 @@ def model(case: Case, parameters: GlobalScaleMismatchParameters, release: object
             tensors[f"{prefix}.up_proj.weight_scale"] = quantized.block_scales
             tensors[f"{prefix}.up_proj.weight_scale_2"] = quantized.global_scale.reshape(())
 
-    loaded = write_and_load(
-        change,
-        hidden=parameters.hidden,
-        intermediate=parameters.intermediate,
-        experts=parameters.experts,
-        seed=parameters.seed,
-    )
+    loaded = write_and_load(change, **sizes_of(parameters))
     gate, up, down = (projection(loaded.tensors, name, parameters.experts) for name in ("gate", "up", "down"))
     draw = torch.Generator().manual_seed(parameters.seed + 2)
     x = torch.randn(parameters.tokens, parameters.hidden, generator=draw)  # [T, H]
@@ -84,7 +78,7 @@ def model(case: Case, parameters: GlobalScaleMismatchParameters, release: object
             "worst_token_error": round(float(errors.max()), 6),
             "mean_token_error": round(float(errors.mean()), 6),
         }
-    return Observation({"lint": list(loaded.lint), "tokens": parameters.tokens, "ways": ways})
+    return Observation({"lint": loaded.lint, "tokens": parameters.tokens, "ways": ways})
 
 
 def shared_scale(tensors: Tensors, config: dict[str, Any]) -> None:
@@ -113,8 +107,4 @@ def folded_scales(tensors: Tensors, config: dict[str, Any]) -> None:
 
 
 CHANGES = Changes(shared_scale, own_scales, folded_scales)
-
-
-def engine(case: Case, parameters: GlobalScaleMismatchParameters, release: object) -> Observation:
-    """Load the checkpoint into vLLM."""
-    return compare_engines(CHANGES, parameters.moe_backend, repaired=case.subject == "fixed")
+engine = CHANGES.engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from moedoctor.faults.quantization.checkpoint_lab import (
     Loaded,
     compare_engines,
     projection,
+    sizes_of,
     unchanged,
     write_and_load,
 )
@@ -63,7 +64,7 @@ def model(case: Case, parameters: InputScaleMissingParameters, release: object) 
     errors = relative_error(output, expected)[finite]  # [finite tokens]
     return Observation(
         {
-            "lint": list(damaged.lint),
+            "lint": damaged.lint,
             "tokens": parameters.tokens,
             "nonfinite_tokens": int((~finite).sum()),
             "silent_tokens": int((output == 0).all(1).sum()),
@@ -90,39 +91,34 @@ def _checkpoint(parameters: InputScaleMissingParameters, damaged: Sequence[int])
                 else:
                     tensors[name] = torch.tensor(0.0)
 
-    return write_and_load(
-        change,
-        hidden=parameters.hidden,
-        intermediate=parameters.intermediate,
-        experts=parameters.experts,
-        seed=parameters.seed,
-    )
+    return write_and_load(change, **sizes_of(parameters))
 
 
 def _layer(
-    loaded: Loaded, x: torch.Tensor, ids: torch.Tensor, scales: Sequence[torch.Tensor] | None = None
+    loaded: Loaded, x: torch.Tensor, ids: torch.Tensor, scales: Sequence[torch.Tensor | None] = (None, None)
 ) -> torch.Tensor:
     """Compute float32 [T, H] with one expert a token; without `scales` activations are not quantized."""
-    out = torch.zeros_like(x)  # [T, H]
-    middle = _activated(loaded, x, ids, None if scales is None else scales[0])  # [T, I]
-    down = dequantize(projection(loaded.tensors, "down", int(ids.max()) + 1))  # [E, H, I]
-    for expert in ids.unique().tolist():
-        rows = ids == expert  # [T]
-        given = middle[rows] if scales is None else quantized(middle[rows], scales[1][expert])
-        out[rows] = given @ down[expert].T
-    return out
+    middle = _activated(loaded, x, ids, scales[0])  # [T, I]
+    return _product(loaded, "down", middle, ids, scales[1])
 
 
 def _activated(
     loaded: Loaded, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None = None
 ) -> torch.Tensor:
-    experts = int(ids.max()) + 1
-    gate, up = (dequantize(projection(loaded.tensors, name, experts)) for name in ("gate", "up"))
-    out = torch.zeros(len(x), gate.shape[1])  # [T, I]
+    gate, up = (_product(loaded, name, x, ids, scales) for name in ("gate", "up"))  # [T, I] each
+    return functional.silu(gate) * up
+
+
+def _product(
+    loaded: Loaded, name: str, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute [T, N]: each row of `x` [T, K] through its expert, quantized with that expert's scale."""
+    weight = dequantize(projection(loaded.tensors, name, int(ids.max()) + 1))  # [E, N, K]
+    out = torch.zeros(len(x), weight.shape[1])  # [T, N]
     for expert in ids.unique().tolist():
         rows = ids == expert  # [T]
         given = x[rows] if scales is None else quantized(x[rows], scales[expert])
-        out[rows] = functional.silu(given @ gate[expert].T) * (given @ up[expert].T)
+        out[rows] = given @ weight[expert].T
     return out
 
 
@@ -161,13 +157,9 @@ def zero_inputs(tensors: Tensors, config: dict[str, Any]) -> None:
 
 
 CHANGES = Changes(unchanged, zero_inputs, unchanged)
+engine = CHANGES.engine
 
 
-def engine(case: Case, parameters: InputScaleMissingParameters, release: object) -> Observation:
-    """Load the checkpoint into vLLM."""
-    return compare_engines(CHANGES, parameters.moe_backend, repaired=case.subject == "fixed")
-
-
-def marlin(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+def marlin() -> Observation:
     """Measure engines with MARLIN on the damaged checkpoint and on a whole one."""
     return compare_engines(CHANGES, "marlin", repaired=False)

@@ -71,7 +71,7 @@ def measure(parameters: KvScalesMissingParameters, scale: Scale) -> Observation:
     steps = torch.stack((keys / k_scale, values / v_scale)).abs()  # [2, T, D]
     return Observation(
         {
-            "lint": list(loaded.lint),
+            "lint": loaded.lint,
             "nonfinite_tokens": int((~output.isfinite().all(1)).sum()),
             "k_scale": k_scale,
             "v_scale": v_scale,
@@ -119,7 +119,7 @@ def _mean_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     return float(errors.mean()) if bool(errors.isfinite().all()) else 0.0
 
 
-def errors_by_size(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+def errors_by_size() -> Observation:
     """Measure the error with a scale of 1.0, and with computed scales, for keys and values of each size."""
     errors = {}
     for size in SIZES:

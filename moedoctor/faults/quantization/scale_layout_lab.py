@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from moedoctor.bench.moe.parity import bounds_of
-from moedoctor.faults.quantization.checkpoint_lab import Changes, compare_engines, unchanged
+from moedoctor.faults.quantization.checkpoint_lab import Changes, agreement, routed_layer, unchanged
 from moedoctor.faults.quantization.scale_layout import ScaleLayoutParameters
 from moedoctor.fixes.moe.weight_layout import (
     TILE_COLUMNS,
@@ -18,11 +17,9 @@ from moedoctor.fixes.moe.weight_layout import (
     padded_shape,
     tiled_scales,
 )
-from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference.agreement import agree
 from moedoctor.reference.checkpoints import Tensors
-from moedoctor.reference.moe_layer import Problem, expected_output, make_layer, make_problem
-from moedoctor.reference.nvfp4 import BLOCK, Nvfp4
+from moedoctor.reference.moe_layer import expected_output
+from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import Case, Observation
 
 # E = experts, M = rows of a weight, S = its block scales a row
@@ -117,31 +114,23 @@ def kernel(case: Case, parameters: ScaleLayoutParameters, release: object) -> Ob
 
 def measure(parameters: ScaleLayoutParameters, device: str, read: Kernel) -> Observation:
     """Compare a layer with the scales that `read` gives with the reference."""
-    shape = LayerShape(
-        parameters.hidden,
-        parameters.intermediate,
-        parameters.experts,
-        parameters.top_k,
-        parameters.activation,
-    )
-    layer = make_layer(shape, "nvfp4", seed=parameters.seed, device=device)
-    problem = make_problem(layer, parameters.tokens, "none", seed=parameters.seed, device=device)
-    assert isinstance(layer.w13, Nvfp4)
-    assert isinstance(layer.w2, Nvfp4)
+    problem = routed_layer(parameters, "nvfp4", device)
+    w13, w2 = problem.layer.w13, problem.layer.w2
+    assert isinstance(w13, Nvfp4)
+    assert isinstance(w2, Nvfp4)
     tested = replace(
-        layer,
-        w13=replace(layer.w13, block_scales=read(layer.w13.block_scales)),
-        w2=replace(layer.w2, block_scales=read(layer.w2.block_scales)),
+        problem.layer,
+        w13=replace(w13, block_scales=read(w13.block_scales)),
+        w2=replace(w2, block_scales=read(w2.block_scales)),
     )
-    given = Problem(tested, problem.x, problem.topk_weights, problem.topk_ids)
-    agreement = agree(expected_output(given, "none"), expected_output(problem, "none"), bounds_of("none"))
-    scales = (shape.w13_rows, shape.hidden // BLOCK)
+    output = expected_output(replace(problem, layer=tested), "none")  # [T, H]
+    scales = w13.block_scales.shape[1:]
     return Observation(
         {
             "mistake": parameters.mistake,
             "scales": list(scales),
             "scales_in_tiles": list(padded_shape(*scales)),
-            **agreement.evidence(),
+            **agreement(output, problem),
         }
     )
 
@@ -166,8 +155,4 @@ def linear(tensors: Tensors, config: dict[str, Any]) -> None:
 
 
 CHANGES = Changes(unchanged, tiled, linear)
-
-
-def engine(case: Case, parameters: ScaleLayoutParameters, release: object) -> Observation:
-    """Load the checkpoint into vLLM."""
-    return compare_engines(CHANGES, parameters.moe_backend, repaired=case.subject == "fixed")
+engine = CHANGES.engine

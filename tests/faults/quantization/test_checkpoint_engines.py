@@ -170,7 +170,7 @@ def test_a_point_with_a_backend_is_only_for_engines(
         asked.append((moe_backend, repaired))
         return compare(results(tokens=2), changes)
 
-    monkeypatch.setattr(f"{fault.lab}.compare_engines", compare_instead)
+    monkeypatch.setattr(checkpoint_lab, "compare_engines", compare_instead)
     case, fixed = (Case(fault.id, subject, Tier.ENGINE, engines) for subject in ("faulty", "fixed"))
     assert fault.judge(case, fault.observe(case, None)).verdict is CaseVerdict.REPRODUCED
     fault.observe(fixed, None)
