@@ -21,9 +21,9 @@ from moedoctor.results import (
     Crash,
     Evidence,
     Observation,
+    Outcome,
     Report,
     Scalar,
-    Skip,
     Tier,
 )
 
@@ -72,7 +72,7 @@ class Measurement:
 
     unit: str
     """The unit that was measured, as `ClaimTest.units` named it."""
-    outcome: Observation | Crash | Skip
+    outcome: Outcome
     seconds: float = 0.0
 
 

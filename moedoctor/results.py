@@ -127,6 +127,10 @@ class Skip:
     reason: str
 
 
+Outcome = Observation | Crash | Skip
+"""What a child process came back with."""
+
+
 class UnavailableError(Exception):
     """Raised in a child where a subject or a case turns out not to be runnable: the case is skipped."""
 

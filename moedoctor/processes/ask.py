@@ -7,11 +7,9 @@ way. Nothing of it is left: neither what it started, nor byte code, nor its fold
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from moedoctor.processes.deaths import first_line
+from moedoctor.processes.deaths import first_line, signal_name
+from moedoctor.processes.group import end_with_stdin, exit_now, kill_group, read_tail
 from moedoctor.results import plain
 
 CACHES = (
@@ -68,13 +67,10 @@ class Ended:
             return f"no answer within {self.limit:g} s"
         if self.code == 0:
             return None
-        lines = [line for line in self.log.splitlines() if line.strip()]
+        lines = self.log.strip().splitlines()
         last_words = first_line(lines[-1]) if lines else "it printed nothing"
-        try:
-            ended = f"killed by {signal.Signals(-self.code).name}" if self.code < 0 else ""
-        except ValueError:
-            ended = f"killed by signal {-self.code}"
-        return f"{ended or f'exit status {self.code}'}: {last_words}"
+        ended = f"killed by {signal_name(-self.code)}" if self.code < 0 else f"exit status {self.code}"
+        return f"{ended}: {last_words}"
 
 
 def ask(module: str, request: Any = None, *, seconds: float, **options: Any) -> dict[str, Any]:
@@ -124,23 +120,20 @@ def run_module(
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process)
-        return Ended(
-            tuple(_answers(folder / "answers")),
-            code,
-            _tail(folder / "log"),
-            time.monotonic() - started,
-            seconds,
-        )
+            kill_group(process.pid)
+            process.kill()
+            process.communicate()
+        took = time.monotonic() - started
+        answers = tuple(_answers(folder / "answers"))
+        return Ended(answers, code, read_tail(folder / "log", _MAX_LOG_BYTES), took, seconds)
 
 
 def answer(respond: Callable[[Any], Any]) -> NoReturn:
     """In the child: call `respond` with the request, write what it returns, and end the process.
 
-    If it returns an iterator, each value is written as it comes. The process ends at once, because the
-    destructors of a broken CUDA context can hang.
+    If it returns an iterator, each value is written as it comes.
     """
-    _end_with_parent()
+    end_with_stdin()
     faulthandler.enable()
     folder = Path(sys.argv[1])
     request = json.loads((folder / "request").read_text(encoding="utf-8"))
@@ -149,9 +142,7 @@ def answer(respond: Callable[[Any], Any]) -> NoReturn:
         for value in values if isinstance(values, Iterator) else (values,):
             out.write(json.dumps(plain(value)) + "\n")
             out.flush()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    exit_now()
 
 
 def _search_path() -> str:
@@ -171,37 +162,3 @@ def _answers(file: Path) -> Iterator[Any]:
         if not line.endswith(b"\n"):
             return  # the child died while it wrote
         yield json.loads(line)
-
-
-def _tail(file: Path) -> str:
-    with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - _MAX_LOG_BYTES))
-        return stream.read().decode("utf-8", "backslashreplace")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the child and everything that it started."""
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # the child leads its group, also after its own death
-    process.kill()
-    process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
-
-
-def _end_with_parent() -> None:
-    """Let nothing of this process group outlive the parent, whose end closes our stdin.
-
-    A process of its own waits for that, because a thread would also wait for the interpreter's lock.
-    """
-    if not hasattr(os, "fork"):
-        return
-    if os.fork() == 0:
-        with contextlib.suppress(OSError):
-            while os.read(0, 1):
-                pass
-        if os.getpgid(0) == os.getppid():  # started as the leader of a group, as `run_module` does
-            os.killpg(0, signal.SIGKILL)
-        os._exit(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -50,12 +50,11 @@ def classify(text: str) -> Death | None:
     return next((death for death, pattern in _TEXTS if pattern.search(text)), None)
 
 
-def from_exception(error: BaseException, stderr_tail: tuple[str, ...] = ()) -> Crash:
+def from_exception(error: BaseException) -> Crash:
     """Return a Python exception as a crash; its text decides whether a CUDA fault is behind it."""
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, MemoryError):
-        return Crash(Death.OUT_OF_MEMORY, first_line(text), stderr_tail)
-    return Crash(classify(text) or Death.EXCEPTION, first_line(text), stderr_tail)
+    death = Death.OUT_OF_MEMORY if isinstance(error, MemoryError) else classify(text) or Death.EXCEPTION
+    return Crash(death, first_line(text))
 
 
 def from_exit(exit_code: int, stderr: str) -> Crash:
@@ -69,13 +68,18 @@ def from_exit(exit_code: int, stderr: str) -> Crash:
         line = next((line for line in reversed(stderr.splitlines()) if classify(line) is reported), "")
         return Crash(reported, first_line(line) or reported.value, tail)
     if exit_code < 0:
-        try:
-            name = signal.Signals(-exit_code).name
-        except ValueError:
-            name = f"signal {-exit_code}"
+        name = signal_name(-exit_code)
         hint = " (the kernel kills so when memory runs out)" if name == "SIGKILL" else ""
         return Crash(Death.SIGNAL, f"killed by {name}{hint}", tail)
     return Crash(Death.SILENT, f"ended with exit status {exit_code} and no answer", tail)
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGSEGV``, or ``signal 63`` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def hang(seconds: float, stderr: str) -> Crash:
@@ -83,9 +87,9 @@ def hang(seconds: float, stderr: str) -> Crash:
     return Crash(Death.HANG, f"no answer within {seconds:g} s", last_lines(stderr))
 
 
-def first_line(text: str, limit: int = 300) -> str:
+def first_line(text: str) -> str:
     """Return the first line of `text` that is not blank, shortened."""
-    return _shorten(next((line.strip() for line in text.splitlines() if line.strip()), ""), limit)
+    return _shorten(next((line.strip() for line in text.splitlines() if line.strip()), ""))
 
 
 def last_lines(text: str) -> tuple[str, ...]:
@@ -95,5 +99,5 @@ def last_lines(text: str) -> tuple[str, ...]:
     return tuple(_shorten(hide(line)) for line in lines[-TAIL_LINES:])
 
 
-def _shorten(line: str, limit: int = 300) -> str:
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+def _shorten(line: str) -> str:
+    return line if len(line) <= 300 else line[:299] + "…"

@@ -7,11 +7,8 @@ they are spawned.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
-import os
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,33 +20,19 @@ from pathlib import Path
 
 from moedoctor.processes import deaths
 from moedoctor.processes.child import Request, main
-from moedoctor.results import Crash, Death, Observation, Skip
-
-Outcome = Observation | Crash | Skip
+from moedoctor.processes.group import kill_group, read_tail
+from moedoctor.results import Crash, Death, Observation, Outcome, Skip
 
 _GRACE_SECONDS = 2.0
 _MAX_ANSWER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Job:
-    """One request and its limits."""
-
-    request: Request
-    timeout: float
-    """Seconds until the child is killed, from its start."""
-
-    @property
-    def device(self) -> str:
-        return self.request.device
-
-
-@dataclass(frozen=True)
 class Finished:
-    """A job that ran, in whatever way it ended."""
+    """A request that was carried out, in whatever way it ended."""
 
     index: int
-    """The index of the job in the sequence given to `run_jobs`."""
+    """The index of the request among those given to `run_requests`."""
     outcome: Outcome
     seconds: float
 
@@ -57,7 +40,7 @@ class Finished:
 @dataclass
 class _Running:
     index: int
-    job: Job
+    request: Request
     process: BaseProcess
     answer: Connection
     stderr: Path
@@ -65,7 +48,19 @@ class _Running:
 
     @property
     def deadline(self) -> float:
-        return self.started + self.job.timeout
+        return self.started + self.request.timeout
+
+    def read_stderr(self) -> str:
+        return read_tail(self.stderr, deaths.TAIL_BYTES)
+
+    def kill(self) -> None:
+        """End the child and everything that it started."""
+        self.answer.close()
+        if self.process.pid is not None:
+            kill_group(self.process.pid)
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(_GRACE_SECONDS)
 
 
 class RunInterruptedError(Exception):
@@ -76,23 +71,23 @@ class RunInterruptedError(Exception):
         self.finished = tuple(finished)
 
 
-def run_jobs(
-    jobs: Sequence[Job], *, parallel: int, on_finished: Callable[[Finished], None] = lambda _: None
+def run_requests(
+    requests: Sequence[Request], *, parallel: int, on_finished: Callable[[Finished], None] = lambda _: None
 ) -> list[Finished]:
-    """Run all jobs: those of ``cpu`` up to `parallel` at once, those of a GPU one at a time per device.
+    """Carry out requests: those of ``cpu`` up to `parallel` at once, those of a GPU one at a time per device.
 
-    Returns them in the order of `jobs`. Raises RunInterruptedError, with all children killed, on Ctrl-C.
+    Returns them in the order of `requests`. Raises RunInterruptedError, with all children killed, on Ctrl-C.
     """
     context = _context()
-    waiting = list(range(len(jobs)))
+    waiting = list(range(len(requests)))
     running: list[_Running] = []
     finished: list[Finished] = []
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as folder:
         try:
             while waiting or running:
-                for index in _startable(waiting, running, jobs, parallel):
+                for index in _startable(waiting, running, requests, parallel):
                     waiting.remove(index)
-                    running.append(_start(context, index, jobs[index], Path(folder)))
+                    running.append(_start(context, index, requests[index], Path(folder)))
                 for child in _ended(running):
                     running.remove(child)
                     done = Finished(child.index, _collect(child), time.monotonic() - child.started)
@@ -102,7 +97,7 @@ def run_jobs(
             raise RunInterruptedError(sorted(finished, key=lambda done: done.index)) from None
         finally:
             for child in running:
-                _kill(child)
+                child.kill()
     return sorted(finished, key=lambda done: done.index)
 
 
@@ -117,13 +112,13 @@ def _context() -> BaseContext:
 
 
 def _startable(
-    waiting: Sequence[int], running: Sequence[_Running], jobs: Sequence[Job], parallel: int
+    waiting: Sequence[int], running: Sequence[_Running], requests: Sequence[Request], parallel: int
 ) -> list[int]:
-    busy = {child.job.device for child in running if child.job.device != "cpu"}
-    room = parallel - sum(child.job.device == "cpu" for child in running)
+    busy = {child.request.device for child in running if child.request.device != "cpu"}
+    room = parallel - sum(child.request.device == "cpu" for child in running)
     startable = []
     for index in waiting:
-        device = jobs[index].device
+        device = requests[index].device
         if device == "cpu" and room > 0:
             room -= 1
             startable.append(index)
@@ -133,13 +128,13 @@ def _startable(
     return startable
 
 
-def _start(context: BaseContext, index: int, job: Job, folder: Path) -> _Running:
+def _start(context: BaseContext, index: int, request: Request, folder: Path) -> _Running:
     receive, send = context.Pipe(duplex=False)
     stderr = folder / f"{index}.stderr"
-    process = context.Process(target=main, args=(job.request, send, str(stderr)), daemon=True)  # type: ignore[attr-defined]
+    process = context.Process(target=main, args=(request, send, str(stderr)), daemon=True)  # type: ignore[attr-defined]
     process.start()  # returns when the child exists; the fork server's own start-up is not the child's time
     send.close()  # only the child may hold it, so that its death closes the pipe
-    return _Running(index, job, process, receive, stderr, time.monotonic())
+    return _Running(index, request, process, receive, stderr, time.monotonic())
 
 
 def _ended(running: Sequence[_Running]) -> list[_Running]:
@@ -160,46 +155,23 @@ def _ended(running: Sequence[_Running]) -> list[_Running]:
 def _collect(child: _Running) -> Outcome:
     try:
         if not child.answer.poll() and child.process.is_alive():
-            _kill(child)
-            return deaths.hang(child.job.timeout, _stderr(child))
+            child.kill()
+            return deaths.hang(child.request.timeout, child.read_stderr())
         payload = child.answer.recv_bytes(_MAX_ANSWER_BYTES)
     except (EOFError, OSError):
         child.process.join(_GRACE_SECONDS)
         if child.process.is_alive():
-            _kill(child)
-        return deaths.from_exit(child.process.exitcode or 0, _stderr(child))
+            child.kill()
+        return deaths.from_exit(child.process.exitcode or 0, child.read_stderr())
     finally:
-        _kill(child)
-    return _decode(payload, child)
-
-
-def _decode(payload: bytes, child: _Running) -> Outcome:
+        child.kill()
     try:
         reply = json.loads(payload)
         if "evidence" in reply:
             return Observation(reply["evidence"])
         if "skip" in reply:
             return Skip(reply["skip"])
-        return Crash(Death(reply["death"]), reply["message"], deaths.last_lines(_stderr(child)))
+        death, message = Death(reply["death"]), reply["message"]
     except (ValueError, KeyError, TypeError) as error:
-        return Crash(Death.SILENT, f"answer cannot be read: {error}", deaths.last_lines(_stderr(child)))
-
-
-def _kill(child: _Running) -> None:
-    """End the child and everything that it started."""
-    child.answer.close()
-    if hasattr(os, "killpg") and child.process.pid is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.process.pid, signal.SIGKILL)  # it leads its group, also after its own death
-    if child.process.is_alive():
-        child.process.kill()
-    child.process.join(_GRACE_SECONDS)
-
-
-def _stderr(child: _Running) -> str:
-    try:
-        with child.stderr.open("rb") as file:
-            file.seek(max(0, child.stderr.stat().st_size - deaths.TAIL_BYTES))
-            return file.read().decode("utf-8", "backslashreplace")
-    except OSError:
-        return ""
+        death, message = Death.SILENT, f"answer cannot be read: {error}"
+    return Crash(death, message, deaths.last_lines(child.read_stderr()))

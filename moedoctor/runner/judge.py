@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,26 +16,23 @@ from moedoctor.results import (
     ClaimVerdict,
     Crash,
     Observation,
+    Outcome,
     ScenarioResult,
     ScenarioVerdict,
     Skip,
     Summary,
 )
-from moedoctor.runner.plan import Plan, PlannedCase, PlannedClaim
+from moedoctor.runner.plan import Plan, Planned
 
 CONTROL = "faulty"
 FIX = "fixed"
 INSTALLED = "installed"
-_NOT_RUN = Skip("interrupted before it finished")
-
-_Ended = Mapping[PlannedCase | PlannedClaim, Finished]
-"""What each case and claim unit came back with; what did not run is not in it."""
 
 
-def judge(plan: Plan, ended: _Ended) -> ScenarioResult:
-    """Return the verdicts of one scenario, its cases and its claims."""
+def judge(plan: Plan, ended: Mapping[Planned, Finished]) -> ScenarioResult:
+    """Return the verdicts of one scenario, its cases and its claims. What did not run is not in `ended`."""
     scenario, fault = plan.scenario, plan.fault
-    cases = [_judge_case(fault, planned, ended.get(planned)) for planned in plan.cases]
+    cases = [_judge_case(fault, planned, ended) for planned in plan.cases]
     verdict, reason = decide(fault, cases, scenario.expect)
     cut_short = any(planned.skip is None and planned not in ended for planned in plan.cases)
     if cut_short and verdict in (ScenarioVerdict.PROVED, ScenarioVerdict.ABSENT):
@@ -54,46 +51,57 @@ def judge(plan: Plan, ended: _Ended) -> ScenarioResult:
     )
 
 
-def _judge_case(fault: Fault, planned: PlannedCase, ended: Finished | None) -> CaseResult:
+def _outcome(planned: Planned, ended: Mapping[Planned, Finished]) -> tuple[Outcome, float]:
+    """Return what a case or a unit of a claim came back with, and its seconds."""
+    if planned.skip:
+        return Skip(planned.skip), 0.0
+    finished = ended.get(planned)
+    if finished is None:
+        return Skip("interrupted before it finished"), 0.0
+    return finished.outcome, finished.seconds
+
+
+def _judge_case(fault: Fault, planned: Planned, ended: Mapping[Planned, Finished]) -> CaseResult:
     case = planned.case
-    result = CaseResult(case.subject, case.tier, case.parameters, CaseVerdict.SKIPPED, device=case.device)
-    if planned.skip or ended is None:
-        return replace(result, reason=planned.skip or _NOT_RUN.reason)
-    result = replace(result, seconds=round(ended.seconds, 4))
-    outcome = ended.outcome
+    outcome, seconds = _outcome(planned, ended)
+    result = CaseResult(
+        case.subject,
+        case.tier,
+        case.parameters,
+        CaseVerdict.SKIPPED,
+        device=case.device,
+        seconds=round(seconds, 4),
+    )
     if isinstance(outcome, Skip):
         return replace(result, reason=outcome.reason)
     if isinstance(outcome, Crash):
-        judgement = fault.judge_crash(case, outcome)
-        evidence = outcome.to_evidence()
+        judgement, evidence = fault.judge_crash(case, outcome), outcome.to_evidence()
     else:
-        judgement = fault.judge(case, outcome)
-        evidence = dict(outcome.evidence)
+        judgement, evidence = fault.judge(case, outcome), dict(outcome.evidence)
     return replace(
         result, verdict=judgement.verdict, evidence=evidence, figure=judgement.figure, reason=judgement.reason
     )
 
 
-def _judge_claims(plan: Plan, cases: Sequence[CaseResult], ended: _Ended) -> list[ClaimResult]:
-    measured: dict[str, list[Measurement]] = {}
-    for planned in plan.claims:
-        done = ended.get(planned)
-        outcome = Skip(planned.skip) if planned.skip else (done.outcome if done else _NOT_RUN)
-        measurement = Measurement(planned.unit, outcome, done.seconds if done else 0.0)
-        measured.setdefault(planned.test.key, []).append(measurement)
+def _judge_claims(
+    plan: Plan, cases: Sequence[CaseResult], ended: Mapping[Planned, Finished]
+) -> Iterator[ClaimResult]:
     tests = {test.key: test for test in plan.fault.claims}
-    results = []
     for claim in plan.scenario.claims:
-        test, units = tests[claim.key], measured.get(claim.key, ())
+        test = tests[claim.key]
+        units = [
+            Measurement(planned.request.unit, *_outcome(planned, ended))
+            for planned in plan.claims
+            if planned.request.claim == claim.key
+        ]
         result = ClaimResult(claim.text, claim.source, ClaimVerdict.UNTESTED)
         blocked = _blocked(units) if test.measure is not None else None
         if blocked is not None:
-            results.append(replace(result, reason=blocked[0], evidence=blocked[1]))
+            yield replace(result, reason=blocked[0], evidence=blocked[1])
             continue
         judgement = test.judge(cases, units, claim.thresholds)
         evidence = dict(judgement.evidence)
-        results.append(replace(result, verdict=judgement.verdict, evidence=evidence, reason=judgement.reason))
-    return results
+        yield replace(result, verdict=judgement.verdict, evidence=evidence, reason=judgement.reason)
 
 
 def _blocked(units: Sequence[Measurement]) -> tuple[str, dict[str, Any]] | None:
@@ -118,7 +126,11 @@ def decide(
     in the fix. An error hides what it would have shown, so it outranks every verdict but `failed`.
     """
     ran = [case for case in results if case.verdict is not CaseVerdict.SKIPPED]
-    misbehaved = [case for case in ran if _misbehaves(case, expect)]
+    misbehaved = [
+        case
+        for case in ran
+        if case.subject in expect and case.verdict not in (expect[case.subject], CaseVerdict.ERROR)
+    ]
     errors = [case for case in ran if case.verdict is CaseVerdict.ERROR]
     if misbehaved:
         why = fault.absent(results) if all(case.subject == CONTROL for case in misbehaved) else None
@@ -136,7 +148,9 @@ def decide(
         return ScenarioVerdict.ERROR, f"{first.subject}, {fault.describe(first.parameters)}: {first.reason}"
     missing = [name for name in (CONTROL, FIX) if not any(case.subject == name for case in ran)]
     if missing:
-        return ScenarioVerdict.SKIPPED, _why_missing(missing, results)
+        reasons = (case.reason for case in results if case.subject == missing[0] and case.reason)
+        why = next(reasons, f"nothing is proved without {' and '.join(missing)}, which did not run")
+        return ScenarioVerdict.SKIPPED, why
     unpaired = _points(ran, CONTROL) ^ _points(ran, FIX)
     if unpaired:
         return ScenarioVerdict.SKIPPED, f"{len(unpaired)} points ran with only one of {CONTROL} and {FIX}"
@@ -158,15 +172,5 @@ def summarise(scenarios: Sequence[ScenarioResult], *, interrupted: bool = False)
     )
 
 
-def _misbehaves(case: CaseResult, expect: Mapping[str, CaseVerdict]) -> bool:
-    expected = expect.get(case.subject)
-    return expected is not None and case.verdict not in (expected, CaseVerdict.ERROR)
-
-
 def _points(results: Sequence[CaseResult], subject: str) -> set[tuple[object, ...]]:
     return {(case.tier, *sorted(case.parameters.items())) for case in results if case.subject == subject}
-
-
-def _why_missing(missing: Sequence[str], results: Sequence[CaseResult]) -> str:
-    reasons = (case.reason for case in results if case.subject == missing[0] and case.reason)
-    return next(reasons, f"nothing is proved without {' and '.join(missing)}, which did not run")

@@ -8,9 +8,8 @@ from typing import Any
 
 from moedoctor import catalogue
 from moedoctor.environment import no_gpu
-from moedoctor.interfaces import ClaimTest, Fault
+from moedoctor.interfaces import Fault
 from moedoctor.processes.child import Request
-from moedoctor.processes.pool import Job
 from moedoctor.results import Case, Scalar, Tier
 from moedoctor.scenario.file import Scenario
 
@@ -37,25 +36,19 @@ class Options:
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedCase:
-    """A case, with its job, or the reason why it cannot run."""
+class Planned:
+    """A case, or one unit of a claim test, or the reason why it cannot run."""
 
-    case: Case
+    request: Request
     skip: str | None
-    job: Job
     label: str
     """What to call it while it runs."""
 
-
-@dataclass(frozen=True, eq=False)
-class PlannedClaim:
-    """One unit of a claim test, with its job, or the reason why it cannot run."""
-
-    test: ClaimTest
-    unit: str
-    skip: str | None
-    job: Job
-    label: str
+    @property
+    def case(self) -> Case:
+        """The case; a unit of a claim has none."""
+        assert self.request.case is not None
+        return self.request.case
 
 
 @dataclass(frozen=True)
@@ -64,8 +57,8 @@ class Plan:
 
     scenario: Scenario
     fault: Fault
-    cases: Sequence[PlannedCase]
-    claims: Sequence[PlannedClaim]
+    cases: Sequence[Planned]
+    claims: Sequence[Planned]
 
 
 def plan(scenarios: Sequence[Scenario], options: Options, environment: Mapping[str, Any]) -> list[Plan]:
@@ -108,10 +101,11 @@ def _checked(options: Options, environment: Mapping[str, Any]) -> Options:
 
 def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) -> Plan:
     fault = catalogue.faults()[scenario.id]
+    timeout = options.timeout or scenario.timeout
     device = options.device
     if device == "auto":
         device = "cpu" if no_gpu(environment) else "cuda:0"
-    cases: list[PlannedCase] = []
+    cases: list[Planned] = []
     runnable: list[str] = []
     for name in _subjects(scenario, fault, options):
         kind = catalogue.subject_kind(name) or ""
@@ -126,31 +120,13 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
             for point in scenario.points:
                 case = Case(scenario.id, name, tier, point, _device(tier, device))
                 if fault.has_point(tier, point) and _selected(case, fault, options):
-                    cases.append(_planned_case(case, skips[tier], scenario, fault, options))
-    claims = [] if options.partial else _plan_claims(scenario, fault, runnable, options, environment, cases)
-    return Plan(scenario, fault, cases, claims)
-
-
-def _planned_case(
-    case: Case, skip: str | None, scenario: Scenario, fault: Fault, options: Options
-) -> PlannedCase:
-    request = Request(fault.id, options.sources, case=case, device=case.device)
-    job = Job(request, options.timeout or scenario.timeout)
-    return PlannedCase(case, skip, job, f"{fault.name} {case.subject}")
-
-
-def _plan_claims(
-    scenario: Scenario,
-    fault: Fault,
-    runnable: Sequence[str],
-    options: Options,
-    environment: Mapping[str, Any],
-    cases: Sequence[PlannedCase],
-) -> list[PlannedClaim]:
-    """Return the units of the claims that need a measurement of their own."""
-    gpu = next((planned.case.device for planned in cases if planned.case.device != "cpu"), "cuda:0")
+                    request = Request(fault.id, options.sources, timeout, case=case, device=case.device)
+                    cases.append(Planned(request, skips[tier], f"{fault.name} {name}"))
+    if options.partial:
+        return Plan(scenario, fault, cases, [])
+    gpu = next((planned.request.device for planned in cases if planned.request.device != "cpu"), "cuda:0")
+    claims: list[Planned] = []
     tests = {test.key: test for test in fault.claims}
-    planned = []
     for test in (tests[claim.key] for claim in scenario.claims):
         if test.measure is None:
             continue
@@ -162,10 +138,9 @@ def _plan_claims(
             units, skip = [""], skip or f"needs {test.needs}"
         for unit in units:
             device = gpu if test.needs_gpu else "cpu"
-            request = Request(fault.id, options.sources, claim=test.key, unit=unit, device=device)
-            job = Job(request, options.timeout or scenario.timeout)
-            planned.append(PlannedClaim(test, unit, skip, job, f"{fault.name} claim {test.key}"))
-    return planned
+            request = Request(fault.id, options.sources, timeout, claim=test.key, unit=unit, device=device)
+            claims.append(Planned(request, skip, f"{fault.name} claim {test.key}"))
+    return Plan(scenario, fault, cases, claims)
 
 
 def _subjects(scenario: Scenario, fault: Fault, options: Options) -> Sequence[str]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import moedoctor
-from moedoctor.processes.pool import Finished, RunInterruptedError, run_jobs
+from moedoctor.processes.pool import Finished, RunInterruptedError, run_requests
 from moedoctor.results import Report
 from moedoctor.runner.judge import judge, summarise
-from moedoctor.runner.plan import Plan, PlannedCase, PlannedClaim
+from moedoctor.runner.plan import Plan
 
 Progress = Callable[[int, int, str], None]
 """(finished, total, what finished) -> None."""
@@ -27,10 +27,7 @@ def run(
     On Ctrl-C the children are killed and what finished is reported, with `summary.interrupted` set. The exit
     code is left to `moedoctor.gate`.
     """
-    units: list[PlannedCase | PlannedClaim] = []
-    for plan in plans:
-        every: tuple[PlannedCase | PlannedClaim, ...] = (*plan.cases, *plan.claims)
-        units += [unit for unit in every if unit.skip is None]
+    units = [unit for plan in plans for unit in (*plan.cases, *plan.claims) if unit.skip is None]
     count = 0
 
     def finished(ended: Finished) -> None:
@@ -41,8 +38,8 @@ def run(
     progress(0, len(units), "starting")
     interrupted = False
     try:
-        jobs = [unit.job for unit in units]
-        ended = run_jobs(jobs, parallel=parallel, on_finished=finished) if jobs else []
+        requests = [unit.request for unit in units]
+        ended = run_requests(requests, parallel=parallel, on_finished=finished) if requests else []
     except RunInterruptedError as stop:
         ended, interrupted = list(stop.finished), True
     by_unit = {units[done.index]: done for done in ended}

@@ -13,13 +13,13 @@ import pytest
 
 from moedoctor.processes import pool
 from moedoctor.processes.child import Request
-from moedoctor.processes.pool import Finished, Job, Outcome, RunInterruptedError, run_jobs
-from moedoctor.results import Case, Crash, Death, Observation, Skip, Tier
+from moedoctor.processes.pool import Finished, RunInterruptedError, run_requests
+from moedoctor.results import Case, Crash, Death, Observation, Outcome, Skip, Tier
 
 pytestmark = pytest.mark.usefixtures("dying_plugin")
 
 
-def job(way: str, timeout: float = 60.0, device: str = "cpu") -> Job:
+def job(way: str, timeout: float = 60.0, device: str = "cpu") -> Request:
     parameters = {
         "faulty": way,
         "fixed": "answers",
@@ -29,11 +29,11 @@ def job(way: str, timeout: float = 60.0, device: str = "cpu") -> Job:
         "absent": False,
     }
     case = Case("MD901", "faulty", Tier.MODEL, parameters)
-    return Job(Request("MD901", {}, case=case, device=device), timeout)
+    return Request("MD901", {}, timeout, case=case, device=device)
 
 
 def outcome(way: str, timeout: float = 60.0) -> Outcome:
-    (finished,) = run_jobs([job(way, timeout)], parallel=1)
+    (finished,) = run_requests([job(way, timeout)], parallel=1)
     return finished.outcome
 
 
@@ -89,7 +89,7 @@ def test_a_skip_raised_in_the_child_is_a_skip() -> None:
 
 def test_a_crash_does_not_affect_the_next_case() -> None:
     ways = ["answers", "signal", "answers", "device_assert", "silent", "answers"]
-    ended = run_jobs([job(way) for way in ways], parallel=2)
+    ended = run_requests([job(way) for way in ways], parallel=2)
     assert [child.index for child in ended] == list(range(len(ways)))
     assert [isinstance(child.outcome, Observation) for child in ended] == [way == "answers" for way in ways]
     pids = [child.outcome.evidence["pid"] for child in ended if isinstance(child.outcome, Observation)]
@@ -98,7 +98,7 @@ def test_a_crash_does_not_affect_the_next_case() -> None:
 
 def test_cpu_jobs_run_side_by_side() -> None:
     started = time.monotonic()
-    run_jobs([job("hang", timeout=1.5) for _ in range(4)], parallel=4)
+    run_requests([job("hang", timeout=1.5) for _ in range(4)], parallel=4)
     assert time.monotonic() - started < 4 * 1.5
 
 
@@ -119,7 +119,7 @@ def test_interrupt_kills_the_children_and_keeps_what_finished(
 
     started = time.monotonic()
     with pytest.raises(RunInterruptedError) as stop:
-        run_jobs([job("answers"), job("hang", timeout=600)], parallel=1, on_finished=after_first)
+        run_requests([job("answers"), job("hang", timeout=600)], parallel=1, on_finished=after_first)
     assert time.monotonic() - started < 30
     assert [child.index for child in stop.value.finished] == [0]
     assert _still_running(tmp_path) == set()
@@ -134,7 +134,7 @@ def test_real_cuda_faults_are_classified_and_do_not_affect_the_next_case() -> No
         "gpu_no_kernel_image": Death.NO_KERNEL_IMAGE,
     }
     ways = [way for death in deaths for way in (death, "gpu_answers")]
-    ended = run_jobs([job(way, device="cuda:0") for way in ways], parallel=1)
+    ended = run_requests([job(way, device="cuda:0") for way in ways], parallel=1)
     outcomes = {way: child.outcome for way, child in zip(ways, ended, strict=True) if way != "gpu_answers"}
     found = {
         way: outcome.death if isinstance(outcome, Crash) else outcome for way, outcome in outcomes.items()
