@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
@@ -24,7 +23,7 @@ def state(environ: Mapping[str, str]) -> dict[str, Any]:
     setting = environ.get(VARIABLE)
     plugins = [point.name for point in entry_points(group=GROUP) if point.value.startswith("moedoctor.")]
     plugin = plugins[0] if plugins else None
-    fixes, unknown = _read(setting or "")
+    fixes, unknown = vllm_plugin.chosen(setting or "")
     reason = _why_not(setting, fixes, plugin, environ.get(FILTER))
     active = f"{VARIABLE} names {', '.join(fixes)}, and vLLM loads the plug-in {plugin}"
     left_out = f"; left out, for it names no fix: {', '.join(unknown)}" if fixes and unknown else ""
@@ -58,20 +57,3 @@ def _why_not(
         span = f"{releases[0]} to {releases[-1]}"
         return f"{VARIABLE} is set, but vLLM {release} is none of the releases that the fixes know ({span})"
     return None
-
-
-def _read(setting: str) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the fixes that the plug-in finds in the value, and the parts that name no fix."""
-    parts = [part.strip() for part in setting.split(",") if part.strip()]
-    with _quiet():
-        return vllm_plugin.chosen(setting), [part for part in parts if not vllm_plugin.chosen(part)]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the plug-in's warnings; the reason says the same."""
-    before, vllm_plugin.logger.disabled = vllm_plugin.logger.disabled, True
-    try:
-        yield
-    finally:
-        vllm_plugin.logger.disabled = before

@@ -8,16 +8,15 @@ holds JSON: ``{"poison_padding": true, "topk_softmax": "moe_C.so of another rele
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moedoctor.upstream.plugin.register import FixError, expect, replace_once
+from moedoctor.upstream.plugin.register import FixError, Patch
 
 VARIABLE = "MOEDOCTOR_EXPERIMENT"
 _NAMESPACE, _OTHER = b"\0_moe_C\0", b"\0_moe_X\0"
@@ -57,18 +56,21 @@ class Experiment:
         if self.poison_padding and output.shape[0] > real:
             output[real:].fill_(float("nan"))
 
-    def apply(self) -> str:
-        """Put the other release's kernel in place; return in words what is wrong on purpose."""
-        changes = ["padding rows are made NaN"] if self.poison_padding else []
+    def prepare(self) -> tuple[Sequence[Patch], str]:
+        """Load the other release's kernel; return the patch for it, and in words what is wrong on purpose."""
+        patches, changes = [], ["padding rows are made NaN"] if self.poison_padding else []
         if self.poison_memory:
             changes.append(f"{_leave_nan_behind()} MiB of memory held NaN")
         if self.topk_softmax is not None:
-            operations = importlib.import_module("vllm._custom_ops")
-            expect(operations, "topk_softmax", ("topk_weights", "gating_output"), ("topk_softmax(",))
-            operators = load_beside(Path(self.topk_softmax))
-            replace_once(operations, "topk_softmax", lambda original: _other(operators), by="experiment")
-            changes.append(f"topk_softmax of {Path(self.topk_softmax).parent.name}")
-        return "; ".join(changes) or "nothing is put wrong"
+            library = Path(self.topk_softmax)
+            replacement = _other(load_beside(library))
+            takes = "topk_weights gating_output"
+            patch = Patch(
+                "vllm._custom_ops", "topk_softmax", lambda _: replacement, takes, ("topk_softmax(",)
+            )
+            patches.append(patch)
+            changes.append(f"topk_softmax of {library.parent.name}")
+        return patches, "; ".join(changes) or "nothing is put wrong"
 
 
 def _leave_nan_behind() -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 from moedoctor.fixes.backends import select
 from moedoctor.fixes.backends.requests import NVFP4_VARIABLE, Wanted, wanted_backend
-from moedoctor.upstream.plugin.register import expect, replace_once
+from moedoctor.upstream.plugin.register import Patch, apply_patches
 
 logger = logging.getLogger("vllm.moedoctor")
 
@@ -33,17 +33,19 @@ _OWN_COMMUNICATION = "flashinfer_moe_ep"
 
 
 def apply(version: str) -> str:
-    """Apply the fix to the vLLM of this process, of release `version`; return what is active, in a few words.
+    """Apply the fix; see `moedoctor.upstream.plugin.register`.
 
-    Raises FixError if vLLM is not as expected; then nothing has been changed. If the release cannot honour
-    the variable, a warning is logged when the engine is configured.
+    If the release cannot honour the variable, a warning is logged when the engine is configured.
     """
-    arguments = importlib.import_module("vllm.engine.arg_utils").EngineArgs
-    expect(arguments, "create_engine_config", ("self", "usage_context", "headless"), _EXPECTED)
-    loggers = importlib.import_module("vllm.logger")
-    expect(loggers, "init_logger", ("name",), ("getLogger(name)",))
-    replace_once(arguments, "create_engine_config", functools.partial(_honouring, version=version))
-    replace_once(loggers, "init_logger", _louder)
+    arguments, configuring = (
+        "vllm.engine.arg_utils:EngineArgs",
+        functools.partial(_honouring, version=version),
+    )
+    patches = (
+        Patch(arguments, "create_engine_config", configuring, "self usage_context headless", _EXPECTED),
+        Patch("vllm.logger", "init_logger", _louder, "name", ("getLogger(name)",)),
+    )
+    apply_patches("backend", version, patches)
     selecting: list[Any] = [module for name, module in sys.modules.items() if name.startswith(ORACLES)]
     for module in selecting:
         if hasattr(module, "logger") and not isinstance(module.logger, LouderLogger):

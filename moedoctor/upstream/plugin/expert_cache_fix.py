@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moedoctor.upstream.plugin.expert_cache_layer import EXPERTS, host_experts, install, to_device
-from moedoctor.upstream.plugin.register import FixError, expect, replace_once
+from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches
 
 logger = logging.getLogger("vllm.moedoctor")
 
@@ -27,58 +27,53 @@ RELEASES = ("0.21.0",)
 """Releases whose layers this was made for."""
 BACKENDS = ("TritonExperts", "MarlinExperts")
 """Classes of experts whose kernels index by expert only what is replaced."""
-_FUSED = "vllm.model_executor.layers.fused_moe."
-_LOADS = ("process_weights_after_loading(model, model_config, target_device)", "return model.eval()")
-_APPLIES = ("self.impl.apply(", "global_num_experts=global_num_experts")
+_FUSED = "vllm.model_executor.layers.fused_moe"
 _METHODS = (
-    (f"{_FUSED}unquantized_fused_moe_method", "UnquantizedFusedMoEMethod"),
-    ("vllm.model_executor.layers.quantization.fp8", "Fp8MoEMethod"),
-    ("vllm.model_executor.layers.quantization.modelopt", "ModelOptNvFp4FusedMoE"),
+    f"{_FUSED}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+    "vllm.model_executor.layers.quantization.fp8:Fp8MoEMethod",
+    "vllm.model_executor.layers.quantization.modelopt:ModelOptNvFp4FusedMoE",
 )
 """Methods whose experts are made in host memory."""
 _CREATES = ('layer.register_parameter("w13_weight", w13_weight)',)
-_TILES = ("E, _, N = w2_shape",)
+_LOADER = "vllm.model_executor.model_loader.base_loader:BaseModelLoader"
+_LOADS = ("process_weights_after_loading(model, model_config, target_device)", "return model.eval()")
+_APPLIES = ("self.impl.apply(", "global_num_experts=global_num_experts")
 _ACT_ORDER = ("w13_g_idx", "w2_g_idx", "w13_g_idx_sort_indices", "w2_g_idx_sort_indices")
 
 
 def apply(version: str) -> str:
-    """Apply the fix to the vLLM of this process, of release `version`; return what is active, in a few words.
+    """Apply the fix; see `moedoctor.upstream.plugin.register`.
 
-    Raises FixError if vLLM is not as expected or the variable is not a number of slots; then nothing has been
-    changed.
+    Raises FixError also if the variable is not a number of slots.
     """
     slots = wanted_slots(os.environ)
     if slots is None:
         return f"{VARIABLE} is not set: no cache"
     if version not in RELEASES:
         raise FixError(f"the expert cache was made for vLLM {', '.join(RELEASES)}")
-    kernel = importlib.import_module(f"{_FUSED}modular_kernel").FusedMoEKernel
-    layer = importlib.import_module(f"{_FUSED}layer").FusedMoE
-    tiles = importlib.import_module(f"{_FUSED}experts.triton_moe")
-    loaders = _loaders()
-    for loader in loaders:
-        source = _LOADS if loader is loaders[0] else ()
-        expect(loader, "load_model", ("self", "vllm_config", "model_config"), source)
-    expect(kernel, "apply", ("hidden_states", "w1", "w2", "topk_weights", "topk_ids", "expert_map"), _APPLIES)
-    methods = [getattr(importlib.import_module(module), name) for module, name in _METHODS]
-    for method in methods:
-        expect(method, "create_weights", ("layer", "num_experts"), _CREATES)
-    expect(tiles, "try_get_optimal_moe_config", ("w1_shape", "w2_shape"), _TILES)
+    layer = importlib.import_module(f"{_FUSED}.layer").FusedMoE
     caching = functools.partial(_caching, slots=slots, layer_type=layer)
-    for loader in loaders:
-        replace_once(loader, "load_model", caching, by=NAME)
-    for method in methods:
-        replace_once(method, "create_weights", functools.partial(_on_the_host, slots=slots), by=NAME)
-    replace_once(tiles, "try_get_optimal_moe_config", _unchanged_tiles, by=NAME)
+    creating, load = functools.partial(_on_the_host, slots=slots), "self vllm_config model_config"
+    kernel = f"{_FUSED}.modular_kernel:FusedMoEKernel"
+    call = "hidden_states w1 w2 topk_weights topk_ids expert_map"
+    tiles, shapes = f"{_FUSED}.experts.triton_moe", ("E, _, N = w2_shape",)
+    patches = [
+        Patch(_LOADER, "load_model", caching, load, _LOADS),
+        *(Patch(loader, "load_model", caching, load) for loader in _loaders()),
+        Patch(kernel, "apply", None, call, _APPLIES),
+        *(Patch(method, "create_weights", creating, "layer num_experts", _CREATES) for method in _METHODS),
+        Patch(tiles, "try_get_optimal_moe_config", _unchanged_tiles, "w1_shape w2_shape", shapes),
+    ]
+    apply_patches(NAME, version, patches)
     return f"{slots} expert slots a MoE layer"
 
 
-def _loaders() -> Sequence[type]:
-    """Return vLLM's loader, then those with a `load_model` of their own."""
-    base = importlib.import_module("vllm.model_executor.model_loader.base_loader").BaseModelLoader
+def _loaders() -> Sequence[str]:
+    """Return vLLM's other loaders with a `load_model` of their own."""
     known = importlib.import_module("vllm.model_executor.model_loader")._LOAD_FORMAT_TO_MODEL_LOADER
-    own = (loader for loader in known.values() if loader is not base and "load_model" in vars(loader))
-    return (base, *dict.fromkeys(own))
+    own = (loader for loader in known.values() if "load_model" in vars(loader))
+    names = dict.fromkeys(f"{loader.__module__}:{loader.__qualname__}" for loader in own)
+    return tuple(name for name in names if name != _LOADER)
 
 
 def wanted_slots(environ: Mapping[str, str]) -> int | None:

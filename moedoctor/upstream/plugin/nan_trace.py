@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib
 import os
 import sys
 from multiprocessing import util
 from typing import Any
 
 from moedoctor.trace.nan_report import NanReport
-from moedoctor.upstream.plugin.register import FixError, expect, replace_once
+from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches
 
-NAME = "nan"
-_TRACE = "_moedoctor_nan_trace"
-"""Attribute of vLLM's class of model runners that holds the trace of this process."""
 _OTHER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _FIRST = 100
 """Priority of the finalizer: high ones run first, while the device can still be read."""
@@ -40,7 +36,6 @@ class EngineTrace:
         self.running = False
         self.process: int | None = None
         """The process that made the first layer and owns the record; None before."""
-        self.exit: ExitReport | None = None
         self._state: Any = None
         self._points: dict[str, int] = {}
         self._router = ""
@@ -222,48 +217,54 @@ class ExitReport:
             print(text, file=sys.stderr, flush=True)
 
 
-def apply(version: str) -> str:
-    """Start the trace in the vLLM of this process; return what is watched, in a few words.
+_active: ExitReport | None = None
+"""The trace of this process."""
 
-    Raises FixError if vLLM is not as expected; then nothing has been changed.
-    """
+
+def apply(version: str) -> str:
+    """Start the trace in the vLLM of this process; see `moedoctor.upstream.plugin.register`."""
+    global _active
     if os.environ.get(_OTHER_RUNNER, "0").strip() not in ("", "0"):
         raise FixError(f"{_OTHER_RUNNER} is set, and the trace knows the other model runner only: unset it")
-    attention = _module("vllm.model_executor.layers.attention.attention").Attention
-    moe = _module("vllm.model_executor.layers.fused_moe.runner.moe_runner").MoERunner
-    router = _module("vllm.model_executor.layers.fused_moe.router.base_router").BaseRouter
-    runner = _module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
-    expect(attention, "__init__", (), ("self.impl = ", "self.layer_name = "))
-    expect(moe, "_apply_quant_method", ("layer", "router_logits"), ("self.router.select_experts(",))
-    expect(router, "select_experts", ("router_logits",), ("return topk_weights, topk_ids",))
-    expect(runner, "execute_model", ("scheduler_output",), ("self._model_forward(",))
-    expect(runner, "_model_forward", ("input_ids", "positions"), ("self.model(",))
-    active = getattr(runner, _TRACE, None)
-    if isinstance(active, EngineTrace):
-        if active.exit is not None:
-            active.exit.prepare()  # this process may be a fork of the one where the trace was started
+    if _active is not None:
+        _active.prepare()  # this process may be a fork of the one where the trace was started
         return "is active already"
     from moedoctor.upstream.engine.padding_experiment import Experiment
 
-    trace = EngineTrace(Experiment.from_environment(os.environ))
-    setattr(runner, _TRACE, trace)
-    replace_once(attention, "__init__", lambda original: _after(original, trace.around_attention), by=NAME)
-    replace_once(moe, "_apply_quant_method", trace.around_moe, by=NAME)
-    replace_once(router, "select_experts", trace.around_router, by=NAME)
-    replace_once(runner, "execute_model", trace.around_step, by=NAME)
-    replace_once(runner, "_model_forward", trace.around_forward, by=NAME)
-    trace.exit = ExitReport(trace)
-    active = "attention (not MLA), router and MoE outputs are watched for NaN; report at exit"
-    return active if trace.experiment is None else f"{active}; {trace.experiment.apply()}"
+    experiment = Experiment.from_environment(os.environ)
+    trace = EngineTrace(experiment)
+    layers, runner = "vllm.model_executor.layers", "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+    attention, experts = f"{layers}.attention.attention:Attention", f"{layers}.fused_moe"
+    moe, router = f"{experts}.runner.moe_runner:MoERunner", f"{experts}.router.base_router:BaseRouter"
+    made, routed = functools.partial(_after, then=trace.around_attention), ("return topk_weights, topk_ids",)
+    patches = [
+        Patch(attention, "__init__", made, source=("self.impl = ", "self.layer_name = ")),
+        Patch(
+            moe,
+            "_apply_quant_method",
+            trace.around_moe,
+            "layer router_logits",
+            ("self.router.select_experts(",),
+        ),
+        Patch(router, "select_experts", trace.around_router, "router_logits", routed),
+        Patch(runner, "execute_model", trace.around_step, "scheduler_output", ("self._model_forward(",)),
+        Patch(runner, "_model_forward", trace.around_forward, "input_ids positions", ("self.model(",)),
+    ]
+    active = ["attention (not MLA), router and MoE outputs are watched for NaN; report at exit"]
+    if experiment is not None:
+        more, put_wrong = experiment.prepare()
+        patches += more
+        active.append(put_wrong)
+    apply_patches("nan", version, patches)
+    _active = ExitReport(trace)
+    return "; ".join(active)
 
 
 def trace_of_this_process() -> EngineTrace:
     """Return the trace that `apply` started. Raises LookupError if there is none."""
-    module = sys.modules.get("vllm.v1.worker.gpu_model_runner")
-    trace = getattr(getattr(module, "GPUModelRunner", None), _TRACE, None)
-    if not isinstance(trace, EngineTrace):
+    if _active is None:
         raise LookupError("no NaN trace in this process: start it with MOEDOCTOR_TRACE=nan")
-    return trace
+    return _active.trace
 
 
 def _after(original: Any, then: Any) -> Any:
@@ -285,10 +286,3 @@ def _rows(arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
         if given.get(name) is not None:
             return int(given[name].shape[0])
     return int(given["positions"].shape[-1])
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise FixError(f"there is no {name}: {error}") from None

@@ -19,53 +19,52 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
-from moedoctor.upstream.plugin.register import FixError, expect, replace_once
+from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches
 
 logger = logging.getLogger("vllm.moedoctor")
 
 NAME = "offload"
-FIRST_WITHOUT_ASSERTION = Version("0.20.0")
-FIRST_KEEPING_MARKS = Version("0.33.0")
 MARK = "_vllm_is_uva_offloaded"
+_ASSERTING, _KEEPING_MARKS = "<0.20.0", ">=0.33.0"
+"""Releases with an assertion against offload, and with marks that outlive their memory."""
+_ASSERTS = "assert self.offload_config.uva.cpu_offload_gb == 0"
+_WRAPS = ("if not self.uva_offloading", "module.state_dict()", "functional_call(", "module.forward = forward")
+_ADDITIONAL = "additional_config=self.additional_config"
+_LOADING = "device_loading_context"
 _UNPINNED = "host memory is not pinned"
 _PENDING = "_moedoctor_layers"
 _HANDLE = "_moedoctor_offload"
-_WRAPS = ("if not self.uva_offloading", "module.state_dict()", "functional_call(", "module.forward = forward")
-_ASSERTS = "assert self.offload_config.uva.cpu_offload_gb == 0"
 _RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 _ENTRY, _READER = "_forward_entry", "_forward_impl"
 
 
 def apply(version: str) -> str:
-    """Apply the fix to the vLLM of this process, of release `version`; return what is active, in a few words.
-
-    Raises FixError if vLLM is not as expected; then nothing has been changed.
-    """
-    offloader = importlib.import_module("vllm.model_executor.offloader.uva").UVAOffloader
-    arguments = importlib.import_module("vllm.engine.arg_utils").EngineArgs
-    expect(offloader, "_maybe_offload_to_cpu", ("self", "module"), _WRAPS)
-    expect(offloader, "post_init", ("self",), ())
-    expect(arguments, "create_engine_config", ("self",), ("additional_config=self.additional_config",))
-    lift_assertion, take_marks_off = _assertion_of(version), _marks_of(version)
+    """Apply the fix; see `moedoctor.upstream.plugin.register`."""
     offload = importlib.import_module("moedoctor.fixes.offloader").offload
-    replace_once(offloader, "_maybe_offload_to_cpu", _collecting, by=NAME)
-    replace_once(offloader, "post_init", functools.partial(_finishing, offload=offload), by=NAME)
-    replace_once(arguments, "create_engine_config", _configuring, by=NAME)
-    lift_assertion()
-    take_marks_off()
+    finishing, arguments = functools.partial(_finishing, offload=offload), "vllm.engine.arg_utils:EngineArgs"
+    uva, loading = "vllm.model_executor.offloader.uva:UVAOffloader", "vllm.model_executor.model_loader.utils"
+    runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+    rebuild, sizes = "may_reinitialize_input_batch", "self kv_cache_config kernel_block_sizes"
+    patches = (
+        Patch(uva, "_maybe_offload_to_cpu", _collecting, "self module", _WRAPS),
+        Patch(uva, "post_init", finishing, "self"),
+        Patch(arguments, "create_engine_config", _configuring, "self", (_ADDITIONAL,)),
+        Patch(runner, rebuild, unasserted, sizes, (_ASSERTS,), "offload_config", releases=_ASSERTING),
+        Patch(loading, _LOADING, taking_off, "module target_device", (MARK,), releases=_KEEPING_MARKS),
+    )
+    apply_patches(NAME, version, patches)
     active = ["without UVA weights are copied ahead of each layer, scales stay on the GPU"]
-    if Version(version) < FIRST_WITHOUT_ASSERTION:
+    if version in SpecifierSet(_ASSERTING):
         active.append("the input batch may be rebuilt")
-    if Version(version) >= FIRST_KEEPING_MARKS:
+    if version in SpecifierSet(_KEEPING_MARKS):
         active.append("repacked weights go back to the host")
     return ", ".join(active)
 
@@ -207,21 +206,6 @@ def offloads_without_uva(arguments: Any) -> bool:
 # --- The assertion of releases before 0.20.0 against offload with other block sizes -----------------------
 
 
-def _assertion_of(version: str) -> Callable[[], Any]:
-    """Check what lifts the assertion; return a function that lifts it."""
-    if Version(version) >= FIRST_WITHOUT_ASSERTION:
-        return lambda: None
-    runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
-    parameters = ("self", "kv_cache_config", "kernel_block_sizes")
-    expect(runner, "may_reinitialize_input_batch", parameters, (_ASSERTS,))
-    source = inspect.getsource(runner.may_reinitialize_input_batch)
-    if source.count("offload_config") != 1:
-        raise FixError(
-            "GPUModelRunner.may_reinitialize_input_batch reads offload_config for more than its check"
-        )
-    return lambda: replace_once(runner, "may_reinitialize_input_batch", unasserted, by=NAME)
-
-
 def unasserted(original: Any) -> Any:
     """Wrap `may_reinitialize_input_batch`, so that offload looks switched off: it only asserts that."""
 
@@ -247,15 +231,6 @@ class _NoOffload:
 # vLLM marks parameters whose data is a view of host memory. When a layer is processed after loading, 0.33.0
 # keeps the parameter object and gives it the repacked data, which is on the GPU. The mark stays, so the
 # weights are not offloaded again.
-
-
-def _marks_of(version: str) -> Callable[[], Any]:
-    """Check what takes the marks off, in releases that keep them; return a function that does it."""
-    if Version(version) < FIRST_KEEPING_MARKS:
-        return lambda: None
-    utilities = importlib.import_module("vllm.model_executor.model_loader.utils")
-    expect(utilities, "device_loading_context", ("module", "target_device"), (MARK,))
-    return lambda: replace_once(utilities, "device_loading_context", taking_off, by=NAME)
 
 
 def taking_off(original: Any) -> Any:
@@ -317,13 +292,14 @@ def readers(layers: Sequence[Any], offloaded: Sequence[Any]) -> Mapping[Any, tup
 
 def _has_reader() -> bool:
     """Return whether the MoE operator of the installed vLLM calls `_READER`."""
+    operator, logits = "hidden_states layer_name", "hidden_states router_logits"
+    calls, runner = (f".{_READER}(",), f"{_RUNNER}:MoERunner"
     try:
-        module = importlib.import_module(_RUNNER)
-        for name in ("_moe_forward", "_moe_forward_shared"):
-            expect(module, name, ("hidden_states", "layer_name"), (f".{_READER}(",))
-        expect(module.MoERunner, _READER, ("hidden_states", "router_logits"), ())
-        expect(module.MoERunner, "forward", ("hidden_states", "router_logits"), (f"self.{_ENTRY}(",))
-    except (ImportError, AttributeError, FixError):
+        Patch(_RUNNER, "_moe_forward", None, operator, calls).check()
+        Patch(_RUNNER, "_moe_forward_shared", None, operator, calls).check()
+        Patch(runner, _READER, None, logits).check()
+        Patch(runner, "forward", None, logits, (f"self.{_ENTRY}(",)).check()
+    except FixError:
         return False
     return True
 

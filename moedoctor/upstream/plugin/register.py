@@ -2,10 +2,12 @@
 
 vLLM calls `register` in every process that it starts (entry-point group ``vllm.general_plugins``), sometimes
 more than once. It does nothing unless ``MOEDOCTOR_FIXES`` names fixes (``backend``, several with commas,
-``all``) or ``MOEDOCTOR_TRACE`` names something to trace. A fix or a trace is a module with ``apply(version:
-str) -> str``. It first checks that everything it will change is as it expects, changes it once, and returns
-one line that says what is active. If anything is not as expected it raises `FixError` and has changed
-nothing. No failure here stops vLLM.
+``all``) or ``MOEDOCTOR_TRACE`` names something to trace. No failure here stops vLLM.
+
+A fix or a trace is a module with ``apply(version: str) -> str``, which returns one line that says what is
+active. It describes what it changes as a table of `Patch`, each with the releases that need it and the source
+that it expects, and gives the table to `apply_patches`. If anything is not as expected it raises `FixError`
+and has changed nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ import inspect
 import json
 import logging
 import os
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
 
 from moedoctor.fixes.backends import release_tables as backend_tables
 
@@ -32,14 +38,13 @@ FIXES: Mapping[str, str] = {
     "routing": "moedoctor.upstream.plugin.routing_fix",
 }
 """Name of a fix -> its module."""
-TRACE_VARIABLE = "MOEDOCTOR_TRACE"
 TRACES: Mapping[str, str] = {
     "nan": "moedoctor.upstream.plugin.nan_trace",
 }
 """Name of a trace -> its module."""
 STATUS_VARIABLE = "MOEDOCTOR_STATUS"
 """A file for what is active, a JSON list. Set for the engines that moedoctor starts itself."""
-_TABLES = ((VARIABLE, "fix", FIXES), (TRACE_VARIABLE, "trace", TRACES))
+_TABLES = ((VARIABLE, "fix", FIXES), ("MOEDOCTOR_TRACE", "trace", TRACES))
 _MARK = "__moedoctor_fix__"
 _BY = "__moedoctor_by__"
 
@@ -49,9 +54,7 @@ logger = logging.getLogger("vllm.moedoctor")  # below vLLM's own logger, so that
 def register() -> None:
     """Apply what ``MOEDOCTOR_FIXES`` and ``MOEDOCTOR_TRACE`` name. vLLM calls this; it never raises."""
     try:
-        values = tuple(os.environ.get(variable, "") for variable, _, _ in _TABLES)
-        if any(value.strip() for value in values):
-            _register(os.getpid(), values)
+        _register(os.getpid(), tuple(os.environ.get(variable, "") for variable, _, _ in _TABLES))
     except Exception as error:
         logger.warning("moedoctor: no fix is active: %s: %s", type(error).__name__, error)
 
@@ -59,20 +62,22 @@ def register() -> None:
 @functools.cache
 def _register(process: int, values: tuple[str, ...]) -> None:
     """Apply once a process: what is applied stays, and need not be logged again."""
-    modules = [
-        (kind, name, table[name])
-        for value, (variable, kind, table) in zip(values, _TABLES, strict=True)
-        for name in chosen(value, variable, kind, table)
-    ]
+    modules = []
+    for value, (variable, kind, table) in zip(values, _TABLES, strict=True):
+        names, unknown = chosen(value, table)
+        for name in unknown:
+            known = ", ".join((*table, ALL))
+            logger.warning("moedoctor: %s names no %s called %s; expected %s", variable, kind, name, known)
+        modules += [(kind, name, table[name]) for name in names]
     if not modules:
         return
-    version, known = installed_version(), known_releases()
-    if version not in known:
+    version, known_to_us = installed_version(), known_releases()
+    if version not in known_to_us:
         logger.warning(
             "moedoctor: vLLM %s is none of the releases that the fixes know (%s to %s); nothing is changed",
             version,
-            known[0],
-            known[-1],
+            known_to_us[0],
+            known_to_us[-1],
         )
         return
     active = [line for module in modules if (line := _applied(*module, version)) is not None]
@@ -86,19 +91,11 @@ def _register(process: int, values: tuple[str, ...]) -> None:
             Path(status).write_text(json.dumps(active), encoding="utf-8")
 
 
-def chosen(
-    value: str, variable: str = VARIABLE, kind: str = "fix", table: Mapping[str, str] = FIXES
-) -> Sequence[str]:
-    """Return the names in `value` that are in `table`, each once; warn of unknown names."""
-    names = [part.strip().lower() for part in value.split(",") if part.strip()]
-    if ALL in names:
-        return tuple(table)
-    names = list(dict.fromkeys(names))
-    for name in names:
-        if name not in table:
-            known = ", ".join((*table, ALL))
-            logger.warning("moedoctor: %s names no %s called %s; expected %s", variable, kind, name, known)
-    return tuple(name for name in names if name in table)
+def chosen(value: str, table: Mapping[str, str] = FIXES) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the names of `table` that a variable's `value` asks for, and the names that are not in it."""
+    names = list(dict.fromkeys(part.strip().lower() for part in value.split(",") if part.strip()))
+    unknown = tuple(name for name in names if name not in (*table, ALL))
+    return tuple(table) if ALL in names else tuple(name for name in names if name in table), unknown
 
 
 def installed_version() -> str:
@@ -127,48 +124,79 @@ def _applied(kind: str, name: str, module: str, version: str) -> str | None:
     return None
 
 
-# --- What the fixes use: check before changing, and change once. ------------------------------------------
-
-
 class FixError(Exception):
     """Something in vLLM is not as the fix expects it; one line says what. Nothing was changed."""
 
 
-def expect(owner: Any, name: str, parameters: Sequence[str], source: Sequence[str]) -> Any:
-    """Return the function `name` of `owner` if it takes `parameters` and its source contains all of `source`.
+@dataclass(frozen=True)
+class Patch:
+    """A function of vLLM that a fix wraps, and what the function must be like."""
 
-    Raises FixError if not: then this vLLM is not what its version says, and is left alone.
+    owner: str
+    """The module that has it, or ``module:Class``."""
+    name: str
+    wrap: Callable[[Any], Any] | None
+    """Returns what takes the function's place; None if the fix only depends on the function."""
+    parameters: str = ""
+    """Names of parameters that it must take, with spaces between."""
+    source: Sequence[str] = ()
+    """Texts that its source must contain."""
+    once: str = ""
+    """A text that its source must contain exactly once, if it is not empty."""
+    releases: str = ""
+    """The releases that need the patch, such as ``<0.20.0``; empty for all."""
+
+    def check(self) -> None:
+        """Raise FixError if vLLM's own function, under any patches, is not as expected."""
+        owner = self._owner()
+        where = f"{getattr(owner, '__name__', owner)}.{self.name}"
+        function = getattr(owner, self.name, None)
+        if function is None:
+            raise FixError(f"there is no {where}")
+        while hasattr(function, _MARK):
+            function = getattr(function, _MARK)
+        existing = list(inspect.signature(function).parameters)
+        missing = [parameter for parameter in self.parameters.split() if parameter not in existing]
+        if missing:
+            raise FixError(f"{where} takes no {', '.join(missing)}; it takes {', '.join(existing)}")
+        try:
+            text = inspect.getsource(function)
+        except (OSError, TypeError):
+            raise FixError(f"the source of {where} cannot be read, so it cannot be checked") from None
+        for line in self.source:
+            if line not in text:
+                raise FixError(f"{where} does not hold `{line}`")
+        if self.once and text.count(self.once) != 1:
+            raise FixError(f"{where} holds `{self.once}` {text.count(self.once)} times; expected it once")
+
+    def apply(self, by: str) -> None:
+        """Replace the function, unless the fix `by` did so before."""
+        owner = self._owner()
+        original = layer = getattr(owner, self.name)
+        while hasattr(layer, _MARK):
+            if getattr(layer, _BY) == by:
+                return
+            layer = getattr(layer, _MARK)
+        if self.wrap is not None:
+            replacement = self.wrap(original)
+            setattr(replacement, _MARK, original)
+            setattr(replacement, _BY, by)
+            setattr(owner, self.name, replacement)
+
+    def _owner(self) -> Any:
+        try:
+            return pkgutil.resolve_name(self.owner)
+        except (ImportError, AttributeError) as error:
+            raise FixError(f"there is no {self.owner}: {error}") from None
+
+
+def apply_patches(by: str, version: str, patches: Sequence[Patch]) -> None:
+    """Check the patches that release `version` needs, then apply them all for the fix `by`.
+
+    Raises FixError if a check fails: then this vLLM is not what its version says, and is left alone.
     """
-    function = getattr(owner, name, None)
-    where = f"{getattr(owner, '__name__', owner)}.{name}"
-    if function is None:
-        raise FixError(f"there is no {where}")
-    original = function
-    while hasattr(original, _MARK):
-        original = getattr(original, _MARK)
-    existing = list(inspect.signature(original).parameters)
-    missing = [parameter for parameter in parameters if parameter not in existing]
-    if missing:
-        raise FixError(f"{where} takes no {', '.join(missing)}; it takes {', '.join(existing)}")
-    try:
-        text = inspect.getsource(original)
-    except (OSError, TypeError):
-        raise FixError(f"the source of {where} cannot be read, so it cannot be checked") from None
-    absent = [line for line in source if line not in text]
-    if absent:
-        raise FixError(f"{where} does not hold `{absent[0]}`")
-    return function
-
-
-def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, by: str = "") -> bool:
-    """Replace the function `name` of `owner` by `make(function)`; return False if the fix `by` did before."""
-    original = layer = getattr(owner, name)
-    while hasattr(layer, _MARK):
-        if getattr(layer, _BY) == by:
-            return False
-        layer = getattr(layer, _MARK)
-    replacement = make(original)
-    setattr(replacement, _MARK, original)
-    setattr(replacement, _BY, by)
-    setattr(owner, name, replacement)
-    return True
+    needed = [patch for patch in patches if version in SpecifierSet(patch.releases, prereleases=True)]
+    for patch in needed:
+        patch.check()
+    for patch in needed:
+        patch.apply(by)

@@ -13,34 +13,22 @@ from typing import Any
 
 from packaging.version import Version
 
-from moedoctor.upstream.plugin.register import expect, replace_once
+from moedoctor.upstream.plugin.register import Patch, apply_patches
 
-NAME = "routing"
 FIRST_FIXED = Version("0.20.0")
-_PARAMETERS = (
-    "topk_weights",
-    "topk_ids",
-    "token_expert_indices",
-    "gating_output",
-    "renormalize",
-    "e_score_correction_bias",
-)
-_FUNCTIONS = ("topk_softmax", "topk_sigmoid")
+_PARAMETERS = "topk_weights topk_ids token_expert_indices gating_output renormalize e_score_correction_bias"
 
 
 def apply(version: str) -> str:
-    """Apply the fix to the vLLM of this process, of release `version`; return what is active, in a few words.
-
-    Raises FixError if vLLM is not as expected; then nothing has been changed.
-    """
+    """Apply the fix; see `moedoctor.upstream.plugin.register`."""
     if Version(version) >= FIRST_FIXED:
         return f"not needed: {FIRST_FIXED} and later route NaN rows to distinct experts"
-    operations = importlib.import_module("vllm._custom_ops")
-    for name in _FUNCTIONS:
-        expect(operations, name, _PARAMETERS, (f"torch.ops._moe_C.{name}(",))
     routing = importlib.import_module("moedoctor.fixes.routing")
-    for name in _FUNCTIONS:
-        replace_once(operations, name, functools.partial(_routed, ours=getattr(routing, name)), by=NAME)
+    patches = []
+    for name in ("topk_softmax", "topk_sigmoid"):
+        wrap = functools.partial(_routed, ours=getattr(routing, name))
+        patches.append(Patch("vllm._custom_ops", name, wrap, _PARAMETERS, (f"torch.ops._moe_C.{name}(",)))
+    apply_patches("routing", version, patches)
     return "topk_softmax and topk_sigmoid give distinct experts also for NaN"
 
 

@@ -33,6 +33,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(nan_trace.ExitReport, "prepare", lambda self: None)  # the processes below really end
+    monkeypatch.setattr(nan_trace, "_active", None)
     forget()
     yield
     forget()

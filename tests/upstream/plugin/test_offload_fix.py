@@ -1,15 +1,13 @@
-"""The fixes `offload` and `routing` inside stubs that are shaped like the supported releases."""
+"""The fix `offload` inside stubs that are shaped like the supported releases."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import logging
 import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,11 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import nn
-from vllm_stub import forget, write
+from vllm_stub import write
 
-from moedoctor.upstream.plugin import offload_fix, routing_fix
-from moedoctor.upstream.plugin import register as vllm_plugin
-from moedoctor.upstream.plugin.register import FixError, replace_once
+from moedoctor.fixes.offload import storage as offload_storage
+from moedoctor.fixes.offloader import offload
+from moedoctor.upstream.plugin import offload_fix
 
 BASE = """
 class BaseOffloader:
@@ -95,50 +93,13 @@ from contextlib import contextmanager
 def device_loading_context(module, target_device):
     yield getattr(module, "_vllm_is_uva_offloaded", module)
 """
-OPERATIONS = """
-import torch
+VERSION = "0.21.0"
 
 
-def topk_softmax(
-    topk_weights,
-    topk_ids,
-    token_expert_indices,
-    gating_output,
-    renormalize=False,
-    e_score_correction_bias=None,
-):
-    torch.ops._moe_C.topk_softmax(topk_weights)
-
-
-def topk_sigmoid(
-    topk_weights,
-    topk_ids,
-    token_expert_indices,
-    gating_output,
-    renormalize=False,
-    e_score_correction_bias=None,
-):
-    torch.ops._moe_C.topk_sigmoid(topk_weights)
-"""
-RELEASES = ("0.17.1", "0.19.1", "0.20.0", "0.21.0", "0.28.0", "0.29.0", "0.33.0")
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("MOEDOCTOR_FIXES", "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA"):
-        monkeypatch.delenv(name, raising=False)
-    vllm_plugin._register.cache_clear()
-    forget()
-    yield
-    vllm_plugin._register.cache_clear()
-    forget()
-
-
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, **replaced: str) -> None:
-    """Install a fake vllm of this release; `replaced` holds files by their last name."""
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Install a fake vllm of this release."""
     root = write(tmp_path, version)
-    old = tuple(int(part) for part in version.split(".")) < (0, 20, 0)
-    prefixed = tuple(int(part) for part in version.split(".")) >= (0, 29, 0)
+    old, prefixed = Version(version) < Version("0.20.0"), Version(version) >= Version("0.29.0")
     files = {
         "model_executor/offloader/__init__.py": "",
         "model_executor/offloader/base.py": BASE,
@@ -151,14 +112,20 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, **replac
         "v1/worker/gpu_model_runner.py": RUNNER.replace("{check}", ASSERTION if old else "pass"),
         "utils/platform_utils.py": "def is_uva_available():\n    return True\n",
         "config/__init__.py": "class CUDAGraphMode:\n    NONE = 'none'\n",
-        "_custom_ops.py": OPERATIONS,
         "envs.py": "import os\n\n\ndef __getattr__(name):\n    return int(os.environ.get(name, '0'))\n",
     }
     for file, text in files.items():
         path = root / "vllm" / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(replaced.get(path.stem, text), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(root))
+
+
+@pytest.fixture
+def patched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stub of 0.21.0 with the fix."""
+    stub(tmp_path, monkeypatch, VERSION)
+    offload_fix.apply(VERSION)
 
 
 class Layer(nn.Module):
@@ -177,7 +144,7 @@ def wrapped(budget: int, *, uva: bool = False, layers: int = 3) -> tuple[list[nn
     return [offloader._maybe_offload_to_cpu(Layer()) for _ in range(layers)], offloader
 
 
-@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("version", ["0.19.1", VERSION, "0.29.0", "0.33.0"])
 def test_every_release_is_patched_and_computes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
@@ -202,62 +169,44 @@ def test_every_release_is_patched_and_computes_the_same(
     assert {name.rpartition(".")[2] for name in on_host} == {"weight"}
 
 
-def test_only_what_vllm_chose_is_offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub(tmp_path, monkeypatch, "0.21.0")
-    offload_fix.apply("0.21.0")
-    _, offloader = wrapped(0)
+@pytest.mark.parametrize(("budget", "uva"), [(0, False), (1 << 20, True)])
+def test_nothing_is_taken_over_if_vllm_copies_nothing(patched: None, budget: int, uva: bool) -> None:
+    modules, offloader = wrapped(budget, uva=uva)
     offloader.post_init()
     assert not hasattr(offloader, "_moedoctor_offload")
+    assert all("forward" not in vars(module) for module in modules)
 
 
+def no_room(*arguments: Any) -> Any:
+    raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.filterwarnings(r"ignore:.*on the host now. 0\.weight, 1\.weight, 2\.weight$:RuntimeWarning")
+@pytest.mark.parametrize(
+    "reason", ["ValueError: module: 1.mask is a meta tensor", "OutOfMemoryError: no room"]
+)
 def test_if_ours_cannot_take_over_vllm_offloads_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    patched: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
-    stub(tmp_path, monkeypatch, "0.21.0")
-    offload_fix.apply("0.21.0")
     modules, offloader = wrapped(1 << 20)
     x = torch.randn(5, 160)
     plain = [module(x) for module in modules]
-    modules[1].register_buffer("mask", torch.empty(4, device="meta"))
-    offloader.post_init()
-    assert [module.forward.__name__ for module in modules] == ["forward"] * 3
-    assert all("forward" in vars(module) for module in modules)
-    del modules[1].mask
-    assert all(torch.equal(module(x), expected) for module, expected in zip(modules, plain, strict=True))
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "vllm.moedoctor"]
-    assert "could not take over: ValueError: module: 1.mask is a meta tensor" in message
-
-
-def test_if_memory_runs_out_vllm_keeps_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from moedoctor.fixes.offload import storage as offload_storage
-
-    stub(tmp_path, monkeypatch, "0.21.0")
-    offload_fix.apply("0.21.0")
-    modules, offloader = wrapped(1 << 20)
-    x = torch.randn(5, 160)
-    plain = [module(x) for module in modules]
-
-    def no_room(*arguments: Any) -> Any:
-        raise torch.OutOfMemoryError("no room")
-
+    if "meta" in reason:
+        modules[1].register_buffer("mask", torch.empty(4, device="meta"))
     for name in ("buffers_for", "_bring_back"):  # neither for buffers nor for what did not fit anyway
         monkeypatch.setattr(offload_storage, name, no_room)
-    with pytest.warns(RuntimeWarning, match=r"on the host now: 0\.weight, 1\.weight, 2\.weight$"):
-        offloader.post_init()
+    offloader.post_init()
+    assert all("forward" in vars(module) for module in modules)
+    modules[1].__dict__["_buffers"].pop("mask", None)
     assert [tuple(module.weight.shape) for module in modules] == [(160, 160)] * 3
     assert all(torch.equal(module(x), expected) for module, expected in zip(modules, plain, strict=True))
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "vllm.moedoctor"]
-    assert "could not take over: OutOfMemoryError: no room" in message
+    assert f"could not take over: {reason}" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("pin", [True, False])
 def test_one_warning_says_that_memory_is_not_pinned(
     caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder, pin: bool
 ) -> None:
-    from moedoctor.fixes.offloader import offload
-
     def refuse(memory: torch.Tensor) -> Any:
         raise RuntimeError("no lock")
 
@@ -265,28 +214,15 @@ def test_one_warning_says_that_memory_is_not_pinned(
         return offload(*arguments, **{**options, "pin": refuse if options["pin"] else False})
 
     pending = [offload_fix._Layer(Layer(), torch.device("cpu"), None) for _ in range(3)]
-    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
-        offload_fix._take_over(pending, refusing, pin=pin)
-    messages = [record.getMessage() for record in caplog.records]
-    messages += [str(warning.message) for warning in recwarn]
+    offload_fix._take_over(pending, refusing, pin=pin)
+    messages = [*caplog.messages, *(str(warning.message) for warning in recwarn)]
     (line,) = [message for message in messages if "not pinned" in message]
     assert line.endswith("no lock" if pin else "host memory is not pinned, so copies block")
 
 
-def test_with_uva_nothing_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub(tmp_path, monkeypatch, "0.21.0")
-    offload_fix.apply("0.21.0")
-    modules, offloader = wrapped(1 << 20, uva=True)
-    offloader.post_init()
-    assert not hasattr(offloader, "_moedoctor_offload")
-    assert all("forward" not in vars(module) for module in modules)
-
-
 def test_an_engine_that_copies_has_no_graphs_and_its_own_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    patched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stub(tmp_path, monkeypatch, "0.21.0")
-    offload_fix.apply("0.21.0")
     made = importlib.import_module("vllm.engine.arg_utils").EngineArgs
     mapped = made(cpu_offload_gb=1.0).create_engine_config()
     assert (mapped.additional_config, mapped.graphs) == (None, "full")
@@ -313,103 +249,6 @@ def test_the_assertion_is_lifted_before_0_20(tmp_path: Path, monkeypatch: pytest
     runner.may_reinitialize_input_batch(None, [32])
     assert runner.made == [32]
     assert runner.offload_config is config
-
-
-@pytest.mark.parametrize(
-    ("replaced", "reason"),
-    [
-        ({"uva": UVA.replace("functional_call(module", "call(module")}, "does not hold `functional_call"),
-        (
-            {"uva": UVA.replace("_maybe_offload_to_cpu", "_offload")},
-            "there is no UVAOffloader._maybe_offload",
-        ),
-        (
-            {"arg_utils": ARGUMENTS.replace("=self.additional_config", "={}")},
-            "does not hold `additional_config",
-        ),
-        ({"gpu_model_runner": RUNNER.replace("{check}", "pass")}, "does not hold `assert"),
-        (
-            {"gpu_model_runner": RUNNER.replace("{check}", f"{ASSERTION}; self.offload_config.uva")},
-            "reads offload_config for more",
-        ),
-    ],
-)
-def test_an_unexpected_vllm_is_left_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str], reason: str
-) -> None:
-    filled = {name: text.replace("{prefix}", "") for name, text in replaced.items()}
-    stub(tmp_path, monkeypatch, "0.19.1", **filled)
-    with pytest.raises(FixError, match=reason):
-        offload_fix.apply("0.19.1")
-    uva = importlib.import_module("vllm.model_executor.offloader.uva").UVAOffloader
-    assert not any(hasattr(function, "__moedoctor_fix__") for function in vars(uva).values())
-
-
-def test_all_fixes_side_by_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    stub(tmp_path, monkeypatch, "0.19.1")
-    monkeypatch.setenv("MOEDOCTOR_FIXES", "routing,offload")
-    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
-        vllm_plugin.register()
-        vllm_plugin.register()
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "vllm.moedoctor"]
-    assert message.startswith("moedoctor: active in vLLM 0.19.1: routing (topk_softmax and topk_sigmoid")
-    assert "; offload (without UVA" in message
-
-
-def test_a_trace_is_registered_like_a_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    stub(tmp_path, monkeypatch, "0.21.0")
-    module = types.ModuleType("moedoctor_tracer")
-    module.apply = lambda version: f"looking at {version}"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "moedoctor_tracer", module)
-    tables = (("MOEDOCTOR_FIXES", "fix", {}), ("MOEDOCTOR_TRACE", "trace", {"x": "moedoctor_tracer"}))
-    monkeypatch.setattr(vllm_plugin, "_TABLES", tables)
-    monkeypatch.setenv("MOEDOCTOR_TRACE", "x,y")
-    monkeypatch.setenv("MOEDOCTOR_STATUS", str(tmp_path / "active.json"))
-    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
-        vllm_plugin.register()
-    messages = [record.getMessage() for record in caplog.records]
-    assert "names no trace called y; expected x, all" in messages[0]
-    assert messages[1] == "moedoctor: active in vLLM 0.21.0: x (looking at 0.21.0)"
-    assert (tmp_path / "active.json").read_text(encoding="utf-8") == '["x (looking at 0.21.0)"]'
-
-
-def test_two_fixes_of_one_function() -> None:
-    owner = types.SimpleNamespace(function=lambda: ["original"])
-    for name in ("one", "two", "one"):
-        replace_once(owner, "function", lambda original, name=name: lambda: [*original(), name], by=name)
-    assert owner.function() == ["original", "one", "two"]
-
-
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("ids", [torch.int32, torch.int64, torch.uint32])
-def test_nan_rows_get_distinct_experts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scoring: str, ids: torch.dtype
-) -> None:
-    stub(tmp_path, monkeypatch, "0.19.1")
-    routing_fix.apply("0.19.1")
-    operations = importlib.import_module("vllm._custom_ops")
-    logits = torch.randn(6, 16)
-    logits[2] = float("nan")
-    weights, chosen = torch.empty(6, 4), torch.empty(6, 4, dtype=ids)
-    places = torch.empty(6, 4, dtype=torch.int32)
-    getattr(operations, f"topk_{scoring}")(weights, chosen, places, logits, True)
-    assert all(len(set(row)) == 4 for row in chosen.tolist())
-    assert bool(weights.isfinite().all())
-    scores = logits[0].softmax(-1) if scoring == "softmax" else logits[0].sigmoid()
-    best = scores.topk(4)
-    assert chosen[0].tolist() == best.indices.tolist()
-    torch.testing.assert_close(weights[0], best.values / best.values.sum())
-    assert places[:, 1].tolist() == [6, 7, 8, 9, 10, 11]
-
-
-def test_routing_is_left_alone_if_it_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub(tmp_path, monkeypatch, "0.20.0")
-    assert routing_fix.apply("0.20.0").startswith("not needed")
-    assert not hasattr(importlib.import_module("vllm._custom_ops").topk_softmax, "__moedoctor_fix__")
 
 
 REAL = """

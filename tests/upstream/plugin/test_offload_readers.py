@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import itertools
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from moedoctor.fixes.offload.hooks import MARK
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.upstream.engine.probes import take_off_the_host
 from moedoctor.upstream.plugin import offload_fix
-from tests.upstream.plugin.test_offload_fix import fresh as fresh
 from tests.upstream.plugin.test_offload_fix import stub
 
 MOE = """
@@ -176,7 +174,7 @@ Maker = Callable[..., Made]
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> Iterator[Maker]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
     def made(shape: Shape, change: Callable[[Any], None] = lambda layer: None) -> Made:
         stub(tmp_path, monkeypatch, shape.version)
         folder = tmp_path / "vllm/model_executor/layers/fused_moe/runner"
@@ -201,7 +199,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> Iterat
 def test_experts_are_fetched_inside_the_operator(
     make: Maker, shape: Shape, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="vllm.moedoctor")
     made = make(shape)
     eager, (plain, code) = made.run(), made.compiled()
     made.take_over()
@@ -249,7 +246,6 @@ def python_entry(layer: Any) -> None:
 def test_without_a_known_operator_experts_are_fetched_around_the_layers(
     make: Maker, shape: Shape, change: Callable[[Any], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="vllm.moedoctor")
     made = make(shape, change)
     expected = made.run()
     made.take_over()
