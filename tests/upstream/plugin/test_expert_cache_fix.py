@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.upstream.plugin import expert_cache_fix as fix
-from moedoctor.upstream.plugin.expert_cache_fix import refusal, refused_engine, refused_setting
+from moedoctor.upstream.plugin.expert_cache_fix import refusal, refused_setting
 from moedoctor.upstream.plugin.expert_cache_layer import EXPERTS, host_experts, install, per_expert
 from moedoctor.upstream.plugin.register import FixError
 
@@ -118,19 +119,14 @@ def call(layer: Layer, x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.T
     return result.clone()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 9])
-def test_a_cached_layer_computes_the_same(tokens: int) -> None:
-    plain, layer = Layer(), Layer()
-    cache = install(layer, 5, torch.device("cpu"), captured=False)
-    draw = torch.Generator().manual_seed(1)
-    for _ in range(20):
+def assert_same_outputs(layer: Layer, tokens: int, calls: int) -> None:
+    """Compare random calls with those of a layer without a cache."""
+    plain, draw = Layer(), torch.Generator().manual_seed(tokens)
+    for _ in range(calls):
         x = torch.randn(tokens, HIDDEN, generator=draw)  # [T, H]
         topk_weights = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
         ids = torch.randint(0, E, (tokens, TOP_K), generator=draw, dtype=torch.int32)  # [T, K]
         assert torch.allclose(call(layer, x, ids, topk_weights), call(plain, x, ids, topk_weights), atol=1e-5)
-    assert cache.stats.calls == 20
-    assert set(layer.quant_method.moe_kernel.tiles) == {E}, "tiles as without a cache"
-    assert EXPERTS.get() is None
 
 
 def test_nothing_keeps_the_experts_on_the_device() -> None:
@@ -151,24 +147,19 @@ def test_nothing_keeps_the_experts_on_the_device() -> None:
     assert described._a1.scale.shape == (1,)
 
 
-def test_a_layer_can_get_other_caches_later() -> None:
-    plain, layer = Layer(), Layer()
-    install(layer, 2, torch.device("cpu"), captured=False)
+def test_a_layer_computes_the_same_with_caches_of_every_size() -> None:
+    layer = Layer()
+    install(layer, 5, torch.device("cpu"), captured=False)
     (experts,) = host_experts(torch.nn.ModuleList([layer]))
-    draw = torch.Generator().manual_seed(2)
-    for slots in (2, 7, E, 3):
+    for slots in (5, 2, 7, E, 3):
         cache = experts.give(slots, captured=False)
         assert layer.w13_weight.shape[0] == slots
         assert cache.engine == ("resident" if slots == E else "host")
-        for tokens in (1, 6):
-            x, topk_weights = (
-                torch.randn(tokens, HIDDEN, generator=draw),
-                torch.rand(tokens, 2, generator=draw),
-            )
-            ids = torch.randint(0, E, (tokens, TOP_K), generator=draw, dtype=torch.int32)  # [T, K]
-            assert torch.allclose(
-                call(layer, x, ids, topk_weights), call(plain, x, ids, topk_weights), atol=1e-5
-            )
+        for tokens in (1, 2, 9):
+            assert_same_outputs(layer, tokens, calls=5)
+        assert cache.stats.calls == (0 if slots == E else 15)
+    assert set(layer.quant_method.moe_kernel.tiles) == {E}, "tiles as without a cache"
+    assert EXPERTS.get() is None
 
 
 def test_cuda_graphs_without_pinned_memory_are_refused() -> None:
@@ -178,14 +169,11 @@ def test_cuda_graphs_without_pinned_memory_are_refused() -> None:
     assert layer.w13_weight.shape[0] == E
 
 
-def _changed(**attributes: Any) -> Layer:
+def changed(path: str = "top_k", value: Any = TOP_K) -> Layer:
+    """A layer with another attribute."""
     layer = Layer()
-    for path, value in attributes.items():
-        owner: Any = layer
-        *parents, last = path.split("__")
-        for parent in parents:
-            owner = getattr(owner, parent)
-        setattr(owner, last, value)
+    owner, _, name = path.rpartition(".")
+    setattr(operator.attrgetter(owner)(layer) if owner else layer, name, value)
     return layer
 
 
@@ -193,26 +181,30 @@ class CutlassExperts(TritonExperts):
     pass
 
 
+KERNEL = "quant_method.moe_kernel"
+ACT_ORDER = f"{KERNEL}.fused_experts.w2_g_idx"
+
+
 @pytest.mark.parametrize(
     ("layer", "capacity", "reason"),
     [
-        (_changed(moe_parallel_config__ep_size=2), 5, "spread over several GPUs"),
-        (_changed(moe_parallel_config__use_ep=True), 5, "spread over several GPUs"),
-        (_changed(), 1, "1 slots hold fewer experts than one token needs"),
-        (_changed(moe_parallel_config__pcp_size=2), 5, "spread over several GPUs"),
-        (_changed(moe_config__is_lora_enabled=True), 5, "LoRA"),
-        (_changed(quant_method__moe_kernel__fused_experts__w2_g_idx=torch.zeros(E, 4)), 5, "act-order"),
-        (_changed(quant_method__moe_kernel__fused_experts__w2_g_idx=torch.zeros(E, 0)), 5, None),
-        (_changed(enable_eplb=True), 5, "load balancing"),
-        (_changed(quant_method__moe_kernel__is_monolithic=True), 5, "routes and computes in one kernel"),
-        (_changed(quant_method__moe_kernel=None), 5, "routes and computes in one kernel"),
-        (_changed(quant_method__moe_kernel__owns_shared_experts=True), 5, "shared experts"),
+        (changed("moe_parallel_config.ep_size", 2), 5, "spread over several GPUs"),
+        (changed("moe_parallel_config.use_ep", True), 5, "spread over several GPUs"),
+        (changed("moe_parallel_config.pcp_size", 2), 5, "spread over several GPUs"),
+        (changed(), 1, "1 slots hold fewer experts than one token needs"),
+        (changed("moe_config.is_lora_enabled", True), 5, "LoRA"),
+        (changed(ACT_ORDER, torch.zeros(E, 4)), 5, "act-order"),
+        (changed(ACT_ORDER, torch.zeros(E, 0)), 5, None),
+        (changed("enable_eplb", True), 5, "load balancing"),
+        (changed(f"{KERNEL}.is_monolithic", True), 5, "routes and computes in one kernel"),
+        (changed(KERNEL, None), 5, "routes and computes in one kernel"),
+        (changed(f"{KERNEL}.owns_shared_experts", True), 5, "shared experts"),
         (
-            _changed(quant_method__moe_kernel__fused_experts=CutlassExperts(QuantConfig())),
+            changed(f"{KERNEL}.fused_experts", CutlassExperts(QuantConfig())),
             5,
             "computes with CutlassExperts",
         ),
-        (_changed(), 2, None),
+        (changed(), 2, None),
     ],
 )
 def test_unsupported_layers_are_refused_with_the_reason(
@@ -243,55 +235,56 @@ def engine(cpu: float = 0.0, group: int = 0, graphs: str = "FULL", eager: bool =
     )
 
 
-@pytest.mark.parametrize(("cpu", "group", "refused"), [(0.0, 0, False), (1.0, 0, True), (0.0, 4, True)])
-def test_offload_and_a_cache_exclude_each_other(cpu: float, group: int, refused: bool) -> None:
-    reason = refused_engine(engine(cpu, group))
-    assert (reason is not None) == refused
-    load = fix._caching(lambda *arguments: torch.nn.ModuleList([Layer()]), slots=5, layer_type=Layer)
-    config = engine(cpu, group, graphs="NONE")
-    if refused:
-        with pytest.raises(RuntimeError, match="weights are offloaded"):
-            load(None, config, config.model_config)
-    else:
-        model = load(None, config, config.model_config)
-        assert model[0].w13_weight.shape[0] == 5
-        assert fix._give_caches(model, 5, Layer, "cpu", False) is None, "a second time changes nothing"
-        assert model[0].w13_weight.shape[0] == 5
+@pytest.mark.parametrize("config", [engine(cpu=1.0), engine(group=4)])
+def test_offload_and_a_cache_exclude_each_other(config: SimpleNamespace) -> None:
+    with pytest.raises(RuntimeError, match="weights are offloaded"):
+        loading(torch.nn.ModuleList([Layer()]))(None, config, config.model_config)
 
 
-def test_graphs_are_captured_unless_they_are_off() -> None:
-    for config, captures in (
+def loading(model: torch.nn.Module) -> Any:
+    """`load_model` of a loader that loads `model`."""
+    return fix._caching(lambda *arguments: model, slots=5, layer_type=Layer)
+
+
+def test_a_loaded_model_gets_caches_once() -> None:
+    config = engine(graphs="NONE")
+    model = loading(torch.nn.ModuleList([Layer()]))(None, config, config.model_config)
+    (experts,) = host_experts(model)
+    assert loading(model)(None, config, config.model_config)[0].w13_weight.shape[0] == 5
+    assert host_experts(model) == [experts]
+
+
+@pytest.mark.parametrize(
+    ("config", "captures"),
+    [
         (engine(), True),
         (engine(graphs="PIECEWISE"), True),
         (engine(graphs="NONE"), False),
         (engine(eager=True), False),
-    ):
-        assert fix._captures(config, config.model_config) is captures
+    ],
+)
+def test_graphs_are_captured_unless_they_are_off(config: SimpleNamespace, captures: bool) -> None:
+    assert fix._captures(config, config.model_config) is captures
 
 
-def test_a_draft_model_needs_no_experts() -> None:
-    config = engine(graphs="NONE")
-    load = fix._caching(lambda *arguments: torch.nn.Linear(2, 2), slots=5, layer_type=Layer)
+def test_only_a_draft_model_needs_no_experts() -> None:
+    config, load = engine(graphs="NONE"), loading(torch.nn.Linear(2, 2))
     assert isinstance(load(None, config, SimpleNamespace(enforce_eager=True)), torch.nn.Linear)
     with pytest.raises(RuntimeError, match="the model has no MoE layer"):
         load(None, config, config.model_config)
 
 
 def test_a_model_that_cannot_have_a_cache_does_not_start() -> None:
-    model = torch.nn.ModuleList([Layer(), _changed(enable_eplb=True)])
-    with pytest.raises(
-        RuntimeError, match="MOEDOCTOR_EXPERT_CACHE=5: 1 cannot have an expert cache: expert load"
-    ):
+    model = torch.nn.ModuleList([Layer(), changed("enable_eplb", True)])
+    refused = "MOEDOCTOR_EXPERT_CACHE=5: 1 cannot have an expert cache: expert load"
+    with pytest.raises(RuntimeError, match=refused):
         fix._give_caches(model, 5, Layer, "cpu", False)
     assert model[0].w13_weight.shape[0] == E, "nothing was changed"
-    with pytest.raises(RuntimeError, match="the model has no MoE layer"):
-        fix._give_caches(torch.nn.Linear(2, 2), 5, Layer, "cpu", False)
 
 
 def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.ModuleList([Layer()])
-    with caplog.at_level("INFO", logger="vllm.moedoctor"):
-        fix._give_caches(model, E, Layer, "cpu", False)
+    fix._give_caches(model, E, Layer, "cpu", False)
     assert model[0].w13_weight.shape[0] == E
     assert "0 of 1 MoE layers with 12 slots, engine none" in caplog.text
 

@@ -6,19 +6,17 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm_stub import forget
 
 from moedoctor.trace.nan_report import Finding, NanReport
 from moedoctor.upstream.engine import nan_padding
 from moedoctor.upstream.engine.padding_experiment import VARIABLE, Experiment, renamed
 from moedoctor.upstream.plugin import nan_trace
-from moedoctor.upstream.plugin import register as vllm_plugin
 from moedoctor.upstream.plugin.register import FixError
 from tests.interpreted import ROOT
 from tests.upstream.plugin import nan_stub
@@ -28,15 +26,23 @@ NAN = float("nan")
 
 
 @pytest.fixture(autouse=True)
-def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
     write_stub(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(nan_trace.ExitReport, "prepare", lambda self: None)  # the processes below really end
     monkeypatch.setattr(nan_trace, "_active", None)
-    forget()
-    yield
-    forget()
+
+
+@pytest.fixture
+def model(vllm: None) -> Model:
+    """A model in a process with the trace."""
+    assert "report at exit" in nan_trace.apply("0.21.0")
+    return Model()
+
+
+def attention(name: str) -> Any:
+    return module("model_executor.layers.attention.attention").Attention(name)
 
 
 def run_step(forward: Callable[[torch.Tensor], Any]) -> None:
@@ -51,9 +57,8 @@ def report() -> NanReport:
     return made
 
 
-def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router() -> None:
-    assert "report at exit" in nan_trace.apply("0.21.0")
-    model = Model(leftover=NAN)
+def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router(model: Model) -> None:
+    model.leftover = NAN
     model(torch.zeros(4))  # as in a warm-up: no step runs
     step(model)
     model.real = 4
@@ -80,16 +85,13 @@ def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router() -> Non
     assert nan_padding.report(None)["nan_in_padding"] == 1
 
 
-def test_a_clean_model_shows_nothing() -> None:
-    nan_trace.apply("0.21.0")
-    step(Model())
+def test_a_clean_model_shows_nothing(model: Model) -> None:
+    step(model)
     result = report()
     assert (result.points, result.routers, result.steps_with_padding) == ((), (), 1)
 
 
-def test_operators_in_a_graph_are_watched_at_the_capture() -> None:
-    nan_trace.apply("0.21.0")
-    model = Model()
+def test_operators_in_a_graph_are_watched_at_the_capture(model: Model) -> None:
     model(torch.zeros(4))  # the capture
     run_step(lambda input_ids: torch.zeros(4, 8))  # the replay: no layer runs in Python
     result = report()
@@ -99,10 +101,8 @@ def test_operators_in_a_graph_are_watched_at_the_capture() -> None:
 
 
 def test_attention_is_watched_with_the_experts_and_a_step_adds_two_launches(
-    monkeypatch: pytest.MonkeyPatch,
+    model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nan_trace.apply("0.21.0")
-    model = Model()
     model(torch.zeros(4))  # the profile run, where it shows that experts follow
     state, launches = nan_trace.trace_of_this_process().state, []
     for name in ("begin", "watch", "watch_three", "watch_ids", "watch_last"):
@@ -127,10 +127,8 @@ def test_attention_is_watched_with_the_experts_and_a_step_adds_two_launches(
     ]
 
 
-def test_an_attention_layer_without_experts_is_watched_at_once() -> None:
-    nan_trace.apply("0.21.0")
-    model = Model()
-    dense = module("model_executor.layers.attention.attention").Attention("layers.dense.attn")
+def test_an_attention_layer_without_experts_is_watched_at_once(model: Model) -> None:
+    dense = attention("layers.dense.attn")
 
     def forward(input_ids: torch.Tensor) -> torch.Tensor:
         dense(torch.zeros(3, 8), torch.full((4, 8), NAN))
@@ -143,10 +141,7 @@ def test_an_attention_layer_without_experts_is_watched_at_once() -> None:
     assert [point.point for point in result.points] == ["layers.dense.attn"]
 
 
-def test_rows_of_all_ranks_are_not_taken_for_this_ranks_rows() -> None:
-    nan_trace.apply("0.21.0")
-    model = Model(leftover=NAN)
-
+def test_rows_of_all_ranks_are_not_taken_for_this_ranks_rows(model: Model) -> None:
     def forward(input_ids: torch.Tensor) -> torch.Tensor:
         x = model.attention(torch.zeros(3, 8), torch.full((4, 8), NAN))
         gathered = torch.cat([x, x])  # what another rank sent comes after this rank's rows
@@ -166,11 +161,10 @@ def test_the_experiment_makes_padding_nan_and_only_padding(monkeypatch: pytest.M
     assert out.isnan().any(1).tolist() == [False] * 3 + [True] * 3
 
 
-def test_a_second_request_keeps_the_first_trace() -> None:
-    nan_trace.apply("0.21.0")
+def test_a_second_request_keeps_the_first_trace(model: Model) -> None:
     trace = nan_trace.trace_of_this_process()
     assert nan_trace.apply("0.21.0") == "is active already"
-    step(Model(leftover=NAN))
+    step(model)
     assert nan_trace.trace_of_this_process() is trace
     assert report().steps == 1
 
@@ -186,9 +180,8 @@ def test_another_vllm_is_left_unchanged() -> None:
         nan_trace.trace_of_this_process()
 
 
-def test_a_step_that_raised_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    nan_trace.apply("0.21.0")
-    model = Model(leftover=NAN)
+def test_a_step_that_raised_is_over(model: Model) -> None:
+    model.leftover = NAN
 
     def forward(input_ids: torch.Tensor) -> None:
         model(input_ids)
@@ -203,23 +196,14 @@ def test_a_step_that_raised_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state.report() == before
 
 
-def test_the_report_says_that_no_router_was_watched() -> None:
-    nan_trace.apply("0.21.0")
-    attention = module("model_executor.layers.attention.attention").Attention("layers.0.attn")
-
-    def forward(input_ids: torch.Tensor) -> torch.Tensor:
-        return attention(torch.zeros(3, 8), torch.zeros(4, 8))
-
-    run_step(forward)
-    result = report()
-    assert result.routers_watched == 0
-    assert "no router was watched" in result.text()
+def test_the_report_says_that_no_router_was_watched(model: Model) -> None:
+    layer = attention("layers.0.attn")
+    run_step(lambda input_ids: layer(torch.zeros(3, 8), torch.zeros(4, 8)))
+    assert report().routers_watched == 0
+    assert "no router was watched" in report().text()
 
 
-def test_ids_are_separate_if_no_attention_gave_the_number_of_rows() -> None:
-    nan_trace.apply("0.21.0")
-    model = Model()
-
+def test_ids_are_separate_if_no_attention_gave_the_number_of_rows(model: Model) -> None:
     def forward(input_ids: torch.Tensor) -> torch.Tensor:
         x = torch.full((6, 8), NAN)  # neither the step's rows nor a multiple of them
         model.runner._apply_quant_method(model.layer, x, x, None)
@@ -231,22 +215,12 @@ def test_ids_are_separate_if_no_attention_gave_the_number_of_rows() -> None:
     assert (result.nan_in_real, result.nan_in_padding, result.nan_in_unknown) == (0, 0, 1)
 
 
-@pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False), ("", False)])
-def test_the_other_model_runner_is_refused(
-    monkeypatch: pytest.MonkeyPatch, value: str, refused: bool
-) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
-    if not refused:
-        assert "attention (not MLA)" in nan_trace.apply("0.21.0")
-        return
+def test_the_other_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(FixError, match="VLLM_USE_V2_MODEL_RUNNER is set"):
         nan_trace.apply("0.21.0")
-    with pytest.raises(LookupError):
-        nan_trace.trace_of_this_process()
-
-
-def test_the_plug_in_knows_the_trace() -> None:
-    assert vllm_plugin.TRACES["nan"] == "moedoctor.upstream.plugin.nan_trace"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert "attention (not MLA)" in nan_trace.apply("0.21.0")
 
 
 @pytest.mark.parametrize(
