@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 import statistics
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moedoctor.upstream.engine.probes import in_model
+from moedoctor.upstream.engine.probes import model_of
 from moedoctor.upstream.plugin.expert_cache_layer import host_experts
 
 _LOGGED_CALLS = 512
@@ -35,14 +34,9 @@ class _Run:
 
 def caches(llm: Any) -> dict[str, Any]:
     """Probe: return what the caches of this engine did and hold, and the memory left to the KV cache."""
-    figures: dict[str, Any] = in_model(llm, _caches)
-    worker = _worker_call(llm, lambda worker: worker)
+    layers = [layer.cache for layer in host_experts(model_of(llm))]
+    worker = worker_of(llm)
     free = getattr(getattr(worker, "worker", worker), "available_kv_cache_memory_bytes", None)
-    return {**figures, "kv_cache_bytes": None if free is None else int(free)}
-
-
-def _caches(model: Any) -> dict[str, Any]:
-    layers = [layer.cache for layer in host_experts(model)]
     return {
         "layers": len(layers),
         "slots": layers[0].capacity if layers else None,
@@ -52,12 +46,13 @@ def _caches(model: Any) -> dict[str, Any]:
         "pinned_bytes": sum(cache.memory.pinned for cache in layers),
         "device_bytes": sum(cache.memory.device for cache in layers),
         "saved_bytes": sum(cache.memory.saved for cache in layers),
+        "kv_cache_bytes": None if free is None else int(free),
     }
 
 
 def caches_with_a_fault(llm: Any) -> Callable[[], dict[str, Any]]:
     """Probe before generating: let the last layer compute with wrong experts; afterwards `caches`."""
-    in_model(llm, functools.partial(_roll_last, by=1))
+    _roll_last(llm, by=1)
     return lambda: caches(llm)
 
 
@@ -84,9 +79,10 @@ def decode_speeds(
     """
     rows: list[dict[str, Any]] = []
     started = time.perf_counter()
-    in_model(llm, draw_weights)
-    _worker_call(llm, _resize, max(slots), max(batches))
-    experts = in_model(llm, lambda model: int(host_experts(model)[0].num_experts))
+    model, worker = model_of(llm), worker_of(llm)
+    draw_weights(model)
+    _resize(worker, max(slots), max(batches))
+    experts = host_experts(model)[0].num_experts
     recorded = [
         _decode(llm, batch, length, rounds, vocab) for batch, length in zip(batches, steps, strict=True)
     ]
@@ -94,7 +90,7 @@ def decode_speeds(
         began = time.perf_counter()
         if began - started > seconds:
             break
-        memory = _worker_call(llm, _resize, count)
+        memory = _resize(worker, count)
         ready = time.perf_counter() - began
         for batch, length, known in zip(batches, steps, recorded, strict=True):
             run = _decode(llm, batch, length, rounds, vocab)
@@ -142,7 +138,7 @@ def draw_weights(model: Any) -> None:
             layer.draw(draw)
 
 
-def _roll_last(model: Any, *, by: int) -> None:
+def _roll_last(llm: Any, *, by: int) -> None:
     """Plant a fault in the last layer, which no later layer makes larger."""
     import torch
 
@@ -150,18 +146,18 @@ def _roll_last(model: Any, *, by: int) -> None:
     if on_gpu:
         torch.cuda.synchronize()
     with torch.inference_mode():
-        host_experts(model)[-1].roll(by)
+        host_experts(model_of(llm))[-1].roll(by)
     if on_gpu:
         torch.cuda.synchronize()
 
 
 def _control(llm: Any, steps: int, vocab: int, tokens: list[list[int]]) -> bool:
     """Whether every sequence draws other tokens than `tokens` while the last layer has wrong experts."""
-    in_model(llm, functools.partial(_roll_last, by=1))
+    _roll_last(llm, by=1)
     try:
         _, others = _generate(llm, len(tokens), 2 + steps, vocab, seed=0)
     finally:
-        in_model(llm, functools.partial(_roll_last, by=-1))
+        _roll_last(llm, by=-1)
     return all(ids != other for ids, other in zip(tokens, others, strict=True))
 
 
@@ -223,7 +219,12 @@ def _resize(worker: Any, slots: int, logged: int = 0) -> dict[str, Any]:
 def _decode(llm: Any, batch: int, steps: int, rounds: int, vocab: int) -> _Run:
     """Measure the tokens a second of `batch` sequences after the prefill, the hit rate, and the tokens."""
     _generate(llm, batch, 4, vocab, seed=99)  # warm-up
-    before, starts = in_model(llm, _caches), in_model(llm, _start_log)
+    layers = host_experts(model_of(llm))
+    logs = [layer.log for layer in layers if layer.log is not None]
+    for log in logs:
+        log.clear()
+    starts = [[expert for expert in layer.cache.resident() if expert >= 0] for layer in layers]
+    before = caches(llm)
     drawn: list[list[list[int]]] = []
     rates = []
     for _ in range(rounds):
@@ -231,10 +232,7 @@ def _decode(llm: Any, batch: int, steps: int, rounds: int, vocab: int) -> _Run:
         whole, tokens = _generate(llm, batch, 2 + steps, vocab, seed=0)
         drawn.append(tokens)
         rates.append(batch * steps / (whole - short))
-    after = in_model(llm, _caches)
-    ids = in_model(
-        llm, lambda model: [layer.log.calls() for layer in host_experts(model) if layer.log is not None]
-    )
+    after = caches(llm)
     hits, misses = (after[key] - before[key] for key in ("hits", "misses"))
     figures = {
         "tokens_per_second": round(statistics.median(rates), 2),
@@ -242,16 +240,7 @@ def _decode(llm: Any, batch: int, steps: int, rounds: int, vocab: int) -> _Run:
         "rounds_agree": all(tokens == drawn[0] for tokens in drawn),
         "hit_rate": hits / (hits + misses) if hits + misses else None,
     }
-    return _Run(figures, drawn[-1], starts, hits + misses, ids)
-
-
-def _start_log(model: Any) -> list[list[int]]:
-    """Begin the logs; return the resident experts of each layer."""
-    layers = host_experts(model)
-    for layer in layers:
-        if layer.log is not None:
-            layer.log.clear()
-    return [[expert for expert in layer.cache.resident() if expert >= 0] for layer in layers]
+    return _Run(figures, drawn[-1], starts, hits + misses, [log.calls() for log in logs])
 
 
 def _generate(llm: Any, batch: int, length: int, vocab: int, seed: int) -> tuple[float, list[list[int]]]:
@@ -269,8 +258,9 @@ def _generate(llm: Any, batch: int, length: int, vocab: int, seed: int) -> tuple
     return time.perf_counter() - started, [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def _worker_call(llm: Any, function: Any, *arguments: Any) -> Any:
-    results = llm.collective_rpc(function, args=arguments)
-    if len(results) != 1:
-        raise ValueError(f"{len(results)} workers answered; expected one")
-    return results[0]
+def worker_of(llm: Any) -> Any:
+    """Return the only worker, which is in this process. Raises ValueError for several."""
+    workers = llm.collective_rpc(lambda worker: worker)
+    if len(workers) != 1:
+        raise ValueError(f"{len(workers)} workers answered; expected one")
+    return workers[0]

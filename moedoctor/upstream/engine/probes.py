@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +24,7 @@ def where_weights_live(llm: Any, names: str = "") -> dict[str, Any]:
     A CUDA tensor of torch may be a view of host memory. Only parameters whose name contains `names` count.
     Returns ``{"bytes": {place: bytes}, "parameters": [{"name", "bytes", "place"}]}``.
     """
-    return dict(in_model(llm, lambda model: weights_by_place(model, names)))
+    return weights_by_place(model_of(llm), names)
 
 
 def weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
@@ -41,7 +43,7 @@ def weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
 def layers_and_places(llm: Any, names: str = "", calls: int = 0) -> Callable[[], dict[str, Any]]:
     """Probe before generating: `layer_outputs` of the first `calls` calls, and `bytes_on_host` at the end."""
     outputs = layer_outputs(llm, calls) if calls else dict
-    return lambda: {**outputs(), **in_model(llm, lambda model: bytes_on_host(model, names))}
+    return lambda: {**outputs(), **bytes_on_host(model_of(llm), names)}
 
 
 def bytes_on_host(model: Any, names: str = "") -> dict[str, int]:
@@ -76,10 +78,6 @@ def memory_of(tensor: Any) -> str:
 
 def kv_cache_scales(llm: Any) -> list[dict[str, Any]]:
     """Return the KV cache of each attention layer: ``{"layer", "dtype", "k_scale", "v_scale"}``."""
-    return list(in_model(llm, _cache_scales))
-
-
-def _cache_scales(model: Any) -> list[dict[str, Any]]:
     return [
         {
             "layer": name,
@@ -87,7 +85,7 @@ def _cache_scales(model: Any) -> list[dict[str, Any]]:
             "k_scale": float(module._k_scale_float),
             "v_scale": float(module._v_scale_float),
         }
-        for name, module in model.named_modules()
+        for name, module in model_of(llm).named_modules()
         if hasattr(module, "kv_cache_dtype") and hasattr(module, "_k_scale_float")
     ]
 
@@ -101,15 +99,17 @@ def layer_outputs(llm: Any, calls: int = 1) -> Callable[[], dict[str, Any]]:
     `enforce_eager`: compiled code does not call the hooks.
     """
     outputs: list[dict[str, Any]] = []
+    counted: Counter[str] = Counter()
 
-    def watch(model: Any) -> int:
-        layers = list(decoder_layers(model))
-        for name, layer in layers:
-            layer.register_forward_hook(_recorder(name, outputs, calls))
-        return len(layers)
+    def record(name: str, module: Any, inputs: Any, output: Any) -> None:
+        counted[name] += 1
+        if counted[name] <= calls:
+            outputs.append({"layer": name, "call": counted[name], **_digest(output)})
 
-    watched = in_model(llm, watch)
-    return lambda: {"layers": watched, "outputs": outputs}
+    layers = list(decoder_layers(model_of(llm)))
+    for name, layer in layers:
+        layer.register_forward_hook(functools.partial(record, name))
+    return lambda: {"layers": len(layers), "outputs": outputs}
 
 
 def decoder_layers(model: Any) -> Iterator[tuple[str, Any]]:
@@ -123,17 +123,6 @@ def decoder_layers(model: Any) -> Iterator[tuple[str, Any]]:
     name, longest = max(lists, key=lambda pair: len(pair[1]))
     for index, layer in enumerate(longest):
         yield f"{name}.{index}", layer
-
-
-def _recorder(name: str, outputs: list[dict[str, Any]], calls: int) -> Callable[..., None]:
-    counted = {"calls": 0}
-
-    def hook(module: Any, inputs: Any, output: Any) -> None:
-        counted["calls"] += 1
-        if counted["calls"] <= calls:
-            outputs.append({"layer": name, "call": counted["calls"], **_digest(output)})
-
-    return hook
 
 
 def _digest(output: Any) -> Mapping[str, Any]:
@@ -174,7 +163,7 @@ def serve_from_gpu(llm: Any) -> dict[str, Any]:
     The compiled code stays the same and copies as before, but out of GPU memory. What was on the host is
     overwritten, so reading it would show. Returns ``{"bytes": moved}``.
     """
-    return {"bytes": in_model(llm, take_off_the_host)}
+    return {"bytes": take_off_the_host(model_of(llm))}
 
 
 def take_off_the_host(model: Any) -> int:
@@ -199,12 +188,12 @@ def _pipelines(model: Any) -> list[Any]:
     return list({id(pipeline): pipeline for pipeline in marked if pipeline is not None}.values())
 
 
-def in_model(llm: Any, function: Callable[[Any], Any]) -> Any:
-    """Return what `function` returns for the model of the only worker, which is in this process."""
-    results = llm.apply_model(function)
-    if len(results) != 1:
-        raise ValueError(f"{len(results)} workers answered; expected one")
-    return results[0]
+def model_of(llm: Any) -> Any:
+    """Return the model of the only worker, which is in this process. Raises ValueError for several."""
+    models = llm.apply_model(lambda model: model)
+    if len(models) != 1:
+        raise ValueError(f"{len(models)} workers answered; expected one")
+    return models[0]
 
 
 ROUNDING = 0.02
@@ -218,7 +207,7 @@ def first_parting(control: Any, other: Any, equal_tokens: int | None = None) -> 
     the first that differs; later calls have other inputs and are not compared. None: all are equal.
     ``until_parting``: whether the call of the first different token is among those compared.
     """
-    outputs, expected = _outputs(other), _outputs(control)
+    outputs, expected = ((run or {}).get("outputs", ()) for run in (other, control))
     # A prompt takes one call, or several if it is long; calls with more than one token belong to it.
     prompt_calls = max((int(row["call"]) for row in expected if row["tokens"] > 1), default=1)
     last = None if equal_tokens is None else prompt_calls + equal_tokens
@@ -240,8 +229,9 @@ def first_parting(control: Any, other: Any, equal_tokens: int | None = None) -> 
         if row["digest"] == reference["digest"]:
             continue
         figures["first_bit"] = figures["first_bit"] or row["layer"]
-        tokens = zip(row["projection"], reference["projection"], strict=True)
-        difference = max((relative_error(token, right) for token, right in tokens), default=0.0)
+        # Floats that are not finite are text in JSON.
+        tokens, right = ([[*map(float, token)] for token in run["projection"]] for run in (row, reference))
+        difference = max(map(relative_error, tokens, right), default=0.0)
         if figures["first_layer"] is None and not (row["finite"] and difference <= ROUNDING):
             figures |= {"first_layer": row["layer"], "first_call": row["call"]}
             figures["relative_difference"] = round(difference, 6) if row["finite"] else "not finite"
@@ -255,12 +245,3 @@ def relative_error(values: Sequence[float], reference: Sequence[float]) -> float
     length = sum(b * b for b in reference) ** 0.5
     error = difference / length if length else difference
     return error if error == error else float("inf")
-
-
-def _outputs(evidence: Any) -> list[Mapping[str, Any]]:
-    if not isinstance(evidence, Mapping):
-        return []
-    return [
-        {**row, "projection": [[float(value) for value in token] for token in row["projection"]]}
-        for row in evidence.get("outputs", ())
-    ]

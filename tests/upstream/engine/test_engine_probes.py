@@ -14,11 +14,11 @@ from moedoctor.upstream.engine.probes import (
     bytes_on_host,
     decoder_layers,
     first_parting,
-    in_model,
     kv_cache_scales,
     layer_outputs,
     layers_and_places,
     memory_of,
+    model_of,
     serve_from_gpu,
     take_off_the_host,
     weights_by_place,
@@ -203,7 +203,7 @@ def test_a_model_without_layers_and_several_workers() -> None:
     with pytest.raises(ValueError, match="has no list of layers"):
         list(decoder_layers(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="2 workers answered"):
-        in_model(Engine(Model((1.0,)), workers=2), lambda model: None)
+        model_of(Engine(Model((1.0,)), workers=2))
 
 
 @pytest.mark.gpu
