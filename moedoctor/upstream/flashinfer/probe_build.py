@@ -9,6 +9,7 @@ all releases side by side, and prints where each is.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import re
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from moedoctor.processes.cuda_tools import Tool, find_tools, run_tool
 from moedoctor.upstream.flashinfer.source import FlashInferSource, named_source
-from moedoctor.upstream.releases.wheel import KernelError, cache_folder
+from moedoctor.upstream.releases.wheel import KernelError, cache_folder, package_folders
 
 _SECONDS = 900.0
 _OPTIONS = (
@@ -60,7 +61,7 @@ class BuildPlan:
         digest = hashlib.sha256("\0".join(parts).encode())
         digest.update(self.source.kernels.read_bytes())
         name = f"{self.source.release}-sm_{self.arch}-{digest.hexdigest()[:16]}"
-        return cache_folder().parent / "flashinfer_probe" / name / "probe.so"
+        return cache_folder("flashinfer_probe") / name / "probe.so"
 
 
 def probe_text() -> str:
@@ -99,7 +100,9 @@ def build(plan: BuildPlan) -> Path:
         made = folder / "probe.so"
         # Undefined symbols must show here and not when it is loaded.
         link = ["-shared", *_gencode(plan.arch), *map(str, objects), "-Xlinker", "--no-undefined"]
-        _nvcc(plan, [*link, *_libraries(plan.nvcc), "-o", str(made)])
+        # As pip's toolkit links: libraries in ``lib``, and no device runtime.
+        libraries = ["-cudadevrt", "none", f"-L{Path(plan.nvcc.path).parent.parent / 'lib'}"]
+        _nvcc(plan, [*link, *libraries, "-o", str(made)])
         os.replace(made, target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -121,18 +124,9 @@ def _gencode(arch: str) -> list[str]:
 
 def _cuda_libraries() -> list[Path]:
     """Headers of cuBLAS and cuRAND in pip's packages, for a toolkit that comes without them."""
-    from importlib.util import find_spec
-
-    spec = find_spec("nvidia")
-    roots = [Path(root) for root in (spec.submodule_search_locations or [])] if spec else []
-    folders = [folder for root in roots for folder in sorted(root.glob("*/include"))]
+    folders = [folder for root in package_folders("nvidia") for folder in sorted(root.glob("*/include"))]
     headers = ("cublasLt.h", "curand.h")
     return [folder for folder in folders if any((folder / name).is_file() for name in headers)]
-
-
-def _libraries(nvcc: Tool) -> list[str]:
-    """The flags with which pip's toolkit links: libraries in ``lib``, and no device runtime."""
-    return ["-cudadevrt", "none", f"-L{Path(nvcc.path).parent.parent / 'lib'}"]
 
 
 def _nvcc(plan: BuildPlan, arguments: Sequence[str]) -> None:
@@ -151,29 +145,29 @@ def _nvcc(plan: BuildPlan, arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Build the releases named on the command line. Returns 2 if one cannot be built, with a line for it."""
-    arch, given = "90a", list(arguments)
-    if "--arch" in given[:-1]:
-        place = given.index("--arch")
-        arch, given = given[place + 1], given[:place] + given[place + 2 :]
-    pairs = [text.partition("=") for text in given]
-    if not pairs or not all(release and path for release, _, path in pairs):
-        print(
-            "usage: python -m moedoctor.upstream.flashinfer.probe_build X.Y.Z=PATH ... [--arch 90a]",
-            file=sys.stderr,
-        )
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m moedoctor.upstream.flashinfer.probe_build")
+    parser.add_argument("releases", nargs="+", type=_release, metavar="X.Y.Z=PATH")
+    parser.add_argument("--arch", default="90a", help="the target as nvcc names it (default: %(default)s)")
+    given = parser.parse_args(arguments)
 
-    def built(pair: tuple[str, str, str]) -> str | KernelError:
+    def built(source: tuple[str, Path]) -> str | KernelError:
         try:
-            return str(build(plan_build(named_source(pair[0], Path(pair[2])), arch)))
+            return str(build(plan_build(named_source(*source), given.arch)))
         except KernelError as error:
             return error
 
-    with ThreadPoolExecutor(len(pairs)) as pool:
-        results = list(pool.map(built, pairs))
+    with ThreadPoolExecutor(len(given.releases)) as pool:
+        results = list(pool.map(built, given.releases))
     for result in results:
         print(result, file=sys.stderr if isinstance(result, KernelError) else sys.stdout)
     return 2 if any(isinstance(result, KernelError) for result in results) else 0
+
+
+def _release(text: str) -> tuple[str, Path]:
+    release, _, path = text.partition("=")
+    if not release or not path:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected X.Y.Z=PATH")
+    return release, Path(path)
 
 
 if __name__ == "__main__":

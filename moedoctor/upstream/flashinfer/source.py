@@ -6,18 +6,13 @@ Nothing is imported. A wheel's sources are unpacked once into the cache folder.
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib.metadata
-import importlib.util
-import os
 import re
-import shutil
-import tempfile
-import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from moedoctor.upstream.releases.wheel import KernelError, cache_folder
+from moedoctor.upstream.releases.wheel import KernelError, opened, package_folders, unpacked
 
 KERNELS = PurePosixPath("csrc/fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh")
 """The header with the routing maps and finalize, under the package's data folder."""
@@ -45,9 +40,10 @@ _SOURCES = (
 )
 """What the header's functions need to link, besides themselves."""
 _NEEDED = re.compile(
-    r"flashinfer/(data/(csrc|include|cutlass|spdlog|cccl)/|jit/).*|[^/]+\.dist-info/METADATA"
+    r"flashinfer/(data/(csrc|include|cutlass|spdlog|cccl)/|jit/).*[^/]|[^/]+\.dist-info/METADATA"
 )
-_MAX_FILES, _MAX_BYTES = 60_000, 1 << 30
+_METADATA = re.compile(r"flashinfer_python-(.+)\.dist-info")
+_MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -97,10 +93,11 @@ def named_source(release: str, path: Path) -> FlashInferSource:
     Raises KernelError if they are not there, or of another release.
     """
     if path.suffix == ".whl" and path.is_file():
-        path = _unpacked(path)
+        check_source(release, path)
+        path = unpacked(path, "flashinfer", _NEEDED, _MAX_BYTES)
     for package in (path / "flashinfer", path):
         if (package / "data" / KERNELS).is_file():
-            _check_release(release, package)
+            _check_release(release, package, (folder.name for folder in package.parent.glob("*.dist-info")))
             return FlashInferSource(release, package)
     raise KernelError(
         f"{path}: no FlashInfer sources; expected a wheel of flashinfer-python (.whl) or a folder with "
@@ -113,17 +110,11 @@ def check_source(release: str, path: Path) -> None:
     if path.suffix != ".whl" or not path.is_file():
         named_source(release, path)
         return
-    try:
-        with zipfile.ZipFile(path) as wheel:
-            names = set(wheel.namelist())
-    except (zipfile.BadZipFile, OSError) as error:
-        raise KernelError(f"{path}: cannot be read as a wheel: {error}") from error
+    with opened(path) as wheel:
+        names = wheel.namelist()
     if f"flashinfer/data/{KERNELS}" not in names:
         raise KernelError(f"{path}: no flashinfer/data/{KERNELS} in it; expected flashinfer-python's wheel")
-    own = {name for name in names if re.fullmatch(r"flashinfer_python-[^/]+\.dist-info/METADATA", name)}
-    if own and f"flashinfer_python-{release}.dist-info/METADATA" not in own:
-        other = next(iter(own)).partition("-")[2].partition(".dist-info")[0]
-        raise KernelError(f"{path}: is release {other}, not {release}")
+    _check_release(release, path, (PurePosixPath(name).parts[0] for name in names))
 
 
 def installed_source() -> FlashInferSource:
@@ -132,19 +123,17 @@ def installed_source() -> FlashInferSource:
         release = importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
         raise KernelError("flashinfer is not installed here") from None
-    spec = importlib.util.find_spec("flashinfer")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(folder) / "data" / KERNELS).is_file():
-            return FlashInferSource(release, Path(folder))
+    for package in package_folders("flashinfer"):
+        if (package / "data" / KERNELS).is_file():
+            return FlashInferSource(release, package)
     raise KernelError(f"the installed flashinfer {release} has no data/{KERNELS}")
 
 
-def _check_release(release: str, package: Path) -> None:
-    """Raise KernelError if the metadata beside the folder is of another release. It may have none."""
-    names = [folder.name for folder in package.parent.glob("flashinfer_python-*.dist-info")]
-    if names and f"flashinfer_python-{release}.dist-info" not in names:
-        other = names[0].removeprefix("flashinfer_python-").removesuffix(".dist-info")
-        raise KernelError(f"{package}: is release {other}, not {release}")
+def _check_release(release: str, path: Path, names: Iterable[str]) -> None:
+    """Raise KernelError if a metadata folder among `names` is of another release. There may be none."""
+    releases = {match[1] for match in map(_METADATA.fullmatch, names) if match}
+    if releases and release not in releases:
+        raise KernelError(f"{path}: is release {releases.pop()}, not {release}")
 
 
 def _listed(file: Path, name: str, function: str | None = None) -> list[str]:
@@ -164,36 +153,3 @@ def _listed(file: Path, name: str, function: str | None = None) -> list[str]:
             texts = [node.value for node in ast.walk(statement.value) if isinstance(node, ast.Constant)]
             return [text for text in texts if isinstance(text, str) and text.startswith("-D")]
     raise KernelError(f"{file}: no list {name}, which the release's own build would use; not a known release")
-
-
-def _unpacked(wheel: Path) -> Path:
-    """The folder with the needed files of `wheel`, unpacked once."""
-    stat = wheel.stat()
-    key = hashlib.sha256(f"{wheel.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    target = cache_folder().parent / "flashinfer" / key
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=target.parent))
-    try:
-        with zipfile.ZipFile(wheel) as packed:
-            members = [member for member in packed.infolist() if _is_needed(member)]
-            if len(members) > _MAX_FILES or sum(member.file_size for member in members) > _MAX_BYTES:
-                raise KernelError(f"{wheel}: would unpack to more than {_MAX_BYTES >> 20} MiB, refused")
-            packed.extractall(folder, members)
-        # Two runs may unpack at once: the second one finds the folder and drops its own.
-        try:
-            os.rename(folder, target)
-        except OSError:
-            if not target.is_dir():
-                raise
-    except (zipfile.BadZipFile, OSError) as error:
-        raise KernelError(f"{wheel}: cannot be unpacked: {error}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return target
-
-
-def _is_needed(member: zipfile.ZipInfo) -> bool:
-    parts = PurePosixPath(member.filename).parts
-    return _NEEDED.fullmatch(member.filename) is not None and ".." not in parts and not member.is_dir()

@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ from pathlib import Path
 _LIBRARY = re.compile(r"vllm/_moe_C(_stable_libtorch)?\.abi3\.so")
 _CORE_NAMES = ("_C_stable_libtorch.abi3.so", "_C.abi3.so")
 """vLLM's core kernels, FP8 quantization among them; which of the two has an operator differs by release."""
-_MAX_LIBRARY_BYTES = 4 << 30
+_CORE = re.compile(r"vllm/_C(_stable_libtorch)?\.abi3\.so")
+_MAX_BYTES = 4 << 30
 
 
 class KernelError(Exception):
@@ -29,52 +29,48 @@ def package_folders(package: str) -> list[Path]:
     return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
 
 
-def cache_folder() -> Path:
-    """Return the folder for shared objects out of wheels: ``$XDG_CACHE_HOME/moedoctor/kernels``."""
+def cache_folder(kind: str) -> Path:
+    """Return the folder ``$XDG_CACHE_HOME/moedoctor/<kind>``, which may not exist."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "moedoctor" / "kernels"
+    return Path(root) / "moedoctor" / kind
 
 
 def shared_object(path: Path) -> Path:
     """Return the shared object with the MoE kernels of `path`, a wheel or a shared object.
 
-    A wheel's shared object is unpacked once into the cache folder, under a name that depends on the wheel's
-    size and time. Raises KernelError for anything else.
+    A wheel's shared object is unpacked once into the cache folder. Raises KernelError for anything else.
     """
+    check_kernels(path)
+    if path.suffix != ".whl":
+        return path
+    return next(file for file in unpacked(path, "kernels", _LIBRARY).glob("vllm/*.so"))
+
+
+def check_kernels(path: Path) -> None:
+    """Raise KernelError if `path` cannot hold MoE kernels; nothing is unpacked."""
     if not path.is_file():
         raise KernelError(f"{path}: no such file; expected a vLLM wheel (.whl) or a shared object (.so)")
     if path.suffix == ".whl":
-        with _opened(path) as wheel:
-            return _unpack(wheel, _member(wheel, path), path)
+        with opened(path) as wheel:
+            if not any(_LIBRARY.fullmatch(name) for name in wheel.namelist()):
+                raise KernelError(f"{path}: no vllm/_moe_C*.abi3.so in it; expected a CUDA wheel of vLLM")
+        return
     with path.open("rb") as file:
         if file.read(4) != b"\x7fELF":
             raise KernelError(
                 f"{path}: not a shared object (no ELF header); expected a vLLM wheel or a .so file"
             )
-    return path
-
-
-def check_kernels(path: Path) -> None:
-    """Raise KernelError if `path` cannot hold MoE kernels; nothing is unpacked."""
-    if path.suffix == ".whl" and path.is_file():
-        with _opened(path) as wheel:
-            _member(wheel, path)
-    else:
-        shared_object(path)
 
 
 def core_libraries(path: Path) -> list[Path]:
     """Return vLLM's core kernels that go with `path`: from the same wheel, or beside the .so file."""
-    if path.suffix != ".whl":
-        return [file for name in _CORE_NAMES if (file := path.parent / name).is_file()]
-    names = {f"vllm/{name}" for name in _CORE_NAMES}
-    with _opened(path) as wheel:
-        members = [member for member in wheel.infolist() if member.filename in names]
-        return [_unpack(wheel, member, path) for member in members if member.file_size <= _MAX_LIBRARY_BYTES]
+    folder = unpacked(path, "kernels", _CORE) / "vllm" if path.suffix == ".whl" else path.parent
+    return [file for name in _CORE_NAMES if (file := folder / name).is_file()]
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+def opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a wheel. Raises KernelError if it cannot be read, also later on."""
     try:
         with zipfile.ZipFile(path) as wheel:
             yield wheel
@@ -82,31 +78,30 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
         raise KernelError(f"{path}: cannot be read as a wheel: {error}") from error
 
 
-def _member(wheel: zipfile.ZipFile, path: Path) -> zipfile.ZipInfo:
-    member = next((entry for entry in wheel.infolist() if _LIBRARY.fullmatch(entry.filename)), None)
-    if member is None:
-        raise KernelError(f"{path}: no vllm/_moe_C*.abi3.so in it; expected a CUDA wheel of vLLM")
-    if member.file_size > _MAX_LIBRARY_BYTES:
-        raise KernelError(f"{path}: {member.filename} would unpack to {member.file_size} bytes, refused")
-    return member
+def unpacked(path: Path, kind: str, wanted: re.Pattern[str], max_bytes: int = _MAX_BYTES) -> Path:
+    """Return a folder of the cache with the files of a wheel whose whole names match `wanted`.
 
-
-def _unpack(wheel: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> Path:
-    key = hashlib.sha256(
-        f"{path.resolve()}:{path.stat().st_size}:{path.stat().st_mtime_ns}".encode()
-    ).hexdigest()
-    target = cache_folder() / key[:16] / Path(member.filename).name
-    if target.is_file():
+    They are unpacked once, under a name that depends on the wheel's size and time. Raises KernelError.
+    """
+    stat = path.stat()
+    key = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{wanted.pattern}"
+    target = cache_folder(kind) / hashlib.sha256(key.encode()).hexdigest()[:16]
+    if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Two runs may unpack at once: each writes its own file, and the rename is atomic.
-    handle, name = tempfile.mkstemp(dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as out, wheel.open(member) as packed:
-            shutil.copyfileobj(packed, out, 1 << 20)
-        os.replace(name, target)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    with opened(path) as wheel, tempfile.TemporaryDirectory(dir=target.parent) as name:
+        members = [member for member in wheel.infolist() if wanted.fullmatch(member.filename)]
+        members = [member for member in members if ".." not in Path(member.filename).parts]
+        if sum(member.file_size for member in members) > max_bytes:
+            raise KernelError(f"{path}: would unpack to more than {max_bytes >> 20} MiB, refused")
+        folder = Path(name) / "unpacked"
+        folder.mkdir()
+        wheel.extractall(folder, members)
+        # Two runs may unpack at once: the second one finds the folder and drops its own.
+        with contextlib.suppress(OSError):
+            folder.rename(target)
+    if not target.is_dir():
+        raise KernelError(f"{path}: cannot be unpacked into {target}")
     return target
 
 

@@ -180,8 +180,12 @@ def test_the_probe_ships_with_the_package() -> None:
     assert "threeStepBuildExpertMapsSortFirstToken" in probe_text()
 
 
-def test_wrong_usage_is_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert main(["0.6.6"]) == 2
+@pytest.mark.parametrize("arguments", [[], ["0.6.6"], ["0.6.6="]])
+def test_wrong_usage_is_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+
+
+def test_a_release_without_sources_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["0.6.6=/nowhere"]) == 2
     assert "no FlashInfer sources" in capsys.readouterr().err
