@@ -44,6 +44,18 @@ class Spread:
         )
         return cls(float(median), float(p20), float(p80), len(values))
 
+    def rate(self, work: float = 1.0) -> Spread:
+        """Return `work` over each value: a long time is a low rate."""
+        return Spread(work / self.median, work / self.p80, work / self.p20, self.samples)
+
+    def row(
+        self, name: str, *, scale: float = 1.0, offset: float = 0.0, digits: int | None = None
+    ) -> dict[str, float]:
+        """Return the median and percentiles under the names that reporters show together."""
+        values = {name: self.median, f"{name}_p20": self.p20, f"{name}_p80": self.p80}
+        figures = {key: value * scale + offset for key, value in values.items()}
+        return figures if digits is None else {key: round(value, digits) for key, value in figures.items()}
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -190,6 +202,20 @@ def cold_time(
     spread = Spread.of([max(0.0, with_call() - flush()) for _ in range(rounds)])
     check(with_call.computed_again())
     return spread
+
+
+def elapsed(call: Callable[[], object], device: str | torch.device) -> float:
+    """Return seconds of `call` by the wall clock, until `device` has done its work."""
+
+    def wait() -> None:
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+
+    wait()
+    began = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - began
 
 
 def eager_time(call: Callable[[], object], *, check: Check = lambda output: None) -> Spread:

@@ -8,15 +8,14 @@ layer has the shape of Qwen3-30B-A3B in bfloat16: 128 experts, hidden size 2048,
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from moedoctor.bench.cache.speed import Model, host_weights, pinned_bandwidth, recorded_ids, spread_of
-from moedoctor.bench.timing import Comparison, Spread, compare_rounds, compare_times
+from moedoctor.bench.cache.speed import Model, host_weights, pinned_bandwidth, recorded_ids
+from moedoctor.bench.timing import Comparison, Spread, compare_rounds, compare_times, elapsed
 from moedoctor.fixes.eviction import CacheStats, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.moe.forward import GroupedForward, group_bound, moe_forward
@@ -84,9 +83,10 @@ def group_cost(
     columns that end in `EAGER`. Raises RuntimeError if results differ by more than the order of addition
     explains.
     """
-    calls, top_k = grouped_calls(device, tokens=tokens, groups=groups, model=model)
-    names = {count: {"": str(count), "_in_turn": _in_turn(count)} for count in groups}
-    return {"tokens": tokens, "bound": group_bound(top_k)} | _compare(calls, names, _ROUNDING, eager=eager)
+    model = model or Model(host_layers=1)
+    calls = grouped_calls(device, tokens=tokens, groups=groups, model=model)
+    facts = {"tokens": tokens, "bound": group_bound(model.top_k)}
+    return facts | _compare(calls, groups, _ROUNDING, device if eager else None)
 
 
 def our_groups(device: str, *, tokens: int = _TOKENS, model: Model | None = None) -> dict[str, Any]:
@@ -120,15 +120,14 @@ def upstream_groups(device: str, *, tokens: int = _TOKENS, model: Model | None =
     calls: dict[str, Callable[[], torch.Tensor]] = {"1": lambda: part_of(None)}
     for count in _GROUPS:
         calls[str(count)] = functools.partial(grouped, _expert_maps(slots, count, device))
-    names = {count: {"": str(count)} for count in _GROUPS}
     facts = {"kernel": "vLLM's fused_experts", "experts": slots, "tokens": tokens}
-    return facts | _compare(calls, names, 2 * max(_GROUPS) * _BFLOAT16_UNIT, eager=True)
+    return facts | _compare(calls, _GROUPS, 2 * max(_GROUPS) * _BFLOAT16_UNIT, device)
 
 
 def grouped_calls(
-    device: str, *, tokens: int, groups: Sequence[int], model: Model | None = None
-) -> tuple[dict[str, Callable[[], torch.Tensor]], int]:
-    """Return (our layer in as many groups, by name; top-k).
+    device: str, *, tokens: int, groups: Sequence[int], model: Model
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return our layer in as many groups, by name.
 
     A name is the number of groups, computed beside each other; with ``in turn`` after it, one after another.
     """
@@ -158,50 +157,48 @@ def grouped_calls(
 
     calls = {"1": lambda: moe_forward(layer.x, layer.weights, layer.slot_ids, layer.topk_weights)}
     for count in groups:
-        calls |= {str(count): in_groups(count, beside=True), _in_turn(count): in_groups(count, beside=False)}
-    return calls, layer.ids.shape[1]
+        calls[str(count)] = in_groups(count, beside=True)
+        calls[f"{count} in turn"] = in_groups(count, beside=False)
+    return calls
 
 
-def _compare(
-    calls: Calls, names: Mapping[int, Mapping[str, str]], limit: float, *, eager: bool
-) -> dict[str, Any]:
-    """Check and time `calls`. `names`: number of groups -> suffix of its columns -> name of its call.
+def _compare(calls: Calls, groups: Sequence[int], limit: float, eager: str | None) -> dict[str, Any]:
+    """Check and time `calls`, on the device `eager` also by the wall clock.
 
     ``overhead`` is a share of one call's time of the same round. ``us_a_further_group`` is what each group
     after the first adds, in microseconds, from the two medians; it does not depend on how long one call is.
     """
     differences = _checked_differences(calls, limit)
     methods = {"": compare_times(calls, baseline="1", launches=4)}
-    if eager:
-        methods[EAGER] = _eager_rounds(calls)
+    if eager is not None:
+        methods[EAGER] = _eager_rounds(calls, eager)
     rows = []
-    for count, of_count in names.items():
+    for count in groups:
         row: dict[str, Any] = {"groups": count}
+        names = {"": str(count), "_in_turn": f"{count} in turn"}
+        names = {order: name for order, name in names.items() if name in calls}
         for method, times in methods.items():
             one_call = times.times["1"].median
-            for order, name in of_count.items():
+            for order, name in names.items():
                 further = (times.times[name].median - one_call) / max(count - 1, 1)
-                row |= spread_of(f"overhead{order}{method}", times.ratios[name], offset=-1.0)
-                row |= spread_of(f"us{order}{method}", times.times[name])
+                row |= times.ratios[name].row(f"overhead{order}{method}", offset=-1.0)
+                row |= times.times[name].row(f"us{order}{method}")
                 row[f"us_a_further_group{order}{method}"] = further
-        row["largest_difference"] = max(differences[name] for name in of_count.values())
+        row["largest_difference"] = max(differences[name] for name in names.values())
         rows.append(row)
     one_call_us = {f"one_call_us{method}": times.times["1"].median for method, times in methods.items()}
     return {**one_call_us, "rows": rows}
 
 
 def _checked_differences(calls: Calls, limit: float) -> dict[str, float]:
-    """The largest difference of each call from the call ``1``, relative to the largest result.
+    """Return the largest difference of each call from ``1``, relative to the largest result.
 
     Raises RuntimeError if one is above `limit`: what computes something else is not timed.
     """
     whole = calls["1"]()  # [T, H]
-    differences = {
-        name: float((call() - whole).abs().max() / whole.abs().max())
-        for name, call in calls.items()
-        if name != "1"
-    }
-    for name, difference in differences.items():
+    differences = {}
+    for name, call in calls.items():
+        differences[name] = difference = float((call() - whole).abs().max() / whole.abs().max())
         if not difference <= limit:
             raise RuntimeError(
                 f"groups ({name}) differ from one call by {difference:.1e} of the largest result"
@@ -209,23 +206,18 @@ def _checked_differences(calls: Calls, limit: float) -> dict[str, float]:
     return differences
 
 
-def _eager_rounds(calls: Calls) -> Comparison:
-    """Microseconds a call by the wall clock, launches by the host included, without a graph, in turn."""
+def _eager_rounds(calls: Calls, device: str) -> Comparison:
+    """Time microseconds a call by the wall clock, launches by the host included, without a graph, in turn."""
 
     def microseconds(call: Callable[[], torch.Tensor]) -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(_EAGER_CALLS):
-            call()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - began) / _EAGER_CALLS * 1e6
+        def several() -> None:
+            for _ in range(_EAGER_CALLS):
+                call()
+
+        return elapsed(several, device) / _EAGER_CALLS * 1e6
 
     measures = {name: functools.partial(microseconds, call) for name, call in calls.items()}
     return compare_rounds(measures, baseline="1", rounds=_EAGER_ROUNDS)
-
-
-def _in_turn(count: int) -> str:
-    return f"{count} in turn"
 
 
 def _expert_maps(experts: int, groups: int, device: str) -> list[torch.Tensor]:
@@ -265,11 +257,7 @@ def cold_swap(device: str, *, rounds: int = 7) -> dict[str, Any]:
         return run
 
     def seconds(run: Callable[[torch.Tensor], None]) -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        run(torch.zeros(layer.x.shape, dtype=torch.float32, device=device))  # [T, H]
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return elapsed(lambda: run(torch.zeros(layer.x.shape, device=device)), device)  # float32 [T, H]
 
     rows = []
     for slots in (16, 8, 4):
@@ -279,7 +267,7 @@ def cold_swap(device: str, *, rounds: int = 7) -> dict[str, Any]:
             rows.append(
                 {
                     "way": f"{way}, {model.experts // slots} groups",
-                    **spread_of("milliseconds", spread, scale=1e3),
+                    **spread.row("milliseconds", scale=1e3),
                     "gigabytes_per_second": total_bytes / spread.median / 1e9,
                     "transfer_share": total_bytes / pinned / spread.median,
                 }
@@ -299,13 +287,13 @@ def policy_speed(device: str, *, steps: int = 160, rounds: int = 5) -> dict[str,
 
     def decode(policy: str, slots: int) -> float:
         caches = [PrCache(host, slots, device=device, policy=policy) for _ in range(model.layers)]
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for step in ids:
-            for cache, of_layer in zip(caches, step, strict=True):
-                moe_forward(x, cache.slots, cache.acquire(of_layer), topk_weights)
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
+
+        def run() -> None:
+            for step in ids:
+                for cache, of_layer in zip(caches, step, strict=True):
+                    moe_forward(x, cache.slots, cache.acquire(of_layer), topk_weights)
+
+        return elapsed(run, device)
 
     rows = []
     for slots in (8, 16):
@@ -324,7 +312,7 @@ def policy_speed(device: str, *, steps: int = 160, rounds: int = 5) -> dict[str,
         rows.append(
             {
                 "slots": slots,
-                **spread_of("lru_over_lfru_time", times.ratios["lru"]),
+                **times.ratios["lru"].row("lru_over_lfru_time"),
                 **{f"{name}_tokens_per_second": steps / times.times[name].median for name in counted},
                 **{f"{name}_hit_rate": stats.hit_rate for name, stats in counted.items()},
                 "belady_hit_rate": bound.hit_rate,

@@ -7,7 +7,6 @@ reason.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from moedoctor.bench.cache.speed import PR, RESIDENT, UNCACHED, VARIANTS, Variant
@@ -26,26 +25,7 @@ MAX_OVERHEAD = {2: 0.04, 4: 0.10, 8: 0.25}
 """By groups, at 1024 tokens with every expert resident; computed beside each other and one after another."""
 MIN_ACCESSES = 1e6
 """Expert accesses a second that `simulate` replays on one core."""
-
-
-@dataclass(frozen=True)
-class Limit:
-    """One statement and its verdict."""
-
-    claim: str
-    measured: float | None
-    limit: float
-    verdict: ClaimVerdict
-    remark: str = ""
-    default: float | None = None
-    """What the default cache reached, if the claim is about another one."""
-
-    def row(self) -> dict[str, Any]:
-        """Return it as the report's tables have it."""
-        row: dict[str, Any] = {"claim": self.claim, "verdict": self.verdict.value}
-        row |= {} if self.measured is None else {"measured": self.measured}
-        row |= {} if self.default is None else {"default_cache": self.default}
-        return row | {"limit": self.limit, "remark": self.remark}
+_NOT_TIMED = "one of the two was wrong, and not timed"
 
 
 def judge(
@@ -55,11 +35,12 @@ def judge(
     misses: Sequence[Row] = (),
     groups: Sequence[Row] = (),
     replays: Sequence[Row] = (),
-) -> list[Limit]:
-    """Judge everything that these rows decide.
+) -> list[Row]:
+    """Judge everything that these rows decide, and return a row for each claim.
 
     They are those of `speed.decode` at any batch, of the same on the recorded trace, of `miss_bandwidth`, of
-    `group_cost` and of `replay_speed`.
+    `group_cost` and of `replay_speed`. ``default_cache`` is what the default cache reached, if the claim is
+    about another one.
     """
     return [
         *_against_the_pr(decode, "synthetic trace"),
@@ -71,26 +52,47 @@ def judge(
     ]
 
 
-def _against_the_pr(rows: Sequence[Row], trace: str) -> Iterator[Limit]:
-    for row in _of(rows, FASTEST.name):
+def _judged(
+    claim: str,
+    measured: float | None,
+    limit: float,
+    remark: str,
+    *,
+    at_most: bool = False,
+    default: float | None = None,
+) -> Row:
+    """Return the row of one claim: `measured` must be at least `limit`, or `at_most`."""
+    if measured is None:
+        verdict = ClaimVerdict.UNTESTED
+    else:
+        holds = measured <= limit if at_most else measured >= limit
+        verdict = ClaimVerdict.CONFIRMED if holds else ClaimVerdict.REFUTED
+    figures = {"measured": measured, "default_cache": default}
+    figures = {name: figure for name, figure in figures.items() if figure is not None}
+    return {"claim": claim, "verdict": verdict.value, **figures, "limit": limit, "remark": remark}
+
+
+def _against_the_pr(rows: Sequence[Row], trace: str) -> Iterator[Row]:
+    for row in rows:
         limit = MIN_SPEEDUP.get(row["capacity"])
-        if row["batch"] != 1 or limit is None:
+        if row["engine"] != FASTEST.name or row["batch"] != 1 or limit is None:
             continue
         claim = f"{row['capacity']} slots, batch 1, {trace}, {FASTEST}: tokens per second over the PR's"
-        reached = _over(PR, _beside(rows, row, DEFAULT.name))
-        default = f"the default cache ({DEFAULT}): " + (
-            "not measured" if reached is None else f"{reached:.2f}"
-        )
-        judged = _least(claim, _over(PR, row), limit, _bus(row, _beside(rows, row, PR)))
-        yield replace(judged, remark="; ".join(filter(None, (judged.remark, default))), default=reached)
+        reached, default = _over(PR, row), _over(PR, _beside(rows, row, DEFAULT.name))
+        remarks = [
+            _NOT_TIMED if reached is None else _bus(row, _beside(rows, row, PR)),
+            f"the default cache ({DEFAULT}): {'not measured' if default is None else f'{default:.2f}'}",
+        ]
+        yield _judged(claim, reached, limit, "; ".join(filter(None, remarks)), default=default)
 
 
-def _decode(rows: Sequence[Row]) -> Iterator[Limit]:
-    for row in _of(rows, RESIDENT):
-        claim = f"every expert resident, batch {row['batch']}: of the same forward without a cache"
-        pr = _beside(rows, row, PR)
-        remark = f"the PR's cache: {pr['speedup']:.3f}" if pr and "speedup" in pr else ""
-        yield _least(claim, _over(UNCACHED, row), MIN_RESIDENT, remark)
+def _decode(rows: Sequence[Row]) -> Iterator[Row]:
+    for row in rows:
+        if row["engine"] == RESIDENT:
+            claim = f"every expert resident, batch {row['batch']}: of the same forward without a cache"
+            reached, pr = _over(UNCACHED, row), _beside(rows, row, PR)
+            remark = f"the PR's cache: {pr['speedup']:.3f}" if pr and "speedup" in pr else ""
+            yield _judged(claim, reached, MIN_RESIDENT, _NOT_TIMED if reached is None else remark)
     on_device = {RESIDENT, *(variant.name for variant in VARIANTS if variant.engine == "device")}
     timed = [row for row in rows if row["engine"] in on_device and "one_graph" in row]
     if timed:
@@ -98,11 +100,11 @@ def _decode(rows: Sequence[Row]) -> Iterator[Limit]:
         claim = (
             "share of the rows above of engines without a host that ran as replays of one CUDA graph a step"
         )
-        yield _least(claim, share, 1.0, "torch raised at no synchronisation in a step (set_sync_debug_mode)")
+        yield _judged(claim, share, 1.0, "torch raised at no synchronisation in a step (set_sync_debug_mode)")
 
 
 def _bus(row: Row, pr: Row | None) -> str:
-    """What limits the ratio to the PR."""
+    """Return what limits the ratio to the PR."""
     if "speedup_bound" not in row or pr is None:
         return ""
     return (
@@ -112,55 +114,39 @@ def _bus(row: Row, pr: Row | None) -> str:
     )
 
 
-def _misses(rows: Sequence[Row]) -> Iterator[Limit]:
+def _misses(rows: Sequence[Row]) -> Iterator[Row]:
     for row in rows:
         if row["engine"] in ("device", "host"):
             claim = f"misses, engine {row['engine']}: of the rate of a pinned copy"
-            yield _least(claim, row.get("of_pinned"), MIN_OF_PINNED, f"{row['miss_gb_s']:.1f} GB/s")
+            yield _judged(claim, row["of_pinned"], MIN_OF_PINNED, f"{row['miss_gb_s']:.1f} GB/s")
 
 
-def _groups(rows: Sequence[Row]) -> Iterator[Limit]:
+def _groups(rows: Sequence[Row]) -> Iterator[Row]:
     for order, suffix in (("beside each other", ""), ("one after another, as in a full cache", "_in_turn")):
         for row in rows:
             limit = MAX_OVERHEAD.get(row["groups"])
             if limit is not None:
-                added = row[f"overhead{suffix}"]
                 claim = f"{row['groups']} resident groups, {order}: what they add to one call, at most"
-                yield Limit(claim, added, limit, _verdict(added <= limit), f"{row[f'us{suffix}']:.0f} µs")
+                remark = f"{row[f'us{suffix}']:.0f} µs"
+                yield _judged(claim, row[f"overhead{suffix}"], limit, remark, at_most=True)
 
 
-def _replays(rows: Sequence[Row]) -> Iterator[Limit]:
+def _replays(rows: Sequence[Row]) -> Iterator[Row]:
     for policy in ("lru", "lfu", "lfru"):
         mine = [row for row in rows if row["policy"] == policy]
         if mine:
             slowest = min(mine, key=lambda row: float(row["accesses_per_second"]))
             remark = f"the slowest, {slowest['capacity']} slots"
             claim = f"simulate, {policy}: accesses a second on one core"
-            yield _least(claim, slowest["accesses_per_second"], MIN_ACCESSES, remark)
-
-
-def _least(claim: str, measured: float | None, limit: float, remark: str) -> Limit:
-    if measured is None:
-        return Limit(claim, None, limit, ClaimVerdict.UNTESTED, "one of the two was wrong, and not timed")
-    return Limit(claim, measured, limit, _verdict(measured >= limit), remark)
-
-
-def _verdict(holds: bool) -> ClaimVerdict:
-    return ClaimVerdict.CONFIRMED if holds else ClaimVerdict.REFUTED
-
-
-def _of(rows: Iterable[Row], engine: str) -> list[Row]:
-    return [row for row in rows if row["engine"] == engine]
+            yield _judged(claim, slowest["accesses_per_second"], MIN_ACCESSES, remark)
 
 
 def _beside(rows: Iterable[Row], row: Row, engine: str) -> Row | None:
-    """The row of `engine` that was measured in turn with `row`."""
-    same = (
-        other for other in _of(rows, engine) if all(other[key] == row[key] for key in ("batch", "capacity"))
-    )
-    return next(same, None)
+    """Return the row of `engine` that was measured in turn with `row`."""
+    wanted = (engine, row["batch"], row["capacity"])
+    return next((r for r in rows if (r["engine"], r["batch"], r["capacity"]) == wanted), None)
 
 
 def _over(base: str, row: Row | None) -> float | None:
-    """The speedup of `row` over `base`; None if it was not timed or is compared with something else."""
+    """Return the speedup of `row` over `base`; None if it was not timed or is compared with another way."""
     return None if row is None or row.get("against") != base else row.get("speedup")

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 import gc
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from moedoctor.bench.timing import Comparison, Spread, compare_rounds
+from moedoctor.bench.timing import Comparison, compare_rounds, elapsed
 from moedoctor.fixes.eviction import CacheStats, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
 from moedoctor.fixes.moe.forward import moe_forward
@@ -30,8 +30,9 @@ from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 # E = experts, T = tokens, K = top_k, H = hidden size, I = intermediate size
 
-Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Takes x [T, H], ids [T, K], topk_weights [T, K] and out float32 [T, H], and adds its result to `out`."""
+Weights = Mapping[str, torch.Tensor]
+Layer = Callable[[torch.Tensor], Iterable[tuple[Weights, torch.Tensor]]]
+"""Takes ids [T, K]; gives the weights of one group of experts after another, and the rows in them [T, K]."""
 Row = dict[str, Any]
 
 RESIDENT, UNCACHED, PR = "resident", "uncached", "pr37190"
@@ -130,18 +131,8 @@ class Inputs:
     """bfloat16 [T, H]"""
 
     @classmethod
-    @functools.lru_cache(maxsize=1)
-    def make(cls, model: Model, batch: int, steps: int, device: str) -> Inputs:
-        """Zipf routes with drift, `batch` tokens a step."""
-        return cls._with(model, zipf_ids(model, batch, steps), device)
-
-    @classmethod
-    def recorded(cls, model: Model, steps: int, device: str) -> Inputs:
-        """The trace that ships with moedoctor, one token a step. Raises ValueError as `recorded_ids`."""
-        return cls._with(model, recorded_ids(model, steps), device)
-
-    @classmethod
-    def _with(cls, model: Model, ids: torch.Tensor, device: str) -> Inputs:
+    def make(cls, model: Model, ids: torch.Tensor, device: str) -> Inputs:
+        """Draw weights and activations for `ids` int32 [steps, layers, T, K]."""
         batch = ids.shape[2]
         draw = torch.Generator(device).manual_seed(model.seed)
         topk_weights = torch.rand(batch, model.top_k, generator=draw, device=device)  # [T, K]
@@ -149,8 +140,14 @@ class Inputs:
         return cls(ids.to(device).contiguous(), topk_weights / topk_weights.sum(1, keepdim=True), x)
 
 
-def zipf_ids(model: Model, batch: int, steps: int) -> torch.Tensor:
-    """int32 [steps, layers, T, K] on the CPU; fewer steps of one sequence are the start of more steps."""
+@functools.lru_cache(maxsize=2)  # for the timed steps, and for those that `pr_wrong_steps` counts
+def trace_ids(model: Model, batch: int, steps: int, *, recorded: bool) -> torch.Tensor:
+    """Return int32 [steps, layers, T, K] on the CPU, of `recorded_ids` or of Zipf routes with drift.
+
+    Fewer steps of a Zipf trace are the start of more steps.
+    """
+    if recorded:
+        return recorded_ids(model, steps)
     rows = steps * batch
     shape = {"experts": model.experts, "top_k": model.top_k, "layers": model.layers, "rows": rows}
     settings = ZipfSettings(**shape, streams=batch, skew=model.skew, drift=model.drift, seed=model.seed)
@@ -159,7 +156,7 @@ def zipf_ids(model: Model, batch: int, steps: int) -> torch.Tensor:
 
 
 def recorded_ids(model: Model, steps: int) -> torch.Tensor:
-    """int32 [steps, layers, 1, K] on the CPU, of the trace that ships with moedoctor.
+    """Return int32 [steps, layers, 1, K] on the CPU, of the trace that ships with moedoctor.
 
     A model with more layers gets the trace's layers again, from further on in the text. Raises ValueError for
     a model with other experts or top-k, or if the trace is too short.
@@ -177,7 +174,7 @@ def recorded_ids(model: Model, steps: int) -> torch.Tensor:
 
 
 def host_weights(model: Model, device: str) -> list[dict[str, torch.Tensor]]:
-    """`host_layers` layers of random bfloat16 experts in pinned memory; drawn on `device`."""
+    """Return `host_layers` layers of random bfloat16 experts in pinned memory; drawn on `device`."""
     pin = torch.device(device).type == "cuda"
     layers = []
     for layer in range(model.host_layers):
@@ -194,47 +191,6 @@ def host_weights(model: Model, device: str) -> list[dict[str, torch.Tensor]]:
     return layers
 
 
-@dataclass
-class Subject:
-    """All layers of a model as they are computed in one way."""
-
-    layers: list[Layer]
-    caches: Sequence[Any] = ()
-    """`ExpertCache` or `SeededPrCache` of each layer; empty without a cache."""
-    bytes_a_miss: int = 0
-    """Bytes that the bus carries for one expert."""
-
-    def seed(self, calls: torch.Tensor) -> None:
-        """Set the state that `calls`, int [calls, layers, T, K], leave behind, by bookkeeping."""
-        for layer, cache in enumerate(self.caches):
-            cache.seed(calls[:, layer])
-
-    def counts(self) -> tuple[int, int]:
-        """Return (hits, misses) over all layers of our caches."""
-        stats = CacheStats.sum(cache.stats for cache in self.caches)
-        return stats.hits, stats.misses
-
-
-def cached(
-    model: Model, stores: Sequence[ExpertStore], capacity: int, variant: Variant, device: str
-) -> Subject:
-    """Our cache, in groups for a call that may not fit."""
-    options = {"engine": variant.engine, "policy": variant.policy, "device": device}
-    caches = [
-        ExpertCache(stores[index % len(stores)], capacity, **options)  # type: ignore[arg-type]
-        for index in range(model.layers)
-    ]
-
-    def layer_of(cache: ExpertCache) -> Layer:
-        def layer(x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
-            for part in cache.groups(ids, overlap=variant.overlap):
-                moe_forward(x, part.weights, part.slot_ids, topk_weights, out=out)
-
-        return layer
-
-    return Subject(list(map(layer_of, caches)), caches, stores[0].nbytes // stores[0].num_experts)
-
-
 class SeededPrCache(PrCache):
     """The cache of vllm-project/vllm#37190, restated, that can start in the middle of a trace."""
 
@@ -249,41 +205,36 @@ class SeededPrCache(PrCache):
         self._mapping.copy_(torch.tensor(self.rule.slot_of, dtype=torch.int32))
 
 
-def restated(
-    model: Model, weights: Sequence[Mapping[str, torch.Tensor]], capacity: int, device: str
-) -> Subject:
+def _ours(cache: ExpertCache, overlap: bool, ids: torch.Tensor) -> Iterator[tuple[Weights, torch.Tensor]]:
+    """Our cache, in groups for a call that may not fit."""
+    for part in cache.groups(ids, overlap=overlap):
+        yield part.weights, part.slot_ids
+
+
+def _restated(cache: PrCache, ids: torch.Tensor) -> Iterator[tuple[Weights, torch.Tensor]]:
     """The PR's provider: blocking copies, ids read by the host."""
-    caches = [
-        SeededPrCache(weights[index % len(weights)], capacity, device=device) for index in range(model.layers)
-    ]
-
-    def layer_of(cache: PrCache) -> Layer:
-        def layer(x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
-            slot_ids = cache.acquire(ids)  # [T, K]
-            moe_forward(x, cache.slots, slot_ids, topk_weights, out=out)
-
-        return layer
-
-    return Subject(list(map(layer_of, caches)), caches, model.expert_bytes)
+    yield cache.slots, cache.acquire(ids)
 
 
-def uncached(model: Model, weights: Sequence[Mapping[str, torch.Tensor]]) -> Subject:
-    """The forward alone, on `weights` [E, ...] that are on the device; ids are rows."""
-
-    def layer_of(experts: Mapping[str, torch.Tensor]) -> Layer:
-        def layer(x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
-            moe_forward(x, experts, ids, topk_weights, out=out)
-
-        return layer
-
-    return Subject([layer_of(weights[index % len(weights)]) for index in range(model.layers)])
+def _uncached(experts: Weights, ids: torch.Tensor) -> Iterator[tuple[Weights, torch.Tensor]]:
+    """The forward alone, on `experts` [E, ...] that are on the device."""
+    yield experts, ids
 
 
 class Steps:
-    """One subject at work: a step is one token of each sequence through all layers."""
+    """All layers of a model, computed in one way. A step is a token of each sequence through all of them."""
 
-    def __init__(self, layers: Sequence[Layer], inputs: Inputs, *, captured: bool) -> None:
-        """`captured`: on a GPU, a step becomes one CUDA graph."""
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        inputs: Inputs,
+        *,
+        captured: bool,
+        caches: Sequence[ExpertCache | SeededPrCache] = (),
+        bytes_a_miss: int = 0,
+    ) -> None:
+        """`captured`: on a GPU, a step becomes one CUDA graph. `bytes_a_miss`: on the bus, for one expert."""
+        self.caches, self.bytes_a_miss = caches, bytes_a_miss
         self._layers, self._inputs = layers, inputs
         self.out = torch.zeros(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)  # [T, H]
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -295,7 +246,8 @@ class Steps:
         """`ids` int32 [layers, T, K]."""
         self.out.zero_()
         for layer, routed in zip(self._layers, ids, strict=True):
-            layer(self._inputs.x, routed, self._inputs.topk_weights, self.out)
+            for weights, rows in layer(routed):
+                moe_forward(self._inputs.x, weights, rows, self._inputs.topk_weights, out=self.out)
 
     def _captured_step(self) -> None:
         self._forward(self._inputs.ids.index_select(0, self._step)[0])
@@ -319,21 +271,30 @@ class Steps:
         """Whether a step is the replay of one CUDA graph, which cannot contain a host synchronisation."""
         return self._graph is not None
 
+    def seed(self, calls: torch.Tensor) -> None:
+        """Set the state that `calls`, int [calls, layers, T, K], leave behind, by bookkeeping."""
+        for layer, cache in enumerate(self.caches):
+            cache.seed(calls[:, layer])
+
+    def counts(self) -> CacheStats:
+        """Return the hits and misses of all layers of our caches."""
+        return CacheStats.sum(cache.stats for cache in self.caches if isinstance(cache, ExpertCache))
+
     def run(self, first: int, count: int) -> float:
-        """Microseconds of a step, over `count` steps from `first` on."""
+        """Return microseconds of a step, over `count` steps from `first` on."""
         self._step.fill_(first)
-        _wait(self.out)
-        start = time.perf_counter()
-        for step in range(first, first + count):
-            if self._graph is None:
-                self._forward(self._inputs.ids[step])
-            else:
-                self._graph.replay()
-        _wait(self.out)
-        return (time.perf_counter() - start) * 1e6 / max(count, 1)
+
+        def steps() -> None:
+            for step in range(first, first + count):
+                if self._graph is None:
+                    self._forward(self._inputs.ids[step])
+                else:
+                    self._graph.replay()
+
+        return elapsed(steps, self.out.device) * 1e6 / count
 
     def output(self, step: int) -> torch.Tensor:
-        """float32 [T, H] after `step`; overwritten by the next one."""
+        """Return float32 [T, H] after `step`; overwritten by the next one."""
         self.run(step, 1)
         return self.out
 
@@ -353,11 +314,6 @@ class Run:
     """Steps a round."""
     recorded: bool = False
     """The trace is the one that ships with moedoctor."""
-    calls: list[list[list[int]]] = field(init=False, repr=False)
-    """The ids that each layer needs in each step."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "calls", _calls(self.inputs.ids))
 
     @classmethod
     def make(
@@ -373,20 +329,51 @@ class Run:
     ) -> Run:
         start = max((_SKIPPED_TOKENS if skip is None else skip) // batch, CHECKED_STEPS)
         each = max(_TOKENS_A_ROUND // batch, 1)
-        steps = start + rounds * each
-        inputs = (
-            Inputs.recorded(model, steps, device) if recorded else Inputs.make(model, batch, steps, device)
-        )
-        return cls(model, inputs, capacity, batch, start, rounds, each, recorded)
+        ids = trace_ids(model, batch, start + rounds * each, recorded=recorded)
+        return cls(model, Inputs.make(model, ids, device), capacity, batch, start, rounds, each, recorded)
 
     @property
     def last(self) -> int:
         """The last step."""
         return self.start + self.rounds * self.each - 1
 
+    @cached_property
+    def calls(self) -> list[list[list[int]]]:
+        """The ids that each layer needs in each step."""
+        return _calls(self.inputs.ids)
+
     def row(self, name: str) -> Row:
-        """The start of a row of the table."""
+        """Return the start of a row of the table."""
         return {"engine": name, "batch": self.batch, "capacity": self.capacity}
+
+    def cached(self, stores: Sequence[ExpertStore], variant: Variant, device: str) -> Steps:
+        """Return the model with our caches."""
+        options = {"engine": variant.engine, "policy": variant.policy, "device": device}
+        caches = [
+            ExpertCache(stores[index % len(stores)], self.capacity, **options)  # type: ignore[arg-type]
+            for index in range(self.model.layers)
+        ]
+        return Steps(
+            [partial(_ours, cache, variant.overlap) for cache in caches],
+            self.inputs,
+            captured=variant.engine != "host",
+            caches=caches,
+            bytes_a_miss=stores[0].nbytes // stores[0].num_experts,
+        )
+
+    def restated(self, weights: Sequence[Weights], device: str) -> Steps:
+        """Return the model with the PR's caches."""
+        caches = [
+            SeededPrCache(weights[index % len(weights)], self.capacity, device=device)
+            for index in range(self.model.layers)
+        ]
+        layers = [partial(_restated, cache) for cache in caches]
+        return Steps(layers, self.inputs, captured=False, caches=caches)
+
+    def uncached(self, weights: Sequence[Weights], *, captured: bool) -> Steps:
+        """Return the model with every expert at hand."""
+        layers = [partial(_uncached, weights[index % len(weights)]) for index in range(self.model.layers)]
+        return Steps(layers, self.inputs, captured=captured)
 
 
 def decode(
@@ -413,10 +400,10 @@ def decode(
     host = host or Host.make(model, device)
     run = Run.make(model, device, batch=batch, capacity=capacity, rounds=rounds, skip=skip, recorded=recorded)
     rows: list[Row] = []
-    subjects: dict[str, Subject] = {}
+    subjects: dict[str, Steps] = {}
     most = max(len(set(call)) for layer in run.calls for call in layer)
     if most <= capacity:
-        subjects[PR] = restated(model, host.weights, capacity, device)
+        subjects[PR] = run.restated(host.weights, device)
     else:
         rows.append(run.row(PR) | {"reason": f"a call needs {most} experts: the PR raises an error"})
     variants = (Variant(RESIDENT, "resident"),) if capacity >= model.experts else VARIANTS
@@ -425,81 +412,67 @@ def decode(
             rows.append(run.row(variant.name) | {"reason": "no room on the GPU beside the others"})
         else:
             stores = host.packed if variant.packed else host.plain
-            subjects[variant.name] = cached(model, stores, capacity, variant, device)
+            subjects[variant.name] = run.cached(stores, variant, device)
     if RESIDENT in subjects:
-        subjects[UNCACHED] = uncached(model, [cache.weights for cache in subjects[RESIDENT].caches])
+        weights = [cache.weights for cache in subjects[RESIDENT].caches if isinstance(cache, ExpertCache)]
+        subjects[UNCACHED] = run.uncached(weights, captured=True)
     rows += _measure(run, host, device, subjects)
     del subjects
     _release(device)
     return rows
 
 
-def _measure(run: Run, host: Host, device: str, subjects: Mapping[str, Subject]) -> list[Row]:
-    steps = {
-        name: Steps(subject.layers, run.inputs, captured=name not in ("host", PR))
-        for name, subject in subjects.items()
-    }
+def _measure(run: Run, host: Host, device: str, subjects: Mapping[str, Steps]) -> list[Row]:
+    """Time those of `subjects` in turn that compute right, and return a row for each."""
     for subject in subjects.values():
         subject.seed(run.inputs.ids[: run.start - CHECKED_STEPS])
-    right = _right(run, host.weights, device)
+    resident = [{name: tensor.to(device) for name, tensor in layer.items()} for layer in host.weights]
+    reference = run.uncached(resident, captured=False)
+    right = functools.cache(lambda step: reference.output(step).clone())
     checked = range(run.start - CHECKED_STEPS, run.start)
     timed = {
-        name: variant
-        for name, variant in steps.items()
-        if all(_same(variant.output(step), right(step)) for step in checked)
+        name: subject
+        for name, subject in subjects.items()
+        if all(_same(subject.output(step), right(step)) for step in checked)
     }
     if not timed:
-        return [run.row(name) | {"correct": False} for name in steps]
-    ours = {name: subject for name, subject in subjects.items() if name not in (PR, UNCACHED)}
-    before = {name: subject.counts() for name, subject in ours.items()}
+        return [run.row(name) | {"correct": False} for name in subjects]
+    before = {name: subject.counts() for name, subject in subjects.items()}
     base = next(name for name in (UNCACHED, PR, *timed) if name in timed)
-    times = _in_turn(timed, base, run)
+    position = dict.fromkeys(timed, run.start)
+
+    def measure(name: str) -> float:
+        first = position[name]
+        position[name] += run.each
+        return timed[name].run(first, run.each)
+
+    times = compare_rounds({name: partial(measure, name) for name in timed}, baseline=base, rounds=run.rounds)
     full = run.capacity >= run.model.experts
     best = 1.0 if full else optimum(run)
     rows = []
-    for name, variant in steps.items():
+    for name, subject in subjects.items():
         row = run.row(name)
-        row["correct"] = name in timed and _same(variant.out, right(run.last))
+        row["correct"] = name in timed and _same(subject.out, right(run.last))
         if row["correct"]:
-            row |= _figures(times, name, base, run.batch) | {"one_graph": variant.captured}
+            row |= _figures(times, name, base, run.batch) | {"one_graph": subject.captured}
+        if not full and name == PR:
+            row |= _pr_traffic(run, host)
+        elif not full:
+            then, now = before[name], subject.counts()
+            row |= _bus(run, host, now.hits - then.hits, now.misses - then.misses, subject.bytes_a_miss)
         if not full:
-            row |= _pr_traffic(run, host) if name == PR else _traffic(run, host, ours[name], before[name])
             row["hit_rate_optimum"] = best
         rows.append(row)
     _add_bounds(rows)
     return rows
 
 
-def _in_turn(steps: Mapping[str, Steps], base: str, run: Run) -> Comparison:
-    position = dict.fromkeys(steps, run.start)
-
-    def measure(name: str) -> float:
-        first = position[name]
-        position[name] += run.each
-        return steps[name].run(first, run.each)
-
-    measures = {name: functools.partial(measure, name) for name in steps}
-    return compare_rounds(measures, baseline=base, rounds=run.rounds)
-
-
 def _figures(times: Comparison, name: str, base: str, batch: int) -> Row:
     spread = times.times[name]
-    row: Row = {
-        "tokens_per_second": batch * 1e6 / spread.median,
-        "tokens_per_second_p20": batch * 1e6 / spread.p80,
-        "tokens_per_second_p80": batch * 1e6 / spread.p20,
-        **spread_of("step_us", spread),
-    }
+    row: Row = spread.rate(batch * 1e6).row("tokens_per_second") | spread.row("step_us")
     if name != base:
-        ratio = times.ratios[name]
-        row |= {"speedup": 1 / ratio.median, "speedup_p20": 1 / ratio.p80, "speedup_p80": 1 / ratio.p20}
-        row["against"] = base
+        row |= times.ratios[name].rate().row("speedup") | {"against": base}
     return row
-
-
-def _traffic(run: Run, host: Host, subject: Subject, before: tuple[int, int]) -> Row:
-    hits, misses = (now - then for now, then in zip(subject.counts(), before, strict=True))
-    return _bus(run, host, hits, misses, subject.bytes_a_miss)
 
 
 def _pr_traffic(run: Run, host: Host) -> Row:
@@ -515,7 +488,7 @@ def _pr_traffic(run: Run, host: Host) -> Row:
 
 
 def _bus(run: Run, host: Host, hits: int, misses: int, bytes_a_miss: int) -> Row:
-    """Hit rate, gigabytes a step, and the time that they take at the rate of a pinned copy."""
+    """Return hit rate, gigabytes a step, and the time that they take at the rate of a pinned copy."""
     if not hits + misses:
         return {}
     steps = run.rounds * run.each
@@ -539,7 +512,7 @@ def _add_bounds(rows: list[Row]) -> None:
 
 
 def optimum(run: Run) -> float:
-    """Belady's hit rate over the whole trace, from empty caches."""
+    """Return Belady's hit rate over the whole trace, from empty caches."""
     experts, capacity = run.model.experts, run.capacity
     return CacheStats.sum(
         simulate(calls, num_experts=experts, capacity=capacity, policy="belady") for calls in run.calls
@@ -547,47 +520,35 @@ def optimum(run: Run) -> float:
 
 
 def pr_wrong_steps(run: Run) -> tuple[int, int]:
-    """(steps in which the PR's rule loses an expert of some layer, steps), by bookkeeping from empty caches.
+    """Return (steps in which the PR's rule loses an expert of some layer, steps), from empty caches.
 
     Over the first 2000 tokens of the trace, or as many as are timed if these are more. The timed steps are
     chosen so that the rule is right there, and do not show how often it is.
     """
     steps = max(_COUNTED_TOKENS // run.batch, run.last + 1)
     wrong = [False] * steps
-    for calls in _counted_calls(run.model, run.batch, steps, run.recorded):
+    for calls in _calls(trace_ids(run.model, run.batch, steps, recorded=run.recorded)):
         rule = PrRule(run.model.experts, run.capacity)
         for step, call in enumerate(calls):
             wrong[step] |= replay((call,), rule).wrong > 0
     return sum(wrong), steps
 
 
-@functools.lru_cache(maxsize=1)
-def _counted_calls(model: Model, batch: int, steps: int, recorded: bool) -> list[list[list[int]]]:
-    return _calls(recorded_ids(model, steps) if recorded else zipf_ids(model, batch, steps))
-
-
 def _calls(ids: torch.Tensor) -> list[list[list[int]]]:
-    """[steps, layers, T, K] -> the ids of each call, by layer and step."""
+    """Return the ids [steps, layers, T, K] of each call, by layer and step."""
     calls: list[list[list[int]]] = ids.transpose(0, 1).flatten(2).tolist()
     return calls
 
 
-def _right(run: Run, host: list[dict[str, torch.Tensor]], device: str) -> Callable[[int], torch.Tensor]:
-    """Return a function that gives the output of a step with every expert at hand."""
-    weights = [{name: tensor.to(device) for name, tensor in layer.items()} for layer in host]
-    reference = Steps(uncached(run.model, weights).layers, run.inputs, captured=False)
-    return functools.cache(lambda step: reference.output(step).clone())
-
-
 def _same(out: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether they are equal except for the order in which groups add up."""
+    """Return whether they are equal except for the order in which groups add up."""
     return bool((out - right).norm() <= 1e-5 * right.norm())
 
 
 def miss_bandwidth(
     device: str, *, model: Model | None = None, host: Host | None = None, rounds: int = 20
 ) -> list[Row]:
-    """Bytes of experts a second if every access is a miss, in turn with a plain pinned copy of 256 MB.
+    """Measure bytes of experts a second if every access is a miss, in turn with a pinned copy of 256 MB.
 
     A row for ``pinned``, the copy, and for each way of ours; ``of_pinned`` is its share of the copy's rate.
     Raises RuntimeError if a slot does not hold what it should.
@@ -606,86 +567,49 @@ def miss_bandwidth(
         "host": ExpertCache(host.plain[0], model.top_k, engine="host", device=device),
     }
 
-    def copy() -> None:
-        target.copy_(plain, non_blocking=True)
-
     def load_all(cache: ExpertCache) -> None:
         for ids in batches:
             cache.acquire(ids)
 
-    def seconds_a_byte(call: Callable[[], None], moved: int) -> float:
-        _wait(target)
-        start = time.perf_counter()
-        call()
-        _wait(target)
-        return (time.perf_counter() - start) / moved
+    def seconds_a_byte(call: Callable[[], object], moved: int) -> float:
+        return elapsed(call, device) / moved
 
-    measures = {"pinned": functools.partial(seconds_a_byte, copy, plain.nbytes)} | {
-        name: functools.partial(
-            seconds_a_byte, functools.partial(load_all, cache), model.expert_bytes * model.experts
-        )
-        for name, cache in caches.items()
+    measures = {
+        "pinned": partial(seconds_a_byte, lambda: target.copy_(plain, non_blocking=True), plain.nbytes)
     }
+    for name, cache in caches.items():
+        measures[name] = partial(seconds_a_byte, partial(load_all, cache), model.expert_bytes * model.experts)
     for measure in measures.values():
         measure()
     for name, cache in caches.items():
         for ids in batches:
-            _check_slots(name, cache, ids, host.weights[0])
+            held = cache.acquire(ids)
+            chosen, slots = ids[0].long().cpu(), held.slot_ids[0].long()  # [K] each
+            for key, tensor in host.weights[0].items():
+                if not torch.equal(held.weights[key][slots].cpu(), tensor[chosen]):
+                    raise RuntimeError(f"{name}: a slot differs from the host's expert")
     before = {name: cache.stats.hits for name, cache in caches.items()}
     times = compare_rounds(measures, baseline="pinned", rounds=rounds)
     if any(cache.stats.hits != before[name] for name, cache in caches.items()):
         raise RuntimeError("a call of the miss measurement hit, so the bytes that moved are unknown")
     rows: list[Row] = []
-    for name in measures:
-        row: Row = {"engine": name, "miss_gb_s": 1e-9 / times.times[name].median}
-        if name in caches:
-            ratio = times.ratios[name]
-            share = Spread.of([1 / ratio.median, 1 / ratio.p20, 1 / ratio.p80])
-            row |= spread_of("of_pinned", share)
-        rows.append(row)
+    for name, spread in times.times.items():
+        row: Row = {"engine": name, "miss_gb_s": 1e-9 / spread.median}
+        rows.append(row | (times.ratios[name].rate().row("of_pinned") if name in caches else {}))
     return rows
 
 
-def _check_slots(
-    name: str, cache: ExpertCache, ids: torch.Tensor, weights: Mapping[str, torch.Tensor]
-) -> None:
-    held = cache.acquire(ids)
-    chosen, slots = ids[0].long().cpu(), held.slot_ids[0].long()
-    if not all(torch.equal(held.weights[key][slots].cpu(), weights[key][chosen]) for key in weights):
-        raise RuntimeError(f"{name}: a slot differs from the host's expert")
-
-
 def pinned_bandwidth(device: str) -> float:
-    """Bytes a second of asynchronous copies from pinned memory, the best of ten of 256 MB."""
+    """Return bytes a second of asynchronous copies from pinned memory, the best of ten of 256 MB."""
     source = torch.empty(_PLAIN_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
-    best = float("inf")
-    for _ in range(10):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
-    return source.nbytes / best
-
-
-def spread_of(name: str, spread: Spread, *, scale: float = 1.0, offset: float = 0.0) -> dict[str, float]:
-    """Median and percentiles as evidence tables read them."""
-    return {
-        name: spread.median * scale + offset,
-        f"{name}_p20": spread.p20 * scale + offset,
-        f"{name}_p80": spread.p80 * scale + offset,
-    }
-
-
-def _wait(tensor: torch.Tensor) -> None:
-    """Wait for the device that `tensor` is on."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
+    return source.nbytes / min(
+        elapsed(lambda: target.copy_(source, non_blocking=True), device) for _ in range(10)
+    )
 
 
 def _room(model: Model, capacity: int, device: str) -> bool:
-    """Whether the slots of one more variant fit, and the experts of the reference after them."""
+    """Return whether the slots of one more variant fit, and the experts of the reference after them."""
     if torch.device(device).type != "cuda":
         return True
     slots, reference = model.layers * capacity, model.host_layers * model.experts

@@ -81,17 +81,17 @@ def compare_times(calls: Any, *, baseline: str, launches: int) -> Comparison:
 def grouped_calls(device: str, *, groups: Sequence[int], **options: Any) -> Any:
     """Results for free: `test_expert_cache` computes groups, `tests/kernels` interprets their kernels."""
     names = ["1", *(f"{count}{order}" for count in groups for order in ("", " in turn"))]
-    return {name: lambda: torch.ones(1, 1) for name in names}, MODEL.top_k
+    return {name: lambda: torch.ones(1, 1) for name in names}
 
 
 @contextlib.contextmanager
 def small(model: Model) -> Iterator[None]:
     """A fake GPU and the smallest possible sizes."""
-    with_ids, misses, made = Inputs._with.__func__, speed.miss_bandwidth, Host.make
+    make_inputs, misses, made = Inputs.make.__func__, speed.miss_bandwidth, Host.make
     measure_speed = bench_cache.measure_speed
 
     def inputs(cls: type[Inputs], *arguments: Any) -> Inputs:
-        real = with_ids(cls, *arguments)
+        real = make_inputs(cls, *arguments)
         return replace(real, x=real.x.as_subclass(OnGpu))
 
     def measure(*arguments: Any) -> Any:
@@ -105,7 +105,7 @@ def small(model: Model) -> Iterator[None]:
             (torch.cuda, "graph", graph),
             (Transfer.launch, "__defaults__", (2, 2)),  # each program costs the interpreter milliseconds
             (Steps, "_captured_step", captured_step(Steps._captured_step)),
-            (Inputs, "_with", classmethod(inputs)),
+            (Inputs, "make", classmethod(inputs)),
             (Host, "make", staticmethod(lambda *of: replace(made(*of), pinned_gb_s=50.0))),
             (speed, "moe_forward", forward),
             (speed, "_PLAIN_BYTES", 1 << 10),

@@ -52,7 +52,6 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return compare_rounds(measures, baseline=baseline, rounds=1)
 
     monkeypatch.setattr(bench, "compare_times", times)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("moedoctor.upstream.moe_backends.modular_moe.fused_experts", _fused_experts)
     return names
 
@@ -127,7 +126,7 @@ def test_groups_in_turn_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
         "add_resident",
         lambda self, parts: (parts_beside.append(len(parts)), beside(self, parts)),
     )
-    calls, _ = bench.grouped_calls("cpu", tokens=9, groups=(2,), model=SMALL)
+    calls = bench.grouped_calls("cpu", tokens=9, groups=(2,), model=SMALL)
     calls["2 in turn"]()
     assert parts_beside == []
     calls["2"]()

@@ -26,17 +26,17 @@ FULL = {"engine": "resident", "batch": 8, "capacity": 128, "against": "uncached"
 
 
 def _verdicts(decode: list[dict[str, Any]] = [], **rows: list[dict[str, Any]]) -> list[str]:  # noqa: B006
-    return [finding.verdict.value for finding in judge(decode, **rows)]
+    return [row["verdict"] for row in judge(decode, **rows)]
 
 
 @pytest.mark.parametrize(("speedup", "verdict"), [(2.0, "confirmed"), (1.99, "refuted")])
 def test_twice_the_pr(speedup: float, verdict: str) -> None:
     first, graph = judge([PR, OURS | {"speedup": speedup}])
-    assert (first.verdict.value, first.measured, first.limit) == (verdict, speedup, 2.0)
-    assert "0.90 GB a step against 1.60" in first.remark
-    assert "2.60" in first.remark
-    assert "aging + packed + overlap + engine device: tokens per second over the PR's" in first.claim
-    assert graph.verdict.value == "confirmed"
+    assert (first["verdict"], first["measured"], first["limit"]) == (verdict, speedup, 2.0)
+    assert "0.90 GB a step against 1.60" in first["remark"]
+    assert "2.60" in first["remark"]
+    assert "aging + packed + overlap + engine device: tokens per second over the PR's" in first["claim"]
+    assert graph["verdict"] == "confirmed"
 
 
 @pytest.mark.parametrize("fastest", [2.4, None])
@@ -44,14 +44,13 @@ def test_the_default_cache_is_compared_with_the_fastest(fastest: float | None) -
     ours = OURS if fastest is None else OURS | {"speedup": fastest}
     default = OURS | {"engine": "device", "speedup": 1.57}
     elsewhere = default | {"capacity": 64, "speedup": 1.9}
-    first, *_ = judge([PR, elsewhere, default, ours])
-    row = first.row()
+    row, *_ = judge([PR, elsewhere, default, ours])
     assert (row.get("measured"), row["default_cache"]) == (fastest, 1.57)
-    assert first.remark.endswith("the default cache (lfru + engine device): 1.57")
+    assert row["remark"].endswith("the default cache (lfru + engine device): 1.57")
     for unknown in ([], [default | {"against": "host"}], [elsewhere]):
-        first, *_ = judge([PR, ours, *unknown])
-        assert "default_cache" not in first.row()
-        assert first.remark.endswith("the default cache (lfru + engine device): not measured")
+        row, *_ = judge([PR, ours, *unknown])
+        assert "default_cache" not in row
+        assert row["remark"].endswith("the default cache (lfru + engine device): not measured")
 
 
 def test_the_default_cache_has_the_default_options() -> None:
@@ -66,14 +65,14 @@ def test_the_default_cache_has_the_default_options() -> None:
 
 def test_a_ratio_to_something_else_decides_nothing() -> None:
     first, _ = judge([OURS | {"speedup": 3.0, "against": "device"}])
-    assert first.verdict.value == "untested"
-    assert "measured" not in first.row()
+    assert first["verdict"] == "untested"
+    assert "measured" not in first
     assert _verdicts([OURS | {"speedup": 3.0, "batch": 8}]) == ["confirmed"]  # the graph alone
 
 
 def test_the_recorded_trace_has_limits_of_its_own() -> None:
-    found = judge([PR, OURS | {"speedup": 2.5}], recorded=[PR, OURS | {"speedup": 1.9}])
-    assert [(finding.verdict.value, "recorded" in finding.claim) for finding in found] == [
+    rows = judge([PR, OURS | {"speedup": 2.5}], recorded=[PR, OURS | {"speedup": 1.9}])
+    assert [(row["verdict"], "recorded" in row["claim"]) for row in rows] == [
         ("confirmed", False),
         ("refuted", True),
         ("confirmed", False),

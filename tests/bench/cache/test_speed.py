@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moedoctor.bench.cache import speed as bench
-from moedoctor.bench.cache.speed import Inputs, Model, Run, Variant, host_weights, pr_wrong_steps, zipf_ids
+from moedoctor.bench.cache.speed import Inputs, Model, Run, Variant, host_weights, pr_wrong_steps, trace_ids
 from moedoctor.fixes.eviction import SlotTable, replay
 from moedoctor.fixes.expert_cache import ExpertStore
 from moedoctor.reference.expert_cache import PrRule
@@ -28,7 +28,7 @@ def test_the_whole_bench_interpreted() -> None:
 
 
 def test_inputs_are_indexed_by_step_layer_and_token() -> None:
-    inputs = Inputs.make(SMALL, 4, 5, "cpu")
+    inputs = Inputs.make(SMALL, trace_ids(SMALL, 4, 5, recorded=False), "cpu")
     settings = ZipfSettings(experts=16, top_k=2, layers=3, rows=20, streams=4, skew=1.0, drift=0.1, seed=0)
     ids = list(zipf_trace(settings).topk_ids)  # by token, layer, choice
     assert inputs.ids.shape == (5, 3, 4, 2)
@@ -41,14 +41,13 @@ def test_inputs_are_indexed_by_step_layer_and_token() -> None:
 
 def test_the_recorded_trace_continues_when_layers_repeat() -> None:
     model = Model(layers=10, hidden_size=16, intermediate_size=16)
-    inputs = Inputs.recorded(model, 100, "cpu")
-    trace = shipped_trace()
-    ids = torch.tensor(list(trace.topk_ids)).view(-1, 8, 8)
-    assert inputs.ids.shape == (100, 10, 1, 8)
-    assert torch.equal(inputs.ids[:, 3, 0], ids[:100, 3])
-    assert torch.equal(inputs.ids[:, 9, 0], ids[-100:, 1])
+    ids = trace_ids(model, 1, 100, recorded=True)
+    stored = torch.tensor(list(shipped_trace().topk_ids)).view(-1, 8, 8)
+    assert ids.shape == (100, 10, 1, 8)
+    assert torch.equal(ids[:, 3, 0], stored[:100, 3])
+    assert torch.equal(ids[:, 9, 0], stored[-100:, 1])
     with pytest.raises(ValueError, match="128 experts, top-8"):
-        Inputs.recorded(SMALL, 10, "cpu")
+        trace_ids(SMALL, 1, 10, recorded=True)
 
 
 @pytest.fixture
@@ -63,10 +62,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, dict[str,
 
 def test_a_seeded_cache_hits_like_a_cache_that_ran_the_trace(on_cpu: Any) -> None:
     found = on_cpu(batch=1, capacity=6, skip=60)
-    inputs = Inputs.make(SMALL, 1, 68, "cpu")
+    ids = trace_ids(SMALL, 1, 68, recorded=False)
     for name, policy in (("host", "lfru"), ("aging", "aging"), ("pr37190", None)):
         hits = misses = 0
-        for calls in inputs.ids.transpose(0, 1).flatten(2).tolist():
+        for calls in ids.transpose(0, 1).flatten(2).tolist():
             table = SlotTable(16, 6, policy) if policy else PrRule(16, 6)
             replay(calls[:60], table)
             stats = replay(calls[60:], table)
@@ -84,14 +83,15 @@ def test_wrong_steps_of_the_pr_are_counted_over_a_longer_trace() -> None:
     wrong, steps = pr_wrong_steps(run)
     assert steps == 2000 > run.last + 1
     lost = set()
-    for calls in zipf_ids(SMALL, 1, 2000).transpose(0, 1).flatten(2).tolist():
+    ids = trace_ids(SMALL, 1, 2000, recorded=False)
+    for calls in ids.transpose(0, 1).flatten(2).tolist():
         rule = PrRule(16, 2)
         for step, call in enumerate(calls):
             rule.step(sorted(call))
             if any(rule.expert_of[rule.slot_of[expert]] != expert for expert in call):
                 lost.add(step)
     assert 0 < wrong == len(lost) < 2000
-    assert torch.equal(zipf_ids(SMALL, 1, 2000)[: run.last + 1], run.inputs.ids), "the same trace, longer"
+    assert torch.equal(ids[: run.last + 1], run.inputs.ids), "the same trace, longer"
     full = Run.make(SMALL, "cpu", batch=1, capacity=16, rounds=1, skip=20, recorded=False)
     assert pr_wrong_steps(full) == (0, 2000)
 
