@@ -66,9 +66,7 @@ def judge_cost(compared: Comparison, gap: float) -> dict[str, Any]:
     facts: dict[str, Any] = {f"{name}_us": round(spread.median, 3) for name, spread in compared.times.items()}
     facts |= {"kernel_us": round(facts["launch_us"] - gap, 3), "launch_gap_us": round(gap, 3)}
     for name, ratio in compared.ratios.items():
-        facts[f"{name}_overhead"] = round(ratio.median - 1, 4)
-        facts[f"{name}_overhead_p20"] = round(ratio.p20 - 1, 4)
-        facts[f"{name}_overhead_p80"] = round(ratio.p80 - 1, 4)
+        facts |= ratio.row(f"{name}_overhead", offset=-1, digits=4)
     facts["within_limit"] = all(abs(compared.ratios[name].median - 1) <= _LIMIT for name in _OURS)
     return facts
 

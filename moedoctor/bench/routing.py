@@ -7,14 +7,15 @@ figures. Times are microseconds a launch in a CUDA graph; results are checked be
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moedoctor.bench.timing import Call, Comparison, Spread, compare_times
+from moedoctor.bench.timing import Call, compare_times
 from moedoctor.kernels.routing.launch import Shape, half_softmax_shape, launch_topk, topk_shape
 from moedoctor.reference import routing as reference
 from moedoctor.reference.agreement import differing_rows
@@ -55,8 +56,14 @@ class Batch:
         return "softmax" if self.router == "softmax" else "sigmoid"
 
     @property
-    def groups(self) -> dict[str, Any]:
-        return {"num_groups": 8, "topk_groups": 4} if self.router == "grouped" else {}
+    def function(self) -> str:
+        return "grouped_topk" if self.router == "grouped" else f"topk_{self.router}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every implementation of the router takes."""
+        groups = {"num_groups": 8, "topk_groups": 4} if self.router == "grouped" else {}
+        return {"bias": self.bias, "renormalize": self.renormalize, **groups}
 
 
 def make_batch(
@@ -91,17 +98,8 @@ def policy_cost(unit: str, device: str, sources: Mapping[str, str]) -> dict[str,
     for router, tokens, policy in product(("softmax", "sigmoid", "grouped"), TOKENS, ("zero", "finite")):
         batch = make_batch(router, tokens, EXPERTS[0], device)
         shape = _shape(batch, policy)
-        calls = {"none": _ours(batch, None, shape), policy: _ours(batch, policy, shape)}
-        times = compare_times(calls, baseline="none")
-        rows.append(
-            {
-                "shape": batch.shape,
-                "policy": policy,
-                **_spread("overhead", times.ratios[policy], offset=-1),
-                **_spread("policy_us", times.times[policy]),
-                **_spread("none_us", times.times["none"]),
-            }
-        )
+        calls = {"none": _ours(batch, None, shape), "policy": _ours(batch, policy, shape)}
+        rows.append({"shape": batch.shape, "policy": policy, **_in_turn(calls, "overhead", offset=-1)})
     return {"rows": rows}
 
 
@@ -112,21 +110,19 @@ def separate_launch(unit: str, device: str, sources: Mapping[str, str]) -> dict[
         batch = make_batch(router, 128, 128, device, nan_share=_NAN_SHARE)
         plain = _peer(kernels, batch)
         cleaned = [torch.empty_like(logits) for logits in batch.logits]  # [T, E] each
-        after = _peer(kernels, Batch(router, tuple(cleaned), batch.bias, batch.weights, batch.ids))
+        after = _peer(kernels, replace(batch, logits=tuple(cleaned)))
         with_cleaning = [
-            _in_turn(_nan_to_num(logits, out), call)
+            partial(_call_after_cleaning, logits, out, call)
             for logits, out, call in zip(batch.logits, cleaned, after, strict=True)
         ]
-        times = compare_times({"alone": plain, "with_nan_to_num": with_cleaning}, baseline="alone")
-        rows.append(
-            {
-                "kernel": f"topk_{router}",
-                **_spread("overhead", times.ratios["with_nan_to_num"], offset=-1),
-                **_spread("alone_us", times.times["alone"]),
-                **_spread("with_nan_to_num_us", times.times["with_nan_to_num"]),
-            }
-        )
+        times = _in_turn({"alone": plain, "with_nan_to_num": with_cleaning}, "overhead", offset=-1)
+        rows.append({"kernel": f"topk_{router}", **times})
     return {"rows": rows}
+
+
+def _call_after_cleaning(source: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+    torch.nan_to_num(source, nan=float("-inf"), out=out)
+    call()
 
 
 def kernel_times(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
@@ -135,7 +131,7 @@ def kernel_times(unit: str, device: str, sources: Mapping[str, str]) -> dict[str
     for tokens in TOKENS:
         batch = make_batch("softmax", tokens, 128, device, nan_share=_NAN_SHARE)
         spread = compare_times({"kernel": _peer(kernels, batch)}, baseline="kernel").times["kernel"]
-        rows.append({"shape": batch.shape, **_spread("kernel_us", spread)})
+        rows.append({"shape": batch.shape, **spread.row("kernel_us")})
     return {"rows": rows}
 
 
@@ -169,41 +165,32 @@ def _compared(kernels: MoeKernels, routers: Sequence[tuple[str, bool]], device: 
         correct = all(_is_right(batch, index, call) for index, call in enumerate(ours))
         row: dict[str, Any] = {"shape": batch.shape, "tokens": tokens, "correct": correct}
         if correct:  # a wrong result is not timed
-            row |= _times(compare_times({"peer": peer, "ours": ours}, baseline="peer"))
+            row |= _in_turn({"peer": peer, "ours": ours}, "time_ratio")
         rows.append(row)
     return {"rows": rows, "top_k": TOP_K, "dtype": "bfloat16"}
 
 
-def _times(times: Comparison) -> dict[str, Any]:
-    return {
-        **_spread("time_ratio", times.ratios["ours"]),
-        **_spread("ours_us", times.times["ours"]),
-        **_spread("peer_us", times.times["peer"]),
-    }
-
-
-def _spread(name: str, spread: Spread, offset: float = 0.0) -> dict[str, float]:
-    """Return the median and percentiles under the names that reporters show together."""
-    return {
-        name: spread.median + offset,
-        f"{name}_p20": spread.p20 + offset,
-        f"{name}_p80": spread.p80 + offset,
-    }
+def _in_turn(calls: Mapping[str, Sequence[Call]], ratio: str, *, offset: float = 0.0) -> dict[str, float]:
+    """Return the `ratio` of the second call's time to the first's, and microseconds of each by its name."""
+    first, second = calls
+    times = compare_times(calls, baseline=first)
+    row = times.ratios[second].row(ratio, offset=offset)
+    for name in (second, first):
+        row |= times.times[name].row(f"{name}_us")
+    return row
 
 
 def _is_right(batch: Batch, index: int, call: Call) -> bool:
     batch.weights.fill_(float("nan"))
     batch.ids.fill_(-1)
     call()
-    route = getattr(reference, "grouped_topk" if batch.groups else f"topk_{batch.router}")
-    expected = route(
-        batch.logits[index].float(), TOP_K, bias=batch.bias, renormalize=batch.renormalize, **batch.groups
-    )
+    logits = batch.logits[index]
+    _, expected = getattr(reference, batch.function)(logits.float(), TOP_K, **batch.options)
     wrong = differing_rows(
-        batch.logits[index],
+        logits,
         batch.ids,
         batch.weights,
-        expected[1],
+        expected,
         scoring=batch.scoring,
         bias=batch.bias,
         renormalize=batch.renormalize,
@@ -215,53 +202,30 @@ def _shape(batch: Batch, policy: str) -> Shape:
     (tokens, experts), size = batch.logits[0].shape, batch.logits[0].element_size()
     if batch.router == "softmax":
         return half_softmax_shape(tokens, experts)
-    return topk_shape(tokens, experts, TOP_K, batch.groups.get("num_groups", 1), size, policy)
+    return topk_shape(tokens, experts, TOP_K, batch.options.get("num_groups", 1), size, policy)
 
 
 def _ours(batch: Batch, policy: str | None, shape: Shape | None = None) -> list[Call]:
-    def bound(logits: torch.Tensor) -> Call:
-        return lambda: launch_topk(
+    return [
+        partial(
+            launch_topk,
             logits,
             batch.weights,
             batch.ids,
             scoring=batch.scoring,
-            bias=batch.bias,
-            renormalize=batch.renormalize,
             nan_policy=policy,
             shape=shape,
-            **batch.groups,
+            **batch.options,
         )
-
-    return [bound(logits) for logits in batch.logits]
-
-
-def _peer(kernels: MoeKernels, batch: Batch) -> list[Call]:
-    if batch.groups:
-        return [_grouped(kernels, batch, logits) for logits in batch.logits]
-    name = f"topk_{batch.router}"
-    return [
-        kernels.bound(name, batch.weights, batch.ids, logits, renormalize=batch.renormalize, bias=batch.bias)
         for logits in batch.logits
     ]
 
 
-def _grouped(kernels: MoeKernels, batch: Batch, logits: torch.Tensor) -> Call:
-    call: Call = kernels.bound_grouped(
-        logits, TOP_K, bias=batch.bias, renormalize=batch.renormalize, **batch.groups
-    )
-    return call
-
-
-def _nan_to_num(source: torch.Tensor, out: torch.Tensor) -> Call:
-    return lambda: torch.nan_to_num(source, nan=float("-inf"), out=out)
-
-
-def _in_turn(first: Call, second: Call) -> Call:
-    def call() -> None:
-        first()
-        second()
-
-    return call
+def _peer(kernels: MoeKernels, batch: Batch) -> list[Call]:
+    if batch.router == "grouped":
+        return [kernels.bound_grouped(logits, TOP_K, **batch.options) for logits in batch.logits]
+    outputs = (batch.weights, batch.ids)
+    return [kernels.bound(batch.function, *outputs, logits, **batch.options) for logits in batch.logits]
 
 
 def _path(unit: str, sources: Mapping[str, str]) -> Path:

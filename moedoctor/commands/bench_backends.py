@@ -10,7 +10,8 @@ from typing import Any
 
 from moedoctor import environment
 from moedoctor.bench.moe import backends as registry
-from moedoctor.bench.moe.run import LayerTask, MachineError, measure_machine, measure_tasks
+from moedoctor.bench.moe.run import MachineError, measure_machine, measure_tasks
+from moedoctor.bench.moe.task import LayerTask, Routing
 from moedoctor.commands.options import InputError, as_input_error, check_gpu, deliver, names, numbers, texts
 from moedoctor.environment import no_gpu
 from moedoctor.models.config_fields import ConfigError
@@ -48,7 +49,7 @@ class RoutingLoad:
     name: str
     """For the report."""
     fields: Mapping[str, Any]
-    """For `LayerTask.routing`."""
+    """Of `moedoctor.bench.moe.task.Routing`."""
 
 
 def find_variants(given: Sequence[str], quantization: Sequence[str] | None) -> list[Variant]:
@@ -152,7 +153,7 @@ def measure(
     _check_runnable(variants, named, device, facts)
     counts = counts or (_CPU_TOKENS if device == "cpu" else _GPU_TOKENS)
     tasks = [
-        LayerTask(variant, name, shape, counts, routing.fields)
+        LayerTask(variant, name, shape, counts, Routing(**routing.fields))
         for variant in variants
         for name, (shape, _) in layers.items()
     ]

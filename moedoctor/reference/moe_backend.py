@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -47,6 +47,17 @@ class Prepared(ABC):
     def workspaces(self) -> Sequence[torch.Tensor]:
         """Return the buffers that outlive a call; a harness overwrites them before the next."""
         return ()
+
+
+@dataclass(frozen=True)
+class Computed(Prepared):
+    """A layer that a function computes."""
+
+    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """(x, topk_weights, topk_ids) -> output, as `Prepared`"""
+
+    def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        return self.compute(x, topk_weights, topk_ids)
 
 
 class Backend(ABC):

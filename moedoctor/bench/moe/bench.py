@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,19 +13,13 @@ import torch
 
 from moedoctor.bench.moe import backends
 from moedoctor.bench.moe.parity import ParityResult, bounds_of, check_parity
+from moedoctor.bench.moe.task import LayerTask, Routing
 from moedoctor.bench.roofline import Roofline
-from moedoctor.bench.timing import LayerTimes, Spread, time_layer
+from moedoctor.bench.timing import LayerTimes, time_layer
 from moedoctor.models.layer_shape import BITS, LayerShape
 from moedoctor.reference.agreement import agree
-from moedoctor.reference.moe_backend import Backend, Prepared, Variant
-from moedoctor.reference.moe_layer import (
-    Layer,
-    Problem,
-    expected_output,
-    make_input,
-    make_layer,
-    make_problem,
-)
+from moedoctor.reference.moe_backend import Backend, Prepared
+from moedoctor.reference.moe_layer import Problem, expected_output, make_input, make_layer, make_problem
 from moedoctor.results import UnavailableError
 
 _FEW_EXPERTS, _FEW_TOP_K, _FEW_TOKENS = 8, 2, 17
@@ -36,44 +30,19 @@ class _WrongWhenTimedError(Exception):
     """A backend that was right before gave a wrong result in the calls that were timed."""
 
 
-@dataclass(frozen=True)
-class Routing:
-    """How expert ids are made."""
-
-    kind: str = "balanced"
-    """``balanced``: every expert as often; ``zipf``: by popularity; ``trace``: as a model's router chose"""
-    skew: float = 1.0
-    """Zipf: the n-th expert is chosen in proportion to ``n ** -skew``."""
-    rows: Sequence[Sequence[int]] = ()
-    """Trace: the ids of one token each."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """One backend on one layer."""
-
-    variant: Variant
-    model: str
-    """The layer's name in reports."""
-    shape: LayerShape
-    tokens: tuple[int, ...]
-    routing: Routing
-    device: str
-    seed: int = 0
-
-
-def measure(task: Task, roofline: Roofline) -> Iterator[dict[str, Any]]:
+def measure(task: LayerTask, device: str, roofline: Roofline) -> Iterator[dict[str, Any]]:
     """Yield an event ``point`` before each number of tokens is measured, and then an event ``row``.
 
     If the backend cannot run here, the only event is a row with ``unavailable``.
     """
-    head = {"backend": task.variant.name, "quantization": task.variant.quantization, "model": task.model}
-    backend = backends.create(task.variant)
-    reason = backend.unavailable(task.shape, task.device)
+    variant = task.variant
+    head = {"backend": variant.name, "quantization": variant.quantization, "model": task.model}
+    backend = backends.create(variant)
+    reason = backend.unavailable(task.shape, device)
     if reason is None:
         try:
-            few = _with_few_experts(task, backend)
-            layer = make_layer(task.shape, task.variant.quantization, seed=task.seed, device=task.device)
+            few = _with_few_experts(task, device, backend)
+            layer = make_layer(task.shape, variant.quantization, device=device)
             prepared = backend.prepare(layer)
         except UnavailableError as error:
             reason = str(error)
@@ -82,45 +51,43 @@ def measure(task: Task, roofline: Roofline) -> Iterator[dict[str, Any]]:
         return
     for tokens in task.tokens:
         yield {"event": "point", "tokens": tokens}
-        problem = _problem(task, layer, tokens)
-        row = _row(task, backend, prepared, problem, roofline, few)
-        yield {"event": "row", **head, "tokens": tokens, **row}
+        weights, ids = make_routes(task.shape, tokens, task.routing, device=device)
+        x = make_input(layer, tokens, variant.activations, device=device)  # [T, H]
+        problem = Problem(layer, x, weights, ids)
+        yield {"event": "row", **head, "tokens": tokens, **_row(backend, prepared, problem, roofline, few)}
     del layer, prepared, problem
     gc.collect()
-    if task.device.startswith("cuda"):
+    if device.startswith("cuda"):
         torch.cuda.empty_cache()
 
 
 def make_routes(
-    shape: LayerShape, tokens: int, routing: Routing, *, seed: int = 0, device: str = "cpu"
+    shape: LayerShape, tokens: int, routing: Routing, *, device: str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (weights float32 [T, K] that add up to 1, ids int32 [T, K], distinct in a row).
 
     A trace with fewer tokens is repeated from its start. Raises ValueError for a trace with another number of
     experts a token, or with ids out of range.
     """
-    draw = torch.Generator().manual_seed(seed)
-    ids = {"balanced": _balanced, "zipf": _zipf, "trace": _trace}[routing.kind](shape, tokens, routing, draw)
+    draw = torch.Generator().manual_seed(0)
+    if routing.kind == "trace":
+        ids = _trace(shape, routing)[torch.arange(tokens) % len(routing.rows)]  # [T, K]
+    elif routing.kind == "zipf":
+        rank = torch.randperm(shape.experts, generator=draw).double() + 1  # [E]
+        noise = torch.rand(tokens, shape.experts, generator=draw, dtype=torch.float64)  # [T, E]
+        # The K largest of log-weight plus Gumbel noise are a draw without replacement.
+        scores = -routing.skew * rank.log() - (-noise.clamp(min=1e-12).log()).log()  # [T, E]
+        ids = scores.topk(shape.top_k, dim=1).indices  # [T, K]
+    else:  # the experts of a random order in turn: none is chosen twice more than another
+        order = torch.randperm(shape.experts, generator=draw)  # [E]
+        pair = torch.arange(tokens * shape.top_k).view(tokens, shape.top_k)  # [T, K]
+        ids = order[pair % shape.experts]  # [T, K]
     weights = torch.softmax(torch.rand(tokens, shape.top_k, generator=draw), dim=1)  # [T, K]
     return weights.to(device), ids.int().to(device)
 
 
-def _balanced(shape: LayerShape, tokens: int, routing: Routing, draw: torch.Generator) -> torch.Tensor:
-    """Give the experts of a random order in turn: no expert is chosen twice more than another."""
-    order = torch.randperm(shape.experts, generator=draw)  # [E]
-    pair = torch.arange(tokens * shape.top_k).view(tokens, shape.top_k)  # [T, K]
-    return order[pair % shape.experts]
-
-
-def _zipf(shape: LayerShape, tokens: int, routing: Routing, draw: torch.Generator) -> torch.Tensor:
-    rank = torch.randperm(shape.experts, generator=draw).double() + 1  # [E]
-    noise = torch.rand(tokens, shape.experts, generator=draw, dtype=torch.float64).clamp(min=1e-12)  # [T, E]
-    # The K largest of log-weight plus Gumbel noise are a draw without replacement.
-    scores = -routing.skew * rank.log() - (-noise.log()).log()  # [T, E]
-    return scores.topk(shape.top_k, dim=1).indices
-
-
-def _trace(shape: LayerShape, tokens: int, routing: Routing, draw: torch.Generator) -> torch.Tensor:
+def _trace(shape: LayerShape, routing: Routing) -> torch.Tensor:
+    """Return the ids [R, K] of the trace."""
     if not routing.rows:
         raise ValueError("routing: the trace holds no tokens")
     ids = torch.tensor(routing.rows)  # [R, K]
@@ -128,61 +95,44 @@ def _trace(shape: LayerShape, tokens: int, routing: Routing, draw: torch.Generat
         raise ValueError(f"routing: the trace has {len(routing.rows[0])} experts a token, not {shape.top_k}")
     if int(ids.min()) < 0 or int(ids.max()) >= shape.experts:
         raise ValueError(f"routing: the trace has experts outside 0 to {shape.experts - 1}")
-    return ids[torch.arange(tokens) % len(ids)]
+    return ids
 
 
-def _with_few_experts(task: Task, backend: Backend) -> ParityResult:
+def _with_few_experts(task: LayerTask, device: str, backend: Backend) -> ParityResult:
     """Run `check_parity` with every control on a layer of the same sizes with few experts.
 
     Takes the task's own layer if the backend cannot compute one with few experts. Raises UnavailableError.
     """
-    shape = replace(
-        task.shape,
-        experts=min(task.shape.experts, _FEW_EXPERTS),
-        top_k=min(task.shape.top_k, _FEW_TOP_K),
-    )
-    if backend.unavailable(shape, task.device) is not None:
+    experts, top_k = min(task.shape.experts, _FEW_EXPERTS), min(task.shape.top_k, _FEW_TOP_K)
+    shape = replace(task.shape, experts=experts, top_k=top_k)
+    if backend.unavailable(shape, device) is not None:
         shape = task.shape
-    layer = make_layer(shape, task.variant.quantization, seed=task.seed, device=task.device)
-    problem = make_problem(layer, _FEW_TOKENS, task.variant.activations, seed=task.seed, device=task.device)
-    return check_parity(backend, problem)
-
-
-def _problem(task: Task, layer: Layer, tokens: int) -> Problem:
-    weights, ids = make_routes(task.shape, tokens, task.routing, seed=task.seed, device=task.device)
-    x = make_input(layer, tokens, task.variant.activations, seed=task.seed, device=task.device)  # [T, H]
-    return Problem(layer, x, weights, ids)
+    layer = make_layer(shape, task.variant.quantization, device=device)
+    return check_parity(backend, make_problem(layer, _FEW_TOKENS, task.variant.activations, device=device))
 
 
 def _row(
-    task: Task,
-    backend: Backend,
-    prepared: Prepared,
-    problem: Problem,
-    roofline: Roofline,
-    few: ParityResult,
+    backend: Backend, prepared: Prepared, problem: Problem, roofline: Roofline, few: ParityResult
 ) -> dict[str, Any]:
     started = time.perf_counter()
-    activations = task.variant.activations
+    device, activations = str(problem.x.device), backend.variant.activations
     expected = expected_output(problem, activations)  # [T, H]
     parity = check_parity(backend, problem, prepared, weights=False, expected=expected)
-    row: dict[str, Any] = {
-        **_parity_facts(parity, few),
-        **_work(task, problem, prepared.bits or BITS[task.variant.quantization]),
-    }
+    work = _work(problem, prepared.bits or BITS[backend.variant.quantization])
+    row: dict[str, Any] = {**_parity_facts(parity, few), **work}
     if row["right"]:
 
         def call() -> torch.Tensor:
             return prepared(problem.x, problem.topk_weights, problem.topk_ids)
 
-        memory = _memory(prepared, problem, task.device)
+        memory = _memory(prepared, call, device)
         check = partial(_check_timed, expected, activations)
         try:
-            times = time_layer(call, task.device, capturable=backend.capturable, check=check)
+            times = time_layer(call, device, capturable=backend.capturable, check=check)
         except _WrongWhenTimedError as error:
             row |= {"right": False, "wrong": str(error)}
         else:
-            row |= memory | _time_facts(times) | _speed(times, row, roofline, activations)
+            row |= memory | _time_facts(times, work, roofline, activations)
     row["seconds"] = round(time.perf_counter() - started, 2)
     return row
 
@@ -227,52 +177,43 @@ def _what_is_wrong(parity: ParityResult, few: ParityResult) -> str | None:
     return None
 
 
-def _work(task: Task, problem: Problem, bits: float) -> dict[str, Any]:
+def _work(problem: Problem, bits: float) -> dict[str, int]:
     """Return the least that has to be moved and computed: the chosen experts, the input, the output."""
-    active = int(problem.topk_ids.unique().numel())
-    outside = 2 * problem.x.numel() * problem.x.element_size() + problem.topk_ids.numel() * 8
+    shape, active = problem.layer.shape, int(problem.topk_ids.unique().numel())
+    outside = 2 * problem.x.nbytes + problem.topk_ids.numel() * 8
     return {
         "active_experts": active,
-        "bytes": task.shape.weight_bytes(active, bits) + outside,
-        "flops": task.shape.flops(problem.topk_ids.numel()),
+        "bytes": shape.weight_bytes(active, bits) + outside,
+        "flops": shape.flops(problem.topk_ids.numel()),
     }
 
 
-def _memory(prepared: Prepared, problem: Problem, device: str) -> dict[str, Any]:
+def _memory(prepared: Prepared, call: Callable[[], object], device: str) -> dict[str, Any]:
     """Return bytes at the peak of one call beyond weights and input, buffers that outlive a call included."""
     if not device.startswith("cuda"):
         return {}
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in prepared.workspaces())
+    buffers = sum(buffer.nbytes for buffer in prepared.workspaces())
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    prepared(problem.x, problem.topk_weights, problem.topk_ids)
+    call()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated(device)
     return {"workspace_bytes": buffers + peak - before, "peak_memory_bytes": peak}
 
 
-def _time_facts(times: LayerTimes) -> dict[str, Any]:
-    facts: dict[str, Any] = {"timed": times.how, **_spread("time_us", times.time)}
-    for name, spread in (("warm_us", times.warm), ("eager_us", times.eager)):
+def _time_facts(
+    times: LayerTimes, work: Mapping[str, int], roofline: Roofline, activations: str
+) -> dict[str, Any]:
+    facts: dict[str, Any] = {"timed": times.how}
+    for name, spread in (("time_us", times.time), ("warm_us", times.warm), ("eager_us", times.eager)):
         if spread is not None:
-            facts |= _spread(name, spread)
-    return facts
-
-
-def _spread(name: str, spread: Spread) -> dict[str, float]:
-    return {
-        name: round(spread.median, 3),
-        f"{name}_p20": round(spread.p20, 3),
-        f"{name}_p80": round(spread.p80, 3),
-    }
-
-
-def _speed(times: LayerTimes, row: Mapping[str, Any], roofline: Roofline, activations: str) -> dict[str, Any]:
+            facts |= spread.row(name, digits=3)
     seconds = max(times.time.median, 1e-3) * 1e-6  # never 0, which noise can make of a cold time
     operands = "fp8" if activations == "fp8" else "bf16"
-    return {
-        "tflops": round(row["flops"] / seconds / 1e12, 4),
-        "gigabytes_per_second": round(row["bytes"] / seconds / 1e9, 3),
-        "roofline_share": round(roofline.least_seconds(row["bytes"], row["flops"], operands) / seconds, 4),
+    least = roofline.least_seconds(work["bytes"], work["flops"], operands)
+    return facts | {
+        "tflops": round(work["flops"] / seconds / 1e12, 4),
+        "gigabytes_per_second": round(work["bytes"] / seconds / 1e9, 3),
+        "roofline_share": round(least / seconds, 4),
     }

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from moedoctor.reference.moe import Weight, expert_weight
-from moedoctor.reference.moe_backend import Backend, Prepared, Variant
+from moedoctor.reference.moe_backend import Backend, Computed, Prepared, Variant
 from moedoctor.reference.moe_layer import Layer, Problem, expected_output, quantiser
 from moedoctor.reference.nvfp4 import Nvfp4
 
@@ -30,16 +30,11 @@ class Reference(Backend):
         return None
 
     def prepare(self, layer: Layer) -> Prepared:
-        return _PreparedReference(layer, self.variant.activations)
+        def compute(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+            problem = Problem(layer, x, topk_weights, topk_ids)
+            return expected_output(problem, self.variant.activations).bfloat16()
 
-
-@dataclass(frozen=True)
-class _PreparedReference(Prepared):
-    layer: Layer
-    activations: str
-
-    def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        return expected_output(Problem(self.layer, x, topk_weights, topk_ids), self.activations).bfloat16()
+        return Computed(compute)
 
 
 class Ours(Backend):
@@ -61,19 +56,12 @@ class Ours(Backend):
         values = layer.w13 if isinstance(layer.w13, torch.Tensor) else next(iter(vars(layer.w13).values()))
         if not values.is_cuda or self.unavailable(layer.shape, str(values.device)):
             return Grouped.of(layer, self.variant.activations)
-        return _OnGpu(kernel_weights(layer.w13), kernel_weights(layer.w2), layer.shape.activation)
-
-
-@dataclass(frozen=True)
-class _OnGpu(Prepared):
-    w13: Any
-    w2: Any
-    activation: str
-
-    def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         from moedoctor.kernels.moe.launch import run_experts
 
-        return run_experts(x, self.w13, self.w2, topk_weights, topk_ids, activation=self.activation)
+        w13, w2, activation = kernel_weights(layer.w13), kernel_weights(layer.w2), layer.shape.activation
+        return Computed(
+            lambda x, topk_weights, ids: run_experts(x, w13, w2, topk_weights, ids, activation=activation)
+        )
 
 
 def kernel_weights(weight: Weight) -> Any:

@@ -8,41 +8,17 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from moedoctor.models.layer_shape import LayerShape
+from moedoctor.bench.moe.task import LayerTask
 from moedoctor.processes.ask import Ended, answer, run_module
-from moedoctor.reference.moe_backend import Variant
+from moedoctor.results import from_json
 
 if TYPE_CHECKING:
-    from moedoctor.bench.moe.bench import Task
     from moedoctor.bench.roofline import Roofline
 
 _CHILD = "moedoctor.bench.moe.run"
-
-
-@dataclass(frozen=True)
-class LayerTask:
-    """One backend on one layer, at several numbers of tokens."""
-
-    variant: Variant
-    model: str
-    shape: LayerShape
-    tokens: tuple[int, ...]
-    routing: Mapping[str, Any] = field(default_factory=lambda: {"kind": "balanced"})
-    """Fields of `moedoctor.bench.moe.bench.Routing`."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The results of a benchmark."""
-
-    rows: tuple[Mapping[str, Any], ...]
-    """A row has ``time_us`` if it was timed, else ``wrong``, ``failed`` or ``unavailable``."""
-    roofline: Mapping[str, Any]
-    harness: Mapping[str, Any]
-    """What the harness adds to a kernel; empty on a CPU."""
 
 
 class MachineError(Exception):
@@ -67,6 +43,8 @@ def measure_tasks(
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
     """Return rows in the order of the tasks. A child that dies costs the number of tokens that it was at.
+
+    A row has ``time_us`` if it was timed, else ``wrong``, ``failed`` or ``unavailable``.
 
     A child that dies before the first number of tokens, as it prepares the layer, costs the task. Backends of
     one package share a child, so that the package is loaded once. Together they have `seconds`; the rest is
@@ -134,7 +112,6 @@ def measure_requested(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """In the child: yield an event for each step. After an error the numbers of tokens after it go on."""
     import torch
 
-    from moedoctor.bench.moe.bench import Routing, Task
     from moedoctor.bench.roofline import Roofline, measure_roofline
 
     device = str(request["device"])
@@ -147,29 +124,24 @@ def measure_requested(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         return
     roofline = Roofline(**request["roofline"])
     for index, data in enumerate(request["tasks"]):
-        task = Task(
-            Variant(**data["variant"]),
-            data["model"],
-            LayerShape(**data["shape"]),
-            tuple(data["tokens"]),
-            Routing(**data["routing"]),
-            device,
-        )
+        task = from_json(LayerTask, data, "task")
         yield {"event": "task", "index": index}
         rest = task.tokens
         while rest:
-            rest = yield from _measure(replace(task, tokens=rest), roofline, index)
+            rest = yield from _measure(replace(task, tokens=rest), device, roofline, index)
     yield {"event": "end"}
 
 
-def _measure(task: Task, roofline: Roofline, index: int) -> Generator[dict[str, Any], None, tuple[int, ...]]:
+def _measure(
+    task: LayerTask, device: str, roofline: Roofline, index: int
+) -> Generator[dict[str, Any], None, tuple[int, ...]]:
     """Yield the events of `task`; return the numbers of tokens that come after one that raised."""
     from moedoctor.bench.moe.bench import measure
 
     begun = 0
     tokens: dict[str, int] = {}
     try:
-        for event in measure(task, roofline):
+        for event in measure(task, device, roofline):
             if event["event"] == "point":
                 begun, tokens = begun + 1, {"tokens": event["tokens"]}
             yield event

@@ -27,8 +27,6 @@ def respond(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             os.abort()
         if what == "dies first":
             os.abort()
-        if what == "hangs" and not at:
-            time.sleep(60)
         if what == "raises" and not at:
             yield {"event": "failed", "index": index, "reason": "ValueError: no"}
             continue

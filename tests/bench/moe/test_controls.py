@@ -38,13 +38,6 @@ def test_scales_that_fill_no_tile_keep_their_shape_and_hold_no_padding(name: str
     assert not torch.equal(given, linear)
 
 
-def test_a_single_expert_has_no_other_expert() -> None:
-    problem = make_problem(make_layer(LayerShape(64, 32, 1, 1), "nvfp4"), 3, "none")
-    wrong = dict(wrong_problems(problem))
-    assert "off_by_one_expert" not in wrong
-    assert "dropped_expert" in wrong
-
-
 def test_every_control_changes_something() -> None:
     """Also if a token uses every expert."""
     problem = make_problem(make_layer(LayerShape(64, 32, 2, 2), "nvfp4"), 3, "none")

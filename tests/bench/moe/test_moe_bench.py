@@ -4,163 +4,113 @@ from typing import Any
 import pytest
 import torch
 
-from moedoctor.bench.moe import backends
-from moedoctor.bench.moe.bench import Routing, Task, make_routes, measure
-from moedoctor.bench.moe.own_backends import Reference
+from moedoctor.bench.moe import backends, parity
+from moedoctor.bench.moe.bench import make_routes, measure
+from moedoctor.bench.moe.task import LayerTask, Routing
 from moedoctor.bench.roofline import Roofline, measure_roofline
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference.agreement import Bounds
 from moedoctor.reference.moe_backend import Backend, Prepared, Variant
 from moedoctor.reference.moe_layer import Layer
 from moedoctor.results import UnavailableError
+from tests.bench.moe.fake_backend import LAX, FakeBackend
 
 ROOFLINE = Roofline(1e9, {"bf16": 1e12, "fp8": 2e12})
-TASK = Task(Variant("OURS", "nvfp4"), "tiny", LayerShape(64, 32, 4, 2), (1, 5), Routing(), "cpu")
+TASK = LayerTask(Variant("OURS", "nvfp4"), "tiny", LayerShape(64, 32, 4, 2), (1, 5))
+WIDE = replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1,))
+WRONG_FOR_5 = FakeBackend(lambda output, calls, layer: output * 0 if len(output) == 5 else output)
 
 
-class Wrong(Backend):
-    """The reference, with a wrong output for five tokens or more."""
-
-    variant = TASK.variant
-
-    def unavailable(self, shape: LayerShape, device: str) -> str | None:
-        return None
-
-    def prepare(self, layer: Layer) -> Prepared:
-        right = Reference("nvfp4").prepare(layer)
-
-        class Call(Prepared):
-            def __call__(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-                output = right(x, w, ids)
-                return output * 0 if len(x) == 5 else output
-
-        return Call()
+def measured(task: LayerTask, roofline: Roofline = ROOFLINE) -> list[dict[str, Any]]:
+    return [event for event in measure(task, "cpu", roofline) if event["event"] == "row"]
 
 
-class Absent(Wrong):
-    def prepare(self, layer: Layer) -> Prepared:
-        raise UnavailableError("not built for this")
+@pytest.fixture
+def rows_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def rows(backend: Backend, task: LayerTask = TASK) -> list[dict[str, Any]]:
+        monkeypatch.setattr(backends, "create", lambda variant: backend)
+        return measured(task)
+
+    return rows
 
 
-def measured(task: Task, roofline: Roofline = ROOFLINE) -> list[dict[str, Any]]:
-    return [event for event in measure(task, roofline) if event["event"] == "row"]
+def has_no_time(row: dict[str, Any]) -> bool:
+    return not {name for name in row if name.endswith("_us") or name == "tflops"}
 
 
-def rows_of(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> list[dict[str, Any]]:
-    monkeypatch.setattr(backends, "create", lambda variant: backend)
-    return measured(TASK)
-
-
-def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, wrong = rows_of(monkeypatch, Wrong())
-    assert right["right"] is True
-    assert right["wrong"] is None
+def test_a_wrong_result_is_not_timed(rows_of: Any) -> None:
+    right, wrong = rows_of(WRONG_FOR_5)
+    assert (right["right"], right["wrong"]) == (True, None)
     assert right["time_us"] > 0
     assert wrong["right"] is False
     assert wrong["wrong"].startswith("5 of 5 tokens: cosine 0")
-    assert not {name for name in wrong if name.endswith("_us") or name == "tflops"}
+    assert has_no_time(wrong)
 
 
-def test_a_late_error_of_a_backend_is_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    (row,) = rows_of(monkeypatch, Absent())
-    assert row["unavailable"] == "not built for this"
-
-
-class RightFor(Wrong):
-    """The reference for the first calls of a prepared layer, then zeros."""
-
-    def __init__(self, calls: int) -> None:
-        self.calls = calls
-
-    def prepare(self, layer: Layer) -> Prepared:
-        right, outer = Reference("nvfp4").prepare(layer), self
-
-        class Call(Prepared):
-            calls = 0
-
-            def __call__(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-                self.calls += 1
-                return right(x, w, ids) if self.calls <= outer.calls else x * 0
-
-        return Call()
-
-
-def test_a_backend_that_is_wrong_while_timed_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_is_wrong_while_timed_gets_no_time(rows_of: Any) -> None:
     # Before the timing come three calls that are compared and two with other routes.
-    row, _ = rows_of(monkeypatch, RightFor(5))
+    row, _ = rows_of(FakeBackend(lambda output, calls, layer: output if calls <= 5 else output * 0))
     assert row["right"] is False
     assert row["wrong"].startswith("once it was timed (wall time): 1 of 1 tokens: cosine 0")
-    assert not {name for name in row if name.endswith("_us") or name == "tflops"}
+    assert has_no_time(row)
+
+
+def test_a_late_error_of_a_backend_is_its_reason(rows_of: Any) -> None:
+    class Absent(FakeBackend):
+        def prepare(self, layer: Layer) -> Prepared:
+            raise UnavailableError("not built for this")
+
+    (row,) = rows_of(Absent())
+    assert row["unavailable"] == "not built for this"
 
 
 @pytest.mark.parametrize("tokens", [(1, 5), (5,)])
 def test_faults_are_planted_in_every_run_whatever_the_size(tokens: tuple[int, ...]) -> None:
     large = LayerShape(64, 32, 1024, 4)  # with 1024 experts; weights are changed with 8
-    task = replace(TASK, shape=large, tokens=tokens)
-    rows = measured(task)
+    rows = measured(replace(TASK, shape=large, tokens=tokens))
     assert [row["controls_noticed"] for row in rows] == ["11 of 11"] * len(tokens)
     assert all(row["controls_missed"] == [] for row in rows)
 
 
-def test_weights_are_changed_in_a_layer_of_few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Counts(Wrong):
-        def prepare(self, layer: Layer) -> Prepared:
-            shapes.append((layer.shape.hidden, layer.shape.intermediate, layer.shape.experts))
-            return Reference("nvfp4").prepare(layer)
-
-    shapes: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(backends, "create", lambda variant: Counts())
-    measured(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1, 2, 3)))
-    assert shapes == [(64, 32, 8)] * 6 + [(64, 32, 32)]
+def test_weights_are_changed_in_a_layer_of_few_experts(rows_of: Any) -> None:
+    backend = FakeBackend()
+    rows_of(backend, replace(WIDE, tokens=(1, 2, 3)))
+    shapes = [layer.shape for layer in backend.prepared]
+    assert [(shape.hidden, shape.intermediate) for shape in shapes] == [(64, 32)] * 7
+    assert [shape.experts for shape in shapes] == [8] * 6 + [32]
 
 
-def test_a_backend_that_cannot_compute_few_experts_has_its_own_layer_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Many(Wrong):
+def test_a_backend_that_cannot_compute_few_experts_has_its_own_layer_changed(rows_of: Any) -> None:
+    class Many(FakeBackend):
         def unavailable(self, shape: LayerShape, device: str) -> str | None:
             return None if shape.experts >= 32 else "needs 32 experts"
 
-        def prepare(self, layer: Layer) -> Prepared:
-            assert layer.shape.experts == 32
-            return Reference("nvfp4").prepare(layer)
-
-    monkeypatch.setattr(backends, "create", lambda variant: Many())
-    (row,) = measured(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1,)))
+    backend = Many()
+    (row,) = rows_of(backend, WIDE)
+    assert {layer.shape.experts for layer in backend.prepared} == {32}
     assert row["controls_noticed"] == "11 of 11"
 
 
-def test_a_backend_that_is_wrong_only_with_few_experts_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Few(Wrong):
-        def prepare(self, layer: Layer) -> Prepared:
-            right = Reference("nvfp4").prepare(layer)
-            if layer.shape.experts == 8:
-                return RightFor(0).prepare(layer)
-            return right
-
-    monkeypatch.setattr(backends, "create", lambda variant: Few())
-    (row,) = measured(replace(TASK, shape=LayerShape(64, 32, 32, 4), tokens=(1,)))
+def test_a_backend_that_is_wrong_only_with_few_experts_is_wrong(rows_of: Any) -> None:
+    few = FakeBackend(lambda output, calls, layer: output * (layer.shape.experts != 8))
+    (row,) = rows_of(few, WIDE)
     assert row["wrong"].startswith("in the layer that faults are planted in: 17 of 17 tokens")
-    assert "time_us" not in row
+    assert has_no_time(row)
 
 
 @pytest.mark.parametrize("where", ["weights of few experts", "routes and outputs"])
 def test_a_backend_is_not_blamed_if_the_comparison_misses_a_fault(
-    monkeypatch: pytest.MonkeyPatch, where: str
+    rows_of: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    from moedoctor.bench.moe import parity
-
-    lax = Bounds(cosine=-1, norm=1e9, element=1e9, matched=0, worst=1e9)
-    strict = parity.bounds_of("none")
-    calls = iter([lax if where == "weights of few experts" else strict, *[lax] * 9])
+    first = LAX if where == "weights of few experts" else parity.bounds_of("none")
+    calls = iter([first, *[LAX] * 9])
     monkeypatch.setattr(parity, "bounds_of", lambda activations: next(calls))
-    for row in rows_of(monkeypatch, Wrong()):
+    for row in rows_of(WRONG_FOR_5):
         assert row["right"] is False
         assert row["wrong"] is None, "not the backend's"
         assert row["failed"].startswith("the comparison did not notice ")
         assert ("swapped_gate_up" in row["controls_missed"]) is (where == "weights of few experts")
         assert "half_output" in row["controls_missed"]
-        assert "time_us" not in row
+        assert has_no_time(row)
 
 
 def test_one_expert_has_no_control_that_changes_nothing() -> None:
@@ -179,22 +129,10 @@ def test_the_roofline_is_the_larger_of_two_times() -> None:
     assert Roofline(1e9, {"bf16": 1e12, "fp32": 1e9}).least_seconds(1, 2 * 10**12, "bf16") == 2.0
 
 
-def test_a_cpu_has_a_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
-    import moedoctor.bench.roofline as module
-
-    monkeypatch.setattr(module, "_CPU_BYTES", 2**20)
-    monkeypatch.setattr(module, "_CPU_SIDE", 64)
-    monkeypatch.setattr(module, "_CPU_SECONDS", 0.01)
-    roofline = measure_roofline("cpu")
-    assert roofline.bytes_per_second > 0
-    assert roofline.flops["bf16"] > 0
-    assert roofline.flops["fp32"] > 0
-
-
 def test_the_reference_is_not_faster_than_the_cpu_that_it_runs_on() -> None:
     """It computes in float32, so its roofline must not assume products in bfloat16."""
     shape = LayerShape(512, 512, 4, 2)
-    task = Task(Variant("REFERENCE", "bf16"), "wide", shape, (256,), Routing(), "cpu")
+    task = LayerTask(Variant("REFERENCE", "bf16"), "wide", shape, (256,))
     (row,) = measured(task, measure_roofline("cpu"))
     assert row["right"] is True
     assert 0 < row["roofline_share"] <= 1.5, "what else runs here may slow either measurement"
