@@ -12,7 +12,7 @@ import typer
 from moedoctor.commands.options import InputError, Output, PageFormat, as_input_error, deliver
 
 if TYPE_CHECKING:
-    from moedoctor.diagnose.checkpoint.lint import Lint
+    from moedoctor.diagnose.checkpoint.findings import Lint
 
 
 def lint(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import moedoctor
-from moedoctor.diagnose.checkpoint.findings import CHECKS, LintFinding
-from moedoctor.diagnose.checkpoint.lint import Lint
+from moedoctor.diagnose.checkpoint.findings import CHECKS, Lint, LintFinding
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Table
 from moedoctor.reporters.text import count_of
 from moedoctor.text import escape

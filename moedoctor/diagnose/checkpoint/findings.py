@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from moedoctor.diagnose.checkpoint.checkpoint import Checkpoint
+from moedoctor.diagnose.checkpoint.checkpoint import Checkpoint, JsonFile
 from moedoctor.diagnose.checkpoint.modules import Module, group
 from moedoctor.diagnose.checkpoint.quantization import Declared, Rule, from_config, from_hf_quant
 
@@ -55,15 +55,15 @@ class Place:
     value: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class LintFinding:
     """One kind of damage, with its first places."""
 
     check: str
     line: int | None
     """The line of the wrong JSON file, from 1; None if tensors are wrong."""
-    count: int
-    places: tuple[Place, ...]
+    count: int = 0
+    places: list[Place] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -88,48 +88,55 @@ class LintFinding:
         }
 
 
-Line = int | Callable[[], int | None] | None
-"""A line of a JSON file, or a function that searches for it; only the first place's line is searched for."""
-
-
 @dataclass
-class Findings:
-    """Collects findings by check."""
+class Lint:
+    """A checkpoint: what the checks read of it, and what they find."""
 
-    _places: dict[str, list[Place]] = field(default_factory=dict)
-    _counts: dict[str, int] = field(default_factory=dict)
-    _lines: dict[str, int | None] = field(default_factory=dict)
+    checkpoint: Checkpoint
+    block_scales_seen: float = 1.0
+    """The share of the block scales that was read, 0 to 1."""
+    _findings: dict[str, LintFinding] = field(default_factory=dict)
 
-    def add(self, check: str, tensor: str, shard: str, value: object, line: Line = None) -> None:
-        """Note one place. Raises KeyError for a check that is not in `CHECKS`."""
+    def add(
+        self, check: str, tensor: str, shard: str, value: object, file: JsonFile | None = None, key: str = ""
+    ) -> None:
+        """Note one place of damage, and for the first place the line of `key` in `file`.
+
+        Raises KeyError for a check that is not in `CHECKS`.
+        """
         CHECKS[check]
-        self._counts[check] = self._counts.get(check, 0) + 1
-        if check not in self._lines:
-            self._lines[check] = line() if callable(line) else line
-        places = self._places.setdefault(check, [])
-        if len(places) < SHOWN:
-            places.append(Place(tensor, shard, f"{value:g}" if isinstance(value, float) else str(value)))
+        if check not in self._findings:  # a search for every place would take too long
+            self._findings[check] = LintFinding(check, file.line_of(key) if file else None)
+        finding = self._findings[check]
+        finding.count += 1
+        if len(finding.places) < SHOWN:
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            finding.places.append(Place(tensor, shard, text))
 
-    def sorted(self) -> tuple[LintFinding, ...]:
-        """Return the findings, the surest first and remarks last."""
+    @property
+    def findings(self) -> tuple[LintFinding, ...]:
+        """The findings, the surest first and remarks last."""
 
         def rank(finding: LintFinding) -> tuple[bool, float, str, str]:
             check = CHECKS[finding.check]
             return check.remark, -check.confidence, finding.id, finding.check
 
-        findings = (
-            LintFinding(check, self._lines[check], self._counts[check], tuple(places))
-            for check, places in self._places.items()
-        )
-        return tuple(sorted(findings, key=rank))
+        return tuple(sorted(self._findings.values(), key=rank))
 
+    @property
+    def damage(self) -> tuple[LintFinding, ...]:
+        """The findings without mere remarks."""
+        return tuple(finding for finding in self.findings if not CHECKS[finding.check].remark)
 
-@dataclass(frozen=True)
-class Inspection:
-    """A checkpoint that is being linted: what the checks read, and where they add their findings."""
+    @property
+    def shards(self) -> int:
+        """The number of files that were read."""
+        return len({info.shard for info in self.checkpoint.tensors.values()})
 
-    checkpoint: Checkpoint
-    findings: Findings = field(default_factory=Findings)
+    @property
+    def tensors(self) -> int:
+        """The number of tensors in them."""
+        return len(self.checkpoint.tensors)
 
     @cached_property
     def modules(self) -> Mapping[str, Module]:
@@ -146,10 +153,24 @@ class Inspection:
         """The quantisation by hf_quant_config.json."""
         return from_hf_quant(self.checkpoint.hf_quant)
 
-    @property
+    @cached_property
     def declared(self) -> tuple[Declared, ...]:
         """The quantisation by each file that has one. An engine reads the first file first."""
         return tuple(file for file in (self.config, self.hf_quant) if file is not None)
+
+    @property
+    def scheme(self) -> str:
+        """The quantisation that the JSON files declare, in a few words."""
+        schemes = dict.fromkeys(f"{declared.method} {declared.algo}" for declared in self.declared)
+        return " and ".join(schemes) or "no quantisation"
+
+    @property
+    def not_read(self) -> tuple[str, ...]:
+        """Patterns of modules that were not understood; nothing was checked by them."""
+        patterns = list(self.declared[0].excluded_patterns.not_read) if self.declared else []
+        for declared in self.declared:
+            patterns += declared.rules.not_read
+        return tuple(dict.fromkeys(patterns))
 
     def rule(self, module: Module) -> Rule | None:
         """Return the rule of the first file for `module`, if there is one."""

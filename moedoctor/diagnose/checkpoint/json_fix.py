@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from moedoctor.diagnose.checkpoint.checkpoint import INDEX, Checkpoint
-from moedoctor.diagnose.checkpoint.findings import Inspection
-from moedoctor.diagnose.checkpoint.lint import Lint
+from moedoctor.diagnose.checkpoint.findings import Lint
 from moedoctor.diagnose.checkpoint.modules import BLOCK, Module
-from moedoctor.diagnose.checkpoint.quantization import Declared, quantization_config
+from moedoctor.diagnose.checkpoint.quantization import Declared, from_config, quantization_config
 
 _ALGOS = {"nvfp4": "NVFP4", "fp8": "FP8"}
 _KV_KEYS = ("kv_cache_quant_algo", "kv_cache_scheme")
@@ -24,11 +24,10 @@ def corrected(result: Lint) -> dict[str, str]:
     """
     checks = {finding.check for finding in result.findings}
     checkpoint = result.checkpoint
-    checked = Inspection(checkpoint)
-    files: dict[str, str] = {}
+    files: dict[str, dict[str, Any]] = {}
     if checks & {"index_disagrees", "tensor_duplicated"} and checkpoint.index is not None:
-        files[INDEX] = _text(_index(checkpoint))
-    for declared in checked.declared:
+        files[INDEX] = _index(checkpoint)
+    for declared in result.declared:
         if not declared.judged:
             continue
         value = copy.deepcopy(declared.file.value)
@@ -36,26 +35,23 @@ def corrected(result: Lint) -> dict[str, str]:
         if "kv_scales_missing" in checks:
             settings |= {key: None for key in _KV_KEYS if settings.get(key) is not None}
         if checks & {"excluded_quantised", "unquantised_not_excluded"} and not result.not_read:
-            settings[declared.exclude_key] = _excluded(checked.modules, declared)
+            settings[declared.exclude_key] = _excluded(result.modules, declared)
         if checks & {"quant_algo_tensors", "quant_algo_unknown", "quant_algo_missing"}:
-            _set_algo(settings, declared, checked.modules)
+            _set_algo(settings, declared, result.modules)
         if "group_size_tensors" in checks:
             _set_group_size(settings)
         if value != declared.file.value:
-            files[declared.file.name] = _text(value)
-    if "config_disagrees" in checks and checked.hf_quant is not None:
-        name = checked.hf_quant.file.name
-        files[name] = _text(_agreeing(checked, files, "group_size_tensors" in checks))
-    return files
+            files[declared.file.name] = value
+    if "config_disagrees" in checks and checkpoint.hf_quant is not None:
+        config = files.get(checkpoint.config.name, checkpoint.config.value)
+        hf_quant = checkpoint.hf_quant
+        files[hf_quant.name] = copy.deepcopy(files.get(hf_quant.name, hf_quant.value))
+        _agree(files[hf_quant.name], config, from_config(replace(checkpoint.config, value=config)))
+    return {name: json.dumps(value, indent=2, ensure_ascii=False) + "\n" for name, value in files.items()}
 
 
-def _agreeing(checked: Inspection, files: Mapping[str, str], sixteen: bool) -> dict[str, Any]:
-    """Return hf_quant_config.json with the settings of config.json."""
-    checkpoint = checked.checkpoint
-    config = json.loads(files.get("config.json", checkpoint.config.text))
-    hf_quant: dict[str, Any] = {}
-    if checkpoint.hf_quant is not None:
-        hf_quant = json.loads(files.get(checkpoint.hf_quant.name, checkpoint.hf_quant.text))
+def _agree(hf_quant: dict[str, Any], config: dict[str, Any], declared: Declared | None) -> None:
+    """Change the settings of hf_quant_config.json to those of config.json, which are `declared` there."""
     ours, theirs = _quantization(config), _quantization(hf_quant)
     if isinstance(ours.get("quant_algo"), str):
         theirs["quant_algo"] = ours["quant_algo"]
@@ -64,12 +60,9 @@ def _agreeing(checked: Inspection, files: Mapping[str, str], sixteen: bool) -> d
         theirs["exclude_modules"] = excluded
     if isinstance(ours.get("quantized_layers"), dict) and "quantized_layers" in theirs:
         theirs["quantized_layers"] = ours["quantized_layers"]
-    declared = checked.config
-    if declared is not None:
-        theirs["kv_cache_quant_algo"] = declared.kv if any(ours.get(key) for key in _KV_KEYS) else None
-        if declared.group_size is not None and declared.scheme != "mixed":
-            theirs["group_size"] = BLOCK if sixteen else declared.group_size
-    return hf_quant
+    theirs["kv_cache_quant_algo"] = declared.kv if declared else None
+    if declared and declared.group_size is not None and declared.scheme != "mixed":
+        theirs["group_size"] = declared.group_size
 
 
 def _quantization(value: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +140,3 @@ def _index(checkpoint: Checkpoint) -> dict[str, Any]:
         "metadata": {**(metadata if isinstance(metadata, dict) else {}), "total_size": size},
         "weight_map": {name: info.shard for name, info in sorted(checkpoint.tensors.items())},
     }
-
-
-def _text(value: dict[str, Any]) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -24,9 +24,9 @@ from checkpoints_of_tests import (
 from moedoctor.diagnose.checkpoint import values as checkpoint_values
 from moedoctor.diagnose.checkpoint.checkpoint import read_checkpoint
 from moedoctor.diagnose.checkpoint.checks import scales as scale_checks
-from moedoctor.diagnose.checkpoint.findings import CHECKS
+from moedoctor.diagnose.checkpoint.findings import CHECKS, Lint
 from moedoctor.diagnose.checkpoint.json_fix import corrected
-from moedoctor.diagnose.checkpoint.lint import Lint, lint
+from moedoctor.diagnose.checkpoint.lint import lint
 
 E = "model.layers.1.mlp.experts.2"
 UP, GATE, DOWN = f"{E}.up_proj", f"{E}.gate_proj", f"{E}.down_proj"

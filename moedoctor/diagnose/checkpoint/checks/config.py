@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from moedoctor.diagnose.checkpoint.findings import Inspection
+from moedoctor.diagnose.checkpoint.findings import Lint
 from moedoctor.diagnose.checkpoint.modules import BLOCK, KV_SCALES
 from moedoctor.diagnose.checkpoint.quantization import ALGOS, METHODS, UNCLEAR, Declared, Rule
 
@@ -12,30 +10,29 @@ _ATTENTION = ("k_proj", "qkv_proj", "kv_proj", "kv_a_proj_with_mqa", "query_key_
 _COMPARED = ("nvfp4", "fp8")
 
 
-def check_algo(checked: Inspection) -> None:
+def check_algo(checked: Lint) -> None:
     """Find an unknown, missing or contradicted `quant_algo` or `quant_method`."""
-    findings = checked.findings
     kinds = {module.kind for module in checked.modules.values()} - {None, "none"}
     shown = ", ".join(sorted(map(str, kinds)))
     if not checked.declared and kinds:
-        findings.add("quant_algo_missing", shown, "config.json", "no quantization_config")
+        checked.add("quant_algo_missing", shown, "config.json", "no quantization_config")
     for declared in checked.declared:
-        file, line = declared.file, declared.file.line_of("quant_algo")
+        file, scheme = declared.file, declared.scheme
         if declared.method is None or declared.method not in METHODS:
-            line = file.line_of("quant_method") or line
-            findings.add("quant_algo_unknown", "quant_method", file.name, declared.method, line)
+            key = "quant_method" if file.line_of("quant_method") else "quant_algo"
+            checked.add("quant_algo_unknown", "quant_method", file.name, declared.method, file, key)
         elif declared.method.startswith("modelopt") and (declared.algo is None or declared.algo not in ALGOS):
             check = "quant_algo_missing" if declared.algo is None else "quant_algo_unknown"
-            findings.add(check, "quant_algo", file.name, declared.algo, line)
+            checked.add(check, "quant_algo", file.name, declared.algo, file, "quant_algo")
         elif _unknown_groups(declared):
             key = "config_groups"
-            findings.add("quant_algo_unknown", key, file.name, declared.algo, file.line_of(key))
+            checked.add("quant_algo_unknown", key, file.name, declared.algo, file, key)
         elif not declared.judged:
             continue
-        elif declared.scheme in _COMPARED and declared.scheme not in kinds:
+        elif scheme in _COMPARED and scheme not in kinds:
             value = f"tensors are {shown or 'not quantised'}"
-            findings.add("quant_algo_tensors", f"{declared.scheme} declared", file.name, value, line)
-        elif declared.scheme in (*_COMPARED, "mixed"):
+            checked.add("quant_algo_tensors", f"{scheme} declared", file.name, value, file, "quant_algo")
+        elif scheme in (*_COMPARED, "mixed"):
             _check_layers(checked, declared)
 
 
@@ -49,60 +46,57 @@ def _unknown_groups(declared: Declared) -> bool:
     return not groups or any(rule.scheme is None for rule in groups)
 
 
-def _check_layers(checked: Inspection, declared: Declared) -> None:
+def _check_layers(checked: Lint, declared: Declared) -> None:
     """Find modules that are quantised in another way than declared, and lists that leave modules out."""
-    findings, layers, file = checked.findings, declared.rules.layers, declared.file
-    line = partial(file.line_of, "quant_algo" if layers is None else "quantized_layers")
+    layers, file = declared.rules.layers, declared.file
+    key = "quant_algo" if layers is None else "quantized_layers"
     if layers is not None and not layers:
-        value = f"{declared.algo} without a list"
-        findings.add("quant_algo_missing", "quantized_layers", file.name, value, line)
+        checked.add("quant_algo_missing", key, file.name, f"{declared.algo} without a list", file, key)
         return
     for name, rule in (layers or {}).items():
         if rule.scheme is None:
             check = "quant_algo_missing" if rule.name is None else "quant_algo_unknown"
-            findings.add(check, name, file.name, rule.name, line)
+            checked.add(check, name, file.name, rule.name, file, key)
     excluded = declared.excluded_patterns
     for module in checked.modules.values():
         if module.kind is None:
             continue
+        wrong = None
         if module.kind == "none":
             # The targets of a group may name more than is quantised; the list of excluded modules decides.
             listed = (layers or {}).get(module.name)
             if listed is not None and listed.scheme in _COMPARED:
-                value = f"not quantised, declared {listed.name}"
-                findings.add("quant_algo_tensors", module.name, module.stored.shard, value, line)
-            continue
-        module_rule = declared.rules.of(module.name)
-        wrong = _difference(module.kind, module_rule, layers is not None)
-        # Excluded modules that are quantised have their own check.
-        if wrong is not None and (module_rule is not None or not excluded.match(module.name)):
-            findings.add("quant_algo_tensors", module.name, module.stored.shard, wrong, line)
+                wrong = f"not quantised, declared {listed.name}"
+        else:
+            module_rule = declared.rules.of(module.name)
+            # Excluded modules that are quantised have their own check.
+            if module_rule is not None or not excluded.match(module.name):
+                wrong = _difference(module.kind, module_rule, layers is not None)
+        if wrong is not None:
+            checked.add("quant_algo_tensors", module.name, module.stored.shard, wrong, file, key)
 
 
 def _difference(kind: str, rule: Rule | None, listed: bool) -> str | None:
     """Return how a quantised module differs from its rule, or None if it does not."""
     if rule is None:
         return f"{kind}, not in quantized_layers" if listed else f"{kind}, a target of no group"
-    if rule is UNCLEAR or rule.scheme not in _COMPARED or rule.scheme == kind:
+    if rule.scheme not in _COMPARED or rule.scheme == kind:
         return None
     return f"{kind}, declared {rule.scheme}"
 
 
-def check_group_size(checked: Inspection) -> None:
+def check_group_size(checked: Lint) -> None:
     """Find a declared `group_size` that is not the number of weights that share a block scale.
 
     The first file with one counts. Another size in the second file is a disagreement of the two.
     """
     reported: set[tuple[str, int]] = set()
+    judged = [declared for declared in checked.declared if declared.judged]
     for module in checked.modules.values():
         block = module.block
         if block is None:
             continue
-        rules = (
-            (declared.file, declared.rules.of(module.name))
-            for declared in checked.declared
-            if declared.judged
-        )
+        rules = ((declared.file, declared.rules.of(module.name)) for declared in judged)
         sizes = ((file, rule.group_size) for file, rule in rules if rule is not None and rule.group_size)
         file, size = next(sizes, (None, BLOCK))
         # A damaged tensor of scales does not make a right declaration wrong.
@@ -110,37 +104,36 @@ def check_group_size(checked: Inspection) -> None:
             continue
         reported.add((file.name, size))
         value = f"{size}, but {module.name} has a scale for each {block:g} weights"
-        line = partial(file.line_of, "group_size")
-        checked.findings.add("group_size_tensors", "group_size", file.name, value, line)
+        checked.add("group_size_tensors", "group_size", file.name, value, file, "group_size")
 
 
-def check_agreement(checked: Inspection) -> None:
+def check_agreement(checked: Lint) -> None:
     """Find differences between hf_quant_config.json and config.json."""
-    config, hf_quant, findings = checked.config, checked.hf_quant, checked.findings
+    config, hf_quant = checked.config, checked.hf_quant
     if config is None or hf_quant is None:
         return
-    file = hf_quant.file
+
+    def disagree(what: str, here: object, there: object, key: str) -> None:
+        value = f"{there} in hf_quant_config.json, {here} in config.json"
+        checked.add("config_disagrees", what, hf_quant.file.name, value, hf_quant.file, key)
+
     for key, here, there in (
         ("quant_algo", config.algo, hf_quant.algo),
         ("kv_cache_quant_algo", config.kv, hf_quant.kv),
         ("group_size", config.group_size, hf_quant.group_size),
     ):
         if here != there and not (key == "group_size" and None in (here, there)):
-            value = f"{there} in hf_quant_config.json, {here} in config.json"
-            findings.add("config_disagrees", key, file.name, value, file.line_of(key))
+            disagree(key, here, there, key)
     ours, theirs = config.rules.layers, hf_quant.rules.layers
     if ours is not None and theirs is not None:
-        line = partial(file.line_of, "quantized_layers")
         for module in sorted(ours.keys() | theirs.keys()):
             if ours.get(module) != theirs.get(module):
-                value = f"{_shown(theirs.get(module))} in hf_quant_config.json, "
-                value += f"{_shown(ours.get(module))} in config.json"
-                findings.add("config_disagrees", module, file.name, value, line)
+                disagree(module, _shown(ours.get(module)), _shown(theirs.get(module)), "quantized_layers")
     excluded = frozenset(config.excluded)
     for name in sorted(excluded ^ frozenset(hf_quant.excluded)):
         only = config if name in excluded else hf_quant
-        line = partial(only.file.line_of, only.exclude_key)
-        findings.add("config_disagrees", name, only.file.name, f"excluded in {only.file.name} only", line)
+        value = f"excluded in {only.file.name} only"
+        checked.add("config_disagrees", name, only.file.name, value, only.file, only.exclude_key)
 
 
 def _shown(rule: Rule | None) -> str:
@@ -149,15 +142,14 @@ def _shown(rule: Rule | None) -> str:
     return f"{rule.name}{'' if rule.group_size is None else f' in groups of {rule.group_size}'}"
 
 
-def check_excluded(checked: Inspection) -> None:
+def check_excluded(checked: Lint) -> None:
     """Find excluded modules that are quantised, and the reverse."""
     if not checked.declared:
         return
     declared = checked.declared[0]
-    patterns = declared.excluded_patterns
+    patterns, file, key = declared.excluded_patterns, declared.file, declared.exclude_key
     if patterns.not_read or not declared.judged:
         return
-    line = partial(declared.file.line_of, declared.exclude_key)
     for module in checked.modules.values():
         if module.kind is None:
             continue
@@ -165,7 +157,7 @@ def check_excluded(checked: Inspection) -> None:
         excluded = patterns.match(name)
         if excluded and module.kind != "none":
             value = f"{weight.dtype} {list(weight.shape)}"
-            checked.findings.add("excluded_quantised", name, weight.shard, value, line)
+            checked.add("excluded_quantised", name, weight.shard, value, file, key)
         elif (
             module.kind == "none"
             and not excluded
@@ -173,18 +165,10 @@ def check_excluded(checked: Inspection) -> None:
             and len(weight.shape) == 2
             and declared.rules.of(name) not in (None, UNCLEAR)
         ):
-            checked.findings.add("unquantised_not_excluded", name, weight.shard, weight.dtype, line)
+            checked.add("unquantised_not_excluded", name, weight.shard, weight.dtype, file, key)
 
 
-def patterns_not_read(checked: Inspection) -> tuple[str, ...]:
-    """Return the patterns of modules in the JSON files that were not understood."""
-    patterns = list(checked.declared[0].excluded_patterns.not_read) if checked.declared else []
-    for declared in checked.declared:
-        patterns += declared.rules.not_read
-    return tuple(dict.fromkeys(patterns))
-
-
-def check_kv(checked: Inspection) -> None:
+def check_kv(checked: Lint) -> None:
     """MD012: find attention layers without the scales that a declared FP8 KV cache needs."""
     declared = next((declared for declared in checked.declared if declared.kv == "FP8"), None)
     if declared is None:
@@ -204,5 +188,4 @@ def check_kv(checked: Inspection) -> None:
         scales = scaled.get(head, set())
         if "kv_scale" not in scales and not scales >= {"k_scale", "v_scale"}:
             lacking = ", ".join(sorted({"k_scale", "v_scale"} - scales))
-            line = partial(declared.file.line_of, key)
-            checked.findings.add("kv_scales_missing", head, shard, f"no {lacking}", line)
+            checked.add("kv_scales_missing", head, shard, f"no {lacking}", declared.file, key)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from moedoctor.diagnose.checkpoint.checkpoint import INDEX, Checkpoint
-from moedoctor.diagnose.checkpoint.findings import Findings, Inspection
+from moedoctor.diagnose.checkpoint.findings import Lint
 from moedoctor.diagnose.checkpoint.modules import whole_number
 from moedoctor.models.config import dense_layers, layer_kinds
 from moedoctor.models.config_fields import ConfigError, Fields, text_config
@@ -19,6 +17,7 @@ _EXPERT_NUMBERS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_
 _LAYER_NUMBERS = ("num_hidden_layers", "num_layers", "n_layers")
 _ACTIVATIONS = ("mlp_hidden_act", "hidden_act", "hidden_activation")
 _MOST_LAYERS = 10_000
+_EXPERTS = "experts"
 _FAMILIES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Gate, up and down, by the names that checkpoints use."""
 _LAYER = re.compile(r"(?P<head>(?:[\w.]{0,200}?\.)?layers)\.(?P<number>\d{1,6})\.(?P<rest>.+)", re.ASCII)
@@ -28,36 +27,35 @@ Experts = dict[int, dict[str, str]]
 """Expert -> projection -> its kind."""
 
 
-def check_index(checked: Inspection) -> None:
+def check_index(checked: Lint) -> None:
     """Find differences between the index and the shards, and tensors that are there twice."""
-    checkpoint, findings = checked.checkpoint, checked.findings
+    checkpoint, index = checked.checkpoint, checked.checkpoint.index
     named = Counter(checkpoint.weight_map.values())
     for shard in checkpoint.missing_shards:
-        findings.add("shard_missing", f"{named[shard]} tensors", shard, "no such file")
+        checked.add("shard_missing", f"{named[shard]} tensors", shard, "no such file")
     for shard in checkpoint.unlisted_shards:
-        findings.add("index_disagrees", "all of its tensors", shard, "not named in the index")
-    for name in checkpoint.index.repeated if checkpoint.index else ():
-        line = partial(checkpoint.index.line_of, name) if checkpoint.index else None
-        findings.add("tensor_duplicated", name, INDEX, "twice in the index", line)
+        checked.add("index_disagrees", "all of its tensors", shard, "not named in the index")
+    for name in index.repeated if index else ():
+        checked.add("tensor_duplicated", name, INDEX, "twice in the index", index, name)
     for name, shards in checkpoint.duplicates.items():
-        findings.add("tensor_duplicated", name, shards[0], f"also in {', '.join(shards[1:])}")
-    if checkpoint.index is None:
+        checked.add("tensor_duplicated", name, shards[0], f"also in {', '.join(shards[1:])}")
+    if index is None:
         return
     missing = set(checkpoint.missing_shards)
     for name, shard in checkpoint.weight_map.items():
-        info, line = checkpoint.tensors.get(name), partial(checkpoint.index.line_of, name)
+        info = checkpoint.tensors.get(name)
         if info is None and shard not in missing:
-            findings.add("index_disagrees", name, shard, "in the index, in no shard", line)
+            checked.add("index_disagrees", name, shard, "in the index, in no shard", index, name)
         elif info is not None and info.shard != shard and shard not in checkpoint.duplicates.get(name, ()):
-            findings.add("index_disagrees", name, info.shard, f"the index says {shard}", line)
+            checked.add("index_disagrees", name, info.shard, f"the index says {shard}", index, name)
     for name, info in checkpoint.tensors.items():
         if name not in checkpoint.weight_map:
-            findings.add("index_disagrees", name, info.shard, "in the shard, not in the index")
+            checked.add("index_disagrees", name, info.shard, "in the shard, not in the index")
 
 
-def check_experts(checked: Inspection) -> None:
+def check_experts(checked: Lint) -> None:
     """Find experts and projections that are missing or extra, and layers with mixed quantisation."""
-    config, findings = text_config(checked.checkpoint.config.value), checked.findings
+    config = text_config(checked.checkpoint.config.value)
     layers: dict[str, Experts] = {}
     shards: dict[str, str] = {}
     expected = whole_number(config, *_EXPERT_NUMBERS)
@@ -72,26 +70,26 @@ def check_experts(checked: Inspection) -> None:
             if count != expected and "weight" in module.parts:
                 check = "expert_extra" if count > expected else "expert_missing"
                 value = f"{count} experts, {expected} in config.json"
-                findings.add(check, module.name, weight.shard, value)
+                checked.add(check, module.name, weight.shard, value)
     projections = _expected_projections(layers, config)
     for layer, experts in layers.items():
         shard = shards[layer]
         count = expected or max(experts) + 1
         if extra := [expert for expert in experts if expert >= count]:
-            findings.add("expert_extra", f"{layer}.{max(extra)}", shard, f"{count} experts in config.json")
+            checked.add("expert_extra", f"{layer}.{max(extra)}", shard, f"{count} experts in config.json")
         present = len(experts) - len(extra)
         if present < count:
             lacking = next(expert for expert in range(count) if expert not in experts)
             value = f"{count - present} of {count} missing"
-            findings.add("expert_missing", f"{layer}.{lacking}", shard, value)
+            checked.add("expert_missing", f"{layer}.{lacking}", shard, value)
         for expert, kinds in experts.items():
             for projection in sorted(projections[layer] - kinds.keys()):
-                findings.add("expert_missing", f"{layer}.{expert}.{projection}", shard, "no weight")
-        _check_mixed(layer, experts, shard, findings)
-    _check_expert_layers(checked.checkpoint, config, findings)
+                checked.add("expert_missing", f"{layer}.{expert}.{projection}", shard, "no weight")
+        _check_mixed(checked, layer, experts, shard)
+    _check_expert_layers(checked, config)
 
 
-def _check_mixed(layer: str, experts: Experts, shard: str, findings: Findings) -> None:
+def _check_mixed(checked: Lint, layer: str, experts: Experts, shard: str) -> None:
     counts = Counter(kind for kinds in experts.values() for kind in kinds.values())
     if len(counts) < 2:
         return
@@ -100,7 +98,7 @@ def _check_mixed(layer: str, experts: Experts, shard: str, findings: Findings) -
         for projection, kind in kinds.items():
             if kind != usual:
                 value = f"{kind}, others {usual}"
-                findings.add("experts_mixed", f"{layer}.{expert}.{projection}", shard, value)
+                checked.add("experts_mixed", f"{layer}.{expert}.{projection}", shard, value)
 
 
 def _expected_projections(layers: Mapping[str, Experts], config: Mapping[str, Any]) -> dict[str, set[str]]:
@@ -128,61 +126,49 @@ def _ungated(config: Mapping[str, Any]) -> bool:
     return activation.startswith("relu") or str(config.get("model_type")).startswith("nemotron")
 
 
-@dataclass
-class _Stack:
-    """The layers under one name, ``model.layers``."""
-
-    parts: dict[int, set[str]] = field(default_factory=dict)
-    """Layer -> its modules outside its experts."""
-    experts: set[int] = field(default_factory=set)
-    """Layers that have experts."""
-
-
-def _check_expert_layers(checkpoint: Checkpoint, config: Mapping[str, Any], findings: Findings) -> None:
+def _check_expert_layers(checked: Lint, config: Mapping[str, Any]) -> None:
     """Find layers without any tensor, and layers without the experts that they must have."""
+    checkpoint = checked.checkpoint
     stacks = _stacks(checkpoint)
-    if not stacks:
-        return
-    head, stack = max(stacks.items(), key=lambda item: len(item[1].experts))
-    if not stack.experts:
+    head = max(stacks, key=lambda head: sum(_EXPERTS in parts for parts in stacks[head].values()), default="")
+    stack = stacks.get(head, {})
+    with_experts = [parts for parts in stack.values() if _EXPERTS in parts]
+    if not with_experts:
         return
     numbers = [number for key in _LAYER_NUMBERS if (number := whole_number(config, key)) is not None]
     # Layers after these are for the prediction of several tokens; exporters keep them or leave them out.
-    count = min(_MOST_LAYERS, min(numbers, default=max(stack.parts) + 1))
-    if min(stack.parts) >= count:  # a draft model: only those layers
+    count = min(_MOST_LAYERS, min(numbers, default=max(stack) + 1))
+    if min(stack) >= count:  # a draft model: only those layers
         return
     source = INDEX if checkpoint.index is not None else next(iter(checkpoint.tensors.values())).shard
-    alike = {part for layer in stack.experts for part in stack.parts[layer]}
+    alike = set[str]().union(*with_experts)
     dense = _dense(config)
     for layer in range(count):
-        name, parts = f"{head}.{layer}", stack.parts.get(layer)
+        name, parts = f"{head}.{layer}", stack.get(layer)
         if parts is None:
             value = f"no tensor of this layer, {count} layers expected"
-            findings.add("expert_missing", name, source, value)
-        elif layer in stack.experts:
+            checked.add("expert_missing", name, source, value)
+        elif _EXPERTS in parts:
             continue
         elif routers := [part for part in sorted(parts) if _routes(checkpoint, config, name, part)]:
             router = f"{name}.{routers[0]}"
             shard = checkpoint.tensors[f"{router}.weight"].shard
-            findings.add("expert_missing", router, shard, "a router and no experts")
+            checked.add("expert_missing", router, shard, "a router and no experts")
         elif dense is not None and layer not in dense and parts <= alike:
-            findings.add("expert_missing", name, source, "neither experts nor a dense layer in their place")
+            checked.add("expert_missing", name, source, "neither experts nor a dense layer in their place")
 
 
-def _stacks(checkpoint: Checkpoint) -> dict[str, _Stack]:
-    """Return the stacks of layers by name, also by the index: a missing shard has its own finding."""
-    stacks: dict[str, _Stack] = {}
+def _stacks(checkpoint: Checkpoint) -> dict[str, dict[int, set[str]]]:
+    """Return name of a stack of layers -> layer -> its modules; all experts are one module.
+
+    Names of the index count too: a missing shard has its own finding.
+    """
+    stacks: dict[str, dict[int, set[str]]] = {}
     for name in {**checkpoint.tensors, **checkpoint.weight_map}:
-        match = _LAYER.fullmatch(name)
-        if match is None:
-            continue
-        stack, layer = stacks.setdefault(match["head"], _Stack()), int(match["number"])
-        module = match["rest"].rpartition(".")[0]
-        parts = stack.parts.setdefault(layer, set())
-        if "experts" in module.split("."):
-            stack.experts.add(layer)
-        else:
-            parts.add(module)
+        if match := _LAYER.fullmatch(name):
+            module = match["rest"].rpartition(".")[0]
+            parts = stacks.setdefault(match["head"], {}).setdefault(int(match["number"]), set())
+            parts.add(_EXPERTS if _EXPERTS in module.split(".") else module)
     return stacks
 
 
