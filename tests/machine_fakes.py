@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from moedoctor.diagnose.check.arch import JitCache
 from moedoctor.diagnose.check.check import Probes
 from moedoctor.diagnose.check.fix_plugin import state
 from moedoctor.diagnose.check.pinning import Pinning
+from moedoctor.diagnose.cuda.jit_cache import JitCache
 from moedoctor.environment import Sources
 from moedoctor.processes.cuda_tools import Tool
 from moedoctor.upstream.releases.collectors import Collected

@@ -7,21 +7,23 @@ at the same time.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moedoctor import __version__, environment
 from moedoctor.diagnose.check import fix_plugin
-from moedoctor.diagnose.check.arch import JitCache, arch_findings, read_jit_cache
+from moedoctor.diagnose.check.arch import arch_findings
 from moedoctor.diagnose.check.machine import Machine, fits, offload_path
 from moedoctor.diagnose.check.packages import find_problems, package_fits
 from moedoctor.diagnose.check.pinning import Pinning, not_tried, try_pinning
 from moedoctor.diagnose.check.records import SEVERITIES, CheckResult, Finding
 from moedoctor.diagnose.check.settings import setting_findings, setting_problems
+from moedoctor.diagnose.cuda.jit_cache import JitCache, read_jit_cache
 from moedoctor.entries import entries
-from moedoctor.entries.entry import Entry, Rule
+from moedoctor.entries.entry import Entry
 from moedoctor.environment import Sources, no_gpu
 from moedoctor.processes.cuda_tools import Tool, find_tools
 from moedoctor.redaction import Redactor
@@ -46,19 +48,18 @@ class Probes:
     nvcc: Callable[[Mapping[str, str]], Tool | None] = _nvcc
     jit_cache: Callable[[Mapping[str, str]], JitCache] = read_jit_cache
     fix_plugin: Callable[[Mapping[str, str]], Mapping[str, Any]] = fix_plugin.state
-    requires: Callable[[str], Iterable[str] | None] | None = None
-    """The requirements of a distribution; None reads its metadata."""
+    requires: Callable[[str], Iterable[str] | None] = importlib.metadata.requires
+    """The requirements of a distribution."""
 
 
-@dataclass
-class _Facts:
-    """Facts, and the errors of those that could not be collected."""
+@dataclass(frozen=True)
+class _Attempts:
+    """Calls functions that may fail, and keeps their errors by name. Hides what is private."""
 
-    values: dict[str, Any]
     redactor: Redactor
-    errors: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str]
 
-    def attempt(self, name: str, ask: Callable[[], Any]) -> Any:
+    def __call__(self, name: str, ask: Callable[[], Any]) -> Any:
         try:
             return ask()
         except Exception as error:
@@ -66,38 +67,53 @@ class _Facts:
             self.errors[name] = self.redactor.text(message)
             return None
 
+    def masked(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return facts with masked texts."""
+        mask = self.redactor.text
+        return {name: mask(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+
 
 def check(sources: Sources | None = None, probes: Probes | None = None) -> CheckResult:
     """Collect the facts and judge them. Never raises for the state of a machine."""
     sources, probes = sources or Sources(), probes or Probes()
-    collected = environment.collect(sources)
-    facts = _Facts(collected, _redactor(sources), dict(collected.get("collector_errors") or {}))
-    nvcc = facts.attempt("nvcc", lambda: probes.nvcc(sources.environ))
-    machine = _machine(sources, probes, collected, nvcc)
-    cache = facts.attempt("jit_cache", lambda: probes.jit_cache(sources.environ))
-    pinning, reports = _ask_children(machine, probes, facts)
-    package_pairs = facts.attempt("packages", lambda: package_fits(machine)) or ()
-    findings = _findings(machine, cache or JitCache("", ()), facts)
+    environ, facts = sources.environ, environment.collect(sources)
+    attempt = _Attempts(_redactor(sources), dict(facts.get("collector_errors") or {}))
+    nvcc = attempt("nvcc", lambda: probes.nvcc(environ))
+    cache = attempt("jit_cache", lambda: probes.jit_cache(environ))
+    machine = Machine(
+        facts,
+        sources,
+        cuda=".".join(map(str, nvcc.cuda)) if nvcc else facts.get("torch_cuda"),
+        offload=offload_path(
+            facts.get("vllm"), wsl=facts.get("wsl"), kernel=facts.get("kernel"), variables=environ
+        ),
+        redactor=attempt.redactor,
+        jit_cache=cache or JitCache("", ()),
+        metadata_requires=probes.requires,
+    )
+    pinning, reports = _ask_children(machine, probes, attempt)
+    packages = attempt("packages", lambda: package_fits(machine)) or ()
+    findings = _findings(machine, attempt)
+    plugin = attempt("moedoctor_fixes", lambda: attempt.masked(probes.fix_plugin(environ)))
+    folders = attempt.masked(asdict(cache)) if cache else None
     return CheckResult(
         environment={
-            **collected,
+            **facts,
             "nvcc": nvcc.version if nvcc else None,
             "cuda_toolkit": machine.cuda,
             "pinned_memory": asdict(pinning),
             "vllm_offload": asdict(machine.offload),
-            "packages": [asdict(pair) for pair in package_pairs],
-            "flashinfer_jit_folders": _folders(cache, facts.redactor),
-            "moedoctor_fixes": facts.attempt(
-                "moedoctor_fixes", lambda: _plugin(sources, probes, facts.redactor)
-            ),
+            "packages": [asdict(pair) for pair in packages],
+            "flashinfer_jit_folders": folders,
+            "moedoctor_fixes": plugin,
             "collectors": reports,
-            "collector_errors": facts.errors,
+            "collector_errors": attempt.errors,
         },
         findings=tuple(finding for finding in findings if finding.severity != "note"),
         conditional=tuple(finding for finding in findings if finding.severity == "note"),
         problems=(
-            *find_problems(machine, package_pairs, pinning, nvcc, facts.errors),
-            *(facts.attempt("settings", lambda: tuple(setting_problems(machine, facts.redactor))) or ()),
+            *find_problems(machine, packages, pinning, nvcc, attempt.errors),
+            *(attempt("settings", lambda: tuple(setting_problems(machine))) or ()),
         ),
         version=__version__,
     )
@@ -110,16 +126,7 @@ def _redactor(sources: Sources) -> Redactor:
         return Redactor.of(sources.environ, "")
 
 
-def _machine(sources: Sources, probes: Probes, facts: Mapping[str, Any], nvcc: Tool | None) -> Machine:
-    path = offload_path(
-        facts.get("vllm"), wsl=facts.get("wsl"), kernel=facts.get("kernel"), variables=sources.environ
-    )
-    cuda = ".".join(map(str, nvcc.cuda)) if nvcc else facts.get("torch_cuda")
-    machine = Machine(facts, sources, cuda, path)
-    return replace(machine, metadata_requires=probes.requires) if probes.requires else machine
-
-
-def _ask_children(machine: Machine, probes: Probes, facts: _Facts) -> tuple[Pinning, dict[str, Any]]:
+def _ask_children(machine: Machine, probes: Probes, attempt: _Attempts) -> tuple[Pinning, dict[str, Any]]:
     """Try pinning and run upstream's collectors; return (pinning, report or error by package)."""
     without = no_gpu(machine.facts)
     questions: dict[str, Callable[[], Any]] = {} if without else {"pinning": probes.pinning}
@@ -129,66 +136,51 @@ def _ask_children(machine: Machine, probes: Probes, facts: _Facts) -> tuple[Pinn
         if machine.facts.get(name)
     }
     with ThreadPoolExecutor(max_workers=3) as pool:
-        answers = pool.map(lambda item: facts.attempt(*item), questions.items())
-        by_name = dict(zip(questions, answers, strict=True))
-    pinning = by_name.pop("pinning", None) or not_tried(without or facts.errors.get("pinning", "no answer"))
+        answers = dict(zip(questions, pool.map(attempt, questions, questions.values()), strict=True))
+    pinning = answers.pop("pinning", None) or not_tried(without or attempt.errors.get("pinning", "no answer"))
     reports: dict[str, Any] = {}
-    for name, answer in by_name.items():
-        error = facts.errors.get(name) if answer is None else answer.error
+    for name, answer in answers.items():
+        error = attempt.errors.get(name) if answer is None else answer.error
         reports[name] = {"error": error} if error else dict(answer.facts)
     return pinning, reports
 
 
-Observer = Callable[[Entry, Machine, JitCache, Redactor], Iterable[Finding]]
-
-OBSERVERS: Mapping[str, Observer] = {"MD004": arch_findings, "MD010": setting_findings}
+OBSERVERS: Mapping[str, Callable[[Entry, Machine], Iterable[Finding]]] = {
+    "MD004": arch_findings,
+    "MD010": setting_findings,
+}
 """Entry -> code that finds what rules cannot express. Findings of both are merged."""
 
 
-def _findings(machine: Machine, cache: JitCache, facts: _Facts) -> list[Finding]:
+def _findings(machine: Machine, attempt: _Attempts) -> list[Finding]:
     """Return one finding an entry, the worst first."""
-    by_entry: list[Finding] = []
+    merged = []
     for entry in entries().values():
-        findings = [*_by_rules(entry, machine, facts.redactor), *_observed(entry, machine, cache, facts)]
+        findings = [*_by_rules(entry, machine), *_observed(entry, machine, attempt)]
         if findings:
-            by_entry.append(_merged(findings))
-    return sorted(by_entry, key=_rank)
+            merged.append(_merged(findings))
+    return sorted(merged, key=_rank)
 
 
-def _observed(entry: Entry, machine: Machine, cache: JitCache, facts: _Facts) -> Iterable[Finding]:
+def _observed(entry: Entry, machine: Machine, attempt: _Attempts) -> Iterable[Finding]:
     observer = OBSERVERS.get(entry.id)
     if observer is None:
         return ()
-    findings = facts.attempt(
-        f"observations for {entry.id}", lambda: tuple(observer(entry, machine, cache, facts.redactor))
-    )
-    return findings or ()
+    return attempt(f"observations for {entry.id}", lambda: tuple(observer(entry, machine))) or ()
 
 
-def _by_rules(entry: Entry, machine: Machine, redactor: Redactor) -> Iterator[Finding]:
+def _by_rules(entry: Entry, machine: Machine) -> Iterator[Finding]:
+    """Yield the finding of the first rule of `entry` that fits."""
     for rule in entry.affects:
-        evidence = fits(rule.when, machine, redactor)
-        if evidence is not None:
-            yield _finding(entry, rule, evidence, machine)
-            return
-
-
-def _finding(entry: Entry, rule: Rule, evidence: Mapping[str, Any], machine: Machine) -> Finding:
-    confidence = rule.confidence
-    if not machine.capabilities and not rule.when.any_set:  # a setting has no effect, GPU or not
-        evidence = {**evidence, "gpu": "none here; it strikes where this environment runs on one"}
-        confidence *= _WITHOUT_GPU
-    return Finding(
-        id=entry.id,
-        name=entry.name,
-        title=entry.title,
-        severity=rule.severity,
-        confidence=round(confidence, 2),
-        why=rule.why,
-        needs=rule.needs,
-        evidence=evidence,
-        next_step=rule.next,
-    )
+        evidence = fits(rule.when, machine)
+        if evidence is None:
+            continue
+        confidence = rule.confidence
+        if not machine.capabilities and not rule.when.any_set:  # a setting has no effect, GPU or not
+            evidence = {**evidence, "gpu": "none here; it strikes where this environment runs on one"}
+            confidence = round(confidence * _WITHOUT_GPU, 2)
+        yield Finding.of(entry, rule.severity, confidence, rule.why, evidence, rule.next, needs=rule.needs)
+        return
 
 
 def _merged(findings: Sequence[Finding]) -> Finding:
@@ -203,14 +195,3 @@ def _merged(findings: Sequence[Finding]) -> Finding:
 
 def _rank(finding: Finding) -> tuple[int, float, str]:
     return SEVERITIES.index(finding.severity), -finding.confidence, finding.id
-
-
-def _plugin(sources: Sources, probes: Probes, redactor: Redactor) -> dict[str, Any]:
-    state = probes.fix_plugin(sources.environ)
-    return {key: redactor.text(value) if isinstance(value, str) else value for key, value in state.items()}
-
-
-def _folders(cache: JitCache | None, redactor: Redactor) -> dict[str, Any] | None:
-    if cache is None:
-        return None
-    return {"path": redactor.text(cache.path), "folders": [asdict(folder) for folder in cache.folders]}

@@ -5,7 +5,6 @@ A fact that is not known is None, and a rule that needs it does not fit.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from moedoctor.diagnose.cuda.jit_cache import JitCache
 from moedoctor.entries.entry import Condition
 from moedoctor.environment import Sources
 from moedoctor.redaction import Redactor
@@ -63,7 +63,9 @@ class Machine:
     cuda: str | None
     """The release of the CUDA toolkit, or of the CUDA that torch was built for if there is no toolkit."""
     offload: OffloadPath
-    metadata_requires: Callable[[str], Iterable[str] | None] = importlib.metadata.requires
+    redactor: Redactor
+    jit_cache: JitCache
+    metadata_requires: Callable[[str], Iterable[str] | None]
     versions: dict[str, str | None] = field(default_factory=dict)
     """Versions that were looked up, by distribution."""
 
@@ -87,6 +89,10 @@ class Machine:
             self.versions[distribution] = _quietly(lambda: self.sources.package_version(distribution))
         return self.versions[distribution]
 
+    def setting(self, name: str) -> str:
+        """Return the value of a variable that is set, fit to be shown."""
+        return self.redactor.setting(name, self.variables[name])
+
     def has_file(self, path: str) -> bool:
         """Return whether an installed package has this file, ``vllm/envs.py``. Imports nothing."""
         package, _, rest = path.partition("/")
@@ -98,7 +104,7 @@ class Machine:
         return _quietly(lambda: self.metadata_requires(distribution)) or ()
 
 
-def fits(condition: Condition, machine: Machine, redactor: Redactor) -> dict[str, Any] | None:
+def fits(condition: Condition, machine: Machine) -> dict[str, Any] | None:
     """Return the facts that make all of `condition` hold on `machine`, or None if a part does not hold."""
     facts = {}
     for holds, name, fact in _parts(condition, machine):
@@ -113,7 +119,7 @@ def fits(condition: Condition, machine: Machine, redactor: Redactor) -> dict[str
     present = [name for name in condition.any_set if name in variables]
     if condition.any_set and not present:
         return None
-    shown = {**condition.variables, **{name: redactor.setting(name, variables[name]) for name in present}}
+    shown = {**condition.variables, **{name: machine.setting(name) for name in present}}
     return {**facts, "variables": shown} if shown else facts
 
 

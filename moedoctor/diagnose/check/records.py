@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moedoctor.entries.entry import Entry
+
 SEVERITIES = ("error", "warning", "note")
 """The worst first."""
 
@@ -29,6 +31,22 @@ class Finding:
     next_step: str
     line: int | None = None
     """Always None; triage's findings have a line."""
+
+    @classmethod
+    def of(
+        cls,
+        entry: Entry,
+        severity: str,
+        confidence: float,
+        why: str,
+        evidence: Mapping[str, Any],
+        next_step: str,
+        *,
+        needs: str | None = None,
+    ) -> Finding:
+        """Return a finding about `entry`."""
+        names = (entry.id, entry.name, entry.title)
+        return cls(*names, severity, confidence, why, needs, evidence, next_step)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from moedoctor.diagnose.check.arch import JitCache
 from moedoctor.diagnose.check.machine import Machine, fits
 from moedoctor.diagnose.check.records import Finding, Problem
 from moedoctor.diagnose.settings.settings import check_flashinfer, check_settings
 from moedoctor.diagnose.settings.tables import SettingFinding, vllm_variables
 from moedoctor.entries.entry import Entry
-from moedoctor.redaction import Redactor
 
 _BACKEND = re.compile(r"FLASHINFER|MOE|BACKEND|MARLIN|GEMM|FP[48]|CUTLASS|TRTLLM|CUTEDSL|B12X", re.IGNORECASE)
 """Parts of the names of variables that choose kernels."""
@@ -20,40 +18,37 @@ _BETWEEN = 0.5
 """The confidence for a vLLM that is not in the tables: the release before it is used."""
 
 
-def setting_findings(
-    entry: Entry, machine: Machine, cache: JitCache, redactor: Redactor
-) -> Iterator[Finding]:
+def setting_findings(entry: Entry, machine: Machine) -> Iterator[Finding]:
     """Yield one finding for all variables about backends without effect that no rule of the entry names."""
-    named = next((rule.when.any_set for rule in entry.affects if fits(rule.when, machine, redactor)), [])
+    named = next((rule.when.any_set for rule in entry.affects if fits(rule.when, machine)), [])
     dead = [finding for finding in _dead(machine) if _is_backend(finding) and _name(finding) not in named]
     if not dead:
         return
     packages = {name: machine.version(name) for name in ("vllm", "flashinfer-python")}
-    shown = {_name(finding): redactor.setting(_name(finding), _value(finding)) for finding in dead}
-    yield Finding(
-        id=entry.id,
-        name=entry.name,
-        title=entry.title,
+    settings = {_name(finding): machine.setting(_name(finding)) for finding in dead}
+    text = machine.redactor.text
+    yield Finding.of(
+        entry,
         severity="error" if any(finding.stops for finding in dead) else "warning",
         confidence=_CONFIDENCE if _is_known(machine) else _BETWEEN,
-        why=redactor.text("; ".join(f"{_name(finding)}: {finding.message}" for finding in dead)),
-        needs=None,
-        evidence={**{name: version for name, version in packages.items() if version}, "settings": shown},
-        next_step=redactor.text("; ".join(_remedy(finding) for finding in dead)),
+        why=text("; ".join(f"{_name(finding)}: {finding.message}" for finding in dead)),
+        evidence={**{name: version for name, version in packages.items() if version}, "settings": settings},
+        next_step=text("; ".join(map(_remedy, dead))),
     )
 
 
-def setting_problems(machine: Machine, redactor: Redactor) -> Iterator[Problem]:
+def setting_problems(machine: Machine) -> Iterator[Problem]:
     """Yield the other variables that have no effect, or stop the engine."""
+    text = machine.redactor.text
     for finding in _dead(machine):
         if not _is_backend(finding):
             name = _name(finding)
             yield Problem(
-                what=f"{redactor.text(name)}: {finding.problem.replace('_', ' ')}",
+                what=f"{text(name)}: {finding.problem.replace('_', ' ')}",
                 severity="error" if finding.stops else "warning",
-                why=redactor.text(finding.message),
-                evidence={"variables": {name: redactor.setting(name, _value(finding))}},
-                next_step=redactor.text(_remedy(finding)),
+                why=text(finding.message),
+                evidence={"variables": {name: machine.setting(name)}},
+                next_step=text(_remedy(finding)),
             )
 
 
@@ -83,7 +78,3 @@ def _remedy(finding: SettingFinding) -> str:
 
 def _name(finding: SettingFinding) -> str:
     return finding.setting.partition("=")[0]
-
-
-def _value(finding: SettingFinding) -> str:
-    return finding.setting.partition("=")[2]

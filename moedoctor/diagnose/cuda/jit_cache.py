@@ -6,13 +6,20 @@ It is at ``$FLASHINFER_WORKSPACE_BASE/.cache/flashinfer/<release>/<targets>/cach
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from moedoctor.diagnose.cuda.device_code import Image
 from moedoctor.fixes.arch.targets import Target
 
+BASE = "FLASHINFER_WORKSPACE_BASE"
+MAX_MODULES = 2_000
+SUFFIX_SINCE = (9, 0)
+"""GPUs from here on have instructions that need a suffix."""
 _GENCODE = re.compile(r"-gencode[= ][\"']?arch=compute_([^,\s\"']+),code=\[?([^\s\"'\]$]+)")
 _NEEDS_SUFFIX = re.compile(r"fused_moe|gemm|fp4")
 
@@ -66,3 +73,45 @@ def _targets(folder: str) -> tuple[Target, ...]:
         return tuple(Target.parse(name) for name in folder.split("_"))
     except ValueError:
         return ()
+
+
+@dataclass(frozen=True)
+class JitFolder:
+    """What was compiled by one release for one set of targets."""
+
+    release: str
+    targets: tuple[str, ...]
+    """``("120f",)``; empty if FlashInfer did not find a target."""
+    modules: int
+    """Modules with a compiled library."""
+    lacking: tuple[str, ...]
+    """Modules with tensor-core kernels compiled for a target of 9.0 or later without its suffix."""
+
+
+@dataclass(frozen=True)
+class JitCache:
+    """The cache of this user."""
+
+    path: str
+    """Where FlashInfer looks; not redacted."""
+    folders: tuple[JitFolder, ...]
+
+
+def read_jit_cache(environ: Mapping[str, str]) -> JitCache:
+    """Return the cache that FlashInfer uses under `environ`. An absent one is empty. Raises OSError."""
+    base = environ.get(BASE) or environ.get("HOME") or os.path.expanduser("~")
+    root = Path(base) / ".cache" / "flashinfer"
+    libraries = islice(root.glob("*/*/cached_ops/*/*.so"), MAX_MODULES) if root.is_dir() else ()
+    groups: dict[tuple[str, tuple[str, ...]], list[CachedModule]] = {}
+    for module in filter(None, map(cached_module, libraries)):
+        groups.setdefault((module.release, tuple(map(str, module.targets))), []).append(module)
+    folders = []
+    for (release, targets), modules in sorted(groups.items()):
+        lacking = {module.module for module in modules if _lacks_suffix(module)}
+        folders.append(JitFolder(release, targets, len(modules), tuple(sorted(lacking))))
+    return JitCache(str(root), tuple(folders))
+
+
+def _lacks_suffix(module: CachedModule) -> bool:
+    plain = any(target.capability >= SUFFIX_SINCE and not target.suffix for target in module.targets)
+    return plain and module.needs_suffix

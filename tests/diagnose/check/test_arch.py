@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moedoctor.diagnose.check.arch import BASE, JitFolder, read_jit_cache
+from moedoctor.diagnose.cuda.jit_cache import BASE, JitFolder, read_jit_cache
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from machine_fakes import PINNED, probes, sources
 
-from moedoctor.diagnose.check.arch import JitCache, JitFolder
 from moedoctor.diagnose.check.check import check
 from moedoctor.diagnose.check.pinning import Pinning
 from moedoctor.diagnose.check.records import CheckResult
+from moedoctor.diagnose.cuda.jit_cache import JitCache, JitFolder
 from moedoctor.entries import entries
 
 H200 = ("NVIDIA H200", "9.0")

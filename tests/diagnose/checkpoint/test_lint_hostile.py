@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from moedoctor.diagnose.checkpoint import safetensors_header
 from moedoctor.diagnose.checkpoint.json_fix import corrected
 from moedoctor.diagnose.checkpoint.lint import lint
-from moedoctor.diagnose.checkpoint.quantization import Patterns
+from moedoctor.diagnose.checkpoint.name_patterns import Patterns
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError, read_header
 from moedoctor.reporters.output import write
 
