@@ -7,12 +7,14 @@ experts; experts and data together are split with ``allgather_reducescatter``, v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from moedoctor.fixes.backends.release_tables import (
     CAPABILITIES,
     SCHEMES,
+    Flag,
     Kernel,
     Point,
     Rule,
@@ -93,25 +95,51 @@ def select(
     point: Point = (capability, parallel, activation)
     table = tables(scheme, release)
     there = {**dict.fromkeys(releases()[release].provides, True), **(libraries or {})}
+    order = _order(table, point, environ or {})
+    full = table.order(point).backends
     value = moe_backend.lower().replace("-", "_")
-    order, allowed, decided = _order(table, point, environ or {})
     flag = table.flags.get(value)
+    allowed = order.allowed
     if flag is not None:
         allowed |= {*flag.backends, *((_BATCHED,) if flag.batched else ())}
-    others = (kernel.backend for kernel in table.kernels if kernel.backend not in order.backends)
-    candidates = [
-        replace(
-            _candidate(table, backend, point, scheme, there, allowed),
-            automatic=backend in order.backends or backend in order.full,
-        )
-        for backend in (*order.backends, *dict.fromkeys(others))
-    ]
-    empty = Selection(
-        release, *(capability, scheme, parallel, activation), (), None, decided, None, order.source
+    names = dict.fromkeys((*order.backends, *(kernel.backend for kernel in table.kernels)))
+    automatic = {*order.backends, *full}
+    candidates = {
+        name: _candidate(table, name, point, scheme, there, allowed, name in automatic) for name in names
+    }
+    refusal = None if value == AUTO else _refusal(table, flag, value, scheme, release)
+    tried, left_out, decided, forced = list(order.backends), order.removed, order.decided_by, order.forced
+    if value != AUTO and flag is not None and flag.ignored and not refusal:
+        tried, left_out, decided, forced = [name for name in names if name in full], {}, "automatic", False
+    elif value != AUTO:
+        decided, forced = f"--moe-backend {value}", True
+        tried = [name for name in flag.backends if name in names] if flag and not refusal else []
+        reason = "not what was asked for" if refusal else f"{decided} leaves it out"
+        left_out = {name: reason for name in names if name not in tried}
+
+    winner = next((name for name in tried if candidates[name].supported), None)
+    error = refusal or "no backend fits this layer on this GPU"
+    if tried and forced:
+        error = f"{tried[0]} was asked for and {candidates[tried[0]].reason}"
+
+    def explained(candidate: Candidate) -> Candidate:
+        name = candidate.backend
+        if name == winner:
+            return replace(candidate, chosen=True, reason=f"chosen ({decided})")
+        if not candidate.supported:
+            return candidate
+        asked = f": --moe-backend {candidate.flag}" if candidate.flag else ""
+        other = f"{winner} comes before it" if name in tried else f"only on request{asked}"
+        return replace(candidate, reason=f"would work; {left_out.get(name, other)}")
+
+    return Selection(
+        *(release, capability, scheme, parallel, activation),
+        candidates=tuple(map(explained, candidates.values())),
+        chosen=winner,
+        decided_by=decided,
+        error=None if winner else f"vLLM {release} does not start: {error}",
+        source=order.source,
     )
-    if value != AUTO:
-        return _asked(empty, table, candidates, value)
-    return _chosen(empty, candidates, candidates[: len(order.backends)], order.removed, forced=order.forced)
 
 
 def shown_variables(rule: Rule, environ: Mapping[str, str]) -> str:
@@ -119,21 +147,34 @@ def shown_variables(rule: Rule, environ: Mapping[str, str]) -> str:
     return " ".join(f"{name}={environ[name]}" for name in rule.when if name in environ)
 
 
-@dataclass(frozen=True)
-class _Order:
+def _refusal(table: Tables, flag: Flag | None, value: str, scheme: str, release: str) -> str | None:
+    """Why vLLM does not take --moe-backend `value`; None if it does."""
+    if value not in releases()[release].moe_backends:
+        return f"--moe-backend {value} is not one of {', '.join(releases()[release].moe_backends)}"
+    if flag is not None and not flag.refused:
+        return None
+    known = ", ".join(flag.value for flag in table.flags.values() if flag.backends)
+    why = (flag and flag.refused) or f"it is not for {scheme}; expected one of {known}"
+    return f"--moe-backend {value} is refused: {why}"
+
+
+class _Order(NamedTuple):
+    """The automatic order after the variables."""
+
     backends: tuple[str, ...]
-    full: tuple[str, ...]
-    """Before any variable removed a backend."""
     removed: Mapping[str, str]
-    """Backend -> the variable that removed it."""
+    """Backend -> which variable leaves it out."""
+    allowed: frozenset[str]
+    """Backends that a variable allows."""
+    decided_by: str
     forced: bool
     source: str
 
 
-def _order(table: Tables, point: Point, environ: Mapping[str, str]) -> tuple[_Order, frozenset[str], str]:
-    """The order after the variables, the backends that they allow, and the variables that decided."""
+def _order(table: Tables, point: Point, environ: Mapping[str, str]) -> _Order:
     order = table.order(point)
-    left, removed, allowed, decided = list(order.backends), {}, set[str](), "automatic"
+    left, allowed, decided = list(order.backends), set[str](), "automatic"
+    removed: dict[str, str] = {}
     for override in table.overrides:
         rule = next((rule for rule in override.rules if applies(rule, point, environ)), None)
         if rule is None:
@@ -142,32 +183,32 @@ def _order(table: Tables, point: Point, environ: Mapping[str, str]) -> tuple[_Or
         if rule.effect == "allow":
             allowed.update(rule.backends)
             decided = shown
-        elif rule.effect == "remove":
-            removed.update({backend: shown for backend in left if backend in rule.backends})
-            left = [backend for backend in left if backend not in rule.backends]
+            continue
+        if rule.effect == "remove":
+            remaining = [backend for backend in left if backend not in rule.backends]
         else:
             known = {kernel.backend for kernel in table.kernels}
-            left = [backend for backend in rule.backends if backend in known]
-            removed.update({backend: shown for backend in order.backends if backend not in left})
-            full = _Order(tuple(left), order.backends, removed, rule.effect == "force", override.source)
-            return full, frozenset(allowed), shown
-    if removed and decided == "automatic":
-        decided = next(iter(removed.values()))
-    return _Order(tuple(left), order.backends, removed, False, order.source), frozenset(allowed), decided
+            remaining, left = [backend for backend in rule.backends if backend in known], [*order.backends]
+        removed |= {backend: f"{shown} leaves it out" for backend in left if backend not in remaining}
+        left = remaining
+        if rule.effect != "remove":
+            forced = rule.effect == "force"
+            return _Order(tuple(left), removed, frozenset(allowed), shown, forced, override.source)
+        if removed and decided == "automatic":
+            decided = shown
+    return _Order(tuple(left), removed, frozenset(allowed), decided, False, order.source)
 
 
 def applies(rule: Rule, point: Point, environ: Mapping[str, str]) -> bool:
     """Whether the variables are set as the rule needs them, on the GPU of `point`."""
-    if rule.capabilities is not None and point[0] not in rule.capabilities:
-        return False
-    for name, expected in rule.when.items():
-        value = environ.get(name)
+
+    def fits(value: str | None, expected: bool | str | None) -> bool:
         if isinstance(expected, bool):
-            if value is None or is_on(value) is not expected:
-                return False
-        elif value != expected:
-            return False
-    return True
+            return value is not None and is_on(value) is expected
+        return value == expected
+
+    on_gpu = rule.capabilities is None or point[0] in rule.capabilities
+    return on_gpu and all(fits(environ.get(name), expected) for name, expected in rule.when.items())
 
 
 def is_on(value: str) -> bool:
@@ -177,57 +218,60 @@ def is_on(value: str) -> bool:
 
 
 def _candidate(
-    table: Tables, backend: str, point: Point, scheme: str, there: Mapping[str, bool], allowed: frozenset[str]
+    table: Tables,
+    backend: str,
+    point: Point,
+    scheme: str,
+    there: Mapping[str, bool],
+    allowed: frozenset[str],
+    automatic: bool,
 ) -> Candidate:
     verdicts = [
         (kernel, *_verdict(kernel, point, scheme, there, allowed))
         for kernel in table.kernels
         if kernel.backend == backend
     ]
-    fits = tuple(kernel.name or backend for kernel, reason, _ in verdicts if not reason)
+    fits = tuple(kernel.name or backend for kernel, _, reason in verdicts if not reason)
     flag = next((flag.value for flag in table.flags.values() if backend in flag.backends), None)
     # The kernel that got furthest explains most: one for another GPU is no reason if one is for this GPU.
-    kernel, reason, _ = max(verdicts, key=lambda verdict: (not verdict[1], verdict[2]))
-    return Candidate(backend, bool(fits), False, reason, flag, True, fits, kernel.source)
+    kernel, _, reason = max(verdicts, key=lambda verdict: (not verdict[2], verdict[1]))
+    return Candidate(backend, bool(fits), False, reason, flag, automatic, fits, kernel.source)
 
 
 def _verdict(
     kernel: Kernel, point: Point, scheme: str, there: Mapping[str, bool], allowed: frozenset[str]
-) -> tuple[str, int]:
-    """(why the kernel does not fit, or empty; how many questions it passed), asked in vLLM's order."""
+) -> tuple[int, str]:
+    """(how many questions the kernel passed, why it does not fit; empty if it does)."""
+    passed = 0
+    for passed, reason in enumerate(_reasons(kernel, point, scheme, there, allowed)):
+        if reason:
+            return passed, reason
+    return passed, ""
+
+
+def _reasons(
+    kernel: Kernel, point: Point, scheme: str, there: Mapping[str, bool], allowed: frozenset[str]
+) -> Iterator[str]:
+    """Give for each of vLLM's questions, in its order, why the kernel does not fit; empty if it does."""
     capability, parallel, activation = point
-    refused = [reason for reason, box in kernel.then if box.contains(point)]
-    missing = [library for library in kernel.needs if not there.get(library)]
-    questions: tuple[tuple[object, Callable[[], str]], ...] = (
-        (_outside(capability, kernel.devices), lambda: _wrong_device(kernel, capability)),
-        (
-            activation.endswith("_no_mul") and not kernel.ungated,
-            lambda: f"takes no layers without a gate ({activation})",
-        ),
-        (
-            _outside(activation, kernel.activations),
-            lambda: f"does not compute {activation}, only {', '.join(sorted(kernel.activations or ()))}",
-        ),
-        (_outside(capability, kernel.scheme_devices), lambda: _wrong_scheme(kernel, scheme)),
-        (_outside(parallel, kernel.parallel), lambda: f"does not work with {_SETTINGS[parallel]}"),
-        (
-            _BATCHED not in allowed and "format" in refused,
-            lambda: f"needs {_BATCHED}, which comes with --all2all-backend deepep_low_latency",
-        ),
-        (
-            any(reason != "format" for reason in refused),
-            lambda: next(reason for reason in refused if reason != "format"),
-        ),
-        (missing, lambda: f"needs the library {' and '.join(missing)}, which is not there"),
-        (
-            kernel.asked_with and kernel.backend not in allowed,
-            lambda: f"only with {kernel.asked_with}",
-        ),
-    )
-    for rank, (fails, reason) in enumerate(questions):
-        if fails:
-            return reason(), rank
-    return "", len(questions)
+    yield _wrong_device(kernel, capability) if _outside(capability, kernel.devices) else ""
+    ungated = activation.endswith("_no_mul")
+    yield f"takes no layers without a gate ({activation})" if ungated and not kernel.ungated else ""
+    computed = ", ".join(sorted(kernel.activations or ()))
+    wrong = _outside(activation, kernel.activations)
+    yield f"does not compute {activation}, only {computed}" if wrong else ""
+    yield _wrong_scheme(kernel, scheme) if _outside(capability, kernel.scheme_devices) else ""
+    yield f"does not work with {_SETTINGS[parallel]}" if _outside(parallel, kernel.parallel) else ""
+    refused = [refusal.reason for refusal in kernel.then if refusal.contains(point)]
+    if "format" in refused and _BATCHED not in allowed:
+        yield f"needs {_BATCHED}, which comes with --all2all-backend deepep_low_latency"
+    else:
+        yield ""
+    yield next((reason for reason in refused if reason != "format"), "")
+    missing = " and ".join(library for library in kernel.needs if not there.get(library))
+    yield f"needs the library {missing}, which is not there" if missing else ""
+    asked = kernel.asked_with and kernel.backend not in allowed
+    yield f"only with {kernel.asked_with}" if asked else ""
 
 
 _ELSEWHERE = {"AITER": "ROCm", "ROCM": "ROCm", "CK": "ROCm", "XPU": "Intel GPUs", "CPU": "CPUs"}
@@ -272,71 +316,6 @@ def spoken(capabilities: Values) -> str:
         else:
             runs.append([capability])
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else " and ".join(run) for run in runs)
-
-
-def _chosen(
-    empty: Selection,
-    candidates: Sequence[Candidate],
-    tried: Sequence[Candidate],
-    removed: Mapping[str, str],
-    *,
-    forced: bool,
-) -> Selection:
-    winner = next((candidate for candidate in tried if candidate.supported), None)
-
-    def explained(candidate: Candidate) -> Candidate:
-        if candidate is winner:
-            return replace(candidate, chosen=True, reason=f"chosen ({empty.decided_by})")
-        if not candidate.supported:
-            return candidate
-        if candidate.backend in removed:
-            return replace(candidate, reason=f"would work; {removed[candidate.backend]} leaves it out")
-        if candidate not in tried:
-            asked = f": --moe-backend {candidate.flag}" if candidate.flag else ""
-            return replace(candidate, reason=f"would work; only on request{asked}")
-        return (
-            replace(candidate, reason=f"would work; {winner.backend} comes before it")
-            if winner
-            else candidate
-        )
-
-    error = None
-    if winner is None:
-        problem = "no backend fits this layer on this GPU"
-        if tried and forced:
-            problem = f"{tried[0].backend} was asked for and {tried[0].reason}"
-        error = f"vLLM {empty.release} does not start: {problem}"
-    shown = tuple(map(explained, candidates))
-    return replace(empty, candidates=shown, chosen=winner.backend if winner else None, error=error)
-
-
-def _asked(empty: Selection, table: Tables, candidates: Sequence[Candidate], value: str) -> Selection:
-    """With --moe-backend, vLLM takes the backend that the value names, or does not start."""
-    shown = replace(empty, decided_by=f"--moe-backend {value}")
-    flag = table.flags.get(value)
-    if value not in releases()[empty.release].moe_backends:
-        known = ", ".join(releases()[empty.release].moe_backends)
-        return _refused(shown, candidates, f"--moe-backend {value} is not one of {known}")
-    if flag is None or flag.refused:
-        known = ", ".join(flag.value for flag in table.flags.values() if flag.backends)
-        why = (flag and flag.refused) or f"it is not for {empty.scheme}; expected one of {known}"
-        return _refused(shown, candidates, f"--moe-backend {value} is refused: {why}")
-    if flag.ignored:
-        order = table.order((empty.capability, empty.parallel, empty.activation)).backends
-        tried = [candidate for candidate in candidates if candidate.backend in order]
-        return _chosen(replace(empty, decided_by="automatic"), candidates, tried, {}, forced=False)
-    tried = [candidate for name in flag.backends for candidate in candidates if candidate.backend == name]
-    others = [candidate.backend for candidate in candidates if candidate not in tried]
-    left_out = dict.fromkeys(others, f"--moe-backend {value}")
-    return _chosen(shown, candidates, tried, left_out, forced=True)
-
-
-def _refused(shown: Selection, candidates: Sequence[Candidate], why: str) -> Selection:
-    left = tuple(
-        replace(candidate, reason=candidate.reason or "would work; not what was asked for")
-        for candidate in candidates
-    )
-    return replace(shown, candidates=left, error=f"vLLM {shown.release} does not start: {why}")
 
 
 def _check(capability: str, scheme: str, release: str, activation: str) -> None:

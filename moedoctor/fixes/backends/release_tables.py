@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 SCHEMES = ("nvfp4", "nvfp4-w4a16", "mxfp4", "fp8", "fp8-block", "bf16")
 """Weights and activations: fp8 is per tensor with static scales, fp8-block 128 x 128, mxfp4 as in gpt-oss."""
@@ -22,12 +25,31 @@ PARALLEL = ("tp", "ep", "dp", "dp+ep")
 
 Point = tuple[str, str, str]
 """(capability, parallel, activation)."""
-Values = frozenset[str] | None
+
+
+def _values(text: str) -> frozenset[str] | None:
+    """Read ``*``, or values with spaces between; a run of capabilities is written ``9.0-10.7``."""
+    if text == "*":
+        return None
+    values: list[str] = []
+    for part in text.split():
+        first, dash, last = part.partition("-")
+        run = CAPABILITIES[CAPABILITIES.index(first) : CAPABILITIES.index(last) + 1] if dash else (part,)
+        values += run
+    return frozenset(values)
+
+
+Values = Annotated[frozenset[str] | None, BeforeValidator(_values)]
 """Values of one side of the grid; None for all of them."""
 
 
-@dataclass(frozen=True)
-class Box:
+class _Row(BaseModel):
+    """A row of a table. The releases and schemes that it is for are not kept."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class Box(_Row):
     """A part of the grid of capabilities, parallel settings and activations."""
 
     capabilities: Values = None
@@ -40,55 +62,61 @@ class Box:
         return all(side is None or value in side for side, value in zip(sides, point, strict=True))
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(Box):
     """The automatic order of backends in a part of the grid."""
 
-    backends: tuple[str, ...]
-    box: Box
+    backends: tuple[str, ...] = Field(alias="order")
     source: str
 
 
-@dataclass(frozen=True)
-class Flag:
+class Refusal(Box):
+    """What a kernel refuses beyond its columns."""
+
+    reason: str
+    """In words, or ``format`` for the batched activation format."""
+
+
+class Flag(_Row):
     """What a value of --moe-backend leads to."""
 
-    value: str
-    backends: tuple[str, ...]
-    ignored: bool
+    value: str = Field(alias="flag")
+    backends: tuple[str, ...] = ()
+    ignored: bool = False
     """vLLM selects as if it had not been given."""
-    refused: str | None
+    refused: str | None = None
     """What vLLM answers if it refuses the value on every GPU."""
-    batched: bool
+    batched: bool = False
     """The value also brings the batched activation format."""
     source: str
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(_Row):
     """One kernel class of a backend, and what it takes."""
 
     backend: str
-    name: str
+    name: str = Field("", alias="kernel")
     """The class of its experts; empty for releases that select without one."""
     devices: Values
     scheme_devices: Values
-    """The capabilities on which it takes the scheme; a part of `devices`."""
+    """The capabilities on which it takes the scheme, a part of `devices`; by default all of them."""
     activations: Values
     ungated: bool
     """Whether it takes layers without a gate, such as Nemotron's (activations that end in ``_no_mul``)."""
     parallel: Values
-    then: tuple[tuple[str, Box], ...]
-    """(reason, box): what it refuses beyond the columns above."""
-    needs: tuple[str, ...]
+    then: tuple[Refusal, ...] = ()
+    needs: tuple[str, ...] = ()
     """Optional libraries that it needs."""
-    asked_with: str | None
+    asked_with: str | None = None
     """Variables without which vLLM does not try it."""
     source: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _all_devices(cls, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"scheme_devices": row["devices"], **row}
 
-@dataclass(frozen=True)
-class Release:
+
+class Release(_Row):
     """What a release requires and brings."""
 
     name: str
@@ -106,19 +134,17 @@ class Release:
     """What --moe-backend takes."""
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(_Row):
     """What a combination of variables does to the automatic order."""
 
     when: Mapping[str, bool | str | None]
     effect: str
     """remove, only, force or allow."""
     backends: tuple[str, ...]
-    capabilities: Values
+    capabilities: Values = None
 
 
-@dataclass(frozen=True)
-class Override:
+class Override(_Row):
     """Rules; the first that fits counts."""
 
     rules: tuple[Rule, ...]
@@ -136,104 +162,48 @@ class Tables:
 
     def order(self, point: Point) -> Order:
         """The automatic order at this point."""
-        return next(order for order in self.orders if order.box.contains(point))
+        return next(order for order in self.orders if order.contains(point))
 
 
 @functools.cache
 def releases() -> Mapping[str, Release]:
     """The vLLM releases that moedoctor knows, oldest first."""
-    lists = {"provides": frozenset, "activations": tuple, "moe_backends": tuple}
-    return {
-        name: Release(name, **{key: lists.get(key, lambda value: value)(row[key]) for key in row})
-        for name, row in _json("releases.json")["releases"].items()
-    }
+    rows = _data("releases.json")["releases"]
+    return {name: Release(name=name, **row) for name, row in rows.items()}
+
+
+_AnyRow = TypeVar("_AnyRow", bound=_Row)
 
 
 @functools.cache
 def tables(scheme: str, release: str) -> Tables:
     """The tables of a scheme as they are for a release. Raises KeyError for one that is not known."""
-    release = releases()[release].name
-    generated, written = _json(f"{scheme}.json"), _handwritten()
-    by_hand = written.get(scheme, {})
+    written, known = _data("handwritten.yaml"), list(releases())
+    number = known.index(releases()[release].name)
+    overrides = [row for row in written["overrides"] if scheme in row["schemes"]]
+    sources = (written.get(scheme, {}), _data(f"{scheme}.json"), {"overrides": overrides})
 
-    def rows(name: str) -> Iterator[Mapping[str, Any]]:
-        for row in (*by_hand.get(name, ()), *generated[name]):
-            if _covers(str(row["releases"]), release):
-                yield row
+    def covers(span: str) -> bool:
+        first, _, last = span.partition("-")
+        return known.index(first) <= number <= known.index(last or first)
+
+    def rows(kind: type[_AnyRow], name: str) -> tuple[_AnyRow, ...]:
+        given = itertools.chain.from_iterable(source.get(name, ()) for source in sources)
+        return tuple(kind.model_validate(row) for row in given if covers(str(row["releases"])))
 
     return Tables(
-        orders=tuple(Order(tuple(row["order"]), _box(row), row["source"]) for row in rows("orders")),
-        flags={row["flag"]: _flag(row) for row in rows("flags")},
-        kernels=tuple(_kernel(row) for row in rows("kernels")),
-        overrides=tuple(
-            Override(tuple(map(_rule, row["rules"])), row["source"])
-            for row in written["overrides"]
-            if scheme in row["schemes"] and _covers(str(row["releases"]), release)
-        ),
+        orders=rows(Order, "orders"),
+        flags={flag.value: flag for flag in rows(Flag, "flags")},
+        kernels=rows(Kernel, "kernels"),
+        overrides=rows(Override, "overrides"),
     )
-
-
-def _flag(row: Mapping[str, Any]) -> Flag:
-    return Flag(
-        value=row["flag"],
-        backends=tuple(row.get("backends", ())),
-        ignored=bool(row.get("ignored")),
-        refused=row.get("refused"),
-        batched=bool(row.get("batched")),
-        source=row["source"],
-    )
-
-
-def _kernel(row: Mapping[str, Any]) -> Kernel:
-    return Kernel(
-        backend=row["backend"],
-        name=row.get("kernel", ""),
-        devices=_values(row["devices"]),
-        scheme_devices=_values(row.get("scheme_devices", row["devices"])),
-        activations=_values(row["activations"]),
-        ungated=row["ungated"],
-        parallel=_values(row["parallel"]),
-        then=tuple((part["reason"], _box(part)) for part in row.get("then", ())),
-        needs=tuple(row.get("needs", ())),
-        asked_with=row.get("asked_with"),
-        source=row["source"],
-    )
-
-
-def _rule(row: Mapping[str, Any]) -> Rule:
-    return Rule(row["when"], row["effect"], tuple(row["backends"]), _values(row.get("capabilities", "*")))
-
-
-def _box(row: Mapping[str, Any]) -> Box:
-    return Box(*(_values(row.get(name, "*")) for name in ("capabilities", "parallel", "activations")))
-
-
-def _values(text: str) -> Values:
-    """``*``, or values with spaces between; a run of capabilities is written ``9.0-10.7``."""
-    if text == "*":
-        return None
-    values: list[str] = []
-    for part in text.split():
-        first, dash, last = part.partition("-")
-        run = CAPABILITIES[CAPABILITIES.index(first) : CAPABILITIES.index(last) + 1] if dash else (part,)
-        values += run
-    return frozenset(values)
-
-
-def _covers(span: str, release: str) -> bool:
-    first, _, last = span.partition("-")
-    known = list(releases())
-    return known.index(first) <= known.index(release) <= known.index(last or first)
 
 
 @functools.cache
-def _json(name: str) -> Any:
-    return json.loads((files("moedoctor.fixes.backends") / "data" / name).read_text(encoding="utf-8"))
-
-
-@functools.cache
-def _handwritten() -> Any:
+def _data(name: str) -> Any:
+    text = (files("moedoctor.fixes.backends") / "data" / name).read_text(encoding="utf-8")
+    if name.endswith(".json"):
+        return json.loads(text)
     import yaml
 
-    text = (files("moedoctor.fixes.backends") / "data" / "handwritten.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moedoctor.fixes.backends import AUTO, Candidate, Selection, applies, is_on, select, shown_variables
@@ -41,26 +42,16 @@ def request(
     `select`. Raises ValueError for a backend that the release does not have for the scheme.
     """
 
-    def selection(*, moe_backend: str = AUTO, environ: Mapping[str, str] | None = None) -> Selection:
-        return select(
-            capability,
-            scheme,
-            release=release,
-            ep=ep,
-            dp=dp,
-            activation=activation,
-            moe_backend=moe_backend,
-            environ=environ,
-            libraries=libraries,
-        )
-
-    candidates = selection(environ=environ).candidates
+    ask: Callable[..., Selection] = functools.partial(
+        select, capability, scheme, release=release, ep=ep, dp=dp, activation=activation, libraries=libraries
+    )
+    candidates = ask(environ=environ).candidates
     table, wanted = tables(scheme, release), _normal(backend)
     flag = table.flags.get(wanted.lower())
     if flag is not None and flag.refused:
         return Request(backend, False, f"--moe-backend {flag.value} is refused: {flag.refused}", None)
-    named = flag is not None and bool(flag.backends)
-    names = [_normal(name) for name in (flag.backends if flag and named else (wanted,))]
+    named = flag.backends if flag else ()
+    names = set(map(_normal, named or (wanted,)))
     matching = [candidate for candidate in candidates if _normal(candidate.backend) in names]
     if not matching:
         known = ", ".join(_normal(candidate.backend) for candidate in candidates)
@@ -68,14 +59,18 @@ def request(
     best = next((candidate for candidate in matching if candidate.supported), matching[0])
     if best.flag is not None:
         value = flag.value if flag and named else best.flag
-        taken = _taken(selection(moe_backend=value))
+        taken = _taken(ask(moe_backend=value))
         reason = _runs_with(taken) if taken else best.reason
         return Request((taken or best).backend, taken is not None, reason, f"--moe-backend {value}")
     if best.chosen:
         return Request(best.backend, True, "chosen by itself, and there is no flag to ask for it", None)
     for rule in (rule for override in table.overrides for rule in override.rules):
-        variables = {name: _written(value) for name, value in rule.when.items() if value is not None}
-        taken = _taken(selection(environ=variables))
+        variables = {
+            name: str(int(value)) if isinstance(value, bool) else value
+            for name, value in rule.when.items()
+            if value is not None
+        }
+        taken = _taken(ask(environ=variables))
         if taken is not None and taken.backend == best.backend:
             how = " ".join(f"{name}={value}" for name, value in variables.items())
             return Request(best.backend, True, _runs_with(taken), how)
@@ -106,19 +101,14 @@ def wanted_backend(environ: Mapping[str, str], release: str) -> Wanted | None:
         if _normal(value) in map(_normal, (flag.value, *flag.backends)):
             return Wanted(flag.value, None)
     known = ", ".join(sorted(flag.value for flag in flags))
-    return Wanted(
-        None, f"{NVFP4_VARIABLE}={value}: vLLM {release} has no such NVFP4 MoE backend; it has {known}"
-    )
+    problem = f"{NVFP4_VARIABLE}={value}: vLLM {release} has no such NVFP4 MoE backend; it has {known}"
+    return Wanted(None, problem)
 
 
 def governing_variables(scheme: str, release: str) -> Mapping[str, str]:
     """The variables that have a say in the MoE backend of a scheme -> where the release reads them."""
-    sources: dict[str, str] = {}
-    for override in tables(scheme, release).overrides:
-        for rule in override.rules:
-            for name in rule.when:
-                sources.setdefault(name, override.source)
-    return sources
+    overrides = reversed(tables(scheme, release).overrides)  # the first that reads a variable counts
+    return {name: override.source for override in overrides for rule in override.rules for name in rule.when}
 
 
 def shadowed_variables(scheme: str, release: str, environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -153,15 +143,11 @@ def _shadow(name: str, rules: tuple[Rule, ...], applied: Rule | None, environ: M
 
 def way_to_ask(flag: str, scheme: str, release: str) -> str | None:
     """Another way to get what --moe-backend `flag` would ask for, in a release that ignores it there."""
-
-    def ways() -> Iterator[str | None]:
-        for capability in ("9.0", "10.0", "12.0"):
-            yield request(flag, capability, scheme, release=release).how
-
     try:
-        return next((way for way in ways() if way is not None), None)
+        ways = [request(flag, gpu, scheme, release=release).how for gpu in ("9.0", "10.0", "12.0")]
     except ValueError:
         return None
+    return next(filter(None, ways), None)
 
 
 def _taken(selection: Selection) -> Candidate | None:
@@ -170,10 +156,6 @@ def _taken(selection: Selection) -> Candidate | None:
 
 def _runs_with(candidate: Candidate) -> str:
     return f"runs with {', '.join(candidate.kernels)}"
-
-
-def _written(value: bool | str) -> str:
-    return str(int(value)) if isinstance(value, bool) else value
 
 
 def _normal(backend: str) -> str:

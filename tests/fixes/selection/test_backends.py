@@ -388,7 +388,7 @@ def test_the_tables_fit_together(scheme: str, release: str) -> None:
         for parallel in backend_tables.PARALLEL:
             for activation in releases()[release].activations:
                 point = (capability, parallel, activation)
-                assert len({row.backends for row in table.orders if row.box.contains(point)}) == 1
+                assert len({row.backends for row in table.orders if row.contains(point)}) == 1
 
 
 def test_capabilities_in_words() -> None:
