@@ -27,12 +27,13 @@ Pure Python, no torch. `simulate` is meant to replay a million expert accesses a
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from operator import lt
 from typing import NamedTuple, Protocol
 
 from moedoctor.fixes.cache.policies import POLICIES as _RESIDENTS
+from moedoctor.fixes.cache.policies import Change
 
 ONLINE_POLICIES = tuple(_RESIDENTS)
 """Policies that know only the past: what a running cache takes."""
@@ -82,8 +83,7 @@ class CacheStats:
     def sum(cls, parts: Iterable[CacheStats]) -> CacheStats:
         """Add up the counts of several caches."""
         parts = list(parts)
-        names = ("calls", "hits", "misses", "wrong", "prefetched")
-        return cls(*(sum(getattr(stats, name) for stats in parts) for name in names))
+        return cls(*(sum(getattr(stats, field.name) for stats in parts) for field in fields(cls)))
 
 
 class Load(NamedTuple):
@@ -91,14 +91,6 @@ class Load(NamedTuple):
 
     expert: int
     slot: int
-
-
-class Plan(NamedTuple):
-    """What must be done before a call can compute."""
-
-    hits: int
-    loads: list[Load]
-    """By ascending expert; no slot among them holds an expert that the call needs."""
 
 
 class CacheTable(Protocol):
@@ -172,36 +164,33 @@ class SlotTable:
         needed = {expert for expert in experts if expert >= 0}
         return _parts(needed, {expert for expert in needed if slot_of[expert] >= 0}, self.capacity)
 
-    def plan(self, experts: Sequence[int]) -> Plan:
-        """Make `experts`, which are distinct and ascending, resident. `forget` those whose copy fails.
+    def plan(self, experts: Sequence[int]) -> list[Load]:
+        """Make `experts`, which are distinct and ascending, resident; return what to copy, in their order.
 
-        Raises CacheOverflow, and changes nothing, if they are more than the slots.
+        `forget` those whose copy fails. Raises CacheOverflow, and changes nothing, if they are more than the
+        slots. Without experts it is not a call: an empty group must not age anyone.
         """
-        missing, slots = self._admit(experts)
-        return Plan(len(experts) - len(missing), list(map(Load, missing, slots)))
-
-    def step(self, experts: Sequence[int]) -> int:
-        """Do as `plan` does, and return the number of misses."""
-        return len(self._admit(experts)[0])
-
-    def _admit(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return (who must be loaded, into which slots)."""
         if len(experts) > self.capacity:
             raise CacheOverflow(len(experts), self.capacity)
         if not experts:
-            return [], []  # not a call: empty groups must not age anyone
+            return []
         self.clock += 1
         slot_of, expert_of = self.slot_of, self.expert_of
         missing, victims = self._residents.step(experts, self.uses, self.clock, len(self._free))
         if not missing:
-            return missing, []
+            return []
         slots, self._free = self._free[: len(missing)], self._free[len(missing) :]
         for victim in victims:
             slots.append(slot_of[victim])
             slot_of[victim] = -1
-        for expert, slot in zip(missing, slots):  # noqa: B905  as long as each other, and this is hot
+        loads = list(map(Load, missing, slots))
+        for expert, slot in loads:
             slot_of[expert], expert_of[slot] = slot, expert
-        return missing, slots
+        return loads
+
+    def step(self, experts: Sequence[int]) -> int:
+        """Do as `plan` does, and return the number of misses."""
+        return len(self.plan(experts))
 
     def forget(self, expert: int) -> None:
         """Free the slot of `expert`, which is not resident after all."""
@@ -228,52 +217,62 @@ def simulate(
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     _check_sizes(num_experts, capacity)
     calls = _checked(trace, num_experts)
-    # Who leaves does not depend on slots, so none are kept here. `wrong` is checked all the same, against the
-    # residents that the policy's own decisions leave.
     optimum = _Belady(calls, num_experts) if policy == "belady" else None
-    step = (optimum or _RESIDENTS[policy](num_experts)).step
+    residents = optimum or _RESIDENTS[policy](num_experts)
     uses = [0] * num_experts
     resident: set[int] = set()
-    misses = wrong = clock = 0
-    free = capacity
-    for needed in calls:
-        stale = False
-        if optimum is not None:
-            optimum.begin(needed)
-        for part in (needed,) if len(needed) <= capacity else _parts(needed, resident, capacity):
-            if not part:
-                continue  # not a call for the policy, as in `SlotTable`
-            clock += 1
-            missing, victims = step(part, uses, clock, free)
-            if missing:
-                misses += len(missing)
-                resident.difference_update(victims)
-                resident.update(missing)
-                free = capacity - len(resident)
-            if free < 0 or not resident.issuperset(part):
-                stale = True
-        wrong += stale
-    return CacheStats(len(calls), sum(map(len, calls)) - misses, misses, wrong)
+    clock = 0
+
+    # Who leaves does not depend on slots, so none are kept here. `wrong` is checked all the same, against the
+    # residents that the policy's own decisions leave.
+    def step(part: Sequence[int]) -> int:
+        nonlocal clock
+        if not part:
+            return 0  # not a call for the policy, as in `SlotTable`
+        clock += 1
+        missing, victims = residents.step(part, uses, clock, capacity - len(resident))
+        if missing:
+            resident.difference_update(victims)
+            resident.update(missing)
+        return len(missing)
+
+    def holds(part: Sequence[int]) -> bool:
+        return len(resident) <= capacity and resident.issuperset(part)
+
+    def split(needed: Sequence[int]) -> list[list[int]]:
+        return _parts(needed, resident, capacity)
+
+    return _count(optimum or calls, capacity, split, step, holds)
 
 
 def replay(trace: Sequence[Sequence[int]], table: CacheTable) -> CacheStats:
     """Drive `table` through `trace` and count; `wrong` is checked call by call, never assumed."""
-    slot_of, expert_of, capacity, step = table.slot_of, table.expert_of, table.capacity, table.step
-    hits = misses = wrong = 0
-    calls = _checked(trace, len(slot_of))
+    slot_of, expert_of = table.slot_of, table.expert_of
+
+    def holds(part: Sequence[int]) -> bool:
+        return all(slot_of[expert] >= 0 and expert_of[slot_of[expert]] == expert for expert in part)
+
+    return _count(_checked(trace, len(slot_of)), table.capacity, table.split, table.step, holds)
+
+
+def _count(
+    calls: Iterable[Sequence[int]],
+    capacity: int,
+    split: Callable[[Sequence[int]], list[list[int]]],
+    step: Callable[[Sequence[int]], int],
+    holds: Callable[[Sequence[int]], bool],
+) -> CacheStats:
+    """Run `calls` in parts that fit. `step` returns the misses of a part, `holds` checks it afterwards."""
+    number = accesses = misses = wrong = 0
     for needed in calls:
-        parts = (needed,) if len(needed) <= capacity else table.split(needed)
-        stale = False
-        for part in parts:
-            missed = step(part)
-            misses += missed
-            hits += len(part) - missed
-            for expert in part:
-                slot = slot_of[expert]
-                if slot < 0 or expert_of[slot] != expert:
-                    stale = True
-        wrong += stale
-    return CacheStats(len(calls), hits, misses, wrong)
+        number += 1
+        right = True
+        for part in (needed,) if len(needed) <= capacity else split(needed):
+            accesses += len(part)
+            misses += step(part)
+            right = holds(part) and right
+        wrong += not right
+    return CacheStats(number, accesses - misses, misses, wrong)
 
 
 class _Belady:
@@ -281,24 +280,24 @@ class _Belady:
 
     def __init__(self, calls: Sequence[Sequence[int]], num_experts: int) -> None:
         following = [len(calls)] * num_experts
-        self._later: list[list[int]] = []
-        """By call, the last one first: for each of its experts the next call that needs it."""
+        self._later: list[tuple[Sequence[int], list[int]]] = []
+        """The calls, the last one first, each with the next calls that need its experts."""
         for number in range(len(calls) - 1, -1, -1):
-            self._later.append([following[expert] for expert in calls[number]])
+            self._later.append((calls[number], [following[expert] for expert in calls[number]]))
             for expert in calls[number]:
                 following[expert] = number
         self._due = [len(calls)] * num_experts
         """[E]: when a resident expert is needed next."""
         self._resident: set[int] = set()
 
-    def begin(self, needed: Sequence[int]) -> None:
-        """Start the next call, before its first `step`."""
-        for expert, later in zip(needed, self._later.pop(), strict=True):
-            self._due[expert] = later
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        """Give the calls; `step` knows the future from the call on that was given last."""
+        for needed, later in reversed(self._later):
+            for expert, number in zip(needed, later, strict=True):
+                self._due[expert] = number
+            yield needed
 
-    def step(
-        self, experts: Sequence[int], uses: list[int], now: int, free: int
-    ) -> tuple[list[int], list[int]]:
+    def step(self, experts: Sequence[int], uses: list[int], now: int, free: int) -> Change:
         missing = [expert for expert in experts if expert not in self._resident]
         victims: list[int] = []
         if len(missing) > free:
@@ -327,13 +326,12 @@ def _checked(trace: Sequence[Sequence[int]], num_experts: int) -> list[Sequence[
         row if all(map(lt, row, row[1:])) else sorted(set(row)) for row in map(tuple, rows)
     ]
     for index, needed in enumerate(calls):
-        if not needed or (needed[0] >= 0 and needed[-1] < num_experts):
-            continue
-        if needed[0] < -1:
+        if needed and needed[0] < -1:
             raise ValueError(f"trace: call {index} holds expert {needed[0]}; ids start at 0, -1 is none")
-        if needed[-1] >= num_experts:
+        if needed and needed[-1] >= num_experts:
             raise ValueError(
                 f"trace: call {index} needs expert {needed[-1]}, but there are {num_experts} experts"
             )
-        calls[index] = needed[1:]
+        if needed and needed[0] < 0:
+            calls[index] = needed[1:]
     return calls

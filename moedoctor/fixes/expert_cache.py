@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moedoctor.fixes.cache.engine import CachedExperts, Engine, check_range
+from moedoctor.fixes.cache.engine import CachedExperts, Engine, ResidentEngine, check_range
 from moedoctor.fixes.cache.store import ExpertStore, count_experts
 from moedoctor.fixes.eviction import ONLINE_POLICIES, CacheOverflow, CacheStats, SlotTable
 
@@ -112,15 +112,15 @@ class ExpertCache:
             self._store = ExpertStore(weights, pin=pin and self.device.type == "cuda", packed=packed)
         self.capacity, self.policy = capacity, policy
         self.num_experts = self._store.num_experts
-        name = self._choice() if engine == "auto" else engine
-        self._engine = _engine_class(name)(self._store, capacity, policy, self.device)
-        self._inside = threading.Lock()
-
-    def _choice(self) -> str:
-        if self.capacity >= self.num_experts:
-            return "resident"
         triton = importlib.util.find_spec("triton") is not None
-        return "device" if self.device.type == "cuda" and self._store.pinned and triton else "host"
+        if engine == "auto" and capacity >= self.num_experts:
+            engine = "resident"
+        elif engine == "auto":
+            engine = "device" if self.device.type == "cuda" and self._store.pinned and triton else "host"
+        if engine == "device" and not triton:
+            raise RuntimeError("engine 'device' needs Triton, which is not installed: use engine='host'")
+        self._engine = _engine_class(engine)(self._store, capacity, policy, self.device)
+        self._inside = threading.Lock()
 
     @property
     def engine(self) -> str:
@@ -164,8 +164,7 @@ class ExpertCache:
         does not notice the replay of a CUDA graph. Other errors as `acquire`.
         """
         _check_ids(ids)
-        with self._alone():
-            parts = self._engine.groups(ids, overlap)
+        parts = self._engine.groups(ids, overlap)
         while True:
             with self._alone():
                 part = next(parts, None)
@@ -248,19 +247,15 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _engine_class(name: str) -> type[Engine]:
-    if name == "device":
-        if importlib.util.find_spec("triton") is None:
-            raise RuntimeError("engine 'device' needs Triton, which is not installed: use engine='host'")
-        from moedoctor.fixes.cache.device import DeviceEngine
-
-        return DeviceEngine
+    if name == "resident":
+        return ResidentEngine
     if name == "host":
         from moedoctor.fixes.cache.host import HostEngine
 
         return HostEngine
-    from moedoctor.fixes.cache.engine import ResidentEngine
+    from moedoctor.fixes.cache.device import DeviceEngine
 
-    return ResidentEngine
+    return DeviceEngine
 
 
 def _check_ids(ids: torch.Tensor) -> None:

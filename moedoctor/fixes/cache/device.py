@@ -59,19 +59,12 @@ class DeviceEngine(Engine):
         """Calls so far that were split into several groups: all of them share one list of groups."""
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
-        most = self._most(ids)
-        if most > self.capacity:
-            raise CacheOverflow(most, self.capacity, at_most=True)
-        self._join()
-        return self._run(ids.contiguous(), None)
+        return self._run(self._joined(ids), None)
 
     def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
         count = -(-self._most(ids) // self.capacity)
-        if count <= 1 and overlap:
-            yield from self._early_and_late(ids.contiguous())
-            return
         if count <= 1:
-            yield self.acquire(ids)
+            yield from self._early_and_late(ids) if overlap else (self.acquire(ids),)
             return
         self._join()
         ids = ids.contiguous()  # [T, K]
@@ -89,7 +82,7 @@ class DeviceEngine(Engine):
 
     def _early_and_late(self, ids: torch.Tensor) -> Iterator[CachedExperts]:
         """Give the hits while the misses are copied on a stream of their own; then the misses."""
-        self._join()
+        ids = self._joined(ids)
         early, late = torch.empty_like(ids), torch.empty_like(ids)  # [T, K] each
         with self._whole():
             launch_lookup(self._state, ids, early, late=late)
@@ -117,11 +110,7 @@ class DeviceEngine(Engine):
             self._prefetched.record()
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        most = self._most(ids)
-        if most > self.capacity:
-            raise CacheOverflow(most, self.capacity, at_most=True)
-        self._join()
-        ids = ids.contiguous()
+        ids = self._joined(ids)
         with self._whole():
             launch_lookup(self._state, ids, torch.empty_like(ids), counted=False)
             self._copy_beside()
@@ -172,6 +161,14 @@ class DeviceEngine(Engine):
         if ids.device != self.device:
             raise ValueError(f"ids are on {ids.device}, the cache is on {self.device}: move them with .to()")
         return min(ids.numel(), self.store.num_experts)
+
+    def _joined(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return `ids`, contiguous, after the copies of a prefetch; raises CacheOverflow by their shape."""
+        most = self._most(ids)
+        if most > self.capacity:
+            raise CacheOverflow(most, self.capacity, at_most=True)
+        self._join()
+        return ids.contiguous()
 
     def _run(self, ids: torch.Tensor, group: int | None) -> CachedExperts:
         slot_ids = torch.empty_like(ids)  # [T, K]

@@ -27,9 +27,13 @@ class CachedExperts:
 
 def check_range(ids: torch.Tensor, num_experts: int) -> None:
     """Raise ValueError for an id that is neither -1 nor an expert. Reads the ids."""
-    if not ids.numel():
-        return
-    low, high = (int(bound) for bound in ids.aminmax())
+    if ids.numel():
+        low, high = ids.aminmax()
+        check_bounds(int(low), int(high), num_experts)
+
+
+def check_bounds(low: int, high: int, num_experts: int) -> None:
+    """Raise ValueError if ids from `low` to `high` hold one that is neither -1 nor an expert."""
     if low < -1:
         raise ValueError(f"ids: {low} is no expert; -1 stands for none")
     if high >= num_experts:

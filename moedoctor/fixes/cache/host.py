@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from moedoctor.fixes.cache.engine import CachedExperts, Engine
+from moedoctor.fixes.cache.engine import CachedExperts, Engine, check_bounds
 from moedoctor.fixes.cache.store import ExpertStore
 from moedoctor.fixes.eviction import CacheOverflow, CacheStats, Load, SlotTable
 
@@ -64,15 +64,10 @@ class HostEngine(Engine):
         needed = self._needed(ids)
         self._calls += 1
         if len(needed) <= self.capacity:
-            return self._one_group(ids, needed)
-        return self._several_groups(ids, self._table.split(needed))
-
-    def _one_group(self, ids: torch.Tensor, needed: list[int]) -> Iterator[CachedExperts]:
-        self._make_resident(needed)
-        yield CachedExperts(self.slots, self._slots_of(ids, self._lookup))
-
-    def _several_groups(self, ids: torch.Tensor, parts: list[list[int]]) -> Iterator[CachedExperts]:
-        for part in parts:
+            self._make_resident(needed)
+            yield CachedExperts(self.slots, self._slots_of(ids, self._lookup))
+            return
+        for part in self._table.split(needed):
             self._make_resident(part)
             if self._asynchronous:
                 self._staged.synchronize()
@@ -87,7 +82,7 @@ class HostEngine(Engine):
 
     def prefetch(self, ids: torch.Tensor) -> None:
         needed = self._needed(ids)
-        loads = self._table.plan(needed).loads
+        loads = self._table.plan(needed)
         self._carry_out(loads)
         self._prefetched += len(loads)
 
@@ -113,19 +108,15 @@ class HostEngine(Engine):
         """The distinct experts, ascending."""
         host = ids.to("cpu")  # the one synchronisation
         needed = host.unique().tolist() if ids.numel() > _FEW else sorted(set(host.flatten().tolist()))
-        if needed and needed[0] < 0:
-            if needed[0] < -1:
-                raise ValueError(f"ids: {needed[0]} is no expert; -1 stands for none")
-            needed = needed[1:]
-        if needed and needed[-1] >= self.store.num_experts:
-            raise ValueError(f"ids: expert {needed[-1]} of {self.store.num_experts}")
-        return needed
+        if needed:
+            check_bounds(needed[0], needed[-1], self.store.num_experts)
+        return needed[1:] if needed and needed[0] < 0 else needed
 
     def _make_resident(self, needed: list[int]) -> None:
-        plan = self._table.plan(needed)
-        self._hits += plan.hits
-        if plan.loads:
-            self._misses += self._carry_out(plan.loads)
+        loads = self._table.plan(needed)
+        self._hits += len(needed) - len(loads)
+        if loads:
+            self._misses += self._carry_out(loads)
         if self._pending:
             torch.cuda.current_stream(self.device).wait_event(self._ready)
             self._pending = False
@@ -133,8 +124,12 @@ class HostEngine(Engine):
     def _carry_out(self, loads: list[Load]) -> int:
         """Copy, and upload the mapping. Return the number of experts that arrived."""
         done = 0
+        stream: AbstractContextManager[object] = nullcontext()
         try:
-            with self._copying():
+            if self._asynchronous:  # after everything that still computes with the victims
+                self._copies.wait_stream(torch.cuda.current_stream(self.device))
+                stream = torch.cuda.stream(self._copies)
+            with stream:
                 for load in loads:
                     self._copy(load)
                     done += 1
@@ -143,13 +138,6 @@ class HostEngine(Engine):
                 self._table.forget(load.expert)
             self._publish()
         return done
-
-    def _copying(self) -> AbstractContextManager[object]:
-        """On the stream of the copies, after everything that still computes with the victims."""
-        if not self._asynchronous:
-            return nullcontext()
-        self._copies.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._copies)
 
     def _copy(self, load: Load) -> None:
         for experts, slots in self._from_to:

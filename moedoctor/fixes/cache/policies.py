@@ -7,9 +7,8 @@ of its time in `step`.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Protocol
 
 from moedoctor.kernels.cache import HALVED_EVERY
 
@@ -17,26 +16,8 @@ _FEW = 8
 """`lfru` may look at this many residents without choosing another `_age`."""
 
 
-class Residents(Protocol):
-    """The resident experts under one policy."""
-
-    def step(
-        self, experts: Sequence[int], uses: list[int], now: int, free: int
-    ) -> tuple[list[int], list[int]]:
-        """Call `now` uses `experts`, distinct and ascending. Return (who is loaded, who leaves for them).
-
-        `uses`, [E], is counted up. `free` of the loaded experts get free slots; for each of the others one
-        expert leaves that this call does not need. The caller makes sure that there are enough of those.
-        """
-
-    def forget(self, expert: int) -> None:
-        """Remove a resident."""
-
-    def restore(self, expert: int, uses: int, last: int) -> None:
-        """Add a resident. Residents are added by ascending last use, then by id."""
-
-    def ages(self) -> Mapping[int, int]:
-        """Return the call of each resident's last use."""
+Change = tuple[list[int], list[int]]
+"""(who is loaded, who leaves for them)"""
 
 
 class Lru:
@@ -46,9 +27,12 @@ class Lru:
         self._last: dict[int, int] = {}
         """Expert -> the call of its last use, in order of last use, then of id."""
 
-    def step(
-        self, experts: Sequence[int], uses: list[int], now: int, free: int
-    ) -> tuple[list[int], list[int]]:
+    def step(self, experts: Sequence[int], uses: list[int], now: int, free: int) -> Change:
+        """Call `now` uses `experts`, distinct and ascending.
+
+        `uses`, [E], is counted up. `free` of the loaded experts get free slots; for each of the others one
+        expert leaves that this call does not need. The caller makes sure that there are enough of those.
+        """
         last = self._last
         missing = []
         for expert in experts:
@@ -67,21 +51,22 @@ class Lru:
         return victims
 
     def forget(self, expert: int) -> None:
+        """Remove a resident."""
         del self._last[expert]
 
     def restore(self, expert: int, uses: int, last: int) -> None:
+        """Add a resident. Residents are added by ascending last use, then by id."""
         self._last[expert] = last
 
     def ages(self) -> Mapping[int, int]:
+        """Return the call of each resident's last use."""
         return self._last
 
 
 class Aging(Lru):
     """By frequency, then by last use. Frequencies are halved between calls and outlive an expert's stay."""
 
-    def step(
-        self, experts: Sequence[int], uses: list[int], now: int, free: int
-    ) -> tuple[list[int], list[int]]:
+    def step(self, experts: Sequence[int], uses: list[int], now: int, free: int) -> Change:
         if now % HALVED_EVERY == 0:
             uses[:] = [count >> 1 for count in uses]
         last = self._last
@@ -120,9 +105,7 @@ class Lfu:
         """Return what orders `_often`; the expert comes last."""
         return uses, last, expert
 
-    def step(
-        self, experts: Sequence[int], uses: list[int], now: int, free: int
-    ) -> tuple[list[int], list[int]]:
+    def step(self, experts: Sequence[int], uses: list[int], now: int, free: int) -> Change:
         last, once = self._last, self._once
         missing = []
         for expert in experts:
@@ -249,4 +232,4 @@ class Lfru(Lfu):
         )
 
 
-POLICIES: Mapping[str, Callable[[int], Residents]] = {"lru": Lru, "lfu": Lfu, "lfru": Lfru, "aging": Aging}
+POLICIES: Mapping[str, type[Lru | Lfu]] = {"lru": Lru, "lfu": Lfu, "lfru": Lfru, "aging": Aging}

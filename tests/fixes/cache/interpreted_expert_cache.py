@@ -10,16 +10,18 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from moedoctor.fixes.cache import device as expert_cache_device
+from moedoctor.fixes.cache import device
 from moedoctor.fixes.eviction import ONLINE_POLICIES
-from moedoctor.fixes.expert_cache import CachedExperts, ExpertCache
+from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.kernels.cache.transfer import Transfer
+from tests.fixes.cache.checks import assert_consistent, assert_holds
 
 EXPERTS, SLOTS = 12, 4
 WEIGHTS = {
@@ -43,23 +45,6 @@ def new(policy: str = "lfru", engine: str = "device") -> ExpertCache:
     return cache
 
 
-def assert_true(cache: ExpertCache) -> None:
-    """Check that mapping, slots and bytes agree."""
-    mapping = cache.mapping.tolist()  # first: to ask for the residents mends what is torn
-    held = cache.resident()
-    mapped = [held.index(expert) if expert in held else -1 for expert in range(EXPERTS)]
-    assert mapping == mapped
-    for slot, expert in enumerate(held):
-        for name, tensor in WEIGHTS.items():
-            assert expert < 0 or torch.equal(cache.weights[name][slot], tensor[expert]), (slot, expert)
-
-
-def assert_holds(ids: torch.Tensor, held: CachedExperts) -> None:
-    named = held.slot_ids >= 0  # [T, K]
-    for name, tensor in WEIGHTS.items():
-        assert torch.equal(held.weights[name][held.slot_ids[named].long()], tensor[ids[named].long()])
-
-
 class Breaking:
     """Raises `error` instead of call number `at`, or right after that call."""
 
@@ -77,28 +62,21 @@ class Breaking:
 def broken() -> None:
     """After a call that fails at any step, the state is right and the next call uses the right experts."""
     kinds = (torch.OutOfMemoryError("out of memory"), KeyboardInterrupt())
-    for how, call in CALLS.items():
+    for how, error, after, where in product(CALLS, kinds, (False, True), ("copies", "lookup")):
+        if (how, where) == ("seed", "lookup"):
+            continue  # it has none
         for at in (1, 2) if how == "groups" else (1,):
-            for error in kinds:
-                for after in (False, True):
-                    for where in ("copies", "lookup"):
-                        if how == "seed" and where == "lookup":
-                            continue  # it has none
-                        cache = new()
-                        if where == "copies":
-                            owner, name = Transfer, "launch"
-                            real = cache._engine._transfer.launch
-                        else:
-                            owner, name = expert_cache_device, "launch_lookup"
-                            real = expert_cache_device.launch_lookup
-                        with (
-                            mock.patch.object(owner, name, Breaking(real, error, at, after)),
-                            pytest.raises(type(error)) as caught,
-                        ):
-                            call(cache)
-                        assert caught.value is error
-                        assert_true(cache)
-                        assert_holds(IDS, cache.acquire(IDS))
+            cache = new()
+            owner, name = (Transfer, "launch") if where == "copies" else (device, "launch_lookup")
+            real = cache._engine._transfer.launch if where == "copies" else device.launch_lookup
+            with (
+                mock.patch.object(owner, name, Breaking(real, error, at, after)),
+                pytest.raises(type(error)) as caught,
+            ):
+                CALLS[how](cache)
+            assert caught.value is error
+            assert_consistent(cache, WEIGHTS)
+            assert_holds(IDS, cache.acquire(IDS), WEIGHTS)
 
 
 def broken_twice() -> None:
@@ -115,8 +93,8 @@ def broken_twice() -> None:
             ):
                 cache.acquire(IDS)
             look(cache)
-            assert_true(cache)
-            assert_holds(IDS, cache.acquire(IDS))
+            assert_consistent(cache, WEIGHTS)
+            assert_holds(IDS, cache.acquire(IDS), WEIGHTS)
 
 
 def policies() -> None:
@@ -133,9 +111,9 @@ def policies() -> None:
             ids = torch.randint(0, EXPERTS, (1, 3), generator=draw)  # [T, K]
             table = cache._engine.table()
             table.step(sorted(set(ids.flatten().tolist())))
-            assert_holds(ids, cache.acquire(ids))
+            assert_holds(ids, cache.acquire(ids), WEIGHTS)
             assert cache.resident() == table.expert_of
-            assert_true(cache)
+            assert_consistent(cache, WEIGHTS)
 
 
 def between() -> None:
@@ -150,7 +128,7 @@ def between() -> None:
             cache = new(engine=engine)
             parts = cache.groups(MANY)
             first = next(parts)
-            assert_holds(MANY, first)
+            assert_holds(MANY, first, WEIGHTS)
             computed = (first.slot_ids >= 0).int()  # [T, K]
             other(cache)
             if engine == "device" and how in ("groups", "begun groups"):
@@ -158,10 +136,10 @@ def between() -> None:
                     next(parts)
             else:
                 for part in parts:
-                    assert_holds(MANY, part)
+                    assert_holds(MANY, part, WEIGHTS)
                     computed += part.slot_ids >= 0
                 assert bool((computed == 1).all()), (engine, how)
-            assert_true(cache)
+            assert_consistent(cache, WEIGHTS)
     for other in others.values():
         cache = new()
         hits_and_misses = cache.groups(IDS, overlap=True)
@@ -169,7 +147,7 @@ def between() -> None:
         other(cache)
         with pytest.raises(RuntimeError, match="may have evicted the second group's experts"):
             next(hits_and_misses)
-        assert_true(cache)
+        assert_consistent(cache, WEIGHTS)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 
 from moedoctor.fixes.cache import policies as _eviction_policies
-from moedoctor.fixes.cache.policies import Lfru, Lru
+from moedoctor.fixes.cache.policies import Change, Lfru, Lru
 from moedoctor.fixes.eviction import (
     ONLINE_POLICIES,
     POLICIES,
@@ -76,14 +76,18 @@ class Naive:
         return len(misses)
 
 
-@pytest.mark.parametrize("policy", ONLINE_POLICIES)
-@given(trace=st.one_of(calls, long_calls), capacity=st.integers(4, EXPERTS))
-def test_decisions_match_the_plain_rule(policy: str, trace: list[list[int]], capacity: int) -> None:
-    table, naive = SlotTable(EXPERTS, capacity, policy), Naive(capacity, policy)
+def assert_decides_as_naive(table: SlotTable, trace: list[list[int]]) -> None:
+    naive = Naive(table.capacity, table.policy)
     for call in trace:
         needed = sorted(set(call))
         assert table.step(needed) == naive.call(set(needed))
         assert {expert for expert in table.expert_of if expert >= 0} == set(naive.uses)
+
+
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+@given(trace=st.one_of(calls, long_calls), capacity=st.integers(4, EXPERTS))
+def test_decisions_match_the_plain_rule(policy: str, trace: list[list[int]], capacity: int) -> None:
+    assert_decides_as_naive(SlotTable(EXPERTS, capacity, policy), trace)
 
 
 def skewed(seed: int, experts: int, calls: int) -> list[list[int]]:
@@ -96,11 +100,7 @@ def skewed(seed: int, experts: int, calls: int) -> list[list[int]]:
 @pytest.mark.parametrize("capacity", [5, 30, 90])
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
 def test_decisions_among_many_experts_match_the_plain_rule(policy: str, capacity: int) -> None:
-    table, naive = SlotTable(120, capacity, policy), Naive(capacity, policy)
-    for call in skewed(0, 120, 1500):
-        needed = sorted(set(call))
-        assert table.step(needed) == naive.call(set(needed))
-        assert {expert for expert in table.expert_of if expert >= 0} == set(naive.uses)
+    assert_decides_as_naive(SlotTable(120, capacity, policy), skewed(0, 120, 1500))
 
 
 @pytest.mark.parametrize("capacity", [30, 90])
@@ -137,8 +137,8 @@ def test_slots_are_never_shared(policy: str, trace: list[list[int]], capacity: i
     table = SlotTable(EXPERTS, capacity, policy)
     for call in trace:
         for part in table.split(call):
-            plan = table.plan(part)
-            assert len({load.slot for load in plan.loads}) == len(plan.loads)
+            loads = table.plan(part)
+            assert len({load.slot for load in loads}) == len(loads)
             for expert in part:
                 assert table.expert_of[table.slot_of[expert]] == expert
             held = [slot for slot in table.slot_of if slot >= 0]
@@ -158,34 +158,6 @@ def test_a_trace_by_hand() -> None:
     trace = [[0], [0], [1], [2], [0]]
     counts = {policy: simulate(trace, num_experts=3, capacity=2, policy=policy).misses for policy in POLICIES}
     assert counts == {"lru": 4, "lfu": 3, "lfru": 3, "aging": 3, "belady": 3}
-
-
-def test_aging_counts_evicted_experts_and_halves_counts() -> None:
-    """Two slots. 0 is evicted after two uses and returns: LFU treats it as new, `aging` does not."""
-    trace = [[0], [0], [1], [1], [1], [2], [2], [2], [0], [3]]
-    tables = {policy: SlotTable(4, 2, policy) for policy in ("lfu", "aging")}
-    for table in tables.values():
-        for call in trace:
-            table.step(call)
-    assert sorted(tables["lfu"].expert_of) == [2, 3]
-    assert sorted(tables["aging"].expert_of) == [0, 3]
-    for _ in range(HALVED_EVERY - len(trace)):
-        tables["aging"].step([3])
-    assert tables["aging"].uses[:3] == [1, 1, 1]
-
-
-def test_only_in_lfru_age_outweighs_frequency() -> None:
-    """Expert 0: used 3 times, long ago, 3 / 7. Expert 1: used once, in the last call, 1 / 2."""
-    trace = [[0], [0], [0], [2], [2], [2], [2], [2], [1], [3]]
-    table = {policy: SlotTable(4, 3, policy) for policy in ONLINE_POLICIES}
-    for of_policy in table.values():
-        for call in trace:
-            of_policy.step(call)
-    assert [sorted(table[policy].expert_of) for policy in ("lru", "lfu", "lfru")] == [
-        [1, 2, 3],
-        [0, 2, 3],
-        [1, 2, 3],
-    ]
 
 
 @given(
@@ -209,15 +181,6 @@ def test_belady_is_the_brute_force_optimum(trace: list[list[int]], capacity: int
     assert simulate(trace, num_experts=5, capacity=capacity, policy="belady").misses == fewest(0, frozenset())
 
 
-@given(trace=calls, capacity=st.integers(4, EXPERTS))
-def test_no_policy_beats_belady(trace: list[list[int]], capacity: int) -> None:
-    misses = {
-        policy: simulate(trace, num_experts=EXPERTS, capacity=capacity, policy=policy).misses
-        for policy in POLICIES
-    }
-    assert misses["belady"] == min(misses.values())
-
-
 def test_more_experts_than_slots_raise_and_change_nothing() -> None:
     table = SlotTable(8, 2, "lru")
     table.step([0, 1])
@@ -234,7 +197,7 @@ def test_forgetting_an_expert_frees_its_slot() -> None:
     table.forget(3)
     table.forget(3)
     assert (table.expert_of, table.slot_of[3]) == ([-1, 4], -1)
-    assert table.plan([5]).loads == [(5, 0)]
+    assert table.plan([5]) == [(5, 0)]
     assert table.expert_of == [5, 4]
 
 
@@ -249,8 +212,7 @@ def test_a_restored_table_makes_the_same_decisions(
             table = SlotTable.restored(capacity, policy, table.slot_of, table.uses, table.last, table.clock)
         table.step(sorted(set(call)))
     whole = SlotTable(EXPERTS, capacity, policy)
-    for call in trace:
-        whole.step(sorted(set(call)))
+    replay(trace, whole)
     assert table.expert_of == whole.expert_of
 
 
@@ -280,20 +242,15 @@ def test_ids_of_none_and_empty_calls() -> None:
 def test_simulate_matches_a_table(policy: str, seed: int, capacity: int) -> None:
     """Calls are unsorted, have repeats, and some need more experts than there are slots."""
     trace = skewed(seed, 20, 80)
-    table = SlotTable(20, capacity, policy)
-    assert simulate(trace, num_experts=20, capacity=capacity, policy=policy) == replay(trace, table)
-    ascending = [sorted(set(call)) for call in trace]
-    assert simulate(ascending, num_experts=20, capacity=capacity, policy=policy) == replay(
-        trace, SlotTable(20, capacity, policy)
-    )
+    for calls in (trace, [sorted(set(call)) for call in trace]):
+        expected = replay(calls, SlotTable(20, capacity, policy))
+        assert simulate(calls, num_experts=20, capacity=capacity, policy=policy) == expected
 
 
 class EvictsNeeded(Lru):
     """Evicts the first experts of the call."""
 
-    def step(
-        self, experts: Sequence[int], uses: list[int], now: int, free: int
-    ) -> tuple[list[int], list[int]]:
+    def step(self, experts: Sequence[int], uses: list[int], now: int, free: int) -> Change:
         missing, _ = super().step(experts, uses, now, free=len(experts))
         return missing, self._leave(list(experts[: max(len(missing) - free, 0)]))
 
@@ -301,9 +258,7 @@ class EvictsNeeded(Lru):
 class KeepsAll(Lru):
     """Evicts nothing."""
 
-    def step(
-        self, experts: Sequence[int], uses: list[int], now: int, free: int
-    ) -> tuple[list[int], list[int]]:
+    def step(self, experts: Sequence[int], uses: list[int], now: int, free: int) -> Change:
         return super().step(experts, uses, now, free=len(experts))
 
 

@@ -1,10 +1,11 @@
-"""The expert cache on the CPU, with the engines ``host`` and ``resident``."""
+"""The expert cache on the CPU: the engines ``host`` and ``resident``, and ``device`` in the interpreter."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,54 +14,33 @@ import torch
 from hypothesis import given
 
 from moedoctor.fixes.cache.host import HostEngine
-from moedoctor.fixes.eviction import ONLINE_POLICIES, Load, SlotTable, simulate
-from moedoctor.fixes.expert_cache import (
-    CacheBusy,
-    CachedExperts,
-    CacheOverflow,
-    ExpertCache,
-)
+from moedoctor.fixes.eviction import ONLINE_POLICIES, Load, SlotTable, replay, simulate
+from moedoctor.fixes.expert_cache import CacheBusy, CachedExperts, CacheOverflow, ExpertCache
 from moedoctor.reference.expert_cache import PrRule
+from tests.fixes.cache.checks import EXPERTS, WEIGHTS, assert_consistent, assert_holds
+from tests.interpreted import needs_triton, run_check
 
-EXPERTS = 10
-WEIGHTS = {
-    "w13": torch.randn(EXPERTS, 6, 4, generator=torch.Generator().manual_seed(0)),
-    "w2": torch.randn(EXPERTS, 4, 3, generator=torch.Generator().manual_seed(1)).bfloat16(),
-    "w2_scale": torch.rand(EXPERTS, generator=torch.Generator().manual_seed(2)),
-    "w13_bias": torch.randint(0, 255, (EXPERTS, 5), generator=torch.Generator().manual_seed(3)).to(
-        torch.uint8
-    ),
-}
 id_rows = st.lists(st.lists(st.integers(-1, EXPERTS - 1), min_size=3, max_size=3), min_size=1, max_size=3)
 
 
-def assert_holds(
-    ids: torch.Tensor, held: CachedExperts, weights: Mapping[str, torch.Tensor] = WEIGHTS
-) -> None:
-    """Check that each slot in `held` has the bytes of its expert."""
-    named = held.slot_ids >= 0  # [T, K]
-    for name, tensor in weights.items():
-        got = held.weights[name][held.slot_ids[named].long()]
-        assert torch.equal(got.contiguous().view(torch.uint8), tensor[ids[named].long()].view(torch.uint8)), (
-            name
-        )
+def on_host(capacity: int = 4, policy: str = "lfru") -> ExpertCache:
+    return ExpertCache(WEIGHTS, capacity, policy=policy, engine="host", device="cpu")
 
 
-def assert_consistent(cache: ExpertCache) -> None:
-    """Check that mapping, slots and bytes agree."""
-    held = cache.resident()
-    slots = [held.index(expert) if expert in held else -1 for expert in range(EXPERTS)]
-    assert cache.mapping.tolist() == slots
-    for slot, expert in enumerate(held):
-        for name in WEIGHTS:
-            assert expert < 0 or torch.equal(cache.weights[name][slot], WEIGHTS[name][expert])
+def entries(cache: ExpertCache) -> tuple[Callable[..., Any], ...]:
+    """Every call that takes ids."""
+    return cache.acquire, cache.prefetch, cache.seed, lambda ids: next(cache.groups(ids))
 
 
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
 @given(rows=st.lists(id_rows, max_size=12), capacity=st.integers(1, EXPERTS + 2))
 def test_every_call_gets_its_experts(policy: str, rows: list[Any], capacity: int) -> None:
-    cache = ExpertCache(WEIGHTS, capacity, policy=policy, engine="host", device="cpu")
-    addresses = {name: tensor.data_ptr() for name, tensor in cache.weights.items()}, cache.mapping.data_ptr()
+    cache = on_host(capacity, policy)
+
+    def addresses() -> list[int]:
+        return [tensor.data_ptr() for tensor in (*cache.weights.values(), cache.mapping)]
+
+    before = addresses()
     for row in rows:
         ids = torch.tensor(row, dtype=torch.int32)  # [T, K]
         computed = torch.zeros_like(ids)
@@ -73,10 +53,7 @@ def test_every_call_gets_its_experts(policy: str, rows: list[Any], capacity: int
     expected = simulate(trace, num_experts=EXPERTS, capacity=capacity, policy=policy)
     stats = cache.stats
     assert (stats.calls, stats.hits, stats.misses) == (expected.calls, expected.hits, expected.misses)
-    assert addresses == (
-        {name: tensor.data_ptr() for name, tensor in cache.weights.items()},
-        cache.mapping.data_ptr(),
-    )
+    assert addresses() == before
 
 
 def test_the_rule_of_the_vllm_pr_leaves_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,10 +63,10 @@ def test_the_rule_of_the_vllm_pr_leaves_wrong_bytes(monkeypatch: pytest.MonkeyPa
     def plan(self: SlotTable, experts: list[int]) -> Any:
         rule.step(experts)
         self.slot_of[:] = rule.slot_of
-        return type("Plan", (), {"hits": 0, "loads": [Load(*load) for load in rule.loads]})
+        return [Load(*load) for load in rule.loads]
 
     monkeypatch.setattr(SlotTable, "plan", plan)
-    cache = ExpertCache(WEIGHTS, 4, engine="host", device="cpu")
+    cache = on_host()
     draw = torch.Generator().manual_seed(0)
 
     def calls() -> None:
@@ -110,7 +87,7 @@ def test_the_engine_is_resident_if_every_expert_fits() -> None:
     assert_holds(ids, held)
     assert cache.mapping.tolist() == cache.resident() == list(range(EXPERTS))
     assert len(list(cache.groups(ids))) == 1
-    for call in (cache.acquire, cache.prefetch, cache.seed, lambda ids: next(cache.groups(ids))):
+    for call in entries(cache):
         for wrong, message in (([[0, 10]], "expert 10 of 10"), ([[-5, 1]], "-5 is no expert")):
             with pytest.raises(ValueError, match=f"ids: {message}"):
                 call(torch.tensor(wrong))
@@ -120,7 +97,7 @@ def test_the_engine_is_resident_if_every_expert_fits() -> None:
 
 
 def test_overflow_names_needed_and_capacity_and_changes_nothing() -> None:
-    cache = ExpertCache(WEIGHTS, 2, engine="host", device="cpu")
+    cache = on_host(2)
     cache.acquire(torch.tensor([[0, 1]]))
     with pytest.raises(
         CacheOverflow, match="needs 3 experts and the cache has 2 slots: use groups"
@@ -132,7 +109,7 @@ def test_overflow_names_needed_and_capacity_and_changes_nothing() -> None:
 
 
 def test_groups_run_resident_experts_first() -> None:
-    cache = ExpertCache(WEIGHTS, 2, engine="host", device="cpu")
+    cache = on_host(2)
     cache.acquire(torch.tensor([[5, 7]]))
     ids = torch.tensor([[1, 5, 7, -1, 2]])
     first, *others = [part.slot_ids.tolist()[0] for part in cache.groups(ids)]
@@ -159,7 +136,7 @@ def test_out_of_memory_during_a_call_leaves_a_right_state(
     monkeypatch: pytest.MonkeyPatch, fail_at: int
 ) -> None:
     monkeypatch.setattr("moedoctor.fixes.cache.host.HostEngine", Interrupted)
-    cache = ExpertCache(WEIGHTS, 4, engine="host", device="cpu")
+    cache = on_host()
     cache.acquire(torch.tensor([[0, 1, 2, 3]]))
     cache._engine.fail_at = fail_at
     ids = torch.tensor([[3, 6, 7, 8]])
@@ -181,13 +158,13 @@ def test_a_call_from_a_second_thread_is_an_error(monkeypatch: pytest.MonkeyPatch
             return super().acquire(ids)
 
     monkeypatch.setattr("moedoctor.fixes.cache.host.HostEngine", Slow)
-    cache = ExpertCache(WEIGHTS, 4, engine="host", device="cpu")
+    cache = on_host()
     ids = torch.tensor([[1, 2]])
     thread = threading.Thread(target=cache.acquire, args=(ids,))
     thread.start()
     try:
         assert inside.wait(10)
-        for enter in (cache.acquire, cache.prefetch, cache.seed, lambda ids: next(cache.groups(ids))):
+        for enter in entries(cache):
             with pytest.raises(CacheBusy, match="another thread is inside"):
                 enter(ids)
     finally:
@@ -198,7 +175,7 @@ def test_a_call_from_a_second_thread_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 
 def test_prefetched_experts_hit() -> None:
-    cache = ExpertCache(WEIGHTS, 4, engine="host", device="cpu")
+    cache = on_host()
     cache.prefetch(torch.tensor([3, 4]))
     ids = torch.tensor([[3, 5]])
     assert_holds(ids, cache.acquire(ids))
@@ -210,13 +187,11 @@ def test_prefetched_experts_hit() -> None:
 @pytest.mark.parametrize("capacity", [5, 2])
 def test_seeding_gives_the_state_after_the_prefill(policy: str, capacity: int) -> None:
     prefill = torch.randint(0, EXPERTS, (40, 3), generator=torch.Generator().manual_seed(5))  # [T, K]
-    cache = ExpertCache(WEIGHTS, capacity, policy=policy, engine="host", device="cpu")
+    cache = on_host(capacity, policy)
     cache.acquire(torch.tensor([[0, 1]]))
     cache.seed(prefill)
     table = SlotTable(EXPERTS, capacity, policy)
-    for row in prefill.tolist():
-        for part in table.split(row):
-            table.step(part)
+    replay(prefill.tolist(), table)
     assert cache.resident() == table.expert_of
     assert_consistent(cache)
     ids = torch.tensor([[0, 9]])
@@ -225,22 +200,20 @@ def test_seeding_gives_the_state_after_the_prefill(policy: str, capacity: int) -
 
 @pytest.mark.parametrize("ids", [[[3, 10]], [[-2, 1]]])
 def test_ids_out_of_range_are_refused(ids: list[list[int]]) -> None:
-    cache = ExpertCache(WEIGHTS, 4, engine="host", device="cpu")
-    with pytest.raises(ValueError, match="ids"):
-        cache.acquire(torch.tensor(ids))
-    with pytest.raises(TypeError, match=r"int32 or int64, got torch\.float32"):
-        cache.acquire(torch.tensor(ids).float())
-    for call in (cache.acquire, cache.prefetch, cache.seed, lambda ids: next(cache.groups(ids))):
+    cache = on_host()
+    for call in entries(cache):
         with pytest.raises(ValueError, match=r"ids: (expert 10 of 10|-2 is no expert)"):
             call(torch.tensor(ids))
         with pytest.raises(TypeError, match="ids must be an int32 or int64 tensor, got list"):
             call(ids)
+        with pytest.raises(TypeError, match=r"int32 or int64, got torch\.float32"):
+            call(torch.tensor(ids).float())
     assert cache.resident() == [-1] * 4
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (1, 1, 1, 1)])
 def test_seeding_accepts_calls_or_tokens(shape: tuple[int, ...]) -> None:
-    cache = ExpertCache(WEIGHTS, 4, engine="host", device="cpu")
+    cache = on_host()
     with pytest.raises(ValueError, match=r"ids must be \[T, K\] or \[calls, T, K\], got"):
         cache.seed(torch.zeros(shape, dtype=torch.int64))
     assert cache.resident() == [-1] * 4
@@ -264,23 +237,18 @@ def test_the_error_without_unpacking_names_the_next_step() -> None:
         ({"engine": "resident"}, ValueError, "needs a slot for each of 10 experts, got 4"),
         ({"engine": "device"}, RuntimeError, "needs a CUDA device, got cpu: use engine='host'"),
         ({"weights": {}}, ValueError, "weights is empty"),
-        (
-            {"weights": {"a": torch.zeros(2), "b": torch.zeros(3)}},
-            ValueError,
-            "agree on the number of experts",
-        ),
+        ({"weights": {"a": torch.zeros(2), "b": torch.zeros(3)}}, ValueError, "agree on the number"),
         ({"weights": {"a": torch.zeros(2, device="meta")}}, ValueError, "must be a host tensor"),
         ({"weights": [torch.zeros(2)]}, TypeError, "weights must be a mapping of names .* got list"),
         ({"weights": {"a": [1, 2]}}, TypeError, r"weights\['a'\] must be a tensor .* got list"),
         ({"weights": {"a": torch.tensor(1.0)}}, ValueError, r"weights\['a'\] .* without dimensions"),
-        (
-            {"weights": {"a": torch.tensor(1.0)}, "packed": True},
-            ValueError,
-            r"weights\['a'\] .* without dimensions",
-        ),
-        ({"weights": [torch.zeros(2)], "packed": True}, TypeError, "weights must be a mapping"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         ExpertCache(**({"weights": WEIGHTS, "capacity": 4, "device": "cpu"} | options))
+
+
+@needs_triton
+def test_the_device_engine_interpreted() -> None:
+    run_check(Path(__file__).parent / "interpreted_expert_cache.py")

@@ -10,6 +10,7 @@ from moedoctor.fixes.expert_cache import CacheOverflow, ExpertCache
 from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
 from moedoctor.reference.moe import MoeWeights
 from moedoctor.reference.moe import forward as reference
+from tests.fixes.cache.checks import assert_holds
 
 pytestmark = pytest.mark.gpu
 EXPERTS, HIDDEN, INNER = 32, 256, 128
@@ -31,13 +32,6 @@ def _weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _assert_holds(weights: dict[str, torch.Tensor], ids: torch.Tensor, held: object) -> None:
-    chosen = ids >= 0
-    for name, tensor in weights.items():
-        got = held.weights[name][held.slot_ids[chosen].long()].cpu()
-        assert torch.equal(got.view(torch.uint8), tensor[ids[chosen].long().cpu()].view(torch.uint8)), name
-
-
 @pytest.mark.parametrize("engine", ["device", "host"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_slots_hold_the_bytes_of_the_host(engine: str, dtype: torch.dtype) -> None:
@@ -46,7 +40,7 @@ def test_slots_hold_the_bytes_of_the_host(engine: str, dtype: torch.dtype) -> No
     torch.manual_seed(1)
     for _ in range(30):
         ids = torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int32, device="cuda")
-        _assert_holds(weights, ids, cache.acquire(ids))
+        assert_holds(ids, cache.acquire(ids), weights)
     stats = cache.stats
     assert stats.calls == 30
     assert stats.misses > EXPERTS
@@ -117,7 +111,7 @@ def test_prefetched_experts_are_resident(engine: str) -> None:
     for start in range(0, 24, 8):
         ids = torch.arange(start, start + 8, dtype=torch.int32, device="cuda").view(2, 4)
         cache.prefetch(ids)
-        _assert_holds(weights, ids, cache.acquire(ids))
+        assert_holds(ids, cache.acquire(ids), weights)
     assert cache.stats.misses == 0
     assert cache.stats.prefetched == 24
 
@@ -127,7 +121,7 @@ def test_a_capacity_of_all_experts_is_resident() -> None:
     ids = torch.tensor([[3, -1, 31]], device="cuda")
     assert cache.engine == "resident"
     assert torch.equal(cache.acquire(ids).slot_ids, ids)
-    _assert_holds(_weights(), ids, cache.acquire(ids))
+    assert_holds(ids, cache.acquire(ids), _weights())
 
 
 def test_the_device_engine_refuses_by_shape() -> None:
@@ -178,7 +172,7 @@ def test_hits_are_computed_while_misses_are_copied(packed: bool) -> None:
         graph.replay()
         right = reference(x.cpu(), MoeWeights.of(weights), shares.cpu(), ids.cpu())
         assert torch.allclose(out.cpu(), right, rtol=1e-3, atol=1e-4)
-        _assert_holds(weights, ids, cache.acquire(ids))
+        assert_holds(ids, cache.acquire(ids), weights)
 
 
 @pytest.mark.parametrize("engine", ["device", "host"])

@@ -9,7 +9,7 @@ import torch
 
 from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
 from moedoctor.fixes.offload.pinned import PAGE, PinError, Release
-from tests.fixes.cache.test_expert_cache import EXPERTS, WEIGHTS, assert_holds
+from tests.fixes.cache.checks import EXPERTS, WEIGHTS, assert_holds
 
 
 class Locks:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,19 @@ from moedoctor.fixes.expert_cache import ExpertCache
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 
+class Stream:
+    """Logs what it is asked to wait for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: mock.Mock) -> None:
+        self._log.append(f"{self.name} waits for {event.after}")
+
+
 class Streams:
     """Two streams; `log` lists the requests in order."""
 
@@ -21,72 +35,41 @@ class Streams:
         self.log: list[str] = []
         self.captures = False
         self.breaks: str | None = None
-        self.current = "main"
-
-    def wait_stream(self, other: str) -> None:
-        self.log.append(f"copies wait for {other}")
+        self.main, self.copies = Stream("main", self.log), Stream("copies", self.log)
+        self.current = self.main
 
     @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        self.current = "copies"
+    def inside(self, stream: Stream) -> Iterator[None]:
+        self.current = stream
         try:
             yield
         finally:
-            self.current = "main"
+            self.current = self.main
 
-    def event(self) -> Event:
-        return Event(self)
+    def event(self) -> mock.Mock:
+        event = mock.Mock()
+        event.record = lambda: setattr(event, "after", self.log[-1])
+        return event
 
-    def wait_event(self, event: Event) -> None:
-        self.log.append(f"{self.current} waits for {event.after}")
+    def logs(self, what: str) -> Callable[..., None]:
+        def ask(*_: object, **__: object) -> None:
+            self.log.append(f"{what} on {self.current.name}")
+            if what == self.breaks:
+                raise torch.OutOfMemoryError("out of memory")
 
-
-class Event:
-    """Stores the work that it was recorded after."""
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self.after = ""
-
-    def record(self) -> None:
-        self.after = self._streams.log[-1]
-
-
-class Main:
-    """The compute stream."""
-
-    def __init__(self, streams: Streams) -> None:
-        self.wait_event = streams.wait_event
-        self._log = streams.log
-
-    def wait_stream(self, other: Streams) -> None:
-        self._log.append("main waits for the stream of copies")
-
-    def __str__(self) -> str:
-        return "main"
+        return ask
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     found = Streams()
     module = "moedoctor.fixes.cache.device"
-
-    def logs(what: str) -> Any:
-        def ask(*_: object, **__: object) -> None:
-            found.log.append(f"{what} on {found.current}")
-            if what == found.breaks:
-                raise torch.OutOfMemoryError("out of memory")
-
-        return ask
-
     monkeypatch.setattr(f"{module}.interprets", lambda: True)
-    monkeypatch.setattr(f"{module}.launch_lookup", logs("lookup"))
-    monkeypatch.setattr(f"{module}.launch_groups", logs("groups"))
-    monkeypatch.setattr(f"{module}.Transfer.launch", logs("copy"))
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: found if found.current == "copies" else Main(found)
-    )
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: found.inside())
+    monkeypatch.setattr(f"{module}.launch_lookup", found.logs("lookup"))
+    monkeypatch.setattr(f"{module}.launch_groups", found.logs("groups"))
+    monkeypatch.setattr(f"{module}.Transfer.launch", found.logs("copy"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current)
+    monkeypatch.setattr(torch.cuda, "stream", found.inside)
     monkeypatch.setattr(torch.cuda, "Event", found.event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.captures)
     return found
@@ -95,12 +78,19 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 @pytest.fixture
 def cache(streams: Streams) -> ExpertCache:
     found = ExpertCache({"w": torch.zeros(8, 4)}, 4, engine="device", device="cpu")
-    found._engine._copies = streams  # type: ignore[attr-defined]
+    found._engine._copies = streams.copies  # type: ignore[attr-defined]
     return found
 
 
-IDS = torch.zeros(1, 2, dtype=torch.int32)
-COPIED = ["lookup on main", "copies wait for main", "copy on copies"]
+IDS, MANY = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
+CALLS: dict[str, Callable[[ExpertCache], Any]] = {
+    "acquire": lambda cache: cache.acquire(IDS),
+    "prefetch": lambda cache: cache.prefetch(IDS),
+    "overlap": lambda cache: list(cache.groups(IDS, overlap=True)),
+    "groups": lambda cache: list(cache.groups(MANY)),
+    "seed": lambda cache: cache.seed(IDS),
+}
+COPIED = ["lookup on main", "copies waits for main", "copy on copies"]
 WAITED = "main waits for copy on copies"
 
 
@@ -115,27 +105,20 @@ def test_copies_beside_hits_begin_after_the_lookup_and_end_before_the_misses(
     assert streams.log == ["lookup on main", "copy on main"]
 
 
-@pytest.mark.parametrize("next_call", ["acquire", "prefetch", "overlap", "groups", "seed"])
+@pytest.mark.parametrize("next_call", CALLS)
 def test_work_after_a_failed_call_waits_for_its_copies(
     cache: ExpertCache, streams: Streams, next_call: str
 ) -> None:
     next(iter(cache.groups(IDS, overlap=True)))
     assert streams.log == COPIED
     streams.log.clear()
-    many = torch.zeros(3, 2, dtype=torch.int32)
-    {
-        "acquire": lambda: cache.acquire(IDS),
-        "prefetch": lambda: cache.prefetch(IDS),
-        "overlap": lambda: list(cache.groups(IDS, overlap=True)),
-        "groups": lambda: list(cache.groups(many)),
-        "seed": lambda: cache.seed(IDS),
-    }[next_call]()
+    CALLS[next_call](cache)
     assert streams.log[0] == WAITED
     assert streams.log.count(WAITED) == (2 if next_call == "overlap" else 1)
 
 
 def test_a_group_waits_for_an_earlier_prefetch(cache: ExpertCache, streams: Streams) -> None:
-    parts = cache.groups(torch.zeros(3, 2, dtype=torch.int32))
+    parts = cache.groups(MANY)
     next(parts)
     cache.prefetch(IDS)
     streams.log.clear()
@@ -143,11 +126,16 @@ def test_a_group_waits_for_an_earlier_prefetch(cache: ExpertCache, streams: Stre
     assert streams.log == [WAITED, "lookup on main", "copy on main"]
 
 
-def _fill(cache: ExpertCache) -> torch.Tensor:
+def _state(cache: ExpertCache) -> list[int]:
+    state = cache._engine._state  # type: ignore[attr-defined]
+    return torch.cat([state.slot_of, state.expert_of, state.copies[:1]]).tolist()
+
+
+def _fill(cache: ExpertCache) -> list[int]:
     """Pretend that expert 5 is in slot 2, because lookups are fake here, and return the state."""
     state = cache._engine._state  # type: ignore[attr-defined]
     state.slot_of[5], state.expert_of[2], state.copies[0] = 2, 5, 1
-    return torch.cat([state.slot_of, state.expert_of, state.copies[:1]])
+    return _state(cache)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -160,10 +148,8 @@ def test_nothing_is_resident_after_a_failed_call(
     streams.breaks = breaks
     with pytest.raises(torch.OutOfMemoryError):
         next(cache.groups(IDS, overlap=overlap))
-    assert streams.log[-1] == "main waits for the stream of copies"
-    assert cache.mapping.tolist() == [-1] * 8
-    assert cache.resident() == [-1] * 4
-    assert int(cache._engine._state.copies[0]) == 0  # type: ignore[attr-defined]
+    assert streams.log[-1] == "main waits for copies"
+    assert _state(cache) == [-1] * (8 + 4) + [0]
     streams.breaks = None
     streams.log.clear()
     cache.acquire(IDS)
@@ -176,17 +162,12 @@ def test_a_failed_capture_does_not_record_a_reset(cache: ExpertCache, streams: S
     before = _fill(cache)
     streams.breaks, streams.captures = "copy", True
     with pytest.raises(torch.OutOfMemoryError):
-        {
-            "acquire": lambda: cache.acquire(IDS),
-            "overlap": lambda: next(cache.groups(IDS, overlap=True)),
-            "prefetch": lambda: cache.prefetch(IDS),
-        }[how]()
-    state = cache._engine._state  # type: ignore[attr-defined]
+        CALLS[how](cache)
     streams.breaks, streams.captures = None, False
     streams.log.clear()
     cache.acquire(IDS)
     assert streams.log == ["lookup on main", "copy on main"]
-    assert torch.equal(torch.cat([state.slot_of, state.expert_of, state.copies[:1]]), before)
+    assert _state(cache) == before
 
 
 def test_a_pending_reset_is_not_recorded(
@@ -202,8 +183,7 @@ def test_a_pending_reset_is_not_recorded(
     streams.breaks, streams.captures = None, True
     with pytest.raises(RuntimeError, match="once outside of the capture"):
         cache.acquire(IDS)
-    state = engine._state  # type: ignore[attr-defined]
-    assert torch.equal(torch.cat([state.slot_of, state.expert_of, state.copies[:1]]), before)
+    assert _state(cache) == before
     streams.captures = False
     cache.acquire(IDS)
     assert cache.mapping.tolist() == [-1] * 8
