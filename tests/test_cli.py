@@ -1,4 +1,4 @@
-"""The command line: exit codes, streams, files, and which commands import torch."""
+"""The command line: exit codes, streams and files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,58 +16,65 @@ import typer
 
 from moedoctor.cli import app, main
 
-PLUGIN = Path(__file__).parent / "plugin"
-
-
-def moedoctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moedoctor", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(PLUGIN), **environ},
-    )
+pytestmark = pytest.mark.usefixtures("dying_plugin")
+Run = Callable[..., tuple[int, str, str]]
+TESTS = Path(__file__).resolve().parent
+PATHS = (str(TESTS / "plugin"), str(TESTS.parent))
 
 
 @pytest.fixture
-def scenario(tmp_path: Path) -> Path:
-    return write(tmp_path / "dying.yaml", "")
+def moedoctor(capsys: pytest.CaptureFixture[str]) -> Run:
+    """A function that runs the command line and returns its exit code, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(list(arguments))
+        return code, *capsys.readouterr()
+
+    return run
 
 
-def write(file: Path, text: str) -> Path:
+def write(folder: Path, text: str = "", name: str = "a.yaml") -> str:
+    file = folder / name
     file.write_text(f"id: MD901\nname: dying\ntitle: told how to end\ntiers: [model]\n{text}")
-    return file
+    return str(file)
 
 
-def test_exit_0_and_the_report_on_stdout(scenario: Path) -> None:
-    ended = moedoctor("run", str(scenario), "--format", "json")
-    report = json.loads(ended.stdout)
-    assert (ended.returncode, report["summary"]["exit_code"], report["summary"]["proved"]) == (0, 0, 1)
-    assert ended.stderr == ""
+SKIP = "parameters: {fixed: [answers, skip]}\n"
+FAILS = "parameters: {symptom_fixed: true}\n"
 
 
-def test_table_has_no_colour_away_from_a_terminal_and_ends_with_the_counts(scenario: Path) -> None:
-    ended = moedoctor("run", str(scenario))
-    assert "\x1b" not in ended.stdout
-    assert ended.stdout.splitlines()[-1].startswith("1 proved · 0 found")
+@pytest.mark.parametrize(
+    ("text", "options", "code"),
+    [
+        ("", (), 0),
+        (FAILS, (), 1),
+        (FAILS, ("--fail-on", "never"), 0),
+        ("parameters: {fixed: signal}\n", (), 3),
+        (SKIP, (), 0),
+        (SKIP, ("--strict",), 1),
+        (SKIP, ("--fail-on", "warning"), 1),
+    ],
+)
+def test_exit_code_of_a_run(
+    tmp_path: Path, moedoctor: Run, text: str, options: tuple[str, ...], code: int
+) -> None:
+    ended, out, err = moedoctor("run", write(tmp_path, text), "--format", "json", *options)
+    assert (ended, json.loads(out)["summary"]["exit_code"], err) == (code, code, "")
 
 
-def test_a_fix_that_fails_gives_exit_code_1(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.yaml", "parameters: {symptom_fixed: true}\n")
-    assert moedoctor("run", str(file)).returncode == 1
-    assert moedoctor("run", str(file), "--fail-on", "never").returncode == 0
-
-
-def test_a_child_that_crashes_gives_exit_code_3(tmp_path: Path) -> None:
-    assert moedoctor("run", str(write(tmp_path / "a.yaml", "parameters: {fixed: signal}\n"))).returncode == 3
-
-
-def test_strict_counts_a_skip_as_found(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.yaml", "parameters: {fixed: [answers, skip]}\n")
-    assert moedoctor("run", str(file)).returncode == 0
-    assert moedoctor("run", str(file), "--strict").returncode == 1
-    assert moedoctor("run", str(file), "--fail-on", "warning").returncode == 1
+def test_a_stored_report_is_complete_and_shown_in_every_format(tmp_path: Path, moedoctor: Run) -> None:
+    scenario, target = write(tmp_path), tmp_path / "out.json"
+    code, out, err = moedoctor("run", scenario, "--format", "json", "-o", str(target))
+    assert (code, out) == (0, "")
+    assert "1 proved" in err
+    assert {file.name for file in tmp_path.iterdir()} == {"a.yaml", "out.json"}
+    stored = json.loads(target.read_text())
+    assert stored["summary"]["proved"] == 1
+    assert json.loads(moedoctor("show", str(target), "--format", "json")[1]) == stored
+    _, table, _ = moedoctor("show", str(target))
+    assert "\x1b" not in table, "no colour without a terminal"
+    assert table.splitlines()[-1].startswith("1 proved · 0 found")
+    assert moedoctor("show", str(tmp_path / "none.json"))[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -76,10 +84,7 @@ def test_strict_counts_a_skip_as_found(tmp_path: Path) -> None:
         (["run", "no/such/file.yaml"], "no/such/file.yaml:1:"),
         (["run", "--format", "pdf"], "--format pdf: expected one of"),
         (["run", "--fail-on", "sometimes"], "--fail-on sometimes: expected one of error, warning, never"),
-        (
-            ["run", "--subject", "vllm-0.19.1"],
-            "--subject vllm-0.19.1: expected faulty, fixed, installed, vllm@X.Y.Z or flashinfer@X.Y.Z",
-        ),
+        (["run", "--subject", "vllm-0.19.1"], "--subject vllm-0.19.1: expected faulty, fixed, installed, "),
         (["run", "--only", "experts"], "--only experts: expected KEY=VALUE"),
         (["run", "--only", "experts=7"], "leave no case to run"),
         (["run", "--vllm-kernels", "0.19.1"], "expected X.Y.Z=PATH"),
@@ -106,8 +111,7 @@ def test_bad_input_is_exit_2_and_one_line(
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert message in printed.err
-    assert len(printed.err.splitlines()) == 1
-    assert printed.out == ""
+    assert (len(printed.err.splitlines()), printed.out) == (1, "")
 
 
 TAKES_A_FILE = {
@@ -136,71 +140,42 @@ def test_every_command_checks_its_format_and_output_first(
         assert capsys.readouterr().err.endswith("its folder does not exist; create it first\n")
 
 
-def test_the_file_holds_the_whole_report(scenario: Path, tmp_path: Path) -> None:
-    target = tmp_path / "out.json"
-    ended = moedoctor("run", str(scenario), "--format", "json", "-o", str(target))
-    assert (ended.returncode, ended.stdout) == (0, "")
-    assert json.loads(target.read_text())["summary"]["proved"] == 1
-    assert "1 proved" in ended.stderr
-    assert [file.name for file in tmp_path.iterdir() if "out" in file.name] == ["out.json"]
+def test_a_folder_runs_every_file_in_it_once(tmp_path: Path, moedoctor: Run) -> None:
+    first, second, _ = (write(tmp_path, name=name) for name in ("a.yaml", "b.yml", "notes.txt"))
+    _, out, _ = moedoctor("run", str(tmp_path), first, "--format", "json")
+    assert [scenario["file"] for scenario in json.loads(out)["scenarios"]] == [first, second]
 
 
-def test_a_stored_report_is_shown_in_every_format(scenario: Path, tmp_path: Path) -> None:
-    target = tmp_path / "out.json"
-    moedoctor("run", str(scenario), "--format", "json", "-o", str(target))
-    assert json.loads(moedoctor("show", str(target), "--format", "json").stdout) == json.loads(
-        target.read_text()
-    )
-    assert moedoctor("show", str(target)).stdout.splitlines()[-1].startswith("1 proved")
-    assert main(["show", str(tmp_path / "none.json")]) == 2
+def test_baseline_catches_what_got_worse(tmp_path: Path, moedoctor: Run) -> None:
+    file, baseline, current = write(tmp_path), str(tmp_path / "before.json"), str(tmp_path / "now.json")
+    assert moedoctor("run", file, "--format", "json", "-o", baseline)[0] == 0
+    assert moedoctor("run", file, "--baseline", baseline)[0] == 0
+    write(tmp_path, FAILS)
+    assert moedoctor("run", file, "--baseline", baseline, "--format", "json", "-o", current)[0] == 1
+    findings = json.loads(Path(current).read_text())["findings"]
+    assert any("proved" in finding and "failed" in finding for finding in findings)
+    assert moedoctor("compare", baseline, current)[0] == 1
+    assert moedoctor("compare", baseline, baseline)[0] == 0
 
 
-def test_folder_runs_every_file_in_it_once(tmp_path: Path) -> None:
-    for name in ("a.yaml", "b.yml", "notes.txt"):
-        write(tmp_path / name, "")
-    ended = moedoctor("run", str(tmp_path), str(tmp_path / "a.yaml"), "--format", "json")
-    assert [scenario["file"] for scenario in json.loads(ended.stdout)["scenarios"]] == [
-        str(tmp_path / "a.yaml"),
-        str(tmp_path / "b.yml"),
-    ]
-
-
-def test_baseline_catches_what_got_worse(tmp_path: Path) -> None:
-    file, baseline = tmp_path / "a.yaml", tmp_path / "baseline.json"
-    write(file, "")
-    assert moedoctor("run", str(file), "--format", "json", "-o", str(baseline)).returncode == 0
-    assert moedoctor("run", str(file), "--baseline", str(baseline)).returncode == 0
-    write(file, "parameters: {symptom_fixed: true}\n")
-    worse = moedoctor("run", str(file), "--baseline", str(baseline), "--format", "json")
-    assert worse.returncode == 1
-    assert any(
-        "proved" in finding and "failed" in finding for finding in json.loads(worse.stdout)["findings"]
-    )
-    current = tmp_path / "current.json"
-    current.write_text(worse.stdout)
-    assert moedoctor("compare", str(baseline), str(current)).returncode == 1
-    assert moedoctor("compare", str(baseline), str(baseline)).returncode == 0
-
-
-def test_github_format_writes_the_step_summary(tmp_path: Path) -> None:
-    file, summary = write(tmp_path / "a.yaml", "parameters: {symptom_fixed: true}\n"), tmp_path / "summary.md"
-    ended = moedoctor("run", str(file), "--format", "github", GITHUB_STEP_SUMMARY=str(summary))
-    assert ended.stdout.startswith("::error file=")
+def test_github_format_writes_the_step_summary(
+    tmp_path: Path, moedoctor: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = tmp_path / "summary.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    assert moedoctor("run", write(tmp_path, FAILS), "--format", "github")[1].startswith("::error file=")
     assert "MD901" in summary.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_kills_the_children_and_prints_what_finished(tmp_path: Path, number: signal.Signals) -> None:
-    file, hanging = (
-        write(tmp_path / "a.yaml", "parameters: {fixed: hang}\ntimeout: 600\n"),
-        tmp_path / "hangs",
-    )
+    file, hanging = write(tmp_path, "parameters: {fixed: hang}\ntimeout: 600\n"), tmp_path / "hangs"
     process = subprocess.Popen(
-        [sys.executable, "-m", "moedoctor", "run", str(file), "--format", "json", "-j", "1"],
+        [sys.executable, "-m", "moedoctor", "run", file, "--format", "json", "-j", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(PLUGIN), "HANGING": str(hanging)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "HANGING": str(hanging)},
     )
     wait_until = time.monotonic() + 60
     while not hanging.exists() and time.monotonic() < wait_until:
@@ -211,26 +186,6 @@ def test_ctrl_c_kills_the_children_and_prints_what_finished(tmp_path: Path, numb
     report = json.loads(stdout)
     assert [case["verdict"] for case in report["scenarios"][0]["cases"]] == ["reproduced", "skipped"]
     assert (report["summary"]["exit_code"], report["summary"]["interrupted"]) == (130, True)
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["list"], ["explain", "MD001"], ["run", "--help"], ["--version"]]
-)
-def test_what_answers_without_torch_does_not_import_it(arguments: list[str]) -> None:
-    probe = (
-        "import sys\nfrom moedoctor.cli import main\n"
-        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", probe], check=True, stdout=subprocess.DEVNULL)
-
-
-def test_list_and_explain_know_the_catalogue() -> None:
-    listed = json.loads(moedoctor("list", "--format", "json").stdout)["catalogue"]
-    assert {"id": "MD001", "name": "nan_routing"}.items() <= listed[0].items()
-    explained = moedoctor("explain", "nan-routing").stdout
-    for heading in ("What happens", "Who is affected", "Fix", "Claims", "Links"):
-        assert f"\n{heading}" in explained
 
 
 def test_the_help_names_the_type_of_every_value() -> None:

@@ -198,7 +198,10 @@ for group in {GROUPS!r}:
     } <= checked
 
 
-@pytest.mark.parametrize("words", [["--help"], ["list"], ["explain", "MD001"]])
+WORDS = (["--help"], ["--version"], ["run", "--help"], ["list"], ["explain", "MD001"])
+
+
+@pytest.mark.parametrize("words", WORDS)
 def test_commands_that_only_answer_import_no_torch(words: list[str]) -> None:
     code = (
         "from moedoctor.cli import main\n"
