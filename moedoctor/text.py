@@ -113,16 +113,6 @@ _EXPECTED = {
     "too_short": "must not be empty",
     "string_too_short": "must not be empty",
 }
-_TYPES = (
-    "model_type",
-    "dataclass_type",
-    "dict_type",
-    "list_type",
-    "tuple_type",
-    "string_type",
-    "scalar_type",
-)
-"""Findings whose message also names the kind of the value."""
 
 
 def escape(text: str) -> str:
@@ -171,8 +161,8 @@ def explain(error: ErrorDetails, valid: Iterable[str] = ()) -> str:
     if kind == "value_error":
         return str(error.get("ctx", {}).get("error", message))
     expected = _EXPECTED.get(kind) or re.sub(r"^\w+ should (.*?)( after validation.*)?$", r"must \1", message)
-    if kind not in _TYPES and (isinstance(value, (dict, list)) or value == ""):
-        return expected
+    if not kind.endswith("_type") and (isinstance(value, (dict, list)) or value == ""):
+        return expected  # the value says no more: a list that is too long
     return f"{expected}, not {show(value)}"
 
 
@@ -197,25 +187,17 @@ _CONSTANTS: Mapping[str, bool | None] = {
 }
 _REFUSED = (
     (
-        re.compile(r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF"),
-        "is a boolean to some readers, expected true, false or quotes",
+        "yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF",
+        "a boolean to some readers, expected true, false or quotes",
     ),
+    (r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt\s].*)?", "a date to some readers, expected quoted text"),
+    # Other bases, groups of digits, and base 60, in which 1:30 is 90.
     (
-        re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?:[Tt\s].*)?", re.DOTALL),
-        "is a date to some readers, expected quoted text",
+        r"[-+]?(0[0-9_]+|0[xX][0-9a-fA-F_]+|0[oO][0-7_]+|0b[01_]+"
+        r"|[0-9][0-9_]*_[0-9_]*(\.[0-9_]*)?|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)",
+        "ambiguous, expected a decimal number or quoted text",
     ),
-    (
-        re.compile(
-            r"[-+]?(?:0[0-9_]+|0[xX][0-9a-fA-F_]+|0[oO][0-7_]+|0b[01_]+"  # other bases
-            r"|[0-9][0-9_]*_[0-9_]*(?:\.[0-9_]*)?"  # digit groups
-            r"|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)"  # base 60: 1:30 is 90
-        ),
-        "is ambiguous, expected a decimal number or quoted text",
-    ),
-    (
-        re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"),
-        "is not finite, expected a finite number",
-    ),
+    (r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "not finite, expected a finite number"),
 )
 """Unquoted text that YAML 1.1 and 1.2 read differently, or that is not a number of JSON."""
 _HINTS = {
@@ -316,8 +298,8 @@ def parse_scalar(text: str, *, quoted: bool = False) -> YamlScalar:
             raise ValueError(f"the number {show(text)} is too large, expected at most {MAX_INT}")
         return int(text)
     for pattern, problem in _REFUSED:
-        if pattern.fullmatch(text):
-            raise ValueError(f"{show(text)} {problem}")
+        if re.fullmatch(pattern, text, re.DOTALL):
+            raise ValueError(f"{show(text)} is {problem}")
     if not _FLOAT.fullmatch(text):
         return text
     if not math.isfinite(float(text)):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from moedoctor.text import (
     MAX_YAML_BYTES,
     TextFileError,
     YamlScalar,
-    YamlSource,
     check_printable,
     dotted,
     escape,
@@ -42,21 +39,19 @@ def file_error(path: Path) -> TextFileError:
 
 
 BAD_BYTES = [
-    ("NUL bytes", b"a: 1\nb: \x00\n", 2, "binary"),
-    ("PNG", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR", 3, "binary"),
-    ("Latin-1", b"a: 1\ntitle: caf\xe9\n", 2, "not UTF-8 text (byte 0xe9)"),
-    ("Latin-1 behind a BOM", b"\xef\xbb\xbfa: 1\ntitle: caf\xe9\n", 2, "not UTF-8 text (byte 0xe9)"),
-    ("line end behind a BOM", b"\xef\xbb\xbf\n\xe9", 2, "not UTF-8 text (byte 0xe9)"),
-    ("UTF-16", "a: 1\n".encode("utf-16"), 1, "UTF-16"),
-    ("UTF-16 without BOM", "a: 1\n".encode("utf-16-le"), 1, "binary"),
-    ("UTF-32", "a: 1\n".encode("utf-32"), 1, "UTF-32"),
-    ("one byte too many", b"#" * (LIMIT + 1), 1, "too large"),
+    (b"a: 1\nb: \x00\n", 2, "binary"),
+    (b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR", 3, "binary"),
+    (b"a: 1\ntitle: caf\xe9\n", 2, "not UTF-8 text (byte 0xe9)"),
+    (b"\xef\xbb\xbfa: 1\ntitle: caf\xe9\n", 2, "not UTF-8 text (byte 0xe9)"),
+    (b"\xef\xbb\xbf\n\xe9", 2, "not UTF-8 text (byte 0xe9)"),
+    ("a: 1\n".encode("utf-16"), 1, "UTF-16"),
+    ("a: 1\n".encode("utf-16-le"), 1, "binary"),
+    ("a: 1\n".encode("utf-32"), 1, "UTF-32"),
+    (b"#" * (LIMIT + 1), 1, "too large"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("data", "line", "message"), [pytest.param(*row[1:], id=row[0]) for row in BAD_BYTES]
-)
+@pytest.mark.parametrize(("data", "line", "message"), [pytest.param(*row, id=row[2]) for row in BAD_BYTES])
 def test_bad_bytes(tmp_path: Path, data: bytes, line: int, message: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_bytes(data)
@@ -336,37 +331,37 @@ def test_crlf_lines_count_once() -> None:
 
 
 BAD_TEXT = [
-    ("empty", "", 1, "is empty"),
-    ("duplicate key", "a: 1\nb: 2\na: 3\n", 3, "duplicate key 'a', first on line 1"),
-    ("duplicate after quoting", "a: 1\n'a': 2\n", 2, "duplicate key 'a', first on line 1"),
-    ("alias", "a: &x 1\nb: *x\n", 1, "anchor or alias 'x'"),
-    ("unknown alias", "a: 1\nb: *x\n", 2, "anchor or alias 'x'"),
-    ("merge key", "a: 1\n<<: {b: 2}\n", 2, "merge key"),
-    ("python tag", "a: !!python/object/apply:os.system [ls]\n", 1, "tag 'tag:yaml.org,2002:python/object"),
-    ("core tag", "a: !!str 1\n", 1, "tag 'tag:yaml.org,2002:str'"),
-    ("bare tag", "a: ! 1\n", 1, "tag '!'"),
-    ("tag on a mapping", "a: 1\nb: !x {}\n", 2, "tag '!x'"),
-    ("two documents", "a: 1\n---\nb: 2\n", 2, "but found another document; expected one document"),
-    ("number as key", "a: 1\n5: 2\n", 2, "the key 5 is not text"),
-    ("list as key", "a: 1\n[b]: 2\n", 2, "a list or mapping as a key"),
-    ("tab", "a:\n\tb: 1\n", 2, "indent with spaces instead of tabs"),
-    ("colon in text", "a: MD001: text\n", 1, "quote a text that holds ': '"),
-    ("unclosed quote", 'a: "text\n', 2, "not valid YAML"),
-    ("unclosed list", "a: [1, 2\nb: 3\n", 2, "not valid YAML"),
-    ("control character", "a: 1\nb: \x07\n", 2, "character U+0007"),
-    ("odd line end", "a: 1\u2028b: 2\n", 1, "character U+2028"),
-    ("lone surrogate", "a: 1\nb: \ud800\n", 2, "character U+D800"),
-    ("escaped surrogate", 'a: 1\nb: "\\ud800"\n', 2, "a surrogate"),
-    ("escape beyond Unicode", 'a: 1\nb: "\\UFFFFFFFF"\n', 2, "a number out of range"),
-    ("long version", "%YAML " + "1" * 5000 + ".1\n--- a\n", 1, "not valid YAML"),
-    ("mapping nesting", "{a: " * 30_000, 1, "nested too deeply"),
-    ("indented nesting", "".join(" " * i + "a:\n" for i in range(300)), 17, "nested too deeply"),
-    ("many values", "a: [" + "1," * (MAX_NODES + 1) + "]", 1, "too many values"),
-    ("many keys", "".join(f"k{i}: 1\n" for i in range(9000)), MAX_NODES // 2, "too many values"),
+    ("", 1, "is empty"),
+    ("a: 1\nb: 2\na: 3\n", 3, "duplicate key 'a', first on line 1"),
+    ("a: 1\n'a': 2\n", 2, "duplicate key 'a', first on line 1"),
+    ("a: &x 1\nb: *x\n", 1, "anchor or alias 'x'"),
+    ("a: 1\nb: *x\n", 2, "anchor or alias 'x'"),
+    ("a: 1\n<<: {b: 2}\n", 2, "merge key"),
+    ("a: !!python/object/apply:os.system [ls]\n", 1, "tag 'tag:yaml.org,2002:python/object"),
+    ("a: !!str 1\n", 1, "tag 'tag:yaml.org,2002:str'"),
+    ("a: ! 1\n", 1, "tag '!'"),
+    ("a: 1\nb: !x {}\n", 2, "tag '!x'"),
+    ("a: 1\n---\nb: 2\n", 2, "but found another document; expected one document"),
+    ("a: 1\n5: 2\n", 2, "the key 5 is not text"),
+    ("a: 1\n[b]: 2\n", 2, "a list or mapping as a key"),
+    ("a:\n\tb: 1\n", 2, "indent with spaces instead of tabs"),
+    ("a: MD001: text\n", 1, "quote a text that holds ': '"),
+    ('a: "text\n', 2, "not valid YAML"),
+    ("a: [1, 2\nb: 3\n", 2, "not valid YAML"),
+    ("a: 1\nb: \x07\n", 2, "character U+0007"),
+    ("a: 1\u2028b: 2\n", 1, "character U+2028"),
+    ("a: 1\nb: \ud800\n", 2, "character U+D800"),
+    ('a: 1\nb: "\\ud800"\n', 2, "a surrogate"),
+    ('a: 1\nb: "\\UFFFFFFFF"\n', 2, "a number out of range"),
+    ("%YAML " + "1" * 5000 + ".1\n--- a\n", 1, "not valid YAML"),
+    ("{a: " * 30_000, 1, "nested too deeply"),
+    ("".join(" " * i + "a:\n" for i in range(300)), 17, "nested too deeply"),
+    ("a: [" + "1," * (MAX_NODES + 1) + "]", 1, "too many values"),
+    ("".join(f"k{i}: 1\n" for i in range(9000)), MAX_NODES // 2, "too many values"),
 ]
 
 
-@pytest.mark.parametrize(("text", "line", "message"), [pytest.param(*row[1:], id=row[0]) for row in BAD_TEXT])
+@pytest.mark.parametrize(("text", "line", "message"), [pytest.param(*row, id=row[2]) for row in BAD_TEXT])
 def test_bad_text(text: str, line: int, message: str) -> None:
     error = error_of(text)
     assert message in error.message
@@ -396,23 +391,6 @@ def test_the_limits_are_not_below_what_they_say() -> None:
     assert len(parse_yaml(",".join(["[1"] + ["1"] * (MAX_NODES - 2)) + "]").data) == MAX_NODES - 1  # type: ignore[arg-type]
 
 
-PIECES = st.sampled_from([*"abcyn019.-_+:?,[]{}#&*!|>'\"%@`\\~=<x/ \t\n\r\ufeff\x85é", "\n  ", "- ", "---\n"])
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(PIECES, max_size=60).map("".join) | st.text(max_size=200))
-def test_any_text_is_data_or_an_error(text: str) -> None:
-    try:
-        source = parse_yaml(text)
-    except TextFileError as raised:
-        error = raised
-    else:
-        assert isinstance(source, YamlSource)
-        return
-    assert 1 <= error.line <= len(text.splitlines()) + 1
-    assert error.message.isprintable()
-
-
 PLAIN = st.recursive(
     st.none()
     | st.booleans()
@@ -434,56 +412,3 @@ def test_what_a_safe_writer_writes_is_read_back(data: dict[str, object]) -> None
             return True
 
     assert parse_yaml(yaml.dump(data, Dumper=NoAliases)).data == data
-
-
-WORST = {
-    "flow list": ("1,", "a: [", "]"),
-    "flow mappings": ("{a: 1},", "[", "]"),
-    "mapping": ("a: 1\n", "", ""),
-    "complex keys": ("? ", "", ""),
-    "brackets": ("[", "", ""),
-    "braces": ("{", "", ""),
-    "braces with keys": ("{a: ", "", ""),
-    "shallow brackets": ("[" * 8 + "]" * 8 + ",", "[" * 8, ""),
-    "escapes": (r"\x41", '"', '"'),
-    "blank lines": ("\n", "", "a"),
-    "text lines": ("a\n", "", ""),
-    "block text": (" a\n", "|\n", ""),
-    "spaces in quotes": (" a", '"', '"'),
-    "directives": ("%A\n", "", "--- a"),
-    "documents": ("---\n", "", ""),
-    "comments": ("#\n", "", ""),
-}
-
-CHILD = """
-import sys, time
-from pathlib import Path
-from moedoctor.text import TextFileError, read_yaml
-for path in sys.argv[1:]:
-    began = time.process_time()
-    try:
-        read_yaml(Path(path))
-    except TextFileError:
-        pass
-    print(round(time.process_time() - began, 3), Path(path).name)
-assert "torch" not in sys.modules
-# Not ru_maxrss: Linux keeps the peak of the parent across fork and exec.
-status = Path('/proc/self/status').read_text()
-print(int(status.partition('VmHWM:')[2].split()[0]) // 1024)
-"""
-
-
-def test_the_worst_files_stay_within_a_second_and_200_mb(tmp_path: Path) -> None:
-    for name, (unit, before, after) in WORST.items():
-        room = MAX_YAML_BYTES - len(before) - len(after)
-        (tmp_path / name).write_text(before + unit * (room // len(unit)) + after)
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, *map(str, sorted(tmp_path.iterdir()))],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    *times, megabytes = done.stdout.splitlines()
-    assert len(times) == len(WORST)
-    assert max(float(line.split()[0]) for line in times) < 0.8, done.stdout
-    assert int(megabytes) < 100

@@ -11,10 +11,10 @@ import math
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -46,15 +46,6 @@ SubjectKind = Callable[[str], str | None]
 """Subject name -> its kind (``faulty``, ``vllm`` …); None for a name that nobody owns."""
 
 MAX_POINTS = 2000
-_SUBJECTS = ("faulty", "fixed", "installed", "vllm@X.Y.Z", "flashinfer@X.Y.Z")
-_MESSAGE_LIMIT = 400
-_FIRST_WORD = re.compile(r"(\w+):?\s+")
-
-
-SCHEMA_URI = "https://json-schema.org/draft/2020-12/schema"
-DEFAULT_SUBJECTS = ("faulty", "fixed", "installed")
-DEFAULT_TIMEOUT = 60.0
-MAX_TIMEOUT = 3600.0
 
 
 def _one_line(text: str) -> str:
@@ -79,11 +70,8 @@ def _as_list(value: object) -> object:
 def _without_default(schema: dict[str, Any]) -> None:
     # The default stands for what only the fault or its entry knows, so an editor must not offer it.
     schema.pop("default")
-
-
-def _distinct_without_default(schema: dict[str, Any]) -> None:
-    _without_default(schema)
-    schema["uniqueItems"] = True
+    if schema["type"] == "array":
+        schema["uniqueItems"] = True
 
 
 Name = Annotated[str, Field(min_length=1, max_length=100)]
@@ -127,18 +115,16 @@ class ScenarioDocument(_Strict):
         json_schema_extra=_without_default,
     )
     subjects: Annotated[tuple[Name, ...], Field(min_length=1, max_length=100)] = Field(
-        default=DEFAULT_SUBJECTS,
+        default=("faulty", "fixed", "installed"),
         description="What is put to the test: faulty, fixed, installed, or a release such as vllm@0.19.1.",
         json_schema_extra={"uniqueItems": True},
     )
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = Field(
         default=(),
         description="How real the runs are; left out, all tiers that the fault has.",
-        json_schema_extra=_distinct_without_default,
+        json_schema_extra=_without_default,
     )
-    timeout: Finite = Field(
-        default=DEFAULT_TIMEOUT, gt=0, le=MAX_TIMEOUT, description="Time limit of one case, in seconds."
-    )
+    timeout: Finite = Field(default=60.0, gt=0, le=3600.0, description="Time limit of one case, in seconds.")
     parameters: dict[Name, Values] = Field(
         default={}, description="Values shared by every case; a list is a dimension of the matrix."
     )
@@ -157,7 +143,8 @@ class ScenarioDocument(_Strict):
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a scenario file, for editors."""
-    return {"$schema": SCHEMA_URI, **ScenarioDocument.model_json_schema(mode="validation")}
+    uri = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": uri, **ScenarioDocument.model_json_schema(mode="validation")}
 
 
 class ScenarioError(Exception):
@@ -165,25 +152,7 @@ class ScenarioError(Exception):
 
     def __init__(self, file: str, line: int, message: str) -> None:
         """`line` counts from 1 and is 1 if none is known."""
-        super().__init__(file, line, message)
-        self.file = file
-        self.line = line
-        self.message = escape(shorten(message, _MESSAGE_LIMIT))
-
-    def __str__(self) -> str:
-        return f"{escape(self.file)}:{self.line}: {self.message}"
-
-
-@dataclass(frozen=True)
-class ScenarioClaim:
-    """One claim of a scenario, with the figures that decide it."""
-
-    key: str
-    """The `ClaimTest.key` of the fault."""
-    text: str
-    source: str
-    thresholds: Mapping[str, float]
-    line: int
+        super().__init__(f"{escape(file)}:{line}: {escape(shorten(message, 400))}")
 
 
 @dataclass(frozen=True)
@@ -194,7 +163,7 @@ class Scenario:
     name: str
     title: str
     file: str
-    """The path as it was given."""
+    """The file as messages and reports name it."""
     line: int
     subjects: tuple[str, ...]
     tiers: tuple[Tier, ...]
@@ -204,15 +173,18 @@ class Scenario:
     """The parameters of each point of the matrix, defaults filled in, in the order of the file."""
     expect: Mapping[str, CaseVerdict]
     """Subject -> the verdict that it must show."""
-    claims: tuple[ScenarioClaim, ...]
+    claims: tuple[ClaimDocument, ...]
 
 
-def load(path: Path, *, faults: Mapping[str, Fault], subject_kind: SubjectKind) -> Scenario:
+def load(
+    path: Path, *, faults: Mapping[str, Fault], subject_kind: SubjectKind, shown: str | None = None
+) -> Scenario:
     """Return the scenario in the file at `path`, checked against `faults` (catalogue id -> known failure).
 
-    Raises `ScenarioError`, and nothing else, for whatever is wrong with the file.
+    `shown` is what to call the file, if not by its path. Raises `ScenarioError`, and nothing else, for
+    whatever is wrong with the file.
     """
-    file = str(path)
+    file = str(path) if shown is None else shown
     try:
         source = read_yaml(path)
         document = validate(ScenarioDocument, source, inner={"claims": ClaimDocument})
@@ -221,6 +193,7 @@ def load(path: Path, *, faults: Mapping[str, Fault], subject_kind: SubjectKind) 
     try:
         fault = _fault(document, faults)
         _check_subjects(document, fault, subject_kind)
+        _check_claims(document, fault)
         return Scenario(
             id=fault.id,
             name=fault.name,
@@ -231,98 +204,85 @@ def load(path: Path, *, faults: Mapping[str, Fault], subject_kind: SubjectKind) 
             tiers=_tiers(document, fault),
             timeout=document.timeout,
             expect={subject: CaseVerdict(verdict) for subject, verdict in document.expect.items()},
-            claims=tuple(_claims(document, fault, source.line)),
+            claims=document.claims,
             points=expand(document, fault.parameters),
         )
-    except InvalidValueError as error:
-        raise ScenarioError(file, source.line(error.path), error.message) from None
+    except _InvalidValueError as error:
+        raise ScenarioError(file, source.line(error.path), str(error)) from None
+
+
+class _InvalidValueError(Exception):
+    def __init__(self, path: YamlPath, message: str, *, name: YamlPath | None = None) -> None:
+        """`path` is the place of the value; `name` is what to call it if that differs."""
+        super().__init__(f"{dotted(name or path)}: {message}")
+        self.path = path
 
 
 def _fault(document: ScenarioDocument, faults: Mapping[str, Fault]) -> Fault:
     fault = faults.get(document.id)
     if fault is None:
-        raise InvalidValueError(("id",), f"unknown id {show(document.id)}, {nearest(document.id, faults)}")
+        raise _InvalidValueError(("id",), f"unknown id {show(document.id)}, {nearest(document.id, faults)}")
     if document.name not in ("", fault.name):
-        raise InvalidValueError(("name",), f"{show(document.name)} is not {fault.id}, expected {fault.name}")
+        raise _InvalidValueError(("name",), f"{show(document.name)} is not {fault.id}, expected {fault.name}")
     return fault
 
 
+def _check_distinct(names: Sequence[str], list_: str, *inside: str) -> None:
+    """Refuse a name that is there twice in the list `list_`, or under the key `inside` of its items."""
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise _InvalidValueError(
+                (list_, index, *inside), f"{show(name)} is there twice, expected it once"
+            )
+
+
 def _check_subjects(document: ScenarioDocument, fault: Fault, subject_kind: SubjectKind) -> None:
-    _check_distinct([(("subjects", index), name) for index, name in enumerate(document.subjects)])
+    _check_distinct(document.subjects, "subjects")
     named: list[tuple[YamlPath, str]] = [(("subjects", i), name) for i, name in enumerate(document.subjects)]
-    named += [(("expect", name), name) for name in document.expect]
-    for path, name in named:
+    for path, name in (*named, *((("expect", name), name) for name in document.expect)):
         if subject_kind(name) is None:
             kinds = (kind for kind in fault.tiers if kind not in ("vllm", "flashinfer"))
-            known = dict.fromkeys((*_SUBJECTS, *kinds))
-            raise InvalidValueError(path, f"unknown subject {show(name)}, {nearest(name, known)}")
-
-
-def _check_distinct(named: Sequence[tuple[YamlPath, str]]) -> None:
-    """Refuse a name that is there twice; each comes with its path."""
-    names: set[str] = set()
-    for path, name in named:
-        if name in names:
-            raise InvalidValueError(path, f"{show(name)} is there twice, expected it once")
-        names.add(name)
+            known = dict.fromkeys(("faulty", "fixed", "installed", "vllm@X.Y.Z", "flashinfer@X.Y.Z", *kinds))
+            raise _InvalidValueError(path, f"unknown subject {show(name)}, {nearest(name, known)}")
 
 
 def _tiers(document: ScenarioDocument, fault: Fault) -> tuple[Tier, ...]:
-    _check_distinct([(("tiers", index), tier.value) for index, tier in enumerate(document.tiers)])
+    _check_distinct([tier.value for tier in document.tiers], "tiers")
     has = {tier for tiers in fault.tiers.values() for tier in tiers}
     all_tiers = tuple(tier for tier in Tier if tier in has)
     for index, tier in enumerate(document.tiers):
         if tier not in has:
             listed = ", ".join(known.value for known in all_tiers)
             message = f"{fault.id} has no tier {tier.value}, expected {listed}"
-            raise InvalidValueError(("tiers", index), message)
+            raise _InvalidValueError(("tiers", index), message)
     return document.tiers or all_tiers
 
 
-def _claims(
-    document: ScenarioDocument, fault: Fault, line: Callable[[YamlPath], int]
-) -> Iterator[ScenarioClaim]:
+def _check_claims(document: ScenarioDocument, fault: Fault) -> None:
     tests = {test.key: test for test in fault.claims}
     for index, claim in enumerate(document.claims):
         path: YamlPath = ("claims", index)
         if claim.key not in tests:
             message = f"unknown claim {show(claim.key)}, {nearest(claim.key, tests)}"
-            raise InvalidValueError((*path, "key"), message)
-        _check_thresholds((*path, "thresholds"), claim.thresholds, tests[claim.key].thresholds)
-        yield ScenarioClaim(claim.key, claim.text, claim.source, claim.thresholds, line(path))
-    _check_distinct([(("claims", index, "key"), claim.key) for index, claim in enumerate(document.claims)])
+            raise _InvalidValueError((*path, "key"), message)
+        names = tests[claim.key].thresholds
+        for name in (*claim.thresholds, *names):
+            place = (*path, "thresholds", name)
+            if name not in names:
+                raise _InvalidValueError(place, f"unknown threshold, {nearest(name, names)}")
+            if name not in claim.thresholds:
+                raise _InvalidValueError(place, "is missing, expected a number")
+    _check_distinct([claim.key for claim in document.claims], "claims", "key")
 
 
-def _check_thresholds(path: YamlPath, given: Mapping[str, float], names: Sequence[str]) -> None:
-    for name in given:
-        if name not in names:
-            raise InvalidValueError((*path, name), f"unknown threshold, {nearest(name, names)}")
-    for name in names:
-        if name not in given:
-            raise InvalidValueError((*path, name), "is missing, expected a number")
-
-
-class InvalidValueError(Exception):
-    """A value of a scenario file that cannot be used; the message says which."""
-
-    def __init__(self, path: YamlPath, message: str, *, name: YamlPath | None = None) -> None:
-        """`path` is the place of the value; `name` is what to call it if that differs."""
-        super().__init__(path, message)
-        called = dotted(path if name is None else name)
-        self.path = path
-        self.message = f"{called}: {message}" if called else message
-
-
-class _Value(NamedTuple):
-    path: YamlPath
-    """Its place in the file."""
-    value: Scalar
+_Value = tuple[YamlPath, Scalar]
+"""A value, behind its place in the file."""
 
 
 def expand(document: ScenarioDocument, model: type[BaseModel]) -> tuple[Mapping[str, Scalar], ...]:
     """Return every point of the matrix, checked by the fault's `model` and completed with its defaults.
 
-    Points are in the order of the file, and each is there once. Raises `InvalidValueError`.
+    Points are in the order of the file, and each is there once. Raises `_InvalidValueError`.
     """
     blocks = [
         {**_dimensions(document.parameters, ("parameters",)), **_dimensions(block, ("matrix", index))}
@@ -341,7 +301,7 @@ def expand(document: ScenarioDocument, model: type[BaseModel]) -> tuple[Mapping[
 
 def _dimensions(block: Mapping[str, Sequence[Scalar]], path: YamlPath) -> dict[str, list[_Value]]:
     return {
-        name: [_Value((*path, name, index), value) for index, value in enumerate(values)]
+        name: [((*path, name, index), value) for index, value in enumerate(values)]
         for name, values in block.items()
     }
 
@@ -351,11 +311,11 @@ def _check_size(blocks: Sequence[Mapping[str, Sequence[_Value]]], path: YamlPath
     total = sum(math.prod(len(values) for values in block.values()) for block in blocks)
     if total > MAX_POINTS:
         count = str(total) if total < 10**9 else "over a billion"
-        raise InvalidValueError(path, f"expands to {count} points, expected at most {MAX_POINTS}")
+        raise _InvalidValueError(path, f"expands to {count} points, expected at most {MAX_POINTS}")
 
 
 def _point(values: Mapping[str, _Value], block: YamlPath, model: type[BaseModel]) -> Mapping[str, Scalar]:
-    given = json.dumps({name: value.value for name, value in values.items()})
+    given = json.dumps({name: value for name, (_, value) in values.items()})
     try:
         return model.model_validate_json(given, strict=True).model_dump(mode="json")
     except ValidationError as error:
@@ -364,35 +324,31 @@ def _point(values: Mapping[str, _Value], block: YamlPath, model: type[BaseModel]
     message = explain(first, model.model_fields)
     name = str(first["loc"][0]) if first["loc"] else ""
     # A check over several parameters has no place of its own: take the one its message starts with.
-    word = _FIRST_WORD.match(message)
+    word = re.match(r"(\w+):?\s+", message)
     if word and word[1] in model.model_fields and name in ("", word[1]):
         name, message = word[1], message[word.end() :]
-    path = values[name].path if name in values else block
+    path = values[name][0] if name in values else block
     if first["type"] == "extra_forbidden":
         path = path[:-1]
-    raise InvalidValueError(path, message, name=("parameters", name) if name else ("parameters",))
-
-
-def schema_text() -> str:
-    """Return what ``schema.json`` must hold."""
-    return json.dumps(schema(), indent=2) + "\n"
+    raise _InvalidValueError(path, message, name=("parameters", name) if name else ("parameters",))
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the JSON schema to a file, or with ``--check`` compare: 0 the same, 1 different, 2 usage."""
-    check = "--check" in arguments
     files = [Path(argument) for argument in arguments if argument != "--check"]
     if len(files) != 1:
         print("usage: python -m moedoctor.scenario.file [--check] FILE", file=sys.stderr)
         return 2
-    file = files[0]
-    if not check:
-        file.write_text(schema_text(), encoding="utf-8")
-        return 0
-    if file.is_file() and file.read_text(encoding="utf-8") == schema_text():
-        return 0
-    print(f"{file}: differs from the models; run: python -m moedoctor.scenario.file {file}", file=sys.stderr)
-    return 1
+    (file,) = files
+    text = json.dumps(schema(), indent=2) + "\n"
+    if "--check" not in arguments:
+        file.write_text(text, encoding="utf-8")
+    elif not file.is_file() or file.read_text(encoding="utf-8") != text:
+        print(
+            f"{file}: differs from the models; run: python -m moedoctor.scenario.file {file}", file=sys.stderr
+        )
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from moedoctor import catalogue
 from moedoctor.entries import builtin_folder
-from moedoctor.scenario.file import Scenario, ScenarioError, load
+from moedoctor.scenario.file import Scenario, load
 
 _SUFFIXES = (".yaml", ".yml")
 _MAX_FILES = 1000
@@ -33,13 +32,9 @@ def load_targets(targets: Sequence[str]) -> list[Scenario]:
 
 def load_scenario(path: Path) -> Scenario:
     """Return one scenario, whose file is shown as ``scenarios/NAME.yaml`` if it is built in."""
-    shown = _shown(path)
-    try:
-        scenario = load(path, faults=catalogue.faults(), subject_kind=catalogue.subject_kind)
-    except ScenarioError as error:
-        error.file = shown
-        raise
-    return replace(scenario, file=shown)
+    builtin = path.resolve().parent == builtin_folder().resolve()
+    shown = f"scenarios/{path.name}" if builtin else str(path)
+    return load(path, faults=catalogue.faults(), subject_kind=catalogue.subject_kind, shown=shown)
 
 
 def builtin_file(name: str) -> Path:
@@ -64,15 +59,8 @@ def _files(target: str) -> Iterable[Path]:
     if path.suffix in _SUFFIXES or len(path.parts) > 1 or path.exists():
         return [path]
     known = [*catalogue.faults(), *(fault.name for fault in catalogue.faults().values())]
-    near = difflib.get_close_matches(target, known, n=1) or difflib.get_close_matches(
-        target.upper(), known, n=1
-    )
+    near = [name for word in (target, target.upper()) for name in get_close_matches(word, known, n=1)]
     hint = f"did you mean {near[0]}? " if near else ""
     raise TargetError(
         f"{target}: no such scenario file, folder, id or name; {hint}`moedoctor list` shows what there is"
     )
-
-
-def _shown(path: Path) -> str:
-    folder = builtin_folder()
-    return f"scenarios/{path.name}" if path.resolve().parent == folder.resolve() else str(path)
