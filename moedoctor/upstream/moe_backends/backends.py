@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from moedoctor.reference.moe_backend import Backend, Prepared, Variant
 from moedoctor.reference.moe_layer import Layer
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import UnavailableError
+from moedoctor.upstream.moe_backends.moe_config import moe_config
 from moedoctor.upstream.releases.installed import FUSED_MOE, vllm_module
 from moedoctor.upstream.releases.wheel import package_folders
 
@@ -42,7 +43,7 @@ class VllmKernel(Prepared):
         self.kernel = kernel
         """vLLM's modular kernel."""
         self._w13, self._w2, self._shape = w13, w2, shape
-        self._activation = _activation(shape)
+        self._activation = load("activation").MoEActivation(_ACTIVATIONS[shape.activation])
 
     def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.kernel.apply(
@@ -212,7 +213,7 @@ class VllmBackend(Backend):
     def prepare(self, layer: Layer) -> Prepared:
         device = _device(layer)
         _start(device, fresh=True)
-        config = moe_config(layer.shape, device)
+        config = _config(layer.shape, device)
         kernel_class, reason = self._kernel_class(config)
         if kernel_class is None:
             raise UnavailableError(f"{self.variant.name}: {reason}")
@@ -235,7 +236,7 @@ class VllmBackend(Backend):
     def _unsupported(self, shape: LayerShape, device: str) -> str | None:
         try:
             _start(device)
-            kernel_class, reason = self._kernel_class(moe_config(shape, device))
+            kernel_class, reason = self._kernel_class(_config(shape, device))
         except UnavailableError as error:
             return str(error)
         return None if kernel_class is not None else reason
@@ -259,59 +260,13 @@ class VllmBackend(Backend):
         return None, f"vLLM says: {reason}" if reason else "vLLM has only a kernel that does its own routing"
 
 
-def moe_config(shape: LayerShape, device: str) -> Any:
-    """Return vLLM's `FusedMoEConfig` of a layer on one GPU, without the fields that a release lacks."""
-    module = load("config")
-    parallel = _filled(
-        module.FusedMoEParallelConfig,
-        {
-            **dict.fromkeys(("tp_size", "dp_size", "ep_size", "pcp_size", "sp_size"), 1),
-            "use_ep": False,
-            "enable_eplb": False,
-            "all2all_backend": "allgather_reducescatter",
-        },
-        otherwise=0,
-    )
-    return _filled(
-        module.FusedMoEConfig,
-        {
-            "num_experts": shape.experts,
-            "experts_per_token": shape.top_k,
-            "hidden_dim": shape.hidden,
-            "intermediate_size": shape.intermediate,
-            "intermediate_size_per_partition": shape.intermediate,
-            "num_local_experts": shape.experts,
-            "num_logical_experts": shape.experts,
-            "activation": _activation(shape),
-            "device": device,
-            "routing_method": module.RoutingMethodType.Renormalize,
-            "moe_parallel_config": parallel,
-            "in_dtype": torch.bfloat16,
-            "is_act_and_mul": shape.activation != "relu2",
-        },
-    )
+def _config(shape: LayerShape, device: str) -> Any:
+    return moe_config(shape, _ACTIVATIONS[shape.activation], device=device)
 
 
 def _scale(value: float, device: str | torch.device, experts: int | None = None) -> torch.Tensor:
     """Return a scale as vLLM holds it: float32, [] or [experts]."""
     return torch.full(() if experts is None else (experts,), value, dtype=torch.float32, device=device)
-
-
-def _filled(kind: Any, values: Mapping[str, Any], otherwise: Any = None) -> Any:
-    """Make a `kind` of the `values` that it has fields for; required fields without one get `otherwise`."""
-    given = {}
-    for field in dataclasses.fields(kind):
-        if not field.init:
-            continue
-        if field.name in values:
-            given[field.name] = values[field.name]
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            given[field.name] = otherwise
-    return kind(**given)
-
-
-def _activation(shape: LayerShape) -> Any:
-    return load("activation").MoEActivation(_ACTIVATIONS[shape.activation])
 
 
 def _layer_module(shape: LayerShape, config: Any) -> Any:

@@ -15,6 +15,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from moedoctor.models.layer_shape import LayerShape
+from moedoctor.upstream.moe_backends.moe_config import moe_config
 from moedoctor.upstream.selection.substitute import Substitute, install
 
 ORACLES = "vllm.model_executor.layers.fused_moe.oracle"
@@ -35,9 +37,7 @@ _SELECT = (
 )
 UNIMPORTABLE = "?"
 """In place of the kernel's name, if the backend's module cannot be imported."""
-ALL_TO_ALL = "allgather_reducescatter"
-"""vLLM's default since 0.17.1, used if experts and data are both split."""
-EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 4096, 2048
+_SHAPE = LayerShape(hidden=4096, intermediate=2048, experts=128, top_k=8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,6 @@ class Oracle:
     def __init__(self, libraries: Mapping[str, bool] | None = None) -> None:
         """Substitute the platform. Raises SubstituteError if vLLM cannot be asked."""
         self.substitute: Substitute = install(libraries)
-        self.config = importlib.import_module("vllm.model_executor.layers.fused_moe.config")
         self.activation = importlib.import_module(
             "vllm.model_executor.layers.fused_moe.activation"
         ).MoEActivation
@@ -114,14 +113,11 @@ class Oracle:
         return Asked(heard, chosen, error)
 
     def _selected(self, module: Any, layer: Layer) -> tuple[str | None, str | None]:
-        config = self._layer_config(layer)
-        names = _KEYS.get(layer.scheme)
-        arguments: list[Any] = [config]
-        if names is not None:
-            arguments += [None if name is None else getattr(self.keys, name) for name in names]
+        names = _KEYS.get(layer.scheme, ())
+        keys = (None if name is None else getattr(self.keys, name) for name in names)
         select = next(vars(module)[name] for name in _SELECT if name in vars(module))
         try:
-            backend, *_ = select(*arguments)
+            backend, *_ = select(self._layer_config(layer), *keys)
         except (ValueError, NotImplementedError, ImportError) as error:
             return None, " ".join(str(error).split())
         return str(backend.value), None
@@ -141,46 +137,14 @@ class Oracle:
         return Asked((Answer(backend.name, "", True, None),), backend.name)
 
     def _layer_config(self, layer: Layer) -> Any:
-        ranks = 2 if layer.ep or layer.dp else 1
-        values: dict[str, Any] = {
-            "num_experts": EXPERTS,
-            "experts_per_token": TOP_K,
-            "hidden_dim": HIDDEN,
-            "intermediate_size": INTERMEDIATE,
-            "intermediate_size_per_partition": INTERMEDIATE,
-            "num_local_experts": EXPERTS // ranks if layer.ep else EXPERTS,
-            "num_logical_experts": EXPERTS,
-            "activation": self.activation(layer.activation),
-            "device": "cuda",
-            "routing_method": self.config.RoutingMethodType.Renormalize,
-            "moe_parallel_config": self._parallel_config(layer),
-            "in_dtype": _bfloat16(),
+        more: dict[str, Any] = {
             "moe_backend": layer.moe_backend,
-            "is_act_and_mul": not layer.activation.endswith("_no_mul"),
             "has_bias": layer.scheme == "mxfp4" and layer.activation == "swigluoai",  # gpt-oss
         }
-        fields = {field.name for field in dataclasses.fields(self.config.FusedMoEConfig) if field.init}
-        if "intermediate_size" in fields:
-            del values["intermediate_size_per_partition"]
-        return self.config.FusedMoEConfig(**{name: values[name] for name in fields if name in values})
-
-    def _parallel_config(self, layer: Layer) -> Any:
-        split = 1 if layer.ep else (2 if layer.dp else 1)
-        values: dict[str, Any] = {
-            "tp_size": split,
-            "dp_size": 2 if layer.dp else 1,
-            "ep_size": 2 if layer.ep else 1,
-            "use_ep": layer.ep,
-            # The engine binds these backends to it: vllm/config/kernel.py, bind_passthrough_all2all_backend.
-            "all2all_backend": "passthrough"
-            if layer.moe_backend.startswith("flashinfer_moe_ep")
-            else ALL_TO_ALL,
-            "enable_eplb": False,
-        }
-        kind = self.config.FusedMoEParallelConfig
-        sizes = {"pcp_size": 1, "sp_size": 1}
-        names = [field.name for field in dataclasses.fields(kind) if field.init]
-        return kind(**{name: values.get(name, sizes.get(name, 0)) for name in names})
+        if layer.moe_backend.startswith("flashinfer_moe_ep"):
+            # The engine does so, too: vllm/config/kernel.py, bind_passthrough_all2all_backend.
+            more["all2all_backend"] = "passthrough"
+        return moe_config(_SHAPE, layer.activation, ep=layer.ep, dp=layer.dp, **more)
 
 
 @contextlib.contextmanager
@@ -229,9 +193,3 @@ def _engine_config() -> Any:
     model = types.SimpleNamespace(quantization_config=None, hf_text_config=text, hf_config=text)
     parallel = types.SimpleNamespace(enable_dbo=False, enable_eplb=False)
     return types.SimpleNamespace(model_config=model, parallel_config=parallel, weight_transfer_config=None)
-
-
-def _bfloat16() -> Any:
-    import torch
-
-    return torch.bfloat16
