@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import time
@@ -21,29 +22,29 @@ _MESSAGE = 3000
 
 def respond(request: Mapping[str, Any]) -> dict[str, Any]:
     """Carry out the request. If a later stage fails, the answer still holds what came before."""
-    response: dict[str, Any] = {"seconds": {}}
-    stage = ["import"]
+    response: dict[str, Any] = {"stage": "import", "seconds": {}}
     try:
-        _perform(request, response, stage)
+        _perform(request, response)
     except BaseException as error:
         traceback.print_exc()
-        response["error"] = {"stage": stage[0], **describe(error)}
+        response["error"] = {"stage": response["stage"], **describe(error)}
     return response
 
 
-def _perform(request: Mapping[str, Any], response: dict[str, Any], stage: list[str]) -> None:
+def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> None:
     vllm = importlib.import_module("vllm")
-    response["version"] = str(vllm.__version__)
-    stage[0] = "load"
+    response |= {"version": str(vllm.__version__), "stage": "load"}
     arguments = {key: set(value) if key in _SETS else value for key, value in request["arguments"].items()}
     llm = _timed(response, "load", lambda: vllm.LLM(**arguments))
     cuda = _cuda()
     response["allocated"] = None if cuda is None else int(cuda.memory_allocated())
-    stage[0] = "probe"
-    early = _probe(request, llm) if request["probe"] and request["probe_when"] == "before" else None
-    if early is not None and not callable(early):
-        response["probe"] = plain(early)
-    stage[0] = "generate"
+    later: Any = functools.partial(_probe, request, llm) if request["probe"] else None
+    if later is not None and request["probe_when"] == "before":
+        response["stage"] = "probe"
+        later = later()
+        if not callable(later):
+            response["probe"], later = plain(later), None
+    response["stage"] = "generate"
     outputs = _timed(response, "generate", lambda: _generate(vllm, llm, request))
     if cuda is not None:
         cuda.synchronize()  # an illegal access shows only at the next synchronization
@@ -51,12 +52,16 @@ def _perform(request: Mapping[str, Any], response: dict[str, Any], stage: list[s
     response["tokens"] = [list(output.token_ids) for output in best]
     response["texts"] = [str(output.text or "") for output in best]
     if request["logprobs"] is not None:
-        response["logprobs"] = [[_logprobs(step) for step in output.logprobs or ()] for output in best]
-    stage[0] = "probe"
-    if callable(early):
-        response["probe"] = plain(early())
-    elif request["probe"] and request["probe_when"] == "after":
-        response["probe"] = plain(_probe(request, llm))
+        response["logprobs"] = [
+            [
+                {str(token): round(float(at.logprob), 6) for token, at in step.items()}
+                for step in output.logprobs
+            ]
+            for output in best
+        ]
+    response["stage"] = "probe"
+    if later is not None:
+        response["probe"] = plain(later())
 
 
 def _generate(vllm: Any, llm: Any, request: Mapping[str, Any]) -> Any:
@@ -72,10 +77,6 @@ def _generate(vllm: Any, llm: Any, request: Mapping[str, Any]) -> Any:
         prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in request["prompts"]
     ]
     return llm.generate(prompts, sampling)
-
-
-def _logprobs(step: Mapping[int, Any]) -> dict[str, float]:
-    return {str(token): round(float(entry.logprob), 6) for token, entry in step.items()}
 
 
 def _probe(request: Mapping[str, Any], llm: Any) -> Any:

@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -207,18 +207,13 @@ def run_engine(request: EngineRequest) -> EngineResult:
 
 def _document(request: EngineRequest) -> dict[str, Any]:
     merged = {**ARGUMENTS, **request.arguments}
-    arguments = {"model": request.model, **{key: value for key, value in merged.items() if value is not None}}
     by_ids = all(not isinstance(prompt, str) for prompt in request.prompts)
-    arguments.setdefault("skip_tokenizer_init", by_ids)
-    return {
-        "arguments": arguments,
-        "prompts": [prompt if isinstance(prompt, str) else list(prompt) for prompt in request.prompts],
-        "max_tokens": request.max_tokens,
-        "logprobs": request.logprobs,
-        "probe": request.probe,
-        "probe_when": request.probe_when,
-        "probe_options": dict(request.probe_options),
+    arguments = {
+        "model": request.model,
+        "skip_tokenizer_init": by_ids,
+        **{key: value for key, value in merged.items() if value is not None},
     }
+    return {**asdict(request), "arguments": arguments}
 
 
 def _error(answer: Mapping[str, Any], ended: Ended) -> EngineError | None:
