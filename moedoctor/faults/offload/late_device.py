@@ -11,30 +11,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from threading import Event
 
 import torch
 
 from moedoctor.fixes.offload.prefetch import CopyEngine
 
 Work = Callable[[], object]
-
-
-@dataclass(eq=False)
-class Event:
-    """A point in a queue."""
-
-    passed: bool = False
-
-
-@dataclass(frozen=True)
-class _Wait:
-    event: Event
-
-
-@dataclass(frozen=True)
-class _Pass:
-    event: Event
 
 
 class LateDevice(CopyEngine):
@@ -47,8 +30,9 @@ class LateDevice(CopyEngine):
     def __init__(self, seed: int | None = None, *, pinned: bool = True) -> None:
         self._pinned = pinned
         self._random = random.Random(seed) if seed is not None else None
-        self._compute: deque[Work | _Wait | _Pass] = deque()
-        self._copies: deque[Work | _Wait | _Pass] = deque()
+        # What waits in a queue: work, or an event that must have passed before the queue goes on.
+        self._compute: deque[Work | Event] = deque()
+        self._copies: deque[Work | Event] = deque()
 
     def run(self, kernel: Work) -> None:
         """Queue a computation."""
@@ -57,8 +41,8 @@ class LateDevice(CopyEngine):
 
     def fork(self) -> None:
         event = Event()
-        self._compute.append(_Pass(event))
-        self._copies.append(_Wait(event))
+        self._compute.append(event.set)
+        self._copies.append(event)
         self._sometimes()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -77,28 +61,25 @@ class LateDevice(CopyEngine):
 
     def mark(self) -> Event:
         event = Event()
-        self._copies.append(_Pass(event))
+        self._copies.append(event.set)
         self._sometimes()
         return event
 
     def join(self, mark: Event) -> None:
-        self._compute.append(_Wait(mark))
+        self._compute.append(mark)
         self._sometimes()
 
     def wait(self, mark: Event) -> None:
-        while not mark.passed:
+        while not mark.is_set():
             if not (self._step(self._copies) or self._step(self._compute)):
                 raise RuntimeError("the event was never queued")
 
     def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         source, event = self._as_read(source), Event()
         self._compute.append(lambda: target.copy_(source))
-        self._compute.append(_Pass(event))
+        self._compute.append(event.set)
         self._sometimes()
         return event
-
-    def capturing(self) -> bool:
-        return False
 
     def synchronize(self) -> None:
         """Let everything that was queued happen."""
@@ -114,19 +95,11 @@ class LateDevice(CopyEngine):
         while self._random is not None and self._random.random() < 0.5:
             self._step(self._random.choice((self._copies, self._compute)))
 
-    def _step(self, queue: deque[Work | _Wait | _Pass]) -> bool:
+    def _step(self, queue: deque[Work | Event]) -> bool:
         """Let the first piece of `queue` happen; return False if it is empty or must wait."""
-        if not queue:
+        if not queue or (isinstance(queue[0], Event) and not queue[0].is_set()):
             return False
-        first = queue[0]
-        if isinstance(first, _Wait):
-            if not first.event.passed:
-                return False
-            queue.popleft()
-            return True
-        queue.popleft()
-        if isinstance(first, _Pass):
-            first.event.passed = True
-        else:
+        first = queue.popleft()
+        if not isinstance(first, Event):
             first()
         return True

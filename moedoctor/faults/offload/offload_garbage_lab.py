@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import gc
 import json
+import types
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from moedoctor.faults.base import need_gpu
 from moedoctor.faults.offload import engine_table
 from moedoctor.faults.offload.offload_garbage import OffloadGarbageParameters
-from moedoctor.fixes.offload.pinned import device_view
+from moedoctor.fixes.offload.pinned import array_interface, device_view
 from moedoctor.results import Case, Observation
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.engine.experiment import Ran, Trial, run_trials, short_error
@@ -36,13 +36,25 @@ _PROMPT_CALLS = 16
 
 def model(case: Case, parameters: OffloadGarbageParameters, release: None) -> Observation:
     """A simulated pool of pinned memory."""
-    return observe(parameters, SimulatedMemory(keeps=case.subject == "fixed"))
+    fixed = case.subject == "fixed"
+    return observe(parameters, Pool().allocate, lambda block: block if fixed else block.view(-1))
 
 
 def kernel(case: Case, parameters: OffloadGarbageParameters, release: None) -> Observation:
     """torch's pinned memory and a GPU."""
     need_gpu()
-    return observe(parameters, CudaMemory(torch.device(case.device), keeps=case.subject == "fixed"))
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)  # [n]
+
+    def view(block: torch.Tensor) -> torch.Tensor:
+        if case.subject == "fixed":
+            return device_view(block, torch.device(case.device))
+        # An address that does not keep its memory: a view with a deleter that does nothing.
+        alias = types.SimpleNamespace(__cuda_array_interface__=array_interface(block))
+        return torch.as_tensor(alias, device=case.device)
+
+    return observe(parameters, allocate, view)
 
 
 def engine(case: Case, parameters: OffloadGarbageParameters, release: None) -> Observation:
@@ -57,29 +69,33 @@ def engine(case: Case, parameters: OffloadGarbageParameters, release: None) -> O
 
 
 @torch.no_grad()
-def observe(parameters: OffloadGarbageParameters, memory: Any) -> Observation:
+def observe(
+    parameters: OffloadGarbageParameters,
+    allocate: Callable[[int], torch.Tensor],
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> Observation:
     """Offload a weight, drop its host tensor, fill a new buffer of the same size, and use the weight.
 
-    `memory`: a `SimulatedMemory` or a `CudaMemory`.
+    `allocate` returns a block of pinned memory, uint8 [n]; `view` returns what the device sees of a block.
     """
     generator = torch.Generator().manual_seed(parameters.seed)
     weight = torch.randint(0, 120, (parameters.bytes,), dtype=torch.uint8, generator=generator)  # [n]
     x = torch.rand(parameters.bytes, dtype=torch.float64, generator=generator)  # [n]
     expected = weight.double() @ x
-    block = memory.allocate(parameters.bytes)
-    memory.bytes_of(block).copy_(weight)
-    first = memory.bytes_of(block).data_ptr()
-    view = memory.view(block)
-    before = bool((memory.read(view) == weight).all())
+    block = allocate(parameters.bytes)
+    block.copy_(weight)
+    first = block.data_ptr()
+    on_device = view(block)  # [n]
+    before = bool((on_device.clone().cpu() == weight).all())
     del block
     gc.collect()
-    later = memory.allocate(parameters.bytes)
-    memory.bytes_of(later).fill_(255)
-    after = memory.read(view)  # [n]
+    later = allocate(parameters.bytes)
+    later.fill_(255)
+    after = on_device.clone().cpu()  # [n]; the kernel of clone reads over the bus
     return Observation(
         {
             "right_before": before,
-            "memory_was_reused": memory.bytes_of(later).data_ptr() == first,
+            "memory_was_reused": later.data_ptr() == first,
             "weights_changed": float((after != weight).double().mean()),
             "same_bits": bool(after.double() @ x == expected),
             "error": None,
@@ -87,82 +103,20 @@ def observe(parameters: OffloadGarbageParameters, memory: Any) -> Observation:
     )
 
 
-@dataclass(eq=False)
-class _Block:
-    start: int
-    nbytes: int
+class Pool:
+    """A simulated pool of pinned memory: it gives out again the block that came back last, as torch's does.
 
-
-@dataclass
-class SimulatedMemory:
-    """Simulated pinned memory: a pool that reuses the block that was given back last, as torch's does.
-
-    `bytes_of` a block is uint8 [n] on the host, and `read` of a `view` the same as the device sees it.
+    All blocks have the same size.
     """
 
-    keeps: bool
-    """Whether a view keeps its block."""
-    _arena: torch.Tensor = field(init=False)
-    _free: list[tuple[int, int]] = field(default_factory=list)
-    _end: int = 0
-
-    def __post_init__(self) -> None:
-        self._arena = torch.empty(4 << 28, dtype=torch.uint8)  # untouched pages take no memory
-
-    def allocate(self, nbytes: int) -> _Block:
-        fitting = [block for block in self._free if block[1] == nbytes]
-        if fitting:
-            self._free.remove(fitting[-1])
-            block = _Block(*fitting[-1])
-        else:
-            block = _Block(self._end, nbytes)
-            self._end += nbytes
-        weakref.finalize(block, self._free.append, (block.start, block.nbytes))
-        return block
-
-    def bytes_of(self, block: _Block) -> torch.Tensor:
-        return self._arena[block.start : block.start + block.nbytes]  # [n]
-
-    def view(self, block: _Block) -> Any:
-        return self.bytes_of(block), block if self.keeps else None
-
-    def read(self, view: Any) -> torch.Tensor:
-        return view[0].clone()  # type: ignore[no-any-return]
-
-
-class _AddressOnly:
-    """An address that does not keep its memory: a view with a deleter that does nothing."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (memory.numel(),),
-            "typestr": "|u1",
-            "data": (memory.data_ptr(), False),
-            "version": 3,
-        }
-
-
-@dataclass(frozen=True)
-class CudaMemory:
-    """torch's pinned allocator and real device views."""
-
-    device: torch.device
-    keeps: bool
-    """Whether a view keeps its block."""
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)  # [n]
-
-    def bytes_of(self, block: torch.Tensor) -> torch.Tensor:
+        memory = self._free.pop() if self._free else torch.empty(nbytes, dtype=torch.uint8)  # [n]
+        block = memory.view(-1)  # [n]; views of it do not keep this object, only `memory`
+        weakref.finalize(block, self._free.append, memory)
         return block
-
-    def view(self, block: torch.Tensor) -> torch.Tensor:
-        if self.keeps:
-            return device_view(block, self.device)
-        return torch.as_tensor(_AddressOnly(block), device=self.device)
-
-    def read(self, view: torch.Tensor) -> torch.Tensor:
-        return view.clone().cpu()  # the kernel of clone reads over the bus
 
 
 def fit_together(parameters: OffloadGarbageParameters) -> bool:

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -88,17 +90,14 @@ def _unlock(release: Release, memory: torch.Tensor) -> None:
     release()
 
 
-class _Mapped:
-    """Device-visible host bytes, as torch reads them; keeps the memory alive."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._memory = memory
-        self.__cuda_array_interface__ = {
-            "shape": (memory.numel(),),
-            "typestr": "|u1",
-            "data": (memory.data_ptr(), False),
-            "version": 3,
-        }
+def array_interface(memory: torch.Tensor) -> dict[str, Any]:
+    """Describe the host bytes `memory` so that torch makes a device tensor over them."""
+    return {
+        "shape": (memory.numel(),),
+        "typestr": "|u1",
+        "data": (memory.data_ptr(), False),
+        "version": 3,
+    }
 
 
 def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -109,4 +108,6 @@ def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if not memory.is_pinned():
         raise PinError("a device view needs pinned memory, and this is not pinned")
-    return torch.as_tensor(_Mapped(memory), device=device)
+    # torch keeps the object, and the object keeps the memory.
+    mapped = SimpleNamespace(__cuda_array_interface__=array_interface(memory), memory=memory)
+    return torch.as_tensor(mapped, device=device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Event
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedoctor.faults.offload.late_device import Event, LateDevice
+from moedoctor.faults.offload.late_device import LateDevice
 from moedoctor.fixes.offload.prefetch import Pipeline, Region, Unit
 
 BYTES = 64
