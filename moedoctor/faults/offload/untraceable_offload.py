@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import ClaimCases, Parameters, claim, decide, in_lab, untested
+from moedoctor.faults.base import ClaimCases, Parameters, claim, decide, untested
 from moedoctor.faults.offload import engine_table
 from moedoctor.interfaces import ClaimJudgement, ClaimTest, Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
@@ -34,53 +34,17 @@ class UntraceableOffloadParameters(Parameters):
     )
 
 
-Row = Mapping[str, Any]
-"""The figures of one way to run the stack."""
+Rows = Mapping[str, Mapping[str, Any]]
+"""The name of a way to run the stack -> its figures."""
 
 
-def speed_claim(
-    key: str, threshold: str
-) -> Callable[[Callable[[ClaimCases, Evidence, Mapping[str, Row]], ClaimJudgement]], ClaimTest]:
-    """Make a claim on speed of a function of (cases, figures, figures of each way by its name).
-
-    `moedoctor.bench.offload` measures them on a GPU, peer and ours in turn. A way with a wrong result is not
-    timed: if it is ours, the claim is refuted, otherwise untested.
-    """
-
-    def decorate(judge: Callable[[ClaimCases, Evidence, Mapping[str, Row]], ClaimJudgement]) -> ClaimTest:
-        def judge_right_results(given: ClaimCases) -> ClaimJudgement:
-            (figures,) = given.evidence()
-            wrong = [way for way, right in figures["right"].items() if not right]
-            if not wrong:
-                return judge(given, figures, {row["way"]: row for row in figures["rows"]})
-            reason = f"wrong result, not timed: {', '.join(wrong)}"
-            if any(way.startswith("ours") for way in wrong):
-                return decide(False, figures, reason)
-            return untested(reason, figures)
-
-        judge_right_results.__doc__ = judge.__doc__
-        return claim(
-            key,
-            measure=in_lab(f"{LAB}:speed"),
-            units=lambda subjects: (key,),
-            needs_gpu=True,
-            thresholds=(threshold,),
-        )(judge_right_results)
-
-    return decorate
-
-
-@speed_claim("bandwidth", "min_share")
-def bandwidth(given: ClaimCases, figures: Evidence, ways: Mapping[str, Row]) -> ClaimJudgement:
+def _bandwidth(figures: Evidence, ways: Rows) -> tuple[float, str]:
     """GB/s of weights over a whole pass, compared with one large pinned copy alone."""
     ours, alone = ways["ours"]["gb_per_s"], figures["pinned_gb_per_s"]["median"]
-    share = ours / alone
-    reason = f"{ours:.1f} of {alone:.1f} GB/s, {share:.1%}"
-    return decide(given.keeps("min_share", share), {**figures, "share": share}, reason)
+    return ours / alone, f"{ours:.1f} of {alone:.1f} GB/s, {ours / alone:.1%}"
 
 
-@speed_claim("against_functional_call", "min_speedup")
-def against_functional_call(given: ClaimCases, figures: Evidence, ways: Mapping[str, Row]) -> ClaimJudgement:
+def _against_functional_call(figures: Evidence, ways: Rows) -> tuple[float, str]:
     """The functional_call path from pageable memory over ours from pinned memory, which decides.
 
     The reason also gives both from pinned memory, and both from pageable memory if that was measured, for
@@ -95,39 +59,55 @@ def against_functional_call(given: ClaimCases, figures: Evidence, ways: Mapping[
     if "ours_unpinned" in ways:
         ours, theirs = (ways[way]["ms"]["median"] for way in ("ours_unpinned", "functional_call"))
         reason += f"; both from pageable memory: {theirs / ours:.2f} times as fast"
-    return decide(given.keeps("min_speedup", pageable), figures, reason)
+    return pageable, reason
 
 
-def _not_slower(given: ClaimCases, figures: Evidence, ways: Mapping[str, Row]) -> ClaimJudgement:
+def _not_slower(figures: Evidence, ways: Rows) -> tuple[float, str]:
     """The time of vLLM's path over ours."""
     (way,) = (name for name in figures["whose"] if name != "ours")
     ratio = ways[way]["over_ours"]
-    reason = (
-        f"{way} ({figures['whose'][way]}): {ratio['median']:.3f} of our time"
-        f" ({ratio['p20']:.3f}–{ratio['p80']:.3f})"
-    )
-    return decide(given.keeps("min_ratio", ratio["median"]), figures, reason)
+    spread = f"{ratio['median']:.3f} of our time ({ratio['p20']:.3f}–{ratio['p80']:.3f})"
+    return ratio["median"], f"{way} ({figures['whose'][way]}): {spread}"
 
 
-against_uva = speed_claim("against_uva", "min_ratio")(_not_slower)
-against_prefetch = speed_claim("against_prefetch", "min_ratio")(_not_slower)
-
-
-@speed_claim("one_token", "max_ratio")
-def one_token(given: ClaimCases, figures: Evidence, ways: Mapping[str, Row]) -> ClaimJudgement:
+def _one_token(figures: Evidence, ways: Rows) -> tuple[float, str]:
     """If few experts are used, the path that reads only those is faster than ours."""
-    ratio = ways["uva"]["over_ours"]["median"]
-    whose = figures["whose"]["uva"]
-    reason = f"uva ({whose}): {ratio:.3f} of our time; offload(access='view') does the same"
-    return decide(given.keeps("max_ratio", ratio), figures, reason)
+    ratio, whose = ways["uva"]["over_ours"]["median"], figures["whose"]["uva"]
+    return ratio, f"uva ({whose}): {ratio:.3f} of our time; offload(access='view') does the same"
 
 
-@speed_claim("resident", "max_share")
-def resident(given: ClaimCases, figures: Evidence, ways: Mapping[str, Row]) -> ClaimJudgement:
+def _resident(figures: Evidence, ways: Rows) -> tuple[float, str]:
     """The stack after an offload that had nothing to do, over the stack alone."""
     ratio = ways["ours_budget_0"]["over_ours"]
-    reason = f"{ratio['median'] - 1:+.2%} ({ratio['p20'] - 1:+.2%} to {ratio['p80'] - 1:+.2%})"
-    return decide(given.keeps("max_share", abs(ratio["median"] - 1)), figures, reason)
+    low, median, high = (ratio[name] - 1 for name in ("p20", "median", "p80"))
+    return abs(median), f"{median:+.2%} ({low:+.2%} to {high:+.2%})"
+
+
+def speed_claim(key: str, threshold: str, judge: Callable[[Evidence, Rows], tuple[float, str]]) -> ClaimTest:
+    """Make a claim that a figure keeps `threshold`. `judge` returns the figure and the reason.
+
+    `moedoctor.bench.offload` measures on a GPU, peer and ours in turn. A way with a wrong result is not
+    timed: if it is ours, the claim is refuted, otherwise untested.
+    """
+
+    def judge_right_results(given: ClaimCases) -> ClaimJudgement:
+        (figures,) = given.evidence()
+        wrong = [way for way, right in figures["right"].items() if not right]
+        if wrong:
+            reason = f"wrong result, not timed: {', '.join(wrong)}"
+            ours = any(way.startswith("ours") for way in wrong)
+            return decide(False, figures, reason) if ours else untested(reason, figures)
+        figure, reason = judge(figures, {row["way"]: row for row in figures["rows"]})
+        evidence = {**figures, "share": figure} if key == "bandwidth" else figures
+        return decide(given.keeps(threshold, figure), evidence, reason)
+
+    return claim(
+        key,
+        measure=f"{LAB}:speed",
+        units=lambda subjects: (key,),
+        needs_gpu=True,
+        thresholds=(threshold,),
+    )(judge_right_results)
 
 
 class UntraceableOffload(Fault):
@@ -142,7 +122,14 @@ class UntraceableOffload(Fault):
         "vllm": (Tier.LIBRARY,),
     }
     lab = LAB
-    claims = (bandwidth, against_functional_call, against_uva, against_prefetch, one_token, resident)
+    claims = (
+        speed_claim("bandwidth", "min_share", _bandwidth),
+        speed_claim("against_functional_call", "min_speedup", _against_functional_call),
+        speed_claim("against_uva", "min_ratio", _not_slower),
+        speed_claim("against_prefetch", "min_ratio", _not_slower),
+        speed_claim("one_token", "max_ratio", _one_token),
+        speed_claim("resident", "max_share", _resident),
+    )
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
         return (parameters["engine"] is not None) == (tier is Tier.ENGINE)
@@ -161,31 +148,26 @@ class UntraceableOffload(Fault):
             f"the norm of the difference is {distance:.1g}, with one layer's weights wrong it is {wrong:.1g}"
         )
         if distance <= evidence["allowed_distance"]:
-            return Judgement(
-                CaseVerdict.CLEAN, f"{torch}: one graph, the same numbers except for rounding: {norms}"
-            )
-        return Judgement(
-            CaseVerdict.REPRODUCED, f"compiles, and gives other numbers than without offload: {norms}"
-        )
+            figure = f"{torch}: one graph, the same numbers except for rounding: {norms}"
+            return Judgement(CaseVerdict.CLEAN, figure)
+        figure = f"compiles, and gives other numbers than without offload: {norms}"
+        return Judgement(CaseVerdict.REPRODUCED, figure)
 
     def absent(self, results: Sequence[CaseResult]) -> str | None:
         """If Dynamo traced the control in every case, this torch does not have the failure."""
-        controls = [case for case in results if case.subject == "faulty" and case.tier is Tier.MODEL]
-        traced = [
-            case for case in controls if case.evidence.get("graphs") == 1 and not case.evidence.get("error")
-        ]
-        if not controls or len(traced) != len(controls):
+        controls = [case.evidence for case in results if case.subject == "faulty" and case.tier is Tier.MODEL]
+        if not controls or any(control.get("graphs") != 1 or control.get("error") for control in controls):
             return None
-        torch = controls[0].evidence["torch"]
+        torch = controls[0]["torch"]
         return f"Dynamo of torch {torch} traces state_dict(); the failure needs torch {LAST_FAILING} or older"
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Return what Dynamo of this torch answers to the control."""
-        controls = [case for case in results if case.subject == "faulty" and "torch" in case.evidence]
-        if not controls:
-            return {}
-        first = controls[0].evidence
-        return {"torch": first["torch"], "dynamo": first["telling_line"] or "traces it"}
+        for case in results:
+            if case.subject == "faulty" and "torch" in case.evidence:
+                dynamo = case.evidence["telling_line"] or "traces it"
+                return {"torch": case.evidence["torch"], "dynamo": dynamo}
+        return {}
 
     def describe(self, parameters: Any) -> str:
         if parameters["engine"] is not None:
