@@ -6,14 +6,14 @@ Shared by MD003 and MD020: in both the same reference goes stale. They differ in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moedoctor.fixes.offloader import Offload, offload
+from moedoctor.fixes.offloader import offload
 from moedoctor.reference.offload_paths import functional_call_offload
 from moedoctor.results import Observation
 
@@ -48,26 +48,18 @@ class DeviceMemory:
         return any(start <= address < end and not storage.expired() for storage, start, end in self._ranges)
 
 
-@dataclass(frozen=True)
-class QuantConfig:
-    """Built together with the layer; holds the parameter, not its name."""
-
-    scales: nn.Parameter
-    """float32 [E, N, 1] for the simulated kernels."""
-
-
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """The layer's product: (x, weight, scales) -> output."""
 
 
 class QuantisedExperts(nn.Module):
-    """Weights from the module, scales from the config."""
+    """Weights from the module, scales from a config that holds the parameter, not its name."""
 
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor, kernel: Kernel) -> None:
         super().__init__()
         self.w13_weight = nn.Parameter(weight, requires_grad=False)
         self.w13_weight_scale = nn.Parameter(scales, requires_grad=False)
-        self.quant_config = QuantConfig(self.w13_weight_scale)
+        self.quant_config = SimpleNamespace(scales=self.w13_weight_scale)
         self._kernel = kernel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,30 +75,27 @@ def dequantised_product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Ten
     return (tokens @ (weight.float() * scales).transpose(1, 2)).flatten(0, 1)  # [T, N]
 
 
-@dataclass(frozen=True)
-class SimulatedKernel:
-    """int8 experts on a simulated device.
+def simulated_kernel(memory: DeviceMemory, *, checks: bool) -> Kernel:
+    """Return a kernel of a simulated device with `memory`.
 
-    `checks`: looks where its arguments are, as Marlin does; otherwise it reads any address that it gets.
+    `checks`: it looks where its arguments are, as Marlin does; otherwise it reads any address that it gets.
     """
 
-    memory: DeviceMemory
-    checks: bool
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def kernel(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         for name, operand in (("b_q_weight", weight), ("b_scales", scales)):
-            if self.memory.holds(operand):
-                continue
-            if self.checks:
-                raise RuntimeError(f"{name} is not on GPU")
-            raise IllegalAccessError(f"an illegal memory access was encountered (reading {name})")
+            if not memory.holds(operand):
+                if checks:
+                    raise RuntimeError(f"{name} is not on GPU")
+                raise IllegalAccessError(f"an illegal memory access was encountered (reading {name})")
         return dequantised_product(x, weight, scales)
+
+    return kernel
 
 
 def simulated_stack(layers: int, memory: DeviceMemory, *, checks: bool, seed: int) -> nn.Sequential:
     """Return square int8 layers, loaded to the simulated device."""
     generator = torch.Generator().manual_seed(seed)
-    kernel = SimulatedKernel(memory, checks)
+    kernel = simulated_kernel(memory, checks=checks)
     stack = nn.Sequential()
     for _ in range(layers):
         weight = torch.randint(-8, 8, (4, 64, 64), dtype=torch.int8, generator=generator)  # [E, N, K]
@@ -133,36 +122,31 @@ def offload_and_run(
     memory. `memory`: that of the simulated device, if the stack is on one.
     """
     expected = stack(x)  # [T, N]
-    handle: Offload | None = None
+    evidence: dict[str, Any] = {"error": None, "same_bits": None}
     if subject == "fixed":
         handle = offload(stack, 1 << 40, keep_below=0)
         if memory is not None:
             for tensor in handle.device_tensors():
                 memory.admit(tensor)
-    else:
-        to_device = memory.upload if memory is not None else None
-        functional_call_offload(list(stack), NAMES, pin=False, to_device=to_device)
-    evidence: dict[str, Any] = {"error": None, "same_bits": None, **_places(stack, handle, memory)}
-    try:
-        same = [torch.equal(stack(x), expected) for _ in range(2)]
-    except RuntimeError as error:
-        return {**evidence, "error": str(error).splitlines()[0], "kind": type(error).__name__}
-    return {**evidence, "same_bits": all(same)}
-
-
-def _places(stack: nn.Sequential, handle: Offload | None, memory: DeviceMemory | None) -> dict[str, Any]:
-    """Where the scales are that the config of the first layer holds, and what our offloader says about it."""
-    first = stack[0]
-    assert isinstance(first, QuantisedExperts)
-    scales = first.quant_config.scales
-    reachable = memory.holds(scales) if memory is not None else scales.is_cuda
-    places: dict[str, Any] = {"config_holds": "device memory" if reachable else "host memory"}
-    if handle is not None:
         report = handle.report()
         on_device = [item for item in report.placements if item.lives == "device"]
-        places |= {
+        evidence |= {
             "host_bytes": report.host_bytes,
             "kept_on_device": [f"{item.name}: {item.reason}" for item in on_device[:4]],
             "rules": list(report.rules),
         }
-    return places
+    else:
+        to_device = memory.upload if memory is not None else None
+        functional_call_offload(list(stack), NAMES, pin=False, to_device=to_device)
+    first = stack[0]
+    assert isinstance(first, QuantisedExperts)
+    scales = first.quant_config.scales
+    reachable = memory.holds(scales) if memory is not None else scales.is_cuda
+    evidence["config_holds"] = "device memory" if reachable else "host memory"
+    try:
+        same = [torch.equal(stack(x), expected) for _ in range(2)]
+    except RuntimeError as error:
+        evidence |= {"error": str(error).splitlines()[0], "kind": type(error).__name__}
+    else:
+        evidence["same_bits"] = all(same)
+    return evidence

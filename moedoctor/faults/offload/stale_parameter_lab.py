@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -30,80 +28,60 @@ def model(case: Case, parameters: StaleParameterParameters, release: None) -> Ob
 
 def kernel(case: Case, parameters: StaleParameterParameters, release: None) -> Observation:
     """The product of one backend on a GPU."""
+    from moedoctor.upstream.releases.moe_kernels import MoeKernels
+
     need_gpu()
-    stack, x = _BACKENDS[parameters.backend](parameters.layers, case.device, parameters.seed)
+    if parameters.backend == "vllm_marlin":
+        kernels = MoeKernels.installed()
+        stack, x = marlin_stack(kernels, parameters.layers, case.device, parameters.seed)
+    else:
+        stack, x = _int8_stack(parameters, case.device)
     return Observation(offload_and_run(case.subject, stack, x))
 
 
-def _float_stack(product: Kernel, layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.Tensor]:
-    """Square int8 layers with a float32 scale for each output channel, and tokens."""
-    generator = torch.Generator(device).manual_seed(seed)
+def _int8_stack(parameters: StaleParameterParameters, device: str) -> tuple[nn.Sequential, torch.Tensor]:
+    """Square layers of int8 numbers with a float32 scale for each output channel, and tokens."""
+    product = _PRODUCTS[parameters.backend]
+    dtype = torch.float8_e4m3fn if product is _cutlass else torch.int8
+    generator = torch.Generator(device).manual_seed(parameters.seed)
     stack = nn.Sequential()
-    for _ in range(layers):
-        shape = (_EXPERTS, _WIDTH, _WIDTH)
+    for _ in range(parameters.layers):
         weight = torch.randint(
-            -8, 8, shape, dtype=torch.int8, device=device, generator=generator
+            -8, 8, (_EXPERTS, _WIDTH, _WIDTH), dtype=torch.int8, device=device, generator=generator
         )  # [E, N, K]
         scales = torch.rand(_EXPERTS, _WIDTH, 1, device=device, generator=generator) / _WIDTH  # [E, N, 1]
-        stack.append(QuantisedExperts(weight, scales, product))
+        stack.append(QuantisedExperts(weight.to(dtype), scales, product))
     return stack, torch.randn(_TOKENS, _WIDTH, device=device, generator=generator)  # [T, K]
 
 
-def _unchecked(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.Tensor]:
+def _unchecked(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     from moedoctor.kernels.unchecked import read_address
 
-    def product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        read = read_address(scales.data_ptr(), scales.numel(), device).view(scales.shape)  # [E, N, 1]
-        torch.cuda.synchronize()  # the error must be raised here, not in the next copy
-        return dequantised_product(x, weight, read)
-
-    return _float_stack(product, layers, device, seed)
+    read = read_address(scales.data_ptr(), scales.numel(), str(x.device)).view(scales.shape)  # [E, N, 1]
+    torch.cuda.synchronize()  # the error must be raised here, not in the next copy
+    return dequantised_product(x, weight, read)
 
 
-def _triton(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.Tensor]:
+def _triton(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     from moedoctor.kernels.unchecked import read_tensor
 
-    def product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        try:
-            return dequantised_product(x, weight, read_tensor(scales, device).view(scales.shape))
-        except ValueError as error:  # how Triton refuses an argument
-            raise RuntimeError(str(error)) from error
-
-    return _float_stack(product, layers, device, seed)
+    try:
+        return dequantised_product(x, weight, read_tensor(scales, str(x.device)).view(scales.shape))
+    except ValueError as error:  # how Triton refuses an argument
+        raise RuntimeError(str(error)) from error
 
 
-def _torch(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.Tensor]:
-    return _float_stack(dequantised_product, layers, device, seed)
-
-
-def _marlin(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.Tensor]:
-    from moedoctor.upstream.releases.moe_kernels import MoeKernels
-
-    return marlin_stack(MoeKernels.installed(), layers, device, seed)
-
-
-def _cutlass(layers: int, device: str, seed: int) -> tuple[nn.Sequential, torch.Tensor]:
+def _cutlass(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     from moedoctor.upstream.releases.products import cutlass_product, operators
 
-    ops = operators()
-
-    def product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        out = cutlass_product(ops, x.to(torch.float8_e4m3fn), weight, scales)
-        torch.cuda.synchronize()
-        return out.float()
-
-    plain, x = _float_stack(product, layers, device, seed)
-    stack = nn.Sequential()
-    for layer in plain:
-        weight, scales = (parameter.data for parameter in layer.parameters())  # [E, N, K], [E, N, 1]
-        stack.append(QuantisedExperts(weight.to(torch.float8_e4m3fn), scales, product))
-    return stack, x
+    out = cutlass_product(operators(), x.to(torch.float8_e4m3fn), weight, scales)
+    torch.cuda.synchronize()
+    return out.float()
 
 
-_BACKENDS: dict[str, Callable[[int, str, int], tuple[nn.Sequential, torch.Tensor]]] = {
+_PRODUCTS: dict[str, Kernel] = {
     "unchecked": _unchecked,
     "triton": _triton,
-    "torch": _torch,
-    "vllm_marlin": _marlin,
+    "torch": dequantised_product,
     "vllm_cutlass": _cutlass,
 }
