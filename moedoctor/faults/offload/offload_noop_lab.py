@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from moedoctor.results import Case, Observation
 from moedoctor.upstream.engine.engine import EngineResult
 from moedoctor.upstream.engine.experiment import checkpoints, run_trials
 from moedoctor.upstream.engine.offload_table import EAGER, UVA, trial
-from moedoctor.upstream.plugin.offload_fix import MARK, forgetting
+from moedoctor.upstream.plugin.offload_fix import MARK, taking_off
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
 EXPERTS, ROWS, COLUMNS = 8, 256, 128
@@ -36,31 +35,22 @@ REPACKED: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 """What repacking makes of each: another shape and type as for Marlin, or the same with other bytes."""
 _HOST = ("host", "cpu")
 
-View = Callable[[torch.Tensor], torch.Tensor]
-"""Gives the GPU a view of host memory."""
 Replace = Callable[[nn.Module, str, torch.Tensor], None]
-Context = Callable[[nn.Module, torch.device], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class Reload:
-    """The two functions that decide where weights end up, each made for a `View`."""
-
-    replace: Callable[[View], Replace]
-    context: Callable[[View], Context]
+"""(layer, name, data): gives a parameter new data."""
+MakeContext = Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]
+"""Makes `device_loading_context` for a function that gives the GPU a view of host memory."""
 
 
 def model(case: Case, parameters: OffloadNoopParameters, release: None) -> Observation:
     """The failing algorithm; for `fixed` inside the plug-in's wrapper."""
-    context = forgetting(remembering) if case.subject == "fixed" else remembering
-    return Observation(places(Reload(rebinding, context)))
+    return Observation(places(rebinding, remembering, fixed=case.subject == "fixed"))
 
 
 def library(case: Case, parameters: OffloadNoopParameters, release: ReleaseSource | None) -> Observation:
     """The release's functions, also inside the plug-in's wrapper. Raises SourceError, UnavailableError."""
-    own = upstream(release or ReleaseSource.installed())
-    patched = places(Reload(own.replace, forgetting(own.context)))
-    return Observation({**places(own), "host_bytes_with_plug_in": patched["host_bytes"]})
+    functions = upstream(release or ReleaseSource.installed())
+    patched = places(*functions, fixed=True)
+    return Observation({**places(*functions), "host_bytes_with_plug_in": patched["host_bytes"]})
 
 
 def engine(case: Case, parameters: OffloadNoopParameters, release: None) -> Observation:
@@ -99,16 +89,12 @@ def engine_evidence(result: EngineResult, environ: Mapping[str, str]) -> dict[st
     }
 
 
-def rebinding(view: View) -> Replace:
+def rebinding(layer: nn.Module, name: str, new: torch.Tensor) -> None:
     """The failing algorithm: the parameter object stays, with its marks, and gets the new data."""
-
-    def replace_data(layer: nn.Module, name: str, new: torch.Tensor) -> None:
-        getattr(layer, name).data = new
-
-    return replace_data
+    getattr(layer, name).data = new
 
 
-def remembering(view: View) -> Context:
+def remembering(view: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The context around it: a parameter that lost its mark while it was processed is offloaded again."""
 
     @contextlib.contextmanager
@@ -123,8 +109,11 @@ def remembering(view: View) -> Context:
     return context
 
 
-def places(reload: Reload) -> dict[str, Any]:
-    """Process a layer with two repacked weights, and see where each ends up."""
+def places(replace: Replace, make_context: MakeContext, *, fixed: bool = False) -> dict[str, Any]:
+    """Process a layer with two repacked weights, and see where each ends up.
+
+    `fixed`: inside the plug-in's wrapper.
+    """
     with FakeTensorMode(), _NothingToCopy():
         views: list[torch.Tensor] = []
 
@@ -140,15 +129,16 @@ def places(reload: Reload) -> dict[str, Any]:
             parameter = nn.Parameter(view(host), requires_grad=False)
             setattr(parameter, MARK, True)
             layer.register_parameter(name, parameter)
-        with reload.context(view)(layer, torch.device("cuda")):
+        context = make_context(view)
+        with (taking_off(context) if fixed else context)(layer, torch.device("cuda")):
             for name, (shape, dtype) in REPACKED.items():
-                reload.replace(view)(layer, name, torch.empty(shape, dtype=dtype, device="cuda"))
+                replace(layer, name, torch.empty(shape, dtype=dtype, device="cuda"))
         on_host = {tensor.untyped_storage()._cdata for tensor in views}
         rows: list[dict[str, Any]] = [
             {
                 "parameter": name,
                 "repacked_to": f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}",
-                "bytes": weight.numel() * weight.element_size(),
+                "bytes": weight.nbytes,
                 "marked": bool(getattr(weight, MARK, False)),
                 "memory": "host" if weight.untyped_storage()._cdata in on_host else "device",
             }
@@ -172,19 +162,14 @@ class _NothingToCopy(TorchFunctionMode):
         return args[0] if func is torch.Tensor.copy_ else func(*args, **(kwargs or {}))
 
 
-def upstream(source: ReleaseSource) -> Reload:
+def upstream(source: ReleaseSource) -> tuple[Replace, MakeContext]:
     """The release's own `replace_parameter` and `device_loading_context`."""
 
     def set_attributes(weight: torch.Tensor, attributes: dict[str, Any] | None) -> None:
         for name, value in (attributes or {}).items():
             setattr(weight, name, value)
 
-    def replace_parameter(view: View) -> Replace:
-        names = {"torch": torch, "set_weight_attrs": set_attributes}
-        function: Replace = source.function("vllm/model_executor/utils.py", "replace_parameter", names)
-        return function
-
-    def loading_context(view: View) -> Context:
+    def make_context(view: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         names = {
             "torch": torch,
             "contextmanager": contextlib.contextmanager,
@@ -192,8 +177,7 @@ def upstream(source: ReleaseSource) -> Reload:
             "is_pin_memory_available": lambda: False,
             "get_accelerator_view_from_cpu_tensor": view,
         }
-        file = "vllm/model_executor/model_loader/utils.py"
-        function: Context = source.function(file, "device_loading_context", names)
-        return function
+        return source.function("vllm/model_executor/model_loader/utils.py", "device_loading_context", names)
 
-    return Reload(replace_parameter, loading_context)
+    names = {"torch": torch, "set_weight_attrs": set_attributes}
+    return source.function("vllm/model_executor/utils.py", "replace_parameter", names), make_context

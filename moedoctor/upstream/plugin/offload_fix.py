@@ -257,11 +257,6 @@ def taking_off(original: Any) -> Any:
     return device_loading_context
 
 
-def forgetting(make: Any) -> Any:
-    """Apply `taking_off` to what `make` makes from a function that maps host memory."""
-    return lambda view: taking_off(make(view))
-
-
 # --- The function in which vLLM's MoE layers read the weights of their experts ----------------------------
 #
 # It runs inside the MoE operator, which compilers do not look into, so weights that are fetched there leave

@@ -9,13 +9,12 @@ import pytest
 from engine_stub import answered, died
 
 from moedoctor.faults.offload.offload_noop import OffloadNoop
-from moedoctor.faults.offload.offload_noop_lab import Reload, engine_evidence, places, remembering
+from moedoctor.faults.offload.offload_noop_lab import engine_evidence, places, remembering
 from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier
 from moedoctor.runner.plan import Options, plan
 from moedoctor.scenario.targets import builtin_file, load_scenario
 from moedoctor.upstream.engine import engine as engine_module
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
-from moedoctor.upstream.plugin.offload_fix import forgetting
 from moedoctor.upstream.releases.release_source import ReleaseSource
 from tests.faults.offload.cases import CONTROL_AND_FIX, run_case
 
@@ -87,10 +86,10 @@ def test_weights_that_are_left_alone_are_not_copied_again() -> None:
     """The mark of unchanged weights stays, so the fix costs nothing for them."""
     calls: list[int] = []
 
-    def idle(view: object) -> Any:
-        return lambda layer, name, new: calls.append(1)
+    def idle(layer: object, name: str, new: object) -> None:
+        calls.append(1)
 
-    evidence = places(Reload(idle, forgetting(remembering)))
+    evidence = places(idle, remembering, fixed=True)
     assert calls == [1, 1]
     assert verdict_of(evidence) is CaseVerdict.CLEAN
 
