@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -25,34 +25,25 @@ from torch import nn
 
 from moedoctor.fixes.offload import storage
 from moedoctor.fixes.offload.hooks import MARK, Hooks, Reader
-from moedoctor.fixes.offload.pinned import Pin, PinError, register
+from moedoctor.fixes.offload.pinned import Pin, PinError, device_view, register
 from moedoctor.fixes.offload.plan import held_tensors, is_number, make_plan
 from moedoctor.fixes.offload.prefetch import CopyEngine, CudaEngine, Pipeline
 from moedoctor.fixes.offload.report import OffloadReport, write_report
 from moedoctor.fixes.offload.storage import StoredLayer, settle_in
 
 
+@dataclass(eq=False, repr=False)
 class Offload:
     """A module whose weights are offloaded. Made by `offload`."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layers: Sequence[StoredLayer],
-        device: torch.device,
-        report: OffloadReport,
-        trained: Sequence[nn.Parameter],
-        hooks: Hooks | None,
-        pipeline: Pipeline | None,
-    ) -> None:
-        """`trained`: the parameters that asked for gradients."""
-        self._module = module
-        self._layers = list(layers)
-        self._device = device
-        self._report = report
-        self._trained = list(trained)
-        self._hooks = hooks
-        self._pipeline = pipeline
+    _module: nn.Module
+    _layers: list[StoredLayer]
+    _device: torch.device
+    _report: OffloadReport
+    _trained: list[nn.Parameter]
+    """The parameters that asked for gradients."""
+    _hooks: Hooks | None
+    _pipeline: Pipeline | None
 
     def report(self) -> OffloadReport:
         """Return each parameter, its bytes, where it lives and why, pinned or not, view or copy, and sums.
@@ -190,7 +181,7 @@ def offload(
         try:
             if access == "view":
                 for layer in stored:
-                    storage.map_into(layer, target)
+                    layer.point(device_view(layer.block.bytes, target))
             elif stored:
                 pipeline = _pipeline(stored, target, engine)
                 hooks = Hooks(module, stored, pipeline, reader)

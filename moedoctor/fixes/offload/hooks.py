@@ -133,13 +133,23 @@ class Hooks:
             handle.remove()
 
     def _wrap(self, module: nn.Module, owner: Any, name: str, function: Forward) -> None:
+        """Call `function` in place of the function `name` of `owner`."""
+        pipeline = self._pipeline
+
+        @functools.wraps(getattr(owner, name))
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            with _closing(pipeline):
+                return function(*args, **kwargs)
+
         before = vars(owner).get(name)
-        setattr(owner, name, function)
+        setattr(owner, name, offloaded)
         self._wrapped.append((module, owner, name, before))
-        setattr(module, MARK, self._pipeline)
+        setattr(module, MARK, pipeline)
 
     def _around_layer(self, forward: Forward, guard: Guard, index: int) -> Forward:
-        pipeline, token, key = self._pipeline, self._token, self._key
+        token, key = self._token, self._key
 
         def on_fetched_weights(*args: Any, **kwargs: Any) -> Any:
             _refuse_gradients((args, kwargs))
@@ -154,34 +164,25 @@ class Hooks:
                 guard.check_after(weights, before)
             return output
 
-        @functools.wraps(forward)
-        def offloaded(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return on_fetched_weights(*args, **kwargs)
-            with _closing(pipeline):
-                return unwatched(on_fetched_weights, args, kwargs)
-
-        return offloaded
+        return lambda *args, **kwargs: unwatched(on_fetched_weights, args, kwargs)
 
     def _around_reader(self, function: Forward, guard: Guard, index: int) -> Forward:
         """`function` on the layer's own weights. It runs inside an operator, which no compiler traces."""
         pipeline = self._pipeline
 
-        @functools.wraps(function)
-        def offloaded(*args: Any, **kwargs: Any) -> Any:
+        def on_fetched_weights(*args: Any, **kwargs: Any) -> Any:
             _refuse_gradients((args, kwargs))
             weights = guard.weights()
             before = guard.check(weights)
-            with _closing(pipeline):
-                pipeline.wait(index, weights)
-                try:
-                    output = function(*args, **kwargs)
-                finally:
-                    pipeline.release(index)
+            pipeline.wait(index, weights)
+            try:
+                output = function(*args, **kwargs)
+            finally:
+                pipeline.release(index)
             guard.check_after(weights, before)
             return output
 
-        return offloaded
+        return on_fetched_weights
 
     def _around_pass(self, forward: Forward, watch: Watch) -> Forward:
         pipeline, token, key = self._pipeline, self._token, self._key
@@ -200,14 +201,7 @@ class Hooks:
             torch.ops.moedoctor_offload.finish(tensors_in(output), token, key)
             return output
 
-        @functools.wraps(forward)
-        def offloaded(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return one_pass(*args, **kwargs)
-            with _closing(pipeline):
-                return one_pass(*args, **kwargs)
-
-        return offloaded
+        return one_pass
 
 
 @contextlib.contextmanager

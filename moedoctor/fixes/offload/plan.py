@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
@@ -58,22 +58,20 @@ class Weight:
     names: tuple[str, ...]
     parameter: nn.Parameter
     owner: nn.Module
-    layer: int | None
-    """Index of the layer that it belongs to; None if it belongs to no layer or to several."""
+    layers: tuple[int, ...]
+    """Indices of the layers that use it. It can go only if there is exactly one."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Plan:
     """What goes and what stays."""
 
-    weights: tuple[Weight, ...]
+    weights: Sequence[Weight]
     """All parameters of the module."""
-    layers: tuple[Named, ...]
-    """Those that have something to offload, in running order."""
-    chosen: tuple[tuple[Weight, ...], ...]
-    """The parameters to offload, layer by layer."""
-    reasons: Mapping[int, str]
-    """id of a parameter that stays -> why."""
+    layers: Sequence[tuple[Named, Sequence[Weight]]]
+    """The layers that have something to offload, in running order, each with the parameters that go."""
+    reasons: Mapping[Weight, str]
+    """Why a parameter stays."""
 
 
 def make_plan(
@@ -89,12 +87,7 @@ def make_plan(
 
     `by_forward`: whether it is the layers' `forward` that reads their weights.
     """
-    names: dict[int, list[str]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        parameters[id(parameter)] = parameter
-    every_name = [name for group in names.values() for name in group]
+    every_name = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for pattern in patterns:
         if not matches(every_name, pattern):
             near = ", ".join(closest(pattern, every_name))
@@ -102,23 +95,13 @@ def make_plan(
                 f"patterns: no parameter has {pattern!r} as a part of its name; the closest are: {near}"
             )
     units = find_layers(module) if layers is None else check_layers(module, layers, by_forward=by_forward)
-    users: dict[int, list[int]] = {}  # id of a parameter -> the layers that use it
-    for index, (_, unit) in enumerate(units):
-        for parameter in unit.parameters():
-            users.setdefault(id(parameter), []).append(index)
-    owners = {
-        id(parameter): owner for owner in module.modules() for parameter in owner.parameters(recurse=False)
-    }
-    weights = tuple(
-        Weight(
-            tuple(group),
-            parameters[key],
-            owners[key],
-            users[key][0] if len(users.get(key, ())) == 1 else None,
-        )
-        for key, group in names.items()
-    )
-    reasons = _own_reasons(module, weights, units, users, patterns, keep_below, by_forward=by_forward)
+    weights = _weights(module, units)
+    barred = _barred(module, units, by_forward=by_forward)
+    reasons: dict[Weight, str] = {}
+    for weight in weights:
+        reason = _own_reason(weight, patterns, keep_below) or barred.get(id(weight.parameter))
+        if reason is not None:
+            reasons[weight] = reason
     reasons |= _memory_reasons(module, weights, reasons)
     chosen: list[list[Weight]] = [[] for _ in units]
     left = budget
@@ -126,7 +109,7 @@ def make_plan(
         # Parameters that lie in one storage go together or not at all: else nothing would be freed.
         groups: dict[int, list[Weight]] = {}
         for weight in weights:
-            if weight.layer == index and id(weight.parameter) not in reasons:
+            if weight.layers == (index,) and weight not in reasons:
                 groups.setdefault(storage_key(weight.parameter), []).append(weight)
         for group in groups.values():
             needed = sum(span(weight.parameter) for weight in group)
@@ -134,31 +117,38 @@ def make_plan(
                 left -= needed
                 chosen[index] += group
             else:
-                reasons.update((id(weight.parameter), "over the budget") for weight in group)
-    used = [index for index in range(len(units)) if chosen[index]]
+                reasons |= dict.fromkeys(group, "over the budget")
+    used = [(unit, group) for unit, group in zip(units, chosen, strict=True) if group]
     if len(used) == 1:
-        alone = chosen[used.pop()]
-        why = "the only layer to offload: its buffer is as large"
-        reasons.update((id(weight.parameter), why) for weight in alone)
-    return Plan(
-        weights, tuple(units[index] for index in used), tuple(tuple(chosen[index]) for index in used), reasons
-    )
+        reasons |= dict.fromkeys(used.pop()[1], "the only layer to offload: its buffer is as large")
+    return Plan(weights, used, reasons)
 
 
-def _own_reasons(
-    module: nn.Module,
-    weights: Sequence[Weight],
-    units: Sequence[Named],
-    users: Mapping[int, Sequence[int]],
-    patterns: Sequence[str],
-    keep_below: int,
-    *,
-    by_forward: bool,
-) -> dict[int, str]:
-    """id of each parameter that must stay for its own sake -> why."""
-    barred: dict[int, str] = {}  # may be read before or after its layer's `forward`
+def _weights(module: nn.Module, units: Sequence[Named]) -> list[Weight]:
+    """All parameters of `module`, each once."""
+    names: dict[nn.Parameter, list[str]] = {}  # parameters are hashed by identity
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    owner_of = {parameter: owner for owner in module.modules() for parameter in owner.parameters(False)}
+    users: dict[nn.Parameter, list[int]] = {}
+    for index, (_, unit) in enumerate(units):
+        for parameter in unit.parameters():
+            users.setdefault(parameter, []).append(index)
+    return [
+        Weight(tuple(own), parameter, owner_of[parameter], tuple(users.get(parameter, ())))
+        for parameter, own in names.items()
+    ]
+
+
+def _barred(module: nn.Module, units: Sequence[Named], *, by_forward: bool) -> dict[int, str]:
+    """id of each parameter that may be read or written outside of its layer's `forward` -> why it stays."""
+    barred: dict[int, str] = {}
     if by_forward:
-        barred = dict.fromkeys(_read_outside(module, units), "a module outside of its layer owns it too")
+        inside = _within(units)
+        for owner, reader in _readers(module):
+            if reader is None or id(reader[1]) not in inside:
+                why = "a module outside of its layer owns it too"
+                barred.update((id(parameter), why) for parameter in owner.parameters(recurse=False))
         for _, unit in units:
             if unit._forward_pre_hooks:
                 why = "a hook before its layer's forward may read it"
@@ -166,26 +156,23 @@ def _own_reasons(
     for embedding in module.modules():
         if isinstance(embedding, (nn.Embedding, nn.EmbeddingBag)) and embedding.max_norm is not None:
             barred[id(embedding.weight)] = "its embedding's forward changes it (max_norm)"
-    reasons: dict[int, str] = {}
-    for weight in weights:
-        key = id(weight.parameter)
-        reason: str | None
-        if patterns and not any(matches(weight.names, pattern) for pattern in patterns):
-            reason = "no pattern names it"
-        elif weight.layer is None:
-            reason = "shared between layers" if users.get(key) else "outside of the layers"
-        else:
-            siblings = list(weight.owner.parameters(recurse=False))
-            reason = stays(weight.names[0], weight.parameter, siblings, keep_below) or barred.get(key)
-        if reason is not None:
-            reasons[key] = reason
-    return reasons
+    return barred
+
+
+def _own_reason(weight: Weight, patterns: Sequence[str], keep_below: int) -> str | None:
+    """Why the parameter must stay whatever else holds its memory."""
+    if patterns and not any(matches(weight.names, pattern) for pattern in patterns):
+        return "no pattern names it"
+    if len(weight.layers) != 1:
+        return "shared between layers" if weight.layers else "outside of the layers"
+    siblings = list(weight.owner.parameters(recurse=False))
+    return stays(weight.names[0], weight.parameter, siblings, keep_below)
 
 
 def _memory_reasons(
-    module: nn.Module, weights: Sequence[Weight], reasons: Mapping[int, str]
-) -> dict[int, str]:
-    """id of each further parameter that must stay -> why: whole storages go or stay."""
+    module: nn.Module, weights: Sequence[Weight], reasons: Mapping[Weight, str]
+) -> dict[Weight, str]:
+    """Why each further parameter must stay: whole storages go or stay."""
     taken = {
         storage_key(buffer): f"its memory is that of the buffer {name}"
         for name, buffer in module.named_buffers()
@@ -195,18 +182,20 @@ def _memory_reasons(
     for tensor in held_tensors(module):
         if id(tensor) not in parameters and _is_plain(tensor):
             taken[storage_key(tensor)] = "its memory is held under another tensor by an object of the module"
-    layer_of: dict[int, int | None] = {}
+    layers_of: dict[int, tuple[int, ...]] = {}
     for weight in weights:
         if not _is_plain(weight.parameter):
             continue
         key = storage_key(weight.parameter)
-        if id(weight.parameter) in reasons:
+        if weight in reasons:
             taken.setdefault(key, f"its memory is that of {weight.names[0]}, which stays")
-        elif layer_of.setdefault(key, weight.layer) != weight.layer:
+        elif layers_of.setdefault(key, weight.layers) != weight.layers:
             taken.setdefault(key, "its memory is shared between layers")
-    free = [weight.parameter for weight in weights if id(weight.parameter) not in reasons]
+    free = [weight for weight in weights if weight not in reasons]
     return {
-        id(parameter): taken[storage_key(parameter)] for parameter in free if storage_key(parameter) in taken
+        weight: taken[storage_key(weight.parameter)]
+        for weight in free
+        if storage_key(weight.parameter) in taken
     }
 
 
@@ -268,10 +257,9 @@ def spread(count: int) -> list[int]:
 
 def is_number(value: object) -> bool:
     """Whether `value` is a finite number that a float holds."""
-    try:
+    with suppress(OverflowError):
         return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
-    except OverflowError:
-        return False
+    return False
 
 
 def span(tensor: torch.Tensor) -> int:
@@ -306,15 +294,16 @@ def find_layers(module: nn.Module) -> list[Named]:
     elements = _elements("", module)
     if len(elements) < _FEW:
         elements = []
-    roots = {id(element) for _, element in elements}
-    inside = _within(elements)
-    owners = [
-        (name, owner)
-        for name, owner in _owners(module)
-        if id(owner) not in inside and not any(id(child) in roots for child in owner.modules())
-    ]
-    below = {id(child) for _, owner in owners for child in owner.modules() if child is not owner}
-    units = [*elements, *((name, owner) for name, owner in owners if id(owner) not in below)]
+    roots, inside = {id(element) for _, element in elements}, _within(elements)
+    owners: dict[int, Named] = {}  # modules that read parameters that no module below them is known to read
+    for child, reader in _readers(module):
+        owns = isinstance(child, _WHOLES) or next(child.parameters(recurse=False), None) is not None
+        if not owns or reader is None or id(reader[1]) in inside:
+            continue
+        if not any(id(part) in roots for part in reader[1].modules()):
+            owners.setdefault(id(reader[1]), reader)
+    below = {id(part) for _, owner in owners.values() for part in owner.modules() if part is not owner}
+    units = [*elements, *(owner for key, owner in owners.items() if key not in below)]
     order = {id(child): place for place, child in enumerate(module.modules())}
     return sorted(units, key=lambda unit: order[id(unit[1])])
 
@@ -343,37 +332,13 @@ def check_layers(module: nn.Module, given: Sequence[nn.Module], *, by_forward: b
     return units
 
 
-def _read_outside(module: nn.Module, units: Sequence[Named]) -> set[int]:
-    """ids of parameters that a module outside of all `units` owns too, and so may read at any time."""
-    inside = _within(units)
-    readers = _readers(module)
-    return {
-        id(parameter)
-        for name, owner in module.named_modules(remove_duplicate=False)
-        for parameter in owner.parameters(recurse=False)
-        if (reader := readers[name]) is None or id(reader[1]) not in inside
-    }
-
-
-def _owners(module: nn.Module) -> list[Named]:
-    """The modules whose `forward` reads parameters that no module below them is known to read, each once."""
-    readers = _readers(module)
-    owners: dict[int, Named] = {}
-    for name, child in module.named_modules(remove_duplicate=False):
-        reader = readers[name]
-        owns = isinstance(child, _WHOLES) or next(child.parameters(recurse=False), None) is not None
-        if reader is not None and owns:
-            owners.setdefault(id(reader[1]), reader)
-    return list(owners.values())
-
-
-def _readers(module: nn.Module) -> dict[str, Named | None]:
-    """For the name of each module, the nearest module, itself or above it, whose `forward` can be wrapped."""
+def _readers(module: nn.Module) -> Iterator[tuple[nn.Module, Named | None]]:
+    """Each module with the nearest module, itself or above it, whose `forward` can be wrapped."""
     readers: dict[str, Named | None] = {}
     for name, child in module.named_modules(remove_duplicate=False):
         above = readers[name.rpartition(".")[0]] if name else None
         readers[name] = (name, child) if runs(child) else above
-    return readers
+        yield child, readers[name]
 
 
 def _elements(name: str, module: nn.Module) -> list[Named]:

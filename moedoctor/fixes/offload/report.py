@@ -87,15 +87,14 @@ def write_report(
     failure: str | None,
 ) -> OffloadReport:
     """Report what was done, read off the result. `failure`: why memory is not pinned."""
-    layer_of = {id(weight.parameter): layer for layer in stored for weight, _ in layer.items}
+    layer_of = {weight: layer for layer in stored for weight, _ in layer.items}
     rows = []
     for weight in plan.weights:
-        layer = layer_of.get(id(weight.parameter))
-        for number, name in enumerate(weight.names):
-            size = span(weight.parameter) if number == 0 else 0
+        layer = layer_of.get(weight)
+        for name in weight.names:
+            size = span(weight.parameter) if name == weight.names[0] else 0
             if layer is None:
-                reason = plan.reasons[id(weight.parameter)]
-                rows.append(Placement(name, size, "device", False, "resident", reason))
+                rows.append(Placement(name, size, "device", False, "resident", plan.reasons[weight]))
             else:
                 reason = f"weight of {layer.name or 'the module'}"
                 rows.append(Placement(name, size, "host", layer.block.pinned, access, reason))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moedoctor.fixes.offload.pinned import HostBlock, Pin, allocate, device_view
+from moedoctor.fixes.offload.pinned import HostBlock, Pin, allocate
 from moedoctor.fixes.offload.plan import Plan, Weight, span, storage_key
 from moedoctor.fixes.offload.prefetch import Region, Unit, view_at
 
@@ -45,9 +45,9 @@ class StoredLayer:
 
 
 def store(plan: Plan, pin: Pin | None) -> tuple[list[StoredLayer], str | None]:
-    """Return the chosen parameters, copied to the host, and why pinning failed.."""
+    """Return the chosen parameters, copied to the host, and why pinning failed."""
     layers, failure = [], None
-    for (name, module), chosen in zip(plan.layers, plan.chosen, strict=True):
+    for (name, module), chosen in plan.layers:
         items, offset = [], 0
         for weight in chosen:
             tensor = weight.parameter
@@ -116,11 +116,6 @@ def undo(layers: Sequence[StoredLayer], device: torch.device, before: Sequence[B
 def name_some(names: Sequence[str]) -> str:
     """Name the first three and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-
-
-def map_into(layer: StoredLayer, device: torch.device) -> None:
-    """Make the layer's parameters views of its pinned host memory. Raises PinError if it is not pinned."""
-    layer.point(device_view(layer.block.bytes, device))
 
 
 def bring_back(layers: Sequence[StoredLayer], device: torch.device) -> list[Before]:
