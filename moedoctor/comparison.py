@@ -40,7 +40,6 @@ from moedoctor.results import (
     CaseVerdict,
     ClaimResult,
     ClaimVerdict,
-    Evidence,
     Report,
     ScenarioResult,
     ScenarioVerdict,
@@ -62,8 +61,7 @@ _SAME_FOR_METRICS = ("driver", "torch")
 _RAN = (CaseVerdict.REPRODUCED, CaseVerdict.CLEAN)
 
 _T = TypeVar("_T")
-
-
+_Judged = ScenarioResult | CaseResult | ClaimResult
 Outcome = Literal["regression", "improvement", "note"]
 
 
@@ -75,6 +73,7 @@ class Incomparable(ValueError):  # noqa: N818 (a fact about two reports)
 class Change:
     """One difference between a baseline and a current report."""
 
+    outcome: Outcome
     what: str
     """``verdict``, ``missing``, ``new``, ``environment``, or the dotted name of a metric."""
     baseline: Any
@@ -106,9 +105,6 @@ class Comparison:
         return tuple(str(change) for change in self.regressions)
 
 
-_Entry = tuple[Outcome, Change]
-
-
 def compare(baseline: Report, current: Report, tolerance: Tolerance, *, partial: bool = False) -> Comparison:
     """Return what got worse, what got better and what cannot be decided, from `baseline` to `current`.
 
@@ -119,19 +115,21 @@ def compare(baseline: Report, current: Report, tolerance: Tolerance, *, partial:
     facts = baseline.environment, current.environment
     check_comparable(*facts)
     names = _SAME_FOR_METRICS if baseline.environment.get("gpu") else (*_SAME_FOR_METRICS, "cpu")
-    differing = _differing(*facts, names)
-    entries: list[_Entry] = []
-    if differing:
-        entries.append(("note", Change("environment", None, None, f"metrics not compared: {differing}")))
+    changes: list[Change] = []
+    if differing := _differing(*facts, names):
+        changes.append(Change("note", "environment", None, None, f"metrics not compared: {differing}"))
     limits = None if differing else tolerance
     for _, before, after in _pairs(baseline.scenarios, current.scenarios, _scenario_key):
         id = before.id if before else after.id if after else ""
-        for outcome, change in _compare_scenario(before, after, limits, partial):
-            entries.append((outcome, replace(change, scenario=id)))
-    kinds: dict[Outcome, list[Change]] = {"regression": [], "improvement": [], "note": []}
-    for outcome, change in entries:
-        kinds[outcome].append(change)
-    return Comparison(tuple(kinds["regression"]), tuple(kinds["improvement"]), tuple(kinds["note"]))
+        places: list[tuple[str, str, _Judged | None, _Judged | None]] = [("scenario", "", before, after)]
+        if before and after:
+            places += [("case", *pair) for pair in _pairs(before.cases, after.cases, case_key)]
+            places += [("claim", *pair) for pair in _pairs(before.claims, after.claims, _claim_key)]
+        for kind, key, old, new in places:
+            found = _changes(kind, old, new, limits, partial)
+            changes += (replace(change, scenario=id, case=key) for change in found)
+    kinds: tuple[Outcome, ...] = ("regression", "improvement", "note")
+    return Comparison(*(tuple(change for change in changes if change.outcome == kind) for kind in kinds))
 
 
 def check_comparable(baseline: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -150,22 +148,42 @@ def expected_verdict(subject: str) -> CaseVerdict | None:
     return CaseVerdict.REPRODUCED if subject == "faulty" else CaseVerdict.CLEAN
 
 
-def _compare_scenario(
-    before: ScenarioResult | None, after: ScenarioResult | None, limits: Tolerance | None, partial: bool
-) -> Iterator[_Entry]:
-    if before is None or after is None:
-        yield _one_sided("scenario", before, after, partial)
-        return
-    if before.verdict is not after.verdict:
-        outcome, reason = _judge_scenario(before.verdict, after.verdict, partial)
-        yield outcome, _verdicts(before, after, reason)
-    yield from _compare_metrics(before.conclusions, after.conclusions, limits)
-    for key, case, new_case in _pairs(before.cases, after.cases, case_key):
-        for outcome, change in _compare_case(case, new_case, limits, partial):
-            yield outcome, replace(change, case=key)
-    for key, claim, new_claim in _pairs(before.claims, after.claims, _claim_key):
-        for outcome, change in _compare_claim(claim, new_claim, limits):
-            yield outcome, replace(change, case=key)
+def _changes(
+    kind: str, before: _Judged | None, after: _Judged | None, limits: Tolerance | None, partial: bool
+) -> Iterator[Change]:
+    """Give what changed in one scenario, case or claim, without its parts."""
+    if before is None:
+        verdict = after.verdict.value if after else None
+        yield Change("note", "new", None, verdict, f"the {kind} is not in the baseline")
+    elif after is None:
+        outcome: Outcome = "note" if partial or kind == "claim" else "regression"
+        reason = f"the {kind} is in the baseline and not in this run"
+        yield Change(outcome, "missing", before.verdict.value, None, reason)
+    else:
+        if before.verdict is not after.verdict:
+            outcome, reason = _judge(before, after, partial)
+            reason += f" ({after.reason})" if after.reason else ""
+            yield Change(outcome, "verdict", before.verdict.value, after.verdict.value, reason)
+        if limits is None:
+            return
+        old, new = (metrics(_evidence(judged)) for judged in (before, after))
+        for name in dict.fromkeys((*old, *new)):
+            if name not in old or name not in new:
+                reason = "measured in only one of the two reports"
+                yield Change("note", name, old.get(name), new.get(name), reason)
+            elif judgement := judge_metric(name, old[name], new[name], limits):
+                yield Change(judgement[0], name, old[name], new[name], judgement[1])
+
+
+def _judge(before: _Judged, after: _Judged, partial: bool) -> tuple[Outcome, str]:
+    """Return what it means that the verdict changed; see the table above."""
+    if isinstance(before.verdict, ScenarioVerdict) and isinstance(after.verdict, ScenarioVerdict):
+        return _judge_scenario(before.verdict, after.verdict, partial)
+    if isinstance(before, CaseResult) and isinstance(after, CaseResult):
+        return _judge_case(before.subject, before.verdict, after.verdict)
+    if (before.verdict, after.verdict) == (ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED):
+        return "regression", "the claim does not hold any more"
+    return "note", "the claim's verdict changed"
 
 
 def _judge_scenario(before: ScenarioVerdict, after: ScenarioVerdict, partial: bool) -> tuple[Outcome, str]:
@@ -182,27 +200,12 @@ def _judge_scenario(before: ScenarioVerdict, after: ScenarioVerdict, partial: bo
     return "note", "different from the baseline, and no proof"
 
 
-def _compare_case(
-    before: CaseResult | None, after: CaseResult | None, limits: Tolerance | None, partial: bool
-) -> Iterator[_Entry]:
-    if before is None or after is None:
-        yield _one_sided("case", before, after, partial)
-        return
-    if before.verdict is not after.verdict:
-        outcome, reason = _judge_case(before.subject, before.verdict, after.verdict)
-        yield outcome, _verdicts(before, after, reason)
-    yield from _compare_metrics(before.evidence, after.evidence, limits)
-
-
 def _judge_case(subject: str, before: CaseVerdict, after: CaseVerdict) -> tuple[Outcome, str]:
     if after is CaseVerdict.ERROR:
         return "regression", "the case does not run to its end any more"
     if after is CaseVerdict.SKIPPED:
-        return (
-            ("regression", "the case does not run any more")
-            if before in _RAN
-            else ("note", "still no result")
-        )
+        ran = before in _RAN
+        return ("regression", "the case does not run any more") if ran else ("note", "still no result")
     expected = expected_verdict(subject)
     if expected is None:
         if before in _RAN:
@@ -213,46 +216,12 @@ def _judge_case(subject: str, before: CaseVerdict, after: CaseVerdict) -> tuple[
     return "regression", f"{subject} should be {expected.value}"
 
 
-def _compare_claim(
-    before: ClaimResult | None, after: ClaimResult | None, limits: Tolerance | None
-) -> Iterator[_Entry]:
-    if before is None or after is None:
-        yield _one_sided("claim", before, after, partial=True)
-        return
-    if before.verdict is not after.verdict:
-        turned = before.verdict is ClaimVerdict.CONFIRMED and after.verdict is ClaimVerdict.REFUTED
-        reason = "the claim does not hold any more" if turned else "the claim's verdict changed"
-        yield "regression" if turned else "note", _verdicts(before, after, reason)
-    yield from _compare_metrics(before.evidence, after.evidence, limits)
-
-
-def _compare_metrics(before: Evidence, after: Evidence, limits: Tolerance | None) -> Iterator[_Entry]:
-    if limits is None:
-        return
+def _evidence(judged: _Judged) -> Mapping[str, Any]:
     # Through `plain`, so that a report in memory and one read from a file give the same metrics.
-    old, new = metrics(plain(before)), metrics(plain(after))
-    for name in dict.fromkeys((*old, *new)):
-        if name not in old or name not in new:
-            reason = "measured in only one of the two reports"
-            yield "note", Change(name, old.get(name), new.get(name), reason)
-        elif judged := judge_metric(name, old[name], new[name], limits):
-            yield judged[0], Change(name, old[name], new[name], judged[1])
-
-
-def _verdicts(before: _Judged, after: _Judged, reason: str) -> Change:
-    reason = f"{reason} ({after.reason})" if after.reason else reason
-    return Change("verdict", before.verdict.value, after.verdict.value, reason)
-
-
-def _one_sided(kind: str, before: _Judged | None, after: _Judged | None, partial: bool) -> _Entry:
-    if before is None:
-        current = after.verdict.value if after else None
-        return "note", Change("new", None, current, f"the {kind} is not in the baseline")
-    reason = f"the {kind} is in the baseline and not in this run"
-    return "note" if partial else "regression", Change("missing", before.verdict.value, None, reason)
-
-
-_Judged = ScenarioResult | CaseResult | ClaimResult
+    evidence: Mapping[str, Any] = plain(
+        judged.conclusions if isinstance(judged, ScenarioResult) else judged.evidence
+    )
+    return evidence
 
 
 def _differing(baseline: Mapping[str, Any], current: Mapping[str, Any], names: Iterable[str]) -> str:

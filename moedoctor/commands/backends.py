@@ -23,6 +23,7 @@ from moedoctor.commands.options import (
     as_input_error,
     deliver,
     one_of,
+    option,
 )
 
 if TYPE_CHECKING:
@@ -50,28 +51,25 @@ def backends(
     sm: Capability = None,
     scheme: Annotated[
         str,
-        typer.Option(
-            metavar="SCHEME",
-            parser=one_of("--scheme", "moedoctor.fixes.backends.release_tables:SCHEMES"),
-            help="Type of weights and activations: nvfp4, nvfp4-w4a16, mxfp4, fp8, fp8-block or bf16.",
+        option(
+            "SCHEME",
+            "Type of weights and activations: nvfp4, nvfp4-w4a16, mxfp4, fp8, fp8-block or bf16.",
+            one_of("--scheme", "moedoctor.fixes.backends.release_tables:SCHEMES"),
         ),
     ] = "nvfp4",
     release: Annotated[
-        str | None,
-        typer.Option(metavar="X.Y.Z", help="vLLM release, such as 0.21.0. Default: the installed one."),
+        str | None, option("X.Y.Z", "vLLM release, such as 0.21.0. Default: the installed one.")
     ] = None,
     ep: Annotated[bool, typer.Option("--ep", help="The layer uses expert parallelism.")] = False,
     dp: Annotated[bool, typer.Option("--dp", help="The layer uses data parallelism.")] = False,
     activation: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="Activation of the layer: silu, swigluoai (gpt-oss), relu2 (Nemotron), gelu and others.",
+        option(
+            "NAME", "Activation of the layer: silu, swigluoai (gpt-oss), relu2 (Nemotron), gelu and others."
         ),
     ] = "silu",
     backend: Annotated[
-        str | None,
-        typer.Option(metavar="MARLIN", help="Say if this backend would work, and which setting asks for it."),
+        str | None, option("MARLIN", "Say if this backend would work, and which setting asks for it.")
     ] = None,
     ask: Annotated[
         bool, typer.Option("--ask/--no-ask", help="Also ask the installed vLLM, which takes seconds.")

@@ -7,115 +7,95 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import Device, InputError, Output, PageFormat, names, number, one_of, writable
+from moedoctor.commands.options import (
+    Device,
+    InputError,
+    Output,
+    PageFormat,
+    names,
+    number,
+    one_of,
+    option,
+    writable,
+)
 
 
 def bench(
     backend: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME[:QUANTIZATION][,...]|all",
-            help="MoE backends to check and time, by vLLM's names; may be repeated.",
+        option(
+            "NAME[:QUANTIZATION][,...]|all",
+            "MoE backends to check and time, by vLLM's names; may be repeated.",
         ),
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME|FOLDER",
-            help="Model whose MoE layer is timed: a preset or a folder with config.json; may be repeated. "
+        option(
+            "NAME|FOLDER",
+            "Model whose MoE layer is timed: a preset or a folder with config.json; may be repeated. "
             "Default: qwen3-30b-a3b.",
         ),
     ] = None,
     hidden: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=16, max=65536, help="Hidden size of a layer of your own, instead of --model."
-        ),
+        int | None, option("N", "Hidden size of a layer of your own, instead of --model.", min=16, max=65536)
     ] = None,
     intermediate: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=16, max=65536, help="Intermediate size of one expert, with --hidden."),
+        int | None, option("N", "Intermediate size of one expert, with --hidden.", min=16, max=65536)
     ] = None,
-    experts: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=4096, help="number of experts, with --hidden.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=256, help="Experts a token, with --hidden.")
-    ] = None,
+    experts: Annotated[int | None, option("N", "number of experts, with --hidden.", min=1, max=4096)] = None,
+    top_k: Annotated[int | None, option("N", "Experts a token, with --hidden.", min=1, max=256)] = None,
     activation: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="Activation of the experts: silu, gelu_tanh or relu2, with --hidden."
-        ),
+        str, option("NAME", "Activation of the experts: silu, gelu_tanh or relu2, with --hidden.")
     ] = "silu",
     quantization: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="Quantizations to time: nvfp4, fp8 or bf16. Default: all that a backend has."
-        ),
+        option("NAME", "Quantizations to time: nvfp4, fp8 or bf16. Default: all that a backend has."),
     ] = None,
-    tokens: Annotated[
-        list[str] | None, typer.Option(metavar="N[,N...]", help="Numbers of tokens in a call, 1 to 8192.")
-    ] = None,
+    tokens: Annotated[list[str] | None, option("N[,N...]", "Numbers of tokens in a call, 1 to 8192.")] = None,
     routing: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="How tokens choose experts: balanced, zipf or zipf:SKEW. Or use --trace FILE.",
-        ),
+        str, option("NAME", "How tokens choose experts: balanced, zipf or zipf:SKEW. Or use --trace FILE.")
     ] = "balanced",
     device: Device = "auto",
     timeout: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS",
-            parser=number("--timeout", "seconds, above 0 and below 1e+06", low=0, most=1e6),
-            help="Seconds that the backends of one package may take.",
+        option(
+            "SECONDS",
+            "Seconds that the backends of one package may take.",
+            number("--timeout", "seconds, above 0 and below 1e+06", most=1e6),
         ),
     ] = 900.0,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            callback=writable,
-            help="Also draw latency over tokens to this SVG file, with --backend.",
-        ),
+        option("FILE", "Also draw latency over tokens to this SVG file, with --backend.", callback=writable),
     ] = None,
     cache: Annotated[
         bool, typer.Option("--cache", help="Replay expert routing through the policies of an expert cache.")
     ] = False,
     trace: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE|zipf[:KEY=VALUE,...]",
-            help="Routing trace. Default: a recorded one that comes with moedoctor.",
+        option(
+            "FILE|zipf[:KEY=VALUE,...]", "Routing trace. Default: a recorded one that comes with moedoctor."
         ),
     ] = None,
     capacity: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="N[,N...]",
-            help="Cache sizes to replay, in slots a layer. Default: top-k, doubled up to all experts.",
+        option(
+            "N[,N...]", "Cache sizes to replay, in slots a layer. Default: top-k, doubled up to all experts."
         ),
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="Cache policies to replay: lru, lfu, lfru, aging or belady. Default: all."
-        ),
+        option("NAME", "Cache policies to replay: lru, lfu, lfru, aging or belady. Default: all."),
     ] = None,
     batch: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Sequences that share a call. Default: the calls of the trace itself."
-        ),
+        int | None, option("N", "Sequences that share a call. Default: the calls of the trace itself.", min=1)
     ] = None,
     scope: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            parser=one_of("--scope", "moedoctor.bench.cache.replay:SCOPES"),
-            help="layer for one cache a layer, global for one cache for all layers.",
+        option(
+            "NAME",
+            "layer for one cache a layer, global for one cache for all layers.",
+            one_of("--scope", "moedoctor.bench.cache.replay:SCOPES"),
         ),
     ] = "layer",
     speed: Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moedoctor.commands.options import InputError, Output, PageFormat, as_input_error, deliver
+from moedoctor.commands.options import InputError, Output, PageFormat, as_input_error, deliver, option
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.checkpoint.findings import Lint
@@ -23,10 +23,7 @@ def lint(
     output: Output = None,
     fix: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write corrected copies of JSON files to this folder. Never changes the original.",
-        ),
+        option("DIR", "Write corrected copies of JSON files to this folder. Never changes the original."),
     ] = None,
 ) -> int:
     """Find what is wrong with a checkpoint's quantization.

@@ -32,7 +32,12 @@ def as_input_error(*kinds: type[Exception]) -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
-def one_of(option: str, known: Sequence[str] | str) -> Callable[[str], str]:
+def option(metavar: str, help: str, parser: Callable[[str], Any] | None = None, **more: Any) -> Any:
+    """Return an option with the name of its value in the help; `parser` reads the value."""
+    return typer.Option(metavar=metavar, help=help, parser=parser, **more)
+
+
+def one_of(name: str, known: Sequence[str] | str) -> Callable[[str], str]:
     """Return a parser for an option that takes one of the known values, in any case.
 
     The values are given, or named as ``module:name``. The module is imported when the option is used, so
@@ -44,28 +49,32 @@ def one_of(option: str, known: Sequence[str] | str) -> Callable[[str], str]:
 
         values: Any = pkgutil.resolve_name(known) if isinstance(known, str) else known
         with as_input_error(PluginError):
-            valid = [str(name) for name in (values() if callable(values) else values)]
-        for name in valid:
-            if value.lower() == name.lower():
-                return name
-        raise InputError(f"{option} {value}: expected one of {', '.join(valid)}")
+            valid = [str(known_value) for known_value in (values() if callable(values) else values)]
+        for valid_value in valid:
+            if value.lower() == valid_value.lower():
+                return valid_value
+        raise InputError(f"{name} {value}: expected one of {', '.join(valid)}")
 
     return parse
 
 
 def number(
-    option: str, expected: str, *, low: float | None = None, most: float = 1e12, whole: bool = False
+    name: str,
+    expected: str = "a number above 0",
+    *,
+    zero: bool = False,
+    most: float = 1e12,
+    whole: bool = False,
 ) -> Callable[[str], float]:
-    """Return a parser for a number above `low`, or from 0 on without it, and up to `most`."""
+    """Return a parser for a number above 0, or from 0 on with `zero`, and up to `most`."""
 
     def parse(value: str) -> float:
         try:
             parsed: float = int(value) if whole else float(value)
         except ValueError:
             parsed = math.nan
-        above = parsed >= 0 if low is None else parsed > low
-        if not (above and parsed <= most):  # NaN is neither
-            raise InputError(f"{option} {value}: expected {expected}")
+        if not (0 < parsed <= most or (zero and parsed == 0)):  # NaN is neither
+            raise InputError(f"{name} {value}: expected {expected}")
         return parsed
 
     return parse
@@ -80,35 +89,24 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
-_DEVICE = re.compile(r"auto|cpu|cuda:\d{1,2}")
-
-
 def _device(name: str) -> str:
-    if _DEVICE.fullmatch(name) is None:
+    if re.fullmatch(r"auto|cpu|cuda:\d{1,2}", name) is None:
         raise InputError(f"--device {name}: expected auto, cpu or cuda:N")
     return name
 
 
+def _format(help: str, known: Sequence[str] | str) -> Any:
+    return typer.Option("--format", "-f", metavar="FORMAT", parser=one_of("--format", known), help=help)
+
+
 ReportFormat = Annotated[
     str,
-    typer.Option(
-        "--format",
-        "-f",
-        metavar="FORMAT",
-        parser=one_of("--format", "moedoctor.catalogue:reporters"),
-        help="Format of the report: table, json, markdown, junit, github, or one of another package.",
+    _format(
+        "Format of the report: table, json, markdown, junit, github, or one of another package.",
+        "moedoctor.catalogue:reporters",
     ),
 ]
-PageFormat = Annotated[
-    str,
-    typer.Option(
-        "--format",
-        "-f",
-        metavar="FORMAT",
-        parser=one_of("--format", PAGE_FORMATS),
-        help="Format of the output: table, json or markdown.",
-    ),
-]
+PageFormat = Annotated[str, _format("Format of the output: table, json or markdown.", PAGE_FORMATS)]
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -121,25 +119,14 @@ Output = Annotated[
 ]
 Tolerance = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="[KEY=]SHARE",
-        help="How much worse a figure may become: 5% for all figures, KEY=5% for one.",
-    ),
+    option("[KEY=]SHARE", "How much worse a figure may become: 5% for all figures, KEY=5% for one."),
 ]
 Device = Annotated[
-    str,
-    typer.Option(
-        metavar="DEVICE",
-        callback=_device,
-        help="Where to run: cpu, cuda:N, or auto for a GPU if there is one.",
-    ),
+    str, option("DEVICE", "Where to run: cpu, cuda:N, or auto for a GPU if there is one.", callback=_device)
 ]
 Capability = Annotated[
     str | None,
-    typer.Option(
-        metavar="X.Y",
-        help="Compute capability of the GPU, such as 12.0. Default: the GPU of this machine.",
-    ),
+    option("X.Y", "Compute capability of the GPU, such as 12.0. Default: the GPU of this machine."),
 ]
 
 
@@ -148,21 +135,21 @@ def texts(given: Sequence[str] | None) -> list[str]:
     return [part.strip() for text in given or () for part in text.split(",") if part.strip()]
 
 
-def names(option: str, given: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
+def names(option_name: str, given: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
     """Return the names that an option gives, each once. Raises InputError for one that is not known."""
     given_names = tuple(dict.fromkeys(name.lower() for name in texts(given)))
     for name in given_names:
         if name not in known:
-            raise InputError(f"{option} {name}: expected one of {', '.join(known)}")
+            raise InputError(f"{option_name} {name}: expected one of {', '.join(known)}")
     return given_names
 
 
-def numbers(option: str, given: Sequence[str] | None, most: int, expected: str) -> tuple[int, ...]:
+def numbers(option_name: str, given: Sequence[str] | None, most: int, expected: str) -> tuple[int, ...]:
     """Return the whole numbers from 1 to `most` that an option gives, sorted. Raises InputError."""
     values = set()
     for text in texts(given):
         if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
-            raise InputError(f"{option} {text[:40]}: expected {expected}")
+            raise InputError(f"{option_name} {text[:40]}: expected {expected}")
         values.add(int(text))
     return tuple(sorted(values))
 

@@ -6,139 +6,119 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from moedoctor.commands.options import Output, PageFormat, as_input_error, deliver, number, one_of, option
 
-from moedoctor.commands.options import Output, PageFormat, as_input_error, deliver, number, one_of
-
-_ABOVE_0 = "a number above 0"
 _SCHEMES = "moedoctor.diagnose.plan.plan:SCHEMES"
 
 
 def plan(
     model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|FOLDER",
-            help="The model: a preset such as qwen3-30b-a3b, or a folder with config.json.",
-        ),
+        str, option("NAME|FOLDER", "The model: a preset such as qwen3-30b-a3b, or a folder with config.json.")
     ],
     gpu_memory: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GIB", parser=number("--gpu-memory", _ABOVE_0, low=0), help="Memory of the GPU in GiB."
-        ),
+        float | None, option("GIB", "Memory of the GPU in GiB.", number("--gpu-memory"))
     ] = None,
     utilization: Annotated[
         float,
-        typer.Option(
-            metavar="SHARE",
-            parser=number("--utilization", "0 to 1", most=1),
-            help="Share of the GPU's memory that vLLM may use, as in its --gpu-memory-utilization.",
+        option(
+            "SHARE",
+            "Share of the GPU's memory that vLLM may use, as in its --gpu-memory-utilization.",
+            number("--utilization", "0 to 1", zero=True, most=1),
         ),
     ] = 0.9,
     available_kv: Annotated[
         float | None,
-        typer.Option(
-            metavar="GIB",
-            parser=number("--available-kv", _ABOVE_0, low=0),
-            help="Memory of the KV cache from vLLM's log; replaces --gpu-memory.",
+        option(
+            "GIB", "Memory of the KV cache from vLLM's log; replaces --gpu-memory.", number("--available-kv")
         ),
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(
-            metavar="TOKENS",
-            parser=number("--context", _ABOVE_0, low=0, whole=True),
-            help="Tokens of one request. Default: the longest context of the model.",
+        option(
+            "TOKENS",
+            "Tokens of one request. Default: the longest context of the model.",
+            number("--context", whole=True),
         ),
     ] = None,
     kv_dtype: Annotated[
         str,
-        typer.Option(
-            metavar="TYPE",
-            parser=one_of("--kv-dtype", "moedoctor.diagnose.plan.plan:KV_TYPES"),
-            help="Type of the KV cache: bf16 or fp8.",
+        option(
+            "TYPE",
+            "Type of the KV cache: bf16 or fp8.",
+            one_of("--kv-dtype", "moedoctor.diagnose.plan.plan:KV_TYPES"),
         ),
     ] = "bf16",
     block_size: Annotated[
         int,
-        typer.Option(
-            metavar="TOKENS",
-            parser=number("--block-size", _ABOVE_0, low=0, whole=True),
-            help="Tokens of one KV block. Hybrid models raise it.",
+        option(
+            "TOKENS", "Tokens of one KV block. Hybrid models raise it.", number("--block-size", whole=True)
         ),
     ] = 16,
     batched_tokens: Annotated[
         int,
-        typer.Option(
-            metavar="TOKENS",
-            parser=number("--batched-tokens", _ABOVE_0, low=0, whole=True),
-            help="Tokens of one batch, as in vLLM's --max-num-batched-tokens.",
+        option(
+            "TOKENS",
+            "Tokens of one batch, as in vLLM's --max-num-batched-tokens.",
+            number("--batched-tokens", whole=True),
         ),
     ] = 8192,
     scheme: Annotated[
         str | None,
-        typer.Option(
-            metavar="SCHEME",
-            parser=one_of("--scheme", _SCHEMES),
-            help="Quantization of the experts: nvfp4, mxfp4, fp8 or bf16. Default: from config.json; nvfp4 "
+        option(
+            "SCHEME",
+            "Quantization of the experts: nvfp4, mxfp4, fp8 or bf16. Default: from config.json; nvfp4 "
             "for a preset.",
+            one_of("--scheme", _SCHEMES),
         ),
     ] = None,
     other_scheme: Annotated[
         str,
-        typer.Option(
-            metavar="SCHEME",
-            parser=one_of("--other-scheme", _SCHEMES),
-            help="Quantization of all other weights: nvfp4, mxfp4, fp8 or bf16.",
+        option(
+            "SCHEME",
+            "Quantization of all other weights: nvfp4, mxfp4, fp8 or bf16.",
+            one_of("--other-scheme", _SCHEMES),
         ),
     ] = "bf16",
     backend: Annotated[
-        str, typer.Option(metavar="NAME", help="MoE backend whose workspace is counted, by vLLM's name.")
+        str, option("NAME", "MoE backend whose workspace is counted, by vLLM's name.")
     ] = "MARLIN",
     workspace: Annotated[
         float | None,
-        typer.Option(
-            metavar="GIB",
-            parser=number("--workspace", "GiB, 0 or more", most=1e9),
-            help="Measured workspace of the backend; replaces the computed one.",
+        option(
+            "GIB",
+            "Measured workspace of the backend; replaces the computed one.",
+            number("--workspace", "GiB, 0 or more", zero=True, most=1e9),
         ),
     ] = None,
     offload: Annotated[
         float,
-        typer.Option(
-            metavar="GIB",
-            parser=number("--offload", "GiB, 0 or more", most=1e9),
-            help="Weights that are kept in host memory, in GiB.",
+        option(
+            "GIB",
+            "Weights that are kept in host memory, in GiB.",
+            number("--offload", "GiB, 0 or more", zero=True, most=1e9),
         ),
     ] = 0.0,
     offload_mode: Annotated[
         str,
-        typer.Option(
-            metavar="MODE",
-            parser=one_of("--offload-mode", "moedoctor.diagnose.plan.plan:MODES"),
-            help="How offloaded weights reach the GPU: uva reads what is used, copy moves all in every step.",
+        option(
+            "MODE",
+            "How offloaded weights reach the GPU: uva reads what is used, copy moves all in every step.",
+            one_of("--offload-mode", "moedoctor.diagnose.plan.plan:MODES"),
         ),
     ] = "uva",
     expert_cache: Annotated[
-        int | None,
-        typer.Option(metavar="SLOTS", help="Experts a layer that an expert cache keeps on the GPU."),
+        int | None, option("SLOTS", "Experts a layer that an expert cache keeps on the GPU.")
     ] = None,
     hit_rate: Annotated[
         float | None,
-        typer.Option(
-            metavar="SHARE",
-            parser=number("--hit-rate", "0 to 1", most=1),
-            help="Hit rate of the expert cache, from bench --cache. Default: that of uniform routing.",
+        option(
+            "SHARE",
+            "Hit rate of the expert cache, from bench --cache. Default: that of uniform routing.",
+            number("--hit-rate", "0 to 1", zero=True, most=1),
         ),
     ] = None,
     pcie: Annotated[
-        float,
-        typer.Option(
-            metavar="GB/S",
-            parser=number("--pcie", _ABOVE_0, low=0),
-            help="Bandwidth from host memory to the GPU, in GB/s.",
-        ),
+        float, option("GB/S", "Bandwidth from host memory to the GPU, in GB/s.", number("--pcie"))
     ] = 50.0,
     format: PageFormat = "table",
     output: Output = None,

@@ -22,6 +22,7 @@ from moedoctor.commands.options import (
     as_input_error,
     number,
     one_of,
+    option,
 )
 
 if TYPE_CHECKING:
@@ -44,40 +45,37 @@ def run(
     output: Output = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="ID|KEY=VALUE",
-            help="Run only cases with KEY=VALUE (a parameter, subject, tier, id or name), or of this id.",
+        option(
+            "ID|KEY=VALUE",
+            "Run only cases with KEY=VALUE (a parameter, subject, tier, id or name), or of this id.",
         ),
     ] = None,
     subject: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Run only this subject: faulty, fixed, installed, vllm@X.Y.Z or flashinfer@X.Y.Z.",
-        ),
+        option("NAME", "Run only this subject: faulty, fixed, installed, vllm@X.Y.Z or flashinfer@X.Y.Z."),
     ] = None,
     vllm_kernels: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="X.Y.Z=PATH",
-            help="Also test vLLM X.Y.Z, with the kernels from this wheel or .so file, as subject vllm@X.Y.Z.",
+        option(
+            "X.Y.Z=PATH",
+            "Also test vLLM X.Y.Z, with the kernels from this wheel or .so file, as subject vllm@X.Y.Z.",
         ),
     ] = None,
     flashinfer: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="X.Y.Z=PATH",
-            help="Also test FlashInfer X.Y.Z, with the sources from this wheel or folder, as subject "
+        option(
+            "X.Y.Z=PATH",
+            "Also test FlashInfer X.Y.Z, with the sources from this wheel or folder, as subject "
             "flashinfer@X.Y.Z.",
         ),
     ] = None,
     device: Device = "auto",
     timeout: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS",
-            parser=number("--timeout", "seconds, more than 0 and at most 86400", low=0, most=86_400),
-            help="Seconds that a case may take. Default: the time in the scenario file.",
+        option(
+            "SECONDS",
+            "Seconds that a case may take. Default: the time in the scenario file.",
+            number("--timeout", "seconds, more than 0 and at most 86400", most=86_400),
         ),
     ] = None,
     jobs: Annotated[
@@ -91,14 +89,14 @@ def run(
     ] = False,
     fail_on: Annotated[
         str,
-        typer.Option(
-            metavar="SEVERITY",
-            parser=one_of("--fail-on", ("error", "warning", "never")),
-            help="What gives exit code 1: error, warning (also absent and skipped scenarios) or never.",
+        option(
+            "SEVERITY",
+            "What gives exit code 1: error, warning (also absent and skipped scenarios) or never.",
+            one_of("--fail-on", ("error", "warning", "never")),
         ),
     ] = "error",
     baseline: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A JSON report that this run must not be worse than.")
+        Path | None, option("FILE", "A JSON report that this run must not be worse than.")
     ] = None,
     tolerance: Tolerance = None,
 ) -> int:
