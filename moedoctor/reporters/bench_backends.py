@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,23 +55,22 @@ def from_dict(document: Any) -> BackendBench:
     except (KeyError, TypeError) as error:
         raise ReportError("report", f"is not from `bench --backend`: {error}") from None
     from_json(_Backends, backends)
-    _check_together(_Harness, "harness", backends["harness"])
+    _check_together("harness", backends["harness"])
     for index, row in enumerate(backends["rows"]):
         where = f"rows[{index}]"
         if row["model"] not in backends["layers"]:
             raise ReportError("report", f"{where}.model: {show(row['model'])}: expected one of the layers")
-        _check_together(_Row, where, row)
-        if row.keys().isdisjoint(("time_us", "unavailable", "failed")) and not isinstance(
-            row.get("wrong"), str
-        ):
+        _check_together(where, row)
+        no_result = row.keys().isdisjoint(("time_us", "unavailable", "failed"))
+        if no_result and not isinstance(row.get("wrong"), str):
             raise ReportError("report", f"{where}.wrong: must be text")
     record = {**backends, "environment": environment, "exit_code": summary.get("exit_code")}
     return from_json(BackendBench, record)
 
 
-def _check_together(kind: type, where: str, values: Mapping[str, Any]) -> None:
-    for record, key, others in _GO_TOGETHER:
-        for other in others if record is kind and key in values else ():
+def _check_together(where: str, values: Mapping[str, Any]) -> None:
+    for key, others in _GO_TOGETHER.items():
+        for other in others if key in values else ():
             if other not in values:
                 raise ReportError("report", f"{where}.{other}: is missing, expected a value")
 
@@ -166,34 +166,41 @@ def _sizes(facts: Mapping[str, Any]) -> str:
     )
 
 
-_COLUMNS = (
-    *("backend", "tokens", "µs", "p20–p80", "warm", "eager", "TFLOP/s", "GB/s", "roofline", "moved"),
-    *("workspace", "peak", "experts", "cosine", "controls"),
-)
+_COLUMNS = {
+    "backend": "{backend} {quantization}",
+    "tokens": "{tokens}",
+    "µs": "{time_us:.1f}",
+    "p20–p80": "{time_us_p20:.1f}–{time_us_p80:.1f}",
+    "warm": "{warm_us:.1f}",
+    "eager": "{eager_us:.1f}",
+    "TFLOP/s": "{tflops:.3g}",
+    "GB/s": "{gigabytes_per_second:.4g}",
+    "roofline": "{roofline_share:.0%}",
+    "moved": "{bytes}",
+    "workspace": "{workspace_bytes}",
+    "peak": "{peak_memory_bytes}",
+    "experts": "{active_experts}",
+    "cosine": "{cosine:.5f}{bits}",
+    "controls": "{controls_noticed}",
+}
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    cells = (
-        _label(row),
-        str(row["tokens"]),
-        f"{row['time_us']:.1f}",
-        f"{row['time_us_p20']:.1f}–{row['time_us_p80']:.1f}",
-        f"{row['warm_us']:.1f}" if "warm_us" in row else "",
-        f"{row['eager_us']:.1f}" if "eager_us" in row else "",
-        f"{row['tflops']:.3g}",
-        f"{row['gigabytes_per_second']:.4g}",
-        f"{row['roofline_share']:.0%}",
-        *(_mebibytes(row.get(name)) for name in ("bytes", "workspace_bytes", "peak_memory_bytes")),
-        str(row["active_experts"]),
-        f"{row['cosine']:.5f}" + ("" if row["deterministic"] else " *"),
-        row.get("controls_noticed", ""),
-    )
-    return dict(zip(_COLUMNS, cells, strict=True))
+    """Return the text of each column; it is empty if the row lacks a figure of it."""
+    values = {
+        name: _mebibytes(value) if name.endswith("bytes") else value
+        for name, value in row.items()
+        if value is not None
+    }
+    values["bits"] = "" if row["deterministic"] else " *"
+    cells = dict.fromkeys(_COLUMNS, "")
+    for title, text in _COLUMNS.items():
+        with contextlib.suppress(KeyError):
+            cells[title] = text.format_map(values)
+    return cells
 
 
-def _mebibytes(value: float | None) -> str:
-    if value is None:
-        return ""
+def _mebibytes(value: float) -> str:
     size = value / 2**20
     return f"{size:.1f} MiB" if size >= 1 or not size else f"{size:.2g} MiB"
 
@@ -305,11 +312,7 @@ class _Row(TypedDict, total=False):
     time_us_p20: _Figure
     time_us_p80: _Figure
     warm_us: _Figure
-    warm_us_p20: _Figure
-    warm_us_p80: _Figure
     eager_us: _Figure
-    eager_us_p20: _Figure
-    eager_us_p80: _Figure
     tflops: _Figure
     gigabytes_per_second: _Figure
     roofline_share: _Figure
@@ -331,16 +334,12 @@ class _Backends(TypedDict):
     rows: list[_Row]
 
 
-_GO_TOGETHER = (
-    (_Harness, "graph_overhead", ("graph_us", "graph_cold_us", "graph_cold_overhead", "do_bench_us")),
-    (_Harness, "launch_us", ("kernel_us", "launch_gap_us", "do_bench_overhead", "within_limit")),
-    (
-        _Row,
-        "time_us",
-        (
-            *("tokens", "active_experts", "time_us_p20", "time_us_p80", "tflops", "gigabytes_per_second"),
-            *("roofline_share", "cosine", "deterministic", "timed"),
-        ),
+_GO_TOGETHER = {
+    "graph_overhead": ("graph_us", "graph_cold_us", "graph_cold_overhead", "do_bench_us"),
+    "launch_us": ("kernel_us", "launch_gap_us", "do_bench_overhead", "within_limit"),
+    "time_us": (
+        *("tokens", "active_experts", "time_us_p20", "time_us_p80", "tflops", "gigabytes_per_second"),
+        *("roofline_share", "cosine", "deterministic", "timed"),
     ),
-)
-"""(record, key, keys that it must have too if it has this one)."""
+}
+"""Key -> the keys that must be there too if it is."""

@@ -140,8 +140,9 @@ def bench_page(bench: CacheBench, pictures: Sequence[str] = (), *, full: bool = 
         Bullets(list(_remarks(bench))),
         *(Picture(name, name.removesuffix(".svg").replace("_", " ")) for name in pictures),
     ]
-    for measured in evidence_tables({"limits": bench.limits, "decode": bench.speed, **bench.measured}):
-        page += [Heading(measured.name.capitalize()), measured.table]
+    measured = {"limits": bench.limits, "decode": bench.speed, **bench.measured}
+    for name, table in evidence_tables(measured).items():
+        page += [Heading(name.capitalize()), table]
     if full and bench.made:
         page += [Heading("How the trace was made"), Table(("fact", "value"), list(figures(bench.made)))]
     return [*page, *environment_table(bench.environment)] if full else page

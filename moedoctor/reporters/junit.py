@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
 from moedoctor.comparison import expected_verdict
@@ -46,22 +45,6 @@ _SCENARIO_OUTCOMES = {
 }
 
 
-@dataclass(frozen=True)
-class _Test:
-    """One testcase element."""
-
-    classname: str
-    name: str
-    seconds: float = 0.0
-    outcome: str = ""
-    """``failure``, ``error``, ``skipped``, or empty if it passes."""
-    kind: str = ""
-    """The `type` attribute of a failure or error."""
-    message: str = ""
-    details: str = ""
-    output: str = ""
-
-
 class JunitReporter(Reporter):
     """JUnit XML as Jenkins, GitLab and GitHub's actions read it."""
 
@@ -69,69 +52,75 @@ class JunitReporter(Reporter):
 
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
         root = ET.Element("testsuites", name="moedoctor")
+        facts = [(f"environment.{name}", text) for name, text in figures(report.environment)]
         for scenario in report.scenarios:
-            properties = [(f"environment.{name}", text) for name, text in figures(report.environment)]
-            properties += list(_properties(scenario))
-            _suite(root, f"{scenario.id} {scenario.name}", _tests(scenario), properties)
+            _scenario(root, scenario, facts)
         if report.findings:
-            tests = [
-                _Test("moedoctor.baseline", f"regression {number}", 0.0, "failure", "regression", finding)
-                for number, finding in enumerate(report.findings, 1)
-            ]
-            _suite(root, "baseline", tests, [])
-        for count in ("tests", "failures", "errors", "skipped"):
-            root.set(count, str(sum(int(suite.get(count, "0")) for suite in root)))
-        root.set("time", _seconds(sum(float(suite.get("time", "0")) for suite in root)))
+            suite = ET.SubElement(root, "testsuite", name="baseline")
+            for number, finding in enumerate(report.findings, 1):
+                name = f"regression {number}"
+                _test(
+                    suite, "moedoctor.baseline", name, outcome="failure", kind="regression", message=finding
+                )
+        for element in (*root, root):
+            _count(element)
         ET.indent(root)
         text = ET.tostring(root, encoding="unicode")
         return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
-def _suite(root: ET.Element, name: str, tests: list[_Test], properties: list[tuple[str, str]]) -> None:
-    suite = ET.SubElement(root, "testsuite", name=_xml(one_line(name)), tests=str(len(tests)))
-    for attribute, outcome in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
-        suite.set(attribute, str(sum(test.outcome == outcome for test in tests)))
-    suite.set("time", _seconds(sum(test.seconds for test in tests)))
-    if properties:
-        holder = ET.SubElement(suite, "properties")
-        for key, value in properties:
-            ET.SubElement(holder, "property", name=_xml(one_line(key)), value=_xml(one_line(value)))
-    for test in tests:
-        element = ET.SubElement(suite, "testcase", classname=_xml(test.classname), name=_xml(test.name))
-        element.set("time", _seconds(test.seconds))
-        if test.outcome:
-            result = ET.SubElement(element, test.outcome, message=_xml(one_line(test.message)))
-            if test.kind:
-                result.set("type", _xml(test.kind))
-            result.text = _xml(clean(test.details)) or None
-        if test.output:
-            ET.SubElement(element, "system-out").text = _xml(test.output)
+def _count(element: ET.Element) -> None:
+    """Set the numbers and the time of the testcases in a testsuite, or in all of them."""
+    tags = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
+    for attribute, tag in tags.items():
+        element.set(attribute, str(sum(1 for _ in element.iter(tag))))
+    element.set("time", _seconds(sum(float(test.get("time", "0")) for test in element.iter("testcase"))))
 
 
-def _tests(scenario: ScenarioResult) -> list[_Test]:
-    tests = [_test(scenario, case) for case in scenario.cases]
+def _scenario(root: ET.Element, scenario: ScenarioResult, facts: list[tuple[str, str]]) -> None:
+    suite = ET.SubElement(root, "testsuite", name=_xml(one_line(f"{scenario.id} {scenario.name}")))
+    properties = ET.SubElement(suite, "properties")
+    for key, value in (*facts, *_properties(scenario)):
+        ET.SubElement(properties, "property", name=_xml(one_line(key)), value=_xml(one_line(value)))
+    classname = one_line(f"moedoctor.{scenario.id}.{scenario.name}")
+    for case in scenario.cases:
+        _case(suite, classname, scenario, case)
     outcome = _SCENARIO_OUTCOMES.get(scenario.verdict)
-    if outcome and all(test.outcome != outcome for test in tests):
+    if outcome and suite.find(f"testcase/{outcome}") is None:
         why = scenario.reason or f"the scenario is {scenario.verdict.value}"
-        tests.append(_Test(_classname(scenario), "verdict", 0.0, outcome, scenario.verdict.value, why))
-    return tests
+        _test(suite, classname, "verdict", outcome=outcome, kind=scenario.verdict.value, message=why)
 
 
-def _test(scenario: ScenarioResult, case: CaseResult) -> _Test:
+def _case(suite: ET.Element, classname: str, scenario: ScenarioResult, case: CaseResult) -> None:
     outcome, kind, message = _judge(scenario, case)
     subject = f"{case.subject}/{case.tier.value}" + ("" if case.device == "cpu" else f"/{case.device}")
-    evidence = json.dumps(plain(case.evidence), ensure_ascii=False)
+    name = one_line(f"{subject} {short_parameters(case.parameters)}")
     last_words = "\n".join(line for note in crash_notes([case]) for line in (note.message, *note.stderr_tail))
-    return _Test(
-        classname=_classname(scenario),
-        name=one_line(f"{subject} {short_parameters(case.parameters)}"),
-        seconds=case.seconds,
-        outcome=outcome,
-        kind=kind if outcome in ("failure", "error") else "",
-        message=message,
-        details=last_words,
-        output="" if outcome == "skipped" else f"{case.verdict.value}: {deciding_figure(case)}\n{evidence}",
-    )
+    _test(suite, classname, name, case.seconds, outcome, kind, message, last_words)
+    if outcome != "skipped":
+        evidence = json.dumps(plain(case.evidence), ensure_ascii=False)
+        output = f"{case.verdict.value}: {deciding_figure(case)}\n{evidence}"
+        ET.SubElement(suite[-1], "system-out").text = _xml(output)
+
+
+def _test(
+    suite: ET.Element,
+    classname: str,
+    name: str,
+    seconds: float = 0.0,
+    outcome: str = "",
+    kind: str = "",
+    message: str = "",
+    details: str = "",
+) -> None:
+    """Add a testcase. `outcome` is ``failure``, ``error``, ``skipped``, or empty if it passes."""
+    test = ET.SubElement(suite, "testcase", classname=_xml(classname), name=_xml(name))
+    test.set("time", _seconds(seconds))
+    if outcome:
+        result = ET.SubElement(test, outcome, message=_xml(one_line(message)))
+        if kind and outcome != "skipped":
+            result.set("type", _xml(kind))
+        result.text = _xml(clean(details)) or None
 
 
 def _judge(scenario: ScenarioResult, case: CaseResult) -> tuple[str, str, str]:
@@ -160,10 +149,6 @@ def _properties(scenario: ScenarioResult) -> Iterator[tuple[str, str]]:
         yield f"claim: {claim.text} ({claim.source})", "; ".join(part for part in parts if part)
     for name, text in figures(scenario.conclusions):
         yield f"conclusion.{name}", text
-
-
-def _classname(scenario: ScenarioResult) -> str:
-    return one_line(f"moedoctor.{scenario.id}.{scenario.name}")
 
 
 def _seconds(value: float) -> str:

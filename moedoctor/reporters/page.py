@@ -7,7 +7,7 @@ terminal. Text in a page is data: the renderers clean and escape it, so no block
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from moedoctor.reporters.text import short_value
@@ -102,28 +102,15 @@ Block = Heading | Paragraph | Bullets | Item | Table | Preformatted | Picture | 
 Page = Sequence[Block]
 
 
-@dataclass(frozen=True)
-class EvidenceTable:
-    """One list of records from evidence, under its name."""
-
-    name: str
-    table: Table = field(repr=False)
-
-
-def evidence_tables(evidence: Evidence) -> list[EvidenceTable]:
-    """Return the lists of records in `evidence` as tables.
+def evidence_tables(evidence: Evidence) -> dict[str, Table]:
+    """Return the lists of records in `evidence` as tables, by name.
 
     A median with its percentiles ``_p20`` and ``_p80`` becomes ``1.49 (1.48 to 1.51)``.
     """
-    return [
-        EvidenceTable(str(name), records_table(value))
-        for name, value in evidence.items()
-        if is_records(value)
-    ]
+    return {str(name): _records_table(value) for name, value in evidence.items() if is_records(value)}
 
 
-def records_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """Return measurements, one mapping a row, as a table."""
+def _records_table(records: Sequence[Mapping[str, Any]]) -> Table:
     keys = list(dict.fromkeys(str(key) for record in records for key in record))
     ends = ("_p20", "_p80")
     shown = [key for key in keys if not any(key.endswith(end) and key[: -len(end)] in keys for end in ends)]

@@ -70,13 +70,13 @@ def _scenario(scenario: ScenarioResult, *, full: bool) -> Iterator[Block]:
         for claim in scenario.claims:
             yield _claim(claim)
             if full:
-                yield from (table.table for table in evidence_tables(claim.evidence))
+                yield from evidence_tables(claim.evidence).values()
     if scenario.conclusions:
         yield Heading("Conclusions", 3)
         words = figures(without_records(scenario.conclusions))
         if lines := [f"{name.replace('_', ' ')}: {text}" for name, text in words]:
             yield Bullets(lines)
-        yield from (table.table for table in evidence_tables(scenario.conclusions))
+        yield from evidence_tables(scenario.conclusions).values()
 
 
 def _claim(claim: ClaimResult) -> Item:

@@ -177,10 +177,10 @@ RECORDS = [
 
 
 def test_records_become_a_table_with_the_median_beside_its_percentiles() -> None:
-    (measured,) = evidence_tables({"rows": RECORDS, "top_k": 8})
-    assert measured.table.header == ["shape", "ours us", "correct"]
-    assert measured.table.rows == [["128x128", "1.457 (1.45 to 1.46)", "true"], ["8192x128", "", "false"]]
-    assert evidence_tables({"rows": [{"ours_us_p20": 1.0}]})[0].table.header == ["ours us p20"]
+    (table,) = evidence_tables({"rows": RECORDS, "top_k": 8}).values()
+    assert table.header == ["shape", "ours us", "correct"]
+    assert table.rows == [["128x128", "1.457 (1.45 to 1.46)", "true"], ["8192x128", "", "false"]]
+    assert evidence_tables({"rows": [{"ours_us_p20": 1.0}]})["rows"].header == ["ours us p20"]
 
 
 def test_other_evidence_stays_for_a_line_of_text() -> None:
