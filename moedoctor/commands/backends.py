@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,12 +28,10 @@ from moedoctor.commands.options import (
 if TYPE_CHECKING:
     from moedoctor.diagnose.settings.tables import SettingFinding
     from moedoctor.fixes.backends import Selection
-    from moedoctor.fixes.backends.requests import Request
     from moedoctor.upstream.selection.agreement import Heard
 
 _ALIASES = {"relu2": "relu2_no_mul"}
 """Nemotron's configuration says relu2, and its layers have no gate."""
-_CAPABILITY = re.compile(r"(?:sm[_ ]?|compute_)?(\d{2,3})[af]?", re.IGNORECASE)
 _SEPARATE = ("flashinfer", "humming", "b12x", "hpc", "quark")
 """Optional libraries that are packages of their own; the others come inside vLLM."""
 _NINJA_TOO = "0.32.0"
@@ -85,50 +82,50 @@ def backends(
     from moedoctor import __version__, environment
     from moedoctor.diagnose.settings.flags import parallel_of, served
     from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
+    from moedoctor.fixes.backends import select
+    from moedoctor.fixes.backends.requests import request
     from moedoctor.reporters.backends import BackendsReport, backends_document, backends_page, outcome
+    from moedoctor.upstream.selection.agreement import disagreements
 
     environ = dict(os.environ)
     facts = environment.collect()
-    installed = facts.get("vllm")
-    release, notes = release_of(release, installed)
+    release, notes = _release(release, facts.get("vllm"))
+    here = _without_local(facts.get("vllm") or "") == release
     line = served(command or ())
     line_ep, line_dp = parallel_of(line.command, release)
-    question = _Question(
-        capability_of(sm, facts),
-        scheme,
-        {
-            "release": release,
-            "ep": ep or line_ep,
-            "dp": dp or line_dp,
-            "activation": _ALIASES.get(activation, activation),
-        },
-        moe_backend_of(line.command, release),
-        {**_upstream_variables(environ), **line.settings},
-    )
+    # Variables of the command line replace those of the environment.
+    variables = {**_upstream_variables(environ), **line.settings}
+    question: dict[str, Any] = {
+        "capability": _capability(sm, facts),
+        "scheme": scheme,
+        "release": release,
+        "ep": ep or line_ep,
+        "dp": dp or line_dp,
+        "activation": _ALIASES.get(activation, activation),
+        "environ": variables,
+    }
+    moe_backend = moe_backend_of(line.command, release)
     notes += _understood(activation, line.command, question)
-    here = installed is not None and public_version(installed) == release
     heard: Heard | None = None
     with as_input_error(ValueError):
         libraries = libraries_here(release, environ) if here else None
-        selection = question.select(None)
+        selection = select(**question, moe_backend=moe_backend)
         flashinfer = facts.get("flashinfer") if here else None
-        settings = check_settings(
-            release, question.settings, line.command, flashinfer=flashinfer, scheme=scheme
-        )
+        settings = check_settings(release, variables, line.command, flashinfer=flashinfer, scheme=scheme)
         if here and ask:
-            heard, answers = _ask(selection, question, settings)
+            heard, answers = _ask(selection, moe_backend, variables, settings)
             libraries = {**(libraries or {}), **heard.libraries} if heard else libraries
             notes += answers
         if libraries is not None:
-            selection = question.select(libraries)
-        asked = question.request(backend, libraries) if backend else None
-    differences = _differences(selection, heard)
+            selection = select(**question, moe_backend=moe_backend, libraries=libraries)
+        asked = request(backend, **question, libraries=libraries) if backend else None
+    differences = disagreements(selection, heard) if heard else ()
     dead = any(not finding.takes_effect for finding in settings)
     wrong = differences or dead or selection.chosen is None or (asked and not asked.works)
     report = BackendsReport(
         selection=selection,
         request=asked,
-        settings=_redacted(settings, question.settings, environ),
+        settings=_redacted(settings, variables, environ),
         disagreements=differences,
         notes=(*notes, *_assumptions(selection, here=here)),
         exit_code=int(bool(wrong)),
@@ -139,62 +136,26 @@ def backends(
     return report.exit_code
 
 
-@dataclass(frozen=True)
-class _Question:
-    """What is asked, with this machine's facts for what the command line leaves open."""
-
-    capability: str
-    scheme: str
-    options: Mapping[str, Any]
-    """What `select` and `request` both take."""
-    moe_backend: str
-    settings: Mapping[str, str]
-    """The variables; those of the command line replace those of the environment."""
-
-    def select(self, libraries: Mapping[str, bool] | None) -> Selection:
-        from moedoctor.fixes.backends import select
-
-        return select(
-            self.capability,
-            self.scheme,
-            moe_backend=self.moe_backend,
-            environ=self.settings,
-            libraries=libraries,
-            **self.options,
-        )
-
-    def request(self, backend: str, libraries: Mapping[str, bool] | None) -> Request:
-        from moedoctor.fixes.backends.requests import request
-
-        return request(
-            backend,
-            self.capability,
-            self.scheme,
-            environ=self.settings,
-            libraries=libraries,
-            **self.options,
-        )
-
-
 def _upstream_variables(environ: Mapping[str, str]) -> dict[str, str]:
     prefixes = ("VLLM_", "FLASHINFER_")
     return {name: value for name, value in environ.items() if name.upper().startswith(prefixes)}
 
 
-def _understood(activation: str, command: Sequence[str], question: _Question) -> tuple[str, ...]:
+def _understood(activation: str, command: Sequence[str], question: Mapping[str, Any]) -> tuple[str, ...]:
     """Return notes on how the options and the command line were understood."""
-    notes = []
-    if question.options["activation"] != activation:
-        notes.append(f"{activation} layers have no gate: taken as {question.options['activation']}")
-    if "--config" in command:
-        notes.append("the file that --config names was not read")
-    if question.options["ep"] and question.options["dp"]:
-        notes.append("taken to be split with --all2all-backend allgather_reducescatter, the default")
-    return tuple(notes)
+    meant = question["activation"]
+    notes = {
+        f"{activation} layers have no gate: taken as {meant}": meant != activation,
+        "the file that --config names was not read": "--config" in command,
+        "taken to be split with --all2all-backend allgather_reducescatter, the default": (
+            question["ep"] and question["dp"]
+        ),
+    }
+    return tuple(note for note, applies in notes.items() if applies)
 
 
 def _ask(
-    selection: Selection, question: _Question, findings: Sequence[SettingFinding]
+    selection: Selection, moe_backend: str, environ: Mapping[str, str], findings: Sequence[SettingFinding]
 ) -> tuple[Heard | None, tuple[str, ...]]:
     """Return the answer of the installed vLLM to the same question, and notes."""
     from moedoctor.upstream.selection.agreement import AgreementError, ask_installed
@@ -204,19 +165,11 @@ def _ask(
     if sys.stderr.isatty():
         print("moedoctor: asking the installed vLLM, which takes seconds", file=sys.stderr)
     try:
-        heard = ask_installed(selection, moe_backend=question.moe_backend, environ=question.settings)
+        heard = ask_installed(selection, moe_backend=moe_backend, environ=environ)
     except AgreementError as error:
         return None, (str(error),)
     agreed = f"the installed vLLM {selection.release} was asked about {len(heard.supported)} backends"
     return heard, (agreed, *heard.notes)
-
-
-def _differences(selection: Selection, heard: Heard | None) -> tuple[str, ...]:
-    if heard is None:
-        return ()
-    from moedoctor.upstream.selection.agreement import disagreements
-
-    return disagreements(selection, heard)
 
 
 def _assumptions(selection: Selection, *, here: bool) -> tuple[str, ...]:
@@ -259,7 +212,7 @@ def _redacted(
 # What this machine gives if the command line leaves it open: release, GPU, libraries.
 
 
-def release_of(asked_for: str | None, installed: str | None) -> tuple[str, tuple[str, ...]]:
+def _release(asked_for: str | None, installed: str | None) -> tuple[str, tuple[str, ...]]:
     """Return a release of the tables, and why it is this one. Raises InputError for an unknown one."""
     from packaging.version import InvalidVersion, Version
 
@@ -272,32 +225,35 @@ def release_of(asked_for: str | None, installed: str | None) -> tuple[str, tuple
         return asked_for.removeprefix("v"), ()
     if installed is None:
         return known[-1], (f"vllm is not installed here: answered for {known[-1]}, the newest in the tables",)
-    if public_version(installed) in known:
-        return public_version(installed), ()
+    if _without_local(installed) in known:
+        return _without_local(installed), ()
     try:
         version = Version(installed)
     except InvalidVersion:
         version = Version("0")
-    older = [name for name in known if Version(name) <= version]
-    nearest = older[-1] if older else known[0]
+    nearest = next((name for name in reversed(known) if Version(name) <= version), known[0])
     return nearest, (f"vllm {installed} is not in the tables: answered for {nearest}",)
 
 
-def public_version(version: str) -> str:
-    """Return the release without a local part such as ``+cu130``; a development version stays as it is."""
+def _without_local(version: str) -> str:
+    """Return a version without a local part such as ``+cu130``; a development version stays as it is."""
     return version.partition("+")[0]
 
 
-def capability_of(asked_for: str | None, facts: Mapping[str, Any]) -> str:
+def _capability(asked_for: str | None, facts: Mapping[str, Any]) -> str:
     """Return the compute capability, by default that of this machine's first GPU. Raises InputError."""
+    from moedoctor.fixes.arch.targets import Target
     from moedoctor.fixes.backends.release_tables import CAPABILITIES
 
     if asked_for is None:
         asked_for = facts.get("capability")
         if not asked_for:
             raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
-    digits = _CAPABILITY.fullmatch(asked_for.strip())
-    capability = f"{digits[1][:-1]}.{digits[1][-1]}" if digits else asked_for.strip()
+    try:
+        target = Target.parse("".join(asked_for.lower().split()))
+        capability = f"{target.major}.{target.minor}"
+    except ValueError:
+        capability = ""
     if capability not in CAPABILITIES:
         raise InputError(f"--sm {asked_for}: expected one of {', '.join(CAPABILITIES)}")
     return capability
@@ -310,11 +266,11 @@ def libraries_here(release: str, environ: Mapping[str, str]) -> dict[str, bool]:
     """
     from moedoctor.fixes.backends import is_on
 
-    libraries = {name: is_there(name) for name in _SEPARATE}
+    libraries = {name: find_spec(name) is not None for name in _SEPARATE}
     # vllm/utils/flashinfer.py, has_flashinfer: it must also be able to get its kernels from somewhere.
-    brought = is_there("flashinfer_cubin") or is_on(environ.get("VLLM_HAS_FLASHINFER_CUBIN", "0"))
-    libraries["flashinfer"] = libraries["flashinfer"] and (brought or _compiles(release, environ))
-    if is_there("deep_gemm"):  # else as the release brings it along
+    brought = find_spec("flashinfer_cubin") or is_on(environ.get("VLLM_HAS_FLASHINFER_CUBIN", "0"))
+    libraries["flashinfer"] &= bool(brought) or _compiles(release, environ)
+    if find_spec("deep_gemm"):  # else as the release brings it along
         libraries["deep_gemm"] = True
     return libraries
 
@@ -329,14 +285,6 @@ def _compiles(release: str, environ: Mapping[str, str]) -> bool:
     on_path = None if home else shutil.which("nvcc")
     nvcc = on_path or shutil.which(os.fspath(Path(home or "/usr/local/cuda", "bin", "nvcc")))
     return nvcc is not None and shutil.which("ninja") is not None
-
-
-def is_there(name: str) -> bool:
-    """Return whether a module can be found; it is not imported."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def main(arguments: Sequence[str]) -> int:
