@@ -54,7 +54,8 @@ class JunitReporter(Reporter):
         root = ET.Element("testsuites", name="moedoctor")
         facts = [(f"environment.{name}", text) for name, text in figures(report.environment)]
         for scenario in report.scenarios:
-            _scenario(root, scenario, facts)
+            suite = _scenario(root, scenario, facts)
+            _count(suite, sum(case.seconds for case in scenario.cases))
         if report.findings:
             suite = ET.SubElement(root, "testsuite", name="baseline")
             for number, finding in enumerate(report.findings, 1):
@@ -62,22 +63,22 @@ class JunitReporter(Reporter):
                 _test(
                     suite, "moedoctor.baseline", name, outcome="failure", kind="regression", message=finding
                 )
-        for element in (*root, root):
-            _count(element)
+            _count(suite)
+        _count(root, sum(float(suite.get("time", "0")) for suite in root))
         ET.indent(root)
         text = ET.tostring(root, encoding="unicode")
         return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
-def _count(element: ET.Element) -> None:
+def _count(element: ET.Element, seconds: float = 0.0) -> None:
     """Set the numbers and the time of the testcases in a testsuite, or in all of them."""
     tags = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
     for attribute, tag in tags.items():
         element.set(attribute, str(sum(1 for _ in element.iter(tag))))
-    element.set("time", _seconds(sum(float(test.get("time", "0")) for test in element.iter("testcase"))))
+    element.set("time", _seconds(seconds))
 
 
-def _scenario(root: ET.Element, scenario: ScenarioResult, facts: list[tuple[str, str]]) -> None:
+def _scenario(root: ET.Element, scenario: ScenarioResult, facts: list[tuple[str, str]]) -> ET.Element:
     suite = ET.SubElement(root, "testsuite", name=_xml(one_line(f"{scenario.id} {scenario.name}")))
     properties = ET.SubElement(suite, "properties")
     for key, value in (*facts, *_properties(scenario)):
@@ -89,6 +90,7 @@ def _scenario(root: ET.Element, scenario: ScenarioResult, facts: list[tuple[str,
     if outcome and suite.find(f"testcase/{outcome}") is None:
         why = scenario.reason or f"the scenario is {scenario.verdict.value}"
         _test(suite, classname, "verdict", outcome=outcome, kind=scenario.verdict.value, message=why)
+    return suite
 
 
 def _case(suite: ET.Element, classname: str, scenario: ScenarioResult, case: CaseResult) -> None:
