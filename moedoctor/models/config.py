@@ -16,6 +16,7 @@ from moedoctor.models.shape import (
     ModelShape,
     RecurrentLayers,
 )
+from moedoctor.text import TextFileError, read_text
 
 _LARGEST_FILE = 4 << 20
 _MOST_LAYERS = 10_000
@@ -43,17 +44,17 @@ _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultr
 _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def read_config(path: Path, name: str | None = None) -> ModelShape:
-    """Return the shape of the model whose ``config.json`` is `path`. Raises ConfigError, OSError."""
-    if path.stat().st_size > _LARGEST_FILE:
-        raise ConfigError(f"{path}: larger than {_LARGEST_FILE >> 20} MiB, expected a model's config.json")
+def read_config(path: Path) -> ModelShape:
+    """Return the shape of the model whose ``config.json`` is `path`. Raises ConfigError."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path, _LARGEST_FILE))
+    except TextFileError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: no JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected an object with the model's fields")
-    return shape_of(values, name or path.parent.resolve().name, str(path))
+    return shape_of(values, path.parent.resolve().name, str(path))
 
 
 def shape_of(values: Mapping[str, Any], name: str, source: str) -> ModelShape:
@@ -86,11 +87,16 @@ def layer_kinds(config: Fields) -> Sequence[str]:
 
     Raises ConfigError, also for an unknown kind: a plan without that layer would be wrong.
     """
-    if "hybrid_override_pattern" in config:
-        return _kinds_of_pattern(config)
+    name = "hybrid_override_pattern"
+    if name in config:
+        pattern = config.text(name, default="")
+        kinds = _named_kinds(config, name, pattern, _PATTERN)
+        if "moe" not in kinds:
+            raise config.error(name, pattern, "at least one E, a layer of experts")
+        return kinds
     for name in ("layer_types", "layers_block_type"):
         if name in config:
-            return _kinds_of_names(config, name)
+            return _named_kinds(config, name, config.texts(name), _NAMES)
     other = next((name for name in _OTHER_PATTERNS if name in config), None)
     if other is not None:
         raise config.error(other, config.values[other], "layer_types beside it, a name for every layer")
@@ -114,34 +120,17 @@ def dense_layers(config: Fields, kinds: Sequence[str]) -> Sequence[int]:
     return [i for i in range(len(kinds)) if i < first or i % every or i in only or (i + 1) % step]
 
 
-def _kinds_of_pattern(config: Fields) -> Sequence[str]:
-    name = "hybrid_override_pattern"
-    pattern = config.text(name, default="")
-    unknown = sorted(set(pattern) - set(_PATTERN))
-    if unknown:
-        raise ConfigError(f"{config.where}: {name} holds {unknown[0]!r}, expected {' '.join(_PATTERN)}")
-    if "E" not in pattern:
-        raise config.error(name, pattern, "at least one E, a layer of experts")
-    _check_count(config, name, len(pattern))
-    return [_PATTERN[letter] for letter in pattern]
-
-
-def _kinds_of_names(config: Fields, name: str) -> Sequence[str]:
-    listed = config.texts(name)
-    unknown = next((kind for kind in listed if kind not in _NAMES), None)
+def _named_kinds(config: Fields, name: str, listed: Sequence[str], known: Mapping[str, str]) -> Sequence[str]:
+    unknown = next((kind for kind in listed if kind not in known), None)
     if unknown is not None:
-        raise ConfigError(f"{config.where}: {name} holds {short(unknown)}, expected {', '.join(_NAMES)}")
-    _check_count(config, name, len(listed))
-    return [_NAMES[kind] for kind in listed]
-
-
-def _check_count(config: Fields, name: str, count: int) -> None:
-    layers = config.integer("num_hidden_layers", default=count, most=_MOST_LAYERS)
-    if count != layers:
+        raise ConfigError(f"{config.where}: {name} holds {short(unknown)}, expected {', '.join(known)}")
+    layers = config.integer("num_hidden_layers", default=len(listed), most=_MOST_LAYERS)
+    if len(listed) != layers:
         raise ConfigError(
-            f"{config.where}: {name} has {count} layers and num_hidden_layers is {layers}, "
+            f"{config.where}: {name} has {len(listed)} layers and num_hidden_layers is {layers}, "
             "expected the same number"
         )
+    return [known[kind] for kind in listed]
 
 
 def _experts(config: Fields, kinds: Sequence[str], hidden: int) -> ExpertLayers:
@@ -248,56 +237,42 @@ def _latent(config: Fields, kinds: Sequence[str], heads: int) -> LatentAttention
 
 
 def _recurrent(config: Fields, kinds: Sequence[str], hidden: int) -> RecurrentLayers | None:
-    """Return the recurrent layers of a hybrid model, sized as in vLLM's mamba_utils.py."""
+    """Return the recurrent layers of a hybrid model, sized as in vLLM's mamba_utils.py.
+
+    In Mamba 2 the convolution sees x, B and C of the last tokens, and the state is [heads, head_dim, state].
+    In a gated delta net it sees v, q and k, and the state is [value heads, value dim, key dim].
+    """
     mamba, linear = kinds.count("mamba"), kinds.count("linear_attention")
     if mamba and linear:
         raise ConfigError(
             f"{config.where}: has both mamba and linear_attention layers, expected one of the two"
         )
+    if not mamba and not linear:
+        return None
+    types = ["mamba_ssm_cache_dtype", "mamba_ssm_dtype"]
     if mamba:
-        return _mamba2(config, mamba, hidden)
-    return _gated_delta_net(config, linear, hidden) if linear else None
-
-
-def _mamba2(config: Fields, count: int, hidden: int) -> RecurrentLayers:
-    """Mamba 2: the convolution sees x, B and C of the last tokens; the state is [heads, head_dim, state]."""
-    heads = config.integer("mamba_num_heads")
-    head_dim = config.integer("mamba_head_dim")
-    groups = config.integer("n_groups", "mamba_n_groups")
-    state = config.integer("ssm_state_size", "mamba_d_state")
-    kernel = config.integer("conv_kernel", "mamba_d_conv")
-    inner = heads * head_dim
+        heads = gates = config.integer("mamba_num_heads")
+        inner = heads * config.integer("mamba_head_dim")
+        groups = config.integer("n_groups", "mamba_n_groups")
+        state = config.integer("ssm_state_size", "mamba_d_state")
+        kernel = config.integer("conv_kernel", "mamba_d_conv")
+    else:
+        types.reverse()
+        heads = config.integer("linear_num_value_heads")
+        gates = 2 * heads
+        inner = heads * config.integer("linear_value_head_dim")
+        groups = config.integer("linear_num_key_heads")
+        state = config.integer("linear_key_head_dim")
+        kernel = config.integer("linear_conv_kernel_dim")
+    # vLLM falls back to float32 for the recurrent state: the only type known to be exact enough.
+    dtype = config.text(*types, default="float32")
+    if dtype not in _STATE_BYTES:
+        raise config.error(" or ".join(types), dtype, ", ".join(_STATE_BYTES))
     conv = inner + 2 * groups * state
     return RecurrentLayers(
-        count=count,
+        count=mamba or linear,
         conv_elements=conv * (kernel - 1),
-        state_elements=heads * head_dim * state,
-        state_bytes=_state_bytes(config, "mamba_ssm_cache_dtype", "mamba_ssm_dtype"),
-        parameters_each=hidden * (inner + conv + heads) + inner * hidden + conv * kernel,
+        state_elements=inner * state,
+        state_bytes=_STATE_BYTES[dtype],
+        parameters_each=hidden * (inner + conv + gates) + inner * hidden + conv * kernel,
     )
-
-
-def _gated_delta_net(config: Fields, count: int, hidden: int) -> RecurrentLayers:
-    """Gated delta net: the convolution sees q, k and v; the state is [value heads, value dim, key dim]."""
-    key_heads = config.integer("linear_num_key_heads")
-    value_heads = config.integer("linear_num_value_heads")
-    key_dim = config.integer("linear_key_head_dim")
-    value_dim = config.integer("linear_value_head_dim")
-    kernel = config.integer("linear_conv_kernel_dim")
-    values = value_heads * value_dim
-    conv = 2 * key_heads * key_dim + values
-    return RecurrentLayers(
-        count=count,
-        conv_elements=conv * (kernel - 1),
-        state_elements=value_heads * value_dim * key_dim,
-        state_bytes=_state_bytes(config, "mamba_ssm_dtype", "mamba_ssm_cache_dtype"),
-        parameters_each=hidden * (conv + values + 2 * value_heads) + values * hidden + conv * kernel,
-    )
-
-
-def _state_bytes(config: Fields, *names: str) -> int:
-    # vLLM falls back to float32 for the recurrent state: the only type known to be exact enough.
-    dtype = config.text(*names, default="float32")
-    if dtype not in _STATE_BYTES:
-        raise config.error(" or ".join(names), dtype, ", ".join(_STATE_BYTES))
-    return _STATE_BYTES[dtype]

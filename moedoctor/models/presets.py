@@ -41,9 +41,5 @@ def find_model(name: str) -> ModelShape:
     """Return the model in the folder `name`, else the preset of that name. Raises ConfigError."""
     path = Path(name)
     if os.path.isdir(path) or path.name == "config.json":
-        file = path / "config.json" if os.path.isdir(path) else path
-        try:
-            return read_config(file)
-        except OSError as error:
-            raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
+        return read_config(path / "config.json" if os.path.isdir(path) else path)
     return preset(name)

@@ -1,7 +1,28 @@
 """The interface of a kind of subject, under the path that other projects import it from."""
 
-from moedoctor.environment import no_gpu
-from moedoctor.interfaces import Sources, SubjectProvider
-from moedoctor.results import UnavailableError
+import re
+from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["Sources", "SubjectProvider", "UnavailableError", "no_gpu"]
+from moedoctor.environment import no_gpu
+from moedoctor.interfaces import Fault, Sources, SubjectProvider
+from moedoctor.results import Tier, UnavailableError
+
+__all__ = ["ReleaseSubject", "Sources", "SubjectProvider", "UnavailableError", "no_gpu"]
+
+
+class ReleaseSubject(SubjectProvider):
+    """`KIND@X.Y.Z`, a named release. An option says where its code is; real kernels need a GPU."""
+
+    missing: str
+    """What to do without the option; ``{release}`` is X.Y.Z."""
+
+    def owns(self, name: str) -> bool:
+        return re.fullmatch(rf"{self.kind}@\d+\.\d+\.\d+[A-Za-z0-9.+-]*", name) is not None
+
+    def unavailable(
+        self, fault: Fault, name: str, tier: Tier, sources: Sources, environment: Mapping[str, Any]
+    ) -> str | None:
+        if name not in sources:
+            return self.missing.format(release=name.partition("@")[2])
+        return no_gpu(environment)

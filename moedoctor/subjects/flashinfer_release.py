@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from moedoctor.environment import no_gpu
-from moedoctor.interfaces import Fault, Sources, SubjectProvider
-from moedoctor.results import Case, Tier
-
-PREFIX = "flashinfer@"
-_NAME = re.compile(r"flashinfer@\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
+from moedoctor.interfaces import Fault, Sources
+from moedoctor.results import Case
+from moedoctor.subjects.base import ReleaseSubject
 
 
-class FlashInferReleaseSubject(SubjectProvider):
+class FlashInferReleaseSubject(ReleaseSubject):
     """A named release; ``--flashinfer X.Y.Z=PATH`` says where its wheel or unpacked folder is."""
 
     kind = "flashinfer"
     rank = 4
-
-    def owns(self, name: str) -> bool:
-        return _NAME.fullmatch(name) is not None
-
-    def unavailable(
-        self, fault: Fault, name: str, tier: Tier, sources: Sources, environment: Mapping[str, Any]
-    ) -> str | None:
-        if name not in sources:
-            release = name.removeprefix(PREFIX)
-            return f"give its sources: --flashinfer {release}=PATH (a wheel or an unpacked folder)"
-        return no_gpu(environment)
+    missing = "give its sources: --flashinfer {release}=PATH (a wheel or an unpacked folder)"
 
     def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
-        from pathlib import Path
-
         from moedoctor.upstream.flashinfer.probe import FlashInferProbe
 
-        release = case.subject.removeprefix(PREFIX)
+        release = case.subject.partition("@")[2]
         return FlashInferProbe.named(release, Path(sources[case.subject]), case.device)

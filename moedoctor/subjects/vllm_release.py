@@ -3,45 +3,32 @@ it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from moedoctor.environment import no_gpu
-from moedoctor.interfaces import Fault, Sources, SubjectProvider
+from moedoctor.interfaces import Fault, Sources
 from moedoctor.results import Case, Tier, UnavailableError
-
-PREFIX = "vllm@"
-_NAME = re.compile(r"vllm@\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
+from moedoctor.subjects.base import ReleaseSubject
 
 
-class VllmReleaseSubject(SubjectProvider):
+class VllmReleaseSubject(ReleaseSubject):
     """A named release; ``--vllm-kernels X.Y.Z=PATH`` says where its kernels are, and in a wheel its Python
     code."""
 
     kind = "vllm"
     rank = 3
-
-    def owns(self, name: str) -> bool:
-        return _NAME.fullmatch(name) is not None
+    missing = "give its kernels: --vllm-kernels {release}=PATH (a wheel or a shared object)"
 
     def unavailable(
         self, fault: Fault, name: str, tier: Tier, sources: Sources, environment: Mapping[str, Any]
     ) -> str | None:
-        if name not in sources:
-            release = name.removeprefix(PREFIX)
-            return f"give its kernels: --vllm-kernels {release}=PATH (a wheel or a shared object)"
-        if tier is Tier.LIBRARY:
-            return (
-                None
-                if sources[name].endswith(".whl")
-                else "its Python code is in a wheel, not in a shared object"
-            )
-        return no_gpu(environment)
+        if tier is not Tier.LIBRARY or name not in sources:
+            return super().unavailable(fault, name, tier, sources, environment)
+        is_wheel = sources[name].endswith(".whl")
+        return None if is_wheel else "its Python code is in a wheel, not in a shared object"
 
     def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
-        from pathlib import Path
-
         if case.tier is Tier.LIBRARY:
             from moedoctor.upstream.releases.release_source import ReleaseSource
 
