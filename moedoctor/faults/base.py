@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from moedoctor.interfaces import ClaimJudgement, ClaimTest, Explanation, Fault, Judgement, Measurement
 from moedoctor.results import (
@@ -49,6 +49,16 @@ class Parameters(BaseModel):
     """The parameters of one case. Unknown keys and values of another type are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    def problems(self) -> Iterator[str]:
+        """Yield why the values do not fit together, each as ``parameter: what is wrong``."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Parameters:
+        for problem in self.problems():
+            raise ValueError(problem)
+        return self
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moedoctor.faults.base import (
     ClaimCases,
@@ -38,13 +38,11 @@ class CacheOverflowParameters(Parameters):
     prefills: int = Field(2, ge=1, le=16, description="one after another through the same cache")
     seed: int = Field(0, ge=0)
 
-    @model_validator(mode="after")
-    def _overflows(self) -> CacheOverflowParameters:
+    def problems(self) -> Iterator[str]:
         if self.top_k > self.experts:
-            raise ValueError(f"top_k: {self.top_k} is more than experts {self.experts}")
+            yield f"top_k: {self.top_k} is more than experts {self.experts}"
         if self.capacity >= min(self.experts, self.tokens * self.top_k):
-            raise ValueError(f"capacity: {self.capacity} slots hold every expert that the call can need")
-        return self
+            yield f"capacity: {self.capacity} slots hold every expert that the call can need"
 
 
 def _overheads(rows: Sequence[Mapping[str, Any]], suffix: str = "") -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moedoctor.faults.base import (
     ClaimCases,
@@ -40,15 +40,13 @@ class SelfEvictingCacheParameters(Parameters):
     )
     seed: int = Field(0, ge=0)
 
-    @model_validator(mode="after")
-    def _fits(self) -> SelfEvictingCacheParameters:
+    def problems(self) -> Iterator[str]:
         if self.top_k > self.capacity:
-            raise ValueError(f"top_k: {self.top_k} is more than capacity {self.capacity}; that is MD007")
+            yield f"top_k: {self.top_k} is more than capacity {self.capacity}; that is MD007"
         if self.capacity > self.experts:
-            raise ValueError(f"capacity: {self.capacity} is more than experts {self.experts}")
+            yield f"capacity: {self.capacity} is more than experts {self.experts}"
         if self.computed > self.calls:
-            raise ValueError(f"computed: {self.computed} is more than calls {self.calls}")
-        return self
+            yield f"computed: {self.computed} is more than calls {self.calls}"
 
 
 @claim("wrong_share", measure=f"{LAB}:wrong_share", thresholds=("min_share_tight", "max_share_ample"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moedoctor.faults.base import (
     ClaimCases,
@@ -37,13 +38,11 @@ class WorkspaceAliasingParameters(Parameters):
     tokens: int = Field(64, ge=1, le=4096)
     seed: int = Field(0, ge=0)
 
-    @model_validator(mode="after")
-    def _fits(self) -> WorkspaceAliasingParameters:
+    def problems(self) -> Iterator[str]:
         if self.top_k > self.experts:
-            raise ValueError(f"top_k: {self.top_k} is more than experts {self.experts}")
+            yield f"top_k: {self.top_k} is more than experts {self.experts}"
         if self.experts % self.groups:
-            raise ValueError(f"groups: {self.groups} does not divide experts {self.experts}")
-        return self
+            yield f"groups: {self.groups} does not divide experts {self.experts}"
 
 
 @claim(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from moedoctor.faults.base import Judgement, Parameters
 from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
@@ -28,14 +29,10 @@ class GlobalScaleMismatchParameters(Parameters):
     seed: int = Field(0, ge=0)
     moe_backend: MoeBackend = None
 
-    @field_validator("ratio")
-    @classmethod
-    def _is_a_mismatch(cls, value: float) -> float:
-        if abs(value - 1) < 2 * ROUNDING:
-            raise ValueError(
-                f"must differ from 1 by {2 * ROUNDING} or more, or rounding hides it, not {value}"
-            )
-        return value
+    def problems(self) -> Iterator[str]:
+        least = 2 * ROUNDING
+        if abs(self.ratio - 1) < least:
+            yield f"ratio: must differ from 1 by {least} or more, or rounding hides it, not {self.ratio}"
 
 
 class GlobalScaleMismatch(CheckpointFault):

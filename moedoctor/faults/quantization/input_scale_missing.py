@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moedoctor.faults.base import ClaimCases, ClaimJudgement, Judgement, Parameters, claim, decide, untested
 from moedoctor.faults.quantization.checkpoint import CheckpointFault
@@ -36,14 +37,12 @@ class InputScaleMissingParameters(Parameters):
         None, description="run real engines with this backend on the damaged checkpoint instead"
     )
 
-    @model_validator(mode="after")
-    def _fits(self) -> InputScaleMissingParameters:
+    def problems(self) -> Iterator[str]:
         if ("absent" in self.damage) != (self.memory is not None):
-            raise ValueError("memory: only a scale that is absent leaves what the memory held; give it there")
+            yield "memory: only a scale that is absent leaves what the memory held; give it there"
         harmless = self.damage == "zero" or (self.damage == "absent" and self.memory in ("zero", "small"))
         if self.taken == "max" and harmless:
-            raise ValueError("taken: the largest scale is a good one here; nothing goes wrong")
-        return self
+            yield "taken: the largest scale is a good one here; nothing goes wrong"
 
 
 @claim("marlin_reads_none", measure=f"{LAB}:marlin", needs_gpu=True)

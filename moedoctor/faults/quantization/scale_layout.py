@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moedoctor.faults.base import Parameters
 from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
@@ -27,13 +28,11 @@ class ScaleLayoutParameters(Parameters):
     seed: int = Field(0, ge=0)
     moe_backend: MoeBackend = None
 
-    @model_validator(mode="after")
-    def _fits(self) -> ScaleLayoutParameters:
+    def problems(self) -> Iterator[str]:
         if self.top_k > self.experts:
-            raise ValueError(f"top_k: {self.top_k} is more than experts {self.experts}")
+            yield f"top_k: {self.top_k} is more than experts {self.experts}"
         if self.mistake == "stale_padding" and (self.hidden // 16) % 4 == 0:
-            raise ValueError("hidden: stale_padding needs padded columns; expected no multiple of 64")
-        return self
+            yield "hidden: stale_padding needs padded columns; expected no multiple of 64"
 
 
 class ScaleLayout(CheckpointFault):

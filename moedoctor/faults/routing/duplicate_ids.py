@@ -7,13 +7,13 @@ A counterexample refutes a claim. If a release died, or nothing of the kind was 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Literal
 
 from packaging.version import Version
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moedoctor.faults.base import (
     ClaimCases,
@@ -71,17 +71,15 @@ class DuplicateIdsParameters(Parameters):
     rank: int = Field(0, ge=0, le=63)
     seed: int = Field(0, ge=0)
 
-    @model_validator(mode="after")
-    def _fits(self) -> DuplicateIdsParameters:
+    def problems(self) -> Iterator[str]:
         if self.top_k > self.experts:
-            raise ValueError(f"top_k: {self.top_k} is more than experts {self.experts}")
+            yield f"top_k: {self.top_k} is more than experts {self.experts}"
         if self.experts % self.ranks:
-            raise ValueError(f"ranks: {self.ranks} does not divide experts {self.experts}")
+            yield f"ranks: {self.ranks} does not divide experts {self.experts}"
         if self.rank >= self.ranks:
-            raise ValueError(f"rank: must be below ranks {self.ranks}, not {self.rank}")
+            yield f"rank: must be below ranks {self.ranks}, not {self.rank}"
         if self.finalize == "no_filling" and self.ranks < 2:
-            raise ValueError("finalize: no_filling is taken with two ranks or more; expected ranks: 2")
-        return self
+            yield "finalize: no_filling is taken with two ranks or more; expected ranks: 2"
 
 
 def behaviour_of(case: CaseResult) -> str:

@@ -5,12 +5,12 @@ vLLM's own code decides the claims about its kernels and its engine. The restate
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
 from packaging.version import Version
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moedoctor.faults.base import (
     ClaimCases,
@@ -59,23 +59,21 @@ class NanRoutingParameters(Parameters):
     topk_groups: int | None = Field(None, ge=1, le=64, description="groups a token may use")
     seed: int = Field(0, ge=0)
 
-    @model_validator(mode="after")
-    def _fits(self) -> NanRoutingParameters:
+    def problems(self) -> Iterator[str]:
         if self.top_k > self.experts:
-            raise ValueError(f"top_k: {self.top_k} is more than experts {self.experts}")
+            yield f"top_k: {self.top_k} is more than experts {self.experts}"
+        groups, used = self.num_groups, self.topk_groups
         if self.router != "grouped":
-            if self.num_groups is not None or self.topk_groups is not None:
-                raise ValueError("num_groups: only the grouped router has groups; expected router: grouped")
-            return self
-        if self.num_groups is None or self.topk_groups is None:
-            raise ValueError("num_groups: the grouped router needs num_groups and topk_groups")
-        if self.experts % self.num_groups:
-            raise ValueError(f"num_groups: {self.num_groups} does not divide experts {self.experts}")
-        if self.topk_groups > self.num_groups:
-            raise ValueError(f"topk_groups: {self.topk_groups} is more than num_groups {self.num_groups}")
-        if self.top_k > self.experts // self.num_groups * self.topk_groups:
-            raise ValueError(f"top_k: {self.top_k} is more than the experts of {self.topk_groups} groups")
-        return self
+            if groups is not None or used is not None:
+                yield "num_groups: only the grouped router has groups; expected router: grouped"
+        elif groups is None or used is None:
+            yield "num_groups: the grouped router needs num_groups and topk_groups"
+        elif self.experts % groups:
+            yield f"num_groups: {groups} does not divide experts {self.experts}"
+        elif used > groups:
+            yield f"topk_groups: {used} is more than num_groups {groups}"
+        elif self.top_k > self.experts // groups * used:
+            yield f"top_k: {self.top_k} is more than the experts of {used} groups"
 
 
 # --- Claims about kernels -------------------------------------------------------------------------------

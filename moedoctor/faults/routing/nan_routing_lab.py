@@ -52,17 +52,15 @@ def count(parameters: NanRoutingParameters, device: str, variants: Mapping[str, 
         seed=parameters.seed,
         device=device,
     )
-    totals = Counter[str]()
-    duplicates_by_kind = Counter[str]()
+    totals, duplicates_by_kind = Counter[str](), Counter[str]()
     example: dict[str, Any] = {}
     for variant in variants.values():
         routed = _route(parameters, variant, rows)
-        failing = _failing_rows(parameters, rows, routed)  # name -> [T]
-        totals.update(_counts(rows, routed, failing))
-        duplicates_by_kind.update(
-            kind for kind, bad in zip(rows.kinds, failing["duplicate"].tolist(), strict=True) if bad
-        )
-        shown = (failing["duplicate"] | failing["outside"] | failing["wrong"]).nonzero()
+        masks = _masks(parameters, rows, routed)  # name -> [T]
+        totals.update({"rows": len(rows.kinds), **{name: int(mask.sum()) for name, mask in masks.items()}})
+        duplicate = masks["rows_with_duplicates"]  # [T]
+        duplicates_by_kind.update(rows.kinds[row] for row in duplicate.nonzero().flatten().tolist())
+        shown = (duplicate | masks["rows_out_of_range"] | masks["clean_rows_wrong"]).nonzero()
         if len(shown) and not example:
             row = int(shown[0])
             ids, weights = routed.ids[row].tolist(), routed.weights[row].tolist()
@@ -124,15 +122,11 @@ class FaultyRouting:
     upstream grouped kernel is known to do that. The tier `kernel` shows what the real ones do.
     """
 
-    def topk_softmax(
-        self, logits: torch.Tensor, top_k: int, *, renormalize: bool, bias: torch.Tensor | None
-    ) -> TopK:
-        return _argmax_k_times(torch.softmax(logits.float(), dim=-1), top_k, renormalize, bias)
+    def topk_softmax(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
+        return _argmax_k_times(torch.softmax(logits.float(), dim=-1), top_k, **options)
 
-    def topk_sigmoid(
-        self, logits: torch.Tensor, top_k: int, *, renormalize: bool, bias: torch.Tensor | None
-    ) -> TopK:
-        return _argmax_k_times(torch.sigmoid(logits.float()), top_k, renormalize, bias)
+    def topk_sigmoid(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
+        return _argmax_k_times(torch.sigmoid(logits.float()), top_k, **options)
 
     def grouped_topk(
         self,
@@ -152,7 +146,7 @@ class FaultyRouting:
         groups = _winners(best, topk_groups)  # [T, topk_groups]
         keep = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)  # [T, G]
         allowed = keep.repeat_interleave(grouped.shape[2], dim=1)  # [T, E]
-        return _argmax_k_times(scores, top_k, renormalize, bias, allowed)
+        return _argmax_k_times(scores, top_k, renormalize=renormalize, bias=bias, allowed=allowed)
 
 
 class FixedRouting:
@@ -173,8 +167,8 @@ def _route(parameters: NanRoutingParameters, routing: Any, rows: Rows) -> TopK:
     return TopK(*route(rows.logits, parameters.top_k, **options))
 
 
-def _failing_rows(parameters: NanRoutingParameters, rows: Rows, routed: TopK) -> dict[str, torch.Tensor]:
-    """Symptom -> bool [T], the rows that show it."""
+def _masks(parameters: NanRoutingParameters, rows: Rows, routed: TopK) -> dict[str, torch.Tensor]:
+    """Name of a count -> bool [T], the rows that count."""
     ids = routed.ids.long()  # [T, K]
     ordered = ids.sort(dim=1).values  # [T, K]
     expected = _route(parameters, reference, Rows(rows.logits.float(), rows.kinds, rows.bias))
@@ -188,31 +182,21 @@ def _failing_rows(parameters: NanRoutingParameters, rows: Rows, routed: TopK) ->
         renormalize=parameters.renormalize,
         atol=_tolerance(parameters),
     )  # [T]
-    return {
-        "duplicate": (ordered[:, 1:] == ordered[:, :-1]).any(1),
-        "outside": ((ids < 0) | (ids >= parameters.experts)).any(1),
-        "one_id": (ids == ids[:, :1]).all(1) & (ids.shape[1] > 1),
-        "nonfinite": (~routed.weights.isfinite()).any(1),
-        "wrong": differing & rows.mask(*WELL_DEFINED_KINDS),
-    }
-
-
-def _counts(rows: Rows, routed: TopK, failing: Mapping[str, torch.Tensor]) -> dict[str, int]:
     nan, all_nan, clean = rows.mask(*NAN_KINDS), rows.mask(ALL_NAN), rows.mask(*WELL_DEFINED_KINDS)  # [T]
-    duplicate = failing["duplicate"]  # [T]
-    masks = {
+    duplicate = (ordered[:, 1:] == ordered[:, :-1]).any(1)  # [T]
+    one_id = (ids == ids[:, :1]).all(1) & (ids.shape[1] > 1)  # [T]
+    return {
         "rows_with_duplicates": duplicate,
-        "rows_out_of_range": failing["outside"],
-        "rows_with_nonfinite_weights": failing["nonfinite"],
+        "rows_out_of_range": ((ids < 0) | (ids >= parameters.experts)).any(1),
+        "rows_with_nonfinite_weights": (~routed.weights.isfinite()).any(1),
         "nan_rows": nan,
         "nan_rows_with_duplicates": duplicate & nan,
         "clean_rows_with_duplicates": duplicate & clean,
         "all_nan_rows": all_nan,
-        "all_nan_rows_with_one_id": failing["one_id"] & all_nan,
+        "all_nan_rows_with_one_id": one_id & all_nan,
         "clean_rows": clean,
-        "clean_rows_wrong": failing["wrong"],
+        "clean_rows_wrong": differing & clean,
     }
-    return {"rows": len(rows.kinds), **{name: int(mask.sum()) for name, mask in masks.items()}}
 
 
 def _tolerance(parameters: NanRoutingParameters) -> float:
@@ -228,6 +212,7 @@ def _tolerance(parameters: NanRoutingParameters) -> float:
 def _argmax_k_times(
     scores: torch.Tensor,
     top_k: int,
+    *,
     renormalize: bool,
     bias: torch.Tensor | None,
     allowed: torch.Tensor | None = None,

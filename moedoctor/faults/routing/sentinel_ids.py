@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moedoctor.faults.base import (
     ClaimCases,
@@ -39,17 +39,15 @@ class SentinelIdsParameters(Parameters):
     )
     seed: int = Field(0, ge=0)
 
-    @model_validator(mode="after")
-    def _fits(self) -> SentinelIdsParameters:
+    def problems(self) -> Iterator[str]:
         if self.top_k > self.experts:
-            raise ValueError(f"top_k: {self.top_k} is more than experts {self.experts}")
+            yield f"top_k: {self.top_k} is more than experts {self.experts}"
         if self.experts % self.ranks:
-            raise ValueError(f"ranks: {self.ranks} does not divide experts {self.experts}")
+            yield f"ranks: {self.ranks} does not divide experts {self.experts}"
         if self.rank >= self.ranks:
-            raise ValueError(f"rank: must be below ranks {self.ranks}, not {self.rank}")
+            yield f"rank: must be below ranks {self.ranks}, not {self.rank}"
         if self.use != "expert_map" and self.ranks > 1:
-            raise ValueError(f"ranks: {self.use} knows no ranks; expected use: expert_map")
-        return self
+            yield f"ranks: {self.use} knows no ranks; expected use: expert_map"
 
 
 # --- Claims: what the MoE paths that run here do with -1, by their own kernels --------------------------

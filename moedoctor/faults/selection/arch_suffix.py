@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from moedoctor.faults.base import (
     ClaimCases,
@@ -33,15 +33,12 @@ class ArchSuffixParameters(Parameters):
     cuda: str = Field("13.0", description="the toolkit that compiles, MAJOR.MINOR")
     arch_list: str | None = Field(None, max_length=200, description="FLASHINFER_CUDA_ARCH_LIST, if set")
 
-    @field_validator("cuda")
-    @classmethod
-    def _is_covered(cls, value: str) -> str:
-        release = parse_cuda(value)
-        if not OLDEST_CUDA <= release < (NEWEST_CUDA_MAJOR + 1, 0) or value != f"{release[0]}.{release[1]}":
-            raise ValueError(
-                f"must be a release from 12.0 to {NEWEST_CUDA_MAJOR}.x, such as '13.0', not '{value}'"
-            )
-        return value
+    def problems(self) -> Iterator[str]:
+        release = parse_cuda(self.cuda)
+        is_known = OLDEST_CUDA <= release < (NEWEST_CUDA_MAJOR + 1, 0)
+        if not is_known or self.cuda != f"{release[0]}.{release[1]}":
+            span = f"12.0 to {NEWEST_CUDA_MAJOR}.x"
+            yield f"cuda: must be a release from {span}, such as '13.0', not '{self.cuda}'"
 
 
 def _symptom(evidence: Evidence, gpu: str = "", cuda: str = "") -> tuple[str, str, str | None] | None:

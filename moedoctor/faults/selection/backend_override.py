@@ -6,10 +6,10 @@ releases answered and read when the tables were made is added to the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
 from moedoctor.diagnose.settings.tables import vllm_variables
 from moedoctor.faults.base import (
@@ -41,40 +41,22 @@ class BackendOverrideParameters(Parameters):
     capability: str = Field("12.0", description="the GPU's compute capability")
     activation: str = "silu"
 
-    @field_validator("release")
-    @classmethod
-    def _is_known(cls, value: str) -> str:
-        known = list(releases())
-        if value not in known:
-            raise ValueError(f"must be a release of the tables, {known[0]} to {known[-1]}, not '{value}'")
-        return value
-
-    @field_validator("capability")
-    @classmethod
-    def _is_a_capability(cls, value: str) -> str:
-        if value not in CAPABILITIES:
-            raise ValueError(f"must be one of {', '.join(CAPABILITIES)}, quoted, not '{value}'")
-        return value
-
-    @field_validator("setting")
-    @classmethod
-    def _is_a_setting(cls, value: str) -> str:
-        if not value.startswith("--") and "=" not in value:
-            raise ValueError(f"must be NAME=VALUE or a flag that begins with --, not '{value}'")
-        return value
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> BackendOverrideParameters:
-        known = releases()[self.release].activations
-        if self.activation not in known:
-            raise ValueError(
-                f"activation: vLLM {self.release} knows {', '.join(known)}, not '{self.activation}'"
-            )
+    def problems(self) -> Iterator[str]:
+        known = releases()
+        if self.release not in known:
+            oldest, *_, newest = known
+            yield f"release: must be a release of the tables, {oldest} to {newest}, not '{self.release}'"
+        if self.capability not in CAPABILITIES:
+            yield f"capability: must be one of {', '.join(CAPABILITIES)}, quoted, not '{self.capability}'"
+        if not self.setting.startswith("--") and "=" not in self.setting:
+            yield f"setting: must be NAME=VALUE or a flag that begins with --, not '{self.setting}'"
+        activations = known[self.release].activations
+        if self.activation not in activations:
+            yield (f"activation: vLLM {self.release} knows {', '.join(activations)}, not '{self.activation}'")
         names = {kernel.backend for kernel in tables(self.scheme, self.release).kernels}
         if self.wants not in names:
             listed = ", ".join(sorted(names))
-            raise ValueError(f"wants: vLLM {self.release} has {listed} for {self.scheme}, not '{self.wants}'")
-        return self
+            yield f"wants: vLLM {self.release} has {listed} for {self.scheme}, not '{self.wants}'"
 
 
 # --- Claims ---------------------------------------------------------------------------------------------

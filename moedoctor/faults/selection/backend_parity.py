@@ -6,10 +6,10 @@ computation, and each of them must be noticed before any verdict on a backend co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moedoctor.bench.moe.backends import UPSTREAM
 from moedoctor.faults.base import Explanation, Fault, Judgement, Parameters
@@ -43,18 +43,16 @@ class BackendParityParameters(Parameters):
     )
     seed: int = Field(0, ge=0)
 
-    @model_validator(mode="after")
-    def _fits(self) -> BackendParityParameters:
+    def problems(self) -> Iterator[str]:
         if self.top_k >= self.experts:
-            raise ValueError(f"top_k: {self.top_k} must be less than experts {self.experts}")
+            yield f"top_k: {self.top_k} must be less than experts {self.experts}"
         if self.ids == "duplicates" and self.top_k < 2:
-            raise ValueError("top_k: duplicates need at least 2")
+            yield "top_k: duplicates need at least 2"
         if self.ids == "empty" and self.tokens < 3:
-            raise ValueError("tokens: empty slots need at least 3, as the first and the last token have none")
+            yield "tokens: empty slots need at least 3, as the first and the last token have none"
         known = [variant.name for variant in UPSTREAM if variant.quantization == self.quantization]
         if self.backend not in known:
-            raise ValueError(f"backend: {self.quantization} has {', '.join(known)}; got {self.backend}")
-        return self
+            yield f"backend: {self.quantization} has {', '.join(known)}; got {self.backend}"
 
     @property
     def variant(self) -> Variant:
