@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import torch
+from fault_cases import by_cases, case
 from hypothesis import given, settings
 
 from moedoctor.faults.routing import duplicate_ids as md011
@@ -22,9 +21,8 @@ from moedoctor.faults.routing.duplicate_ids_lab import (
     observe,
     takes_fused,
 )
-from moedoctor.interfaces import Measurement
+from moedoctor.interfaces import ClaimTest, Measurement
 from moedoctor.results import (
-    Case,
     CaseResult,
     CaseVerdict,
     ClaimVerdict,
@@ -35,22 +33,16 @@ from moedoctor.results import (
     Tier,
     UnavailableError,
 )
-from moedoctor.runner.plan import Options, plan
-from moedoctor.scenario.targets import load_targets
 from moedoctor.upstream.flashinfer import probe as flashinfer_probe
 from moedoctor.upstream.flashinfer.probe import FlashInferProbe
 from moedoctor.upstream.releases.wheel import KernelError
 
 FAULT = DuplicateIds()
-DEFAULT = DuplicateIdsParameters().model_dump()
+CONFIRMED, REFUTED, UNTESTED = ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED, ClaimVerdict.UNTESTED
 
 
 def parameters(**changes: Any) -> DuplicateIdsParameters:
-    return DuplicateIdsParameters.model_validate({**DEFAULT, **changes})
-
-
-def case(**changes: Any) -> Case:
-    return Case("MD011", "faulty", Tier.MODEL, parameters(**changes).model_dump())
+    return DuplicateIdsParameters.model_validate(changes)
 
 
 points = st.fixed_dictionaries(
@@ -107,7 +99,7 @@ def test_distinct_ids_and_deduplicated_ones_give_the_right_sum(point: dict[str, 
     ],
 )
 def test_the_old_content_of_the_memory_decides_the_symptom(memory: str, finalize: str, figure: str) -> None:
-    faulty = case(memory=memory, finalize=finalize, ranks=2 if finalize == "no_filling" else 1)
+    faulty = case(FAULT, memory=memory, finalize=finalize, ranks=2 if finalize == "no_filling" else 1)
     judged = FAULT.judge(faulty, FAULT.observe(faulty, None))
     assert judged.verdict is CaseVerdict.REPRODUCED
     assert judged.figure.endswith(figure)
@@ -124,33 +116,78 @@ def test_the_largest_number_of_experts_of_the_fused_prologue(tokens: int, top_k:
     assert taken == list(range(1, last + 1))
 
 
-def test_the_fused_prologue_sorts_repeated_ids_correctly() -> None:
-    point = parameters(tokens=64, ids="one_repeat")
-    evidence = observe(point, ThreeStepModel()).evidence
-    assert (evidence["path"], evidence["rows_right"], evidence["unwritten_entries"]) == ("fused", 64, 0)
+def test_ids_of_each_kind() -> None:
+    assert (make_ids(parameters(ids="one_expert", ranks=2, rank=1)) == 64).all()
+    repeat = make_ids(parameters(ids="one_repeat", ranks=2, rank=1))
+    assert (repeat[:, 0] == repeat[:, 1]).all()
+    assert (repeat[:, 0] >= 64).all()
+    assert (make_ids(parameters(ids="sentinel"))[::2, 4:] == -1).all()
 
 
 def test_an_illegal_access_is_the_symptom_and_another_death_is_not() -> None:
     crash = Crash(Death.ILLEGAL_MEMORY_ACCESS, "CUDA error: an illegal memory access was encountered")
-    assert FAULT.judge_crash(case(), crash).verdict is CaseVerdict.REPRODUCED
-    assert FAULT.judge_crash(case(), Crash(Death.HANG, "no answer")).verdict is CaseVerdict.ERROR
+    assert FAULT.judge_crash(case(FAULT), crash).verdict is CaseVerdict.REPRODUCED
+    assert FAULT.judge_crash(case(FAULT), Crash(Death.HANG, "no answer")).verdict is CaseVerdict.ERROR
 
 
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"top_k": 9, "experts": 8}, "more than experts 8"),
-        ({"ranks": 3}, "does not divide"),
-        ({"ranks": 2, "rank": 2}, "below ranks 2"),
-        ({"finalize": "no_filling"}, "two ranks or more"),
-    ],
-)
-def test_impossible_points_are_refused(changes: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        parameters(**changes)
+class Unchecked(ThreeStepModel):
+    """Finalize of a release without a bounds check: an entry of -1 is the row before the first one."""
+
+    def finalize(
+        self, maps: Any, rows: Any, ids: Any, weights: Any, out: Any, experts: int, **_: Any
+    ) -> None:
+        tokens, top_k = ids.shape
+        at = maps.permuted_of_row.reshape(top_k, tokens).t()  # [T, K]
+        first = rows.storage_offset() // rows.shape[1]
+        buffer = rows.as_strided((rows.shape[0] + first, rows.shape[1]), rows.stride(), 0)  # [8 + R, H]
+        out[:] = (buffer[first + at].float() * weights[:, :, None]).sum(1)
 
 
-# --- Judges ----------------------------------------------------------------------------------------------
+def test_a_row_taken_from_before_the_buffer_is_a_read_out_of_bounds() -> None:
+    observation = observe(parameters(ids="one_repeat", memory="minus_one"), Unchecked())
+    assert (observation.evidence["rows_out_of_bounds"], observation.evidence["rows_wrong"]) == (300, 0)
+    judged = FAULT.judge(case(FAULT), observation)
+    assert judged.verdict is CaseVerdict.REPRODUCED
+    assert judged.figure == "reads out of bounds in 300 of 300 rows, without an error"
+    for point, code in (
+        (parameters(ids="one_repeat"), Unchecked()),
+        (parameters(tokens=30, experts=80, top_k=64), ThreeStepModel()),  # many stale rows
+    ):
+        stale = observe(point, code).evidence
+        assert (stale["rows_out_of_bounds"], stale["rows_wrong"] > 0) == (0, True)
+
+
+# --- The tier `kernel` -----------------------------------------------------------------------------------
+
+
+def test_at_the_tier_kernel_control_and_fix_are_the_installed_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def installed(device: str) -> ThreeStepModel:
+        asked.append(device)
+        return ThreeStepModel()
+
+    def verdict(subject: str, release: Any = None) -> CaseVerdict:
+        point = case(FAULT, subject, Tier.KERNEL, "cuda:0")
+        return FAULT.judge(point, FAULT.observe(point, release)).verdict
+
+    monkeypatch.setattr(FlashInferProbe, "installed", installed)
+    assert (verdict("faulty"), verdict("fixed")) == (CaseVerdict.REPRODUCED, CaseVerdict.CLEAN)
+    assert asked == ["cuda:0", "cuda:0"]
+    assert verdict("flashinfer@0.6.6", ThreeStepModel()) is CaseVerdict.REPRODUCED
+    assert len(asked) == 2
+
+
+def test_without_flashinfer_the_tier_kernel_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise KernelError("flashinfer is not installed here")
+
+    monkeypatch.setattr(flashinfer_probe, "installed_source", missing)
+    with pytest.raises(UnavailableError, match="flashinfer is not installed here"):
+        FAULT.observe(case(FAULT, "fixed", Tier.KERNEL, "cuda:0"), None)
+
+
+# --- Judges of cases -------------------------------------------------------------------------------------
 
 
 def result(subject: str, what: str, **changes: Any) -> CaseResult:
@@ -171,163 +208,64 @@ CASES = (
 DEAD = dataclasses.replace(
     result("flashinfer@0.7.2.post1", "death"), verdict=CaseVerdict.ERROR, evidence={"death": "hang"}
 )
+BESIDE = result("flashinfer@0.6.13", "rows_out_of_bounds", memory="minus_one")
+LIMITS = {"min_releases": 1, "max_cases": 0, "min_cases": 1, "max_maps": 0, "max_calls": 0}
+LIMITS |= {"max_us": 2.0, "experts": 510, "tokens": 256}
 
 
 def test_the_table_lists_each_release_and_call() -> None:
     (earlier, garbage) = sorted(FAULT.conclude(CASES)["finalize"], key=lambda row: str(row["call"]))
     assert earlier["flashinfer@0.6.6"] == earlier["flashinfer@0.7.2.post1"] == "wrong sum, no error"
-    assert (garbage["flashinfer@0.6.6"], garbage["flashinfer@0.7.2.post1"]) == (
-        "illegal access",
-        "repeat dropped",
-    )
+    figures = (garbage["flashinfer@0.6.6"], garbage["flashinfer@0.7.2.post1"])
+    assert figures == ("illegal access", "repeat dropped")
     assert FAULT.conclude([result("faulty", "rows_wrong")]) == {}
 
 
 @pytest.mark.parametrize(
-    ("judge", "limits", "cases", "verdict"),
+    ("claim", "cases", "verdict"),
     [
-        (md011.illegal_access.judge, {"min_releases": 1}, CASES, ClaimVerdict.CONFIRMED),
-        (md011.illegal_access.judge, {"min_releases": 1}, CASES[1:4], ClaimVerdict.REFUTED),
-        (md011.illegal_access.judge, {"min_releases": 1}, CASES[4:], ClaimVerdict.UNTESTED),
-        (
-            md011.illegal_access.judge,
-            {"min_releases": 1},
-            [result("flashinfer@0.6.6", "rows_out_of_bounds", memory="minus_one")],
-            ClaimVerdict.CONFIRMED,
-        ),
-        (
-            md011.bounds_check.judge,
-            {"max_cases": 0},
-            [result("flashinfer@0.6.13", "rows_out_of_bounds", memory="minus_one")],
-            ClaimVerdict.REFUTED,
-        ),
-        (md011.bounds_check.judge, {"max_cases": 0}, CASES, ClaimVerdict.CONFIRMED),
-        (
-            md011.bounds_check.judge,
-            {"max_cases": 0},
-            [*CASES, result("flashinfer@0.6.13", "death", finalize="no_filling", ranks=2)],
-            ClaimVerdict.REFUTED,
-        ),
-        (md011.bounds_check.judge, {"max_cases": 0}, CASES[:2], ClaimVerdict.UNTESTED),
-        (md011.newest_is_silent.judge, {"min_cases": 1}, CASES, ClaimVerdict.CONFIRMED),
-        (md011.newest_is_silent.judge, {"min_cases": 1}, CASES[3:], ClaimVerdict.REFUTED),
-        (md011.newest_is_silent.judge, {"min_cases": 1}, CASES[4:], ClaimVerdict.UNTESTED),
-        (md011.illegal_access.judge, {"min_releases": 1}, [DEAD], ClaimVerdict.UNTESTED),
-        (md011.illegal_access.judge, {"min_releases": 1}, [*CASES, DEAD], ClaimVerdict.CONFIRMED),
-        (md011.bounds_check.judge, {"max_cases": 0}, [DEAD], ClaimVerdict.UNTESTED),
-        (
-            md011.bounds_check.judge,
-            {"max_cases": 0},
-            [DEAD, result("flashinfer@0.6.13", "death")],
-            ClaimVerdict.REFUTED,
-        ),
-        (md011.newest_is_silent.judge, {"min_cases": 1}, [DEAD], ClaimVerdict.UNTESTED),
-        (md011.newest_is_silent.judge, {"min_cases": 1}, [*CASES, DEAD], ClaimVerdict.CONFIRMED),
+        (md011.illegal_access, CASES, CONFIRMED),
+        (md011.illegal_access, CASES[1:4], REFUTED),
+        (md011.illegal_access, CASES[4:], UNTESTED),
+        (md011.illegal_access, [BESIDE], CONFIRMED),
+        (md011.illegal_access, [DEAD], UNTESTED),
+        (md011.illegal_access, [*CASES, DEAD], CONFIRMED),
+        (md011.bounds_check, [BESIDE], REFUTED),
+        (md011.bounds_check, CASES, CONFIRMED),
+        (md011.bounds_check, [*CASES, result("flashinfer@0.6.13", "death")], REFUTED),
+        (md011.bounds_check, CASES[:2], UNTESTED),
+        (md011.bounds_check, [DEAD], UNTESTED),
+        (md011.bounds_check, [*CASES, DEAD], UNTESTED),
+        (md011.bounds_check, [DEAD, result("flashinfer@0.6.13", "death")], REFUTED),
+        (md011.newest_is_silent, CASES, CONFIRMED),
+        (md011.newest_is_silent, CASES[3:], REFUTED),
+        (md011.newest_is_silent, CASES[4:], UNTESTED),
+        (md011.newest_is_silent, [DEAD], UNTESTED),
+        (md011.newest_is_silent, [*CASES, DEAD], CONFIRMED),
     ],
 )
-def test_claims_decided_by_cases(judge: Any, limits: Mapping[str, float], cases: Any, verdict: Any) -> None:
-    assert judge(cases, (), limits).verdict is verdict
-
-
-def test_cases_that_died_for_another_reason_are_named() -> None:
-    for judge in (md011.illegal_access.judge, md011.bounds_check.judge, md011.newest_is_silent.judge):
-        judged = judge([*CASES, DEAD], (), {"min_releases": 1, "max_cases": 0, "min_cases": 1})
-        assert judged.reason.endswith("flashinfer@0.7.2.post1: 1 cases ended in another error")
-
-
-def test_the_whole_runner_is_untested_and_the_figure_describes_its_parts() -> None:
-    judged = md011.whole_runner.judge(CASES, (), {})
-    assert judged.verdict is ClaimVerdict.UNTESTED
-    assert judged.reason == (
-        "the whole cutlass_fused_moe was not built; its maps and finalize alone, all tokens on one expert, "
-        "crash: flashinfer@0.6.6 in 1 of 2 cases, flashinfer@0.7.2.post1 in 0 of 2 cases"
-    )
-    assert judged.evidence["releases"][0]["illegal access"] == 1
-    other = [result("flashinfer@0.6.6", "death", ids="one_repeat")]
-    assert str(md011.whole_runner.judge(other, (), {}).reason).endswith("nor did its maps and finalize run")
+def test_claims_decided_by_cases(claim: ClaimTest, cases: list[CaseResult], verdict: ClaimVerdict) -> None:
+    judged = by_cases(claim, LIMITS, cases)
+    assert judged.verdict is verdict
+    if DEAD in cases:
+        assert str(judged.reason).endswith("flashinfer@0.7.2.post1: 1 cases ended in another error")
 
 
 def test_a_read_beside_the_expert_rows_differs_from_a_wrong_sum() -> None:
-    judged = md011.illegal_access.judge(
-        [*CASES, result("flashinfer@0.6.8.post1", "rows_out_of_bounds", memory="minus_one")],
-        (),
-        {"min_releases": 1},
-    )
-    assert judged.reason == (
+    assert by_cases(md011.illegal_access, LIMITS, [*CASES, BESIDE]).reason == (
         "illegal accesses in flashinfer@0.6.6; rows from beside the expert rows read without an error in "
-        "flashinfer@0.6.8.post1"
+        "flashinfer@0.6.13"
     )
 
 
-class Unchecked(ThreeStepModel):
-    """Finalize of a release without a bounds check: an entry of -1 is the row before the first one."""
-
-    def finalize(
-        self, maps: Any, rows: Any, ids: Any, weights: Any, out: Any, experts: int, **_: Any
-    ) -> None:
-        tokens, top_k = ids.shape
-        at = maps.permuted_of_row.reshape(top_k, tokens).t()  # [T, K]
-        first = rows.storage_offset() // rows.shape[1]
-        buffer = rows.as_strided((rows.shape[0] + first, rows.shape[1]), rows.stride(), 0)  # [8 + R, H]
-        out[:] = (buffer[first + at].float() * weights[:, :, None]).sum(1)
-
-
-def test_a_row_taken_from_before_the_buffer_is_a_read_out_of_bounds() -> None:
-    point = parameters(ids="one_repeat", memory="minus_one")
-    observation = observe(point, Unchecked())
-    assert (observation.evidence["rows_out_of_bounds"], observation.evidence["rows_wrong"]) == (300, 0)
-    judged = FAULT.judge(case(), observation)
-    assert judged.verdict is CaseVerdict.REPRODUCED
-    assert judged.figure == "reads out of bounds in 300 of 300 rows, without an error"
-    stale = observe(parameters(ids="one_repeat"), Unchecked()).evidence
-    assert stale["rows_out_of_bounds"] == 0
-    assert stale["rows_wrong"] > 0
-
-
-def test_many_stale_rows_are_no_read_out_of_bounds() -> None:
-    point = parameters(tokens=30, experts=80, top_k=64)
-    evidence = observe(point, ThreeStepModel()).evidence
-    assert (evidence["rows_out_of_bounds"], evidence["rows_wrong"] > 0) == (0, True)
-
-
-# --- The tier `kernel` -----------------------------------------------------------------------------------
-
-
-def test_at_the_tier_kernel_control_and_fix_are_the_installed_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def installed(device: str) -> ThreeStepModel:
-        asked.append(device)
-        return ThreeStepModel()
-
-    monkeypatch.setattr(FlashInferProbe, "installed", installed)
-    verdicts = {}
-    for subject in ("faulty", "fixed"):
-        kernel_case = Case("MD011", subject, Tier.KERNEL, parameters().model_dump(), "cuda:0")
-        verdicts[subject] = FAULT.judge(kernel_case, FAULT.observe(kernel_case, None)).verdict
-    assert verdicts == {"faulty": CaseVerdict.REPRODUCED, "fixed": CaseVerdict.CLEAN}
-    assert asked == ["cuda:0", "cuda:0"]
-    release = ThreeStepModel()
-    named = Case("MD011", "flashinfer@0.6.6", Tier.KERNEL, parameters().model_dump(), "cuda:0")
-    assert FAULT.judge(named, FAULT.observe(named, release)).verdict is CaseVerdict.REPRODUCED
-    assert len(asked) == 2
-
-
-def test_without_flashinfer_or_nvcc_the_tier_kernel_is_skipped_with_a_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def missing() -> Any:
-        raise KernelError("flashinfer is not installed here")
-
-    monkeypatch.setattr(flashinfer_probe, "installed_source", missing)
-    fixed = Case("MD011", "fixed", Tier.KERNEL, parameters().model_dump(), "cuda:0")
-    with pytest.raises(UnavailableError, match="flashinfer is not installed here"):
-        FAULT.observe(fixed, None)
-    (scenario,) = load_targets(("MD011",))
-    planned = plan([scenario], Options(), {"gpu": None})[0].cases
-    kernel = [each for each in planned if each.case.tier is Tier.KERNEL and each.case.subject == "fixed"]
-    assert len(kernel) == len(scenario.points)
-    assert {each.skip for each in kernel} == {"needs an NVIDIA GPU, none is visible"}
+def test_the_whole_runner_is_untested_and_the_figure_describes_its_parts() -> None:
+    judged = by_cases(md011.whole_runner, {}, CASES)
+    assert judged.verdict is UNTESTED
+    crashes = "flashinfer@0.6.6 in 1 of 2 cases, flashinfer@0.7.2.post1 in 0 of 2 cases"
+    assert str(judged.reason).endswith(f"all tokens on one expert, crash: {crashes}")
+    assert judged.evidence["releases"][0]["illegal access"] == 1
+    other = by_cases(md011.whole_runner, {}, [result("flashinfer@0.6.6", "death", ids="one_repeat")])
+    assert str(other.reason).endswith("nor did its maps and finalize run")
 
 
 def test_an_installed_release_with_right_sums_has_no_failure_to_show() -> None:
@@ -347,54 +285,63 @@ def measured(*rows: dict[str, Any], unit: str = "flashinfer@0.6.6") -> Measureme
 
 
 SUM = {"path": "fused", "rows": 4, "rows_right": 4}
-MAP = {
-    "path": "three-step",
-    "unwritten_entries": 3,
-    "entries_as_before": 3,
-    "repeated_slots": 3,
-    "tokens": 257,
-    "top_k": 8,
-    "experts": 128,
-}
+MAP = {"path": "three-step", "tokens": 257, "top_k": 8, "experts": 128}
+MAP |= {"unwritten_entries": 3, "entries_as_before": 3, "repeated_slots": 3}
+COST = {"shape": "128 x 8", "validate_us": 1.3, "deduplicate_us": 1.4}
+DIED = Measurement("flashinfer@0.7.2.post1", Crash(Death.HANG, "no answer in 400 s"))
+SKIPPED = Measurement("installed", Skip("no nvcc"))
 
 
 @pytest.mark.parametrize(
-    ("judge", "limits", "good", "bad"),
+    ("claim", "good", "change", "irrelevant"),
     [
-        (md011.maps.judge, {"max_maps": 0}, MAP, {**MAP, "unwritten_entries": 2}),
-        (md011.maps.judge, {"max_maps": 0}, MAP, {**MAP, "entries_as_before": 0}),
-        (md011.fused.judge, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
-        (md011.fused.judge, {"max_calls": 0}, SUM, {**SUM, "path": "three-step"}),
-        (md011.distinct.judge, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
+        (md011.maps, MAP, {"unwritten_entries": 2}, {**MAP, "path": "fused"}),
+        (md011.maps, MAP, {"entries_as_before": 0}, {**MAP, "path": "fused"}),
+        (md011.fused, SUM, {"rows_right": 3}, None),
+        (md011.fused, SUM, {"path": "three-step"}, None),
+        (md011.distinct, SUM, {"rows_right": 3}, None),
         (
-            md011.guard_cost.judge,
-            {"max_us": 2.0},
-            {"shape": "128 x 8", "validate_us": 1.3, "deduplicate_us": 1.4},
-            {"shape": "128 x 8", "validate_us": 2.3, "deduplicate_us": 1.4},
-        ),
-        (
-            md011.boundary.judge,
-            {"experts": 510, "tokens": 256},
+            md011.boundary,
             {"tokens": 64, "most_experts": 510},
             {"tokens": 256, "most_experts": 254},
+            {"tokens": 257, "most_experts": 0},
         ),
     ],
 )
-def test_claims_decided_by_measurements(judge: Any, limits: Any, good: Any, bad: Any) -> None:
-    assert judge((), [measured(good)], limits).verdict is ClaimVerdict.CONFIRMED
-    assert judge((), [measured(good), measured(bad)], limits).verdict is ClaimVerdict.REFUTED
+def test_claims_decided_by_measurements(claim: ClaimTest, good: Any, change: Any, irrelevant: Any) -> None:
+    def judged(*units: Measurement) -> tuple[ClaimVerdict, str]:
+        judgement = claim.judge((), units, LIMITS)
+        return judgement.verdict, str(judgement.reason)
+
+    right, wrong = measured(good), measured({**good, **change})
+    nothing = [irrelevant] if irrelevant else []
+    assert judged(right)[0] is judged(measured(good, *nothing))[0] is CONFIRMED
+    assert judged(right, wrong)[0] is judged(wrong, DIED)[0] is REFUTED
+    assert judged(measured(*nothing))[0] is UNTESTED, "nothing of the kind was measured"
+    verdict, reason = judged(right, DIED)
+    assert verdict is UNTESTED
+    assert reason.endswith("; flashinfer@0.7.2.post1 died: no answer in 400 s")
+    verdict, reason = judged(right, SKIPPED)
+    assert verdict is CONFIRMED
+    assert reason.endswith("; installed not run: no nvcc")
+
+
+def test_the_cost_of_the_guard_is_the_slowest_shape() -> None:
+    assert md011.guard_cost.judge((), [measured(COST)], LIMITS).verdict is CONFIRMED
+    slow = measured(COST, {**COST, "validate_us": 2.3})
+    assert md011.guard_cost.judge((), [slow], LIMITS).verdict is REFUTED
 
 
 def test_the_table_of_paths_names_releases_that_differ() -> None:
     maps = [measured(MAP), measured({**MAP, "path": "fused"}, unit="flashinfer@0.6.13")]
-    evidence = md011.maps.judge((), maps, {"max_maps": 0}).evidence
+    evidence = md011.maps.judge((), maps, LIMITS).evidence
     paths = "fused: flashinfer@0.6.13; three-step: flashinfer@0.6.6"
     assert evidence["paths"] == [{"tokens": 257, "top_k": 8, "128 experts": paths}]
-    assert md011.maps.judge((), maps[:1], {"max_maps": 0}).evidence["paths"][0]["128 experts"] == "three-step"
+    assert md011.maps.judge((), maps[:1], LIMITS).evidence["paths"][0]["128 experts"] == "three-step"
 
 
 def test_calls_are_counted_by_release_and_wrong_ones_shown() -> None:
-    evidence = md011.distinct.judge((), [measured(SUM, {**SUM, "rows_right": 1})], {"max_calls": 0}).evidence
+    evidence = md011.distinct.judge((), [measured(SUM, {**SUM, "rows_right": 1})], LIMITS).evidence
     assert evidence["calls"] == [{"release": "flashinfer@0.6.6", "calls": 2, "calls_right": 1}]
     assert [row["rows_right"] for row in evidence["wrong"]] == [1]
 
@@ -403,65 +350,23 @@ def test_calls_are_counted_by_release_and_wrong_ones_shown() -> None:
     ("units", "names"),
     [
         (["flashinfer@0.6.6"], "1 named release"),
-        (["flashinfer@0.6.6", "flashinfer@0.6.13"], "2 named releases"),
-        (["flashinfer@0.6.8.post1", "installed"], "1 named release and the installed one"),
+        (
+            ["flashinfer@0.6.8.post1", "flashinfer@0.6.13", "installed"],
+            "2 named releases and the installed one",
+        ),
         (["installed"], "the installed one"),
     ],
 )
 def test_an_installed_release_is_not_counted_with_the_named_ones(units: list[str], names: str) -> None:
     """The installed release may also be a named release."""
-    rows = [measured(SUM, unit=unit) for unit in units]
-    judgement = md011.distinct.judge((), rows, {"max_calls": 0})
+    judgement = md011.distinct.judge((), [measured(SUM, unit=unit) for unit in units], LIMITS)
     assert judgement.reason == f"all rows right in {len(units)} of {len(units)} calls of {names}"
 
 
-DIED = Measurement("flashinfer@0.7.2.post1", Crash(Death.HANG, "no answer in 400 s"))
-BOUNDARY = {"tokens": 64, "most_experts": 510}
-OPEN_WITH_A_DEATH = [
-    (md011.maps.judge, {"max_maps": 0}, MAP, {**MAP, "unwritten_entries": 2}),
-    (md011.fused.judge, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
-    (md011.distinct.judge, {"max_calls": 0}, SUM, {**SUM, "rows_right": 3}),
-    (
-        md011.boundary.judge,
-        {"experts": 510, "tokens": 256},
-        BOUNDARY,
-        {**BOUNDARY, "most_experts": 9},
-    ),
-]
-
-
-@pytest.mark.parametrize(("judge", "limits", "good", "bad"), OPEN_WITH_A_DEATH)
-def test_a_release_that_died_or_did_not_run_is_named(judge: Any, limits: Any, good: Any, bad: Any) -> None:
-    judged = judge((), [measured(good), DIED], limits)
-    assert judged.verdict is ClaimVerdict.UNTESTED
-    assert "; flashinfer@0.7.2.post1 died: no answer in 400 s" in judged.reason
-    assert judge((), [measured(bad), DIED], limits).verdict is ClaimVerdict.REFUTED
-    judged = judge((), [measured(good), Measurement("installed", Skip("no nvcc"))], limits)
-    assert judged.verdict is ClaimVerdict.CONFIRMED
-    assert judged.reason.endswith("; installed not run: no nvcc")
-
-
-@pytest.mark.parametrize(
-    ("judge", "limits", "rows"),
-    [
-        (md011.maps.judge, {"max_maps": 0}, [{**MAP, "path": "fused"}]),
-        (md011.fused.judge, {"max_calls": 0}, []),
-        (md011.distinct.judge, {"max_calls": 0}, []),
-        (
-            md011.boundary.judge,
-            {"experts": 510, "tokens": 256},
-            [{"tokens": 257, "most_experts": 0}],
-        ),
-    ],
-)
-def test_without_such_rows_nothing_is_confirmed(judge: Any, limits: Any, rows: Any) -> None:
-    assert judge((), [measured(*rows)], limits).verdict is ClaimVerdict.UNTESTED
-
-
-@pytest.mark.parametrize("judge", [md011.fused.judge, md011.distinct.judge])
-def test_an_illegal_access_in_sums_refutes(judge: Any) -> None:
+@pytest.mark.parametrize("claim", [md011.fused, md011.distinct])
+def test_an_illegal_access_in_sums_refutes(claim: ClaimTest) -> None:
     crash = Measurement("flashinfer@0.6.6", Crash(Death.ILLEGAL_MEMORY_ACCESS, "CUDA error"))
-    assert judge((), [measured(SUM), crash], {"max_calls": 0}).verdict is ClaimVerdict.REFUTED
+    assert claim.judge((), [measured(SUM), crash], LIMITS).verdict is REFUTED
 
 
 @pytest.mark.parametrize(
@@ -483,16 +388,7 @@ def test_sums_are_measured_on_the_code_of_the_release(
     assert all(row["rows_right"] == row["rows"] > 0 for row in rows)
 
 
-def test_too_many_tokens_for_the_fused_prologue_leave_the_boundary_untested() -> None:
-    rows = [{"tokens": 64, "most_experts": 510}, {"tokens": 257, "most_experts": 0}]
-    judged = md011.boundary.judge((), [measured(*rows)], {"experts": 510, "tokens": 256})
-    assert judged.verdict is ClaimVerdict.CONFIRMED
-
-
-def test_ids_of_each_kind() -> None:
-    torch.manual_seed(0)
-    assert (make_ids(parameters(ids="one_expert", ranks=2, rank=1)) == 64).all()
-    repeat = make_ids(parameters(ids="one_repeat", ranks=2, rank=1))
-    assert (repeat[:, 0] == repeat[:, 1]).all()
-    assert (repeat[:, 0] >= 64).all()
-    assert (make_ids(parameters(ids="sentinel"))[::2, 4:] == -1).all()
+def test_the_boundary_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab, "_load", lambda unit, device, sources: ThreeStepModel())
+    most = {row["tokens"]: row["most_experts"] for row in lab.boundary("flashinfer@0.6.6", "cpu", {})}
+    assert most == {1: 510, 32: 510, 64: 510, 128: 510, 129: 254, 256: 254, 257: 0}
