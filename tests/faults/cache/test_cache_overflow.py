@@ -7,26 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
+from fault_cases import case, run
 
 from moedoctor.faults.cache import cache_overflow as claims
 from moedoctor.faults.cache.cache_overflow import CacheOverflowFault, CacheOverflowParameters
 from moedoctor.faults.cache.cache_overflow_lab import Layer, Prefill, grouped, measure
-from moedoctor.interfaces import ClaimJudgement, Measurement
+from moedoctor.interfaces import ClaimTest, Measurement
 from moedoctor.reference.expert_cache import Problem
-from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier
+from moedoctor.results import CaseVerdict, ClaimVerdict, Observation
 
 torch.set_num_threads(1)
 
 
-def case(subject: str, **given: Any) -> Case:
-    return Case("MD007", subject, Tier.MODEL, CacheOverflowParameters(**given).model_dump())
-
-
-def observed(subject: str, **given: Any) -> Observation:
-    return CacheOverflowFault().observe(case(subject, **given), None)
-
-
+FAULT = CacheOverflowFault()
 POINTS = [
     {"experts": 8, "capacity": 2, "top_k": 2, "tokens": 16},
     {"experts": 8, "capacity": 7, "top_k": 2, "tokens": 32},
@@ -37,21 +30,16 @@ POINTS = [
 
 @pytest.mark.parametrize("point", POINTS, ids=str)
 def test_the_control_is_wrong_and_silent_and_the_fix_refuses_or_is_right(point: dict[str, Any]) -> None:
-    fault = CacheOverflowFault()
-    faulty, fixed = observed("faulty", **point), observed("fixed", **point)
-    assert fault.judge(case("faulty", **point), faulty).verdict is CaseVerdict.REPRODUCED
-    assert faulty.evidence["wrong_rows"] > 0
-    assert faulty.evidence["dropped_experts"] > 0
-    assert faulty.evidence["message"] is None
-    assert fault.judge(case("fixed", **point), fixed).verdict is CaseVerdict.CLEAN
-    assert fixed.evidence["worst_error"] < 1e-4
-    assert fixed.evidence["groups"] >= 2
-
-
-def test_the_error_names_the_needed_and_available_slots() -> None:
-    fixed = observed("fixed", **POINTS[0]).evidence
+    judged, faulty = run(FAULT, "faulty", **point)
+    assert (judged.verdict, faulty["message"]) == (CaseVerdict.REPRODUCED, None)
+    assert faulty["wrong_rows"] > 0
+    assert faulty["dropped_experts"] > 0
+    judged, fixed = run(FAULT, "fixed", **point)
+    assert judged.verdict is CaseVerdict.CLEAN
+    assert fixed["worst_error"] < 1e-4
+    assert fixed["groups"] >= 2
     assert f"needs {fixed['needed']} experts" in fixed["message"]
-    assert "2 slots" in fixed["message"]
+    assert f"{point['capacity']} slots" in fixed["message"]
 
 
 def silent(problem: Problem, capacity: int) -> Layer:
@@ -74,31 +62,11 @@ def without_the_last_group(problem: Problem, capacity: int) -> Layer:
 @pytest.mark.parametrize("make", [silent, without_the_last_group])
 def test_the_judge_notices_silence_and_a_lost_group(make: Callable[[Problem, int], Layer]) -> None:
     observation = measure(CacheOverflowParameters(**POINTS[0]), "cpu", make)
-    judgement = CacheOverflowFault().judge(case("fixed", **POINTS[0]), observation)
-    assert judgement.verdict is CaseVerdict.REPRODUCED
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"experts": 8, "capacity": 8, "top_k": 2}, {"tokens": 1, "capacity": 8, "top_k": 8}, {"top_k": 200}],
-    ids=str,
-)
-def test_a_call_that_fits_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        CacheOverflowParameters(**{"experts": 128, **given})
-
-
-def judge(key: str, evidence: dict[str, Any], **limits: float) -> ClaimJudgement:
-    test = next(claim for claim in CacheOverflowFault.claims if claim.key == key)
-    return test.judge([], [Measurement("", Observation(evidence))], limits)
-
-
-def judged(key: str, evidence: dict[str, Any], **limits: float) -> ClaimVerdict:
-    return judge(key, evidence, **limits).verdict
+    assert FAULT.judge(case(FAULT, "fixed", **POINTS[0]), observation).verdict is CaseVerdict.REPRODUCED
 
 
 def test_every_claim_is_measured_for_any_subjects() -> None:
-    assert all(test.units(["faulty", "fixed"]) for test in CacheOverflowFault.claims)
+    assert all(test.units(["faulty", "fixed"]) for test in FAULT.claims)
 
 
 def overheads(*values: float) -> dict[str, Any]:
@@ -115,41 +83,45 @@ def overheads(*values: float) -> dict[str, Any]:
     return {"kernel": "k", "experts": 128, "rows": rows}
 
 
-def test_the_cost_of_groups_must_match_the_claim_within_the_tolerance() -> None:
-    assert judged("group_cost", overheads(0.07, 0.13, 0.36), tolerance=0.05) is ClaimVerdict.CONFIRMED
-    assert judged("group_cost", overheads(0.07, 0.13, 0.45), tolerance=0.05) is ClaimVerdict.REFUTED
-    assert judged("group_cost", overheads(0.0, 0.13, 0.36), tolerance=0.05) is ClaimVerdict.REFUTED
+def transfers(*shares: float) -> dict[str, Any]:
+    rows = [{"way": "w", "gigabytes_per_second": 48.0, "transfer_share": share} for share in shares]
+    return {"rows": rows, "pinned_gigabytes_per_second": 50.0}
+
+
+LIMITS = {"tolerance": 0.05, "min_share": 0.9}
+LIMITS |= {"max_overhead_2": 0.04, "max_overhead_4": 0.1, "max_overhead_8": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("claim", "evidence", "verdict"),
+    [
+        (claims.group_cost, overheads(0.07, 0.13, 0.36), ClaimVerdict.CONFIRMED),
+        (claims.group_cost, overheads(0.07, 0.13, 0.45), ClaimVerdict.REFUTED),
+        (claims.group_cost, overheads(0.0, 0.13, 0.36), ClaimVerdict.REFUTED),
+        (claims.our_group_cost, overheads(0.03, 0.09, 0.2), ClaimVerdict.CONFIRMED),
+        (claims.our_group_cost, overheads(0.03, 0.11, 0.2), ClaimVerdict.REFUTED),
+        (claims.cold_swap, transfers(0.95, 0.92), ClaimVerdict.CONFIRMED),
+        (claims.cold_swap, transfers(0.95, 0.6), ClaimVerdict.REFUTED),
+    ],
+)
+def test_claims(claim: ClaimTest, evidence: dict[str, Any], verdict: ClaimVerdict) -> None:
+    assert claim.judge((), [Measurement("", Observation(evidence))], LIMITS).verdict is verdict
 
 
 def test_graph_replays_decide_and_the_other_times_are_shown() -> None:
-    judgement = judge("group_cost", overheads(0.07, 0.13, 0.36), tolerance=0.05)
+    measurement = Measurement("", Observation(overheads(0.07, 0.13, 0.36)))
+    judgement = claims.group_cost.judge((), [measurement], LIMITS)
     assert judgement.reason is not None
     assert judgement.reason.startswith("2 groups +7.0%, 4 groups +13.0%, 8 groups +36.0% with k, 128 experts")
     assert "eager calls by the wall clock 2 groups +307.0%, 4 groups +313.0%" in judgement.reason
     assert "A further group adds 200, 400, 800 µs (eager 230, 430, 830)" in judgement.reason
     # 6, 15 and 35 % of the PR's call of 6.5 ms, over 1, 3 and 7 further groups.
     assert "the PR's 390, 325, 325 µs" in judgement.reason
-    assert [row["pr_us_a_further_group"] for row in judgement.evidence["rows"]] == pytest.approx(
-        [390, 325, 325]
-    )
+    by_group = [row["pr_us_a_further_group"] for row in judgement.evidence["rows"]]
+    assert by_group == pytest.approx([390, 325, 325])
 
 
 def test_the_judge_reads_the_columns_that_the_bench_writes() -> None:
     from moedoctor.bench.cache.groups import EAGER
 
     assert claims.EAGER == EAGER
-
-
-def test_each_number_of_our_groups_has_its_limit() -> None:
-    limits = {"max_overhead_2": 0.04, "max_overhead_4": 0.1, "max_overhead_8": 0.25}
-    assert judged("our_group_cost", overheads(0.03, 0.09, 0.2), **limits) is ClaimVerdict.CONFIRMED
-    assert judged("our_group_cost", overheads(0.03, 0.11, 0.2), **limits) is ClaimVerdict.REFUTED
-
-
-def test_a_cold_swap_is_bound_by_the_bus_if_it_is_mostly_transfer() -> None:
-    def evidence(share: float) -> dict[str, Any]:
-        row = {"way": "w", "gigabytes_per_second": 48.0, "transfer_share": share}
-        return {"rows": [{**row, "transfer_share": 0.95}, row], "pinned_gigabytes_per_second": 50.0}
-
-    assert judged("cold_swap", evidence(0.92), min_share=0.9) is ClaimVerdict.CONFIRMED
-    assert judged("cold_swap", evidence(0.6), min_share=0.9) is ClaimVerdict.REFUTED

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fault_cases import by_rows
 
 from moedoctor.entries import builtin_folder
 from moedoctor.faults.cache import engine_claims as claims
-from moedoctor.interfaces import ClaimTest, Measurement
-from moedoctor.results import ClaimVerdict, Observation
+from moedoctor.interfaces import ClaimTest
+from moedoctor.results import ClaimVerdict
 from moedoctor.scenario.targets import load_targets
 
-ALL = {"min_share": 1.0}
 CELL = {
     "backend": "BF16 TRITON",
     "mode": "eager",
@@ -44,12 +44,12 @@ EIGHT = {"batch": 8, "sequences_as_with_all": 5}
 EVERY = {"slots": 128, "engine": "resident", "hit_rate": None, "optimum_hit_rate": None}
 
 
-def judged(claim: ClaimTest, *rows: dict[str, Any], limits: dict[str, float] = ALL) -> Any:
-    return claim.judge((), [Measurement("", Observation({"rows": list(rows)}))], limits)
+def judged(claim: ClaimTest, *rows: dict[str, Any], limit: float = 1.0) -> Any:
+    return by_rows(claim, {"min_share": limit}, *rows)
 
 
-def verdict(claim: ClaimTest, *rows: dict[str, Any], limits: dict[str, float] = ALL) -> ClaimVerdict:
-    return claim.judge((), [Measurement("", Observation({"rows": list(rows)}))], limits).verdict
+def verdict(claim: ClaimTest, *rows: dict[str, Any], limit: float = 1.0) -> ClaimVerdict:
+    return by_rows(claim, {"min_share": limit}, *rows).verdict
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,13 @@ def test_an_engine_that_starts_has_not_refused() -> None:
 
 
 def test_the_profile_must_find_what_is_saved() -> None:
-    limits = {"min_share": 0.95}
     little = {**WITH, "kv_cache_bytes": WITHOUT["kv_cache_bytes"] + (9 << 26)}
     nothing = {**WITH, "saved_bytes": 0}
-    assert verdict(claims.engine_memory, WITHOUT, WITH, limits=limits) is ClaimVerdict.CONFIRMED
-    assert verdict(claims.engine_memory, WITHOUT, little, limits=limits) is ClaimVerdict.REFUTED
-    assert verdict(claims.engine_memory, WITHOUT, nothing, limits=limits) is ClaimVerdict.REFUTED
+    assert verdict(claims.engine_memory, WITHOUT, WITH, limit=0.95) is ClaimVerdict.CONFIRMED
+    assert verdict(claims.engine_memory, WITHOUT, little, limit=0.95) is ClaimVerdict.REFUTED
+    assert verdict(claims.engine_memory, WITHOUT, nothing, limit=0.95) is ClaimVerdict.REFUTED
     died = {"slots": 8, "error": "died"}
-    assert verdict(claims.engine_memory, WITHOUT, died, limits=limits) is ClaimVerdict.UNTESTED
+    assert verdict(claims.engine_memory, WITHOUT, died, limit=0.95) is ClaimVerdict.UNTESTED
 
 
 @pytest.mark.parametrize("change", [{"sequences_as_with_all": 0}, {"engine": "host"}])

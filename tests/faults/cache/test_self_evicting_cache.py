@@ -7,29 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
+from fault_cases import by_rows, case, claim_of, run
 
 from moedoctor.faults.cache import self_evicting_cache_lab as lab
 from moedoctor.faults.cache.self_evicting_cache import SelfEvictingCache, SelfEvictingCacheParameters
 from moedoctor.fixes.eviction import SlotTable
 from moedoctor.interfaces import Measurement
 from moedoctor.reference.expert_cache import Problem
-from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier
+from moedoctor.results import CaseVerdict, ClaimVerdict
 from moedoctor.trace.format import save
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 torch.set_num_threads(1)
 
 
-def case(subject: str, **given: Any) -> Case:
-    parameters = SelfEvictingCacheParameters(**{"calls": 200, "computed": 16, **given})
-    return Case("MD006", subject, Tier.MODEL, parameters.model_dump())
-
-
-def observed(subject: str, **given: Any) -> Observation:
-    return SelfEvictingCache().observe(case(subject, **given), None)
-
-
+FAULT = SelfEvictingCache()
+SHORT = {"calls": 200, "computed": 16}
 POINTS = [
     {"experts": 8, "capacity": 2, "top_k": 2},
     {"experts": 32, "capacity": 8, "top_k": 8},
@@ -41,21 +34,21 @@ POINTS = [
 
 @pytest.mark.parametrize("point", POINTS, ids=str)
 def test_the_control_is_wrong_in_bookkeeping_and_output_and_the_fix_in_neither(point: dict[str, Any]) -> None:
-    fault = SelfEvictingCache()
-    faulty, fixed = observed("faulty", **point), observed("fixed", **point)
-    assert fault.judge(case("faulty", **point), faulty).verdict is CaseVerdict.REPRODUCED
-    assert faulty.evidence["wrong_calls"] > 0
-    assert faulty.evidence["wrong_outputs"] > 0
-    assert faulty.evidence["worst_error"] > 0.1
-    assert fault.judge(case("fixed", **point), fixed).verdict is CaseVerdict.CLEAN
-    assert (fixed.evidence["wrong_calls"], fixed.evidence["wrong_outputs"]) == (0, 0)
-    assert fixed.evidence["worst_error"] < 1e-4
-    assert fixed.evidence["hit_rate"] <= fixed.evidence["belady_hit_rate"]
+    judged, faulty = run(FAULT, "faulty", **SHORT | point)
+    assert judged.verdict is CaseVerdict.REPRODUCED
+    assert faulty["wrong_calls"] > 0
+    assert faulty["wrong_outputs"] > 0
+    assert faulty["worst_error"] > 0.1
+    judged, fixed = run(FAULT, "fixed", **SHORT | point)
+    assert judged.verdict is CaseVerdict.CLEAN
+    assert (fixed["wrong_calls"], fixed["wrong_outputs"]) == (0, 0)
+    assert fixed["worst_error"] < 1e-4
+    assert fixed["hit_rate"] <= fixed["belady_hit_rate"]
 
 
 def test_the_same_calls_are_computed_for_both_and_wrong_ones_are_among_them() -> None:
-    point = {"experts": 64, "capacity": 16, "top_k": 8, "calls": 500}
-    faulty, fixed = observed("faulty", **point).evidence, observed("fixed", **point).evidence
+    point = {"experts": 64, "capacity": 16, "top_k": 8, "calls": 500, "computed": 16}
+    faulty, fixed = (run(FAULT, subject, **point)[1] for subject in ("faulty", "fixed"))
     assert faulty["computed"] == fixed["computed"]
     assert 0 < faulty["wrong_calls"] < 50, "rare here, so that choosing calls matters"
     assert faulty["wrong_outputs"] == min(8, faulty["wrong_calls"])
@@ -73,18 +66,15 @@ def wrong_weights(parameters: SelfEvictingCacheParameters, problem: Problem) -> 
 
 
 def test_a_wrong_output_counts_even_if_the_bookkeeping_is_right() -> None:
-    given = case("faulty", experts=8, capacity=8, top_k=2, calls=50, computed=8)
-    observation = lab.measure(SelfEvictingCacheParameters(**given.parameters), "cpu", wrong_weights)
+    point = case(FAULT, experts=8, capacity=8, top_k=2, calls=50, computed=8)
+    observation = lab.measure(SelfEvictingCacheParameters(**point.parameters), "cpu", wrong_weights)
     assert observation.evidence["wrong_calls"] == 0
-    assert SelfEvictingCache().judge(given, observation).verdict is CaseVerdict.REPRODUCED
+    assert FAULT.judge(point, observation).verdict is CaseVerdict.REPRODUCED
 
 
-def test_parameters_that_cannot_show_the_fault_are_refused() -> None:
-    for given in ({"top_k": 9, "capacity": 8}, {"capacity": 200}, {"calls": 4, "computed": 8}, {"slots": 3}):
-        with pytest.raises(ValidationError):
-            SelfEvictingCacheParameters(**given)
+def test_calls_that_need_more_experts_than_slots_are_refused() -> None:
     with pytest.raises(ValueError, match="MD007"):
-        observed("fixed", experts=32, capacity=4, top_k=4, tokens=8)
+        run(FAULT, "fixed", experts=32, capacity=4, top_k=4, tokens=8)
 
 
 @pytest.fixture
@@ -98,10 +88,10 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("shipped")
 def test_the_shipped_trace_can_be_the_routing() -> None:
-    point = {"routing": "trace", "experts": 32, "capacity": 4, "top_k": 4, "calls": 90}
-    assert observed("faulty", **point).evidence["wrong_calls"] > 0
+    point = {"routing": "trace", "experts": 32, "capacity": 4, "top_k": 4, "calls": 90, "computed": 16}
+    assert run(FAULT, **point)[1]["wrong_calls"] > 0
     with pytest.raises(ValueError, match="32 experts and top-4"):
-        observed("faulty", **{**point, "experts": 64})
+        run(FAULT, **{**point, "experts": 64})
 
 
 @pytest.mark.usefixtures("shipped")
@@ -109,20 +99,11 @@ def test_the_shipped_trace_can_be_the_routing() -> None:
 def test_claims_are_measured_and_judged(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "_GRID", ((16, 4, 4), (16, 4, 8), (64, 4, 16)))
     monkeypatch.setattr(lab, "_CALLS", 200)
-    test = next(claim for claim in SelfEvictingCache.claims if claim.key == key)
+    test = claim_of(FAULT, key)
     assert test.measure is not None
     measurement = Measurement("", test.measure("", "cpu", {}))
     limits = dict.fromkeys(test.thresholds, 0.0)
     assert test.judge([], [measurement], limits).verdict in (ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED)
-
-
-def judged(
-    key: str, rows: list[dict[str, Any]], all_layers: list[dict[str, Any]] | None = None, **limits: float
-) -> tuple[ClaimVerdict, str]:
-    test = next(claim for claim in SelfEvictingCache.claims if claim.key == key)
-    evidence = {"rows": rows, "calls": 1, "all_layers": all_layers or []}
-    judgement = test.judge([], [Measurement("", Observation(evidence))], limits)
-    return judgement.verdict, judgement.reason or ""
 
 
 def share(slots: int, wrong: float, ours: float = 0.0) -> dict[str, Any]:
@@ -130,50 +111,48 @@ def share(slots: int, wrong: float, ours: float = 0.0) -> dict[str, Any]:
     return {"experts": 64, "top_k": 8, "slots": slots, "pr_share": wrong, **rest}
 
 
-def test_the_share_of_wrong_calls_decides() -> None:
-    limits = {"min_share_tight": 0.5, "max_share_ample": 0.01}
-    assert judged("wrong_share", [share(8, 0.8), share(32, 0.0)], **limits)[0] is ClaimVerdict.CONFIRMED
-    assert judged("wrong_share", [share(8, 0.4), share(32, 0.0)], **limits)[0] is ClaimVerdict.REFUTED
-    assert judged("wrong_share", [share(8, 0.8), share(32, 0.1)], **limits)[0] is ClaimVerdict.REFUTED
-    wrong_ours = [share(8, 0.8, ours=0.1), share(32, 0.0)]
-    assert judged("wrong_share", wrong_ours, **limits)[0] is ClaimVerdict.REFUTED
-
-
 def rates(lfru_8: float, lru_16: float) -> dict[str, Any]:
     return {"trace": "t", "lfru_8": lfru_8, "belady_8": 0.4, "lru_16": lru_16, "belady_16": 0.6}
 
 
-def test_half_the_slots_must_do_better_on_every_trace() -> None:
-    assert (
-        judged("lfru_at_half", [rates(0.3, 0.2), rates(0.3, 0.25)], min_gain=0.0)[0] is ClaimVerdict.CONFIRMED
-    )
-    verdict, reason = judged("lfru_at_half", [rates(0.3, 0.2), rates(0.3, 0.5)], min_gain=0.0)
-    assert verdict is ClaimVerdict.REFUTED
-    assert "On 1 of 2 traces not even the optimum" in reason
+def times(slots: int, ratio: float) -> dict[str, Any]:
+    hits = {"lfru_hit_rate": 0.5, "lru_hit_rate": 0.4, "belady_hit_rate": 0.6, "lfru_wrong": 0.8}
+    return {"slots": slots, "lru_over_lfru_time": ratio, **hits}
 
 
-def layer(index: int, gain: float) -> dict[str, Any]:
+def layers(*gains: float) -> list[dict[str, Any]]:
     alone = {"lru_layer": 0.5, "lfru_layer": 0.5, "lfru_global": 0.5, "belady_layer": 0.6}
-    return {"slots": 8, "layer": index, "lru_global": 0.5 + gain, **alone}
+    return [
+        {"slots": 8, "layer": index, "lru_global": 0.5 + gain, **alone} for index, gain in enumerate(gains)
+    ]
 
 
 ALL_LAYERS = [{"slots": 8, "lru_layer": 0.5, "lru_global": 0.51, "belady_layer": 0.61, "belady_global": 0.72}]
 
 
-def test_a_monopoly_is_what_early_layers_gain_and_late_ones_lose() -> None:
-    def verdict(rows: list[dict[str, Any]]) -> ClaimVerdict:
-        return judged("lru_monopoly", rows, ALL_LAYERS, min_tilt=0.05)[0]
-
-    unfair = [layer(0, 0.2), layer(1, 0.0), layer(2, -0.2)]
-    assert verdict(unfair) is ClaimVerdict.CONFIRMED
-    assert verdict([layer(0, 0.1), layer(1, 0.1), layer(2, 0.1)]) is ClaimVerdict.REFUTED
-    assert verdict(unfair[::-1]) is ClaimVerdict.REFUTED
+LIMITS = {"min_share_tight": 0.5, "max_share_ample": 0.01, "min_gain": 0.05, "min_tilt": 0.05}
 
 
-def test_each_scope_is_shown_beside_its_own_optimum() -> None:
-    _, reason = judged("lru_monopoly", [layer(index, 0.0) for index in range(3)], ALL_LAYERS, min_tilt=0.05)
-    assert "LRU 50.0% with a cache a layer, of at most 61.0%" in reason
-    assert "51.0% with one for all, of at most 72.0%" in reason
+@pytest.mark.parametrize(
+    ("key", "rows", "confirmed", "words"),
+    [
+        ("wrong_share", [share(8, 0.8), share(32, 0.0)], True, "80% to 80% of calls wrong"),
+        ("wrong_share", [share(8, 0.4), share(32, 0.0)], False, ""),
+        ("wrong_share", [share(8, 0.8), share(32, 0.1)], False, ""),
+        ("wrong_share", [share(8, 0.8, ours=0.1), share(32, 0.0)], False, ""),
+        ("lfru_at_half", [rates(0.3, 0.2), rates(0.3, 0.24)], True, ""),
+        ("lfru_at_half", [rates(0.3, 0.2), rates(0.3, 0.5)], False, "On 1 of 2 traces not even the optimum"),
+        ("lru_monopoly", layers(0.2, 0.0, -0.2), True, "50.0% with a cache a layer, of at most 61.0%"),
+        ("lru_monopoly", layers(0.1, 0.1, 0.1), False, "51.0% with one for all, of at most 72.0%"),
+        ("lru_monopoly", layers(-0.2, 0.0, 0.2), False, ""),
+        ("lfru_speed", [times(8, 1.08), times(16, 1.06)], True, "8 slots: +8.0%"),
+        ("lfru_speed", [times(8, 1.08), times(16, 1.01)], False, ""),
+    ],
+)
+def test_the_worst_row_decides(key: str, rows: list[dict[str, Any]], confirmed: bool, words: str) -> None:
+    judgement = by_rows(claim_of(FAULT, key), LIMITS, *rows, calls=1, all_layers=ALL_LAYERS)
+    assert judgement.verdict is (ClaimVerdict.CONFIRMED if confirmed else ClaimVerdict.REFUTED)
+    assert words in str(judgement.reason)
 
 
 @pytest.mark.usefixtures("shipped")
@@ -187,11 +166,3 @@ def test_no_rate_is_above_the_optimum_of_its_scope() -> None:
         assert sum(row["lru_global"] for row in rows) / len(rows) == pytest.approx(total["lru_global"])
         assert all("belady_layer" in row and "belady_global" not in row for row in rows)
     assert evidence["all_layers"][0]["belady_global"] > evidence["all_layers"][0]["belady_layer"]
-
-
-def test_the_speed_claim_is_judged_by_the_slowest_gain() -> None:
-    row = {"lfru_hit_rate": 0.5, "lru_hit_rate": 0.4, "belady_hit_rate": 0.6, "lfru_wrong": 0.8}
-    rows = [{"slots": 8, "lru_over_lfru_time": 1.08, **row}, {"slots": 16, "lru_over_lfru_time": 1.06, **row}]
-    assert judged("lfru_speed", rows, min_gain=0.05)[0] is ClaimVerdict.CONFIRMED
-    rows[1]["lru_over_lfru_time"] = 1.01
-    assert judged("lfru_speed", rows, min_gain=0.05)[0] is ClaimVerdict.REFUTED

@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from pydantic import ValidationError
+from fault_cases import by_rows, run
 
-from moedoctor.faults.cache.workspace_aliasing import (
-    RESULTS,
-    WorkspaceAliasing,
-    WorkspaceAliasingParameters,
-    modular_kernel,
-)
+from moedoctor.faults.cache.workspace_aliasing import RESULTS, WorkspaceAliasing, modular_kernel
 from moedoctor.faults.cache.workspace_aliasing_lab import Call, shared_workspace
-from moedoctor.interfaces import Measurement
 from moedoctor.reference.expert_cache import Problem
 from moedoctor.reference.moe import MoeWeights, forward
-from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier
+from moedoctor.results import CaseVerdict, ClaimVerdict
 
+FAULT = WorkspaceAliasing()
 torch.set_num_threads(1)
-
-
-def case(subject: str, **given: Any) -> Case:
-    parameters = WorkspaceAliasingParameters(**{"experts": 16, "top_k": 4, "tokens": 8, **given})
-    return Case("MD019", subject, Tier.MODEL, parameters.model_dump())
 
 
 @pytest.mark.parametrize("alias", ["sum", "results", "input"])
 @pytest.mark.parametrize("groups", [2, 4])
 def test_the_control_is_wrong_and_the_fix_is_not(alias: str, groups: int) -> None:
-    fault, given = WorkspaceAliasing(), {"alias": alias, "groups": groups}
-    faulty, fixed = (fault.observe(case(subject, **given), None) for subject in ("faulty", "fixed"))
-    assert fault.judge(case("faulty", **given), faulty).verdict is CaseVerdict.REPRODUCED
-    assert faulty.evidence["same_memory"] == groups
-    assert fault.judge(case("fixed", **given), fixed).verdict is CaseVerdict.CLEAN
-    assert fixed.evidence["worst_error"] < 1e-4
-    assert fixed.evidence["calls"] == groups
+    point = {"alias": alias, "groups": groups, "experts": 16, "top_k": 4, "tokens": 8}
+    judged, faulty = run(FAULT, "faulty", **point)
+    assert (judged.verdict, faulty["same_memory"]) == (CaseVerdict.REPRODUCED, groups)
+    judged, fixed = run(FAULT, "fixed", **point)
+    assert (judged.verdict, fixed["calls"]) == (CaseVerdict.CLEAN, groups)
+    assert fixed["worst_error"] < 1e-4
 
 
 def call(alias: str, groups: int) -> Call:
@@ -75,12 +62,6 @@ def test_groups_divide_the_ids_and_lose_none() -> None:
     assert sum(int((part >= 0).sum()) for part in task.parts) == task.topk_ids.numel()
 
 
-@pytest.mark.parametrize("given", [{"groups": 3}, {"top_k": 17}, {"groups": 1}, {"alias": "output"}], ids=str)
-def test_bad_points_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        case("faulty", **given)
-
-
 @pytest.mark.parametrize(("wrong", "verdict"), [(0, ClaimVerdict.REFUTED), (64, ClaimVerdict.CONFIRMED)])
 def test_the_claim_is_judged_by_the_returned_output(wrong: int, verdict: ClaimVerdict) -> None:
     returned, before = RESULTS
@@ -88,8 +69,7 @@ def test_the_claim_is_judged_by_the_returned_output(wrong: int, verdict: ClaimVe
         {"what": returned, "groups": 2, "wrong_rows": wrong, "rows": 64},
         {"what": before, "groups": 2, "wrong_rows": 64, "rows": 64},
     ]
-    measurements = [Measurement("installed", Observation({"rows": rows}))]
-    judgement = modular_kernel.judge([], measurements, {"min_share": 0.5})
+    judgement = by_rows(modular_kernel, {"min_share": 0.5}, *rows)
     assert judgement.verdict is verdict
     assert f"{wrong} of 64" in (judgement.reason or "")
     assert modular_kernel.units(["faulty", "fixed"]) == []

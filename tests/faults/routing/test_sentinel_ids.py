@@ -10,6 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+from fault_cases import by_rows, case, run
 from hypothesis import given, settings
 
 from moedoctor.faults.routing import sentinel_ids as md016
@@ -18,15 +19,10 @@ from moedoctor.faults.routing.sentinel_ids import SentinelIds, SentinelIdsParame
 from moedoctor.faults.routing.sentinel_ids_lab import FAULTY, make_batch, observe
 from moedoctor.fixes.expert_ids import local_ids, without_sentinels
 from moedoctor.interfaces import Measurement
-from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Crash, Death, Observation, Skip, Tier
+from moedoctor.results import CaseVerdict, ClaimVerdict, Crash, Death, Observation, Skip
 from moedoctor.upstream.releases.installed import installed_release
 
 FAULT = SentinelIds()
-DEFAULT = SentinelIdsParameters().model_dump()
-
-
-def parameters(**changes: Any) -> SentinelIdsParameters:
-    return SentinelIdsParameters.model_validate({**DEFAULT, **changes})
 
 
 points = st.fixed_dictionaries(
@@ -47,34 +43,24 @@ points = st.fixed_dictionaries(
 def test_the_fix_is_always_right_and_the_control_wrong_if_it_can_be(point: dict, use: str) -> None:
     if use != "expert_map":
         point = {**point, "ranks": 1}
-    verdicts = {}
-    for subject in ("faulty", "fixed"):
-        case = Case("MD016", subject, Tier.MODEL, parameters(use=use, **point).model_dump())
-        verdicts[subject] = FAULT.judge(case, FAULT.observe(case, None)).verdict
     # The first of four ranks does not have the expert that -1 wraps to.
     expected = CaseVerdict.CLEAN if point["ranks"] == 4 else CaseVerdict.REPRODUCED
-    assert verdicts == {"faulty": expected, "fixed": CaseVerdict.CLEAN}
+    assert run(FAULT, "faulty", use=use, **point)[0].verdict is expected
+    assert run(FAULT, "fixed", use=use, **point)[0].verdict is CaseVerdict.CLEAN
 
 
 def test_minus_one_wraps_to_the_last_expert() -> None:
-    batch = make_batch(parameters())
+    batch = make_batch(SentinelIdsParameters())
     used = FAULTY["expert_map"](batch)
     assert (used.experts[batch.ids < 0] == 31).all()
-    evidence = observe(parameters(), used).evidence
+    evidence = observe(SentinelIdsParameters(), used).evidence
     assert (evidence["empty_slots"], evidence["empty_slots_given_to_an_expert"]) == (64, 64)
     assert evidence["expert"] == 31
 
 
 def test_empty_slots_of_weight_zero_are_noticed_too() -> None:
-    case = Case("MD016", "faulty", Tier.MODEL, DEFAULT)
-    evidence = {
-        "rows": 4,
-        "rows_wrong": 0,
-        "empty_slots": 2,
-        "empty_slots_given_to_an_expert": 2,
-        "expert": 7,
-    }
-    judged = FAULT.judge(case, Observation(evidence))
+    evidence = {"rows": 4, "rows_wrong": 0, "empty_slots_given_to_an_expert": 2, "expert": 7}
+    judged = FAULT.judge(case(FAULT), Observation(evidence))
     assert (judged.verdict, judged.figure) == (CaseVerdict.REPRODUCED, "2 empty slots go to expert 7")
 
 
@@ -195,11 +181,6 @@ def test_our_path_is_measured_with_the_ids_that_the_unit_names(
     assert "vllm" not in figures_of_unit
 
 
-def test_without_slots_the_alignment_is_untested() -> None:
-    nothing = Measurement("moe_align_block_size", Observation({"rows": []}))
-    assert md016.alignment.judge((), [nothing], {"max_slots": 0}).verdict is ClaimVerdict.UNTESTED
-
-
 @pytest.mark.parametrize(("text", "word"), [("def remap_topk_to_local(): ...", "with"), ("", "before")])
 def test_the_installed_release_is_recognised_by_its_sources(
     text: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -217,32 +198,18 @@ def test_the_installed_release_is_recognised_by_its_sources(
 
 @pytest.mark.parametrize(("in_blocks", "lost"), [(1, 0), (0, 1)])
 def test_an_alignment_that_counts_empty_slots_or_loses_real_ones_refutes(in_blocks: int, lost: int) -> None:
-    def judged(*rows: tuple[int, int, int]) -> Any:
-        names = ("empty_slots", "empty_slots_in_blocks", "slots_lost")
-        counts = [{"call": "padding", **dict(zip(names, row, strict=True))} for row in rows]
-        measurement = Measurement("moe_align_block_size", Observation({"rows": counts}))
-        return md016.alignment.judge((), [measurement], {"max_slots": 0})
+    names = ("call", "empty_slots", "empty_slots_in_blocks", "slots_lost")
 
-    control = (0, 0, 0)
-    assert judged(control, (4, 0, 0)).verdict is ClaimVerdict.CONFIRMED
-    assert judged(control, (4, in_blocks, lost)).verdict is ClaimVerdict.REFUTED
-    assert judged((4, in_blocks, lost)).verdict is ClaimVerdict.UNTESTED
-    assert judged(control).verdict is ClaimVerdict.UNTESTED
-    for other in ((4, 0, 0), (4, in_blocks, lost)):
-        judgement = judged(other, (0, 0, lost + 1))
-        assert judgement.verdict is ClaimVerdict.UNTESTED
-        assert judgement.reason.endswith("so it says nothing of -1")
+    def judged(*rows: tuple[int, int, int]) -> tuple[ClaimVerdict, str]:
+        counts = [dict(zip(names, ("padding", *row), strict=True)) for row in rows]
+        judgement = by_rows(md016.alignment, {"max_slots": 0}, *counts)
+        return judgement.verdict, str(judgement.reason)
 
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"top_k": 40}, "more than experts"),
-        ({"ranks": 3}, "does not divide"),
-        ({"ranks": 2, "rank": 2}, "below ranks"),
-        ({"use": "gather", "ranks": 2}, "knows no ranks"),
-    ],
-)
-def test_impossible_points_are_refused(changes: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        parameters(**changes)
+    control, right, wrong = (0, 0, 0), (4, 0, 0), (4, in_blocks, lost)
+    assert judged(control, right)[0] is ClaimVerdict.CONFIRMED
+    assert judged(control, wrong)[0] is ClaimVerdict.REFUTED
+    assert judged(wrong)[0] is judged(control)[0] is judged()[0] is ClaimVerdict.UNTESTED
+    for other in (right, wrong):
+        verdict, reason = judged(other, (0, 0, lost + 1))
+        assert verdict is ClaimVerdict.UNTESTED
+        assert reason.endswith("so it says nothing of -1")
