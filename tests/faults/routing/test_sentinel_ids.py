@@ -17,7 +17,7 @@ from moedoctor.faults.routing import sentinel_ids as md016
 from moedoctor.faults.routing import sentinel_ids_lab as lab
 from moedoctor.faults.routing.sentinel_ids import SentinelIds, SentinelIdsParameters
 from moedoctor.faults.routing.sentinel_ids_lab import FAULTY, make_batch, observe
-from moedoctor.fixes.expert_ids import local_ids, without_sentinels
+from moedoctor.fixes.expert_ids import local_ids
 from moedoctor.interfaces import Measurement
 from moedoctor.results import CaseVerdict, ClaimVerdict, Crash, Death, Observation, Skip
 from moedoctor.upstream.releases.installed import installed_release
@@ -68,13 +68,6 @@ def test_local_ids_by_hand() -> None:
     expert_map = torch.tensor([-1, -1, 0, 1])
     ids = torch.tensor([[3, 0], [-1, 2], [4, -7]], dtype=torch.int32)
     assert local_ids(ids, expert_map).tolist() == [[1, -1], [-1, 0], [-1, -1]]
-    with pytest.raises(ValueError, match="int \\[experts\\]"):
-        local_ids(ids, expert_map.float())
-
-
-def test_without_sentinels_by_hand() -> None:
-    ids, weights = without_sentinels(torch.tensor([[3, -1]]), torch.tensor([[0.5, 0.25]]), spare=2)
-    assert (ids.tolist(), weights.tolist()) == ([[3, 2]], [[0.5, 0.0]])
 
 
 NONE, PADDING, DROPPED = md016.IDS

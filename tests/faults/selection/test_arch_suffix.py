@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_cases import claim_of
 
 from moedoctor.diagnose.cuda.instructions import find_compilers
 from moedoctor.faults.selection import arch_suffix_lab as lab
@@ -53,17 +54,17 @@ def judged(resolve: lab.Resolver, **parameters: Any) -> tuple[CaseVerdict, str, 
 
 
 @pytest.fixture(params=["compilers", "facts"])
-def decided_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def decided_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs with the compilers of this machine, and again without compilers."""
     if request.param == "facts":
         monkeypatch.setattr(lab, "find_compilers", lambda: ())
     elif not find_compilers():
         pytest.skip("needs ptxas: pip install triton, or CUDA on PATH")
-    return str(request.param)
 
 
+@pytest.mark.usefixtures("decided_by")
 @pytest.mark.parametrize("point", scenario().points, ids=FAULT.describe)
-def test_the_control_fails_and_the_fix_does_not(point: Mapping[str, Any], decided_by: str) -> None:
+def test_the_control_fails_and_the_fix_does_not(point: Mapping[str, Any]) -> None:
     for subject, verdict in (("faulty", CaseVerdict.REPRODUCED), ("fixed", CaseVerdict.CLEAN)):
         case = Case("MD004", subject, Tier.MODEL, dict(point))
         assert FAULT.judge(case, FAULT.observe(case, None)).verdict is verdict
@@ -96,30 +97,26 @@ def test_the_verdict_does_not_depend_on_who_decides(monkeypatch: pytest.MonkeyPa
         (answers("90a", "100a"), {}, "90a 100a does not load on 12.0"),
         (answers(error="ValueError: no"), {}, "no target, although 120a or 120f would do"),
         (answers(error="RuntimeError: no"), {"cuda": "12.8"}, "no target, although 120a would do"),
+        (answers("120a"), {}, None),
+        (answers("120f"), {}, None),
+        (answers("120f"), {"capability": "12.1"}, None),
+        (answers("90a", "120f", "121a"), {}, None),
+        (answers("120", "120a"), {}, None),
+        (answers("100f"), {"capability": "10.3"}, None),
+        (answers("120a"), {"cuda": "12.8"}, None),
+        (answers(error="too old"), {"cuda": "12.6"}, None),
+        (answers(error="too old"), {"cuda": "12.8", "capability": "12.1"}, None),
     ],
 )
-def test_each_symptom(answer: lab.Resolver, parameters: dict[str, str], figure: str, decided_by: str) -> None:
-    assert judged(answer, **parameters)[:2] == (CaseVerdict.REPRODUCED, figure)
-
-
-@pytest.mark.parametrize(
-    ("answer", "parameters"),
-    [
-        (answers("120a"), {}),
-        (answers("120f"), {}),
-        (answers("120f"), {"capability": "12.1"}),
-        (answers("90a", "120f", "121a"), {}),
-        (answers("120", "120a"), {}),
-        (answers("100f"), {"capability": "10.3"}),
-        (answers("120a"), {"cuda": "12.8"}),
-        (answers(error="too old"), {"cuda": "12.6"}),
-        (answers(error="too old"), {"cuda": "12.8", "capability": "12.1"}),
-    ],
-)
-def test_right_answers_are_no_symptom(
-    answer: lab.Resolver, parameters: dict[str, str], decided_by: str
+@pytest.mark.usefixtures("decided_by")
+def test_each_symptom_and_no_other(
+    answer: lab.Resolver, parameters: dict[str, str], figure: str | None
 ) -> None:
-    assert judged(answer, **parameters)[0] is CaseVerdict.CLEAN
+    verdict, shown, _ = judged(answer, **parameters)
+    if figure is None:
+        assert verdict is CaseVerdict.CLEAN
+    else:
+        assert (verdict, shown) == (CaseVerdict.REPRODUCED, figure)
 
 
 def test_the_compiler_is_quoted() -> None:
@@ -130,22 +127,6 @@ def test_the_compiler_is_quoted() -> None:
     _, _, evidence = judged(lab.faulty, arch_list="12.0", cuda=cuda)
     assert evidence["decided_by"] == str(compiler)
     assert "not supported on .target 'sm_120'" in evidence["checked"][0]["said"]
-
-
-@pytest.mark.parametrize(
-    ("parameters", "words"),
-    [
-        ({"capability": "9.0"}, "capability"),
-        ({"cuda": "11.8"}, "must be a release from 12.0 to 13.x"),
-        ({"cuda": "13.0.88"}, "must be a release"),
-        ({"cuda": "14.0"}, "must be a release"),
-        ({"arch_list": "x" * 201}, "arch_list"),
-        ({"gpu": "12.0"}, "gpu"),
-    ],
-)
-def test_parameters_are_checked(parameters: dict[str, str], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ArchSuffixParameters(**parameters)  # type: ignore[arg-type]
 
 
 def test_conclusions_count_the_symptoms() -> None:
@@ -169,35 +150,32 @@ def test_conclusions_count_the_symptoms() -> None:
     assert FAULT.conclude(results[-1:]) == {}
 
 
-def claim(key: str) -> tuple[ClaimVerdict, str, Mapping[str, Any]]:
-    test = next(test for test in FAULT.claims if test.key == key)
-    assert test.measure is not None
-    measurements = [Measurement("", test.measure("", "cpu", {}))]
-    judgement = test.judge([], measurements, LIMITS[key])
-    return judgement.verdict, str(judgement.reason), judgement.evidence
-
-
 def decide(key: str, evidence: Mapping[str, Any], **limits: float) -> tuple[ClaimVerdict, str]:
-    test = next(test for test in FAULT.claims if test.key == key)
-    units = [Measurement("", Observation(evidence))]
-    judgement = test.judge([], units, {**LIMITS[key], **limits})
+    test = claim_of(FAULT, key)
+    judgement = test.judge([], [Measurement("", Observation(evidence))], {**LIMITS[key], **limits})
     return judgement.verdict, str(judgement.reason)
 
 
 @pytest.mark.skipif(len(find_compilers()) < 2, reason="needs several compilers: pip install triton")
-def test_the_claims_on_this_machine() -> None:
-    verdict, reason, evidence = claim("a_lacks_instructions")
-    assert verdict is ClaimVerdict.REFUTED
-    assert "120a takes all 6 instructions" in reason
-    assert all(by["120a"] == [] for by in evidence["refused"].values() if "120a" in by)
-    assert any("tensormap_replace" in by["120"] for by in evidence["refused"].values() if "120" in by)
-    verdict, reason, _ = claim("f_needs_cuda")
-    assert verdict is ClaimVerdict.REFUTED
-    assert "accepted by ptxas 12.9" in reason
-    verdict, reason, _ = claim("list_is_workaround")
-    assert verdict is ClaimVerdict.CONFIRMED
-    assert "42 of 42 releases" in reason
-    assert "up to 0.6.6" in reason
+@pytest.mark.parametrize(
+    ("key", "verdict", "words"),
+    [
+        ("a_lacks_instructions", ClaimVerdict.REFUTED, "120a takes all 6 instructions"),
+        ("f_needs_cuda", ClaimVerdict.REFUTED, "accepted by ptxas 12.9"),
+        ("list_is_workaround", ClaimVerdict.CONFIRMED, "42 of 42 releases build for 120f with it"),
+    ],
+)
+def test_the_claims_on_this_machine(key: str, verdict: ClaimVerdict, words: str) -> None:
+    measure = claim_of(FAULT, key).measure
+    assert measure is not None
+    evidence = measure("", "cpu", {}).evidence
+    judged, reason = decide(key, evidence)
+    assert judged is verdict
+    assert words in reason
+    if key == "a_lacks_instructions":
+        refused = evidence["refused"].values()
+        assert all(by["120a"] == [] for by in refused if "120a" in by)
+        assert any("tensormap_replace" in by["120"] for by in refused if "120" in by)
 
 
 def test_without_a_compiler_every_claim_is_untested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,54 +186,54 @@ def test_without_a_compiler_every_claim_is_untested(monkeypatch: pytest.MonkeyPa
             test.measure("", "cpu", {})
 
 
-def test_what_decides_that_120a_lacks_something() -> None:
-    table = {"needed": ["wgmma", "cvt"], "compilers": {}, "refused": {"ptxas 13": {"120a": [], "120f": []}}}
-    assert decide("a_lacks_instructions", table)[0] is ClaimVerdict.REFUTED
-    table["refused"] = {"ptxas 13": {"120a": ["cvt"], "120f": []}}
-    verdict, reason = decide("a_lacks_instructions", table)
-    assert verdict is ClaimVerdict.CONFIRMED
-    assert "1 of 2 or more" in reason
-    assert "120f takes others in ptxas 13" in reason
-    table["refused"] = {"ptxas 12.6": {}}
-    assert decide("a_lacks_instructions", table)[0] is ClaimVerdict.UNTESTED
+def lacking(**by: list[str]) -> dict[str, Any]:
+    refused = {"ptxas 13": {name.strip("_"): names for name, names in by.items()}}
+    return {"needed": ["wgmma", "cvt"], "compilers": {}, "refused": refused}
 
 
-def test_what_decides_which_cuda_the_family_target_needs() -> None:
-    def rows(*accepted: tuple[int, int, bool]) -> dict[str, Any]:
-        return {
-            "rows": [
-                {"compiler": f"ptxas {a}.{b}", "cuda": [a, b], "accepted": yes, "said": "" if yes else "no"}
-                for a, b, yes in accepted
-            ]
-        }
-
-    assert decide("f_needs_cuda", rows((12, 8, False), (12, 9, True)))[0] is ClaimVerdict.REFUTED
-    assert (
-        decide("f_needs_cuda", rows((12, 8, False), (13, 1, False), (13, 2, True)))[0]
-        is ClaimVerdict.CONFIRMED
-    )
-    assert decide("f_needs_cuda", rows((13, 2, True)))[0] is ClaimVerdict.UNTESTED
-    claimed_129 = {"claimed_major": 12, "claimed_minor": 9}
-    assert (
-        decide("f_needs_cuda", rows((12, 8, False), (12, 9, True)), **claimed_129)[0]
-        is ClaimVerdict.CONFIRMED
-    )
+def accepting(*rows: tuple[int, int, bool]) -> dict[str, Any]:
+    return {
+        "rows": [
+            {"compiler": f"ptxas {major}.{minor}", "cuda": [major, minor], "accepted": accepted, "said": "no"}
+            for major, minor, accepted in rows
+        ]
+    }
 
 
-def test_what_decides_whether_the_list_is_honoured() -> None:
-    figures: dict[str, Any] = {
-        "readings": {"120a -> 120f": ["0.6.6"], "120f -> 120f": ["0.6.7"]},
-        "installed": None,
-        "accepting": ["ptxas 13"],
+def readings(last: str = "120f", installed: str | None = None) -> dict[str, Any]:
+    return {
+        "readings": {"120a -> 120f": ["0.6.6"], f"120f -> {last}": ["0.6.7"]},
+        "installed": installed and {"release": "9.9", "targets": [installed]},
         "refusing": {},
     }
-    assert decide("list_is_workaround", figures)[0] is ClaimVerdict.CONFIRMED
-    figures["installed"] = {"release": "9.9", "targets": ["120"]}
-    verdict, reason = decide("list_is_workaround", figures)
-    assert verdict is ClaimVerdict.REFUTED
-    assert "the installed 9.9 for 120" in reason
-    figures |= {"installed": None, "readings": {"120a -> 120f": ["0.6.6"], "120f -> 120": ["0.6.7"]}}
-    assert decide("list_is_workaround", figures)[0] is ClaimVerdict.REFUTED
+
+
+C129 = {"claimed_major": 12, "claimed_minor": 9}
+
+
+@pytest.mark.parametrize(
+    ("key", "evidence", "limits", "verdict", "words"),
+    [
+        ("a_lacks_instructions", lacking(_120a=[], _120f=[]), {}, "refuted", "120f takes the same"),
+        ("a_lacks_instructions", lacking(_120a=["cvt"], _120f=[]), {}, "confirmed", "1 of 2 or more"),
+        ("a_lacks_instructions", lacking(_120a=["cvt"], _120f=[]), {}, "confirmed", "others in ptxas 13"),
+        ("a_lacks_instructions", lacking(), {}, "untested", "no compiler here knows sm_120a"),
+        ("f_needs_cuda", accepting((12, 8, False), (12, 9, True)), {}, "refuted", "refused by ptxas 12.8"),
+        ("f_needs_cuda", accepting((12, 8, False), (13, 1, False), (13, 2, True)), {}, "confirmed", "(no)"),
+        ("f_needs_cuda", accepting((13, 2, True)), {}, "untested", "older than CUDA 13.2"),
+        ("f_needs_cuda", accepting((12, 8, False), (12, 9, True)), C129, "confirmed", "refused by"),
+        ("list_is_workaround", readings(), {}, "confirmed", "2 of 2 releases"),
+        ("list_is_workaround", readings(), {}, "confirmed", "changes something up to 0.6.6"),
+        ("list_is_workaround", readings(installed="120"), {}, "refuted", "the installed 9.9 for 120"),
+        ("list_is_workaround", readings(last="120"), {}, "refuted", "1 of 2 releases"),
+    ],
+)
+def test_what_decides_a_claim(
+    key: str, evidence: dict[str, Any], limits: dict[str, float], verdict: str, words: str
+) -> None:
+    judged, reason = decide(key, evidence, **limits)
+    assert judged.value == verdict
+    assert words in reason
 
 
 def test_the_workaround_is_untested_where_no_compiler_knows_the_target(

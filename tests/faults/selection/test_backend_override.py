@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from fault_cases import case, claim_of, run
 from vllm_stub import write
 
 from moedoctor.faults.selection.backend_override import BackendOverride
 from moedoctor.fixes.backends.release_tables import releases
 from moedoctor.interfaces import Measurement
-from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
+from moedoctor.results import CaseResult, CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
 from moedoctor.scenario import file as scenario
 
 FAULT = BackendOverride()
@@ -23,25 +23,14 @@ FILE = Path(__file__).resolve().parents[3] / "scenarios" / "backend_override.yam
 SEED = {"setting": "VLLM_NVFP4_MOE_BACKEND=MARLIN", "wants": "MARLIN", "activation": "relu2_no_mul"}
 
 
-def case(subject: str, parameters: Mapping[str, Any], tier: Tier = Tier.MODEL) -> Case:
-    return Case("MD010", subject, tier, FAULT.parameters.model_validate(dict(parameters)).model_dump())
-
-
-def run(subject: str, parameters: Mapping[str, Any]) -> tuple[CaseVerdict, str, dict[str, Any]]:
-    point = case(subject, parameters)
-    observation = FAULT.observe(point, None)
-    judged = FAULT.judge(point, observation)
-    return judged.verdict, judged.figure, dict(observation.evidence)
-
-
 @pytest.mark.parametrize("release", releases())
 def test_in_every_release_the_variable_is_lost_and_the_fix_honours_it(release: str) -> None:
-    verdict, figure, evidence = run("faulty", {**SEED, "release": release})
-    assert verdict is CaseVerdict.REPRODUCED
+    judged, evidence = run(FAULT, "faulty", **SEED, release=release)
+    assert judged.verdict is CaseVerdict.REPRODUCED
     assert evidence["selected"] == evidence["without"] == "FLASHINFER_CUTLASS"
-    assert figure == "FLASHINFER_CUTLASS all the same, one warning in the log names it"
-    verdict, figure, _ = run("fixed", {**SEED, "release": release})
-    assert (verdict, figure) == (CaseVerdict.CLEAN, "MARLIN selected, as asked for")
+    assert judged.figure == "FLASHINFER_CUTLASS all the same, one warning in the log names it"
+    judged, _ = run(FAULT, "fixed", **SEED, release=release)
+    assert (judged.verdict, judged.figure) == (CaseVerdict.CLEAN, "MARLIN selected, as asked for")
 
 
 def load() -> scenario.Scenario:
@@ -51,40 +40,34 @@ def load() -> scenario.Scenario:
 
 @pytest.mark.parametrize("point", load().points, ids=FAULT.describe)
 def test_every_point_of_the_scenario(point: Mapping[str, Any]) -> None:
-    assert run("faulty", point)[0] is CaseVerdict.REPRODUCED
-    assert run("fixed", point)[0] is CaseVerdict.CLEAN
+    assert run(FAULT, "faulty", **point)[0].verdict is CaseVerdict.REPRODUCED
+    assert run(FAULT, "fixed", **point)[0].verdict is CaseVerdict.CLEAN
 
 
 @pytest.mark.parametrize(
-    ("parameters", "selected", "warned", "advice"),
+    ("release", "setting", "others", "selected", "warned", "advice"),
     [
+        ("0.18.0", "VLLM_NVFP4_GEMM_BACKEND=marlin", {}, "FLASHINFER_CUTLASS", False, "--moe-backend marlin"),
         (
-            {"release": "0.18.0", "setting": "VLLM_NVFP4_GEMM_BACKEND=marlin", "wants": "MARLIN"},
-            "FLASHINFER_CUTLASS",
-            False,
-            "--moe-backend marlin",
-        ),
-        (
-            {"release": "0.33.0", "setting": "VLLM_USE_FLASHINFER_MOE_FP4=0", "wants": "VLLM_CUTLASS"},
+            "0.33.0",
+            "VLLM_USE_FLASHINFER_MOE_FP4=0",
+            {"wants": "VLLM_CUTLASS"},
             "FLASHINFER_CUTLASS",
             True,
             "--moe-backend cutlass",
         ),
         (
-            {"release": "0.18.0", "setting": "--moe-backend marlin", "wants": "MARLIN", "scheme": "mxfp4"}
-            | {"capability": "9.0"},
+            "0.18.0",
+            "--moe-backend marlin",
+            {"scheme": "mxfp4", "capability": "9.0"},
             "TRITON",
             False,
             "VLLM_MXFP4_USE_MARLIN=1",
         ),
         (
-            {
-                "release": "0.21.0",
-                "setting": "vllm_test_force_fp8_marlin=1",
-                "wants": "MARLIN",
-                "scheme": "fp8",
-            }
-            | {"capability": "9.0"},
+            "0.21.0",
+            "vllm_test_force_fp8_marlin=1",
+            {"scheme": "fp8", "capability": "9.0"},
             "FLASHINFER_CUTLASS",
             False,
             "--moe-backend marlin",
@@ -92,62 +75,38 @@ def test_every_point_of_the_scenario(point: Mapping[str, Any]) -> None:
     ],
 )
 def test_selection_warning_and_advice(
-    parameters: dict[str, str], selected: str, warned: bool, advice: str
+    release: str, setting: str, others: dict[str, str], selected: str, warned: bool, advice: str
 ) -> None:
-    verdict, figure, evidence = run("faulty", parameters)
-    assert (verdict, evidence["selected"], evidence["warned"], evidence["advice"]) == (
-        CaseVerdict.REPRODUCED,
-        selected,
-        warned,
-        "",
-    )
-    assert figure.endswith("one warning in the log names it" if warned else "no warning")
-    verdict, figure, evidence = run("fixed", parameters)
-    assert (verdict, evidence["advice"]) == (CaseVerdict.CLEAN, advice)
-    assert figure == f"no effect, and a message: use {advice}"
-
-
-def test_an_obeyed_or_refused_setting_is_no_failure() -> None:
-    """The control does not fail if vLLM obeys the setting or refuses to start."""
-    works = {"release": "0.23.0", "setting": "VLLM_TEST_FORCE_FP8_MARLIN=1", "wants": "MARLIN"}
-    assert run("faulty", works)[:2] == (CaseVerdict.CLEAN, "MARLIN selected, as asked for")
-    flag = {"release": "0.23.0", "setting": "--moe-backend MARLIN", "wants": "MARLIN"}
-    assert run("faulty", flag)[0] is CaseVerdict.CLEAN
-    stops = {"release": "0.23.0", "setting": "VLLM_USE_FLASHINFER_MOE_FP4=true", "wants": "VLLM_CUTLASS"}
-    verdict, figure, _ = run("faulty", stops)
-    assert (verdict, figure.split(":")[0]) == (CaseVerdict.CLEAN, "refused")
-    capitals = {"release": "0.23.0", "setting": "VLLM_NVFP4_GEMM_BACKEND=MARLIN", "wants": "MARLIN"}
-    assert run("faulty", capitals)[1].startswith("refused: the choices are case sensitive")
-
-
-def test_a_setting_that_silently_selects_another_backend_is_reproduced() -> None:
-    point = case("installed", {**SEED, "release": "0.21.0"}, Tier.LIBRARY)
-    evidence = {
-        "selected": "VLLM_CUTLASS",
-        "without": "FLASHINFER_CUTLASS",
-        "refused": "",
-        "warned": False,
-        "advice": "",
-    }
-    judged = FAULT.judge(point, Observation(evidence))
-    assert (judged.verdict, judged.figure) == (CaseVerdict.REPRODUCED, "VLLM_CUTLASS, not MARLIN, no warning")
+    point = {"release": release, "setting": setting, "wants": "MARLIN", **others}
+    judged, evidence = run(FAULT, "faulty", **point)
+    assert judged.verdict is CaseVerdict.REPRODUCED
+    assert (evidence["selected"], evidence["warned"], evidence["advice"]) == (selected, warned, "")
+    assert judged.figure.endswith("one warning in the log names it" if warned else "no warning")
+    judged, evidence = run(FAULT, "fixed", **point)
+    assert (judged.verdict, evidence["advice"]) == (CaseVerdict.CLEAN, advice)
+    assert judged.figure == f"no effect, and a message: use {advice}"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("setting", "wants", "figure"),
     [
-        ({"release": "0.16.0"}, "must be a release of the tables"),
-        ({"capability": "9.9"}, "must be one of 7.0"),
-        ({"setting": "MARLIN"}, "must be NAME=VALUE or a flag"),
-        ({"wants": "BANANA"}, "wants: vLLM 0.21.0 has"),
-        ({"activation": "situ"}, "activation: vLLM 0.21.0 knows"),
-        ({"scheme": "int8"}, "Input should be 'nvfp4'"),
-        ({"surplus": 1}, "Extra inputs are not permitted"),
+        ("VLLM_TEST_FORCE_FP8_MARLIN=1", "MARLIN", "MARLIN selected, as asked for"),
+        ("--moe-backend MARLIN", "MARLIN", "MARLIN selected, as asked for"),
+        ("VLLM_USE_FLASHINFER_MOE_FP4=true", "VLLM_CUTLASS", "refused: "),
+        ("VLLM_NVFP4_GEMM_BACKEND=MARLIN", "MARLIN", "refused: the choices are case sensitive"),
     ],
 )
-def test_parameters_are_checked(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        FAULT.parameters.model_validate({**SEED, "release": "0.21.0", **wrong})
+def test_an_obeyed_or_refused_setting_is_no_failure(setting: str, wants: str, figure: str) -> None:
+    judged, _ = run(FAULT, "faulty", release="0.23.0", setting=setting, wants=wants)
+    assert judged.verdict is CaseVerdict.CLEAN
+    assert judged.figure.startswith(figure)
+
+
+def test_a_setting_that_silently_selects_another_backend_is_reproduced() -> None:
+    point = case(FAULT, "installed", Tier.LIBRARY, **SEED, release="0.21.0")
+    selected = {"selected": "VLLM_CUTLASS", "without": "FLASHINFER_CUTLASS"}
+    judged = FAULT.judge(point, Observation({**selected, "refused": "", "warned": False, "advice": ""}))
+    assert (judged.verdict, judged.figure) == (CaseVerdict.REPRODUCED, "VLLM_CUTLASS, not MARLIN, no warning")
 
 
 REAL = {
@@ -168,7 +127,7 @@ REAL = {
 
 
 def judge(key: str, answers: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:
-    test = next(test for test in FAULT.claims if test.key == key)
+    test = claim_of(FAULT, key)
     thresholds = next(claim.thresholds for claim in load().claims if claim.key == key)
     judged = test.judge([], [Measurement("", Observation(answers))], thresholds)
     return judged.verdict, judged.reason or ""
@@ -222,13 +181,11 @@ def test_without_a_vllm_nothing_is_confirmed_or_refuted(key: str, recorded: str)
 
 
 def test_the_claims_are_put_to_the_installed_package(stub: Path) -> None:
-    measure = next(test.measure for test in FAULT.claims if test.key == "no_override")
+    measure = claim_of(FAULT, "no_override").measure
     assert measure is not None
     answers = measure("", "cpu", {}).evidence
-    assert (answers["vllm"], answers["automatic"]) == (
-        "0.21.0",
-        "MARLIN",
-    )  # the stub's VLLM_CUTLASS wants a gate
+    assert answers["vllm"] == "0.21.0"
+    assert answers["automatic"] == "MARLIN", "the stub's VLLM_CUTLASS wants a gate"
     assert (answers["with_flag_marlin"], answers["with_flag_cutlass"]) == ("MARLIN", "VLLM_CUTLASS")
     assert (answers["gemm_declared"], answers["variable_declared"]) == (False, False)
 
@@ -263,32 +220,25 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_an_installed_package_is_asked_with_the_setting_in_its_environment(stub: Path) -> None:
-    point = case("installed", {**SEED, "release": "0.21.0"}, Tier.LIBRARY)
+    point = case(FAULT, "installed", Tier.LIBRARY, **SEED, release="0.21.0")
     evidence = FAULT.observe(point, None).evidence
-    assert evidence == {
-        "selected": "MARLIN",
-        "without": "MARLIN",
-        "refused": "",
-        "warned": True,
-        "advice": "",
-    }
+    same = {"selected": "MARLIN", "without": "MARLIN"}
+    assert evidence == {**same, "refused": "", "warned": True, "advice": ""}
     assert "VLLM_NVFP4_MOE_BACKEND" not in os.environ
     flag = case(
+        FAULT,
         "installed",
-        {**SEED, "release": "0.21.0", "setting": "--moe-backend marlin", "activation": "silu"},
         Tier.LIBRARY,
+        release="0.21.0",
+        setting="--moe-backend marlin",
+        wants="MARLIN",
     )
     evidence = FAULT.observe(flag, None).evidence
-    assert (evidence["selected"], evidence["without"], evidence["warned"]) == (
-        "MARLIN",
-        "VLLM_CUTLASS",
-        False,
-    )
+    other = {"selected": "MARLIN", "without": "VLLM_CUTLASS"}
+    assert evidence == {**other, "refused": "", "warned": False, "advice": ""}
 
 
 def test_a_point_about_another_release_is_skipped(stub: Path) -> None:
-    point = case("installed", {**SEED, "release": "0.33.0"}, Tier.LIBRARY)
-    with pytest.raises(
-        UnavailableError, match=r"this point is about vLLM 0\.33\.0, and 0\.21\.0 is installed"
-    ):
+    point = case(FAULT, "installed", Tier.LIBRARY, **SEED, release="0.33.0")
+    with pytest.raises(UnavailableError, match=r"is about vLLM 0\.33\.0, and 0\.21\.0 is installed"):
         FAULT.observe(point, None)

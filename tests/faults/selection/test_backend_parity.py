@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from moedoctor.bench.moe import parity
 from moedoctor.bench.moe.own_backends import Reference
@@ -59,21 +58,21 @@ def test_control_and_fix(parameters: dict[str, str]) -> None:
     assert judged("fixed", **parameters)[0] is CaseVerdict.CLEAN
 
 
-def test_a_harness_that_misses_a_planted_fault_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds as loose as those of a harness that only compares directions."""
-    lax = Bounds(cosine=0.9, norm=math.inf, element=math.inf, matched=0, worst=math.inf)
-    monkeypatch.setattr(parity, "bounds_of", lambda activations: lax)
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        (Bounds(cosine=0.9, norm=math.inf, element=math.inf, matched=0, worst=math.inf), "half_output"),
+        (Bounds(cosine=1.1, norm=0, element=0, matched=1, worst=0), "a right result was refused"),
+    ],
+    ids=["compares directions only", "accepts nothing"],
+)
+def test_a_harness_that_is_too_lax_or_too_strict_fails(
+    bounds: Bounds, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity, "bounds_of", lambda activations: bounds)
     verdict, figure = judged("faulty")
     assert verdict is CaseVerdict.CLEAN
-    assert "half_output" in figure
-
-
-def test_a_harness_that_refuses_a_right_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    strict = Bounds(cosine=1.1, norm=0, element=0, matched=1, worst=0)
-    monkeypatch.setattr(parity, "bounds_of", lambda activations: strict)
-    verdict, figure = judged("faulty")
-    assert verdict is CaseVerdict.CLEAN
-    assert "a right result was refused" in figure
+    assert words in figure
 
 
 def observed(**changed: object) -> Observation:
@@ -161,31 +160,13 @@ def test_a_backend_without_support_for_empty_slots_gets_none() -> None:
 
 
 def test_conclusions_name_right_wrong_and_skipped_backends() -> None:
-    def result(verdict: CaseVerdict, backend: str) -> CaseResult:
-        parameters = case("installed", backend=backend).parameters
-        return CaseResult("installed", Tier.KERNEL, parameters, verdict)
+    def result(verdict: CaseVerdict, **parameters: str) -> CaseResult:
+        return CaseResult("installed", Tier.KERNEL, case("installed", **parameters).parameters, verdict)
 
-    conclusions = FAULT.conclude(
-        [result(CaseVerdict.CLEAN, "MARLIN"), result(CaseVerdict.REPRODUCED, "EMULATION")]
-    )
-    assert conclusions == {"right": ["MARLIN nvfp4 silu"], "wrong": ["EMULATION nvfp4 silu"]}
-    duplicates = CaseResult(
-        "installed", Tier.KERNEL, case("installed", ids="duplicates").parameters, CaseVerdict.CLEAN
-    )
-    assert FAULT.conclude([duplicates]) == {"right": ["MARLIN nvfp4 silu duplicates"]}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"backend": "TRITON", "quantization": "nvfp4"}, "nvfp4 has MARLIN"),
-        ({"top_k": 8, "experts": 8}, "must be less than experts"),
-        ({"hidden": 200}, "multiple of 128"),
-        ({"top_k": 1, "ids": "duplicates"}, "at least 2"),
-        ({"tokens": 2, "ids": "empty"}, "at least 3"),
-        ({"backend": "HUMMING"}, "backend"),
-    ],
-)
-def test_impossible_values_are_refused(values: dict[str, object], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        BackendParityParameters(**values)
+    results = [
+        result(CaseVerdict.CLEAN),
+        result(CaseVerdict.CLEAN, ids="duplicates"),
+        result(CaseVerdict.REPRODUCED, backend="EMULATION"),
+    ]
+    right = ["MARLIN nvfp4 silu", "MARLIN nvfp4 silu duplicates"]
+    assert FAULT.conclude(results) == {"right": right, "wrong": ["EMULATION nvfp4 silu"]}
