@@ -167,6 +167,10 @@ def test_conclusions_name_right_wrong_and_skipped_backends() -> None:
         result(CaseVerdict.CLEAN),
         result(CaseVerdict.CLEAN, ids="duplicates"),
         result(CaseVerdict.REPRODUCED, backend="EMULATION"),
+        result(CaseVerdict.SKIPPED, backend="VLLM_CUTLASS"),
     ]
-    right = ["MARLIN nvfp4 silu", "MARLIN nvfp4 silu duplicates"]
-    assert FAULT.conclude(results) == {"right": right, "wrong": ["EMULATION nvfp4 silu"]}
+    assert FAULT.conclude(results) == {
+        "right": ["MARLIN nvfp4 silu", "MARLIN nvfp4 silu duplicates"],
+        "wrong": ["EMULATION nvfp4 silu"],
+        "not_run": ["VLLM_CUTLASS nvfp4 silu"],
+    }
