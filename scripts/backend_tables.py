@@ -90,10 +90,12 @@ def make(vllm: Path, answers: Path, libraries: Path, python: Path | None) -> Non
         rows = {
             key: merge(
                 [(name, row) for name, release in releases.items() for row in getattr(release, key)(scheme)],
-                releases,
+                list(releases),
             )
             for key in ("orders", "flags", "kernels")
         }
+        for row in itertools.chain(*rows.values()):
+            row["source"] = f"{row['releases'].partition('-')[0]}: {row['source']}"
         dump(OUT / f"{scheme}.json", {"scheme": scheme, **rows}, *rows)
 
 
@@ -430,31 +432,23 @@ def pack(values: Sequence[str], axis: Sequence[str]) -> str:
     return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(run) for run in runs)
 
 
-def merge(rows: Iterable[tuple[str, dict[str, Any]]], releases: Iterable[str]) -> list[dict[str, Any]]:
+def merge(rows: Iterable[tuple[str, dict[str, Any]]], releases: Sequence[str]) -> list[dict[str, Any]]:
     """One row for each run of consecutive releases in which its facts are the same; the source is the
     first's."""
-    order = list(releases)
-    runs: dict[str, dict[str, Any]] = {}
-    done: list[dict[str, Any]] = []
+    runs: dict[str, list[Any]] = {}
+    done: list[list[Any]] = []
     for release, row in rows:
+        place = releases.index(release)
         facts = json.dumps({name: value for name, value in row.items() if name != "source"})
         run = runs.get(facts)
-        if run is None or order.index(release) > run["last"] + 1:
-            run = runs[facts] = {"first": order.index(release), "last": 0, "row": row}
+        if run is None or place > run[1] + 1:
+            run = runs[facts] = [release, place, row]
             done.append(run)
-        run["last"] = order.index(release)
-    merged = []
-    for run in done:
-        first, last = order[run["first"]], order[run["last"]]
-        source = run["row"].pop("source")
-        merged.append(
-            {
-                "releases": first if first == last else f"{first}-{last}",
-                **run["row"],
-                "source": f"{first}: {source}",
-            }
-        )
-    return merged
+        run[1] = place
+    return [
+        {"releases": first if first == releases[last] else f"{first}-{releases[last]}", **row}
+        for first, last, row in done
+    ]
 
 
 # --- The check --------------------------------------------------------------------------------

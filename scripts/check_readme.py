@@ -29,36 +29,6 @@ _ASSIGNMENT = re.compile(r"^\w+=")
 _PLACEHOLDER = re.compile(r"[A-Z_\[<|…]")
 
 
-class Block(NamedTuple):
-    """A part of README.md that this script writes."""
-
-    name: str
-    """As in its marks, ``<!-- NAME:begin -->``."""
-    content: str
-
-    @property
-    def begin(self) -> str:
-        return f"<!-- {self.name}:begin -->"
-
-    @property
-    def end(self) -> str:
-        return f"<!-- {self.name}:end -->"
-
-    @property
-    def text(self) -> str:
-        """Return the block with its marks, as it must be."""
-        return f"{self.begin}\n{self.content}\n{self.end}"
-
-    def marked_once(self, document: str) -> bool:
-        """Return whether `document` has this block, once."""
-        counts = document.count(self.begin), document.count(self.end)
-        return counts == (1, 1) and document.index(self.begin) < document.index(self.end)
-
-    def current_in(self, document: str) -> str:
-        """Return the block with its marks, as it is."""
-        return document[document.index(self.begin) : document.index(self.end) + len(self.end)]
-
-
 class Shown(NamedTuple):
     """One command as a document shows it."""
 
@@ -97,9 +67,13 @@ def help_text(*words: str) -> str | None:
     return "\n".join(line.rstrip() for line in answer.stdout.strip().splitlines())
 
 
-def blocks(help_now: str) -> tuple[Block, ...]:
-    """Return every block of README.md, as it must be."""
-    return Block("help", f"```text\n$ moedoctor --help\n{help_now}\n```"), Block("failures", failures())
+def with_block(document: str, name: str, content: str) -> str:
+    """Return `document` with `content` in the block `name`. Raises ValueError if that is not marked once."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    parts = re.split(f"({begin}|{end})", document)
+    if parts[1::2] != [begin, end]:
+        raise ValueError(f"README.md: mark the {name} once, with {begin} before and {end} after it")
+    return f"{parts[0]}{begin}\n{content}\n{end}{parts[4]}"
 
 
 def failures() -> str:
@@ -186,25 +160,19 @@ def main(arguments: list[str]) -> int:
     if help_now is None:
         print("moedoctor --help fails; run it to see why", file=sys.stderr)
         return 2
-    expected = blocks(help_now)
-    for block in expected:
-        if not block.marked_once(text):
-            marks = f"with {block.begin} before and {block.end} after it"
-            print(f"README.md: mark the {block.name} once, {marks}", file=sys.stderr)
-            return 2
-    if "--write" in arguments:
-        written = text
-        for block in expected:
-            written = written.replace(block.current_in(written), block.text)
-        if written != text:
-            readme.write_text(written, encoding="utf-8")
-            text = written
-
-    problems = [
-        f"README.md: the {block.name} block is not the real one: make readme"
-        for block in expected
-        if block.current_in(text) != block.text
-    ]
+    blocks = {"help": f"```text\n$ moedoctor --help\n{help_now}\n```", "failures": failures()}
+    written, problems = text, []
+    try:
+        for name, content in blocks.items():
+            if with_block(text, name, content) != text:
+                problems.append(f"README.md: the {name} block is not the real one: make readme")
+            written = with_block(written, name, content)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if "--write" in arguments and problems:
+        readme.write_text(written, encoding="utf-8")
+        problems = []
     targets = set(_TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
     helps: dict[str, str | None] = {"": help_now}
     for document in (ROOT / name for name in DOCUMENTS if (ROOT / name).exists()):

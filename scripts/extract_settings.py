@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from backend_tables import merge
 from packaging.version import Version
 
 from moedoctor.fixes.backends.release_tables import releases
@@ -58,40 +59,16 @@ def folders(root: Path) -> dict[str, Path]:
 
 def write(name: str, folders: Mapping[str, Path], read: Callable[[Path], dict[str, dict[str, Any]]]) -> None:
     """One row for each name and run of consecutive releases in which its facts are the same."""
-    order = list(folders)
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for place, folder in enumerate(folders.values()):
-        for setting, facts in sorted(read(folder).items()):
-            rows = runs.setdefault(setting, [])
-            same = {key: value for key, value in facts.items() if key != "source"}
-            if rows and rows[-1]["_last"] == place - 1 and rows[-1]["_facts"] == same:
-                rows[-1]["_last"] = place
-            else:
-                rows.append(
-                    {
-                        "name": setting,
-                        "_first": place,
-                        "_last": place,
-                        "_facts": same,
-                        "source": facts["source"],
-                    }
-                )
-    lines = []
-    for setting in sorted(runs):
-        for row in runs[setting]:
-            shown = {
-                "name": setting,
-                "releases": span(order[row["_first"]], order[row["_last"]]),
-                **row["_facts"],
-            }
-            lines.append(json.dumps({**shown, "source": row["source"]}, ensure_ascii=False))
+    settings = (
+        (release, {"name": name, **facts})
+        for release, folder in folders.items()
+        for name, facts in read(folder).items()
+    )
+    rows = sorted(merge(settings, list(folders)), key=lambda row: row["name"])
+    lines = [json.dumps({"name": row["name"], **row}, ensure_ascii=False) for row in rows]
     text = ",\n  ".join(lines)
     (OUT / name).write_text(f'{{"rows": [\n  {text}\n ]}}\n', encoding="utf-8")
-    print(f"{name}: {len(lines)} rows over {len(order)} releases")
-
-
-def span(first: str, last: str) -> str:
-    return first if first == last else f"{first}-{last}"
+    print(f"{name}: {len(lines)} rows over {len(folders)} releases")
 
 
 def trees(folder: Path, mentioning: str) -> Iterator[tuple[str, ast.Module]]:

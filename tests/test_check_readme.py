@@ -39,8 +39,10 @@ def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def write(checker: ModuleType, text: str) -> None:
-    blocks = "\n\n".join(block.text for block in checker.blocks(HELPS[()]))
-    (checker.ROOT / "README.md").write_text(f"{text}{blocks}\n")
+    """Write a README with `text` and current blocks."""
+    readme = checker.ROOT / "README.md"
+    readme.write_text(f"{text}{MARKS}")
+    checker.main(["--write"])
 
 
 def test_a_correct_document_passes(checker: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +65,7 @@ def test_a_wrong_command_is_reported_with_its_line(
     checker: ModuleType, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     write(checker, text + "\n")
+    capsys.readouterr()
     assert checker.main([]) == 1
     assert capsys.readouterr().err.strip() == message
 
