@@ -87,11 +87,7 @@ def test_the_package_of_the_wheel_finds_its_own_scenarios_and_evidence(wheel: Pa
         "from moedoctor import entries; print(entries.builtin_folder(), entries.reports_folder(), sep='\\n')",
         path=tmp_path,
     )
-    assert answer.stdout.splitlines()[0] == str(package / "_scenarios"), answer.stderr
-    has_evidence = any((ROOT / "reports").rglob("*.json"))
-    assert answer.stdout.splitlines()[1] == str(
-        (package / "_reports") if has_evidence else tmp_path / "reports"
-    )
+    assert answer.stdout.split() == [str(package / "_scenarios"), str(package / "_reports")], answer.stderr
 
 
 def test_a_checkout_reads_its_own_scenarios_and_evidence() -> None:
@@ -126,16 +122,7 @@ def test_the_metadata_of_the_wheel_says_what_it_needs(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.10"
     needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     always = {need.name.lower() for need in needs if not (need.marker and "extra" in str(need.marker))}
-    assert always == {
-        "nvidia-ml-py",
-        "packaging",
-        "pydantic",
-        "pyyaml",
-        "rich",
-        "safetensors",
-        "torch",
-        "typer",
-    }
+    assert " ".join(sorted(always)) == "nvidia-ml-py packaging pydantic pyyaml rich safetensors torch typer"
     # Installing moedoctor must not change the torch that it examines.
     (torch,) = (need for need in needs if need.name == "torch")
     assert {bound.operator for bound in torch.specifier} == {">="}
@@ -143,25 +130,6 @@ def test_the_metadata_of_the_wheel_says_what_it_needs(wheel: Path) -> None:
 
 def test_the_installed_version_is_the_written_one() -> None:
     assert importlib.metadata.version("moedoctor") == moedoctor.__version__, "run make setup"
-
-
-@pytest.mark.parametrize(
-    ("group", "names"),
-    [
-        ("moedoctor.faults", {"nan_routing"}),
-        ("moedoctor.subjects", {"faulty", "fixed", "installed", "vllm"}),
-        ("moedoctor.reporters", {"table", "json", "markdown", "junit", "github"}),
-    ],
-)
-def test_every_entry_point_of_ours_loads(group: str, names: set[str]) -> None:
-    entries = [
-        entry
-        for entry in importlib.metadata.entry_points(group=group)
-        if entry.value.startswith("moedoctor.")
-    ]
-    assert {entry.name for entry in entries} >= names
-    for entry in entries:
-        assert isinstance(entry.load(), type), entry
 
 
 def test_what_answers_without_torch_imports_nothing_heavy() -> None:
@@ -191,11 +159,8 @@ for group in {GROUPS!r}:
     answer = run_python(code)
     assert answer.returncode == 0, answer.stderr
     checked = set(answer.stdout.split())
-    assert {
-        "moedoctor.cli",
-        "moedoctor.reporters.json",
-        "moedoctor.faults.routing.nan_routing:NanRouting",
-    } <= checked
+    fault = "moedoctor.faults.routing.nan_routing:NanRouting"
+    assert {"moedoctor.cli", "moedoctor.subjects.ours:FixedSubject", fault} <= checked
 
 
 WORDS = (["--help"], ["--version"], ["run", "--help"], ["list"], ["explain", "MD001"])
@@ -204,27 +169,13 @@ WORDS = (["--help"], ["--version"], ["run", "--help"], ["list"], ["explain", "MD
 @pytest.mark.parametrize("words", WORDS)
 def test_commands_that_only_answer_import_no_torch(words: list[str]) -> None:
     code = (
-        "from moedoctor.cli import main\n"
-        "sys.argv[0] = 'moedoctor'\n"
-        "try: code = main()\n"
+        "import runpy\n"
+        "try: runpy.run_module('moedoctor', run_name='__main__')\n"
         "except SystemExit as end: code = end.code\n"
         f"print('HEAVY', [name for name in {HEAVY!r} if name in sys.modules], code or 0)\n"
     )
     answer = run_python(code, *words)
     assert answer.stdout.rstrip().endswith("HEAVY [] 0"), answer.stdout + answer.stderr
-
-
-def test_the_package_runs_as_a_module() -> None:
-    answer = subprocess.run(
-        [sys.executable, "-m", "moedoctor", "--help"],
-        capture_output=True,
-        encoding="utf-8",
-        cwd=ROOT,
-        timeout=60,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
-    assert "Usage" in answer.stdout
 
 
 @pytest.mark.parametrize(("available", "outcome"), [(False, "1 passed, 1 skipped"), (True, "2 passed")])

@@ -164,14 +164,11 @@ def test_wrong_values_are_refused_with_their_path(path: tuple[Any, ...], value: 
     assert not VALIDATOR.is_valid(data)
 
 
-def test_a_time_beyond_every_float_is_refused() -> None:
+def test_a_missing_key_and_a_time_beyond_every_float_are_named() -> None:
     data = copy.deepcopy(DOCUMENT)
     data["scenarios"][0]["cases"][0]["seconds"] = 10**400
     with pytest.raises(ReportError, match="seconds: must be a finite number"):
         from_json(Report, data)
-
-
-def test_a_missing_key_is_named() -> None:
     data = copy.deepcopy(DOCUMENT)
     del data["scenarios"][0]["cases"][3]["verdict"]
     with pytest.raises(ReportError, match=r"^report: scenarios\[0\].cases\[3\].verdict: is missing"):
@@ -223,10 +220,7 @@ def _with(old: str, new: str) -> str:
         (_with('"gpu": "NVIDIA H200"', '"gpu": NaN'), "the number NaN is not JSON"),
         (_with('"gpu": "NVIDIA H200"', '"gpu": 1e999'), "the number 1e999 is out of range"),
         (_with('"gpu": "NVIDIA H200"', f'"gpu": {"9" * 5000}'), "a number of too many digits"),
-        (
-            _with('"tier": "model"', '"tier": "cloud"'),
-            "scenarios[0].cases[0].tier: must be 'model', 'library'",
-        ),
+        (_with('"tier": "model"', '"tier": "cloud"'), "scenarios[0].cases[0].tier: must be 'model'"),
         ("[" * 200_000, "nested too deeply"),
     ],
 )
@@ -235,10 +229,11 @@ def test_a_bad_file_gives_one_line_with_its_place(tmp_path: Path, content: str |
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ReportError) as caught:
         load_report(path)
-    assert str(caught.value).startswith(f"{path}:")
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 400
+    shown = str(caught.value)
+    assert shown.startswith(f"{path}:")
+    assert message in shown
+    assert len(shown) < 400
+    assert shown.isprintable()
 
 
 def test_files_that_cannot_be_a_report_are_refused(tmp_path: Path) -> None:

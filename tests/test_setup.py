@@ -122,18 +122,14 @@ def test_a_failed_installation_is_reported_and_tried_again(clone: Clone) -> None
     assert clone.notes() == ["--editable .[dev]"]
 
 
-def test_a_broken_venv_is_made_again(clone: Clone) -> None:
-    clone.setup()
-    (clone.root / ".venv" / "bin" / "python").unlink()
-    clone.notes()
-    assert clone.setup().returncode == 0
-    assert clone.notes() == ["venv 3.11", "--editable .[dev]"]
-
-
-def test_a_clone_that_was_moved_gets_a_venv_of_its_own(clone: Clone) -> None:
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_venv_that_is_broken_or_was_moved_is_made_again(clone: Clone, moved: bool) -> None:
     clone.setup()
     clone.notes()
-    clone.root = clone.root.rename(clone.root.with_name("moved"))
+    if moved:
+        clone.root = clone.root.rename(clone.root.with_name("moved"))
+    else:
+        (clone.root / ".venv" / "bin" / "python").unlink()
     assert clone.setup().returncode == 0
     assert clone.notes() == ["venv 3.11", "--editable .[dev]"]
 
@@ -149,36 +145,36 @@ def test_another_interpreter_makes_another_venv_and_later_calls_keep_it(clone: C
     assert clone.notes() == []
 
 
-def test_an_old_python_is_refused_with_one_that_would_do(clone: Clone) -> None:
-    clone.add_python("python3", "3.9")
-    clone.add_python("python3.12", "3.12")
-    refused = clone.setup()
-    assert refused.returncode == 1
-    assert refused.stderr == (
-        "setup: moedoctor needs Python 3.10 or newer, and 'python3' is Python 3.9.1; "
-        "choose one that is: make run PYTHON=python3.12\n"
-    )
-    assert clone.notes() == []
+REFUSED = "setup: moedoctor needs Python 3.10 or newer, and "
 
 
-def test_an_old_python_alone_is_refused(clone: Clone) -> None:
-    clone.add_python("python3", "3.9")
-    assert (
-        "is Python 3.9.1; install one, or name it: make run PYTHON=/path/to/python3" in clone.setup().stderr
-    )
-
-
-def test_a_missing_python_is_reported(clone: Clone) -> None:
+@pytest.mark.parametrize(
+    ("pythons", "environ", "message"),
+    [
+        (
+            {"python3": "3.9", "python3.12": "3.12"},
+            {},
+            f"{REFUSED}'python3' is Python 3.9.1; choose one that is: make run PYTHON=python3.12\n",
+        ),
+        (
+            {"python3": "3.9"},
+            {},
+            "3.9.1; install one, or name it: make run PYTHON=/path/to/python3",
+        ),
+        ({}, {}, "there is no working 'python3'; install one"),
+        ({"python3": "3.11"}, {"NO_ENSUREPIP": "1"}, "apt-get install python3.11-venv"),
+    ],
+)
+def test_a_python_that_does_not_do_is_refused_with_what_to_do(
+    clone: Clone, pythons: dict[str, str], environ: dict[str, str], message: str
+) -> None:
     (clone.tools / "python3").unlink()
-    refused = clone.setup()
+    for name, release in pythons.items():
+        clone.add_python(name, release)
+    refused = clone.setup(**environ)
     assert refused.returncode == 1
-    assert "there is no working 'python3'; install one" in refused.stderr
-
-
-def test_a_python_without_ensurepip_names_the_package_to_install(clone: Clone) -> None:
-    refused = clone.setup(NO_ENSUREPIP="1")
-    assert refused.returncode == 1
-    assert "apt-get install python3.11-venv" in refused.stderr
+    assert message in refused.stderr
+    assert clone.notes() == []
     assert not (clone.root / ".venv").exists()
 
 
