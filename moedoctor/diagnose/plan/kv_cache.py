@@ -15,6 +15,8 @@ from moedoctor.models.shape import ModelShape
 
 ALIGNMENT = 16
 """Attention kernels take blocks of a multiple of this many tokens."""
+MODEL_BYTES = 2
+"""Bytes of one element of the model's own type, BF16."""
 _PADDING_LIMIT = 1.5
 """Below this ratio of most to fewest layers of a kind, vLLM pads the smaller kind instead of splitting."""
 
@@ -66,16 +68,15 @@ def kv_cache(
     available_bytes: int,
     context: int,
     kv_bytes: int,
-    model_bytes: int = 2,
     block_size: int = 16,
     batched_tokens: int = 8192,
 ) -> KvCache:
     """Return what `available_bytes` of cache hold for requests of `context` tokens.
 
-    `kv_bytes` and `model_bytes` are the sizes of one element of the cache and of the model's own type.
-    Raises PlanError if the model's layers cannot share blocks.
+    `kv_bytes` is the size of one element of the cache. Raises PlanError if the model's layers cannot share
+    blocks.
     """
-    kinds = _same_page(_kinds(shape, kv_bytes, model_bytes, block_size))
+    kinds = _same_page(_kinds(shape, kv_bytes, block_size))
     if not kinds:
         raise PlanError(
             f"{shape.name}: no attention and no recurrent layers, so there is no KV cache to plan"
@@ -84,7 +85,7 @@ def kv_cache(
     groups = [(kind, _ceil(kind.count, per_group)) for kind in kinds]
     count = sum(number for _, number in groups)
     block_bytes = kinds[0].page_bytes * per_group
-    blocks = max(0, available_bytes // kinds[0].page_bytes // per_group)
+    blocks = max(0, available_bytes // block_bytes)
     taken = sum(number * _blocks_of(kind, context, batched_tokens) for kind, number in groups)
     tokens = min((kind.block_tokens for kind in kinds if kind.block_tokens), default=0)
     concurrency = blocks / taken
@@ -97,7 +98,7 @@ def kv_cache(
         blocks_per_request=taken,
         bytes_per_token=sum(layers.count * layers.kv_elements() for layers in shape.attention) * kv_bytes,
         state_bytes_per_request=(
-            shape.recurrent.count * shape.recurrent.bytes_per_request(model_bytes) if shape.recurrent else 0
+            shape.recurrent.count * shape.recurrent.bytes_per_request(MODEL_BYTES) if shape.recurrent else 0
         ),
         tokens_printed_to_0_20=blocks // count * tokens,
         tokens_printed_from_0_21=int(concurrency * context),
@@ -105,10 +106,10 @@ def kv_cache(
     )
 
 
-def _kinds(shape: ModelShape, kv_bytes: int, model_bytes: int, block_size: int) -> list[Layers]:
+def _kinds(shape: ModelShape, kv_bytes: int, block_size: int) -> list[Layers]:
     """Return the kinds of layers with their page sizes. A hybrid's attention block grows to hold a state."""
     recurrent = shape.recurrent
-    state = recurrent.bytes_per_request(model_bytes) if recurrent else 0
+    state = recurrent.bytes_per_request(MODEL_BYTES) if recurrent else 0
     if state and shape.attention:
         per_token = max(layers.kv_elements() for layers in shape.attention) * kv_bytes
         block_size = max(block_size, ALIGNMENT * _ceil(state, ALIGNMENT * per_token))

@@ -178,10 +178,14 @@ def _traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) -> Traff
     experts, offloaded = request.shape.experts, request.offload_bytes
     expert = expert_bytes / (experts.count * experts.layer.experts)
     active = experts.count * experts.layer.top_k * expert
+
+    def moving(host_bytes: int, device_bytes: int, moved: float, how: str) -> Traffic:
+        return Traffic(host_bytes, device_bytes, moved, request.bandwidth / moved if moved else None, how)
+
     if request.cache_slots is not None:
         rate, how = _hit_rate(request, request.cache_slots)
         cached = round(experts.count * request.cache_slots * expert)
-        return _moving(request, expert_bytes, cached, active * (1 - rate), how)
+        return moving(expert_bytes, cached, active * (1 - rate), how)
     if request.hit_rate is not None:
         raise PlanError(
             f"--hit-rate {request.hit_rate:g}: is of an expert cache; give --expert-cache SLOTS as well"
@@ -193,14 +197,14 @@ def _traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) -> Traff
             "and lm_head are not offloaded"
         )
     if not offloaded:
-        return Traffic(0, 0, 0.0, None, "nothing is offloaded")
+        return moving(0, 0, 0.0, "nothing is offloaded")
     if request.offload_mode == "copy":
         how = "every offloaded byte is copied in every step (no UVA, or --offload-backend prefetch)"
-        return _moving(request, offloaded, 0, float(offloaded), how)
+        return moving(offloaded, 0, float(offloaded), how)
     # Offloaded layer by layer, so experts and the rest are offloaded in the proportion that they have.
     share = offloaded / (expert_bytes + layer_bytes)
     how = "UVA: kernels read what a token needs, the active experts and all the rest of an offloaded layer"
-    return _moving(request, offloaded, 0, share * (active + layer_bytes), how)
+    return moving(offloaded, 0, share * (active + layer_bytes), how)
 
 
 def _hit_rate(request: PlanRequest, slots: int) -> tuple[float, str]:
@@ -215,7 +219,3 @@ def _hit_rate(request: PlanRequest, slots: int) -> tuple[float, str]:
         return request.hit_rate, f"hit rate {request.hit_rate:.3f}"
     rate = slots / layer.experts
     return rate, f"hit rate {rate:.3f} of uniform routing; measure yours with bench --cache"
-
-
-def _moving(request: PlanRequest, host_bytes: int, device_bytes: int, moved: float, how: str) -> Traffic:
-    return Traffic(host_bytes, device_bytes, moved, request.bandwidth / moved if moved else None, how)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moedoctor.diagnose.plan.kv_cache import PlanError
+from moedoctor.diagnose.plan.kv_cache import MODEL_BYTES, PlanError
 from moedoctor.models.layer_shape import LayerShape
 
 SCHEMES_OF = {
@@ -50,18 +50,9 @@ def check_backend(name: str) -> str:
     return spelled
 
 
-def workspace(
-    backend: str,
-    scheme: str,
-    layer: LayerShape,
-    batched_tokens: int,
-    *,
-    model_bytes: int = 2,
-    sms: int = _SMS,
-) -> Workspace:
+def workspace(backend: str, scheme: str, layer: LayerShape, batched_tokens: int) -> Workspace:
     """Return the workspace of a call with `batched_tokens` tokens and experts stored in `scheme`.
 
-    `model_bytes` is the size of one element of the model's own type, `sms` the multiprocessors of the GPU.
     Raises PlanError for an unknown backend.
     """
     name = check_backend(backend)
@@ -76,9 +67,9 @@ def workspace(
     if name == "OURS":
         narrow, wide = layer.intermediate, layer.hidden
     parts = {
-        f"workspaces [{rows}, {narrow}] and [{rows}, {wide}]": rows * (narrow + wide) * model_bytes,
-        "output": batched_tokens * layer.hidden * model_bytes,
-        **_beside(name, scheme, layer, batched_tokens, model_bytes, sms),
+        f"workspaces [{rows}, {narrow}] and [{rows}, {wide}]": rows * (narrow + wide) * MODEL_BYTES,
+        "output": batched_tokens * layer.hidden * MODEL_BYTES,
+        **_beside(name, scheme, layer, batched_tokens),
     }
     shown = ", ".join(f"{what} {size / (1 << 20):.1f} MiB" for what, size in parts.items())
     return Workspace(sum(parts.values()), shown)
@@ -97,26 +88,24 @@ def _unknown(name: str, scheme: str, layer: LayerShape) -> str | None:
     return None
 
 
-def _beside(
-    name: str, scheme: str, layer: LayerShape, tokens: int, model_bytes: int, sms: int
-) -> dict[str, int]:
+def _beside(name: str, scheme: str, layer: LayerShape, tokens: int) -> dict[str, int]:
     """Return the bytes that are allocated beside the workspaces and the output, by purpose."""
     rows = tokens * layer.top_k
     if name == "MARLIN":
-        return {f"float32 sums on {sms} multiprocessors": _marlin_sums(layer, rows, sms)}
+        return {f"float32 sums on {_SMS} multiprocessors": _marlin_sums(layer, rows)}
     if name == "TRITON" and scheme == "fp8":
         return {"FP8 activations": tokens * layer.hidden + rows * layer.intermediate}
     if name == "VLLM_CUTLASS":  # its FP8 intermediates are in the workspaces
         return {"FP8 input": tokens * layer.hidden}
     if name == "EMULATION":
         return {
-            "dequantised weights": layer.experts * layer.expert_parameters * model_bytes,
-            "rounded activations": (tokens * layer.hidden + rows * layer.intermediate) * model_bytes,
+            "dequantised weights": layer.experts * layer.expert_parameters * MODEL_BYTES,
+            "rounded activations": (tokens * layer.hidden + rows * layer.intermediate) * MODEL_BYTES,
         }
     return {}
 
 
-def _marlin_sums(layer: LayerShape, rows: int, sms: int) -> int:
+def _marlin_sums(layer: LayerShape, rows: int) -> int:
     """Return the bytes of ``c_tmp``, in which Marlin's thread blocks add up their parts in float32."""
     block = next(
         (size for size in _MARLIN_BLOCKS if rows / layer.experts / size < 0.9), _MARLIN_BLOCKS[-1]
@@ -125,5 +114,5 @@ def _marlin_sums(layer: LayerShape, rows: int, sms: int) -> int:
     if rows < layer.experts:
         padded = min(rows * block, padded)
     widest = max(layer.w13_rows, layer.hidden)
-    elements = min(widest * padded, sms * 4 * block * _MARLIN_COLUMNS)
+    elements = min(widest * padded, _SMS * 4 * block * _MARLIN_COLUMNS)
     return elements * (2 if block == _MARLIN_BLOCKS[0] else 1) * 4

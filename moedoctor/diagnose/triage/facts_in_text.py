@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from functools import cache
 
 from moedoctor.diagnose.triage.signatures import Signature
 
@@ -42,9 +41,9 @@ class Facts:
         ):
             if len(releases) >= _MOST or not any(word in line for word in (product, "version", "llm engine")):
                 continue
-            for match in _compiled(pattern).finditer(line):
+            for match in re.finditer(pattern, line):
                 text = next(filter(None, match.groups()))
-                if _compiled(_NOT_ABOUT).search(line, max(0, match.start() - 40), match.start()):
+                if re.search(_NOT_ABOUT, line[max(0, match.start() - 40) : match.start()]):
                     continue
                 if release := parse(text):
                     releases.add(release)
@@ -91,8 +90,3 @@ def _boundary(text: str) -> Release:
 
 def _show(release: Release) -> str:
     return ".".join(map(str, release[:3])) + ("-dev" if release[3] else "")
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-from functools import cache
 
 _ANSI = (
     r"(?:\x1b|\^\[|#033|\\x1b|\\u001b|\\033|\\e)\[[0-9;?]{0,20}[A-Za-z]"
@@ -44,30 +43,24 @@ def clean(line: bytes) -> str:
     if text[:1] == "{" and '"' in text:
         text = _from_json(text)
     if "\x1b" in text or "[" in text:
-        text = _compiled(_ANSI).sub("", text)
+        text = re.sub(_ANSI, "", text)
     if "<" in text:
-        text = _compiled(_TAG).sub(" ", text)
+        text = re.sub(_TAG, " ", text)
     if "&" in text:
         text = html.unescape(html.unescape(text))
     if "\\" in text:
-        text = _compiled(r"\\[nrt]").sub(" ", text)
-        text = _compiled(r"\\([`*_\[\]#<>\"'~|-])").sub(r"\1", text)
+        text = re.sub(r"\\[nrt]", " ", text)
+        text = re.sub(r"\\([`*_\[\]#<>\"'~|-])", r"\1", text)
     text = text.translate(_STRIPPED).replace("**", "")
     for _ in range(8):
         text = text.lstrip()
-        shorter = _compiled(_PREFIX).sub("", text, count=1) if _compiled(_PREFIX).match(text) else text
-        if shorter == text:
+        prefix = re.match(_PREFIX, text)
+        if prefix is None:
             break
-        text = shorter
+        text = text[prefix.end() :]
     if not text.strip("^~-=_|━─ "):
         return ""
     return " ".join(text.split())
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    # Not at import time: commands that read no log start faster.
-    return re.compile(pattern)
 
 
 def _decoded(line: bytes) -> str:

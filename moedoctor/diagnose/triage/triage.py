@@ -179,7 +179,7 @@ def _sure(confidence: float) -> float:
 
 def _place(passage: Passage, clue: Clue) -> tuple[int, str] | None:
     """Return the line of a clue in a passage and the text around it, or None if it is not there."""
-    pattern = _compiled(clue.pattern)
+    pattern = re.compile(clue.pattern)  # from the module's own cache
     if clue.cased:
         match = pattern.search(passage.shown)
         return (passage.line, _around(passage.shown, *match.span())) if match else None
@@ -195,11 +195,6 @@ def _place(passage: Passage, clue: Clue) -> tuple[int, str] | None:
         if any(match.start() < joint < match.end() for joint in passage.joints):
             return passage.line, passage.shown[:_EXCERPT]
     return None
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
 
 
 def _finding(

@@ -37,50 +37,50 @@ NAN, INFINITE = float("nan"), float("inf")
 Change = Callable[[Made], object]
 Settings = dict[str, Any]
 
+
+def change(apply: Callable[..., object]) -> Callable[..., Change]:
+    """Make `apply(made, …)` a function that returns a change to a checkpoint."""
+    return lambda *values, **named: lambda made: apply(made, *values, **named)
+
+
 # Changes to tensors.
 
 
-def set_(name: str, *values: float, shape: tuple[int, ...] = ()) -> Change:
-    return lambda made: made.tensors.update({name: f32(*values, shape=shape)})
+@change
+def set_(made: Made, name: str, *values: float, shape: tuple[int, ...] = ()) -> None:
+    made.tensors[name] = f32(*values, shape=shape)
 
 
-def drop(*names: str) -> Change:
-    return lambda made: [made.tensors.pop(name) for name in names]
+@change
+def drop(made: Made, *names: str) -> None:
+    for name in names:
+        del made.tensors[name]
 
 
-def without(*parts: str) -> Change:
+@change
+def without(made: Made, *parts: str) -> None:
     """Drop all tensors whose name contains every one of `parts`."""
-
-    def change(made: Made) -> None:
-        for name in [name for name in made.tensors if all(part in name for part in parts)]:
-            del made.tensors[name]
-
-    return change
+    made.tensors = {
+        name: tensor for name, tensor in made.tensors.items() if not all(part in name for part in parts)
+    }
 
 
-def rename(old: str, new: str) -> Change:
-    def change(made: Made) -> None:
-        made.tensors = {name.replace(old, new): tensor for name, tensor in made.tensors.items()}
-
-    return change
+@change
+def rename(made: Made, old: str, new: str) -> None:
+    made.tensors = {name.replace(old, new): tensor for name, tensor in made.tensors.items()}
 
 
-def codes(name: str, *changed: int, every: bool = False) -> Change:
+@change
+def codes(made: Made, name: str, *changed: int, every: bool = False) -> None:
     """Overwrite the first bytes of a tensor, or all with the first code."""
-
-    def change(made: Made) -> None:
-        dtype, shape, data = made.tensors[name]
-        new = bytes(changed) * len(data) if every else bytes(changed) + data[len(changed) :]
-        made.tensors[name] = (dtype, shape, new)
-
-    return change
+    dtype, shape, data = made.tensors[name]
+    new = bytes(changed) * len(data) if every else bytes(changed) + data[len(changed) :]
+    made.tensors[name] = (dtype, shape, new)
 
 
-def resize(name: str, dtype: str, shape: tuple[int, ...], size: int) -> Change:
-    def change(made: Made) -> None:
-        made.tensors[name] = (dtype, shape, made.tensors[name][2].ljust(size, b"\x38")[:size])
-
-    return change
+@change
+def resize(made: Made, name: str, dtype: str, shape: tuple[int, ...], size: int) -> None:
+    made.tensors[name] = (dtype, shape, made.tensors[name][2].ljust(size, b"\x38")[:size])
 
 
 def zeros_behind_zeros(made: Made) -> None:
@@ -96,12 +96,10 @@ def zeros_behind_zeros(made: Made) -> None:
         made.tensors[name] = (dtype, shape, bytes(changed))
 
 
-def to_bf16(module: str, *shape: int) -> Change:
-    def change(made: Made) -> None:
-        without(f"{module}.")(made)
-        made.tensors[f"{module}.weight"] = ("BF16", shape, b"\x01\x3c" * (shape[0] * shape[1]))
-
-    return change
+@change
+def to_bf16(made: Made, module: str, *shape: int) -> None:
+    without(f"{module}.")(made)
+    made.tensors[f"{module}.weight"] = ("BF16", shape, b"\x01\x3c" * (shape[0] * shape[1]))
 
 
 def to_fp8(made: Made) -> None:
@@ -110,47 +108,31 @@ def to_fp8(made: Made) -> None:
     made.tensors[f"{DOWN}.weight_scale"] = f32(0.01)
 
 
-def add_nvfp4(module: str, rows: int, columns: int, scale: float = 1e-4) -> Change:
-    def change(made: Made) -> None:
-        made.tensors[f"{module}.weight"] = ("U8", (rows, columns // 2), b"\x12" * (rows * columns // 2))
-        scales = b"\x48" * (rows * columns // 16)
-        made.tensors[f"{module}.weight_scale"] = ("F8_E4M3", (rows, columns // 16), scales)
-        made.tensors[f"{module}.weight_scale_2"] = f32(scale)
-        made.tensors[f"{module}.input_scale"] = f32(1e-2)
-
-    return change
+@change
+def add_nvfp4(made: Made, module: str, rows: int, columns: int, scale: float = 1e-4) -> None:
+    weight, scales = b"\x12" * (rows * columns // 2), b"\x48" * (rows * columns // 16)
+    made.tensors[f"{module}.weight"] = ("U8", (rows, columns // 2), weight)
+    made.tensors[f"{module}.weight_scale"] = ("F8_E4M3", (rows, columns // 16), scales)
+    made.tensors[f"{module}.weight_scale_2"] = f32(scale)
+    made.tensors[f"{module}.input_scale"] = f32(1e-2)
 
 
-def narrow(rows: int) -> Change:
+@change
+def narrow(made: Made, rows: int) -> None:
     """Give experts `rows` rows: 72 are no whole blocks of 16, and 2 GPUs cannot share the 7 blocks of 112."""
-
-    def change(made: Made) -> None:
-        blocks = rows // 16
-        for name, (_, shape, data) in list(made.tensors.items()):
-            if ".experts." not in name or len(shape) != 2:
-                continue
-            if name.endswith(("gate_proj.weight", "up_proj.weight")):
-                made.tensors[name] = ("U8", (rows, 32), data[: rows * 32])
-            elif name.endswith(("gate_proj.weight_scale", "up_proj.weight_scale")):
-                made.tensors[name] = ("F8_E4M3", (rows, 4), data[: rows * 4])
-            elif name.endswith("down_proj.weight"):
-                made.tensors[name] = ("U8", (64, rows // 2), data[: 64 * rows // 2])
-            else:
-                made.tensors[name] = ("F8_E4M3", (64, blocks), data[: 64 * blocks])
-
-    return change
+    for name, (dtype, shape, data) in list(made.tensors.items()):
+        if ".experts." in name and len(shape) == 2:
+            cut = (64, shape[1] * rows // 128) if "down_proj" in name else (rows, shape[1])
+            made.tensors[name] = (dtype, cut, data[: cut[0] * cut[1]])
 
 
-def dense(layer: int) -> Change:
+@change
+def dense(made: Made, layer: int) -> None:
     """Replace the experts and the router of a layer by a dense MLP."""
-
-    def change(made: Made) -> None:
-        without(f"layers.{layer}.mlp.")(made)
-        for name, shape in (("gate_proj", (128, 64)), ("up_proj", (128, 64)), ("down_proj", (64, 128))):
-            made.tensors[f"model.layers.{layer}.mlp.{name}.weight"] = ("BF16", shape, b"\x01\x3c" * 8192)
-        exclude(f"model.layers.{layer}.mlp.*_proj")(made)
-
-    return change
+    without(f"layers.{layer}.mlp.")(made)
+    for name, shape in (("gate_proj", (128, 64)), ("up_proj", (128, 64)), ("down_proj", (64, 128))):
+        to_bf16(f"model.layers.{layer}.mlp.{name}", *shape)(made)
+    exclude(f"model.layers.{layer}.mlp.*_proj")(made)
 
 
 def hybrid(made: Made) -> None:
@@ -164,7 +146,7 @@ def hybrid(made: Made) -> None:
 def prediction_layer(made: Made) -> None:
     """Add a layer for multi-token prediction after the last: a router without experts of its own."""
     made.tensors["model.layers.2.mlp.gate.weight"] = made.tensors["model.layers.1.mlp.gate.weight"]
-    made.tensors["model.layers.2.eh_proj.weight"] = ("BF16", (64, 128), b"\x01\x3c" * 8192)
+    to_bf16("model.layers.2.eh_proj", 64, 128)(made)
     exclude("*eh_proj")(made)
 
 
@@ -175,38 +157,34 @@ def config(**values: Any) -> Change:
     return lambda made: made.config.update(values)
 
 
+@change
+def in_config(made: Made, changed: Callable[[Settings], object]) -> None:
+    changed(made.config["quantization_config"])
+
+
+@change
+def in_both(made: Made, changed: Callable[[Settings], object]) -> None:
+    """Change the quantisation in config.json and in hf_quant_config.json."""
+    assert made.hf_quant is not None
+    changed(made.config["quantization_config"])
+    changed(made.hf_quant["quantization"])
+
+
 def quant(**values: Any) -> Change:
-    """Change config.json's quantisation."""
-    return lambda made: made.config["quantization_config"].update(values)
+    return in_config(lambda settings: settings.update(values))
+
+
+def both(**values: Any) -> Change:
+    return in_both(lambda settings: settings.update(values))
 
 
 def hf_quant(**values: Any) -> Change:
     return lambda made: made.hf_quant and made.hf_quant["quantization"].update(values)
 
 
-def in_both_files(**values: Any) -> Change:
-    """Change the quantisation in config.json and in hf_quant_config.json."""
-    return change_both_files(lambda settings: settings.update(values))
-
-
-def change_both_files(change: Callable[[Settings], object]) -> Change:
-    def apply(made: Made) -> None:
-        assert made.hf_quant is not None
-        change(made.config["quantization_config"])
-        change(made.hf_quant["quantization"])
-
-    return apply
-
-
-def in_config(change: Callable[[Settings], object]) -> Change:
-    return lambda made: change(made.config["quantization_config"])
-
-
 def exclude(name: str) -> Change:
     """Add a name to both lists of excluded modules."""
-    return change_both_files(
-        lambda settings: settings["ignore" if "ignore" in settings else "exclude_modules"].append(name)
-    )
+    return in_both(lambda settings: settings.get("ignore", settings.get("exclude_modules")).append(name))
 
 
 def no_hf_quant(made: Made) -> None:
@@ -255,18 +233,14 @@ def groups_in_place_of_a_list(settings: Settings) -> None:
 # Changes to the index and to files.
 
 
-def index(change: Callable[[dict[str, str]], object]) -> Change:
-    def change_made(made: Made) -> None:
-        made.change_index = lambda value: change(value["weight_map"]) and None
-
-    return change_made
+@change
+def index(made: Made, changed: Callable[[dict[str, str]], object]) -> None:
+    made.change_index = lambda value: changed(value["weight_map"]) and None
 
 
-def files(change: Callable[[Path], object]) -> Change:
-    def change_made(made: Made) -> None:
-        made.change_files = lambda folder: change(folder) and None
-
-    return change_made
+@change
+def files(made: Made, changed: Callable[[Path], object]) -> None:
+    made.change_files = lambda folder: changed(folder) and None
 
 
 def another_shard(weight_map: dict[str, str]) -> None:
@@ -286,17 +260,13 @@ def one_shard_more(folder: Path) -> None:
     (folder / "model-00003-of-00002.safetensors").write_bytes(data)
 
 
-def twice(made: Made) -> None:
+def twice(folder: Path) -> None:
     """Store the same tensor in two shards, as if a part of another export had been copied."""
-
-    def add(folder: Path) -> None:
-        names = list(made.tensors)
-        own = {name: made.tensors[name] for name in names[made.shards - 1 :: made.shards]}
-        other = next(name for name in names if name not in own and name.endswith("weight_scale_2"))
-        last = f"model-{made.shards:05d}-of-{made.shards:05d}.safetensors"
-        write_safetensors(folder / last, {**own, other: made.tensors[other]})
-
-    made.change_files = add
+    tensors = modelopt().tensors
+    last = list(tensors)[2::3]  # what the last of three shards holds
+    other = next(name for name in tensors if name not in last and name.endswith("weight_scale_2"))
+    path = folder / "model-00003-of-00003.safetensors"
+    write_safetensors(path, {name: tensors[name] for name in (*last, other)})
 
 
 def parts_of(*modules: str) -> list[str]:
@@ -352,7 +322,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             {"scale_spread": "layers.1.mlp.experts.0.down_proj"},
         ),
         "zero scales far behind zero weights": (zeros_behind_zeros, {"scale_zero": UP}),
-        "algo unknown": (in_both_files(quant_algo="NVFP5"), {"quant_algo_unknown": "quant_algo"}),
+        "algo unknown": (both(quant_algo="NVFP5"), {"quant_algo_unknown": "quant_algo"}),
         "algo absent": ([quant(quant_algo=None), no_hf_quant], {"quant_algo_missing": "quant_algo"}),
         "method unknown": (
             [quant(quant_method="nvidia"), no_hf_quant],
@@ -362,7 +332,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             [quant(quant_method="modelopt_nonsense"), no_hf_quant],
             {"quant_algo_unknown": "quant_method"},
         ),
-        "declared FP8, is NVFP4": (in_both_files(quant_algo="FP8"), {"quant_algo_tensors": "fp8"}),
+        "declared FP8, is NVFP4": (both(quant_algo="FP8"), {"quant_algo_tensors": "fp8"}),
         "files disagree: algo": (hf_quant(quant_algo="NVFP4_AWQ"), {"config_disagrees": "quant_algo"}),
         "files disagree: KV": (
             hf_quant(kv_cache_quant_algo=None),
@@ -373,7 +343,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             hf_quant(exclude_modules=["lm_head", "model.layers.*.self_attn*"]),
             {"config_disagrees": "mlp.gate"},
         ),
-        "group size of no NVFP4": (in_both_files(group_size=32), {"group_size_tensors": "group_size"}),
+        "group size of no NVFP4": (both(group_size=32), {"group_size_tensors": "group_size"}),
         "excluded and quantised": (add_nvfp4(Q, 64, 64), {"excluded_quantised": Q}),
         "not excluded, not quantised": (
             [quant(ignore=["lm_head"]), no_hf_quant],
@@ -485,7 +455,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             {"index_disagrees": UP},
         ),
         "index: tensor named twice": (files(repeated_key), {"tensor_duplicated": UP}),
-        "tensor in two shards": (twice, {"tensor_duplicated": "weight_scale_2"}),
+        "tensor in two shards": (files(twice), {"tensor_duplicated": "weight_scale_2"}),
     },
     lambda: modelopt(2): {"shard not named": (files(one_shard_more), {"index_disagrees": "all"})},
     mixed: {
@@ -494,7 +464,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             {"input_scale_missing": "experts"},
         ),
         "FP8 without input scales": (without("attn", ".input_scale"), {"input_scale_missing": "attn"}),
-        "another scheme": (change_both_files(relist(quant_algo="FP8")), {"quant_algo_tensors": UP}),
+        "another scheme": (in_both(relist(quant_algo="FP8")), {"quant_algo_tensors": UP}),
         "the files disagree": (
             in_config(relist(quant_algo="NVFP4_AWQ", group_size=16)),
             {"config_disagrees": UP},
@@ -503,20 +473,20 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             in_config(lambda settings: settings["quantized_layers"].update(x={"quant_algo": "FP8"})),
             {"config_disagrees": "x"},
         ),
-        "unknown": (change_both_files(relist(quant_algo="NVFP5")), {"quant_algo_unknown": UP}),
-        "mixed within": (change_both_files(relist(quant_algo="MIXED_PRECISION")), {"quant_algo_unknown": UP}),
-        "no algorithm": (change_both_files(relist()), {"quant_algo_missing": UP}),
+        "unknown": (in_both(relist(quant_algo="NVFP5")), {"quant_algo_unknown": UP}),
+        "mixed within": (in_both(relist(quant_algo="MIXED_PRECISION")), {"quant_algo_unknown": UP}),
+        "no algorithm": (in_both(relist()), {"quant_algo_missing": UP}),
         "not listed": (
-            change_both_files(lambda settings: settings["quantized_layers"].pop(UP)),
+            in_both(lambda settings: settings["quantized_layers"].pop(UP)),
             {"quant_algo_tensors": UP},
         ),
-        "an empty list": (in_both_files(quantized_layers={}), {"quant_algo_missing": "quantized_layers"}),
+        "an empty list": (both(quantized_layers={}), {"quant_algo_missing": "quantized_layers"}),
         "no list": (
-            change_both_files(lambda settings: settings.pop("quantized_layers")),
+            in_both(lambda settings: settings.pop("quantized_layers")),
             {"quant_algo_missing": "quantized_layers"},
         ),
         "group size": (
-            change_both_files(relist(quant_algo="NVFP4", group_size=32)),
+            in_both(relist(quant_algo="NVFP4", group_size=32)),
             {"group_size_tensors": "group_size"},
         ),
         "listed, excluded, not quantised": ([to_bf16(Q, 64, 64), exclude(Q)], {"quant_algo_tensors": Q}),
@@ -558,7 +528,7 @@ CLEAN: dict[str, tuple[Base, list[Change]]] = {
     "packed sharded": (lambda: compressed(2), []),
     "block fp8": (block_fp8, []),
     "mixed": (mixed, []),
-    "mixed, listed by layer": (mixed, [change_both_files(listed_by_layer)]),
+    "mixed, listed by layer": (mixed, [in_both(listed_by_layer)]),
     "mixed, by groups": (mixed, [no_hf_quant, in_config(groups_in_place_of_a_list)]),
     "groups": (compressed_groups, []),
     "groups, all by patterns": (compressed_groups, [group(1, targets=["re:.*self_attn.*"])]),
@@ -568,7 +538,7 @@ CLEAN: dict[str, tuple[Base, list[Change]]] = {
     ),
     "a group with a pattern that is not read": (compressed_groups, [group(0, targets=["re:(?!x).*"])]),
     "experts in one tensor": (fused, []),
-    "experts in one tensor, listed singly": (fused, [change_both_files(fused_experts_listed_singly)]),
+    "experts in one tensor, listed singly": (fused, [in_both(fused_experts_listed_singly)]),
     "experts in one tensor, transposed": (lambda: fused(transposed=True), []),
     "a dense layer that config.json names": (modelopt, [dense(0), config(first_k_dense_replace=1)]),
     "a dense layer that it does not name": (modelopt, [dense(0)]),
@@ -601,7 +571,7 @@ CLEAN: dict[str, tuple[Base, list[Change]]] = {
     ),
     "weights alone need no input scales": (
         modelopt,
-        [without(".input_scale"), in_both_files(quant_algo="W4A16_NVFP4")],
+        [without(".input_scale"), both(quant_algo="W4A16_NVFP4")],
     ),
 }
 
@@ -656,14 +626,14 @@ def test_every_check_has_a_case() -> None:
 @pytest.mark.parametrize(
     ("base", "change"),
     [
-        (mixed, change_both_files(relist(quant_algo="FP8"))),
-        (mixed, change_both_files(relist(quant_algo="NVFP5"))),
-        (mixed, change_both_files(lambda settings: settings["quantized_layers"].pop(UP))),
-        (mixed, in_both_files(quantized_layers={})),
+        (mixed, in_both(relist(quant_algo="FP8"))),
+        (mixed, in_both(relist(quant_algo="NVFP5"))),
+        (mixed, in_both(lambda settings: settings["quantized_layers"].pop(UP))),
+        (mixed, both(quantized_layers={})),
         (mixed, in_config(relist(quant_algo="FP8"))),
-        (mixed, change_both_files(relist(quant_algo="NVFP4", group_size=32))),
+        (mixed, in_both(relist(quant_algo="NVFP4", group_size=32))),
         (mixed, to_bf16(Q, 64, 64)),
-        (modelopt, in_both_files(group_size=32)),
+        (modelopt, both(group_size=32)),
     ],
     ids=["another", "unknown", "not listed", "none listed", "in one file", "group", "not quantised", "size"],
 )
@@ -739,7 +709,7 @@ def test_fused_projections_with_scales_of_their_own(tmp_path: Path) -> None:
 def test_awq_needs_input_scales(tmp_path: Path) -> None:
     made = modelopt()
     without(".input_scale")(made)
-    in_both_files(quant_algo="NVFP4_AWQ")(made)
+    both(quant_algo="NVFP4_AWQ")(made)
     assert "input_scale_missing" in checked(made, tmp_path)[1]
 
 

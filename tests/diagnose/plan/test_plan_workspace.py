@@ -78,8 +78,3 @@ def test_an_unknown_workspace_has_a_reason_and_no_size(name, scheme, message):
 def test_vllms_cutlass_has_no_relu2():
     layer = preset("nemotron-3-super-120b").experts.layer
     assert "has no relu2" in workspace("VLLM_CUTLASS", "fp8", layer, 1).how
-
-
-def test_marlins_sums_grow_with_the_multiprocessors():
-    small, large = (workspace("marlin", "nvfp4", QWEN, 4096, sms=count).bytes for count in (132, 148))
-    assert large - small == 16 * 4 * 64 * 256 * 4
