@@ -71,7 +71,8 @@ def test_the_text_cannot_add_markdown(
     assert "No known failure" in capsys.readouterr().out
 
 
-def test_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stdin_of_the_most_bytes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "MOST_BYTES", len(REPORT))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(REPORT.encode())))
     assert triage_command("-", "json", None) == 1
     assert "MD003" in capsys.readouterr().out
@@ -114,14 +115,6 @@ def test_more_than_200_megabytes_are_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(command, "MOST_BYTES", 100)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * 101)))
     assert "stdin: is too large" in refusal("-")
-
-
-def test_100_bytes_of_100_are_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "MOST_BYTES", len(REPORT))
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(REPORT.encode())))
-    assert triage_command("-", "json", None) == 1
 
 
 def test_a_file_that_cannot_be_read_midway(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
