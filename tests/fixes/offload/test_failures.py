@@ -13,17 +13,7 @@ from torch import nn
 from moedoctor.fixes.offload import storage as offload_storage
 from moedoctor.fixes.offload.hooks import MARK
 from moedoctor.fixes.offload.plan import make_plan
-from moedoctor.fixes.offloader import Offload, offload
-
-WIDTH = 16
-
-
-def stack(layers: int = 4) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).requires_grad_(False)
-
-
-def offloaded(model: nn.Module, **options: Any) -> Offload:
-    return offload(model, 1 << 40, **{"keep_below": 0, "pin": lambda memory: lambda: None, **options})
+from tests.fixes.offload.models import WIDTH, offloaded, stack
 
 
 def out_of_memory(*args: Any) -> Any:

@@ -16,17 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from moedoctor.fixes.offload import storage as offload_storage
 from moedoctor.fixes.offload.storage import settle_in
-from moedoctor.fixes.offloader import Offload, offload
-
-WIDTH = 16
-
-
-def stack(layers: int = 4) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
-
-
-def offloaded(model: nn.Module, **options: Any) -> Offload:
-    return offload(model, 1 << 40, **{"keep_below": 0, "pin": lambda memory: lambda: None, **options})
+from tests.fixes.offload.models import WIDTH, offloaded, stack
 
 
 def write(model: Any, new: torch.Tensor) -> None:
@@ -118,7 +108,7 @@ class Changing(nn.Linear):
 
 
 def test_a_layer_that_writes_its_own_weight_is_refused(x: torch.Tensor) -> None:
-    model = nn.Sequential(*(Changing(WIDTH, WIDTH) for _ in range(4)))
+    model = stack(kind=Changing)
     offloaded(model)
     with pytest.raises(RuntimeError, match=r"0\.weight .* written by its layer's own forward"):
         model(x)
@@ -205,12 +195,23 @@ def test_a_pass_in_a_second_thread_is_refused(x: torch.Tensor, whole: bool) -> N
     assert torch.equal(run(x), expected)
 
 
-def test_a_failed_pass_does_not_block_other_threads(x: torch.Tensor) -> None:
-    model = stack()
+class Moody(nn.Linear):
+    angry = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.angry:
+            raise ArithmeticError
+        return super().forward(x)
+
+
+def test_after_a_failed_pass_every_thread_gets_the_same_bits(x: torch.Tensor) -> None:
+    model: Any = stack(5, Moody)
     expected = model(x)
     offloaded(model)
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        model(x[:, :3])
+    model[2].angry = True
+    with pytest.raises(ArithmeticError):
+        model(x)
+    model[2].angry = False
     results: list[torch.Tensor] = []
 
     def other() -> None:
@@ -221,6 +222,7 @@ def test_a_failed_pass_does_not_block_other_threads(x: torch.Tensor) -> None:
     thread.start()
     thread.join()
     assert torch.equal(results[0], expected)
+    assert torch.equal(model(x), expected)
 
 
 @pytest.mark.parametrize("eager_first", [True, False])
@@ -303,8 +305,8 @@ def test_a_weight_read_outside_its_layer_is_an_error() -> None:
     model(x)
 
 
-def test_a_forward_hook_that_reads_the_weight_is_an_error() -> None:
-    model, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))), torch.randn(3, WIDTH)
+def test_a_forward_hook_that_reads_the_weight_is_an_error(x: torch.Tensor) -> None:
+    model = stack()
     model[2].register_forward_hook(lambda module, inputs, output: output + module.weight[0])
     offloaded(model)
     with pytest.raises(RuntimeError, match=r"2\.weight is offloaded, and aten\.add\.Tensor uses it"):

@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moedoctor.fixes.offload.pinned import PinError
-from moedoctor.fixes.offloader import Offload, offload
-
-PLENTY = 1 << 40
-WIDTH = 16
-
-
-def pinned(memory: torch.Tensor) -> Callable[[], None]:
-    """Pretend to pin memory, so that layers are prefetched."""
-    return lambda: None
+from tests.fixes.offload.models import WIDTH, offloaded, pinned, reasons, stack
 
 
 class Block(nn.Module):
@@ -68,10 +60,6 @@ class Model(nn.Module):
 IDS = torch.arange(12).view(3, 4)
 
 
-def offloaded(model: nn.Module, budget: int = PLENTY, **options: Any) -> Offload:
-    return offload(model, budget, **{"keep_below": 0, "pin": pinned, **options})
-
-
 @given(
     layers=st.integers(1, 6),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
@@ -109,36 +97,6 @@ def test_any_module_gives_the_same_bits_within_the_budget(
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-class Random(nn.Module):
-    """Nested modules of random depth; some run twice."""
-
-    def __init__(self, plan: list[tuple[int, bool]]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList()
-        for depth, again in plan:
-            part = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=depth % 2 == 0) for _ in range(depth)))
-            self.parts.append(part)
-            if again:
-                self.parts.append(part)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part in self.parts:
-            x = torch.tanh(part(x)) + x
-        return x
-
-
-@given(
-    plan=st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=6), seed=st.integers(0, 9)
-)
-@settings(max_examples=25, deadline=None)
-def test_layers_that_run_twice_give_the_same_bits(plan: list[tuple[int, bool]], seed: int) -> None:
-    torch.manual_seed(seed)
-    model, x = Random(plan), torch.randn(3, WIDTH)
-    expected = model(x)
-    offloaded(model)
-    assert all(torch.equal(model(x), expected) for _ in range(3))
-
-
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 @pytest.mark.filterwarnings("ignore:weights are no longer prefetched")
 def test_an_offloaded_module_compiles_to_one_graph_with_the_same_bits(compiler: str) -> None:
@@ -148,14 +106,9 @@ def test_an_offloaded_module_compiles_to_one_graph_with_the_same_bits(compiler: 
     offloaded(model)
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
     assert all(torch.equal(compiled(IDS), expected) for _ in range(3))
-    torch._dynamo.reset()
-
-
-def test_compiled_code_uses_the_buffers_without_a_copy() -> None:
-    model = Model(4)
-    offloaded(model)
-    torch.compile(model, fullgraph=True, backend="inductor")(IDS)
-    assert model.layers[0]._moedoctor_offload.plain is None  # type: ignore[union-attr]
+    if compiler == "inductor":
+        plain = model.layers[0]._moedoctor_offload.plain  # type: ignore[union-attr]
+        assert plain is None, "compiled code must use the buffers without a copy"
     torch._dynamo.reset()
 
 
@@ -226,8 +179,6 @@ def test_quantisation_metadata_stays_on_the_device_and_the_report_names_the_rule
     up, tied = rows["layers.0.up"], rows["layers.0.tied"]
     assert (up.lives, up.pinned, up.access, up.bytes) == ("host", True, "copy", 4 * WIDTH * WIDTH)
     assert (tied.lives, tied.bytes) == ("host", 0)
-    assert any(rule.startswith("name:") for rule in report.rules)
-    assert any(rule.startswith("type and size:") for rule in report.rules)
     lines = str(report).splitlines()
     assert len(lines) == 1 + len(report.placements) + 1 + len(report.rules)
     assert lines[0].split() == ["name", "bytes", "lives", "pinned", "access", "reason"]
@@ -261,12 +212,9 @@ def test_a_config_that_holds_an_offloaded_parameter_sees_the_fetched_weight() ->
 def test_a_weight_that_a_config_holds_as_another_tensor_stays_on_the_device() -> None:
     model = Model(4)
     model.layers[1].config = {"inner": [Config(model.layers[1].up.detach())]}  # type: ignore[assignment]
-    report = offloaded(model).report()
-    rows = {row.name: row for row in report.placements}
-    assert rows["layers.1.up"].lives == "device"
-    assert "held under another tensor" in rows["layers.1.up"].reason
-    assert rows["layers.2.up"].lives == "host"
-    assert report.held_bytes == 0
+    why = reasons(model)
+    assert "held under another tensor" in why["layers.1.up"]
+    assert why["layers.2.up"] == "weight of layers.2"
 
 
 def test_memory_that_the_caller_still_holds_is_not_reported_as_freed() -> None:
@@ -306,25 +254,6 @@ def test_gradients_are_refused_because_buffers_are_reused() -> None:
         model(torch.randn(3, WIDTH, requires_grad=True))
 
 
-def test_a_pass_after_an_error_gives_the_same_bits() -> None:
-    class Moody(Block):
-        angry = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.angry:
-                raise ArithmeticError
-            return super().forward(x)
-
-    model, x = nn.Sequential(*(Moody() for _ in range(5))), torch.randn(3, WIDTH)
-    expected = model(x)
-    offloaded(model)
-    model[2].angry = True
-    with pytest.raises(ArithmeticError):
-        model(x)
-    model[2].angry = False
-    assert all(torch.equal(model(x), expected) for _ in range(2))
-
-
 def test_a_layer_that_runs_inside_another_is_refused() -> None:
     class Nested(Block):
         inner: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -359,7 +288,6 @@ def containers(model: Model) -> dict[str, Any]:
     ("options", "message"),
     [
         ({"budget": 0}, r"budget_bytes: must be positive, got 0"),
-        ({"budget": -5}, r"budget_bytes: must be positive, got -5"),
         ({"patterns": ("layer",)}, r"patterns: no parameter has 'layer' .* the closest are: layers"),
         ({"patterns": ("up_scal",)}, r"closest are: .*up_scale"),
         ({"patterns": ("xyzzy",)}, r"the closest are: "),
@@ -368,17 +296,14 @@ def containers(model: Model) -> dict[str, Any]:
         ({"access": "view"}, r"access: a view needs a CUDA device"),
         ({"access": "copies"}, r"access: must be 'copy' or 'view', got 'copies'"),
         ({"budget": float("nan")}, r"budget_bytes: must be a number of bytes, got nan"),
-        ({"budget": float("inf")}, r"budget_bytes: must be a number of bytes, got inf"),
         ({"budget": "5"}, r"budget_bytes: must be a number of bytes, got '5'"),
         ({"budget": 10**400}, r"budget_bytes: must be a number of bytes"),
         ({"patterns": "weight"}, r"patterns: must be a sequence of names, got the text 'weight'"),
-        ({"keep_below": None}, r"keep_below: must be a number of bytes, got None"),
         ({"keep_below": "a"}, r"keep_below: must be a number of bytes, got 'a'"),
         ({"budget": True}, r"budget_bytes: must be a number of bytes, got True"),
         ({"device": "meta"}, r"device: meta tensors hold no data"),
         ({"device": "nonsense"}, r"device: 'nonsense' cannot be used here: "),
         ({"device": "cuda:77"}, r"device: 'cuda:77' cannot be used here: "),
-        ({"device": 3.5}, r"device: 3.5 cannot be used here: "),
         (
             {"layers": containers},
             r"layers: layers \(ModuleList\) has no forward to wrap; name the module that",
@@ -466,14 +391,8 @@ def test_the_buffers_are_freed_with_the_module() -> None:
 
 
 def test_a_partial_budget_spreads_the_offloaded_layers() -> None:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
-    rows = offloaded(model, 4 * 4 * WIDTH * WIDTH).report().placements
-    assert [row.name for row in rows if row.lives == "host"] == [
-        "1.weight",
-        "2.weight",
-        "4.weight",
-        "6.weight",
-    ]
+    rows = offloaded(stack(8), 4 * 4 * WIDTH * WIDTH).report().placements
+    assert [row.name[0] for row in rows if row.lives == "host"] == ["1", "2", "4", "6"]
     assert {row.reason for row in rows if row.name == "0.weight"} == {"over the budget"}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from moedoctor.faults.offload.late_device import LateDevice
 from moedoctor.fixes.offload.prefetch import CopyEngine
 from moedoctor.fixes.offloader import Offload, offload
+from tests.fixes.offload.models import pinned
 
 WIDTH, TOKENS, LAYERS = 64, 12, 5
 EXPERTS: dict[int, Experts] = {}
@@ -85,18 +86,8 @@ class Model(nn.Module):
 IDS = torch.arange(TOKENS)
 
 
-def pinned(memory: torch.Tensor) -> Callable[[], None]:
-    return lambda: None
-
-
 def read_by(experts: nn.Module) -> tuple[Any, str]:
     return experts, "computed"
-
-
-def around_layers(model: Model) -> Offload:
-    return offload(
-        model.layers, 1 << 40, patterns=("experts",), layers=list(model.layers), keep_below=0, pin=pinned
-    )
 
 
 def inside(model: Model, *, root: nn.Module | None = None, **options: Any) -> Offload:
@@ -107,10 +98,8 @@ def inside(model: Model, *, root: nn.Module | None = None, **options: Any) -> Of
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    torch.manual_seed(0)
     torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+    yield
     torch._dynamo.reset()
 
 
@@ -127,7 +116,8 @@ def test_operators_between_layers_change_the_rounding_of_compiled_code() -> None
     """This is why `reader` exists. Eager outputs do not change."""
     model = Model()
     eager, (plain, _) = model(IDS), compiled(model)
-    around_layers(model)
+    layers = list(model.layers)
+    offload(model.layers, 1 << 40, patterns=("experts",), layers=layers, keep_below=0, pin=pinned)
     torch._dynamo.reset()
     assert torch.equal(model(IDS), eager)
     assert not torch.equal(compiled(model)[0], plain)
@@ -150,32 +140,14 @@ def test_with_a_reader_compiled_code_is_the_same_as_without_offload(pin: Any, wh
 
 @pytest.mark.parametrize("seed", [None, *range(6)])
 def test_on_a_late_device_every_kernel_reads_its_own_layers_weights(seed: int | None) -> None:
-    assert all(late(LateDevice(seed))) is True
-
-
-class NeverForks(LateDevice):
-    """Its copies do not wait for computation."""
-
-    def fork(self) -> None:
-        return
-
-
-def test_a_kernel_reads_wrong_weights_if_copies_do_not_wait_for_it() -> None:
-    assert not all(right for seed in range(6) for right in late(NeverForks(seed)))
-
-
-def late(device: LateDevice) -> list[bool]:
-    """Run two compiled passes; return for each kernel whether it read its own layer's weights."""
-    model = Model()
+    model, device = Model(), LateDevice(seed)
     for number, layer in enumerate(model.layers):
         layer.experts.weight.fill_(number)
         layer.experts.device = device
     inside(model, engine=device)
     compiled(model, passes=2)
     device.synchronize()
-    right = [flag for layer in model.layers for flag in layer.experts.right]
-    assert len(right) == 2 * LAYERS
-    return right
+    assert [flag for layer in model.layers for flag in layer.experts.right] == [True] * 2 * LAYERS
 
 
 def test_restore_puts_back_the_function_of_each_layer() -> None:
