@@ -40,6 +40,9 @@ from tests.faults.offload.cases import CONTROL_AND_FIX, run_case
 ROOT = Path(__file__).parents[3]
 
 
+REPRODUCED, CLEAN, ERROR = CaseVerdict.REPRODUCED, CaseVerdict.CLEAN, CaseVerdict.ERROR
+
+
 @CONTROL_AND_FIX
 def test_a_view_without_its_memory_turns_into_the_next_buffer(subject: str, verdict: CaseVerdict) -> None:
     case = run_case(OffloadGarbage(), subject, bytes=4096)
@@ -68,13 +71,9 @@ def test_wrong_parameters_are_refused(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("table", "text"),
     [
-        (
-            {"cells": 2, "same": 2, "other_tokens": 0},
-            "not reproduced on this GPU in any of 2 engines with offload: 2 give",
-        ),
         ({"cells": 2, "same": 1, "other_tokens": 1}, "reproduced in 1 of 2 engines with offload: 1 give"),
         (
-            {"cells": 3, "same": 1, "other_tokens": 0, "not_offloaded": 1},
+            {"cells": 3, "same": 2, "other_tokens": 0, "not_offloaded": 1},
             "not reproduced on this GPU in any of 2",
         ),
         ({"cells": 2, "same": 0, "other_tokens": 0, "not_offloaded": 2}, None),
@@ -82,7 +81,7 @@ def test_wrong_parameters_are_refused(given: dict[str, Any]) -> None:
     ],
 )
 def test_whether_garbage_was_seen(table: dict[str, Any], text: str | None) -> None:
-    case = CaseResult("installed", Tier.ENGINE, {}, CaseVerdict.CLEAN, table)
+    case = CaseResult("installed", Tier.ENGINE, {}, CLEAN, table)
     conclusions = OffloadGarbage().conclude([case])
     assert str(conclusions.get("garbage_of_vllm_38718", None)).startswith(str(text))
 
@@ -99,12 +98,14 @@ def test_the_engines_of_the_users_model(tmp_path: Path, monkeypatch: pytest.Monk
     control, request = (own_model_trial(mine, offload=offload).request for offload in (False, True))
     arguments = document_of(request)["arguments"]
     assert not {"kv_cache_memory_bytes", "attention_backend"} & set(arguments), "settings of the tiny ones"
-    assert (arguments["max_model_len"], arguments["cpu_offload_gb"], arguments["moe_backend"]) == (
-        512,
-        5.0,
-        "marlin",
-    )
-    assert (arguments["model"], arguments["skip_tokenizer_init"]) == ("/models/mine", False)
+    expected = {
+        "model": "/models/mine",
+        "skip_tokenizer_init": False,
+        "max_model_len": 512,
+        "cpu_offload_gb": 5.0,
+        "moe_backend": "marlin",
+    }
+    assert expected.items() <= arguments.items()
     assert "cpu_offload_gb" not in document_of(control)["arguments"]
     assert "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA" not in request.environ
     compiled = own_model_trial(changed(mode="compiled"), offload=True).request
@@ -175,79 +176,47 @@ PARIS = wrote("Paris", [1])
 ROUNDED = probe(1.001, 2.0)
 MEMORY = died("CUDA out of memory")
 REFUSED = died("b_scales is not on GPU")
+WITH_FIX = wrote("Paris", [1], fixes="offload (…)")
 
 
 @pytest.mark.parametrize(
     ("control", "other", "verdict", "figure"),
     [
-        (PARIS, PARIS, CaseVerdict.CLEAN, "the same tokens"),
-        (
-            PARIS,
-            wrote("word", [2], probe(1.0, 9.0)),
-            CaseVerdict.REPRODUCED,
-            "other tokens from number 1 on: 'Paris' is not in the answer",
-        ),
-        (PARIS, wrote("Paris!", [2]), CaseVerdict.REPRODUCED, "what follows the layers differs"),
-        (
-            PARIS,
-            wrote("Paris!", [2], ROUNDED),
-            CaseVerdict.CLEAN,
-            "from number 1 on, 0.25 apart",
-        ),
-        (PARIS, wrote("no", [2], ROUNDED), CaseVerdict.REPRODUCED, "'Paris' is not in"),
-        (PARIS, wrote("Paris!", [3], ROUNDED), CaseVerdict.REPRODUCED, "2 less likely without"),
-        (PARIS, wrote("Paris!", [4], ROUNDED), CaseVerdict.REPRODUCED, "not among the likely"),
-        (
-            wrote("Paris", [1, 1]),
-            wrote("Paris!", [1, 2], ROUNDED),
-            CaseVerdict.REPRODUCED,
-            "differs was not seen",
-        ),
+        (PARIS, PARIS, CLEAN, "the same tokens"),
+        (PARIS, wrote("word", [2], probe(1.0, 9.0)), REPRODUCED, "number 1 on: 'Paris' is not in the answer"),
+        (PARIS, wrote("Paris!", [2]), REPRODUCED, "what follows the layers differs"),
+        (PARIS, wrote("Paris!", [2], ROUNDED), CLEAN, "from number 1 on, 0.25 apart"),
+        (PARIS, wrote("Paris!", [3], ROUNDED), REPRODUCED, "2 less likely without"),
+        (PARIS, wrote("Paris!", [4], ROUNDED), REPRODUCED, "not among the likely"),
+        (wrote("Paris", [1, 1]), wrote("Paris!", [1, 2], ROUNDED), REPRODUCED, "differs was not seen"),
         (
             wrote("Paris", [1, 1], probe(1.0, later=(2.0,))),
             wrote("Paris!", [1, 2], probe(1.0, later=(9.0,))),
-            CaseVerdict.REPRODUCED,
+            REPRODUCED,
             "from number 2 on: the first layer that differs: layers.0, in call 2",
         ),
-        (MEMORY, PARIS, CaseVerdict.CLEAN, "no run without offload"),
-        (MEMORY, wrote("no", [1]), CaseVerdict.REPRODUCED, "not 'Paris' in the answer"),
-        (wrote("Rome", [1]), wrote("Rome", [1]), CaseVerdict.ERROR, "the control is wrong"),
-        (PARIS, REFUSED, CaseVerdict.REPRODUCED, "with offload: Runtime"),
-        (MEMORY, REFUSED, CaseVerdict.REPRODUCED, "with offload: Runtime"),
+        (MEMORY, PARIS, CLEAN, "no run without offload"),
+        (MEMORY, wrote("no", [1]), REPRODUCED, "not 'Paris' in the answer"),
+        (wrote("Rome", [1]), wrote("Rome", [1]), ERROR, "the control is wrong"),
+        (PARIS, REFUSED, REPRODUCED, "with offload: Runtime"),
+        (MEMORY, REFUSED, REPRODUCED, "with offload: Runtime"),
         # Engines that differ from the request.
-        (
-            PARIS,
-            wrote("Paris", [1], {"host_bytes": 0}),
-            CaseVerdict.ERROR,
-            "nothing was offloaded",
-        ),
-        (PARIS, wrote("Paris", [1], None), CaseVerdict.ERROR, "nothing was offloaded"),
-        (PARIS, died("2 workers", stage="probe"), CaseVerdict.ERROR, "the engine could not be looked into"),
+        (PARIS, wrote("Paris", [1], {"host_bytes": 0}), ERROR, "nothing was offloaded"),
+        (PARIS, wrote("Paris", [1], None), ERROR, "nothing was offloaded"),
+        (PARIS, died("2 workers", stage="probe"), ERROR, "the engine could not be looked into"),
+        (WITH_FIX, WITH_FIX, CLEAN, "the same tokens"),
+        (WITH_FIX, PARIS, ERROR, "the fix was not active"),
+        (WITH_FIX, REFUSED, ERROR, "the fix was not active"),
+        (WITH_FIX, replace(REFUSED, fixes="offload (…)"), REPRODUCED, "with offload: Runtime"),
     ],
 )
 def test_the_users_model(
     control: EngineResult, other: EngineResult, verdict: CaseVerdict, figure: str
 ) -> None:
-    judgement = judged(control, other)
+    """The fix is expected in the engine with offload if the control has it."""
+    judgement = judged(control, other, changed(fixes="offload") if control.fixes else MINE)
     assert judgement.verdict is verdict
     assert figure in judgement.figure
-
-
-@pytest.mark.parametrize(
-    ("other", "verdict", "figure"),
-    [
-        (wrote("Paris", [1], fixes="offload (…)"), CaseVerdict.CLEAN, "the same tokens"),
-        (PARIS, CaseVerdict.ERROR, "the fix was not active"),
-        (REFUSED, CaseVerdict.ERROR, "the fix was not active"),
-        (replace(REFUSED, fixes="offload (…)"), CaseVerdict.REPRODUCED, "with offload: Runtime"),
-    ],
-)
-def test_an_engine_without_the_expected_fix_is_not_judged(
-    other: EngineResult, verdict: CaseVerdict, figure: str
-) -> None:
-    judgement = judged(PARIS, other, changed(fixes="offload"))
-    assert judgement.verdict is verdict
-    assert judgement.figure.startswith(figure)
 
 
 def out_of_memory(asked: str, free: str, used: str) -> str:
@@ -272,18 +241,18 @@ def test_two_engines_that_stop_with_the_same_error_are_not_judged(
     without: str, with_offload: str, expected: str | None
 ) -> None:
     judgement = judged(died(without), died(with_offload), changed(expected=expected))
-    assert (judgement.verdict, judgement.figure) == (CaseVerdict.ERROR, "no control")
+    assert (judgement.verdict, judgement.figure) == (ERROR, "no control")
     assert f"stops with the same error: RuntimeError: {without[:60]}" in (judgement.reason or "")
 
 
 def test_without_expected_text() -> None:
     nothing = changed(expected=None)
-    assert judged(MEMORY, PARIS, nothing).verdict is CaseVerdict.ERROR
+    assert judged(MEMORY, PARIS, nothing).verdict is ERROR
     # Garbage after the prompt: weights that are overwritten after the first call.
     control = wrote("Paris", [1, 1], probe(1.0, later=(2.0, 2.0)))
     for later, layer in (((2.0, 2.0), "what follows the layers"), ((-2.0, 2.0), "layers.0, in call 2")):
         judgement = judged(control, wrote("zzz", [1, 2], probe(1.0, later=later)), nothing)
-        assert judgement.verdict is CaseVerdict.REPRODUCED
+        assert judgement.verdict is REPRODUCED
         assert layer in judgement.figure
 
 
@@ -292,7 +261,7 @@ def test_backends_are_compared_without_offload() -> None:
         parameters = changed(moe_backend=backend, **values)
         control = wrote(text, [1], probe(*norms))
         evidence = compare(Ran(own_model_trial(parameters, offload=True), control, control), parameters)
-        return CaseResult("installed", Tier.ENGINE, parameters.model_dump(), CaseVerdict.CLEAN, evidence)
+        return CaseResult("installed", Tier.ENGINE, parameters.model_dump(), CLEAN, evidence)
 
     first = case("marlin", "Paris", (1.0, 2.0, 3.0))
     others = [
@@ -324,9 +293,9 @@ def test_the_engine_tier_runs_the_engines_that_a_point_names(
     own = run_case(
         OffloadGarbage(), "installed", Tier.ENGINE, mode="eager", model="/m", expected="Paris", fixes=fixes
     )
-    assert (own.verdict, labels) == (CaseVerdict.CLEAN, ["/m without offload", "/m with offload"])
+    assert (own.verdict, labels) == (CLEAN, ["/m without offload", "/m with offload"])
     tiny = run_case(OffloadGarbage(), "installed", Tier.ENGINE, mode="eager", fixes=fixes)
-    assert tiny.verdict is CaseVerdict.CLEAN
+    assert tiny.verdict is CLEAN
     assert tiny.evidence["cells"] == 4
 
 
