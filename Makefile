@@ -19,7 +19,7 @@ VLLM ?= 0.21.0 0.33.0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format schema readme baseline test-upstream backendreports
+.PHONY: help setup run test lint format schema readme baseline test-upstream backendreports slow stress
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -33,6 +33,12 @@ run: setup ## run every built-in scenario
 
 test: setup ## run the tests
 	@$(BIN)/python -m pytest -n auto $(ARGS)
+
+slow: setup ## run the tests that take minutes
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+stress: setup ## ten minutes of hostile input and injected faults; writes reports/stress.md
+	@$(BIN)/python tests/stress/stress.py -o reports/stress.md $(ARGS)
 
 test-upstream: setup ## run the tests that need a real vLLM and FlashInfer, in .venv-upstream
 	@VLLM='$(VLLM)' TORCH='$(TORCH)' ARGS='$(ARGS)' sh scripts/test_upstream.sh

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ from moedoctor.commands.plan import plan
 from moedoctor.commands.run import run
 from moedoctor.commands.show import show
 from moedoctor.commands.triage import triage
+from moedoctor.processes import interrupts
 
 EPILOG = (
     "Exit codes: 0 nothing found, 1 something found, 2 wrong usage or bad input, 3 an error in moedoctor."
@@ -62,7 +62,6 @@ for command in (run, check, triage, explain, list_, backends, lint, audit, plan,
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code; bad input gives one line on stderr."""
-    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         code: Any = app(arguments, standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -73,18 +72,12 @@ def main(arguments: list[str] | None = None) -> int:
         return int(stop.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         print("moedoctor: interrupted", file=sys.stderr)
-        return 130
+        return interrupts.exit_code()
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone, as with `| head`
         return 0
     except Exception as error:
         return _usage_error(error)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _terminate(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _usage_error(error: Exception) -> int:

@@ -167,8 +167,8 @@ def test_github_format_writes_the_step_summary(
     assert "MD901" in summary.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_kills_the_children_and_prints_what_finished(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_kills_the_children_and_prints_what_finished(tmp_path: Path, number: signal.Signals) -> None:
     file, hanging = write(tmp_path, "parameters: {fixed: hang}\ntimeout: 600\n"), tmp_path / "hangs"
     process = subprocess.Popen(
         [sys.executable, "-m", "moedoctor", "run", file, "--format", "json", "-j", "1"],
@@ -182,7 +182,7 @@ def test_ctrl_c_kills_the_children_and_prints_what_finished(tmp_path: Path, numb
         time.sleep(0.05)
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130, stderr
+    assert process.returncode == 128 + number, stderr
     report = json.loads(stdout)
     assert [case["verdict"] for case in report["scenarios"][0]["cases"]] == ["reproduced", "skipped"]
     assert (report["summary"]["exit_code"], report["summary"]["interrupted"]) == (130, True)

@@ -18,6 +18,7 @@ from moedoctor.commands.options import (
     option,
     writable,
 )
+from moedoctor.processes import interrupts
 
 
 def bench(
@@ -123,7 +124,7 @@ def bench(
             variants, layers, load, tokens=tokens, device=device, timeout=timeout, named=backend
         )
         bench_backends.write_report(measured, format, output, plot)
-        return measured.exit_code
+        return interrupts.exit_code(otherwise=measured.exit_code)
     if cache:
         from moedoctor.commands import bench_cache
         from moedoctor.fixes.eviction import POLICIES
@@ -133,5 +134,5 @@ def bench(
             trace, capacity, policies=policies, batch=batch, scope=scope, speed=speed
         )
         bench_cache.write_report(replayed, format, output)
-        return replayed.exit_code
+        return interrupts.exit_code(otherwise=replayed.exit_code)
     raise InputError("bench: say what to measure: --backend NAME or --cache")

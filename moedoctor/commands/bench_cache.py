@@ -14,6 +14,7 @@ from moedoctor import environment
 from moedoctor.bench.cache.replay import default_capacities, facts_of, replay_trace
 from moedoctor.commands.options import InputError, as_input_error, deliver, numbers
 from moedoctor.environment import no_gpu
+from moedoctor.processes import interrupts
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.bench_cache import (
     CacheBench,
@@ -140,8 +141,7 @@ def measure_speed(
 ) -> Speed:
     """Decode through the restated cache of the PR and ours, at each capacity; at batch 1 the rest too.
 
-    A part that fails does not stop the others. After KeyboardInterrupt, which SIGTERM raises too, what is
-    finished is returned.
+    A part that fails does not stop the others. After Ctrl-C, SIGTERM or SIGHUP, what is finished is returned.
     """
     from moedoctor.bench.cache.limits import judge
     from moedoctor.bench.cache.speed import Host, Model
@@ -150,21 +150,22 @@ def measure_speed(
     tables: dict[str, list[dict[str, Any]]] = {}
     missing: list[str] = []
     try:
-        host = Host.make(model, device)
-        for name, part, run in _parts(batch, capacities, device, model, host):
-            began = time.monotonic()
-            tables.setdefault(name, [])
-            missing.append(part)
-            try:
-                tables[name] += run()
-                missing.pop()
-            except Exception as error:
-                if _was_interrupted(error):
-                    raise KeyboardInterrupt from error
-                traceback.print_exc()
-                message = (str(error).splitlines() or [""])[0]
-                missing[-1] += f" ({type(error).__name__}: {message})"
-            print(f"moedoctor: {part}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+        with interrupts.raised():
+            host = Host.make(model, device)
+            for name, part, run in _parts(batch, capacities, device, model, host):
+                began = time.monotonic()
+                tables.setdefault(name, [])
+                missing.append(part)
+                try:
+                    tables[name] += run()
+                    missing.pop()
+                except Exception as error:
+                    if _was_interrupted(error):
+                        raise KeyboardInterrupt from error
+                    traceback.print_exc()
+                    message = (str(error).splitlines() or [""])[0]
+                    missing[-1] += f" ({type(error).__name__}: {message})"
+                print(f"moedoctor: {part}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     except KeyboardInterrupt:
         missing.append("whatever comes next: interrupted")
     rows = tables.pop("decode", [])

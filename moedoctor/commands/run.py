@@ -149,8 +149,11 @@ def run(
 
 def _with_exit_code(report: Report, strict: bool, fail_on: Any) -> Report:
     from moedoctor import gate
+    from moedoctor.processes import interrupts
 
-    code = 130 if report.summary.interrupted else gate.exit_code(report, strict=strict, fail_on=fail_on)
+    code = gate.exit_code(report, strict=strict, fail_on=fail_on)
+    if report.summary.interrupted:
+        code = interrupts.exit_code()
     return replace(report, summary=replace(report.summary, exit_code=code))
 
 

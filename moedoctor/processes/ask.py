@@ -2,25 +2,29 @@
 
 The parent calls `ask` for one answer, or `run_module` for all that the child wrote before it ended. The
 child module ends with ``if __name__ == "__main__": answer(function)``. It may import anything and die in any
-way. Nothing of it is left: neither what it started, nor byte code, nor its folder.
+way. Nothing of it is left: neither what it started, nor byte code, nor its folder (see `guardian`). Request
+and answers go through files without a name, so no other process can take them away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
+from moedoctor.processes import interrupts
 from moedoctor.processes.deaths import first_line, signal_name
-from moedoctor.processes.group import end_with_stdin, exit_now, kill_group, read_tail
+from moedoctor.processes.guardian import NO_FOLDER
 from moedoctor.results import plain
 
 CACHES = (
@@ -41,6 +45,8 @@ _QUIET = {
 }
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_LOG_BYTES = 32 << 20
+_GRACE_SECONDS = 6.0
+"""The time that a guardian has to end what it guards; it needs milliseconds."""
 
 
 class ChildError(Exception):
@@ -59,16 +65,21 @@ class Ended:
     """What it printed, at most the last 32 MiB."""
     seconds: float
     limit: float
+    interrupted: bool = False
 
     @property
     def problem(self) -> str | None:
         """Why it did not end well, in one line; None if it did."""
+        if self.interrupted:
+            return "interrupted"
         if self.code is None:
             return f"no answer within {self.limit:g} s"
         if self.code == 0:
             return None
         lines = self.log.strip().splitlines()
         last_words = first_line(lines[-1]) if lines else "it printed nothing"
+        if self.code == NO_FOLDER:
+            return last_words
         ended = f"killed by {signal_name(-self.code)}" if self.code < 0 else f"exit status {self.code}"
         return f"{ended}: {last_words}"
 
@@ -97,68 +108,176 @@ def run_module(
     """Run ``python -m module`` on `request`, for `seconds` at most.
 
     `environ` is set over this process's own variables. The variables in `caches` name the child's own folder,
-    which is removed. The child's working directory is that folder.
+    which is removed. The child's working directory is that folder. Raises Interrupted, with the child ended,
+    for a signal inside `interrupts.held`.
     """
-    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
-        folder = Path(name)
-        (folder / "request").write_text(json.dumps(plain(request)), encoding="utf-8")
-        private = dict.fromkeys(caches, str(folder / "cache"))
-        (folder / "cache").mkdir()
-        started = time.monotonic()
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, name],
-                stdin=subprocess.PIPE,  # closed when this process ends: the child then ends its whole group
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": _search_path(), **_QUIET, **private, **(environ or {})},
-                start_new_session=True,
-            )
-        try:
-            code: int | None = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            kill_group(process.pid)
-            process.kill()
-            process.communicate()
+    started = time.monotonic()
+    with unnamed_file() as asked, unnamed_file() as answers:
+        asked.write(json.dumps(plain(request)).encode())
+        files = (asked.fileno(), answers.fileno())
+        variables = {**_QUIET, **(environ or {})}
+        with Child(module, files, environ=variables, caches=caches, log=_MAX_LOG_BYTES) as child:
+            while child.wait(seconds - (time.monotonic() - started)):
+                if interrupts.requested():
+                    break
+            code = child.process.poll()
         took = time.monotonic() - started
-        answers = tuple(_answers(folder / "answers"))
-        return Ended(answers, code, read_tail(folder / "log", _MAX_LOG_BYTES), took, seconds)
+        number = None if code is not None else interrupts.requested()
+        ended = Ended(tuple(_answers(answers)), code, child.log.text(), took, seconds, number is not None)
+    if number is not None:
+        raise interrupts.Interrupted(number, ended)
+    return ended
 
 
 def answer(respond: Callable[[Any], Any]) -> NoReturn:
     """In the child: call `respond` with the request, write what it returns, and end the process.
 
-    If it returns an iterator, each value is written as it comes.
+    If it returns an iterator, each value is written as it comes. The process ends at once, because the
+    destructors of a broken CUDA context can hang.
     """
-    end_with_stdin()
     faulthandler.enable()
-    folder = Path(sys.argv[1])
-    request = json.loads((folder / "request").read_text(encoding="utf-8"))
-    with (folder / "answers").open("w", encoding="utf-8") as out:
+    asked, answered = (int(number) for number in sys.argv[1:3])
+    os.lseek(asked, 0, os.SEEK_SET)
+    with os.fdopen(asked, encoding="utf-8") as file:
+        request = json.load(file)
+    with os.fdopen(answered, "w", encoding="utf-8") as out:
         values = respond(request)
         for value in values if isinstance(values, Iterator) else (values,):
             out.write(json.dumps(plain(value)) + "\n")
             out.flush()
-    exit_now()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+class Tail:
+    """The last bytes that came through a pipe, without limit to what came before."""
+
+    def __init__(self, pipe: int, size: int) -> None:
+        self.pipe = pipe
+        self._size = size
+        self._chunks: deque[bytes] = deque()
+        self._held = 0
+        self.ended = False
+        """Whether nobody can write to the pipe any more."""
+        os.set_blocking(pipe, False)
+
+    def read(self, most: int = 1 << 20) -> None:
+        """Take up to about `most` bytes of what is there."""
+        while most > 0 and not self.ended:
+            try:
+                chunk = os.read(self.pipe, 1 << 16)
+            except BlockingIOError:
+                return
+            self.ended = not chunk
+            most -= len(chunk)
+            self._chunks.append(chunk)
+            self._held += len(chunk)
+            while self._held - len(self._chunks[0]) >= self._size:
+                self._held -= len(self._chunks.popleft())
+
+    def text(self) -> str:
+        """Return what is kept; undecodable bytes are escaped."""
+        return b"".join(self._chunks)[-self._size :].decode("utf-8", "backslashreplace")
+
+
+class Child:
+    """A guarded ``python -m module``, from its start to the end of a ``with`` block, which ends it.
+
+    `descriptors` are inherited, and their numbers are its arguments.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        descriptors: Sequence[int],
+        *,
+        log: int,
+        environ: Mapping[str, str] | None = None,
+        caches: Sequence[str] = (),
+    ) -> None:
+        """Keep the last `log` bytes of what it prints; `environ` and `caches` as in `run_module`."""
+        guardian = [sys.executable, "-m", "moedoctor.processes.guardian", ",".join(caches), module]
+        read, write = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [*guardian, *map(str, descriptors)],
+                stdin=subprocess.PIPE,  # closed when this process ends: the guardian then ends the child
+                stdout=write,
+                stderr=subprocess.STDOUT,
+                cwd=os.path.abspath(os.sep),  # ours may be gone
+                env={**os.environ, "PYTHONPATH": _search_path(), **(environ or {})},
+                start_new_session=True,
+                pass_fds=descriptors,
+            )
+        finally:
+            os.close(write)
+        self.log = Tail(read, log)
+        self._over = False
+
+    def wait(self, seconds: float) -> bool:
+        """Read what it prints until it ends, for some time at most; return whether to call this again."""
+        if seconds <= 0 or self.process.poll() is not None:
+            return False
+        # The pipe may end before the child. Outside Linux, a process with its own session may hold it open.
+        pipe = () if self.log.ended else (self.log.pipe,)
+        if interrupts.wait(pipe, min(seconds, 0.02 if self.log.ended else 0.1)):
+            self.log.read()
+        return True
+
+    def end(self) -> None:
+        """End it and everything that it started, and read the rest of what it printed."""
+        if self._over:
+            return
+        self._over = True
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self.log.read()
+            time.sleep(0.002)
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.log.read()
+        os.close(self.log.pipe)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def unnamed_file() -> IO[bytes]:
+    """Return an empty file that no folder lists and no other process can take away."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("moedoctor"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def absolute(paths: Iterable[str]) -> list[str]:
+    """Return the paths as they are found from another working directory."""
+    try:
+        here = os.getcwd()
+    except OSError:  # it is gone, and what is relative to it too
+        here = os.sep
+    return [os.path.join(here, path) for path in paths]
 
 
 def _search_path() -> str:
     """The child's PYTHONPATH: it finds this moedoctor also if that is not an installed package."""
-    ours = str(Path(__file__).resolve().parent.parent.parent)
-    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return os.pathsep.join([*paths, ours])
+    ours = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([*absolute(filter(None, given)), ours])
 
 
-def _answers(file: Path) -> Iterator[Any]:
-    try:
-        with file.open("rb") as stream:
-            lines = stream.read(_MAX_ANSWER_BYTES).splitlines(keepends=True)
-    except OSError:
-        return
-    for line in lines:
-        if not line.endswith(b"\n"):
+def _answers(file: IO[bytes]) -> Iterator[Any]:
+    file.seek(0)
+    for line in file.read(_MAX_ANSWER_BYTES).splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
             return  # the child died while it wrote
-        yield json.loads(line)

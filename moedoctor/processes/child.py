@@ -1,11 +1,12 @@
 """What runs inside a child process: one case, or one unit of a claim.
 
-The request comes as an argument, the answer goes back as JSON through a pipe. Nothing is unpickled
+The request comes as an argument, the answer goes back as JSON in a file without a name. Nothing is unpickled
 from a child, so one that went wrong cannot reach into the parent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -14,12 +15,10 @@ import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any, NoReturn
 
 from moedoctor import catalogue
-from moedoctor.processes import deaths
-from moedoctor.processes.group import end_with_fork_server, exit_now
+from moedoctor.processes import deaths, guardian, interrupts
 from moedoctor.results import Case, Observation, UnavailableError, plain
 
 
@@ -41,9 +40,12 @@ class Request:
     """``cpu`` or ``cuda:N``; that of the case, if there is one."""
 
 
-def main(request: Request, answer: Connection, stderr_path: str) -> None:
-    """Carry out `request`, send the answer as JSON bytes, end the process."""
-    _detach(stderr_path)
+def main(request: Request, answer: IO[bytes], stderr: int, without: Mapping[str, str]) -> NoReturn:
+    """Carry out `request`, write the answer as JSON, end the process.
+
+    `without` says of modules that cannot be imported why; they fail as if they were absent.
+    """
+    _detach(stderr)
     try:
         observation = _perform(request)
         reply: dict[str, Any] = {"evidence": plain(observation.evidence)}
@@ -51,11 +53,23 @@ def main(request: Request, answer: Connection, stderr_path: str) -> None:
         reply = {"skip": deaths.first_line(str(error))}
     except BaseException as error:
         traceback.print_exc()
+        missing = str(getattr(error, "name", "")).partition(".")[0] if isinstance(error, ImportError) else ""
+        if missing in without:
+            error = ImportError(f"{missing} cannot be imported: {without[missing]}")
         crash = deaths.from_exception(error)
         reply = {"death": crash.death.value, "message": crash.message}
-    answer.send_bytes(json.dumps(reply, allow_nan=False).encode())
-    answer.close()
-    exit_now()
+    status = 0
+    try:
+        answer.seek(0)
+        answer.write(json.dumps(reply, allow_nan=False).encode())
+        answer.truncate()
+    except (OSError, ValueError):  # the case closed it
+        status = deaths.NO_ANSWER
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # A poisoned CUDA context can hang or abort in its destructors; the answer is out, so leave at once.
+    os._exit(status)
 
 
 def _perform(request: Request) -> Observation:
@@ -79,14 +93,15 @@ def _perform(request: Request) -> Observation:
     return observation
 
 
-def _detach(stderr_path: str) -> None:
-    """Get a process group and a stderr file of our own."""
-    end_with_fork_server()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    handle = os.open(stderr_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    os.close(handle)
+def _detach(stderr: int) -> None:
+    """Get a process group of our own, print all to the pipe `stderr`, and keep orphans below us."""
+    os.setsid()
+    guardian.adopt_orphans()
+    for number in interrupts.SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    for descriptor in (1, 2):
+        os.dup2(stderr, descriptor)
+    os.close(stderr)
     sys.stdout = os.fdopen(1, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     faulthandler.enable(file=sys.stderr)

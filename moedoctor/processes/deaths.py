@@ -6,8 +6,10 @@ text decides first and the exit status second.
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
+import tempfile
 
 from moedoctor.redaction import Redactor
 from moedoctor.results import Crash, Death
@@ -39,6 +41,8 @@ _TEXTS: tuple[tuple[Death, re.Pattern[str]], ...] = (
 )
 """First match wins; wording of `cudaGetErrorString` and `cuGetErrorName`, CUDA 12 and 13."""
 
+NO_ANSWER = 72
+"""Exit status of a child that could not write its answer."""
 TAIL_LINES = 20
 TAIL_BYTES = 16_384
 _NOISE = "Extension modules:"
@@ -53,6 +57,8 @@ def classify(text: str) -> Death | None:
 def from_exception(error: BaseException) -> Crash:
     """Return a Python exception as a crash; its text decides whether a CUDA fault is behind it."""
     text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text = f"a disk is full, perhaps that of temporary files ({tempfile.gettempdir()}): {text}"
     death = Death.OUT_OF_MEMORY if isinstance(error, MemoryError) else classify(text) or Death.EXCEPTION
     return Crash(death, first_line(text))
 
@@ -67,6 +73,8 @@ def from_exit(exit_code: int, stderr: str) -> Crash:
     if reported is not None:
         line = next((line for line in reversed(stderr.splitlines()) if classify(line) is reported), "")
         return Crash(reported, first_line(line) or reported.value, tail)
+    if exit_code == NO_ANSWER:
+        return Crash(Death.SILENT, "the case closed the file that its answer goes to", tail)
     if exit_code < 0:
         name = signal_name(-exit_code)
         hint = " (the kernel kills so when memory runs out)" if name == "SIGKILL" else ""

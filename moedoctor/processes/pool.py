@@ -1,30 +1,33 @@
 """Runs jobs, each in a child process of its own, and turns every way of dying into a record.
 
-Children are forked from a fork server that has imported torch but never touched CUDA, so a case costs
-milliseconds, not an import, and no case sees the CUDA context of another. Without a fork server (Windows)
-they are spawned.
+Children are forked from a fork server that has imported torch but never touched CUDA (see `server`), so a
+case costs milliseconds, not an import, and no case sees the CUDA context of another.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
-import multiprocessing
-import tempfile
+import os
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
-from pathlib import Path
+from multiprocessing.connection import Connection
+from typing import Any
 
-from moedoctor.processes import deaths
-from moedoctor.processes.child import Request, main
-from moedoctor.processes.group import kill_group, read_tail
-from moedoctor.results import Crash, Death, Observation, Outcome, Skip
+from moedoctor.processes import deaths, interrupts
+from moedoctor.processes.ask import Child, absolute
+from moedoctor.processes.child import Request
+from moedoctor.results import Crash, Death, Observation, Outcome, Skip, plain
 
-_GRACE_SECONDS = 2.0
-_MAX_ANSWER_BYTES = 64 << 20
+_GRACE_SECONDS = 10.0
+"""The time that the fork server has to end a job, and what that started; it needs milliseconds."""
+_IMPORT_SECONDS = 60.0
+"""The time that the import of torch may take."""
 
 
 @dataclass(frozen=True)
@@ -39,36 +42,23 @@ class Finished:
 
 @dataclass
 class _Running:
-    index: int
-    request: Request
-    process: BaseProcess
-    answer: Connection
-    stderr: Path
     started: float
-
-    @property
-    def deadline(self) -> float:
-        return self.started + self.request.timeout
-
-    def read_stderr(self) -> str:
-        return read_tail(self.stderr, deaths.TAIL_BYTES)
-
-    def kill(self) -> None:
-        """End the child and everything that it started."""
-        self.answer.close()
-        if self.process.pid is not None:
-            kill_group(self.process.pid)
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join(_GRACE_SECONDS)
+    deadline: float
+    killed: bool = False
 
 
 class RunInterruptedError(Exception):
-    """Ctrl-C or SIGTERM: every child is dead, `finished` holds what was done before."""
+    """A signal: every child is dead, `finished` holds what was done before."""
 
-    def __init__(self, finished: Sequence[Finished]) -> None:
+    def __init__(self, finished: Sequence[Finished], number: int) -> None:
+        """`number` is that of the signal."""
         super().__init__("interrupted")
         self.finished = tuple(finished)
+        self.number = number
+
+
+class ServerError(Exception):
+    """A fork server that does not start; one line says why."""
 
 
 def run_requests(
@@ -76,46 +66,97 @@ def run_requests(
 ) -> list[Finished]:
     """Carry out requests: those of ``cpu`` up to `parallel` at once, those of a GPU one at a time per device.
 
-    Returns them in the order of `requests`. Raises RunInterruptedError, with all children killed, on Ctrl-C.
+    Returns them in the order of `requests`. Raises RunInterruptedError, with all children killed, on Ctrl-C,
+    SIGTERM and SIGHUP, and ServerError if no process can be started.
     """
-    context = _context()
-    waiting = list(range(len(requests)))
-    running: list[_Running] = []
-    finished: list[Finished] = []
-    with tempfile.TemporaryDirectory(prefix="moedoctor-") as folder:
+    run = _Run(requests, parallel, on_finished)
+    with interrupts.held():
         try:
-            while waiting or running:
-                for index in _startable(waiting, running, requests, parallel):
-                    waiting.remove(index)
-                    running.append(_start(context, index, requests[index], Path(folder)))
-                for child in _ended(running):
-                    running.remove(child)
-                    done = Finished(child.index, _collect(child), time.monotonic() - child.started)
-                    finished.append(done)
-                    on_finished(done)
-        except KeyboardInterrupt:
-            raise RunInterruptedError(sorted(finished, key=lambda done: done.index)) from None
+            while run.waiting or run.running:
+                run.step()
+        except interrupts.Interrupted as stop:
+            raise RunInterruptedError(run.in_order(), stop.number) from None
         finally:
-            for child in running:
-                child.kill()
-    return sorted(finished, key=lambda done: done.index)
+            if run.running:
+                _stop_server()
+    return run.in_order()
 
 
-def _context() -> BaseContext:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "moedoctor.processes.child", "moedoctor.cli", "moedoctor.processes.preload"]
-    )
-    return context
+class _Run:
+    def __init__(
+        self, requests: Sequence[Request], parallel: int, on_finished: Callable[[Finished], None]
+    ) -> None:
+        self.requests = requests
+        self.parallel = parallel
+        self.on_finished = on_finished
+        self.waiting = list(range(len(requests)))
+        self.running: dict[int, _Running] = {}
+        self.finished: dict[int, Finished] = {}
+        self.alone: set[int] = set()
+        """Jobs that ran when the fork server died. One of them may have killed it: each runs again, alone."""
+
+    def in_order(self) -> list[Finished]:
+        return [self.finished[index] for index in sorted(self.finished)]
+
+    def step(self) -> None:
+        """Start what can start, then wait until a job ends, a time limit passes or a signal comes."""
+        interrupts.check()
+        server = _running_server()
+        try:
+            for index in _startable(self.waiting, self.running, self.requests, self.parallel, self.alone):
+                server.send(start=index, **_question(self.requests[index]))
+                now = time.monotonic()
+                self.running[index] = _Running(now, now + self.requests[index].timeout)
+                self.waiting.remove(index)
+            patience = min(job.deadline for job in self.running.values()) - time.monotonic()
+            message = server.receive(patience)
+        except (EOFError, OSError):
+            self.server_died()
+            return
+        if message is not None:
+            index = message["ended"]
+            self.finish(index, _outcome(message, self.requests[index], self.running[index].killed))
+        for index, job in list(self.running.items()):
+            if job.deadline <= time.monotonic():
+                self.out_of_time(server, index, job)
+
+    def out_of_time(self, server: _Server, index: int, job: _Running) -> None:
+        if job.killed:  # and the server did not report its end
+            self.finish(index, deaths.hang(self.requests[index].timeout, ""))
+            self.server_died()
+            return
+        job.killed, job.deadline = True, time.monotonic() + _GRACE_SECONDS
+        with contextlib.suppress(OSError):  # a dead server is noticed by the next step
+            server.send(kill=index)
+
+    def server_died(self) -> None:
+        _stop_server()
+        if len(self.running) == 1:
+            crash = Crash(Death.SIGNAL, "the case ended the process that runs the cases")
+            self.finish(next(iter(self.running)), crash)
+        self.alone.update(self.running)
+        self.waiting = sorted([*self.waiting, *self.running])
+        self.running = {}
+
+    def finish(self, index: int, outcome: Outcome) -> None:
+        done = Finished(index, outcome, time.monotonic() - self.running.pop(index).started)
+        self.finished[index] = done
+        self.on_finished(done)
 
 
 def _startable(
-    waiting: Sequence[int], running: Sequence[_Running], requests: Sequence[Request], parallel: int
+    waiting: Sequence[int],
+    running: Collection[int],
+    requests: Sequence[Request],
+    parallel: int,
+    alone: Collection[int] = (),
 ) -> list[int]:
-    busy = {child.request.device for child in running if child.request.device != "cpu"}
-    room = parallel - sum(child.request.device == "cpu" for child in running)
+    if any(index in alone for index in running):
+        return []
+    if suspects := [index for index in waiting if index in alone]:
+        return [] if running else suspects[:1]
+    busy = {requests[index].device for index in running}
+    room = parallel - sum(requests[index].device == "cpu" for index in running)
     startable = []
     for index in waiting:
         device = requests[index].device
@@ -128,50 +169,103 @@ def _startable(
     return startable
 
 
-def _start(context: BaseContext, index: int, request: Request, folder: Path) -> _Running:
-    receive, send = context.Pipe(duplex=False)
-    stderr = folder / f"{index}.stderr"
-    process = context.Process(target=main, args=(request, send, str(stderr)), daemon=True)  # type: ignore[attr-defined]
-    process.start()  # returns when the child exists; the fork server's own start-up is not the child's time
-    send.close()  # only the child may hold it, so that its death closes the pipe
-    return _Running(index, request, process, receive, stderr, time.monotonic())
+def _question(request: Request) -> dict[str, Any]:
+    return {"request": plain(request), "environ": dict(os.environ), "path": absolute(sys.path)}
 
 
-def _ended(running: Sequence[_Running]) -> list[_Running]:
-    """Wait until a child answers, dies or runs out of time, and return all that did."""
-    if not running:
-        return []
-    patience = max(0.0, min(child.deadline for child in running) - time.monotonic())
-    answers = [child.answer for child in running]
-    ready = set(wait([*answers, *(child.process.sentinel for child in running)], patience))
-    now = time.monotonic()
-    return [
-        child
-        for child in running
-        if child.answer in ready or child.process.sentinel in ready or child.deadline <= now
-    ]
-
-
-def _collect(child: _Running) -> Outcome:
+def _outcome(message: Mapping[str, Any], request: Request, killed: bool) -> Outcome:
+    if "failed" in message:
+        return Crash(Death.SILENT, message["failed"])
+    text, stderr, status = message["answer"], message["stderr"], message["status"]
+    if not text or status != 0:
+        return deaths.hang(request.timeout, stderr) if killed else deaths.from_exit(status, stderr)
     try:
-        if not child.answer.poll() and child.process.is_alive():
-            child.kill()
-            return deaths.hang(child.request.timeout, child.read_stderr())
-        payload = child.answer.recv_bytes(_MAX_ANSWER_BYTES)
-    except (EOFError, OSError):
-        child.process.join(_GRACE_SECONDS)
-        if child.process.is_alive():
-            child.kill()
-        return deaths.from_exit(child.process.exitcode or 0, child.read_stderr())
-    finally:
-        child.kill()
-    try:
-        reply = json.loads(payload)
+        reply = json.loads(text)
         if "evidence" in reply:
             return Observation(reply["evidence"])
         if "skip" in reply:
             return Skip(reply["skip"])
-        death, message = Death(reply["death"]), reply["message"]
+        return Crash(Death(reply["death"]), reply["message"], deaths.last_lines(stderr))
     except (ValueError, KeyError, TypeError) as error:
-        death, message = Death.SILENT, f"answer cannot be read: {error}"
-    return Crash(death, message, deaths.last_lines(child.read_stderr()))
+        return Crash(Death.SILENT, f"answer cannot be read: {error}", deaths.last_lines(stderr))
+
+
+class _Server:
+    """The fork server of this process, from our side."""
+
+    def __init__(self, without: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.child = Child("moedoctor.processes.server", (theirs.fileno(),), log=deaths.TAIL_BYTES)
+        self.link = Connection(ours.detach())
+        self.link.send_bytes(json.dumps(dict(without)).encode())
+
+    def send(self, **message: Any) -> None:
+        self.link.send_bytes(json.dumps(message).encode())
+
+    def receive(self, seconds: float) -> dict[str, Any] | None:
+        """Return its next message; None after `seconds`, or for a signal. Raises EOFError if it is dead."""
+        deadline = time.monotonic() + seconds
+        while not self.link.poll():
+            log = self.child.log
+            pipes = [] if log.ended else [log.pipe]
+            ready = interrupts.wait([self.link, *pipes], deadline - time.monotonic())
+            log.read()
+            if not ready and (interrupts.requested() or time.monotonic() >= deadline):
+                return None
+        message: dict[str, Any] = json.loads(self.link.recv_bytes())
+        return message
+
+    def problem(self) -> str:
+        """Return how it ended, in one line; called after it closed the link."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.process.wait(2.0)
+        self.stop()
+        return deaths.from_exit(self.child.process.returncode, self.child.log.text()).message
+
+    def stop(self) -> None:
+        """End it and everything below it."""
+        if not self.link.closed:
+            self.link.close()
+        self.child.end()
+
+
+_server: _Server | None = None
+
+
+def _running_server() -> _Server:
+    """Return the fork server, started if there is none. What cannot be imported is left out of it."""
+    global _server
+    if _server is not None:
+        return _server
+    without: dict[str, str] = {}
+    while True:
+        server = _Server(without)
+        loading = ""
+        try:
+            while True:
+                message = server.receive(_IMPORT_SECONDS)
+                interrupts.check()
+                if message is None:
+                    why = f"its import gave no answer within {_IMPORT_SECONDS:g} s"
+                    break
+                loading = message.get("loading", loading)
+                if "ready" in message:
+                    _server = server
+                    return server
+        except (EOFError, OSError):
+            why = f"its import ended the process: {server.problem()}"
+        finally:
+            if _server is None:
+                server.stop()
+        if not loading or loading in without:
+            raise ServerError(f"no child process can be started: {server.problem()}")
+        without[loading] = why
+
+
+@atexit.register
+def _stop_server() -> None:
+    global _server
+    if _server is not None:
+        _server.stop()
+        _server = None

@@ -5,9 +5,13 @@ Registered by `tests/conftest.py` through the same entry-point groups that other
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +70,52 @@ def _hang_with_grandchild() -> None:
     time.sleep(600)
 
 
+def _start_session(then: Callable[[], None]) -> None:
+    """Start a grandchild in its own session that keeps every descriptor, and go on with `then`."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        time.sleep(600)
+        os._exit(0)
+    then()
+
+
+def _flood() -> None:
+    line = b"x" * 65536
+    for _ in range(2000):
+        os.write(2, line)
+
+
+def _close_everything() -> None:
+    os.closerange(0, 1024)
+
+
+def _write_everywhere() -> None:
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b"{")
+
+
+def _remove_temporary_folders() -> None:
+    own = tempfile.gettempdir()  # moedoctor-xxxxxxxx-3
+    shared, _, number = own.rpartition("-")
+    assert os.path.basename(own).startswith("moedoctor-"), "nothing else may be removed"
+    assert number.isdigit(), "nothing else may be removed"
+    shutil.rmtree(own)
+    shutil.rmtree(shared)
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(600)
+
+
+def _parent_of(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
 def _on_gpu(way: str) -> Callable[[], None]:
     def call() -> None:
         import dying_kernels
@@ -95,6 +145,17 @@ WAYS: dict[str, Callable[[], None]] = {
     "exit_status": lambda: os._exit(7),
     "hang": _hang,
     "hang_with_grandchild": _hang_with_grandchild,
+    "answers_with_session": lambda: _start_session(lambda: None),
+    "dies_with_session": lambda: _start_session(_segfault),
+    "hangs_with_session": lambda: _start_session(lambda: time.sleep(600)),
+    "imports_torch": lambda: __import__("torch"),
+    "flood": _flood,
+    "close_everything": _close_everything,
+    "write_everywhere": _write_everywhere,
+    "remove_temporary_folders": _remove_temporary_folders,
+    "kill_server": lambda: _kill(os.getppid()),
+    "kill_guardian": lambda: _kill(_parent_of(os.getppid())),
+    "full_disk": lambda: _raise(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x")),
     "gpu_illegal_memory_access": _on_gpu("illegal_memory_access"),
     "gpu_illegal_instruction": _on_gpu("illegal_instruction"),
     "gpu_device_assert": _on_gpu("device_assert"),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from moedoctor.processes import pool
+from moedoctor.processes import guardian, pool
 from moedoctor.processes.child import Request
 from moedoctor.processes.pool import Finished, RunInterruptedError, run_requests
 from moedoctor.results import Case, Crash, Death, Observation, Outcome, Skip, Tier
@@ -77,10 +76,68 @@ def test_a_child_that_ignores_sigterm_is_killed_at_its_time_limit() -> None:
     assert time.monotonic() - started < 20
 
 
-def test_processes_started_by_a_child_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    crash("hang_with_grandchild", timeout=1.0)
-    assert _still_running(tmp_path) == set()
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("hang_with_grandchild", "no answer within 1 s"),
+        ("hangs_with_session", "no answer within 1 s"),
+        ("dies_with_session", "killed by SIGSEGV"),
+        ("answers_with_session", None),
+    ],
+)
+def test_what_a_child_started_ends_with_it(way: str, message: str | None) -> None:
+    ended = outcome(way, timeout=1.0 if way.startswith("hang") else 60.0)
+    assert (ended.message if isinstance(ended, Crash) else None) == message
+    assert _below(os.getpid()) == _servers()
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("flood", None),
+        ("write_everywhere", None),
+        ("remove_temporary_folders", None),
+        ("close_everything", "the case closed the file that its answer goes to"),
+        ("kill_server", "the case ended the process that runs the cases"),
+        ("kill_guardian", "the case ended the process that runs the cases"),
+        ("full_disk", "a disk is full, perhaps that of temporary files"),
+    ],
+)
+def test_a_child_that_breaks_things_harms_no_sibling(way: str, message: str | None) -> None:
+    ways = ["answers", way, "answers", "signal", "answers"]
+    ended = [done.outcome for done in run_requests([job(way) for way in ways], parallel=3)]
+    harmed = ended.pop(1)
+    assert [isinstance(outcome, Observation) for outcome in ended] == [True, True, False, True]
+    assert "SIGSEGV" in ended[2].message  # type: ignore[union-attr]
+    if message is None:
+        assert isinstance(harmed, Observation)
+    else:
+        assert isinstance(harmed, Crash)
+        assert harmed.message.startswith(message)
+    assert "xxxx" not in str(harmed), "only the tail of what it printed is kept"
+
+
+@pytest.mark.parametrize(
+    ("torch", "message"),
+    [
+        ("raise OSError('libcudart.so.13: no such file')", "OSError: libcudart.so.13: no such file"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("import os; os.abort()", "its import ended the process: killed by SIGABRT"),
+        ("import time; time.sleep(600)", "its import gave no answer within 3 s"),
+    ],
+)
+def test_a_torch_that_cannot_be_imported_is_the_cause(
+    torch: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text(torch)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(pool, "_IMPORT_SECONDS", 3.0)
+    pool._stop_server()
+    try:
+        assert crash("imports_torch").message == f"ImportError: torch cannot be imported: {message}"
+        assert isinstance(outcome("answers"), Observation)
+    finally:
+        pool._stop_server()
 
 
 def test_a_skip_raised_in_the_child_is_a_skip() -> None:
@@ -107,22 +164,21 @@ def test_gpu_jobs_run_one_at_a_time_per_device() -> None:
     assert pool._startable([0, 1, 2, 3, 4], [], jobs, parallel=1) == [0, 2, 3]
 
 
-def test_interrupt_kills_the_children_and_keeps_what_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_kills_the_children_and_keeps_what_finished(number: int) -> None:
     reported: list[Finished] = []
 
     def after_first(child: Finished) -> None:
         reported.append(child)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
 
     started = time.monotonic()
     with pytest.raises(RunInterruptedError) as stop:
         run_requests([job("answers"), job("hang", timeout=600)], parallel=1, on_finished=after_first)
     assert time.monotonic() - started < 30
     assert [child.index for child in stop.value.finished] == [0]
-    assert _still_running(tmp_path) == set()
+    assert stop.value.number == number
+    assert _below(os.getpid()) == set()
 
 
 @pytest.mark.gpu
@@ -143,19 +199,29 @@ def test_real_cuda_faults_are_classified_and_do_not_affect_the_next_case() -> No
     assert all(isinstance(child.outcome, Observation) for child in ended[1::2])
 
 
-def _still_running(folder: Path) -> set[int]:
-    """Return the processes whose stderr is a file in `folder`, the temporary folder of a run."""
+def _below(pid: int) -> set[int]:
+    """Return every process below `pid` that still runs after a while."""
     deadline = time.monotonic() + 5
-    while True:
-        living = set()
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and entry.name != str(os.getpid()):
-                try:
-                    target = os.readlink(entry / "fd" / "2")
-                except OSError:
-                    continue
-                if target.startswith(str(folder)):
-                    living.add(int(entry.name))
-        if not living or time.monotonic() > deadline:
-            return living
-        time.sleep(0.05)
+    while (running := set(guardian._below(pid)) - _zombies()) > _servers() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return running
+
+
+def _servers() -> set[int]:
+    """Return the fork server's guardian and the fork server."""
+    if pool._server is None:
+        return set()
+    guard = pool._server.child.process.pid
+    return {guard, *guardian._children().get(guard, ())}
+
+
+def _zombies() -> set[int]:
+    pids = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    return {pid for pid in pids if " Z " in _stat(pid)}
+
+
+def _stat(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from moedoctor.bench.moe.task import LayerTask
+from moedoctor.processes import interrupts
 from moedoctor.processes.ask import Ended, answer, run_module
 from moedoctor.results import from_json
 
@@ -62,7 +63,12 @@ def measure_tasks(
                 break
             progress(", ".join(dict.fromkeys(task.variant.label for task in rest)))
             request = {"device": device, "roofline": roofline, "tasks": [asdict(task) for task in rest]}
-            child = run_module(_CHILD, request, seconds=left)
+            with interrupts.held():
+                try:
+                    child = run_module(_CHILD, request, seconds=left)
+                except interrupts.Interrupted as stop:
+                    rest = _collect(stop.ended, rest, rows)
+                    return rows + [_failed(task, "interrupted before it was measured") for task in rest]
             left -= child.seconds
             rest = _collect(child, rest, rows)
     return rows

@@ -1,0 +1,601 @@
+"""Hostile input and injected faults against the real command line; prints tried and failed for each class.
+
+``python tests/stress/stress.py --seed 1 -o reports/stress.md`` is `make stress`. `test_stress.py` runs a short
+form. A trial fails if moedoctor shows a traceback, ends with a code that it must not have, takes
+too long, prints what a terminal may act on, lets a planted secret through, or leaves a process or folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import platform
+import random
+import re
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent.parent
+ROOT = TESTS.parent
+sys.path[:0] = [str(ROOT), str(TESTS), str(TESTS / "plugin")]
+
+HOSTILE = (
+    "\x1b[31mred\x1b[0m",
+    "\x1b]0;title\x07",
+    "\x9b2J",
+    "::error file=x::planted",
+    "\n::set-output name=x::y",
+    "\u202egnirts\u202c",
+    "\x00",
+    "a\rb",
+    "|cell|<script>alert(1)</script>",
+    "`${jndi:ldap://x}`",
+    "\ud800",
+    "é中🙂",
+    "9" * 5000,
+    "x" * 100_000,
+    "../" * 50 + "etc/passwd",
+    "[" * 3000,
+    "{{7*7}}",
+    "%s%n" * 50,
+    "-",
+    "",
+)
+ACTED_ON = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What a terminal acts on, in what is printed; line ends and tabs are ours."""
+MOST_SECONDS = 10.0
+FORMATS = ("table", "json", "markdown")
+
+
+@dataclass
+class Tally:
+    """The trials of one class."""
+
+    tried: int = 0
+    seconds: float = 0.0
+    codes: Counter[int] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def record(self, code: int, problem: str | None, what: str) -> None:
+        """Count one trial."""
+        self.tried += 1
+        self.codes[code] += 1
+        if problem is not None:
+            self.failures.append(f"{what}: {problem}"[:400])
+
+
+def call(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str, float]:
+    """Run the command line in this process; return its code, stdout, stderr and seconds."""
+    from moedoctor.cli import main
+
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", newline="") for _ in range(2))
+    before = sys.stdin
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
+    started = time.monotonic()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(list(arguments))
+    finally:
+        sys.stdin = before
+    took = time.monotonic() - started
+    out.flush()
+    err.flush()
+    printed = (stream.buffer.getvalue().decode("utf-8") for stream in (out, err))  # type: ignore[attr-defined]
+    return code, *printed, took
+
+
+def problem(code: int, out: str, err: str, took: float, codes: tuple[int, ...] = (0, 1, 2)) -> str | None:
+    """Return what is wrong with the end of a command, or None."""
+    if "Traceback" in err:
+        return "traceback: " + err.strip().splitlines()[-1]
+    if code not in codes:
+        return f"exit code {code}: {err[-200:]!r}"
+    for name, text in (("stdout", out), ("stderr", err)):
+        if match := ACTED_ON.search(text):
+            around = text[max(0, match.start() - 40) : match.end() + 20]
+            return f"{name} holds {match.group()!r}: {around!r}"
+        if re.search("^::", text, re.MULTILINE):
+            return f"{name} has a line that starts with ::"
+    if code == 2 and len(err) > 1500:
+        return f"an error of {len(err)} characters: {err[:80]!r}"
+    if took > MOST_SECONDS:
+        return f"took {took:.1f} s"
+    return None
+
+
+def tell(tally: Tally, what: str, *arguments: str, **options: Any) -> None:
+    """Run one command and count it; an exception that leaves `main` is a failure."""
+    codes = options.pop("codes", (0, 1, 2))
+    try:
+        ended = call(*arguments, **options)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        tally.record(-1, f"{type(error).__name__}: {error}", what)
+        return
+    tally.record(ended[0], problem(*ended, codes), what)
+
+
+def mutated(pick: random.Random, data: bytes) -> bytes:
+    """Return `data` with one to four damages."""
+    changed = bytearray(data)
+    for _ in range(pick.randint(1, 4)):
+        at = pick.randrange(len(changed) + 1)
+        kind = pick.randrange(6)
+        if kind == 0 and changed:
+            changed[at % len(changed)] = pick.randrange(256)
+        elif kind == 1:
+            del changed[at : at + pick.choice((1, 4, 40, 400))]
+        elif kind == 2:
+            changed[at:at] = pick.choice(HOSTILE).encode("utf-8", "surrogatepass")
+        elif kind == 3:
+            part = changed[at : at + pick.choice((8, 80, 800))]
+            changed[at:at] = part * pick.choice((1, 2, 50))
+        elif kind == 4:
+            changed[at:] = b""
+        else:
+            numbers = list(re.finditer(rb"\d+", bytes(changed)))
+            if numbers:
+                match = pick.choice(numbers)
+                new = pick.choice(
+                    (b"-1", b"0", b"1e999", b"9" * 400, b"18446744073709551616", b"NaN", b"1.5")
+                )
+                changed[match.start() : match.end()] = new
+    return bytes(changed)
+
+
+def mutated_json(pick: random.Random, data: Any) -> Any:
+    """Return JSON data with one value replaced, removed or renamed, anywhere in it."""
+    places: list[tuple[Any, Any]] = []
+
+    def walk(value: Any) -> None:
+        items = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        )
+        for key, item in items:
+            places.append((value, key))
+            walk(item)
+
+    data = json.loads(json.dumps(data))
+    walk(data)
+    for _ in range(pick.randint(1, 3)):
+        holder, key = pick.choice(places)
+        with contextlib.suppress(KeyError, IndexError):  # removed by the damage before
+            if pick.random() < 0.2:
+                del holder[key]
+            elif pick.random() < 0.2 and isinstance(holder, dict):
+                holder[pick.choice(HOSTILE)] = holder.pop(key)
+            else:
+                others = (None, True, -1, 10**30, 1.5, [], {}, [[[]]], {"a": None})
+                holder[key] = pick.choice((*HOSTILE, *others))
+    return data
+
+
+def scenarios(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
+    """Damaged scenario files, loaded as `run` loads them; none is run."""
+    texts = [file.read_bytes() for file in sorted((ROOT / "scenarios").rglob("*.yaml"))]
+    path = folder / "scenario.yaml"
+    while True:
+        path.write_bytes(mutated(pick, pick.choice(texts)))
+        tell(tally, path.read_bytes()[:60].__repr__(), "run", str(path), "--only", "stress=none", codes=(2,))
+        yield
+
+
+def checkpoints(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
+    """Damaged checkpoints through `lint` and `plan`."""
+    import shutil
+
+    import checkpoints_of_tests as made
+
+    makers = (made.modelopt, made.compressed, made.block_fp8, made.mixed, made.compressed_groups, made.fused)
+    whole = [maker().write(folder / f"whole{number}") for number, maker in enumerate(makers)]
+    while True:
+        source, target = pick.choice(whole), folder / "checkpoint"
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)
+        file = pick.choice(sorted(target.iterdir()))
+        if file.suffix == ".json" and pick.random() < 0.6:
+            file.write_text(json.dumps(mutated_json(pick, json.loads(file.read_text()))))
+        else:
+            file.write_bytes(mutated(pick, file.read_bytes()))
+        command = pick.choice(("lint", "lint", "plan"))
+        tell(tally, f"{command} {source.name} {file.name}", command, str(target), "-f", pick.choice(FORMATS))
+        yield
+
+
+def reports(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
+    """Damaged stored reports through `show`, `compare` and `triage`."""
+    files = [file for file in (ROOT / "reports").rglob("*.json") if file.stat().st_size < 400_000]
+    stored = {file: json.loads(file.read_text()) for file in sorted(files)}
+    path = folder / "report.json"
+    while True:
+        file = pick.choice(list(stored))
+        if pick.random() < 0.7:
+            path.write_text(json.dumps(mutated_json(pick, stored[file])))
+        else:
+            path.write_bytes(mutated(pick, file.read_bytes()))
+        command = pick.choice(("show", "show", "compare", "triage"))
+        more = [str(file)] if command == "compare" else []
+        tell(tally, f"{command} {file.name}", command, str(path), *more, "-f", pick.choice(FORMATS))
+        yield
+
+
+def binaries(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
+    """Damaged cubins, fat binaries, archives and logs through `audit` and `triage`."""
+    import zipfile
+
+    from cuda_fakes import fake_cubin
+
+    wheel = folder / "whole.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm/_C.so", fake_cubin(90) + fake_cubin(120))
+        archive.writestr("vllm/__init__.py", "")
+    whole = {".cubin": fake_cubin(120), ".so": fake_cubin(90) * 3, ".whl": wheel.read_bytes()}
+    while True:
+        suffix = pick.choice(list(whole))
+        path = folder / f"binary{suffix}"
+        path.write_bytes(mutated(pick, whole[suffix]))
+        command = pick.choice((["audit", str(path)], ["audit", str(path)], ["triage", str(path)]))
+        tell(tally, f"{command[0]} {suffix}", *command, "-f", pick.choice(FORMATS))
+        yield
+
+
+def secrets(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
+    """Secrets in logs for `triage` and in what children raise, in every format; none may be shown."""
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+    def some(length: int, letters: str = letters) -> str:
+        return "".join(pick.choice(letters) for _ in range(length))
+
+    def planted() -> tuple[str, str]:
+        """Return a text and the part of it that nobody may read."""
+        word, key = some(12, letters[:26]), some(36)
+        number = ".".join(str(pick.randint(11, 250)) for _ in range(4))
+        return pick.choice(
+            (
+                (f"/home/{word}/models/x", word),
+                (f"/Users/{word} {word}/models", word),
+                (f"C:\\Users\\{word}\\models", word),
+                (f"token hf_{key}", key),
+                (f"ghp_{key}", key),
+                (f"AKIA{some(16, letters[26:])}", "AKIA"),
+                (f"AIza{some(35)}", "AIza"),
+                (f"nvapi-{some(64)}", "nvapi-"),
+                (f"npm_{key}", key),
+                (f"sk-proj-{some(48)}", "sk-proj-"),
+                (f"password={word}", word),
+                (f"pwd={word}", word),
+                (f"passphrase: {word}", word),
+                (f"secret_key={word}", word),
+                (f"--api-key {word}", word),
+                (f"Authorization: Bearer {key}", key),
+                (f"Authorization: Basic {key}==", key),
+                (f"Cookie: session={key}", key),
+                (f"https://{word}:{key}@example.org/x", key),
+                (f"{word}@example.org", word),
+                (f"tcp://{number}:8000", number),
+                (f"peer {number} left", number),
+                (f"fe80::{some(4, '0123456789abcdef')}:12ff:fe34:5678", "12ff:fe34"),
+                ("de:ad:be:ef:12:" + some(2, "0123456789abcdef"), "de:ad:be:ef"),
+            )
+        )
+
+    lines = (
+        "RuntimeError: b_scales is not on GPU; {}",
+        "(EngineCore pid=12) ERROR 11-22 12:00:00 [core.py:866] {} torch.AcceleratorError: CUDA error: {}",
+        "INFO 11-22 [api_server.py:1] vLLM API server version 0.33.0 {}",
+    )
+    log = folder / "server.log"
+    while True:
+        text, secret = planted()
+        log.write_text("\n".join(line.replace("{}", text) for line in lines))
+        format = pick.choice(FORMATS)
+        code, out, err, took = call("triage", str(log), "-f", format)
+        shown = f"shows {secret!r} of {text!r}" if secret in out + err else problem(code, out, err, took)
+        tally.record(code, shown, f"triage -f {format}")
+        code, shown = _crash_report(text, secret, pick.choice((*FORMATS, "github", "junit")))
+        tally.record(code, shown, "a child's exception")
+        yield
+
+
+def _crash_report(text: str, secret: str, format: str) -> tuple[int, str | None]:
+    """Return what a report of a child that raised `text` shows of `secret`, if it shows it."""
+    from moedoctor import catalogue
+    from moedoctor.processes import deaths
+    from moedoctor.results import (
+        CaseResult,
+        CaseVerdict,
+        Report,
+        ScenarioResult,
+        ScenarioVerdict,
+        Summary,
+        Tier,
+    )
+
+    crash = deaths.from_exception(RuntimeError(text), deaths.last_lines(f"first\n{text}\n"))
+    case = CaseResult("faulty", Tier.MODEL, {}, CaseVerdict.ERROR, crash.to_evidence(), None, crash.message)
+    scenario = ScenarioResult(
+        id="MD901",
+        name="dying",
+        title="t",
+        verdict=ScenarioVerdict.ERROR,
+        file="x.yaml",
+        reason=crash.message,
+        cases=(case,),
+    )
+    report = Report("run", {}, (scenario,), Summary(error=1), version="0")
+    shown = catalogue.reporters()[format].render(report, colour=False, width=None)
+    return 3, f"-f {format} shows {secret!r} of {text!r}" if secret in shown else None
+
+
+def deaths(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
+    """Children that die in every way beside healthy ones, through the pool."""
+    from dying_faults import WAYS
+
+    from moedoctor.processes.child import Request
+    from moedoctor.processes.pool import run_requests
+    from moedoctor.results import Case, Observation, Tier
+
+    ways = [way for way in WAYS if not way.startswith("gpu_") and way != "imports_torch"]
+    everyone = {"faulty": "", "fixed": "answers", "third": "answers", "absent": False}
+    symptoms = {"symptom_faulty": True, "symptom_fixed": False}
+
+    def job(way: str) -> Request:
+        case = Case("MD901", "faulty", Tier.MODEL, {**everyone, **symptoms, "faulty": way})
+        return Request("MD901", {}, 1.5 if way.startswith("hang") else 30.0, case=case)
+
+    while True:
+        chosen = [pick.choice(ways) for _ in range(3)]
+        order = [*chosen, *["answers"] * 3]
+        pick.shuffle(order)
+        started = time.monotonic()
+        ended = run_requests([job(way) for way in order], parallel=pick.randint(1, 4))
+        took = time.monotonic() - started
+        harmed = [
+            done for way, done in zip(order, ended, strict=True)
+            if way == "answers" and not isinstance(done.outcome, Observation)
+        ]  # fmt: skip
+        wrong = f"harmed {harmed}" if harmed else f"took {took:.0f} s" if took > 60 else None
+        for way in chosen:
+            tally.record(0, wrong, f"{way} among {order}")
+        yield
+
+
+RUN_SCENARIO = """\
+id: MD901
+title: children that hang
+subjects: [faulty, fixed]
+matrix:
+  - {faulty: [answers, exception, hang, answers_with_session, hangs_with_session, signal]}
+timeout: 30
+expect: {fixed: clean}
+"""
+
+
+def signals(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
+    """A run that gets one to three signals at random moments; nothing of it may be left after 2 s."""
+    (folder / "torch.py").write_text("float16 = None\n")  # the real one takes seconds to import
+    scenario = folder / "dying.yaml"
+    scenario.write_text(RUN_SCENARIO)
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    search = os.pathsep.join([str(folder), str(TESTS / "plugin"), str(ROOT)])
+    environ = {**os.environ, "PYTHONPATH": search, "TMPDIR": str(temporary)}
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+    while True:
+        number = pick.choice((*codes, signal.SIGQUIT, signal.SIGUSR1, signal.SIGKILL))
+        delay, times = pick.uniform(0.06, 2.5), pick.choice((1, 1, 2, 3))
+        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "moedoctor", "run", str(scenario), "-f", "json"],
+                stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=environ, start_new_session=True,
+                preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in codes],  # type: ignore[arg-type, return-value]
+            )  # fmt: skip
+            time.sleep(delay)
+            for _ in range(times):
+                process.send_signal(number)
+                time.sleep(pick.uniform(0, 0.05))
+            try:
+                code = process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                code = process.wait()
+        printed = (folder / "err").read_text(errors="replace")
+        wrong = None
+        if code == -number and not printed and number in codes:
+            pass  # it came before Python ran anything of ours
+        elif code not in (codes.get(number, -number), 0, 1, 3):
+            wrong = f"exit code {code}: {printed[-200:]!r}"
+        elif "Traceback" in printed and "site.py" not in printed:
+            wrong = f"traceback: {printed[-200:]!r}"
+        deadline = time.monotonic() + 2
+        while (left := [*_mine(str(temporary)), *temporary.iterdir()]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if left:
+            wrong = f"left after 2 s: {left[:3]}"
+        tally.record(code, wrong, f"{times} x {number.name} after {delay:.2f} s")
+        yield
+
+
+def _mine(mark: str) -> list[str]:
+    """Return the commands of the processes with `mark` in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
+def _device(folder: Path, name: str, minor: int) -> Path:
+    """Return a device that is ours to lose; without the right to make one, /dev is safe from us anyway."""
+    path = folder / name
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, minor))
+    except PermissionError:
+        return Path("/dev") / name
+    return path
+
+
+def environments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
+    """Odd places to run in and to write to, each with a subprocess of its own."""
+    log = folder / "server.log"
+    log.write_text("RuntimeError: b_scales is not on GPU é中🙂\n")
+    fifo, gone, loop = folder / "fifo", folder / "gone", folder / "loop"
+    os.mkfifo(fifo)
+    loop.symlink_to(loop)
+    link, target = folder / "link", folder / "target.md"
+    target.write_text("old")
+    link.symlink_to(target)
+    null, full = _device(folder, "null", 3), _device(folder, "full", 7)
+    me = f"{sys.executable} -m moedoctor"
+    commands: dict[str, tuple[str, tuple[int, ...]]] = {
+        "ascii stdout": (f"PYTHONIOENCODING=ascii {me} triage {log}", (0, 1)),
+        "latin-1 locale": (f"LC_ALL=C PYTHONUTF8=0 PYTHONIOENCODING=latin-1 {me} explain MD003", (0,)),
+        "stdout full": (f"{me} list > /dev/full", (3,)),
+        "stdout closed": (f"{me} list >&-", (3,)),
+        "stderr closed": (f"{me} triage {log} 2>&-", (0, 1)),
+        "both closed": (f"{me} list >&- 2>&-", (3,)),
+        "stdin closed": (f"{me} triage - <&-", (2,)),
+        "reader goes away": (f"{me} explain MD001 | head -1; exit ${{PIPESTATUS[0]}}", (0,)),
+        "-o device": (f"{me} triage {log} -o {null}", (2, 0, 1)),
+        "-o full device": (f"{me} triage {log} -o {full}", (2, 3)),
+        "-o fifo": (f"timeout 20 {me} triage {log} -o {fifo}", (2,)),
+        "-o folder": (f"{me} triage {log} -o {folder}", (2,)),
+        "-o symlink": (f"{me} triage {log} -f markdown -o {link} && test -L {link}; test -L {link}", (0, 1)),
+        "-o symlink loop": (f"{me} triage {log} -o {loop}", (2,)),
+        "-o long name": (f"{me} triage {log} -o {folder}/{'n' * 300}", (2,)),
+        "fifo as input": (f"timeout 20 {me} triage {fifo} < /dev/null", (2,)),
+        "zero as input": (f"timeout 20 {me} triage /dev/zero", (2,)),
+        "fifo as scenario": (f"timeout 20 {me} run {fifo}", (2,)),
+        "fifo as checkpoint": (f"timeout 20 {me} lint {fifo}", (2,)),
+        "zero as report": (f"timeout 20 {me} show /dev/zero", (2,)),
+        "zero as binary": (f"timeout 20 {me} audit /dev/zero", (2,)),
+        "zero as plan": (f"timeout 20 {me} plan /dev/zero", (2,)),
+        "loop as scenario": (f"{me} run {loop}", (2,)),
+        "long name": (f"{me} show {'n' * 5000}", (2,)),
+        "no working directory": (
+            f"mkdir -p {gone} && cd {gone} && rmdir {gone} && PYTHONPATH={ROOT} {me} triage {log}", (0, 1)
+        ),
+        "no temporary folder": (f"TMPDIR=/nowhere TEMP=/nowhere TMP=/nowhere {me} check", (0, 1, 2)),
+        "umask": (
+            f"umask 077; {me} triage {log} -o {folder}/private; stat -c %a {folder}/private | grep 600", (0,)
+        ),
+    }  # fmt: skip
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    names = list(commands)
+    while True:
+        for name in names:
+            command, codes = commands[name]
+            try:
+                done = subprocess.run(
+                    ["bash", "-c", command],
+                    capture_output=True,
+                    env=environ,
+                    timeout=60,
+                    cwd=folder,
+                    check=False,
+                )
+                err = done.stderr.decode("utf-8", "backslashreplace")
+                wrong = "traceback: " + err.strip()[-200:] if "Traceback" in err else None
+                if wrong is None and done.returncode not in codes:
+                    wrong = f"exit code {done.returncode}, expected {codes}: {err.strip()[-200:]!r}"
+                tally.record(done.returncode, wrong, name)
+            except subprocess.TimeoutExpired:
+                tally.record(-1, "took more than 60 s", name)
+            yield
+
+
+Trials = Callable[[random.Random, Path, Tally], Iterator[None]]
+CLASSES: dict[str, tuple[Trials, int]] = {
+    "scenario mutants": (scenarios, 5000),
+    "damaged checkpoints": (checkpoints, 1000),
+    "damaged reports": (reports, 1000),
+    "damaged binaries": (binaries, 500),
+    "planted secrets": (secrets, 2000),
+    "ways of dying": (deaths, 60),
+    "signals at random moments": (signals, 100),
+    "odd environments": (environments, 27),
+}
+"""Name -> (trials, how many the full form tries). Secrets: 200 for each format, in logs and in exceptions."""
+
+
+def run_class(name: str, seed: int, share: float = 1.0) -> Tally:
+    """Run one class, or a share of it, from a seed."""
+    trials, number = CLASSES[name]
+    tally = Tally()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="stress-") as folder:
+        steps = trials(random.Random(f"{seed} {name}"), Path(folder), tally)
+        while tally.tried < number * share:
+            next(steps)
+        steps.close()
+    tally.seconds = time.monotonic() - started
+    return tally
+
+
+def report(seed: int, tallies: dict[str, Tally]) -> str:
+    """Return the table of all classes as Markdown, with each failure."""
+    import moedoctor
+
+    lines = [
+        "# Stress",
+        "",
+        f"`make stress` with seed {seed}, moedoctor {moedoctor.__version__}, "
+        f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, "
+        f"{os.cpu_count()} cores. A trial fails as `tests/stress/stress.py` says at its top.",
+        "",
+        "| class | tried | failed | exit codes | seconds |",
+        "| --- | ---: | ---: | --- | ---: |",
+    ]
+    for name, tally in tallies.items():
+        codes = ", ".join(f"{code}: {count}" for code, count in sorted(tally.codes.items()))
+        lines.append(f"| {name} | {tally.tried} | {len(tally.failures)} | {codes} | {tally.seconds:.0f} |")
+    total = sum(len(tally.failures) for tally in tallies.values())
+    lines += ["", f"Failed: {total} of {sum(tally.tried for tally in tallies.values())}."]
+    for name, tally in tallies.items():
+        lines += [f"- {name}: {failure!r}" for failure in tally.failures[:20]]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run all classes, or those that are named, and print or write the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("classes", nargs="*", metavar="CLASS", help=f"default: all of {', '.join(CLASSES)}")
+    parser.add_argument("--seed", type=int, default=None, help="default: a new one, which is printed")
+    parser.add_argument("--share", type=float, default=1.0, help="the share of each class to try")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    print(f"seed {seed}", file=sys.stderr)
+    tallies = {}
+    for name in options.classes or CLASSES:
+        tallies[name] = run_class(name, seed, options.share)
+        tally = tallies[name]
+        print(
+            f"{name}: tried {tally.tried}, failed {len(tally.failures)}, {tally.seconds:.0f} s",
+            file=sys.stderr,
+        )
+    text = report(seed, tallies)
+    if options.output is not None:
+        options.output.write_text(text, encoding="utf-8")
+    print(text, end="")
+    return 1 if any(tally.failures for tally in tallies.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
