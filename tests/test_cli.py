@@ -185,7 +185,7 @@ def test_a_signal_kills_the_children_and_prints_what_finished(tmp_path: Path, nu
     assert process.returncode == 128 + number, stderr
     report = json.loads(stdout)
     assert [case["verdict"] for case in report["scenarios"][0]["cases"]] == ["reproduced", "skipped"]
-    assert (report["summary"]["exit_code"], report["summary"]["interrupted"]) == (130, True)
+    assert (report["summary"]["exit_code"], report["summary"]["interrupted"]) == (128 + number, True)
 
 
 def test_the_help_names_the_type_of_every_value() -> None:

@@ -1,7 +1,7 @@
 """Hostile input and injected faults against the real command line; prints tried and failed for each class.
 
-``python tests/stress/stress.py --seed 1 -o reports/stress.md`` is `make stress`. `test_stress.py` runs a short
-form. A trial fails if moedoctor shows a traceback, ends with a code that it must not have, takes
+``python tests/stress/stress.py -o reports/stress.md`` is `make stress`. `test_stress.py` runs a short form. A
+trial fails if moedoctor shows a traceback, ends with a code that it must not have, takes
 too long, prints what a terminal may act on, lets a planted secret through, or leaves a process or folder.
 """
 
