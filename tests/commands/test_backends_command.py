@@ -1,16 +1,18 @@
-"""`moedoctor backends`: its answers, formats and exit codes."""
+"""`moedoctor backends`: options, the command after ``--``, answers, formats, exit codes, no torch."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from moedoctor import environment
+from moedoctor import cli, environment
 from moedoctor.commands import backends as command
 from moedoctor.commands.backends import backends
 from moedoctor.commands.options import InputError
@@ -36,18 +38,20 @@ def answer(
     return code, capsys.readouterr().out
 
 
-def test_a_gpu_and_a_release(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_its_markdown(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = answer(capsys, sm="12.0", release="0.21.0")
     lines = text.splitlines()
     assert code == 0
     assert lines[0] == "vLLM 0.21.0 · compute capability 12.0 · nvfp4 · tp · silu"
     assert lines[1] == "FLASHINFER_CUTLASS is selected (automatic)"
-    assert any(
-        line.startswith("*  FLASHINFER_CUTLASS") and line.endswith("chosen (automatic)") for line in lines
-    )
-    assert any(line.startswith("-  FLASHINFER_TRTLLM") and "only for 10.0 to 10.7" in line for line in lines)
-    assert any(line.startswith("+  MARLIN") and "--moe-backend marlin" in line for line in lines)
+    rows = {" ".join(line.split()[:2]): line for line in lines if line[:1] in "*+-"}
+    assert rows["* FLASHINFER_CUTLASS"].endswith("chosen (automatic)")
+    assert "only for 10.0 to 10.7" in rows["- FLASHINFER_TRTLLM"]
+    assert "--moe-backend marlin" in rows["+ MARLIN"]
     assert "oracle/nvfp4.py" in text
+    text = answer(capsys, {"VLLM_X|Y": "a<b"}, sm="12.0", release="0.21.0", format="markdown")[1]
+    assert "| \\* | FLASHINFER_CUTLASS | `--moe-backend flashinfer_cutlass` | chosen (automatic) |" in text
+    assert "VLLM_X\\|Y=a&lt;b" in text
 
 
 @pytest.mark.parametrize("written", ["12.0", "120", "sm120", "SM_120a", "compute_120f", " 12.0 "])
@@ -108,29 +112,33 @@ def test_settings_that_do_not_take_effect(capsys: pytest.CaptureFixture[str]) ->
     dead = {"VLLM_NVFP4_MOE_BACKEND": "MARLIN", "PATH": "/bin"}
     code, text = answer(capsys, dead, sm="12.0", release="0.21.0")
     assert code == 1
-    assert (
-        "VLLM_NVFP4_MOE_BACKEND=MARLIN: unknown: no release of vLLM reads it; use --moe-backend marlin"
-        in text
-    )
+    message = "unknown: no release of vLLM reads it; use --moe-backend marlin"
+    assert f"VLLM_NVFP4_MOE_BACKEND=MARLIN: {message}" in text
     assert "PATH" not in text
     code, text = answer(capsys, {"VLLM_NVFP4_GEMM_BACKEND": "marlin"}, sm="12.0", release="0.21.0")
     assert code == 0  # it has an effect on linear layers
     assert "other layers" in text
 
 
-def test_a_command_line_and_the_environment_decide_the_selection(capsys: pytest.CaptureFixture[str]) -> None:
-    served = ("vllm", "serve", "m", "--moe-backend", "MARLIN")
-    assert (
-        "MARLIN is selected (--moe-backend marlin)"
-        in answer(capsys, sm="12.0", release="0.21.0", command=served)[1]
-    )
-    environ = {"VLLM_USE_FLASHINFER_MOE_FP4": "0"}
-    text = answer(capsys, environ, sm="12.0", release="0.21.0")[1]
-    assert "VLLM_CUTLASS is selected (VLLM_USE_FLASHINFER_MOE_FP4=0)" in text
-    wrong = ("vllm", "serve", "m", "--moe-backend", "humming")
-    code, text = answer(capsys, sm="12.0", release="0.18.0", command=wrong)
-    assert code == 1
-    assert "does not start: --moe-backend humming is not one of" in text
+@pytest.mark.parametrize(
+    ("line", "environ", "code", "expected"),
+    [
+        (["--moe-backend", "marlin"], {}, 0, "MARLIN is selected (--moe-backend marlin)"),
+        (["--moe_backend=MARLIN"], {}, 0, "MARLIN is selected (--moe-backend marlin)"),
+        (["--moe-backend", "marlyn"], {}, 1, "use --moe-backend marlin"),
+        (["--moe-backnd", "marlin"], {}, 1, "use --moe-backend marlin"),
+        (["--moe-backend", "humming"], {}, 1, "does not start: --moe-backend humming is not one of"),
+        ([], {"VLLM_USE_FLASHINFER_MOE_FP4": "0"}, 0, "selected (VLLM_USE_FLASHINFER_MOE_FP4=0)"),
+        (["-h"], {}, 0, "FLASHINFER_CUTLASS is selected (automatic)"),  # the server's own flag, not ours
+    ],
+)
+def test_a_server_is_judged_by_its_command_line_and_variables(
+    line: list[str], environ: dict[str, str], code: int, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["backends", "--sm", "12.0", "--release", "0.18.0", "--no-ask", "--", "vllm", "serve", "m"]
+    with mock.patch.dict(os.environ, environ, clear=True):
+        assert cli.main([*arguments, *line]) == code
+    assert expected in capsys.readouterr().out
 
 
 def test_the_line_sets_variables_and_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,39 +176,24 @@ def test_secrets_and_terminal_codes_stay_out(capsys: pytest.CaptureFixture[str])
         assert "\x1b" not in text
 
 
-def test_json_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
-    environ = {"VLLM_NVFP4_MOE_BACKEND": "MARLIN"}
-    code, text = answer(
-        capsys, environ, sm="12.0", release="0.21.0", backend="MARLIN", ep=True, format="json"
-    )
-    report = json.loads(text)
-    assert (report["schema_version"], report["command"], report["exit_code"]) == (1, "backends", code)
-    assert (report["release"], report["capability"], report["parallel"]) == ("0.21.0", "12.0", "ep")
-    assert report["chosen"] == "FLASHINFER_CUTLASS"
-    assert [candidate["backend"] for candidate in report["candidates"]][:2] == [
-        "FLASHINFER_TRTLLM",
-        "FLASHINFER_CUTEDSL",
-    ]
+def test_every_option_reaches_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    options = ["--sm", "10.0", "--scheme", "fp8-block", "--release", "0.21.0", "--ep", "--dp"]
+    options += ["--activation", "silu", "--backend", "DEEPGEMM", "--no-ask", "--format", "json"]
+    with mock.patch.dict(os.environ, {"VLLM_NVFP4_MOE_BACKEND": "MARLIN"}, clear=True):
+        assert cli.main(["backends", *options, "-o", str(file)]) == 1
+    shown = capsys.readouterr()
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert shown.out == ""
+    assert f"{report['chosen']} is selected (automatic); written to" in shown.err
+    asked = [report[name] for name in ("release", "capability", "scheme", "parallel", "activation")]
+    assert asked == ["0.21.0", "10.0", "fp8-block", "dp+ep", "silu"]
+    assert (report["schema_version"], report["command"], report["exit_code"]) == (1, "backends", 1)
+    assert report["moedoctor"]
     assert all(candidate["reason"] and candidate["source"] for candidate in report["candidates"])
-    assert report["request"]["how"] == "--moe-backend marlin"
+    assert report["request"]["how"] == "--moe-backend deep_gemm"
     assert report["settings"][0]["problem"] == "unknown"
     assert report["disagreements"] == []
-
-
-def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    text = answer(capsys, {"VLLM_X|Y": "a<b"}, sm="12.0", release="0.21.0", format="markdown")[1]
-    assert "| \\* | FLASHINFER_CUTLASS | `--moe-backend flashinfer_cutlass` | chosen (automatic) |" in text
-    assert "VLLM_X\\|Y=a&lt;b" in text
-    assert "| \\+ | MARLIN | `--moe-backend marlin` |" in text
-
-
-def test_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    assert backends(sm="12.0", release="0.21.0", format="json", output=file) == 0
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "FLASHINFER_CUTLASS is selected (automatic); written to" in shown.err
-    assert json.loads(file.read_text(encoding="utf-8"))["chosen"] == "FLASHINFER_CUTLASS"
 
 
 @pytest.mark.parametrize(
@@ -274,3 +267,12 @@ def test_libraries_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     packages.update(("flashinfer_cubin", "deep_gemm"))
     assert command.libraries_here("0.18.0", {})["deep_gemm"] is True
     assert flashinfer("0.31.0")
+
+
+def test_it_answers_without_torch() -> None:
+    code = (
+        "import sys; from moedoctor.cli import main; "
+        "print(main(['backends', '--sm', '9.0', '--no-ask']), 'torch' in sys.modules, file=sys.stderr)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.stderr.split() == ["0", "False"]

@@ -55,24 +55,10 @@ def test_the_json_is_a_report_with_every_policy_at_every_capacity(capsys: pytest
 
 
 def test_capacities_policies_batch_and_scope_are_used(capsys: pytest.CaptureFixture[str]) -> None:
-    options = (
-        "--capacity",
-        "4,8",
-        "--capacity",
-        "12",
-        "--policy",
-        "lru",
-        "--batch",
-        "4",
-        "--scope",
-        "global",
-    )
-    cache = document(capsys, *options)["bench"]["cache"]
-    assert [(point["policy"], point["capacity"]) for point in cache["points"]] == [
-        ("lru", 4),
-        ("lru", 8),
-        ("lru", 12),
-    ]
+    options = "--capacity 4,8 --capacity 12 --policy lru --batch 4 --scope global"
+    cache = document(capsys, *options.split())["bench"]["cache"]
+    points = [(point["policy"], point["capacity"]) for point in cache["points"]]
+    assert points == [("lru", 4), ("lru", 8), ("lru", 12)]
     assert (cache["batch"], cache["scope"]) == (4, "global")
     assert cache["trace"]["calls"] == 16
 
@@ -183,10 +169,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         {"engine": "host", "miss_gb_s": 48.0, "of_pinned": 0.96},
     ]
     monkeypatch.setattr("moedoctor.bench.cache.speed.miss_bandwidth", lambda *_, **__: misses)
-    groups = {
-        "rows": [{"groups": 2, "overhead": 0.05, "overhead_in_turn": 0.03, "us": 300.0, "us_in_turn": 310.0}]
-    }
-    monkeypatch.setattr("moedoctor.bench.cache.groups.group_cost", lambda *_, **__: groups)
+    group = {"groups": 2, "overhead": 0.05, "overhead_in_turn": 0.03, "us": 300.0, "us_in_turn": 310.0}
+    monkeypatch.setattr("moedoctor.bench.cache.groups.group_cost", lambda *_, **__: {"rows": [group]})
     replays = [{"policy": "lru", "capacity": 16, "accesses_per_second": 2e6}]
     monkeypatch.setattr("moedoctor.bench.cache.replay.replay_speed", lambda: replays)
 
@@ -197,15 +181,10 @@ def test_speed_is_in_the_report_and_in_a_picture_of_its_own(
 ) -> None:
     options = ("--speed", "--capacity", "4,8")
     cache = document(capsys, *options)["bench"]["cache"]
-    assert [row["subject"] for row in cache["speed"]] == [
-        "ours: device engine",
-        *["PR 37190, restated"] * 2,
-    ]
-    assert {name: len(rows) for name, rows in cache["measured"].items()} == {
-        "misses": 2,
-        "groups": 1,
-        "replays": 1,
-    }
+    subjects = [row["subject"] for row in cache["speed"]]
+    assert subjects == ["ours: device engine", *["PR 37190, restated"] * 2]
+    lengths = {name: len(rows) for name, rows in cache["measured"].items()}
+    assert lengths == {"misses": 2, "groups": 1, "replays": 1}
     assert {limit["claim"].split(":")[0]: limit["verdict"] for limit in cache["limits"]} == {
         "misses, engine host": "confirmed",
         "2 resident groups, beside each other": "refuted",
@@ -295,8 +274,3 @@ def test_a_stored_report_that_lost_a_part_is_refused_in_one_line(
         stored.write_text(json.dumps({**found, "bench": broken}), encoding="utf-8")
         assert main(["show", str(stored)]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_bench_without_a_subject_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench"]) == 2
-    assert "--cache" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,13 +9,10 @@ import pytest
 from moedoctor.bench.cache.replay import facts_of, replay_trace
 from moedoctor.reporters.bench_cache import (
     CacheBench,
-    bench_document,
     bench_page,
-    from_dict,
     summary_line,
     terminal_charts,
 )
-from moedoctor.reporters.json import to_json
 from moedoctor.reporters.table import to_text
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
@@ -43,10 +39,6 @@ def test_a_terminal_gets_both_charts() -> None:
     charts = terminal_charts(BENCH, 80)
     assert "Hit rate over capacity" in charts
     assert "Tokens per second over capacity" in charts
-
-
-def test_the_record_survives_json() -> None:
-    assert from_dict(json.loads(to_json(bench_document(BENCH)))) == BENCH
 
 
 def test_the_summary_names_the_best_causal_policy_and_the_bound() -> None:
