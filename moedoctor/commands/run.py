@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -26,7 +26,6 @@ from moedoctor.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from moedoctor.results import Report
     from moedoctor.runner.run import Progress
 
 _RELEASE = re.compile(r"\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
@@ -104,7 +103,8 @@ def run(
 
     Without a target, all scenarios that come with moedoctor run. Each case runs in its own process.
     """
-    from moedoctor import catalogue, comparison, environment
+    from moedoctor import catalogue, comparison, environment, gate
+    from moedoctor.processes import interrupts
     from moedoctor.reporters.github import step_summary
     from moedoctor.reporters.output import OutputError, append_step_summary, emit, terminal
     from moedoctor.reporters.text import summary_line
@@ -137,7 +137,10 @@ def run(
         partial = options.partial or bool(targets)
         changed = comparison.compare(before, report, allowed, partial=partial)
         report = replace(report, findings=changed.findings)
-    report = _with_exit_code(report, strict, fail_on)
+    code = gate.exit_code(report, strict=strict, fail_on=cast(Any, fail_on))
+    if report.summary.interrupted:
+        code = interrupts.exit_code()
+    report = replace(report, summary=replace(report.summary, exit_code=code))
     colour, width = terminal(output)
     with as_input_error(OutputError):
         text = catalogue.reporters()[format].render(report, colour=colour, width=width)
@@ -145,16 +148,6 @@ def run(
     if format == "github":
         append_step_summary(step_summary(report), os.environ)
     return report.summary.exit_code
-
-
-def _with_exit_code(report: Report, strict: bool, fail_on: Any) -> Report:
-    from moedoctor import gate
-    from moedoctor.processes import interrupts
-
-    code = gate.exit_code(report, strict=strict, fail_on=fail_on)
-    if report.summary.interrupted:
-        code = interrupts.exit_code()
-    return replace(report, summary=replace(report.summary, exit_code=code))
 
 
 def _condition(text: str) -> tuple[str, str]:

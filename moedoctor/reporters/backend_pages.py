@@ -151,7 +151,7 @@ def _cells(line: Line) -> list[Text]:
 
 
 def _document(line: Line) -> dict[str, Any]:
-    first = line.first
+    first, fields = line.first, ("backend", "flag", "supported", "reason")
     return {
         "scheme": first.scheme,
         "activation": first.activation,
@@ -159,15 +159,7 @@ def _document(line: Line) -> dict[str, Any]:
         "releases": [selection.release for selection in line.selections],
         "chosen": first.chosen,
         "error": first.error,
-        "candidates": [
-            {
-                "backend": candidate.backend,
-                "flag": candidate.flag,
-                "supported": candidate.supported,
-                "reason": candidate.reason,
-            }
-            for candidate in first.candidates
-        ],
+        "candidates": [{name: getattr(candidate, name) for name in fields} for candidate in first.candidates],
         "source": first.source,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -108,9 +109,12 @@ _UNKNOWN = "unknown"
 
 def fact_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Give (name, words) of each fact, in the order of the report."""
-    yield "GPU", _gpus(facts)
-    yield "driver", _driver(facts)
-    yield "CUDA toolkit", _toolkit(facts)
+    yield "GPU", _gpus(facts.get("gpus"))
+    driver, cuda = facts.get("driver"), facts.get("cuda_driver")
+    yield "driver", f"{driver} (CUDA {cuda})" if driver and cuda else str(driver or "none")
+    built = f"torch is built for {facts['torch_cuda']}" if facts.get("torch_cuda") else "torch without CUDA"
+    compiler = f"nvcc {facts['nvcc']}" if facts.get("nvcc") else "no nvcc"
+    yield "CUDA toolkit", f"{compiler}, {built}"
     yield "system", _system(facts)
     yield "pinned memory", _pinned(facts.get("pinned_memory"))
     yield "locked memory", _limit(facts.get("locked_memory_limit_bytes"))
@@ -129,42 +133,26 @@ def fact_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"no {name}", str(error)
 
 
-def _gpus(facts: Mapping[str, Any]) -> str:
-    gpus: Sequence[Mapping[str, Any]] | None = facts.get("gpus")
+def _gpus(gpus: Sequence[Mapping[str, Any]] | None) -> str:
     if gpus is None:
         return _UNKNOWN
     visible = [gpu for gpu in gpus if gpu.get("visible")]
     if not visible:
         return "none" if not gpus else f"none of {len(gpus)} is visible to CUDA programs"
-    names: dict[str, int] = {}
+    names: Counter[str] = Counter()
     for gpu in visible:
         memory = gpu.get("memory_bytes")
         size = f", {memory / 2**30:.0f} GiB" if memory else ""
         capability = f" ({gpu['capability']}{size})" if gpu.get("capability") else ""
-        text = f"{gpu.get('name') or _UNKNOWN}{capability}"
-        names[text] = names.get(text, 0) + 1
+        names[f"{gpu.get('name') or _UNKNOWN}{capability}"] += 1
     return "; ".join(text if count == 1 else f"{count} × {text}" for text, count in names.items())
-
-
-def _driver(facts: Mapping[str, Any]) -> str:
-    driver, cuda = facts.get("driver"), facts.get("cuda_driver")
-    if not driver:
-        return "none"
-    return f"{driver} (CUDA {cuda})" if cuda else str(driver)
-
-
-def _toolkit(facts: Mapping[str, Any]) -> str:
-    nvcc, built = facts.get("nvcc"), facts.get("torch_cuda")
-    compiler = f"nvcc {nvcc}" if nvcc else "no nvcc"
-    return f"{compiler}, {f'torch is built for {built}' if built else 'torch without CUDA'}"
 
 
 def _system(facts: Mapping[str, Any]) -> str:
     parts = [str(facts.get("platform") or _UNKNOWN), f"kernel {facts.get('kernel')}"]
     parts.append(f"Python {facts.get('python')}")
-    parts += ["WSL"] if facts.get("wsl") else []
-    parts += ["in a container"] if facts.get("container") else []
-    return ", ".join(parts)
+    places = {"wsl": "WSL", "container": "in a container"}
+    return ", ".join((*parts, *(words for name, words in places.items() if facts.get(name))))
 
 
 def _pinned(pinning: Mapping[str, Any] | None) -> str:

@@ -118,27 +118,26 @@ def _block(block: Block, columns: int) -> Iterator[RenderableType]:
         yield _indented(_plain(clean(block.text)))
 
 
-def _bullets(bullets: Bullets) -> Grid:
+def _grid(gap: int, width: int | None = None) -> Grid:
+    """Return two columns without lines: labels that never break, and text."""
     from rich.table import Table as Grid
 
-    grid = Grid.grid(padding=(0, 1, 0, 0))
-    grid.add_column(no_wrap=True)
+    grid = Grid.grid(padding=(0, gap, 0, 0))
+    grid.add_column(width=width, no_wrap=True)
     grid.add_column(overflow="fold")
+    return grid
+
+
+def _bullets(bullets: Bullets) -> Grid:
+    grid = _grid(1)
     for item in bullets.items:
         grid.add_row("-", _line(item))
     return grid
 
 
 def _item(item: Item) -> Grid:
-    from rich.table import Table as Grid
-
-    grid = Grid.grid(padding=(0, 2, 0, 0))
-    grid.add_column(width=max(len("reproduced"), len(one_line(item.word))), no_wrap=True)
-    grid.add_column(overflow="fold")
+    grid, labels = _grid(2, max(len("reproduced"), len(one_line(item.word)))), _grid(1)
     grid.add_row(_line(Span(item.word, item.word)), _line(item.title))
-    labels = Grid.grid(padding=(0, 1, 0, 0))
-    labels.add_column(no_wrap=True)
-    labels.add_column(overflow="fold")
     for label, text in item.lines:
         if label:
             labels.add_row(_line(f"{label}:"), _line(text))

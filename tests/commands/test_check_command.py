@@ -13,17 +13,20 @@ import pytest
 from moedoctor.cli import main
 
 
-def moedoctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    keep = {
-        name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "FLASHINFER_"))
-    }
+def moedoctor(
+    *arguments: str, cwd: Path | None = None, clean: bool = False, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command; with `clean`, in an environment of PATH and `environ` only."""
+    unwanted = ("VLLM_", "FLASHINFER_")
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     return subprocess.run(
         [sys.executable, "-m", "moedoctor", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         stdin=subprocess.DEVNULL,
-        env={**keep, **environ},
+        cwd=cwd,
+        env={**({"PATH": os.environ["PATH"]} if clean else keep), **environ},
     )
 
 
@@ -112,24 +115,12 @@ def test_it_writes_nothing_and_needs_no_home(tmp_path: Path, site: Path) -> None
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir(mode=0o500)
-    ended = subprocess.run(
-        [sys.executable, "-m", "moedoctor", "check", "--format", "json"],
-        capture_output=True,
-        text=True,
-        cwd=work,
-        env={"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(site)},
-        timeout=60,
-    )
+    environ = {"HOME": str(home), "PYTHONPATH": str(site)}
+    ended = moedoctor("check", "--format", "json", cwd=work, clean=True, **environ)
     assert ended.returncode == 0, ended.stderr
     assert list(home.rglob("*")) == []
     assert list(work.iterdir()) == []
-    homeless = subprocess.run(
-        [sys.executable, "-m", "moedoctor", "check"],
-        capture_output=True,
-        text=True,
-        env={"PATH": os.environ["PATH"]},
-        timeout=60,
-    )
+    homeless = moedoctor("check", clean=True)
     assert homeless.returncode == 0, homeless.stderr
 
 

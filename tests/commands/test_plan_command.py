@@ -96,19 +96,18 @@ def test_missing_shards(tmp_path, capsys):
         plan_command(str(tmp_path), gpu_memory=1)
 
 
-def groups(*made):
-    """Return `config_groups` of (targets, bits, group size)."""
-    return {
-        f"group_{number}": {
-            "targets": targets,
-            "weights": {"num_bits": bits, "type": "float", "group_size": size},
-        }
-        for number, (targets, bits, size) in enumerate(made)
-    }
+def compressed(*made):
+    """Return compressed-tensors' groups of (targets, bits, group size)."""
+    groups = {}
+    for number, (targets, bits, size) in enumerate(made):
+        weights = {"num_bits": bits, "type": "float", "group_size": size}
+        groups[f"group_{number}"] = {"targets": targets, "weights": weights}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
 EXPERT, ATTENTION = "model.layers.0.mlp.experts.0.up_proj", "model.layers.0.self_attn.q_proj"
 SHARED = "model.layers.0.mlp.shared_experts.up_proj"
+MIXED = {ATTENTION: "FP8", SHARED: "FP8", EXPERT: "NVFP4"}
 DECLARED = [
     (None, "bf16"),
     ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
@@ -122,30 +121,14 @@ DECLARED = [
         {
             "quant_method": "modelopt_mixed",
             "quant_algo": "MIXED_PRECISION",
-            "quantized_layers": {
-                ATTENTION: {"quant_algo": "FP8"},
-                SHARED: {"quant_algo": "FP8"},
-                EXPERT: {"quant_algo": "NVFP4"},
-            },
+            "quantized_layers": {module: {"quant_algo": algorithm} for module, algorithm in MIXED.items()},
         },
         "nvfp4",
     ),
-    ({"quant_method": "compressed-tensors", "config_groups": groups((["Linear"], 4, 16))}, "nvfp4"),
-    ({"quant_method": "compressed-tensors", "config_groups": groups((["Linear"], 4, 32))}, "mxfp4"),
-    (
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": groups((["re:.*self_attn.*"], 8, None), (["re:.*mlp.experts.*"], 4, 16)),
-        },
-        "nvfp4",
-    ),
-    (
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": groups((["re:.*shared_experts.*"], 8, None), (["Linear"], 4, 16)),
-        },
-        "nvfp4",
-    ),
+    (compressed((["Linear"], 4, 16)), "nvfp4"),
+    (compressed((["Linear"], 4, 32)), "mxfp4"),
+    (compressed((["re:.*self_attn.*"], 8, None), (["re:.*mlp.experts.*"], 4, 16)), "nvfp4"),
+    (compressed((["re:.*shared_experts.*"], 8, None), (["Linear"], 4, 16)), "nvfp4"),
 ]
 
 
@@ -206,24 +189,21 @@ def test_files_that_contradict_the_scheme_are_refused_in_one_line(size, scheme, 
     assert error.count("\n") == 1
 
 
+PRESET = ["--model", "qwen3-30b-a3b", "--gpu-memory"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--model", "nothing"], "no such preset"),
         (["--model", "qwen3-30b-a3b"], "neither --gpu-memory"),
         (["--model", "qwen3-30b-a3b", "--scheme", "int3"], "--scheme int3: expected one of"),
-        (["--model", "qwen3-30b-a3b", "--gpu-memory", "-1"], "expected a number above 0"),
-        (["--model", "qwen3-30b-a3b", "--gpu-memory", "nan"], "expected a number above 0"),
-        (["--model", "qwen3-30b-a3b", "--gpu-memory", "8", "--utilization", "2"], "expected 0 to 1"),
-        (["--model", "qwen3-30b-a3b", "--gpu-memory", "8", "--format", "pdf"], "--format pdf"),
-        (
-            ["--model", "qwen3-30b-a3b", "--gpu-memory", "80", "--backend", ""],
-            "--backend '': expected one of",
-        ),
-        (
-            ["--model", "qwen3-30b-a3b", "--gpu-memory", "80", "--hit-rate", "0.5"],
-            "give --expert-cache SLOTS",
-        ),
+        ([*PRESET, "-1"], "expected a number above 0"),
+        ([*PRESET, "nan"], "expected a number above 0"),
+        ([*PRESET, "8", "--utilization", "2"], "expected 0 to 1"),
+        ([*PRESET, "8", "--format", "pdf"], "--format pdf"),
+        ([*PRESET, "80", "--backend", ""], "--backend '': expected one of"),
+        ([*PRESET, "80", "--hit-rate", "0.5"], "give --expert-cache SLOTS"),
     ],
 )
 def test_bad_input_gives_one_line_and_exit_code_2(arguments, message, capsys):

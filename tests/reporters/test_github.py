@@ -39,9 +39,7 @@ def _unescape(text: str, more: str) -> str:
 @pytest.mark.parametrize(
     ("verdict", "level"),
     [
-        ("found", "error"),
-        ("failed", "error"),
-        ("error", "error"),
+        *((name, "error") for name in ("found", "failed", "error")),
         ("skipped", "warning"),
         ("absent", "notice"),
     ],
@@ -64,12 +62,9 @@ def test_the_text_of_a_command() -> None:
 
 
 def test_each_regression_is_an_error() -> None:
-    levels = [
-        level for level, _, _ in _commands(report(scenario(), findings=("MD001: worse", "MD002: worse")))
-    ]
-    assert levels == ["error", "error"]
-    ((_, properties, message),) = _commands(report(scenario(), findings=("MD001: 5 % worse",)))
-    assert (properties, message) == ({"title": "moedoctor: worse than the baseline"}, "MD001: 5 % worse")
+    findings = ("MD001: 5 % worse", "MD002: worse")
+    title = {"title": "moedoctor: worse than the baseline"}
+    assert _commands(report(scenario(), findings=findings)) == [("error", title, text) for text in findings]
 
 
 @given(reports)

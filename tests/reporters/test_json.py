@@ -39,11 +39,9 @@ def test_the_schema_is_valid_and_knows_every_verdict() -> None:
     schema = report_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     kinds = schema["$defs"]
-    assert kinds["scenario"]["properties"]["verdict"]["enum"] == [
-        verdict.value for verdict in ScenarioVerdict
-    ]
-    assert kinds["case"]["properties"]["verdict"]["enum"] == [verdict.value for verdict in CaseVerdict]
-    assert kinds["claim"]["properties"]["verdict"]["enum"] == [verdict.value for verdict in ClaimVerdict]
+    verdicts = {"scenario": ScenarioVerdict, "case": CaseVerdict, "claim": ClaimVerdict}
+    for name, values in verdicts.items():
+        assert kinds[name]["properties"]["verdict"]["enum"] == [verdict.value for verdict in values]
     assert kinds["case"]["properties"]["tier"]["enum"] == [tier.value for tier in Tier]
 
 

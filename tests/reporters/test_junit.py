@@ -32,11 +32,8 @@ def _outcomes(result: ScenarioResult) -> dict[str, str]:
 def test_a_scenario_is_a_suite_and_a_case_is_a_test() -> None:
     root = _root(full_report())
     suites = list(root)
-    assert [suite.get("name") for suite in suites] == [
-        "MD001 nan_routing",
-        "MD005 untraceable_offload",
-        "baseline",
-    ]
+    names = [suite.get("name") for suite in suites]
+    assert names == ["MD001 nan_routing", "MD005 untraceable_offload", "baseline"]
     assert len(list(suites[0].iter("testcase"))) == len(full_report().scenarios[0].cases)
     first = next(suites[0].iter("testcase"))
     assert first.attrib == {
@@ -54,18 +51,10 @@ def test_times_come_from_the_cases() -> None:
 
 
 def test_cases_with_the_expected_verdict_pass() -> None:
-    outcomes = _outcomes(
-        scenario(
-            "proved",
-            case("faulty", "reproduced"),
-            case("fixed", "clean"),
-            case("installed", "clean"),
-            case("vllm@0.20.0", "clean"),
-            case("vllm@0.19.1", "reproduced"),
-        )
-    )
-    assert set(outcomes.values()) == {""}
-    assert len(outcomes) == 5
+    expected = {"faulty": "reproduced", "vllm@0.19.1": "reproduced"}
+    expected |= dict.fromkeys(("fixed", "installed", "vllm@0.20.0"), "clean")
+    outcomes = _outcomes(scenario("proved", *(case(*member) for member in expected.items())))
+    assert list(outcomes.values()) == [""] * 5
 
 
 @pytest.mark.parametrize(
@@ -108,23 +97,13 @@ def test_a_crash_has_its_kind_its_message_and_the_end_of_stderr() -> None:
 
 
 def test_reasons_of_failures_and_skips() -> None:
-    root = _root(
-        report(
-            scenario(
-                "found",
-                case("installed", "reproduced"),
-                case("vllm@0.18.0", "skipped", reason="give its kernels"),
-            ),
-            scenario("absent", case("faulty", "clean"), reason="torch 2.13 traces it"),
-        )
-    )
-    assert [outcome.get("message") for outcome in root.iter("failure")] == [
-        "installed is reproduced: 13 of 128 rows"
-    ]
-    assert [outcome.get("message") for outcome in root.iter("skipped")] == [
-        "give its kernels",
-        "absent: torch 2.13 traces it",
-    ]
+    skipped = case("vllm@0.18.0", "skipped", reason="give its kernels")
+    found = scenario("found", case("installed", "reproduced"), skipped)
+    absent = scenario("absent", case("faulty", "clean"), reason="torch 2.13 traces it")
+    root = _root(report(found, absent))
+    messages = {tag: [outcome.get("message") for outcome in root.iter(tag)] for tag in ("failure", "skipped")}
+    assert messages["failure"] == ["installed is reproduced: 13 of 128 rows"]
+    assert messages["skipped"] == ["give its kernels", "absent: torch 2.13 traces it"]
 
 
 def test_claims_conclusions_and_facts_are_properties() -> None:
@@ -153,12 +132,8 @@ def test_regressions_fail() -> None:
 def test_the_counts_match_the_tests(report: Report) -> None:
     root = _root(report)
     for element in (root, *root):
-        for attribute, tag in (
-            ("tests", "testcase"),
-            ("failures", "failure"),
-            ("errors", "error"),
-            ("skipped", "skipped"),
-        ):
+        pairs = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
+        for attribute, tag in pairs.items():
             assert int(element.get(attribute, "-1")) == len(list(element.iter(tag)))
 
 
@@ -193,13 +168,8 @@ def test_junitparser_reads_it(tmp_path: Path) -> None:
     path.write_text(JunitReporter().render(report(scenario("error", *cases))), encoding="utf-8")
     read = JUnitXml.fromfile(str(path))
     (suite,) = list(read)
-    assert (suite.name, suite.tests, suite.failures, suite.errors, suite.skipped) == (
-        "MD001 nan_routing",
-        4,
-        1,
-        1,
-        1,
-    )
+    counts = (suite.tests, suite.failures, suite.errors, suite.skipped)
+    assert (suite.name, *counts) == ("MD001 nan_routing", 4, 1, 1, 1)
     kinds = [[type(result) for result in test.result] for test in suite]
     assert kinds == [[], [Failure], [Skipped], [Error]]
     assert read.time == pytest.approx(0.25)
