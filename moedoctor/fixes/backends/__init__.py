@@ -302,10 +302,8 @@ def _wrong_scheme(kernel: Kernel, scheme: str) -> str:
     return f"takes {scheme} on {spoken(kernel.scheme_devices)} only"
 
 
-def spoken(capabilities: Values) -> str:
+def spoken(capabilities: frozenset[str]) -> str:
     """Capabilities in words: ``10.0 to 10.7``, ``9.0 and 12.0``, ``7.5 and newer``."""
-    if capabilities is None:
-        return "every capability"
     known = [capability for capability in CAPABILITIES if capability in capabilities]
     if len(known) > 2 and known == list(CAPABILITIES[-len(known) :]):
         return f"{known[0]} and newer"
