@@ -204,75 +204,67 @@ class NanState:
 
     def report(self) -> NanReport:
         """Return everything that was recorded, a step that still runs included; waits for the device."""
-        header = self.header.cpu().clone()
-        end_step(header)
-        found, ids, others = self.found.cpu(), self.ids.cpu(), self.other_ids.cpu()
-        steps_with = header.tolist()[STEPS_WITH : STEPS_WITH + KINDS]
+        record = self.header.cpu().clone()
+        end_step(record)
+        header = record.tolist()
+        number = len(self.names)
+        found = self.found[:number].tolist()  # [points][KINDS][FIELDS]
+        ids, others = self.ids[:number].tolist(), self.other_ids[:number].tolist()
+        kinds = [f"{what}_in_{rows}" for rows in ("real", "padding", "unknown") for what in ("nan", "inf")]
         return NanReport(
-            steps=int(header[STEPS]),
-            steps_with_padding=int(header[PADDED_STEPS]),
-            pad_tokens=int(header[PAD_TOKENS]),
-            nan_in_real=steps_with[0],
-            inf_in_real=steps_with[1],
-            nan_in_padding=steps_with[PADDING],
-            inf_in_padding=steps_with[PADDING + 1],
-            nan_in_unknown=steps_with[UNKNOWN],
-            inf_in_unknown=steps_with[UNKNOWN + 1],
+            steps=header[STEPS],
+            steps_with_padding=header[PADDED_STEPS],
+            pad_tokens=header[PAD_TOKENS],
+            **dict(zip(kinds, header[STEPS_WITH : STEPS_WITH + KINDS], strict=True)),
             first_real=self._first(found, 0),
             first_padding=self._first(found, PADDING),
             first_unknown=self._first(found, UNKNOWN),
             points=tuple(
-                _point_counts(name, found[index].tolist())
-                for index, name in enumerate(self.names)
-                if bool(found[index, :, ROWS].any())
+                _point_counts(name, kinds)
+                for name, kinds in zip(self.names, found, strict=True)
+                if any(kind[ROWS] for kind in kinds)
             ),
             routers=tuple(
-                _router_counts(name, ids[index].tolist(), others[index].tolist())
-                for index, name in enumerate(self.names)
-                if bool(ids[index, 0].any()) or bool(others[index, 0].any())
+                _router_counts(name, known, other)
+                for name, known, other in zip(self.names, ids, others, strict=True)
+                if any(map(any, (*known[0], *other[0])))
             ),
-            watched=len(self.names),
+            watched=number,
             routers_watched=len(self.routers.points),
             looked_at=len(self.looked.points),
             passed_over=len(self.passed_over.points),
-            not_reached=len(self.names) - len(self.looked.points | self.passed_over.points),
+            not_reached=number - len(self.looked.points | self.passed_over.points),
         )
 
-    def _first(self, found: torch.Tensor, offset: int) -> Finding | None:
+    def _first(self, found: list[list[list[int]]], offset: int) -> Finding | None:
         sightings = [
-            (int(found[index, kind, FIRST_SEQUENCE]), index, kind)
-            for index in range(len(self.names))
+            (kinds[kind][FIRST_SEQUENCE], index, kind)
+            for index, kinds in enumerate(found)
             for kind in (offset, offset + 1)
-            if found[index, kind, ROWS]
+            if kinds[kind][ROWS]
         ]
         if not sightings:
             return None
         order, index, kind = min(sightings)
-        step = int(found[index, kind, FIRST_STEP])
-        leader = self._together.get(index, index)
+        step, leader = found[index][kind][FIRST_STEP], self._together.get(index, index)
         # Rows of one launch run in any order: of its first sightings in this step, the first point counts.
         index, kind = min(
-            (other, other_kind)
-            for _, other, other_kind in sightings
-            if self._together.get(other, other) == leader
-            and int(found[other, other_kind, FIRST_STEP]) == step
+            (index, kind)
+            for _, index, kind in sightings
+            if self._together.get(index, index) == leader and found[index][kind][FIRST_STEP] == step
         )
         return Finding(self.names[index], "NaN" if kind % 2 == 0 else "Inf", step, order)
 
 
-def _point_counts(name: str, found: list[list[int]]) -> PointCounts:
-    counts = [
-        (found[which][field], found[which + PADDING][field], found[which + UNKNOWN][field])
-        for field in (ROWS, STEPS_FOUND)
-        for which in (0, 1)
-    ]
-    return PointCounts(name, *counts)
+def _point_counts(name: str, kinds: list[list[int]]) -> PointCounts:
+    fields = ((field, kinds[which::2]) for field in (ROWS, STEPS_FOUND) for which in (0, 1))
+    return PointCounts(name, *(tuple(kind[field] for kind in alike) for field, alike in fields))
 
 
 def _router_counts(name: str, counts: list[list[list[int]]], others: list[list[list[int]]]) -> RouterCounts:
     rows, steps = ([*known, other[0]] for known, other in zip(counts, others, strict=True))
-    repeated, outside, sentinel = (tuple(group[kind] for group in rows) for kind in range(ID_KINDS))
     firsts = [step[0] for step in steps if step[0]]
+    repeated, outside, sentinel = zip(*rows, strict=True)
     return RouterCounts(name, repeated, outside, sentinel, min(firsts, default=0))
 
 

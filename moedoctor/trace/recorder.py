@@ -17,7 +17,7 @@ Hooks do not run inside CUDA graphs and compiled regions: run the model eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -43,9 +43,9 @@ class _Layer:
     records: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """Source -> ids int32 [T, K] of each call."""
 
-    def chosen(self) -> list[torch.Tensor]:
-        """Return the calls of the best source that gave any."""
-        return next((calls for calls in self.records.values() if calls), [])
+    def chosen(self) -> tuple[str, list[torch.Tensor]]:
+        """Return the best source that gave any calls, and its calls."""
+        return next((record for record in self.records.items() if record[1]), ("", []))
 
 
 class RoutingRecorder:
@@ -85,7 +85,7 @@ class RoutingRecorder:
         """
         if self._problem:
             raise TraceError(self._problem)
-        by_layer = [layer.chosen() for layer in self._layers]
+        sources, by_layer = zip(*(layer.chosen() for layer in self._layers), strict=True)
         rows = [len(call) for call in by_layer[0]]
         if not rows:
             raise TraceError("no forward pass was recorded; expected one inside the context, run eagerly")
@@ -104,7 +104,6 @@ class RoutingRecorder:
         ids = torch.stack(
             [torch.cat([call.cpu() for call in calls]) for calls in by_layer], dim=1
         )  # [rows, layers, K]
-        sources = [next(name for name, calls in layer.records.items() if calls) for layer in self._layers]
         return RoutingTrace(
             topk_ids=ids.flatten().tolist(),
             num_experts=sizes.pop(),
@@ -182,15 +181,8 @@ class RoutingRecorder:
             None,
         )
         width = _first((router, block), _WIDTHS)
-        beyond = next(
-            (
-                name
-                for name in _BEYOND_LOGITS
-                for module in (router, block)
-                if getattr(module, name, None) is not None
-            ),
-            None,
-        )
+        holders = [(name, module) for name in _BEYOND_LOGITS for module in (router, block)]
+        beyond = next((name for name, module in holders if getattr(module, name, None) is not None), None)
         groups = _first((router, block), ("n_group", "num_expert_group"))
         if logits is None or not width or beyond or groups > 1:
             why = beyond or (
@@ -209,24 +201,15 @@ def _capture(module: nn.Module) -> Callable[[Any], None] | None:
 
 def _integers(values: tuple[Any, ...]) -> torch.Tensor | None:
     """The expert ids [..., K] among `values`."""
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.dtype in (torch.int32, torch.int64):
-            return value
-    return None
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return next((x for x in tensors if x.dim() >= 2 and x.dtype in (torch.int32, torch.int64)), None)
 
 
 def _first(modules: tuple[nn.Module, ...], names: tuple[str, ...]) -> int:
     """The first positive whole number under one of `names`, in a module or its configuration; else 0."""
-    for value in _values(modules, names):
-        if type(value) is int and value > 0:
-            return value
-    return 0
-
-
-def _values(modules: tuple[nn.Module, ...], names: tuple[str, ...]) -> Iterator[Any]:
-    for module in modules:
-        for holder in (module, getattr(module, "config", None)):
-            yield from (getattr(holder, name, None) for name in names)
+    holders = [holder for module in modules for holder in (module, getattr(module, "config", None))]
+    values = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((value for value in values if type(value) is int and value > 0), 0)
 
 
 def _weight_rows(modules: tuple[nn.Module, ...]) -> int:

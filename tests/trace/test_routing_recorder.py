@@ -143,17 +143,13 @@ def test_the_capture_function_of_vllm_is_used_and_removed() -> None:
     assert model[0].experts.router.capture is None
 
 
-def test_hooks_are_removed_after_the_context() -> None:
+def test_hooks_are_removed_after_the_context_and_after_an_error_in_it() -> None:
     model = nn.Sequential(Block())
     recorder = recorded(model, torch.randn(3, H))
-    model(torch.randn(2, H))
-    assert recorder.trace().rows == 3
-
-
-def test_hooks_are_removed_after_an_error_in_the_context() -> None:
-    model = nn.Sequential(Block())
     with pytest.raises(RuntimeError, match="stop"), RoutingRecorder(model):
         raise RuntimeError("stop")
+    model(torch.randn(2, H))
+    assert recorder.trace().rows == 3
     assert not model[0].gate._forward_hooks
     assert not model[0].experts._forward_pre_hooks
 
@@ -175,14 +171,6 @@ def test_layers_with_different_calls_are_refused() -> None:
         model[0](torch.randn(3, H))
     with pytest.raises(TraceError, match="was called 1 times"):
         recorder.trace()
-
-
-def test_recording_does_not_change_the_output() -> None:
-    model = nn.Sequential(Block(), Block())
-    x = torch.randn(4, H)
-    with RoutingRecorder(model):
-        inside = model(x)
-    assert torch.equal(inside, model(x))
 
 
 @pytest.mark.upstream

@@ -62,9 +62,6 @@ def test_missing_experts_are_kept_and_small_ids_take_one_byte(
 def test_calls_are_the_distinct_experts_of_all_rows_of_a_forward_pass() -> None:
     trace = RoutingTrace([3, 1, 0, 0, 1, 2, 7, 6], 8, 2, ("a",), (3, 1))
     assert trace.calls(0) == [(0, 1, 2, 3), (6, 7)]
-
-
-def test_layers_alone_and_in_steps() -> None:
     trace = RoutingTrace([0, 1, 2, 3, 4, 5, 6, 7], 8, 2, ("a", "b"), (1, 1))
     assert [trace.calls(0), trace.calls(1)] == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
     assert trace.steps() == [(0, 1), (10, 11), (4, 5), (14, 15)]
@@ -77,15 +74,15 @@ def test_a_batch_takes_one_token_of_each_sequence() -> None:
     assert trace.calls(0, 1) == trace.calls(0)
 
 
-@pytest.mark.parametrize("batch", [0, -1])
-def test_a_batch_below_one_is_refused(batch: int) -> None:
-    with pytest.raises(TraceError, match="at least 1"):
-        make().calls(0, batch)
-
-
-def test_another_batch_size_needs_the_sequences() -> None:
-    with pytest.raises(TraceError, match="stream_rows"):
-        make(streams=(3,)).__class__([0, 1], 8, 2, ("a",), (1,)).calls(0, 2)
+@pytest.mark.parametrize(
+    ("streams", "batch", "message"),
+    [((3, 1), 0, "at least 1"), ((3, 1), -1, "at least 1"), ((), 2, "stream_rows")],
+)
+def test_a_batch_that_cannot_be_replayed_is_refused(
+    streams: tuple[int, ...], batch: int, message: str
+) -> None:
+    with pytest.raises(TraceError, match=message):
+        RoutingTrace([0, 1] * 4, 8, 2, ("a",), (1,) * 4, streams).calls(0, batch)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -104,13 +101,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[message for _, message in BAD])
 def test_inconsistent_parts_are_refused(change: dict[str, Any], message: str) -> None:
-    good: dict[str, Any] = {
-        "topk_ids": [0, 1, 2, 3],
-        "num_experts": 8,
-        "top_k": 2,
-        "layers": ("a",),
-        "call_rows": (1, 1),
-    }
+    names = ("topk_ids", "num_experts", "top_k", "layers", "call_rows")
+    good = dict(zip(names, ([0, 1, 2, 3], 8, 2, ("a",), (1, 1)), strict=True))
     RoutingTrace(**good)
     with pytest.raises(TraceError, match=message):
         RoutingTrace(**{**good, **change})
