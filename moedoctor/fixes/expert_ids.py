@@ -89,7 +89,7 @@ def validate_expert_ids(
     for other arguments.
     """
     _check_ids(ids)
-    _check_int("num_experts", num_experts)
+    check_int("num_experts", num_experts)
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1, got {num_experts}")
     if flags is None:
@@ -167,7 +167,7 @@ def without_sentinels(
     """
     _check_ids(ids)
     _check_weights(weights, ids)
-    _check_int("spare", spare)
+    check_int("spare", spare)
     largest = torch.iinfo(torch.int32).max
     if not 0 <= spare <= largest:
         raise ValueError(f"spare must be an expert, 0 or more, got {spare}")
@@ -179,7 +179,8 @@ def _has_kernel(ids: torch.Tensor) -> bool:
     return ids.is_cuda and importlib.util.find_spec("triton") is not None
 
 
-def _check_int(name: str, value: int) -> None:
+def check_int(name: str, value: int) -> None:
+    """Raise TypeError if `value` is not an int, or if it is a bool."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
 

@@ -29,7 +29,13 @@ from typing import NamedTuple
 
 import torch
 
-from moedoctor.fixes.expert_ids import deduplicate, local_ids, validate_expert_ids, without_sentinels
+from moedoctor.fixes.expert_ids import (
+    check_int,
+    deduplicate,
+    local_ids,
+    validate_expert_ids,
+    without_sentinels,
+)
 
 __all__ = [
     "TopK",
@@ -74,7 +80,6 @@ def topk_softmax(
     `bias` [E] is added for the choice only; `nan_policy` is ``"zero"`` or ``"finite"`` (see the module).
     Raises TypeError or ValueError that names the argument, what was given and what was expected.
     """
-    _check_routing(logits, top_k, bias, nan_policy)
     return _topk(logits, top_k, "softmax", bias, renormalize, nan_policy)
 
 
@@ -87,7 +92,6 @@ def topk_sigmoid(
     nan_policy: str = "zero",
 ) -> TopK:
     """Route `logits` [T, E] by sigmoid scores; arguments and errors as in `topk_softmax`."""
-    _check_routing(logits, top_k, bias, nan_policy)
     return _topk(logits, top_k, "sigmoid", bias, renormalize, nan_policy)
 
 
@@ -116,11 +120,8 @@ def grouped_topk(
     the choice, and gives experts 0..K-1 a weight of 1/K if too few groups have a finite score. Its Python
     form (0.21.0) leaves ties to `torch.topk`, divides by the bare sum and does not handle NaN.
     """
-    _check_routing(logits, top_k, bias, nan_policy)
-    _check_groups(logits.shape[1], top_k, num_groups, topk_groups, scoring, routed_scaling_factor)
-    return _topk(
-        logits, top_k, scoring, bias, renormalize, nan_policy, num_groups, topk_groups, routed_scaling_factor
-    )
+    grouping = (num_groups, topk_groups, routed_scaling_factor)
+    return _topk(logits, top_k, scoring, bias, renormalize, nan_policy, *grouping)
 
 
 @torch.no_grad()
@@ -135,6 +136,14 @@ def _topk(
     topk_groups: int = 1,
     scale: float = 1.0,
 ) -> TopK:
+    """Route by the module's rule, in a kernel or in torch operators.
+
+    `torch.topk` leaves the order of equal values open. So each choice and its expert's id share one int64
+    key: the choice, coded to sort as an integer of 32 bits, above the inverted id of 28. Whatever ranks
+    behind every choice has a code below those.
+    """
+    _check_routing(logits, top_k, bias, nan_policy)
+    _check_groups(logits.shape[1], top_k, num_groups, topk_groups, scoring, scale)
     if logits.is_cuda and importlib.util.find_spec("triton") is not None:
         from moedoctor.kernels.routing.launch import launch_topk
 
@@ -153,85 +162,6 @@ def _topk(
             nan_policy=nan_policy,
         )
         return TopK(weights, ids)
-    return TopK(
-        *_route(logits, top_k, scoring, bias, renormalize, nan_policy, num_groups, topk_groups, scale)
-    )
-
-
-def _check_routing(logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, nan_policy: str) -> None:
-    """Raise TypeError or ValueError for a wrong argument that all routing functions share."""
-    _check_floating("logits", logits)
-    if logits.dim() != 2:
-        raise ValueError(f"logits must have two dimensions [tokens, experts], got shape {list(logits.shape)}")
-    experts = logits.shape[1]
-    _check_int("top_k", top_k)
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"top_k must be between 1 and the number of experts {experts}, got {top_k}")
-    if bias is not None:
-        _check_floating("bias", bias)
-        if bias.shape != (experts,):
-            raise ValueError(f"bias must have shape [{experts}], one value an expert, got {list(bias.shape)}")
-        if bias.device != logits.device:
-            raise ValueError(f"bias must be on the device of logits, {logits.device}, got {bias.device}")
-    _check_name("nan_policy", nan_policy, ("zero", "finite"))
-
-
-def _check_groups(
-    experts: int, top_k: int, num_groups: int, topk_groups: int, scoring: str, routed_scaling_factor: float
-) -> None:
-    """Raise TypeError or ValueError for a wrong argument of grouped routing."""
-    _check_int("num_groups", num_groups)
-    if num_groups < 1 or experts % num_groups:
-        raise ValueError(f"num_groups must divide the number of experts {experts}, got {num_groups}")
-    _check_int("topk_groups", topk_groups)
-    if not 1 <= topk_groups <= num_groups:
-        raise ValueError(f"topk_groups must be between 1 and num_groups {num_groups}, got {topk_groups}")
-    reachable = topk_groups * (experts // num_groups)
-    if top_k > reachable:
-        raise ValueError(
-            f"top_k must be at most {reachable}, the experts of topk_groups {topk_groups}, got {top_k}"
-        )
-    _check_name("scoring", scoring, ("softmax", "sigmoid"))
-    if isinstance(routed_scaling_factor, bool) or not isinstance(routed_scaling_factor, (int, float)):
-        raise TypeError(f"routed_scaling_factor must be a number, got {type(routed_scaling_factor).__name__}")
-    if not abs(routed_scaling_factor) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"routed_scaling_factor must be a finite float32, got {routed_scaling_factor}")
-
-
-def _check_floating(name: str, value: torch.Tensor) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    if value.dtype not in _FLOATING:
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
-
-
-def _check_int(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-
-
-def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-
-
-def _route(
-    logits: torch.Tensor,
-    top_k: int,
-    scoring: str,
-    bias: torch.Tensor | None,
-    renormalize: bool,
-    nan_policy: str,
-    num_groups: int,
-    topk_groups: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights float32 [T, K] and ids int32 [T, K], by the module's rule in torch operators.
-
-    `torch.topk` leaves the order of equal values open. So each choice and its expert's id share one int64
-    key: the choice, coded to sort as an integer of 32 bits, above the inverted id of 28. Whatever ranks
-    behind every choice has a code below those.
-    """
     # torch's CPU activations give other last bits if elements are not side by side.
     x = logits.float().contiguous()  # [T, E]
     clean = _sanitise(x) if nan_policy == "finite" else x  # [T, E]
@@ -246,9 +176,7 @@ def _route(
     if renormalize:
         total = weights.sum(dim=-1, keepdim=True)  # [T, 1]
         weights = weights / torch.where(total > 0, total, 1.0)
-    if scale != 1.0:
-        weights = weights * scale
-    return weights, ids.to(torch.int32)
+    return TopK(weights * scale if scale != 1.0 else weights, ids.to(torch.int32))
 
 
 def _sanitise(x: torch.Tensor) -> torch.Tensor:
@@ -309,3 +237,55 @@ def _highest(code: torch.Tensor, count: int) -> torch.Tensor:
     inverted = torch.arange(last, -1, -1, device=code.device)  # [columns]
     keys = (code << 28).bitwise_or_(inverted).topk(count, dim=-1, sorted=True).values  # [T, count]
     return last - (keys & 0xFFFFFFF)
+
+
+def _check_routing(logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, nan_policy: str) -> None:
+    """Raise TypeError or ValueError for a wrong argument that all routing functions share."""
+    _check_floating("logits", logits)
+    if logits.dim() != 2:
+        raise ValueError(f"logits must have two dimensions [tokens, experts], got shape {list(logits.shape)}")
+    experts = logits.shape[1]
+    check_int("top_k", top_k)
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"top_k must be between 1 and the number of experts {experts}, got {top_k}")
+    if bias is not None:
+        _check_floating("bias", bias)
+        if bias.shape != (experts,):
+            raise ValueError(f"bias must have shape [{experts}], one value an expert, got {list(bias.shape)}")
+        if bias.device != logits.device:
+            raise ValueError(f"bias must be on the device of logits, {logits.device}, got {bias.device}")
+    _check_name("nan_policy", nan_policy, ("zero", "finite"))
+
+
+def _check_groups(
+    experts: int, top_k: int, num_groups: int, topk_groups: int, scoring: str, routed_scaling_factor: float
+) -> None:
+    """Raise TypeError or ValueError for a wrong argument of grouped routing."""
+    check_int("num_groups", num_groups)
+    if num_groups < 1 or experts % num_groups:
+        raise ValueError(f"num_groups must divide the number of experts {experts}, got {num_groups}")
+    check_int("topk_groups", topk_groups)
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(f"topk_groups must be between 1 and num_groups {num_groups}, got {topk_groups}")
+    reachable = topk_groups * (experts // num_groups)
+    if top_k > reachable:
+        raise ValueError(
+            f"top_k must be at most {reachable}, the experts of topk_groups {topk_groups}, got {top_k}"
+        )
+    _check_name("scoring", scoring, ("softmax", "sigmoid"))
+    if isinstance(routed_scaling_factor, bool) or not isinstance(routed_scaling_factor, (int, float)):
+        raise TypeError(f"routed_scaling_factor must be a number, got {type(routed_scaling_factor).__name__}")
+    if not abs(routed_scaling_factor) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"routed_scaling_factor must be a finite float32, got {routed_scaling_factor}")
+
+
+def _check_floating(name: str, value: torch.Tensor) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in _FLOATING:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
+
+
+def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
