@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from moedoctor import catalogue
+from moedoctor.entries import builtin_folder
 from moedoctor.faults.base import ClaimCases, claim, decide, in_lab
 from moedoctor.interfaces import ClaimJudgement, Measurement
 from moedoctor.results import ClaimVerdict, Crash, Death, Observation
+from moedoctor.scenario.targets import load_targets
 
 CASES = ClaimCases((), (), {"min_share": 0.5, "max_rows": 2})
 
@@ -64,3 +66,13 @@ def test_every_measure_named_by_a_string_is_a_function() -> None:
     for name in names:
         module, _, function = name.partition(":")
         assert callable(getattr(importlib.import_module(module), function)), name
+
+
+def test_every_claim_is_in_a_scenario_and_engines_run_by_name_only() -> None:
+    by_name = load_targets([str(file) for file in sorted((builtin_folder() / "engine").glob("*.yaml"))])
+    without_a_name = load_targets(())
+    assert not {scenario.file for scenario in by_name} & {scenario.file for scenario in without_a_name}
+    listed = {
+        (scenario.id, claim.key) for scenario in (*by_name, *without_a_name) for claim in scenario.claims
+    }
+    assert listed == {(fault.id, test.key) for fault in catalogue.faults().values() for test in fault.claims}

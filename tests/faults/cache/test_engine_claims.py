@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 from fault_cases import by_rows
 
-from moedoctor.entries import builtin_folder
 from moedoctor.faults.cache import engine_claims as claims
 from moedoctor.interfaces import ClaimTest
 from moedoctor.results import ClaimVerdict
-from moedoctor.scenario.targets import load_targets
 
 CELL = {
     "backend": "BF16 TRITON",
@@ -154,11 +152,3 @@ def test_a_single_sequence_draws_the_same_tokens(change: dict[str, Any]) -> None
     unseen = {**SPEED, **EVERY, "control_changes_tokens": False}
     rows = (SPEED, {**SPEED, **EIGHT}, *more, unseen, {**SPEED, **EVERY, **EIGHT})
     assert verdict(claims.engine_speed, *rows) is ClaimVerdict.UNTESTED
-
-
-@pytest.mark.parametrize("name", ["expert_cache", "expert_cache_memory", "expert_cache_qwen"])
-def test_the_scenarios_run_by_name_only(name: str) -> None:
-    (scenario,) = load_targets((str(builtin_folder() / "engine" / f"{name}.yaml"),))
-    known = {claim.key for claim in claims.ENGINE_CLAIMS}
-    assert {claim.key for claim in scenario.claims} <= known
-    assert not any("expert_cache" in scenario.file for scenario in load_targets(()))
