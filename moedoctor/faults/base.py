@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from moedoctor.interfaces import ClaimJudgement, ClaimTest, Explanation, Fault, Judgement, Measurement
 from moedoctor.results import (
     CaseResult,
+    CaseVerdict,
     ClaimVerdict,
     Evidence,
     Observation,
-    Scalar,
     Tier,
     UnavailableError,
 )
@@ -36,8 +36,8 @@ __all__ = [
     "Parameters",
     "claim",
     "decide",
-    "first_symptom",
     "in_lab",
+    "judge_counts",
     "need_gpu",
     "only",
     "releases",
@@ -73,12 +73,7 @@ class ClaimCases:
     """The thresholds from the scenario file, by name."""
 
     def select(
-        self,
-        *,
-        subject: str | None = None,
-        tier: Tier | None = None,
-        has: str | None = None,
-        **parameters: Scalar,
+        self, *, subject: str | None = None, tier: Tier | None = None, has: str | None = None
     ) -> list[CaseResult]:
         """Return the cases with evidence that match. `has` names a key that the evidence must hold."""
         return [
@@ -88,12 +83,11 @@ class ClaimCases:
             and subject in (None, case.subject)
             and tier in (None, case.tier)
             and (has is None or has in case.evidence)
-            and all(case.parameters.get(key) == value for key, value in parameters.items())
         ]
 
-    def evidence(self, unit: str | None = None) -> list[Evidence]:
-        """Return what the units measured, or only `unit`. Units that were skipped or died are left out."""
-        return [evidence for name, evidence in self.measured() if unit in (None, name)]
+    def evidence(self) -> list[Evidence]:
+        """Return what the units measured. Units that were skipped or died are left out."""
+        return [evidence for _, evidence in self.measured()]
 
     def measured(self) -> list[tuple[str, Evidence]]:
         """Return (unit, what it measured). Units that were skipped or died are left out."""
@@ -182,15 +176,15 @@ def untested(reason: str, evidence: Evidence | None = None) -> ClaimJudgement:
     return ClaimJudgement(ClaimVerdict.UNTESTED, evidence or {}, reason)
 
 
-def first_symptom(evidence: Evidence, figures: Mapping[str, str]) -> str | None:
-    """Return the figure of the first key of `figures` that counts something, or None.
+def judge_counts(evidence: Evidence, symptoms: Mapping[str, str], clean: str) -> Judgement:
+    """Return reproduced with the figure of the first key of `symptoms` that counts something, else `clean`.
 
-    A figure is a format string: ``{}`` is the count, and ``{rows}`` any other key of the evidence.
+    Figures are format strings: ``{}`` is the count, and ``{rows}`` any other key of the evidence.
     """
-    return next(
-        (figure.format(evidence[key], **evidence) for key, figure in figures.items() if evidence.get(key)),
-        None,
-    )
+    for key, figure in symptoms.items():
+        if evidence.get(key):
+            return Judgement(CaseVerdict.REPRODUCED, figure.format(evidence[key], **evidence))
+    return Judgement(CaseVerdict.CLEAN, clean.format(**evidence))
 
 
 def only(name: str) -> Callable[[Sequence[str]], Sequence[str]]:

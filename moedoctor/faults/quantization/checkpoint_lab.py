@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,10 +64,20 @@ class Loaded(NamedTuple):
     """Ids of the findings."""
 
 
-def write_and_load(change: Change, **sizes: int) -> Loaded:
-    """Write an NVFP4 checkpoint of one layer with `change` made to it, and read it back."""
+@contextmanager
+def written(changes: Mapping[str, Change | None], **sizes: int) -> Iterator[dict[str, Path]]:
+    """Write an NVFP4 checkpoint for each label with its change, and yield the folders, which then go."""
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
-        folder = write_qwen3_moe(Path(name) / "checkpoint", scheme="nvfp4", layers=1, change=change, **sizes)
+        yield {
+            label: write_qwen3_moe(Path(name) / label, scheme="nvfp4", change=change, **sizes)
+            for label, change in changes.items()
+        }
+
+
+def write_and_load(change: Change, **sizes: int) -> Loaded:
+    """Write a checkpoint of one layer with `change` made to it, and read it back."""
+    with written({"checkpoint": change}, layers=1, **sizes) as folders:
+        folder = folders["checkpoint"]
         findings = dict.fromkeys(finding.id for finding in lint(folder).findings)
         return Loaded(load_file(folder / "model.safetensors"), list(findings))
 
@@ -111,17 +122,13 @@ def compare_engines(
     if run is run_engines:
         need_engine()
     tested = changes.repaired if repaired else changes.damaged
-    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
-        folders = {
-            label: write_qwen3_moe(Path(name) / label, scheme="nvfp4", layers=LAYERS, change=change)
-            for label, change in (("reference", changes.reference), ("tested", tested))
-        }
-        arguments = {
-            "moe_backend": moe_backend,
-            "enforce_eager": True,
-            "max_model_len": 64,
-            "max_num_batched_tokens": 64,
-        }
+    arguments = {
+        "moe_backend": moe_backend,
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "max_num_batched_tokens": 64,
+    }
+    with written({"reference": changes.reference, "tested": tested}, layers=LAYERS) as folders:
         first, second = run(
             [
                 EngineRequest(str(folder), PROMPTS, arguments, max_tokens=8, logprobs=5, label=label)

@@ -12,18 +12,16 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from moedoctor.faults.quantization.checkpoint_lab import Loaded, Run, write_and_load
+from moedoctor.faults.quantization.checkpoint_lab import Loaded, Run, write_and_load, written
 from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissingParameters
 from moedoctor.fixes.moe.checkpoint_scales import kv_scale
 from moedoctor.reference.agreement import relative_error
-from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
+from moedoctor.reference.checkpoints import Change, Tensors
 from moedoctor.reference.fp8 import E4M3_MAX, round_trip
 from moedoctor.results import Case, Evidence, Observation
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_engine, run_engines
@@ -192,11 +190,7 @@ def compare_engines(moe_backend: str, *, repaired: bool, run: Run | None = None)
         "tested": kv_scales if repaired else no_kv_scales,
     }
     backends = (ATTENTION, TRITON) if repaired else (ATTENTION,)
-    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
-        folders = {
-            label: write_qwen3_moe(Path(name) / label, scheme="nvfp4", layers=1, vocab=_VOCAB, change=change)
-            for label, change in changes.items()
-        }
+    with written(changes, layers=1, vocab=_VOCAB) as folders:
         results = run(
             [
                 _request(str(folder), label, moe_backend, attention_backend)

@@ -23,7 +23,7 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
-    first_symptom,
+    judge_counts,
     releases,
     untested,
 )
@@ -359,12 +359,7 @@ class DuplicateIds(Fault):
     installed_package = "flashinfer"
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        evidence = observation.evidence
-        figure = first_symptom(evidence, _SYMPTOMS)
-        if figure is not None:
-            return Judgement(CaseVerdict.REPRODUCED, figure)
-        rows = evidence["rows"]
-        return Judgement(CaseVerdict.CLEAN, f"{rows} of {rows} rows are right, {evidence['path']}")
+        return judge_counts(observation.evidence, _SYMPTOMS, "{rows} of {rows} rows are right, {path}")
 
     def judge_crash(self, case: Case, crash: Crash) -> Judgement:
         if crash.death is Death.ILLEGAL_MEMORY_ACCESS:

@@ -20,12 +20,12 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
-    first_symptom,
+    judge_counts,
     only,
     releases,
     untested,
 )
-from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
+from moedoctor.results import Case, CaseResult, Evidence, Observation, Scalar, Tier
 
 FIRST_FIXED = "0.20.0"
 """The release that #39391 landed in. The report's conclusions show what the releases themselves do."""
@@ -408,11 +408,7 @@ class NanRouting(Fault):
     )
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        evidence = observation.evidence
-        figure = first_symptom(evidence, _SYMPTOMS)
-        if figure is not None:
-            return Judgement(CaseVerdict.REPRODUCED, figure)
-        return Judgement(CaseVerdict.CLEAN, f"0 of {evidence['rows']} rows hold a duplicate id")
+        return judge_counts(observation.evidence, _SYMPTOMS, "0 of {rows} rows hold a duplicate id")
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Sum up the rows of each named release, and find the first release that NaN does not harm.

@@ -16,10 +16,10 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
-    first_symptom,
+    judge_counts,
     untested,
 )
-from moedoctor.results import Case, CaseVerdict, Crash, Observation, Scalar, Tier
+from moedoctor.results import Case, Crash, Observation, Scalar, Tier
 
 
 class SentinelIdsParameters(Parameters):
@@ -170,11 +170,7 @@ class SentinelIds(Fault):
     claims = (upstream_paths, alignment, our_path)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
-        evidence = observation.evidence
-        figure = first_symptom(evidence, _SYMPTOMS)
-        if figure is not None:
-            return Judgement(CaseVerdict.REPRODUCED, figure)
-        return Judgement(CaseVerdict.CLEAN, f"{evidence['rows']} of {evidence['rows']} rows are right")
+        return judge_counts(observation.evidence, _SYMPTOMS, "{rows} of {rows} rows are right")
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:
         rank = f" rank {parameters['rank']}/{parameters['ranks']}" if parameters["ranks"] != 1 else ""

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from moedoctor.diagnose.checkpoint.lint import lint
+from moedoctor.faults.quantization import checkpoint_lab
 from moedoctor.faults.quantization import kv_scales_missing_lab as lab
 from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissing, triton_garbage
 from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Death, Observation, Tier
@@ -39,7 +40,7 @@ def evidence(repaired: bool = False, *, moved: dict[str, float] | None = None, *
         ]
 
     with pytest.MonkeyPatch.context() as patch:  # no engine reads the checkpoints, so none is written
-        patch.setattr(lab, "write_qwen3_moe", lambda folder, **given: folder)
+        patch.setattr(checkpoint_lab, "write_qwen3_moe", lambda folder, **given: folder)
         return lab.compare_engines("marlin", repaired=repaired, run=run).evidence
 
 
