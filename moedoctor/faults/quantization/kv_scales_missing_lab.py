@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moedoctor.faults.quantization.checkpoint_lab import Loaded, Run, write_and_load, written
+from moedoctor.faults.quantization.checkpoint_lab import Run, write_and_load, written
 from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissingParameters
 from moedoctor.fixes.moe.checkpoint_scales import kv_scale
 from moedoctor.reference.agreement import relative_error
@@ -54,10 +54,21 @@ def model(case: Case, parameters: KvScalesMissingParameters, release: object) ->
 
 def measure(parameters: KvScalesMissingParameters, scale: Scale) -> Observation:
     """Compare attention through an FP8 cache with attention without a cache, on one checkpoint."""
-    loaded = _checkpoint(parameters)
     draw = torch.Generator().manual_seed(parameters.seed + 2)
     x = torch.randn(parameters.tokens, parameters.hidden, generator=draw)  # [T, H]
-    query, keys, values = (_project(loaded, x, name) for name in ("q", "k", "v"))  # [T, D] each
+
+    def change(tensors: Tensors, config: dict[str, Any]) -> None:
+        _declare(config)
+        for part, name in (("keys", "k"), ("values", "v")):
+            if parameters.part in (part, "both"):
+                key = f"{_LAYER}.{name}_proj.weight"
+                factor = parameters.size / float(_first_head(tensors, x, name).abs().amax())
+                tensors[key] = (tensors[key].float() * factor).bfloat16()
+
+    loaded = write_and_load(
+        change, hidden=parameters.hidden, intermediate=64, experts=2, seed=parameters.seed
+    )
+    query, keys, values = (_first_head(loaded.tensors, x, name) for name in ("q", "k", "v"))  # [T, D] each
     # Scores do not depend on the size of the keys, as in a model that was trained with them.
     query = query * (_SCORE / float(keys.abs().amax()))  # [T, D]
     expected = attention(query, keys, values)  # [T, D]
@@ -89,25 +100,9 @@ def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> 
     return weights @ values
 
 
-def _checkpoint(parameters: KvScalesMissingParameters) -> Loaded:
-    """Make a checkpoint that asks for an FP8 KV cache, with projections scaled to the given size."""
-    draw = torch.Generator().manual_seed(parameters.seed + 2)
-    x = torch.randn(parameters.tokens, parameters.hidden, generator=draw)  # [T, H]
-
-    def change(tensors: Tensors, config: dict[str, Any]) -> None:
-        _declare(config)
-        for part, name in (("keys", "k_proj"), ("values", "v_proj")):
-            if parameters.part in (part, "both"):
-                key = f"{_LAYER}.{name}.weight"
-                largest = float((x @ tensors[key].float().T)[:, :64].abs().amax())
-                tensors[key] = (tensors[key].float() * (parameters.size / largest)).bfloat16()
-
-    return write_and_load(change, hidden=parameters.hidden, intermediate=64, experts=2, seed=parameters.seed)
-
-
-def _project(loaded: Loaded, x: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the first head [T, 64] of the projection."""
-    weight = loaded.tensors[f"{_LAYER}.{name}_proj.weight"].float()  # [D, H]
+def _first_head(tensors: Tensors, x: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the first head [T, 64] of the projection of `x` [T, H]."""
+    weight = tensors[f"{_LAYER}.{name}_proj.weight"].float()  # [D, H]
     return x @ weight[:64].T
 
 
@@ -117,14 +112,13 @@ def _mean_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     return float(errors.mean()) if bool(errors.isfinite().all()) else 0.0
 
 
-def errors_by_size() -> Observation:
+def errors_by_size() -> dict[str, Any]:
     """Measure the error with a scale of 1.0, and with computed scales, for keys and values of each size."""
     errors = {}
     for size in SIZES:
-        parameters = KvScalesMissingParameters.model_validate({"size": size})
-        evidence = measure(parameters, scale_1).evidence
+        evidence = measure(KvScalesMissingParameters.model_validate({"size": size}), scale_1).evidence
         errors[f"{size:g}"] = {"scale_1": evidence["error"], "computed": evidence["computed_error"]}
-    return Observation({"errors": errors})
+    return {"errors": errors}
 
 
 # --- Engines ------------------------------------------------------------------------------------------------

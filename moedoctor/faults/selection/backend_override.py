@@ -214,19 +214,12 @@ class BackendOverride(Fault):
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Count the settings that the control loses without a warning, and those that the fix honours."""
-        silent = [
-            case
-            for case in results
-            if case.subject == "faulty"
-            and case.verdict is CaseVerdict.REPRODUCED
-            and not case.evidence.get("warned")
+        lost = [
+            case for case in results if case.subject == "faulty" and case.verdict is CaseVerdict.REPRODUCED
         ]
+        silent = [case for case in lost if not case.evidence.get("warned")]
         fixed = [case for case in results if case.subject == "fixed"]
-        honoured = [
-            case
-            for case in fixed
-            if case.evidence and case.evidence.get("selected") == case.parameters["wants"]
-        ]
+        honoured = [case for case in fixed if case.evidence.get("selected") == case.parameters["wants"]]
         return {
             "settings_without_a_word": len(silent),
             "settings_honoured_by_the_fix": len(honoured),
