@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from moedoctor.reference.fp8 import E4M3_MAX
 from moedoctor.reference.nvfp4 import quantize
 
 Scheme = Literal["bf16", "nvfp4", "fp8"]
@@ -25,7 +26,6 @@ Change = Callable[[Tensors, dict[str, Any]], None]
 
 _HEAD = 64
 _BLOCK = 128
-_FP8_MAX = 448.0
 _SPECIAL = ("<unk>", "<s>", "</s>")
 
 
@@ -138,13 +138,13 @@ def _expert(scheme: Scheme, gate: torch.Tensor, up: torch.Tensor, down: torch.Te
             tensors[f"{name}_proj.weight_scale_inv"] = scale_inverse
         return tensors
     # gate and up are one matrix for the kernels, so they share a global scale, as ModelOpt exports them.
-    shared = torch.maximum(gate.abs().amax(), up.abs().amax()) / (_FP8_MAX * 6.0)
+    shared = torch.maximum(gate.abs().amax(), up.abs().amax()) / (E4M3_MAX * 6.0)
     for name, weight in weights.items():
         quantized = quantize(weight, None if name == "down" else shared)
         tensors[f"{name}_proj.weight"] = quantized.packed
         tensors[f"{name}_proj.weight_scale"] = quantized.block_scales
         tensors[f"{name}_proj.weight_scale_2"] = quantized.global_scale.reshape(())
-        tensors[f"{name}_proj.input_scale"] = torch.tensor(8.0 / (_FP8_MAX * 6.0))
+        tensors[f"{name}_proj.input_scale"] = torch.tensor(8.0 / (E4M3_MAX * 6.0))
     return tensors
 
 
@@ -152,7 +152,7 @@ def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `weight` as E4M3 [N, K], and its scales, float32 [N/128, K/128]."""
     rows, columns = weight.shape[0] // _BLOCK, weight.shape[1] // _BLOCK
     blocks = weight.reshape(rows, _BLOCK, columns, _BLOCK)  # [N/128, 128, K/128, 128]
-    scales = (blocks.abs().amax((1, 3), keepdim=True) / _FP8_MAX).clamp_min(1e-12)  # [N/128, 1, K/128, 1]
+    scales = (blocks.abs().amax((1, 3), keepdim=True) / E4M3_MAX).clamp_min(1e-12)  # [N/128, 1, K/128, 1]
     quantized = (blocks / scales).to(torch.float8_e4m3fn).reshape(weight.shape)  # [N, K]
     return quantized, scales.reshape(rows, columns).contiguous()
 

@@ -61,10 +61,13 @@ def forward(
     `quantise_intermediate` change the input [T, H] and the activated values [n, I], as a backend with
     quantized activations does. Such backends activate in bfloat16, and then so does this function: otherwise
     a value near the edge between two codes would often get the other code. Raises ValueError for an id
-    outside
-    -1..E-1 and for an unknown activation.
+    outside -1..E-1 and for an unknown activation.
     """
-    _check(topk_ids, _num_experts(weights.w13), weights.activation)
+    if weights.activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected {', '.join(ACTIVATIONS)}, got {weights.activation!r}")
+    experts = _num_experts(weights.w13)
+    if bool(((topk_ids < -1) | (topk_ids >= experts)).any()):
+        raise ValueError(f"topk_ids: expected -1 to {experts - 1}")
     routed_input = x.float() if quantise_input is None else quantise_input(x.float())  # [T, H]
     total = torch.zeros_like(x, dtype=torch.float32)  # [T, H]
     for expert in topk_ids[topk_ids >= 0].unique().tolist():
@@ -110,10 +113,3 @@ def _num_experts(weight: Weight) -> int:
     if isinstance(weight, Nvfp4):
         return int(weight.packed.shape[0])
     return int((weight.values if isinstance(weight, Fp8) else weight).shape[0])
-
-
-def _check(topk_ids: torch.Tensor, num_experts: int, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: expected {', '.join(ACTIVATIONS)}, got {activation!r}")
-    if bool(((topk_ids < -1) | (topk_ids >= num_experts)).any()):
-        raise ValueError(f"topk_ids: expected -1 to {num_experts - 1}")

@@ -17,6 +17,7 @@ from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1, fp8, nvfp4
 from moedoctor.reference.moe import MoeWeights, Quantise, Weight, forward
 
+_Maker = Callable[[tuple[int, int, int], torch.Generator, str], Weight]
 _SCALE_CODES = (0x30, 0x43)
 """E4M3 codes of block scales: 0.5 up to 2.5."""
 _CODE_RMS = 2.93
@@ -56,11 +57,7 @@ class Problem:
 def make_layer(shape: LayerShape, quantization: str, *, seed: int = 0, device: str = "cpu") -> Layer:
     """Return a random layer whose outputs are of the size of its inputs. NVFP4 needs multiples of 16."""
     draw = torch.Generator(device).manual_seed(seed)
-    makers: dict[str, Callable[[tuple[int, int, int], torch.Generator, str], Weight]] = {
-        "nvfp4": _nvfp4,
-        "fp8": _fp8,
-        "bf16": _bf16,
-    }
+    makers: dict[str, _Maker] = {"nvfp4": _nvfp4, "fp8": _fp8, "bf16": _bf16}
     make = makers[quantization]
     w13 = make((shape.experts, shape.w13_rows, shape.hidden), draw, device)
     w2 = make((shape.experts, shape.hidden, shape.intermediate), draw, device)
@@ -89,22 +86,18 @@ def make_input(
     return (fp8.round_trip(x, layer.input_scale) if activations == "fp8" else x).bfloat16()
 
 
-def make_routing(
-    shape: LayerShape, tokens: int, *, seed: int = 0, device: str = "cpu"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (weights float32 [T, K] that add up to 1, distinct ids int32 [T, K]), every expert as likely."""
-    draw = torch.Generator(device).manual_seed(seed + 2)
-    scores = torch.rand(tokens, shape.experts, generator=draw, device=device)  # [T, E]
-    chosen, ids = scores.topk(shape.top_k, dim=1)  # [T, K]
-    return torch.softmax(chosen, dim=1), ids.int()
-
-
 def make_problem(
     layer: Layer, tokens: int, activations: str, *, seed: int = 0, device: str = "cpu"
 ) -> Problem:
-    """Return tokens on the grid of `activations`, routed at random."""
-    weights, ids = make_routing(layer.shape, tokens, seed=seed, device=device)
-    return Problem(layer, make_input(layer, tokens, activations, seed=seed, device=device), weights, ids)
+    """Return tokens on the grid of `activations`, routed at random: every expert is as likely.
+
+    Ids are distinct in a row, and a row's weights add up to 1.
+    """
+    x = make_input(layer, tokens, activations, seed=seed, device=device)  # [T, H]
+    draw = torch.Generator(device).manual_seed(seed + 2)
+    scores = torch.rand(tokens, layer.shape.experts, generator=draw, device=device)  # [T, E]
+    chosen, ids = scores.topk(layer.shape.top_k, dim=1)  # [T, K]
+    return Problem(layer, x, torch.softmax(chosen, dim=1), ids.int())
 
 
 def expected_output(problem: Problem, activations: str) -> torch.Tensor:

@@ -7,65 +7,27 @@ checked.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 _NORMAL, _NOT_FINITE, _NAN_LOGIT, _MASKED = 0, 1, 2, 4
 """Tiers, best first. A NaN logit whose choice is also not finite is in the sum of the two."""
 
 
-def topk_softmax(
-    logits: torch.Tensor,
-    top_k: int,
-    *,
-    renormalize: bool = False,
-    bias: torch.Tensor | None = None,
-    nan_policy: str = "zero",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (weights float32 [T, K], ids int32 [T, K]) of `logits` [T, E]; see `moedoctor.fixes.routing`."""
-    return _route(logits, top_k, "softmax", bias, renormalize, nan_policy)
-
-
-def topk_sigmoid(
-    logits: torch.Tensor,
-    top_k: int,
-    *,
-    renormalize: bool = False,
-    bias: torch.Tensor | None = None,
-    nan_policy: str = "zero",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (weights float32 [T, K], ids int32 [T, K]) of `logits` [T, E]; see `moedoctor.fixes.routing`."""
-    return _route(logits, top_k, "sigmoid", bias, renormalize, nan_policy)
-
-
-def grouped_topk(
-    logits: torch.Tensor,
-    top_k: int,
-    *,
-    num_groups: int,
-    topk_groups: int,
-    scoring: str = "sigmoid",
-    bias: torch.Tensor | None = None,
-    renormalize: bool = False,
-    routed_scaling_factor: float = 1.0,
-    nan_policy: str = "zero",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (weights float32 [T, K], ids int32 [T, K]) of `logits` [T, E]; see `moedoctor.fixes.routing`."""
-    return _route(
-        logits, top_k, scoring, bias, renormalize, nan_policy, num_groups, topk_groups, routed_scaling_factor
-    )
-
-
 def _route(
     logits: torch.Tensor,
     top_k: int,
+    *,
     scoring: str,
-    bias: torch.Tensor | None,
-    renormalize: bool,
-    nan_policy: str,
+    bias: torch.Tensor | None = None,
+    renormalize: bool = False,
+    nan_policy: str = "zero",
     num_groups: int = 1,
     topk_groups: int = 1,
-    scale: float = 1.0,
+    routed_scaling_factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (weights float32 [T, K], ids int32 [T, K]) of `logits` [T, E]; see `moedoctor.fixes.routing`."""
     raw = logits.float()  # [T, E]
     finite_policy = nan_policy == "finite"
     limits = torch.finfo(torch.float32)
@@ -92,7 +54,13 @@ def _route(
     if renormalize:
         total = weights.sum(dim=-1, keepdim=True)  # [T, 1]
         weights = weights / torch.where(total > 0, total, 1.0)
-    return weights * scale, ids.int()
+    return weights * routed_scaling_factor, ids.int()
+
+
+topk_softmax = partial(_route, scoring="softmax")
+topk_sigmoid = partial(_route, scoring="sigmoid")
+grouped_topk = topk_sigmoid
+"""Takes groups; by default it scores with sigmoid."""
 
 
 def _mask_groups(

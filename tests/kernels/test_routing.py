@@ -11,132 +11,63 @@ import torch
 from tests.interpreted import needs_triton, run_check
 
 pytestmark = needs_triton
-HALF = ("bfloat16", "float16")
 POLICIES = ("zero", "finite")
-
-
-def _case(name: str, experts: int, top_k: int, dtype: str, shape: tuple[int, ...], **options: Any) -> str:
-    bias = options.pop("bias", False)
-    return json.dumps(
-        {
-            "name": name,
-            "experts": experts,
-            "top_k": top_k,
-            "dtype": dtype,
-            "shape": shape,
-            "bias": bias,
-            "options": options,
-        }
-    )
-
-
-def _interpret(*cases: str) -> None:
-    run_check("kernel_calls.py", *cases)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_half_softmax_interpreted(policy: str) -> None:
-    _interpret(
-        # One row per program, so that a row cannot hide what another row lacks.
-        _case("topk_softmax", 12, 7, "bfloat16", (1, 8, 2, 1), nan_policy=policy),
-        _case("topk_softmax", 12, 3, "bfloat16", (2, 8, 2, 1), nan_policy=policy),
-        _case(
-            "topk_softmax",
-            16,
-            9,
-            "float16",
-            (16, 16, 1, 1),
-            nan_policy=policy,
-            renormalize=True,
-            strided=True,
-        ),
-        _case("topk_softmax", 64, 8, "bfloat16", (32, 8, 8, 1), nan_policy=policy),
-    )
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_topk_interpreted(policy: str) -> None:
-    _interpret(
-        _case("topk_softmax", 12, 3, "float32", (16, 8, 2, 1), nan_policy=policy, renormalize=True),
-        _case("topk_sigmoid", 12, 12, "bfloat16", (32, 16, 1, 1), nan_policy=policy, strided=True),
-        _case("topk_softmax", 16, 4, "bfloat16", (32, 8, 2, 1), nan_policy=policy, bias=True),
-        _case(
-            "topk_sigmoid", 12, 4, "float64", (32, 8, 2, 1), nan_policy=policy, bias=True, renormalize=True
-        ),
-    )
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_grouped_topk_interpreted(policy: str) -> None:
-    single = {"num_groups": 1, "topk_groups": 1, "nan_policy": policy}
-    three = {"num_groups": 3, "topk_groups": 2, "nan_policy": policy}
-    four = {"num_groups": 4, "topk_groups": 2, "nan_policy": policy}
-    _interpret(
+_SOFTMAX, _SIGMOID = {"scoring": "softmax"}, {"scoring": "sigmoid"}
+_SCALED = {"routed_scaling_factor": 2.5}
+_ONE = {"num_groups": 1, "topk_groups": 1}
+_THREE, _FOUR = {"num_groups": 3, "topk_groups": 2}, {"num_groups": 4, "topk_groups": 2}
+INTERPRETED: dict[str, list[tuple[str, int, int, str, tuple[int, ...], dict[str, Any]]]] = {
+    "half softmax": [
+        # One row a program, so that a row cannot hide what another row lacks.
+        ("topk_softmax", 12, 7, "bfloat16", (1, 8, 2, 1), {}),
+        ("topk_softmax", 12, 3, "bfloat16", (2, 8, 2, 1), {}),
+        ("topk_softmax", 16, 9, "float16", (16, 16, 1, 1), {"renormalize": True, "strided": True}),
+        ("topk_softmax", 64, 8, "bfloat16", (32, 8, 8, 1), {}),
+    ],
+    "top-k": [
+        ("topk_softmax", 12, 3, "float32", (16, 8, 2, 1), {"renormalize": True}),
+        ("topk_sigmoid", 12, 12, "bfloat16", (32, 16, 1, 1), {"strided": True}),
+        ("topk_softmax", 16, 4, "bfloat16", (32, 8, 2, 1), {"bias": True}),
+        ("topk_sigmoid", 12, 4, "float64", (32, 8, 2, 1), {"bias": True, "renormalize": True}),
+    ],
+    "grouped": [
         # One group and no bias: only the scaling factor excludes the half-precision kernel.
-        _case(
+        (
             "grouped_topk",
             8,
             2,
             "bfloat16",
             (32, 8, 1, 1),
-            scoring="softmax",
-            routed_scaling_factor=2.5,
-            **single,
+            _SOFTMAX | _SCALED | {"num_groups": 1, "topk_groups": 1},
         ),
-        _case("grouped_topk", 12, 4, "bfloat16", (32, 8, 2, 1), bias=True, scoring="sigmoid", **three),
-        _case("grouped_topk", 9, 5, "float32", (16, 16, 1, 1), bias=True, scoring="softmax", **three),
-        _case(
-            "grouped_topk",
-            16,
-            4,
-            "float32",
-            (32, 8, 2, 1),
-            scoring="softmax",
-            routed_scaling_factor=2.5,
-            **four,
-        ),
-    )
+        ("grouped_topk", 12, 4, "bfloat16", (32, 8, 2, 1), _SIGMOID | _THREE | {"bias": True}),
+        ("grouped_topk", 9, 5, "float32", (16, 16, 1, 1), _SOFTMAX | _THREE | {"bias": True}),
+        ("grouped_topk", 16, 4, "float32", (32, 8, 2, 1), _SOFTMAX | _FOUR | _SCALED),
+    ],
+}
+"""Kernel -> function, experts, top-k, type, shape of the launch, options."""
+SHAPES = {8: (2, 8), 60: (4,), 64: (6,), 128: (8, 20), 160: (6,), 256: (8,), 384: (8, 33), 512: (10, 16)}
+"""Experts -> top-k, compiled on a GPU."""
 
 
-def test_group_edges_interpreted() -> None:
-    _interpret("group edges")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kernel", INTERPRETED)
+def test_interpreted(kernel: str, policy: str) -> None:
+    cases = [(*case, options | {"nan_policy": policy}) for *case, options in INTERPRETED[kernel]]
+    run_check("kernel_calls.py", *map(json.dumps, cases))
 
 
-def test_clean_rows_are_routed_once() -> None:
-    _interpret("clean rows once")
-
-
-def test_inf_ranks_by_logit_under_finite() -> None:
-    _interpret("inf ranks by logit")
-
-
-def test_the_kernels_sort_every_arrangement() -> None:
-    """A sorting network that sorts all sequences of zeros and ones sorts everything."""
-    _interpret("sorts every arrangement")
-
-
-# --- On a GPU --------------------------------------------------------------------------------------------
-
-SHAPES = [
-    (8, 2),
-    (8, 8),
-    (60, 4),
-    (64, 6),
-    (128, 8),
-    (128, 20),
-    (160, 6),
-    (256, 8),
-    (384, 8),
-    (384, 33),
-    (512, 10),
-    (512, 16),
-]
+@pytest.mark.parametrize(
+    "check", ["group edges", "clean rows once", "inf ranks by logit", "sorts every arrangement"]
+)
+def test_interpreted_check(check: str) -> None:
+    run_check("kernel_calls.py", check)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-@pytest.mark.parametrize(("experts", "top_k"), SHAPES)
+@pytest.mark.parametrize(("experts", "top_k"), [(experts, k) for experts, ks in SHAPES.items() for k in ks])
 def test_compiled(experts: int, top_k: int, dtype: str, policy: str) -> None:
     from kernel_calls import assert_kernel_agrees
 

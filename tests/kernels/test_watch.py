@@ -3,83 +3,52 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
-from moedoctor.kernels.watch import QuickLaunch, aligned, device_of
+from moedoctor.kernels.watch import QuickLaunch, aligned
 
 
-class Kernel:
-    """Replaces Triton's kernel: a launch compiles a form, except in an interpreter."""
+def launched(forms: list[Any], version: str, keys: str) -> tuple[list[Any], list[Any]]:
+    """Launch once for each key, with its number; return the launches that compile, and all of each form.
 
-    def __init__(self, *, interpreted: bool = False) -> None:
-        self.interpreted = interpreted
-        self.compiled: list[dict[str, Any]] = []
-        self.launches: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def run(*arguments: Any, **options: Any) -> Any:
-            self.compiled.append(options)
-            form = Form(self, len(self.compiled))
-            form[grid](*arguments)
-            return None if self.interpreted else form
-
-        return run
-
-
-class Form:
-    def __init__(self, kernel: Kernel, number: int) -> None:
-        self._kernel, self._number = kernel, number
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments: self._kernel.launches.append((self._number, grid, arguments))
+    `forms` are what Triton returns from one launch after another: a compiled form, or None to interpret.
+    """
+    kernel = MagicMock()
+    kernel.__getitem__.return_value.side_effect = forms
+    launch = QuickLaunch(kernel, version)
+    for number, key in enumerate(keys):
+        launch(key, 7, number, num_warps=4)
+    assert all(grid == call((7,)) for grid in kernel.__getitem__.call_args_list)
+    return kernel.__getitem__.return_value.mock_calls, [
+        form and form.__getitem__.return_value.mock_calls for form in forms
+    ]
 
 
 def test_a_compiled_form_is_reused_only_for_its_own_key() -> None:
-    kernel = Kernel()
-    launch = QuickLaunch(kernel, "3.6.0")
-    for key, argument in (("a", 1), ("b", 2), ("a", 3), ("b", 4)):
-        launch(key, 7, argument, num_warps=4)
-    assert [(number, arguments) for number, _, arguments in kernel.launches] == [
-        (1, (1,)),
-        (2, (2,)),
-        (1, (3,)),
-        (2, (4,)),
-    ]
-    assert {grid[0] for _, grid, _ in kernel.launches} == {7}
-    assert kernel.compiled == [{"num_warps": 4}] * 2
+    compiling, reused = launched([MagicMock(), MagicMock()], "3.6.0", "abab")
+    assert compiling == [call(0, num_warps=4), call(1, num_warps=4)]
+    assert reused == [[call(2)], [call(3)]]
 
 
-def test_an_interpreter_that_compiles_nothing_is_called_each_time() -> None:
-    kernel = Kernel(interpreted=True)
-    launch = QuickLaunch(kernel, "3.6.0")
-    for argument in range(3):
-        launch("key", 1, argument, num_warps=1)
-    assert [arguments for _, _, arguments in kernel.launches] == [(0,), (1,), (2,)]
-
-
-def test_an_older_triton_finds_the_form_itself() -> None:
-    """Up to Triton 3.2 a compiled form takes no constants."""
-    kernel = Kernel()
-    launch = QuickLaunch(kernel, "3.2.0")
-    for argument in range(2):
-        launch("key", 1, argument, num_warps=1)
-    assert [number for number, *_ in kernel.launches] == [1, 2]
+@pytest.mark.parametrize(
+    ("form", "version"),
+    [(None, "3.6.0"), (MagicMock(), "3.2.0")],
+    ids=["an interpreter compiles nothing", "up to Triton 3.2 a compiled form takes no constants"],
+)
+def test_triton_is_asked_each_time(form: Any, version: str) -> None:
+    compiling, _ = launched([form] * 3, version, "aaa")
+    assert compiling == [call(number, num_warps=4) for number in range(3)]
 
 
 def test_the_alignment_of_a_tensor_is_part_of_a_key() -> None:
     x = torch.zeros(64, dtype=torch.bfloat16)
     assert aligned(x, x[1:], x[8:]) == (True, False, True)
-
-
-def test_nothing_is_changed_for_a_tensor_on_the_cpu() -> None:
-    with device_of(torch.zeros(1)):
-        pass
 
 
 @pytest.mark.gpu

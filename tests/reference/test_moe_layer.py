@@ -66,11 +66,3 @@ def test_routes_are_distinct_and_weights_add_up() -> None:
 def test_impossible_shapes_are_refused(sizes: tuple[int, int, int, int], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         LayerShape(*sizes)
-
-
-def test_what_a_shape_costs() -> None:
-    gated, plain = LayerShape(64, 32, 4, 2), LayerShape(64, 32, 4, 2, "relu2")
-    assert gated.expert_parameters == 3 * 64 * 32
-    assert plain.expert_parameters == 2 * 64 * 32
-    assert gated.weight_bytes(2, 4.5) == 2 * 3 * 64 * 32 * 4.5 / 8
-    assert gated.flops(10) == 2 * 10 * 3 * 64 * 32
