@@ -156,6 +156,20 @@ def packed() -> None:
         assert_holds(ids, cache.acquire(ids), weights)
 
 
+def random_weights(
+    draw: torch.Generator, slots: int, dtype: torch.dtype, activation: str = "silu", *, bias: bool
+) -> dict[str, torch.Tensor]:
+    """Weights of hidden size 40 and intermediate size 24, with scales if they are FP8."""
+    shapes = {"w13": (slots, 48 if activation == "silu" else 24, 40), "w2": (slots, 40, 24)}
+    weights = {name: (torch.randn(shape, generator=draw) / 6).to(dtype) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        if dtype is torch.float8_e4m3fn:
+            weights[f"{name}_scale"] = torch.rand(slots, generator=draw) + 0.5
+        if bias:
+            weights[f"{name}_bias"] = torch.randn(shape[:2], generator=draw)
+    return weights
+
+
 def forward() -> None:
     """Both forwards match the reference, with and without the optional parts of a model."""
     draw = torch.Generator().manual_seed(0)
@@ -167,18 +181,8 @@ def forward() -> None:
         (90, "relu2", torch.float8_e4m3fn, False),
         (170, "silu", torch.bfloat16, False),  # two programs share the rows of an expert
     ):
-        height, hidden, inner, slots = (48 if activation == "silu" else 24), 40, 24, 5
-        weights = {
-            "w13": (torch.randn(slots, height, hidden, generator=draw) / 6).to(dtype),
-            "w2": (torch.randn(slots, hidden, inner, generator=draw) / 5).to(dtype),
-        }
-        if dtype is torch.float8_e4m3fn:
-            weights |= {name: torch.rand(slots, generator=draw) + 0.5 for name in ("w13_scale", "w2_scale")}
-        if bias:
-            weights |= {
-                "w13_bias": torch.randn(slots, height, generator=draw),
-                "w2_bias": torch.randn(slots, hidden, generator=draw),
-            }
+        hidden, slots = 40, 5
+        weights = random_weights(draw, slots, dtype, activation, bias=bias)
         x = torch.randn(tokens, hidden, generator=draw)  # [T, H]
         x = x if dtype is torch.float32 else x.bfloat16()
         ids = torch.randint(-1, slots, (tokens, 3), generator=draw, dtype=torch.int32)  # [T, K]
@@ -197,20 +201,13 @@ def forward() -> None:
 def grouped() -> None:
     """Groups that are resident one after another give the bits of one call."""
     draw = torch.Generator().manual_seed(0)
-    experts, hidden, inner = 9, 40, 24
+    experts, hidden = 9, 40
     for tokens, dtype, bias in (
         (90, torch.bfloat16, True),
         (90, torch.float8_e4m3fn, False),
-        (4, None, False),
+        (4, torch.float32, False),
     ):
-        weights = {
-            "w13": (torch.randn(experts, 2 * inner, hidden, generator=draw) / 6).to(dtype),
-            "w2": (torch.randn(experts, hidden, inner, generator=draw) / 5).to(dtype),
-        }
-        if dtype is torch.float8_e4m3fn:
-            weights |= {name: torch.rand(experts, generator=draw) + 0.5 for name in ("w13_scale", "w2_scale")}
-        if bias:
-            weights["w2_bias"] = torch.randn(experts, hidden, generator=draw)
+        weights = random_weights(draw, experts, dtype, bias=bias)
         x = torch.randn(tokens, hidden, generator=draw)  # [T, H]
         ids = torch.randint(-1, experts, (tokens, 3), generator=draw, dtype=torch.int32)  # [T, K]
         topk_weights = torch.rand(tokens, 3, generator=draw)  # [T, K]

@@ -8,7 +8,7 @@ time are `while` loops: Triton's interpreter takes no tensor as a range.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -201,54 +201,21 @@ def lookup_kernel(
         tl.store(counts_ptr + 2, tl.load(counts_ptr + 2) + misses)
     else:
         tl.store(counts_ptr + 3, tl.load(counts_ptr + 3) + misses)
-    _translate(
-        ids_ptr,
-        slot_ids_ptr,
-        late_ptr,
-        slot_of_ptr,
-        loaded_ptr,
-        group_of_ptr,
-        count,
-        now,
-        group,
-        experts,
-        grouped,
-        splits,
-        chunk,
-    )
-
-
-@triton.jit
-def _translate(
-    ids_ptr: tl.tensor,
-    slot_ids_ptr: tl.tensor,
-    late_ptr: tl.tensor,
-    slot_of_ptr: tl.tensor,
-    loaded_ptr: tl.tensor,
-    group_of_ptr: tl.tensor,
-    count: tl.tensor,
-    now: tl.tensor,
-    group: tl.tensor,
-    experts: tl.constexpr,
-    grouped: tl.constexpr,
-    splits: tl.constexpr,
-    chunk: tl.constexpr,
-) -> None:
-    """`slot_ids` [count] from `ids` [count]; -1 for ids that are no expert, or none of this group."""
-    place = tl.arange(0, chunk)  # [chunk]
+    # The slots of the ids: -1 for ids that are no expert, or none of this group.
+    number = tl.arange(0, chunk)  # [chunk]
     start = count * 0
     while start < count:
-        inside = start + place < count
-        ids = tl.load(ids_ptr + start + place, mask=inside, other=-1)
+        inside = start + number < count
+        ids = tl.load(ids_ptr + start + number, mask=inside, other=-1)
         known = (ids >= 0) & (ids < experts)
         if grouped:
             known = known & (tl.load(group_of_ptr + ids, mask=known, other=-1) == group)
         slots = tl.load(slot_of_ptr + ids, mask=known, other=-1)
         if splits:
             late = tl.load(loaded_ptr + ids, mask=known, other=0) == now
-            tl.store(late_ptr + start + place, tl.where(late, slots, -1), mask=inside)
+            tl.store(late_ptr + start + number, tl.where(late, slots, -1), mask=inside)
             slots = tl.where(late, -1, slots)
-        tl.store(slot_ids_ptr + start + place, slots, mask=inside)
+        tl.store(slot_ids_ptr + start + number, slots, mask=inside)
         start += chunk
 
 
@@ -291,11 +258,9 @@ def interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-@dataclass(frozen=True)
-class LookupState:
-    """Everything `lookup_kernel` reads and writes, at fixed addresses."""
+class LookupState(NamedTuple):
+    """Everything `lookup_kernel` reads and writes, at fixed addresses, in the order of its parameters."""
 
-    policy: str
     slot_of: torch.Tensor
     """int32 [E]"""
     expert_of: torch.Tensor
@@ -322,33 +287,42 @@ class LookupState:
     """int32 [capacity]"""
     keys: torch.Tensor
     """int64 [2 * lanes]"""
+    policy: str
 
     @classmethod
     def empty(cls, num_experts: int, capacity: int, policy: str, device: torch.device) -> LookupState:
-        def filled(size: int, value: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.full((size,), value, dtype=dtype, device=device)
+        def none(size: int) -> torch.Tensor:
+            return torch.full((size,), -1, dtype=torch.int32, device=device)
+
+        def zeros(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
 
         return cls(
-            policy,
-            slot_of=filled(num_experts, -1, torch.int32),
-            expert_of=filled(capacity, -1, torch.int32),
-            uses=filled(num_experts, 0, torch.int64),
-            last=filled(num_experts, 0, torch.int64),
-            loaded=filled(num_experts, 0, torch.int64),
-            clock=filled(1, 0, torch.int64),
-            counts=filled(4, 0, torch.int64),
-            group_of=filled(num_experts, -1, torch.int32),
-            group_experts=filled(capacity, -1, torch.int32),
-            copies=filled(1 + 2 * capacity, 0, torch.int32),
-            stamp=filled(num_experts + 1, 0, torch.int64),
-            scratch=filled(capacity, 0, torch.int32),
-            keys=filled(2 * triton.next_power_of_2(num_experts), 0, torch.int64),
+            slot_of=none(num_experts),
+            expert_of=none(capacity),
+            uses=zeros(num_experts),
+            last=zeros(num_experts),
+            loaded=zeros(num_experts),
+            clock=zeros(1),
+            counts=zeros(4),
+            group_of=none(num_experts),
+            group_experts=none(capacity),
+            copies=zeros(1 + 2 * capacity, torch.int32),
+            stamp=zeros(num_experts + 1),
+            scratch=zeros(capacity, torch.int32),
+            keys=zeros(2 * triton.next_power_of_2(num_experts)),
+            policy=policy,
         )
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them, as the kernel takes them."""
+        return self[:-1]
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(tensor.nbytes for tensor in vars(self).values() if isinstance(tensor, torch.Tensor))
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def launch_lookup(
@@ -373,19 +347,7 @@ def launch_lookup(
             ids,
             slot_ids,
             slot_ids if late is None else late,
-            state.slot_of,
-            state.expert_of,
-            state.uses,
-            state.last,
-            state.loaded,
-            state.clock,
-            state.counts,
-            state.group_of,
-            state.group_experts,
-            state.copies,
-            state.stamp,
-            state.scratch,
-            state.keys,
+            *state.tensors,
             ids.numel(),
             group or 0,
             experts=experts,
