@@ -132,26 +132,25 @@ class Watch(TorchDispatchMode):
     It does not see what compiled code and layers do.
     """
 
-    def __init__(self, root: nn.Module, layers: Sequence[StoredLayer]) -> None:
+    def __init__(self, root: nn.Module, layers: Sequence[StoredLayer], pipeline: Pipeline) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._root = root
-        self._layers = layers
+        self._weights = [weight for layer in layers for weight, _ in layer.items]
+        self._pipeline = pipeline
         self._names: dict[int | None, str] = {}
         self.done = False
-        self.saw_all = False
-        """Whether a whole pass ran under it."""
 
     def over(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what `forward` returns. Raises RuntimeError if it reads offloaded weights between layers."""
         # Compiled parts would be run eagerly under a mode, and round otherwise.
         if any(_is_compiled(module) for module in self._root.modules()):
             output = forward(*args, **kwargs)
+            self._pipeline.go_unwatched("in parts compiled")
         else:
-            weights = [weight for layer in self._layers for weight, _ in layer.items]
-            self._names = {memory_of(weight.parameter): weight.names[0] for weight in weights}
+            self._names = {memory_of(weight.parameter): weight.names[0] for weight in self._weights}
             with self:
                 output = forward(*args, **kwargs)
-            self.saw_all = True
+            self._pipeline.watched = True
         self.done = True
         return output
 

@@ -112,7 +112,9 @@ class Hooks:
                     self._handles += StateHooks(inner, layer, pipeline, guard).handles
             # Nothing would tie `begin` to readers, which a compiler does not see: such passes have no bounds.
             if reader is None and runs(root) and not any(root is layer.module for layer in layers):
-                self._wrap(root, root, "forward", self._around_pass(root.forward, Watch(root, layers)))
+                self._wrap(
+                    root, root, "forward", self._around_pass(root.forward, Watch(root, layers, pipeline))
+                )
         except BaseException:
             self.remove()
             raise
@@ -185,7 +187,7 @@ class Hooks:
         return on_fetched_weights
 
     def _around_pass(self, forward: Forward, watch: Watch) -> Forward:
-        pipeline, token, key = self._pipeline, self._token, self._key
+        token, key = self._token, self._key
 
         def one_pass(*args: Any, **kwargs: Any) -> Any:
             eager = not torch.compiler.is_compiling()
@@ -194,10 +196,6 @@ class Hooks:
                 output = forward(*args, **kwargs)
             else:
                 output = watch.over(forward, args, kwargs)
-                if watch.saw_all:
-                    pipeline.watched = True
-                else:
-                    pipeline.go_unwatched("in parts compiled")
             torch.ops.moedoctor_offload.finish(tensors_in(output), token, key)
             return output
 

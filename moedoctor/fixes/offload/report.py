@@ -56,17 +56,13 @@ class OffloadReport:
 
     def __str__(self) -> str:
         """The rows as aligned text, then the sums, what did not go as asked, and the rules."""
-        head = ("name", "bytes", "lives", "pinned", "access", "reason")
-        rows = [
-            head,
-            *(
-                (row.name, str(row.bytes), row.lives, "yes" if row.pinned else "no", row.access, row.reason)
-                for row in self.placements
-            ),
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
+        rows = [("name", "bytes", "lives", "pinned", "access", "reason")]
+        for row in self.placements:
+            pinned = "yes" if row.pinned else "no"
+            rows.append((row.name, str(row.bytes), row.lives, pinned, row.access, row.reason))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]])
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
         lines.append(
