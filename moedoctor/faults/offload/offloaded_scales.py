@@ -14,6 +14,9 @@ from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observati
 from moedoctor.upstream.engine.experiment import SAME_LOGPROBS, Outcome
 from moedoctor.upstream.engine.offload_table import CONTROLS, COPIES
 
+_CELL = ("backend", "mode", "experts")
+"""What names a cell of the table of vllm#37883."""
+
 
 class OffloadedScalesParameters(Parameters):
     """One point of the matrix."""
@@ -100,12 +103,7 @@ def same_tokens_with_fix(given: ClaimCases) -> ClaimJudgement:
             row.get("same_bits_in_the_same_code") is True for row in cells
         ),
         "others": [
-            {
-                "backend": row["backend"],
-                "mode": row["mode"],
-                "experts": row["experts"],
-                "outcome": outcome_in_words(row),
-            }
+            {**{name: row[name] for name in _CELL}, "outcome": outcome_in_words(row)}
             for row, outcome in zip(cells, outcomes, strict=True)
             if outcome is not Outcome.SAME
         ],
@@ -131,6 +129,16 @@ def _undecided(cells: Sequence[Mapping[str, Any]]) -> str | None:
     return None if cells else "no engine ran"
 
 
+def judge_config(evidence: Evidence, error: str) -> Judgement:
+    """Judge a run whose kernel reads the scales that the config holds. `error`: what to call its error."""
+    place = f"the config holds {evidence['config_holds']}"
+    if evidence["error"]:
+        return Judgement(CaseVerdict.REPRODUCED, f"{error}; {place}")
+    if not evidence["same_bits"]:
+        return Judgement(CaseVerdict.REPRODUCED, f"runs, and gives other numbers; {place}")
+    return Judgement(CaseVerdict.CLEAN, f"the same bits as without offload; {place}")
+
+
 class OffloadedScales(Fault):
     """A kernel gets the scales that the quantisation config kept, and checks where they are."""
 
@@ -151,12 +159,7 @@ class OffloadedScales(Fault):
         evidence = observation.evidence
         if case.tier is Tier.ENGINE:
             return engine_table.judge(evidence)
-        place = f"the config holds {evidence['config_holds']}"
-        if evidence["error"]:
-            return Judgement(CaseVerdict.REPRODUCED, f"{evidence['error']}; {place}")
-        if not evidence["same_bits"]:
-            return Judgement(CaseVerdict.REPRODUCED, "runs, and gives other numbers than without offload")
-        return Judgement(CaseVerdict.CLEAN, f"the same bits as without offload; {place}")
+        return judge_config(evidence, str(evidence["error"]))
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Return the table of vllm#37883 if engines ran: each cell once, without the fix and with it."""
@@ -166,7 +169,7 @@ class OffloadedScales(Fault):
                 continue
             column = "without_fix" if case.subject == "faulty" else "with_fix"
             for row in case.evidence.get("table", ()):
-                key = {name: row[name] for name in ("backend", "mode", "experts")}
+                key = {name: row[name] for name in _CELL}
                 rows.setdefault(tuple(key.values()), key)[column] = outcome_in_words(row)
         table = [row for row in rows.values() if row["experts"] not in CONTROLS]
         return {"table_of_vllm_37883": table} if rows else {}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moedoctor.faults.base import Parameters
+from moedoctor.faults.offload.offloaded_scales import judge_config
 from moedoctor.interfaces import Fault, Judgement
 from moedoctor.results import (
     Case,
@@ -52,12 +53,7 @@ class StaleParameter(Fault):
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence
-        place = f"the config holds {evidence['config_holds']}"
-        if evidence["error"]:
-            return Judgement(CaseVerdict.REPRODUCED, f"{evidence['kind']}: {evidence['error']}; {place}")
-        if not evidence["same_bits"]:
-            return Judgement(CaseVerdict.REPRODUCED, f"runs, and gives other numbers; {place}")
-        return Judgement(CaseVerdict.CLEAN, f"the same bits as without offload; {place}")
+        return judge_config(evidence, f"{evidence.get('kind')}: {evidence['error']}")
 
     def judge_crash(self, case: Case, crash: Crash) -> Judgement:
         """The symptom of the report is the death of the process."""

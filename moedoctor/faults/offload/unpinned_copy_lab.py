@@ -17,7 +17,7 @@ from torch import nn
 
 from moedoctor.faults.base import need_gpu
 from moedoctor.faults.offload.late_device import LateDevice
-from moedoctor.faults.offload.unpinned_copy import PAGEABLE, UnpinnedCopyParameters
+from moedoctor.faults.offload.unpinned_copy import CELLS, PAGEABLE, UnpinnedCopyParameters
 from moedoctor.fixes.offload.prefetch import CopyEngine, CudaEngine, Pipeline, Region, Unit
 from moedoctor.fixes.offloader import offload
 from moedoctor.results import Case, Observation
@@ -31,44 +31,39 @@ _PRODUCTS = 100
 
 OneCopy = Callable[[str, int, bool, bool], bool]
 """(direction, bytes, pinned, busy) -> whether old or overwritten bytes came out."""
-Queue = Callable[[Callable[[], object]], object]
-"""Gives a kernel to the current queue."""
 
 
 def model(case: Case, parameters: UnpinnedCopyParameters, release: None) -> Observation:
     """Copies of a simulated device that is late."""
+    ours = case.subject == "fixed"
     # The offloader fetches with blocking copies, and a simulated device would have to know that it must wait.
     through = {
         "h2d": "Pipeline, simulated engine",
         "d2h": "restated: an event of the simulated engine is waited for",
     }
-    ours = case.subject == "fixed"
-    return _measure(parameters, _simulated(ours), through if ours else {})
+    return _measure(parameters, _simulated(ours), through[parameters.direction] if ours else None)
 
 
 def kernel(case: Case, parameters: UnpinnedCopyParameters, release: None) -> Observation:
     """Copies on a GPU."""
     need_gpu()
     ours = case.subject == "fixed"
-    through = {"h2d": "Pipeline, CudaEngine", "d2h": "offload"} if ours else {}
-    return _measure(parameters, _real(case.device, ours), through)
+    through = {"h2d": "Pipeline, CudaEngine", "d2h": "offload"}
+    return _measure(parameters, _real(case.device, ours), through[parameters.direction] if ours else None)
 
 
-def _measure(
-    parameters: UnpinnedCopyParameters, one_copy: OneCopy, through: Mapping[str, str]
-) -> Observation:
-    """The share of stale copies in each cell; `through`: for each direction the code of ours that copies."""
-    direction, copies = parameters.direction, parameters.copies
-    evidence: dict[str, Any] = {"copies_a_cell": copies}
-    if through:
-        evidence["through"] = through[direction]
-    for memory in ("pinned", "pageable"):
-        for queue in ("idle", "busy"):
-            stale = sum(
-                one_copy(direction, parameters.bytes, memory == "pinned", queue == "busy")
-                for _ in range(copies)
-            )
-            evidence[f"{memory}_{queue}"] = stale / copies
+def _measure(parameters: UnpinnedCopyParameters, one_copy: OneCopy, through: str | None) -> Observation:
+    """The share of stale copies in each cell; `through`: the code of ours that copies."""
+    evidence: dict[str, Any] = {"copies_a_cell": parameters.copies}
+    if through is not None:
+        evidence["through"] = through
+    for cell in CELLS:
+        memory, queue = cell.split("_")
+        stale = sum(
+            one_copy(parameters.direction, parameters.bytes, memory == "pinned", queue == "busy")
+            for _ in range(parameters.copies)
+        )
+        evidence[cell] = stale / parameters.copies
     return Observation(evidence)
 
 
@@ -85,14 +80,14 @@ def _simulated(ours: bool) -> OneCopy:
         if direction == "h2d" and ours:
             hosts, buffer = [_filled(nbytes, value) for value in _LAYERS], _filled(nbytes, 0)
             return through_pipeline(device, hosts, pinned, buffer, device.run, device.synchronize)
+        host = _filled(nbytes, _OLD)
         if direction == "h2d":
-            host, target = _filled(nbytes, _OLD), _filled(nbytes, 0)
+            target = _filled(nbytes, 0)
             device.copy(target, host)
             host.fill_(_NEW)
             device.synchronize()
             return bool((target != _OLD).any())
-        host, source = _filled(nbytes, _OLD), _filled(nbytes, _NEW)
-        device.fetch(host, source)
+        device.fetch(host, _filled(nbytes, _NEW))
         if ours:
             device.wait(device.mark())
         return bool((host != _NEW).any())
@@ -112,8 +107,8 @@ def _real(device: str, ours: bool) -> OneCopy:
             for _ in range(_PRODUCTS):
                 work @ work
         if direction == "h2d" and engine is not None:
-            run: Queue = lambda kernel: kernel()  # noqa: E731
-            return through_pipeline(engine, hosts, pinned, on_device, run, torch.cuda.synchronize)
+            synchronize = torch.cuda.synchronize
+            return through_pipeline(engine, hosts, pinned, on_device, lambda kernel: kernel(), synchronize)
         host = hosts[0]
         if direction == "h2d":
             on_device.copy_(host, non_blocking=True)
@@ -136,13 +131,14 @@ def through_pipeline(
     hosts: Sequence[torch.Tensor],
     pinned: bool,
     buffer: torch.Tensor,
-    run: Queue,
+    run: Callable[[Callable[[], object]], object],
     synchronize: Callable[[], object],
 ) -> bool:
     """One pass over layers with the weights `hosts`, uint8 [n] each, that share `buffer`, uint8 [n].
 
-    A kernel of each layer reads them; after `Pipeline.settle` the host overwrites all with `_NEW`. Returns
-    whether a kernel read other bytes than its layer's, or a copy that was in flight brought the new ones.
+    `run` gives a kernel to the current queue. A kernel of each layer reads the weights; after
+    `Pipeline.settle` the host overwrites all with `_NEW`. Returns whether a kernel read other bytes than its
+    layer's, or a copy that was in flight brought the new ones.
     """
     nbytes = buffer.numel()
     region = Region(0, nbytes, torch.uint8, (nbytes,), (1,))

@@ -54,6 +54,15 @@ def test_a_write_is_an_error_until_weights_are_loaded(
         assert all(torch.equal(model(x), other(x)) for _ in range(2))
 
 
+def test_a_functional_call_is_refused_and_leaves_its_tensors_alone(x: torch.Tensor) -> None:
+    model = stack()
+    offloaded(model)
+    zeros = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="another tensor was put in its place"):
+        torch.func.functional_call(model, zeros, (x,))
+    assert not any(weight.any() for weight in zeros.values())
+
+
 def test_restore_names_the_weights_that_were_written(x: torch.Tensor) -> None:
     model = stack()
     expected = model(x)
@@ -64,15 +73,6 @@ def test_restore_names_the_weights_that_were_written(x: torch.Tensor) -> None:
     assert torch.equal(model(x), expected)
 
 
-def test_a_functional_call_is_refused_and_leaves_its_tensors_alone(x: torch.Tensor) -> None:
-    model = stack()
-    offloaded(model)
-    zeros = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
-    with pytest.raises(RuntimeError, match="another tensor was put in its place"):
-        torch.func.functional_call(model, zeros, (x,))
-    assert not any(weight.any() for weight in zeros.values())
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_loading_weights_is_not_a_write(x: torch.Tensor, assign: bool) -> None:
     model, other = stack(), stack()
@@ -81,6 +81,8 @@ def test_loading_weights_is_not_a_write(x: torch.Tensor, assign: bool) -> None:
     for _ in range(2):
         model.load_state_dict(other.state_dict(), assign=assign)
         assert all(torch.equal(model(x), other(x)) for _ in range(2))
+        saved = model.state_dict()
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in other.state_dict().items())
     assert all(layer.weight is was for layer, was in zip(model, before, strict=True))
     handle.restore()
     assert torch.equal(model(x), other(x))
@@ -159,6 +161,19 @@ def test_a_copy_is_refused(copied: Callable[[Any], Any]) -> None:
     copy.deepcopy(model)
 
 
+def in_thread(run: Any, x: torch.Tensor) -> tuple[list[torch.Tensor], threading.Thread]:
+    """Start `run` in another thread; return the list that gets its result, and the thread."""
+    results: list[torch.Tensor] = []
+
+    def other() -> None:
+        with torch.no_grad():
+            results.append(run(x))
+
+    thread = threading.Thread(target=other, name="another")
+    thread.start()
+    return results, thread
+
+
 class Waiting(nn.Linear):
     inside: threading.Event | None = None
     go: threading.Event | None = None
@@ -178,14 +193,7 @@ def test_a_pass_in_a_second_thread_is_refused(x: torch.Tensor, whole: bool) -> N
     expected = run(x)
     offloaded(model)
     layers[2].inside, layers[2].go = threading.Event(), threading.Event()
-    results: list[torch.Tensor] = []
-
-    def other() -> None:
-        with torch.no_grad():
-            results.append(run(x))
-
-    thread = threading.Thread(target=other, name="another")
-    thread.start()
+    results, thread = in_thread(run, x)
     assert layers[2].inside.wait(60)
     with pytest.raises(RuntimeError, match="one pass at a time, and thread another has one open"):
         run(x)
@@ -212,14 +220,7 @@ def test_after_a_failed_pass_every_thread_gets_the_same_bits(x: torch.Tensor) ->
     with pytest.raises(ArithmeticError):
         model(x)
     model[2].angry = False
-    results: list[torch.Tensor] = []
-
-    def other() -> None:
-        with torch.no_grad():
-            results.append(model(x))
-
-    thread = threading.Thread(target=other)
-    thread.start()
+    results, thread = in_thread(model, x)
     thread.join()
     assert torch.equal(results[0], expected)
     assert torch.equal(model(x), expected)
@@ -292,8 +293,8 @@ class Peeping(nn.Module):
         return x @ weight.t() if self.peep else x
 
 
-def test_a_weight_read_outside_its_layer_is_an_error() -> None:
-    model, x = Peeping(), torch.randn(3, WIDTH)
+def test_a_weight_read_outside_its_layer_is_an_error(x: torch.Tensor) -> None:
+    model = Peeping()
     handle = offloaded(model)
     message = (
         r"layers.1.weight is offloaded, and aten.mm.default uses it outside of its layer's forward.*layers="
@@ -313,31 +314,24 @@ def test_a_forward_hook_that_reads_the_weight_is_an_error(x: torch.Tensor) -> No
         model(x)
 
 
-def test_only_the_first_pass_is_watched() -> None:
-    modes: list[Any] = []
-    model, x = Peeping(), torch.randn(3, WIDTH)
-    model.peep = False
-    expected = model(x)
-    offloaded(model)
-    model.layers[1].register_forward_hook(lambda *_: modes.append(_get_current_dispatch_mode()))
-    assert all(torch.equal(model(x), expected) for _ in range(3))
-    assert [mode is not None for mode in modes] == [True, False, False]
-
-
-def test_compiled_parts_run_compiled_from_the_first_pass() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_first_pass_is_watched_unless_a_part_is_compiled(compiled: bool, x: torch.Tensor) -> None:
     graphs: list[Any] = []
+    modes: list[Any] = []
 
     def backend(module: Any, inputs: Any) -> Any:
         graphs.append(module)
         return module.forward
 
-    model, x = Peeping(), torch.randn(3, WIDTH)
+    model = Peeping()
     model.peep = False
     expected = model(x)
     offloaded(model)
-    model.layers[2].compile(fullgraph=True, backend=backend)
-    modes: list[Any] = []
+    if compiled:
+        model.layers[2].compile(fullgraph=True, backend=backend)
     model.layers[1].register_forward_hook(lambda *_: modes.append(_get_current_dispatch_mode()))
     assert torch.equal(model(x), expected)
-    assert (len(graphs), modes) == (1, [None])
+    assert len(graphs) == compiled, "the part runs compiled from the first pass on"
+    assert torch.equal(model(x), expected)
+    assert [mode is not None for mode in modes] == [not compiled, False]
     torch._dynamo.reset()

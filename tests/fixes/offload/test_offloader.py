@@ -238,15 +238,6 @@ def test_net_bytes_are_the_freed_bytes_less_two_buffers() -> None:
     assert offloaded(Model(2), patterns=("layers",)).report().buffer_bytes <= largest + 4096
 
 
-def test_weights_loaded_later_are_used_and_saved() -> None:
-    model, other = Model(4), Model(4)
-    offloaded(model)
-    model(IDS)
-    model.load_state_dict(other.state_dict())
-    assert all(torch.equal(model(IDS), other(IDS)) for _ in range(2))
-    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
-
-
 def test_gradients_are_refused_because_buffers_are_reused() -> None:
     model = nn.Sequential(*(Block() for _ in range(4)))
     offloaded(model)
@@ -321,13 +312,6 @@ def test_bad_input_is_named_and_leaves_the_module_unchanged(options: dict[str, A
     assert torch.equal(model(IDS), expected)
 
 
-def test_a_meta_tensor_is_named() -> None:
-    model = Model(4)
-    model.layers[0].up = nn.Parameter(torch.empty(2, 2, device="meta"))
-    with pytest.raises(ValueError, match=r"layers\.0\.\w+ is a meta tensor without data"):
-        offloaded(model)
-
-
 def test_a_module_on_two_devices_is_refused() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -343,13 +327,17 @@ def test_a_module_on_two_devices_is_refused() -> None:
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_a_module_without_parameters_or_already_offloaded_is_refused() -> None:
+def test_modules_that_cannot_be_offloaded_are_named() -> None:
     with pytest.raises(ValueError, match="has no parameters"):
         offloaded(nn.ReLU())
     model = Model(4)
     offloaded(model)
     with pytest.raises(ValueError, match=r"is offloaded already; call restore\(\) first"):
         offloaded(model)
+    other = Model(4)
+    other.layers[0].up = nn.Parameter(torch.empty(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"layers\.0\.\w+ is a meta tensor without data"):
+        offloaded(other)
 
 
 @pytest.mark.parametrize("number", [0, 1, 4])
@@ -360,7 +348,7 @@ def test_a_pinning_failure_gives_one_warning_and_blocking_copies(number: int) ->
         nonlocal calls
         calls += 1
         if calls > number:
-            raise PinError("cudaHostRegister of 4096 bytes failed with error 2")
+            raise PinError("no lock")
         return lambda: None
 
     model = Model(5)
@@ -369,13 +357,13 @@ def test_a_pinning_failure_gives_one_warning_and_blocking_copies(number: int) ->
         warnings.simplefilter("always")
         handle = offloaded(model, patterns=("layers",), pin=failing)
         results = [model(IDS) for _ in range(4)]
-    text = "host memory is not pinned, so copies to the device block: cudaHostRegister of 4096 bytes failed"
-    assert [str(warning.message) for warning in caught] == [f"{text} with error 2"]
+    text = "host memory is not pinned, so copies to the device block: no lock"
+    assert [str(warning.message) for warning in caught] == [text]
     assert calls == number + 1, "pinning was tried again after a failure"
     assert all(torch.equal(result, expected) for result in results)
     names = {row.name.split(".")[1] for row in handle.report().placements if row.pinned}
     assert len(names) == number
-    assert handle.report().notes[0] == str(caught[0].message)
+    assert handle.report().notes[0] == text
 
 
 def test_the_buffers_are_freed_with_the_module() -> None:
