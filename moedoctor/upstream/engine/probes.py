@@ -54,7 +54,7 @@ def bytes_on_host(model: Any, names: str = "") -> dict[str, int]:
     places = weights_by_place(model, names)["bytes"]
     stored = sum(
         region.nbytes
-        for pipeline in _pipelines(model)
+        for pipeline in pipelines_of(model)
         for unit in pipeline.units
         if unit.host.device.type == "cpu"
         for region in unit.regions
@@ -169,7 +169,7 @@ def serve_from_gpu(llm: Any) -> dict[str, Any]:
 def take_off_the_host(model: Any) -> int:
     """`serve_from_gpu` for a torch module; returns the bytes that were moved."""
     moved = 0
-    for pipeline in _pipelines(model):
+    for pipeline in pipelines_of(model):
         pipeline.settle()
         device = pipeline.buffers[0].device
         copies = [replace(unit, host=unit.host.to(device, copy=True)) for unit in pipeline.units]
@@ -180,8 +180,8 @@ def take_off_the_host(model: Any) -> int:
     return moved
 
 
-def _pipelines(model: Any) -> list[Any]:
-    """The pipelines of the fix `offload` in a torch module, each once."""
+def pipelines_of(model: Any) -> list[Any]:
+    """Return the pipelines of the fix `offload` in a torch module, each once."""
     from moedoctor.fixes.offload.hooks import MARK
 
     marked = (vars(module).get(MARK) for module in model.modules())

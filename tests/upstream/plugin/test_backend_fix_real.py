@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.real_vllm import ask_child
+
 CODE = """
 import json, sys
 from moedoctor.upstream.selection.oracle import Layer, Oracle
@@ -77,18 +79,8 @@ def write_model(folder: Path, *, nvfp4: bool) -> None:
 def configured(folder: Path, *, nvfp4: bool, **environ: str) -> tuple[str, str, str, list[str]]:
     """Return (moe_backend, its selection, the selection without it, the lines of the log)."""
     write_model(folder, nvfp4=nvfp4)
-    ended = subprocess.run(
-        [sys.executable, "-c", CODE, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environ},
-        check=False,
-    )
-    answer = next((line for line in ended.stdout.splitlines() if line.startswith("ANSWER ")), None)
-    assert answer is not None, ended.stderr[-2000:]
-    moe_backend, asked, automatic = json.loads(answer.removeprefix("ANSWER "))
-    return moe_backend, asked, automatic, (ended.stdout + ended.stderr).splitlines()
+    (moe_backend, asked, automatic), lines = ask_child(CODE, str(folder), **environ)
+    return moe_backend, asked, automatic, lines
 
 
 @pytest.mark.upstream

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +10,7 @@ import pytest
 
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.upstream.plugin.expert_cache_fix import RELEASES
+from tests.real_vllm import ask_child
 
 EXPERTS, TOP_K, SLOTS = 8, 2, 5
 
@@ -158,18 +155,8 @@ print("\\nANSWER " + json.dumps(answer))
 def answer(folder: Path, backend: str, slots: int, change: str = "") -> dict[str, Any]:
     caches = {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_CONFIG_ROOT": str(folder / "cache")}
     variables = {"MOEDOCTOR_FIXES": "expert_cache", "MOEDOCTOR_EXPERT_CACHE": str(slots)}
-    ended = subprocess.run(
-        [sys.executable, "-c", CODE, str(folder), backend, change],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, **caches, **variables, "HF_HUB_OFFLINE": "1"},
-    )
-    line = next((line for line in ended.stdout.splitlines() if line.startswith("ANSWER ")), None)
-    assert line is not None, ended.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
-    return answer
+    found: dict[str, Any] = ask_child(CODE, str(folder), backend, change, **caches, **variables)[0]
+    return found
 
 
 @pytest.fixture(scope="module")

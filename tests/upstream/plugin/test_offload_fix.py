@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import subprocess
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -20,6 +16,7 @@ from vllm_stub import write
 from moedoctor.fixes.offload import storage as offload_storage
 from moedoctor.fixes.offloader import offload
 from moedoctor.upstream.plugin import offload_fix
+from tests.real_vllm import ask_child
 
 BASE = """
 class BaseOffloader:
@@ -274,23 +271,19 @@ with torch.no_grad():
     compiled = torch.compile(nn.Sequential(*layers), fullgraph=True, backend="eager")(x)
     same = same and torch.equal(compiled, nn.Sequential(*layers)(x))
 handle = getattr(offloader, "_moedoctor_offload", None)
-print(json.dumps([vllm_plugin.installed_version(), same, handle and handle.report().host_bytes]))
+print("ANSWER " + json.dumps([vllm_plugin.installed_version(), same, handle and handle.report().host_bytes]))
 """
 
 
 @pytest.mark.upstream
 def test_the_installed_vllm_is_patched_and_computes_the_same() -> None:
     """Patches the release's own Python files in a child process; ``make test-upstream`` takes releases."""
-    environ = {**os.environ, "MOEDOCTOR_FIXES": "offload,routing"}
-    command = [sys.executable, "-c", REAL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ)
-    assert done.returncode == 0, done.stderr[-2000:]
-    version, same, host_bytes = json.loads(done.stdout.splitlines()[-1])
+    (version, same, host_bytes), lines = ask_child(REAL, MOEDOCTOR_FIXES="offload,routing")
     release = Version(version)
     assert same
     # From 0.29.0 on vLLM also checks whether each parameter is on a CPU.
     assert host_bytes == (3 * 160 * 160 * 4 if release < Version("0.29.0") else None)
-    active = [line for line in (done.stderr + done.stdout).splitlines() if "moedoctor: active in" in line]
+    active = [line for line in lines if "moedoctor: active in" in line]
     assert len(active) == 1
     assert f"vLLM {version}: offload (without UVA" in active[0]
     assert ("input batch may be rebuilt" in active[0]) == (release < Version("0.20.0"))

@@ -5,10 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +16,10 @@ from packaging.version import Version
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from moedoctor.fixes.offload.hooks import MARK
 from moedoctor.reference.checkpoints import write_qwen3_moe
-from moedoctor.upstream.engine.probes import take_off_the_host
+from moedoctor.upstream.engine.probes import pipelines_of, take_off_the_host
 from moedoctor.upstream.plugin import offload_fix
+from tests.real_vllm import ask_child
 from tests.upstream.plugin.test_offload_fix import stub
 
 MOE = """
@@ -218,11 +214,12 @@ def test_the_operator_reads_weights_from_the_host(make: Maker, shape: Shape) -> 
     made = make(shape)
     expected = made.run()
     made.take_over()
+    compiled = torch.compile(made.model, fullgraph=True)
+    copied = compiled(X)
     assert take_off_the_host(made.model) == made.offloader._moedoctor_offload.report().host_bytes
     assert torch.equal(made.run(), expected)
-    for pipeline in {
-        id(pipeline): pipeline for module in made.model.modules() if (pipeline := vars(module).get(MARK))
-    }.values():
+    assert torch.equal(compiled(X), copied), "the same compiled code, with weights from elsewhere"
+    for pipeline in pipelines_of(made.model):
         pipeline.settle()
         for unit in pipeline.units:
             unit.host.zero_()
@@ -341,17 +338,7 @@ def test_vllms_own_layers_read_their_weights_inside_the_operator(tmp_path: Path)
     if Version(importlib.metadata.version("vllm")) < Version("0.20.0"):
         pytest.skip("these releases read them in other functions")
     folder = write_qwen3_moe(tmp_path / "model", scheme="bf16", experts=8, top_k=2)
-    roots = {"VLLM_CACHE_ROOT": str(tmp_path), "VLLM_CONFIG_ROOT": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", REAL, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **roots},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("ANSWER "))
-    got = json.loads(line.removeprefix("ANSWER "))
+    got, _ = ask_child(REAL, str(folder), VLLM_CACHE_ROOT=str(tmp_path), VLLM_CONFIG_ROOT=str(tmp_path))
     assert got["functions"] == ["_forward_impl"] * 4
     assert got["owners"] == [True] * 4
     assert got["host_bytes"] == 4 * 3 * 8 * 256 * 128 * 2

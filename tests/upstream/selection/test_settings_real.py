@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import subprocess
-import sys
 
 import pytest
 
 from moedoctor.diagnose.settings.flags import given_flags
 from moedoctor.diagnose.settings.tables import vllm_flags, vllm_variables
+from tests.real_vllm import ask_child
 
 CODE = """
 import importlib, importlib.util, json
@@ -35,12 +33,7 @@ def answer() -> tuple[str, dict[str, list[str]], list[str]]:
     release = importlib.metadata.version("vllm").partition("+")[0]
     if release not in vllm_flags().releases:
         pytest.skip(f"vllm {release} is not in the tables")
-    ended = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, check=False
-    )
-    line = next((printed for printed in ended.stdout.splitlines() if printed.startswith("ANSWER ")), None)
-    assert line is not None, ended.stderr[-2000:]
-    flags, variables = json.loads(line.removeprefix("ANSWER "))
+    (flags, variables), _ = ask_child(CODE)
     return release, flags, variables
 
 
