@@ -61,7 +61,6 @@ def apply(version: str) -> str:
 def _honouring(original: Any, *, version: str) -> Any:
     """Wrap `create_engine_config`: honour the variable in what it returns."""
 
-    @functools.wraps(original)
     def create_engine_config(self: Any, *arguments: Any, **options: Any) -> Any:
         config = original(self, *arguments, **options)
         try:
@@ -137,7 +136,6 @@ def is_nvfp4(model_config: Any) -> bool:
 def _louder(original: Any) -> Any:
     """Wrap `init_logger`: louder for the modules that select backends, which models import when built."""
 
-    @functools.wraps(original)
     def init_logger(name: str) -> Any:
         logger = original(name)
         return LouderLogger(logger) if name.startswith(ORACLES) else logger

@@ -89,7 +89,6 @@ def wanted_slots(environ: Mapping[str, str]) -> int | None:
 def _caching(original: Any, *, slots: int, layer_type: type) -> Any:
     """Wrap `load_model`: after it every MoE layer has its cache."""
 
-    @functools.wraps(original)
     def load_model(self: Any, vllm_config: Any, model_config: Any, *arguments: Any, **options: Any) -> Any:
         reason = refused_engine(vllm_config)
         if reason is not None:
@@ -154,7 +153,6 @@ def _on_the_host(original: Any, *, slots: int) -> Any:
     anything is loaded.
     """
 
-    @functools.wraps(original)
     def create_weights(self: Any, layer: Any, *arguments: Any, **options: Any) -> Any:
         import torch
 
@@ -173,7 +171,6 @@ def _on_the_host(original: Any, *, slots: int) -> Any:
 def _unchanged_tiles(original: Any) -> Any:
     """Choose tiles as for all experts: other tiles would round differently, and tokens could change."""
 
-    @functools.wraps(original)
     def try_get_optimal_moe_config(w1_shape: Any, w2_shape: Any, *arguments: Any, **options: Any) -> Any:
         experts = EXPERTS.get()
         if experts is not None:

@@ -96,7 +96,6 @@ class EngineTrace:
     def around_moe(self, original: Any) -> Any:
         """Watch the attention's output, the logits and the experts' sum after a MoE layer has run."""
 
-        @functools.wraps(original)
         def apply_quant_method(runner: Any, layer: Any, *arguments: Any, **options: Any) -> Any:
             self._router = str(getattr(layer, "layer_name", "experts"))
             attention, self._attention = self._attention, None
@@ -133,7 +132,6 @@ class EngineTrace:
     def around_router(self, original: Any) -> Any:
         """Check the ids that a router gives."""
 
-        @functools.wraps(original)
         def select_experts(router: Any, *arguments: Any, **options: Any) -> Any:
             weights, ids = original(router, *arguments, **options)
             if self._is_own(ids):
@@ -147,7 +145,6 @@ class EngineTrace:
     def around_step(self, original: Any) -> Any:
         """Record how many tokens of the step are real."""
 
-        @functools.wraps(original)
         def execute_model(runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
             self.scheduled = int(scheduler_output.total_num_scheduled_tokens)
             return original(runner, scheduler_output, *arguments, **options)
@@ -157,7 +154,6 @@ class EngineTrace:
     def around_forward(self, original: Any) -> Any:
         """Run one step of the trace; vLLM's dummy runs do not call this."""
 
-        @functools.wraps(original)
         def model_forward(runner: Any, *arguments: Any, **options: Any) -> Any:
             rows = _rows(arguments, options)
             self.state.begin(min(self.scheduled, rows), rows)
@@ -268,7 +264,6 @@ def trace_of_this_process() -> EngineTrace:
 
 
 def _after(original: Any, then: Any) -> Any:
-    @functools.wraps(original)
     def made(owner: Any, *arguments: Any, **options: Any) -> None:
         original(owner, *arguments, **options)
         then(owner)

@@ -86,7 +86,6 @@ def _collecting(original: Any) -> Any:
     With UVA it does not touch `forward`, so nothing is remembered.
     """
 
-    @functools.wraps(original)
     def _maybe_offload_to_cpu(self: Any, module: Any, *arguments: Any, **options: Any) -> Any:
         first = next(iter(module.parameters()), None)
         device = None if first is None else first.device  # it is moved to the host below
@@ -107,7 +106,6 @@ def _collecting(original: Any) -> Any:
 def _finishing(original: Any, *, offload: Callable[..., Any]) -> Any:
     """Wrap `post_init`, which vLLM calls after weights are loaded and repacked: our offloader takes over."""
 
-    @functools.wraps(original)
     def post_init(self: Any, *arguments: Any, **options: Any) -> Any:
         result = original(self, *arguments, **options)
         pending = self.__dict__.pop(_PENDING, [])
@@ -178,7 +176,6 @@ def _configuring(original: Any) -> Any:
     gets a mark, so that vLLM's cache never gives it to an engine without the fix.
     """
 
-    @functools.wraps(original)
     def create_engine_config(self: Any, *arguments: Any, **options: Any) -> Any:
         if offloads_without_uva(self):
             self.additional_config = {**(self.additional_config or {}), "moedoctor": NAME}
@@ -209,7 +206,6 @@ def offloads_without_uva(arguments: Any) -> bool:
 def unasserted(original: Any) -> Any:
     """Wrap `may_reinitialize_input_batch`, so that offload looks switched off: it only asserts that."""
 
-    @functools.wraps(original)
     def may_reinitialize_input_batch(self: Any, *arguments: Any, **options: Any) -> Any:
         config = self.offload_config
         self.offload_config = _NoOffload
@@ -236,7 +232,6 @@ class _NoOffload:
 def taking_off(original: Any) -> Any:
     """Wrap `device_loading_context`: take the mark off parameters whose memory was exchanged."""
 
-    @functools.wraps(original)
     @contextlib.contextmanager
     def device_loading_context(
         module: Any, target_device: Any, *arguments: Any, **options: Any

@@ -45,7 +45,6 @@ TRACES: Mapping[str, str] = {
 STATUS_VARIABLE = "MOEDOCTOR_STATUS"
 """A file for what is active, a JSON list. Set for the engines that moedoctor starts itself."""
 _TABLES = ((VARIABLE, "fix", FIXES), ("MOEDOCTOR_TRACE", "trace", TRACES))
-_MARK = "__moedoctor_fix__"
 _BY = "__moedoctor_by__"
 
 logger = logging.getLogger("vllm.moedoctor")  # below vLLM's own logger, so that its settings apply
@@ -147,14 +146,12 @@ class Patch:
     """The releases that need the patch, such as ``<0.20.0``; empty for all."""
 
     def check(self) -> None:
-        """Raise FixError if vLLM's own function, under any patches, is not as expected."""
+        """Raise FixError if vLLM's own function is not as expected; `inspect` looks under patches."""
         owner = self._owner()
         where = f"{getattr(owner, '__name__', owner)}.{self.name}"
         function = getattr(owner, self.name, None)
         if function is None:
             raise FixError(f"there is no {where}")
-        while hasattr(function, _MARK):
-            function = getattr(function, _MARK)
         existing = list(inspect.signature(function).parameters)
         missing = [parameter for parameter in self.parameters.split() if parameter not in existing]
         if missing:
@@ -173,13 +170,12 @@ class Patch:
         """Replace the function, unless the fix `by` did so before."""
         owner = self._owner()
         original = layer = getattr(owner, self.name)
-        while hasattr(layer, _MARK):
-            if getattr(layer, _BY) == by:
+        while layer is not None:
+            if getattr(layer, _BY, None) == by:
                 return
-            layer = getattr(layer, _MARK)
+            layer = getattr(layer, "__wrapped__", None)
         if self.wrap is not None:
-            replacement = self.wrap(original)
-            setattr(replacement, _MARK, original)
+            replacement = functools.update_wrapper(self.wrap(original), original)
             setattr(replacement, _BY, by)
             setattr(owner, self.name, replacement)
 

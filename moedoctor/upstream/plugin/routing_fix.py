@@ -33,7 +33,6 @@ def apply(version: str) -> str:
 
 
 def _routed(original: Any, *, ours: Any) -> Any:
-    @functools.wraps(original)
     def topk(
         topk_weights: Any,
         topk_ids: Any,
