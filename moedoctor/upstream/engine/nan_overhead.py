@@ -115,7 +115,7 @@ def decode_times(llm: Any, *, steps: int, rounds: int, meet: str, name: str) -> 
                 short = _seconds(llm, 2)
                 events.clear()
                 wall.append((_seconds(llm, steps + 2) - short) / steps * 1e3)
-            gpu.append(events.milliseconds(skipped=2))
+            gpu.append(median_milliseconds(events[2:]))
             (folder / f"{turn}.done").touch()
     _wait_for_all(folder, name, "through")
     return {"step_ms": wall, "gpu_ms": [time for time in gpu if time is not None]}
@@ -175,49 +175,40 @@ def _wait_for(file: Path, failure: str) -> None:
         time.sleep(0.002)
 
 
-class StepEvents:
-    """GPU time of an engine's steps: a pair of events around the model's call in each step since `clear`."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[Any, Any]] = []
-
-    def clear(self) -> None:
-        self._pairs.clear()
-
-    def milliseconds(self, skipped: int) -> float | None:
-        """Return the median of all steps but the first `skipped`; None without a step. Waits for the GPU."""
-        pairs = self._pairs[skipped:]
-        if not pairs:
-            return None
-        pairs[-1][1].synchronize()
-        return statistics.median(float(start.elapsed_time(end)) for start, end in pairs)
-
-    def around(self, original: Any) -> Any:
-        """Return `original` with an event before and after it."""
-        import torch
-
-        @functools.wraps(original)
-        def timed(*arguments: Any, **options: Any) -> Any:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            result = original(*arguments, **options)
-            end.record()
-            self._pairs.append((start, end))
-            return result
-
-        return timed
-
-
 @contextmanager
-def step_events() -> Iterator[StepEvents]:
-    """Time the steps of the vLLM in this process, including what a trace launches."""
+def step_events() -> Iterator[list[tuple[Any, Any]]]:
+    """Time the steps of the vLLM in this process, including what a trace launches.
+
+    The list gets a pair of events for each step, from before and after the model's call.
+    """
+    import torch
+
     runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
-    events, original = StepEvents(), runner._model_forward
-    runner._model_forward = events.around(original)
+    pairs: list[tuple[Any, Any]] = []
+    original = runner._model_forward
+
+    @functools.wraps(original)
+    def timed(*arguments: Any, **options: Any) -> Any:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = original(*arguments, **options)
+        end.record()
+        pairs.append((start, end))
+        return result
+
+    runner._model_forward = timed
     try:
-        yield events
+        yield pairs
     finally:
         runner._model_forward = original
+
+
+def median_milliseconds(pairs: Sequence[tuple[Any, Any]]) -> float | None:
+    """Return the median GPU time of steps; None without a step. Waits for the GPU."""
+    if not pairs:
+        return None
+    pairs[-1][1].synchronize()
+    return statistics.median(float(start.elapsed_time(end)) for start, end in pairs)
 
 
 def _figures(results: Sequence[EngineResult]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -80,36 +80,19 @@ class FlashInferProbe:
         """
         tokens, top_k = ids.shape
         maps = memory if isinstance(memory, RoutingMaps) else _empty_maps(ids, experts, memory)
-        stream = torch.cuda.current_stream(ids.device).cuda_stream
-        common = (tokens, experts, top_k, start, stream)
-        taken = self.library.moedoctor_probe_fused(
-            ids.data_ptr(),
-            maps.row_of_permuted.data_ptr(),
-            maps.permuted_of_row.data_ptr(),
-            maps.first_offset.data_ptr(),
-            *common,
-        )
-        self._check(taken)
+        written = (maps.row_of_permuted, maps.permuted_of_row, maps.first_offset)
+        common = (tokens, experts, top_k, start)
+        taken = self._call("fused", ids, *written, *common)
         if not taken:
             block = self.library.moedoctor_probe_tokens_per_block(tokens, experts)
             blocks = -(-tokens // block)
-            scratch = [
+            experts_sorted, *scratch = (
                 torch.empty(size, dtype=torch.int32, device=ids.device)
                 for size in (tokens * top_k, experts * blocks, experts * blocks, experts * tokens)
-            ]  # sorted experts, counts, their sums, rows by expert
-            self._check(
-                self.library.moedoctor_probe_three_step(
-                    ids.data_ptr(),
-                    scratch[0].data_ptr(),
-                    maps.row_of_permuted.data_ptr(),
-                    maps.permuted_of_row.data_ptr(),
-                    maps.first_offset.data_ptr(),
-                    *(buffer.data_ptr() for buffer in scratch[1:]),
-                    *common,
-                )
-            )
+            )  # sorted experts; counts, their sums, rows by expert
+            self._call("three_step", ids, experts_sorted, *written, *scratch, *common)
             torch.cuda.synchronize(ids.device)  # the scratch memory lives until here
-        return RoutingMaps(bool(taken), maps.permuted_of_row, maps.row_of_permuted, maps.first_offset)
+        return replace(maps, fused=bool(taken))
 
     def finalize(
         self,
@@ -130,31 +113,20 @@ class FlashInferProbe:
         With more than one of `ranks` and `all_to_all` the release takes its kernel that fills no rows.
         """
         tokens, top_k = ids.shape
-        self._check(
-            self.library.moedoctor_probe_finalize(
-                rows.data_ptr(),
-                out.data_ptr(),
-                weights.data_ptr(),
-                maps.permuted_of_row.data_ptr(),
-                maps.row_of_permuted.data_ptr(),
-                ids.data_ptr(),
-                maps.first_offset.data_ptr(),
-                tokens,
-                rows.shape[1],
-                top_k,
-                experts,
-                ranks,
-                rank,
-                int(all_to_all),
-                torch.cuda.current_stream(ids.device).cuda_stream,
-            )
-        )
+        maps_of_pairs = (maps.permuted_of_row, maps.row_of_permuted)
+        sizes = (tokens, rows.shape[1], top_k, experts, ranks, rank, int(all_to_all))
+        self._call("finalize", rows, out, weights, *maps_of_pairs, ids, maps.first_offset, *sizes)
         torch.cuda.synchronize(ids.device)
 
-    def _check(self, code: int) -> None:
+    def _call(self, name: str, first: torch.Tensor, *others: torch.Tensor | int) -> int:
+        """Call a function of the probe on the current stream; raises RuntimeError with FlashInfer's text."""
+        stream = torch.cuda.current_stream(first.device).cuda_stream
+        given = (item.data_ptr() if isinstance(item, torch.Tensor) else item for item in (first, *others))
+        code: int = getattr(self.library, f"moedoctor_probe_{name}")(*given, stream)
         if code < 0:
             message = self.library.moedoctor_probe_error().decode("utf-8", "replace")
             raise RuntimeError(f"FlashInfer {self.release}: {message}")
+        return code
 
 
 def _empty_maps(ids: torch.Tensor, experts: int, value: int) -> RoutingMaps:

@@ -230,7 +230,7 @@ def _applying(cache: ExpertCache, compute: Any) -> Any:
         topk_ids: torch.Tensor,
         **given: Any,
     ) -> torch.Tensor:
-        many = _groups(cache, topk_ids) > 1
+        many = min(topk_ids.numel(), cache.num_experts) > cache.capacity  # more than one group is possible
         given["global_num_experts"] = cache.num_experts
         given["expert_map"] = nowhere if many else None
         total: torch.Tensor | None = None
@@ -255,11 +255,6 @@ def _applying(cache: ExpertCache, compute: Any) -> Any:
         return total.to(hidden_states.dtype)
 
     return apply
-
-
-def _groups(cache: ExpertCache, ids: torch.Tensor) -> int:
-    """Return how many groups a call of this shape can have."""
-    return -(-min(ids.numel(), cache.num_experts) // cache.capacity)
 
 
 @contextmanager

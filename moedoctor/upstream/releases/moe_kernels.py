@@ -8,6 +8,7 @@ schema that was loaded. A process can load one release: all register the same na
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,18 +70,6 @@ class MoeKernels:
             raise UnavailableError(f"{self.path.name} has no operator {name}")
         return getattr(self.ops, name).default._schema
 
-    def topk_softmax(
-        self, logits: torch.Tensor, top_k: int, *, renormalize: bool = False, bias: torch.Tensor | None = None
-    ) -> TopK:
-        """Call vLLM's ``topk_softmax``, with the shapes of `moedoctor.fixes.routing.topk_softmax`."""
-        return self._topk("topk_softmax", logits, top_k, renormalize, bias)
-
-    def topk_sigmoid(
-        self, logits: torch.Tensor, top_k: int, *, renormalize: bool = False, bias: torch.Tensor | None = None
-    ) -> TopK:
-        """Call vLLM's ``topk_sigmoid``, with the shapes of `moedoctor.fixes.routing.topk_sigmoid`."""
-        return self._topk("topk_sigmoid", logits, top_k, renormalize, bias)
-
     def grouped_topk(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
         """Call vLLM's fused ``grouped_topk``; arguments as for `bound_grouped`."""
         weights, ids = self.bound_grouped(logits, top_k, **options)()  # [T, K] each
@@ -120,13 +109,23 @@ class MoeKernels:
         return lambda: operator(**arguments)
 
     def _topk(
-        self, name: str, logits: torch.Tensor, top_k: int, renormalize: bool, bias: torch.Tensor | None
+        self,
+        name: str,
+        logits: torch.Tensor,
+        top_k: int,
+        *,
+        renormalize: bool = False,
+        bias: torch.Tensor | None = None,
     ) -> TopK:
+        """Call an operator with the shapes of the function of that name in `moedoctor.fixes.routing`."""
         tokens = logits.shape[0]
         weights = torch.full((tokens, top_k), -7.0, dtype=torch.float32, device=logits.device)  # [T, K]
         ids = torch.full((tokens, top_k), -7, dtype=torch.int32, device=logits.device)  # [T, K]
         self.bound(name, weights, ids, logits, renormalize=renormalize, bias=bias)()
         return TopK(weights, ids)
+
+    topk_softmax = functools.partialmethod(_topk, "topk_softmax")
+    topk_sigmoid = functools.partialmethod(_topk, "topk_sigmoid")
 
     def bound(
         self,
