@@ -35,8 +35,8 @@ class LLM:
         if does == "raise":
             try:
                 raise KeyError("origin")
-            except KeyError as error:
-                raise RuntimeError("b_scales is not on GPU") from error
+            except KeyError:
+                raise RuntimeError("b_scales is not on GPU")
         if does == "abort":
             os.abort()
         if does == "exit":

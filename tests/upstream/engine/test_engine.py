@@ -12,7 +12,6 @@ import pytest
 from moedoctor.processes.ask import Ended
 from moedoctor.results import Death
 from moedoctor.upstream.engine import engine
-from moedoctor.upstream.engine.child import describe
 from moedoctor.upstream.engine.engine import EngineRequest, read_log, run_engine, run_engines
 
 PROMPTS = [[1, 2, 3], [7]]
@@ -91,20 +90,6 @@ def test_the_request_sets_the_environment_and_the_caches(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(engine, "run_module", run_module)
     run_engine(EngineRequest("ok", PROMPTS, environ={"HF_HUB_OFFLINE": "0"}))
-
-
-def test_an_exception_inside_another() -> None:
-    def failing() -> Any:
-        try:
-            raise KeyError("first")
-        except KeyError:
-            raise RuntimeError("second")  # noqa: B904
-
-    try:
-        failing()
-    except RuntimeError as error:
-        described = describe(error)
-    assert (described["kind"], described["message"]) == ("RuntimeError", "second\nKeyError: 'first'")
 
 
 @pytest.mark.parametrize(

@@ -48,14 +48,18 @@ def test_arguments_are_those_of_the_release(release: str) -> None:
     assert list(filled) == expected
 
 
-def test_a_bias_is_never_dropped_silently() -> None:
-    with pytest.raises(UnavailableError, match="takes no correction bias"):
-        fill(schema("without_bias"), values(torch.zeros(4)))
-
-
-def test_an_argument_that_is_not_known_skips_the_case() -> None:
-    with pytest.raises(UnavailableError, match="takes tid2eid"):
-        fill(schema("unknown"), values())
+@pytest.mark.parametrize(
+    ("release", "bias", "reason"),
+    [
+        ("without_bias", torch.zeros(4), "takes no correction bias"),
+        ("unknown", None, "takes tid2eid"),
+    ],
+)
+def test_what_a_release_cannot_take_skips_the_case(
+    release: str, bias: torch.Tensor | None, reason: str
+) -> None:
+    with pytest.raises(UnavailableError, match=reason):
+        fill(schema(release), values(bias))
 
 
 def test_a_library_that_does_not_load_says_so_in_one_line(tmp_path: Path) -> None:
@@ -96,16 +100,14 @@ def test_outputs_come_from_the_operator(release: str) -> None:
     assert ops.called["renormalize"] is True
 
 
-def test_a_missing_operator_skips_the_case() -> None:
-    with pytest.raises(UnavailableError, match="has no operator grouped_topk"):
-        MoeKernels(Path("moe_C.so"), Ops("0.18.0")).grouped_topk(
-            torch.zeros(2, 8), 4, num_groups=2, topk_groups=1, bias=torch.zeros(8)
-        )
-
-
-def test_grouped_without_a_bias_skips_the_case() -> None:
-    with pytest.raises(UnavailableError, match="no form without a correction bias"):
-        MoeKernels(Path("moe_C.so"), None).grouped_topk(torch.zeros(2, 8), 4, num_groups=2, topk_groups=1)
+@pytest.mark.parametrize(
+    ("bias", "reason"),
+    [(torch.zeros(8), "has no operator grouped_topk"), (None, "no form without a correction bias")],
+)
+def test_grouped_topk_that_a_release_lacks_skips_the_case(bias: torch.Tensor | None, reason: str) -> None:
+    kernels = MoeKernels(Path("moe_C.so"), Ops("0.18.0"))
+    with pytest.raises(UnavailableError, match=reason):
+        kernels.grouped_topk(torch.zeros(2, 8), 4, num_groups=2, topk_groups=1, bias=bias)
 
 
 def test_the_cuda_runtime_that_is_missing_is_loaded_and_the_kernels_again(
