@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,18 +88,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             else:
                 tensors[name] = info
     hf_quant = read_json(folder, "hf_quant_config.json")
-    unlisted = sorted({file.name for file in folder.glob("model-*.safetensors")} - set(shards))
-    return Checkpoint(
-        folder,
-        config,
-        hf_quant,
-        index,
-        weight_map,
-        tensors,
-        duplicates,
-        tuple(unlisted),
-        tuple(sorted(missing)),
-    )
+    unlisted = {file.name for file in folder.glob("model-*.safetensors")} - set(shards)
+    others = (tuple(sorted(unlisted)), tuple(sorted(missing)))
+    return Checkpoint(folder, config, hf_quant, index, weight_map, tensors, duplicates, *others)
 
 
 def _shards_without_index(folder: Path) -> list[str]:
@@ -136,11 +128,8 @@ def read_json(folder: Path, name: str) -> JsonFile | None:
     def note_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) != len(pairs):
-            names: set[str] = set()
-            for name, _ in pairs:
-                if name in names:
-                    repeated.append(name)
-                names.add(name)
+            counts = Counter(name for name, _ in pairs)
+            repeated.extend(name for name, count in counts.items() if count > 1)
         return value
 
     try:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ def _entries(shard: str, raw: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
-            name = _first_twice(pairs)
+            [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
             raise CheckpointError(f"{shard}: its header names {_short(name)} twice, expected unique names")
         return made
 
@@ -118,15 +119,6 @@ def _entries(shard: str, raw: bytes) -> dict[str, Any]:
 
 def _not_json(shard: str, reason: str) -> CheckpointError:
     return CheckpointError(f"{shard}: its header is no JSON of safetensors ({_short(reason)})")
-
-
-def _first_twice(pairs: list[tuple[str, Any]]) -> str:
-    names: set[str] = set()
-    for name, _ in pairs:
-        if name in names:
-            return name
-        names.add(name)
-    return ""
 
 
 def _tensor(shard: str, name: str, entry: Any, base: int, room: int) -> TensorInfo:

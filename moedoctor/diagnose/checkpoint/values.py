@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -172,10 +171,7 @@ E4M3 = tuple(_e4m3(code) for code in range(256))
 def _decode(dtype: str, data: bytes) -> tuple[float, ...]:
     if dtype == "F8_E4M3":
         return tuple(E4M3[code] for code in data)
-    if dtype == "BF16":
-        halves: Iterable[int] = struct.unpack(f"<{len(data) // 2}H", data)
-        return struct.unpack(
-            f"<{len(data) // 2}f", b"".join(struct.pack("<I", half << 16) for half in halves)
-        )
+    if dtype == "BF16":  # the upper half of an F32
+        dtype, data = "F32", b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))
     code, size = {"F32": ("f", 4), "F64": ("d", 8), "F16": ("e", 2)}[dtype]
     return struct.unpack(f"<{len(data) // size}{code}", data)

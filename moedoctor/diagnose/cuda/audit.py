@@ -11,8 +11,8 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moedoctor.diagnose.cuda.device_code import (
@@ -89,75 +89,92 @@ def audit(paths: Sequence[Path], capability: Capability | None, tool: Tool | Non
     items: list[Item] = []
     for path in paths:
         try:
-            items += (_folder if path.is_dir() else _named)(path, capability, tool)
+            items += (_folder if path.is_dir() else _named)(path, tool)
         except OSError as error:
             reason = (error.strerror or type(error).__name__).lower()
             raise AuditError(f"{path}: cannot be read ({reason})") from error
-    return tuple(items)
+    return tuple(_judged(item, capability) for item in items)
 
 
-def _named(path: Path, capability: Capability | None, tool: Tool | None) -> Sequence[Item]:
-    """Audit a file that the user named."""
+def _judged(item: Item, capability: Capability | None) -> Item:
+    """Return `item` with its place in FlashInfer's cache and what a GPU does with it."""
+    if item.skipped is not None:
+        return item
+    cached = cached_module(Path(item.path.partition(".whl!")[0]))
+    fate = fate_of(item.images, capability) if capability else None
+    lacks: tuple[str, ...] = ()
+    if cached and cached.needs_suffix and capability and fate is Fate.LOADS:
+        targets = [image.target for image in item.images if image.kind == "sass"]
+        usable = [target for target in targets if sass_loads(target, capability)]
+        lacks = min((lacking(target, needed(capability), _NEWEST) for target in usable), key=len)
+    module = f"FlashInfer {cached.release} {cached.module}" if cached else None
+    note = item.note or (None if item.images else "no device code")
+    return replace(item, module=module, fate=fate, lacks=lacks, note=note)
+
+
+def _named(path: Path, tool: Tool | None) -> Iterable[Item]:
+    """Read a file that the user named."""
     if not path.is_file():
         problem = "is no regular file" if path.exists() else "no such file or folder"
         raise AuditError(f"{path}: {problem}; expected a folder, .so, .cubin, .whl or build.ninja")
     if path.suffix == ".ninja":
-        return [_build_file(path, capability)]
+        return [_build_file(path)]
+    if path.suffix == ".whl":
+        return _wheel(path, tool)
     with path.open("rb") as file:
         magic = file.read(4)
-    if path.suffix == ".whl":
-        return list(_wheel(path, capability, tool))
     if magic != b"\x7fELF":
         raise AuditError(f"{path}: holds no device code (no ELF header); expected a .so, .cubin or .whl file")
-    return [_binary(path, capability, tool)]
+    return [_binary(path, tool, str(path))]
 
 
-def _folder(folder: Path, capability: Capability | None, tool: Tool | None) -> Iterator[Item]:
-    """Audit the files under `folder`. Links to folders are not followed."""
+def _folder(folder: Path, tool: Tool | None) -> Iterator[Item]:
+    """Read the files under `folder`. Links to folders are not followed."""
     for parent, folders, files in os.walk(folder):
         folders.sort()
         cubins = sorted(Path(parent, name) for name in files if name.endswith(".cubin"))
         if cubins:
             images = cubin_images(cubin.read_bytes() for cubin in cubins)
-            yield _judged(Item(str(Path(parent)), "cubins", images), Path(parent), capability)
+            yield Item(str(Path(parent)), "cubins", images)
         for name in sorted(files):
             path = Path(parent, name)
             if name == "build.ninja":
-                yield _build_file(path, capability)
+                yield _build_file(path)
             elif _is_library(name):
-                yield _binary(path, capability, tool)
+                yield _binary(path, tool, str(path))
             elif name.endswith(".whl"):
-                yield from _wheel(path, capability, tool)
+                yield from _wheel(path, tool)
 
 
-def _build_file(path: Path, capability: Capability | None) -> Item:
+def _build_file(path: Path) -> Item:
+    item = Item(str(path), "build file")
     try:
         images, unreadable = build_images(read_text(path, _MAX_NINJA_BYTES))
     except TextFileError as error:
-        return Item(str(path), "build file", skipped=error.message)
+        return replace(item, skipped=error.message)
     note = f"names what is no target: {', '.join(unreadable)}" if unreadable else None
-    return _judged(Item(str(path), "build file", images, note=note), path, capability)
+    return replace(item, images=images, note=note)
 
 
-def _binary(path: Path, capability: Capability | None, tool: Tool | None, shown: str | None = None) -> Item:
-    item = Item(shown or str(path), "shared object")
+def _binary(path: Path, tool: Tool | None, shown: str) -> Item:
+    """Read a shared object, object file or cubin, which is called `shown`."""
+    item = Item(shown, "shared object")
     try:
         with path.open("rb") as file:
             is_cubin = cubin_target(file.read(1 << 12)) is not None
         if is_cubin:
-            images = cubin_images(iter([path.read_bytes()]))
-            return _judged(Item(item.path, "cubins", images), path, capability)
+            return Item(shown, "cubins", cubin_images(iter([path.read_bytes()])))
         if tool is None:
-            return Item(item.path, item.source, skipped=NO_TOOL)
-        return _judged(Item(item.path, item.source, list_images(path, tool)), path, capability)
+            return replace(item, skipped=NO_TOOL)
+        return replace(item, images=list_images(path, tool))
     except DeviceCodeError as error:
-        return Item(item.path, item.source, skipped=str(error))
+        return replace(item, skipped=str(error))
     except OSError as error:
-        return Item(item.path, item.source, skipped=f"cannot be read ({(error.strerror or '?').lower()})")
+        return replace(item, skipped=f"cannot be read ({(error.strerror or '?').lower()})")
 
 
-def _wheel(path: Path, capability: Capability | None, tool: Tool | None) -> Iterator[Item]:
-    """Audit each shared object of a wheel, and all its cubins together. Their paths come after a ``!``."""
+def _wheel(path: Path, tool: Tool | None) -> Iterator[Item]:
+    """Read each shared object of a wheel, and all its cubins together. Their paths come after a ``!``."""
     cubins: list[bytes] = []
     try:
         with zipfile.ZipFile(path) as wheel:
@@ -165,21 +182,14 @@ def _wheel(path: Path, capability: Capability | None, tool: Tool | None) -> Iter
                 if member.filename.endswith(".cubin") and member.file_size <= _MAX_MEMBER_BYTES:
                     cubins.append(wheel.read(member)[:_MAX_MEMBER_BYTES])
                 elif _is_library(member.filename.rpartition("/")[2]):
-                    yield _member(wheel, member, path, capability, tool)
+                    yield _member(wheel, member, f"{path}!{member.filename}", tool)
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError) as error:
         raise AuditError(f"{path}: cannot be read as a wheel: {error}") from error
     if cubins:
-        yield _judged(Item(f"{path}!*.cubin", "cubins", cubin_images(iter(cubins))), path, capability)
+        yield Item(f"{path}!*.cubin", "cubins", cubin_images(iter(cubins)))
 
 
-def _member(
-    wheel: zipfile.ZipFile,
-    member: zipfile.ZipInfo,
-    path: Path,
-    capability: Capability | None,
-    tool: Tool | None,
-) -> Item:
-    shown = f"{path}!{member.filename}"
+def _member(wheel: zipfile.ZipFile, member: zipfile.ZipInfo, shown: str, tool: Tool | None) -> Item:
     if tool is None:
         return Item(shown, "shared object", skipped=NO_TOOL)
     if member.file_size > _MAX_MEMBER_BYTES:
@@ -189,22 +199,8 @@ def _member(
         copy = Path(folder, "member.so")
         with wheel.open(member) as packed, copy.open("wb") as file:
             shutil.copyfileobj(packed, file, 1 << 20)
-        return _binary(copy, capability, tool, shown)
+        return _binary(copy, tool, shown)
 
 
 def _is_library(name: str) -> bool:
     return name.endswith(".so") or ".so." in name
-
-
-def _judged(item: Item, path: Path, capability: Capability | None) -> Item:
-    """Return `item` with its place in FlashInfer's cache and what a GPU does with it."""
-    cached = cached_module(path)
-    module = f"FlashInfer {cached.release} {cached.module}" if cached else None
-    note = item.note or (None if item.images else "no device code")
-    fate = fate_of(item.images, capability) if capability else None
-    lacks: tuple[str, ...] = ()
-    if cached and cached.needs_suffix and capability and fate is Fate.LOADS:
-        targets = [image.target for image in item.images if image.kind == "sass"]
-        usable = [target for target in targets if sass_loads(target, capability)]
-        lacks = min((lacking(target, needed(capability), _NEWEST) for target in usable), key=len)
-    return Item(item.path, item.source, item.images, module, fate, lacks, note, item.skipped)

@@ -129,7 +129,7 @@ def clues_in(text: str) -> list[Clue]:
     """Return the clues that have a needle in `text`, which is in lower case."""
     table = _table()
     names: set[str] = set()
-    for word in set(_words().findall(text)):
+    for word in set(re.findall(_WORD, text)):
         needles = table.remembered.get(word)
         if needles is None:
             needles = table.needles_of(word)
@@ -154,7 +154,7 @@ class _Table:
         self.by_start: dict[str, list[tuple[str, str]]] = {}
         self.without_word: list[str] = []
         for needle in self.clues:
-            word = _words().match(needle.strip())
+            word = re.match(_WORD, needle.strip())
             if word is None:
                 self.without_word.append(needle)
             else:
@@ -182,8 +182,3 @@ class _Table:
 @cache
 def _table() -> _Table:
     return _Table(clues())
-
-
-@cache
-def _words() -> re.Pattern[str]:
-    return re.compile(_WORD)
