@@ -335,9 +335,10 @@ def test_the_command_finds_kernels_without_suffix(tmp_path: Path, capsys: pytest
 
 def test_json_and_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache(tmp_path, "0.6.6", "120a", "fused_moe_120", "120a")
-    code, text = run([tmp_path], capsys, "12.1", "json")
-    document = json.loads(text)
-    assert (code, document["summary"]["exit_code"], document["schema_version"]) == (1, 1, 1)
+    target = tmp_path / "audit.json"
+    assert audit_command([tmp_path], "12.1", "json", target) == 1
+    document = json.loads(target.read_text())
+    assert (document["summary"]["exit_code"], document["schema_version"]) == (1, 1)
     (item,) = document["items"]
     assert item["images"] == [{"kind": "sass", "target": "120a", "count": 1, "verdict": "missing"}]
     (finding,) = document["findings"]

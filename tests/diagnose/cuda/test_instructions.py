@@ -56,31 +56,21 @@ def test_every_compiler_accepts_what_the_table_says(compiler: Tool) -> None:
 @needs_compiler
 def test_instructions_compiled_together_give_the_same_results_as_alone() -> None:
     for compiler in COMPILERS:
-        for target in ("120", "120a", "90a", "121a"):
-            parsed = Target.parse(target)
-            together = attempts(compiler, parsed, INSTRUCTIONS)
-            single = {
-                instruction.name: attempt(compiler, parsed, instruction) for instruction in INSTRUCTIONS
-            }
-            assert {name: result.accepted for name, result in together.items()} == {
-                name: result.accepted for name, result in single.items()
-            }
-            assert [name for name, result in together.items() if bool(result.line) == result.accepted] == []
+        for target in map(Target.parse, ("120", "120a", "90a", "121a")):
+            together = attempts(compiler, target, INSTRUCTIONS)
+            for instruction in INSTRUCTIONS:
+                result = together[instruction.name]
+                assert result.accepted is attempt(compiler, target, instruction).accepted
+                assert result.accepted is not bool(result.line)
 
 
 @needs_compiler
 def test_the_compiler_is_quoted() -> None:
-    result = attempt(
-        COMPILERS[-1],
-        Target(12, 0),
-        next(instruction for instruction in INSTRUCTIONS if instruction.name == "cvt_e2m1x2"),
-    )
-    assert not result.accepted
-    assert result.knows_target
+    result = attempts(COMPILERS[-1], Target(12, 0), INSTRUCTIONS)["cvt_e2m1x2"]
+    assert (result.accepted, result.knows_target) == (False, True)
     assert "not supported on .target 'sm_120'" in result.line
     unknown = attempt(COMPILERS[-1], Target(4, 2), None)
-    assert not unknown.accepted
-    assert not unknown.knows_target
+    assert (unknown.accepted, unknown.knows_target) == (False, False)
 
 
 @needs_compiler
@@ -137,17 +127,12 @@ def test_one_compiler_for_each_release(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_files_that_are_not_tools_are_skipped(only_here: Path) -> None:
-    assert find_tools(["ptxas"]) == ()
-    (only_here / "ptxas").mkdir()
-    assert find_tools(["ptxas"]) == ()
-    (only_here / "ptxas").rmdir()
-    (only_here / "ptxas").write_text("#!/bin/sh\necho 'release 13.0, V13.0.88'\n")
-    assert find_tools(["ptxas"]) == ()  # not executable
-    (only_here / "ptxas2").write_text("#!/bin/sh\necho hello\n")
-    (only_here / "ptxas2").chmod(0o755)
-    (only_here / "ptxas3").write_text("no script, no ELF")
-    (only_here / "ptxas3").chmod(0o755)
-    assert find_tools(["ptxas2", "ptxas3"]) == ()
+    (only_here / "a_folder").mkdir()
+    (only_here / "not_executable").write_text("#!/bin/sh\necho 'release 13.0, V13.0.88'\n")
+    for name, text in (("no_release", "#!/bin/sh\necho hello\n"), ("no_program", "no script, no ELF")):
+        (only_here / name).write_text(text)
+        (only_here / name).chmod(0o755)
+    assert find_tools(["absent", *(file.name for file in only_here.iterdir())]) == ()
 
 
 def test_tools_come_from_cuda_home_and_path(tmp_path: Path) -> None:
