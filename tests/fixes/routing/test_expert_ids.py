@@ -122,27 +122,6 @@ def test_no_id_becomes_another_expert_if_pairs_are_sent_to_a_spare_one() -> None
     assert left.tolist() == [[0.0, 0.5, 0.0]]
 
 
-@pytest.mark.parametrize(
-    ("weights", "spare", "error"),
-    [
-        (torch.ones(1, 2), -5, "spare must be an expert"),
-        (torch.ones(1, 2), True, "spare must be an int"),
-        (torch.ones(1, 2), 1 << 31, "spare must be an expert"),
-        (torch.ones(1), 0, r"\[1, 2\]"),
-        ([[1.0, 1.0]], 0, "floating"),
-    ],
-)
-def test_a_spare_expert_must_be_an_expert(weights: Any, spare: Any, error: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=error):
-        without_sentinels(torch.zeros(1, 2, dtype=torch.int32), weights, spare=spare)
-
-
-@pytest.mark.parametrize("expert_map", [[0, 1], torch.zeros(0, dtype=torch.int32), torch.zeros(2, 2)])
-def test_a_map_of_experts_must_be_a_vector_of_ids(expert_map: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="expert_map must be"):
-        local_ids(torch.zeros(1, 2, dtype=torch.int32), expert_map)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_are_added_in_float32(dtype: torch.dtype) -> None:
     weights = torch.tensor([[1.0, 0.0007, 0.0007]]).to(dtype)
@@ -156,34 +135,32 @@ def test_a_weight_that_is_nan_stays_with_its_own_expert() -> None:
     assert distinct.weights.isnan().tolist() == [[True, False, False]]
 
 
-@pytest.mark.parametrize(
-    ("ids", "options", "error"),
-    [
-        (torch.zeros(2, 2), {}, "ids must be an int32 or int64"),
-        (torch.zeros(2, dtype=torch.int32), {}, "two dimensions"),
-        (torch.zeros(2, 2, dtype=torch.int32), {"num_experts": 0}, "at least 1"),
-        (torch.zeros(2, 2, dtype=torch.int32), {"num_experts": True}, "must be an int"),
-        (torch.zeros(2, 2, dtype=torch.int32), {"real_rows": torch.tensor([1])}, r"int32 \[1\]"),
-        (torch.zeros(2, 2, dtype=torch.int32), {"real_rows": 1}, "real_rows must be a torch.Tensor"),
-        (torch.zeros(2, 2, dtype=torch.int32), {"flags": {}}, "flags must be ExpertIdFlags"),
-        (torch.zeros(2, 2, dtype=torch.int32), {"flags": torch.zeros(2, 3)}, "flags must be ExpertIdFlags"),
-    ],
-)
-def test_validation_refuses_wrong_arguments(ids: torch.Tensor, options: dict, error: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=error):
-        validate_expert_ids(ids, **{"num_experts": EXPERTS, **options})
+IDS, SHARES = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2)
 
 
 @pytest.mark.parametrize(
-    ("weights", "experts", "error"),
+    ("function", "arguments", "options", "error"),
     [
-        (torch.ones(2, 2, dtype=torch.int32), None, "floating"),
-        (torch.ones(2, 3), None, r"\[2, 2\]"),
-        (torch.ones(2, 2), 1, "at least top_k 2"),
+        (validate_expert_ids, (torch.zeros(2, 2), 6), {}, "ids must be an int32 or int64"),
+        (validate_expert_ids, (torch.zeros(2, dtype=torch.int32), 6), {}, "two dimensions"),
+        (validate_expert_ids, (IDS, 0), {}, "at least 1"),
+        (validate_expert_ids, (IDS, True), {}, "must be an int"),
+        (validate_expert_ids, (IDS, 6), {"real_rows": torch.tensor([1])}, r"int32 \[1\]"),
+        (validate_expert_ids, (IDS, 6), {"real_rows": 1}, "real_rows must be a torch.Tensor"),
+        (validate_expert_ids, (IDS, 6), {"flags": torch.zeros(2, 3)}, "flags must be ExpertIdFlags"),
+        (deduplicate, (IDS, SHARES.int()), {}, "floating"),
+        (deduplicate, (IDS, torch.ones(1, 3)), {}, r"\[1, 2\]"),
+        (deduplicate, (IDS, SHARES), {"num_experts": 1}, "at least top_k 2"),
+        (without_sentinels, (IDS, SHARES), {"spare": -5}, "spare must be an expert"),
+        (without_sentinels, (IDS, SHARES), {"spare": 1 << 31}, "spare must be an expert"),
+        (without_sentinels, (IDS, SHARES), {"spare": True}, "spare must be an int"),
+        (without_sentinels, (IDS, torch.ones(1)), {}, r"\[1, 2\]"),
+        (without_sentinels, (IDS, [[1.0, 1.0]]), {}, "floating"),
+        (local_ids, (IDS, [0, 1]), {}, "expert_map must be"),
+        (local_ids, (IDS, torch.zeros(0, dtype=torch.int32)), {}, "expert_map must be"),
+        (local_ids, (IDS, torch.zeros(2, 2)), {}, "expert_map must be"),
     ],
 )
-def test_deduplication_refuses_wrong_arguments(
-    weights: torch.Tensor, experts: int | None, error: str
-) -> None:
+def test_wrong_arguments_are_refused(function: Any, arguments: Any, options: Any, error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=error):
-        deduplicate(torch.zeros(2, 2, dtype=torch.int32), weights, num_experts=experts)
+        function(*arguments, **options)
