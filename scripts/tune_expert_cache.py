@@ -16,7 +16,8 @@ from unittest.mock import patch
 import torch
 import triton
 
-from moedoctor.bench.cache.speed import Host, Model, miss_bandwidth
+from moedoctor.bench.cache.model import Host, Model
+from moedoctor.bench.cache.speed import miss_bandwidth
 from moedoctor.bench.timing import graph_time
 from moedoctor.kernels.cache.transfer import Transfer
 from moedoctor.kernels.moe.launch import Rows, launch_products

@@ -30,7 +30,7 @@ from moedoctor.trace.format import SHIPPED, RoutingTrace, TraceError, load, ship
 from moedoctor.trace.synthetic import PREFIX, ZipfSettings, zipf_trace
 
 if TYPE_CHECKING:
-    from moedoctor.bench.cache.speed import Host, Model
+    from moedoctor.bench.cache.model import Host, Model
 
 SUBJECTS = {
     "overlap": "ours: aging, packed, hits computed during copies",
@@ -144,7 +144,7 @@ def measure_speed(
     A part that fails does not stop the others. After Ctrl-C, SIGTERM or SIGHUP, what is finished is returned.
     """
     from moedoctor.bench.cache.limits import judge
-    from moedoctor.bench.cache.speed import Host, Model
+    from moedoctor.bench.cache.model import Host, Model
 
     model = model or Model()
     tables: dict[str, list[dict[str, Any]]] = {}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moedoctor.bench.cache.speed import Model, host_weights, pinned_bandwidth, recorded_ids
+from moedoctor.bench.cache.model import Model, host_weights, pinned_bandwidth, recorded_ids
 from moedoctor.bench.timing import Comparison, Spread, compare_rounds, compare_times, elapsed
 from moedoctor.fixes.eviction import CacheStats, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache

@@ -22,7 +22,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from moedoctor.bench.cache import groups, replay, speed
-from moedoctor.bench.cache.speed import Host, Inputs, Model, Steps
+from moedoctor.bench.cache.model import Host, Inputs, Model
+from moedoctor.bench.cache.speed import Steps
 from moedoctor.bench.timing import Comparison, compare_rounds
 from moedoctor.cli import main
 from moedoctor.commands import bench_cache
@@ -108,7 +109,7 @@ def small(model: Model) -> Iterator[None]:
             (Inputs, "make", classmethod(inputs)),
             (Host, "make", staticmethod(lambda *of: replace(made(*of), pinned_gb_s=50.0))),
             (speed, "moe_forward", forward),
-            (speed, "_PLAIN_BYTES", 1 << 10),
+            (speed, "PLAIN_BYTES", 1 << 10),
             (speed, "CHECKED_STEPS", 2),
             (speed, "_TOKENS_A_ROUND", 1),
             (speed, "decode", functools.partial(speed.decode, rounds=1, skip=120)),

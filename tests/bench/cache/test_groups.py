@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moedoctor.bench.cache import groups as bench
-from moedoctor.bench.cache.speed import Model
+from moedoctor.bench.cache.model import Model
 from moedoctor.bench.timing import Comparison, compare_rounds
 from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
 from moedoctor.results import UnavailableError

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from moedoctor.bench.cache import speed as bench
-from moedoctor.bench.cache.speed import Inputs, Model, Run, Variant, host_weights, pr_wrong_steps, trace_ids
+from moedoctor.bench.cache.model import Inputs, Model, host_weights, trace_ids
+from moedoctor.bench.cache.speed import Run, Variant, pr_wrong_steps
 from moedoctor.fixes.eviction import SlotTable, replay
 from moedoctor.fixes.expert_cache import ExpertStore
 from moedoctor.reference.expert_cache import PrRule
