@@ -37,6 +37,8 @@ HOSTILE = (
 )
 """Text with markup of rich, Markdown, HTML, XML, terminals and GitHub."""
 
+PULL, ISSUE = "vllm-project/vllm#39391", "vllm-project/vllm#39593"
+
 POINTS = tuple({"tokens": 128, "top_k": k, "scoring": s} for s in ("softmax", "sigmoid") for k in (2, 8))
 
 
@@ -54,14 +56,8 @@ def crashed(subject: str, parameters: dict[str, Any] | None = None) -> CaseResul
     """Return a case whose child process crashed."""
     message = "CUDA error: an illegal memory access was encountered"
     crash = Crash(Death.ILLEGAL_MEMORY_ACCESS, message, ("Traceback", "[red]last words[/]"))
-    return case(
-        subject,
-        "error",
-        parameters,
-        evidence=crash.to_evidence(),
-        reason=message,
-        figure="illegal memory access",
-    )
+    fields = {"evidence": crash.to_evidence(), "reason": message, "figure": "illegal memory access"}
+    return case(subject, "error", parameters, **fields)
 
 
 def scenario(verdict: str = "proved", *cases: CaseResult, **fields: Any) -> ScenarioResult:
@@ -91,13 +87,9 @@ def full_report() -> Report:
     cases += [case("vllm@0.19.1", "reproduced", point) for point in POINTS]
     cases += [crashed("vllm@0.20.0", POINTS[0]), case("vllm@0.20.0", "clean", POINTS[1])]
     claims = (
-        ClaimResult(
-            "the fused clamp is free", "vllm-project/vllm#39391", ClaimVerdict.CONFIRMED, {"with_us": 3.43125}
-        ),
-        ClaimResult(
-            "a launch costs 30 %", "vllm-project/vllm#39593", ClaimVerdict.REFUTED, {}, "it costs 35 %"
-        ),
-        ClaimResult("FP8 hides it", "vllm-project/vllm#39593", ClaimVerdict.UNTESTED, {}, "needs a GPU"),
+        ClaimResult("the fused clamp is free", PULL, ClaimVerdict.CONFIRMED, {"with_us": 3.43125}),
+        ClaimResult("a launch costs 30 %", ISSUE, ClaimVerdict.REFUTED, {}, "it costs 35 %"),
+        ClaimResult("FP8 hides it", ISSUE, ClaimVerdict.UNTESTED, {}, "needs a GPU"),
     )
     failing = scenario(
         "error",
@@ -115,9 +107,8 @@ def full_report() -> Report:
 
 
 _texts = st.text(max_size=12)
-_scalars = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _texts
-)
+_finite = st.floats(allow_nan=False, allow_infinity=False)
+_scalars = st.none() | st.booleans() | st.integers() | _finite | _texts
 _values = st.recursive(
     _scalars,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_texts, inner, max_size=3),

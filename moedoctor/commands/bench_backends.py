@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,6 @@ _INSTEAD = "what runs here: --backend REFERENCE, --backend OURS"
 
 Layers = Mapping[str, tuple[LayerShape, str]]
 """Name -> sizes of the layer, and where they come from."""
-
-
-@dataclass(frozen=True)
-class RoutingLoad:
-    """How tokens choose experts."""
-
-    name: str
-    """For the report."""
-    fields: Mapping[str, Any]
-    """Of `moedoctor.bench.moe.task.Routing`."""
 
 
 def find_variants(given: Sequence[str], quantization: Sequence[str] | None) -> list[Variant]:
@@ -89,16 +79,16 @@ def find_layers(models: Sequence[str], sizes: Mapping[str, int | None], activati
     return {"custom": (shape, "command line")}
 
 
-def find_routing(routing: str, trace: str | None, layers: Layers) -> RoutingLoad:
-    """Return the routing by name, or the one in a trace. Raises InputError."""
+def find_routing(routing: str, trace: str | None, layers: Layers) -> tuple[str, Routing]:
+    """Return the name for the report, and the routing: by name or in a trace. Raises InputError."""
     kind, _, skew = routing.lower().partition(":")
     if trace is not None:
         if (kind, skew) != ("balanced", ""):
             raise InputError(f"--routing {routing}: --trace gives the routing already; expected one of them")
         rows = _trace_rows(trace, layers)
-        return RoutingLoad(f"trace {Path(trace).name}", {"kind": "trace", "rows": rows})
+        return f"trace {Path(trace).name}", Routing("trace", rows=rows)
     if kind == "balanced" and not skew:
-        return RoutingLoad(routing, {"kind": "balanced"})
+        return routing, Routing()
     if kind != "zipf":
         raise InputError(f"--routing {routing}: expected balanced, zipf or zipf:SKEW; or --trace FILE")
     try:
@@ -107,7 +97,7 @@ def find_routing(routing: str, trace: str | None, layers: Layers) -> RoutingLoad
         value = -1.0
     if not 0 <= value <= 10:
         raise InputError(f"--routing {routing}: expected a skew from 0 to 10, such as zipf:1.2")
-    return RoutingLoad(routing, {"kind": "zipf", "skew": value})
+    return routing, Routing("zipf", skew=value)
 
 
 def _trace_rows(name: str, layers: Layers) -> list[list[int]]:
@@ -134,7 +124,7 @@ def _trace_rows(name: str, layers: Layers) -> list[list[int]]:
 def measure(
     variants: Sequence[Variant],
     layers: Layers,
-    routing: RoutingLoad,
+    routing: tuple[str, Routing],
     *,
     tokens: Sequence[str] | None,
     device: str,
@@ -152,8 +142,9 @@ def measure(
     check_gpu(device, facts)
     _check_runnable(variants, named, device, facts)
     counts = counts or (_CPU_TOKENS if device == "cpu" else _GPU_TOKENS)
+    routing_name, load = routing
     tasks = [
-        LayerTask(variant, name, shape, counts, Routing(**routing.fields))
+        LayerTask(variant, name, shape, counts, load)
         for variant in variants
         for name, (shape, _) in layers.items()
     ]
@@ -168,7 +159,7 @@ def measure(
         raise InputError(f"--backend {', '.join(named)}: {'; '.join(reasons)}; {_INSTEAD}")
     return BackendBench(
         layers={name: {**asdict(shape), "source": source} for name, (shape, source) in layers.items()},
-        routing=routing.name,
+        routing=routing_name,
         device=str(facts.get("gpu") or "GPU") if device.startswith("cuda") else "CPU",
         rows=tuple(rows),
         roofline=roofline,

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from report_samples import report, scenario
 
 from moedoctor import catalogue
 from moedoctor.commands.explain import _find, explain
@@ -21,7 +22,7 @@ from moedoctor.reporters import explain as page
 from moedoctor.reporters.json import JsonReporter, to_json
 from moedoctor.reporters.markdown import source_link, to_markdown
 from moedoctor.reporters.table import to_text
-from moedoctor.results import ClaimResult, ClaimVerdict, Report, ScenarioResult, ScenarioVerdict, Summary
+from moedoctor.results import ClaimResult, ClaimVerdict
 
 SOURCE = "vllm-project/vllm#39593"
 TEXT = "On NaN the top-k kernel picks the same expert index K times"
@@ -43,12 +44,7 @@ def test_every_entry_is_explained_in_full(id: str) -> None:
         assert part in text
     for link in entry.links:
         assert f"- {link.url} {link.text}\n" in text
-
-
-@pytest.mark.parametrize("id", entries())
-def test_json_has_the_same_words(id: str) -> None:
     data = json.loads(explain_text(id, "json"))
-    entry = entries()[id]
     assert (data["schema_version"], data["id"], data["name"]) == (1, id, entry.name)
     assert (data["mechanism"], data["fix"]) == (entry.mechanism, entry.fix)
     assert [link["url"] for link in data["links"]] == [link.url for link in entry.links]
@@ -83,9 +79,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, message: str) ->
 @pytest.mark.parametrize("width", [60, 100])
 def test_the_terminal_gets_lines_that_fit_and_no_marks(width: int) -> None:
     for id in entries():
-        drawn = re.sub(
-            r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b]*\x1b\\", "", to_text(_find(id).page(), colour=True, width=width)
-        )
+        coloured = to_text(_find(id).page(), colour=True, width=width)
+        drawn = re.sub(r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b]*\x1b\\", "", coloured)
         assert max(map(len, drawn.splitlines())) <= width
         assert "## " not in drawn
         assert "`" not in drawn
@@ -93,17 +88,9 @@ def test_the_terminal_gets_lines_that_fit_and_no_marks(width: int) -> None:
 
 
 def evidence(folder: Path, machine: str, verdict: ClaimVerdict, reason: str | None) -> None:
-    scenario = ScenarioResult(
-        id="MD001",
-        name="nan_routing",
-        title="t",
-        verdict=ScenarioVerdict.PROVED,
-        file="scenarios/nan_routing.yaml",
-        claims=(ClaimResult(TEXT, SOURCE, verdict, {}, reason),),
-    )
-    report = Report("run", {}, (scenario,), Summary(proved=1), version="0.1.0")
+    claim = ClaimResult(TEXT, SOURCE, verdict, {}, reason)
     (folder / machine).mkdir()
-    (folder / machine / "run.json").write_text(JsonReporter().render(report))
+    (folder / machine / "run.json").write_text(JsonReporter().render(report(scenario(claims=(claim,)))))
 
 
 def test_claims_show_the_figures_of_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +106,8 @@ def test_claims_show_the_figures_of_each_machine(tmp_path: Path, monkeypatch: py
     assert "never shown" not in text
     assert "  - not measured yet\n" in text  # the other claims
     claim = json.loads(explain_text("MD001", "json"))["claims"][0]
-    assert claim["outcomes"][1] == {
-        "machine": "nvidia-h200",
-        "verdict": "confirmed",
-        "reason": "100 % of the rows",
-    }
+    values = ("nvidia-h200", "confirmed", "100 % of the rows")
+    assert claim["outcomes"][1] == dict(zip(("machine", "verdict", "reason"), values, strict=True))
 
 
 def test_an_unreadable_report_is_named_and_left_out(
