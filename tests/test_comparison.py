@@ -160,14 +160,12 @@ def test_a_missing_case_is_a_regression_unless_the_run_was_partial() -> None:
 
 
 def test_a_missing_scenario_is_a_regression_unless_the_run_was_partial() -> None:
-    one, two = (
-        report(scenario()),
-        report(scenario(), scenario(id="MD002", file="scenarios/unpinned_copy.yaml")),
-    )
-    (change,) = compare(two, one, Tolerance()).regressions
+    fewer = report(scenario())
+    more = report(scenario(), scenario(id="MD002", file="scenarios/unpinned_copy.yaml"))
+    (change,) = compare(more, fewer, Tolerance()).regressions
     assert (change.scenario, change.what) == ("MD002", "missing")
-    assert compare(two, one, Tolerance(), partial=True).regressions == ()
-    assert [note.what for note in compare(one, two, Tolerance()).notes] == ["new"]
+    assert compare(more, fewer, Tolerance(), partial=True).regressions == ()
+    assert [note.what for note in compare(fewer, more, Tolerance()).notes] == ["new"]
 
 
 def test_a_partial_run_rests_on_fewer_cases() -> None:
