@@ -142,6 +142,12 @@ def test_a_package_that_does_not_import_is_unavailable(stand_in: Path) -> None:
         FlashInferContext.installed()
 
 
+@pytest.mark.skipif(HERE, reason="FlashInfer is installed here")
+def test_an_absent_package_is_unavailable() -> None:
+    with pytest.raises(UnavailableError, match="flashinfer is not installed here"):
+        FlashInferContext.installed()
+
+
 @pytest.mark.upstream
 @needs_flashinfer
 def test_the_installed_release_answers_as_restated() -> None:
