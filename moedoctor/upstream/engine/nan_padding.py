@@ -146,7 +146,16 @@ def rank_trials(model: str, config: str, arguments: Mapping[str, Any]) -> list[T
                 model,
                 prompts()[: _RANK_PROMPTS[rank]],
                 {**engine_arguments(), **_ONE_PROCESS, **arguments},
-                {**traced(), **rank_environ(rank, port)},
+                {
+                    **traced(),
+                    "VLLM_DP_RANK": str(rank),
+                    "VLLM_DP_RANK_LOCAL": str(rank),
+                    "VLLM_DP_SIZE": str(RANKS),
+                    "VLLM_DP_MASTER_PORT": str(port),
+                    # All ranks talk over the loopback device.
+                    **dict.fromkeys(("VLLM_DP_MASTER_IP", "VLLM_HOST_IP"), "127.0.0.1"),
+                    **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),
+                },
                 max_tokens=_RANK_TOKENS[rank],
                 probe=_REPORT,
                 seconds=_RANK_SECONDS,
@@ -156,20 +165,6 @@ def rank_trials(model: str, config: str, arguments: Mapping[str, Any]) -> list[T
         )
         for rank in range(RANKS)
     ]
-
-
-def rank_environ(rank: int, port: int) -> dict[str, str]:
-    """Return the variables that give an engine its rank; all talk over the loopback device."""
-    return {
-        "VLLM_DP_RANK": str(rank),
-        "VLLM_DP_RANK_LOCAL": str(rank),
-        "VLLM_DP_SIZE": str(RANKS),
-        "VLLM_DP_MASTER_IP": "127.0.0.1",
-        "VLLM_DP_MASTER_PORT": str(port),
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-    }
 
 
 def free_ports(count: int) -> int:

@@ -33,18 +33,9 @@ class Heard:
     """Optional library -> whether vLLM finds it here."""
 
 
-def ask_installed(
-    selection: Selection,
-    *,
-    moe_backend: str = "auto",
-    environ: Mapping[str, str] | None = None,
-    timeout: float = TIMEOUT,
-) -> Heard:
-    """Put the question of `selection` to the vLLM of this environment, with `environ` set over its variables.
-
-    Raises AgreementError if it does not answer.
-    """
-    return ask_all([selection], moe_backend=moe_backend, environ=environ, timeout=timeout)[0]
+def ask_installed(selection: Selection, **options: Any) -> Heard:
+    """Put the question of `selection` to the vLLM of this environment; options as for `ask_all`."""
+    return ask_all([selection], **options)[0]
 
 
 def ask_all(
@@ -54,7 +45,10 @@ def ask_all(
     environ: Mapping[str, str] | None = None,
     timeout: float = TIMEOUT,
 ) -> tuple[Heard, ...]:
-    """The same for several questions, in one process."""
+    """Put several questions to the vLLM of this environment, with `environ` set over its variables.
+
+    Raises AgreementError if it does not answer.
+    """
     questions = [_question(selection, moe_backend) for selection in selections]
     try:
         reply = ask("moedoctor.upstream.selection.agreement", questions, seconds=timeout, environ=environ)
@@ -91,31 +85,27 @@ def _question(selection: Selection, moe_backend: str) -> dict[str, Any]:
     return {"capability": selection.capability, "layer": asdict(layer)}
 
 
-def answers(questions: Sequence[Mapping[str, Any]]) -> list[Heard]:
-    """The answers of the vLLM of this process; see `moedoctor.upstream.selection.oracle`."""
-    oracle = Oracle()
-    libraries = oracle.substitute.libraries()
-    heard = []
-    for question in questions:
-        major, _, minor = question["capability"].partition(".")
-        asked = oracle.ask((int(major), int(minor)), Layer(**question["layer"]))
-        supported: dict[str, bool] = {}
-        for kernel in asked.answers:
-            if kernel.kernel:
-                supported[kernel.backend] = supported.get(kernel.backend, False) or kernel.supported
-        heard.append(Heard(asked.chosen, asked.error, supported, oracle.substitute.notes, libraries))
-    return heard
-
-
 def _respond(questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """In the child: the answers, or why there are none."""
+    """In the child: the answers of its vLLM, or why there are none."""
     try:
-        return {"heard": answers(questions)}
+        oracle = Oracle()
+        libraries = oracle.substitute.libraries()
+        return {"heard": [_heard(oracle, question, libraries) for question in questions]}
     except SubstituteError as error:
         return {"problem": " ".join(str(error).split())}
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return {"problem": f"the installed vllm could not be asked: {why}"}
+
+
+def _heard(oracle: Oracle, question: Mapping[str, Any], libraries: Mapping[str, bool]) -> Heard:
+    major, _, minor = question["capability"].partition(".")
+    asked = oracle.ask((int(major), int(minor)), Layer(**question["layer"]))
+    supported: dict[str, bool] = {}
+    for kernel in asked.answers:
+        if kernel.kernel:
+            supported[kernel.backend] = supported.get(kernel.backend, False) or kernel.supported
+    return Heard(asked.chosen, asked.error, supported, oracle.substitute.notes, libraries)
 
 
 if __name__ == "__main__":
