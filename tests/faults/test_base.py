@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 
 import pytest
 
@@ -32,11 +31,17 @@ def test_the_worst_value_decides(limit: str, values: float | list[float], kept: 
     assert CASES.keeps(limit, values) is kept
 
 
-def test_a_measure_of_a_lab_is_imported_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = in_lab("moedoctor.results:Observation")
-    with pytest.raises(TypeError):
-        measure("", "cpu", {})  # the function is found, and takes no such arguments
-    monkeypatch.delitem(sys.modules, "moedoctor.no_lab", raising=False)
+def test_a_measure_is_imported_when_it_runs_and_gets_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(device: str, *, rounds: int = 3) -> list[dict[str, object]]:
+        return [{"device": device, "rounds": rounds}]
+
+    measure = in_lab("moedoctor.text:rows_of_test")
+    with pytest.raises(AttributeError, match="rows_of_test"):
+        measure("unit", "cuda:1", {})
+    monkeypatch.setattr("moedoctor.text.rows_of_test", rows, raising=False)
+    assert measure("unit", "cuda:1", {}).evidence == {"rows": [{"device": "cuda:1", "rounds": 3}]}
+    monkeypatch.setattr("moedoctor.text.rows_of_test", lambda unit, sources: Observation({unit: sources}))
+    assert measure("unit", "cpu", {"a": "b"}).evidence == {"unit": {"a": "b"}}
     with pytest.raises(ModuleNotFoundError):
         in_lab("moedoctor.no_lab:measure")("", "cpu", {})
 
