@@ -7,7 +7,7 @@ each instruction that the MoE kernels of that GPU use. Without that compiler, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,7 +147,7 @@ def _compilers() -> Sequence[Tool]:
     return compilers
 
 
-def measure_acceptance(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+def measure_acceptance() -> dict[str, Any]:
     """Every deciding instruction for 120, 120a, 120f, 121a and 90a, in each compiler at hand."""
     names = [instruction.name for instruction in needed(_GPU)]
     refused, tables = {}, {}
@@ -162,19 +162,19 @@ def measure_acceptance(unit: str, device: str, sources: Mapping[str, str]) -> di
     return {"needed": names, "refused": refused, "compilers": tables}
 
 
-def measure_family_target(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+def measure_family_target() -> list[dict[str, Any]]:
     """Whether each compiler at hand compiles an empty kernel for 120f."""
     rows = []
     for compiler in _compilers():
         result = attempt(compiler, Target(12, 0, "f"), None)
         tool = {"compiler": str(compiler), "cuda": list(compiler.cuda)}
         rows.append({**tool, "accepted": result.accepted, "said": result.line})
-    return {"rows": rows}
+    return rows
 
 
-def measure_workaround(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+def measure_workaround() -> dict[str, Any]:
     """What each FlashInfer release, and the installed one itself, builds with the list ``12.0f``."""
-    rows = measure_family_target(unit, device, sources)["rows"]
+    rows = measure_family_target()
     accepting = [row["compiler"] for row in rows if row["accepted"]]
     if not accepting:
         raise UnavailableError("needs a compiler that knows sm_120f (CUDA 12.9 or later)")

@@ -90,7 +90,7 @@ def our_start(
     return Started(selection.chosen, selection.error or "", warned, (how or "") if warned else "")
 
 
-def ask_installed(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+def ask_installed() -> dict[str, Any]:
     """What the installed vLLM does on SM120 with flags and variables, or why it was not asked."""
     try:
         selection = InstalledSelection.of_this_environment(installed_release())

@@ -240,9 +240,9 @@ def test_the_workaround_is_untested_where_no_compiler_knows_the_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     row = {"compiler": "ptxas 12.8", "cuda": [12, 8], "accepted": False, "said": "no"}
-    monkeypatch.setattr(lab, "measure_family_target", lambda *_: {"rows": [row]})
+    monkeypatch.setattr(lab, "measure_family_target", lambda: [row])
     with pytest.raises(UnavailableError, match="knows sm_120f"):
-        lab.measure_workaround("", "cpu", {})
+        lab.measure_workaround()
 
 
 def test_a_run_proves_it() -> None:
