@@ -26,7 +26,7 @@ class Guard:
 
     def __init__(self, layer: StoredLayer, pipeline: Pipeline, index: int) -> None:
         self._places = [
-            (weight.owner, _attribute(weight.owner, weight.parameter)) for weight, _ in layer.items
+            (weight.owners[-1], _attribute(weight.owners[-1], weight.parameter)) for weight, _ in layer.items
         ]
         self._pipeline = pipeline
         self._index = index

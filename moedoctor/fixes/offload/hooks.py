@@ -108,7 +108,7 @@ class Hooks:
                 guard = Guard(layer, pipeline, index)
                 self._guards.append(guard)
                 self._wrap(layer.module, owner, name, around(functions[index], guard, index))
-                for inner in {id(weight.owner): weight.owner for weight, _ in layer.items}.values():
+                for inner in dict.fromkeys(owner for weight, _ in layer.items for owner in weight.owners):
                     self._handles += StateHooks(inner, layer, pipeline, guard).handles
             # Nothing would tie `begin` to readers, which a compiler does not see: such passes have no bounds.
             if reader is None and runs(root) and not any(root is layer.module for layer in layers):

@@ -57,7 +57,8 @@ class Weight:
 
     names: tuple[str, ...]
     parameter: nn.Parameter
-    owner: nn.Module
+    owners: tuple[nn.Module, ...]
+    """The modules that have it as an attribute."""
     layers: tuple[int, ...]
     """Indices of the layers that use it. It can go only if there is exactly one."""
 
@@ -129,13 +130,16 @@ def _weights(module: nn.Module, units: Sequence[Named]) -> list[Weight]:
     names: dict[nn.Parameter, list[str]] = {}  # parameters are hashed by identity
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    owner_of = {parameter: owner for owner in module.modules() for parameter in owner.parameters(False)}
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(owner)
     users: dict[nn.Parameter, list[int]] = {}
     for index, (_, unit) in enumerate(units):
         for parameter in unit.parameters():
             users.setdefault(parameter, []).append(index)
     return [
-        Weight(tuple(own), parameter, owner_of[parameter], tuple(users.get(parameter, ())))
+        Weight(tuple(own), parameter, tuple(owners[parameter]), tuple(users.get(parameter, ())))
         for parameter, own in names.items()
     ]
 
@@ -165,7 +169,7 @@ def _own_reason(weight: Weight, patterns: Sequence[str], keep_below: int) -> str
         return "no pattern names it"
     if len(weight.layers) != 1:
         return "shared between layers" if weight.layers else "outside of the layers"
-    siblings = list(weight.owner.parameters(recurse=False))
+    siblings = list(weight.owners[-1].parameters(recurse=False))
     return stays(weight.names[0], weight.parameter, siblings, keep_below)
 
 

@@ -292,6 +292,26 @@ def test_a_weight_shared_with_a_module_outside_its_layer_stays_on_the_device() -
     assert torch.equal(model(x), expected)
 
 
+def test_a_weight_of_two_modules_in_one_layer_is_saved_under_both_names(x: torch.Tensor) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = stack(2)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))
+
+    model = nn.Sequential(*(Twice() for _ in range(4)))
+    expected = model(x)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert reasons(model)["0.a.weight"] == "weight of 0"
+    assert torch.equal(model(x), expected)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    model.load_state_dict(state)
+    assert torch.equal(model(x), expected)
+
+
 def test_which_modules_are_the_layers() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
