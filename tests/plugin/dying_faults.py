@@ -34,10 +34,6 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _raise(error: BaseException) -> None:
-    raise error
-
-
 def _segfault() -> None:
     _say("about to be killed")
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -64,9 +60,7 @@ def _hang() -> None:
 
 
 def _hang_with_grandchild() -> None:
-    if os.fork() == 0:
-        time.sleep(600)
-        os._exit(0)
+    os.fork()
     time.sleep(600)
 
 
@@ -116,30 +110,21 @@ def _parent_of(pid: int) -> int:
         return int(file.read().rpartition(")")[2].split()[1])
 
 
-def _on_gpu(way: str) -> Callable[[], None]:
-    def call() -> None:
-        import dying_kernels
-
-        getattr(dying_kernels, way)()
-
-    return call
-
-
+ERRORS = {
+    "illegal_memory_access": RuntimeError("CUDA error: an illegal memory access was encountered"),
+    "illegal_instruction": RuntimeError("CUDA error: an illegal instruction was encountered"),
+    "device_assert": RuntimeError("CUDA error: device-side assert triggered"),
+    "no_kernel_image": RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+    "cuda_error": RuntimeError("CUDA error: unspecified launch failure"),
+    "out_of_memory": MemoryError("no more"),
+    "exception": KeyError("w13_weight"),
+    "system_exit": SystemExit(3),
+    "full_disk": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x"),
+    "skip": UnavailableError("no such thing here"),
+}
 WAYS: dict[str, Callable[[], None]] = {
     "answers": lambda: None,
-    "illegal_memory_access": lambda: _raise(
-        RuntimeError("CUDA error: an illegal memory access was encountered")
-    ),
-    "illegal_instruction": lambda: _raise(RuntimeError("CUDA error: an illegal instruction was encountered")),
-    "device_assert": lambda: _raise(RuntimeError("CUDA error: device-side assert triggered")),
     "device_assert_abort": _abort_after_cuda_message,
-    "no_kernel_image": lambda: _raise(
-        RuntimeError("CUDA error: no kernel image is available for execution on the device")
-    ),
-    "cuda_error": lambda: _raise(RuntimeError("CUDA error: unspecified launch failure")),
-    "out_of_memory": lambda: _raise(MemoryError("no more")),
-    "exception": lambda: _raise(KeyError("w13_weight")),
-    "system_exit": lambda: _raise(SystemExit(3)),
     "signal": _segfault,
     "silent": _silent,
     "exit_status": lambda: os._exit(7),
@@ -155,14 +140,19 @@ WAYS: dict[str, Callable[[], None]] = {
     "remove_temporary_folders": _remove_temporary_folders,
     "kill_server": lambda: _kill(os.getppid()),
     "kill_guardian": lambda: _kill(_parent_of(os.getppid())),
-    "full_disk": lambda: _raise(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x")),
-    "gpu_illegal_memory_access": _on_gpu("illegal_memory_access"),
-    "gpu_illegal_instruction": _on_gpu("illegal_instruction"),
-    "gpu_device_assert": _on_gpu("device_assert"),
-    "gpu_no_kernel_image": _on_gpu("no_kernel_image"),
-    "gpu_answers": _on_gpu("after_all"),
-    "skip": lambda: _raise(UnavailableError("no such thing here")),
 }
+
+
+def end(way: str) -> None:
+    """End this process in one of these ways; ``gpu_…`` names a function of `dying_kernels`."""
+    if way in ERRORS:
+        raise ERRORS[way]
+    if way.startswith("gpu_"):
+        import dying_kernels
+
+        getattr(dying_kernels, way.removeprefix("gpu_"))()
+    else:
+        WAYS[way]()
 
 
 class DyingParameters(BaseModel):
@@ -211,7 +201,7 @@ class Dying(Fault):
         ClaimTest(
             "dies",
             judge=lambda cases, units, limits: ClaimJudgement(ClaimVerdict.CONFIRMED),
-            measure=lambda unit, device, sources: _raise(RuntimeError("boom")),  # type: ignore[func-returns-value]
+            measure=lambda unit, device, sources: Observation({"value": {}["boom"]}),
         ),
     )
 
@@ -222,7 +212,7 @@ class Dying(Fault):
         return "fixed"
 
     def observe(self, case: Case, implementation: Any) -> Observation:
-        WAYS[str(case.parameters[implementation])]()
+        end(str(case.parameters[implementation]))
         return Observation(
             {"symptom": bool(case.parameters.get(f"symptom_{implementation}")), "pid": os.getpid()}
         )

@@ -89,6 +89,6 @@ def _check(driver: ctypes.CDLL, error: int) -> None:
         raise RuntimeError(f"CUDA driver: {name.value.decode() if name.value else error}")
 
 
-def after_all() -> None:
+def answers() -> None:
     """Show that the context of this process works."""
     assert int(torch.ones(1000, device="cuda").sum()) == 1000

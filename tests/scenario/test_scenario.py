@@ -45,12 +45,9 @@ def test_defaults(tmp_path: Path) -> None:
     assert scenario.claims == ()
 
 
-def test_name_and_title_may_be_left_out(tmp_path: Path) -> None:
+def test_a_title_is_made_one_line_and_with_the_name_may_be_left_out(tmp_path: Path) -> None:
     scenario = load_text(tmp_path, "id: MD001\nparameters: {tokens: 4}\n")
     assert (scenario.name, scenario.title) == ("nan_routing", "A fake")
-
-
-def test_text_is_made_one_line(tmp_path: Path) -> None:
     assert load_text(tmp_path, BASE.replace("A title", ">\n  two\n  words")).title == "two words"
 
 
@@ -75,11 +72,8 @@ def test_without_a_matrix_there_is_the_product_of_the_parameters(tmp_path: Path)
     assert points(tmp_path, BASE) == [
         {"tokens": 4, "experts": 8, "top_k": 2, "router": "softmax", "scale": 1.0, "note": None}
     ]
-    assert [point["tokens"] for point in points(tmp_path, HEAD + "parameters: {tokens: [3, 1, 2]}\n")] == [
-        3,
-        1,
-        2,
-    ]
+    several = points(tmp_path, HEAD + "parameters: {tokens: [3, 1, 2]}\n")
+    assert [point["tokens"] for point in several] == [3, 1, 2]
 
 
 def test_points_that_are_the_same_are_there_once(tmp_path: Path) -> None:
@@ -207,13 +201,10 @@ def refusal(folder: Path, text: str) -> tuple[int, str]:
     return int(line), message
 
 
-def test_a_matrix_is_counted_before_it_is_expanded(tmp_path: Path) -> None:
+def test_a_matrix_is_counted_before_it_is_expanded_and_the_limit_is_for_all_blocks(tmp_path: Path) -> None:
     block = ", ".join(f"p{index}: [1, 2, 3]" for index in range(1000))
     expected = "matrix: expands to over a billion points, expected at most 2000"
     assert refusal(tmp_path, BASE + f"matrix: [{{{block}}}]\n") == (5, expected)
-
-
-def test_the_limit_counts_all_blocks(tmp_path: Path) -> None:
     half = MAX_POINTS // 2
     blocks = [{"tokens": list(range(half))}, {"tokens": list(range(half, MAX_POINTS))}]
     assert len(points(tmp_path, BASE + yaml.safe_dump({"matrix": blocks}))) == MAX_POINTS
