@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from moedoctor.text import TextFileError, dotted, escape, explain, read_text, shorten
 
@@ -361,7 +361,7 @@ def read_json(path: Path | str, limit: int = MAX_REPORT_BYTES) -> Any:
         return json.loads(
             read_text(Path(file), limit),
             object_pairs_hook=_unique_pairs,
-            parse_constant=_refuse_constant,
+            parse_constant=_finite_float,
             parse_float=_finite_float,
         )
     except TextFileError as error:
@@ -370,9 +370,10 @@ def read_json(path: Path | str, limit: int = MAX_REPORT_BYTES) -> Any:
         raise ReportError(file, f"not JSON: {error.msg}", error.lineno) from None
     except RecursionError:
         raise ReportError(file, "nested too deeply to be a report") from None
-    except ValueError as error:
-        message = str(error) if isinstance(error, _RefusedError) else "a number of too many digits"
-        raise ReportError(file, message) from None
+    except _RefusedError as error:
+        raise ReportError(file, str(error)) from None
+    except ValueError:
+        raise ReportError(file, "a number of too many digits") from None
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -384,12 +385,9 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _refuse_constant(token: str) -> NoReturn:
-    raise _RefusedError(f'the number {token} is not JSON; moedoctor writes "nan", "inf" and "-inf" as text')
-
-
 def _finite_float(token: str) -> float:
     value = float(token)
     if not math.isfinite(value):
-        raise _RefusedError(f"the number {shorten(token)} is out of range")
+        hint = 'moedoctor writes "nan", "inf" and "-inf" as text'
+        raise _RefusedError(f"the number {shorten(token)} is not finite: {hint}")
     return value

@@ -49,27 +49,21 @@ ENVIRONMENTS: tuple[dict[str, str], ...] = (
 )
 
 
-class Interner:
-    """Texts by number, because the same few answers come back thousands of times."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        return self.texts.setdefault(text, len(self.texts))
+Texts = dict[str, int]
+"""Text -> its number, because the same few answers come back thousands of times."""
 
 
 def main() -> None:
     logging.disable(logging.CRITICAL)
     oracle = Oracle(dict.fromkeys(LIBRARIES, True))
-    interner = Interner()
-    automatic = {scheme: grid(oracle, scheme, "auto", interner) for scheme in SCHEMES}
+    numbers: Texts = {}
+    automatic = {scheme: grid(oracle, scheme, "auto", numbers) for scheme in SCHEMES}
     flags = sorted(get_args(__import__("vllm.config.kernel", fromlist=["MoEBackend"]).MoEBackend))
     on_request: dict[str, dict[str, Any]] = {scheme: {} for scheme in SCHEMES}
     for scheme in SCHEMES:
         for flag in flags:
             if flag != "auto":
-                on_request[scheme][flag] = requested(oracle, scheme, flag, automatic[scheme], interner)
+                on_request[scheme][flag] = requested(oracle, scheme, flag, automatic[scheme], numbers)
     needs = {scheme: needed(oracle, scheme, [flag for flag in flags if flag != "auto"]) for scheme in SCHEMES}
     json.dump(
         {
@@ -79,30 +73,30 @@ def main() -> None:
             "automatic": automatic,
             "on_request": on_request,
             "needs": needs,
-            "with_variables": {scheme: with_variables(oracle, scheme, interner) for scheme in SCHEMES},
-            "overridden": {scheme: overridden(oracle, scheme, interner) for scheme in SCHEMES},
-            "texts": list(interner.texts),
+            "with_variables": {scheme: with_variables(oracle, scheme, numbers) for scheme in SCHEMES},
+            "overridden": {scheme: overridden(oracle, scheme, numbers) for scheme in SCHEMES},
+            "texts": list(numbers),
         },
         sys.stdout,
     )
 
 
-def requested(oracle: Oracle, scheme: str, flag: str, automatic: list[list[Any]], interner: Interner) -> Any:
+def requested(oracle: Oracle, scheme: str, flag: str, automatic: list[list[Any]], numbers: Texts) -> Any:
     """What the flag asks for: at a few points where those kernels are in the automatic order too, else
     everywhere."""
-    texts = list(interner.texts)
+    texts = list(numbers)
     known = {json.loads(texts[number])[0] for row in automatic for number in row[3]}
-    few = grid(oracle, scheme, flag, interner, CAPABILITIES[6:8], ("silu",))
-    texts = list(interner.texts)
+    few = grid(oracle, scheme, flag, numbers, CAPABILITIES[6:8], ("silu",))
+    texts = list(numbers)
     heard = {json.loads(texts[number])[0] for row in few for number in row[3]}
-    return few if heard <= known else grid(oracle, scheme, flag, interner)
+    return few if heard <= known else grid(oracle, scheme, flag, numbers)
 
 
 def grid(
     oracle: Oracle,
     scheme: str,
     moe_backend: str,
-    interner: Interner,
+    numbers: Texts,
     capabilities: Sequence[tuple[int, int]] = CAPABILITIES,
     activations: Sequence[str] = (),
 ) -> list[list[Any]]:
@@ -114,20 +108,21 @@ def grid(
             PARALLEL.items(), activations or oracle.activations()
         ):
             asked = oracle.ask_again(Layer(scheme, activation, ep, dp, moe_backend))
-            answers = [interner.number(json.dumps(plain(each))) for each in asked.answers]
+            answers = [numbers.setdefault(json.dumps(plain(each)), len(numbers)) for each in asked.answers]
             outcome = {"chosen": asked.chosen, "error": None if asked.chosen else asked.error}
+            number = numbers.setdefault(json.dumps(outcome), len(numbers))
             shown = f"{capability[0]}.{capability[1]}"
-            rows.append([shown, name, activation, answers, interner.number(json.dumps(outcome))])
+            rows.append([shown, name, activation, answers, number])
     return rows
 
 
-def overridden(oracle: Oracle, scheme: str, interner: Interner) -> list[list[Any]]:
+def overridden(oracle: Oracle, scheme: str, numbers: Texts) -> list[list[Any]]:
     """[variables, rows of `grid` with these set]: what the variables that ever meant something do."""
     rows_found = []
     for variables in ENVIRONMENTS:
         os.environ.update(variables)
         try:
-            rows = grid(oracle, scheme, "auto", interner, [(8, 0), (9, 0), (10, 0), (12, 0)], ("silu",))
+            rows = grid(oracle, scheme, "auto", numbers, [(8, 0), (9, 0), (10, 0), (12, 0)], ("silu",))
         finally:
             for name in variables:
                 del os.environ[name]
@@ -135,13 +130,13 @@ def overridden(oracle: Oracle, scheme: str, interner: Interner) -> list[list[Any
     return rows_found
 
 
-def with_variables(oracle: Oracle, scheme: str, interner: Interner) -> list[list[Any]]:
+def with_variables(oracle: Oracle, scheme: str, numbers: Texts) -> list[list[Any]]:
     """[variable, rows of the whole grid] for the variables that lead to kernels which nothing else leads
     to."""
     rows_found = []
     for name in ("VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8", "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS"):
         os.environ[name] = "1"
-        rows_found += [[name, grid(oracle, scheme, "auto", interner)]] if scheme == "mxfp4" else []
+        rows_found += [[name, grid(oracle, scheme, "auto", numbers)]] if scheme == "mxfp4" else []
         del os.environ[name]
     return rows_found
 

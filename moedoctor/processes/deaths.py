@@ -14,31 +14,18 @@ import tempfile
 from moedoctor.redaction import Redactor
 from moedoctor.results import Crash, Death
 
-_TEXTS: tuple[tuple[Death, re.Pattern[str]], ...] = (
-    (
-        Death.ILLEGAL_MEMORY_ACCESS,
-        re.compile(r"illegal memory access|CUDA_ERROR_ILLEGAL_ADDRESS|misaligned address", re.I),
+_TEXTS = {
+    Death.ILLEGAL_MEMORY_ACCESS: "illegal memory access|CUDA_ERROR_ILLEGAL_ADDRESS|misaligned address",
+    Death.ILLEGAL_INSTRUCTION: (
+        "illegal instruction (was|has been) encountered|CUDA_ERROR_ILLEGAL_INSTRUCTION"
     ),
-    (
-        Death.ILLEGAL_INSTRUCTION,
-        re.compile(r"illegal instruction (was|has been) encountered|CUDA_ERROR_ILLEGAL_INSTRUCTION", re.I),
+    Death.DEVICE_ASSERT: "device-side assert|CUDA_ERROR_ASSERT",
+    Death.NO_KERNEL_IMAGE: (
+        "no kernel image is available|CUDA_ERROR_NO_BINARY_FOR_GPU|device kernel image is invalid"
     ),
-    (Death.DEVICE_ASSERT, re.compile(r"device-side assert|CUDA_ERROR_ASSERT", re.I)),
-    (
-        Death.NO_KERNEL_IMAGE,
-        re.compile(
-            r"no kernel image is available|CUDA_ERROR_NO_BINARY_FOR_GPU|device kernel image is invalid", re.I
-        ),
-    ),
-    (
-        Death.OUT_OF_MEMORY,
-        re.compile(r"CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUDA error: out of memory", re.I),
-    ),
-    (
-        Death.CUDA_ERROR,
-        re.compile(r"CUDA(?: driver)? error|CUDA_ERROR_\w+|cudaError\w+|CUBLAS_STATUS_(?!SUCCESS)\w+", re.I),
-    ),
-)
+    Death.OUT_OF_MEMORY: "CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUDA error: out of memory",
+    Death.CUDA_ERROR: (r"CUDA(?: driver)? error|CUDA_ERROR_\w+|cudaError\w+|CUBLAS_STATUS_(?!SUCCESS)\w+"),
+}
 """First match wins; wording of `cudaGetErrorString` and `cuGetErrorName`, CUDA 12 and 13."""
 
 NO_ANSWER = 72
@@ -51,7 +38,7 @@ _NOISE = "Extension modules:"
 
 def classify(text: str) -> Death | None:
     """Return the CUDA fault that `text` reports, or None."""
-    return next((death for death, pattern in _TEXTS if pattern.search(text)), None)
+    return next((death for death, pattern in _TEXTS.items() if re.search(pattern, text, re.I)), None)
 
 
 def from_exception(error: BaseException) -> Crash:
