@@ -337,6 +337,7 @@ def test_bad_text(text: str, line: int, message: str) -> None:
 def test_the_file_is_read_as_such(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"\xef\xbb\xbfa: caf\xc3\xa9\n" + b"#" * (MAX_YAML_BYTES - 12))
     assert read_yaml(tmp_path / "a.yaml").data == {"a": "café"}
+    assert read_text(tmp_path / "a.yaml", MAX_YAML_BYTES).startswith("a: café\n#")
     (tmp_path / "b.yaml").write_bytes(b"#" * (MAX_YAML_BYTES + 1))
     with pytest.raises(TextFileError, match="too large"):
         read_yaml(tmp_path / "b.yaml")

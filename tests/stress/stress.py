@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -324,7 +324,8 @@ def _crash_report(text: str, secret: str, format: str) -> tuple[int, str | None]
         Tier,
     )
 
-    crash = deaths.from_exception(RuntimeError(text), deaths.last_lines(f"first\n{text}\n"))
+    tail = deaths.last_lines(f"first\n{text}\n")
+    crash = replace(deaths.from_exception(RuntimeError(text)), stderr_tail=tail)
     case = CaseResult("faulty", Tier.MODEL, {}, CaseVerdict.ERROR, crash.to_evidence(), None, crash.message)
     scenario = ScenarioResult(
         id="MD901",
@@ -342,13 +343,13 @@ def _crash_report(text: str, secret: str, format: str) -> tuple[int, str | None]
 
 def deaths(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
     """Children that die in every way beside healthy ones, through the pool."""
-    from dying_faults import WAYS
+    from dying_faults import ERRORS, WAYS
 
     from moedoctor.processes.child import Request
     from moedoctor.processes.pool import run_requests
     from moedoctor.results import Case, Observation, Tier
 
-    ways = [way for way in WAYS if not way.startswith("gpu_") and way != "imports_torch"]
+    ways = [way for way in (*ERRORS, *WAYS) if way != "imports_torch"]
     everyone = {"faulty": "", "fixed": "answers", "third": "answers", "absent": False}
     symptoms = {"symptom_faulty": True, "symptom_fixed": False}
 
