@@ -15,6 +15,7 @@ from moedoctor.bench.timing import (
     compare_rounds,
     compare_times,
     eager_time,
+    elapsed,
     graph_time,
     launches_for,
     rounds_for,
@@ -26,9 +27,8 @@ from moedoctor.bench.timing import (
 def test_spread_interpolates_its_percentiles() -> None:
     spread = Spread.of([5.0, 1.0, 3.0, 2.0, 4.0, 6.0])
     assert spread == Spread(median=3.5, p20=2.0, p80=5.0, samples=6)
-
-
-def test_spread_of_nothing_is_refused() -> None:
+    assert spread.rate(10.0).row("per_s") == {"per_s": 10 / 3.5, "per_s_p20": 2.0, "per_s_p80": 5.0}
+    assert spread.row("us", scale=1 / 3, offset=-1, digits=2) == {"us": 0.17, "us_p20": -0.33, "us_p80": 0.67}
     with pytest.raises(ValueError, match="at least one measurement"):
         Spread.of([])
 
@@ -95,27 +95,23 @@ def test_a_graph_runs_every_call_in_rotation_and_longer_work_takes_longer() -> N
 DEVICE = "cuda:0"
 
 
-def test_wall_time_measures_a_call() -> None:
+def test_a_cpu_is_timed_by_the_wall_clock() -> None:
     spread = wall_time(lambda: time.sleep(0.01), seconds=0.05)
     assert spread.samples >= 3
     assert 10_000 <= spread.p20 <= spread.median <= spread.p80
-
-
-def test_a_cpu_is_timed_by_the_wall_clock() -> None:
     times = time_layer(lambda: None, "cpu")
-    assert times.how == "wall time"
-    assert times.warm is None
-    assert times.eager is None
+    assert (times.how, times.warm, times.eager) == ("wall time", None, None)
+    assert elapsed(lambda: time.sleep(0.01), "cpu") >= 0.01
 
 
-@pytest.mark.parametrize(("microseconds", "launches"), [(0.1, 50), (20, 50), (400, 10), (1e6, 1)])
-def test_a_graph_is_long_enough_and_not_too_long(microseconds: float, launches: int) -> None:
-    assert launches_for(microseconds) == launches
-
-
-@pytest.mark.parametrize(("microseconds", "rounds"), [(0.1, 15), (5000, 15), (12_500, 8), (1e6, 5)])
-def test_long_work_is_repeated_less_often(microseconds: float, rounds: int) -> None:
-    assert rounds_for(microseconds) == rounds
+@pytest.mark.parametrize(
+    ("microseconds", "launches", "rounds"),
+    [(0.1, 50, 15), (20, 50, 15), (400, 10, 15), (5000, 1, 15), (12_500, 1, 8), (1e6, 1, 5)],
+)
+def test_a_graph_is_neither_short_nor_long_and_long_work_is_repeated_less_often(
+    microseconds: float, launches: int, rounds: int
+) -> None:
+    assert (launches_for(microseconds), rounds_for(microseconds)) == (launches, rounds)
 
 
 @pytest.mark.gpu
