@@ -190,14 +190,12 @@ def _for_scheme(value: str, scheme: str, release: str) -> Iterator[SettingFindin
 
 
 def _unknown(flag: GivenFlag, known: Mapping[str, Setting], release: str) -> SettingFinding:
-    table, name = vllm_flags(), flag.written.partition(".")[0].replace("_", "-")
-    spans = table.rows.get(name)
-    if spans:
-        newer = table.is_after(spans[0], release)
-        when = f"it came with {spans[0].first}" if newer else f"it went with {table.after(spans[-1].last)}"
-        message = f"vLLM {release} does not have it and stops: {when}"
-        problem = "not_yet" if newer else "removed"
-        return SettingFinding(str(flag), problem, message, None, spans[0].source, stops=True)
+    name = flag.written.partition(".")[0].replace("_", "-")
+    if absence := vllm_flags().absence(name, release):
+        problem, other, source = absence
+        verb = "came" if problem == "not_yet" else "went"
+        message = f"vLLM {release} does not have it and stops: it {verb} with {other}"
+        return SettingFinding(str(flag), problem, message, None, source, stops=True)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     better = (f"{close[0]} {flag.value}" if flag.value is not None else close[0]) if close else None
     message = f"vLLM {release} does not know it and stops"

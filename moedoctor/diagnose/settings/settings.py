@@ -97,14 +97,14 @@ def _variable(name: str, value: str, known: Settings, release: str) -> Iterator[
 
 def _absent(name: str, value: str, known: Settings, release: str, product: str) -> SettingFinding:
     """Return the finding for a variable that this release does not read."""
-    here, spans, setting = known.at(release), known.rows.get(name), f"{name}={value}"
-    if spans and known.is_after(spans[0], release):
-        message = f"{product} {release} does not have it yet: it came with {spans[0].first}"
-        return SettingFinding(setting, "not_yet", message, None, spans[0].source)
-    better = _replacement(name, value, release)
-    if spans:
-        message = f"removed in {product} {known.after(spans[-1].last)}; {release} ignores it"
-        return SettingFinding(setting, "removed", message, better, spans[-1].source)
+    here, setting, better = known.at(release), f"{name}={value}", _replacement(name, value, release)
+    if absence := known.absence(name, release):
+        problem, other, source = absence
+        if problem == "not_yet":
+            message = f"{product} {release} does not have it yet: it came with {other}"
+            return SettingFinding(setting, problem, message, None, source)
+        message = f"removed in {product} {other}; {release} ignores it"
+        return SettingFinding(setting, problem, message, better, source)
     if name.upper() in here:
         right = name.upper()
         message = f"names of variables are case sensitive: {product} reads {right}"

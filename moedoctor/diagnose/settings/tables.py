@@ -77,13 +77,18 @@ class Settings:
             if self.releases.index(span.first) <= place <= self.releases.index(span.last)
         }
 
-    def after(self, release: str) -> str:
-        """Return the release after `release`, or the newest."""
-        return self.releases[min(self.releases.index(release) + 1, len(self.releases) - 1)]
+    def absence(self, name: str, release: str) -> tuple[str, str, str] | None:
+        """Return (``not_yet`` or ``removed``, the release with which it came or went, its source).
 
-    def is_after(self, setting: Setting, release: str) -> bool:
-        """Return whether `setting` came with a release after `release`."""
-        return self.releases.index(setting.first) > self.releases.index(release)
+        Return None for a setting that no release has. The setting must not be in `release`.
+        """
+        spans, place = self.rows.get(name), self.releases.index
+        if not spans:
+            return None
+        if place(spans[0].first) > place(release):
+            return "not_yet", spans[0].first, spans[0].source
+        last = min(place(spans[-1].last) + 1, len(self.releases) - 1)
+        return "removed", self.releases[last], spans[-1].source
 
     def at_or_before(self, version: str) -> str | None:
         """Return the newest release of the table that is not newer than `version`.
