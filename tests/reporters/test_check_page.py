@@ -129,6 +129,7 @@ def test_the_last_line_counts() -> None:
             "4 × H200 (9.0, 141 GiB)",
         ),
         ({"gpus": [{"name": None, "visible": True}]}, "GPU", "unknown"),
+        ({"cuda_driver": "13.0"}, "driver", "none"),
         ({"driver": "580.1", "cuda_driver": "13.0"}, "driver", "580.1 (CUDA 13.0)"),
         ({"nvcc": "13.0.88", "torch_cuda": "12.9"}, "CUDA toolkit", "nvcc 13.0.88, torch is built for 12.9"),
         ({}, "CUDA toolkit", "no nvcc, torch without CUDA"),

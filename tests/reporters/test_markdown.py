@@ -52,9 +52,15 @@ def _tables(markdown: str) -> list[list[str]]:
 
 
 @given(st.text() | st.text(alphabet="*_`|[]()<>&#-+.1~!\\@a \n$=:;"))
+@example("# a")
+@example("- a")
+@example("+ a")
+@example("1. a")
 @example("12) a")
+@example("---")
 @example("> a")
-@example("<b>a</b> &amp; &#42;")
+@example("* a")
+@example("~~a~~ <b>a</b> &amp; &#42;")
 def test_escaped_text_is_shown_as_it_is(text: str) -> None:
     plain = one_line(text)
     for frame in ("{}", "- {}", "# {}", "| a | b |\n| --- | --- |\n| {} | x |"):

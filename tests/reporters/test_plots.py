@@ -43,6 +43,11 @@ def test_every_name_label_and_tick_is_in_the_picture(tmp_path: Path) -> None:
         assert word in labels, word
 
 
+def test_other_data_give_another_picture(tmp_path: Path) -> None:
+    other = [Series("lru", [8, 16, 32], [0.2, 0.4, 0.6]), *LINES[1:]]
+    assert draw(tmp_path / "a.svg") != draw(tmp_path / "b.svg", series=other)
+
+
 def test_markup_in_a_name_stays_text(tmp_path: Path) -> None:
     text = draw(tmp_path / "a.svg", series=[Series("<script>x</script>", [1], [1])])
     assert not [element for element in ET.fromstring(text).iter() if element.tag.endswith("script")]
