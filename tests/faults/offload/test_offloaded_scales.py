@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from moedoctor.faults.offload import offloaded_scales as md003
 from moedoctor.faults.offload.offloaded_scales import OffloadedScales
 from moedoctor.faults.offload.stale_config import DeviceMemory, offload_and_run, simulated_stack
 from moedoctor.faults.offload.stale_parameter import StaleParameter
+from moedoctor.faults.offload.unpinned_copy import UnpinnedCopy
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffload
 from moedoctor.results import (
     Case,
@@ -89,6 +91,20 @@ def test_the_death_of_the_process_is_the_symptom_but_not_any_death() -> None:
     }
     for death, verdict in deaths.items():
         assert StaleParameter().judge_crash(case, Crash(death, "it died")).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("fault", "given"),
+    [
+        (OffloadedScales, {"layers": 2}),
+        (StaleParameter, {"backend": "cpu"}),
+        (UntraceableOffload, {"compiler": "none"}),
+        (UnpinnedCopy, {"direction": "up"}),
+    ],
+)
+def test_wrong_parameters_are_refused(fault: Any, given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        fault.parameters(**given)
 
 
 def at_kernel(holds: str, error: str | None) -> CaseResult:
