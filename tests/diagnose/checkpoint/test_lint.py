@@ -174,7 +174,7 @@ def quant(**values: Any) -> Change:
     return in_config(lambda settings: settings.update(values))
 
 
-def both(**values: Any) -> Change:
+def in_both_files(**values: Any) -> Change:
     return in_both(lambda settings: settings.update(values))
 
 
@@ -312,13 +312,13 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             {"scale_spread": "layers.1.mlp.experts.0.down_proj"},
         ),
         "zero scales far behind zero weights": (zeros_behind_zeros, {"scale_zero": UP}),
-        "algo unknown": (both(quant_algo="NVFP5"), {"quant_algo_unknown": "quant_algo"}),
+        "algo unknown": (in_both_files(quant_algo="NVFP5"), {"quant_algo_unknown": "quant_algo"}),
         "algo absent": ([quant(quant_algo=None), no_hf_quant], {"quant_algo_missing": "quant_algo"}),
         "method of no ModelOpt": (
             [quant(quant_method="modelopt_nonsense"), no_hf_quant],
             {"quant_algo_unknown": "quant_method"},
         ),
-        "declared FP8, is NVFP4": (both(quant_algo="FP8"), {"quant_algo_tensors": "fp8"}),
+        "declared FP8, is NVFP4": (in_both_files(quant_algo="FP8"), {"quant_algo_tensors": "fp8"}),
         "files disagree: KV": (
             hf_quant(kv_cache_quant_algo=None),
             {"config_disagrees": "kv_cache_quant_algo"},
@@ -328,7 +328,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             hf_quant(exclude_modules=["lm_head", "model.layers.*.self_attn*"]),
             {"config_disagrees": "mlp.gate"},
         ),
-        "group size of no NVFP4": (both(group_size=32), {"group_size_tensors": "group_size"}),
+        "group size of no NVFP4": (in_both_files(group_size=32), {"group_size_tensors": "group_size"}),
         "excluded and quantised": (add_nvfp4(Q, 64, 64), {"excluded_quantised": Q}),
         "not excluded, not quantised": (
             [quant(ignore=["lm_head"]), no_hf_quant],
@@ -378,7 +378,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             {"fused_scale_mismatch": Q, "excluded_quantised": V},
         ),
         "AWQ without input scales": (
-            [without(".input_scale"), both(quant_algo="NVFP4_AWQ")],
+            [without(".input_scale"), in_both_files(quant_algo="NVFP4_AWQ")],
             {"input_scale_missing": "experts"},
         ),
         "shapes: no whole blocks": (narrow(72), {"block_incomplete": "down_proj"}),
@@ -461,7 +461,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             in_both(lambda settings: settings["quantized_layers"].pop(UP)),
             {"quant_algo_tensors": UP},
         ),
-        "an empty list": (both(quantized_layers={}), {"quant_algo_missing": "quantized_layers"}),
+        "an empty list": (in_both_files(quantized_layers={}), {"quant_algo_missing": "quantized_layers"}),
         "no list": (
             in_both(lambda settings: settings.pop("quantized_layers")),
             {"quant_algo_missing": "quantized_layers"},
@@ -546,7 +546,7 @@ CLEAN: dict[str, tuple[Base, list[Change]]] = {
     ),
     "weights alone need no input scales": (
         modelopt,
-        [without(".input_scale"), both(quant_algo="W4A16_NVFP4")],
+        [without(".input_scale"), in_both_files(quant_algo="W4A16_NVFP4")],
     ),
 }
 
@@ -603,11 +603,11 @@ def test_every_check_has_a_case() -> None:
         (mixed, in_both(relist(quant_algo="FP8"))),
         (mixed, in_both(relist(quant_algo="NVFP5"))),
         (mixed, in_both(lambda settings: settings["quantized_layers"].pop(UP))),
-        (mixed, both(quantized_layers={})),
+        (mixed, in_both_files(quantized_layers={})),
         (mixed, in_config(relist(quant_algo="FP8"))),
         (mixed, in_both(relist(quant_algo="NVFP4", group_size=32))),
         (mixed, to_bf16(Q, 64, 64)),
-        (modelopt, both(group_size=32)),
+        (modelopt, in_both_files(group_size=32)),
     ],
     ids=["another", "unknown", "not listed", "none listed", "in one file", "group", "not quantised", "size"],
 )
