@@ -1,21 +1,31 @@
 """The registry: known failures, subjects and report formats, found through entry points.
 
 Ours are registered in pyproject.toml, as another project registers its own. Nothing here imports torch. A
-broken plug-in is reported by name.
+broken plug-in of another project is named on stderr and left out.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from moedoctor.interfaces import Fault, Reporter, SubjectProvider
+from moedoctor.processes.ask import absolute, answer, run_module
+from moedoctor.processes.deaths import first_line
 
 FAULTS = "moedoctor.faults"
 SUBJECTS = "moedoctor.subjects"
 REPORTERS = "moedoctor.reporters"
+LEAVE_OUT = "MOEDOCTOR_LEAVE_OUT"
+"""Variable: the entry points of other projects that are not loaded, as ``group:name``, with commas between.
+The others are then loaded without being tried in a child first, as in the children of a run."""
+
+_KINDS: Mapping[str, type[Any]] = {FAULTS: Fault, SUBJECTS: SubjectProvider, REPORTERS: Reporter}
+_LOAD_SECONDS = 20.0
 
 
 class PluginError(Exception):
@@ -26,8 +36,7 @@ class PluginError(Exception):
 def faults() -> Mapping[str, Fault]:
     """Return the known failures by catalogue id, in the order of the ids."""
     loaded: dict[str, Fault] = {}
-    for entry in _entries(FAULTS):
-        fault = _load(entry, Fault)
+    for entry, fault in _loaded(FAULTS):
         if fault.id in loaded:
             raise PluginError(
                 f"{FAULTS}: {entry.value} takes the id {fault.id}, which {loaded[fault.id].name} has"
@@ -39,14 +48,30 @@ def faults() -> Mapping[str, Fault]:
 @functools.cache
 def subjects() -> Mapping[str, SubjectProvider]:
     """Return the providers of subjects by their kind."""
-    providers = [_load(entry, SubjectProvider) for entry in _entries(SUBJECTS)]
+    providers = [provider for _, provider in _loaded(SUBJECTS)]
     return {provider.kind: provider for provider in sorted(providers, key=lambda provider: provider.rank)}
 
 
 @functools.cache
 def reporters() -> Mapping[str, Reporter]:
     """Return the reporters by the name of their format."""
-    return {entry.name: _load(entry, Reporter) for entry in _entries(REPORTERS)}
+    return {entry.name: reporter for entry, reporter in _loaded(REPORTERS)}
+
+
+def is_ours(plugin: Fault | Reporter) -> bool:
+    """Whether moedoctor itself, not another project, answers for this plug-in."""
+    return type(plugin).__module__.partition(".")[0] == "moedoctor"
+
+
+def left_out() -> frozenset[str]:
+    """Return the entry points of other projects that cannot be used, as ``group:name``.
+
+    Each is loaded in a child process first, so that one which hangs or ends its process harms nothing here.
+    """
+    if LEAVE_OUT in os.environ:
+        return frozenset(os.environ[LEAVE_OUT].split(","))
+    others = [entry for group in _KINDS for entry in _entries(group) if not _is_our_entry(entry)]
+    return _refused(tuple((entry.group, entry.name) for entry in others)) if others else frozenset()
 
 
 def registered_names() -> frozenset[str]:
@@ -56,7 +81,7 @@ def registered_names() -> frozenset[str]:
 
 def faults_beside(names: Collection[str]) -> tuple[Fault, ...]:
     """Return the known failures that are registered under other names than `names`; loads only these."""
-    others = [_load(entry, Fault) for entry in _entries(FAULTS) if entry.name not in names]
+    others = [fault for _, fault in _loaded(FAULTS, beside=names)]
     return tuple(sorted(others, key=lambda fault: fault.id))
 
 
@@ -72,7 +97,13 @@ def find_fault(text: str) -> Fault | None:
 
 
 def _entries(group: str) -> tuple[EntryPoint, ...]:
-    registered = tuple(entry_points(group=group))
+    try:
+        registered = tuple(entry_points(group=group))
+    except Exception as error:  # whatever a malformed entry_points.txt makes of its reader
+        raise PluginError(
+            f"the entry points of the installed packages cannot be read ({type(error).__name__}: {error}); "
+            "expected a valid entry_points.txt in each *.dist-info"
+        ) from error
     if not registered:
         raise PluginError(
             f"no entry points in the group {group}: install moedoctor (pip install -e .), do not just copy it"
@@ -80,15 +111,64 @@ def _entries(group: str) -> tuple[EntryPoint, ...]:
     return registered
 
 
-def _load(entry: EntryPoint, kind: type[Any]) -> Any:
+def _is_our_entry(entry: EntryPoint) -> bool:
+    return entry.value.startswith("moedoctor.")  # `entry.module` raises for a malformed value
+
+
+def _loaded(group: str, beside: Collection[str] = ()) -> Iterator[tuple[EntryPoint, Any]]:
+    """Load the plug-ins of a group, apart from those that are left out or have a name in `beside`."""
+    for entry in _entries(group):
+        if entry.name not in beside and (_is_our_entry(entry) or f"{group}:{entry.name}" not in left_out()):
+            yield entry, _load(entry)
+
+
+def _load(entry: EntryPoint) -> Any:
     try:
         plugin = entry.load()()
     except Exception as error:
         raise PluginError(
             f"{entry.group}: {entry.name} = {entry.value} does not load: {type(error).__name__}: {error}"
         ) from error
+    kind = _KINDS[entry.group]
     if not isinstance(plugin, kind):
         raise PluginError(
             f"{entry.group}: {entry.name} = {entry.value} is not a {kind.__module__}.{kind.__name__}"
         )
     return plugin
+
+
+@functools.cache
+def _refused(others: tuple[tuple[str, str], ...]) -> frozenset[str]:
+    """Load entry points in children; return those that failed, and name each on stderr."""
+    waiting, refused = list(others), {}
+    while waiting:
+        request = {"path": absolute(sys.path), "entries": waiting}
+        ended = run_module("moedoctor.catalogue", request, seconds=_LOAD_SECONDS)
+        for (group, name), problem in zip(waiting, ended.answers, strict=False):
+            if problem is not None:
+                refused[f"{group}:{name}"] = problem
+        waiting = waiting[len(ended.answers) :]
+        if waiting:
+            group, name = waiting.pop(0)
+            refused[f"{group}:{name}"] = f"loading it ended its process: {ended.problem or 'exit status 0'}"
+    for name, problem in refused.items():
+        print(f"moedoctor: a plug-in of another project is left out: {name}: {problem}", file=sys.stderr)
+    return frozenset(refused)
+
+
+def _problems(request: Mapping[str, Any]) -> Iterator[str | None]:
+    """In a child: load each entry point and say why it cannot be used, or None."""
+    sys.path[:] = request["path"]
+    for group, name in request["entries"]:
+        (entry,) = entry_points(group=group, name=name)
+        try:
+            _load(entry)
+            yield None
+        except PluginError as error:
+            yield first_line(str(error))
+        except BaseException as error:  # such as sys.exit()
+            yield first_line(f"{entry.value} does not load: {type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    answer(_problems)

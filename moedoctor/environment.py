@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moedoctor.processes.ask import ChildError, answer, ask
 from moedoctor.redaction import Redactor
 
 SHOWN_VARIABLES = ("VLLM_", "FLASHINFER_", "CUDA_", "MOEDOCTOR_", "NCCL_", "TORCH_CUDA_ARCH_LIST")
@@ -47,7 +48,8 @@ class Sources:
     exists: Callable[[str], bool] = os.path.exists
     package_version: Callable[[str], str] = importlib.metadata.version
     package_folder: Callable[[str], Path | None] = _package_folder
-    nvml: Callable[[], Any] = lambda: importlib.import_module("pynvml")
+    nvml: Callable[[], Any] | None = None
+    """Gives NVML's Python module; None: a child process asks it, which a broken driver may end."""
     locked_memory_limit: Callable[[], int | str] = _locked_memory_limit
     host: Callable[[], str] = platform.node
 
@@ -83,6 +85,8 @@ def _describe(error: Exception, sources: Sources) -> str:
     """Return the error in one line that is safe to publish."""
     try:
         message = " ".join(str(error).split())
+        if isinstance(error, ChildError):
+            return message
         return Redactor.of(sources.environ, sources.host()).text(f"{type(error).__name__}: {message}")
     except Exception:
         return type(error).__name__
@@ -172,6 +176,7 @@ COLLECTORS: dict[str, Callable[[Sources], Any]] = {
 }
 """Fact -> how it is read. The facts about GPUs come together, from `_gpu_facts`."""
 
+_NVML_SECONDS = 20.0
 _NO_GPU_FACTS: Mapping[str, Any] = dict.fromkeys(("gpu", "capability", "gpus", "driver", "cuda_driver"))
 
 
@@ -183,9 +188,16 @@ def _gpu_facts(sources: Sources) -> Mapping[str, Any]:
     the newest CUDA release that the driver supports. A machine without the driver's library has no GPUs,
     which is not an error; a library that does not start is, e.g. after a driver update without a reboot.
     """
+    if sources.nvml is None:
+        facts = ask(
+            "moedoctor.environment", sources.environ.get("CUDA_VISIBLE_DEVICES"), seconds=_NVML_SECONDS
+        )
+        if "error" in facts:
+            raise ChildError(facts["error"])
+        return facts
     nvml = sources.nvml()
 
-    def ask(function: str, *arguments: Any) -> Any:
+    def call(function: str, *arguments: Any) -> Any:
         """Return an answer of NVML; None if the GPU is lost or the question is not supported."""
         if None in arguments:
             return None
@@ -204,32 +216,42 @@ def _gpu_facts(sources: Sources) -> Mapping[str, Any]:
             return {**_NO_GPU_FACTS, "gpus": []}
         raise
     try:
-        handles = [ask("nvmlDeviceGetHandleByIndex", index) for index in range(nvml.nvmlDeviceGetCount())]
-        uuids = [ask("nvmlDeviceGetUUID", handle) or "" for handle in handles]
+        handles = [call("nvmlDeviceGetHandleByIndex", index) for index in range(nvml.nvmlDeviceGetCount())]
+        uuids = [call("nvmlDeviceGetUUID", handle) or "" for handle in handles]
         visible = _visible(sources.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
         gpus: list[dict[str, Any]] = []
         for index, handle in enumerate(handles):
-            capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
-            memory = ask("nvmlDeviceGetMemoryInfo", handle)
+            capability = call("nvmlDeviceGetCudaComputeCapability", handle)
+            memory = call("nvmlDeviceGetMemoryInfo", handle)
             gpus.append(
                 {
-                    "name": ask("nvmlDeviceGetName", handle),
+                    "name": call("nvmlDeviceGetName", handle),
                     "capability": f"{capability[0]}.{capability[1]}" if capability else None,
                     "memory_bytes": int(memory.total) if memory else None,
                     "visible": index in visible,
                 }
             )
-        cuda = ask("nvmlSystemGetCudaDriverVersion_v2")  # 12080 is 12.8
+        cuda = call("nvmlSystemGetCudaDriverVersion_v2")  # 12080 is 12.8
         first = next((gpu for gpu in gpus if gpu["visible"] and gpu["name"]), None)
         return {
             "gpu": first["name"] if first else None,
             "capability": first["capability"] if first else None,
             "gpus": gpus,
-            "driver": ask("nvmlSystemGetDriverVersion"),
+            "driver": call("nvmlSystemGetDriverVersion"),
             "cuda_driver": f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
         }
     finally:
         nvml.nvmlShutdown()
+
+
+def _answer_gpu_facts(visible_devices: str | None) -> Mapping[str, Any]:
+    """In a child: what `_gpu_facts` returns, or its error."""
+    environ = {} if visible_devices is None else {"CUDA_VISIBLE_DEVICES": visible_devices}
+    sources = Sources(environ=environ, nvml=lambda: importlib.import_module("pynvml"))
+    try:
+        return _gpu_facts(sources)
+    except Exception as error:
+        return {"error": _describe(error, Sources())}
 
 
 def _visible(setting: str | None, uuids: Sequence[str]) -> set[int]:
@@ -260,3 +282,7 @@ def no_gpu(environment: Mapping[str, Any]) -> str | None:
     if not environment.get("torch_cuda"):
         return f"torch {environment.get('torch')} is built without CUDA: no use of the {environment['gpu']}"
     return None
+
+
+if __name__ == "__main__":
+    answer(_answer_gpu_facts)

@@ -7,7 +7,8 @@
 | 1 | a case of `installed` reproduced the failure, even if nothing was proved because only it ran |
 | 1 | with `strict` or ``fail_on="warning"``: also if a scenario or a case was skipped |
 | 1 | with ``fail_on="warning"``: also if a scenario is `absent` |
-| 3 | a scenario is `error`, and nothing above gives 1 |
+| 1 | a scenario of another project's plug-in is `error` |
+| 3 | a scenario of moedoctor's own is `error`, and nothing above gives 1 |
 
 ``fail_on="never"`` turns 1 into 0 and leaves 3: an error of moedoctor itself is never a pass. 2 (bad input)
 and 130 (interrupted) are the command line's. `moedoctor.comparison` decides what a regression is.
@@ -15,6 +16,7 @@ and 130 (interrupted) are the command line's. `moedoctor.comparison` decides wha
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 from moedoctor.results import CaseVerdict, Report, ScenarioVerdict
@@ -24,18 +26,23 @@ FailOn = Literal["error", "warning", "never"]
 _FOUND = frozenset({ScenarioVerdict.FOUND, ScenarioVerdict.FAILED})
 
 
-def exit_code(report: Report, *, strict: bool, fail_on: FailOn) -> int:
-    """Return the exit code that `report` means: 0, 1 or 3; see the table above."""
+def exit_code(report: Report, *, strict: bool, fail_on: FailOn, others: Collection[str] = ()) -> int:
+    """Return the exit code that `report` means: 0, 1 or 3; see the table above.
+
+    `others` are the ids of failures that another project answers for.
+    """
     verdicts = {scenario.verdict for scenario in report.scenarios}
+    errors = {scenario.id for scenario in report.scenarios if scenario.verdict is ScenarioVerdict.ERROR}
     skipped = ScenarioVerdict.SKIPPED in verdicts or any(
         case.verdict is CaseVerdict.SKIPPED for scenario in report.scenarios for case in scenario.cases
     )
     found = bool(report.findings) or not verdicts.isdisjoint(_FOUND) or _installed_fails(report)
+    found |= not errors.isdisjoint(others)
     found |= skipped and (strict or fail_on == "warning")
     found |= ScenarioVerdict.ABSENT in verdicts and fail_on == "warning"
     if found and fail_on != "never":
         return 1
-    return 3 if ScenarioVerdict.ERROR in verdicts else 0
+    return 3 if errors - set(others) else 0
 
 
 def _installed_fails(report: Report) -> bool:

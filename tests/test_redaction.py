@@ -97,9 +97,9 @@ def test_any_text_comes_out_writable_and_redacting_twice_changes_nothing(text: s
 
 def test_own_files_are_named_from_the_package_on() -> None:
     from moedoctor import redaction
-    from moedoctor.processes import child
+    from moedoctor.runner import child
 
     frame = f'  File "{child.__file__}", line 71, in _perform'
-    assert redaction.Redactor().text(frame) == '  File "moedoctor/processes/child.py", line 71, in _perform'
-    other = '  File "/opt/site/vllm/moedoctor/processes/child.py", line 1'
+    assert redaction.Redactor().text(frame) == '  File "moedoctor/runner/child.py", line 71, in _perform'
+    other = '  File "/opt/site/vllm/moedoctor/runner/child.py", line 1'
     assert redaction.Redactor().text(other) == other

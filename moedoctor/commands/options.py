@@ -6,6 +6,7 @@ import contextlib
 import math
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ import typer
 if TYPE_CHECKING:
     from moedoctor.redaction import Redactor
     from moedoctor.reporters.page import Page
+    from moedoctor.results import Report
 
 PAGE_FORMATS = ("table", "json", "markdown")
 
@@ -165,6 +167,26 @@ def check_gpu(device: str, facts: Mapping[str, Any]) -> None:
         reason = "there is no such GPU"
     if reason is not None:
         raise InputError(f"--device {device}: {reason}")
+
+
+def rendered(report: Report, format: str, output: Path | None) -> tuple[str, int | None]:
+    """Return the report in a format, and None. If its reporter raises: as JSON, with an exit code.
+
+    The code is 3 for a reporter of ours, else 2.
+    """
+    from moedoctor import catalogue
+    from moedoctor.processes.deaths import first_line
+    from moedoctor.reporters.output import terminal
+    from moedoctor.results import to_json
+
+    reporter = catalogue.reporters()[format]
+    colour, width = terminal(output)
+    try:
+        return reporter.render(report, colour=colour, width=width), None
+    except Exception as error:
+        problem = first_line(f"{type(error).__name__}: {error}")
+        print(f"moedoctor: --format {format} failed, this is JSON instead: {problem}", file=sys.stderr)
+        return to_json(report), 3 if catalogue.is_ours(reporter) else 2
 
 
 def deliver(

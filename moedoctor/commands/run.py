@@ -23,6 +23,7 @@ from moedoctor.commands.options import (
     number,
     one_of,
     option,
+    rendered,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def run(
     from moedoctor import catalogue, comparison, environment, gate
     from moedoctor.processes import interrupts
     from moedoctor.reporters.github import step_summary
-    from moedoctor.reporters.output import OutputError, append_step_summary, emit, terminal
+    from moedoctor.reporters.output import OutputError, append_step_summary, emit
     from moedoctor.reporters.text import summary_line
     from moedoctor.results import ReportError, load_report
     from moedoctor.runner.plan import Options, plan
@@ -137,17 +138,17 @@ def run(
         partial = options.partial or bool(targets)
         changed = comparison.compare(before, report, allowed, partial=partial)
         report = replace(report, findings=changed.findings)
-    code = gate.exit_code(report, strict=strict, fail_on=cast(Any, fail_on))
+    others = {fault.id for fault in catalogue.faults().values() if not catalogue.is_ours(fault)}
+    code = gate.exit_code(report, strict=strict, fail_on=cast(Any, fail_on), others=others)
     if report.summary.interrupted:
         code = interrupts.exit_code()
     report = replace(report, summary=replace(report.summary, exit_code=code))
-    colour, width = terminal(output)
     with as_input_error(OutputError):
-        text = catalogue.reporters()[format].render(report, colour=colour, width=width)
+        text, problem = rendered(report, format, output)
         emit(text, output, summary_line(report))
     if format == "github":
         append_step_summary(step_summary(report), os.environ)
-    return report.summary.exit_code
+    return report.summary.exit_code if problem is None else problem
 
 
 def _condition(text: str) -> tuple[str, str]:

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import PAGE_FORMATS, InputError, Output, ReportFormat, as_input_error
+from moedoctor.commands.options import (
+    PAGE_FORMATS,
+    InputError,
+    Output,
+    ReportFormat,
+    as_input_error,
+    rendered,
+)
 
 
 def show(
@@ -20,7 +27,7 @@ def show(
     Nothing is run and nothing is judged again.
     """
     from moedoctor import catalogue
-    from moedoctor.reporters.output import OutputError, emit, terminal
+    from moedoctor.reporters.output import OutputError, emit
     from moedoctor.reporters.text import summary_line
     from moedoctor.results import ReportError, load_report
 
@@ -29,11 +36,10 @@ def show(
     if stored.command == "bench":
         _show_bench(report, format, output)
         return 0
-    colour, width = terminal(output)
     with as_input_error(catalogue.PluginError, OutputError):
-        text = catalogue.reporters()[format].render(stored, colour=colour, width=width)
+        text, problem = rendered(stored, format, output)
         emit(text, output, summary_line(stored))
-    return 0
+    return problem or 0
 
 
 def _show_bench(path: Path, format: str, output: Path | None) -> None:

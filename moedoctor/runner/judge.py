@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from moedoctor.interfaces import Fault, Measurement
-from moedoctor.processes.pool import Finished
+from moedoctor.processes.deaths import first_line
 from moedoctor.results import (
     CaseResult,
     CaseVerdict,
     ClaimResult,
     ClaimVerdict,
     Crash,
+    Death,
     Observation,
     Outcome,
     ScenarioResult,
@@ -23,6 +24,7 @@ from moedoctor.results import (
     Summary,
 )
 from moedoctor.runner.plan import Plan, Planned
+from moedoctor.runner.pool import Finished
 
 CONTROL = "faulty"
 FIX = "fixed"
@@ -33,7 +35,14 @@ def judge(plan: Plan, ended: Mapping[Planned, Finished]) -> ScenarioResult:
     """Return the verdicts of one scenario, its cases and its claims. What did not run is not in `ended`."""
     scenario, fault = plan.scenario, plan.fault
     cases = [_judge_case(fault, planned, ended) for planned in plan.cases]
-    verdict, reason = decide(fault, cases, scenario.expect)
+    conclusions: Mapping[str, Any] = {}
+    try:
+        if plan.problem is not None:
+            raise plan.problem
+        verdict, reason = decide(fault, cases, scenario.expect)
+        conclusions = fault.conclude(cases)
+    except Exception as error:
+        verdict, reason = ScenarioVerdict.ERROR, _raised("verdict", error)
     cut_short = any(planned.skip is None and planned not in ended for planned in plan.cases)
     if cut_short and verdict in (ScenarioVerdict.PROVED, ScenarioVerdict.ABSENT):
         verdict, reason = ScenarioVerdict.SKIPPED, "interrupted before every case had run"
@@ -47,7 +56,7 @@ def judge(plan: Plan, ended: Mapping[Planned, Finished]) -> ScenarioResult:
         reason=reason,
         cases=tuple(cases),
         claims=tuple(_judge_claims(plan, cases, ended)),
-        conclusions=fault.conclude(cases),
+        conclusions=conclusions,
     )
 
 
@@ -74,13 +83,24 @@ def _judge_case(fault: Fault, planned: Planned, ended: Mapping[Planned, Finished
     )
     if isinstance(outcome, Skip):
         return replace(result, reason=outcome.reason)
-    if isinstance(outcome, Crash):
-        judgement, evidence = fault.judge_crash(case, outcome), outcome.to_evidence()
-    else:
-        judgement, evidence = fault.judge(case, outcome), dict(outcome.evidence)
+    evidence = outcome.to_evidence() if isinstance(outcome, Crash) else dict(outcome.evidence)
+    try:
+        if isinstance(outcome, Crash):
+            judgement = fault.judge_crash(case, outcome)
+        else:
+            judgement = fault.judge(case, outcome)
+    except Exception as error:
+        return replace(result, verdict=CaseVerdict.ERROR, evidence=evidence, reason=_raised("judge", error))
+    hung = isinstance(outcome, Crash) and outcome.death is Death.HANG
+    if hung and planned.short and judgement.verdict is CaseVerdict.ERROR:
+        return replace(result, reason=f"no answer within --timeout {planned.request.timeout:g} s")
     return replace(
         result, verdict=judgement.verdict, evidence=evidence, figure=judgement.figure, reason=judgement.reason
     )
+
+
+def _raised(what: str, error: Exception) -> str:
+    return f"the {what} of this failure raised {first_line(f'{type(error).__name__}: {error}')}"
 
 
 def _judge_claims(
@@ -99,7 +119,11 @@ def _judge_claims(
         if blocked is not None:
             yield replace(result, reason=blocked[0], evidence=blocked[1])
             continue
-        judgement = test.judge(cases, units, claim.thresholds)
+        try:
+            judgement = test.judge(cases, units, claim.thresholds)
+        except Exception as error:
+            yield replace(result, reason=_raised("judge", error))
+            continue
         evidence = dict(judgement.evidence)
         yield replace(result, verdict=judgement.verdict, evidence=evidence, reason=judgement.reason)
 

@@ -9,8 +9,8 @@ from typing import Any
 from moedoctor import catalogue
 from moedoctor.environment import no_gpu
 from moedoctor.interfaces import Fault
-from moedoctor.processes.child import Request
 from moedoctor.results import Case, Scalar, Tier
+from moedoctor.runner.child import Request
 from moedoctor.scenario.file import Scenario
 
 
@@ -43,6 +43,8 @@ class Planned:
     skip: str | None
     label: str
     """What to call it while it runs."""
+    short: bool = False
+    """Whether the caller gave it less time than the scenario file."""
 
     @property
     def case(self) -> Case:
@@ -59,6 +61,8 @@ class Plan:
     fault: Fault
     cases: Sequence[Planned]
     claims: Sequence[Planned]
+    problem: Exception | None = None
+    """What the failure's own code raised, so that nothing can run."""
 
 
 def plan(scenarios: Sequence[Scenario], options: Options, environment: Mapping[str, Any]) -> list[Plan]:
@@ -67,14 +71,19 @@ def plan(scenarios: Sequence[Scenario], options: Options, environment: Mapping[s
     Raises ValueError for a subject, id or GPU that does not exist, and if no case is left.
     """
     options = _checked(options, environment)
-    plans = [_plan(scenario, options, environment) for scenario in scenarios]
+    plans = []
+    for scenario in scenarios:
+        try:
+            plans.append(_plan(scenario, options, environment))
+        except Exception as error:  # a plug-in's; what a user can get wrong has been checked
+            plans.append(Plan(scenario, catalogue.faults()[scenario.id], [], [], error))
     if not options.partial:
         return plans
-    if not any(scenario.cases for scenario in plans):
+    if not any(scenario.cases or scenario.problem for scenario in plans):
         raise ValueError(
             "--only and --subject leave no case to run; `moedoctor run --format json` shows all parameters"
         )
-    return [scenario for scenario in plans if scenario.cases]
+    return [scenario for scenario in plans if scenario.cases or scenario.problem]
 
 
 def _checked(options: Options, environment: Mapping[str, Any]) -> Options:
@@ -102,6 +111,7 @@ def _checked(options: Options, environment: Mapping[str, Any]) -> Options:
 def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) -> Plan:
     fault = catalogue.faults()[scenario.id]
     timeout = options.timeout or scenario.timeout
+    short = timeout < scenario.timeout
     device = options.device
     if device == "auto":
         device = "cpu" if no_gpu(environment) else "cuda:0"
@@ -121,7 +131,7 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
                 case = Case(scenario.id, name, tier, point, _device(tier, device))
                 if fault.has_point(tier, point) and _selected(case, fault, options):
                     request = Request(fault.id, options.sources, timeout, case=case, device=case.device)
-                    cases.append(Planned(request, skips[tier], f"{fault.name} {name}"))
+                    cases.append(Planned(request, skips[tier], f"{fault.name} {name}", short))
     if options.partial:
         return Plan(scenario, fault, cases, [])
     gpu = next((planned.request.device for planned in cases if planned.request.device != "cpu"), "cuda:0")

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import moedoctor
-from moedoctor.processes.pool import Finished, RunInterruptedError, run_requests
 from moedoctor.results import Report
 from moedoctor.runner.judge import judge, summarise
 from moedoctor.runner.plan import Plan
+from moedoctor.runner.pool import Finished, RunInterruptedError, run_requests
 
 Progress = Callable[[int, int, str], None]
 """(finished, total, what finished) -> None."""

@@ -89,7 +89,21 @@ def test_a_control_or_a_fix_alone_proves_nothing(tmp_path: Path, subject: str) -
 
 def test_timeout_of_the_options_overrides_the_scenario(tmp_path: Path) -> None:
     scenario = result(tmp_path, "timeout: 600\nparameters: {fixed: hang}\n", Options(timeout=0.5))
-    assert scenario.cases[1].reason == "no answer within 0.5 s"
+    assert scenario.verdict is ScenarioVerdict.SKIPPED
+    assert scenario.cases[1].reason == "no answer within --timeout 0.5 s"
+
+
+@pytest.mark.parametrize("method", ["judge", "judge_crash", "absent", "conclude", "has_point"])
+def test_what_a_plug_in_raises_is_an_error_of_its_scenario_alone(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("its own mistake")
+
+    monkeypatch.setattr(type(catalogue.faults()["MD901"]), method, fail)
+    scenario = result(tmp_path, "parameters: {faulty: signal, symptom_fixed: true}\n", Options())
+    assert scenario.verdict is ScenarioVerdict.ERROR
+    assert "raised KeyError: 'its own mistake'" in str(scenario.reason)
 
 
 def test_only_keeps_the_cases_that_show_every_pair(tmp_path: Path) -> None:

@@ -345,9 +345,9 @@ def deaths(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
     """Children that die in every way beside healthy ones, through the pool."""
     from dying_faults import ERRORS, WAYS
 
-    from moedoctor.processes.child import Request
-    from moedoctor.processes.pool import run_requests
     from moedoctor.results import Case, Observation, Tier
+    from moedoctor.runner.child import Request
+    from moedoctor.runner.pool import run_requests
 
     ways = [way for way in (*ERRORS, *WAYS) if way != "imports_torch"]
     everyone = {"faulty": "", "fixed": "answers", "third": "answers", "absent": False}

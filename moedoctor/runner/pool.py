@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from moedoctor import catalogue
 from moedoctor.processes import deaths, interrupts
 from moedoctor.processes.ask import Child, absolute
-from moedoctor.processes.child import Request
 from moedoctor.results import Crash, Death, Observation, Outcome, Skip, plain
+from moedoctor.runner.child import Request
 
 _GRACE_SECONDS = 10.0
 """The time that the fork server has to end a job, and what that started; it needs milliseconds."""
@@ -170,7 +171,8 @@ def _startable(
 
 
 def _question(request: Request) -> dict[str, Any]:
-    return {"request": plain(request), "environ": dict(os.environ), "path": absolute(sys.path)}
+    environ = {**os.environ, catalogue.LEAVE_OUT: ",".join(sorted(catalogue.left_out()))}
+    return {"request": plain(request), "environ": environ, "path": absolute(sys.path)}
 
 
 def _outcome(message: Mapping[str, Any], request: Request, killed: bool) -> Outcome:
@@ -196,7 +198,7 @@ class _Server:
     def __init__(self, without: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self.child = Child("moedoctor.processes.server", (theirs.fileno(),), log=deaths.TAIL_BYTES)
+            self.child = Child("moedoctor.runner.server", (theirs.fileno(),), log=deaths.TAIL_BYTES)
         self.link = Connection(ours.detach())
         self.link.send_bytes(json.dumps(dict(without)).encode())
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from moedoctor.processes import guardian, pool
-from moedoctor.processes.child import Request
-from moedoctor.processes.pool import Finished, RunInterruptedError, run_requests
+from moedoctor.processes import guardian
 from moedoctor.results import Case, Crash, Death, Observation, Outcome, Skip, Tier
+from moedoctor.runner import pool
+from moedoctor.runner.child import Request
+from moedoctor.runner.pool import Finished, RunInterruptedError, run_requests
 
 pytestmark = pytest.mark.usefixtures("dying_plugin")
 

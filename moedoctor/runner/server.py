@@ -22,11 +22,11 @@ from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from moedoctor.processes import child
 from moedoctor.processes.ask import Tail, unnamed_file
 from moedoctor.processes.deaths import TAIL_BYTES, first_line
 from moedoctor.processes.guardian import adopt_orphans, end_children, end_tree, end_with, work_in
 from moedoctor.results import from_json
+from moedoctor.runner import child
 
 MAX_ANSWER_BYTES = 64 << 20
 

@@ -1,0 +1,84 @@
+"""Plug-ins of other projects that cannot be used are named and left out; everything else runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moedoctor import catalogue
+from moedoctor.cli import main
+
+BROKEN = {
+    "raises": ("raise OSError('no such library')", "OSError: no such library"),
+    "exits": ("import sys; sys.exit(0)", "SystemExit: 0"),
+    "leaves": ("import os; os._exit(0)", "loading it ended its process: exit status 0"),
+    "dies": ("import os; os.abort()", "loading it ended its process: killed by SIGABRT"),
+    "hangs": ("import time; time.sleep(600)", "loading it ended its process: no answer within 3 s"),
+    "other": ("class Plugin: pass", "is not a moedoctor.interfaces.Fault"),
+}
+DISTRIBUTION = "Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n"
+
+
+CACHED = (catalogue.faults, catalogue.subjects, catalogue.reporters, catalogue._refused)
+
+
+@pytest.fixture
+def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A project whose plug-ins break in every way, beside one whose plug-ins work."""
+    for name, (text, _) in BROKEN.items():
+        (tmp_path / f"{name}_plugin.py").write_text(text)
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    entries = (f"{name} = {name}_plugin:Plugin" for name in BROKEN)
+    (info / "entry_points.txt").write_text("\n".join(["[moedoctor.faults]", *entries, ""]))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugin"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(catalogue, "_LOAD_SECONDS", 3.0)
+    for function in CACHED:
+        function.cache_clear()
+    yield info
+    for function in CACHED:
+        function.cache_clear()
+
+
+@pytest.mark.usefixtures("others")
+def test_a_plug_in_that_breaks_is_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"MD001", "MD901"} <= set(catalogue.faults())
+    assert {name.partition(":")[2] for name in catalogue.left_out()} == set(BROKEN)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(BROKEN)
+    for line, (name, (_, problem)) in zip(lines, BROKEN.items(), strict=True):
+        assert line.startswith(
+            f"moedoctor: a plug-in of another project is left out: moedoctor.faults:{name}: "
+        )
+        assert problem in line
+
+
+def test_a_malformed_list_of_plug_ins_is_one_error(others: Path) -> None:
+    (others / "entry_points.txt").write_text("[moedoctor.faults\n= = =\nnothing\n")
+    with pytest.raises(catalogue.PluginError, match="expected a valid entry_points.txt"):
+        catalogue.faults()
+
+
+@pytest.mark.parametrize(("module", "code"), [("another.project", 2), ("moedoctor.reporters.table", 3)])
+def test_a_reporter_that_raises_does_not_lose_the_report(
+    module: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def render(*_: object, **__: object) -> str:
+        raise KeyError("colour")
+
+    reporter = type("Broken", (), {"render": render, "__module__": module})()
+    monkeypatch.setitem(catalogue.reporters(), "table", reporter)  # type: ignore[arg-type]
+    stored = sorted((Path(__file__).parents[1] / "reports" / "releases").rglob("*.json"))[0]
+    assert main(["show", str(stored)]) == code
+    out, err = capsys.readouterr()
+    assert json.loads(out)["scenarios"]
+    assert err == "moedoctor: --format table failed, this is JSON instead: KeyError: 'colour'\n"
