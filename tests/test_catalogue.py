@@ -17,6 +17,7 @@ BROKEN = {
     "leaves": ("import os; os._exit(0)", "loading it ended its process: exit status 0"),
     "dies": ("import os; os.abort()", "loading it ended its process: killed by SIGABRT"),
     "hangs": ("import time; time.sleep(600)", "loading it ended its process: no answer within 3 s"),
+    "malformed value": ("", "does not load"),
     "other": ("class Plugin: pass", "is not a moedoctor.interfaces.Fault"),
 }
 DISTRIBUTION = "Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n"
@@ -59,8 +60,8 @@ def test_a_plug_in_that_breaks_is_named_and_left_out(capsys: pytest.CaptureFixtu
 
 
 def test_a_malformed_list_of_plug_ins_is_one_error(others: Path) -> None:
-    (others / "entry_points.txt").write_text("[moedoctor.faults\n= = =\nnothing\n")
-    with pytest.raises(catalogue.PluginError, match="expected a valid entry_points.txt"):
+    (others / "entry_points.txt").write_bytes(b"[moedoctor.faults]\nx = \xff")
+    with pytest.raises(catalogue.PluginError, match=r"expected a valid entry_points\.txt"):
         catalogue.faults()
 
 

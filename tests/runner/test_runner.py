@@ -93,15 +93,24 @@ def test_timeout_of_the_options_overrides_the_scenario(tmp_path: Path) -> None:
     assert scenario.cases[1].reason == "no answer within --timeout 0.5 s"
 
 
-@pytest.mark.parametrize("method", ["judge", "judge_crash", "absent", "conclude", "has_point"])
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        ("judge", ""),
+        ("judge_crash", "parameters: {faulty: signal}"),
+        ("absent", "parameters: {symptom_faulty: false}"),
+        ("conclude", ""),
+        ("has_point", ""),
+    ],
+)
 def test_what_a_plug_in_raises_is_an_error_of_its_scenario_alone(
-    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, method: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise KeyError("its own mistake")
 
     monkeypatch.setattr(type(catalogue.faults()["MD901"]), method, fail)
-    scenario = result(tmp_path, "parameters: {faulty: signal, symptom_fixed: true}\n", Options())
+    scenario = result(tmp_path, text, Options())
     assert scenario.verdict is ScenarioVerdict.ERROR
     assert "raised KeyError: 'its own mistake'" in str(scenario.reason)
 
