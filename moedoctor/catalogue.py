@@ -16,6 +16,7 @@ from typing import Any
 from moedoctor.interfaces import Fault, Reporter, SubjectProvider
 from moedoctor.processes.ask import absolute, answer, run_module
 from moedoctor.processes.deaths import first_line
+from moedoctor.text import print_message
 
 FAULTS = "moedoctor.faults"
 SUBJECTS = "moedoctor.subjects"
@@ -152,7 +153,7 @@ def _refused(others: tuple[tuple[str, str], ...]) -> frozenset[str]:
             group, name = waiting.pop(0)
             refused[f"{group}:{name}"] = f"loading it ended its process: {ended.problem or 'exit status 0'}"
     for name, problem in refused.items():
-        print(f"moedoctor: a plug-in of another project is left out: {name}: {problem}", file=sys.stderr)
+        print_message(f"a plug-in of another project is left out: {name}: {problem}")
     return frozenset(refused)
 
 

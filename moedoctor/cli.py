@@ -22,6 +22,7 @@ from moedoctor.commands.run import run
 from moedoctor.commands.show import show
 from moedoctor.commands.triage import triage
 from moedoctor.processes import interrupts
+from moedoctor.text import print_message, print_traceback
 
 EPILOG = (
     "Exit codes: 0 nothing found, 1 something found, 2 wrong usage or bad input, 3 an error in moedoctor."
@@ -66,21 +67,21 @@ def main(arguments: list[str] | None = None) -> int:
         code: Any = app(arguments, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except InputError as error:
-        print(f"moedoctor: {error}", file=sys.stderr)
+        print_message(str(error), sys.argv[1:] if arguments is None else arguments)
         return 2
     except typer.Exit as stop:
         return int(stop.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        print("moedoctor: interrupted", file=sys.stderr)
+        print_message("interrupted")
         return interrupts.exit_code()
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone, as with `| head`
         return 0
     except Exception as error:
-        return _usage_error(error)
+        return _usage_error(error, sys.argv[1:] if arguments is None else arguments)
 
 
-def _usage_error(error: Exception) -> int:
+def _usage_error(error: Exception, arguments: list[str]) -> int:
     """Print an error of the parser in one line; anything else is an error in moedoctor."""
     show = getattr(error, "format_message", None)
     if show is not None:
@@ -90,10 +91,8 @@ def _usage_error(error: Exception) -> int:
             return 2
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
-        print(f"moedoctor: {' '.join(message.split()).rstrip('.')}{hint}", file=sys.stderr)
+        print_message(f"{' '.join(message.split()).rstrip('.')}{hint}", arguments)
         return 2
-    import traceback
-
-    traceback.print_exc()
-    print("moedoctor: this is an error in moedoctor; please report it with the lines above", file=sys.stderr)
+    print_traceback()
+    print_message("this is an error in moedoctor; please report it with the lines above")
     return 3

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from moedoctor.text import TextFileError, dotted, escape, explain, read_text, shorten
+from moedoctor.text import TextFileError, dotted, escape, escape_json, explain, read_text, shorten
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -250,8 +250,12 @@ class ReportError(ValueError):
 
 
 def to_json(record: Any, indent: int | None = 2) -> str:
-    """Return any record as strict JSON that ends with a line end; equal records give equal text."""
-    return json.dumps(plain(record), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+    """Return any record as strict JSON that ends with a line end; equal records give equal text.
+
+    What a terminal might act on is escaped: the text can be printed, and its data is exact.
+    """
+    document = json.dumps(plain(record), indent=indent, ensure_ascii=False, allow_nan=False)
+    return escape_json(document) + "\n"
 
 
 def plain(value: Any, path: _Path = ()) -> Any:

@@ -1,7 +1,8 @@
-"""Text files and YAML that a stranger may have written, and the words of error messages.
+"""Text files and YAML that a stranger may have written, and how such text is shown.
 
 `read_text` reads a small file, `read_yaml` one YAML document with the line of every value. `explain`,
-`dotted`, `show` and `nearest` say what is wrong with a value and what was expected.
+`dotted`, `show` and `nearest` say what is wrong with a value and what was expected. `print_message` is the
+way to stderr; pages and reports use `clean`, `one_line`, `escape_json` and `without_commands`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,9 +117,76 @@ _EXPECTED = {
 }
 
 
+_MOST_ECHOED = 200
+"""Characters of an input in a message."""
+_LONGEST_MESSAGE = 1000
+_ESCAPE_SEQUENCE = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
+    r"|\x1b[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)"  # OSC, DCS and other strings: titles, links
+    r"|\x1b[ -/]*[0-~]?"  # also the start of a string that never ends: what follows is evidence
+)
+_LINE_END = re.compile("\r\n|[\r\v\f\x85\u2028\u2029]")
+_UNSEEN = (
+    "\xad\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"
+)
+"""Characters that are invisible, or that reorder the text around them."""
+_INVISIBLE = re.compile(f"[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff{_UNSEEN}]")
+# JSON itself escapes only what is below U+0020.
+_NOT_IN_JSON = re.compile(rf"[\x7f-\x9f\u2028\u2029{_UNSEEN}]|(?<=#)#(?=\w*\[)")
+COMMAND = re.compile(r"^([^\S\n]*):(?=:)|#(?=#\w*\[)", re.MULTILINE)
+"""What a CI server that reads a log runs: ``::error`` at the start of a line, ``##[error]`` anywhere."""
+
+
+def clean(text: str) -> str:
+    """Return `text` without escape sequences, control characters and tabs; lines end in ``\\n``."""
+    text = _LINE_END.sub("\n", _ESCAPE_SEQUENCE.sub("", text))
+    return _INVISIBLE.sub("", text).expandtabs(4)
+
+
+def one_line(text: str) -> str:
+    """Return `text` cleaned, on one line."""
+    return " ".join(clean(text).split())
+
+
 def escape(text: str) -> str:
     """Return `text` with an escape for everything that a terminal might act on, line ends included."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def escape_json(document: str) -> str:
+    """Return a JSON document with an escape for what a terminal or CI server might act on; its data stays."""
+    return _NOT_IN_JSON.sub(lambda match: json.dumps(match[0])[1:-1].replace("#", r"\u0023"), document)
+
+
+def without_commands(text: str) -> str:
+    """Return `text` without commands for a CI server: ``::`` at the start of a line, ``##[`` anywhere.
+
+    A backslash takes the place of the first character, so that each line keeps its width.
+    """
+    return COMMAND.sub(r"\1\\", text)
+
+
+def print_message(text: str, inputs: Iterable[str] = ()) -> None:
+    """Print ``moedoctor: text`` as one line on stderr: escaped, and with at most 200 characters of an input.
+
+    `inputs` are what a user gave, such as the arguments of the command line.
+    """
+    for given in sorted(inputs, key=len, reverse=True):
+        if len(given) > _MOST_ECHOED:
+            text = text.replace(given, shorten(given, _MOST_ECHOED))
+    # What is not among `inputs` comes from a file. Our own words are shorter.
+    line = re.sub(rf"\S{{{_MOST_ECHOED + 1},}}", lambda word: shorten(word[0], _MOST_ECHOED), escape(text))
+    if len(line) > _LONGEST_MESSAGE:
+        line = f"{line[:_MOST_ECHOED]} … ({len(line)} characters) … {line[-2 * _MOST_ECHOED :]}"
+    print(without_commands(f"moedoctor: {line}"), file=sys.stderr)
+
+
+def print_traceback() -> None:
+    """Print the traceback of the exception that is being handled on stderr, each line escaped."""
+    import traceback
+
+    lines = traceback.format_exc().splitlines()
+    print(*(without_commands(shorten(escape(line), 1000)) for line in lines), sep="\n", file=sys.stderr)
 
 
 def shorten(text: str, limit: int = _LIMIT) -> str:
@@ -133,7 +202,8 @@ def show(value: object) -> str:
         return "a mapping"
     if isinstance(value, (list, tuple)):
         return "a list"
-    return f"'{escape(shorten(value))}'" if isinstance(value, str) else shorten(str(value))
+    shown = escape(shorten(str(value)))
+    return f"'{shown}'" if isinstance(value, str) else shown
 
 
 def dotted(path: Iterable[str | int]) -> str:

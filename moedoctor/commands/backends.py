@@ -24,6 +24,7 @@ from moedoctor.commands.options import (
     one_of,
     option,
 )
+from moedoctor.text import print_message
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.settings.tables import SettingFinding
@@ -163,7 +164,7 @@ def _ask(
     if any(finding.stops for finding in findings):
         return None, ("the installed vLLM was not asked, because it stops at a setting",)
     if sys.stderr.isatty():
-        print("moedoctor: asking the installed vLLM, which takes seconds", file=sys.stderr)
+        print_message("asking the installed vLLM, which takes seconds")
     try:
         heard = ask_installed(selection, moe_backend=moe_backend, environ=environ)
     except AgreementError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +29,7 @@ from moedoctor.reporters.bench_backends import (
 )
 from moedoctor.reporters.output import OutputError
 from moedoctor.reporters.plots import PlotError
+from moedoctor.text import print_message
 from moedoctor.trace.format import TraceError, load
 
 DEFAULT_MODEL = "qwen3-30b-a3b"
@@ -220,4 +220,4 @@ def _draw(bench: BackendBench, report: Path | None, plot: Path | None) -> list[s
 
 
 def _log(text: str) -> None:
-    print(f"moedoctor: {text}", file=sys.stderr)
+    print_message(text)

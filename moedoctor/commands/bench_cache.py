@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +24,7 @@ from moedoctor.reporters.bench_cache import (
 )
 from moedoctor.reporters.output import OutputError, terminal
 from moedoctor.reporters.plots import PlotError
+from moedoctor.text import print_message, print_traceback
 from moedoctor.trace.format import SHIPPED, RoutingTrace, TraceError, load, shipped_trace
 from moedoctor.trace.synthetic import PREFIX, ZipfSettings, zipf_trace
 
@@ -111,7 +110,7 @@ def write_report(bench: CacheBench, format: str, output: Path | None) -> None:
             try:
                 pictures = write_pictures(bench, output)
             except PlotError as error:
-                print(f"moedoctor: no picture beside the report: {error}", file=sys.stderr)
+                print_message(f"no picture beside the report: {error}")
     page = bench_page(bench, pictures, full=format == "markdown")
     deliver(page, bench_document(bench), format=format, output=output, summary=summary_line(bench))
     colour, width = terminal(output)
@@ -119,7 +118,7 @@ def write_report(bench: CacheBench, format: str, output: Path | None) -> None:
         try:
             print(terminal_charts(bench, width), end="")
         except PlotError as error:
-            print(f"moedoctor: no chart: {error}", file=sys.stderr)
+            print_message(f"no chart: {error}")
 
 
 @dataclass(frozen=True)
@@ -162,10 +161,10 @@ def measure_speed(
                 except Exception as error:
                     if _was_interrupted(error):
                         raise KeyboardInterrupt from error
-                    traceback.print_exc()
+                    print_traceback()
                     message = (str(error).splitlines() or [""])[0]
                     missing[-1] += f" ({type(error).__name__}: {message})"
-                print(f"moedoctor: {part}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+                print_message(f"{part}: {time.monotonic() - began:.0f} s")
     except KeyboardInterrupt:
         missing.append("whatever comes next: interrupted")
     rows = tables.pop("decode", [])

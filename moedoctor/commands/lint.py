@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moedoctor.commands.options import InputError, Output, PageFormat, as_input_error, deliver, option
+from moedoctor.text import print_message
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.checkpoint.findings import Lint
@@ -35,14 +35,11 @@ def lint(
     from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
     from moedoctor.redaction import Redactor
     from moedoctor.reporters.lint import lint_document, lint_page, summary_line
-    from moedoctor.text import escape
 
     if fix is not None:
         _check_fix(checkpoint, fix)
-    try:
+    with as_input_error(CheckpointError):
         result = lint(checkpoint)
-    except CheckpointError as error:
-        raise InputError(escape(str(error))) from error
     code = 1 if result.damage else 0
     folder = Redactor.of_this_process().text(str(result.checkpoint.folder))
     page, document = lint_page(result, folder), lint_document(result, folder, code)
@@ -75,4 +72,4 @@ def _write_fix(result: Lint, fix: Path) -> None:
             for name, text in files.items():
                 write(fix / name, text)
     names = ", ".join(sorted(files)) if files else "nothing that a JSON file could correct"
-    print(f"moedoctor: --fix: {names}{f' written to {fix}' if files else ''}", file=sys.stderr)
+    print_message(f"--fix: {names}{f' written to {fix}' if files else ''}")

@@ -6,12 +6,13 @@ import contextlib
 import math
 import pkgutil
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from moedoctor.text import print_message
 
 if TYPE_CHECKING:
     from moedoctor.redaction import Redactor
@@ -185,7 +186,7 @@ def rendered(report: Report, format: str, output: Path | None) -> tuple[str, int
         return reporter.render(report, colour=colour, width=width), None
     except Exception as error:
         problem = first_line(f"{type(error).__name__}: {error}")
-        print(f"moedoctor: --format {format} failed, this is JSON instead: {problem}", file=sys.stderr)
+        print_message(f"--format {format} failed, this is JSON instead: {problem}")
         return to_json(report), 3 if catalogue.is_ours(reporter) else 2
 
 

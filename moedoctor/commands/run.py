@@ -25,6 +25,7 @@ from moedoctor.commands.options import (
     option,
     rendered,
 )
+from moedoctor.text import one_line, shorten
 
 if TYPE_CHECKING:
     from moedoctor.runner.run import Progress
@@ -202,11 +203,16 @@ def _progress() -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
         def show(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total or 1, description=what)
+            bar.update(task, completed=done, total=total or 1, description=shorten(one_line(what)))
 
         yield show

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from moedoctor.commands.options import InputError, Output, PageFormat, deliver
-from moedoctor.text import escape, shorten
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.triage.triage import Triage
@@ -35,9 +34,9 @@ def triage(
         result = _read(sys.stdin.buffer, "stdin")
     else:
         if output is not None and output.exists() and os.path.exists(file) and os.path.samefile(file, output):
-            raise InputError(f"{_shown(file)}: is also the output, expected another file with -o")
+            raise InputError(f"{file}: is also the output, expected another file with -o")
         with _opened(file) as stream:
-            result = _read(stream, _shown(file))
+            result = _read(stream, file)
     from moedoctor.reporters.triage import count_line, triage_page
 
     document = {"findings": [vars(finding) for finding in result.findings]}
@@ -75,26 +74,21 @@ def _read(stream: BinaryIO, name: str) -> Triage:
 
 
 def _opened(path: str) -> BinaryIO:
-    shown = _shown(path)
     try:
         info = os.stat(path)
         if stat.S_ISDIR(info.st_mode):
-            raise InputError(f"{shown}: is a folder, expected a log or report, or - for stdin")
+            raise InputError(f"{path}: is a folder, expected a log or report, or - for stdin")
         if not stat.S_ISREG(info.st_mode):
-            raise InputError(f"{shown}: is not a regular file, expected a log or report; use - for a pipe")
+            raise InputError(f"{path}: is not a regular file, expected a log or report; use - for a pipe")
         if info.st_size > MOST_BYTES:
-            raise InputError(_too_large(shown))
+            raise InputError(_too_large(path))
         return open(path, "rb")
     except OSError as error:
         raise InputError(
-            f"{shown}: cannot be read ({_reason(error)}), expected a log or report, or - for stdin"
+            f"{path}: cannot be read ({_reason(error)}), expected a log or report, or - for stdin"
         ) from None
     except ValueError:
-        raise InputError(f"{shown}: is not a file name, expected a log or report, or - for stdin") from None
-
-
-def _shown(path: str) -> str:
-    return escape(shorten(path, 200))
+        raise InputError(f"{path}: is not a file name, expected a log or report, or - for stdin") from None
 
 
 def _reason(error: OSError) -> str:

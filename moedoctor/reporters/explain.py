@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from moedoctor.entries.entry import SECTIONS, Entry, Link
 from moedoctor.interfaces import Fault
 from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Prose, Span
 from moedoctor.results import Report, ReportError, load_report
-from moedoctor.text import TextFileError, read_yaml
+from moedoctor.text import TextFileError, print_message, read_yaml
 
 NOT_YET = "moedoctor cannot run this one yet: it has no scenario."
 
@@ -131,5 +130,5 @@ def _reports() -> Sequence[tuple[str, Report]]:
         try:
             reports.append((file.parent.name, load_report(file)))
         except ReportError as error:
-            print(f"moedoctor: {error}", file=sys.stderr)
+            print_message(str(error))
     return reports

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from moedoctor.interfaces import Reporter
 from moedoctor.reporters.markdown import MarkdownReporter
-from moedoctor.reporters.text import one_line, summary_line
+from moedoctor.reporters.text import summary_line
 from moedoctor.results import Report, ScenarioResult, ScenarioVerdict
+from moedoctor.text import one_line
 
 MAX_SUMMARY_BYTES = 1024 * 1024
 """GitHub refuses the whole summary of a step if it is longer than 1 MiB."""

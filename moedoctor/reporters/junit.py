@@ -17,7 +17,6 @@ does. A testsuite ``baseline`` holds one failure for each regression.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from xml.etree import ElementTree as ET
@@ -25,15 +24,9 @@ from xml.etree import ElementTree as ET
 from moedoctor.comparison import expected_verdict
 from moedoctor.interfaces import Reporter
 from moedoctor.reporters.run import crash_notes
-from moedoctor.reporters.text import (
-    clean,
-    deciding_figure,
-    figures,
-    one_line,
-    short_evidence,
-    short_parameters,
-)
-from moedoctor.results import CaseResult, CaseVerdict, Report, ScenarioResult, ScenarioVerdict, plain
+from moedoctor.reporters.text import deciding_figure, figures, short_evidence, short_parameters
+from moedoctor.results import CaseResult, CaseVerdict, Report, ScenarioResult, ScenarioVerdict, to_json
+from moedoctor.text import COMMAND, clean, one_line
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _PROVEN = (ScenarioVerdict.PROVED, ScenarioVerdict.FOUND)
@@ -66,7 +59,7 @@ class JunitReporter(Reporter):
             _count(suite)
         _count(root, sum(float(suite.get("time", "0")) for suite in root))
         ET.indent(root)
-        text = ET.tostring(root, encoding="unicode")
+        text = COMMAND.sub(_reference, ET.tostring(root, encoding="unicode"))
         return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
@@ -100,9 +93,8 @@ def _case(suite: ET.Element, classname: str, scenario: ScenarioResult, case: Cas
     last_words = "\n".join(line for note in crash_notes([case]) for line in (note.message, *note.stderr_tail))
     _test(suite, classname, name, case.seconds, outcome, kind, message, last_words)
     if outcome != "skipped":
-        evidence = json.dumps(plain(case.evidence), ensure_ascii=False)
-        output = f"{case.verdict.value}: {deciding_figure(case)}\n{evidence}"
-        ET.SubElement(suite[-1], "system-out").text = _xml(output)
+        output = f"{case.verdict.value}: {deciding_figure(case)}\n{to_json(case.evidence, indent=None)}"
+        ET.SubElement(suite[-1], "system-out").text = _xml(output.rstrip())
 
 
 def _test(
@@ -155,6 +147,10 @@ def _properties(scenario: ScenarioResult) -> Iterator[tuple[str, str]]:
 
 def _seconds(value: float) -> str:
     return f"{value:.3f}"
+
+
+def _reference(match: re.Match[str]) -> str:
+    return f"{match[0][:-1]}&#{ord(match[0][-1])};"
 
 
 def _xml(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from urllib.parse import quote
 
 from moedoctor.interfaces import Reporter
 from moedoctor.reporters.page import (
@@ -20,12 +21,13 @@ from moedoctor.reporters.page import (
     spans,
 )
 from moedoctor.reporters.run import run_page
-from moedoctor.reporters.text import clean, one_line, summary_line
+from moedoctor.reporters.text import summary_line
 from moedoctor.results import Report
+from moedoctor.text import clean, one_line, without_commands
 
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<=\s)#|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
-_BLOCK_START = re.compile(r"^(\d*)(?=[#+-]|[.)](?:\s|$))")
-_MENTION = re.compile(r"(?<![\w`])@(?=\w)")
+_BLOCK_START = re.compile(r"^(\d*)(?=[#+-]|[.)](?:\s|$)|::)")
+_MENTION = re.compile(r"(?<![A-Za-z0-9])@(?=\w)")
 _REFERENCE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
 _TICKS = re.compile("`+")
 
@@ -49,7 +51,7 @@ def to_markdown(page: Page) -> str:
             together = isinstance(block, Item) and isinstance(page[index - 1], Item)
             parts.append("\n" if together else "\n\n")
         parts.append(_block(block))
-    return "".join(parts) + "\n"
+    return without_commands("".join(parts)) + "\n"
 
 
 def escape(text: str) -> str:
@@ -114,7 +116,7 @@ def _block(block: Block) -> str:
         return f"{fence}text\n{text}\n{fence}"
     if isinstance(block, Prose):
         return clean(block.markdown).strip()
-    return f"![{escape(block.title)}]({block.file})"
+    return f"![{escape(block.title)}]({quote(block.file, errors='replace')})"
 
 
 def _item(item: Item) -> str:

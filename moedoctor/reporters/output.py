@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from moedoctor.text import print_message
+
 
 class OutputError(Exception):
     """A place that cannot be written to; one line says why."""
@@ -41,7 +43,7 @@ def emit(text: str, path: Path | None, summary: str) -> None:
         sys.stdout.flush()
         return
     write(path, text)
-    print(f"moedoctor: {summary}; written to {path}", file=sys.stderr)
+    print_message(f"{summary}; written to {path}")
 
 
 def write(path: Path, text: str) -> None:

@@ -17,15 +17,9 @@ from moedoctor.reporters.page import (
     evidence_tables,
     without_records,
 )
-from moedoctor.reporters.text import (
-    clean,
-    deciding_figure,
-    figures,
-    one_line,
-    short_evidence,
-    short_parameters,
-)
+from moedoctor.reporters.text import deciding_figure, figures, short_evidence, short_parameters
 from moedoctor.results import CaseResult, CaseVerdict, ClaimResult, Report, Scalar, ScenarioResult
+from moedoctor.text import clean, one_line
 
 
 def run_page(report: Report, *, full: bool) -> list[Block]:

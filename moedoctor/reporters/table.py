@@ -24,8 +24,9 @@ from moedoctor.reporters.page import (
     spans,
 )
 from moedoctor.reporters.run import run_page
-from moedoctor.reporters.text import clean, environment_line, one_line, summary_line
+from moedoctor.reporters.text import environment_line, summary_line
 from moedoctor.results import Report
+from moedoctor.text import clean, one_line, without_commands
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -93,7 +94,7 @@ def to_text(page: Page, *, colour: bool = False, width: int | None = None) -> st
         for part in _block(block, console.width):
             console.print(part)
         before = block
-    return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
+    return without_commands("\n".join(line.rstrip() for line in out.getvalue().split("\n")))
 
 
 def _close(before: Block, block: Block) -> bool:

@@ -1,39 +1,17 @@
-"""Text that the formats share: cleaned, shortened, and the line of counts at the end."""
+"""Text that the formats share: values on one line, and the line of counts at the end."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moedoctor.results import CaseResult, CaseVerdict, Evidence, Report, Scalar, ScenarioVerdict
-from moedoctor.text import shorten
+from moedoctor.text import one_line, shorten
 
-_ESCAPE_SEQUENCE = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
-    r"|\x1b[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)"  # OSC, DCS and other strings: titles, links
-    r"|\x1b[ -/]*[0-~]?"  # also the start of a string that never ends: what follows is evidence
-)
-_LINE_END = re.compile("\r\n|[\r\v\f\x85\u2028\u2029]")
-# Control characters, lone surrogates, and bidirectional overrides, which reorder the text around them.
-_INVISIBLE = re.compile(
-    "[\x00-\x08\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
-)
 _FACTS = ("gpu", "driver", "torch", "vllm", "flashinfer", "python")
 _LISTED = 6
 _LONG = 160
-
-
-def clean(text: str) -> str:
-    """Return `text` without escape sequences, control characters and tabs; lines end in ``\\n``."""
-    text = _LINE_END.sub("\n", _ESCAPE_SEQUENCE.sub("", text))
-    return _INVISIBLE.sub("", text).expandtabs(4)
-
-
-def one_line(text: str) -> str:
-    """Return `text` cleaned, on one line."""
-    return " ".join(clean(text).split())
 
 
 def short_value(value: Any) -> str:

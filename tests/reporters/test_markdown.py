@@ -10,8 +10,9 @@ from markdown_it import MarkdownIt
 from report_samples import HOSTILE, POINTS, case, crashed, full_report, report, scenario
 
 from moedoctor.reporters.markdown import MarkdownReporter, escape, source_link
-from moedoctor.reporters.text import one_line, summary_line
+from moedoctor.reporters.text import summary_line
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
+from moedoctor.text import one_line
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 

@@ -27,7 +27,7 @@ from moedoctor.reporters.page import (
     without_records,
 )
 from moedoctor.reporters.table import MIN_WIDTH, to_text
-from moedoctor.reporters.text import one_line
+from moedoctor.text import one_line
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 STYLES = ("", "bold", "dim", "code", "source", "error")

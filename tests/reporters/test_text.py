@@ -8,16 +8,15 @@ from hypothesis import strategies as st
 from report_samples import ENVIRONMENT, HOSTILE, case, crashed, full_report, report
 
 from moedoctor.reporters.text import (
-    clean,
     deciding_figure,
     environment_line,
     figures,
-    one_line,
     short_evidence,
     short_parameters,
     short_value,
     summary_line,
 )
+from moedoctor.text import clean, one_line
 
 
 @given(st.text(alphabet=st.characters() | st.sampled_from("\x1b[]m\x07\x9b\r\n\t;0\udc80\u202e\u2028")))

@@ -17,6 +17,7 @@ import sys
 from multiprocessing import util
 from typing import Any
 
+from moedoctor.text import escape, print_message, without_commands
 from moedoctor.trace.nan_report import NanReport
 from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches
 
@@ -206,11 +207,11 @@ class ExitReport:
         try:
             report = self.trace.report()
         except Exception as error:  # after an illegal access nothing can be read any more
-            print(f"moedoctor: the NaN trace cannot be read: {error}", file=sys.stderr, flush=True)
+            print_message(f"the NaN trace cannot be read: {error}")
             return
         if report is not None:
-            text = f"moedoctor: NaN trace of process {process}\n{report.text()}"
-            print(text, file=sys.stderr, flush=True)
+            lines = (f"moedoctor: NaN trace of process {process}", *report.text().splitlines())
+            print("\n".join(without_commands(escape(line)) for line in lines), file=sys.stderr, flush=True)
 
 
 _active: ExitReport | None = None
