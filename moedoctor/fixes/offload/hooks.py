@@ -10,11 +10,10 @@ reason to clone weights that a layer returns.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,14 +106,13 @@ class Hooks:
             for index, (layer, (owner, name)) in enumerate(zip(layers, owners, strict=True)):
                 guard = Guard(layer, pipeline, index)
                 self._guards.append(guard)
-                self._wrap(layer.module, owner, name, around(functions[index], guard, index))
+                self._wrap(layer.module, owner, name, around(functions[index], guard, index), index)
                 for inner in dict.fromkeys(owner for weight, _ in layer.items for owner in weight.owners):
                     self._handles += StateHooks(inner, layer, pipeline, guard).handles
             # Nothing would tie `begin` to readers, which a compiler does not see: such passes have no bounds.
             if reader is None and runs(root) and not any(root is layer.module for layer in layers):
-                self._wrap(
-                    root, root, "forward", self._around_pass(root.forward, Watch(root, layers, pipeline))
-                )
+                one_pass = self._around_pass(root.forward, Watch(root, layers, pipeline))
+                self._wrap(root, root, "forward", one_pass, None)
         except BaseException:
             self.remove()
             raise
@@ -134,16 +132,19 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
 
-    def _wrap(self, module: nn.Module, owner: Any, name: str, function: Forward) -> None:
-        """Call `function` in place of the function `name` of `owner`."""
+    def _wrap(self, module: nn.Module, owner: Any, name: str, function: Forward, index: int | None) -> None:
+        """Call `function` in place of the function `name` of `owner`. `index`: of its unit; None: a pass."""
         pipeline = self._pipeline
 
         @functools.wraps(getattr(owner, name))
         def offloaded(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            with _closing(pipeline):
+            try:
                 return function(*args, **kwargs)
+            except BaseException:
+                pipeline.abandon(index)
+                raise
 
         before = vars(owner).get(name)
         setattr(owner, name, offloaded)
@@ -177,10 +178,8 @@ class Hooks:
             weights = guard.weights()
             before = guard.check(weights)
             pipeline.wait(index, weights)
-            try:
-                output = function(*args, **kwargs)
-            finally:
-                pipeline.release(index)
+            output = function(*args, **kwargs)
+            pipeline.release(index)
             guard.check_after(weights, before)
             return output
 
@@ -200,16 +199,6 @@ class Hooks:
             return output
 
         return one_pass
-
-
-@contextlib.contextmanager
-def _closing(pipeline: Pipeline) -> Iterator[None]:
-    """Close a pass that fails, so that another thread may begin one."""
-    try:
-        yield
-    except BaseException:
-        pipeline.abandon()
-        raise
 
 
 def _refuse_gradients(arguments: Any) -> None:

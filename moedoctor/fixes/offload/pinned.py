@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -86,8 +87,29 @@ def allocate(nbytes: int, pin: Pin | None) -> tuple[HostBlock, str | None]:
     return HostBlock(pages[:nbytes], pinned=True, release=last), None
 
 
+_WAITING: list[tuple[Release, torch.Tensor]] = []
+"""Locks that nobody needs any more, each with its memory."""
+
+
 def _unlock(release: Release, memory: torch.Tensor) -> None:
-    release()
+    _WAITING.append((release, memory))
+    _unlock_waiting()
+
+
+def _unlock_waiting(*_: object) -> None:
+    """Give up the locks that nobody needs, or at a later collection if the current stream is captured.
+
+    To give up a lock the host waits for the device, which voids a capture.
+    """
+    captures = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    while _WAITING and not captures:
+        release, memory = _WAITING.pop()
+        release()
+        del memory  # only now
+    if _unlock_waiting in gc.callbacks:
+        gc.callbacks.remove(_unlock_waiting)
+    if _WAITING:
+        gc.callbacks.append(_unlock_waiting)
 
 
 def array_interface(memory: torch.Tensor) -> dict[str, Any]:

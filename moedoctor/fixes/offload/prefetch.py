@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -191,6 +192,8 @@ class Pipeline:
     def begin(self) -> None:
         """A pass over the whole module starts."""
         self._claim()
+        if self._in_pass:  # the pass before failed in compiled code, which does not call `abandon`
+            self._drop()
         self._in_pass = True
         for slot in self._slots:
             slot.user = None
@@ -212,9 +215,17 @@ class Pipeline:
         self._in_whole_capture = False
         self._yield()
 
-    def abandon(self) -> None:
-        """What this thread had open has failed."""
-        if self._thread is threading.current_thread():
+    def abandon(self, index: int | None) -> None:
+        """Leave nothing behind of unit `index`, or of the pass, which this thread had open and which failed.
+
+        In a pass, a failed unit ends nothing else: the module may catch its error and go on.
+        """
+        if self._thread is not threading.current_thread():
+            return
+        if index is not None:
+            self._slots[self.units[index].slot].user = None
+        if index is None or not self._in_pass:
+            self._drop()
             self._yield()
 
     def go_unwatched(self, how: str) -> None:
@@ -233,6 +244,7 @@ class Pipeline:
 
     def join(self) -> None:
         """What is queued from now on starts behind every copy that is in flight."""
+        self._forget_dead_capture()
         for slot in self._slots:
             if slot.mark is not None:
                 self.engine.join(slot.mark)
@@ -242,6 +254,7 @@ class Pipeline:
 
         Called before weights on the host are overwritten: only an event shows that a copy has read them.
         """
+        self._forget_dead_capture()
         for slot in self._slots:
             for mark in (slot.mark, slot.read):
                 if mark is not None:
@@ -252,6 +265,7 @@ class Pipeline:
     def wait(self, index: int, arguments: Sequence[torch.Tensor]) -> None:
         """Unit `index` starts: `arguments`, its parameters, hold its weights for whatever is queued next."""
         self._claim()
+        self._forget_dead_capture()
         unit = self.units[index]
         slot = self._slots[unit.slot]
         if slot.user not in (None, index):
@@ -316,6 +330,7 @@ class Pipeline:
         if slot.mark is not None:
             self.engine.join(slot.mark)
         if self.plain is not None or slot.holds != index:
+            slot.holds = None  # until the copy is queued
             slot.read = self.engine.copy_in_order(slot.buffer[: unit.host.numel()], unit.host)
         slot.mark, slot.holds = None, index
 
@@ -340,6 +355,7 @@ class Pipeline:
     def _start(self, index: int) -> None:
         unit = self.units[index]
         slot = self._slots[unit.slot]
+        slot.holds = None  # until the copy is queued
         self.engine.fork()
         self.engine.copy(slot.buffer[: unit.host.numel()], unit.host)
         slot.mark, slot.holds = self.engine.mark(), index
@@ -353,6 +369,33 @@ class Pipeline:
         self._forget()
         self.plain = why
         warnings.warn(f"weights are no longer prefetched: {why}", RuntimeWarning, stacklevel=2)
+
+    def _drop(self) -> None:
+        """After a failure, rely on nothing that was begun: no buffer, no order of layers, no capture."""
+        self._last = None
+        if self.plain is not None:
+            self._forget()
+        elif not self._in_whole_capture:
+            for slot in self._slots:
+                slot.holds = None
+            with suppress(RuntimeError):  # the caller needs the first error
+                mark = self.engine.mark()  # behind a copy whose own mark is missing
+                for slot in self._slots:
+                    slot.mark = mark
+        else:
+            if self.engine.capturing():
+                # A capture must end with every stream joined. `fork` makes the stream of copies a part of it.
+                with suppress(RuntimeError):  # a void capture records nothing more
+                    self.engine.fork()
+                    self.engine.join(self.engine.mark())
+            self._forget()
+        self._in_whole_capture = False
+
+    def _forget_dead_capture(self) -> None:
+        """Forget a capture that ended in the middle of a pass: its events cannot be waited for."""
+        if self._in_whole_capture and not self.engine.capturing():
+            self._in_whole_capture = False
+            self._forget()
 
     def _forget(self) -> None:
         for slot in self._slots:

@@ -124,3 +124,60 @@ def test_a_warning_raised_as_an_error_leaves_the_module_unchanged(x: torch.Tenso
             offloaded(model, pin=failing)
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
     assert_untouched(model)
+
+
+class Fragile(nn.Linear):
+    """Raises if it is told to."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("at", range(5))
+def test_after_a_layer_that_fails_the_next_pass_is_right_and_prefetches_in_order(
+    x: torch.Tensor, listed: bool, at: int
+) -> None:
+    model: Any = stack(5, Fragile)
+    expected = model(x)
+    layers = list(model)
+    handle = offloaded(nn.ModuleList(layers) if listed else model)
+
+    def run() -> torch.Tensor:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        return y if listed else model(x)
+
+    assert torch.equal(run(), expected)
+    order = dict(handle._pipeline._after)  # type: ignore[union-attr]
+    layers[at].fails = True
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    layers[at].fails = False
+    for _ in range(2):
+        assert torch.equal(run(), expected)
+        assert handle._pipeline._after == order  # type: ignore[union-attr]
+    handle.restore()
+    assert torch.equal(run(), expected)
+
+
+def test_a_pass_that_catches_the_error_of_a_layer_goes_on(x: torch.Tensor) -> None:
+    class Catching(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                try:
+                    x = layer(x)
+                except KeyboardInterrupt:
+                    x = -x
+            return x
+
+    model = Catching(*stack(5, Fragile))
+    model[1].fails = model[2].fails = True
+    expected = model(x)
+    offloaded(model)
+    assert all(torch.equal(model(x), expected) for _ in range(3))

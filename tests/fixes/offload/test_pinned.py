@@ -87,3 +87,21 @@ def test_a_driver_error_is_not_raised_again_by_the_next_kernel(
     block, failure = allocate(10, register)
     assert (block.pinned, failure) == (False, "cudaHostRegister of 4096 bytes failed with error 2")
     torch.ones(1, device="cuda")
+
+
+def test_a_block_that_is_dropped_in_a_capture_is_unlocked_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlocking waits for the device, which would void the capture."""
+    released: list[str] = []
+    dropped, _ = allocate(10, lambda memory: lambda: released.append("dropped"))
+    closed, _ = allocate(10, lambda memory: lambda: released.append("closed"))
+    callbacks = list(gc.callbacks)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        del dropped
+        closed.close()
+        gc.collect()
+        assert released == []
+    gc.collect()
+    assert sorted(released) == ["closed", "dropped"]
+    assert gc.callbacks == callbacks

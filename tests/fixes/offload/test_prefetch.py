@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -137,19 +138,29 @@ def test_a_copy_of_the_parameter_ends_prefetching_and_buffers_are_filled_for_eac
 class GraphDevice(LateDevice):
     """Events recorded inside a graph cannot be waited for outside of it, or the reverse, as in CUDA."""
 
-    recording = False
+    recording = 0
+    """The number of the graph, or 0."""
 
     def mark(self) -> Event:
         mark = super().mark()
         mark.recorded = self.recording  # type: ignore[attr-defined]
         return mark
 
+    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        mark = super().copy_in_order(target, source)
+        mark.recorded = self.recording  # type: ignore[attr-defined]
+        return mark
+
     def join(self, mark: Event) -> None:
-        assert mark.recorded is self.recording  # type: ignore[attr-defined]
+        assert mark.recorded == self.recording  # type: ignore[attr-defined]
         super().join(mark)
 
+    def wait(self, mark: Event) -> None:
+        assert not mark.recorded  # type: ignore[attr-defined]
+        super().wait(mark)
+
     def capturing(self) -> bool:
-        return self.recording
+        return bool(self.recording)
 
 
 def whole_pass(device: GraphDevice, line: Pipeline, units: int) -> list[bool]:
@@ -166,10 +177,10 @@ def test_passes_around_a_graph_of_the_whole_module_are_right(seed: int, units: i
     line = pipeline(device, units)
     right = whole_pass(device, line, units)
     device.synchronize()
-    device.recording = True
+    device.recording = 1
     right += whole_pass(device, line, units)
     assert not device._copies, "a capture must not end with copies that nobody waits for"
-    device.recording = False
+    device.recording = 0
     for _ in range(2):
         for buffer in line.buffers:  # a replay
             buffer.fill_(77)
@@ -183,14 +194,14 @@ def test_a_graph_of_a_part_ends_prefetching_and_one_over_unpinned_memory_is_refu
     device = GraphDevice(0)
     line = pipeline(device, 4, pinned=[True, True, True, False])
     assert run(device, line, range(4)) == [True] * 4
-    device.recording = True
+    device.recording = 1
     with pytest.warns(RuntimeWarning, match="a part of the module alone"):
         assert run(device, line, [1]) == [True]
     with pytest.raises(
         RuntimeError, match=r"cannot record copies from memory that is not pinned \(layer 3\)"
     ):
         line.wait(3, [line.buffers[1]])
-    device.recording = False
+    device.recording = 0
     line.begin()
     for buffer in line.buffers:
         buffer.fill_(77)
@@ -218,3 +229,127 @@ def test_host_memory_may_be_overwritten_after_settle(seed: int | None, units: in
         unit.host.zero_()
     device.synchronize()
     assert right == [True] * units
+
+
+class Interrupt(BaseException):
+    """As Ctrl-C."""
+
+
+class Breaking(GraphDevice):
+    """Raises before or after its operation number `at`."""
+
+    at = -1
+    after = False
+
+    def _operate(self, operation: Callable[..., Any], *given: Any) -> Any:
+        self.at -= 1
+        if self.at == 0 and not self.after:
+            raise Interrupt
+        result = operation(*given)
+        if self.at == 0:
+            raise Interrupt
+        return result
+
+    def fork(self) -> None:
+        self._operate(super().fork)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._operate(super().copy, target, source)
+
+    def mark(self) -> Event:
+        mark: Event = self._operate(super().mark)
+        return mark
+
+    def join(self, mark: Event) -> None:
+        self._operate(super().join, mark)
+
+    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        mark: Event = self._operate(super().copy_in_order, target, source)
+        return mark
+
+
+def broken_pass(device: Breaking, line: Pipeline, *, breaks_in: int, module: bool, compiled: bool) -> bool:
+    """Run layers until the device breaks, or layer `breaks_in` does; return whether one did.
+
+    `module`: the layers are those of a module, else somebody calls them. Compiled code reports no failure.
+    """
+    try:
+        if module:
+            line.begin()
+        for index in range(len(line.units)):
+            try:
+                buffer = line.buffers[line.units[index].slot]
+                line.wait(index, [buffer])
+                device.run(lambda buffer=buffer: buffer.clone())  # type: ignore[misc]
+                if index == breaks_in:
+                    raise Interrupt
+                line.release(index)
+            except Interrupt:
+                device.at = -1
+                if not compiled:
+                    line.abandon(index)
+                raise
+        if module:
+            line.finish()
+    except Interrupt:
+        device.at = -1
+        if module and not compiled:
+            line.abandon(None)
+        return True
+    return False
+
+
+def end_capture(device: GraphDevice, line: Pipeline) -> int:
+    """End a capture, whose work never runs. Return how many of its copies nobody waits for."""
+    while device._compute:
+        assert device._step(device._compute) or device._step(device._copies)
+    unjoined = len(device._copies)
+    device._copies.clear()
+    device.recording = 0
+    for buffer in line.buffers:
+        buffer.fill_(77)
+    return unjoined
+
+
+@given(
+    seed=st.none() | st.integers(0, 1000),
+    units=st.integers(2, 5),
+    pinned=st.booleans(),
+    breaks=st.tuples(st.integers(1, 40), st.booleans(), st.integers(0, 8)),
+    how=st.sampled_from(["eager", "graph", "compiled", "compiled graph", "list"]),
+    then=st.sampled_from(["eager", "graph", "settle", "join"]),
+)
+@settings(deadline=None, max_examples=300)
+def test_nothing_of_a_failed_pass_is_left(
+    seed: int | None, units: int, pinned: bool, breaks: tuple[int, bool, int], how: str, then: str
+) -> None:
+    device = Breaking(None if "graph" in how else seed)
+    line = pipeline(device, units, pinned=[pinned or index % 2 > 0 for index in range(units)])
+    module, compiled, graph = how != "list", "compiled" in how, "graph" in how and pinned
+    order = dict(line._after)
+    assert whole_pass(device, line, units) == [True] * units
+    if graph:
+        device.synchronize()
+        device.recording = 1
+    device.at, device.after, breaks_in = breaks
+    failed = broken_pass(device, line, breaks_in=breaks_in, module=module, compiled=compiled)
+    device.at = -1
+    if graph:
+        assert end_capture(device, line) == 0 or compiled
+    if then == "settle":
+        line.settle()
+    elif then == "join":
+        line.join()
+    elif then == "graph" and pinned and module:
+        device.recording = 2
+        line.begin()
+        run(device, line, range(units))
+        line.finish()
+        assert end_capture(device, line) == 0
+    for _ in range(2):
+        assert (whole_pass(device, line, units) if module else run(device, line, range(units))) == [
+            True
+        ] * units
+    assert line._after == order or not failed or (compiled and how == "list")
+    assert line.plain is None
+    line.settle()
