@@ -14,7 +14,7 @@ Engines, by ``engine``:
   device, and without pinned memory, where copies block.
 - ``resident``: as many slots as experts. All are loaded at the start, ids are slots, nothing is counted.
 - ``auto``: ``resident`` if the capacity suffices, else ``device`` if there are a CUDA device, Triton and
-  pinned memory, else ``host``.
+  pinned memory that kernels can read in place (WSL may refuse that), else ``host``.
 
 A cache belongs to one thread at a time: the slots that a call got are valid until the next call. A thread
 that enters while another one is inside gets CacheBusy.
@@ -33,6 +33,7 @@ import torch
 from moedoctor.fixes.cache.engine import CachedExperts, Engine, ResidentEngine, check_range
 from moedoctor.fixes.cache.store import ExpertStore, count_experts
 from moedoctor.fixes.eviction import ONLINE_POLICIES, CacheOverflow, CacheStats, SlotTable
+from moedoctor.kernels.device_guard import on_device
 
 __all__ = [
     "ENGINES",
@@ -109,17 +110,20 @@ class ExpertCache:
             self._store = weights
         else:
             packed = packed and engine != "resident" and capacity < count_experts(weights)
-            self._store = ExpertStore(weights, pin=pin and self.device.type == "cuda", packed=packed)
+            with on_device(self.device):
+                self._store = ExpertStore(weights, pin=pin and self.device.type == "cuda", packed=packed)
         self.capacity, self.policy = capacity, policy
         self.num_experts = self._store.num_experts
         triton = importlib.util.find_spec("triton") is not None
         if engine == "auto" and capacity >= self.num_experts:
             engine = "resident"
         elif engine == "auto":
-            engine = "device" if self.device.type == "cuda" and self._store.pinned and triton else "host"
+            pinned = self.device.type == "cuda" and self._store.pinned
+            engine = "device" if pinned and triton and self._store.is_readable(self.device) else "host"
         if engine == "device" and not triton:
             raise RuntimeError("engine 'device' needs Triton, which is not installed: use engine='host'")
-        self._engine = _engine_class(engine)(self._store, capacity, policy, self.device)
+        with on_device(self.device):
+            self._engine = _engine_class(engine)(self._store, capacity, policy, self.device)
         self._inside = threading.Lock()
 
     @property

@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -143,7 +144,7 @@ def offload(
     elements of the outermost ModuleList or Sequential of three or more, else the outermost modules that own
     parameters (torch's attention and transformer layers always as a whole).
     `access`: ``copy`` prefetches into two device buffers (one for two layers); ``view`` lets kernels read
-    pinned memory over the bus (CUDA only).
+    pinned memory over the bus (CUDA only) and never copies; on WSL the driver may refuse it.
     `pin`: False leaves host memory pageable; a function pins in its own way. If pinning fails, copies block,
     and one warning says so.
     `keep_below`: tensors of fewer bytes stay on the device.
@@ -154,7 +155,7 @@ def offload(
 
     `moedoctor.fixes.offload.plan.RULES` decides what stays on the device. Raises ValueError, with the module
     unchanged, for a budget that is not positive, a pattern that matches nothing (with the closest names),
-    meta tensors, a module on two devices or already offloaded; PinError if ``view`` cannot pin.
+    meta tensors, a module on two devices or already offloaded; PinError if ``view`` cannot pin or map.
     """
     if isinstance(patterns, str):
         raise ValueError(
@@ -166,7 +167,11 @@ def offload(
     given = None if layers is None else list(layers)
     with torch.inference_mode(False):  # memory made in inference mode could not be written to outside of it
         plan = make_plan(module, budget_bytes, patterns, given, keep_below, by_forward=reader is None)
-        pinning = pin if callable(pin) else (register if pin and target.type == "cuda" else None)
+        pinning = (
+            pin
+            if callable(pin)
+            else (partial(register, device=target) if pin and target.type == "cuda" else None)
+        )
         stored, failure = storage.store(plan, pinning)
         if failure is not None:
             if access == "view":

@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hypothesis.stateful import run_state_machine_as_test as run
 
 from moedoctor.fixes.eviction import ONLINE_POLICIES, SlotTable
-from moedoctor.fixes.expert_cache import CachedExperts, ExpertCache
+from moedoctor.fixes.expert_cache import CachedExperts, ExpertCache, ExpertStore
 from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
-from moedoctor.kernels.cache import HALVED_EVERY
+from moedoctor.kernels.cache import HALVED_EVERY, transfer
 from moedoctor.reference.moe import MoeWeights
 from moedoctor.reference.moe import forward as reference
 
@@ -156,6 +156,32 @@ def packed() -> None:
         assert_holds(ids, cache.acquire(ids), weights)
 
 
+def mapped() -> None:
+    """Kernels read the host's memory at the address that the driver gives, packed or not."""
+    draw = torch.Generator().manual_seed(0)
+    right = {
+        "w": torch.randn(6, 128, 64, generator=draw).bfloat16(),
+        "bias": torch.randn(6, 40, generator=draw),
+        "odd": torch.randn(6, 3, generator=draw).bfloat16(),
+    }
+    for is_packed in (False, True):
+        store = ExpertStore({name: tensor.clone() for name, tensor in right.items()}, packed=is_packed)
+        held = [*store.tensors.values(), *(part.blocks for part in store.packed.values())]
+        mirrors = {tensor.data_ptr(): tensor.clone() for tensor in held}
+        for tensor in held:
+            tensor.zero_()
+        original = transfer.device_address
+        transfer.device_address = lambda memory, device, mirrors=mirrors: mirrors[
+            memory.data_ptr()
+        ].data_ptr()
+        try:
+            cache = ExpertCache(store, 4, engine="device", device="cpu")
+        finally:
+            transfer.device_address = original
+        ids = torch.tensor([[1, 5, 0]])
+        assert_holds(ids, cache.acquire(ids), right)
+
+
 def random_weights(
     draw: torch.Generator, slots: int, dtype: torch.dtype, activation: str = "silu", *, bias: bool
 ) -> dict[str, torch.Tensor]:
@@ -258,6 +284,8 @@ def early() -> None:
 
 
 if __name__ == "__main__":
-    checks = {check.__name__: check for check in (stateful, many_ids, packed, early, forward, grouped)}
+    checks = {
+        check.__name__: check for check in (stateful, many_ids, packed, mapped, early, forward, grouped)
+    }
     for name in sys.argv[1:]:
         checks[name]()

@@ -51,7 +51,9 @@ def kernel(case: Case, parameters: OffloadGarbageParameters, release: None) -> O
         if case.subject == "fixed":
             return device_view(block, torch.device(case.device))
         # An address that does not keep its memory: a view with a deleter that does nothing.
-        alias = types.SimpleNamespace(__cuda_array_interface__=array_interface(block))
+        alias = types.SimpleNamespace(
+            __cuda_array_interface__=array_interface(block.data_ptr(), block.numel())
+        )
         return torch.as_tensor(alias, device=case.device)
 
     return observe(parameters, allocate, view)

@@ -9,6 +9,7 @@ import torch
 
 from moedoctor.fixes.cache.packed import PackedExperts, pack
 from moedoctor.fixes.offload.pinned import PinError, allocate, register
+from moedoctor.kernels.host_address import device_address
 
 
 class ExpertStore:
@@ -50,6 +51,15 @@ class ExpertStore:
             self.reason = str(error)
             return
         self.tensors, self.packed, self.pinned, self.reason = tensors, packed, True, None
+
+    def is_readable(self, device: torch.device) -> bool:
+        """Return whether kernels on `device` can read the pinned tensors in place."""
+        try:
+            for tensor in (*self.tensors.values(), *(part.blocks for part in self.packed.values())):
+                device_address(tensor, device)
+        except PinError:
+            return False
+        return True
 
     @property
     def nbytes(self) -> int:

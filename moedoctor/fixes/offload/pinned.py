@@ -7,11 +7,25 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
+
+from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.host_address import PinError, device_address
+
+__all__ = [
+    "PAGE",
+    "HostBlock",
+    "Pin",
+    "PinError",
+    "Release",
+    "allocate",
+    "array_interface",
+    "device_view",
+    "register",
+]
 
 PAGE = 4096
 _MAPPED_AND_PORTABLE = 3
@@ -20,10 +34,6 @@ _MAPPED_AND_PORTABLE = 3
 Release = Callable[[], None]
 Pin = Callable[[torch.Tensor], Release]
 """Page-locks the memory of a uint8 tensor [n] and returns what undoes it. Raises `PinError` on failure."""
-
-
-class PinError(RuntimeError):
-    """Memory could not be page-locked."""
 
 
 @dataclass(eq=False)
@@ -42,22 +52,32 @@ class HostBlock:
             self.release, self.pinned = None, False
 
 
-def register(memory: torch.Tensor) -> Release:
+def register(memory: torch.Tensor, device: torch.device | None = None) -> Release:
     """Page-lock the memory of a uint8 tensor [n] that starts and ends on a page, with `cudaHostRegister`.
 
-    torch's own pinned allocator rounds every size up to a power of two; this takes what is asked for.
+    `device`: the GPU that will read it, by default the current one. No other GPU is touched: its first CUDA
+    call would take some hundred MiB there. Every GPU may read the memory. torch's own pinned allocator rounds
+    every size up to a power of two; this takes what is asked for. On WSL the driver locks only a part of the
+    host's memory; if it refuses, this raises PinError.
     """
     runtime = torch.cuda.cudart()
     address = memory.data_ptr()
-    code = int(runtime.cudaHostRegister(address, memory.numel(), _MAPPED_AND_PORTABLE))
+    gpu = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+    with on_device(gpu):
+        code = int(runtime.cudaHostRegister(address, memory.numel(), _MAPPED_AND_PORTABLE))
+        if code:
+            _take_error()
     if code:
-        _take_error()
         raise PinError(f"cudaHostRegister of {memory.numel()} bytes failed with error {code}")
 
     def release() -> None:
         # A prefetch may still be reading: memory must not be unlocked, let alone freed, under a copy.
-        torch.cuda.synchronize()
-        runtime.cudaHostUnregister(address)
+        for index in range(torch.cuda.device_count()):
+            in_use = torch._C._cuda_hasPrimaryContext(index)  # type: ignore[attr-defined]
+            if in_use:  # any of them may read
+                torch.cuda.synchronize(index)
+        with on_device(gpu):
+            runtime.cudaHostUnregister(address)
 
     return release
 
@@ -112,24 +132,37 @@ def _unlock_waiting(*_: object) -> None:
         gc.callbacks.append(_unlock_waiting)
 
 
-def array_interface(memory: torch.Tensor) -> dict[str, Any]:
-    """Describe the host bytes `memory` so that torch makes a device tensor over them."""
-    return {
-        "shape": (memory.numel(),),
-        "typestr": "|u1",
-        "data": (memory.data_ptr(), False),
-        "version": 3,
-    }
-
-
 def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """uint8 [n] on `device` over the pinned host bytes `memory`: kernels read over the bus.
+    """Return uint8 [n] on `device` over the pinned host bytes `memory`: kernels read over the bus.
+
+    Nothing is copied. The address is the one that `device_address` gives, which on WSL is not the host's.
+    Raises PinError if the memory is not pinned, was pinned for another GPU, or cannot be read by `device`.
 
     The view keeps `memory` alive. That is the difference to a view with a deleter that does nothing, whose
     memory the next allocation may get while a kernel still reads it (vllm#45528).
     """
     if not memory.is_pinned():
         raise PinError("a device view needs pinned memory, and this is not pinned")
-    # torch keeps the object, and the object keeps the memory.
-    mapped = SimpleNamespace(__cuda_array_interface__=array_interface(memory), memory=memory)
-    return torch.as_tensor(mapped, device=device)
+    address = device_address(memory, device)
+    with on_device(device):
+        # torch copies, and says nothing, if the driver names another GPU for this address.
+        probe = torch.as_tensor(_Mapped(address, 1, memory), device=device)  # [1]
+        if probe.data_ptr() != address:
+            raise PinError(
+                f"a view on {device} needs memory that was pinned while {device} was the current GPU; "
+                "for this memory it was another one"
+            )
+        return torch.as_tensor(_Mapped(address, memory.numel(), memory), device=device)
+
+
+class _Mapped:
+    """Bytes at a device address, for torch, which keeps this object, which keeps `memory`."""
+
+    def __init__(self, address: int, count: int, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = array_interface(address, count)
+
+
+def array_interface(address: int, count: int) -> dict[str, Any]:
+    """Describe `count` bytes at a device address, so that torch makes a device tensor over them."""
+    return {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 3}

@@ -1,7 +1,7 @@
 """Copies experts from pinned host memory to their slots, by a list on the device.
 
-A kernel may read pinned memory at its own address. Every program reads a tile of 32 KiB at once; a few of
-them keep the bus busy, and they need no copy engine and no host.
+A kernel reads pinned memory in place, at the address that `device_address` gives. Every program reads a
+tile of 32 KiB at once; a few of them keep the bus busy, and they need no copy engine and no host.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 import triton
 import triton.language as tl
+
+from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.host_address import device_address
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -75,6 +78,7 @@ class Transfer:
 
         Each name is in one of them and in `slots`. What the host holds must be pinned if `slots` are on a
         GPU. All of them stay alive with this object. `sizes`: elements a block, those that share a byte.
+        Raises PinError if the GPU cannot read it in place.
         """
         self._keep = (dict(host), dict(packed), dict(slots))
         self._size, self._lanes = sizes
@@ -84,19 +88,19 @@ class Transfer:
         narrow: list[Sequence[int]] = []
         for name, source in host.items():
             target = slots[name]
-            stride = source[0].nbytes
-            aligned = all(value % 16 == 0 for value in (source.data_ptr(), target.data_ptr(), stride))
+            stride, address = source[0].nbytes, device_address(source, device)
+            aligned = all(value % 16 == 0 for value in (address, target.data_ptr(), stride))
             step = 8 * _WIDE_TILE if aligned else _NARROW_TILE
             for start in range(0, stride, step):
                 length = min(step, stride - start)
-                entry = (source.data_ptr() + start, target.data_ptr() + start, stride, length)
+                entry = (address + start, target.data_ptr() + start, stride, length)
                 (wide if aligned else narrow).append(entry)
         blocks: list[Sequence[int]] = []
         for name, (source, elements, rare) in packed.items():
-            target = slots[name]
+            target, address = slots[name], device_address(source, device)
             for number in range(source.shape[1]):
                 start = number * self._size
-                from_to = (source.data_ptr() + number * source.shape[2], target.data_ptr() + 2 * start)
+                from_to = (address + number * source.shape[2], target.data_ptr() + 2 * start)
                 inside = min(elements - start, self._size)
                 blocks.append((*from_to, source[0].nbytes, target[0].nbytes, inside, rare))
         self._wide, self._narrow, self._blocks = (_table(rows, device) for rows in (wide, narrow, blocks))
@@ -111,7 +115,7 @@ class Transfer:
     ) -> None:
         """Carry out `copies` int32 [1 + 2 * capacity] on the current stream."""
         capacity = copies.numel() // 2
-        with torch.cuda.device_of(copies):
+        with on_device(copies):
             for table, wide in ((self._wide, True), (self._narrow, False)):
                 if table is not None:
                     transfer_kernel[(programs,)](

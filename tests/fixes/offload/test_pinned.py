@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +87,7 @@ def test_a_driver_error_is_not_raised_again_by_the_next_kernel(
             raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch, "ones", launch)
     block, failure = allocate(10, register)
     assert (block.pinned, failure) == (False, "cudaHostRegister of 4096 bytes failed with error 2")
@@ -105,3 +110,87 @@ def test_a_block_that_is_dropped_in_a_capture_is_unlocked_after_it(monkeypatch: 
     gc.collect()
     assert sorted(released) == ["closed", "dropped"]
     assert gc.callbacks == callbacks
+
+
+class TwoGpus:
+    """Replaces torch's and CUDA's calls: which of two GPUs was current in each call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refuses: int = 0, moved: int = 0) -> None:
+        self.current, self.calls = 0, []
+        self._refuses, self._moved = refuses, moved
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "device", self.device)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda index: self._call(f"synchronize {index}"))
+        monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 1, raising=False)
+        monkeypatch.setattr("moedoctor.kernels.host_address._runtime", lambda: self)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+
+    @contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+    def _call(self, name: str) -> int:
+        self.calls.append((name, self.current))
+        return 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802  the runtime's
+        return self._call("register")
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        return self._call("unregister")
+
+    def cudaHostGetDevicePointer(self, to: Any, host: Any, flags: Any) -> int:  # noqa: N802
+        to._obj.value = host.value + self._moved
+        self._call("address")
+        return self._refuses
+
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        return self._call("error taken")
+
+
+GPU_1 = torch.device("cuda", 1)
+
+
+def test_memory_is_registered_and_unregistered_on_the_gpu_that_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever GPU is current; and no call wakes a GPU that is not in use."""
+    gpus = TwoGpus(monkeypatch)
+    block, failure = allocate(10, partial(register, device=GPU_1))
+    assert failure is None
+    block.close()
+    assert gpus.calls == [("register", 1), ("synchronize 1", 0), ("unregister", 1)]
+
+
+def test_a_device_view_asks_for_the_address_and_never_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On WSL a GPU reads registered memory at another address than the host."""
+    gpus = TwoGpus(monkeypatch, moved=1 << 40)
+    block, _ = allocate(10, None)
+    mapped: list[tuple[int, int]] = []
+
+    def as_tensor(data: Any, device: torch.device, *, copies: bool = False) -> Any:
+        address, _ = data.__cuda_array_interface__["data"]
+        mapped.append((address - block.bytes.data_ptr(), data.__cuda_array_interface__["shape"][0]))
+        return SimpleNamespace(data_ptr=lambda: 0 if copies else address)
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    device_view(block.bytes, GPU_1)
+    assert gpus.calls == [("address", 1)]
+    assert mapped == [(1 << 40, 1), (1 << 40, 10)]
+    mapped.clear()
+    monkeypatch.setattr(torch, "as_tensor", partial(as_tensor, copies=True))
+    with pytest.raises(PinError, match="a view on cuda:1 needs memory that was pinned while cuda:1 was"):
+        device_view(block.bytes, GPU_1)
+    assert mapped == [(1 << 40, 1)], "one byte was copied to find out, not all of them"
+
+
+def test_a_refused_address_says_what_to_do_on_wsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = TwoGpus(monkeypatch, refuses=801)
+    block, _ = allocate(10, None)
+    with pytest.raises(PinError, match=r"cuda:1 cannot read 10 bytes .* error 801.* WSL .*use access='copy'"):
+        device_view(block.bytes, GPU_1)
+    assert gpus.calls == [("address", 1), ("error taken", 1)], "torch's next launch must not raise it"
