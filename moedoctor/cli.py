@@ -22,6 +22,7 @@ from moedoctor.commands.run import run
 from moedoctor.commands.show import show
 from moedoctor.commands.triage import triage
 from moedoctor.processes import interrupts
+from moedoctor.processes.streams import run_with_streams
 from moedoctor.text import print_message, print_traceback
 
 EPILOG = (
@@ -63,6 +64,10 @@ for command in (run, check, triage, explain, list_, backends, lint, audit, plan,
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code; bad input gives one line on stderr."""
+    return run_with_streams(lambda: _run(arguments))
+
+
+def _run(arguments: list[str] | None) -> int:
     try:
         code: Any = app(arguments, standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -74,9 +79,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print_message("interrupted")
         return interrupts.exit_code()
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output is gone, as with `| head`
-        return 0
     except Exception as error:
         return _usage_error(error, sys.argv[1:] if arguments is None else arguments)
 

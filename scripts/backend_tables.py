@@ -34,6 +34,7 @@ from packaging.version import Version
 
 from moedoctor.fixes.backends import SCHEMES, select
 from moedoctor.fixes.backends.release_tables import PARALLEL, Point
+from moedoctor.processes.files import write
 from moedoctor.upstream.selection.substitute import LIBRARIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,9 +118,7 @@ def ask(folder: Path, python: Path, libraries: Path, answers: Path) -> None:
     done = subprocess.run(
         [str(python), str(script)], env=environment, capture_output=True, encoding="utf-8", check=True
     )
-    answers.write_text(
-        next(line for line in done.stdout.splitlines() if line.startswith("{")), encoding="utf-8"
-    )
+    write(answers, next(line for line in done.stdout.splitlines() if line.startswith("{")))
     print(f"{folder.name}: asked")
 
 
@@ -279,7 +278,7 @@ def dump(file: Path, table: Mapping[str, Any], *lists: str) -> None:
         else:
             text = json.dumps(value)
         parts.append(f"  {json.dumps(name)}: {text}")
-    file.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+    write(file, "{\n" + ",\n".join(parts) + "\n}\n")
     print(f"{file.name}: {', '.join(f'{len(table[name])} {name}' for name in lists)}")
 
 

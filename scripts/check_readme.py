@@ -171,7 +171,9 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     if "--write" in arguments and problems:
-        readme.write_text(written, encoding="utf-8")
+        from moedoctor.processes.files import write
+
+        write(readme, written)
         problems = []
     targets = set(_TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
     helps: dict[str, str | None] = {"": help_now}

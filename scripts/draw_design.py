@@ -21,6 +21,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from moedoctor.processes.files import write
+
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "design.svg"
 SKIP = {"text", "redaction", "results"}
@@ -152,7 +154,7 @@ def main(arguments: list[str]) -> int:
         if not current:
             print("docs/design.svg is not what the code says: make readme", file=sys.stderr)
         return 0 if current else 1
-    PICTURE.write_text(drawn, encoding="utf-8")
+    write(PICTURE, drawn)
     return 0
 
 

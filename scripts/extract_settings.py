@@ -29,6 +29,7 @@ from backend_tables import merge
 from packaging.version import Version
 
 from moedoctor.fixes.backends.release_tables import releases
+from moedoctor.processes import files
 
 OUT = Path(__file__).resolve().parent.parent / "moedoctor" / "diagnose" / "settings" / "data"
 PROBES = ("0", "1", "2", "-1", "true", "True", "false", "yes", "on", "1.5", "banana")
@@ -67,7 +68,7 @@ def write(name: str, folders: Mapping[str, Path], read: Callable[[Path], dict[st
     rows = sorted(merge(settings, list(folders)), key=lambda row: row["name"])
     lines = [json.dumps({"name": row["name"], **row}, ensure_ascii=False) for row in rows]
     text = ",\n  ".join(lines)
-    (OUT / name).write_text(f'{{"rows": [\n  {text}\n ]}}\n', encoding="utf-8")
+    files.write(OUT / name, f'{{"rows": [\n  {text}\n ]}}\n')
     print(f"{name}: {len(lines)} rows over {len(folders)} releases")
 
 

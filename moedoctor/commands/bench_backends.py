@@ -16,6 +16,8 @@ from moedoctor.environment import no_gpu
 from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.layer_shape import QUANTIZATIONS, LayerShape
 from moedoctor.models.presets import find_model
+from moedoctor.processes.files import OutputError, is_stream
+from moedoctor.processes.streams import report_loss
 from moedoctor.redaction import Redactor
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.reporters.bench_backends import (
@@ -27,7 +29,6 @@ from moedoctor.reporters.bench_backends import (
     slug,
     summary_line,
 )
-from moedoctor.reporters.output import OutputError
 from moedoctor.reporters.plots import PlotError
 from moedoctor.text import print_message
 from moedoctor.trace.format import TraceError, load
@@ -190,11 +191,13 @@ def write_report(bench: BackendBench, format: str, output: Path | None, plot: Pa
     If no picture can be drawn, a line on stderr says so.
     """
     pictures: list[str] = []
-    with as_input_error(OutputError):
-        try:
-            pictures = _draw(bench, output if format == "markdown" else None, plot)
-        except PlotError as error:
-            _log(f"no picture: {error}")
+    beside = output if output is not None and format == "markdown" and not is_stream(output) else None
+    try:
+        pictures = _draw(bench, beside, plot)
+    except PlotError as error:
+        _log(f"no picture: {error}")
+    except OutputError as error:
+        report_loss(f"no picture: {error}")
     deliver(
         bench_page(bench, pictures, full=format == "markdown"),
         bench_document(bench),

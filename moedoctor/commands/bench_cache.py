@@ -13,6 +13,8 @@ from moedoctor.bench.cache.replay import default_capacities, facts_of, replay_tr
 from moedoctor.commands.options import InputError, as_input_error, deliver, numbers
 from moedoctor.environment import no_gpu
 from moedoctor.processes import interrupts
+from moedoctor.processes.files import OutputError, is_stream
+from moedoctor.processes.streams import report_loss
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.bench_cache import (
     CacheBench,
@@ -22,7 +24,7 @@ from moedoctor.reporters.bench_cache import (
     terminal_charts,
     write_pictures,
 )
-from moedoctor.reporters.output import OutputError, terminal
+from moedoctor.reporters.output import terminal
 from moedoctor.reporters.plots import PlotError
 from moedoctor.text import print_message, print_traceback
 from moedoctor.trace.format import SHIPPED, RoutingTrace, TraceError, load, shipped_trace
@@ -105,12 +107,13 @@ def _trace(given: str | None) -> tuple[str, RoutingTrace]:
 def write_report(bench: CacheBench, format: str, output: Path | None) -> None:
     """Print the report, or write it to `output`, a Markdown report with its pictures beside it."""
     pictures: Sequence[str] = ()
-    if output is not None and format == "markdown":
-        with as_input_error(OutputError):
-            try:
-                pictures = write_pictures(bench, output)
-            except PlotError as error:
-                print_message(f"no picture beside the report: {error}")
+    if output is not None and format == "markdown" and not is_stream(output):
+        try:
+            pictures = write_pictures(bench, output)
+        except PlotError as error:
+            print_message(f"no picture beside the report: {error}")
+        except OutputError as error:
+            report_loss(f"no picture beside the report: {error}")
     page = bench_page(bench, pictures, full=format == "markdown")
     deliver(page, bench_document(bench), format=format, output=output, summary=summary_line(bench))
     colour, width = terminal(output)

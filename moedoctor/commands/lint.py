@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moedoctor.commands.options import InputError, Output, PageFormat, as_input_error, deliver, option
+from moedoctor.commands.options import (
+    InputError,
+    Output,
+    PageFormat,
+    as_input_error,
+    deliver,
+    option,
+    writable,
+)
 from moedoctor.text import print_message
 
 if TYPE_CHECKING:
@@ -52,24 +60,29 @@ def lint(
 def _check_fix(folder: Path, fix: Path) -> None:
     """Raise InputError for a folder that corrected files cannot or must not be written to."""
     # os.path accepts a name that cannot exist; Path raises.
-    if os.path.exists(fix) and not os.path.isdir(fix):
+    if os.path.lexists(fix) and not os.path.isdir(fix):
         raise InputError(f"{fix}: is not a folder; expected one for the corrected JSON files")
     if not os.path.exists(fix) and not os.path.isdir(fix.parent):
         raise InputError(f"{fix}: its parent folder does not exist; create it first")
     own, other = folder.resolve(), fix.resolve()
     if other == own or own in other.parents:
         raise InputError(f"{fix}: is the checkpoint's own folder; expected another one")
+    writable(fix / "config.json" if os.path.isdir(fix) else fix)
 
 
 def _write_fix(result: Lint, fix: Path) -> None:
     from moedoctor.diagnose.checkpoint.json_fix import corrected
-    from moedoctor.reporters.output import OutputError, write
+    from moedoctor.processes.files import write
+    from moedoctor.processes.streams import report_loss
 
     files = corrected(result)
-    if files:
-        with as_input_error(OutputError, OSError):
+    try:
+        if files:
             fix.mkdir(exist_ok=True)
-            for name, text in files.items():
-                write(fix / name, text)
+        for name, text in files.items():
+            write(fix / name, text)
+    except OSError as error:
+        report_loss(f"--fix: {error}")
+        return
     names = ", ".join(sorted(files)) if files else "nothing that a JSON file could correct"
     print_message(f"--fix: {names}{f' written to {fix}' if files else ''}")

@@ -85,10 +85,11 @@ def number(
 
 def writable(path: Path | None) -> Path | None:
     """Return `path`. Raises InputError before anything runs if it cannot be written to."""
-    from moedoctor.reporters.output import OutputError, check_writable
+    from moedoctor.processes.files import OutputError, check_writable
 
-    with as_input_error(OutputError):
-        check_writable(path)
+    if path is not None:
+        with as_input_error(OutputError):
+            check_writable(path)
     return path
 
 
@@ -200,7 +201,7 @@ def deliver(
     redactor: Redactor | None = None,
 ) -> None:
     """Render the page, or the document as JSON, and write it. `redactor` masks all of the text."""
-    from moedoctor.reporters.output import OutputError, emit, terminal
+    from moedoctor.reporters.output import emit, terminal
 
     if format == "json":
         from moedoctor.reporters.json import to_json
@@ -215,5 +216,4 @@ def deliver(
 
         colour, width = terminal(output)
         text = to_text(page, colour=colour, width=width)
-    with as_input_error(OutputError):
-        emit(redactor.text(text) if redactor else text, output, summary)
+    emit(redactor.text(text) if redactor else text, output, summary)

@@ -108,7 +108,7 @@ def run(
     from moedoctor import catalogue, comparison, environment, gate
     from moedoctor.processes import interrupts
     from moedoctor.reporters.github import step_summary
-    from moedoctor.reporters.output import OutputError, append_step_summary, emit
+    from moedoctor.reporters.output import append_step_summary, emit
     from moedoctor.reporters.text import summary_line
     from moedoctor.results import ReportError, load_report
     from moedoctor.runner.plan import Options, plan
@@ -144,9 +144,8 @@ def run(
     if report.summary.interrupted:
         code = interrupts.exit_code()
     report = replace(report, summary=replace(report.summary, exit_code=code))
-    with as_input_error(OutputError):
-        text, problem = rendered(report, format, output)
-        emit(text, output, summary_line(report))
+    text, problem = rendered(report, format, output)
+    emit(text, output, summary_line(report))
     if format == "github":
         append_step_summary(step_summary(report), os.environ)
     return report.summary.exit_code if problem is None else problem

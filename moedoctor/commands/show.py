@@ -27,7 +27,7 @@ def show(
     Nothing is run and nothing is judged again.
     """
     from moedoctor import catalogue
-    from moedoctor.reporters.output import OutputError, emit
+    from moedoctor.reporters.output import emit
     from moedoctor.reporters.text import summary_line
     from moedoctor.results import ReportError, load_report
 
@@ -36,7 +36,7 @@ def show(
     if stored.command == "bench":
         _show_bench(report, format, output)
         return 0
-    with as_input_error(catalogue.PluginError, OutputError):
+    with as_input_error(catalogue.PluginError):
         text, problem = rendered(stored, format, output)
         emit(text, output, summary_line(stored))
     return problem or 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moedoctor.reporters.output import write
+from moedoctor.processes.files import write
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195", "#8c6d31")
 """Distinct for people with any kind of colour vision (Okabe and Ito), and two more."""

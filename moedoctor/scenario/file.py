@@ -342,7 +342,9 @@ def main(arguments: Sequence[str]) -> int:
     (file,) = files
     text = json.dumps(schema(), indent=2) + "\n"
     if "--check" not in arguments:
-        file.write_text(text, encoding="utf-8")
+        from moedoctor.processes.files import write
+
+        write(file, text)
     elif not file.is_file() or file.read_text(encoding="utf-8") != text:
         print(
             f"{file}: differs from the models; run: python -m moedoctor.scenario.file {file}", file=sys.stderr

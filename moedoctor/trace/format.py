@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.entries import reports_folder
+from moedoctor.processes.files import write
 
 FORMAT = "moedoctor-routing-trace"
 VERSION = "1"
@@ -159,12 +160,7 @@ def save(trace: RoutingTrace, path: Path) -> None:
         "model": trace.model,
         "made": json.dumps(dict(trace.made), sort_keys=True),
     }
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        temporary.write_bytes(to_bytes(tensors, metadata))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write(path, to_bytes(tensors, metadata))
 
 
 def load(path: Path) -> RoutingTrace:

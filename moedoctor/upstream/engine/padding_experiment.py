@@ -7,9 +7,7 @@ holds JSON: ``{"poison_padding": true, "topk_softmax": "moe_C.so of another rele
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,21 +96,18 @@ def load_beside(path: Path) -> Any:
     from moedoctor.upstream.releases.moe_kernels import load_library
 
     changed = renamed(path.read_bytes())
-    folder = Path(tempfile.gettempdir()) / f"moedoctor-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    copy = folder / f"{hashlib.sha256(changed).hexdigest()[:16]}.so"
-    copy.write_bytes(changed)
     try:
-        runtime = path.parent / "libcudart.so.12"
-        if runtime.is_file():
-            import ctypes
+        with tempfile.TemporaryDirectory(prefix="moedoctor-") as folder:  # nobody else may write to it
+            copy = Path(folder, "moe.so")
+            copy.write_bytes(changed)
+            runtime = path.parent / "libcudart.so.12"
+            if runtime.is_file():
+                import ctypes
 
-            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-        load_library(copy)
+                ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+            load_library(copy)
     except OSError as error:
         raise FixError(f"{path} does not load beside vLLM's own kernels: {error}") from None
-    finally:
-        copy.unlink(missing_ok=True)
     return torch.ops._moe_X
 
 

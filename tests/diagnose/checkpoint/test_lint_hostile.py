@@ -22,7 +22,7 @@ from moedoctor.diagnose.checkpoint.json_fix import corrected
 from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.diagnose.checkpoint.name_patterns import Patterns
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError, read_header
-from moedoctor.reporters.output import write
+from moedoctor.processes.files import write
 
 
 def header(value: object, length: int | None = None, data: bytes = b"\0" * 8) -> bytes:
