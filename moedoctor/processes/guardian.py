@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import shutil
@@ -25,6 +26,7 @@ from collections.abc import Collection, Iterator
 NO_FOLDER = 71
 """Exit status of a guardian that cannot make the child's folder."""
 
+_PREFIX = "moedoctor-"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _END_SECONDS = 5.0
@@ -105,7 +107,7 @@ def main() -> None:
     """
     variables, module, *arguments = sys.argv[1:]
     try:
-        folder = tempfile.mkdtemp(prefix="moedoctor-")
+        folder = tempfile.mkdtemp(prefix=_PREFIX)
     except OSError as error:
         print(f"no usable temporary folder: {error.strerror or error}", file=sys.stderr)
         sys.exit(NO_FOLDER)
@@ -133,23 +135,29 @@ def main() -> None:
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str]:
     """Give a folder that is gone afterwards, also if this process is killed."""
+    with tempfile.TemporaryDirectory(dir=_own_folder(), ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+@functools.cache
+def _own_folder() -> str:
+    """Return a folder that a process of its own removes when this one ends, however it does."""
+    if os.path.basename(tempfile.gettempdir()).startswith(_PREFIX):
+        return tempfile.gettempdir()  # a guardian removes it
+    import atexit
     import subprocess
 
-    with tempfile.TemporaryDirectory(prefix="moedoctor-", ignore_cleanup_errors=True) as folder:
-        janitor = (
-            "import shutil, sys; sys.stdin.buffer.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", janitor, folder],
-            stdin=subprocess.PIPE,  # closed when this process ends
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            yield folder
-        finally:
-            process.communicate()
+    folder = tempfile.mkdtemp(prefix=_PREFIX)
+    remove = "import shutil, sys; sys.stdin.buffer.read(); shutil.rmtree(sys.argv[1], True)"
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", remove, folder],
+        stdin=subprocess.PIPE,  # closed when this process ends
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    atexit.register(process.communicate)
+    return folder
 
 
 def work_in(folder: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import os
 import shutil
-import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from moedoctor.diagnose.cuda.instructions import lacking, needed
 from moedoctor.diagnose.cuda.jit_cache import build_images, cached_module
 from moedoctor.fixes.arch.targets import Capability, ptx_compiles, sass_loads
 from moedoctor.processes.cuda_tools import Tool
+from moedoctor.processes.guardian import temporary_folder
 from moedoctor.text import TextFileError, read_text
 
 NO_TOOL = "needs cuobjdump: install triton or the CUDA toolkit"
@@ -194,7 +194,7 @@ def _member(wheel: zipfile.ZipFile, member: zipfile.ZipInfo, shown: str, tool: T
         return Item(shown, "shared object", skipped=NO_TOOL)
     if member.file_size > _MAX_MEMBER_BYTES:
         return Item(shown, "shared object", skipped=f"would unpack to {member.file_size} bytes")
-    with tempfile.TemporaryDirectory(prefix="moedoctor-") as folder:
+    with temporary_folder() as folder:
         # The name inside the wheel never becomes a path.
         copy = Path(folder, "member.so")
         with wheel.open(member) as packed, copy.open("wb") as file:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import struct
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from moedoctor.fixes.arch.targets import Target
 from moedoctor.processes.cuda_tools import Tool, run_tool
+from moedoctor.processes.guardian import temporary_folder
 
 _LIST_SECONDS = 120.0
 _LISTED = re.compile(r"^Fatbin (elf|ptx) code:\n=+\narch = (sm_[1-9]\d{1,2}[af]?)$", re.MULTILINE)
@@ -75,7 +75,7 @@ def _images(counts: Counter[tuple[str, Target]]) -> tuple[Image, ...]:
 def _exact(path: Path, kind: str, target: Target, count: int, tool: Tool) -> Sequence[Target]:
     """Return the exact targets of the pieces that cuobjdump calls `target`; `target` if unknown."""
     option, ending = ("-xelf", "*.cubin") if kind == "sass" else ("-xptx", "*.ptx")
-    with tempfile.TemporaryDirectory(prefix="moedoctor-") as folder:
+    with temporary_folder() as folder:
         try:
             _ask(tool, [option, f"sm_{target}", str(path.resolve())], folder)
         except DeviceCodeError:
