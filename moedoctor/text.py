@@ -1,20 +1,25 @@
-"""Text files and YAML that a stranger may have written, and how such text is shown.
+"""Files and YAML that a stranger may have written, and how such text is shown.
 
-`read_text` reads a small file, `read_yaml` one YAML document with the line of every value. `explain`,
-`dotted`, `show` and `nearest` say what is wrong with a value and what was expected. `print_message` is the
-way to stderr; pages and reports use `clean`, `one_line`, `escape_json` and `without_commands`.
+`open_file`, `read_text` and `read_bytes` are the one way to open input, `walk` to list it. `read_yaml` reads
+one YAML document with the line of every value. `explain`, `dotted`, `show` and `nearest` say what is wrong
+with a value and what was expected. `print_message` is the way to stderr; pages and reports use `clean`,
+`one_line`, `escape_json` and `without_commands`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
+import fnmatch
+import io
 import json
 import math
 import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +36,10 @@ if TYPE_CHECKING:
 _UNPRINTABLE = "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
+MAX_ENTRIES = 1_000_000
+MAX_LEVELS = 64
+
+
 class TextFileError(Exception):
     """A file that cannot be used: on which line, and what was expected."""
 
@@ -41,12 +50,70 @@ class TextFileError(Exception):
         self.message = message
 
 
-def read_text(path: Path, limit: int) -> str:
+def read_text(path: Path, limit: int, expected: str = "a text file") -> str:
     """Return the text of the regular file at `path`: UTF-8, at most `limit` bytes; drops a byte order mark.
 
     Raises `TextFileError` for anything else; it never waits for a pipe and never opens a device.
     """
-    return _decode(_read_bytes(path, limit))
+    return _decode(read_bytes(path, limit, expected))
+
+
+def read_bytes(path: Path, limit: int, expected: str = "a text file") -> bytes:
+    """Return the bytes of a regular file of at most `limit` bytes. Raises `TextFileError` for another."""
+    with open_file(path, limit, expected) as file, _named_errors(expected):
+        data = file.read(limit + 1)
+    if len(data) > limit:  # it grew, or is one of the system's, which have no size
+        raise TextFileError(1, f"is too large, expected at most {limit // 1024} KiB")
+    return data
+
+
+def open_file(path: Path, limit: int | None = None, expected: str = "a text file") -> io.BufferedReader:
+    """Open the regular file at `path`, of at most `limit` bytes now. Raises `TextFileError` for another.
+
+    Neither this nor a read waits for a pipe, a terminal or a device. A read may raise OSError.
+    """
+    flags = (
+        os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+    )
+    with _named_errors(expected):
+        # Before the open, which can act on a device; after it again, in case the file was swapped.
+        _require_small(os.stat(path), limit, expected)
+        file = _File(os.open(path, flags))
+        try:
+            _require_small(os.fstat(file.fileno()), limit, expected)
+        except TextFileError:
+            file.close()
+            raise
+    return io.BufferedReader(file)
+
+
+def walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each folder from `folder` down with the names in it that are not folders, all in order.
+
+    Links to folders are not followed; folders that cannot be read are left out, apart from the first. Raises
+    `TextFileError` for more than `MAX_ENTRIES` names or `MAX_LEVELS` levels.
+    """
+    waiting, left = [(folder, 1)], MAX_ENTRIES
+    while waiting:
+        parent, level = waiting.pop()
+        names: list[str] = []
+        folders: list[str] = []
+        errors = _named_errors("a folder") if parent is folder else contextlib.suppress(OSError)
+        with errors, os.scandir(parent) as entries:
+            for entry in entries:
+                left -= 1
+                if left < 0:
+                    raise TextFileError(1, f"holds too many files, expected at most {MAX_ENTRIES}")
+                (folders if entry.is_dir(follow_symlinks=False) else names).append(entry.name)
+        if folders and level == MAX_LEVELS:
+            raise TextFileError(1, f"holds too many folders in folders, expected at most {MAX_LEVELS} levels")
+        yield parent, sorted(names)
+        waiting += [(parent / name, level + 1) for name in sorted(folders, reverse=True)]
+
+
+def names_in(folder: Path, pattern: str) -> list[str]:
+    """Return the sorted names in `folder` of what matches `pattern` and is not a folder, as `walk`."""
+    return fnmatch.filter(next(walk(folder))[1], pattern)
 
 
 def check_printable(text: str) -> None:
@@ -58,32 +125,33 @@ def check_printable(text: str) -> None:
         )
 
 
-def _read_bytes(path: Path, limit: int) -> bytes:
-    flags = (
-        os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
-    )
+class _File(io.FileIO):
+    """A file whose reads fail if they would have to wait: the system has such regular files under /proc."""
+
+    def readinto(self, buffer: Any, /) -> int:
+        count: int | None = super().readinto(buffer)
+        if count is None:
+            raise BlockingIOError(errno.EAGAIN, "a read would have to wait")
+        return count
+
+
+@contextlib.contextmanager
+def _named_errors(expected: str) -> Iterator[None]:
     try:
-        # Before the open, which can act on a device; after it again, in case the file was swapped.
-        _require_small(os.stat(path), limit)
-        with open(os.open(path, flags), "rb") as file:
-            _require_small(os.fstat(file.fileno()), limit)
-            data = file.read(limit + 1)
+        yield
     except OSError as error:
         reason = (error.strerror or type(error).__name__).lower()
-        raise TextFileError(1, f"cannot be read ({reason}), expected a text file") from None
+        raise TextFileError(1, f"cannot be read ({reason}), expected {expected}") from error
     except ValueError:
-        raise TextFileError(1, "is not a file name, expected the path of a text file") from None
-    if len(data) > limit:
-        raise TextFileError(1, f"is too large, expected at most {limit // 1024} KiB")
-    return data
+        raise TextFileError(1, f"is not a file name, expected the path of {expected}") from None
 
 
-def _require_small(info: os.stat_result, limit: int) -> None:
+def _require_small(info: os.stat_result, limit: int | None, expected: str) -> None:
     if stat.S_ISDIR(info.st_mode):
-        raise TextFileError(1, "is a folder, expected a text file")
+        raise TextFileError(1, f"is a folder, expected {expected}")
     if not stat.S_ISREG(info.st_mode):
-        raise TextFileError(1, "is a pipe, socket or device, expected a text file")
-    if info.st_size > limit:
+        raise TextFileError(1, f"is a pipe, socket or device, expected {expected}")
+    if limit is not None and info.st_size > limit:
         size = f"{info.st_size / 2**20:.1f} MiB"
         raise TextFileError(1, f"is too large ({size}), expected at most {limit // 1024} KiB")
 

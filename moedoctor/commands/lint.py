@@ -64,7 +64,7 @@ def _check_fix(folder: Path, fix: Path) -> None:
         raise InputError(f"{fix}: is not a folder; expected one for the corrected JSON files")
     if not os.path.exists(fix) and not os.path.isdir(fix.parent):
         raise InputError(f"{fix}: its parent folder does not exist; create it first")
-    own, other = folder.resolve(), fix.resolve()
+    own, other = Path(os.path.realpath(folder)), Path(os.path.realpath(fix))
     if other == own or own in other.parents:
         raise InputError(f"{fix}: is the checkpoint's own folder; expected another one")
     writable(fix / "config.json" if os.path.isdir(fix) else fix)

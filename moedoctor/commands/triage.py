@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import os
-import stat
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
 from moedoctor.commands.options import InputError, Output, PageFormat, deliver
+from moedoctor.text import TextFileError, open_file
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.triage.triage import Triage
@@ -75,20 +76,13 @@ def _read(stream: BinaryIO, name: str) -> Triage:
 
 def _opened(path: str) -> BinaryIO:
     try:
-        info = os.stat(path)
-        if stat.S_ISDIR(info.st_mode):
-            raise InputError(f"{path}: is a folder, expected a log or report, or - for stdin")
-        if not stat.S_ISREG(info.st_mode):
-            raise InputError(f"{path}: is not a regular file, expected a log or report; use - for a pipe")
-        if info.st_size > MOST_BYTES:
-            raise InputError(_too_large(path))
-        return open(path, "rb")
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be read ({_reason(error)}), expected a log or report, or - for stdin"
-        ) from None
-    except ValueError:
-        raise InputError(f"{path}: is not a file name, expected a log or report, or - for stdin") from None
+        stream = open_file(Path(path), expected="a log or report, or - for stdin")
+    except TextFileError as error:
+        raise InputError(f"{path}: {error.message}") from None
+    if os.fstat(stream.fileno()).st_size > MOST_BYTES:
+        stream.close()
+        raise InputError(_too_large(path))
+    return stream
 
 
 def _reason(error: OSError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from moedoctor import catalogue
 from moedoctor.entries import builtin_folder
 from moedoctor.scenario.file import Scenario, load
+from moedoctor.text import TextFileError, names_in
 
 _SUFFIXES = (".yaml", ".yml")
 _MAX_FILES = 1000
@@ -26,13 +28,18 @@ def load_targets(targets: Sequence[str]) -> list[Scenario]:
     scenarios: dict[str, Scenario] = {}
     for target in targets or [str(builtin_folder())]:
         for path in _files(target):
-            scenarios.setdefault(str(path.resolve()), load_scenario(path))
+            try:
+                real = os.path.realpath(path)  # Path.resolve raises for a loop of links
+            except ValueError:
+                raise TargetError(f"{target}: is not a file name, expected a scenario file") from None
+            if real not in scenarios:
+                scenarios[real] = load_scenario(path)
     return list(scenarios.values())
 
 
 def load_scenario(path: Path) -> Scenario:
     """Return one scenario, whose file is shown as ``scenarios/NAME.yaml`` if it is built in."""
-    builtin = path.resolve().parent == builtin_folder().resolve()
+    builtin = os.path.dirname(os.path.realpath(path)) == os.path.realpath(builtin_folder())
     shown = f"scenarios/{path.name}" if builtin else str(path)
     return load(path, faults=catalogue.faults(), subject_kind=catalogue.subject_kind, shown=shown)
 
@@ -47,8 +54,11 @@ def _files(target: str) -> Iterable[Path]:
     fault = catalogue.find_fault(target)
     if fault is not None and not path.is_file():
         return [builtin_file(fault.name)]
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+    if os.path.isdir(path):  # Path.is_dir raises for impossible names
+        try:
+            files = [path / name for name in names_in(path, "*") if name.endswith(_SUFFIXES)]
+        except TextFileError as error:
+            raise TargetError(f"{target}: {error.message}") from error
         if not files:
             raise TargetError(
                 f"{target}: no scenario in this folder; expected files that end in .yaml or .yml"

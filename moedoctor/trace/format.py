@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import stat
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
@@ -29,6 +27,7 @@ from typing import Any
 
 from moedoctor.entries import reports_folder
 from moedoctor.processes.files import write
+from moedoctor.text import TextFileError, read_bytes
 
 FORMAT = "moedoctor-routing-trace"
 VERSION = "1"
@@ -191,17 +190,9 @@ def load(path: Path) -> RoutingTrace:
 
 def _read(path: Path) -> bytes:
     try:
-        info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode):
-            raise TraceError("is no regular file, expected a routing trace (.safetensors)")
-        if info.st_size > MAX_BYTES:
-            raise TraceError(f"has more than {MAX_BYTES // 2**20} MB, expected a smaller trace")
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise TraceError(
-            f"cannot be read ({reason.lower()}), expected a routing trace (.safetensors)"
-        ) from None
+        return read_bytes(path, MAX_BYTES, "a routing trace (.safetensors)")
+    except TextFileError as error:
+        raise TraceError(error.message) from None
 
 
 def _parse(data: bytes) -> tuple[dict[str, str], dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError, TensorInfo, read_header
-from moedoctor.text import shorten
+from moedoctor.text import TextFileError, names_in, read_text, shorten
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -80,15 +79,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     for shard in shards:
         if shard in missing:
             continue
-        if not (folder / shard).is_file():  # links are followed: the Hub's cache has them
-            raise CheckpointError(f"{shard}: is no regular file, expected a safetensors file")
         for name, info in read_header(folder / shard).items():
             if name in tensors:
                 duplicates[name] = (*duplicates.get(name, (tensors[name].shard,)), shard)
             else:
                 tensors[name] = info
     hf_quant = read_json(folder, "hf_quant_config.json")
-    unlisted = {file.name for file in folder.glob("model-*.safetensors")} - set(shards)
+    unlisted = set(_names(folder, "model-*.safetensors")) - set(shards)
     others = (tuple(sorted(unlisted)), tuple(sorted(missing)))
     return Checkpoint(folder, config, hf_quant, index, weight_map, tensors, duplicates, *others)
 
@@ -96,12 +93,19 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 def _shards_without_index(folder: Path) -> list[str]:
     if os.path.exists(folder / SINGLE):
         return [SINGLE]
-    shards = sorted(file.name for file in folder.glob("*.safetensors"))
+    shards = _names(folder, "*.safetensors")
     if not shards:
         raise CheckpointError(f"{folder}: has no safetensors file, expected {SINGLE} or shards with {INDEX}")
     if len(shards) > 1:
         raise CheckpointError(f"{folder}: has {len(shards)} shards and no {INDEX}, expected one with them")
     return shards
+
+
+def _names(folder: Path, pattern: str) -> list[str]:
+    try:
+        return names_in(folder, pattern)
+    except TextFileError as error:
+        raise CheckpointError(f"{folder}: {error.message}") from error
 
 
 def _weight_map(index: JsonFile) -> dict[str, str]:
@@ -133,17 +137,14 @@ def read_json(folder: Path, name: str) -> JsonFile | None:
         return value
 
     try:
-        info = path.stat()
-        if not stat.S_ISREG(info.st_mode) or info.st_size > most:
-            raise CheckpointError(f"{name}: is no file of at most {most // 10**6} MB")
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, most, "JSON")
         if text.count("[") + text.count("{") > _MOST_NESTED:
             raise CheckpointError(f"{name}: holds more than {_MOST_NESTED} lists and objects, expected fewer")
         value = json.loads(text, object_pairs_hook=note_repeated)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"{name}: cannot be read ({error.strerror}), expected JSON") from error
+    except TextFileError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise CheckpointError(f"{name}:{error.line}: {error.message}") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{name}:{error.lineno}: {error.msg}, expected JSON") from error
     except (ValueError, RecursionError) as error:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from moedoctor.text import TextFileError, open_file
+
 MOST_HEADER_BYTES = 100_000_000
 """The limit of the reference implementation."""
 _MOST_VALUES = 10_000_000
@@ -61,7 +63,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """Return the tensors of the file `path` by name. Raises CheckpointError for anything unexpected."""
     shard = path.name
     try:
-        with open(path, "rb") as file:
+        with open_file(path, expected="a safetensors file") as file:
             total = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             if len(prefix) < 8:
@@ -73,6 +75,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                     f"{min(MOST_HEADER_BYTES, total - 8)}: damaged, truncated or no safetensors file"
                 )
             raw = file.read(length)
+    except TextFileError as error:
+        raise CheckpointError(f"{shard}: {error.message}") from error
     except OSError as error:
         raise CheckpointError(
             f"{shard}: cannot be read ({error.strerror}), expected a safetensors file"

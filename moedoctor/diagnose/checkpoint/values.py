@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError, TensorInfo
+from moedoctor.text import TextFileError, open_file
 
 FULL_BYTES = 1 << 30
 """Block scales are read whole if all of them together are no larger."""
@@ -118,9 +119,11 @@ class Reader:
             if self._file is None or self._name != info.shard:
                 if self._file is not None:
                     self._file.close()
-                self._file, self._name = open(self._folder / info.shard, "rb"), info.shard  # noqa: SIM115
+                self._file, self._name = open_file(self._folder / info.shard), info.shard
             self._file.seek(info.start + offset)
             data = self._file.read(size)
+        except TextFileError as error:
+            raise CheckpointError(f"{info.shard}: {error.message}") from error
         except OSError as error:
             raise CheckpointError(f"{info.shard}: cannot be read ({error.strerror})") from error
         if len(data) != size:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import os
-import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,12 +25,18 @@ from moedoctor.diagnose.cuda.jit_cache import build_images, cached_module
 from moedoctor.fixes.arch.targets import Capability, ptx_compiles, sass_loads
 from moedoctor.processes.cuda_tools import Tool
 from moedoctor.processes.guardian import temporary_folder
-from moedoctor.text import TextFileError, read_text
+from moedoctor.text import TextFileError, open_file, read_bytes, read_text, walk
+from moedoctor.upstream.releases.wheel import KernelError, opened
 
 NO_TOOL = "needs cuobjdump: install triton or the CUDA toolkit"
 
 _NEWEST = (13, 5)
-_MAX_MEMBER_BYTES = 8 << 30
+_ELF = b"\x7fELF"
+_EXPECTED = "a folder, .so, .cubin, .whl or build.ninja"
+_MAX_LIBRARY_BYTES = 8 << 30
+_MAX_CUBIN_BYTES = 64 << 20
+_MAX_WHEEL_BYTES = 16 << 30
+"""Of all members of a wheel together, unpacked."""
 _MAX_NINJA_BYTES = 64 << 20
 
 
@@ -89,7 +94,11 @@ def audit(paths: Sequence[Path], capability: Capability | None, tool: Tool | Non
     items: list[Item] = []
     for path in paths:
         try:
-            items += (_folder if path.is_dir() else _named)(path, tool)
+            items += (_folder if os.path.isdir(path) else _named)(path, tool)
+        except TextFileError as error:
+            raise AuditError(f"{path}: {error.message}") from error
+        except KernelError as error:
+            raise AuditError(str(error)) from error
         except OSError as error:
             reason = (error.strerror or type(error).__name__).lower()
             raise AuditError(f"{path}: cannot be read ({reason})") from error
@@ -114,42 +123,58 @@ def _judged(item: Item, capability: Capability | None) -> Item:
 
 def _named(path: Path, tool: Tool | None) -> Iterable[Item]:
     """Read a file that the user named."""
-    if not path.is_file():
-        problem = "is no regular file" if path.exists() else "no such file or folder"
-        raise AuditError(f"{path}: {problem}; expected a folder, .so, .cubin, .whl or build.ninja")
+    with open_file(path, expected=_EXPECTED) as file:
+        magic = file.read(4)
     if path.suffix == ".ninja":
         return [_build_file(path)]
     if path.suffix == ".whl":
         return _wheel(path, tool)
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"\x7fELF":
-        raise AuditError(f"{path}: holds no device code (no ELF header); expected a .so, .cubin or .whl file")
+    if magic != _ELF:
+        raise AuditError(f"{path}: holds no device code (no ELF header); expected {_EXPECTED}")
     return [_binary(path, tool, str(path))]
 
 
 def _folder(folder: Path, tool: Tool | None) -> Iterator[Item]:
     """Read the files under `folder`. Links to folders are not followed."""
-    for parent, folders, files in os.walk(folder):
-        folders.sort()
-        cubins = sorted(Path(parent, name) for name in files if name.endswith(".cubin"))
-        if cubins:
-            images = cubin_images(cubin.read_bytes() for cubin in cubins)
-            yield Item(str(Path(parent)), "cubins", images)
-        for name in sorted(files):
-            path = Path(parent, name)
-            if name == "build.ninja":
+    for parent, names in walk(folder):
+        paths = [parent / name for name in names]
+        if cubins := [path for path in paths if path.suffix == ".cubin"]:
+            yield _cubins(parent, cubins)
+        for path in paths:
+            if path.name == "build.ninja":
                 yield _build_file(path)
-            elif _is_library(name):
+            elif _is_library(path.name):
                 yield _binary(path, tool, str(path))
-            elif name.endswith(".whl"):
-                yield from _wheel(path, tool)
+            elif path.suffix == ".whl":
+                try:
+                    yield from _wheel(path, tool)
+                except KernelError as error:
+                    yield Item(str(path), "shared object", skipped=str(error).removeprefix(f"{path}: "))
+
+
+def _cubins(folder: Path, paths: Sequence[Path]) -> Item:
+    """Read the cubins of one folder; those that cannot be read are left out and counted."""
+    unreadable: list[str] = []
+
+    def blobs() -> Iterator[bytes]:
+        for path in paths:
+            try:
+                yield read_bytes(path, _MAX_CUBIN_BYTES, "a cubin")
+            except TextFileError as error:
+                unreadable.append(f"{path.name} {error.message}")
+
+    item = Item(str(folder), "cubins", cubin_images(blobs()))
+    if not unreadable:
+        return item
+    if len(unreadable) == len(paths):
+        return replace(item, skipped=unreadable[0])
+    return replace(item, note=f"left out {len(unreadable)} of {len(paths)}: {unreadable[0]}")
 
 
 def _build_file(path: Path) -> Item:
     item = Item(str(path), "build file")
     try:
-        images, unreadable = build_images(read_text(path, _MAX_NINJA_BYTES))
+        images, unreadable = build_images(read_text(path, _MAX_NINJA_BYTES, "a build file"))
     except TextFileError as error:
         return replace(item, skipped=error.message)
     note = f"names what is no target: {', '.join(unreadable)}" if unreadable else None
@@ -160,46 +185,64 @@ def _binary(path: Path, tool: Tool | None, shown: str) -> Item:
     """Read a shared object, object file or cubin, which is called `shown`."""
     item = Item(shown, "shared object")
     try:
-        with path.open("rb") as file:
+        with open_file(path, _MAX_LIBRARY_BYTES, _EXPECTED) as file:
             is_cubin = cubin_target(file.read(1 << 12)) is not None
         if is_cubin:
-            return Item(shown, "cubins", cubin_images(iter([path.read_bytes()])))
+            return Item(shown, "cubins", cubin_images(iter([read_bytes(path, _MAX_CUBIN_BYTES, "a cubin")])))
         if tool is None:
             return replace(item, skipped=NO_TOOL)
         return replace(item, images=list_images(path, tool))
     except DeviceCodeError as error:
         return replace(item, skipped=str(error))
+    except TextFileError as error:
+        return replace(item, skipped=error.message)
     except OSError as error:
         return replace(item, skipped=f"cannot be read ({(error.strerror or '?').lower()})")
 
 
 def _wheel(path: Path, tool: Tool | None) -> Iterator[Item]:
-    """Read each shared object of a wheel, and all its cubins together. Their paths come after a ``!``."""
-    cubins: list[bytes] = []
-    try:
-        with zipfile.ZipFile(path) as wheel:
-            for member in wheel.infolist():
-                if member.filename.endswith(".cubin") and member.file_size <= _MAX_MEMBER_BYTES:
-                    cubins.append(wheel.read(member)[:_MAX_MEMBER_BYTES])
-                elif _is_library(member.filename.rpartition("/")[2]):
-                    yield _member(wheel, member, f"{path}!{member.filename}", tool)
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError) as error:
-        raise AuditError(f"{path}: cannot be read as a wheel: {error}") from error
-    if cubins:
-        yield Item(f"{path}!*.cubin", "cubins", cubin_images(iter(cubins)))
+    """Read each shared object of a wheel, and all its cubins together. Their paths come after a ``!``.
+
+    Raises KernelError for a file that is not a wheel.
+    """
+    left = _MAX_WHEEL_BYTES
+    cubins: list[zipfile.ZipInfo] = []
+    with opened(path) as wheel:
+        for member in wheel.infolist():
+            is_cubin = member.filename.endswith(".cubin")
+            if not is_cubin and not _is_library(member.filename.rpartition("/")[2]):
+                continue
+            left -= member.file_size
+            if left < 0 or member.file_size > (_MAX_CUBIN_BYTES if is_cubin else _MAX_LIBRARY_BYTES):
+                shown = f"{path}!{member.filename}"
+                yield Item(shown, "shared object", skipped=f"would unpack to {member.file_size} bytes")
+            elif is_cubin:
+                cubins.append(member)
+            else:
+                yield _member(wheel, member, f"{path}!{member.filename}", tool)
+        if cubins:
+            images = cubin_images(b"".join(_blocks(wheel, member)) for member in cubins)
+            yield Item(f"{path}!*.cubin", "cubins", images)
 
 
 def _member(wheel: zipfile.ZipFile, member: zipfile.ZipInfo, shown: str, tool: Tool | None) -> Item:
     if tool is None:
         return Item(shown, "shared object", skipped=NO_TOOL)
-    if member.file_size > _MAX_MEMBER_BYTES:
-        return Item(shown, "shared object", skipped=f"would unpack to {member.file_size} bytes")
     with temporary_folder() as folder:
         # The name inside the wheel never becomes a path.
         copy = Path(folder, "member.so")
-        with wheel.open(member) as packed, copy.open("wb") as file:
-            shutil.copyfileobj(packed, file, 1 << 20)
+        with copy.open("wb") as file:
+            for block in _blocks(wheel, member):
+                if file.tell() == 0 and not block.startswith(_ELF):
+                    return Item(shown, "shared object", skipped="holds no device code (no ELF header)")
+                file.write(block)
         return _binary(copy, tool, shown)
+
+
+def _blocks(wheel: zipfile.ZipFile, member: zipfile.ZipInfo) -> Iterator[bytes]:
+    with wheel.open(member) as packed:
+        while block := packed.read(1 << 20):
+            yield block
 
 
 def _is_library(name: str) -> bool:

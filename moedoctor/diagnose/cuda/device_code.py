@@ -17,11 +17,13 @@ from pathlib import Path
 from moedoctor.fixes.arch.targets import Target
 from moedoctor.processes.cuda_tools import Tool, run_tool
 from moedoctor.processes.guardian import temporary_folder
+from moedoctor.text import TextFileError, names_in, open_file, read_bytes
 
 _LIST_SECONDS = 120.0
 _LISTED = re.compile(r"^Fatbin (elf|ptx) code:\n=+\narch = (sm_[1-9]\d{1,2}[af]?)$", re.MULTILINE)
-_PTX_TARGET = re.compile(rb"^\s*\.target\s+(sm_[1-9]\d{1,2}[af]?)\b", re.MULTILINE)
+_PTX_TARGET = re.compile(rb"^[ \t]*\.target[ \t]+(sm_[1-9]\d{1,2}[af]?)\b", re.MULTILINE)
 _PTX_HEAD_BYTES = 1 << 16
+_MAX_CUBIN_BYTES = 256 << 20
 _EM_CUDA = 190
 _HEADER = struct.Struct("<4sBBBBB7xHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
@@ -78,9 +80,9 @@ def _exact(path: Path, kind: str, target: Target, count: int, tool: Tool) -> Seq
     with temporary_folder() as folder:
         try:
             _ask(tool, [option, f"sm_{target}", str(path.resolve())], folder)
-        except DeviceCodeError:
+            targets = [_target_of(Path(folder, name), kind) for name in names_in(Path(folder), ending)]
+        except (DeviceCodeError, TextFileError):
             return [target] * count
-        targets = [_target_of(file, kind) for file in sorted(Path(folder).glob(ending))]
     exact = [other for other in targets if other is not None and other.capability == target.capability]
     # The pattern also extracts pieces whose suffix was listed.
     plain = [other for other in exact if other.suffix != "a"]
@@ -89,8 +91,8 @@ def _exact(path: Path, kind: str, target: Target, count: int, tool: Tool) -> Seq
 
 def _target_of(file: Path, kind: str) -> Target | None:
     if kind == "sass":
-        return cubin_target(file.read_bytes())
-    with file.open("rb") as text:
+        return cubin_target(read_bytes(file, _MAX_CUBIN_BYTES, "a cubin"))
+    with open_file(file, expected="a PTX file") as text:
         match = _PTX_TARGET.search(text.read(_PTX_HEAD_BYTES))
     return Target.parse(match[1].decode()) if match else None
 

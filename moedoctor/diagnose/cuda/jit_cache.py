@@ -20,7 +20,7 @@ BASE = "FLASHINFER_WORKSPACE_BASE"
 MAX_MODULES = 2_000
 SUFFIX_SINCE = (9, 0)
 """GPUs from here on have instructions that need a suffix."""
-_GENCODE = re.compile(r"-gencode[= ][\"']?arch=compute_([^,\s\"']+),code=\[?([^\s\"'\]$]+)")
+_GENCODE = re.compile(r"-gencode[= ][\"']?arch=compute_([^,\s\"']{1,40}),code=\[?([^\s\"'\]$]{1,400})")
 _NEEDS_SUFFIX = re.compile(r"fused_moe|gemm|fp4")
 
 

@@ -11,6 +11,7 @@ from moedoctor.diagnose.checkpoint.checkpoint import INDEX, JsonFile, read_json
 from moedoctor.diagnose.checkpoint.quantization import Rule, quantization_config, read_groups, read_layers
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
 from moedoctor.diagnose.plan.kv_cache import PlanError
+from moedoctor.text import TextFileError, names_in
 
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 """Routed experts in a module's name; ``shared_experts`` and ``shared_expert`` are others."""
@@ -42,7 +43,11 @@ def checkpoint_bytes(folder: Path) -> int | None:
         return None if missing else _total(files)
     if (folder / "model.safetensors").is_file():
         return _total([folder / "model.safetensors"])
-    return _total(file for file in folder.glob("*.safetensors") if file.is_file())
+    try:
+        names = names_in(folder, "*.safetensors")
+    except TextFileError as error:
+        raise PlanError(f"{folder}: {error.message}") from error
+    return _total(file for file in map(folder.joinpath, names) if file.is_file())
 
 
 def expert_scheme(config: Path) -> tuple[str, str]:

@@ -7,14 +7,14 @@ names that the caller gives. Every line that runs is upstream's own; the caller 
 from __future__ import annotations
 
 import ast
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moedoctor.results import UnavailableError
-from moedoctor.upstream.releases.wheel import package_folders
+from moedoctor.text import TextFileError, read_bytes
+from moedoctor.upstream.releases.wheel import KernelError, opened, package_folders
 
 _MAX_BYTES = 8 << 20
 
@@ -42,13 +42,15 @@ class ReleaseSource:
         """Return the text of a file such as ``vllm/model_executor/utils.py``. Raises SourceError."""
         try:
             if self.path.is_dir():
-                data = (self.path / member).read_bytes()
+                data = read_bytes(self.path / member, _MAX_BYTES)
             else:
-                with zipfile.ZipFile(self.path) as wheel:
+                with opened(self.path) as wheel:
                     if wheel.getinfo(member).file_size > _MAX_BYTES:
                         raise SourceError(f"{self.path.name}: {member} is larger than {_MAX_BYTES} bytes")
                     data = wheel.read(member)
-        except (OSError, KeyError, zipfile.BadZipFile) as error:
+        except TextFileError as error:
+            raise SourceError(f"{self.path.name}: {member} {error.message}") from error
+        except (KeyError, KernelError) as error:
             raise SourceError(f"{self.path.name}: {member} cannot be read: {error}") from error
         return data.decode("utf-8")
 

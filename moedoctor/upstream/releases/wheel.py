@@ -5,18 +5,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import io
 import os
 import re
+import struct
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+
+from moedoctor.text import TextFileError, open_file, shorten
 
 _LIBRARY = re.compile(r"vllm/_moe_C(_stable_libtorch)?\.abi3\.so")
 _CORE_NAMES = ("_C_stable_libtorch.abi3.so", "_C.abi3.so")
 """vLLM's core kernels, FP8 quantization among them; which of the two has an operator differs by release."""
 _CORE = re.compile(r"vllm/_C(_stable_libtorch)?\.abi3\.so")
 _MAX_BYTES = 4 << 30
+_MAX_READ = 32 << 20
+_DAMAGED = (zipfile.BadZipFile, OSError, RuntimeError, EOFError, ValueError, zlib.error, struct.error)
+"""What `zipfile` raises for a damaged file, or for one with a password or an unknown compression."""
 
 
 class KernelError(Exception):
@@ -48,18 +56,18 @@ def shared_object(path: Path) -> Path:
 
 def check_kernels(path: Path) -> None:
     """Raise KernelError if `path` cannot hold MoE kernels; nothing is unpacked."""
-    if not path.is_file():
-        raise KernelError(f"{path}: no such file; expected a vLLM wheel (.whl) or a shared object (.so)")
+    expected = "a vLLM wheel (.whl) or a shared object (.so)"
+    try:
+        with open_file(path, expected=expected) as file:
+            magic = file.read(4)
+    except TextFileError as error:
+        raise KernelError(f"{path}: {error.message}") from error
     if path.suffix == ".whl":
         with opened(path) as wheel:
             if not any(_LIBRARY.fullmatch(name) for name in wheel.namelist()):
                 raise KernelError(f"{path}: no vllm/_moe_C*.abi3.so in it; expected a CUDA wheel of vLLM")
-        return
-    with path.open("rb") as file:
-        if file.read(4) != b"\x7fELF":
-            raise KernelError(
-                f"{path}: not a shared object (no ELF header); expected a vLLM wheel or a .so file"
-            )
+    elif magic != b"\x7fELF":
+        raise KernelError(f"{path}: not a shared object (no ELF header); expected {expected}")
 
 
 def core_libraries(path: Path) -> list[Path]:
@@ -72,10 +80,23 @@ def core_libraries(path: Path) -> list[Path]:
 def opened(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open a wheel. Raises KernelError if it cannot be read, also later on."""
     try:
-        with zipfile.ZipFile(path) as wheel:
+        file = _Bounded(open_file(path, expected="a wheel").detach())
+        with file, zipfile.ZipFile(file) as wheel:
             yield wheel
-    except (zipfile.BadZipFile, OSError) as error:
-        raise KernelError(f"{path}: cannot be read as a wheel: {error}") from error
+    except TextFileError as error:
+        raise KernelError(f"{path}: {error.message}") from error
+    except _DAMAGED as error:
+        raise KernelError(f"{path}: cannot be read as a wheel: {shorten(str(error), 200)}") from error
+
+
+class _Bounded(io.BufferedReader):
+    """A file that refuses to give so much at once that only a list of far too many members can be meant."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(_MAX_READ + 1 if size is None or size < 0 else min(size, _MAX_READ + 1))
+        if len(data) > _MAX_READ:
+            raise zipfile.BadZipFile("its list of files is too large")
+        return data
 
 
 def unpacked(path: Path, kind: str, wanted: re.Pattern[str], max_bytes: int = _MAX_BYTES) -> Path:

@@ -268,10 +268,13 @@ JSON_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is no JSON": (config('{\n"a": 1,\n}'), "config.json:3:"),
     "config is deep": (config("[" * 200_000), "config.json: is no JSON"),
     "config of too many lists": (config('{"a": [' + "[]," * 1_000_001 + "[]]}"), "more than 1000000 lists"),
-    "config is too large": (lambda folder: os.truncate(folder / "config.json", 20_000_000), "at most 16 MB"),
+    "config is too large": (
+        lambda folder: os.truncate(folder / "config.json", 20_000_000),
+        "config.json:1: is too large (19.1 MiB)",
+    ),
     "config is a loop of links": (
         replace_by(lambda path: path.symlink_to("config.json"), "config.json"),
-        "config.json: cannot be read",
+        "config.json:1: cannot be read",
     ),
     "index without a map": (lambda folder: (folder / INDEX).write_text("{}"), "has no weight_map"),
     "index with an empty map": (
@@ -283,8 +286,8 @@ JSON_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: [file.unlink() for file in (*folder.glob("*.safetensors"), folder / INDEX)],
         "no safetensors file",
     ),
-    "a folder for a shard": (replace_by(Path.mkdir, SHARD), "no regular file"),
-    "a pipe for a shard": (replace_by(os.mkfifo, SHARD), "no regular file"),
+    "a folder for a shard": (replace_by(Path.mkdir, SHARD), "is a folder"),
+    "a pipe for a shard": (replace_by(os.mkfifo, SHARD), "is a pipe"),
     "a truncated shard": (lambda folder: os.truncate(folder / SHARD, 20_000), "expected a range within"),
     "a shard with bytes behind its tensors": (
         lambda folder: (folder / SHARD).open("ab").write(b"x" * 3),

@@ -240,7 +240,7 @@ def test_a_wheel_is_read_file_by_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("gone.so", None, "no such file or folder"),
+        ("gone.so", None, "no such file or directory"),
         ("text.so", b"hello", "no ELF header"),
         ("empty.cubin", b"", "no ELF header"),
         ("bad.whl", b"PK\x03\x04 no wheel", "cannot be read as a wheel"),

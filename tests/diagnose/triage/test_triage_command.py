@@ -101,7 +101,7 @@ def test_bad_input_is_one_line(tmp_path: Path, report: Path) -> None:
     assert "cannot be read" in refusal("x" * 5000)
     assert "also the output" in refusal(str(report), output=report)
     os.mkfifo(tmp_path / "pipe")
-    assert "use - for a pipe" in refusal(str(tmp_path / "pipe"))
+    assert "or - for stdin" in refusal(str(tmp_path / "pipe"))
     assert report.read_text() == REPORT
 
 
