@@ -16,7 +16,7 @@ from moedoctor.environment import no_gpu
 from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.layer_shape import QUANTIZATIONS, LayerShape
 from moedoctor.models.presets import find_model
-from moedoctor.processes.files import OutputError, is_stream
+from moedoctor.processes.files import OutputError, stream_of
 from moedoctor.processes.streams import report_loss
 from moedoctor.redaction import Redactor
 from moedoctor.reference.moe_backend import Variant
@@ -191,7 +191,7 @@ def write_report(bench: BackendBench, format: str, output: Path | None, plot: Pa
     If no picture can be drawn, a line on stderr says so.
     """
     pictures: list[str] = []
-    beside = output if output is not None and format == "markdown" and not is_stream(output) else None
+    beside = output if output is not None and format == "markdown" and stream_of(output) is None else None
     try:
         pictures = _draw(bench, beside, plot)
     except PlotError as error:

@@ -13,7 +13,7 @@ from moedoctor.bench.cache.replay import default_capacities, facts_of, replay_tr
 from moedoctor.commands.options import InputError, as_input_error, deliver, numbers
 from moedoctor.environment import no_gpu
 from moedoctor.processes import interrupts
-from moedoctor.processes.files import OutputError, is_stream
+from moedoctor.processes.files import OutputError, stream_of
 from moedoctor.processes.streams import report_loss
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.bench_cache import (
@@ -107,7 +107,7 @@ def _trace(given: str | None) -> tuple[str, RoutingTrace]:
 def write_report(bench: CacheBench, format: str, output: Path | None) -> None:
     """Print the report, or write it to `output`, a Markdown report with its pictures beside it."""
     pictures: Sequence[str] = ()
-    if output is not None and format == "markdown" and not is_stream(output):
+    if output is not None and format == "markdown" and stream_of(output) is None:
         try:
             pictures = write_pictures(bench, output)
         except PlotError as error:

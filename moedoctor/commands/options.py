@@ -93,6 +93,14 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+def _output(path: Path | None) -> Path | None:
+    """Return a file to write to, or None for stdout. Raises InputError."""
+    from moedoctor.processes.files import OutputError, stream_of
+
+    with as_input_error(OutputError):
+        return None if path is not None and stream_of(path) == 1 else writable(path)
+
+
 def _device(name: str) -> str:
     if re.fullmatch(r"auto|cpu|cuda:\d{1,2}", name) is None:
         raise InputError(f"--device {name}: expected auto, cpu or cuda:N")
@@ -117,7 +125,7 @@ Output = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        callback=writable,
+        callback=_output,
         help="Write the output to this file instead of stdout.",
     ),
 ]

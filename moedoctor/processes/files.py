@@ -71,10 +71,10 @@ def append(path: Path, text: str) -> None:
         _write_all(file, _encoded(text))
 
 
-def is_stream(path: Path) -> bool:
-    """Return whether `path` names a stream, so that no file can be put beside it."""
+def stream_of(path: Path) -> int | None:
+    """Return the descriptor of the stream that `path` names, or None if it names a file."""
     with _errors(path):
-        return _target(path)[1] is not None
+        return _target(path)[1]
 
 
 @contextlib.contextmanager
@@ -150,21 +150,17 @@ def _write_all(file: int, data: bytes) -> None:
 
 
 def _check_open(descriptor: int) -> None:
-    """Raise OSError if `descriptor` cannot be written to. A closed stdout is found when it is used."""
-    if descriptor in (1, 2):
-        return
+    """Raise OSError if `descriptor` cannot be written to."""
     import fcntl
 
+    if descriptor in (1, 2):
+        (sys.stdout if descriptor == 1 else sys.stderr).fileno()  # raises if we found it closed
     if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
         raise OutputError("is not open for writing")
 
 
 def _write_stream(descriptor: int, data: str | bytes) -> None:
-    if descriptor in (1, 2) and isinstance(data, str):
-        stream = sys.stdout if descriptor == 1 else sys.stderr
-        stream.write(data)
-        stream.flush()
-        return
+    sys.stdout.flush()  # what was printed before comes first
     try:
         _write_all(os.dup(descriptor), _encoded(data))
     except OSError as error:

@@ -16,6 +16,7 @@ import platform
 import random
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -440,14 +441,24 @@ def _mine(mark: str) -> list[str]:
     return found
 
 
-def _device(folder: Path, name: str, minor: int) -> Path:
+def _device(folder: Path, name: str, minor: int, kind: int = stat.S_IFCHR) -> Path:
     """Return a device that is ours to lose; without the right to make one, /dev is safe from us anyway."""
     path = folder / name
     try:
-        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, minor))
+        os.mknod(path, kind | 0o666, os.makedev(1, minor))
     except PermissionError:
         return Path("/dev") / name
     return path
+
+
+def _damaged_checkpoint(folder: Path) -> Path:
+    """Return a checkpoint with an error that `lint --fix` corrects."""
+    import checkpoints_of_tests as made
+
+    checkpoint = made.modelopt()
+    for name in [name for name in checkpoint.tensors if name.endswith(("k_scale", "v_scale"))]:
+        del checkpoint.tensors[name]
+    return checkpoint.write(folder)
 
 
 def environments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
@@ -461,7 +472,29 @@ def environments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[No
     target.write_text("old")
     link.symlink_to(target)
     null, full = _device(folder, "null", 3), _device(folder, "full", 7)
+    disk = _device(folder, "ram0", 0, stat.S_IFBLK)
     me = f"{sys.executable} -m moedoctor"
+    places = {"device": null, "full device": full, "disk": disk, "fifo": fifo, "symlink loop": loop}
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(folder / "socket"))  # a name of at most 107 bytes
+    places |= {
+        "socket": folder / "socket",
+        "long name": folder / ("n" * 300),
+        "pseudo folder": Path("/proc/x"),
+    }
+    ascii, latin, json_tool = (
+        "PYTHONIOENCODING=ascii",
+        "PYTHONIOENCODING=latin-1",
+        f"{sys.executable} -m json.tool",
+    )
+    reports = ROOT / "reports" / "nvidia-h200"
+    stored, bench = reports / "offload_bytes.json", reports / "expert_cache_speed.json"
+    checkpoint = _damaged_checkpoint(folder / "checkpoint")
+    scenario = folder / "dying.yaml"
+    scenario.write_text(
+        "id: MD901\nname: dying\ntitle: t\ntiers: [model]\nparameters: {symptom_fixed: true}\n"
+    )
+    run = f"PYTHONPATH={os.pathsep.join([str(TESTS / 'plugin'), str(ROOT)])} {me} run {scenario}"
     commands: dict[str, tuple[str, tuple[int, ...]]] = {
         "ascii stdout": (f"PYTHONIOENCODING=ascii {me} triage {log}", (0, 1)),
         "latin-1 locale": (f"LC_ALL=C PYTHONUTF8=0 PYTHONIOENCODING=latin-1 {me} explain MD003", (0,)),
@@ -471,13 +504,64 @@ def environments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[No
         "both closed": (f"{me} list >&- 2>&-", (3,)),
         "stdin closed": (f"{me} triage - <&-", (2,)),
         "reader goes away": (f"{me} explain MD001 | head -1; exit ${{PIPESTATUS[0]}}", (0,)),
-        "-o device": (f"{me} triage {log} -o {null}", (2, 0, 1)),
-        "-o full device": (f"{me} triage {log} -o {full}", (2, 3)),
-        "-o fifo": (f"timeout 20 {me} triage {log} -o {fifo}", (2,)),
+        "reader of a finding goes away": (f"{run} | true; exit ${{PIPESTATUS[0]}}", (1,)),
+        "stderr full": (f"{me} triage {log} 2>/dev/full", (0, 1)),
+        "error, stderr closed": (f"{me} frob 2>&-", (2,)),
+        "error, stderr full": (f"{me} frob 2>/dev/full", (2,)),
+        "help, stdout closed": (f"{me} --help >&-", (3,)),
+        "help, stdout full": (f"{me} run --help >/dev/full", (3,)),
+        "version, stdout full": (f"{me} --version >/dev/full", (3,)),
+        "ascii help": (f"{ascii} {me} bench --help", (0,)),
+        "ascii list": (f"{ascii} {me} list | LC_ALL=C grep -P '[^ -~]'", (1,)),
+        "ascii explain": (f"{ascii} {me} explain MD003 -f markdown", (0,)),
+        "ascii error": (f"{ascii} {me} explain é中🙂", (2,)),
+        "latin-1 error": (f"{latin} {me} show é中🙂", (2,)),
+        "ascii json": (f"set -o pipefail; {ascii} {me} show {stored} -f json | {json_tool} >/dev/null", (0,)),
+        "ascii progress bar": (f"{ascii} TERM=xterm script -qec '{run}' /dev/null </dev/null", (1,)),
+        **{
+            f"{command.split()[0]} to {name}": (f"timeout 20 {me} {command} {place}", (2,))
+            for name, place in places.items()
+            for command in (
+                f"triage {log} -o", f"lint {checkpoint} --fix", "bench --backend REFERENCE --plot"
+            )
+        },
+        **{
+            f"step summary to {name}": (f"GITHUB_STEP_SUMMARY={place} {run} -f github", (3,))
+            for name, place in list(places.items())[:5]
+        },
+        "step summary in no folder": (
+            f"GITHUB_STEP_SUMMARY=/no/x {run} -f github | grep ^::error; exit ${{PIPESTATUS[0]}}", (3,)
+        ),
+        "--fix dangling": (f"ln -s none to_fix; {me} lint {checkpoint} --fix to_fix", (2,)),
         "-o folder": (f"{me} triage {log} -o {folder}", (2,)),
+        "-o dangling symlink": (
+            f"ln -s to.md to; {me} triage {log} -o to && test -L to -a -s to.md", (0,)
+        ),
+        "-o /dev/stdout": (f"{me} show {stored} -f json -o /dev/stdout | {json_tool} >/dev/null", (0,)),
+        "-o /dev/fd": (f"{me} show {stored} -f json -o /dev/fd/9 9>&1 >&2 | {json_tool} >/dev/null", (0,)),
+        "-o closed /dev/fd": (f"{me} triage {log} -o /dev/fd/9 9>&-", (2,)),
+        "-o /dev/fd, reader goes away": (f"{me} triage {log} -o >(true)", (0, 1)),
+        "-o full /dev/fd": (
+            f"{me} show {stored} -f json -o /dev/fd/9 9>/dev/full | {json_tool} >/dev/null; "
+            'test "${PIPESTATUS[*]}" = "3 0"', (0,)
+        ),
+        "no space at the start": (f"ulimit -f 0; {me} triage {log} -o new", (2,)),
+        "no space at the end": (
+            f"ulimit -f 4; {me} show {stored} -f json -o new | {json_tool} >/dev/null; "
+            'test "${PIPESTATUS[*]}" = "3 0"', (0,)
+        ),
+        "no space for a picture": (
+            f"{me} show {bench} -f markdown -o p.md && rm p.md && "
+            f"for x in p_*.svg; do rm $x && mkdir $x; done; {me} show {bench} -f markdown -o p.md; "
+            "test $? = 3 -a -s p.md",
+            (0,),
+        ),
+        "mode is kept": (
+            f"touch old; chmod 640 old; {me} triage {log} -o old; "
+            f"stat -c %a old | grep 640",
+            (0,),
+        ),
         "-o symlink": (f"{me} triage {log} -f markdown -o {link} && test -L {link}; test -L {link}", (0, 1)),
-        "-o symlink loop": (f"{me} triage {log} -o {loop}", (2,)),
-        "-o long name": (f"{me} triage {log} -o {folder}/{'n' * 300}", (2,)),
         "fifo as input": (f"timeout 20 {me} triage {fifo} < /dev/null", (2,)),
         "zero as input": (f"timeout 20 {me} triage /dev/zero", (2,)),
         "fifo as scenario": (f"timeout 20 {me} run {fifo}", (2,)),
@@ -496,10 +580,9 @@ def environments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[No
         ),
     }  # fmt: skip
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    names = list(commands)
+    nodes = {place: os.lstat(place).st_mode for place in list(places.values())[:6]}
     while True:
-        for name in names:
-            command, codes = commands[name]
+        for name, (command, codes) in commands.items():
             try:
                 done = subprocess.run(
                     ["bash", "-c", command],
@@ -510,7 +593,15 @@ def environments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[No
                     check=False,
                 )
                 err = done.stderr.decode("utf-8", "backslashreplace")
-                wrong = "traceback: " + err.strip()[-200:] if "Traceback" in err else None
+                wrong = None
+                if "Traceback" in err or "Exception ignored" in err:
+                    wrong = "traceback: " + err.strip()[-200:]
+                elif codes in ((2,), (3,)) and err.count("\n") > 1:
+                    wrong = f"more than one line: {err[-400:]!r}"
+                elif left := [file for file in os.listdir(folder) if file.startswith(".moedoctor.")]:
+                    wrong = f"left: {left}"
+                elif changed := [place for place, mode in nodes.items() if os.lstat(place).st_mode != mode]:
+                    wrong = f"changed: {changed}"
                 if wrong is None and done.returncode not in codes:
                     wrong = f"exit code {done.returncode}, expected {codes}: {err.strip()[-200:]!r}"
                 tally.record(done.returncode, wrong, name)
@@ -528,7 +619,7 @@ CLASSES: dict[str, tuple[Trials, int]] = {
     "planted secrets": (secrets, 2000),
     "ways of dying": (deaths, 60),
     "signals at random moments": (signals, 100),
-    "odd environments": (environments, 27),
+    "odd environments": (environments, 77),
 }
 """Name -> (trials, how many the full form tries). Secrets: 200 for each format, in logs and in exceptions."""
 
