@@ -24,7 +24,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +329,9 @@ def _crash_report(text: str, secret: str, format: str) -> tuple[int, str | None]
 
     tail = deaths.last_lines(f"first\n{text}\n")
     crash = replace(deaths.from_exception(RuntimeError(text)), stderr_tail=tail)
-    case = CaseResult("faulty", Tier.MODEL, {}, CaseVerdict.ERROR, crash.to_evidence(), None, crash.message)
+    case = CaseResult(
+        "faulty", Tier.MODEL, {}, CaseVerdict.ERROR, evidence=crash.to_evidence(), reason=crash.message
+    )
     scenario = ScenarioResult(
         id="MD901",
         name="dying",
@@ -674,14 +678,14 @@ def main() -> int:
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     print(f"seed {seed}", file=sys.stderr)
-    tallies = {}
-    for name in options.classes or CLASSES:
-        tallies[name] = run_class(name, seed, options.share)
-        tally = tallies[name]
-        print(
-            f"{name}: tried {tally.tried}, failed {len(tally.failures)}, {tally.seconds:.0f} s",
-            file=sys.stderr,
-        )
+    tallies: dict[str, Tally] = {}
+    names = options.classes or list(CLASSES)
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as processes:
+        started = [processes.submit(run_class, name, seed, options.share) for name in names]
+        for name, future in zip(names, started, strict=True):
+            tally = tallies[name] = future.result()
+            sums = f"tried {tally.tried}, failed {len(tally.failures)}, {tally.seconds:.0f} s"
+            print(f"{name}: {sums}", file=sys.stderr)
     text = report(seed, tallies)
     if options.output is not None:
         options.output.write_text(text, encoding="utf-8")
