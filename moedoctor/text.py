@@ -201,7 +201,7 @@ _UNSEEN = (
 _INVISIBLE = re.compile(f"[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff{_UNSEEN}]")
 # JSON itself escapes only what is below U+0020.
 _NOT_IN_JSON = re.compile(rf"[\x7f-\x9f\u2028\u2029{_UNSEEN}]|(?<=#)#(?=\w*\[)")
-COMMAND = re.compile(r"^([^\S\n]*):(?=:)|#(?=#\w*\[)", re.MULTILINE)
+COMMAND = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=:)|#(?=#\w*\[)", re.MULTILINE)
 """What a CI server that reads a log runs: ``::error`` at the start of a line, ``##[error]`` anywhere."""
 
 
@@ -235,18 +235,28 @@ def without_commands(text: str) -> str:
 
 
 def print_message(text: str, inputs: Iterable[str] = ()) -> None:
-    """Print ``moedoctor: text`` as one line on stderr: escaped, and with at most 200 characters of an input.
+    """Print ``moedoctor: text`` on stderr as `message_line` returns it."""
+    print(message_line(f"moedoctor: {text}", inputs), file=sys.stderr)
+
+
+def message_line(text: str, inputs: Iterable[str] = ()) -> str:
+    """Return `text` as one line for stderr or a log: escaped, with at most 200 characters of an input.
 
     `inputs` are what a user gave, such as the arguments of the command line.
     """
-    for given in sorted(inputs, key=len, reverse=True):
-        if len(given) > _MOST_ECHOED:
-            text = text.replace(given, shorten(given, _MOST_ECHOED))
+    long_inputs = [given for given in inputs if len(given) > _MOST_ECHOED]
+    # Commands strip a value, and split KEY=VALUE and lists.
+    parts = {part for given in long_inputs for part in (given, *re.split("[=:,]", given))}
+    parts |= {form for part in parts for form in (part.strip(), " ".join(part.split()))}
+    for part in sorted(parts, key=len, reverse=True):
+        if len(part) > _MOST_ECHOED:
+            text = text.replace(part, shorten(part, _MOST_ECHOED))
     # What is not among `inputs` comes from a file. Our own words are shorter.
-    line = re.sub(rf"\S{{{_MOST_ECHOED + 1},}}", lambda word: shorten(word[0], _MOST_ECHOED), escape(text))
+    long_word = rf"\S{{{_MOST_ECHOED},}}[^\s,;:.]"
+    line = re.sub(long_word, lambda word: shorten(word[0], _MOST_ECHOED), escape(text))
     if len(line) > _LONGEST_MESSAGE:
         line = f"{line[:_MOST_ECHOED]} … ({len(line)} characters) … {line[-2 * _MOST_ECHOED :]}"
-    print(without_commands(f"moedoctor: {line}"), file=sys.stderr)
+    return without_commands(line)
 
 
 def print_traceback() -> None:

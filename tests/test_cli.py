@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 import typer
+from hostile import TEXTS, echoes_too_much, problem
 
 from moedoctor.cli import app, main
+from moedoctor.commands.run import _progress
 
 pytestmark = pytest.mark.usefixtures("dying_plugin")
 Run = Callable[..., tuple[int, str, str]]
@@ -112,6 +115,53 @@ def test_bad_input_is_exit_2_and_one_line(
     printed = capsys.readouterr()
     assert message in printed.err
     assert (len(printed.err.splitlines()), printed.out) == (1, "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}",
+        "--{}",
+        "run MD001 --subject {}",
+        "run MD001 --device {}x",
+        "explain {}",
+        "plan --model {}",
+        "show {}",
+    ],
+)
+def test_no_argument_reaches_the_terminal_raw_or_in_full(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in filter(None, TEXTS):
+        assert main([part.replace("{}", text) for part in line.split(" ")]) == 2
+        printed = capsys.readouterr()
+        assert not problem(printed.err)
+        assert not echoes_too_much(printed.err, text)
+        assert len(printed.err.splitlines()) == 1
+
+
+def test_an_error_of_ours_is_shown_without_what_a_terminal_acts_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("\x1b]0;t\x07\n::error::x\n##[error]\x9b")
+
+    monkeypatch.setattr("moedoctor.entries.find_entry", broken)
+    assert main(["explain", "MD001"]) == 3
+    printed = capsys.readouterr().err
+    assert "RuntimeError" in printed
+    assert not problem(printed)
+
+
+def test_a_scenario_whose_name_is_markup_does_not_break_the_progress_bar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stderr", terminal)
+    with _progress() as progress:
+        progress(0, 1, "[/] [red]x[/red] \x1b]0;title\x07\n::error")
+    assert "]0;" not in terminal.getvalue()
 
 
 TAKES_A_FILE = {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hostile import ACTED_ON, COMMAND, TEXTS, echoes_too_much, problem
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moedoctor.text import (
@@ -18,15 +20,20 @@ from moedoctor.text import (
     TextFileError,
     YamlScalar,
     check_printable,
+    clean,
     dotted,
     escape,
+    escape_json,
+    message_line,
     nearest,
+    one_line,
     parse_scalar,
     parse_yaml,
     read_text,
     read_yaml,
     shorten,
     show,
+    without_commands,
 )
 
 LIMIT = 4096
@@ -376,3 +383,56 @@ def test_what_a_safe_writer_writes_is_read_back(data: dict[str, object]) -> None
             return True
 
     assert parse_yaml(yaml.dump(data, Dumper=NoAliases)).data == data
+
+
+hostile_texts = st.lists(st.sampled_from(TEXTS) | st.text(max_size=20)).map("".join) | st.text(
+    alphabet=st.characters()
+    | st.sampled_from("\x1b[]m\x07\x9b\x9d\x9c\r\n\t;0:#\udc80\u202e\u2066\u2028\x85\x7f\0")
+)
+
+
+@given(hostile_texts)
+def test_no_text_makes_a_terminal_or_a_ci_server_act(text: str) -> None:
+    assert not problem(without_commands(clean(text)))
+    assert not problem(without_commands(one_line(text)))
+    assert not problem(without_commands(escape(text)))
+    assert (clean(clean(text)), escape(escape(text))) == (clean(text), escape(text))
+    assert not {"\n"} & {*one_line(text), *escape(text)}
+    assert len(without_commands(text)) == len(text)
+
+
+@given(hostile_texts, st.sampled_from((None, 2)))
+def test_escaped_json_has_the_same_data(text: str, indent: int | None) -> None:
+    data = {text.encode("utf-8", "replace").decode(): [text.encode("utf-8", "replace").decode()]}
+    escaped = escape_json(json.dumps(data, ensure_ascii=False, indent=indent))
+    assert json.loads(escaped) == data
+    assert not problem(escaped)
+
+
+@given(hostile_texts, hostile_texts, st.booleans())
+@example("x" * 100_000, "many words " * 500, True)
+@example("\x1b" * 199, "9" * 201, False)
+def test_a_message_is_one_short_line_whatever_it_echoes(first: str, second: str, known: bool) -> None:
+    inputs = (first, second) if known else ()
+    line = message_line(f"--option {first}: expected {second}, such as a, b", inputs)
+    assert not problem(line)
+    assert len(line) <= 1000
+    assert line.startswith("--option ")
+    assert line.endswith(", such as a, b")
+    assert not any(echoes_too_much(line, text) for text in inputs)
+
+
+def test_a_message_of_ours_stays_as_it_is() -> None:
+    path = "/home/somebody/a folder/é中.yaml"
+    message = f"{path}:3: a::b is unknown, expected one of {', '.join(['twelve_letters'] * 40)}"
+    assert message_line(message, [path]) == message
+    assert message_line("::x ##[y] ##vso[z]\n::w") == "\\:x \\#[y] \\#vso[z]\\n::w"
+
+
+def test_the_characters_that_must_not_be_printed() -> None:
+    """The oracle of these tests finds each of them alone, and no ordinary text."""
+    for character in "\x00\x07\x08\x1b\x7f\x80\x9b\x9f\r\u202a\u202e\u2066\u2069\u200f\u2028\ud800":
+        assert ACTED_ON.search(character)
+    assert not problem("std::vector # [x] a ## b\nx ::y é中🙂")
+    assert COMMAND.search("x\n \t::error::y")
+    assert COMMAND.search("x ##[error]y")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.processes.files import write
+from moedoctor.text import one_line
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195", "#8c6d31")
 """Distinct for people with any kind of colour vision (Okabe and Ito), and two more."""
@@ -42,6 +43,7 @@ class Series:
     high: Sequence[float] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", one_line(self.name))
         lengths = {len(values) for values in (self.x, self.y, self.low, self.high) if len(values)}
         if len(lengths) != 1 or bool(self.low) != bool(self.high):
             raise ValueError(f"{self.name}: x, y, low and high must have the same length, and at least 1")
@@ -71,11 +73,11 @@ def line_chart(
         raise ValueError("series must hold at least one line")
     matplotlib = import_library("matplotlib")
     matplotlib.use("svg")
-    style = {"svg.hashsalt": "moedoctor", "font.family": "DejaVu Sans", "axes.spines.top": False}
-    with matplotlib.rc_context({**style, "axes.spines.right": False}):
+    style = {"svg.hashsalt": "moedoctor", "font.family": "DejaVu Sans", "text.parse_math": False}
+    with matplotlib.rc_context({**style, "axes.spines.top": False, "axes.spines.right": False}):
         # DejaVu comes with matplotlib, so all machines draw the same letters.
         figure = import_library("matplotlib.figure").Figure(figsize=(7.2, 4.2), layout="constrained")
-        axes = figure.add_subplot(title=title, xlabel=x_label, ylabel=y_label, axisbelow=True)
+        axes = figure.add_subplot(title=one_line(title), xlabel=x_label, ylabel=y_label, axisbelow=True)
         axes.grid(axis="y", color=_GRID)
         for line, colour in zip(series, _colours(series), strict=True):
             name = "\n".join(textwrap.wrap(line.name, 24))
@@ -98,7 +100,7 @@ def line_chart(
             axes.set_ylim(bottom=0)
         figure.legend(loc="outside right upper", frameon=False, fontsize="small")
         if note:
-            wrapped = "\n".join(textwrap.wrap(note, 118))
+            wrapped = "\n".join(textwrap.wrap(one_line(note), 118))
             figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=8, color=_QUIET)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -129,7 +131,7 @@ def terminal_chart(
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(width, height)
-    figure.title(title)
+    figure.title(one_line(title))
     figure.label(x_label, "x")
     figure.label(y_label, "y")
     names = []

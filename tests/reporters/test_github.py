@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from hostile import ACTED_ON, TEXTS
 from hypothesis import given
 from report_samples import HOSTILE, full_report, report, reports, scenario
 
@@ -76,6 +77,12 @@ def test_text_cannot_add_a_command(report: Report) -> None:
 def test_hostile_text_stays_in_its_command() -> None:
     hostile = report(scenario("found", title=HOSTILE, reason=HOSTILE, file=HOSTILE), findings=(HOSTILE,))
     assert len(_commands(hostile)) == 2
+    for text in TEXTS:
+        whole = GithubReporter().render(
+            report(scenario("found", title=text, reason=text, file=text, name=text))
+        )
+        assert not ACTED_ON.search(whole)
+        assert whole.count("\n") == 2
 
 
 def test_the_job_summary_is_the_markdown() -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from hostile import TEXTS, problem
 from hypothesis import given
+from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped
 from report_samples import HOSTILE, POINTS, case, crashed, full_report, report, reports, scenario
 
@@ -155,6 +157,23 @@ def test_hostile_text_stays_text() -> None:
     }
     (failure, _) = root.iter("failure")
     assert "<b>&bold</b>" in failure.get("message", "")
+
+
+@given(st.sampled_from(TEXTS), st.sampled_from(TEXTS))
+def test_xml_that_is_read_as_a_log_makes_nothing_act(first: str, second: str) -> None:
+    evidence = {"death": first, "message": second, "stderr_tail": [first, second]}
+    cases = [
+        case("faulty", "error", evidence=evidence, reason=first),
+        case("fixed", "clean", evidence={second: first}),
+    ]
+    whole = report(scenario("error", *cases, title=first, reason=second, name=first), findings=(first,))
+    assert not problem(JunitReporter().render(whole))
+
+
+def test_escaping_a_command_keeps_the_text() -> None:
+    evidence = {"death": "silent", "message": "gone", "stderr_tail": ["::error::x", "##[x]"]}
+    whole = report(scenario("error", case("faulty", "error", evidence=evidence)))
+    assert _root(whole).findtext(".//error") == "gone\n::error::x\n##[x]"
 
 
 def test_junitparser_reads_it(tmp_path: Path) -> None:

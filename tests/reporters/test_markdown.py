@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from report_samples import HOSTILE, POINTS, case, crashed, full_report, report, scenario
 
-from moedoctor.reporters.markdown import MarkdownReporter, escape, source_link
+from moedoctor.reporters.markdown import MarkdownReporter, escape, source_link, to_markdown
+from moedoctor.reporters.page import Picture
 from moedoctor.reporters.text import summary_line
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
 from moedoctor.text import one_line
@@ -75,7 +76,14 @@ def test_escaping_leaves_ordinary_text_readable() -> None:
         escape("first_fixed_release 0.20.0 vllm@0.19.1 2.13.0")
         == "first_fixed_release 0.20.0 vllm@0.19.1 2.13.0"
     )
-    assert "@<!-- -->somebody" in escape("for @somebody")
+    for text in ("for @somebody", "@somebody", "(@somebody", "`@somebody", "_@somebody", "é@somebody/team"):
+        assert "@<!-- -->somebody" in escape(text)
+
+
+def test_a_picture_whose_name_holds_markup_stays_one_picture() -> None:
+    text = to_markdown([Picture("a) <b> [x](y\n.svg", "a](b) ![c"), Picture("plain_1.svg", "t")])
+    assert [inner.type for token in PARSER.parse(text) for inner in token.children or ()] == ["image"] * 2
+    assert text.endswith("![t](plain_1.svg)\n")
 
 
 def test_sources_become_links() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from hostile import TEXTS, problem
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -31,32 +32,40 @@ from moedoctor.text import one_line
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 STYLES = ("", "bold", "dim", "code", "source", "error")
-texts = st.text(max_size=20) | st.text(alphabet="*_`|[]()<>&#-+.1~!\\@a \n$=:;\x1b\u202e", max_size=20)
+texts = (
+    st.text(max_size=20)
+    | st.text(alphabet="*_`|[]()<>&#-+.1~!\\@a \n$=:;\x1b\u202e\u2067\x9b\x7f\x85", max_size=20)
+    | st.sampled_from([text[:40] for text in TEXTS])
+)
 inlines = texts | st.lists(st.builds(Span, texts, st.sampled_from(STYLES)), max_size=3).map(tuple)
 labelled = st.lists(st.tuples(texts, inlines), max_size=2)
+rows = st.lists(st.tuples(inlines, inlines), max_size=3)
 blocks = (
     st.builds(Heading, inlines, st.integers(1, 3))
     | st.builds(Paragraph, inlines)
     | st.builds(Bullets, st.lists(inlines, min_size=1, max_size=3))
-    | st.builds(Item, st.sampled_from(("error", "MD001")), inlines, labelled)
-    | st.lists(st.tuples(inlines, inlines), max_size=3).map(lambda rows: Table(("a", "b|"), rows))
+    | st.builds(Item, texts, inlines, labelled)
+    | st.builds(Table, st.tuples(texts, texts), rows, grouped=st.booleans())
     | st.builds(Preformatted, texts)
+    | st.builds(Picture, texts, texts)
 )
 
 
 @given(st.lists(blocks, max_size=4))
 def test_any_page_is_plain_text_in_markdown(page: list[Block]) -> None:
     text = to_markdown(page)
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
+    assert not problem(text)
     tokens = PARSER.parse(text)
     inner = [child for token in tokens for child in token.children or ()]
     kinds = {child.type for child in inner}
     plain = {"text", "text_special", "softbreak", "strong_open", "strong_close", "code_inline"}
-    assert kinds <= plain | {"html_inline", "link_open", "link_close"}
+    assert kinds <= plain | {"html_inline", "link_open", "link_close", "image"}
     assert {child.content for child in inner if child.type == "html_inline"} <= {"<!-- -->"}
     for child in inner:
         if child.type == "link_open":
             assert str(child.attrs["href"]).startswith("https://github.com/")
+    pictures = sum(isinstance(block, Picture) for block in page)
+    assert sum(child.type == "image" for child in inner) == pictures
     tables = [block for block in page if isinstance(block, Table)]
     assert sum(token.type == "td_open" for token in tokens) == sum(2 * len(table.rows) for table in tables)
     fences = sum(isinstance(block, Preformatted) for block in page)
@@ -67,7 +76,7 @@ def test_any_page_is_plain_text_in_markdown(page: list[Block]) -> None:
 def test_any_page_fits_a_terminal_of_any_width(page: list[Block], width: int, colour: bool) -> None:
     text = to_text(page, colour=colour, width=width)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", plain)
+    assert not problem(plain)
     assert max(map(cell_len, plain.split("\n"))) <= max(width, MIN_WIDTH)
     if not colour:
         assert plain == text

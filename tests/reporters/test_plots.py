@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from hostile import problem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -156,3 +157,13 @@ def test_the_terminal_chart_has_a_logarithmic_axis() -> None:
     )
     ticks = [line.split("┤")[0].strip() for line in text.splitlines() if "┤" in line]
     assert ticks == ["1000", "500", "200", "100", "50", "20"]
+
+
+def test_names_from_a_report_are_plain_text(tmp_path: Path) -> None:
+    """They may hold what a terminal acts on, and what matplotlib would read as mathematics."""
+    pytest.importorskip("plotext")
+    for text in ("$x$ $\\frac{", "\x1b]0;t\x07a\n\x9b2J\u202eb\ud800 --> <b>"):
+        line = Series(text, [1, 2], [1, 2])
+        assert not problem(draw(tmp_path / "a.svg", title=text, note=text, series=[line]))
+        options = {"title": text, "x_label": "x", "y_label": "y", "series": [line], "colour": False}
+        assert not problem(terminal_chart(**options))  # type: ignore[arg-type]

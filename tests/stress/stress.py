@@ -29,35 +29,16 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 TESTS = Path(__file__).resolve().parent.parent
 ROOT = TESTS.parent
 sys.path[:0] = [str(ROOT), str(TESTS), str(TESTS / "plugin")]
 
-HOSTILE = (
-    "\x1b[31mred\x1b[0m",
-    "\x1b]0;title\x07",
-    "\x9b2J",
-    "::error file=x::planted",
-    "\n::set-output name=x::y",
-    "\u202egnirts\u202c",
-    "\x00",
-    "a\rb",
-    "|cell|<script>alert(1)</script>",
-    "`${jndi:ldap://x}`",
-    "\ud800",
-    "é中🙂",
-    "9" * 5000,
-    "x" * 100_000,
-    "../" * 50 + "etc/passwd",
-    "[" * 3000,
-    "{{7*7}}",
-    "%s%n" * 50,
-    "-",
-    "",
-)
-ACTED_ON = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""What a terminal acts on, in what is printed; line ends and tabs are ours."""
+from hostile import TEXTS as HOSTILE  # noqa: E402
+from hostile import echoes_too_much  # noqa: E402
+from hostile import problem as acted_on  # noqa: E402
+
 MOST_SECONDS = 10.0
 FORMATS = ("table", "json", "markdown")
 
@@ -99,18 +80,17 @@ def call(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str, float]:
     return code, *printed, took
 
 
-def problem(code: int, out: str, err: str, took: float, codes: tuple[int, ...] = (0, 1, 2)) -> str | None:
-    """Return what is wrong with the end of a command, or None."""
+def problem(
+    code: int, out: str, err: str, took: float, codes: tuple[int, ...] = (0, 1, 2), skipped: str = ""
+) -> str | None:
+    """Return what is wrong with the end of a command, or None. The stream `skipped` may hold commands."""
     if "Traceback" in err:
         return "traceback: " + err.strip().splitlines()[-1]
     if code not in codes:
         return f"exit code {code}: {err[-200:]!r}"
     for name, text in (("stdout", out), ("stderr", err)):
-        if match := ACTED_ON.search(text):
-            around = text[max(0, match.start() - 40) : match.end() + 20]
-            return f"{name} holds {match.group()!r}: {around!r}"
-        if re.search("^::", text, re.MULTILINE):
-            return f"{name} has a line that starts with ::"
+        if name != skipped and (wrong := acted_on(text)):
+            return f"{name} holds {wrong}"
     if code == 2 and len(err) > 1500:
         return f"an error of {len(err)} characters: {err[:80]!r}"
     if took > MOST_SECONDS:
@@ -121,6 +101,8 @@ def problem(code: int, out: str, err: str, took: float, codes: tuple[int, ...] =
 def tell(tally: Tally, what: str, *arguments: str, **options: Any) -> None:
     """Run one command and count it; an exception that leaves `main` is a failure."""
     codes = options.pop("codes", (0, 1, 2))
+    # The format `github` is made of commands; tests/reporters/test_github.py reads them.
+    skipped = "stdout" if "github" in arguments else ""
     try:
         ended = call(*arguments, **options)
     except BaseException as error:
@@ -128,7 +110,10 @@ def tell(tally: Tally, what: str, *arguments: str, **options: Any) -> None:
             raise
         tally.record(-1, f"{type(error).__name__}: {error}", what)
         return
-    tally.record(ended[0], problem(*ended, codes), what)
+    wrong = problem(*ended, codes, skipped)
+    if wrong is None and any(echoes_too_much(ended[2], argument) for argument in arguments):
+        wrong = f"echoes more than 200 characters of an argument: {ended[2][:100]!r}"
+    tally.record(ended[0], wrong, what)
 
 
 def mutated(pick: random.Random, data: bytes) -> bytes:
@@ -231,7 +216,8 @@ def reports(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
             path.write_bytes(mutated(pick, file.read_bytes()))
         command = pick.choice(("show", "show", "compare", "triage"))
         more = [str(file)] if command == "compare" else []
-        tell(tally, f"{command} {file.name}", command, str(path), *more, "-f", pick.choice(FORMATS))
+        format = pick.choice((*FORMATS, "github", "junit") if command == "show" else FORMATS)
+        tell(tally, f"{command} {file.name} -f {format}", command, str(path), *more, "-f", format)
         yield
 
 
@@ -253,6 +239,77 @@ def binaries(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
         command = pick.choice((["audit", str(path)], ["audit", str(path)], ["triage", str(path)]))
         tell(tally, f"{command[0]} {suffix}", *command, "-f", pick.choice(FORMATS))
         yield
+
+
+ARGUMENTS = (
+    "{}", "--{}", "run {} --device cuda:99", "run MD001 --device cuda:99 --only {}",
+    "run MD001 --device cuda:99 --only tokens={}", "run MD001 --device cuda:99 --subject {}",
+    "run MD001 --device {}x", "run MD001 --device cuda:99 --timeout {}",
+    "run MD001 --device cuda:99 -j {}", "run MD001 --device cuda:99 --tolerance {}",
+    "run MD001 --device cuda:99 --tolerance x={}", "run MD001 --device cuda:99 --baseline {}",
+    "run MD001 --device cuda:99 --vllm-kernels {}",
+    "run MD001 --device cuda:99 --vllm-kernels 0.19.1={}",
+    "run MD001 --device cuda:99 --flashinfer 0.6.13={}", "run MD001 --device cuda:99 -f {}",
+    "run MD001 --device cuda:99 -o /no/such/{}", "explain {}", "lint {}", "lint {} --fix {}", "audit {}",
+    "audit {} --sm {}", "audit NAMED --sm {}", "plan --model {}",
+    "plan --model qwen3-30b-a3b --gpu-memory {}", "plan --model qwen3-30b-a3b --scheme {}",
+    "plan --model qwen3-30b-a3b --backend {} --gpu-memory 80",
+    "plan --model qwen3-30b-a3b --expert-cache {}", "backends --no-ask --release {}",
+    "backends --no-ask --sm {}", "backends --no-ask --sm 9.0 --backend {}",
+    "backends --no-ask --sm 9.0 --activation {}", "backends --no-ask --sm 9.0 -- vllm serve {}",
+    "backends --no-ask --sm 9.0 -- vllm serve x --moe-backend {}",
+    "backends --no-ask --sm 9.0 -- VLLM_X={} vllm serve x", "bench --cache --trace {}",
+    "bench --cache --trace zipf:rows=16,{}", "bench --cache --trace zipf:rows={}",
+    "bench --cache --trace zipf:rows=16 --capacity {}", "bench --cache --trace zipf:rows=16 --policy {}",
+    "bench --cache --trace zipf:rows=16 --scope {}", "bench --device cuda:99 --backend {}",
+    "bench --device cuda:99 --backend OURS --model {}",
+    "bench --device cuda:99 --backend OURS --routing {}",
+    "bench --device cuda:99 --backend OURS --routing zipf:{}",
+    "bench --device cuda:99 --backend OURS --trace {}",
+    "bench --device cuda:99 --backend OURS --tokens {}", "show {}", "compare {} {}", "triage {}",
+    "triage NAMED", "lint NAMED", "audit NAMED", "show NAMED", "run NAMED --device cuda:99",
+    "plan --model NAMED", "VARIABLES",
+)  # fmt: skip
+"""Command lines; {} is a hostile text, NAMED a file or folder of that name, VARIABLES a setting."""
+
+
+def arguments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
+    """Hostile arguments, names of files and folders, and settings, in every command."""
+    import checkpoints_of_tests as made
+
+    checkpoint, before = made.modelopt().write(folder / "whole"), Path.cwd()
+    os.chdir(folder)  # an empty argument names the working directory
+    try:
+        while True:
+            _hostile_command(pick, folder, checkpoint, tally)
+            yield
+    finally:
+        os.chdir(before)
+
+
+def _hostile_command(pick: random.Random, folder: Path, checkpoint: Path, tally: Tally) -> None:
+    import shutil
+
+    text, line, format = pick.choice(HOSTILE), pick.choice(ARGUMENTS), pick.choice(FORMATS)
+    printable = text.replace("\0", "").encode("utf-8", "replace").decode()
+    named, settings = folder / "named" / (printable.replace("/", "_")[:60] or "x"), {}
+    given = [part.replace("{}", text).replace("NAMED", str(named)) for part in line.split(" ")]
+    if line == "VARIABLES":
+        settings = {
+            pick.choice(("VLLM_MOE_X", "VLLM_USE_FLASHINFER_MOE_FP4", "TORCH_CUDA_ARCH_LIST")): printable
+        }
+        given = pick.choice((["check"], ["backends", "--no-ask", "--sm", "9.0"]))
+    if "-f" not in given and not line.startswith(("{}", "--{}")) and pick.random() < 0.7:
+        given[1:1] = ["-f", format]
+    if "NAMED" in line:
+        named.parent.mkdir()
+        if line.startswith(("lint", "plan")):
+            shutil.copytree(checkpoint, named)
+        else:
+            named.write_text("RuntimeError: b_scales is not on GPU\n")
+    with mock.patch.dict(os.environ, settings):
+        tell(tally, f"{line} {text[:30]!r} -f {format}", *given)
+    shutil.rmtree(folder / "named", ignore_errors=True)
 
 
 def secrets(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
@@ -620,6 +677,7 @@ CLASSES: dict[str, tuple[Trials, int]] = {
     "damaged checkpoints": (checkpoints, 1000),
     "damaged reports": (reports, 1000),
     "damaged binaries": (binaries, 500),
+    "hostile arguments": (arguments, 1000),
     "planted secrets": (secrets, 2000),
     "ways of dying": (deaths, 60),
     "signals at random moments": (signals, 100),

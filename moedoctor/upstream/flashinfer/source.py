@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -92,11 +93,12 @@ def named_source(release: str, path: Path) -> FlashInferSource:
 
     Raises KernelError if they are not there, or of another release.
     """
-    if path.suffix == ".whl" and path.is_file():
+    # Not Path.is_file, which raises for a name that is too long.
+    if path.suffix == ".whl" and os.path.isfile(path):
         check_source(release, path)
         path = unpacked(path, "flashinfer", _NEEDED, _MAX_BYTES)
     for package in (path / "flashinfer", path):
-        if (package / "data" / KERNELS).is_file():
+        if os.path.isfile(package / "data" / KERNELS):
             _check_release(release, package, (folder.name for folder in package.parent.glob("*.dist-info")))
             return FlashInferSource(release, package)
     raise KernelError(
@@ -107,7 +109,7 @@ def named_source(release: str, path: Path) -> FlashInferSource:
 
 def check_source(release: str, path: Path) -> None:
     """Raise KernelError if `path` cannot hold the sources of `release`. Unpacks nothing."""
-    if path.suffix != ".whl" or not path.is_file():
+    if path.suffix != ".whl" or not os.path.isfile(path):
         named_source(release, path)
         return
     with opened(path) as wheel:

@@ -28,6 +28,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from moedoctor.fixes.backends import release_tables as backend_tables
+from moedoctor.text import message_line
 
 VARIABLE = "MOEDOCTOR_FIXES"
 ALL = "all"
@@ -47,7 +48,15 @@ STATUS_VARIABLE = "MOEDOCTOR_STATUS"
 _TABLES = ((VARIABLE, "fix", FIXES), ("MOEDOCTOR_TRACE", "trace", TRACES))
 _BY = "__moedoctor_by__"
 
+
+def _make_printable(record: logging.LogRecord) -> bool:
+    """Escape a message: it may hold the value of a variable or a name from a checkpoint."""
+    record.msg, record.args = message_line(record.getMessage()), None
+    return True
+
+
 logger = logging.getLogger("vllm.moedoctor")  # below vLLM's own logger, so that its settings apply
+logger.addFilter(_make_printable)
 
 
 def register() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile import problem
 from vllm_stub import write
 
 from moedoctor.upstream.plugin import register
@@ -150,3 +151,15 @@ def test_it_never_raises(
 @pytest.mark.parametrize("module", [*register.FIXES.values(), *register.TRACES.values()])
 def test_every_fix_and_trace_of_the_tables_can_be_applied(module: str) -> None:
     assert callable(importlib.import_module(module).apply)
+
+
+def test_a_log_line_holds_nothing_that_a_terminal_acts_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(register.VARIABLE, "\x1b]0;title\x07\n::error::x\x9b" + "y" * 1000)
+    register._register.cache_clear()
+    register.register()
+    (message,) = caplog.messages
+    assert "names no fix called" in message
+    assert not problem(message)
+    assert "y" * 201 not in message
