@@ -7,8 +7,8 @@
 | 1 | a case of `installed` reproduced the failure, even if nothing was proved because only it ran |
 | 1 | with `strict` or ``fail_on="warning"``: also if a scenario or a case was skipped |
 | 1 | with ``fail_on="warning"``: also if a scenario is `absent` |
-| 1 | a scenario of another project's plug-in is `error` |
-| 3 | a scenario of moedoctor's own is `error`, and nothing above gives 1 |
+| 1 | a scenario is `error` through another project's plug-in, a full memory or disk, or a broken torch |
+| 3 | a scenario is `error` for another reason, and nothing above gives 1 |
 
 ``fail_on="never"`` turns 1 into 0 and leaves 3: an error of moedoctor itself is never a pass. 2 (bad input)
 and 130 (interrupted) are the command line's. `moedoctor.comparison` decides what a regression is.
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal
 
-from moedoctor.results import CaseVerdict, Report, ScenarioVerdict
+from moedoctor.results import CaseVerdict, Report, ScenarioResult, ScenarioVerdict
 
 FailOn = Literal["error", "warning", "never"]
 
@@ -33,6 +33,7 @@ def exit_code(report: Report, *, strict: bool, fail_on: FailOn, others: Collecti
     """
     verdicts = {scenario.verdict for scenario in report.scenarios}
     errors = {scenario.id for scenario in report.scenarios if scenario.verdict is ScenarioVerdict.ERROR}
+    others = {*others, *(scenario.id for scenario in report.scenarios if _is_the_machines(scenario))}
     skipped = ScenarioVerdict.SKIPPED in verdicts or any(
         case.verdict is CaseVerdict.SKIPPED for scenario in report.scenarios for case in scenario.cases
     )
@@ -43,6 +44,12 @@ def exit_code(report: Report, *, strict: bool, fail_on: FailOn, others: Collecti
     if found and fail_on != "never":
         return 1
     return 3 if errors - set(others) else 0
+
+
+def _is_the_machines(scenario: ScenarioResult) -> bool:
+    """Whether every error of the scenario comes from this machine: no memory, no space, a broken library."""
+    deaths = [case.evidence.get("death") for case in scenario.cases if case.verdict is CaseVerdict.ERROR]
+    return bool(deaths) and {*deaths} <= {"out_of_memory", "disk_full", "broken_library"}
 
 
 def _installed_fails(report: Report) -> bool:

@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 from report_samples import case, report, reports, scenario
 
 from moedoctor.gate import FailOn, exit_code
-from moedoctor.results import Report
+from moedoctor.results import CaseResult, Report
 
 PROVED = scenario("proved")
 PROVED_WITH_SKIP = scenario("proved", case("faulty", "reproduced"), case("installed", "skipped"))
+
+
+def died(how: str) -> CaseResult:
+    return case("faulty", "error", evidence={"death": how})
+
+
 REGRESSED = report(PROVED, findings=("MD001: worse",))
 
 # Report, then the exit code for fail_on = error, error with strict, warning, never.
@@ -31,6 +37,8 @@ TABLE = [
     (report(scenario("error"), scenario("found")), (1, 1, 1, 3)),
     (report(scenario("error"), scenario("skipped")), (3, 1, 1, 3)),
     (report(scenario("error"), scenario("absent")), (3, 3, 1, 3)),
+    (report(scenario("error", died("broken_library"), died("disk_full"))), (1, 1, 1, 0)),
+    (report(scenario("error", died("out_of_memory"), died("signal"))), (3, 3, 3, 3)),
     (REGRESSED, (1, 1, 1, 0)),
     (report(scenario("skipped", case("installed", "reproduced"))), (1, 1, 1, 0)),
     (report(scenario("proved", case("vllm@0.19.1", "reproduced"))), (0, 0, 0, 0)),

@@ -46,6 +46,7 @@ def from_exception(error: BaseException) -> Crash:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         text = f"a disk is full, perhaps that of temporary files ({tempfile.gettempdir()}): {text}"
+        return Crash(Death.DISK_FULL, first_line(text))
     death = Death.OUT_OF_MEMORY if isinstance(error, MemoryError) else classify(text) or Death.EXCEPTION
     return Crash(death, first_line(text))
 

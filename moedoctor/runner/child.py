@@ -19,7 +19,7 @@ from typing import IO, Any, NoReturn
 
 from moedoctor import catalogue
 from moedoctor.processes import deaths, guardian, interrupts
-from moedoctor.results import Case, Observation, UnavailableError, plain
+from moedoctor.results import Case, Crash, Death, Observation, UnavailableError, plain
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,10 @@ def main(request: Request, answer: IO[bytes], stderr: int, without: Mapping[str,
     except BaseException as error:
         traceback.print_exc()
         missing = str(getattr(error, "name", "")).partition(".")[0] if isinstance(error, ImportError) else ""
-        if missing in without:
-            error = ImportError(f"{missing} cannot be imported: {without[missing]}")
         crash = deaths.from_exception(error)
+        if missing in without:
+            message = deaths.first_line(f"{missing} cannot be imported: {without[missing]}")
+            crash = Crash(Death.BROKEN_LIBRARY, message)
         reply = {"death": crash.death.value, "message": crash.message}
     status = 0
     try:

@@ -135,7 +135,9 @@ def test_a_torch_that_cannot_be_imported_is_the_cause(
     monkeypatch.setattr(pool, "_IMPORT_SECONDS", 3.0)
     pool._stop_server()
     try:
-        assert crash("imports_torch").message == f"ImportError: torch cannot be imported: {message}"
+        ended = crash("imports_torch")
+        assert ended.death is Death.BROKEN_LIBRARY
+        assert ended.message == f"torch cannot be imported: {message}"
         assert isinstance(outcome("answers"), Observation)
     finally:
         pool._stop_server()
