@@ -124,7 +124,7 @@ class ExpertCache:
             raise RuntimeError("engine 'device' needs Triton, which is not installed: use engine='host'")
         with on_device(self.device):
             self._engine = _engine_class(engine)(self._store, capacity, policy, self.device)
-        self._inside = threading.Lock()
+        self._inside: dict[str, threading.Thread] = {}
 
     @property
     def engine(self) -> str:
@@ -230,15 +230,18 @@ class ExpertCache:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        if not self._inside.acquire(blocking=False):
+        own = threading.current_thread()
+        inside = self._inside.setdefault("thread", own)
+        if inside is not own and inside.is_alive():
             raise CacheBusy(
                 "another thread is inside this ExpertCache: its slots are valid for one call at a time; "
                 "use one cache a thread, or a lock around acquire and the computation"
             )
-        try:
+        self._inside["thread"] = own
+        try:  # if Ctrl-C comes before, this thread is not locked out, as a lock would do
             yield
         finally:
-            self._inside.release()
+            self._inside.clear()
 
 
 def _device(device: torch.device | str | None) -> torch.device:

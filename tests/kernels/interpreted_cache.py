@@ -257,6 +257,53 @@ def grouped() -> None:
         assert torch.equal(total, whole) or (tokens < 10 and torch.allclose(total, whole, rtol=1e-5))
 
 
+def overlapping() -> None:
+    """Hits and misses of one call, computed as two groups, give what one call with all experts gives."""
+    draw = torch.Generator().manual_seed(0)
+    for tokens, capacity in ((2, 6), (90, 9)):  # pair by pair, and in tiles
+        weights = random_weights(draw, 9, torch.bfloat16, bias=True)
+        cache = ExpertCache(weights, capacity, engine="device", device="cpu")
+        for _ in range(3 if tokens < 10 else 2):
+            x = torch.randn(tokens, 40, generator=draw)  # [T, H]
+            ids = torch.randint(-1, 9, (tokens, 3), generator=draw, dtype=torch.int32)  # [T, K]
+            topk_weights = torch.rand(tokens, 3, generator=draw)  # [T, K]
+            call = GroupedForward(x, ids, topk_weights, 9)
+            for part in cache.groups(ids, overlap=True):
+                call.add(part.weights, part.experts)
+            total, whole = call.total(), moe_forward(x, weights, ids, topk_weights)
+            assert torch.equal(total, whole) or (tokens < 10 and torch.allclose(total, whole, rtol=1e-5))
+
+
+def one_expert_or_slot() -> None:
+    """A model of one expert and a cache of one slot work with every engine, policy and way to compute."""
+    draw = torch.Generator().manual_seed(0)
+    for experts, capacity in ((1, 1), (3, 1), (1, 3)):
+        weights = random_weights(draw, experts, torch.bfloat16, bias=True)
+        ids = torch.randint(-1, experts, (3, 2), generator=draw)  # [T, K]
+        engines = [("device", policy) for policy in ONLINE_POLICIES] + [("host", "lfru"), ("resident", "lru")]
+        for engine, policy in engines[: None if capacity >= experts else -1]:
+            cache = ExpertCache(weights, capacity, engine=engine, policy=policy, device="cpu")
+            for overlap in (False, True):
+                computed = sum(
+                    assert_holds(ids, part, weights).int() for part in cache.groups(ids, overlap=overlap)
+                )
+                assert torch.equal(computed, (ids >= 0).int())
+            cache.prefetch(ids[:1, :1])
+            cache.seed(ids)
+            assert_holds(ids[:1, :1], cache.acquire(ids[:1, :1]), weights)
+        for tokens in (1, 130) if experts == 1 else (2,):
+            x = torch.randn(tokens, 40, generator=draw)  # [T, H]
+            ids = torch.randint(-1, experts, (tokens, 2), generator=draw)  # [T, K]
+            topk_weights = torch.rand(tokens, 2, generator=draw)  # [T, K]
+            cache = ExpertCache(weights, capacity, engine="device", device="cpu")
+            call = GroupedForward(x, ids, topk_weights, experts)
+            for part in cache.groups(ids, overlap=True):
+                call.add(part.weights, part.experts)
+            right = reference(x, MoeWeights.of(weights), topk_weights, ids)  # [T, H]
+            assert torch.allclose(call.total(), right, rtol=1e-2, atol=1e-2)
+            assert torch.allclose(moe_forward(x, weights, ids, topk_weights), right, rtol=1e-2, atol=1e-2)
+
+
 def early() -> None:
     """With `overlap` the hits come first, then what had to be loaded; decisions are the table's, also after
     `aging` has halved its counts."""
@@ -268,7 +315,12 @@ def early() -> None:
             ids = torch.randint(-1, EXPERTS, (2, 3), generator=draw)  # [T, K]
             table.step(sorted(set(ids.flatten().tolist()) - {-1}))
             resident = cache.mapping[ids.clamp_min(0)] >= 0  # [T, K]
-            hits, misses = (assert_holds(ids, part) for part in cache.groups(ids, overlap=True))
+            named = []
+            for part in cache.groups(ids, overlap=True):
+                named.append(assert_holds(ids, part))
+                assert part.experts is not None
+                assert_lists(ids[named[-1]], part)
+            hits, misses = named
             assert torch.equal(hits, resident & (ids >= 0))
             assert torch.equal(misses, ~resident & (ids >= 0))
             assert cache.resident() == table.expert_of
@@ -284,8 +336,5 @@ def early() -> None:
 
 
 if __name__ == "__main__":
-    checks = {
-        check.__name__: check for check in (stateful, many_ids, packed, mapped, early, forward, grouped)
-    }
     for name in sys.argv[1:]:
-        checks[name]()
+        globals()[name]()

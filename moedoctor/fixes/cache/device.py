@@ -49,8 +49,14 @@ class DeviceEngine(Engine):
         self._transfer = Transfer(store.tensors, packed, self.slots, (SIZE, LANES))
         self.mapping = self._state.slot_of
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._copies is not None:
+            # If the cache is dropped under a copy, the memory is given out again only after it.
+            for tensor in (*self.slots.values(), self._state.copies, *self._transfer.tables):
+                tensor.record_stream(self._copies)
         self._prefetched: torch.cuda.Event | None = None
         """Set while copies are under way that the current stream has not waited for."""
+        self._captured = False
+        """Whether `_prefetched` was recorded in a capture; nothing outside of it can wait for it."""
         self._torn = False
         """True from before a lookup until its copies are queued; also if the reset after an error failed."""
         self._moves = 0
@@ -88,14 +94,20 @@ class DeviceEngine(Engine):
             launch_lookup(self._state, ids, early, late=late)
             self._copy_beside()
         mine = self._moves
-        yield CachedExperts(self.slots, early)
+        try:
+            yield CachedExperts(self.slots, early, self._state.group_experts)
+        except GeneratorExit:  # the caller's loop broke off, and a capture must end with every stream joined
+            if self._captured and self._captures():
+                with suppress(RuntimeError):  # a void capture records nothing more
+                    self._join()
+            raise
         if self._moves != mine:
             raise RuntimeError(
                 "another call of this cache has begun, which may have evicted the second group's experts: "
                 "take both groups before the next call"
             )
         self._join()
-        yield CachedExperts(self.slots, late)
+        yield CachedExperts(self.slots, late, self._state.late_experts)
 
     def _copy_beside(self) -> None:
         """Copy while the current stream goes on, until its next `_join`."""
@@ -106,6 +118,7 @@ class DeviceEngine(Engine):
         copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(copies):
             self._transfer.launch(self._state.copies)
+            self._captured = torch.cuda.is_current_stream_capturing()
             self._prefetched = torch.cuda.Event()
             self._prefetched.record()
 
@@ -154,7 +167,7 @@ class DeviceEngine(Engine):
 
     @property
     def state_bytes(self) -> int:
-        return self._state.nbytes + self._transfer.nbytes
+        return self._state.nbytes + sum(table.nbytes for table in self._transfer.tables)
 
     def _most(self, ids: torch.Tensor) -> int:
         """How many experts `ids` can name at most, by its shape."""
@@ -181,9 +194,24 @@ class DeviceEngine(Engine):
     def _join(self) -> None:
         """Make the current stream wait for the copies of a prefetch."""
         self._mend()
-        if self._prefetched is not None:
+        if self._prefetched is None:
+            return
+        if not self._captured:
             torch.cuda.current_stream(self.device).wait_event(self._prefetched)
-            self._prefetched = None
+        elif self._captures():
+            self._join_in_capture()
+        # Else the capture has failed, and none of its copies runs.
+        self._prefetched = None
+
+    def _join_in_capture(self) -> None:
+        """Make the capture of the current stream wait for the copies in it.
+
+        Unlike the event, this is right too if the copies were those of an earlier capture, which failed.
+        """
+        assert self._copies is not None
+        current = torch.cuda.current_stream(self.device)
+        self._copies.wait_stream(current)
+        current.wait_stream(self._copies)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -203,6 +231,7 @@ class DeviceEngine(Engine):
                     # Nothing of a capture has run: the cache is as it was before. The error voids the
                     # capture, and a reset in it would empty the cache at each replay.
                     self._torn = False
+                    self._join_in_capture()  # else its end would raise another error
                 else:
                     self._forget_all()
             raise

@@ -22,7 +22,8 @@ class CachedExperts:
     """[T, K], the ids' own type: rows of `weights`; -1 where the id is -1 or belongs to another group."""
     experts: torch.Tensor | None = None
     """int32 [capacity] on the device: the expert of this group that each slot holds, -1 for none, as
-    `moedoctor.fixes.moe.forward.GroupedForward` takes it; None if the call is one group."""
+    `moedoctor.fixes.moe.forward.GroupedForward` takes it; None if the call is one group, which
+    `moedoctor.fixes.moe.forward.moe_forward` takes."""
 
 
 def check_range(ids: torch.Tensor, num_experts: int) -> None:

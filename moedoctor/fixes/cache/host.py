@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 
 import torch
@@ -45,17 +45,21 @@ class HostEngine(Engine):
             self._copies = torch.cuda.Stream(device)
             self._ready = torch.cuda.Event()
             self._staged = torch.cuda.Event()
+            # If the cache is dropped under a copy, the memory is given out again only after it.
+            for slots in self.slots.values():
+                slots.record_stream(self._copies)
         self._lookup = blank.to(device, copy=True)  # [E + 1]
         self._group_lookup = blanks.to(device, copy=True)  # [E + 1 + capacity]
         self.mapping = self._lookup[:-1]  # [E]
         self._calls = self._hits = self._misses = self._prefetched = 0
         self._pending = False
         """Whether prefetches are under way that no call has waited for."""
+        self._torn = False
+        """True while the table may name experts that are not there, or the mapping differs from it."""
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
         needed = self._needed(ids)
-        if len(needed) > self.capacity:
-            raise CacheOverflow(len(needed), self.capacity)
+        self._check_fits(needed)
         self._calls += 1
         self._make_resident(needed)
         return CachedExperts(self.slots, self._slots_of(ids, self._lookup))
@@ -82,22 +86,24 @@ class HostEngine(Engine):
 
     def prefetch(self, ids: torch.Tensor) -> None:
         needed = self._needed(ids)
-        loads = self._table.plan(needed)
-        self._carry_out(loads)
-        self._prefetched += len(loads)
+        self._check_fits(needed)
+        self._prefetched += self._load(needed)
 
     def adopt(self, table: SlotTable) -> None:
+        self._refuse_capture()
         if self._asynchronous:
             torch.cuda.synchronize(self.device)
-        self._table = table
-        self._staging.fill_(-1)
-        resident = [Load(expert, slot) for slot, expert in enumerate(table.expert_of) if expert >= 0]
-        self._carry_out(resident)
+        with self._whole():
+            self._table = table
+            self._carry_out(
+                [Load(expert, slot) for slot, expert in enumerate(table.expert_of) if expert >= 0]
+            )
 
     def stats(self) -> CacheStats:
         return CacheStats(self._calls, self._hits, self._misses, prefetched=self._prefetched)
 
     def table(self) -> SlotTable:
+        self._mend()
         return self._table
 
     @property
@@ -106,23 +112,58 @@ class HostEngine(Engine):
 
     def _needed(self, ids: torch.Tensor) -> list[int]:
         """The distinct experts, ascending."""
+        self._refuse_capture()
+        self._mend()
         host = ids.to("cpu")  # the one synchronisation
         needed = host.unique().tolist() if ids.numel() > _FEW else sorted(set(host.flatten().tolist()))
         if needed:
             check_bounds(needed[0], needed[-1], self.store.num_experts)
         return needed[1:] if needed and needed[0] < 0 else needed
 
+    def _refuse_capture(self) -> None:
+        """Raise RuntimeError in a capture: the host decides what is copied, and a replay asks it nothing."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("engine 'host' cannot be captured in a CUDA graph: use engine='device'")
+
+    def _check_fits(self, needed: list[int]) -> None:
+        if len(needed) > self.capacity:
+            raise CacheOverflow(len(needed), self.capacity)
+
     def _make_resident(self, needed: list[int]) -> None:
-        loads = self._table.plan(needed)
-        self._hits += len(needed) - len(loads)
-        if loads:
-            self._misses += self._carry_out(loads)
+        misses = self._load(needed)
+        self._misses += misses
+        self._hits += len(needed) - misses
         if self._pending:
             torch.cuda.current_stream(self.device).wait_event(self._ready)
             self._pending = False
 
-    def _carry_out(self, loads: list[Load]) -> int:
-        """Copy, and upload the mapping. Return the number of experts that arrived."""
+    def _load(self, needed: list[int]) -> int:
+        """Load those of `needed` that are not resident, and return their number."""
+        with self._whole():
+            loads = self._table.plan(needed)
+            if loads:
+                self._carry_out(loads)
+        return len(loads)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Around a plan and its copies. If Ctrl-C comes in between, all experts are forgotten."""
+        self._torn = True
+        try:
+            yield
+            self._torn = False
+        finally:
+            with suppress(Exception):  # the caller needs the first error; the next call tries again
+                self._mend()
+
+    def _mend(self) -> None:
+        """Make no expert resident if a call broke off between its plan and its copies."""
+        if self._torn:
+            self._table = SlotTable(self.store.num_experts, self.capacity, self.policy)
+            self._publish()
+
+    def _carry_out(self, loads: list[Load]) -> None:
+        """Copy, and upload the mapping. An expert whose copy fails is forgotten."""
         done = 0
         stream: AbstractContextManager[object] = nullcontext()
         try:
@@ -137,7 +178,6 @@ class HostEngine(Engine):
             for load in loads[done:]:
                 self._table.forget(load.expert)
             self._publish()
-        return done
 
     def _copy(self, load: Load) -> None:
         for experts, slots in self._from_to:
@@ -151,6 +191,7 @@ class HostEngine(Engine):
             self._staged.synchronize()  # the staging buffer's last upload; long past
         self._staging[:-1] = torch.tensor(self._table.slot_of, dtype=torch.int32)
         self._upload(self._lookup, self._staging)
+        self._torn = False
 
     def _upload(self, lookup: torch.Tensor, staging: torch.Tensor) -> None:
         lookup.copy_(staging, non_blocking=self._asynchronous)

@@ -94,14 +94,16 @@ class GroupedForward:
         self._rows: Rows | None = None
         self._out: torch.Tensor | None = None
 
-    def add(self, weights: Mapping[str, torch.Tensor], experts: torch.Tensor) -> None:
+    def add(self, weights: Mapping[str, torch.Tensor], experts: torch.Tensor | None) -> None:
         """Compute one group: `weights` [slots, ...] as `moe_forward` takes them, and the expert in each slot.
 
         `experts` int32 [slots], -1 for a slot that is not of this group. Every expert that the ids name must
-        be in one group. Raises ValueError that names the argument.
+        be in one group. Raises ValueError that names the argument, also for None.
         """
         _check_weights(weights, self._x.shape[1], self._activation)
         slots = weights["w2"].shape[0]
+        if experts is None:
+            raise ValueError("experts is None: the call is one group of a cache, which moe_forward computes")
         if experts.shape != (slots,) or experts.dtype != torch.int32:
             raise ValueError(f"experts must be int32 [{slots}], got {experts.dtype} {tuple(experts.shape)}")
         if not self._tiles:

@@ -115,6 +115,7 @@ def lookup_kernel(
     counts_ptr: tl.tensor,
     group_of_ptr: tl.tensor,
     group_experts_ptr: tl.tensor,
+    late_experts_ptr: tl.tensor,
     copies_ptr: tl.tensor,
     stamp_ptr: tl.tensor,
     scratch_ptr: tl.tensor,
@@ -139,8 +140,8 @@ def lookup_kernel(
     and their slots. `splits`: slots that are still to be filled go to `late` [count] instead. `counts`
     int64 [4] are calls, hits, misses and prefetched. `grouped`: only the experts with
     ``group_of[expert] == group``; `group_experts` int32 [capacity] gets the group's expert in each slot, or
-    -1. `loaded` int64 [E] is the call that loaded each expert, `scratch` int32 [capacity], `keys` int64
-    [2 * lanes].
+    -1. With `splits` it gets the hits, and `late_experts` int32 [capacity] the others. `loaded` int64 [E] is
+    the call that loaded each expert, `scratch` int32 [capacity], `keys` int64 [2 * lanes].
     """
     expert = tl.arange(0, lanes)  # [lanes]
     real = expert < experts
@@ -185,11 +186,17 @@ def lookup_kernel(
             uses = tl.where(missing, 0, uses)
     tl.store(uses_ptr + expert, tl.where(needed, uses + 1, uses), mask=real)
     tl.store(loaded_ptr + expert, last * 0 + now, mask=missing)
-    if grouped:
+    if grouped or splits:
         every = tl.arange(0, slot_lanes)  # [slot_lanes]
         tl.store(group_experts_ptr + every, every * 0 - 1, mask=every < capacity)
+        if splits:
+            tl.store(late_experts_ptr + every, every * 0 - 1, mask=every < capacity)
         tl.debug_barrier()
-        tl.store(group_experts_ptr + slot, expert, mask=needed)
+        if splits:
+            tl.store(group_experts_ptr + slot, expert, mask=needed & resident)
+            tl.store(late_experts_ptr + slot, expert, mask=missing)
+        else:
+            tl.store(group_experts_ptr + slot, expert, mask=needed)
     tl.store(last_ptr + expert, last * 0 + now, mask=needed)
     tl.debug_barrier()
     if hits + misses > 0:
@@ -279,6 +286,8 @@ class LookupState(NamedTuple):
     """int32 [E]"""
     group_experts: torch.Tensor
     """int32 [capacity]: the expert of the last group that each slot holds, or -1"""
+    late_experts: torch.Tensor
+    """int32 [capacity]: the expert that the last call with `late` loads into each slot, or -1"""
     copies: torch.Tensor
     """int32 [1 + 2 * capacity]: how many, experts, slots"""
     stamp: torch.Tensor
@@ -307,6 +316,7 @@ class LookupState(NamedTuple):
             counts=zeros(4),
             group_of=none(num_experts),
             group_experts=none(capacity),
+            late_experts=none(capacity),
             copies=zeros(1 + 2 * capacity, torch.int32),
             stamp=zeros(num_experts + 1),
             scratch=zeros(capacity, torch.int32),

@@ -106,9 +106,9 @@ class Transfer:
         self._wide, self._narrow, self._blocks = (_table(rows, device) for rows in (wide, narrow, blocks))
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(table.nbytes for table in (self._wide, self._narrow, self._blocks) if table is not None)
+    def tables(self) -> list[torch.Tensor]:
+        """What `launch` reads on the device, apart from the list of copies."""
+        return [table for table in (self._wide, self._narrow, self._blocks) if table is not None]
 
     def launch(
         self, copies: torch.Tensor, programs: int = _PROGRAMS, unpack_programs: int = _UNPACK_PROGRAMS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from itertools import chain
@@ -146,6 +147,58 @@ def test_out_of_memory_during_a_call_leaves_a_right_state(
     assert_consistent(cache)
     assert_holds(ids, cache.acquire(ids))
     assert_consistent(cache)
+
+
+STEPS: dict[str, Callable[[ExpertCache], Any]] = {
+    "acquire": lambda cache: cache.acquire(torch.tensor([[3, 6, 7, 8]])),
+    "groups": lambda cache: list(cache.groups(torch.tensor([[0, 4, 5, 6, 7, 8]]))),
+    "prefetch": lambda cache: cache.prefetch(torch.tensor([3, 6, 7])),
+    "seed": lambda cache: cache.seed(torch.tensor([[3, 6], [7, 8]])),
+}
+
+
+def interrupted_at(call: Callable[[], Any], line: int) -> bool:
+    """Call with Ctrl-C before line number `line` of the cache's own code. Return whether it has so many."""
+    left = line
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if "/fixes/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return left <= 0
+
+
+@pytest.mark.parametrize("how", STEPS)
+def test_ctrl_c_at_any_line_leaves_no_expert_that_is_not_there(how: str) -> None:
+    line = 0
+    ids = torch.tensor([[3, 6, 9, 0]])
+    goes_on = True
+    while goes_on:
+        line += 1
+        cache = on_host()
+        cache.acquire(torch.tensor([[0, 1, 2, 3]]))
+        cache.acquire(torch.tensor([[0, 1]]))
+        goes_on = interrupted_at(lambda cache=cache: STEPS[how](cache), line)  # type: ignore[misc]
+        cache.resident()  # mends
+        assert_consistent(cache)
+        assert_holds(ids, cache.acquire(ids))
+        assert sorted(cache.resident()) == [0, 3, 6, 9]
+        assert_consistent(cache)
+    assert line > 20
 
 
 def test_a_call_from_a_second_thread_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -267,3 +269,115 @@ def test_the_kernel_makes_the_decisions_of_the_table(policy: str) -> None:
         table.step(sorted(set(ids.flatten().tolist())))
         cache.acquire(ids.cuda())
     assert cache.resident() == table.expert_of
+
+
+@pytest.mark.parametrize("tokens", [2, 100])
+def test_hits_and_misses_as_two_groups_give_what_one_call_gives(tokens: int) -> None:
+    """The copies are late: who reads a slot too early reads zeros."""
+    weights = _weights()
+    every = {name: tensor.cuda() for name, tensor in weights.items()}
+    torch.manual_seed(9)
+    for _ in range(4):
+        cache = ExpertCache(weights, CAPACITY if tokens < 10 else EXPERTS, engine="device")
+        cache.acquire(torch.tensor([[1, 2, 3, 4]], dtype=torch.int32, device="cuda"))
+        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        ids = torch.randint(-1, EXPERTS, (tokens, 4), dtype=torch.int32, device="cuda")
+        shares = torch.rand(tokens, 4, device="cuda")
+        whole = moe_forward(x, every, ids, shares)
+        with torch.cuda.stream(cache._engine._copies):
+            torch.cuda._sleep(5_000_000)
+        call = GroupedForward(x, ids, shares, EXPERTS)
+        for part in cache.groups(ids, overlap=True):
+            call.add(part.weights, part.experts)
+        total = call.total()
+        assert torch.equal(total, whole) or (
+            tokens < 10 and torch.allclose(total, whole, rtol=1e-4, atol=1e-5)
+        )
+
+
+class Broken(Exception):  # noqa: N818  not an error of ours
+    """What a caller raises between two groups."""
+
+
+def test_a_capture_that_fails_between_hits_and_misses_leaves_nothing_behind() -> None:
+    weights = _weights()
+    cache = ExpertCache(weights, CAPACITY, engine="device")
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32, device="cuda")
+
+    def step(*, breaks: bool) -> torch.Tensor:
+        slots = torch.full_like(ids, -1)
+        for part in cache.groups(ids, overlap=True):
+            if breaks:
+                raise Broken
+            slots = torch.maximum(slots, part.slot_ids)
+        return slots
+
+    step(breaks=False)
+    for _ in range(2):
+        # Ending a capture raises torch's error instead of ours if the stream of copies was not joined.
+        with pytest.raises(Broken), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            step(breaks=True)
+        ids.copy_(torch.randint(0, EXPERTS, (2, 4), dtype=torch.int32))
+        assert_holds(ids, cache.acquire(ids), weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        slots = step(breaks=False)
+    ids.copy_(torch.arange(20, 28, dtype=torch.int32).view(2, 4))
+    graph.replay()
+    assert torch.equal(cache.mapping[ids.long()], slots)
+    assert_holds(ids, cache.acquire(ids), weights)
+
+
+@pytest.mark.parametrize("engine", ["device", "host"])
+def test_a_cache_that_is_dropped_under_a_prefetch_keeps_its_memory(engine: str) -> None:
+    """What is allocated next must not be overwritten by copies that are still to come."""
+    weights = {"w": torch.full((EXPERTS, 1 << 20), 7, dtype=torch.uint8).pin_memory()}
+    cache = ExpertCache(weights, CAPACITY, engine=engine)
+    ids = torch.arange(8, dtype=torch.int32, device="cuda").view(2, 4)
+    cache.prefetch(ids)  # compiles
+    cache.acquire(ids)
+    torch.cuda.synchronize()
+    slots = cache.weights["w"]
+    address, shape = slots.data_ptr(), slots.shape
+    del slots
+    with torch.cuda.stream(cache._engine._copies):
+        torch.cuda._sleep(400_000_000)  # some 0.2 s
+    cache.prefetch(ids + 8)
+    del cache
+    gc.collect()
+    others = [torch.zeros(shape, dtype=torch.uint8, device="cuda") for _ in range(3)]
+    torch.cuda.synchronize()
+    assert all(not bool(other.any()) for other in others)
+    assert address not in [other.data_ptr() for other in others]
+
+
+def test_the_host_engine_refuses_a_capture_and_stays_right() -> None:
+    weights = _weights()
+    cache = ExpertCache(weights, CAPACITY, engine="host")
+    ids = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
+    for call in (cache.acquire, cache.prefetch, lambda ids: list(cache.groups(ids)), cache.seed):
+        with (
+            pytest.raises(RuntimeError, match="cannot be captured"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            call(ids)
+        assert_holds(ids, cache.acquire(ids), weights)
+
+
+@pytest.mark.parametrize(("experts", "capacity"), [(1, 1), (3, 1), (1, 3)])
+def test_one_expert_or_one_slot(experts: int, capacity: int) -> None:
+    weights = {name: tensor[:experts] for name, tensor in _weights().items()}
+    every = {name: tensor.cuda() for name, tensor in weights.items()}
+    torch.manual_seed(10)
+    for tokens in (2, 100):
+        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        ids = torch.randint(-1, experts, (tokens, 4), dtype=torch.int32, device="cuda")
+        shares = torch.rand(tokens, 4, device="cuda")
+        right = reference(x.cpu(), MoeWeights.of(weights), shares.cpu(), ids.cpu())
+        cache = ExpertCache(weights, capacity, engine="device")
+        call = GroupedForward(x, ids, shares, experts)
+        for part in cache.groups(ids, overlap=True):
+            assert_holds(ids, part, weights)
+            call.add(part.weights, part.experts)
+        for out in (call.total(), moe_forward(x, every, ids, shares)):
+            assert float((out.cpu() - right).norm() / right.norm()) < 1e-2

@@ -187,3 +187,55 @@ def test_a_pending_reset_is_not_recorded(
     streams.captures = False
     cache.acquire(IDS)
     assert cache.mapping.tolist() == [-1] * 8
+
+
+ACQUIRED = ["lookup on main", "copy on main"]
+JOINED = ["copies waits for main", "main waits for copies"]
+BEGUN: dict[str, Callable[[ExpertCache], Any]] = {
+    "overlap": lambda cache: (parts := cache.groups(IDS, overlap=True), next(parts)),
+    "prefetch": lambda cache: cache.prefetch(IDS),
+}
+
+
+@pytest.mark.parametrize("how", BEGUN)
+@pytest.mark.parametrize("captures", [False, True])
+def test_nobody_waits_for_the_copies_of_a_capture_that_failed(
+    cache: ExpertCache, streams: Streams, how: str, captures: bool
+) -> None:
+    """Their event cannot be waited for outside of that capture."""
+    streams.captures = True
+    begun = BEGUN[how](cache)
+    streams.captures = captures  # another capture, or none
+    streams.log.clear()
+    cache.acquire(IDS)
+    assert streams.log == [*(JOINED if captures else ()), *ACQUIRED]
+    streams.captures = False
+    streams.log.clear()
+    cache.acquire(IDS)
+    assert streams.log == ACQUIRED
+    del begun
+
+
+def test_a_loop_over_groups_that_breaks_off_leaves_a_capture_joined(
+    cache: ExpertCache, streams: Streams
+) -> None:
+    def capture() -> None:
+        for _ in cache.groups(IDS, overlap=True):
+            streams.log.clear()
+            raise KeyboardInterrupt
+
+    streams.captures = True
+    with pytest.raises(KeyboardInterrupt) as held:  # as is the frame of the loop
+        capture()
+    assert streams.log == JOINED
+    streams.log.clear()
+    cache.acquire(IDS)
+    assert streams.log == ACQUIRED
+    del held
+
+
+def test_a_failed_copy_leaves_a_capture_joined(cache: ExpertCache, streams: Streams) -> None:
+    streams.breaks, streams.captures = "copy", True
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.prefetch(IDS)
+    assert streams.log[-2:] == JOINED

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from moedoctor.fixes.expert_cache import ExpertCache
-from moedoctor.fixes.moe.forward import group_bound, moe_forward
+from moedoctor.fixes.moe.forward import GroupedForward, group_bound, moe_forward
 from moedoctor.reference.moe import MoeWeights
 from moedoctor.reference.moe import forward as reference
 
@@ -103,3 +103,11 @@ FINE: dict[str, Any] = {
 def test_wrong_arguments_are_named(given_: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         moe_forward(**(FINE | given_))
+
+
+def test_a_call_of_one_group_is_refused_by_name() -> None:
+    ids = torch.tensor([[1], [2]])
+    (part,) = ExpertCache(WEIGHTS, 2, engine="host", device="cpu").groups(ids)
+    call = GroupedForward(torch.zeros(2, HIDDEN), ids, torch.ones(2, 1), EXPERTS)
+    with pytest.raises(ValueError, match=r"experts is None: .* moe_forward"):
+        call.add(part.weights, part.experts)
