@@ -38,7 +38,10 @@ def assert_layer_is_right(
     device: str = "cpu",
     bounds: Bounds = _INTERPRETED,
 ) -> None:
-    """Some pairs are skipped, one token has the same expert K times, and one token has no expert."""
+    """Some pairs are skipped, one token has the same expert K times, and one token has no expert.
+
+    Pairs are skipped by an id of -1, by one below that, and by one from the number of experts on.
+    """
     layer = make_layer(
         LayerShape(hidden_size, intermediate_size, 8, 4, activation), quantization, device=device
     )
@@ -48,6 +51,10 @@ def assert_layer_is_right(
     if tokens > 2:
         problem.topk_ids[1] = -1
         problem.topk_ids[2] = 7
+    expected = expected_output(problem, "none")
+    problem.topk_ids[0, 1] = 8
+    if tokens > 2:
+        problem.topk_ids[1, 1:] = torch.tensor([-2, 9, 1 << 30])
     output = run_experts(
         problem.x,
         kernel_weights(layer.w13),
@@ -56,7 +63,7 @@ def assert_layer_is_right(
         problem.topk_ids,
         activation=activation,
     )
-    agreement = agree(output, expected_output(problem, "none"), bounds)
+    agreement = agree(output, expected, bounds)
     assert agreement.right, (quantization, activation, tokens, agreement.reason)
     assert tokens <= 2 or not bool(output[1].count_nonzero())
     assert torch.isfinite(output).all()
@@ -121,6 +128,7 @@ def compiled(capability: int, tile: Tile, *, nvfp4: bool, second: bool, activati
     constants = {
         "width": 2688 if second else 1856,
         "depth": 1856 if second else 2688,
+        "num_experts": 128,
         "top_k": 6,
         "activation": activation,
         "nvfp4": nvfp4,

@@ -31,12 +31,17 @@ def measure_harness_cost(device: str) -> Mapping[str, Any]:
     """
     from triton.testing import do_bench
 
+    from moedoctor.kernels.device_guard import on_device
     from moedoctor.kernels.stamped_wait import stamped_wait
 
     stamps = torch.zeros(_LAUNCHES, 2, dtype=torch.int64, device=device)  # [L, 2] nanoseconds
 
-    def waits(cycles: int) -> list[partial[object]]:
-        return [partial(stamped_wait[(1,)], stamp, cycles, num_warps=1) for stamp in stamps]
+    def wait(stamp: torch.Tensor, cycles: int) -> None:
+        with on_device(stamp):
+            stamped_wait[(1,)](stamp, cycles, num_warps=1)
+
+    def waits(cycles: int) -> list[partial[None]]:
+        return [partial(wait, stamp, cycles) for stamp in stamps]
 
     graph_time(waits(_PROBE_CYCLES), launches=_LAUNCHES, replays=3)
     kernels = waits(max(1, round(_PROBE_CYCLES * TARGET_US / kernel_time(stamps))))

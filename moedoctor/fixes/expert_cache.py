@@ -146,10 +146,12 @@ class ExpertCache:
 
         Copies are ordered before whatever the current stream does next. Raises CacheOverflow if the call
         needs more experts than there are slots, CacheBusy for a second thread, TypeError or ValueError that
-        names `ids`. An id out of range is an error with ``host``, and with ``resident`` if the ids are on the
-        CPU; ``device`` treats it as -1; ``resident`` does not check ids that are on the GPU, since that would
-        cost more kernels than the rest of the call. After an error the mapping is still right: an expert
-        whose copy failed is not resident, and the next call loads it. ``device`` then forgets all experts.
+        names `ids`. An id out of range raises ValueError if the host reads the ids: with ``host``, and with
+        ``resident`` if they are on the CPU. Otherwise it is ignored as -1 is. ``device`` gives it slot -1.
+        ``resident`` gives it back as it is, since a check would cost more kernels than the rest of the call;
+        the kernels of `moe_forward` then read no weight for it (or zeros, in a slot that no expert has), and
+        other kernels must do the same. After an error the mapping is still right: an expert whose copy failed
+        is not resident, and the next call loads it. ``device`` then forgets all experts.
         """
         _check_ids(ids)
         with self._alone():

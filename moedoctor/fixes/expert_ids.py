@@ -2,8 +2,10 @@
 
 FlashInfer's three-step sort leaves a row of its map unwritten for a repeated id (MD011), and kernels that use
 an id as an index read the wrong memory for -1 (MD016). All functions run on the device of their arguments and
-never wait for it. On a CUDA device with Triton `validate_expert_ids` and `deduplicate` are one launch each,
-which a CUDA graph may hold.
+never wait for it. So an id that is no expert is never an error here; the functions that compute with ids
+(`moe_forward`, `ExpertCache`) ignore it as -1 if it is on a GPU and raise ValueError if it is on the CPU. On
+a CUDA device with Triton `validate_expert_ids` and `deduplicate` are one launch each, which a CUDA graph may
+hold.
 """
 
 from __future__ import annotations
@@ -119,7 +121,8 @@ def deduplicate(ids: torch.Tensor, weights: torch.Tensor, *, num_experts: int | 
     An emptied pair has weight 0 and id -1. With `num_experts` it has the id of an expert that the row does
     not hold: for kernels that do not know -1, at the price of that expert's work. Then 0 times the output of
     that expert is NaN if the output is not finite. The sum over experts of weight times expert output is the
-    same; it is formed in float32. Ids below 0 are left as they are, with their weights. An id that int32
+    same; it is formed in float32. Ids below 0 are left as they are, with their weights, and so are ids of no
+    expert at the other end: nothing is indexed with them here. An id that int32
     cannot hold becomes -1. `ids` int32 or int64 [T, K], `weights` floating [T, K]. Raises TypeError or
     ValueError for other arguments, and if `num_experts` is below K.
     """
@@ -156,21 +159,28 @@ def local_ids(ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def without_sentinels(
-    ids: torch.Tensor, weights: torch.Tensor, *, spare: int = 0
+    ids: torch.Tensor, weights: torch.Tensor, *, spare: int = 0, num_experts: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids int32 [T, K] that a kernel may index with, and weights [T, K].
 
-    For kernels that take no -1: ids below 0 become `spare` with weight 0. The work of those pairs is done and
-    adds nothing, unless the row itself or the spare expert's output is not finite: 0 times NaN is NaN. An id
-    that int32 cannot hold is treated as below 0. Raises TypeError or ValueError for other ids and weights,
-    and if `spare` is not an expert.
+    For kernels that take no -1: ids below 0 become `spare` with weight 0, and with `num_experts` also ids
+    from there on. Without it those are kept, and the kernel must not index with them. The work of emptied
+    pairs is done and adds nothing, unless the row itself or the spare expert's output is not finite: 0 times
+    NaN is NaN. An id that int32 cannot hold is treated as below 0. Raises TypeError or ValueError for other
+    ids and weights, for a `num_experts` below 1, and if `spare` is not an expert.
     """
     _check_ids(ids)
     _check_weights(weights, ids)
     check_int("spare", spare)
     largest = torch.iinfo(torch.int32).max
+    if num_experts is not None:
+        check_int("num_experts", num_experts)
+        if num_experts < 1:
+            raise ValueError(f"num_experts must be at least 1, got {num_experts}")
+        largest = min(largest, num_experts - 1)
     if not 0 <= spare <= largest:
-        raise ValueError(f"spare must be an expert, 0 or more, got {spare}")
+        below = "" if num_experts is None else f" and below {num_experts}"
+        raise ValueError(f"spare must be an expert, 0 or more{below}, got {spare}")
     empty = (ids < 0) | (ids > largest)  # [T, K]
     return torch.where(empty, spare, ids).to(torch.int32), weights.masked_fill(empty, 0.0)
 

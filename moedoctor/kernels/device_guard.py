@@ -14,7 +14,7 @@ def on_device(where: torch.Tensor | torch.device) -> AbstractContextManager[Any]
     """Make the GPU of a tensor, or a GPU itself, current inside a `with` block.
 
     Triton and the CUDA runtime work on the current GPU, whatever GPU their arguments are on. Nothing happens
-    if that GPU is current already, or for a CPU; then it takes a quarter of the time of
+    if that GPU is current already, or for a CPU; then it takes less than half the time of
     `torch.cuda.device_of`.
     """
     if isinstance(where, torch.Tensor):

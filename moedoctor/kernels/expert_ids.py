@@ -6,8 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
+from moedoctor.kernels.device_guard import on_device
+
 _COMPARISONS = 2048
 """Comparisons of two lanes a program; each lane is compared with every other of its row."""
+
+
+@triton.jit
+def as_int32(ids: tl.tensor) -> tl.tensor:
+    """Return int32 `ids`, with -1 for an id that int32 cannot hold: cut off, it would be another expert's."""
+    if ids.dtype == tl.int64:
+        ids = tl.where((ids >= -2147483648) & (ids <= 2147483647), ids, -1)
+    return ids.to(tl.int32)
 
 
 @triton.jit
@@ -48,7 +58,7 @@ def check_ids_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [R]
     lane = tl.arange(0, LANES)  # [L]
     inside = (row < tokens)[:, None] & (lane < top_k)[None, :]  # [R, L]
-    at = row.to(tl.int64)[:, None] * stride_token + lane[None, :] * stride_lane
+    at = row.to(tl.int64)[:, None] * stride_token + lane.to(tl.int64)[None, :] * stride_lane  # [R, L]
     ids = tl.load(ids_ptr + at, mask=inside, other=-1)  # [R, L]
     known = inside & (ids >= 0) & (ids < num_experts)  # [R, L]
     # Lanes without a known expert take numbers of their own, so that no two of them are equal.
@@ -90,18 +100,15 @@ def deduplicate_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [R]
     lane = tl.arange(0, LANES)  # [L]
     inside = (row < tokens)[:, None] & (lane < top_k)[None, :]  # [R, L]
-    long_row = row.to(tl.int64)[:, None]
-    ids = tl.load(
-        ids_ptr + long_row * stride_id_token + lane[None, :] * stride_id_lane, mask=inside, other=-1
-    )  # [R, L]
-    if ids.dtype == tl.int64:  # an id that int32 cannot hold must not become another expert's
-        ids = tl.where((ids >= -2147483648) & (ids <= 2147483647), ids, -1)
+    long_row, long_lane = row.to(tl.int64)[:, None], lane.to(tl.int64)[None, :]
+    ids_at = ids_ptr + long_row * stride_id_token + long_lane * stride_id_lane  # [R, L]
+    ids = as_int32(tl.load(ids_at, mask=inside, other=-1))  # [R, L]
     weights = tl.load(
-        weights_ptr + long_row * stride_weight_token + lane[None, :] * stride_weight_lane,
+        weights_ptr + long_row * stride_weight_token + long_lane * stride_weight_lane,
         mask=inside,
         other=0.0,
     ).to(tl.float32)  # [R, L]; before they are added, or the sum is as coarse as the weights
-    own = tl.where(ids >= 0, ids, -1 - lane[None, :]).to(tl.int32)  # [R, L]
+    own = tl.where(ids >= 0, ids, -1 - lane[None, :])  # [R, L]
     same = own[:, :, None] == own[:, None, :]  # [R, L, L]
     earlier = (lane[None, :] < lane[:, None])[None, :, :]  # [1, L, L]
     again = tl.max((same & earlier).to(tl.int32), axis=2) > 0  # [R, L]
@@ -116,7 +123,7 @@ def deduplicate_kernel(
         taken = free[:, None, :] & (place[:, None, :] == number[:, :, None])  # [R, L, experts]
         spare = tl.max(tl.where(taken, lane[None, None, :], -1), axis=2)  # [R, L]
     out = long_row * top_k + lane[None, :]
-    tl.store(out_ids_ptr + out, tl.where(again, spare, ids.to(tl.int32)), mask=inside)
+    tl.store(out_ids_ptr + out, tl.where(again, spare, ids), mask=inside)
     tl.store(out_weights_ptr + out, tl.where(again, 0.0, total), mask=inside)
 
 
@@ -137,7 +144,7 @@ def launch_check(
     if tokens == 0:
         return
     lanes, rows, warps = _shape(tokens, top_k)
-    with torch.cuda.device_of(ids):
+    with on_device(ids):
         check_ids_kernel[(triton.cdiv(tokens, rows),)](
             ids,
             counts,
@@ -169,7 +176,7 @@ def launch_deduplicate(
     if tokens == 0:
         return
     lanes, rows, warps = _shape(tokens, top_k)
-    with torch.cuda.device_of(ids):
+    with on_device(ids):
         deduplicate_kernel[(triton.cdiv(tokens, rows),)](
             ids,
             weights,

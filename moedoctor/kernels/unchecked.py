@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moedoctor.kernels.device_guard import on_device
+
 _BLOCK = 1024
 
 
@@ -13,7 +15,7 @@ _BLOCK = 1024
 def _read(address: tl.tensor, out: tl.tensor, count: tl.constexpr) -> None:
     # Triton checks its tensor arguments. It does not check a number in device memory.
     source = tl.load(address).to(tl.pointer_type(tl.float32))
-    offsets = tl.program_id(0) * count + tl.arange(0, count)
+    offsets = tl.program_id(0).to(tl.int64) * count + tl.arange(0, count)
     tl.store(out + offsets, tl.load(source + offsets))
 
 
@@ -27,14 +29,14 @@ def read_address(address: int, count: int, device: str) -> torch.Tensor:
         raise ValueError(f"count must be a positive multiple of {_BLOCK}, got {count}")
     out = torch.empty(count, device=device)  # [count]
     pointer = torch.tensor([address], dtype=torch.int64, device=device)  # [1]
-    with torch.cuda.device(device):
+    with on_device(out):
         _read[(count // _BLOCK,)](pointer, out, count=_BLOCK)
     return out
 
 
 @triton.jit
 def _copy(source: tl.tensor, out: tl.tensor, count: tl.constexpr) -> None:
-    offsets = tl.program_id(0) * count + tl.arange(0, count)
+    offsets = tl.program_id(0).to(tl.int64) * count + tl.arange(0, count)
     tl.store(out + offsets, tl.load(source + offsets))
 
 
@@ -47,6 +49,6 @@ def read_tensor(source: torch.Tensor, device: str) -> torch.Tensor:
     if count < _BLOCK or count % _BLOCK:
         raise ValueError(f"count must be a positive multiple of {_BLOCK}, got {count}")
     out = torch.empty(count, device=device)  # [count]
-    with torch.cuda.device(device):
+    with on_device(out):
         _copy[(count // _BLOCK,)](source, out, count=_BLOCK)
     return out

@@ -7,13 +7,14 @@ FIELDS] the rows at each point. A launch while no step is active, such as a warm
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from packaging.version import Version
+
+from moedoctor.kernels.device_guard import on_device
 
 # Places of `header`, as in `moedoctor.trace.nan_state`, which is also used without Triton.
 _STEP, _ACTIVE, _REAL, _PADDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -65,13 +66,6 @@ class QuickLaunch:
 def aligned(*tensors: torch.Tensor) -> tuple[bool, ...]:
     """Return for each tensor whether it begins at a multiple of 16 bytes, for a key."""
     return tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-
-
-def device_of(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Do what `torch.cuda.device_of` does, but quickly if there is nothing to change."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device_of(x)
 
 
 @triton.jit
@@ -291,7 +285,7 @@ def launch_watch(
     mask = header if padding is None else padding
     row, column = x.stride()
     kind = (columns, padding is not None, ends, block)
-    with device_of(x):
+    with on_device(x):
         _watch_rows(
             (x.device, x.dtype, row, column, *kind, aligned(x, header, found, mask)),
             rows,
@@ -322,7 +316,7 @@ def launch_watch_three(
     strides = [tensor.stride(0) for tensor in tensors]
     types = [tensor.dtype for tensor in tensors]
     blocks = [_block(width) for width in columns]
-    with device_of(a):
+    with on_device(a):
         _watch_three(
             (a.device, *types, *strides, *columns, aligned(a, b, c, header, found)),
             a.shape[0],
@@ -345,11 +339,11 @@ def _block(columns: int) -> int:
 
 def launch_begin(header: torch.Tensor, real: int, padded: int) -> None:
     """Begin a step with `real` rows of `padded`."""
-    with device_of(header):
+    with on_device(header):
         _begin_step((header.device, aligned(header)), 1, header, real, padded, num_warps=1)
 
 
 def launch_end(header: torch.Tensor) -> None:
     """End the step and add its results to the totals."""
-    with device_of(header):
+    with on_device(header):
         _end_step((header.device, aligned(header)), 1, header, num_warps=1)

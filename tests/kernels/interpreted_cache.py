@@ -224,6 +224,61 @@ def forward() -> None:
             assert error < tolerance, (tokens, activation, dtype, error)
 
 
+def wrong_ids() -> None:
+    """An id below 0 or from E on is ignored; around the weights is NaN, which no kernel may read."""
+    draw = torch.Generator().manual_seed(0)
+    experts, hidden = 4, 40
+    wrong = (-7, experts, experts + 1, 1 << 30, (1 << 32) + 1, -(1 << 32) + 2, (1 << 63) - 1)
+    for tokens, activation, dtype, bias in (
+        (3, "silu", torch.bfloat16, True),
+        (3, "relu2", torch.float8_e4m3fn, False),
+        (90, "silu", torch.bfloat16, True),
+    ):
+        inside = random_weights(draw, experts, dtype, activation, bias=bias)
+        weights = {}
+        for name, tensor in inside.items():
+            padded = tensor.new_full((experts + 4, *tensor.shape[1:]), float("nan"), dtype=torch.float32)
+            padded[2:-2] = tensor.float()
+            weights[name] = padded.to(tensor.dtype)[2:-2]
+        x = torch.randn(tokens, hidden, generator=draw).bfloat16()  # [T, H]
+        right_ids = torch.randint(-1, experts, (tokens, 3), generator=draw)  # [T, K]
+        right_ids[0] = -1
+        topk_weights = torch.rand(tokens, 3, generator=draw)  # [T, K]
+        for id_type in (torch.int32, torch.int64):
+            limit = torch.iinfo(id_type).max
+            ids = right_ids.clone()
+            empty = (ids < 0).nonzero()
+            for place, (token, lane) in enumerate(empty.tolist()):
+                ids[token, lane] = [id_ for id_ in wrong if abs(id_) <= limit][
+                    place % 4 if limit < 1 << 40 else place % 7
+                ]
+            ids, right = ids.to(id_type), right_ids.to(id_type)
+            arguments = {"topk_weights": topk_weights, "activation": activation}
+            for start in (None, 1.0):
+                outs = [
+                    moe_forward(
+                        x,
+                        weights,
+                        some,
+                        out=None if start is None else torch.full((tokens, hidden), start),
+                        **arguments,
+                    )
+                    for some in (ids, right)
+                ]
+                assert torch.equal(*outs), (tokens, activation, id_type)
+            call = GroupedForward(x, ids, topk_weights, experts, activation=activation)
+            # The last two slots are of experts that there are not: not of this call, and of none.
+            spare = {name: torch.cat([tensor, tensor[:2]]) for name, tensor in weights.items()}
+            call.add(spare, torch.tensor([0, 1, 2, 3, experts, 1 << 30], dtype=torch.int32))
+            total = call.total()
+            assert bool(total.isfinite().all())
+            assert torch.allclose(total, outs[1] - 1, atol=1e-4), (tokens, id_type)
+    cache = ExpertCache(WEIGHTS, 8, engine="device", device="cpu")
+    for ids in (torch.tensor([[3, (1 << 32) + 5, EXPERTS]]), torch.tensor([[3] + [(1 << 32) + 5] * 70])):
+        assert next(iter(cache.groups(ids))).slot_ids[0, 0] == 0
+        assert cache.resident() == [3] + [-1] * 7, "2**32 + 5 is not expert 5"
+
+
 def grouped() -> None:
     """Groups that are resident one after another give the bits of one call."""
     draw = torch.Generator().manual_seed(0)

@@ -15,7 +15,13 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "checks", ["stateful many_ids packed mapped early", "forward grouped overlapping", "one_expert_or_slot"]
+    "checks",
+    [
+        "stateful many_ids packed mapped early",
+        "forward grouped overlapping",
+        "wrong_ids",
+        "one_expert_or_slot",
+    ],
 )
 def test_interpreted(checks: str) -> None:
     run_check(Path(__file__).parent / "interpreted_cache.py", *checks.split())

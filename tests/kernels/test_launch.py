@@ -1,6 +1,10 @@
-"""The shapes that the kernels are launched in."""
+"""The shapes that the kernels are launched in, and that every launch is on the GPU of its tensors."""
 
 from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +14,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from moedoctor.kernels.routing import launch
+from tests.interpreted import ROOT
 
 
 def _assert_covers(shape: launch.Shape, columns: int, top_k: int) -> None:
@@ -45,3 +50,66 @@ def test_topk_shapes_give_each_group_its_own_lanes(
     _assert_covers(shape, experts, top_k)
     assert shape.lanes % padded == 0
     assert shape.lanes * shape.width // padded >= size
+
+
+def _modules() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in (ROOT / "moedoctor").rglob("*.py")}
+
+
+def _kernels(trees: dict[Path, ast.Module]) -> set[str]:
+    """The names of all functions with the decorator `triton.jit`."""
+    return {
+        node.name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list)
+    }
+
+
+def _quick_launches(trees: dict[Path, ast.Module]) -> set[str]:
+    """The names that a `QuickLaunch` is assigned to."""
+    return {
+        name.id
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, ast.Assign) and "QuickLaunch(" in ast.unparse(node.value)
+        for name in ast.walk(node.targets[0])
+        if isinstance(name, ast.Name)
+    }
+
+
+def _launches(
+    node: ast.AST, kernels: set[str], quick: set[str], *, guarded: bool = False
+) -> Iterator[tuple[int, ast.expr, bool]]:
+    """The line and the grid of each ``kernel[grid]``, and whether it is in a `with on_device(...)` block."""
+    if isinstance(node, ast.With):
+        guarded = guarded or any("on_device(" in ast.unparse(item.context_expr) for item in node.items)
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) in kernels:
+        yield node.lineno, node.slice, guarded
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in quick:
+        yield node.lineno, ast.Tuple([node.args[1]]), guarded
+    for child in ast.iter_child_nodes(node):
+        yield from _launches(child, kernels, quick, guarded=guarded)
+
+
+def test_every_launch_is_on_the_gpu_of_its_tensors_and_has_a_grid_of_one_dimension() -> None:
+    """CUDA's grid ends at 65,535 in y and z, so tokens, rows, experts and blocks are all in x."""
+    trees = _modules()
+    kernels, quick = _kernels(trees), _quick_launches(trees)
+    launched: list[str] = []
+    for path, tree in trees.items():
+        for line, grid, guarded in _launches(tree, kernels, quick):
+            assert guarded, f"{path}:{line}: not in `with on_device(...)`"
+            assert isinstance(grid, ast.Tuple), f"{path}:{line}: a grid is written where it is launched"
+            assert len(grid.elts) == 1, f"{path}:{line}: {ast.unparse(grid)}"
+            launched.append(path.name)
+    # At least; a launch that is written in another way must not be missed.
+    for name, number in {"launch.py": 8, "watch.py": 4, "lookup.py": 2, "transfer.py": 2}.items():
+        assert launched.count(name) >= number, name
+
+
+def test_no_kernel_reads_the_second_or_third_dimension_of_its_grid() -> None:
+    for path in (ROOT / "moedoctor").rglob("*.py"):
+        for place in ("program_id(1)", "program_id(2)", "num_programs(1)", "program_id(axis="):
+            assert place not in path.read_text(), path

@@ -19,6 +19,7 @@ from moedoctor.kernels.cache.lookup import (
     launch_lookup,
 )
 from moedoctor.kernels.cache.transfer import Transfer
+from moedoctor.kernels.device_guard import on_device
 
 
 class DeviceEngine(Engine):
@@ -257,5 +258,5 @@ class DeviceEngine(Engine):
 
     def _captures(self) -> bool:
         """Whether the current stream records a CUDA graph."""
-        with torch.cuda.device_of(self.mapping):
+        with on_device(self.mapping):
             return self._copies is not None and torch.cuda.is_current_stream_capturing()

@@ -26,19 +26,19 @@ class CachedExperts:
     `moedoctor.fixes.moe.forward.moe_forward` takes."""
 
 
-def check_range(ids: torch.Tensor, num_experts: int) -> None:
-    """Raise ValueError for an id that is neither -1 nor an expert. Reads the ids."""
+def check_range(ids: torch.Tensor, num_experts: int, name: str = "ids") -> None:
+    """Raise ValueError for an id that is neither -1 nor an expert, naming the argument. Reads the ids."""
     if ids.numel():
         low, high = ids.aminmax()
-        check_bounds(int(low), int(high), num_experts)
+        check_bounds(int(low), int(high), num_experts, name)
 
 
-def check_bounds(low: int, high: int, num_experts: int) -> None:
+def check_bounds(low: int, high: int, num_experts: int, name: str = "ids") -> None:
     """Raise ValueError if ids from `low` to `high` hold one that is neither -1 nor an expert."""
     if low < -1:
-        raise ValueError(f"ids: {low} is no expert; -1 stands for none")
+        raise ValueError(f"{name}: {low} is no expert; -1 stands for none")
     if high >= num_experts:
-        raise ValueError(f"ids: expert {high} of {num_experts}")
+        raise ValueError(f"{name}: expert {high} of {num_experts}")
 
 
 class Engine(ABC):

@@ -4,6 +4,9 @@ On a GPU there are two ways, both Triton kernels. With few tokens each pair read
 in float32 arithmetic. With more, pairs are sorted by slot and multiplied in tiles, with `x`'s own type
 between the products. On a CPU the float32 reference computes. All of them skip slot -1, add up in float32
 into a buffer of the caller's, and use no shared workspace.
+
+An id or slot below -1, or from the number of experts or slots on, is skipped on a GPU as -1 is: nothing is
+read for it, and the host does not wait to see it. On a CPU it raises ValueError.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moedoctor.fixes.cache.engine import check_range
 from moedoctor.reference import moe as reference
 
 if TYPE_CHECKING:
@@ -37,15 +41,16 @@ def moe_forward(
 ) -> torch.Tensor:
     """Add the experts' outputs, weighted by `topk_weights`, to `out`, and return it.
 
-    `x` [T, H]; `slot_ids` int32 or int64 [T, K], rows of `weights`, -1 for none; `topk_weights` [T, K]
-    floating; `out` float32 [T, H], zeros if None.
+    `x` [T, H]; `slot_ids` int32 or int64 [T, K], rows of `weights`, -1 for none (others: see the module);
+    `topk_weights` [T, K] floating; `out` float32 [T, H], zeros if None.
     `weights`: ``w13`` [slots, 2 * I, H], gate above up, or for ``relu2`` [slots, I, H]; ``w2`` [slots, H, I];
     bfloat16, float16, float32, or float8_e4m3fn with ``w13_scale`` and ``w2_scale`` float32 [slots];
     ``w13_bias`` [slots, 2 * I] or [slots, I] and ``w2_bias`` [slots, H] if the model has them. Raises
     ValueError that names the argument.
     """
     _check(x, weights, slot_ids, topk_weights, activation, out)
-    if x.device.type == "cpu" and not _interprets():
+    if _on_host(x):
+        check_range(slot_ids, weights["w2"].shape[0], "slot_ids")
         layer = reference.MoeWeights.of(weights, activation)
         total = reference.forward(x, layer, topk_weights, slot_ids)
         return total if out is None else out.add_(total)
@@ -87,7 +92,12 @@ class GroupedForward:
         *,
         activation: str = "silu",
     ) -> None:
-        """`x` [T, H]; `ids` int32 or int64 [T, K], experts, -1 for none; `topk_weights` [T, K] floating."""
+        """`x` [T, H]; `ids` int32 or int64 [T, K], experts, -1 for none; `topk_weights` [T, K] floating.
+
+        Raises ValueError for an id out of range on a CPU; on a GPU its pair is skipped.
+        """
+        if _on_host(ids):
+            check_range(ids, num_experts)
         self._x, self._ids, self._topk_weights = x.contiguous(), ids.contiguous(), topk_weights.contiguous()
         self._num_experts, self._activation = num_experts, activation
         self._tiles = ids.numel() > _MOST_DECODE_PAIRS and (x.is_cuda or _interprets())
@@ -98,7 +108,8 @@ class GroupedForward:
         """Compute one group: `weights` [slots, ...] as `moe_forward` takes them, and the expert in each slot.
 
         `experts` int32 [slots], -1 for a slot that is not of this group. Every expert that the ids name must
-        be in one group. Raises ValueError that names the argument, also for None.
+        be in one group. Raises ValueError that names the argument, also for None, and for an expert out of
+        range on a CPU; on a GPU its slot is left out.
         """
         _check_weights(weights, self._x.shape[1], self._activation)
         slots = weights["w2"].shape[0]
@@ -106,6 +117,8 @@ class GroupedForward:
             raise ValueError("experts is None: the call is one group of a cache, which moe_forward computes")
         if experts.shape != (slots,) or experts.dtype != torch.int32:
             raise ValueError(f"experts must be int32 [{slots}], got {experts.dtype} {tuple(experts.shape)}")
+        if _on_host(experts):
+            check_range(experts, self._num_experts, "experts")
         if not self._tiles:
             slot_ids = self._slot_ids(experts)  # [T, K]
             self._out = moe_forward(
@@ -164,13 +177,18 @@ class GroupedForward:
         return self._rows
 
     def _slot_ids(self, experts: torch.Tensor) -> torch.Tensor:
-        """Return [T, K]: the slot of each id's expert, -1 if it is in no slot. Never waits for the device."""
+        """Return [T, K]: the slot of each id's expert, -1 if it is in no slot. Never waits for the device.
+
+        Ids and experts out of range get the place of -1: as an index they would end the process's use of the
+        GPU.
+        """
+        none = self._num_experts
         slots = torch.arange(len(experts), dtype=torch.int32, device=experts.device)  # [slots]
-        slot_of = slots.new_full((self._num_experts + 1,), -1)  # [E + 1], the last for -1
-        held = torch.where(experts >= 0, experts, self._num_experts)  # [slots]
+        slot_of = slots.new_full((none + 1,), -1)  # [E + 1], the last for -1
+        held = torch.where((experts >= 0) & (experts < none), experts, none)  # [slots]
         slot_of.scatter_(0, held.long(), slots)
-        slot_of[self._num_experts] = -1
-        return slot_of[torch.where(self._ids >= 0, self._ids, self._num_experts).long()]
+        slot_of[none] = -1
+        return slot_of[torch.where((self._ids >= 0) & (self._ids < none), self._ids, none).long()]
 
 
 def group_bound(top_k: int) -> float:
@@ -189,6 +207,11 @@ def group_bound(top_k: int) -> float:
 def _interprets() -> bool:
     """Return whether Triton runs kernels in its interpreter, on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def _on_host(x: torch.Tensor) -> bool:
+    """Return whether torch computes with `x` on the CPU, and no kernel of ours."""
+    return x.device.type == "cpu" and not _interprets()
 
 
 def _check_weights(weights: Mapping[str, torch.Tensor], hidden_size: int, activation: str) -> None:

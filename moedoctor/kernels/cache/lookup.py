@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 from moedoctor.kernels.cache import HALVED_EVERY
+from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.expert_ids import as_int32
 
 _NEVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 """The key of an expert that may not leave."""
@@ -33,20 +35,20 @@ def _is_needed(
     few: tl.constexpr,
     chunk: tl.constexpr,
 ) -> tl.tensor:
-    """Which of the experts [lanes] `ids` [count] names.
+    """Return which of the experts [lanes] are named by `ids` [count]; an id that is no expert names none.
 
     Many ids are marked in `stamp` int64 [E + 1], with a number that its last element counts up.
     """
     place = tl.arange(0, chunk)  # [chunk]
     if few:
-        ids = tl.load(ids_ptr + place, mask=place < count, other=-1).to(tl.int32)  # [chunk]
+        ids = as_int32(tl.load(ids_ptr + place, mask=place < count, other=-1))  # [chunk]
         named = tl.max((expert[:, None] == ids[None, :]).to(tl.int32), axis=1) > 0  # [lanes]
     else:
         mark = tl.load(stamp_ptr + experts) + 1
         start = count * 0
         while start < count:
-            ids = tl.load(ids_ptr + start + place, mask=start + place < count, other=-1).to(tl.int32)
-            tl.store(stamp_ptr + ids, ids * 0 + mark, mask=(ids >= 0) & (ids < experts))
+            ids = tl.load(ids_ptr + start + place, mask=start + place < count, other=-1)  # [chunk]
+            tl.store(stamp_ptr + ids, place * 0 + mark, mask=(ids >= 0) & (ids < experts))
             start += chunk
         tl.debug_barrier()
         named = tl.load(stamp_ptr + expert, mask=expert < experts, other=0) == mark
@@ -346,13 +348,14 @@ def launch_lookup(
 ) -> None:
     """Make the experts of `ids` (contiguous, any shape) resident, and translate them into `slot_ids`.
 
+    An id that is no expert, below 0 or from E on, gets slot -1 and nothing is read for it.
     `late`, of the same shape, gets the slots that are still to be filled, if it is given. `group`: only the
     experts that `launch_groups` gave this number. The caller makes sure that they fit.
     """
     experts, capacity = state.slot_of.numel(), state.expert_of.numel()
     lanes = triton.next_power_of_2(experts)
     few, chunk = _chunk(ids.numel())
-    with torch.cuda.device_of(ids):
+    with on_device(ids):
         lookup_kernel[(1,)](
             ids,
             slot_ids,
@@ -378,7 +381,7 @@ def launch_lookup(
 def launch_groups(state: LookupState, ids: torch.Tensor) -> None:
     """Split the experts of `ids` (contiguous, any shape) into groups that fit, by number in `group_of`."""
     few, chunk = _chunk(ids.numel())
-    with torch.cuda.device_of(ids):
+    with on_device(ids):
         group_kernel[(1,)](
             ids,
             state.slot_of,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.moe.rows import activate
+from moedoctor.kernels.moe.rows import activate, row_and_column
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def up_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -19,6 +19,7 @@ def up_kernel(
     bias_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    slots: tl.tensor,
     top_k: tl.tensor,
     hidden_size: tl.constexpr,
     intermediate_size: tl.constexpr,
@@ -31,14 +32,14 @@ def up_kernel(
     """Write `out` float32 [T * K, I]: the activated first product of each pair.
 
     `weight` [slots, 2I, H], gate above up, for ``silu``; [slots, I, H] for ``relu2``.
-    Programs: (I / BLOCK_N, T * K). Pairs of slot -1 are not written.
+    Programs: T * K * (I / BLOCK_N). Pairs whose slot is below 0, or `slots` or more, are not written.
     """
     gated: tl.constexpr = activation == "silu"
     height: tl.constexpr = 2 * intermediate_size if gated else intermediate_size
-    pair = tl.program_id(1)
+    pair, part = row_and_column((intermediate_size + BLOCK_N - 1) // BLOCK_N)
     slot = tl.load(slots_ptr + pair).to(tl.int64)
-    if slot >= 0:
-        row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    if (slot >= 0) & (slot < slots):
+        row = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
         present = row < intermediate_size  # [N]
         k = tl.arange(0, BLOCK_K)  # [K]
         weight_at = weight_ptr + (slot * height + row[:, None]) * hidden_size + k[None, :]  # [N, K]
@@ -68,7 +69,7 @@ def up_kernel(
         tl.store(to_ptr, activate(gate, up, activation), mask=present)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def down_kernel(
     h_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -77,6 +78,7 @@ def down_kernel(
     slots_ptr: tl.tensor,
     topk_weights_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    slots: tl.tensor,
     top_k: tl.constexpr,
     hidden_size: tl.constexpr,
     intermediate_size: tl.constexpr,
@@ -90,15 +92,16 @@ def down_kernel(
     """Write `out` float32 [T, H]: the sum over a token's experts of topk_weight times second product.
 
     `h` float32 [T * K, I], `weight` [slots, H, I], `topk_weights` [T, K]. `adds`: adds to the values in
-    `out`. Programs: (H / BLOCK_N, T). LANES: top_k, padded.
+    `out`. Programs: T * (H / BLOCK_N). LANES: top_k, padded.
     """
-    token = tl.program_id(1).to(tl.int64)
+    token_row, part = row_and_column((hidden_size + BLOCK_N - 1) // BLOCK_N)
+    token = token_row.to(tl.int64)
     lane = tl.arange(0, LANES)  # [L]
     slot = tl.load(slots_ptr + token * top_k + lane, mask=lane < top_k, other=-1).to(tl.int64)
-    held = slot >= 0  # [L]
-    if adds and tl.max(slot, axis=0) < 0:
+    held = (slot >= 0) & (slot < slots)  # [L]
+    if adds and tl.max(held.to(tl.int32), axis=0) == 0:
         return  # nothing to add
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    row = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     k = tl.arange(0, BLOCK_K)  # [K]
     weight_row = slot[:, None] * hidden_size + row[None, :]  # [L, N]
     weight_at = weight_ptr + weight_row[:, :, None] * intermediate_size + k[None, None, :]  # [L, N, K]

@@ -1,7 +1,8 @@
 """Launches the kernels of a MoE layer: over the slots of an expert cache, or a whole layer at once.
 
 Nothing here waits for the GPU, so a call can be captured into a CUDA graph. Arguments are not checked;
-`moedoctor.fixes.moe.forward` checks those of the launches over slots.
+`moedoctor.fixes.moe.forward` checks those of the launches over slots. Ids that are no expert or slot, below 0
+or too large, are skipped in all of them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from functools import cache
 import torch
 import triton
 
+from moedoctor.kernels.device_guard import on_device
 from moedoctor.kernels.moe.decode import down_kernel, up_kernel
 from moedoctor.kernels.moe.products import block_product, slot_product
 from moedoctor.kernels.moe.rows import plan_kernel, sort_kernel, sum_kernel
 from moedoctor.kernels.moe.tiles import DECODE_PAIRS, Tile, block_tiles, slot_tiles
 
 _SORTED_AT_ONCE = 2048
+_MOST_PAIRS = 2**31 - 2**16
+"""Rows and pairs are counted in int32, some thousand at once."""
 
 
 def launch_decode(
@@ -37,14 +41,15 @@ def launch_decode(
     h = torch.empty((tokens * top_k, intermediate_size), dtype=torch.float32, device=x.device)  # [T * K, I]
     block_k = _block(hidden_size, 512)
     block_n = max(4096 // block_k, 1)
-    with torch.cuda.device_of(x):
-        up_kernel[(triton.cdiv(intermediate_size, block_n), tokens * top_k)](
+    with on_device(x):
+        up_kernel[(triton.cdiv(intermediate_size, block_n) * tokens * top_k,)](
             x,
             weights["w13"],
             weights.get("w13_scale", x),
             weights.get("w13_bias", x),
             slot_ids,
             h,
+            weights["w13"].shape[0],
             top_k,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
@@ -56,7 +61,7 @@ def launch_decode(
         )
         lanes, block_k = triton.next_power_of_2(top_k), _block(intermediate_size, 256)
         block_n = max(4096 // (block_k * lanes), 1)
-        down_kernel[(triton.cdiv(hidden_size, block_n), tokens)](
+        down_kernel[(triton.cdiv(hidden_size, block_n) * tokens,)](
             h,
             weights["w2"],
             weights.get("w2_scale", x),
@@ -64,6 +69,7 @@ def launch_decode(
             slot_ids,
             topk_weights,
             out,
+            weights["w2"].shape[0],
             top_k=top_k,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
@@ -117,10 +123,10 @@ class Rows:
     @classmethod
     def sort(cls, x: torch.Tensor, ids: torch.Tensor, num_experts: int, intermediate_size: int) -> Rows:
         """Sort in one launch. `x` [T, H] and `ids` [T, K] are contiguous."""
-        pairs = ids.numel()
+        pairs = _count_pairs(ids)
         order, row = torch.empty((2, pairs), dtype=torch.int32, device=x.device)  # [T * K] each
         ends = torch.empty(num_experts, dtype=torch.int32, device=x.device)  # [E]
-        with torch.cuda.device_of(x):
+        with on_device(x):
             sort_kernel[(num_experts,)](ids, order, row, ends, pairs, CHUNK=_SORTED_AT_ONCE, num_warps=8)
         h, product = x.new_empty((pairs, intermediate_size)), x.new_empty((pairs, x.shape[1]))
         return cls(x, ids, order, row, ends, h, product)
@@ -147,8 +153,8 @@ def launch_products(
             continue
         a, out = (rows.x, rows.h) if name == "w13" else (rows.h, rows.product)
         width, weight = out.shape[1], weights[name]
-        with torch.cuda.device_of(a):
-            slot_product[(triton.cdiv(width, tile.block_n) * tile.splits, weight.shape[0])](
+        with on_device(a):
+            slot_product[(triton.cdiv(width, tile.block_n) * tile.splits * weight.shape[0],)](
                 a,
                 weight,
                 weights.get(f"{name}_scale", rows.x),
@@ -157,6 +163,7 @@ def launch_products(
                 rows.order,
                 rows.ends,
                 out,
+                len(rows.ends),
                 rows.ids.shape[1],
                 width=width,
                 depth=a.shape[1],
@@ -178,8 +185,7 @@ def launch_products(
 
 def launch_sum(rows: Rows, topk_weights: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
     """Write the sum of each token's products by `topk_weights` [T, K] to `out` float32 [T, H]: one launch."""
-    with torch.cuda.device_of(out):
-        _sum(rows.product, rows.ids, rows.row, topk_weights, out, len(rows.ends), adds=adds)
+    _sum(rows.product, rows.ids, rows.row, topk_weights, out, len(rows.ends), adds=adds)
 
 
 @dataclass(frozen=True)
@@ -206,8 +212,8 @@ def run_experts(
 ) -> torch.Tensor:
     """Return bfloat16 [T, H] of `x` bfloat16 [T, H], `topk_weights` float32 [T, K], `topk_ids` int32 [T, K].
 
-    An id of -1 is skipped; `activation` is ``silu``, ``gelu_tanh`` (both with the gate in the first half of
-    `w13`'s rows) or ``relu2``. Both tiles must have the same block_m.
+    An id below 0 or from E on is skipped. `activation` is ``silu``, ``gelu_tanh`` (both with the gate in the
+    first half of `w13`'s rows) or ``relu2``. Both tiles must have the same block_m.
     """
     hidden_size = x.shape[1]
     num_experts, pairs = w13.values.shape[0], topk_ids.numel()
@@ -231,24 +237,25 @@ def plan_blocks(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> tuple
     B depends on the sizes alone, never on the ids, so that nothing has to be read back. Pairs without an
     expert are in no block; entries of `order` that belong to no block are not written.
     """
-    pairs = topk_ids.numel()
+    pairs = _count_pairs(topk_ids)
     blocks = pairs // block_m + num_experts
     by_row = pairs < blocks
     blocks = min(pairs, blocks)
     order = torch.empty(pairs, dtype=torch.int32, device=topk_ids.device)  # [P]
     plan = torch.empty((blocks, 3), dtype=torch.int32, device=topk_ids.device)  # [B, 3]
-    plan_kernel[(num_experts,)](
-        topk_ids.contiguous(),
-        order,
-        plan,
-        pairs,
-        blocks,
-        num_experts=num_experts,
-        by_row=by_row,
-        BLOCK_M=block_m,
-        CHUNK=1024 if pairs <= 4096 else 4096,
-        num_warps=4 if pairs <= 4096 else 8,
-    )
+    with on_device(topk_ids):
+        plan_kernel[(num_experts,)](
+            topk_ids.contiguous(),
+            order,
+            plan,
+            pairs,
+            blocks,
+            num_experts=num_experts,
+            by_row=by_row,
+            BLOCK_M=block_m,
+            CHUNK=1024 if pairs <= 4096 else 4096,
+            num_warps=4 if pairs <= 4096 else 8,
+        )
     return order, plan
 
 
@@ -266,30 +273,33 @@ def launch_block_product(
     """Write one product of `a` to `out`; `plan` is that of `plan_blocks`, or None for a block a pair."""
     order, blocks = plan or (topk_ids, topk_ids)
     width, nvfp4 = out.shape[1], weight.block_scales is not None
-    block_product[(triton.cdiv(width, tile.block_n), len(blocks) if plan else topk_ids.numel())](
-        a,
-        weight.values,
-        weight.block_scales if nvfp4 else weight.values,
-        weight.global_scale if nvfp4 else weight.values,
-        out,
-        topk_ids,
-        order,
-        blocks,
-        width=width,
-        depth=a.shape[1],
-        top_k=topk_ids.shape[1],
-        activation=activation,
-        nvfp4=nvfp4,
-        planned=plan is not None,
-        second=second,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        wide=not a.is_cuda,
-        hopper=_is_hopper(a.device),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    count = len(blocks) if plan else topk_ids.numel()
+    with on_device(a):
+        block_product[(triton.cdiv(width, tile.block_n) * count,)](
+            a,
+            weight.values,
+            weight.block_scales if nvfp4 else weight.values,
+            weight.global_scale if nvfp4 else weight.values,
+            out,
+            topk_ids,
+            order,
+            blocks,
+            width=width,
+            depth=a.shape[1],
+            num_experts=weight.values.shape[0],
+            top_k=topk_ids.shape[1],
+            activation=activation,
+            nvfp4=nvfp4,
+            planned=plan is not None,
+            second=second,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            wide=not a.is_cuda,
+            hopper=_is_hopper(a.device),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
 
 
 def _sum(
@@ -304,19 +314,30 @@ def _sum(
 ) -> None:
     tokens, width = out.shape
     block_n = _block(width, 1024)
-    sum_kernel[(triton.cdiv(width, block_n), tokens)](
-        product,
-        ids,
-        ids if row is None else row,
-        topk_weights,
-        out,
-        num_experts,
-        top_k=ids.shape[1],
-        width=width,
-        has_row=row is not None,
-        adds=adds,
-        BLOCK_N=block_n,
-    )
+    with on_device(out):
+        sum_kernel[(triton.cdiv(width, block_n) * tokens,)](
+            product,
+            ids,
+            ids if row is None else row,
+            topk_weights,
+            out,
+            num_experts,
+            top_k=ids.shape[1],
+            width=width,
+            has_row=row is not None,
+            adds=adds,
+            BLOCK_N=block_n,
+        )
+
+
+def _count_pairs(ids: torch.Tensor) -> int:
+    """Return how many pairs of a token and an expert `ids` [T, K] holds. Raises ValueError for too many."""
+    pairs = ids.numel()
+    if pairs > _MOST_PAIRS:
+        raise ValueError(
+            f"ids: at most {_MOST_PAIRS} pairs a call, got {pairs}: compute fewer tokens at a time"
+        )
+    return pairs
 
 
 def _block(width: int, most: int) -> int:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, decode_block
-from moedoctor.kernels.moe.rows import activate, rows_of
+from moedoctor.kernels.moe.rows import activate, row_and_column, rows_of
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _slot_tile(
     tl.store(to_ptr, value.to(out_ptr.dtype.element_ty), mask=inside[:, None] & present[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_experts"])
 def slot_product(
     a_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -102,6 +102,7 @@ def slot_product(
     order_ptr: tl.tensor,
     ends_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    num_experts: tl.tensor,
     top_k: tl.tensor,
     width: tl.constexpr,
     depth: tl.constexpr,
@@ -121,14 +122,15 @@ def slot_product(
 
     The first product reads tokens [T, depth], the second the rows that the first wrote. `weight` [slots,
     width, depth], or [slots, 2 * width, depth] with the gate above up. `mapped`: `experts` int32 [slots]
-    holds the expert in each slot, -1 for none; otherwise slots are experts. Programs: (width / BLOCK_N *
-    splits, slots); `splits` of them share the rows of an expert, tile by tile. A tile has BLOCK_M rows, or
+    holds the expert in each slot, -1 for none; otherwise slots are experts. Programs: slots * (width /
+    BLOCK_N) * splits; `splits` of them share the rows of an expert, tile by tile. A tile has BLOCK_M rows, or
     TALL_M if more are left.
     """
-    slot = tl.program_id(1).to(tl.int64)
-    row, end = rows_of(slot, experts_ptr, ends_ptr, mapped)
-    row += tl.program_id(0) % splits * TALL_M
-    column = tl.program_id(0) // splits * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    slot_row, part = row_and_column((width + BLOCK_N - 1) // BLOCK_N * splits)
+    slot = slot_row.to(tl.int64)
+    row, end = rows_of(slot, experts_ptr, ends_ptr, num_experts, mapped)
+    row += part % splits * TALL_M
+    column = part // splits * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     while row < end:
         if TALL_M > BLOCK_M and end - row > BLOCK_M:
             _slot_tile(
@@ -276,6 +278,7 @@ def block_product(
     plan_ptr: tl.tensor,
     width: tl.constexpr,
     depth: tl.constexpr,
+    num_experts: tl.constexpr,
     top_k: tl.constexpr,
     activation: tl.constexpr,
     nvfp4: tl.constexpr,
@@ -291,15 +294,17 @@ def block_product(
 
     `width` is the width of `out`, `depth` that of `a`. The first product reads tokens [T, depth] and writes
     rows in the order of experts; the second reads those and writes a row for each pair. `plan` [B, 3] holds
-    expert, first row and rows of each block of tokens; without it each pair is a block.
+    expert, first row and rows of each block of tokens; without it each pair is a block. Programs: blocks *
+    (width / BLOCK_N).
     """
-    block = tl.program_id(1)
+    block, part = row_and_column((width + BLOCK_N - 1) // BLOCK_N)
     if planned:
         expert = tl.load(plan_ptr + block * 3).to(tl.int64)
         first_row = tl.load(plan_ptr + block * 3 + 1)
         rows = tl.load(plan_ptr + block * 3 + 2)
     else:
         expert = tl.load(ids_ptr + block).to(tl.int64)
+        expert = tl.where(expert < num_experts, expert, -1)
         first_row = block
         rows = 1
     if expert < 0:
@@ -309,7 +314,7 @@ def block_product(
     row = first_row + offset  # [M]
     pair = tl.load(order_ptr + row, mask=inside, other=0) if planned else row  # [M]
     source = row if second else pair // top_k  # [M]
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    column = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     present = column < width
     gated: tl.constexpr = activation == "silu" or activation == "gelu_tanh"
     height: tl.constexpr = width * 2 if gated else width

@@ -1,12 +1,24 @@
 """The kernels around the matrix products of a MoE layer: pairs grouped by expert, activation, weighted sum.
 
-A pair is one token with one of its experts; pair p belongs to token p // top_k.
+A pair is one token with one of its experts; pair p belongs to token p // top_k. An id below 0, or from the
+number of experts or slots on, is no expert: no kernel reads a weight, a scale or a row for it, and its pair
+adds nothing.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def row_and_column(columns: tl.constexpr) -> tl.tuple:
+    """Return the row and the column of this program in a grid of `columns` columns, one row after another.
+
+    Such a grid has one dimension, because the second and third of CUDA's end at 65,535.
+    """
+    program = tl.program_id(0)
+    return program // columns, program % columns
 
 
 @triton.jit
@@ -34,7 +46,8 @@ def _count_pairs(ids_ptr: tl.tensor, pairs: tl.tensor, expert: tl.tensor, CHUNK:
     equal = tl.zeros((CHUNK,), tl.int32)
     start = pairs * 0
     while start < pairs:
-        ids = tl.load(ids_ptr + start + place, mask=start + place < pairs, other=-1).to(tl.int32)
+        # In their own type: an id that int32 cannot hold would be another expert's.
+        ids = tl.load(ids_ptr + start + place, mask=start + place < pairs, other=-1)
         lower += ((ids >= 0) & (ids < expert)).to(tl.int32)
         equal += (ids == expert).to(tl.int32)
         start += CHUNK
@@ -56,7 +69,7 @@ def _write_order(
     place = tl.arange(0, CHUNK)  # [CHUNK]
     start = pairs * 0
     while start < pairs:
-        ids = tl.load(ids_ptr + start + place, mask=start + place < pairs, other=-1).to(tl.int32)
+        ids = tl.load(ids_ptr + start + place, mask=start + place < pairs, other=-1)
         hit = (ids == expert).to(tl.int32)  # [CHUNK]
         row = first + tl.cumsum(hit, axis=0) - 1  # [CHUNK]
         tl.store(order_ptr + row, start + place, mask=hit != 0)
@@ -92,12 +105,17 @@ def rows_of(
     slot: tl.tensor,
     experts_ptr: tl.tensor,
     ends_ptr: tl.tensor,
+    num_experts: tl.tensor,
     mapped: tl.constexpr,
 ) -> tl.tuple:
-    """Return (first, end) of the rows of the expert in `slot`, in the order of `sort_kernel`."""
+    """Return (first, end) of the rows of the expert in `slot`, in the order of `sort_kernel`.
+
+    Both are 0 if `experts` holds no expert for the slot.
+    """
     expert = slot.to(tl.int32)
     if mapped:
         expert = tl.load(experts_ptr + slot)
+        expert = tl.where(expert < num_experts, expert, -1)
     end = tl.load(ends_ptr + expert, mask=expert >= 0, other=0)
     return tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0), end
 
@@ -155,10 +173,11 @@ def sum_kernel(
     """Write `out` [T, width]: the weighted sum over a token's experts, in the order of its ids, in float32.
 
     `product` [pairs, width] has a row for each pair, with `has_row` at the row of `sort_kernel`. Pairs whose
-    id is not an expert are left out. `adds`: adds to the values in `out`. Programs: (width / BLOCK_N, T).
+    id is not an expert are left out. `adds`: adds to the values in `out`. Programs: T * (width / BLOCK_N).
     """
-    token = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    token_row, part = row_and_column((width + BLOCK_N - 1) // BLOCK_N)
+    token = token_row.to(tl.int64)
+    column = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     inside = column < width
     total = tl.zeros([BLOCK_N], tl.float32)
     for lane in tl.static_range(top_k):

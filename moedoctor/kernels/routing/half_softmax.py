@@ -62,7 +62,9 @@ def half_softmax_kernel(
     row = tl.program_id(0) * rows + tl.arange(0, rows)  # [rows]
     # Rows past the end read the last row again: their results are not stored.
     row_ptr = logits_ptr + tl.minimum(row, tokens - 1).to(tl.int64) * stride_token  # [rows]
-    x = tl.load(row_ptr[None, :, None] + expert * stride_expert, mask=present, other=float("-inf"))
+    x = tl.load(
+        row_ptr[None, :, None] + expert.to(tl.int64) * stride_expert, mask=present, other=float("-inf")
+    )
     half: tl.constexpr = x.dtype
 
     # Padding is -inf with ids above all others: it sorts behind every expert of a row without NaN.

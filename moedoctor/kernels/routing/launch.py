@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from moedoctor.kernels.device_guard import on_device
 from moedoctor.kernels.routing.half_softmax import half_softmax_kernel
 from moedoctor.kernels.routing.topk import topk_kernel
 
@@ -57,7 +58,7 @@ def launch_topk(
     if tokens == 0:
         return
     policy = nan_policy or "none"
-    with torch.cuda.device_of(logits):
+    with on_device(logits):
         if is_half_softmax(logits, top_k, scoring, bias, num_groups, routed_scaling_factor):
             shape = shape or half_softmax_shape(tokens, experts)
             half_softmax_kernel[(triton.cdiv(tokens, shape.rows),)](

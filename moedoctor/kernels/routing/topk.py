@@ -125,13 +125,15 @@ def topk_kernel(
     row = tl.program_id(0) * rows + tl.arange(0, rows)  # [rows]
     # Rows past the end read the last row again: their results are not stored.
     row_ptr = logits_ptr + tl.minimum(row, tokens - 1).to(tl.int64) * stride_token  # [rows]
-    x = tl.load(row_ptr[None, :, None] + expert * stride_expert, mask=present, other=float("-inf")).to(
-        tl.float32
-    )
+    x = tl.load(
+        row_ptr[None, :, None] + expert.to(tl.int64) * stride_expert, mask=present, other=float("-inf")
+    ).to(tl.float32)
     bias = x
     if has_bias:
         # One address a row, all the same: a tile of the logits' shape takes their layout.
-        bias_at = bias_ptr + expert * stride_bias + tl.zeros([1, rows, 1], tl.int32)  # [lanes, rows, width]
+        bias_at = (
+            bias_ptr + expert.to(tl.int64) * stride_bias + tl.zeros([1, rows, 1], tl.int32)
+        )  # [lanes, rows, width]
         bias = tl.load(bias_at, mask=present, other=0.0).to(tl.float32)
     # Rows of finite choices are routed alike under every policy: the rare other ones are routed again.
     weights, ids, highest = route_rows(

@@ -94,6 +94,8 @@ FINE: dict[str, Any] = {
         ({"x": torch.zeros(2, 9)}, r"x must be \[T, 8\] for w2"),
         ({"topk_weights": torch.ones(2, 2)}, r"slot_ids and topk_weights must be \[2, K\]"),
         ({"out": torch.zeros(2, HIDDEN).bfloat16()}, "out must be contiguous float32"),
+        ({"slot_ids": torch.tensor([[3], [12]])}, "slot_ids: expert 12 of 12"),
+        ({"slot_ids": torch.tensor([[3], [-2]])}, "slot_ids: -2 is no expert; -1 stands for none"),
         (
             {"weights": WEIGHTS | {"w2": WEIGHTS["w2"].transpose(1, 2).contiguous().transpose(1, 2)}},
             "must be contiguous",
@@ -111,3 +113,16 @@ def test_a_call_of_one_group_is_refused_by_name() -> None:
     call = GroupedForward(torch.zeros(2, HIDDEN), ids, torch.ones(2, 1), EXPERTS)
     with pytest.raises(ValueError, match=r"experts is None: .* moe_forward"):
         call.add(part.weights, part.experts)
+
+
+@pytest.mark.parametrize("wrong", [-2, EXPERTS, (1 << 32) + 1])
+def test_an_expert_out_of_range_is_named_on_a_cpu(wrong: int) -> None:
+    """A GPU ignores it: tests/kernels/interpreted_cache.py."""
+    x, shares = torch.zeros(2, HIDDEN), torch.ones(2, 1)
+    with pytest.raises(ValueError, match=f"ids: (expert )?{wrong} "):
+        GroupedForward(x, torch.tensor([[0], [wrong]]), shares, EXPERTS)
+    call = GroupedForward(x, torch.tensor([[0], [1]]), shares, EXPERTS)
+    held = torch.arange(EXPERTS, dtype=torch.int32)
+    held[3] = wrong if wrong < 1 << 31 else EXPERTS + 1
+    with pytest.raises(ValueError, match="experts: "):
+        call.add(WEIGHTS, held)

@@ -120,6 +120,9 @@ def test_no_id_becomes_another_expert_if_pairs_are_sent_to_a_spare_one() -> None
     usable, left = without_sentinels(ids, weights, spare=2)
     assert usable.tolist() == [[2, 1, 2]]
     assert left.tolist() == [[0.0, 0.5, 0.0]]
+    usable, left = without_sentinels(torch.tensor([[3, 4, -1]]), weights, num_experts=4)
+    assert usable.tolist() == [[3, 0, 0]]
+    assert left.tolist() == [[0.25, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -153,6 +156,8 @@ IDS, SHARES = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2)
         (deduplicate, (IDS, SHARES), {"num_experts": 1}, "at least top_k 2"),
         (without_sentinels, (IDS, SHARES), {"spare": -5}, "spare must be an expert"),
         (without_sentinels, (IDS, SHARES), {"spare": 1 << 31}, "spare must be an expert"),
+        (without_sentinels, (IDS, SHARES), {"spare": 8, "num_experts": 8}, "0 or more and below 8, got 8"),
+        (without_sentinels, (IDS, SHARES), {"num_experts": 0}, "num_experts must be at least 1"),
         (without_sentinels, (IDS, SHARES), {"spare": True}, "spare must be an int"),
         (without_sentinels, (IDS, torch.ones(1)), {}, r"\[1, 2\]"),
         (without_sentinels, (IDS, [[1.0, 1.0]]), {}, "floating"),

@@ -1,0 +1,242 @@
+"""Many tokens, ids out of range, and tensors on a GPU that is not the current one: what only a GPU shows."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+
+from moedoctor.fixes.expert_cache import ExpertCache
+from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
+from moedoctor.fixes.offload.pinned import allocate, device_view, register
+from moedoctor.fixes.offloader import offload
+from moedoctor.fixes.routing import deduplicate, topk_softmax, validate_expert_ids
+from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.host_address import device_address
+from moedoctor.reference import expert_ids as reference_ids
+from moedoctor.reference.moe import MoeWeights
+from moedoctor.reference.moe import forward as reference
+
+pytestmark = pytest.mark.gpu
+EXPERTS, HIDDEN, INNER = 4, 64, 32
+MANY = 70_000
+"""More tokens than y and z of CUDA's grid can count."""
+
+
+def _layer(
+    device: str, tokens: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Return x [T, H], weights, ids int32 [T, 2] and topk_weights [T, 2]."""
+    draw = torch.Generator().manual_seed(tokens)
+    weights = {
+        "w13": torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=draw) / 8,
+        "w2": torch.randn(EXPERTS, HIDDEN, INNER, generator=draw) / 6,
+    }
+    x = torch.randn(tokens, HIDDEN, generator=draw)
+    ids = torch.randint(-1, EXPERTS, (tokens, 2), generator=draw).int()
+    shares = torch.rand(tokens, 2, generator=draw)
+    on_gpu = {name: weight.bfloat16().to(device) for name, weight in weights.items()}
+    return x.bfloat16().to(device), on_gpu, ids.to(device), shares.to(device)
+
+
+def _assert_close(mine: torch.Tensor, right: torch.Tensor) -> None:
+    assert mine.shape == right.shape
+    error = float((mine.float() - right).norm() / right.norm())
+    assert error < 1e-2, error
+
+
+def _right(
+    x: torch.Tensor, weights: dict[str, torch.Tensor], ids: torch.Tensor, shares: torch.Tensor
+) -> torch.Tensor:
+    host = MoeWeights.of({name: weight.cpu() for name, weight in weights.items()})
+    return reference(x.cpu(), host, shares.cpu(), ids.cpu()).to(x.device)  # [T, H]
+
+
+@pytest.mark.parametrize("launcher", ["moe_forward", "decode", "groups", "run_experts"])
+def test_more_tokens_than_a_grid_has_rows(launcher: str) -> None:
+    from moedoctor.kernels.moe.launch import ExpertWeights, launch_decode, run_experts
+
+    x, weights, ids, shares = _layer("cuda", MANY)
+    if launcher == "moe_forward":
+        out = moe_forward(x, weights, ids, shares)
+    elif launcher == "decode":
+        out = torch.empty(x.shape, dtype=torch.float32, device="cuda")
+        launch_decode(x, weights, ids, shares, out, activation="silu", adds=False)
+    elif launcher == "groups":
+        call = GroupedForward(x, ids, shares, EXPERTS)
+        call.add(weights, torch.arange(EXPERTS, dtype=torch.int32, device="cuda"))
+        out = call.total()
+    else:
+        w13, w2 = ExpertWeights(weights["w13"]), ExpertWeights(weights["w2"])
+        out = run_experts(x, w13, w2, shares, ids, activation="silu")
+    _assert_close(out, _right(x, weights, ids, shares))
+
+
+@pytest.mark.parametrize("tokens", [3, 200])
+@pytest.mark.parametrize("id_type", [torch.int32, torch.int64])
+def test_ids_out_of_range_are_ignored_and_nothing_is_read_for_them(tokens: int, id_type: torch.dtype) -> None:
+    """A read at the place of such an id would end this process's use of the GPU."""
+    from moedoctor.kernels.moe.launch import ExpertWeights, run_experts
+
+    x, weights, ids, shares = _layer("cuda", tokens)
+    ids[0] = -1
+    right = _right(x, weights, ids, shares)
+    ids = ids.to(id_type)
+    ids[ids < 0] = EXPERTS
+    ids[0, 0] = -7
+    ids[0, 1] = (1 << 31) - 1 if id_type is torch.int32 else (1 << 32) + 1
+    _assert_close(moe_forward(x, weights, ids, shares), right)
+    out = moe_forward(x, weights, ids, shares, out=torch.zeros_like(right))
+    _assert_close(out, right)
+    call = GroupedForward(x, ids, shares, EXPERTS)
+    spare = {name: torch.cat([weight, weight[:1]]) for name, weight in weights.items()}
+    call.add(spare, torch.tensor([0, 1, 2, 3, 1 << 30], dtype=torch.int32, device="cuda"))
+    _assert_close(call.total(), right)
+    if id_type is torch.int32:
+        w13, w2 = ExpertWeights(weights["w13"]), ExpertWeights(weights["w2"])
+        _assert_close(run_experts(x, w13, w2, shares, ids, activation="silu"), right)
+    torch.cuda.synchronize()
+
+
+def test_the_address_of_a_part_of_a_pinned_block_is_the_block_s_and_an_offset() -> None:
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    for block in (allocate(1 << 20, register)[0].bytes, torch.empty(1 << 20, dtype=torch.uint8).pin_memory()):
+        block.copy_(torch.randint(0, 256, (1 << 20,), dtype=torch.uint8))
+        part = block[4100:8200]
+        assert device_address(part, gpu) == device_address(block, gpu) + 4100
+        view = device_view(part, gpu)
+        assert view.data_ptr() == device_address(part, gpu)
+        assert torch.equal(view.cpu(), part)
+
+
+def test_the_guard_costs_less_than_that_of_torch_if_the_gpu_is_current() -> None:
+    x = torch.empty(1, device="cuda")
+
+    def nanoseconds(guard: Callable[[torch.Tensor], AbstractContextManager[object]]) -> float:
+        def enter() -> None:
+            with guard(x):
+                pass
+
+        return min(timeit.repeat(enter, number=10_000, repeat=5)) * 1e5
+
+    ours, torch_s = nanoseconds(on_device), nanoseconds(torch.cuda.device_of)
+    print(f"{ours:.0f} ns, torch's {torch_s:.0f} ns")
+    assert isinstance(on_device(x), nullcontext)
+    assert ours < torch_s
+
+
+@pytest.fixture
+def other() -> Iterator[str]:
+    """A GPU that is not the current one, and must not become it."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    torch.zeros(1, device="cuda:0")
+    with torch.cuda.device(0):
+        before = torch.cuda.memory_allocated(0)
+        yield "cuda:1"
+        torch.cuda.synchronize(1)
+        assert torch.cuda.current_device() == 0
+        assert torch.cuda.memory_allocated(0) == before, "something was allocated on the current GPU"
+
+
+def _route(device: str) -> None:
+    logits = torch.randn(100, 16, generator=torch.Generator().manual_seed(0))
+    for kind in (torch.float32, torch.bfloat16):
+        mine = topk_softmax(logits.to(kind).to(device), 4)
+        right = topk_softmax(logits.to(kind), 4)
+        assert mine.ids.device == torch.device(device)
+        torch.testing.assert_close(mine.weights.cpu(), right.weights, rtol=1e-4, atol=1e-6)
+
+
+def _check_ids(device: str) -> None:
+    ids = torch.tensor([[1, 1, 2], [9, -1, 0]])
+    weights = torch.full((2, 3), 0.25)
+    counts = torch.zeros(2, 3, dtype=torch.int32)
+    reference_ids.count_rows(ids, 8, counts)
+    assert torch.equal(validate_expert_ids(ids.to(device), 8).tensor.cpu(), counts)
+    mine, right = deduplicate(ids.to(device), weights.to(device)), deduplicate(ids, weights)
+    assert torch.equal(mine.ids.cpu(), right.ids)
+
+
+def _watch(device: str) -> None:
+    from id_and_watch_calls import CHECKS
+
+    for name in ("ids with a step", "watch", "watch three"):
+        CHECKS[name](device)
+
+
+def _forward(device: str) -> None:
+    from moedoctor.kernels.moe.launch import ExpertWeights, run_experts
+
+    for tokens in (3, 300):
+        x, weights, ids, shares = _layer(device, tokens)
+        right = _right(x, weights, ids, shares)
+        _assert_close(moe_forward(x, weights, ids, shares), right)
+        call = GroupedForward(x, ids, shares, EXPERTS)
+        call.add(weights, torch.arange(EXPERTS, dtype=torch.int32, device=device))
+        _assert_close(call.total(), right)
+        w13, w2 = ExpertWeights(weights["w13"]), ExpertWeights(weights["w2"])
+        _assert_close(run_experts(x, w13, w2, shares, ids, activation="silu"), right)
+
+
+def _cache(device: str) -> None:
+    weights = {"w": torch.randn(8, 128, 128).bfloat16(), "odd": torch.randn(8, 3)}
+    for engine, packed in (("device", False), ("device", True), ("host", False), ("resident", False)):
+        cache = ExpertCache(
+            weights, 8 if engine == "resident" else 4, engine=engine, device=device, packed=packed
+        )
+        assert cache.engine == engine
+        assert bool(cache._store.packed) == packed
+        for row in ([0, 5, 7], [1, 5, 6]):
+            ids = torch.tensor([row], device=device)
+            cache.prefetch(ids)
+            held = cache.acquire(ids)
+            for name, tensor in weights.items():
+                assert torch.equal(held.weights[name][held.slot_ids[0].long()].cpu(), tensor[row]), (
+                    engine,
+                    name,
+                )
+        for part in cache.groups(torch.arange(8, device=device)[None]):
+            named = part.slot_ids[0] >= 0
+            slots = part.weights["w"][part.slot_ids[0][named].long()]
+            assert torch.equal(slots.cpu(), weights["w"][named.cpu()]), engine
+
+
+def _offload(device: str) -> None:
+    torch.manual_seed(0)
+    for access in ("copy", "view"):
+        stack = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))).to(device)
+        stack.requires_grad_(False)
+        x = torch.randn(3, 256, device=device)
+        right = stack(x)
+        torch.cuda.synchronize(1)
+        before = torch.cuda.memory_allocated(1)
+        held = offload(stack, 1 << 40, access=access, keep_below=1)
+        assert held.report().pinned_bytes >= 4 * 256 * 256 * 4
+        assert torch.equal(stack(x), right), access
+        if access == "view":
+            assert torch.cuda.memory_allocated(1) < before, "the weights were copied and not mapped"
+        held.restore()
+
+
+def _pin(device: str) -> None:
+    gpu = torch.device(device)
+    block, failure = allocate(1 << 20, lambda memory: register(memory, gpu))
+    assert failure is None
+    block.bytes.fill_(7)
+    before = torch.cuda.memory_allocated(gpu)
+    view = device_view(block.bytes, gpu)
+    assert view.device == gpu
+    assert bool((view == 7).all())
+    assert torch.cuda.memory_allocated(gpu) - before < 1 << 19, "the view is a copy"
+    del view
+    block.close()
+    assert not block.bytes.is_pinned()
+
+
+@pytest.mark.parametrize("use", [_route, _check_ids, _watch, _forward, _cache, _offload, _pin])
+def test_tensors_on_a_gpu_that_is_not_the_current_one(use: Callable[[str], None], other: str) -> None:
+    use(other)
