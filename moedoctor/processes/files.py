@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import stat
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moedoctor.processes import interrupts
-from moedoctor.processes.streams import is_reader_gone, reason
+from moedoctor.processes.streams import Unfailing, is_reader_gone, reason
 from moedoctor.text import shorten
 
 _MOST_LINKS = 40
@@ -161,11 +162,12 @@ def _check_open(descriptor: int) -> None:
 
 def _write_stream(descriptor: int, data: str | bytes) -> None:
     sys.stdout.flush()  # what was printed before comes first
-    try:
-        _write_all(os.dup(descriptor), _encoded(data))
-    except OSError as error:
-        if not is_reader_gone(error):
-            raise
+    with os.fdopen(os.dup(descriptor), "wb", buffering=0) as file:
+        raw = Unfailing(file)
+        with io.BufferedWriter(raw) as stream:
+            stream.write(_encoded(data))
+    if raw.error is not None and not is_reader_gone(raw.error):
+        raise raw.error
 
 
 def _encoded(data: str | bytes) -> bytes:

@@ -26,7 +26,7 @@ _lost = False
 """Whether something that was asked for could not be written."""
 
 
-class _Unfailing(io.RawIOBase):
+class Unfailing(io.RawIOBase):
     """Passes bytes to `raw`; keeps its first error instead of raising it, and drops what comes after it."""
 
     def __init__(self, raw: Any) -> None:
@@ -76,7 +76,7 @@ def run_with_streams(command: Callable[[], int]) -> int:
         code = command()
         _flush(sys.stdout)
         if stdout is not None and stdout.error is not None and not is_reader_gone(stdout.error):
-            report_loss(f"stdout cannot be written: {reason(stdout.error)}; write to a file with -o FILE")
+            report_loss(f"stdout cannot be written ({reason(stdout.error)}); send it to another place")
         return interrupts.exit_code(otherwise=3) if _lost else code
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -101,14 +101,14 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _unfailing(stream: Any) -> tuple[_Unfailing | None, Any]:
+def _unfailing(stream: Any) -> tuple[Unfailing | None, Any]:
     """Return a stream that writes to the same place and never raises; one in memory is left as it is."""
     buffer = getattr(stream, "buffer", None)
     if stream is not None and buffer is None:
         return None, stream
     if stream is not None:
         _flush(stream)
-    raw = _Unfailing(getattr(buffer, "raw", buffer))
+    raw = Unfailing(getattr(buffer, "raw", buffer))
     return raw, io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=getattr(stream, "encoding", None) or "utf-8",
