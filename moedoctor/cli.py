@@ -23,7 +23,7 @@ from moedoctor.commands.show import show
 from moedoctor.commands.triage import triage
 from moedoctor.processes import interrupts
 from moedoctor.processes.streams import run_with_streams
-from moedoctor.text import print_message, print_traceback
+from moedoctor.text import clean, print_message, print_traceback, without_commands
 
 EPILOG = (
     "Exit codes: 0 nothing found, 1 something found, 2 wrong usage or bad input, 3 an error in moedoctor."
@@ -89,7 +89,7 @@ def _usage_error(error: Exception, arguments: list[str]) -> int:
     if show is not None:
         message = show()
         if message.startswith("Usage:"):
-            print(message, file=sys.stderr)  # called without a command
+            print(without_commands(clean(message)), file=sys.stderr)  # called without a command
             return 2
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""

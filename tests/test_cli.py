@@ -91,7 +91,7 @@ def test_a_stored_report_is_complete_and_shown_in_every_format(tmp_path: Path, m
         (["run", "--only", "experts"], "--only experts: expected KEY=VALUE"),
         (["run", "--only", "experts=7"], "leave no case to run"),
         (["run", "--vllm-kernels", "0.19.1"], "expected X.Y.Z=PATH"),
-        (["run", "--vllm-kernels", "0.19.1=/no/such.whl"], "/no/such.whl: no such file"),
+        (["run", "--vllm-kernels", "0.19.1=/no/such.whl"], "/no/such.whl: cannot be read (no such file"),
         (["run", "--device", "tpu"], "--device tpu: expected auto, cpu or cuda:N"),
         (["run", "--timeout", "0"], "--timeout 0: expected seconds, more than 0"),
         (["run", "--timeout", "soon"], "--timeout soon: expected seconds, more than 0"),

@@ -66,7 +66,7 @@ def _files(target: str) -> Iterable[Path]:
         if len(files) > _MAX_FILES:
             raise TargetError(f"{target}: {len(files)} files in this folder; expected at most {_MAX_FILES}")
         return files
-    if path.suffix in _SUFFIXES or len(path.parts) > 1 or path.exists():
+    if path.suffix in _SUFFIXES or len(path.parts) > 1 or os.path.exists(path):
         return [path]
     known = [*catalogue.faults(), *(fault.name for fault in catalogue.faults().values())]
     near = [name for word in (target, target.upper()) for name in get_close_matches(word, known, n=1)]
