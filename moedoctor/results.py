@@ -252,6 +252,15 @@ class ReportError(ValueError):
         super().__init__(escape(f"{place}: {message}"))
 
 
+def worst(*scores: float | str) -> float:
+    """Return the largest of errors or distances, 0 without any; a NaN is the worst that can be: Inf.
+
+    Python's `max` keeps or loses a NaN by its place. Takes the text that `plain` makes of such numbers.
+    """
+    numbers = [float(score) for score in scores]
+    return max((math.inf if math.isnan(number) else number for number in numbers), default=0.0)
+
+
 def to_json(record: Any, indent: int | None = 2) -> str:
     """Return any record as strict JSON that ends with a line end; equal records give equal text.
 

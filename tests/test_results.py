@@ -32,6 +32,7 @@ from moedoctor.results import (
     load_report,
     plain,
     to_json,
+    worst,
 )
 
 VALIDATOR = jsonschema.Draft202012Validator(report_schema())
@@ -255,3 +256,10 @@ def test_no_bytes_give_anything_but_a_report_error(
     with pytest.raises(ReportError) as caught:
         load_report(path)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, "nan", "inf"])
+def test_the_worst_of_scores_is_one_that_is_not_finite_wherever_it_is(bad: float | str) -> None:
+    assert worst(0.5, bad, 2.0) == worst(bad, 0.5) == worst(0.5, bad) == worst(bad) == math.inf
+    assert worst(0.5, 2.0, "1.5") == 2.0
+    assert worst() == 0.0

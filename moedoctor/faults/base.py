@@ -105,12 +105,13 @@ class ClaimCases:
             for row in figures["rows"]
         ]
 
-    def keeps(self, limit: str, values: float | Iterable[float]) -> bool:
+    def keeps(self, limit: str, values: float | str | Iterable[float | str]) -> bool:
         """Return whether every one of `values` keeps the threshold `limit`; False without any value.
 
         A threshold ``min_...`` is the least that is allowed, any other the most.
         """
-        figures = [values] if isinstance(values, (int, float)) else list(values)
+        # A figure that is not finite is text in a report; NaN keeps no threshold.
+        figures = [float(value) for value in ([values] if isinstance(values, (int, float, str)) else values)]
         bound = self.limits[limit]
         return bool(figures) and all(
             figure >= bound if limit.startswith("min_") else figure <= bound for figure in figures

@@ -13,9 +13,10 @@ import torch
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return [T]: ‖actual - expected‖ / ‖expected‖ of each row of [T, H]; Inf if `actual` is not finite."""
+    """Return [T]: ‖actual - expected‖ / ‖expected‖ of each row of [T, H]; Inf if one is not finite."""
     errors = (actual - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)  # [T]
-    return torch.where(actual.isfinite().all(1), errors, float("inf"))
+    finite = actual.isfinite().all(1) & expected.isfinite().all(1)  # [T]
+    return torch.where(finite, errors, float("inf"))
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.reference.agreement import Bounds, agree, relative_error
+from moedoctor.reference.expert_cache import differ
 
 BOUNDS = Bounds(cosine=0.999, norm=0.01, element=0.01, matched=0.99, worst=0.1)
 
@@ -116,3 +119,14 @@ def test_another_shape_is_refused() -> None:
         agree(expected(4), expected(), BOUNDS)
     with pytest.raises(ValueError, match="with a token"):
         agree(expected(0), expected(0), BOUNDS)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("which", ["actual", "expected", "both"])
+def test_what_is_not_finite_is_infinitely_far_off(value: float, which: str) -> None:
+    actual, right = expected(), expected()
+    for tensor in (actual,) * (which != "expected") + (right,) * (which != "actual"):
+        tensor[2, 5] = value
+    assert relative_error(actual, right).tolist() == [0.0, 0.0, math.inf, 0.0, 0.0]
+    difference = differ(actual, right)
+    assert (difference.rows.tolist(), difference.worst) == ([False, False, True, False, False], math.inf)

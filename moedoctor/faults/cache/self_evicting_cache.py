@@ -16,7 +16,7 @@ from moedoctor.faults.base import (
     claim,
     decide,
 )
-from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier
+from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier, worst
 
 LAB = "moedoctor.faults.cache.self_evicting_cache_lab"
 
@@ -142,7 +142,9 @@ class SelfEvictingCache(Fault):
         if wrong or outputs:
             figure = f"{wrong / calls:.1%} of {calls} calls hold a wrong expert"
             if outputs:
-                figure += f"; {outputs} of {computed} outputs wrong, by up to {evidence['worst_error']:.0%}"
+                figure += (
+                    f"; {outputs} of {computed} outputs wrong, by up to {worst(evidence['worst_error']):.0%}"
+                )
             return Judgement(CaseVerdict.REPRODUCED, figure)
         rates = f"hit rate {evidence['hit_rate']:.1%} of at most {evidence['belady_hit_rate']:.1%}"
         return Judgement(CaseVerdict.CLEAN, f"0 of {calls} calls, 0 of {computed} outputs wrong; {rates}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from pydantic import Field
 from moedoctor.faults.base import ClaimCases, Parameters, claim, decide, untested
 from moedoctor.faults.offload import engine_table
 from moedoctor.interfaces import ClaimJudgement, ClaimTest, Fault, Judgement
-from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
+from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier, worst
 
 LAST_FAILING = "2.12.1"
 """The last torch whose Dynamo refuses. There are reports of 2.11.0, which refuses, and of 2.13.0, which does
@@ -143,11 +144,11 @@ class UntraceableOffload(Fault):
             return Judgement(CaseVerdict.REPRODUCED, f"{torch}: {evidence['telling_line']}")
         if evidence["same_bits"]:
             return Judgement(CaseVerdict.CLEAN, f"{torch}: one graph, the same bits")
-        distance, wrong = evidence["distance"], evidence["wrong_weights_distance"]
+        distance, wrong = worst(evidence["distance"]), worst(evidence["wrong_weights_distance"])
         norms = (
             f"the norm of the difference is {distance:.1g}, with one layer's weights wrong it is {wrong:.1g}"
         )
-        if distance <= evidence["allowed_distance"]:
+        if math.isfinite(distance) and distance <= float(evidence["allowed_distance"]):
             figure = f"{torch}: one graph, the same numbers except for rounding: {norms}"
             return Judgement(CaseVerdict.CLEAN, figure)
         figure = f"compiles, and gives other numbers than without offload: {norms}"

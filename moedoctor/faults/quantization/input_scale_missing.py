@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ from pydantic import Field
 
 from moedoctor.faults.base import ClaimCases, ClaimJudgement, Judgement, Parameters, claim, decide, untested
 from moedoctor.faults.quantization.checkpoint import CheckpointFault
-from moedoctor.results import CaseVerdict, Evidence
+from moedoctor.results import CaseVerdict, Evidence, worst
 
 LAB = "moedoctor.faults.quantization.input_scale_missing_lab"
 WORSE = 1.5
@@ -68,7 +69,9 @@ class InputScaleMissing(CheckpointFault):
         if evidence["nonfinite_tokens"]:
             figure = f"{evidence['nonfinite_tokens']} of {evidence['tokens']} tokens are NaN or Inf"
             return Judgement(CaseVerdict.REPRODUCED, figure)
-        error, healthy = evidence["error"], evidence["healthy_error"]
+        error, healthy = worst(evidence["error"]), worst(evidence["healthy_error"])
+        if not math.isfinite(healthy):
+            return Judgement(CaseVerdict.ERROR, "nothing to judge", "not finite with good scales either")
         figure = f"worst token off by {error:.0%}, {healthy:.0%} with good scales"
         wrong = error > WORSE * healthy
         return Judgement(CaseVerdict.REPRODUCED if wrong else CaseVerdict.CLEAN, figure)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field
 
 from moedoctor.faults.base import ClaimCases, ClaimJudgement, Judgement, Parameters, claim, decide, untested
 from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
-from moedoctor.results import CaseVerdict, Evidence
+from moedoctor.results import CaseVerdict, Evidence, worst
 
 LAB = "moedoctor.faults.quantization.kv_scales_missing_lab"
 WORSE, FLOOR = 2.0, 0.01
@@ -39,7 +40,11 @@ def good_in_range(cases: ClaimCases) -> ClaimJudgement:
     (measured,) = cases.evidence()
     errors = measured["errors"]
     ratio = cases.limits["max_ratio"]
-    worse = [float(size) for size, error in errors.items() if error["scale_1"] > ratio * error["computed"]]
+    worse = [
+        float(size)
+        for size, error in errors.items()
+        if worst(error["scale_1"]) > ratio * worst(error["computed"])
+    ]
     inside = [size for size in worse if 1 <= size <= E4M3_MAX]
     sizes = ", ".join(f"{size:g}" for size in worse) or "none of the sizes tried"
     return decide(bool(worse) and not inside, {"errors": errors, "worse_at": worse}, f"worse at {sizes}")
@@ -90,7 +95,9 @@ class KvScalesMissing(CheckpointFault):
     def judge_tensors(self, evidence: Evidence) -> Judgement:
         if evidence["nonfinite_tokens"]:
             return Judgement(CaseVerdict.REPRODUCED, f"{evidence['nonfinite_tokens']} tokens are NaN or Inf")
-        error, computed = evidence["error"], evidence["computed_error"]
+        error, computed = worst(evidence["error"]), worst(evidence["computed_error"])
+        if not math.isfinite(computed):
+            return Judgement(CaseVerdict.ERROR, "nothing to judge", "not finite with computed scales either")
         figure = (
             f"attention off by {error:.1%} ({computed:.1%} with computed scales), "
             f"{evidence['saturated']:.1%} saturated, {evidence['lost']:.1%} lost"

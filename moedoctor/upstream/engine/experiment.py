@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moedoctor.models.presets import preset_document
-from moedoctor.results import UnavailableError
+from moedoctor.results import UnavailableError, worst
 from moedoctor.upstream.engine import engine
 from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult
 
@@ -141,7 +141,8 @@ def logprob_distance(result: EngineResult, control: EngineResult) -> float:
             shared = set(step) & set(other)
             if not shared:
                 return float("inf")
-            distance = max(distance, *(abs(float(step[token]) - float(other[token])) for token in shared))
+            pairs = [(float(step[token]), float(other[token])) for token in shared]
+            distance = worst(distance, *(abs(one - two) for one, two in pairs if one != two))
     return distance
 
 

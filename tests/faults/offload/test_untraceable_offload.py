@@ -110,6 +110,7 @@ OTHERS = {"same_bits": False, "distance": 0.3, "wrong_weights_distance": 0.2, "a
         ({**OTHERS, "distance": 0.01}, CaseVerdict.CLEAN),
         ({**OTHERS, "distance": 0.01, "allowed_distance": 0.0}, CaseVerdict.REPRODUCED),
         ({**OTHERS, "distance": float("nan")}, CaseVerdict.REPRODUCED),
+        ({**OTHERS, "distance": "nan"}, CaseVerdict.REPRODUCED),  # as a report holds it
     ],
 )
 def test_rounding_by_the_compiler_is_not_a_failure(evidence: Any, verdict: CaseVerdict) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from moedoctor.fixes.moe.weight_layout import tiled_scales, up_first
 from moedoctor.interfaces import Fault, Measurement
 from moedoctor.reference import fp8
 from moedoctor.reference.nvfp4 import round_trip
-from moedoctor.results import CaseVerdict, ClaimVerdict, Observation, Tier
+from moedoctor.results import CaseVerdict, ClaimVerdict, Observation, Tier, plain
 
 ORDER, LAYOUT = GateUpOrder(), ScaleLayout()
 ORDERS = [
@@ -109,6 +110,17 @@ KV |= {"saturated": 0.0, "lost": 0.0}
         (KvScalesMissing(), KV, {"nonfinite_tokens": 1}, CaseVerdict.REPRODUCED),
         (KvScalesMissing(), KV, {"error": 0.07}, CaseVerdict.REPRODUCED),
         (KvScalesMissing(), KV, {"lint": []}, CaseVerdict.ERROR),
+        # Reports hold numbers that are not finite as text.
+        (
+            GlobalScaleMismatch(),
+            MISMATCH,
+            {"ways": {"x": {"worst_token_error": 0.01}, "y": {"worst_token_error": "nan"}}},
+            CaseVerdict.REPRODUCED,
+        ),
+        (InputScaleMissing(), MISSING, {"error": "nan"}, CaseVerdict.REPRODUCED),
+        (InputScaleMissing(), MISSING, {"healthy_error": "inf"}, CaseVerdict.ERROR),
+        (KvScalesMissing(), KV, {"error": "nan"}, CaseVerdict.REPRODUCED),
+        (KvScalesMissing(), KV, {"computed_error": "inf"}, CaseVerdict.ERROR),
     ],
 )
 def test_judges_notice(
@@ -125,6 +137,20 @@ def test_the_claim_is_measured() -> None:
     assert {0.001, 10_000.0} <= set(judgement.evidence["worse_at"])
     for ratio in (0.5, 1e9):
         assert good_in_range.judge((), measurements, {"max_ratio": ratio}).verdict is ClaimVerdict.REFUTED
+
+
+def test_an_output_that_is_not_finite_is_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "moedoctor.faults.quantization.kv_scales_missing_lab.scale_1", lambda values: math.nan
+    )
+    assert good_in_range.measure is not None
+    answer = good_in_range.measure("", "cpu", {})
+    errors = answer.evidence["errors"]
+    assert {row["scale_1"] for row in errors.values()} == {math.inf}
+    measurements = [Measurement("", Observation(plain(answer.evidence)))]
+    judgement = good_in_range.judge((), measurements, {"max_ratio": 1.2})
+    assert judgement.verdict is ClaimVerdict.REFUTED
+    assert len(judgement.evidence["worse_at"]) == len(errors)
 
 
 def test_with_a_good_scale_the_restated_kernel_is_the_reference() -> None:

@@ -212,3 +212,6 @@ def test_logprobs_that_cannot_be_compared() -> None:
     other = replace(answered(), logprobs=(({"9": -0.5}, {"2": -0.5}, {"3": -0.5}),))
     assert logprob_distance(answered(), other) == math.inf
     assert logprob_distance(answered(), replace(answered(), logprobs=None)) == math.inf
+    for value, distance in (("nan", math.inf), ("-inf", 0.0)):
+        same = replace(answered(), logprobs=(({"1": -0.5}, {"2": value}, {"3": -0.5}),))
+        assert logprob_distance(same, same) == distance
