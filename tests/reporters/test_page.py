@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from hostile import TEXTS, problem
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from report_samples import HOSTILE
@@ -52,6 +52,9 @@ blocks = (
 
 
 @given(st.lists(blocks, max_size=4))
+@example(
+    [Paragraph("::error::x"), Preformatted("::error::x\n \t::y\n##[z]"), Paragraph(Span("##[z]", "code"))]
+)
 def test_any_page_is_plain_text_in_markdown(page: list[Block]) -> None:
     text = to_markdown(page)
     assert not problem(text)

@@ -162,7 +162,7 @@ def test_the_terminal_chart_has_a_logarithmic_axis() -> None:
 def test_names_from_a_report_are_plain_text(tmp_path: Path) -> None:
     """They may hold what a terminal acts on, and what matplotlib would read as mathematics."""
     pytest.importorskip("plotext")
-    for text in ("$x$ $\\frac{", "\x1b]0;t\x07a\n\x9b2J\u202eb\ud800 --> <b>"):
+    for text in ("$x$ $\\frac{$", "\x1b]0;t\x07a\n\x9b2J\u202eb\ud800 --> <b>"):
         line = Series(text, [1, 2], [1, 2])
         assert not problem(draw(tmp_path / "a.svg", title=text, note=text, series=[line]))
         options = {"title": text, "x_label": "x", "y_label": "y", "series": [line], "colour": False}
