@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -95,6 +96,20 @@ def _usage_error(error: Exception, arguments: list[str]) -> int:
         hint = f"; see `{context.command_path} --help`" if context else ""
         print_message(f"{' '.join(message.split()).rstrip('.')}{hint}", arguments)
         return 2
+    if isinstance(error, FileNotFoundError) and (problem := _missing_place(error)):
+        print_message(problem)
+        return 2
     print_traceback()
     print_message("this is an error in moedoctor; please report it with the lines above")
     return 3
+
+
+def _missing_place(error: FileNotFoundError) -> str | None:
+    """Return which folder this process lacks to work in, or None if `error` has another cause."""
+    if "temporary directory" in str(error):  # Python's own text
+        return "no usable folder for temporary files; set TMPDIR to one that can be written to"
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the working directory was removed; change to one that exists, or give absolute paths"
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -19,20 +20,24 @@ from moedoctor.text import (
     MAX_YAML_BYTES,
     TextFileError,
     YamlScalar,
+    _File,
     check_printable,
     clean,
     dotted,
     escape,
     escape_json,
     message_line,
+    names_in,
     nearest,
     one_line,
     parse_scalar,
     parse_yaml,
+    read_bytes,
     read_text,
     read_yaml,
     shorten,
     show,
+    walk,
     without_commands,
 )
 
@@ -107,6 +112,44 @@ def test_a_file_that_gives_more_than_its_size_says_is_cut_at_the_limit() -> None
     # Files under /proc have a size of 0.
     with pytest.raises(TextFileError, match="too large"):
         read_text(Path("/proc/self/maps"), 10)
+
+
+def test_a_read_never_waits() -> None:
+    read, write = os.pipe()
+    os.set_blocking(read, False)  # as some files under /proc behave: regular ones that may have to wait
+    with io.BufferedReader(_File(read)) as file, pytest.raises(BlockingIOError):
+        file.read(1)
+    os.close(write)
+
+
+def test_a_file_that_grows_is_cut_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 11)
+    monkeypatch.setattr("moedoctor.text._require_small", lambda *_: None)  # it was small when this looked
+    assert read_bytes(tmp_path / "file", 11) == b"x" * 11
+    with pytest.raises(TextFileError, match="too large"):
+        read_bytes(tmp_path / "file", 10)
+
+
+def test_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b/deep", "a"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("b/2", "b/1", "b/deep/3", "top"):
+        (tmp_path / name).touch()
+    os.mkfifo(tmp_path / "a" / "pipe")
+    (tmp_path / "a" / "link").symlink_to(tmp_path)
+    (tmp_path / "a" / "loop").symlink_to("loop")
+    listed = [(str(folder.relative_to(tmp_path)), names) for folder, names in walk(tmp_path)]
+    assert listed == [(".", ["top"]), ("a", ["link", "loop", "pipe"]), ("b", ["1", "2"]), ("b/deep", ["3"])]
+    assert names_in(tmp_path / "a", "*o*") == ["loop"]
+    with pytest.raises(TextFileError, match="cannot be read \\(not a directory\\), expected a folder"):
+        list(walk(tmp_path / "top"))
+    monkeypatch.setattr("moedoctor.text.MAX_LEVELS", 2)
+    with pytest.raises(TextFileError, match="at most 2 levels"):
+        list(walk(tmp_path))
+    monkeypatch.setattr("moedoctor.text.MAX_LEVELS", 3)
+    monkeypatch.setattr("moedoctor.text.MAX_ENTRIES", 9)
+    with pytest.raises(TextFileError, match="at most 9"):
+        list(walk(tmp_path))
 
 
 def test_a_file_that_the_system_refuses_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from moedoctor.text import clean, one_line, without_commands
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<=\s)#|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
 _BLOCK_START = re.compile(r"^(\d*)(?=[#+-]|[.)](?:\s|$)|::)")
 _MENTION = re.compile(r"(?<![A-Za-z0-9])@(?=\w)")
-_REFERENCE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
+_REFERENCE = re.compile(r"(?<![\w.-])([\w.-]{1,100}/[\w.-]{1,100})#(\d+)")
 _TICKS = re.compile("`+")
 
 

@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -240,6 +241,7 @@ def _running_server() -> _Server:
     global _server
     if _server is not None:
         return _server
+    tempfile.gettempdir()  # raises FileNotFoundError if there is none; a child would end without an answer
     without: dict[str, str] = {}
     while True:
         server = _Server(without)

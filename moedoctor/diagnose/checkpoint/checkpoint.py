@@ -73,7 +73,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     index = read_json(folder, INDEX)
     weight_map = {} if index is None else _weight_map(index)
     shards = sorted(set(weight_map.values())) if weight_map else _shards_without_index(folder)
-    missing = {shard for shard in shards if not os.path.exists(folder / shard)}
+    missing = {shard for shard in shards if _is_absent(folder / shard)}
     tensors: dict[str, TensorInfo] = {}
     duplicates: dict[str, tuple[str, ...]] = {}
     for shard in shards:
@@ -91,7 +91,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _shards_without_index(folder: Path) -> list[str]:
-    if os.path.exists(folder / SINGLE):
+    if not _is_absent(folder / SINGLE):
         return [SINGLE]
     shards = _names(folder, "*.safetensors")
     if not shards:
@@ -99,6 +99,15 @@ def _shards_without_index(folder: Path) -> list[str]:
     if len(shards) > 1:
         raise CheckpointError(f"{folder}: has {len(shards)} shards and no {INDEX}, expected one with them")
     return shards
+
+
+def _is_absent(path: Path) -> bool:
+    """Whether there is no such file. A loop of links is there: reading it says what is wrong."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
 
 
 def _names(folder: Path, pattern: str) -> list[str]:

@@ -58,7 +58,8 @@ _LOG = {
 }
 """Field of `LogFacts` -> the line that shows it."""
 _REFUSED = re.compile(
-    r"moedoctor: (?:the fix .+ is not applied|vLLM .+ is none of the releases|expert_cache is refused).+"
+    r"moedoctor: (?:the fix .{1,200} is not applied|vLLM .{1,100} is none of the releases"
+    r"|expert_cache is refused).+"
 )
 
 
