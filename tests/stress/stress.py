@@ -222,7 +222,10 @@ def reports(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
 
 
 def binaries(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
-    """Damaged cubins, fat binaries, archives and logs through `audit` and `triage`."""
+    """Damaged cubins, fat binaries, archives, build files and logs through `audit` and `triage`.
+
+    Some are below a folder, beside what is not a file, and some are runs of a text of up to 1 MB.
+    """
     import zipfile
 
     from cuda_fakes import fake_cubin
@@ -231,12 +234,31 @@ def binaries(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("vllm/_C.so", fake_cubin(90) + fake_cubin(120))
         archive.writestr("vllm/__init__.py", "")
-    whole = {".cubin": fake_cubin(120), ".so": fake_cubin(90) * 3, ".whl": wheel.read_bytes()}
+    flags = b"-gencode=arch=compute_120f,code=sm_120f "
+    whole = {
+        "binary.cubin": fake_cubin(120),
+        "binary.so": fake_cubin(90) * 3,
+        "binary.whl": wheel.read_bytes(),
+        "build.ninja": flags * 4,
+        "binary.ptx": b".version 9.0\n.target sm_120f\n",
+    }
+    below = folder / "folder" / "sub"
+    below.mkdir(parents=True)
+    for suffix in (".cubin", ".so", ".whl"):
+        os.mkfifo(below / f"pipe{suffix}")
+        (below / f"link{suffix}").symlink_to(f"pipe{suffix}")
+        (below / f"loop{suffix}").symlink_to(f"loop{suffix}")
+        (below / f"folder{suffix}").mkdir()
     while True:
         suffix = pick.choice(list(whole))
-        path = folder / f"binary{suffix}"
-        path.write_bytes(mutated(pick, whole[suffix]))
-        command = pick.choice((["audit", str(path)], ["audit", str(path)], ["triage", str(path)]))
+        path = pick.choice((folder, below)) / suffix
+        data = mutated(pick, whole[suffix])
+        if pick.random() < 0.1:
+            piece = data[: pick.choice((5, 22, 40, 60))] or b"-"
+            data = piece * (pick.choice((10_000, 1_000_000)) // len(piece))
+        path.write_bytes(data)
+        named = str(path.parent if path.parent == below else path)
+        command = pick.choice((["audit", named], ["audit", named], ["triage", str(path)]))
         tell(tally, f"{command[0]} {suffix}", *command, "-f", pick.choice(FORMATS))
         yield
 
@@ -556,6 +578,15 @@ def environments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[No
         "id: MD901\nname: dying\ntitle: t\ntiers: [model]\nparameters: {symptom_fixed: true}\n"
     )
     run = f"PYTHONPATH={os.pathsep.join([str(TESTS / 'plugin'), str(ROOT)])} {me} run {scenario}"
+    linked, zero, below = folder / "linked", _device(folder, "zero", 5), folder / "many" / "sub"
+    linked.symlink_to(fifo)
+    below.mkdir(parents=True)
+    for name in ("a.cubin", "b.so", "c.whl", "build.ninja"):
+        os.mkfifo(below / name)
+    unusable = (
+        f'{sys.executable} -c "import sys, tempfile; tempfile._candidate_tempdir_list = lambda: []; '
+        'from moedoctor.cli import main; sys.exit(main(sys.argv[1:]))"'
+    )
     commands: dict[str, tuple[str, tuple[int, ...]]] = {
         "ascii stdout": (f"PYTHONIOENCODING=ascii {me} triage {log}", (0, 1)),
         "latin-1 locale": (f"LC_ALL=C PYTHONUTF8=0 PYTHONIOENCODING=latin-1 {me} explain MD003", (0,)),
@@ -630,7 +661,21 @@ def environments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[No
         "zero as report": (f"timeout 20 {me} show /dev/zero", (2,)),
         "zero as binary": (f"timeout 20 {me} audit /dev/zero", (2,)),
         "zero as plan": (f"timeout 20 {me} plan /dev/zero", (2,)),
-        "loop as scenario": (f"{me} run {loop}", (2,)),
+        **{
+            f"{name} in {command}": (f"timeout 20 {me} {command}{path}", (2,))
+            for name, path in (("fifo", linked), ("zero", zero), ("loop", loop), ("long name", "n" * 300))
+            for command in (
+                "triage ", "show ", f"compare {stored} ", "run ", "audit ", "lint ", "plan --model ",
+                "bench --cache --trace ", "run MD001 --baseline ", "run --vllm-kernels 0.21.0=",
+            )
+        },
+        "fifo as stdin": (f"timeout 20 {me} triage - < <(cat {log})", (0, 1)),
+        "process substitution": (f"timeout 20 {me} triage <(cat {log})", (2,)),
+        "fifos below a folder": (f"timeout 20 {me} audit {below.parent}", (0,)),
+        "no working directory, relative": (
+            f"mkdir -p {gone} && cd {gone} && rmdir {gone} && PYTHONPATH={ROOT} {me} run x.yaml", (2,)
+        ),
+        "no folder for temporary files": (f"{unusable} run MD012", (2,)),
         "long name": (f"{me} show {'n' * 5000}", (2,)),
         "no working directory": (
             f"mkdir -p {gone} && cd {gone} && rmdir {gone} && PYTHONPATH={ROOT} {me} triage {log}", (0, 1)
@@ -681,7 +726,7 @@ CLASSES: dict[str, tuple[Trials, int]] = {
     "planted secrets": (secrets, 2000),
     "ways of dying": (deaths, 60),
     "signals at random moments": (signals, 100),
-    "odd environments": (environments, 77),
+    "odd environments": (environments, 121),
 }
 """Name -> (trials, how many the full form tries). Secrets: 200 for each format, in logs and in exceptions."""
 
