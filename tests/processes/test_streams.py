@@ -62,13 +62,13 @@ def test_only_what_is_lost_changes_the_code(error: OSError | None, monkeypatch: 
             return len(data)  # type: ignore[arg-type]
 
     stream = io.TextIOWrapper(io.BufferedWriter(Raw()), "utf-8")
-    said = io.StringIO()
+    stderr = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(sys, "stderr", said)
+    monkeypatch.setattr(sys, "stderr", stderr)
     code = run_with_streams(lambda: sys.stdout.write("x" * 100_000) and 1)
     full = error is not None and not isinstance(error, BrokenPipeError)
     assert code == (3 if full else 1)
-    assert said.getvalue().count("\n") == (1 if full else 0)
+    assert stderr.getvalue().count("\n") == (1 if full else 0)
     assert sys.stdout is stream
     stream.flush()  # nothing is left in it that could fail at the end of the interpreter
 
