@@ -139,7 +139,7 @@ def other() -> Iterator[str]:
         yield "cuda:1"
         torch.cuda.synchronize(1)
         assert torch.cuda.current_device() == 0
-        assert torch.cuda.memory_allocated(0) == before, "something was allocated on the current GPU"
+        assert torch.cuda.memory_allocated(0) <= before, "something was allocated on the current GPU"
 
 
 def _route(device: str) -> None:
