@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from moedoctor.kernels.device_guard import on_device
+
 Mark = Any
 """A point in the queue of copies."""
 
@@ -115,7 +117,9 @@ class Region:
         If two layers' parameters were in one storage, a compiler would take writing one for writing the other
         and copy both.
         """
-        return view_at(from_dlpack(self.bytes_of(memory)), 0, self.dtype, self.size, self.stride)
+        with on_device(memory):  # torch exports memory of the current GPU only
+            own = from_dlpack(self.bytes_of(memory))  # [n]
+        return view_at(own, 0, self.dtype, self.size, self.stride)
 
     def bytes_of(self, memory: torch.Tensor) -> torch.Tensor:
         """Return uint8 [nbytes] of `memory`."""

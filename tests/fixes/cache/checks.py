@@ -30,7 +30,7 @@ def assert_holds(
     named = held.slot_ids >= 0  # [T, K]
     for name, tensor in weights.items():
         got = held.weights[name][held.slot_ids[named].long()].cpu()
-        right = tensor[ids[named].long().cpu()]
+        right = tensor[ids.cpu()[named.cpu()].long()]
         assert torch.equal(got.contiguous().view(torch.uint8), right.view(torch.uint8)), name
 
 
