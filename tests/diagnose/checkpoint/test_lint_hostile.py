@@ -398,6 +398,9 @@ def test_a_pattern_with_exponential_time_is_not_run() -> None:
     patterns = Patterns(["re:(a+)+$", "re:(.*a){20}", "*a" * 40 + "b"], substrings=False)
     assert patterns.not_read == ["re:(a+)+$", "re:(.*a){20}"]
     assert not patterns.match("a" * 200)
+    alternatives = "re:" + "(a|b)" * 9 + "x" * 100_000  # 50 MB if it were translated
+    many = [f"a{number}*" for number in range(10_002)]
+    assert Patterns([alternatives, *many], substrings=False).not_read == [alternatives, *many[10_000:]]
     assert time.process_time() - started < 2
 
 
