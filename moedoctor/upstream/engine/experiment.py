@@ -142,7 +142,7 @@ def logprob_distance(result: EngineResult, control: EngineResult) -> float:
             if not shared:
                 return float("inf")
             pairs = [(float(step[token]), float(other[token])) for token in shared]
-            distance = worst(distance, *(abs(one - two) for one, two in pairs if one != two))
+            distance = worst(distance, *(abs(left - right) for left, right in pairs if left != right))
     return distance
 
 
