@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from moedoctor.text import TextFileError, read_text
 from moedoctor.upstream.releases.wheel import KernelError, opened, package_folders, unpacked
 
 KERNELS = PurePosixPath("csrc/fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh")
@@ -43,6 +44,7 @@ _SOURCES = (
 _NEEDED = re.compile(
     r"flashinfer/(data/(csrc|include|cutlass|spdlog|cccl)/|jit/).*[^/]|[^/]+\.dist-info/METADATA"
 )
+_MAX_PYTHON_BYTES = 8 << 20
 _METADATA = re.compile(r"flashinfer_python-(.+)\.dist-info")
 _MAX_BYTES = 1 << 30
 
@@ -144,8 +146,10 @@ def _listed(file: Path, name: str, function: str | None = None) -> list[str]:
     A flag that depends on the CUDA release is taken: all known ones are for releases that are long out.
     """
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError) as error:
+        tree = ast.parse(read_text(file, _MAX_PYTHON_BYTES))
+    except TextFileError as error:
+        raise KernelError(f"{file}: {error.message}") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise KernelError(f"{file}: its compiler flags cannot be read: {error}") from error
     body = tree.body
     if function is not None:
