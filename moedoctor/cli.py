@@ -69,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str] | None) -> int:
+    # Pydantic would read the entry points of all packages, and raise for a malformed one.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         code: Any = app(arguments, standalone_mode=False)
         return code if isinstance(code, int) else 0
