@@ -1,37 +1,147 @@
-"""Keeps names, paths and secrets of a machine and its user out of reports that people publish."""
+"""Keeps names, addresses, paths and secrets of people and machines out of everything that gets published.
+
+`Redactor.text` masks a text. `Redactor.record` masks every text in a record; it is called where a report is
+made, so that all formats profit. `Redactor.setting` masks the value of an environment variable.
+
+A text is searched twice. The first search finds what has a name (``password=``, ``Authorization:``), the
+second what has a shape (an address, a token, a URL, a home folder). No part of a pattern can match the same
+characters in two ways, and whatever repeats starts at the boundary of a word: time is linear in the text.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import ipaddress
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 HIDDEN = "***"
+_MAX_LENGTH = 300
+_Value = TypeVar("_Value")
 
-_HOME = re.compile(r"/(?:home|Users)/[^/\s:'\",;]+|(?<![\w.~-])/root\b")
-_URL = re.compile(r"\b([a-z][a-z0-9+.-]*)://[^\s'\",;]+", re.IGNORECASE)
-_GPU_UUID = re.compile(r"\b(GPU|MIG)-[0-9a-f]{4,}[0-9a-f/-]*", re.IGNORECASE)
-_IP_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b(?!\.)")
-_TOKEN = re.compile(
-    r"\b(?:hf_(?!quant_config\.json)|sk-|gh[oprsu]_|github_pat_|glpat-|xox[abp]-|AKIA|eyJ)[-_.A-Za-z0-9]{12,}"
-    r"|\b[0-9a-fA-F]{32,}\b"
-    r"|\b(?=[A-Za-z0-9]*\d)(?=[A-Za-z0-9]*[a-z])(?=[A-Za-z0-9]*[A-Z])[A-Za-z0-9]{24,}\b"
+# The patterns read the text in lower case: that is several times faster than to ignore case.
+
+# What has a name: the value behind it is hidden. Each part starts with a letter, for speed.
+_KEY = "|".join(
+    f"(?<={kind}.key)|(?<={kind}key)"
+    for kind in ("api", "access", "auth", "private", "account", "shared", "signing", "encryption", "master",
+                 "license", "storage", "ssh")
+)  # fmt: skip
+_TOKEN = "|".join(
+    f"(?<={kind}.token)|(?<={kind}token)"
+    for kind in ("hf", "hub", "huggingface", "api", "auth", "access", "bearer", "refresh", "id", "session",
+                 "security", "private", "client", "bot", "user", "jwt", "oauth", "csrf", "github", "gh", "gitlab",
+                 "git", "npm", "pypi", "wandb", "slack", "aws", "ngc", "openai", "anthropic")
+)  # fmt: skip
+_SECRET_NAME = rf"""(?:
+    pass(?:word|wd|phrase|code)s? | pwd(?<![a-z]pwd) | secret[a-z_-]{{0,24}} | credentials? | authorization
+  | key(?:{_KEY})s? | token(?:{_TOKEN}) | x-amz-(?:signature|credential)
+)\d{{0,2}}"""
+_HOST_NAME = r"""(?:
+    host(?:name)?(?<![a-z]host)(?==) | hostname | (?:master|node|server|head|peer)[-_]?(?:addr(?:ess)?|ip|host)
+  | nccl_comm_id
+)"""
+_SCHEME = r"""(?:["'\\]{0,4}(?:bearer|basic|token|negotiate|ntlm|apikey)[ \t]{1,4})?"""
+# A value may be quoted, also in quoted JSON. Without its closing quote it goes to the end of the line.
+_VALUE = r"""(?:
+    \\+"[^"\n]*" | \\+'[^'\n]*'
+  | "(?:[^"\\\n]|\\.)*" | '(?:[^'\\\n]|\\.)*' | ["'][^\n]* | \[[^\]\n]*\] | [^\s]+
+)"""
+_NO_VALUE = r"""(?!["'\\]{0,4}(?:none|null|nil|true|false|unset|undefined|not|required|missing|for|is|was|must
+    |wrong|invalid|incorrect|empty|expired)(?![^\s,;:.)\]}"'\\]))"""
+_NAMED = re.compile(
+    rf"""(?P<private_key>begin[a-z ]*private\ key-----)[^-]*
+  | (?P<cookie>cookies?["'\\]{{0,4}}[ \t]{{0,4}}[=:][ \t]{{0,4}})(?:"[^"\n]*"|'[^'\n]*'|[^\n]+)
+  | (?P<name>
+        (?:{_SECRET_NAME}|{_HOST_NAME})["'\\]{{0,4}}\]?[ \t]{{0,4}}(?:[=:][=>]?|=>|is\b)[ \t]{{0,4}}{_SCHEME}
+      | --(?:[a-z0-9]{{1,20}}[-_]){{0,3}}{_SECRET_NAME}(?:["']?,?[ \t]{{1,4}}|["'],)
+      | (?:passphrase|secret[-_]key)[ \t]{{1,4}}
+      | token(?<![a-z_-]token)["'\\]{{0,4}}(?:=|:[ \t]{{0,4}}(?=["'\\]{{0,4}}[^\s\d]{{0,40}}\d))
+          (?!["']?[\d.,]+[a-z%]{{0,3}}(?![\w.]))(?!["']?<)
+      | (?:bearer(?<![\w-]bearer)|basic(?<![\w-]basic))[ \t]{{1,4}}
+          (?=[^\s\d=]{{0,200}}[\d=]|[^\s]{{20}})(?=[^\s]{{8}})
+    )(?P<value>{_NO_VALUE}{_VALUE})""",
+    re.VERBOSE,
 )
-_SECRET = (
-    r"((?:api[-_]?key|token|password|passwd|secret|authorization)[\"']?(?:[=:]| bearer"
-    r"|(?<=key) ) ?[\"']?)(?!\*)[^\s\"',]{3,}"
+_CLOSERS = "\"'\\)]}>,;.:"
+_OF_USER = re.compile(r"(?P<name>(?:USER(?:NAME)?|LOGNAME|COMPUTERNAME|HOSTNAME)=)(?P<value>[^\s\"',;]+)")
+
+# What has a shape. Names of groups are the names of the rules.
+_NAME = r"(?:[^\W_]|['.@+$_-](?=[^\W_]))[^\s\\/:\"'<>|,;()*?\[\]{}=]{0,63}"
+_SHAPED = re.compile(
+    rf"""(?<![a-z0-9])(?=[\w:.+-])(?:
+    (?P<url>[a-z][a-z0-9+.-]{{1,20}}://(?!/)[^\s"'<>\\^`|]+)
+  | (?P<uuid>(?:gpu|mig)-)[0-9a-f]{{4,}}[0-9a-f/-]*
+  | (?P<mac>[0-9a-f]{{2}}(?P<colon>[:-])[0-9a-f]{{2}}(?:(?P=colon)[0-9a-f]{{2}}){{4,18}}(?![a-z0-9])
+      | (?=[\d.]{{0,14}}[a-f])[0-9a-f]{{4}}\.[0-9a-f]{{4}}\.[0-9a-f]{{4}}(?!\w|\.\w))
+  | (?P<ipv6>(?<!::)(?:[0-9a-f]{{0,4}}:){{2,7}}(?:\d{{1,3}}(?:\.\d{{1,3}}){{3}}|[0-9a-f]{{0,4}})
+      (?:%\w{{1,16}})?(?!\w|:\w))
+  | (?P<ipv4>(?<!\d\.)(?<!so\.)\d{{1,3}}(?:\.\d{{1,3}}){{3}}(?!\w|\.\w))
+  | (?P<aws_host>ip(?:-\d{{1,3}}){{4}}(?!\w))
+  | (?P<token>(?:gh[oprsu]_|github_pat_|glpat-|xox[abeprs]-|pypi-|nvapi-|gocspx-|ya29\.)[a-z0-9_-]{{12,}}
+      | npm_[a-z0-9]{{24,}} | aiza[a-z0-9_-]{{20,}} | eyj[a-z0-9_-]{{8,}}(?:\.[a-z0-9_-]+){{0,4}})
+  | (?P<mixed_token>hf_[a-z0-9]{{12,}} | [sr]k[_-][a-z0-9_-]{{16,}})
+  | (?P<upper_token>(?:a[ksb]ia|acca)[a-z0-9]{{12,}})
+  | (?P<digest>(?<!_)(?=[0-9]*[a-f])[0-9a-f]{{32,}}(?!\w))
+  | (?P<random>(?<!_)[a-z0-9]{{24,}}(?!\w))
+  | (?P<mail>(?<![\w.+-])[\w.+-]+@(?:[\w-]+\.)+[a-z]{{2,24}}(?![\w@(\[]))
+  | (?P<prompt>(?<![\w.+-])[\w.+-]+@[a-z][\w.-]*(?=:[~/\\]))
+  | (?P<internal>(?<![\w.-])(?:[a-z0-9-]+\.)+(?:local|internal|lan|corp|intranet|localdomain)(?![\w(]))
+  )
+  | (?P<home>[\\/]{{1,4}}(?:home|users|documents[ ]and[ ]settings)[\\/]{{1,4}})
+      {_NAME}(?:(?:[ ]{_NAME}){{1,3}}(?=[\\/])|(?P<rest>(?:[ ]{_NAME}){{1,3}})(?=["':)]|$))?
+  | (?P<root>/root(?<![\w.~-]/root)\b)""",
+    re.VERBOSE | re.MULTILINE,
 )
-_MAIL = r"[\w.+-]{1,64}@[\w-]{1,64}\.[\w.-]{1,64}"
-_WINDOWS_HOME = r"([A-Za-z]:[\\/]{1,2}Users[\\/]{1,2})[^\\/\s\"']{1,64}"
-_SECRET_NAME = re.compile(
-    r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH|HOST|HOSTID|HOSTNAME|ADDR|IP)(?:_|$)"
-    r"|^NCCL_COMM_ID$",
+
+_VERSION_BEFORE = re.compile(
+    r"""(?:(?:(?<![a-z])(?:v|ver|version|release|cuda|cudart|nccl|nvshmem|nvcc|nvrtc|nvjitlink|ptxas|tensorrt
+      |trt(?:llm)?|triton|cutlass|driver|toolkit|numpy|kernel|build|wheel|package|runtime|compiler|gcc|glibc
+      |cmake|ninja|wsl2?|flashinfer|moedoctor)|(?:cu|cuda_?)(?:blas|dnn|fft|rand|solver|sparse)(?:lt)?|torch\w*
+      |(?<![a-z])nvidia[\w-]*|_version|[-_]cu1\d)s?["')]*[ \t]*[-_:=<>~!]{0,2}[ \t]*["'(]?|[=<>~!]=[ \t]?)$""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_VERSION_AFTER = re.compile(
+    r"\+|[-_](?:microsoft|generic|py\d|cp\d|cu\d|none|linux|manylinux|rc|dev|post)|\.(?:post|dev|whl|tar|so)"
+)
+_DIGEST_BEFORE = re.compile(
+    r"(?:sha_?\d*|md5|commit|rev(?:ision)?|digest|checksum|blob|tree)[\"')]*[ \t]*[:=@/-]?[ \t]*[\"'(]?$",
+    re.IGNORECASE,
+)
+_NO_MAIL = re.compile(
+    r"git@|.*\.(?:weight|bias|data|grad|transpose|view|shape|dtype|mT|py|so|whl|json|yaml|safetensors)$"
+    r"|.*@[\d.]*\w*$",
+    re.IGNORECASE,
+)
+_PUBLIC_HOST = re.compile(r"(?:git@)?(?:[\w-]{1,63}\.)+[a-z]{2,24}\.?(?::\d{1,5})?(?![\w:@%-])", re.IGNORECASE)
+_INTERNAL = re.compile(
+    r"\.(?:local|internal|lan|corp|intranet|localdomain|home|private|svc)(?![\w.])", re.IGNORECASE
+)
+_LOCALHOST = re.compile(r"localhost(?::\d{1,5})?(?![\w:@.-])")
+_PUBLIC_SCHEMES = ("http", "https", "ftp", "git", "git+https", "git+http", "git+ssh", "ssh", "oci", "docker")
+_URL_SECRET = re.compile(
+    r"([?&;#][^=&#?;\s]{0,40}(?:key|token|sig|signature|secret|pass|pwd|auth|code|credential|session)"
+    r"[^=&#?;\s]{0,20}=)[^&#\s]+|(hooks\.slack\.com/services/|discord\.com/api/webhooks/)\S+",
+    re.IGNORECASE,
+)
+_IN_URL = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_(?=[a-z]{0,29}[A-Z0-9])|gh[oprsu]_|github_pat_|glpat-|xox[abeprs]-|nvapi-"
+    r"|A[KS]IA|AIza|npm_|sk-|eyJ)[-_.A-Za-z0-9]{12,}"
+    r"|(?P<mail>(?<![\w.+-])[\w.+-]+@(?:[\w-]+\.)+[A-Za-z]{2,24}(?![\w@(\[]))"
+)
+_SETTING_NAME = re.compile(
+    r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PWD|PASSPHRASE|CREDENTIALS?|AUTH|COOKIES?"
+    r"|HOST|HOSTID|HOSTNAME|ADDR|IP)(?:_|$)|^NCCL_COMM_ID$",
     re.IGNORECASE,
 )
 _NOBODY = frozenset({"root", "user", "ubuntu", "runner", "nobody", "app", "vllm", "localhost"})
-_MAX_LENGTH = 300
+_LOWER = {ord(upper): upper.lower() for upper in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
+_PLAIN_KEY = re.compile(r"[a-z][a-z_]{0,40}")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _OWN_FILE = re.compile(re.escape(os.path.dirname(_PACKAGE) + os.sep) + rf"(?={os.path.basename(_PACKAGE)}\b)")
 """The folder of the package, in front of moedoctor's own files."""
@@ -39,7 +149,7 @@ _OWN_FILE = re.compile(re.escape(os.path.dirname(_PACKAGE) + os.sep) + rf"(?={os
 
 @dataclass(frozen=True)
 class Redactor:
-    """What to hide: this user's home folder and name, and this machine's name."""
+    """What to hide beside what looks private: this user's home folder and name, and this machine's name."""
 
     home: str = ""
     user: str = ""
@@ -49,8 +159,8 @@ class Redactor:
     def of(cls, environ: Mapping[str, str], host: str) -> Redactor:
         """Return the redactor for a process with this environment on the machine called `host`."""
         home = environ.get("HOME", "") or environ.get("USERPROFILE", "")
-        user = environ.get("USER", "") or environ.get("LOGNAME", "") or os.path.basename(home)
-        return cls(home=home.rstrip("/\\"), user=user, host=host)
+        user = environ.get("USER", "") or environ.get("LOGNAME", "") or environ.get("USERNAME", "")
+        return cls(home=home.rstrip("/\\"), user=user or os.path.basename(home), host=host)
 
     @classmethod
     def of_this_process(cls) -> Redactor:
@@ -58,35 +168,53 @@ class Redactor:
         return cls.of(os.environ, platform.node())
 
     def text(self, text: str) -> str:
-        """Return `text` without home folders, user and host names, addresses, GPU UUIDs and likely secrets.
+        """Return `text` without home folders, names of users and machines, addresses and secrets.
 
-        moedoctor's own files are named from its package on.
+        Public URLs, versions and moedoctor's own files, named from its package on, stay readable.
         Undecodable bytes (lone surrogates) become ``?``, so that the result can be written as UTF-8.
         """
         text = text.encode("utf-8", "replace").decode("utf-8")
         text = _OWN_FILE.sub("", text)
         if len(self.home) > 1:
             text = re.sub(re.escape(self.home) + r"(?![\w.-])", "~", text)
-        text = _HOME.sub("~", text)
-        text = _URL.sub(rf"\1://{HIDDEN}", text)
-        text = _GPU_UUID.sub(rf"\1-{HIDDEN}", text)
-        text = _IP_ADDRESS.sub(HIDDEN, text)
-        text = _TOKEN.sub(HIDDEN, text)
+        text = _replaced(_NAMED, _mask_named, text)
+        text = _OF_USER.sub(rf"\g<name>{HIDDEN}", text) if "=" in text else text
+        text = _replaced(_SHAPED, _mask_shaped, text)
         for word in (self.user, self.host, self.host.partition(".")[0]):
             if _identifies(word):
                 text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])", HIDDEN, text)
         return text
 
-    def pasted(self, text: str) -> str:
-        """Return a stranger's text, also without ``token=…``, mail addresses and home folders of Windows."""
-        text = re.sub(_SECRET, rf"\1{HIDDEN}", text, flags=re.IGNORECASE)
-        text = re.sub(_MAIL, HIDDEN, text)
-        text = re.sub(_WINDOWS_HOME, rf"\1{HIDDEN}", text)
-        return self.text(text)
+    def record(self, value: _Value) -> _Value:
+        """Return `value` with every text in it masked: in records, mappings and lists, also in keys.
+
+        A text is read together with its key, so that a password or a version is known by its name.
+        """
+        return cast(_Value, self._masked(value, ""))
+
+    def _masked(self, value: Any, key: str) -> Any:
+        if isinstance(value, enum.Enum):
+            return value
+        if isinstance(value, str):
+            start = f"{key}: " if key else ""
+            shown = self.text(start + value)
+            return shown[len(start) :] if shown.startswith(start) else self.text(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            members = {member.name: getattr(value, member.name) for member in dataclasses.fields(value)}
+            changed = {name: self._masked(member, "") for name, member in members.items()}
+            return dataclasses.replace(value, **changed)
+        if isinstance(value, Mapping):
+            return {self._key(name): self._masked(item, str(name)) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._masked(item, key) for item in value)
+        return value
+
+    def _key(self, key: Any) -> Any:
+        return key if not isinstance(key, str) or _PLAIN_KEY.fullmatch(key) else self.text(key)
 
     def setting(self, name: str, value: str) -> str:
         """Return the value of the variable `name` as a report may show it, at most 300 characters."""
-        if value and _SECRET_NAME.search(name):
+        if value and _SETTING_NAME.search(name):
             return HIDDEN
         shown = self.text(value)
         return shown if len(shown) <= _MAX_LENGTH else shown[:_MAX_LENGTH] + "…"
@@ -95,3 +223,95 @@ class Redactor:
 def _identifies(word: str) -> bool:
     """Whether a user or host name identifies anybody; a bare number would hide real values."""
     return len(word) > 2 and not word.isdigit() and word.lower() not in _NOBODY
+
+
+def _replaced(pattern: re.Pattern[str], mask: Callable[[re.Match[str], str], str], text: str) -> str:
+    """Return `text` with the matches of a pattern in lower case replaced by what `mask` makes of them."""
+    lowered = text.lower() if text.isascii() else text.translate(_LOWER)
+    pieces, end = [], 0
+    for match in pattern.finditer(lowered):
+        pieces += [text[end : match.start()], mask(match, text)]
+        end = match.end()
+    return "".join([*pieces, text[end:]])
+
+
+def _mask_named(match: re.Match[str], text: str) -> str:
+    if kind := "private_key" if match["private_key"] else "cookie" if match["cookie"] else "":
+        return text[slice(*match.span(kind))] + HIDDEN
+    name, value = text[slice(*match.span("name"))], match["value"]
+    if value[0] in "\"'[\\" and value[-1] in "\"']" and len(value) > 1:
+        opening = len(value) - len(value.lstrip("\\"))
+        return name + value[: opening + 1] + HIDDEN + value[-1 - opening :]
+    return name + HIDDEN + value[len(value.rstrip(_CLOSERS)) :]
+
+
+def _mask_shaped(match: re.Match[str], text: str) -> str:
+    kind, found = match.lastgroup or "", text[match.start() : match.end()]
+    if kind == "url":
+        return ",".join(map(_mask_url, re.split(r",(?=[A-Za-z]{2,10}://)", found)))
+    if kind in ("home", "rest"):
+        start, end = match.span("home")
+        folder = text[start:end] + HIDDEN if "\\" in text[start:end] else "~"
+        rest = match["rest"] and text[slice(*match.span("rest"))]
+        is_name = not rest or all(word[0].isupper() for word in rest.split())
+        return folder if is_name else folder + _replaced(_SHAPED, _mask_shaped, rest)
+    if kind == "root":
+        return "~"
+    if kind == "uuid":
+        return found[:4] + HIDDEN
+    before, after = text[max(0, match.start() - 60) : match.start()], text[match.end() : match.end() + 12]
+    mixed = re.search("[A-Z]", found) and re.search("[a-z]", found) and re.search(r"\d", found)
+    innocent = {
+        "ipv4": lambda: _is_version(found, before, after),
+        "ipv6": lambda: not _is_ipv6(found),
+        "digest": lambda: _DIGEST_BEFORE.search(before),
+        "random": lambda: not mixed or _has_words(found),
+        "mixed_token": lambda: len(found) < 33 and not re.search(r"[A-Z\d]", found[3:]),
+        "upper_token": lambda: not found.isupper(),
+        "mail": lambda: _NO_MAIL.match(found),
+        "internal": lambda: not re.search(r"[\d-]", found),  # threading.local
+    }.get(kind)
+    return found if innocent is not None and innocent() else HIDDEN
+
+
+def _mask_url(url: str) -> str:
+    """Return a public URL without credentials as it is, with the values of secrets in its query hidden."""
+    scheme, _, rest = url.partition("://")
+    host = re.split("[/?#]", rest, maxsplit=1)[0]
+    if not re.search(r"\w", host):
+        return url  # "https://…" in a sentence
+    public = scheme.lower() in _PUBLIC_SCHEMES and (
+        _LOCALHOST.match(host) or (_PUBLIC_HOST.match(host) and not _INTERNAL.search(host))
+    )
+    if not public or ("@" in host and not host.startswith("git@")):
+        return f"{scheme}://{HIDDEN}"
+    rest = _URL_SECRET.sub(lambda match: f"{match[1] or match[2]}{HIDDEN}", rest[len(host) :])
+    return f"{scheme}://{host}{_IN_URL.sub(_mask_in_url, rest)}"
+
+
+def _mask_in_url(match: re.Match[str]) -> str:
+    return match[0] if match["mail"] and _NO_MAIL.match(match[0]) else HIDDEN
+
+
+def _is_version(found: str, before: str, after: str) -> bool:
+    """Return whether four numbers with dots are a version and not an address."""
+    parts = found.split(".")
+    if any(int(part) > 255 or (len(part) > 1 and part[0] == "0") for part in parts):
+        return True  # no address has such a part
+    return bool(_VERSION_BEFORE.search(before) or _VERSION_AFTER.match(after))
+
+
+def _is_ipv6(found: str) -> bool:
+    """Return whether it is an address of a machine, and neither a time, a slice nor a C++ name."""
+    try:
+        ipaddress.IPv6Address(found)
+    except ValueError:
+        return False
+    groups = [group for group in found.partition("%")[0].split(":") if group]
+    longest = max(map(len, groups), default=0)
+    return longest > 2 and (len(groups) > 2 or len(groups[0]) == 4)
+
+
+def _has_words(found: str) -> bool:
+    """Return whether letters and digits are a name made of words, CompressedTensorsW4A4Nvfp4MoEMethod."""
+    return 5 * sum(map(len, re.findall("[a-z]{4,}|[A-Z]{4,}", found))) >= 2 * len(found)
