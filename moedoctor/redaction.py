@@ -35,16 +35,16 @@ _KEY = "|".join(
 _TOKEN = "|".join(
     f"(?<={kind}.token)|(?<={kind}token)"
     for kind in ("hf", "hub", "huggingface", "api", "auth", "access", "bearer", "refresh", "id", "session",
-                 "security", "private", "client", "bot", "user", "jwt", "oauth", "csrf", "github", "gh", "gitlab",
-                 "git", "npm", "pypi", "wandb", "slack", "aws", "ngc", "openai", "anthropic")
+                 "security", "private", "client", "bot", "user", "jwt", "oauth", "csrf", "github", "gh",
+                 "gitlab", "git", "npm", "pypi", "wandb", "slack", "aws", "ngc", "openai", "anthropic")
 )  # fmt: skip
 _SECRET_NAME = rf"""(?:
     pass(?:word|wd|phrase|code)s? | pwd(?<![a-z]pwd) | secret[a-z_-]{{0,24}} | credentials? | authorization
   | key(?:{_KEY})s? | token(?:{_TOKEN}) | x-amz-(?:signature|credential)
 )\d{{0,2}}"""
 _HOST_NAME = r"""(?:
-    host(?:name)?(?<![a-z]host)(?==) | hostname | (?:master|node|server|head|peer)[-_]?(?:addr(?:ess)?|ip|host)
-  | nccl_comm_id
+    host(?:name)?(?<![a-z]host)(?==) | hostname
+  | (?:master|node|server|head|peer)[-_]?(?:addr(?:ess)?|ip|host) | nccl_comm_id
 )"""
 _SCHEME = r"""(?:["'\\]{0,4}(?:bearer|basic|token|negotiate|ntlm|apikey)[ \t]{1,4})?"""
 # A value may be quoted, also in quoted JSON. Without its closing quote it goes to the end of the line.
@@ -80,7 +80,7 @@ _SHAPED = re.compile(
   | (?P<mac>[0-9a-f]{{2}}(?P<colon>[:-])[0-9a-f]{{2}}(?:(?P=colon)[0-9a-f]{{2}}){{4,18}}(?![a-z0-9])
       | (?=[\d.]{{0,14}}[a-f])[0-9a-f]{{4}}\.[0-9a-f]{{4}}\.[0-9a-f]{{4}}(?!\w|\.\w))
   | (?P<ipv6>(?<!::)(?:[0-9a-f]{{0,4}}:){{2,7}}(?:\d{{1,3}}(?:\.\d{{1,3}}){{3}}|[0-9a-f]{{0,4}})
-      (?:%\w{{1,16}})?(?!\w|:\w))
+      (?:%\w{{1,16}})?(?!\w|:\w|\())
   | (?P<ipv4>(?<!\d\.)(?<!so\.)\d{{1,3}}(?:\.\d{{1,3}}){{3}}(?!\w|\.\w))
   | (?P<aws_host>ip(?:-\d{{1,3}}){{4}}(?!\w))
   | (?P<token>(?:gh[oprsu]_|github_pat_|glpat-|xox[abeprs]-|pypi-|nvapi-|gocspx-|ya29\.)[a-z0-9_-]{{12,}}
@@ -102,23 +102,23 @@ _SHAPED = re.compile(
 _VERSION_BEFORE = re.compile(
     r"""(?:(?:(?<![a-z])(?:v|ver|version|release|cuda|cudart|nccl|nvshmem|nvcc|nvrtc|nvjitlink|ptxas|tensorrt
       |trt(?:llm)?|triton|cutlass|driver|toolkit|numpy|kernel|build|wheel|package|runtime|compiler|gcc|glibc
-      |cmake|ninja|wsl2?|flashinfer|moedoctor)|(?:cu|cuda_?)(?:blas|dnn|fft|rand|solver|sparse)(?:lt)?|torch\w*
-      |(?<![a-z])nvidia[\w-]*|_version|[-_]cu1\d)s?["')]*[ \t]*[-_:=<>~!]{0,2}[ \t]*["'(]?|[=<>~!]=[ \t]?)$""",
-    re.IGNORECASE | re.VERBOSE,
+      |cmake|ninja|wsl2?|flashinfer|moedoctor)|(?:cu|cuda_?)(?:blas|dnn|fft|rand|solver|sparse)(?:lt)?
+      |torch\w*|(?<![a-z])nvidia[\w-]*|_version|[-_]cu1\d)s?["')]*[ \t]*[-_:=<>~!]{0,2}[ \t]*["'(]?
+      |[=<>~!]=[ \t]?)$""",
+    re.VERBOSE,
 )
 _VERSION_AFTER = re.compile(
     r"\+|[-_](?:microsoft|generic|py\d|cp\d|cu\d|none|linux|manylinux|rc|dev|post)|\.(?:post|dev|whl|tar|so)"
 )
-_DIGEST_BEFORE = re.compile(
-    r"(?:sha_?\d*|md5|commit|rev(?:ision)?|digest|checksum|blob|tree)[\"')]*[ \t]*[:=@/-]?[ \t]*[\"'(]?$",
-    re.IGNORECASE,
-)
+_DIGEST_BEFORE = re.compile(r"(?:sha_?\d*|md5|commit|revision|rev|digest|checksum|blob|tree)\W{0,6}$")
 _NO_MAIL = re.compile(
     r"git@|.*\.(?:weight|bias|data|grad|transpose|view|shape|dtype|mT|py|so|whl|json|yaml|safetensors)$"
     r"|.*@[\d.]*\w*$",
     re.IGNORECASE,
 )
-_PUBLIC_HOST = re.compile(r"(?:git@)?(?:[\w-]{1,63}\.)+[a-z]{2,24}\.?(?::\d{1,5})?(?![\w:@%-])", re.IGNORECASE)
+_PUBLIC_HOST = re.compile(
+    r"(?:git@)?(?:[\w-]{1,63}\.)+[a-z]{2,24}\.?(?::\d{1,5})?(?![\w:@%-])", re.IGNORECASE
+)
 _INTERNAL = re.compile(
     r"\.(?:local|internal|lan|corp|intranet|localdomain|home|private|svc)(?![\w.])", re.IGNORECASE
 )
@@ -206,7 +206,8 @@ class Redactor:
         if isinstance(value, Mapping):
             return {self._key(name): self._masked(item, str(name)) for name, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self._masked(item, key) for item in value)
+            items = [self._masked(item, key) for item in value]
+            return items if isinstance(value, list) else tuple(items)
         return value
 
     def _key(self, key: Any) -> Any:
@@ -253,25 +254,35 @@ def _mask_shaped(match: re.Match[str], text: str) -> str:
         start, end = match.span("home")
         folder = text[start:end] + HIDDEN if "\\" in text[start:end] else "~"
         rest = match["rest"] and text[slice(*match.span("rest"))]
-        is_name = not rest or all(word[0].isupper() for word in rest.split())
+        quoted = text[match.end() : match.end() + 1] in ("'", '"')
+        is_name = not rest or quoted or all(word[0].isupper() for word in rest.split())
         return folder if is_name else folder + _replaced(_SHAPED, _mask_shaped, rest)
     if kind == "root":
         return "~"
     if kind == "uuid":
         return found[:4] + HIDDEN
-    before, after = text[max(0, match.start() - 60) : match.start()], text[match.end() : match.end() + 12]
-    mixed = re.search("[A-Z]", found) and re.search("[a-z]", found) and re.search(r"\d", found)
-    innocent = {
-        "ipv4": lambda: _is_version(found, before, after),
-        "ipv6": lambda: not _is_ipv6(found),
-        "digest": lambda: _DIGEST_BEFORE.search(before),
-        "random": lambda: not mixed or _has_words(found),
-        "mixed_token": lambda: len(found) < 33 and not re.search(r"[A-Z\d]", found[3:]),
-        "upper_token": lambda: not found.isupper(),
-        "mail": lambda: _NO_MAIL.match(found),
-        "internal": lambda: not re.search(r"[\d-]", found),  # threading.local
-    }.get(kind)
-    return found if innocent is not None and innocent() else HIDDEN
+    return found if _is_innocent(kind, found, match) else HIDDEN
+
+
+def _is_innocent(kind: str, found: str, match: re.Match[str]) -> bool:
+    """Return whether what has the shape of something private is something else."""
+    if kind in ("ipv4", "digest"):
+        before = match.string[max(0, match.start() - 30) : match.start()]
+        if kind == "digest":
+            return _DIGEST_BEFORE.search(before) is not None
+        return _is_version(found, before, match.string[match.end() : match.end() + 12])
+    if kind == "ipv6":
+        return not _is_ipv6(found)
+    if kind == "random":
+        mixed = re.search("[A-Z]", found) and re.search("[a-z]", found) and re.search(r"\d", found)
+        return not mixed or _has_words(found)
+    if kind == "mixed_token":
+        return len(found) < 33 and not re.search(r"[A-Z\d]", found[3:])
+    if kind == "upper_token":
+        return not found.isupper()
+    if kind == "internal":
+        return not re.search(r"[\d-]", found)  # threading.local
+    return kind == "mail" and _NO_MAIL.match(found) is not None
 
 
 def _mask_url(url: str) -> str:

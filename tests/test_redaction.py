@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import string
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedoctor.redaction import HIDDEN, Redactor
+from moedoctor.results import CaseResult, CaseVerdict, Tier
+
+ROOT = Path(__file__).resolve().parent.parent
 
 ALICE = Redactor(home="/data/people/alice", user="alice", host="gpubox7.lab.example")
 
@@ -93,6 +103,240 @@ def test_any_text_comes_out_writable_and_redacting_twice_changes_nothing(text: s
     once = ALICE.text(text + "\udc80")
     once.encode("utf-8")
     assert ALICE.text(once) == once
+
+
+LOWER, LETTERS = string.ascii_lowercase, string.ascii_letters + string.digits
+
+
+def letters(size: int, alphabet: str = LETTERS) -> st.SearchStrategy[str]:
+    """Give texts of one size that no rule finds by chance in what surrounds them."""
+    return st.text(alphabet, min_size=size, max_size=size)
+
+
+NAME = letters(9, LOWER).map(lambda name: f"zq{name}")
+KEY = letters(33).map(lambda key: f"aZ9{key}")
+IPV4 = st.tuples(*[st.integers(1, 255)] * 4).map(lambda parts: ".".join(map(str, parts)))
+IPV6 = st.ip_addresses(network="2001:db8::/32").map(str)
+MAC = st.binary(min_size=6, max_size=6)
+
+OF_NAMES = r"""
+/home/{}/models
+/home/{}
+/Users/Ann {}/models
+/Users/ann {}/x
+'/Users/Ann {}'
+C:\Users\{}\x
+C:\Users\Ann {}\x
+C:\\Users\\ann {}\\x
+D:/Users/{}/x
+/mnt/c/Users/{}/x
+file:///home/{}/x
+\\wsl$\Ubuntu\home\{}\x
+USER={}
+HOSTNAME={}
+MASTER_ADDR={}
+{}@example.org
+a.b+{}@mail.example.co.uk
+{}@gpubox:~/models
+ann@{}:/data
+{}-7.internal
+password={}
+Password: {}
+pwd={}
+passwd="Ann {}"
+passphrase: {}
+passphrase {}
+secret_key={}
+SECRET-KEY {}
+aws_secret_access_key = {}
+--api-key {}
+--api-key={}
+['--api-key', '{}']
+API_KEY={}
+X-Api-Key: {}
+api_key=['x', '{}']
+client_secret: {}
+{{"password": "{}"}}
+{{\"password\": \"a {}\"}}
+--hf-token {}
+HF_TOKEN={}
+token={}
+Authorization: Bearer {}
+Authorization: Basic {}==
+"authorization": "Bearer {}"
+Cookie: a=b; session={}
+Set-Cookie: session={}; Path=/
+https://{}:pw@example.org/x
+https://ann:{}@example.org/x
+https://{}@example.org
+postgresql://ann:{}@db/x
+tcp://{}:8000
+https://example.org/x?a=1&access_token={}&b=2
+https://example.org/x?sig={}
+http://{}:8000/v1
+https://a.example.org/x,https://ann:{}@example.org/y
+""".split("\n")[1:-1]
+OF_KEYS = """
+hf_{}
+ghp_{}
+gho_{}
+github_pat_{}
+AIza{}
+ya29.{}
+nvapi-{}
+npm_{}
+sk-{}
+sk-proj-{}
+Bearer {}
+eyJ{}.e30.x
+https://example.org/hf_{}
+key {}
+""".split("\n")[1:-1]
+OF_IPV4 = ("peer {} left", "{}", "{}.", "tcp://{}:8000", "http://{}/x", "host={}", "({})")
+OF_IPV6 = ("peer {} left", "[{}]:8000", "peer:{}", "http://[{}]:8000/x")
+PLANTED: Mapping[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(OF_NAMES, NAME),
+    **dict.fromkeys(OF_KEYS, KEY),
+    **dict.fromkeys(("AKIA{}", "ASIA{}"), letters(16, string.ascii_uppercase + string.digits)),
+    **{f"{form} v4": IPV4 for form in OF_IPV4},
+    **{f"{form} v6": IPV6 for form in OF_IPV6},
+    **dict.fromkeys(("mac {}", "mac:{}."), MAC.map(lambda mac: mac.hex(":"))),
+    "mac={}": MAC.map(lambda mac: mac.hex("-").upper()),
+    "-----BEGIN PRIVATE KEY-----\n{}\n-----END PRIVATE KEY-----": KEY,
+}
+"""Text -> what to plant in it."""
+
+INNOCENT = """
+vLLM API server version 0.33.0
+CUDA 13.0.88.1
+nvidia-cudnn-cu12==9.10.2.21
+NCCL 2.14.0.1
+"version": "2.14.0.1"
+5.15.167.4-microsoft-standard-WSL2
+libcudnn.so.9.10.2.21
+driver 580.95.05
+vllm@0.19.1
+vllm==0.11.2.post1+cu129
+[core.py:866]
+File "/opt/vllm/x.py", line 3, in forward
+0x7f3c00000000
+[128, 4096, 1536]
+torch.float8_e4m3fn
+tensor([1.0, nan])
+12:00:00.123
+2026-11-22
+std::vector<int>
+a::b
+x[1::2]
+dead::f(x)
+CompressedTensorsW4A4Nvfp4MoEMethod
+hf_quant_config.json
+hf_hub_download
+npm_config_cache
+https://github.com/vllm-project/vllm/issues/39593
+https://docs.vllm.ai/en/latest/home/index.html#a
+git+https://github.com/vllm-project/vllm.git@v0.11.0
+https://huggingface.co/Qwen/Qwen3-30B-A3B?x=1
+http://localhost:8000/v1
+https://…
+file:///opt/x
+api_key=None
+token: 128
+output token: 4.2 ms
+eos_token: </s>
+max_token=128
+topk_ids: [[1, 2]]
+CUDA error: an illegal memory access
+/usr/local/cuda-13.0/bin
+threading.local
+key=value
+host memory
+12.3 GiB
+a@b.weight
+kernel
+token
+password
+MoE: 128 experts
+basic block
+%d
+é中🙂
+{
+—
+""".split("\n")[1:-1]
+DIGEST = "0a" * 32
+INNOCENT += [f"sha256:{DIGEST}", f"| file_sha256 | {DIGEST} |", f"commit {DIGEST[:40]}"]
+
+
+@settings(max_examples=600)
+@given(
+    st.data(),
+    st.lists(st.sampled_from(INNOCENT), max_size=3),
+    st.lists(st.sampled_from(INNOCENT), max_size=3),
+)
+def test_a_planted_secret_never_survives(data: st.DataObject, before: list[str], after: list[str]) -> None:
+    form = data.draw(st.sampled_from(sorted(PLANTED)))
+    secret = data.draw(PLANTED[form])
+    masked = Redactor().text("\n".join([*before, "x " + form.format(secret), *after]))
+    assert secret.strip("=").lower() not in masked.lower()
+    assert Redactor().text(masked) == masked
+
+
+@given(st.lists(st.sampled_from(INNOCENT)), st.sampled_from([" ", "\n", ", ", "; "]))
+def test_text_without_secrets_is_unchanged(words: list[str], between: str) -> None:
+    text = between.join(words)
+    assert Redactor().text(text) == text
+
+
+def test_what_the_project_publishes_is_unchanged() -> None:
+    """Our own evidence, entries and scenarios hold URLs, versions and digests, and no secret."""
+    folders = (ROOT / "reports", ROOT / "moedoctor" / "entries", ROOT / "scenarios", ROOT / "docs")
+    files = [
+        file for folder in folders for file in folder.rglob("*") if file.suffix in (".md", ".json", ".yaml")
+    ]
+    assert len(files) > 50
+    for file in files:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        assert [Redactor().text(line) for line in lines] == lines, file
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["a", "a.", "a ", "-", "--a-", "a@", "a@b.", ":", "a:", "1.", "1.1.1.1 ", "http://", "a://?key", "/home/",
+     "/Users/a b ", "sk-", "eyJ", "password=", "passphrase ", 'secret="', 'secret=\\"', "cookie=", "token:",
+     "--secret_", "BEGIN PRIVATE KEY-----", "aB1", "aa:", ".local", "[", "\\", "'\"", "f", "é", "bearer "],
+)  # fmt: skip
+def test_a_megabyte_of_hostile_text_takes_less_than_a_second(piece: str) -> None:
+    text = piece * (1_000_000 // len(piece))
+    started = time.process_time()
+    ALICE.text(text)
+    assert time.process_time() - started < 1.0
+
+
+def test_a_record_is_masked_in_all_its_texts_and_keeps_its_shape() -> None:
+    secret = "zq-hunter"
+    case = CaseResult(
+        subject="vllm@0.19.1",
+        tier=Tier.MODEL,
+        parameters={"tokens": 8, "dtype": "torch.bfloat16"},
+        verdict=CaseVerdict.ERROR,
+        evidence={
+            "password": secret,
+            "stderr_tail": [f"api_key={secret}", "fine"],
+            f"bob@{secret}.org": {"cudnn_version": "9.10.2.21", "policy_sha256": "0a" * 32, "rows": 3},
+        },
+        reason=f"/home/{secret}/x is gone",
+    )
+    masked = ALICE.record(case)
+    assert masked == replace(
+        case,
+        evidence={
+            "password": HIDDEN,
+            "stderr_tail": [f"api_key={HIDDEN}", "fine"],
+            HIDDEN: {"cudnn_version": "9.10.2.21", "policy_sha256": "0a" * 32, "rows": 3},
+        },
+        reason="~/x is gone",
+    )
+    assert ALICE.record(masked) == masked
 
 
 def test_own_files_are_named_from_the_package_on() -> None:

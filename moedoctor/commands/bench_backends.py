@@ -18,7 +18,6 @@ from moedoctor.models.layer_shape import QUANTIZATIONS, LayerShape
 from moedoctor.models.presets import find_model
 from moedoctor.processes.files import OutputError, stream_of
 from moedoctor.processes.streams import report_loss
-from moedoctor.redaction import Redactor
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.reporters.bench_backends import (
     BackendBench,
@@ -204,7 +203,6 @@ def write_report(bench: BackendBench, format: str, output: Path | None, plot: Pa
         format=format,
         output=output,
         summary=summary_line(bench),
-        redactor=Redactor.of_this_process(),
     )
 
 

@@ -15,7 +15,6 @@ import typer
 from moedoctor.text import print_message
 
 if TYPE_CHECKING:
-    from moedoctor.redaction import Redactor
     from moedoctor.reporters.page import Page
     from moedoctor.results import Report
 
@@ -206,22 +205,23 @@ def deliver(
     format: str,
     output: Path | None = None,
     summary: str = "",
-    redactor: Redactor | None = None,
 ) -> None:
-    """Render the page, or the document as JSON, and write it. `redactor` masks all of the text."""
+    """Mask the page, or the document as JSON, render it and write it."""
+    from moedoctor.redaction import Redactor
     from moedoctor.reporters.output import emit, terminal
 
+    redactor = Redactor.of_this_process()
     if format == "json":
         from moedoctor.reporters.json import to_json
 
-        text = to_json(document)
+        text = to_json(redactor.record(document))
     elif format == "markdown":
         from moedoctor.reporters.markdown import to_markdown
 
-        text = to_markdown(page)
+        text = to_markdown(redactor.record(page))
     else:
         from moedoctor.reporters.table import to_text
 
         colour, width = terminal(output)
-        text = to_text(page, colour=colour, width=width)
-    emit(redactor.text(text) if redactor else text, output, summary)
+        text = to_text(redactor.record(page), colour=colour, width=width)
+    emit(text, output, summary)

@@ -134,7 +134,6 @@ def plan(
     from moedoctor.diagnose.plan.workspace import check_backend
     from moedoctor.models.config_fields import ConfigError
     from moedoctor.models.presets import find_model
-    from moedoctor.redaction import Redactor
     from moedoctor.reporters.plan import plan_document, plan_page
 
     def size(gib: float | None) -> int | None:
@@ -172,7 +171,6 @@ def plan(
         format=format,
         output=output,
         summary="plan",
-        redactor=Redactor.of_this_process(),
     )
     return code
 

@@ -27,12 +27,13 @@ def show(
     Nothing is run and nothing is judged again.
     """
     from moedoctor import catalogue
+    from moedoctor.redaction import Redactor
     from moedoctor.reporters.output import emit
     from moedoctor.reporters.text import summary_line
     from moedoctor.results import ReportError, load_report
 
     with as_input_error(ReportError):
-        stored = load_report(report)
+        stored = Redactor.of_this_process().record(load_report(report))
     if stored.command == "bench":
         _show_bench(report, format, output)
         return 0

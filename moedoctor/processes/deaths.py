@@ -84,16 +84,16 @@ def hang(seconds: float, stderr: str) -> Crash:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of `text` that is not blank, shortened."""
-    return _shorten(next((line.strip() for line in text.splitlines() if line.strip()), ""))
+    """Return the first line of `text` that is not blank, masked and shortened."""
+    return _shown(next((line.strip() for line in text.splitlines() if line.strip()), ""))
 
 
 def last_lines(text: str) -> tuple[str, ...]:
-    """Return the last lines of `text` that are not blank, at most TAIL_LINES, shortened, secrets masked."""
+    """Return the last lines of `text` that are not blank, at most TAIL_LINES, masked and shortened."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith(_NOISE)]
-    hide = Redactor.of_this_process().text
-    return tuple(_shorten(hide(line)) for line in lines[-TAIL_LINES:])
+    return tuple(map(_shown, lines[-TAIL_LINES:]))
 
 
-def _shorten(line: str) -> str:
+def _shown(line: str) -> str:
+    line = Redactor.of_this_process().text(line)  # before the cut, which could halve a secret
     return line if len(line) <= 300 else line[:299] + "…"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import moedoctor
+from moedoctor.redaction import Redactor
 from moedoctor.results import Report
 from moedoctor.runner.judge import judge, summarise
 from moedoctor.runner.plan import Plan
@@ -44,5 +45,6 @@ def run(
         ended, interrupted = list(stop.finished), True
     by_unit = {units[done.index]: done for done in ended}
     results = tuple(judge(plan, by_unit) for plan in plans)
+    results = Redactor.of_this_process().record(results)
     summary = summarise(results, interrupted=interrupted)
     return Report("run", environment, results, summary, version=moedoctor.__version__)

@@ -78,6 +78,10 @@ _ANCHORS = (
 """Words of log lines, tracebacks and reports that are near clues."""
 
 
+_Excerpt = tuple[str, int, int]
+"""A line, and where in it the clue starts and ends."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """A known failure that the text shows."""
@@ -106,10 +110,10 @@ class _Notes:
 
     first: list[int] = field(default_factory=list)
     last: deque[int] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
-    excerpts: dict[int, str] = field(default_factory=dict)
+    excerpts: dict[int, _Excerpt] = field(default_factory=dict)
     count: int = 0
 
-    def add(self, line: int, excerpt: str) -> None:
+    def add(self, line: int, excerpt: _Excerpt) -> None:
         if line in self.excerpts or line in self.first[-1:] or (self.last and self.last[-1] == line):
             return
         self.count += 1
@@ -177,23 +181,23 @@ def _sure(confidence: float) -> float:
     return round(min(confidence, _SUREST), 2)
 
 
-def _place(passage: Passage, clue: Clue) -> tuple[int, str] | None:
-    """Return the line of a clue in a passage and the text around it, or None if it is not there."""
+def _place(passage: Passage, clue: Clue) -> tuple[int, _Excerpt] | None:
+    """Return the line of a clue in a passage and its place there, or None if it is not there."""
     pattern = re.compile(clue.pattern)  # from the module's own cache
     if clue.cased:
         match = pattern.search(passage.shown)
-        return (passage.line, _around(passage.shown, *match.span())) if match else None
+        return (passage.line, (passage.shown, *match.span())) if match else None
     for match in pattern.finditer(passage.text):
         if match.start() >= passage.end:
             break
         if match.end() > passage.start:
             start = match.start() - passage.start
-            excerpt = _around(passage.shown, max(0, start), max(0, match.end() - passage.start))
-            return max(1, passage.line - (start < 0)), excerpt
+            place = max(0, start), max(0, match.end() - passage.start)
+            return max(1, passage.line - (start < 0)), (passage.shown, *place)
     # Only a match across a joint: elsewhere gluing makes one word of two.
     for match in pattern.finditer(passage.glued or ""):
         if any(match.start() < joint < match.end() for joint in passage.joints):
-            return passage.line, passage.shown[:_EXCERPT]
+            return passage.line, (passage.shown, 0, 0)
     return None
 
 
@@ -214,11 +218,17 @@ def _finding(
         for line in lines.get(name, ()):
             near = all(_any_near(lines, group, line, signature.within) for group in signature.near)
             if near and not _any_near(lines, signature.unless_near, line, signature.within):
-                excerpt = notes[name].excerpts.get(line, name.replace("_", " "))
-                excerpt = escape(redactor.pasted(excerpt))
+                excerpt = _masked(notes[name].excerpts.get(line, (name.replace("_", " "), 0, 0)), redactor)
                 confidence = _sure(signature.confidence + (_HEADLINE if line <= _HEADLINES else 0.0))
                 return Finding(signature.id, line, excerpt, confidence, entries()[signature.id].next)
     return None
+
+
+def _masked(excerpt: _Excerpt, redactor: Redactor) -> str:
+    """Return the text around a place, masked before it is cut: half a secret is not recognised."""
+    text, start, end = excerpt
+    at = len(redactor.text(text[:start])) if start else 0
+    return escape(_around(redactor.text(text), at, at + end - start))
 
 
 def _any_near(lines: Mapping[str, list[int]], names: tuple[str, ...], line: int, within: int) -> bool:
