@@ -101,7 +101,9 @@ def _usage_error(error: Exception, arguments: list[str]) -> int:
     if isinstance(error, FileNotFoundError) and (problem := _missing_place(error)):
         print_message(problem)
         return 2
-    print_traceback()
+    from moedoctor.redaction import Redactor
+
+    print_traceback(Redactor.of_this_process().text)
     print_message("this is an error in moedoctor; please report it with the lines above")
     return 3
 

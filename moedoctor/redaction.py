@@ -277,7 +277,7 @@ def _is_innocent(kind: str, found: str, match: re.Match[str]) -> bool:
         mixed = re.search("[A-Z]", found) and re.search("[a-z]", found) and re.search(r"\d", found)
         return not mixed or _has_words(found)
     if kind == "mixed_token":
-        return len(found) < 33 and not re.search(r"[A-Z\d]", found[3:])
+        return len(found) < 21 and not re.search(r"[A-Z\d]", found[3:])
     if kind == "upper_token":
         return not found.isupper()
     if kind == "internal":

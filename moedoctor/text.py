@@ -19,7 +19,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -259,12 +259,12 @@ def message_line(text: str, inputs: Iterable[str] = ()) -> str:
     return without_commands(line)
 
 
-def print_traceback() -> None:
-    """Print the traceback of the exception that is being handled on stderr, each line escaped."""
+def print_traceback(mask: Callable[[str], str]) -> None:
+    """Print the traceback of the exception that is being handled on stderr, each line masked and escaped."""
     import traceback
 
     lines = traceback.format_exc().splitlines()
-    print(*(without_commands(shorten(escape(line), 1000)) for line in lines), sep="\n", file=sys.stderr)
+    print(*(without_commands(shorten(escape(mask(line)), 1000)) for line in lines), sep="\n", file=sys.stderr)
 
 
 def shorten(text: str, limit: int = _LIMIT) -> str:

@@ -175,7 +175,7 @@ https://example.org/x?a=1&access_token={}&b=2
 https://example.org/x?sig={}
 http://{}:8000/v1
 https://a.example.org/x,https://ann:{}@example.org/y
-""".split("\n")[1:-1]
+""".strip().splitlines()
 OF_KEYS = """
 hf_{}
 ghp_{}
@@ -191,7 +191,7 @@ Bearer {}
 eyJ{}.e30.x
 https://example.org/hf_{}
 key {}
-""".split("\n")[1:-1]
+""".strip().splitlines()
 OF_IPV4 = ("peer {} left", "{}", "{}.", "tcp://{}:8000", "http://{}/x", "host={}", "({})")
 OF_IPV6 = ("peer {} left", "[{}]:8000", "peer:{}", "http://[{}]:8000/x")
 PLANTED: Mapping[str, st.SearchStrategy[Any]] = {
@@ -262,7 +262,7 @@ basic block
 é中🙂
 {
 —
-""".split("\n")[1:-1]
+""".strip().splitlines()
 DIGEST = "0a" * 32
 INNOCENT += [f"sha256:{DIGEST}", f"| file_sha256 | {DIGEST} |", f"commit {DIGEST[:40]}"]
 

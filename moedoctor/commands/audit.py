@@ -28,13 +28,14 @@ def audit(
     from moedoctor.diagnose.cuda.audit import AuditError, Fate, audit
     from moedoctor.fixes.arch.targets import parse_capability
     from moedoctor.processes.cuda_tools import find_tools
+    from moedoctor.redaction import Redactor
     from moedoctor.reporters.audit import audit_document, audit_page, summary_line
 
     capability = sm if sm is not None else environment.collect()["capability"]
     with as_input_error(ValueError, AuditError):
         gpu = parse_capability(capability) if capability else None
         tool = next(reversed(find_tools(["cuobjdump"])), None)
-        items = audit(paths, gpu, tool)
+        items = Redactor.of_this_process().record(audit(paths, gpu, tool))
     code = 1 if any(item.fate is Fate.MISSING or item.lacks for item in items) else 0
     page, document = audit_page(items, gpu, tool), audit_document(items, gpu, tool, code)
     deliver(page, document, format=format, output=output, summary=summary_line(items))

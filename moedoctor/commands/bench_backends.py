@@ -18,6 +18,7 @@ from moedoctor.models.layer_shape import QUANTIZATIONS, LayerShape
 from moedoctor.models.presets import find_model
 from moedoctor.processes.files import OutputError, stream_of
 from moedoctor.processes.streams import report_loss
+from moedoctor.redaction import Redactor
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.reporters.bench_backends import (
     BackendBench,
@@ -161,7 +162,7 @@ def measure(
         layers={name: {**asdict(shape), "source": source} for name, (shape, source) in layers.items()},
         routing=routing_name,
         device=str(facts.get("gpu") or "GPU") if device.startswith("cuda") else "CPU",
-        rows=tuple(rows),
+        rows=Redactor.of_this_process().record(tuple(rows)),
         roofline=roofline,
         harness=harness,
         environment=facts,

@@ -79,10 +79,7 @@ def measure(
     return CacheBench(
         trace=redactor.text(name),
         facts=replace(facts, model=redactor.text(facts.model)),
-        made={
-            key: redactor.text(value) if isinstance(value, str) and not key.endswith("_sha256") else value
-            for key, value in trace.made.items()
-        },
+        made=redactor.record(trace.made),
         scope=scope,
         batch=batch,
         points=tuple(points),
@@ -164,7 +161,7 @@ def measure_speed(
                 except Exception as error:
                     if _was_interrupted(error):
                         raise KeyboardInterrupt from error
-                    print_traceback()
+                    print_traceback(Redactor.of_this_process().text)
                     message = (str(error).splitlines() or [""])[0]
                     missing[-1] += f" ({type(error).__name__}: {message})"
                 print_message(f"{part}: {time.monotonic() - began:.0f} s")

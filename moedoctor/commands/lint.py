@@ -41,7 +41,6 @@ def lint(
     """
     from moedoctor.diagnose.checkpoint.lint import lint
     from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
-    from moedoctor.redaction import Redactor
     from moedoctor.reporters.lint import lint_document, lint_page, summary_line
 
     if fix is not None:
@@ -49,7 +48,7 @@ def lint(
     with as_input_error(CheckpointError):
         result = lint(checkpoint)
     code = 1 if result.damage else 0
-    folder = Redactor.of_this_process().text(str(result.checkpoint.folder))
+    folder = str(result.checkpoint.folder)
     page, document = lint_page(result, folder), lint_document(result, folder, code)
     deliver(page, document, format=format, output=output, summary=summary_line(result))
     if fix is not None:

@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -158,6 +159,7 @@ class Tail:
         self._size = size
         self._chunks: deque[bytes] = deque()
         self._held = 0
+        self._cut = False
         self.ended = False
         """Whether nobody can write to the pipe any more."""
         os.set_blocking(pipe, False)
@@ -175,10 +177,17 @@ class Tail:
             self._held += len(chunk)
             while self._held - len(self._chunks[0]) >= self._size:
                 self._held -= len(self._chunks.popleft())
+                self._cut = True
 
     def text(self) -> str:
-        """Return what is kept; undecodable bytes are escaped."""
-        return b"".join(self._chunks)[-self._size :].decode("utf-8", "backslashreplace")
+        """Return what is kept, without the rest of a line or word whose start is lost; bytes are escaped.
+
+        Masking would not recognise the rest of a secret.
+        """
+        kept = b"".join(self._chunks)
+        if self._cut or len(kept) > self._size:
+            kept = re.sub(rb"\A(?:[^\n]*\n|\S+)", b"", kept[-self._size :])
+        return kept.decode("utf-8", "backslashreplace")
 
 
 class Child:

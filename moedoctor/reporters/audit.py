@@ -11,7 +11,6 @@ from moedoctor.diagnose.cuda.audit import NO_TOOL, Fate, Item, fate_of
 from moedoctor.fixes.arch import FLASHINFER_LIST, resolve_arch
 from moedoctor.fixes.arch.targets import Capability, show
 from moedoctor.processes.cuda_tools import Tool
-from moedoctor.redaction import Redactor
 from moedoctor.reporters import page as blocks
 
 _NONE = "–"
@@ -23,12 +22,11 @@ def audit_page(items: Sequence[Item], gpu: Capability | None, tool: Tool | None)
     page: list[blocks.Block] = [
         blocks.Heading(f"device code, {where} ({tool or 'no cuobjdump: ' + NO_TOOL})", 1)
     ]
-    redactor = Redactor.of_this_process()
     rows = []
     for item in items:
         module = f" ({item.module})" if item.module else ""
-        name = redactor.text(item.path) + module
-        rows.append((name, *_lists(item, gpu), redactor.text(_verdict(item))))
+        name = item.path + module
+        rows.append((name, *_lists(item, gpu), _verdict(item)))
     if rows:
         page.append(blocks.Table(("file", "runs there" if gpu else "targets", "does not", "verdict"), rows))
     else:
@@ -50,19 +48,18 @@ def audit_document(
     items: Sequence[Item], gpu: Capability | None, tool: Tool | None, code: int
 ) -> dict[str, Any]:
     """Return the JSON document."""
-    redactor = Redactor.of_this_process()
     fates = Counter(item.fate for item in items)
     return {
         "moedoctor": moedoctor.__version__,
         "command": "audit",
         "capability": show(gpu) if gpu else None,
         "tool": str(tool) if tool else None,
-        "items": [_item(item, gpu, redactor) for item in items],
+        "items": [_item(item, gpu) for item in items],
         "findings": [
             {
                 "id": "MD004",
                 "line": None,
-                "evidence": f"{redactor.text(item.path)}: {_verdict(item)}",
+                "evidence": f"{item.path}: {_verdict(item)}",
                 "confidence": 1.0,
                 "next_step": step,
             }
@@ -78,20 +75,20 @@ def audit_document(
     }
 
 
-def _item(item: Item, gpu: Capability | None, redactor: Redactor) -> dict[str, Any]:
+def _item(item: Item, gpu: Capability | None) -> dict[str, Any]:
     images = []
     for image in item.images:
         fate = fate_of([image], gpu) if gpu else None
         shown = {"kind": image.kind, "target": str(image.target), "count": image.count}
         images.append({**shown, "verdict": fate.name.lower() if fate else None})
     return {
-        "path": redactor.text(item.path),
+        "path": item.path,
         "source": item.source,
         "module": item.module,
         "verdict": item.fate.name.lower() if item.fate else None,
         "lacks": list(item.lacks),
         "note": item.note,
-        "skipped": redactor.text(item.skipped) if item.skipped else None,
+        "skipped": item.skipped,
         "images": images,
     }
 

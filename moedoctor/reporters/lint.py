@@ -12,7 +12,7 @@ from moedoctor.text import escape
 
 
 def lint_document(result: Lint, folder: str, code: int) -> dict[str, Any]:
-    """Return the JSON document; `folder` is the name of the checkpoint, masked."""
+    """Return the JSON document; `folder` is the name of the checkpoint."""
     return {
         "moedoctor": moedoctor.__version__,
         "command": "lint",

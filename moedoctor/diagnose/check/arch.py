@@ -59,8 +59,8 @@ def _build(entry: Entry, machine: Machine, release: str, capability: str) -> Ite
     if setting is not None:
         evidence["variables"] = {FLASHINFER_LIST: machine.setting(FLASHINFER_LIST)}
     if reading.error:
-        evidence["error"] = machine.redactor.text(reading.error)
-    remedy = machine.redactor.text(_remedy(setting, capability, machine.cuda))
+        evidence["error"] = reading.error
+    remedy = _remedy(setting, capability, machine.cuda)
     yield Finding.of(entry, "error", 0.9, why, evidence, remedy, needs=_NEEDS)
 
 

@@ -54,30 +54,24 @@ class Probes:
 
 @dataclass(frozen=True)
 class _Attempts:
-    """Calls functions that may fail, and keeps their errors by name. Hides what is private."""
+    """Calls functions that may fail, and keeps their errors by name."""
 
-    redactor: Redactor
     errors: dict[str, str]
 
     def __call__(self, name: str, ask: Callable[[], Any]) -> Any:
         try:
             return ask()
         except Exception as error:
-            message = " ".join(f"{type(error).__name__}: {error}".split())
-            self.errors[name] = self.redactor.text(message)
+            self.errors[name] = " ".join(f"{type(error).__name__}: {error}".split())
             return None
-
-    def masked(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return facts with masked texts."""
-        mask = self.redactor.text
-        return {name: mask(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
 
 
 def check(sources: Sources | None = None, probes: Probes | None = None) -> CheckResult:
-    """Collect the facts and judge them. Never raises for the state of a machine."""
+    """Collect the facts and judge them, masked. Never raises for the state of a machine."""
     sources, probes = sources or Sources(), probes or Probes()
     environ, facts = sources.environ, environment.collect(sources)
-    attempt = _Attempts(_redactor(sources), dict(facts.get("collector_errors") or {}))
+    redactor = _redactor(sources)
+    attempt = _Attempts(dict(facts.get("collector_errors") or {}))
     nvcc = attempt("nvcc", lambda: probes.nvcc(environ))
     cache = attempt("jit_cache", lambda: probes.jit_cache(environ))
     machine = Machine(
@@ -87,16 +81,16 @@ def check(sources: Sources | None = None, probes: Probes | None = None) -> Check
         offload=offload_path(
             facts.get("vllm"), wsl=facts.get("wsl"), kernel=facts.get("kernel"), variables=environ
         ),
-        redactor=attempt.redactor,
+        redactor=redactor,
         jit_cache=cache or JitCache("", ()),
         metadata_requires=probes.requires,
     )
     pinning, reports = _ask_children(machine, probes, attempt)
     packages = attempt("packages", lambda: package_fits(machine)) or ()
     findings = _findings(machine, attempt)
-    plugin = attempt("moedoctor_fixes", lambda: attempt.masked(probes.fix_plugin(environ)))
-    folders = attempt.masked(asdict(cache)) if cache else None
-    return CheckResult(
+    plugin = attempt("moedoctor_fixes", lambda: probes.fix_plugin(environ))
+    folders = asdict(cache) if cache else None
+    result = CheckResult(
         environment={
             **facts,
             "nvcc": nvcc.version if nvcc else None,
@@ -117,6 +111,7 @@ def check(sources: Sources | None = None, probes: Probes | None = None) -> Check
         ),
         version=__version__,
     )
+    return redactor.record(result)
 
 
 def _redactor(sources: Sources) -> Redactor:

@@ -26,29 +26,27 @@ def setting_findings(entry: Entry, machine: Machine) -> Iterator[Finding]:
         return
     packages = {name: machine.version(name) for name in ("vllm", "flashinfer-python")}
     settings = {_name(finding): machine.setting(_name(finding)) for finding in dead}
-    text = machine.redactor.text
     yield Finding.of(
         entry,
         severity="error" if any(finding.stops for finding in dead) else "warning",
         confidence=_CONFIDENCE if _is_known(machine) else _BETWEEN,
-        why=text("; ".join(f"{_name(finding)}: {finding.message}" for finding in dead)),
+        why="; ".join(f"{_name(finding)}: {finding.message}" for finding in dead),
         evidence={**{name: version for name, version in packages.items() if version}, "settings": settings},
-        next_step=text("; ".join(map(_remedy, dead))),
+        next_step="; ".join(map(_remedy, dead)),
     )
 
 
 def setting_problems(machine: Machine) -> Iterator[Problem]:
     """Yield the other variables that have no effect, or stop the engine."""
-    text = machine.redactor.text
     for finding in _dead(machine):
         if not _is_backend(finding):
             name = _name(finding)
             yield Problem(
-                what=f"{text(name)}: {finding.problem.replace('_', ' ')}",
+                what=f"{name}: {finding.problem.replace('_', ' ')}",
                 severity="error" if finding.stops else "warning",
-                why=text(finding.message),
+                why=finding.message,
                 evidence={"variables": {name: machine.setting(name)}},
-                next_step=text(_remedy(finding)),
+                next_step=_remedy(finding),
             )
 
 

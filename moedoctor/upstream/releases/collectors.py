@@ -57,15 +57,15 @@ def _collected(package: str, seconds: float) -> Collected:
         return Collected(error=redactor.text(str(error)))
     if "error" in facts:
         return Collected(error=redactor.text(str(facts["error"])))
-    return Collected(_redacted(facts, redactor))
+    return Collected(_shortened(redactor.record(facts)))
 
 
-def _redacted(value: Any, redactor: Redactor) -> Any:
+def _shortened(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {redactor.text(str(key)): _redacted(item, redactor) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_redacted(item, redactor) for item in value]
-    return redactor.text(value[:_MAX_TEXT]) if isinstance(value, str) else value
+        return {key: _shortened(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shortened(item) for item in value]
+    return value[:_MAX_TEXT] if isinstance(value, str) else value
 
 
 def _vllm() -> Mapping[str, Any]:
