@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moedoctor.processes.ask import CACHES, ChildError, answer, ask
+from moedoctor.redaction import Redactor
 
 SECONDS = 30.0
 """The time to import torch, make a CUDA context and pin."""
@@ -36,16 +37,17 @@ def not_tried(reason: str) -> Pinning:
 
 def try_pinning(seconds: float = SECONDS) -> Pinning:
     """Pin 64 MiB in a child process, for `seconds` at most."""
+    redact = Redactor.of_this_process().text
     try:
         facts = ask("moedoctor.diagnose.check.pinning", seconds=seconds, caches=CACHES)
     except ChildError as error:
-        return Pinning(tried=True, works=False, reason=str(error))
+        return Pinning(tried=True, works=False, reason=redact(str(error)))
     if facts.get("cuda") is False:
         return not_tried("torch sees no GPU")
     if facts.get("pinned"):
         took = f"in {float(facts['seconds']) * 1e3:.0f} ms"
         return Pinning(tried=True, works=True, reason=f"{BYTES >> 20} MiB pinned {took}")
-    return Pinning(tried=True, works=False, reason=str(facts.get("error", "torch did not say why")))
+    return Pinning(tried=True, works=False, reason=redact(str(facts.get("error", "torch did not say why"))))
 
 
 def _pin(request: None) -> Mapping[str, Any]:
