@@ -35,7 +35,7 @@ test: setup ## run the tests
 	@$(BIN)/python -m pytest -n auto $(ARGS)
 
 slow: setup ## run the tests that take minutes
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -n auto -m slow $(ARGS)
 
 stress: setup ## ten minutes of hostile input and injected faults; writes reports/stress.md
 	@$(BIN)/python tests/stress/stress.py -o reports/stress.md $(ARGS)
