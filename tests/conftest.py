@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from moedoctor.processes import interrupts
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as cores: with torch's own threads beside them, small products take ten times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Programs in the background of a shell ignore Ctrl-C, and those of nohup a closed terminal; tests send both.
+for _signal in interrupts.SIGNALS:
+    if signal.getsignal(_signal) == signal.SIG_IGN:
+        signal.signal(_signal, signal.default_int_handler if _signal == signal.SIGINT else signal.SIG_DFL)
 
 settings.register_profile(
     "moedoctor",

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moedoctor.bench.moe.own_backends import kernel_weights
+from moedoctor.kernels.moe import launch
 from moedoctor.kernels.moe.launch import ExpertWeights, launch_block_product, plan_blocks, run_experts
 from moedoctor.kernels.moe.nvfp4_words import pack_words
 from moedoctor.kernels.moe.products import block_product
@@ -157,6 +158,9 @@ if __name__ == "__main__":
         kind, *values = case.split(",")
         if kind == "decoding":
             assert_decoding_is_exact("cpu", Tile(64, 64, 128, 4, 2))
+        elif kind == "rows":
+            launch._MOST_ROWS = 2
+            assert_layer_is_right("bf16", "silu", 20, 96, 48)
         elif kind == "plan":
             assert_plan_is_whole("cpu", int(values[0]), float(values[1]), int(values[2]), 5)
         else:

@@ -93,8 +93,8 @@ def _launches(
         yield from _launches(child, kernels, quick, guarded=guarded)
 
 
-def test_every_launch_is_on_the_gpu_of_its_tensors_and_has_a_grid_of_one_dimension() -> None:
-    """CUDA's grid ends at 65,535 in y and z, so tokens, rows, experts and blocks are all in x."""
+def test_every_launch_is_on_the_gpu_of_its_tensors_and_no_grid_overflows() -> None:
+    """CUDA's grid ends at 65,535 in y and z: tokens, rows, experts and blocks are in x, or counted there."""
     trees = _modules()
     kernels, quick = _kernels(trees), _quick_launches(trees)
     launched: list[str] = []
@@ -102,14 +102,19 @@ def test_every_launch_is_on_the_gpu_of_its_tensors_and_has_a_grid_of_one_dimensi
         for line, grid, guarded in _launches(tree, kernels, quick):
             assert guarded, f"{path}:{line}: not in `with on_device(...)`"
             assert isinstance(grid, ast.Tuple), f"{path}:{line}: a grid is written where it is launched"
-            assert len(grid.elts) == 1, f"{path}:{line}: {ast.unparse(grid)}"
+            others = [ast.unparse(length) for length in grid.elts[1:]]
+            assert all("_MOST_ROWS" in length for length in others), f"{path}:{line}: {ast.unparse(grid)}"
             launched.append(path.name)
     # At least; a launch that is written in another way must not be missed.
     for name, number in {"launch.py": 8, "watch.py": 4, "lookup.py": 2, "transfer.py": 2}.items():
         assert launched.count(name) >= number, name
 
 
-def test_no_kernel_reads_the_second_or_third_dimension_of_its_grid() -> None:
-    for path in (ROOT / "moedoctor").rglob("*.py"):
-        for place in ("program_id(1)", "program_id(2)", "num_programs(1)", "program_id(axis="):
-            assert place not in path.read_text(), path
+def test_one_kernel_reads_the_second_dimension_of_its_grid_and_none_the_third() -> None:
+    readers = [
+        path.name
+        for path in (ROOT / "moedoctor").rglob("*.py")
+        for place in ("program_id(1)", "program_id(2)", "num_programs(1)", "program_id(axis=")
+        if place in path.read_text()
+    ]
+    assert readers == ["products.py"]

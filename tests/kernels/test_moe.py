@@ -41,6 +41,10 @@ def test_interpreted_decoding() -> None:
     _interpreted("decoding")
 
 
+def test_interpreted_with_more_blocks_than_a_grid_has_rows() -> None:
+    _interpreted("rows")
+
+
 def test_interpreted_plan() -> None:
     """Small and large blocks, pairs without an expert, more pairs than the kernel reads at once."""
     _interpreted("plan,1,0.3,40", "plan,16,0.0,40", "plan,16,0.5,2", "plan,64,1.0,40", "plan,64,0.3,1500")

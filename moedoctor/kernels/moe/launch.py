@@ -23,6 +23,8 @@ from moedoctor.kernels.moe.tiles import DECODE_PAIRS, Tile, block_tiles, slot_ti
 _SORTED_AT_ONCE = 2048
 _MOST_PAIRS = 2**31 - 2**16
 """Rows and pairs are counted in int32, some thousand at once."""
+_MOST_ROWS = 65_535
+"""The end of the second dimension of CUDA's grids."""
 
 
 def launch_decode(
@@ -273,33 +275,34 @@ def launch_block_product(
     """Write one product of `a` to `out`; `plan` is that of `plan_blocks`, or None for a block a pair."""
     order, blocks = plan or (topk_ids, topk_ids)
     width, nvfp4 = out.shape[1], weight.block_scales is not None
-    count = len(blocks) if plan else topk_ids.numel()
+    count = len(blocks) if plan else topk_ids.numel()  # without a plan at most DECODE_PAIRS
     with on_device(a):
-        block_product[(triton.cdiv(width, tile.block_n) * count,)](
-            a,
-            weight.values,
-            weight.block_scales if nvfp4 else weight.values,
-            weight.global_scale if nvfp4 else weight.values,
-            out,
-            topk_ids,
-            order,
-            blocks,
-            width=width,
-            depth=a.shape[1],
-            num_experts=weight.values.shape[0],
-            top_k=topk_ids.shape[1],
-            activation=activation,
-            nvfp4=nvfp4,
-            planned=plan is not None,
-            second=second,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            wide=not a.is_cuda,
-            hopper=_is_hopper(a.device),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        for start in range(0, count, _MOST_ROWS):
+            block_product[(triton.cdiv(width, tile.block_n), min(count - start, _MOST_ROWS))](
+                a,
+                weight.values,
+                weight.block_scales if nvfp4 else weight.values,
+                weight.global_scale if nvfp4 else weight.values,
+                out,
+                topk_ids,
+                order,
+                blocks[start:],
+                width=width,
+                depth=a.shape[1],
+                num_experts=weight.values.shape[0],
+                top_k=topk_ids.shape[1],
+                activation=activation,
+                nvfp4=nvfp4,
+                planned=plan is not None,
+                second=second,
+                BLOCK_M=tile.block_m,
+                BLOCK_N=tile.block_n,
+                BLOCK_K=tile.block_k,
+                wide=not a.is_cuda,
+                hopper=_is_hopper(a.device),
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
 
 
 def _sum(

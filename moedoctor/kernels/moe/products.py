@@ -294,10 +294,11 @@ def block_product(
 
     `width` is the width of `out`, `depth` that of `a`. The first product reads tokens [T, depth] and writes
     rows in the order of experts; the second reads those and writes a row for each pair. `plan` [B, 3] holds
-    expert, first row and rows of each block of tokens; without it each pair is a block. Programs: blocks *
-    (width / BLOCK_N).
+    expert, first row and rows of each block of tokens; without it each pair is a block. Programs:
+    (width / BLOCK_N, B).
     """
-    block, part = row_and_column((width + BLOCK_N - 1) // BLOCK_N)
+    # Two dimensions: with one, ptxas unrolls the loop of the second product and needs too many registers.
+    block, part = tl.program_id(1), tl.program_id(0)
     if planned:
         expert = tl.load(plan_ptr + block * 3).to(tl.int64)
         first_row = tl.load(plan_ptr + block * 3 + 1)
