@@ -18,7 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Programs in the background of a shell ignore Ctrl-C, and those of nohup a closed terminal; tests send both.
-for _signal in interrupts.SIGNALS:
+for _signal in (*interrupts.SIGNALS, signal.SIGQUIT):
     if signal.getsignal(_signal) == signal.SIG_IGN:
         signal.signal(_signal, signal.default_int_handler if _signal == signal.SIGINT else signal.SIG_DFL)
 

@@ -33,7 +33,8 @@ from unittest import mock
 
 TESTS = Path(__file__).resolve().parent.parent
 ROOT = TESTS.parent
-sys.path[:0] = [str(ROOT), str(TESTS), str(TESTS / "plugin")]
+if __name__ in ("__main__", "__mp_main__"):  # pytest has set its own path
+    sys.path[:0] = [str(ROOT), str(TESTS)]
 
 from hostile import TEXTS as HOSTILE  # noqa: E402
 from hostile import echoes_too_much  # noqa: E402
@@ -744,7 +745,8 @@ def run_class(name: str, seed: int, share: float = 1.0) -> Tally:
     trials, number = CLASSES[name]
     tally = Tally()
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="stress-") as folder:
+    path = [*sys.path, str(TESTS / "plugin")]
+    with tempfile.TemporaryDirectory(prefix="stress-") as folder, mock.patch.object(sys, "path", path):
         steps = trials(random.Random(f"{seed} {name}"), Path(folder), tally)
         while tally.tried < number * share:
             next(steps)
