@@ -55,7 +55,7 @@ _VALUE = r"""(?:
 _NO_VALUE = r"""(?!["'\\]{0,4}(?:none|null|nil|true|false|unset|undefined|not|required|missing|for|is|was|must
     |wrong|invalid|incorrect|empty|expired)(?![^\s,;:.)\]}"'\\]))"""
 _NAMED = re.compile(
-    rf"""(?P<private_key>begin[a-z ]*private\ key-----)[^-]*
+    rf"""(?P<private_key>begin[a-z ]{{0,40}}private\ key-----)[^-]*
   | (?P<cookie>cookies?["'\\]{{0,4}}[ \t]{{0,4}}[=:][ \t]{{0,4}})(?:"[^"\n]*"|'[^'\n]*'|[^\n]+)
   | (?P<name>
         (?:{_SECRET_NAME}|{_HOST_NAME})["'\\]{{0,4}}\]?[ \t]{{0,4}}(?:[=:][=>]?|=>|is\b)[ \t]{{0,4}}{_SCHEME}

@@ -203,6 +203,7 @@ PLANTED: Mapping[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(("mac {}", "mac:{}."), MAC.map(lambda mac: mac.hex(":"))),
     "mac={}": MAC.map(lambda mac: mac.hex("-").upper()),
     "-----BEGIN PRIVATE KEY-----\n{}\n-----END PRIVATE KEY-----": KEY,
+    "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----": KEY,
 }
 """Text -> what to plant in it."""
 
