@@ -65,7 +65,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in `folder`. Raises CheckpointError if it cannot be read safely."""
     if not os.path.isdir(folder):  # Path.is_dir raises for impossible names
         raise CheckpointError(
-            f"{shorten(str(folder), 300)}: is no folder, expected one with config.json and safetensors files"
+            f"{shorten(str(folder), 200)}: is no folder, expected one with config.json and safetensors files"
         )
     config = read_json(folder, "config.json")
     if config is None:
