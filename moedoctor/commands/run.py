@@ -112,6 +112,7 @@ def run(
     from moedoctor.reporters.text import summary_line
     from moedoctor.results import ReportError, load_report
     from moedoctor.runner.plan import Options, plan
+    from moedoctor.runner.pool import ServerError
     from moedoctor.runner.run import run
     from moedoctor.scenario.file import ScenarioError
     from moedoctor.scenario.targets import TargetError, load_targets
@@ -133,7 +134,7 @@ def run(
         if before is not None:
             comparison.check_comparable(before.environment, facts)
     parallel = min(jobs or os.cpu_count() or 1, _MAX_JOBS)
-    with _progress() as progress:
+    with as_input_error(ServerError), _progress() as progress:
         report = run(plans, facts, parallel=parallel, progress=progress)
     if before is not None:
         partial = options.partial or bool(targets)

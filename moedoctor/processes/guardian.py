@@ -94,9 +94,10 @@ def keep(child: int, folder: str) -> None:
         end_tree(child)
     end_children()
     parent, prefix = os.path.split(folder)
-    for name in os.listdir(parent):
-        if name == prefix or name.startswith(f"{prefix}-"):  # the fork server makes one for each case
-            shutil.rmtree(os.path.join(parent, name), ignore_errors=True)
+    with contextlib.suppress(OSError):  # the child removed the parent too
+        for name in os.listdir(parent):
+            if name == prefix or name.startswith(f"{prefix}-"):  # the fork server makes one for each case
+                shutil.rmtree(os.path.join(parent, name), ignore_errors=True)
     _end_like(status)
 
 

@@ -43,7 +43,7 @@ class Request:
 def main(request: Request, answer: IO[bytes], stderr: int, without: Mapping[str, str]) -> NoReturn:
     """Carry out `request`, write the answer as JSON, end the process.
 
-    `without` says of modules that cannot be imported why; they fail as if they were absent.
+    `without` maps each module that cannot be imported to the reason; its import fails at once.
     """
     _detach(stderr)
     try:

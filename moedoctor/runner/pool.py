@@ -1,4 +1,4 @@
-"""Runs jobs, each in a child process of its own, and turns every way of dying into a record.
+"""Carries out requests, each in a child process of its own, and turns every way of dying into a record.
 
 Children are forked from a fork server that has imported torch but never touched CUDA (see `server`), so a
 case costs milliseconds, not an import, and no case sees the CUDA context of another.
@@ -244,7 +244,10 @@ def _running_server() -> _Server:
     tempfile.gettempdir()  # raises FileNotFoundError if there is none; a child would end without an answer
     without: dict[str, str] = {}
     while True:
-        server = _Server(without)
+        try:
+            server = _Server(without)
+        except OSError as error:
+            raise ServerError(f"no child process can be started: {error.strerror}") from error
         loading = ""
         try:
             while True:

@@ -102,9 +102,8 @@ class _Server:
             answer = unnamed_file()
             read, write = os.pipe()
             server, pid = os.getpid(), os.fork()
-        except (
-            OSError
-        ) as error:  # no process, descriptor or space is left; what was opened goes with the server
+        except OSError as error:
+            # No process, descriptor or space is left. What was opened goes with the server.
             self.send(ended=index, failed=f"could not be started: {error.strerror}")
             return
         if pid == 0:

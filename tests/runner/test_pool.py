@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -141,6 +142,16 @@ def test_a_torch_that_cannot_be_imported_is_the_cause(
         assert isinstance(outcome("answers"), Observation)
     finally:
         pool._stop_server()
+
+
+def test_a_machine_without_room_for_a_process_is_a_server_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(pool, "_server", None)
+    monkeypatch.setattr(pool, "Child", no_room)
+    with pytest.raises(pool.ServerError, match=r"^no child process can be started: Resource temporarily"):
+        list(run_requests([job("answers")], parallel=1))
 
 
 def test_a_skip_raised_in_the_child_is_a_skip() -> None:
