@@ -12,6 +12,7 @@ from moedoctor import __version__
 from moedoctor.commands.audit import audit
 from moedoctor.commands.backends import backends
 from moedoctor.commands.bench import bench
+from moedoctor.commands.capsule import capsule
 from moedoctor.commands.check import check
 from moedoctor.commands.compare import compare
 from moedoctor.commands.explain import explain
@@ -19,6 +20,7 @@ from moedoctor.commands.lint import lint
 from moedoctor.commands.list import list_
 from moedoctor.commands.options import InputError
 from moedoctor.commands.plan import plan
+from moedoctor.commands.replay import replay
 from moedoctor.commands.run import run
 from moedoctor.commands.show import show
 from moedoctor.commands.triage import triage
@@ -59,8 +61,23 @@ def root(
 
 
 # In the order of the help.
-for command in (run, check, triage, explain, list_, backends, lint, audit, plan, bench, compare, show):
+for command in (
+    run,
+    check,
+    triage,
+    explain,
+    list_,
+    backends,
+    lint,
+    audit,
+    plan,
+    bench,
+    compare,
+    show,
+    replay,
+):
     app.command(command.__name__.rstrip("_"), epilog=EPILOG)(command)
+app.add_typer(capsule, name="capsule", epilog=EPILOG)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -38,8 +38,8 @@ def controls() -> tuple[Control, ...]:
     return (
         Control("swapped_gate_up", on_weights=_swapped, applies=_gated),
         Control("inverted_global_scale", on_weights=_inverted, applies=_scaled),
-        Control("swizzled_for_linear", on_weights=_swizzled_for_linear, applies=_blocked),
-        Control("linear_for_swizzled", on_weights=_linear_for_swizzled, applies=_blocked),
+        Control("swizzled_for_linear", on_weights=_with_scales(swizzled_for_linear), applies=_blocked),
+        Control("linear_for_swizzled", on_weights=_with_scales(linear_for_swizzled), applies=_blocked),
         Control(
             "mismatched_global_scale",
             on_weights=_mismatched,
@@ -100,33 +100,42 @@ def _inverted(layer: Layer) -> Weight:
     return replace(w13, global_scale=1 / w13.global_scale)
 
 
-def _swizzled_for_linear(layer: Layer) -> Weight:
-    """Give scales in tiles to a reader of rows. What does not fit into the rows is cut off."""
-    w13 = layer.w13
-    assert isinstance(w13, Nvfp4)
-    rows, columns = w13.block_scales.shape[-2:]
-    tiles = tiled_scales(w13.block_scales).view(torch.uint8).flatten(-2)  # [E, M' * S']
+def swizzled_for_linear(block_scales: torch.Tensor) -> torch.Tensor:
+    """Return what a reader of rows takes out of tiles that hold `block_scales` [E, M, S].
+
+    What does not fit into the rows is cut off.
+    """
+    rows, columns = block_scales.shape[-2:]
+    tiles = tiled_scales(block_scales).view(torch.uint8).flatten(-2)  # [E, M' * S']
     if padded_shape(rows, columns) != (rows, columns):
         tiles = torch.where(tiles == 0, tiles.amax(), tiles)  # padding would show at once
-    linear = tiles[:, : rows * columns].unflatten(-1, (rows, columns)).contiguous()  # [E, M, S]
-    return replace(w13, block_scales=linear.view(w13.block_scales.dtype))
+    linear: torch.Tensor = tiles[:, : rows * columns].unflatten(-1, (rows, columns)).contiguous()  # [E, M, S]
+    return linear.view(block_scales.dtype)
 
 
-def _linear_for_swizzled(layer: Layer) -> Weight:
-    """Give scales row by row to a reader of tiles: return the linear scales that it then reads in effect.
+def linear_for_swizzled(block_scales: torch.Tensor) -> torch.Tensor:
+    """Return what a reader of tiles takes out of rows that hold `block_scales` [E, M, S].
 
-    A backend that tiles them comes back to the bytes of the linear ones. If tiles are larger than the rows,
+    A backend that tiles the result comes back to the bytes of the rows. If tiles are larger than the rows,
     the largest scale is behind the last row. With 16 columns of scales (hidden size 256) the layouts are each
-    other's inverse, and this is the same fault as `_swizzled_for_linear`.
+    other's inverse, and this is the same fault as `swizzled_for_linear`.
     """
-    w13 = layer.w13
-    assert isinstance(w13, Nvfp4)
-    rows, columns = w13.block_scales.shape[-2:]
+    rows, columns = block_scales.shape[-2:]
     tall, wide = padded_shape(rows, columns)
-    linear = w13.block_scales.view(torch.uint8).flatten(-2)  # [E, M * S]
+    linear = block_scales.view(torch.uint8).flatten(-2)  # [E, M * S]
     behind = linear.amax().expand(len(linear), tall * wide - rows * columns)  # [E, M' * S' - M * S]
     tiles = torch.cat((linear, behind), 1).unflatten(-1, (tall, wide))  # [E, M', S']
-    return replace(w13, block_scales=linear_scales(tiles, rows, columns).view(w13.block_scales.dtype))
+    return linear_scales(tiles, rows, columns).view(block_scales.dtype)
+
+
+def _with_scales(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Layer], Weight]:
+    """Return what gives a backend w13 with changed block scales."""
+
+    def changed(layer: Layer) -> Weight:
+        assert isinstance(layer.w13, Nvfp4)
+        return replace(layer.w13, block_scales=change(layer.w13.block_scales))
+
+    return changed
 
 
 def _mismatched(layer: Layer) -> Weight:

@@ -1,0 +1,66 @@
+"""`moedoctor capsule`: what a recorded MoE call holds, and copies of it that may be shared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moedoctor.commands.options import InputError, Output, PageFormat, as_input_error, deliver, option
+from moedoctor.text import print_message
+
+_File = Annotated[Path, typer.Argument(metavar="CAPSULE", help="A file that a recording made.")]
+
+capsule = typer.Typer(
+    help="Show what a recorded MoE call holds, or copy it without weights.", no_args_is_help=True
+)
+
+
+@capsule.command()
+def show(file: _File, format: PageFormat = "table", output: Output = None) -> int:
+    """List what a capsule holds: the call, and every tensor with its size."""
+    from moedoctor.reporters.replay import capsule_page
+    from moedoctor.trace.capsule import CapsuleError, facts, load
+
+    with as_input_error(CapsuleError):
+        held = facts(load(file))
+    document = {"schema_version": 1, "command": "capsule", "file": file.name, **held}
+    deliver(capsule_page(held, file.name), document, format=format, output=output, summary=file.name)
+    return 0
+
+
+@capsule.command()
+def copy(
+    file: _File,
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="The new capsule.")],
+    without_weights: Annotated[
+        bool, typer.Option("--without-weights", help="Leave out everything that is part of the model.")
+    ] = False,
+    synthetic_weights: Annotated[
+        bool,
+        typer.Option("--synthetic-weights", help="Random codes under the same scales, of the same shapes."),
+    ] = False,
+    max_size: Annotated[
+        float | None, option("MB", "Keep the first tokens that fit into this size, in 10^6 bytes.")
+    ] = None,
+) -> int:
+    """Copy a capsule, so that it can be shared where weights must not be."""
+    from moedoctor.processes.files import OutputError
+    from moedoctor.trace import capsule as capsules
+
+    if without_weights and synthetic_weights:
+        raise InputError("--without-weights and --synthetic-weights: expected one of the two")
+    with as_input_error(capsules.CapsuleError, OutputError):
+        made = capsules.load(file)
+        if without_weights:
+            made = capsules.without_weights(made)
+        if synthetic_weights:
+            made = capsules.with_synthetic_weights(made)
+        if max_size is not None:
+            made = capsules.fitted(made, range(len(made.tensors["x"])), int(max_size * 1e6))
+        capsules.save(made, target)
+    print_message(
+        f"{target}: {made.size / 1e6:.1f} MB, {len(made.tensors['x'])} tokens, weights {made.record.weights}"
+    )
+    return 0

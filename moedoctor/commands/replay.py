@@ -1,0 +1,76 @@
+"""`moedoctor replay CAPSULE`: whether a recorded MoE call is right, and what explains it if not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moedoctor.commands.options import (
+    Device,
+    InputError,
+    Output,
+    PageFormat,
+    as_input_error,
+    check_gpu,
+    deliver,
+    number,
+    option,
+    texts,
+)
+
+
+def replay(
+    capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="A file that a recording made.")],
+    backend: Annotated[
+        list[str] | None,
+        option(
+            "NAME", "Backends to run on the call: names as in bench, or all. Default: the reference only."
+        ),
+    ] = None,
+    device: Device = "auto",
+    timeout: Annotated[
+        float, option("SECONDS", "Time limit of each backend.", number("--timeout", most=86_400))
+    ] = 300.0,
+    format: PageFormat = "table",
+    output: Output = None,
+) -> int:
+    """Judge a recorded MoE call and name what is wrong with it.
+
+    Compares the recorded output with the float32 reference, explains a wrong one by known mistakes, and runs
+    backends on the same inputs. Exit code 1 if the recorded output is wrong.
+    """
+    from moedoctor.diagnose.capsule.replay import ReplayError, replay
+    from moedoctor.environment import collect, no_gpu
+    from moedoctor.reporters.replay import answer_of, replay_document, replay_page
+
+    names = texts(backend)
+    _check_names(names)
+    facts = collect() if names else {}
+    check_gpu(device, facts)
+    if device == "auto":
+        device = "cpu" if not names or no_gpu(facts) else "cuda:0"
+    with as_input_error(ReplayError):
+        result = replay(capsule, lambda record: _variants(names, record), device, seconds=timeout)
+    code = 0 if result.right in (True, None) else 1
+    page, document = replay_page(result, capsule.name), replay_document(result, capsule.name, code)
+    deliver(page, document, format=format, output=output, summary=answer_of(result))
+    return code
+
+
+def _check_names(names: Sequence[str]) -> None:
+    from moedoctor.bench.moe import backends
+
+    for name in names:
+        if not backends.find(name):
+            raise InputError(f"--backend {name}: expected all, or one of {', '.join(backends.names())}")
+
+
+def _variants(names: Sequence[str], record: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the backends of these names for the capsule's weights."""
+    from moedoctor.bench.moe import backends
+
+    found = (variant for name in names for variant in backends.find(name, (record["quantization"],)))
+    return tuple(dict.fromkeys(found))

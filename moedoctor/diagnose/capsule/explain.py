@@ -1,0 +1,298 @@
+"""Which known mistake explains a wrong output of a MoE layer, and in which experts and tokens.
+
+An output is a sum over pairs of token and expert. So it is found for each pair by itself whether the mistake
+happened there: the least-squares share of the mistake in what the output differs by, rounded to 0 or 1. A
+mistake is named only if what it predicts agrees with the output as a sound backend would with the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import torch
+
+from moedoctor.bench.moe.parity import bounds_of
+from moedoctor.diagnose.capsule.computation import Computation
+from moedoctor.diagnose.capsule.mistakes import (
+    MISTAKES,
+    Deviation,
+    deviations_of,
+    names,
+    pairs_of,
+)
+from moedoctor.reference.agreement import Agreement, agree
+
+_MOST_UNKNOWN = 3
+"""Experts that are looked for at most if none of them is itself."""
+_NOISE = {"none": 2.0**-9, "fp8": 2.0**-5, "nvfp4": 2.0**-5}
+"""How far a sound backend moves an element, relative to its token's RMS; codes that flip move it further."""
+_APART = 3.0
+"""Predictions that are nearer to each other than this many times the noise are not told apart."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One mistake, or two at once, as an explanation of the output."""
+
+    mistakes: tuple[str, ...]
+    """Names of `MISTAKES`, or ``row_unwritten``, ``expert_replaced``, ``expert_unknown``."""
+    deviation: Deviation
+    residual: float
+    """‖output - prediction‖ / ‖output - reference‖ over the finite tokens."""
+    cosine: float
+    """Of output and prediction, over the finite tokens."""
+    holds: bool
+    """Whether the prediction agrees with the output within the bounds of a sound backend."""
+    experts: tuple[int, ...] | None = None
+    """Where it happens, if in some of the experts only: their places in the layer."""
+    tokens: tuple[int, ...] | None = None
+    """Where it happens, if in some of the tokens only."""
+    taken: int | None = None
+    """``expert_replaced``: the place of the expert that was computed instead."""
+    prediction: torch.Tensor = field(repr=False, compare=False, default_factory=lambda: torch.empty(0))
+    """float32 [T, H]"""
+
+    def says_the_same(self, other: Explanation) -> bool:
+        """Return whether both name the same mistakes in the same places."""
+        mine = (set(self.mistakes), self.experts, self.tokens, self.taken)
+        return mine == (set(other.mistakes), other.experts, other.tokens, other.taken)
+
+    @property
+    def share(self) -> float:
+        """Return the part of the difference that it explains, 0 to 1."""
+        return max(0.0, 1.0 - self.residual**2)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a recorded output is."""
+
+    agreement: Agreement
+    """Output and reference."""
+    best: Explanation | None = None
+    """What explains the output; None if it is right, or if no known mistake does."""
+    equals: tuple[Explanation, ...] = ()
+    """Other explanations that this call cannot tell apart from the best."""
+    runner_up: Explanation | None = None
+    """The best of the rest, whether it holds or not."""
+    compared: int = 0
+    """Explanations that were computed."""
+
+    @property
+    def sound(self) -> bool:
+        """Return whether the output is right."""
+        return self.agreement.right
+
+
+def diagnose(computation: Computation, output: torch.Tensor) -> Diagnosis:
+    """Explain `output` [T, H] of the call in `computation`. Tokens with NaN or Inf are left out."""
+    bounds = bounds_of(computation.activations)
+    right = computation.contributions()  # [T, K, H]
+    agreement = agree(output.float(), right.sum(1), bounds)
+    finite = output.isfinite().all(1)  # [T]
+    if agreement.right or not bool(finite.any()):
+        return Diagnosis(agreement)
+    call = _Call(computation, output.float(), right, finite)
+    deviations = [
+        deviation
+        for mistake in MISTAKES
+        if computation.applies(mistake)
+        for deviation in deviations_of(mistake)
+    ]
+    found = [*call.rows(), *_all(call, deviations)]
+    if not any(explanation.holds for explanation in found):
+        found += call.experts()
+    if not any(explanation.holds for explanation in found):
+        found += _all(call, pairs_of(deviations))
+    if not any(explanation.holds for explanation in found):
+        found += call.unknown_experts()
+    return call.ranked(agreement, found)
+
+
+def _all(call: _Call, deviations: Iterable[Deviation]) -> list[Explanation]:
+    return [explanation for deviation in deviations if (explanation := call.explained(deviation)) is not None]
+
+
+class _Call:
+    """One wrong output, and how well each mistake explains it."""
+
+    def __init__(
+        self, computation: Computation, output: torch.Tensor, right: torch.Tensor, finite: torch.Tensor
+    ) -> None:
+        self.computation, self.output, self.right, self.finite = computation, output, right, finite
+        self.ids = computation.problem.topk_ids  # [T, K]
+        self.reference = right.sum(1)  # [T, H]
+        self.bounds = bounds_of(computation.activations)
+        self.difference = output - self.reference  # [T, H]
+        self.size = float(self.difference[finite].double().norm())
+
+    def explained(self, deviation: Deviation) -> Explanation | None:
+        """Return how well the deviation explains the output; None if it changes nothing here."""
+        wrong = self.computation.contributions(deviation).nan_to_num()  # [T, K, H]
+        change = wrong - self.right  # [T, K, H]
+        if self._is_noise(wrong.sum(1)) and self._is_noise_in_pairs(change):
+            return None
+        mask = self._mask(change)  # [T, K]
+        whole = self._explanation(names(deviation), deviation, wrong.sum(1))
+        if whole.holds or bool(mask.all()) or not bool(mask.any()):
+            return whole
+        mixed = torch.where(mask[..., None], wrong, self.right).sum(1)  # [T, H]
+        experts, tokens = self._places(mask)
+        part = self._explanation(names(deviation), deviation, mixed, experts, tokens)
+        return part if part.holds else whole
+
+    def rows(self) -> list[Explanation]:
+        """Explain wrong rows by rows that nobody wrote: zeros, or another token's row."""
+        wrong = self._wrong_tokens()
+        prediction = self.reference.clone()  # [T, H]
+        for token in wrong:
+            row = self.output[token]  # [H]
+            same = (self.output == row).all(1)  # [T]
+            same[token] = False
+            if bool(same.any()) or not bool(row.any()):
+                prediction[token] = row
+        if not wrong or len(wrong) == len(self.output):
+            return []
+        return [self._explanation(("row_unwritten",), (), prediction, None, tuple(wrong))]
+
+    def experts(self) -> list[Explanation]:
+        """Explain the output by an expert that was computed with the weights of another that is held."""
+        found = []
+        for expert in self._suspects():
+            for other in range(self.computation.problem.layer.shape.experts):
+                if other == expert:
+                    continue
+                ids = torch.where(self.ids == expert, other, self.ids)  # [T, K]
+                replaced = self.computation.with_ids(ids)  # [T, K, H]
+                explanation = self._explanation(
+                    ("expert_replaced",), (), replaced.sum(1), (expert,), None, taken=other
+                )
+                found.append(explanation)
+        return found
+
+    def unknown_experts(self) -> list[Explanation]:
+        """Explain the output by as few experts as possible that are not themselves.
+
+        Just the tokens that use them are wrong. Experts that only appear together cannot be told apart.
+        """
+        wrong = set(self._wrong_tokens())
+        tokens_of = {expert: self._tokens_of(expert) for expert in self._suspects()}
+        if not wrong or len(wrong) == len(self.output):
+            return []
+        for size in range(1, _MOST_UNKNOWN + 1):
+            found = [
+                experts
+                for experts in combinations(tokens_of, size)
+                if set().union(*(tokens_of[expert] for expert in experts)) == wrong
+            ]
+            if found:
+                rows = torch.tensor(sorted(wrong), device=self.output.device)
+                prediction = self.reference.index_copy(0, rows, self.output[rows])  # [T, H]
+                return [self._explanation(("expert_unknown",), (), prediction, experts) for experts in found]
+        return []
+
+    def ranked(self, agreement: Agreement, found: Sequence[Explanation]) -> Diagnosis:
+        """Return the diagnosis: the best explanation, what equals it, and the next."""
+        # A mistake that happens everywhere explains with fewer words than one that happens in some places.
+        simple = [
+            len(item.mistakes) + (item.experts is not None or item.tokens is not None) for item in found
+        ]
+        order = sorted(range(len(found)), key=lambda i: (not found[i].holds, found[i].residual))
+        if not order:
+            return Diagnosis(agreement)
+        first = found[order[0]]
+        if not first.holds:
+            return Diagnosis(agreement, None, (), first, len(found))
+        near = [i for i in order if found[i].holds and self._equal(first, found[i])]
+        chosen = min(near, key=lambda i: (simple[i], found[i].residual))
+        best = found[chosen]
+        equals = tuple(
+            found[i] for i in near if simple[i] == simple[chosen] and not found[i].says_the_same(best)
+        )
+        rest = [found[i] for i in order if i not in near]
+        return Diagnosis(agreement, best, equals, rest[0] if rest else None, len(found))
+
+    # --- Helpers ------------------------------------------------------------------------------------------
+
+    def _explanation(
+        self,
+        mistakes: tuple[str, ...],
+        deviation: Deviation,
+        prediction: torch.Tensor,
+        experts: tuple[int, ...] | None = None,
+        tokens: tuple[int, ...] | None = None,
+        taken: int | None = None,
+    ) -> Explanation:
+        got, want = self.output[self.finite].double(), prediction[self.finite].double()  # [T', H] each
+        cosine = float((got * want).sum() / (got.norm() * want.norm()).clamp(min=1e-300))
+        residual = float((got - want).norm()) / max(self.size, 1e-300)
+        holds = agree(self.output[self.finite], prediction[self.finite], self.bounds).right
+        return Explanation(mistakes, deviation, residual, cosine, holds, experts, tokens, taken, prediction)
+
+    def _is_noise(self, prediction: torch.Tensor) -> bool:
+        """Return whether a sound backend could give `prediction` [T, H] too."""
+        return agree(prediction, self.reference, self.bounds).right
+
+    def _is_noise_in_pairs(self, change: torch.Tensor) -> bool:
+        """Return whether no single pair changes its token's output beyond the noise."""
+        return all(
+            self._is_noise(self.reference + change[:, lane]) for lane in range(change.shape[1])
+        )  # changes of two pairs may cancel
+
+    def _mask(self, change: torch.Tensor) -> torch.Tensor:
+        """Return bool [T, K]: the pairs in which the change [T, K, H] happened."""
+        gram = torch.einsum("tkh,tlh->tkl", change, change).double()  # [T, K, K]
+        along = torch.einsum("tkh,th->tk", change, self.difference.nan_to_num()).double()  # [T, K]
+        own = gram.diagonal(dim1=1, dim2=2)  # [T, K]
+        ridge = 1e-9 * own.amax(1, keepdim=True).clamp(min=1e-300)  # [T, 1]
+        system = gram + torch.diag_embed(ridge.expand_as(own))  # [T, K, K]
+        share = torch.linalg.solve(system, along[..., None]).squeeze(-1)  # [T, K]
+        size = self.reference.double().square().sum(1, keepdim=True)  # [T, 1]
+        # Noise moves a share by noise / size of the change. A pair that it could turn follows its expert.
+        noise = _NOISE[self.computation.activations]
+        speaks = own * change.shape[2] > size * (8 * noise) ** 2  # [T, K]
+        happened: torch.Tensor = share > 0.5  # [T, K]
+        for expert in self.ids.unique().tolist():
+            of_expert = self.ids == expert  # [T, K]
+            loud = of_expert & speaks
+            votes = happened[loud] if bool(loud.any()) else happened[speaks]
+            happened[of_expert & ~speaks] = bool(votes.double().mean() > 0.5) if votes.numel() else False
+        return happened
+
+    def _places(self, mask: torch.Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return the experts, or else the tokens, that `mask` [T, K] is made of."""
+        chosen = [int(expert) for expert in self.ids[mask].unique().tolist()]
+        by_expert = torch.isin(self.ids, torch.tensor(chosen, device=self.ids.device, dtype=self.ids.dtype))
+        if bool((by_expert == mask).all()):
+            return tuple(chosen), None
+        tokens = mask.any(1).nonzero().flatten().tolist()
+        return None, tuple(tokens)
+
+    def _wrong_tokens(self) -> list[int]:
+        """Return the finite tokens that differ from the reference beyond the noise."""
+        rows = zip(self.output, self.reference, self.finite.tolist(), strict=True)
+        return [
+            token
+            for token, (got, want, finite) in enumerate(rows)
+            if finite and not agree(got[None], want[None], self.bounds).right
+        ]
+
+    def _suspects(self) -> list[int]:
+        """Return the experts whose every token is wrong, and that can be seen."""
+        wrong = set(self._wrong_tokens())
+        found = []
+        for expert in self.ids[self.ids >= 0].unique().tolist():
+            if self._tokens_of(expert) <= wrong:
+                found.append(int(expert))
+        return found
+
+    def _tokens_of(self, expert: int) -> set[int]:
+        """Return the finite tokens that use the expert."""
+        return set(((self.ids == expert).any(1) & self.finite).nonzero().flatten().tolist())
+
+    def _equal(self, first: Explanation, other: Explanation) -> bool:
+        """Return whether both predict the same within `_APART` times the noise."""
+        apart = float((first.prediction - other.prediction)[self.finite].double().norm())
+        return apart <= _APART * first.residual * self.size

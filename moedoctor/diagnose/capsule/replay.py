@@ -1,0 +1,225 @@
+"""Replays a capsule: is its output right, what explains it if not, and what each backend makes of it here.
+
+The reference and every backend run in a child process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moedoctor.processes.ask import ChildError, answer, ask
+from moedoctor.reference.moe_backend import Variant
+
+if TYPE_CHECKING:
+    from moedoctor.diagnose.capsule.computation import Computation
+    from moedoctor.diagnose.capsule.explain import Diagnosis, Explanation
+    from moedoctor.trace.capsule import Capsule
+
+_CHILD = "moedoctor.diagnose.capsule.replay"
+_CAPSULE_ERROR = "capsule"
+
+
+class ReplayError(Exception):
+    """A capsule that cannot be replayed; one line says why."""
+
+
+@dataclass(frozen=True)
+class BackendReplay:
+    """One backend on the recorded call."""
+
+    backend: str
+    quantization: str
+    activations: str
+    right: bool | None = None
+    """Whether its output agrees with the reference; None if it did not run."""
+    against_reference: Mapping[str, Any] | None = None
+    against_recorded: Mapping[str, Any] | None = None
+    repeats: bool | None = None
+    """Whether its output agrees with the recorded one."""
+    deterministic: bool | None = None
+    """Whether three calls gave the same bits."""
+    unavailable: str | None = None
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a capsule is."""
+
+    facts: Mapping[str, Any]
+    """See `moedoctor.trace.capsule.facts`."""
+    judged: bool
+    """Whether the recorded output could be compared with the reference."""
+    right: bool | None
+    recorded: Mapping[str, Any]
+    """How the recorded output agrees with the reference; empty if it was not judged."""
+    diagnosis: Mapping[str, Any]
+    backends: Sequence[BackendReplay] = ()
+
+
+def replay(
+    path: Path,
+    variants: Callable[[Mapping[str, Any]], Sequence[Variant]],
+    device: str,
+    *,
+    seconds: float,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Replay:
+    """Replay the capsule in `path` with the backends that `variants` returns for its record.
+
+    Each child has `seconds`. Raises ReplayError if the capsule cannot be read or computed.
+    """
+    progress("reference")
+    place = os.path.abspath(path)  # a child works in a folder of its own
+    try:
+        judged = ask(_CHILD, {"path": place}, seconds=seconds)
+    except ChildError as error:
+        raise ReplayError(f"{path}: the reference could not be computed: {error}") from error
+    if _CAPSULE_ERROR in judged:
+        raise ReplayError(f"{path}: {judged[_CAPSULE_ERROR]}")
+    results = []
+    for variant in variants(judged["facts"]["record"]):
+        progress(variant.label)
+        request = {"path": place, "variant": asdict(variant), "device": device}
+        try:
+            found = ask(_CHILD, request, seconds=seconds)
+        except ChildError as error:
+            found = {"failed": str(error)}
+        results.append(BackendReplay(variant.name, variant.quantization, variant.activations, **found))
+    return Replay(
+        judged["facts"], judged["judged"], judged["right"], judged["recorded"], judged["diagnosis"], results
+    )
+
+
+def _carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
+    """In the child: judge the recorded output, or run one backend."""
+    from moedoctor.trace.capsule import CapsuleError, load
+
+    try:
+        capsule = load(Path(request["path"]))
+        if "variant" not in request:
+            return _judged(capsule)
+        return _computed(capsule, Variant(**request["variant"]), request["device"])
+    except CapsuleError as error:
+        return {_CAPSULE_ERROR: str(error).removeprefix(f"{request['path']}: ")}
+
+
+def _judged(capsule: Capsule) -> dict[str, Any]:
+    from moedoctor.diagnose.capsule.explain import diagnose
+    from moedoctor.trace.capsule import facts
+
+    base = {"facts": facts(capsule), "judged": False, "right": None, "recorded": {}, "diagnosis": {}}
+    if capsule.record.weights != "recorded":
+        return base
+    found = diagnose(computation_of(capsule), capsule.tensors["output"])
+    return {
+        **base,
+        "judged": True,
+        "right": found.sound,
+        "recorded": found.agreement.evidence(),
+        "diagnosis": {} if found.sound else diagnosis_record(found, capsule.expert_ids),
+    }
+
+
+def computation_of(capsule: Capsule) -> Computation:
+    """Return the `Computation` of a capsule. Raises CapsuleError if it lacks weights."""
+    import torch
+
+    from moedoctor.diagnose.capsule.computation import Computation
+
+    held, experts = list(capsule.expert_ids), capsule.record.experts
+    place = {expert: index for index, expert in enumerate(held)}
+    following = torch.tensor([place.get((expert + 1) % experts, -1) for expert in held])  # [U]
+    return Computation(
+        capsule.problem(),
+        capsule.record.activations,
+        half_scales=capsule.half_scales(),
+        neighbours=following,
+        last=place.get(experts - 1),
+    )
+
+
+def diagnosis_record(diagnosis: Diagnosis, expert_ids: Sequence[int]) -> dict[str, Any]:
+    """Return a diagnosis as plain data, with the ids of the layer's experts."""
+
+    def explanation(found: Explanation) -> dict[str, Any]:
+        experts = None if found.experts is None else [expert_ids[place] for place in found.experts]
+        return {
+            "mistakes": list(found.mistakes),
+            "steps": [list(part) for part in found.deviation],
+            "holds": found.holds,
+            "share_explained": found.share,
+            "cosine": found.cosine,
+            "experts": experts,
+            "tokens": None if found.tokens is None else list(found.tokens),
+            "taken": None if found.taken is None else expert_ids[found.taken],
+        }
+
+    return {
+        "explanation": None if diagnosis.best is None else explanation(diagnosis.best),
+        "not_told_apart": [explanation(found) for found in diagnosis.equals],
+        "runner_up": None if diagnosis.runner_up is None else explanation(diagnosis.runner_up),
+        "explanations_compared": diagnosis.compared,
+    }
+
+
+def _computed(capsule: Capsule, variant: Variant, device: str) -> dict[str, Any]:
+    import torch
+
+    from moedoctor.bench.moe import backends
+    from moedoctor.bench.moe.parity import bounds_of
+    from moedoctor.reference.agreement import agree
+    from moedoctor.reference.moe_layer import expected_output
+    from moedoctor.results import UnavailableError
+
+    capsule = with_one_scale(capsule)
+    problem = capsule.problem()
+    try:
+        backend = backends.create(variant)
+        reason = backend.unavailable(problem.layer.shape, device)
+        if reason is None and bool((problem.topk_ids < 0).any()):
+            reason = backend.refuses_empty_slots()
+        if reason is not None:
+            return {"unavailable": reason}
+        moved = capsule.to(device).problem()
+        prepared, x = backend.prepare(moved.layer), moved.x.bfloat16()  # [T, H]
+        outputs = [prepared(x, moved.topk_weights, moved.topk_ids).float().cpu() for _ in range(3)]
+    except UnavailableError as error:
+        return {"unavailable": str(error)}
+    bounds = bounds_of(variant.activations)
+    output = outputs[0]  # [T, H]
+    reference = agree(output, expected_output(problem, variant.activations), bounds)
+    recorded = None
+    if capsule.record.weights == "recorded" and bool(capsule.tensors["output"].isfinite().all()):
+        recorded = agree(output, capsule.tensors["output"].float(), bounds)
+    return {
+        "right": reference.right,
+        "against_reference": reference.evidence(),
+        "against_recorded": None if recorded is None else recorded.evidence(),
+        "repeats": None if recorded is None else recorded.right,
+        "deterministic": all(torch.equal(output, other) for other in outputs[1:]),
+    }
+
+
+def with_one_scale(capsule: Capsule) -> Capsule:
+    """Return the capsule with one scale of w13 an expert, as kernels want it: `w2` takes the ratio.
+
+    Exact, because the layer is linear in the up half; see `moedoctor.fixes.moe.checkpoint_scales.folded`.
+    """
+    from dataclasses import replace
+
+    halves = capsule.half_scales()
+    if halves is None:
+        return capsule
+    tensors = dict(capsule.tensors)
+    tensors["w13_scale"] = tensors["w13_scale"][:, 0].contiguous()
+    tensors["w2_scale"] = tensors["w2_scale"] * halves[:, 1]
+    return replace(capsule, tensors=tensors)
+
+
+if __name__ == "__main__":
+    answer(_carry_out)

@@ -1,0 +1,180 @@
+"""The pages of `moedoctor replay` and `moedoctor capsule show`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import moedoctor
+from moedoctor.diagnose.capsule.mistakes import BY_NAME
+from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Table
+from moedoctor.reporters.text import count_of
+from moedoctor.text import escape
+
+if TYPE_CHECKING:
+    from moedoctor.diagnose.capsule.replay import BackendReplay, Replay
+
+_PLACES = {
+    "row_unwritten": "rows that nobody wrote",
+    "expert_replaced": "another expert's weights",
+    "expert_unknown": "weights that are not in this capsule",
+}
+
+
+def replay_document(result: Replay, file: str, code: int) -> dict[str, Any]:
+    """Return the JSON document."""
+    return {
+        "schema_version": 1,
+        "moedoctor": moedoctor.__version__,
+        "command": "replay",
+        "file": file,
+        "capsule": result.facts,
+        "judged": result.judged,
+        "right": result.right,
+        "recorded": result.recorded,
+        "diagnosis": result.diagnosis,
+        "backends": [asdict(backend) for backend in result.backends],
+        "summary": {"exit_code": code},
+    }
+
+
+def replay_page(result: Replay, file: str) -> list[Block]:
+    """Return the answer first, then what explains it, then the backends."""
+    record = result.facts["record"]
+    page: list[Block] = [Heading(f"{escape(file)}: {escape(record['layer'])}", 1)]
+    page.append(Paragraph((Span(*_verdict(result)), f" {answer_of(result)}")))
+    page += _explanations(result.diagnosis)
+    if result.backends:
+        rows = [_row(backend) for backend in result.backends]
+        page += [
+            Heading("On this machine"),
+            Table(("backend", "reference", "cosine", "norm ratio", "recorded output", "note"), rows),
+        ]
+    page += [Heading("The call"), Bullets(_call(record, result.facts))]
+    return page
+
+
+def _verdict(result: Replay) -> tuple[str, str]:
+    if not result.judged:
+        return "not judged:", "note"
+    return ("right:", "clean") if result.right else ("wrong:", "error")
+
+
+def answer_of(result: Replay) -> str:
+    """Return in one sentence what the recorded output is."""
+    if not result.judged:
+        weights = result.facts["record"]["weights"]
+        return f"the capsule's weights are {weights}, so its output cannot be compared with the reference"
+    if result.right:
+        return (
+            f"the recorded output agrees with the float32 reference (cosine {result.recorded['cosine']:.5f})"
+        )
+    explanation = result.diagnosis.get("explanation")
+    reason = result.recorded["reason"]
+    if explanation is None:
+        return f"{reason}; none of the known mistakes explains it"
+    runner_up = result.diagnosis.get("runner_up")
+    beside = "" if runner_up is None else f", next best {runner_up['cosine']:.5f}"
+    return (
+        f"{reason}. The output equals the reference with {explained(explanation)} "
+        f"(cosine {explanation['cosine']:.5f}{beside})"
+    )
+
+
+def explained(explanation: Mapping[str, Any]) -> str:
+    """Return the mistakes and their places in words, with their entries."""
+    parts = []
+    for name in explanation["mistakes"]:
+        words = _PLACES.get(name) or BY_NAME[name].words
+        entry = BY_NAME[name].entry if name in BY_NAME else None
+        steps = [step for step, option in explanation["steps"] if option == name]
+        several = name in BY_NAME and len(BY_NAME[name].steps) > 1  # else the words say where
+        where = f" in {' and '.join(steps)}" if several else ""
+        parts.append(f"{words}{where}{f' ({entry})' if entry else ''}")
+    text = " and ".join(parts)
+    if explanation["experts"]:
+        text += f", {_listed('expert', explanation['experts'])}"
+    if explanation["tokens"]:
+        text += f", {_listed('token', explanation['tokens'])}"
+    if explanation["taken"] is not None:
+        text += f", those of expert {explanation['taken']}"
+    return text
+
+
+def _listed(noun: str, values: Sequence[int]) -> str:
+    shown = ", ".join(map(str, values[:8]))
+    more = f" and {len(values) - 8} more" if len(values) > 8 else ""
+    return f"{noun if len(values) == 1 else f'{noun}s'} {shown}{more}"
+
+
+def _explanations(diagnosis: Mapping[str, Any]) -> list[Block]:
+    if not diagnosis:
+        return []
+    rows = []
+    best, runner_up = diagnosis["explanation"], diagnosis["runner_up"]
+    for word, found in (
+        *((("explains it", best),) if best else ()),
+        *(("explains it as well", other) for other in diagnosis["not_told_apart"]),
+        *((("next best", runner_up),) if runner_up else ()),
+    ):
+        share = f"{found['share_explained']:.2%}"
+        rows.append([word, explained(found), f"{found['cosine']:.5f}", share])
+    if not rows:
+        return []
+    count = diagnosis["explanations_compared"]
+    return [
+        Heading("What explains it"),
+        Table(("", "the reference with", "cosine", "of the error"), rows),
+        Paragraph(f"{count_of(count, 'explanation')} compared"),
+    ]
+
+
+def _row(backend: BackendReplay) -> list[str]:
+    name = f"{backend.backend} {backend.quantization}"
+    if backend.right is None:
+        return [name, "not run", "", "", "", escape(backend.unavailable or backend.failed or "")]
+    found = backend.against_reference or {}
+    cosine, ratio = found.get("cosine"), found.get("norm_ratio")
+    repeats = {None: "", True: "the same", False: "another"}[backend.repeats]
+    note = "" if backend.deterministic else "three calls gave different bits"
+    return [
+        name,
+        "right" if backend.right else f"wrong: {escape(str(found.get('reason')))}",
+        "" if cosine is None else f"{cosine:.5f}",
+        "" if ratio is None else f"{ratio:.4f}",
+        repeats,
+        note,
+    ]
+
+
+def capsule_page(facts: Mapping[str, Any], file: str) -> list[Block]:
+    """Return what a capsule holds."""
+    rows = [
+        [tensor["name"], tensor["type"], str(tensor["shape"]), f"{tensor['bytes']:,}"]
+        for tensor in facts["tensors"]
+    ]
+    return [
+        Heading(f"{escape(file)}: {escape(facts['record']['layer'])}", 1),
+        Bullets(_call(facts["record"], facts)),
+        Table(("tensor", "type", "shape", "bytes"), [list(map(escape, row)) for row in rows], "lllr"),
+    ]
+
+
+def _call(record: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    tokens = next(tensor["shape"][0] for tensor in facts["tensors"] if tensor["name"] == "x")
+    held = next(tensor["shape"][0] for tensor in facts["tensors"] if tensor["name"] == "expert_ids")
+    of = f" of {record['call_tokens']}" if record["call_tokens"] else ""
+    lines = [
+        f"{record['experts']} experts, top {record['top_k']}, hidden {record['hidden']}, intermediate "
+        f"{record['intermediate']}, {record['activation']}",
+        f"weights {record['quantization']} ({record['weights']}, {count_of(held, 'expert')}), activations "
+        f"{record['activations']}, backend {record['backend']}",
+        f"call {record['call']}, {count_of(tokens, 'token')}{of}, {facts['bytes'] / 1e6:.1f} MB",
+    ]
+    if record["reason"]:
+        lines.append(f"kept because: {record['reason']}")
+    for title in ("parallel", "kernel", "packages", "environment"):
+        if record[title]:
+            lines.append(f"{title}: " + ", ".join(f"{name} {value}" for name, value in record[title].items()))
+    return [escape(line) for line in lines]

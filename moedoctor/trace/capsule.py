@@ -1,0 +1,378 @@
+"""A capsule: one call of a MoE layer, in a safetensors file that another machine can judge.
+
+The file ``NAME.moecapsule`` holds tensors, and in its metadata ``format`` (``moedoctor-capsule``),
+``version`` (``1``) and ``record``: a JSON object with the fields of `Record`. There is no prompt text in it.
+T tokens, K experts a token, E experts in the layer, U of them held, hidden size H, intermediate size I, and
+N = 2I rows of w13 (gate half first), or I without a gate:
+
+| tensor | type and shape |
+|---|---|
+| ``x``, ``output`` | BF16, F16 or F32 [T, H] |
+| ``topk_ids``, ``topk_weights`` | int32 [T, K], -1 for none; F32 [T, K] |
+| ``router_logits`` | optional; BF16, F16 or F32 [T, E] |
+| ``expert_ids`` | int32 [U], ascending: the experts whose weights are held |
+| ``w13``, ``w2`` | BF16, F16 or E4M3 [U, N, H] and [U, H, I]; uint8 with the last dimension halved: NVFP4 |
+| ``w13_scale``, ``w2_scale`` | F32 [U]; w13 also [U, 2], gate and up by themselves |
+| ``w13_block_scales``, ``w2_block_scales`` | ``nvfp4``: E4M3 [U, N, H/16] and [U, H, I/16], row by row |
+| ``input_scale``, ``intermediate_scale`` | optional; F32 [] |
+| ``backend.NAME`` | optional: a tensor as the backend got it, in its own layout |
+
+Reading checks every name, type and shape against the record before a tensor is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from moedoctor.models.layer_shape import LayerShape
+from moedoctor.processes.files import write
+from moedoctor.reference.fp8 import Fp8
+from moedoctor.reference.moe import Weight
+from moedoctor.reference.moe_layer import Layer, Problem
+from moedoctor.reference.nvfp4 import BLOCK, Nvfp4
+from moedoctor.text import TextFileError, open_file, shorten
+
+FORMAT = "moedoctor-capsule"
+VERSION = "1"
+SUFFIX = ".moecapsule"
+MAX_BYTES = 256 * 10**6
+"""What a recording keeps to unless it is told otherwise."""
+_LARGEST = 8 * 2**30
+_MOST_TENSORS = 256
+_OF_BACKEND = "backend."
+_CALL = ("x", "output", "topk_ids", "topk_weights", "router_logits")
+_FLOATS = ("BF16", "F16", "F32")
+
+Size = Annotated[int, Field(ge=1, le=2**24)]
+Line = Annotated[str, Field(max_length=1000)]
+
+
+class CapsuleError(Exception):
+    """A capsule that cannot be used or made; one line says what is wrong and what was expected."""
+
+
+class Record(BaseModel):
+    """What a capsule says about its call, beside the tensors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    layer: Line
+    """The layer's name in the model."""
+    hidden: Size
+    intermediate: Size
+    experts: Size
+    """Experts of the whole layer."""
+    top_k: Size
+    activation: Literal["silu", "gelu_tanh", "relu2"]
+    quantization: Literal["bf16", "fp8", "nvfp4"]
+    """Of the weights."""
+    activations: Literal["none", "fp8", "nvfp4"] = "none"
+    """How the backend quantizes activations."""
+    weights: Literal["recorded", "none", "synthetic"] = "recorded"
+    """``synthetic``: random codes under the recorded scales, so the output is not that of these weights."""
+    backend: Line = "unknown"
+    reason: Line = ""
+    """Why this call was kept."""
+    call: Annotated[int, Field(ge=0)] = 0
+    """The number of this layer's call."""
+    tokens: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """The rows of the call that were kept; empty for all."""
+    call_tokens: Annotated[int, Field(ge=0)] = 0
+    """The rows that the call had."""
+    parallel: dict[Line, int] = {}
+    """``tensor_parallel_size`` and the like."""
+    kernel: dict[Line, Line] = {}
+    """Parameters of the backend's kernel."""
+    packages: dict[Line, Line] = {}
+    environment: dict[Line, Line] = {}
+    """Masked variables."""
+
+    @property
+    def shape(self) -> LayerShape:
+        """Return the size of the whole layer."""
+        return LayerShape(self.hidden, self.intermediate, self.experts, self.top_k, self.activation)
+
+
+@dataclass(frozen=True)
+class Capsule:
+    """One call."""
+
+    record: Record
+    tensors: Mapping[str, torch.Tensor]
+    """As in the file."""
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def expert_ids(self) -> Sequence[int]:
+        """Return the experts that are held."""
+        ids: list[int] = self.tensors["expert_ids"].tolist()
+        return ids
+
+    def to(self, device: str) -> Capsule:
+        """Return the capsule with its tensors on `device`."""
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+    def problem(self) -> Problem:
+        """Return the call with the experts that are held; an id becomes the place of its expert.
+
+        Raises CapsuleError if it holds no weights, or not those of every expert that the call uses.
+        """
+        if "w13" not in self.tensors:
+            raise CapsuleError("it holds no weights, so nothing can be computed; record one with weights")
+        held = self.tensors["expert_ids"]
+        places = torch.full((self.record.experts,), -2, dtype=torch.int32, device=held.device)  # [E]
+        places[held.long()] = torch.arange(len(held), dtype=torch.int32, device=held.device)
+        ids = self.tensors["topk_ids"]  # [T, K]
+        inside = (ids >= 0) & (ids < self.record.experts)  # [T, K]
+        moved = torch.where(inside, places[ids.long().clamp(0, self.record.experts - 1)], -1)  # [T, K]
+        missing = ids[moved == -2].unique().tolist()
+        if missing:
+            raise CapsuleError(f"it lacks the weights of the experts {missing[:8]}, which the call uses")
+        return Problem(self._layer(), self.tensors["x"], self.tensors["topk_weights"], moved.int())
+
+    def half_scales(self) -> torch.Tensor | None:
+        """Return float32 [U, 2]: the scales of gate and up relative to the gate's; None if w13 has one."""
+        scale = self.tensors.get("w13_scale")
+        return None if scale is None or scale.dim() == 1 else scale / scale[:, :1]
+
+    def _layer(self) -> Layer:
+        def scale(name: str) -> float:
+            value = self.tensors.get(name)
+            return 1.0 if value is None else float(value)
+
+        shape = replace(self.record.shape, experts=len(self.expert_ids))
+        return Layer(
+            shape,
+            self.record.quantization,
+            self._weight("w13"),
+            self._weight("w2"),
+            input_scale=scale("input_scale"),
+            intermediate_scale=scale("intermediate_scale"),
+        )
+
+    def _weight(self, name: str) -> Weight:
+        values = self.tensors[name]
+        if self.record.quantization == "bf16":
+            return values
+        scale = self.tensors[f"{name}_scale"]
+        scale = scale[:, 0] if scale.dim() == 2 else scale  # [U]
+        if self.record.quantization == "fp8":
+            return Fp8(values, scale)
+        return Nvfp4(values, self.tensors[f"{name}_block_scales"], scale)
+
+
+def kept(capsule: Capsule, tokens: Sequence[int]) -> Capsule:
+    """Return the capsule of some of its tokens, with the experts that they use, `top_k` at least."""
+    rows = torch.tensor(list(tokens), dtype=torch.long)
+    tensors = dict(capsule.tensors)
+    for name in _CALL:
+        if name in tensors:
+            tensors[name] = tensors[name][rows]
+    used = torch.isin(tensors["expert_ids"], tensors["topk_ids"])  # [U]
+    spare = (~used).nonzero().flatten()[: max(0, capsule.record.top_k - int(used.sum()))]
+    used[spare] = True  # a layer has at least as many experts as a token uses
+    for name in _weight_names(capsule):
+        tensors[name] = tensors[name][used]
+    tensors["expert_ids"] = tensors["expert_ids"][used]
+    before = capsule.record.tokens or range(len(capsule.tensors["x"]))
+    record = capsule.record.model_copy(update={"tokens": tuple(before[token] for token in tokens)})
+    return Capsule(record, tensors)
+
+
+def fitted(capsule: Capsule, tokens: Sequence[int], limit: int) -> Capsule:
+    """Return the capsule with as many of `tokens`, the most wanted first, as `limit` bytes hold.
+
+    Raises CapsuleError with the size that one token needs if that is more.
+    """
+    best = kept(capsule, tokens[:1])
+    if best.size > limit:
+        raise CapsuleError(
+            f"one token and its experts need {best.size / 1e6:.0f} MB, more than the {limit / 1e6:.0f} MB "
+            "that a capsule may have; allow more with --max-size"
+        )
+    low, high = 1, len(tokens)
+    while low < high:  # the size grows with every token
+        middle = (low + high + 1) // 2
+        trial = kept(capsule, tokens[:middle])
+        low, high = (middle, high) if trial.size <= limit else (low, middle - 1)
+    return kept(capsule, tokens[:low])
+
+
+def without_weights(capsule: Capsule) -> Capsule:
+    """Return the capsule without anything that is part of the model."""
+    names = {*_weight_names(capsule), *(name for name in capsule.tensors if name.startswith(_OF_BACKEND))}
+    tensors = {name: tensor for name, tensor in capsule.tensors.items() if name not in names}
+    return Capsule(capsule.record.model_copy(update={"weights": "none"}), tensors)
+
+
+def with_synthetic_weights(capsule: Capsule, seed: int = 37) -> Capsule:
+    """Return the capsule with random codes in place of the weights; scales and shapes stay."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors = dict(capsule.tensors)
+    for name in (name for name in ("w13", "w2") if name in tensors):
+        old = tensors[name]
+        if old.dtype == torch.uint8:
+            tensors[name] = torch.randint(0, 256, old.shape, generator=draw, dtype=torch.uint8)
+        else:
+            size = old.float().std()
+            tensors[name] = (torch.randn(old.shape, generator=draw) * size).to(old.dtype)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OF_BACKEND)}
+    return Capsule(capsule.record.model_copy(update={"weights": "synthetic"}), tensors)
+
+
+def save(capsule: Capsule, path: Path) -> None:
+    """Write a capsule, whole or not at all. Raises OutputError, an OSError."""
+    from safetensors.torch import save as to_bytes
+
+    record = capsule.record.model_dump_json()
+    metadata = {"format": FORMAT, "version": VERSION, "record": record}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in capsule.tensors.items()}
+    write(path, to_bytes(tensors, metadata))
+
+
+def load(path: Path) -> Capsule:
+    """Load the capsule in a file. Raises CapsuleError, and nothing else, for whatever is wrong with it."""
+    import safetensors
+
+    try:
+        with open_file(path, expected=f"a capsule ({SUFFIX})") as file:
+            file.seek(0, 2)
+            if file.tell() > _LARGEST:
+                raise CapsuleError(f"is {file.tell()} bytes long, expected at most {_LARGEST}")
+        with safetensors.safe_open(path, framework="pt") as source:
+            record = _record(source.metadata() or {})
+            names = list(source.keys())
+            _check_names(record, names)
+            shapes = {name: source.get_slice(name) for name in names}
+            _check_shapes(
+                record, {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in shapes.items()}
+            )
+            capsule = Capsule(record, {name: source.get_tensor(name) for name in names})
+        _check_values(capsule)
+    except CapsuleError as error:
+        raise CapsuleError(f"{path}: {error}") from None
+    except TextFileError as error:
+        raise CapsuleError(f"{path}: {error.message}") from None
+    except safetensors.SafetensorError as error:
+        raise CapsuleError(f"{path}: is no safetensors file ({shorten(str(error), 120)})") from None
+    except OSError as error:
+        raise CapsuleError(f"{path}: cannot be read ({error.strerror})") from None
+    return capsule
+
+
+def _weight_names(capsule: Capsule) -> list[str]:
+    names = (f"{weight}{part}" for weight in ("w13", "w2") for part in ("", "_scale", "_block_scales"))
+    return [name for name in names if name in capsule.tensors]
+
+
+def _record(metadata: Mapping[str, str]) -> Record:
+    if metadata.get("format") != FORMAT:
+        raise CapsuleError(f"is a safetensors file without the format {FORMAT}, expected a capsule")
+    if metadata.get("version") != VERSION:
+        version = shorten(metadata.get("version", "none"), 40)
+        raise CapsuleError(f"has format version {version}, expected {VERSION}: use a newer moedoctor")
+    try:
+        # Strict for JSON: lists become tuples, nothing else is converted.
+        return Record.model_validate_json(metadata.get("record", ""))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "record"
+        raise CapsuleError(f"{shorten(place, 80)}: {shorten(first['msg'], 120)}") from None
+    except (ValueError, RecursionError) as error:
+        raise CapsuleError(f"record: {shorten(str(error), 120)}") from None
+
+
+def _check_names(record: Record, names: Sequence[str]) -> None:
+    if len(names) > _MOST_TENSORS:
+        raise CapsuleError(f"holds {len(names)} tensors, expected at most {_MOST_TENSORS}")
+    needed = {"x", "output", "topk_ids", "topk_weights", "expert_ids"}
+    weights: set[str] = set()
+    if record.weights != "none":
+        parts = {"bf16": ("",), "fp8": ("", "_scale"), "nvfp4": ("", "_scale", "_block_scales")}
+        weights = {f"{weight}{part}" for weight in ("w13", "w2") for part in parts[record.quantization]}
+    if missing := (needed | weights) - set(names):
+        raise CapsuleError(f"lacks the tensor {min(missing)}")
+    known = needed | weights | {"router_logits", "input_scale", "intermediate_scale"}
+    other = [name for name in names if name not in known and not name.startswith(_OF_BACKEND)]
+    if other:
+        raise CapsuleError(f"holds the tensor '{shorten(other[0], 60)}', which a capsule does not have")
+
+
+def _check_shapes(record: Record, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    shape = found["x"][1]
+    tokens = shape[0] if len(shape) == 2 else 0
+    held = found["expert_ids"][1]
+    count = held[0] if len(held) == 1 else 0
+    hidden, size, rows = record.hidden, record.intermediate, record.shape.w13_rows
+    packed = 2 if record.quantization == "nvfp4" else 1
+    codes = {"bf16": ("BF16", "F16"), "fp8": ("F8_E4M3",), "nvfp4": ("U8",)}[record.quantization]
+    expected: dict[str, tuple[tuple[str, ...], list[tuple[int, ...]]]] = {
+        "x": (_FLOATS, [(tokens, hidden)]),
+        "output": (_FLOATS, [(tokens, hidden)]),
+        "topk_ids": (("I32",), [(tokens, record.top_k)]),
+        "topk_weights": (("F32",), [(tokens, record.top_k)]),
+        "router_logits": (_FLOATS, [(tokens, record.experts)]),
+        "expert_ids": (("I32",), [(count,)]),
+        "w13": (codes, [(count, rows, hidden // packed)]),
+        "w2": (codes, [(count, hidden, size // packed)]),
+        "w13_scale": (("F32",), [(count,), (count, 2)] if record.shape.gated else [(count,)]),
+        "w2_scale": (("F32",), [(count,)]),
+        "w13_block_scales": (("F8_E4M3",), [(count, rows, hidden // BLOCK)]),
+        "w2_block_scales": (("F8_E4M3",), [(count, hidden, size // BLOCK)]),
+        "input_scale": (("F32",), [()]),
+        "intermediate_scale": (("F32",), [()]),
+    }
+    for name, (dtype, given) in found.items():
+        if name.startswith(_OF_BACKEND):
+            continue
+        dtypes, shapes = expected[name]
+        if dtype not in dtypes or given not in shapes:
+            wanted = " or ".join(str(list(each)) for each in shapes)
+            raise CapsuleError(
+                f"{name} is {dtype} {list(given)}, expected {' or '.join(dtypes)} {wanted} as its record says"
+            )
+    if not tokens:
+        raise CapsuleError("holds no token, expected at least one")
+    if record.quantization == "nvfp4" and (hidden % BLOCK or size % BLOCK):
+        raise CapsuleError(f"hidden {hidden} and intermediate {size} must be multiples of {BLOCK} for nvfp4")
+    if record.tokens and len(record.tokens) != tokens:
+        raise CapsuleError(f"names {len(record.tokens)} tokens and holds {tokens}")
+
+
+def _check_values(capsule: Capsule) -> None:
+    held = capsule.tensors["expert_ids"]
+    ordered = bool((held[1:] > held[:-1]).all()) if len(held) > 1 else True
+    if not ordered or (len(held) and not 0 <= int(held[0]) <= int(held[-1]) < capsule.record.experts):
+        raise CapsuleError(
+            f"expert_ids must be ascending, from 0 to {capsule.record.experts - 1}; they are not"
+        )
+    if len(held) < capsule.record.top_k:
+        raise CapsuleError(f"holds {len(held)} experts, expected at least top_k {capsule.record.top_k}")
+
+
+def facts(capsule: Capsule) -> dict[str, Any]:
+    """Return what it holds as plain data: the record, and name -> type, shape and bytes of each tensor."""
+    return {
+        "record": json.loads(capsule.record.model_dump_json()),
+        "bytes": capsule.size,
+        "tensors": [
+            {
+                "name": name,
+                "type": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "bytes": tensor.nbytes,
+            }
+            for name, tensor in sorted(capsule.tensors.items())
+        ],
+    }

@@ -1,0 +1,84 @@
+"""`moedoctor replay` and `moedoctor capsule`, as a person calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moedoctor.cli import main
+from moedoctor.trace.capsule import load, save
+from tests.capsules import computation, make_capsule, noisy, with_output
+
+
+@pytest.fixture
+def wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A capsule in the working directory whose gate and up halves were swapped."""
+    monkeypatch.chdir(tmp_path)
+    capsule = make_capsule("nvfp4")
+    output = noisy(computation(capsule).contributions((("w13", "gate_up_swapped"),)).sum(1))
+    save(with_output(capsule, output), tmp_path / "wrong.moecapsule")
+    return Path("wrong.moecapsule")
+
+
+def test_a_wrong_output_is_named_and_found(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(wrong), "--backend", "OURS,REFERENCE,MARLIN", "--format", "json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["command"] == "replay"
+    assert document["summary"] == {"exit_code": 1}
+    assert document["right"] is False
+    assert document["diagnosis"]["explanation"]["mistakes"] == ["gate_up_swapped"]
+    ours, reference, marlin = (
+        next(row for row in document["backends"] if row["backend"] == name)
+        for name in ("OURS", "REFERENCE", "MARLIN")
+    )
+    for row in (ours, reference):
+        assert (row["right"], row["repeats"], row["deterministic"]) == (True, False, True)
+    assert marlin["right"] is None
+    assert marlin["unavailable"]
+
+
+def test_the_answer_comes_first(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(wrong)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "the gate and up halves of w13 swapped (MD017)" in " ".join(lines[1:4])
+
+
+def test_a_right_output_is_nothing_found(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(make_capsule("fp8", "fp8"), Path("right.moecapsule"))
+    assert main(["replay", "right.moecapsule"]) == 0
+    assert "agrees with the float32 reference" in capsys.readouterr().out
+
+
+def test_a_copy_without_weights_is_not_judged(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capsule", "copy", str(wrong), "bare.moecapsule", "--without-weights"]) == 0
+    assert load(Path("bare.moecapsule")).record.weights == "none"
+    assert main(["capsule", "show", "bare.moecapsule"]) == 0
+    assert "(none," in capsys.readouterr().out
+    assert main(["replay", "bare.moecapsule"]) == 0
+    assert "not judged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["replay", "nothing.moecapsule"], "nothing.moecapsule: cannot be read"),
+        (["replay", "text.moecapsule"], "text.moecapsule: is no safetensors file"),
+        (["replay", "wrong.moecapsule", "--backend", "MARLN"], "--backend MARLN: expected all, or one of"),
+        (["capsule", "show", "text.moecapsule"], "text.moecapsule: is no safetensors file"),
+        (
+            ["capsule", "copy", "wrong.moecapsule", "x", "--max-size", "0.01"],
+            "one token and its experts need",
+        ),
+        (["capsule", "copy", "wrong.moecapsule", "no/x"], "no/x: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, wrong: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("text.moecapsule").write_text("no capsule at all, just text", encoding="utf-8")
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.strip().splitlines()) == 1

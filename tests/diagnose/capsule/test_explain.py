@@ -1,0 +1,171 @@
+"""Planted mistakes are named, sound outputs are not, and nothing else is."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from moedoctor.bench.moe.parity import bounds_of
+from moedoctor.diagnose.capsule.computation import Computation
+from moedoctor.diagnose.capsule.explain import Diagnosis, diagnose
+from moedoctor.diagnose.capsule.mistakes import MISTAKES, Deviation, deviations_of, names, pairs_of
+from moedoctor.reference.agreement import agree
+from tests.capsules import SCHEMES, computation, make_capsule, noisy
+
+_CALLS = [(*scheme, activation) for scheme in SCHEMES for activation in ("silu", "relu2")]
+
+
+def _call(scheme: tuple[str, str, str], seed: int) -> Computation:
+    quantization, activations, activation = scheme
+    unusual = seed % 2 == 1
+    capsule = make_capsule(
+        quantization, activations, activation=activation, seed=seed, halves=True, unusual=unusual
+    )
+    return computation(capsule)
+
+
+def _deviations(call: Computation) -> list[Deviation]:
+    """The mistakes that this call can show."""
+    return [
+        deviation for mistake in MISTAKES if call.applies(mistake) for deviation in deviations_of(mistake)
+    ]
+
+
+def _is_noise(call: Computation, output: torch.Tensor, other: torch.Tensor) -> bool:
+    return agree(output, other, bounds_of(call.activations)).right
+
+
+def _named(diagnosis: Diagnosis) -> list[set[str]]:
+    """What it names first, and what it says it cannot tell apart from that."""
+    best = [] if diagnosis.best is None else [diagnosis.best]
+    return [set(found.mistakes) for found in (*best, *diagnosis.equals)]
+
+
+def _plant(seeds: Sequence[int]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for scheme in _CALLS:
+        for seed in seeds:
+            call = _call(scheme, seed)
+            right = call.contributions().sum(1)  # [T, H]
+            counts["sound outputs"] += 1
+            counts["sound outputs named"] += not diagnose(call, noisy(right, seed)).sound
+            for deviation in _deviations(call):
+                wrong = call.contributions(deviation).sum(1)  # [T, H]
+                if _is_noise(call, wrong, right):
+                    counts["no effect"] += 1
+                    continue
+                named = _named(diagnose(call, noisy(wrong, seed)))
+                planted = set(names(deviation))
+                counts["planted"] += 1
+                if planted in named:
+                    counts["first" if named[0] == planted else "not told apart"] += 1
+                elif named:
+                    counts["wrong"] += 1
+    return counts
+
+
+def _judge(counts: Counter[str]) -> None:
+    told = counts["planted"] - counts["not told apart"]
+    assert told > 0.8 * counts["planted"], counts
+    assert counts["first"] >= 0.98 * told, counts
+    assert counts["wrong"] <= 0.01 * told, counts
+    assert counts["sound outputs named"] == 0, counts
+
+
+def test_planted_mistakes_are_named_first() -> None:
+    _judge(_plant((0, 1)))
+
+
+@pytest.mark.slow
+def test_planted_mistakes_are_named_first_for_twenty_seeds() -> None:
+    _judge(_plant(range(2, 22)))
+
+
+@pytest.mark.parametrize("scheme", _CALLS)
+def test_a_mistake_in_some_experts_names_them(scheme: tuple[str, str, str]) -> None:
+    call = _call(scheme, 4)
+    ids, right = call.problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
+    chance = random.Random(4)
+    for deviation in _deviations(call):
+        expert = chance.choice(ids.unique().tolist())
+        mixed = torch.where((ids == expert)[..., None], call.contributions(deviation), right).sum(1)  # [T, H]
+        if _is_noise(call, mixed, right.sum(1)):
+            continue
+        found = diagnose(call, noisy(mixed))
+        assert set(names(deviation)) in _named(found), (deviation, found)
+        assert found.best is not None
+        assert found.best.experts == (expert,), (deviation, found)
+
+
+@pytest.mark.parametrize("scheme", _CALLS)
+def test_two_mistakes_at_once_are_named_unless_one_of_them_explains_it(scheme: tuple[str, str, str]) -> None:
+    call = _call(scheme, 6)
+    right = call.contributions().sum(1)  # [T, H]
+    pairs = list(pairs_of(_deviations(call)))
+    for deviation in random.Random(6).sample(pairs, 4):
+        wrong = call.contributions(deviation).sum(1)  # [T, H]
+        if _is_noise(call, wrong, right):
+            continue
+        named = _named(diagnose(call, noisy(wrong)))
+        planted = set(names(deviation))
+        single = [
+            each for each in _deviations(call) if _is_noise(call, call.contributions(each).sum(1), wrong)
+        ]
+        assert planted in named or (single and set(names(single[0])) in named), (deviation, named)
+
+
+@pytest.mark.parametrize("scheme", _CALLS)
+def test_an_expert_with_other_weights_is_named(scheme: tuple[str, str, str]) -> None:
+    call, foreign = _call(scheme, 8), _call(scheme, 9)
+    ids, right = call.problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
+    expert = int(ids[0, 0])
+    other = (expert + 3) % call.problem.layer.shape.experts
+    moved = call.with_ids(torch.where(ids == expert, other, ids)).sum(1)  # [T, H]
+    found = diagnose(call, noisy(moved)).best
+    assert found is not None
+    assert (found.mistakes, found.experts, found.taken) == (("expert_replaced",), (expert,), other)
+
+    foreign.problem = call.problem.__class__(
+        foreign.problem.layer, call.problem.x, call.problem.topk_weights, ids
+    )
+    mixed = torch.where((ids == expert)[..., None], foreign.contributions(), right).sum(1)  # [T, H]
+    unknown = diagnose(call, noisy(mixed))
+    assert unknown.best is not None
+    assert unknown.best.mistakes == ("expert_unknown",)
+    assert expert in {place for found in (unknown.best, *unknown.equals) for place in found.experts or ()}
+
+
+def test_a_row_that_nobody_wrote_is_named() -> None:
+    call = _call(("nvfp4", "none", "silu"), 2)
+    for value in (torch.zeros(256), None):
+        output = noisy(call.contributions().sum(1))  # [T, H]
+        output[3] = output[5] if value is None else value
+        found = diagnose(call, output).best
+        assert found is not None
+        assert (found.mistakes, found.tokens) == (("row_unwritten",), (3,))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_no_known_mistake_explains_is_not_named(seed: int) -> None:
+    call = _call(_CALLS[seed], seed)
+    right = call.contributions().sum(1)  # [T, H]
+    draw = torch.Generator().manual_seed(seed)
+    output = torch.randn(right.shape, generator=draw) * right.norm() / right.numel() ** 0.5  # [T, H]
+    found = diagnose(call, output.bfloat16())
+    assert not found.sound
+    assert found.best is None
+    assert found.runner_up is not None
+
+
+def test_tokens_that_are_not_finite_are_counted_and_left_out() -> None:
+    call = _call(("fp8", "none", "silu"), 2)
+    output = noisy(call.contributions((("w13", "gate_up_swapped"),)).sum(1))  # [T, H]
+    output[2, 7] = float("nan")
+    found = diagnose(call, output)
+    assert found.agreement.first_nonfinite_token == 2
+    assert found.best is not None
+    assert found.best.mistakes == ("gate_up_swapped",)

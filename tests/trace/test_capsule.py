@@ -1,0 +1,148 @@
+"""Capsules come back as they were, and whatever is wrong with a file is one line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from moedoctor.trace.capsule import (
+    FORMAT,
+    VERSION,
+    Capsule,
+    CapsuleError,
+    fitted,
+    kept,
+    load,
+    save,
+    with_synthetic_weights,
+    without_weights,
+)
+from tests.capsules import SCHEMES, computation, make_capsule
+
+
+def _metadata(capsule: Capsule, **changes: Any) -> dict[str, str]:
+    record = json.loads(capsule.record.model_dump_json()) | changes
+    return {"format": FORMAT, "version": VERSION, "record": json.dumps(record)}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_a_capsule_comes_back_as_it_was(scheme: tuple[str, str], activation: str, tmp_path: Path) -> None:
+    capsule = make_capsule(*scheme, activation=activation, halves=True, unusual=True)
+    save(capsule, tmp_path / "one.moecapsule")
+    again = load(tmp_path / "one.moecapsule")
+    assert again.record == capsule.record
+    assert again.tensors.keys() == capsule.tensors.keys()
+    for name, tensor in capsule.tensors.items():
+        assert again.tensors[name].dtype == tensor.dtype
+        same = again.tensors[name].view(torch.uint8) if tensor.dim() else again.tensors[name]
+        assert torch.equal(same, tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor), name
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True), st.sampled_from(SCHEMES))
+@settings(max_examples=25, deadline=None)
+def test_some_tokens_compute_what_they_computed_among_all(tokens: list[int], scheme: tuple[str, str]) -> None:
+    capsule = make_capsule(*scheme, halves=True, unusual=True, seed=3)
+    part = kept(capsule, tokens)
+    whole = computation(capsule).contributions()[tokens]  # [T', K, H]
+    torch.testing.assert_close(computation(part).contributions(), whole, rtol=1e-3, atol=1e-3)
+    used = set(part.tensors["topk_ids"].unique().tolist()) - {-1}
+    assert used <= set(part.expert_ids)
+    assert len(part.expert_ids) == max(len(used), capsule.record.top_k)
+    assert part.record.tokens == tuple(tokens)
+
+
+@given(st.integers(20_000, 700_000), st.permutations(range(8)))
+@settings(max_examples=25, deadline=None)
+def test_a_capsule_keeps_to_its_size(limit: int, tokens: list[int]) -> None:
+    capsule = make_capsule()
+    try:
+        part = fitted(capsule, tokens, limit)
+    except CapsuleError:
+        assert kept(capsule, tokens[:1]).size > limit
+        return
+    count = len(part.record.tokens)
+    assert part.record.tokens == tuple(tokens[:count])
+    assert part.size <= limit
+    assert count == 8 or kept(capsule, tokens[: count + 1]).size > limit
+
+
+def test_what_is_shared_holds_no_weights() -> None:
+    capsule = make_capsule("nvfp4")
+    backend = {"backend.w13": capsule.tensors["w13"].clone()}
+    capsule = Capsule(capsule.record, {**capsule.tensors, **backend})
+    bare, synthetic = without_weights(capsule), with_synthetic_weights(capsule)
+    assert set(bare.tensors) == {"x", "output", "topk_ids", "topk_weights", "expert_ids"}
+    assert synthetic.record.weights == "synthetic"
+    assert "backend.w13" not in synthetic.tensors
+    for name in ("w13", "w2"):
+        equal = (synthetic.tensors[name] == capsule.tensors[name]).float().mean()
+        assert equal < 0.05  # random bytes are equal once in 256
+        scales = f"{name}_block_scales"
+        assert torch.equal(
+            synthetic.tensors[scales].view(torch.uint8), capsule.tensors[scales].view(torch.uint8)
+        )
+    with pytest.raises(CapsuleError, match="holds no weights"):
+        bare.problem()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"record": {"hidden": 128}}, r" is BF16 \[8, 256\], expected BF16 or F16 or F32 \[8, 128\]"),
+        ({"record": {"experts": 4}}, "expert_ids must be ascending, from 0 to 3"),
+        ({"record": {"activation": "tanh"}}, "activation: Input should be"),
+        ({"record": {"tokens": [0]}}, "names 1 tokens and holds 8"),
+        ({"record": {"prompt": "hello"}}, "prompt: Extra inputs are not permitted"),
+        ({"metadata": {"version": "2"}}, "has format version 2, expected 1"),
+        ({"metadata": {"format": "other"}}, "without the format moedoctor-capsule"),
+        ({"metadata": {"record": "[" * 100_000}}, "record: "),
+        ({"drop": "w2_scale"}, "lacks the tensor w2_scale"),
+        ({"add": {"w3": torch.zeros(1)}}, "holds the tensor 'w3', which a capsule does not have"),
+        ({"add": {"expert_ids": torch.arange(8, dtype=torch.int32).flip(0)}}, "expert_ids must be ascending"),
+        ({"add": {"w13": torch.zeros(8, 256, 256)}}, r"w13 is F32 \[8, 256, 256\], expected U8"),
+    ],
+)
+def test_a_wrong_capsule_is_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    capsule = make_capsule()
+    tensors = {**capsule.tensors, **change.get("add", {})}
+    tensors.pop(change.get("drop"), None)
+    metadata = _metadata(capsule, **change.get("record", {})) | change.get("metadata", {})
+    path = tmp_path / "wrong.moecapsule"
+    save_file(tensors, path, metadata)
+    with pytest.raises(CapsuleError, match=message) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400 + len(str(path))
+
+
+def test_ids_without_weights_are_refused(tmp_path: Path) -> None:
+    capsule = kept(make_capsule(), [0])
+    ids = (capsule.tensors["topk_ids"] + 1) % 8
+    moved = Capsule(capsule.record, {**capsule.tensors, "topk_ids": ids})
+    with pytest.raises(CapsuleError, match="lacks the weights of the experts"):
+        moved.problem()
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_bytes_are_a_capsule_or_one_error(data: Any, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.moecapsule"
+    save(kept(make_capsule(), [0]), path)
+    raw = bytearray(path.read_bytes())
+    if data.draw(st.booleans()):
+        raw = raw[: data.draw(st.integers(0, len(raw)))]
+    for _ in range(data.draw(st.integers(1, 4))):
+        if raw:
+            raw[data.draw(st.integers(0, min(len(raw), 3000) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(raw)
+    with contextlib.suppress(CapsuleError):
+        load(path)
