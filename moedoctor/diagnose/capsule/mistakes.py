@@ -83,6 +83,6 @@ def names(deviation: Deviation) -> tuple[str, ...]:
 def pairs_of(deviations: Sequence[Deviation]) -> Iterator[Deviation]:
     """Yield each two of the deviations at once, where they are about different steps and mistakes."""
     for first, second in combinations(deviations, 2):
-        both = joined(first, second)
-        if both is not None and not set(names(first)) & set(names(second)):
-            yield both
+        combined = joined(first, second)
+        if combined is not None and not set(names(first)) & set(names(second)):
+            yield combined

@@ -69,10 +69,10 @@ def _plant(seeds: Sequence[int]) -> Counter[str]:
 
 
 def _judge(counts: Counter[str]) -> None:
-    told = counts["planted"] - counts["not told apart"]
-    assert told > 0.8 * counts["planted"], counts
-    assert counts["first"] >= 0.98 * told, counts
-    assert counts["wrong"] <= 0.01 * told, counts
+    decided = counts["planted"] - counts["not told apart"]
+    assert decided > 0.8 * counts["planted"], counts
+    assert counts["first"] >= 0.98 * decided, counts
+    assert counts["wrong"] <= 0.01 * decided, counts
     assert counts["sound outputs named"] == 0, counts
 
 
