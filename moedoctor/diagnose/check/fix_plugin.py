@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 from moedoctor.upstream.plugin import register as vllm_plugin
+from moedoctor.upstream.plugin.extensions import ALL, FIXES, chosen
 from moedoctor.upstream.plugin.register import known_releases
 
 VARIABLE = vllm_plugin.VARIABLE
@@ -23,7 +24,8 @@ def state(environ: Mapping[str, str]) -> dict[str, Any]:
     setting = environ.get(VARIABLE)
     plugins = [point.name for point in entry_points(group=GROUP) if point.value.startswith("moedoctor.")]
     plugin = plugins[0] if plugins else None
-    fixes, unknown = vllm_plugin.chosen(setting or "")
+    asked = chosen(setting or "")
+    fixes, unknown = asked.names, asked.unknown
     reason = _why_not(setting, fixes, plugin, environ.get(FILTER))
     active = f"{VARIABLE} names {', '.join(fixes)}, and vLLM loads the plug-in {plugin}"
     left_out = f"; left out, for it names no fix: {', '.join(unknown)}" if fixes and unknown else ""
@@ -42,7 +44,7 @@ def _why_not(
     if not setting or not setting.strip():
         return f"{VARIABLE} is not set" if not setting else f"{VARIABLE} is set, and holds nothing but spaces"
     if not fixes:
-        known = ", ".join((*vllm_plugin.FIXES, vllm_plugin.ALL))
+        known = ", ".join((*FIXES, ALL))
         return f"{VARIABLE}={setting} names no fix; expected {known}"
     if plugin is None:
         return f"{VARIABLE} is set, but this moedoctor registers no plug-in under {GROUP}"

@@ -58,7 +58,7 @@ _LOG = {
 }
 """Field of `LogFacts` -> the line that shows it."""
 _REFUSED = re.compile(
-    r"moedoctor: (?:the fix .{1,200} is not applied|vLLM .{1,100} is none of the releases"
+    r"moedoctor: (?:(?:left out: )?the (?:fix|trace) .{1,200} is not applied|vLLM is stopped"
     r"|expert_cache is refused).+"
 )
 

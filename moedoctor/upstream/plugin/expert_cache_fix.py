@@ -17,14 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moedoctor.upstream.plugin.expert_cache_layer import EXPERTS, host_experts, install, to_device
-from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches
+from moedoctor.upstream.plugin.register import FixError, OptionError, Patch, apply_patches
 
 logger = logging.getLogger("vllm.moedoctor")
 
 NAME = "expert_cache"
 VARIABLE = "MOEDOCTOR_EXPERT_CACHE"
-RELEASES = ("0.21.0",)
-"""Releases whose layers this was made for."""
 BACKENDS = ("TritonExperts", "MarlinExperts")
 """Classes of experts whose kernels index by expert only what is replaced."""
 _FUSED = "vllm.model_executor.layers.fused_moe"
@@ -44,13 +42,11 @@ _ACT_ORDER = ("w13_g_idx", "w2_g_idx", "w13_g_idx_sort_indices", "w2_g_idx_sort_
 def apply(version: str) -> str:
     """Apply the fix; see `moedoctor.upstream.plugin.register`.
 
-    Raises FixError also if the variable is not a number of slots.
+    Raises FixError also if the variable is not set, and OptionError if it is not a number of slots.
     """
     slots = wanted_slots(os.environ)
     if slots is None:
-        return f"{VARIABLE} is not set: no cache"
-    if version not in RELEASES:
-        raise FixError(f"the expert cache was made for vLLM {', '.join(RELEASES)}")
+        raise FixError(f"{VARIABLE} is not set; expected the number of expert slots of a layer")
     layer = importlib.import_module(f"{_FUSED}.layer").FusedMoE
     caching = functools.partial(_caching, slots=slots, layer_type=layer)
     creating, load = functools.partial(_on_the_host, slots=slots), "self vllm_config model_config"
@@ -77,12 +73,12 @@ def _loaders() -> Sequence[str]:
 
 
 def wanted_slots(environ: Mapping[str, str]) -> int | None:
-    """Return the slots that the variable asks for, or None if it is not set. Raises FixError."""
+    """Return the slots that the variable asks for, or None if it is not set. Raises OptionError."""
     text = environ.get(VARIABLE, "").strip()
     if not text:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise FixError(f"{VARIABLE} is {text[:40]!r}; expected a number of slots, at least 1")
+        raise OptionError(f"{VARIABLE} is {text[:40]!r}; expected a number of slots, at least 1")
     return int(text)
 
 

@@ -2,7 +2,10 @@
 
 vLLM calls `register` in every process that it starts (entry-point group ``vllm.general_plugins``), sometimes
 more than once. It does nothing unless ``MOEDOCTOR_FIXES`` names fixes (``backend``, several with commas,
-``all``) or ``MOEDOCTOR_TRACE`` names something to trace. No failure here stops vLLM.
+``all``) or ``MOEDOCTOR_TRACE`` names something to trace. `extensions` lists both.
+
+What was asked for by name and cannot be applied stops the engine, unless ``MOEDOCTOR_FIXES_OPTIONAL=1``: then
+it is a warning. ``all`` leaves out what cannot be applied.
 
 A fix or a trace is a module with ``apply(version: str) -> str``, which returns one line that says what is
 active. It describes what it changes as a table of `Patch`, each with the releases that need it and the source
@@ -20,29 +23,21 @@ import json
 import logging
 import os
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from packaging.specifiers import SpecifierSet
 
 from moedoctor.fixes.backends import release_tables as backend_tables
-from moedoctor.text import message_line
+from moedoctor.text import message_line, print_message
+from moedoctor.upstream.plugin.extensions import ALL, FIXES, TRACES, Extension, Need, chosen
 
 VARIABLE = "MOEDOCTOR_FIXES"
-ALL = "all"
-FIXES: Mapping[str, str] = {
-    "backend": "moedoctor.upstream.plugin.backend_fix",
-    "expert_cache": "moedoctor.upstream.plugin.expert_cache_fix",
-    "offload": "moedoctor.upstream.plugin.offload_fix",
-    "routing": "moedoctor.upstream.plugin.routing_fix",
-}
-"""Name of a fix -> its module."""
-TRACES: Mapping[str, str] = {
-    "nan": "moedoctor.upstream.plugin.nan_trace",
-}
-"""Name of a trace -> its module."""
+OPTIONAL = "MOEDOCTOR_FIXES_OPTIONAL"
+"""If it is 1, the engine starts without what cannot be applied."""
 STATUS_VARIABLE = "MOEDOCTOR_STATUS"
 """A file for what is active, a JSON list. Set for the engines that moedoctor starts itself."""
 _TABLES = ((VARIABLE, "fix", FIXES), ("MOEDOCTOR_TRACE", "trace", TRACES))
@@ -59,51 +54,78 @@ logger = logging.getLogger("vllm.moedoctor")  # below vLLM's own logger, so that
 logger.addFilter(_make_printable)
 
 
+class FixError(Exception):
+    """Something in vLLM is not as the fix expects it; one line says what. Nothing was changed."""
+
+
+class OptionError(FixError):
+    """A variable of ours has a bad value. It stops the engine even if only ``all`` was asked for."""
+
+
+def stop_engine(reason: str) -> NoReturn:
+    """Print `reason` as one line and raise SystemExit with the code 1.
+
+    No release of vLLM catches SystemExit, neither in its engine core nor in its workers. The first process of
+    an engine loads plug-ins before it starts the others, so it is the first to stop.
+    """
+    print_message(reason, os.environ.values())
+    if plugins := sys.modules.get("vllm.plugins"):
+        # vLLM notes that plug-ins are loaded before it calls them. A caller that catches this and tries
+        # again must not get an engine without the fix.
+        setattr(plugins, "plugins_loaded", False)  # noqa: B010
+    stopped = SystemExit(reason)
+    stopped.code = 1  # else Python would print the reason a second time
+    raise stopped
+
+
 def register() -> None:
-    """Apply what ``MOEDOCTOR_FIXES`` and ``MOEDOCTOR_TRACE`` name. vLLM calls this; it never raises."""
-    try:
-        _register(os.getpid(), tuple(os.environ.get(variable, "") for variable, _, _ in _TABLES))
-    except Exception as error:
-        logger.warning("moedoctor: no fix is active: %s: %s", type(error).__name__, error)
+    """Apply what ``MOEDOCTOR_FIXES`` and ``MOEDOCTOR_TRACE`` name. vLLM calls this.
+
+    Raises SystemExit if something that was asked for by name cannot be applied.
+    """
+    _register(os.getpid(), tuple(os.environ.get(variable, "") for variable, _, _ in _TABLES))
 
 
 @functools.cache
 def _register(process: int, values: tuple[str, ...]) -> None:
     """Apply once a process: what is applied stays, and need not be logged again."""
-    modules = []
+    active: list[str] = []
+    problems: list[str] = []
     for value, (variable, kind, table) in zip(values, _TABLES, strict=True):
-        names, unknown = chosen(value, table)
-        for name in unknown:
+        asked = chosen(value, table)
+        for name in asked.unknown:
             known = ", ".join((*table, ALL))
-            logger.warning("moedoctor: %s names no %s called %s; expected %s", variable, kind, name, known)
-        modules += [(kind, name, table[name]) for name in names]
-    if not modules:
-        return
-    version, known_to_us = installed_version(), known_releases()
-    if version not in known_to_us:
-        logger.warning(
-            "moedoctor: vLLM %s is none of the releases that the fixes know (%s to %s); nothing is changed",
-            version,
-            known_to_us[0],
-            known_to_us[-1],
-        )
-        return
-    active = [line for module in modules if (line := _applied(*module, version)) is not None]
+            problems.append(f"{variable} names no {kind} called {name}; expected {known}")
+        for name in asked.names:
+            try:
+                active += _applied(kind, name, table[name])
+            except FixError as error:
+                if name in asked.required or isinstance(error, OptionError):
+                    problems.append(str(error))
+                else:
+                    logger.warning("moedoctor: left out: %s", error)
+    if problems and not _is_optional():
+        hint = f"set {OPTIONAL}=1 to start vLLM without it"
+        stop_engine(f"vLLM is stopped: {'; '.join(problems)} ({hint})")
+    for problem in problems:
+        logger.warning("moedoctor: %s", problem)
     if active:
-        # Newer releases set up their logging after plug-ins are loaded; until then Python prints warnings
-        # only.
-        shown = logger.hasHandlers() and logger.isEnabledFor(logging.INFO)
-        level = logging.INFO if shown else logging.WARNING
-        logger.log(level, "moedoctor: active in vLLM %s: %s", version, "; ".join(active))
+        _log("moedoctor: active in vLLM %s: %s", installed_version(), "; ".join(active))
         if status := os.environ.get(STATUS_VARIABLE):
             Path(status).write_text(json.dumps(active), encoding="utf-8")
 
 
-def chosen(value: str, table: Mapping[str, str] = FIXES) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the names of `table` that a variable's `value` asks for, and the names that are not in it."""
-    names = list(dict.fromkeys(part.strip().lower() for part in value.split(",") if part.strip()))
-    unknown = tuple(name for name in names if name not in (*table, ALL))
-    return tuple(table) if ALL in names else tuple(name for name in names if name in table), unknown
+def _is_optional() -> bool:
+    value = os.environ.get(OPTIONAL, "").strip()
+    if value not in ("", "0", "1"):
+        stop_engine(f"vLLM is stopped: {OPTIONAL} is {value!r}; expected 1, 0 or nothing")
+    return value == "1"
+
+
+def _log(message: str, *values: object) -> None:
+    # Newer releases set up their logging after plug-ins are loaded; until then Python prints warnings only.
+    shown = logger.hasHandlers() and logger.isEnabledFor(logging.INFO)
+    logger.log(logging.INFO if shown else logging.WARNING, message, *values)
 
 
 def installed_version() -> str:
@@ -116,24 +138,34 @@ def installed_version() -> str:
 
 
 def known_releases() -> Sequence[str]:
-    """Return the vLLM releases that the fixes were made for, oldest first."""
+    """Return the vLLM releases that the fixes know, oldest first."""
     return tuple(backend_tables.releases())
 
 
-def _applied(kind: str, name: str, module: str, version: str) -> str | None:
-    """Apply a fix and return the line that says what is active; warn and return None if it fails."""
+def need(extension: Extension, version: str) -> tuple[Need, str]:
+    """Return whether the extension is made for a release, and the reason if it is not."""
+    known = known_releases()
+    if version not in known:
+        return Need.REFUSED, f"it is none of the releases that the fixes know ({known[0]} to {known[-1]})"
+    return extension.need(version)
+
+
+def _applied(kind: str, name: str, extension: Extension) -> Sequence[str]:
+    """Apply an extension and return a line that says what is active. Raises FixError."""
+    version = "of unknown release"
     try:
-        return f"{name} ({importlib.import_module(module).apply(version)})"
-    except FixError as error:
-        reason = str(error)
+        version = installed_version()
+        state, reason = need(extension, version)
+        if state is Need.UNNEEDED:
+            _log("moedoctor: vLLM %s does not need the %s %s: %s", version, kind, name, reason)
+            return ()
+        if state is Need.REFUSED:
+            raise FixError(reason)
+        return (f"{name} ({importlib.import_module(extension.module).apply(version)})",)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-    logger.warning("moedoctor: the %s %s is not applied to vLLM %s: %s", kind, name, version, reason)
-    return None
-
-
-class FixError(Exception):
-    """Something in vLLM is not as the fix expects it; one line says what. Nothing was changed."""
+        reason = str(error) if isinstance(error, FixError) else f"{type(error).__name__}: {error}"
+        why = type(error) if isinstance(error, FixError) else FixError
+        raise why(f"the {kind} {name} is not applied to vLLM {version}: {reason}") from error
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,13 @@ import functools
 import importlib
 from typing import Any
 
-from packaging.version import Version
-
 from moedoctor.upstream.plugin.register import Patch, apply_patches
 
-FIRST_FIXED = Version("0.20.0")
 _PARAMETERS = "topk_weights topk_ids token_expert_indices gating_output renormalize e_score_correction_bias"
 
 
 def apply(version: str) -> str:
     """Apply the fix; see `moedoctor.upstream.plugin.register`."""
-    if Version(version) >= FIRST_FIXED:
-        return f"not needed: {FIRST_FIXED} and later route NaN rows to distinct experts"
     routing = importlib.import_module("moedoctor.fixes.routing")
     patches = []
     for name in ("topk_softmax", "topk_sigmoid"):

@@ -108,7 +108,7 @@ def test_backends_in_the_log(line: str, backend: str) -> None:
 def test_the_plug_in_in_the_log() -> None:
     facts = read_log(
         "INFO moedoctor: offload: 1.5 of 1.6 MiB on the host, fetched around each layer, 2 layers\n"
-        "WARNING moedoctor: the fix routing is not applied to vLLM 0.21.0: not needed\n"
+        "WARNING moedoctor: the fix routing is not applied to vLLM 0.21.0: no topk\n"
     )
     assert facts.offloaded_by_us == "1.5 of 1.6 MiB on the host, fetched around each layer"
-    assert facts.refused == ("moedoctor: the fix routing is not applied to vLLM 0.21.0: not needed",)
+    assert facts.refused == ("moedoctor: the fix routing is not applied to vLLM 0.21.0: no topk",)

@@ -15,7 +15,7 @@ from moedoctor.upstream.plugin import register
 def fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Set none of the variables, and let the plug-in and `import vllm` begin anew."""
     for name in (
-        *("MOEDOCTOR_FIXES", "MOEDOCTOR_TRACE", "VLLM_NVFP4_MOE_BACKEND"),
+        *("MOEDOCTOR_FIXES", "MOEDOCTOR_FIXES_OPTIONAL", "MOEDOCTOR_TRACE", "VLLM_NVFP4_MOE_BACKEND"),
         "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA",
     ):
         monkeypatch.delenv(name, raising=False)

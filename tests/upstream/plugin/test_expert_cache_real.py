@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moedoctor.reference.checkpoints import write_qwen3_moe
-from moedoctor.upstream.plugin.expert_cache_fix import RELEASES
+from moedoctor.upstream.plugin.extensions import FIXES, Need
 from tests.real_vllm import ask_child
 
 EXPERTS, TOP_K, SLOTS = 8, 2, 5
@@ -162,8 +162,9 @@ def answer(folder: Path, backend: str, slots: int, change: str = "") -> dict[str
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     release = importlib.metadata.version("vllm").partition("+")[0]
-    if release not in RELEASES:
-        pytest.skip(f"the expert cache was made for vLLM {', '.join(RELEASES)}; {release} is installed")
+    need, reason = FIXES["expert_cache"].need(release)
+    if need is not Need.MADE_FOR:
+        pytest.skip(f"{reason}; {release} is installed")
     made = tmp_path_factory.mktemp("models")
     return {
         scheme: write_qwen3_moe(made / scheme, scheme=scheme, experts=EXPERTS, top_k=TOP_K)

@@ -53,9 +53,3 @@ def test_nan_rows_get_distinct_experts(operations: Any, scoring: str, ids: torch
     assert chosen[0].tolist() == best.indices.tolist()
     torch.testing.assert_close(weights[0], best.values / best.values.sum())
     assert places[:, 1].tolist() == [6, 7, 8, 9, 10, 11]
-
-
-def test_routing_is_left_alone_if_it_is_right(operations: Any) -> None:
-    original = operations.topk_softmax
-    assert routing_fix.apply("0.20.0").startswith("not needed")
-    assert operations.topk_softmax is original
