@@ -1,4 +1,4 @@
-"""The releases of vLLM and FlashInfer that a text is about; they rule known failures in or out."""
+"""What a text says about its machine: releases, GPUs, MoE backends. Releases rule failures in or out."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ _NOT_ABOUT = (
     r"|good|available) (?:in|on|with|since|by|as of)"
     r"|upgrad\w{2,4} (?:to|vllm)|updat\w{2,3} (?:to|vllm)|downgrad|requires? |needs? |at least|target"
 )
+_GPU = re.compile(
+    r"(?:geforce )?\b(?:rtx(?: pro)? \d{4}(?: ?(?:ti|super|d|ada|blackwell)\b){0,2}|rtx ?a\d{4}"
+    r"|(?:tesla )?(?:gh200|gb200|gb300|gb10|h100|h200|h800|h20|b100|b200|b300|a100|a800|a10g?|l40s?|l4|l20|v100|t4|p100)"
+    r"|dgx spark|jetson (?:agx )?(?:thor|orin)|mi\d{3}x?)\b(?![-_/.]\w)"
+)
+_CAPABILITY = re.compile(r"\bsm_?(\d{2,3})[af]?\b|compute capability\W{0,4}(\d{1,2}\.\d)\b")
+_BACKEND = re.compile(
+    r"using '?([a-z][a-z0-9_]{2,40})'? (?:backend for )?(?:\w{1,20} )?moe(?: backend)?\b"
+    r"|--moe-backend[ =]{1,2}'?\"?([a-z][a-z0-9_]{2,40})|moe_backend\W{1,5}([a-z][a-z0-9_]{2,40})"
+)
 _MOST = 64
 
 
@@ -32,6 +42,10 @@ class Facts:
 
     vllm: set[Release] = field(default_factory=set)
     flashinfer: set[Release] = field(default_factory=set)
+    gpus: dict[str, None] = field(default_factory=dict)
+    """GPUs and compute capabilities, as the text writes them, in order."""
+    backends: dict[str, None] = field(default_factory=dict)
+    """MoE backends that were chosen or asked for, in order."""
 
     def read(self, line: str) -> None:
         """Take in one line, in lower case."""
@@ -47,6 +61,20 @@ class Facts:
                     continue
                 if release := parse(text):
                     releases.add(release)
+        self._read_gpus(line)
+        if "moe" in line and len(self.backends) < _MOST:
+            for match in _BACKEND.finditer(line):
+                name = next(filter(None, match.groups())).upper()
+                if name not in ("AUTO", "NONE"):
+                    self.backends[name] = None
+
+    def _read_gpus(self, line: str) -> None:
+        if len(self.gpus) >= _MOST or not any(digit in line for digit in "0123456789"):
+            return
+        for match in _GPU.finditer(line):
+            self.gpus[match[0].upper()] = None
+        for match in _CAPABILITY.finditer(line):
+            self.gpus[f"SM {match[2] or f'{match[1][:-1]}.{match[1][-1]}'}"] = None
 
     def allows(self, signature: Signature) -> bool:
         """Return whether the releases named leave a signature possible. Unknown releases do."""
@@ -59,6 +87,19 @@ class Facts:
         fixed = signature.flashinfer_fixed
         return not (fixed and self.flashinfer and min(self.flashinfer) >= _boundary(fixed))
 
+    def rules_out(self, signature: Signature) -> str:
+        """Return why the releases named leave no room for a signature, or an empty string."""
+        if self.allows(signature):
+            return ""
+        if signature.needs_version and not self.vllm:
+            return "the text names no release of vLLM"
+        if signature.since and self.vllm and max(self.vllm) < _boundary(signature.since):
+            return f"the text names vLLM {_show(max(self.vllm))}, and the failure came with {signature.since}"
+        fixed = signature.fixed if signature.fixed and self.vllm else None
+        if fixed and min(self.vllm) >= _boundary(fixed):
+            return f"the text names vLLM {_show(min(self.vllm))}, and {fixed} fixed the failure"
+        return f"the text names FlashInfer {_show(min(self.flashinfer))}, and the failure is older"
+
     def summary(self) -> str:
         """Return the releases in a few words, or an empty string without any."""
         return " · ".join(
@@ -66,6 +107,10 @@ class Facts:
             for product, releases in (("vLLM", self.vllm), ("FlashInfer", self.flashinfer))
             if releases
         )
+
+    def vllm_releases(self) -> tuple[str, ...]:
+        """Return the releases of vLLM, oldest first, as they are written."""
+        return tuple(_show(release) for release in sorted(self.vllm))
 
 
 def parse(text: str) -> Release | None:

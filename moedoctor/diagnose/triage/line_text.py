@@ -34,11 +34,28 @@ _PREFIX = "|".join(
         r"#{1,6} {1,4}",  # a heading
     )
 )
-_STRIPPED = str.maketrans("", "", "`\x00\ufeff\u200b\u200c\u200d")
+_STRIPPED = {
+    **str.maketrans("", "", "`\x00\ufeff\u200b\u200c\u200d\u2060\xad"),
+    **dict.fromkeys(map(ord, "\u2018\u2019\u201a\u201b\u2032\xb4"), "'"),
+    **dict.fromkeys(map(ord, "\u201c\u201d\u201e\u201f\u2033"), '"'),
+    **dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2014\u2212"), "-"),
+}
+"""What is removed, and what word processors and web pages put in place of quotes and hyphens."""
+OF_VLLM = re.compile(
+    r"\((?:enginecore|apiserver|worker|vllmworker|rayworkerwrapper)[^()]{0,80}pid="
+    r"|\[?(?:core|multiproc_executor|uniproc_executor|gpu_worker|gpu_model_runner|api_server|serve"
+    r"|async_llm|llm_engine|kv_cache_utils|ray_executor)\.py:\d"
+)
+"""Prefixes of log lines that only vLLM writes, in lower case."""
 
 
 def clean(line: bytes) -> str:
     """Return the words of a line with single spaces, or an empty string for a line of decoration."""
+    return split_prefix(line)[1]
+
+
+def split_prefix(line: bytes) -> tuple[str, str]:
+    """Return the prefixes of a line, in lower case, and its words as `clean` returns them."""
     text = _decoded(line).replace("\r", " ").strip()
     if text[:1] == "{" and '"' in text:
         text = _from_json(text)
@@ -52,15 +69,17 @@ def clean(line: bytes) -> str:
         text = re.sub(r"\\[nrt]", " ", text)
         text = re.sub(r"\\([`*_\[\]#<>\"'~|-])", r"\1", text)
     text = text.translate(_STRIPPED).replace("**", "")
+    whole = text
     for _ in range(8):
         text = text.lstrip()
         prefix = re.match(_PREFIX, text)
         if prefix is None:
             break
         text = text[prefix.end() :]
+    prefixes = whole[: len(whole) - len(text)].lower()
     if not text.strip("^~-=_|━─ "):
-        return ""
-    return " ".join(text.split())
+        return prefixes, ""
+    return prefixes, " ".join(text.split())
 
 
 def _decoded(line: bytes) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
-from moedoctor.diagnose.triage.line_text import clean
+from moedoctor.diagnose.triage.line_text import OF_VLLM, split_prefix
 
 BLOCK = 1 << 19
 """Bytes read at a time."""
@@ -72,6 +72,8 @@ class Passage:
     """Three lines, lower case, nothing between them, if a terminal seems to have broken a word."""
     joints: tuple[int, int] = (0, 0)
     """Where in `glued` a line ends and the next one starts."""
+    of_vllm: bool = False
+    """Whether a logger of vLLM wrote the middle line, as its prefix shows."""
 
 
 @dataclass
@@ -122,12 +124,13 @@ class Passages:
 
     def _passages(self, window: list[bytes], numbers: list[int], pieces: set[int]) -> Iterator[Passage]:
         cleaned: dict[int, str] = {}
+        prefixes: dict[int, str] = {}
         for index, account in self._candidates(window, pieces):
             self._charged = account
             alone = index in pieces
             for near in (index,) if alone else (index - 1, index, index + 1):
                 if near not in cleaned:
-                    cleaned[near] = clean(window[near])
+                    prefixes[near], cleaned[near] = split_prefix(window[near])
             if alone:
                 passage = _passage("", cleaned[index], "", numbers[index], False)
             else:
@@ -137,7 +140,7 @@ class Passages:
                 passage = _passage(before, cleaned[index], after, numbers[index], wrapped)
             if account is not None:
                 account.spend(_BASE * (1 + len(passage.text) // _LONG))
-            yield passage
+            yield replace(passage, of_vllm=True) if OF_VLLM.search(prefixes[index]) else passage
 
     def _candidates(self, window: list[bytes], pieces: set[int]) -> Iterator[tuple[int, Account | None]]:
         """Yield (position of a line to look at, account to charge), in order."""
@@ -228,7 +231,7 @@ def _passage(before: str, shown: str, after: str, number: int, wrapped: bool) ->
 
 def _may_break(first: str, second: str) -> bool:
     """Return whether a terminal may have broken a word between these two lines."""
-    return len(first) >= _TERMINAL // 2 and first[-1:].isalnum() and second[:1].isalnum()
+    return len(first) >= _TERMINAL // 2 and bool(second)
 
 
 @dataclass

@@ -1,9 +1,10 @@
 """The words of known failures in text: clues, and the signatures that combine them.
 
-A clue is a phrase and proves nothing alone. A signature names the clue that shows the failure, the clues that
-must be near it or anywhere in the text, what rules it out, and the releases that it needs. The folder
-`signatures_data` has a file for each family. The phrases come from the error messages in the sources of vLLM
-and FlashInfer and from how people describe a failure; the comment above a signature names the thread or fact.
+A clue is a phrase. A signature names the clue that shows a failure and how sure that clue is alone. Other
+clues in the text are evidence that raises or lowers this confidence; some signatures also need clues near the
+first one. Releases rule a signature in or out. The folder `signatures_data` has a file for each family. The
+phrases come from the error messages in the sources of vLLM and FlashInfer and from how people describe a
+failure; the comment above a signature names the thread or fact.
 """
 
 from __future__ import annotations
@@ -33,6 +34,19 @@ class Clue:
     """A regular expression; its repetitions are bounded, so that a search takes linear time."""
     cased: bool = False
     """Whether the pattern is tried on the text as written, not on the text in lower case."""
+    says: str = ""
+    """What a text with this clue says, as the end of a sentence: "weights are on the host"."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Clues that make a signature more or less sure."""
+
+    names: tuple[str, ...]
+    """Any of these clues."""
+    factor: float
+    """How many times more often they are in a text about the failure than in one about another; it
+    multiplies the odds of the signature."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,9 @@ class Signature:
     shows: tuple[str, ...]
     """Any of these clues; its line is reported."""
     confidence: float
-    """How often a text with this signature is about the failure: an estimate, above 0.5."""
+    """How often a text with this signature is about the failure, with no further evidence: an estimate."""
+    evidence: tuple[Evidence, ...] = ()
+    """What raises or lowers the confidence if it is anywhere in the text."""
     near: tuple[tuple[str, ...], ...] = ()
     """One clue of each group must be within `within` lines of the line shown."""
     within: int = WITHIN
@@ -62,7 +78,7 @@ class Signature:
     flashinfer_fixed: str | None = None
     """The first FlashInfer release without the failure."""
     silent: bool = False
-    """Whether the failure is wrong numbers without a crash: a text about a crash only is not about it."""
+    """Whether the failure is wrong numbers without a crash: a text about a crash only is hardly about it."""
 
 
 _WORD = r"[a-z0-9]+"
@@ -89,8 +105,7 @@ def clues() -> Mapping[str, Clue]:
 def signatures() -> tuple[Signature, ...]:
     """Return all signatures, in the order of the ids."""
     rows = [row for family in _families() for row in family.get("signatures", ())]
-    unsorted = [Signature(**{key: _frozen(value) for key, value in row.items()}) for row in rows]
-    return tuple(sorted(unsorted, key=lambda signature: signature.id))
+    return tuple(sorted(map(_signature, rows), key=lambda signature: signature.id))
 
 
 @cache
@@ -110,7 +125,16 @@ def _clue(name: str, row: Mapping[str, Any], fragments: Mapping[str, Any]) -> Cl
         beside, gap = texts["beside"], f".{{0,{row['gap']}}}?"
         pattern = f"(?:{pattern}){gap}(?:{beside})|(?:{beside}){gap}(?:{pattern})"
     needles = "".join(row["needles"])
-    return Clue(name, needles, pattern + texts.get("or", ""), row.get("cased", False))
+    return Clue(name, needles, pattern + texts.get("or", ""), row.get("cased", False), row.get("says", ""))
+
+
+def _signature(row: Mapping[str, Any]) -> Signature:
+    """Return a signature; `evidence` is written as ``{clue|clue: factor}``."""
+    evidence = tuple(
+        Evidence(tuple(names.split("|")), float(factor)) for names, factor in row.get("evidence", {}).items()
+    )
+    rest = {key: _frozen(value) for key, value in row.items() if key != "evidence"}
+    return Signature(**rest, evidence=evidence)
 
 
 def _joined(text: str | Sequence[str], fragments: Mapping[str, Any]) -> str:

@@ -1,11 +1,13 @@
-"""Which known failures a log, traceback or report shows.
+"""Which known failures a log, traceback or report shows, and how sure that is.
 
 The text is read once, as a stream. In the lines worth a look, clues are noted with their line numbers, and
-releases are collected. At the end the signatures decide what the clues mean together.
+releases are collected. At the end the signatures decide what the clues mean together: the clue that shows a
+failure has a confidence of its own, and other clues in the text raise or lower it.
 """
 
 from __future__ import annotations
 
+import enum
 import re
 from bisect import bisect_left
 from collections import deque
@@ -14,10 +16,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
+from packaging.specifiers import SpecifierSet
+
 from moedoctor.diagnose.triage.facts_in_text import Facts
 from moedoctor.diagnose.triage.log_text import Passage, Passages
 from moedoctor.diagnose.triage.signatures import Clue, Signature, clues, clues_in, signatures
 from moedoctor.entries import entries
+from moedoctor.entries.entry import Entry
 from moedoctor.redaction import Redactor
 from moedoctor.text import escape
 
@@ -27,6 +32,11 @@ _HEADLINES, _HEADLINE = 3, 0.1
 """The first lines of a report name its subject."""
 _AGREEMENT = 0.04
 _SUREST = 0.98
+_CERTAIN, _LIKELY, _LEAST = 0.9, 0.5, 0.05
+_CRASH_ONLY = 0.2
+"""A failure without a crash in a text that has a crash and no wrong result."""
+_OTHER_ENGINE = 0.1
+_NEAR_MISSES = 5
 _FIRST_LINES = 2_000
 _LAST_LINES = 500
 _EXCERPTS = 40
@@ -36,17 +46,29 @@ _RARE_ANCHORS = (
     "illegal memory",
     "illegal instruction",
     "not on gpu",
+    "is_cuda",
+    "from triton",
+    "uva is",
+    "pin_memory=",
     "ordereddict",
+    "setattr",
     "input batch when cpu",
     "noopoffloader",
     "environment variable",
     "invalid value",
-    "scaling factor 1.0",
+    "scaling factor",
     "must match w3",
+    "scales should not be",
     "unique experts requested",
     "finalizemoerouting",
     "not supported on",
+    "conditional",
+    "no kernel image",
+    "or higher",
+    "unsupported gpu",
     "no supported cuda arch",
+    "deployment config",
+    "size padding for",
 )
 """Words of messages that name a failure."""
 _ANCHORS = (
@@ -60,17 +82,15 @@ _ANCHORS = (
     "swizzl",
     "lfru",
     "backend",
-    "environment variable",
     "arch_list",
     "sm_12",
     "compute_12",
     "wsl",
     "uva",
+    "same device",
     "dynamo",
-    "ordereddict",
     "may_reinit",
     "xid",
-    "not supported on",
     "cuda arch",
     "llm engine",
     "server version",
@@ -80,6 +100,16 @@ _ANCHORS = (
 
 _Excerpt = tuple[str, int, int]
 """A line, and where in it the clue starts and ends."""
+
+
+class Grade(str, enum.Enum):
+    """How sure a finding is."""
+
+    CERTAIN = "certain"
+    """The text itself proves it."""
+    LIKELY = "likely"
+    POSSIBLE = "possible"
+    """The text does not decide: it is this failure under conditions that the text does not name."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +122,41 @@ class Finding:
     excerpt: str
     """The text of that line, shortened, without names, paths and secrets."""
     confidence: float
-    """Above 0.5, at most 1."""
+    """Above 0, below 1."""
     next_step: str
+    grade: Grade
+    why: tuple[str, ...] = ()
+    """What else in the text speaks for it, and after "but" what speaks against it."""
+    missing: tuple[str, ...] = ()
+    """What would make it surer, if it were so."""
+    releases: str = ""
+    """Whether the release in the text has the failure, and which one fixes it."""
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A known failure of which the text shows a part."""
+
+    id: str
+    line: int
+    reason: str
+    """Why it is none."""
 
 
 @dataclass(frozen=True)
 class Triage:
-    """The findings, best first, and the releases that the text names."""
+    """What a text shows: the findings, best first, and what they rest on."""
 
     findings: tuple[Finding, ...]
+    """Certain and likely ones."""
     releases: str
+    """The releases that the text names."""
+    possible: tuple[Finding, ...] = ()
+    near_misses: tuple[NearMiss, ...] = ()
+    gpus: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    """MoE backends."""
+    bytes_read: int = 0
 
 
 @dataclass
@@ -138,6 +193,9 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     )
     for passage in passages:
         facts.read(passage.text[passage.start : passage.end])
+        if passage.of_vllm and "vllm_log" not in settled:
+            settled.add("vllm_log")
+            notes.setdefault("vllm_log", _Notes()).add(passage.line, (passage.shown, 0, 0))
         words = passage.text if passage.glued is None else f"{passage.text} {passage.glued}"
         open_clues = [clue for clue in clues_in(words) if clue.name not in settled]
         passages.charge(len(open_clues) * (1 + len(passage.text) // _LONG))
@@ -148,14 +206,22 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
                 if clue.name in once or note.count >= _ENOUGH:
                     settled.add(clue.name)
     lines = {name: note.lines() for name, note in notes.items()}
+    reader = _Reader(lines, notes, facts, redactor or Redactor())
     best: dict[str, Finding] = {}
-    if not ("foreign" in lines and "vllm" not in lines):
-        for signature in signatures():
-            finding = _finding(signature, lines, notes, facts, redactor or Redactor())
-            if finding:
-                best[signature.id] = _better(best.get(signature.id), finding)
+    for signature in signatures():
+        finding = reader.finding(signature)
+        if finding:
+            best[signature.id] = _better(best.get(signature.id), finding)
     ordered = sorted(best.values(), key=lambda finding: (-finding.confidence, finding.id))
-    return Triage(tuple(ordered), facts.summary())
+    return Triage(
+        findings=tuple(finding for finding in ordered if finding.grade is not Grade.POSSIBLE),
+        releases=facts.summary(),
+        possible=tuple(finding for finding in ordered if finding.grade is Grade.POSSIBLE),
+        near_misses=tuple(miss for id, miss in reader.misses.items() if id not in best)[:_NEAR_MISSES],
+        gpus=tuple(facts.gpus),
+        backends=tuple(facts.backends),
+        bytes_read=passages.bytes_read,
+    )
 
 
 @cache
@@ -174,11 +240,20 @@ def _better(known: Finding | None, new: Finding) -> Finding:
     if known is None:
         return new
     surer = known if known.confidence >= new.confidence else new
-    return replace(surer, confidence=_sure(surer.confidence + _AGREEMENT))
+    if surer.grade is Grade.POSSIBLE:
+        return surer
+    confidence = _sure(surer.confidence + _AGREEMENT)
+    return replace(surer, confidence=confidence, grade=_grade(confidence))
 
 
 def _sure(confidence: float) -> float:
     return round(min(confidence, _SUREST), 2)
+
+
+def _grade(confidence: float) -> Grade:
+    if confidence >= _CERTAIN:
+        return Grade.CERTAIN
+    return Grade.LIKELY if confidence > _LIKELY else Grade.POSSIBLE
 
 
 def _place(passage: Passage, clue: Clue) -> tuple[int, _Excerpt] | None:
@@ -201,27 +276,109 @@ def _place(passage: Passage, clue: Clue) -> tuple[int, _Excerpt] | None:
     return None
 
 
-def _finding(
-    signature: Signature,
-    lines: Mapping[str, list[int]],
-    notes: Mapping[str, _Notes],
-    facts: Facts,
-    redactor: Redactor,
-) -> Finding | None:
-    if any(name in lines for name in signature.unless) or not facts.allows(signature):
+@dataclass
+class _Reader:
+    """Says what the clues of a text mean together."""
+
+    lines: Mapping[str, list[int]]
+    """The lines of each clue."""
+    notes: Mapping[str, _Notes]
+    facts: Facts
+    redactor: Redactor
+    misses: dict[str, NearMiss] = field(default_factory=dict)
+    """The first near miss of each failure."""
+
+    def finding(self, signature: Signature) -> Finding | None:
+        """Return what `signature` finds, or None. Notes a near miss."""
+        place = self._shown(signature)
+        if place is None:
+            return None
+        name, line = place
+        reason = self.facts.rules_out(signature) or self._lacks(signature)
+        if reason:
+            self.misses.setdefault(signature.id, NearMiss(signature.id, line, reason))
+            return None
+        confidence, why, missing = self._weigh(signature, line)
+        if confidence < _LEAST:
+            return None
+        entry = entries()[signature.id]
+        return Finding(
+            id=signature.id,
+            line=line,
+            excerpt=_masked(
+                self.notes[name].excerpts.get(line, (name.replace("_", " "), 0, 0)), self.redactor
+            ),
+            confidence=confidence,
+            next_step=entry.next,
+            grade=_grade(confidence),
+            why=why,
+            missing=missing,
+            releases=release_words(entry, self.facts),
+        )
+
+    def _shown(self, signature: Signature) -> tuple[str, int] | None:
+        """Return the clue that shows a failure, and its line: the first one with the clues it needs nearby."""
+        for name in signature.shows:
+            for line in self.lines.get(name, ()):
+                near = all(_any_near(self.lines, group, line, signature.within) for group in signature.near)
+                if near and not _any_near(self.lines, signature.unless_near, line, signature.within):
+                    return name, line
         return None
-    if not all(any(name in lines for name in group) for group in signature.anywhere):
-        return None
-    if signature.silent and "crash" in lines and "wrong" not in lines:
-        return None
-    for name in signature.shows:
-        for line in lines.get(name, ()):
-            near = all(_any_near(lines, group, line, signature.within) for group in signature.near)
-            if near and not _any_near(lines, signature.unless_near, line, signature.within):
-                excerpt = _masked(notes[name].excerpts.get(line, (name.replace("_", " "), 0, 0)), redactor)
-                confidence = _sure(signature.confidence + (_HEADLINE if line <= _HEADLINES else 0.0))
-                return Finding(signature.id, line, excerpt, confidence, entries()[signature.id].next)
-    return None
+
+    def _lacks(self, signature: Signature) -> str:
+        """Return why the rest of the text does not fit a signature, or an empty string."""
+        against = [name for name in signature.unless if name in self.lines]
+        if against:
+            return f"the text says that {_says(against[0])}"
+        for group in signature.anywhere:
+            if not any(name in self.lines for name in group):
+                return f"nothing in the text says that {_says(group[0])}"
+        return ""
+
+    def _weigh(self, signature: Signature, line: int) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
+        """Return the confidence with all evidence, what speaks for and against it, and what is missing."""
+        confidence = signature.confidence + (
+            _HEADLINE if line <= _HEADLINES and signature.confidence > _LIKELY else 0
+        )
+        confidence = min(confidence, _SUREST)
+        odds = confidence / (1 - confidence)
+        why, against, missing = [], [], []
+        for evidence in signature.evidence:
+            name = next((name for name in evidence.names if name in self.lines), None)
+            if name is not None:
+                odds *= evidence.factor
+                (why if evidence.factor > 1 else against).append(_says(name))
+            elif evidence.factor > 1:
+                missing.append(_says(evidence.names[0]))
+        if signature.silent and "crash" in self.lines and "wrong" not in self.lines:
+            odds *= _CRASH_ONLY
+            against.append("the text is about a crash")
+        if "foreign" in self.lines and "vllm" not in self.lines:
+            odds *= _OTHER_ENGINE
+            against.append("the text is about another engine")
+        reasons = (*why, *(f"but {reason}" for reason in against))
+        return _sure(odds / (1 + odds)), reasons, tuple(missing)
+
+
+def _says(name: str) -> str:
+    return clues()[name].says or f"it is about {name.replace('_', ' ')}"
+
+
+def release_words(entry: Entry, facts: Facts) -> str:
+    """Return whether the releases in the text have a failure, and which one fixes it."""
+    fixed = "no release has a fix" if entry.fixed == "no" else f"fixed: {entry.fixed}"
+    ranges = [rule.when.packages["vllm"] for rule in entry.affects if "vllm" in rule.when.packages]
+    releases = facts.vllm_releases()
+    if not releases or not ranges:
+        return fixed
+    affected = [
+        release
+        for release in releases
+        if any(SpecifierSet(text).contains(release.removesuffix("-dev"), True) for text in ranges)
+    ]
+    if affected:
+        return f"vLLM {affected[-1]} is a release that can have it; {fixed}"
+    return f"vLLM {releases[-1]} is not known to have it; {fixed}"
 
 
 def _masked(excerpt: _Excerpt, redactor: Redactor) -> str:
