@@ -1,63 +1,140 @@
-"""`moedoctor triage FILE|-`."""
+"""`moedoctor triage FILE|- ...`."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import sys
+import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
 from moedoctor.commands.options import InputError, Output, PageFormat, deliver
-from moedoctor.text import TextFileError, open_file
+from moedoctor.text import TextFileError, open_file, print_message
 
 if TYPE_CHECKING:
-    from moedoctor.diagnose.triage.triage import Triage
+    from moedoctor.diagnose.triage.triage import Finding, Triage
 
 MOST_BYTES = 200 * 2**20
+"""Of one input; of a compressed one, before and after unpacking."""
+_PEEK = 4096
+_GZIP = b"\x1f\x8b"
+_PACKED = {
+    b"PK\x03\x04": "a zip archive",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ": "compressed with xz",
+    b"(\xb5/\xfd": "compressed with zstd",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"\x04\x22\x4d\x18": "compressed with lz4",
+}
+_TEXT_BYTES = bytes({*range(0x20, 0x7F), *range(0x80, 0x100), 7, 8, 9, 10, 12, 13, 27})
+_MOST_CONTROL = 0.1
+"""Share of the first bytes that may be control characters in a text."""
 
 
 def triage(
-    file: Annotated[str, typer.Argument(metavar="FILE|-", help="A log, traceback or report; - reads stdin.")],
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE|-", help="Logs, tracebacks or reports, also .gz; - reads stdin."),
+    ],
     format: PageFormat = "table",
     output: Output = None,
 ) -> int:
     """Find known failures in a log or a bug report.
 
-    Names the failure, the line that shows it, and the next step. If the text does not show a failure, it
-    says so and does not guess. Exit code 1 if something was found.
+    Says what the failure is, how sure that is and why, whether your release has it, and what to do. A text
+    that does not decide gives a list of possible failures and what to paste next. Exit code 1 if a failure
+    is certain or likely.
     """
+    from moedoctor.reporters.triage import count_line, triage_page
+
+    results: list[tuple[str, Triage]] = []
+    refused: list[InputError] = []
+    for file in dict.fromkeys(files):
+        try:
+            results.append(("stdin" if file == "-" else file, _triage(file, output)))
+        except InputError as error:
+            if len(files) == 1:
+                raise
+            refused.append(error)
+    if not results:
+        raise refused[0]
+    for refusal in refused:
+        print_message(str(refusal))
+    deliver(
+        triage_page(results), _document(results), format=format, output=output, summary=count_line(results)
+    )
+    if any(result.findings for _, result in results):
+        return 1
+    return 2 if refused else 0
+
+
+def _triage(file: str, output: Path | None) -> Triage:
     if file == "-":
         if sys.stdin is None:
             raise InputError("stdin is closed, expected a log or report")
-        result = _read(sys.stdin.buffer, "stdin")
-    else:
-        if output is not None and output.exists() and os.path.exists(file) and os.path.samefile(file, output):
-            raise InputError(f"{file}: is also the output, expected another file with -o")
-        with _opened(file) as stream:
-            result = _read(stream, file)
-    from moedoctor.reporters.triage import count_line, triage_page
+        return _read(sys.stdin.buffer, "stdin")
+    if output is not None and output.exists() and os.path.exists(file) and os.path.samefile(file, output):
+        raise InputError(f"{file}: is also the output, expected another file with -o")
+    with _opened(file) as stream:
+        return _read(stream, file)
 
-    document = {"findings": [vars(finding) for finding in result.findings]}
-    deliver(triage_page(result), document, format=format, output=output, summary=count_line(result))
-    return 1 if result.findings else 0
+
+def _document(results: list[tuple[str, Triage]]) -> dict[str, Any]:
+    """Return the JSON: the findings of all inputs, best first; with several inputs each names its file."""
+    several = len(results) > 1
+
+    def rows(kind: str) -> list[dict[str, Any]]:
+        found = [(name, finding) for name, result in results for finding in getattr(result, kind)]
+        if kind != "near_misses":
+            found.sort(key=lambda pair: -pair[1].confidence)
+        return [{**_plain(finding), **({"file": name} if several else {})} for name, finding in found]
+
+    looked_at = [
+        {
+            **({"file": name} if several else {}),
+            "bytes": result.bytes_read,
+            "releases": result.releases,
+            "gpus": list(result.gpus),
+            "moe_backends": list(result.backends),
+        }
+        for name, result in results
+    ]
+    return {
+        "findings": rows("findings"),
+        "possible": rows("possible"),
+        "near_misses": rows("near_misses"),
+        "looked_at": looked_at,
+    }
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(finding).items()}
 
 
 class _Bounded(io.RawIOBase):
-    """A stream that refuses to give more than `MOST_BYTES`."""
+    """A stream that refuses to give more than `MOST_BYTES`; `start` comes first."""
 
-    def __init__(self, stream: BinaryIO, name: str) -> None:
+    def __init__(self, stream: BinaryIO | gzip.GzipFile, name: str, start: bytes = b"") -> None:
         self._stream = stream
         self._name = name
+        self._start = start
         self._left = MOST_BYTES
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int = -1, /) -> bytes:
-        block = self._stream.read(size)
+        if self._start:
+            block = self._start if size < 0 else self._start[:size]
+            self._start = self._start[len(block) :]
+            if size < 0:
+                block += self._stream.read()
+        else:
+            block = self._stream.read(size)
         self._left -= len(block)
         if self._left < 0:
             raise InputError(_too_large(self._name))
@@ -69,9 +146,43 @@ def _read(stream: BinaryIO, name: str) -> Triage:
     from moedoctor.redaction import Redactor
 
     try:
-        return triage(_Bounded(stream, name), Redactor.of_this_process())  # type: ignore[arg-type]
+        start = _peek(stream)
+        bounded: Any = _Bounded(stream, name, start)
+        if start.startswith(_GZIP):
+            unpacked = gzip.GzipFile(fileobj=bounded)
+            start = _peek(unpacked)
+            bounded = _Bounded(unpacked, name, start)
+        _check_text(start, name)
+        return triage(bounded, Redactor.of_this_process())
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise InputError(
+            f"{name}: is damaged or ends early, expected a whole .gz file; read what is left with `zcat`"
+        ) from None
     except OSError as error:
         raise InputError(f"{name}: cannot be read ({_reason(error)}), expected a text file") from None
+
+
+def _peek(stream: BinaryIO | gzip.GzipFile) -> bytes:
+    """Return the first bytes of a stream: `_PEEK` of them, or all that it has."""
+    start = b""
+    while len(start) < _PEEK and (block := stream.read(_PEEK - len(start))):
+        start += block
+    return start
+
+
+def _check_text(start: bytes, name: str) -> None:
+    """Raise InputError if the first bytes of an input are not those of a text."""
+    if not start.strip():
+        raise InputError(f"{name}: is empty, expected a log or report")
+    packed = next((what for mark, what in _PACKED.items() if start.startswith(mark)), None)
+    if packed:
+        raise InputError(f"{name}: is {packed}, expected a text or a .gz file; unpack it first")
+    from moedoctor.diagnose.triage.log_text import encoding_of
+
+    # UTF-16 and UTF-32 are texts with many zeros.
+    control = len(start.translate(None, _TEXT_BYTES)) / len(start)
+    if encoding_of(start) is None and control > _MOST_CONTROL:
+        raise InputError(f"{name}: is binary, expected a log or report")
 
 
 def _opened(path: str) -> BinaryIO:

@@ -2,33 +2,100 @@
 
 from __future__ import annotations
 
-from moedoctor.diagnose.triage.triage import Triage
+from collections.abc import Sequence
+
+from moedoctor.diagnose.triage.triage import Finding, Grade, NearMiss, Triage
 from moedoctor.entries import entries
-from moedoctor.reporters.page import Block, Item, Paragraph, Span
+from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Text
 from moedoctor.reporters.text import count_of
 
+PASTE = (
+    "To be sure, paste more: the release (`vllm --version`), the GPU, the whole command line with the "
+    "variables that begin with VLLM_, and the 30 lines before the error."
+)
+_MISSING = 3
 
-def triage_page(result: Triage) -> list[Block]:
-    """Return an item a failure, each with its line and the next step."""
-    page: list[Block] = [
-        Item(
-            finding.id,
-            f"{entries()[finding.id].name}, confidence {finding.confidence:.2f}, line {finding.line}",
-            [("", Span(finding.excerpt, "code")), ("next", finding.next_step)],
-        )
-        for finding in result.findings
-    ]
+
+def triage_page(results: Sequence[tuple[str, Triage]]) -> list[Block]:
+    """Return what each text shows: findings, then what is possible, then what was looked at."""
+    page: list[Block] = []
+    for name, result in results:
+        if len(results) > 1:
+            page.append(Heading(name))
+        page += _page(result)
+    return [*page, Paragraph(_last_line(results))]
+
+
+def _page(result: Triage) -> list[Block]:
+    page: list[Block] = [_item(finding) for finding in result.findings]
     if not result.findings:
-        page.append(
-            Paragraph(
-                "No known failure in this text. The server may still be broken in another way: "
-                "`moedoctor list` shows the failures that are known."
-            )
-        )
-    releases = f"The text names {result.releases}." if result.releases else "The text names no release."
-    return [*page, Paragraph(f"{releases} {count_line(result)}.")]
+        page.append(Paragraph(_nothing(result)))
+    page += [_possible(finding) for finding in result.possible]
+    page += [_near_miss(miss) for miss in result.near_misses if not result.findings]
+    page.append(Paragraph(_looked_at(result)))
+    if not any(finding.grade is Grade.CERTAIN for finding in result.findings):
+        page.append(Paragraph(PASTE))
+    return page
 
 
-def count_line(result: Triage) -> str:
-    """Return ``2 known failures found``."""
-    return f"{count_of(len(result.findings), 'known failure')} found"
+def _item(finding: Finding) -> Item:
+    entry = entries()[finding.id]
+    lines: list[tuple[str, Text]] = [("", Span(finding.excerpt, "code"))]
+    if finding.why:
+        lines.append(("why", "; ".join(finding.why)))
+    lines += [("releases", finding.releases), ("do", finding.next_step), ("more", _explain(finding.id))]
+    title = f"{finding.grade.value}, line {finding.line}: {entry.title} (confidence {finding.confidence:.2f})"
+    return Item(finding.id, title, lines)
+
+
+def _possible(finding: Finding) -> Item:
+    """Return a failure that the text does not decide, and what would decide it."""
+    title = f"possible, line {finding.line}: {entries()[finding.id].title}"
+    lines: list[tuple[str, Text]] = [("", Span(finding.excerpt, "code"))]
+    if finding.missing:
+        lines.append(("likely if", "; ".join(finding.missing[:_MISSING])))
+    return Item(finding.id, title, [*lines, ("more", _explain(finding.id))])
+
+
+def _near_miss(miss: NearMiss) -> Item:
+    return Item(miss.id, f"not it, line {miss.line}: {entries()[miss.id].title}", [("", miss.reason)])
+
+
+def _explain(id: str) -> str:
+    return f"`moedoctor explain {id}`"
+
+
+def _nothing(result: Triage) -> str:
+    if result.possible:
+        return "Nothing in this text decides. It may be one of these:"
+    return (
+        "No known failure in this text. The server may still be broken in another way: "
+        "`moedoctor list` shows the failures that are known."
+    )
+
+
+def _looked_at(result: Triage) -> str:
+    parts = [f"{count_of(result.bytes_read, 'byte')} were read"]
+    parts.append(f"the text names {result.releases}" if result.releases else "the text names no release")
+    parts.append(f"GPU: {', '.join(result.gpus[:4])}" if result.gpus else "no GPU")
+    parts.append(f"MoE backend: {', '.join(result.backends[:4])}" if result.backends else "no MoE backend")
+    return f"Looked at: {'; '.join(parts)}."
+
+
+def _last_line(results: Sequence[tuple[str, Triage]]) -> str:
+    best = max(
+        (finding for _, result in results for finding in result.findings),
+        key=lambda finding: finding.confidence,
+        default=None,
+    )
+    following = f" Next: {_explain(best.id)}." if best else ""
+    return f"{count_line(results)}.{following}"
+
+
+def count_line(results: Sequence[tuple[str, Triage]]) -> str:
+    """Return ``2 known failures found, 1 possible``."""
+    found = {finding.id for _, result in results for finding in result.findings}
+    possible = {finding.id for _, result in results for finding in result.possible} - found
+    return f"{count_of(len(found), 'known failure')} found" + (
+        f", {len(possible)} possible" if possible else ""
+    )

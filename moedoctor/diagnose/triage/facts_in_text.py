@@ -25,7 +25,8 @@ _NOT_ABOUT = (
 )
 _GPU = re.compile(
     r"(?:geforce )?\b(?:rtx(?: pro)? \d{4}(?: ?(?:ti|super|d|ada|blackwell)\b){0,2}|rtx ?a\d{4}"
-    r"|(?:tesla )?(?:gh200|gb200|gb300|gb10|h100|h200|h800|h20|b100|b200|b300|a100|a800|a10g?|l40s?|l4|l20|v100|t4|p100)"
+    r"|gh200|gb200|gb300|gb10|h100|h200|h800|h20|b100|b200|b300|a100|a800|l40s?|v100|p100"
+    r"|(?:nvidia|tesla) (?:a10g?|l4|l20|t4)"
     r"|dgx spark|jetson (?:agx )?(?:thor|orin)|mi\d{3}x?)\b(?![-_/.]\w)"
 )
 _CAPABILITY = re.compile(r"\bsm_?(\d{2,3})[af]?\b|compute capability\W{0,4}(\d{1,2}\.\d)\b")

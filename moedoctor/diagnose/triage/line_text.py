@@ -38,7 +38,7 @@ _STRIPPED = {
     **str.maketrans("", "", "`\x00\ufeff\u200b\u200c\u200d\u2060\xad"),
     **dict.fromkeys(map(ord, "\u2018\u2019\u201a\u201b\u2032\xb4"), "'"),
     **dict.fromkeys(map(ord, "\u201c\u201d\u201e\u201f\u2033"), '"'),
-    **dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2014\u2212"), "-"),
+    **dict.fromkeys(map(ord, "\u2010\u2011\u2212"), "-"),
 }
 """What is removed, and what word processors and web pages put in place of quotes and hyphens."""
 OF_VLLM = re.compile(
@@ -69,6 +69,8 @@ def split_prefix(line: bytes) -> tuple[str, str]:
         text = re.sub(r"\\[nrt]", " ", text)
         text = re.sub(r"\\([`*_\[\]#<>\"'~|-])", r"\1", text)
     text = text.translate(_STRIPPED).replace("**", "")
+    if "\u2013" in text or "\u2014" in text:
+        text = re.sub("(?<![^ ])[\u2013\u2014](?=[a-z])", "--", text)  # an option after a correction
     whole = text
     for _ in range(8):
         text = text.lstrip()

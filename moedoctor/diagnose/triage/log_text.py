@@ -314,7 +314,7 @@ class Lines:
         """Yield the stream as UTF-8, or unchanged if it is another superset of ASCII."""
         decoder: codecs.IncrementalDecoder | None = None
         while block := self.stream.read(BLOCK):
-            if not self.bytes_read and (encoding := _encoding(block)):
+            if not self.bytes_read and (encoding := encoding_of(block)):
                 decoder = codecs.getincrementaldecoder(encoding)("replace")
             self.bytes_read += len(block)
             yield block if decoder is None else decoder.decode(block).encode("utf-8", "replace")
@@ -339,7 +339,7 @@ def _in_pieces(lines: list[bytes], first: int) -> tuple[list[bytes], list[int], 
     return shorter, numbers, pieces
 
 
-def _encoding(start: bytes) -> str | None:
+def encoding_of(start: bytes) -> str | None:
     """Return the encoding to translate from: by byte order mark, or by the zeros of UTF-16 without one."""
     for mark, encoding in _MARKS:
         if start.startswith(mark):

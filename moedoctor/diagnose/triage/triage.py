@@ -33,9 +33,9 @@ _HEADLINES, _HEADLINE = 3, 0.1
 _AGREEMENT = 0.04
 _SUREST = 0.98
 _CERTAIN, _LIKELY, _LEAST = 0.9, 0.5, 0.05
-_CRASH_ONLY = 0.2
+_CRASH_ONLY = 0.1
 """A failure without a crash in a text that has a crash and no wrong result."""
-_OTHER_ENGINE = 0.1
+_OTHER_ENGINE = 0.04
 _NEAR_MISSES = 5
 _FIRST_LINES = 2_000
 _LAST_LINES = 500
@@ -317,7 +317,7 @@ class _Reader:
         )
 
     def _shown(self, signature: Signature) -> tuple[str, int] | None:
-        """Return the clue that shows a failure, and its line: the first one with the clues it needs nearby."""
+        """Return the clue that shows a failure, and the first of its lines with the clues it needs nearby."""
         for name in signature.shows:
             for line in self.lines.get(name, ()):
                 near = all(_any_near(self.lines, group, line, signature.within) for group in signature.near)
@@ -342,8 +342,10 @@ class _Reader:
         )
         confidence = min(confidence, _SUREST)
         odds = confidence / (1 - confidence)
-        why, against, missing = [], [], []
-        for evidence in signature.evidence:
+        why: list[str] = []
+        against: list[str] = []
+        missing: list[str] = []
+        for evidence in sorted(signature.evidence, key=lambda evidence: -evidence.factor):
             name = next((name for name in evidence.names if name in self.lines), None)
             if name is not None:
                 odds *= evidence.factor

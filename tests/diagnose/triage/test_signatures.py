@@ -41,13 +41,21 @@ def test_each_failure_has_a_signature_a_name_and_a_next_step() -> None:
 def test_signatures_name_clues_that_exist_and_every_clue_is_used() -> None:
     groups = [(*signature.shows, *signature.unless, *signature.unless_near) for signature in signatures()]
     groups += [group for signature in signatures() for group in (*signature.near, *signature.anywhere)]
+    groups += [evidence.names for signature in signatures() for evidence in signature.evidence]
     named = {name for group in groups for name in group}
     assert named - clues().keys() == set()
     assert clues().keys() - named - {"foreign", "vllm"} == set()
 
 
-def test_confidences_are_above_one_half_and_below_one() -> None:
-    assert all(0.5 < signature.confidence < 1 for signature in signatures())
+def test_confidences_are_shares_and_evidence_moves_them() -> None:
+    assert all(0.05 < signature.confidence < 1 for signature in signatures())
+    factors = [evidence.factor for signature in signatures() for evidence in signature.evidence]
+    assert all(factor > 0 and factor != 1 for factor in factors)
+
+
+def test_what_a_piece_of_evidence_says_is_a_clause() -> None:
+    names = {name for signature in signatures() for evidence in signature.evidence for name in evidence.names}
+    assert {name for name in names if not clues()[name].says} == set()
 
 
 def test_repetitions_in_patterns_are_bounded() -> None:

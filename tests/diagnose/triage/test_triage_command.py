@@ -35,52 +35,58 @@ def healthy(tmp_path: Path) -> Path:
 
 
 def test_a_finding_gives_exit_code_1_and_json(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert triage_command(str(report), "json", None) == 1
+    assert triage_command([str(report)], "json", None) == 1
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"schema_version", "findings"}
+    assert list(found) == ["schema_version", "findings", "possible", "near_misses", "looked_at"]
     assert found["schema_version"] == 1
     assert [list(finding) for finding in found["findings"]] == [
-        ["id", "line", "excerpt", "confidence", "next_step"]
+        [
+            *("id", "line", "excerpt", "confidence", "next_step"),
+            *("grade", "why", "missing", "releases"),
+        ]
     ]
+    assert found["findings"][0]["grade"] == "certain"
+    assert found["looked_at"][0]["releases"] == "vLLM 0.18.0"
     assert (found["findings"][0]["id"], found["findings"][0]["line"]) == ("MD003", 2)
 
 
 def test_no_finding_gives_exit_code_0(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert triage_command(str(healthy), "json", None) == 0
-    assert json.loads(capsys.readouterr().out) == {"schema_version": 1, "findings": []}
+    assert triage_command([str(healthy)], "json", None) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["findings"], found["possible"], found["near_misses"]) == ([], [], [])
 
 
 def test_table(report: Path, healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    triage_command(str(report), "table", None)
+    triage_command([str(report)], "table", None)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("MD003       offloaded_scales, confidence 0.")
-    assert lines[0].endswith("line 2")
-    assert lines[-1] == "The text names vLLM 0.18.0. 1 known failure found."
-    triage_command(str(healthy), "table", None)
+    assert lines[0].startswith("MD003       certain, line 2: quantisation scales offloaded off the GPU")
+    assert "Looked at: 96 bytes were read; the text names vLLM 0.18.0; no GPU; no MoE backend." in lines
+    assert lines[-1] == "1 known failure found. Next: `moedoctor explain MD003`."
+    triage_command([str(healthy)], "table", None)
     assert capsys.readouterr().out.startswith("No known failure in this text.")
 
 
 def test_the_text_cannot_add_markdown(
     report: Path, healthy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert triage_command(str(report), "markdown", None) == 1
+    assert triage_command([str(report)], "markdown", None) == 1
     out = capsys.readouterr().out
     assert "\\| x in marlin" in out
     assert "<b>" not in out
-    assert triage_command(str(healthy), "markdown", None) == 0
+    assert triage_command([str(healthy)], "markdown", None) == 0
     assert "No known failure" in capsys.readouterr().out
 
 
 def test_stdin_of_the_most_bytes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "MOST_BYTES", len(REPORT))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(REPORT.encode())))
-    assert triage_command("-", "json", None) == 1
+    assert triage_command(["-"], "json", None) == 1
     assert "MD003" in capsys.readouterr().out
 
 
 def test_output_file(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "found.json"
-    assert triage_command(str(report), "json", target) == 1
+    assert triage_command([str(report)], "json", target) == 1
     assert json.loads(target.read_text())["findings"][0]["id"] == "MD003"
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -89,7 +95,7 @@ def test_output_file(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def refusal(path: str, format: str = "json", output: Path | None = None) -> str:
     with pytest.raises(InputError) as caught:
-        triage_command(path, format, output)
+        triage_command([path], format, output)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -128,7 +134,7 @@ def test_a_file_that_cannot_be_read_midway(report: Path, monkeypatch: pytest.Mon
 def test_no_torch_and_a_quick_start(report: Path) -> None:
     program = (
         "import sys; from moedoctor.commands.triage import triage; "
-        "code = triage(sys.argv[1], 'json', None); "
+        "code = triage([sys.argv[1]], 'json', None); "
         "assert not {'torch', 'numpy', 'triton'} & set(sys.modules); sys.exit(code)"
     )
     best = 9.0
