@@ -86,7 +86,7 @@ def test_a_line_of_decoration_becomes_empty(line: str) -> None:
         ('{"not": "a log line"}', '{"not": "a log line"}'),
         ('{ broken json "log"', '{ broken json "log"'),
         ("two\\nlines", "two lines"),
-        ("\u201cb_scales\u201d isn\u2019t", "\"b_scales\" isn't"),
+        ("\u201cb_scales\u201d isn\u2019t", '"b_scales" isn\'t'),
         ("vllm serve X \u2014cpu-offload-gb 4", "vllm serve X --cpu-offload-gb 4"),
     ],
 )
