@@ -1,7 +1,8 @@
-"""Makes the GPU of a tensor the current one, as a kernel launch and a CUDA call need. Imports no Triton."""
+"""Where kernels run: on the GPU of a tensor, or in Triton's interpreter. Imports no Triton."""
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,3 +25,8 @@ def on_device(where: torch.Tensor | torch.device) -> AbstractContextManager[Any]
     if index < 0 or index == torch.cuda.current_device():
         return _NOTHING_TO_CHANGE
     return torch.cuda.device(index)
+
+
+def interprets() -> bool:
+    """Return whether Triton runs kernels in its interpreter, which needs no GPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")

@@ -14,12 +14,11 @@ from moedoctor.fixes.eviction import CacheOverflow, CacheStats, SlotTable
 from moedoctor.kernels.cache.lookup import (
     MOST_EXPERTS,
     LookupState,
-    interprets,
     launch_groups,
     launch_lookup,
 )
 from moedoctor.kernels.cache.transfer import Transfer
-from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.device_guard import interprets, on_device
 
 
 class DeviceEngine(Engine):

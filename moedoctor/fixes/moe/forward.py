@@ -11,13 +11,13 @@ read for it, and the host does not wait to see it. On a CPU it raises ValueError
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from moedoctor.fixes.cache.engine import check_range
+from moedoctor.kernels.device_guard import interprets
 from moedoctor.reference import moe as reference
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class GroupedForward:
             check_range(ids, num_experts)
         self._x, self._ids, self._topk_weights = x.contiguous(), ids.contiguous(), topk_weights.contiguous()
         self._num_experts, self._activation = num_experts, activation
-        self._tiles = ids.numel() > _MOST_DECODE_PAIRS and (x.is_cuda or _interprets())
+        self._tiles = ids.numel() > _MOST_DECODE_PAIRS and (x.is_cuda or interprets())
         self._rows: Rows | None = None
         self._out: torch.Tensor | None = None
 
@@ -204,14 +204,9 @@ def group_bound(top_k: int) -> float:
     return 2 * steps / (1 - steps)
 
 
-def _interprets() -> bool:
-    """Return whether Triton runs kernels in its interpreter, on a CPU."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-
-
 def _on_host(x: torch.Tensor) -> bool:
     """Return whether torch computes with `x` on the CPU, and no kernel of ours."""
-    return x.device.type == "cpu" and not _interprets()
+    return x.device.type == "cpu" and not interprets()
 
 
 def _check_weights(weights: Mapping[str, torch.Tensor], hidden_size: int, activation: str) -> None:

@@ -7,7 +7,6 @@ time are `while` loops: Triton's interpreter takes no tensor as a range.
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -260,11 +259,6 @@ _FEW = 64
 """Up to this many ids are compared with every expert in registers."""
 _TOGETHER = 128
 """Experts ranked against each other at once."""
-
-
-def interprets() -> bool:
-    """Whether Triton runs kernels in its interpreter, which needs no GPU."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 class LookupState(NamedTuple):

@@ -1,0 +1,149 @@
+"""Keeps rows of a MoE call on the device, if they are to be kept, without the host: for recordings.
+
+One launch a layer, after its experts have run, also inside CUDA graphs. What is kept goes to a `KeptRows`.
+Its header decides: a layer and a step that are wanted, or else the first rows whose output holds NaN or Inf
+while their input does not. Kernels of a stream run in order, so the first layer to keep a row owns the
+record; it keeps rows of that step only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.kept_rows import KeptRows
+
+# Places of the header, as in `moedoctor.kernels.kept_rows`.
+_STEP, _OWNER, _OWNED_STEP, _COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_WANTED_LAYER, _WANTED_STEP, _ROWS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+_REAL = tl.constexpr(7)
+
+
+@triton.jit
+def _is_finite_row(x_ptr: tl.tensor, columns: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """Return 1 if a contiguous row holds neither NaN nor Inf."""
+    bad = tl.zeros([BLOCK], tl.int32)  # [BLOCK]
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)  # [BLOCK]
+        x = tl.load(x_ptr + column, mask=column < columns, other=0.0).to(tl.float32)  # [BLOCK]
+        bad = bad | (~(tl.abs(x) < float("inf"))).to(tl.int32)
+    return 1 - tl.max(bad, axis=0)
+
+
+@triton.jit
+def _copy_row(
+    source_ptr: tl.tensor, target_ptr: tl.tensor, columns: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)  # [BLOCK]
+        value = tl.load(source_ptr + column, mask=column < columns)  # [BLOCK]
+        tl.store(target_ptr + column, value, mask=column < columns)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def keep_kernel(
+    x_ptr: tl.tensor,
+    output_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    header_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    kept_x_ptr: tl.tensor,
+    kept_output_ptr: tl.tensor,
+    kept_ids_ptr: tl.tensor,
+    kept_weights_ptr: tl.tensor,
+    stride_x: tl.tensor,
+    stride_output: tl.tensor,
+    layer: tl.tensor,
+    room: tl.constexpr,
+    hidden: tl.constexpr,
+    top_k: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Keep one row of the call of layer number `layer`, if it is to be kept."""
+    wanted = tl.load(header_ptr + _WANTED_LAYER)
+    step = tl.load(header_ptr + _STEP)
+    if wanted >= 0:
+        row = tl.program_id(0).to(tl.int64)
+        keeps = (wanted == layer + 1) & (step == tl.load(header_ptr + _WANTED_STEP))
+        keeps = keeps & (row < tl.load(header_ptr + _REAL))
+        if (wanted == 0) & (row < tl.load(header_ptr + _REAL)):
+            keeps = _is_finite_row(output_ptr + row * stride_output, hidden, BLOCK) == 0
+            if keeps:
+                keeps = _is_finite_row(x_ptr + row * stride_x, hidden, BLOCK) == 1
+        if keeps:
+            owner = tl.atomic_cas(header_ptr + _OWNER, 0, layer + 1)
+            if owner == 0:
+                tl.atomic_xchg(header_ptr + _OWNED_STEP, step)
+                tl.atomic_xchg(header_ptr + _ROWS, tl.num_programs(0))
+            # Another program of this launch may own the record and not have written the step yet.
+            same_step = tl.atomic_add(header_ptr + _OWNED_STEP, 0)
+            if (owner == 0) | ((owner == layer + 1) & ((same_step == step) | (same_step == 0))):
+                place = tl.atomic_add(header_ptr + _COUNT, 1)
+                if place < room:
+                    tl.store(row_ptr + place, row.to(tl.int32))
+                    _copy_row(x_ptr + row * stride_x, kept_x_ptr + place * hidden, hidden, BLOCK)
+                    _copy_row(
+                        output_ptr + row * stride_output, kept_output_ptr + place * hidden, hidden, BLOCK
+                    )
+                    lane = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+                    inside = lane < top_k
+                    ids = tl.load(ids_ptr + row * top_k + lane, mask=inside, other=-1)  # [BLOCK_K]
+                    tl.store(kept_ids_ptr + place * top_k + lane, ids.to(tl.int32), mask=inside)
+                    weights = tl.load(weights_ptr + row * top_k + lane, mask=inside, other=0.0)  # [BLOCK_K]
+                    tl.store(kept_weights_ptr + place * top_k + lane, weights.to(tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["real"])
+def step_kernel(header_ptr: tl.tensor, real: tl.tensor) -> None:
+    tl.store(header_ptr + _STEP, tl.load(header_ptr + _STEP) + 1)
+    tl.store(header_ptr + _REAL, real)
+
+
+def launch_keep(
+    kept: KeptRows,
+    layer: int,
+    x: torch.Tensor,
+    output: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> None:
+    """Keep rows of a call: `x` and `output` [T, H], `ids` integer [T, K], `weights` floating [T, K].
+
+    Rows of `x` and `output` are contiguous, `ids` and `weights` as a whole. Nothing waits for the device.
+    """
+    rows, hidden = x.shape
+    if rows == 0:
+        return
+    room, top_k = kept.ids.shape
+    with on_device(x):
+        keep_kernel[(rows,)](
+            x,
+            output,
+            ids,
+            weights,
+            kept.header,
+            kept.row,
+            kept.x,
+            kept.output,
+            kept.ids,
+            kept.weights,
+            x.stride(0),
+            output.stride(0),
+            layer,
+            room=room,
+            hidden=hidden,
+            top_k=top_k,
+            BLOCK=int(min(max(triton.next_power_of_2(hidden), 32), 2048)),
+            BLOCK_K=triton.next_power_of_2(top_k),
+            num_warps=1 if hidden <= 512 else 4,
+        )
+
+
+def launch_step(kept: KeptRows, real: int) -> None:
+    """Begin the next step, whose first `real` rows are no padding. The first is step 1."""
+    with on_device(kept.header):
+        step_kernel[(1,)](kept.header, real, num_warps=1)

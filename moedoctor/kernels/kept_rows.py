@@ -1,0 +1,84 @@
+"""Device memory for rows of one MoE call, and how they are kept without Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+STEP, OWNER, OWNED_STEP, COUNT, WANTED_LAYER, WANTED_STEP, ROWS, REAL, HEADER = range(9)
+"""Places of the header.
+
+OWNER is the number of a layer plus 1, 0 for none. COUNT counts rows that were to be kept, also beyond the
+room. WANTED_LAYER is the number of a layer plus 1, 0 for rows with NaN or Inf, -1 for nothing. ROWS is the
+number of rows of the call that was kept, REAL how many rows of a call are no padding.
+"""
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Device memory for the rows of one call."""
+
+    header: torch.Tensor
+    """int32 [HEADER]"""
+    row: torch.Tensor
+    """int32 [R]: the row of the call that each kept row was"""
+    x: torch.Tensor
+    """[R, H]"""
+    output: torch.Tensor
+    """[R, H]"""
+    ids: torch.Tensor
+    """int32 [R, K]"""
+    weights: torch.Tensor
+    """float32 [R, K]"""
+
+    @classmethod
+    def make(cls, rows: int, hidden: int, top_k: int, dtype: torch.dtype, device: Any) -> KeptRows:
+        """Return empty memory for `rows` rows, that keeps nothing yet."""
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        with torch.inference_mode(False):  # tensors made in that mode can be written to in no other
+            kept = cls(
+                header=zeros(HEADER),
+                row=zeros(rows),
+                x=zeros(rows, hidden, dtype=dtype),
+                output=zeros(rows, hidden, dtype=dtype),
+                ids=zeros(rows, top_k),
+                weights=zeros(rows, top_k, dtype=torch.float32),
+            )
+            kept.header[WANTED_LAYER] = -1
+        return kept
+
+    def begin_on_host(self, real: int) -> None:
+        """Begin the next step, whose first `real` rows are no padding. Waits for the device."""
+        self.header[STEP] += 1
+        self.header[REAL] = real
+
+    def keep_on_host(
+        self, layer: int, x: torch.Tensor, output: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        """Do what `moedoctor.kernels.keep.launch_keep` does, with torch. Waits for the device."""
+        header = self.header.tolist()
+        wanted, step = header[WANTED_LAYER], header[STEP]
+        if wanted == layer + 1 and step == header[WANTED_STEP]:
+            keeps = torch.ones(len(x), dtype=torch.bool, device=x.device)  # [T]
+        elif wanted == 0:
+            keeps = ~output.isfinite().all(1) & x.isfinite().all(1)  # [T]
+        else:
+            return
+        found = keeps[: header[REAL]].nonzero().flatten()  # [R']
+        if not len(found) or header[OWNER] not in (0, layer + 1):
+            return
+        if header[OWNER] and header[OWNED_STEP] != step:
+            return
+        self.header[OWNER], self.header[OWNED_STEP], self.header[ROWS] = layer + 1, step, len(x)
+        first = header[COUNT]
+        self.header[COUNT] += len(found)
+        found = found[: max(len(self.row) - first, 0)]  # [R'']
+        place = slice(first, first + len(found))
+        self.row[place] = found.int()
+        self.x[place], self.output[place] = x[found], output[found]
+        self.ids[place], self.weights[place] = ids[found].int(), weights[found].float()
