@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,11 @@ from moedoctor.upstream.engine.nan_padding import BATCH, SECONDS, engine_argumen
 
 _NAMES = ("off 1", "on 1", "on 2", "off 2")
 _STEPS, _ROUNDS, _BLOCK = 48, 64, 8
+_STEPS_OF_RUNNERS = (
+    ("vllm.v1.worker.gpu_model_runner", "_model_forward"),
+    ("vllm.v1.worker.gpu.model_runner", "execute_model"),
+)
+"""The V1 and the V2 model runner, of which an engine has one: its module, and the function of a step."""
 _PATIENCE = 200.0
 """Seconds that an engine waits for the others to start, or to finish."""
 
@@ -179,28 +184,32 @@ def _wait_for(file: Path, failure: str) -> None:
 def step_events() -> Iterator[list[tuple[Any, Any]]]:
     """Time the steps of the vLLM in this process, including what a trace launches.
 
-    The list gets a pair of events for each step, from before and after the model's call.
+    The list gets a pair of events for each step: from before and after the model's call, or with the V2 model
+    runner, which has no function for that call, from before its inputs are prepared to after the call.
     """
     import torch
 
-    runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
     pairs: list[tuple[Any, Any]] = []
-    original = runner._model_forward
 
-    @functools.wraps(original)
-    def timed(*arguments: Any, **options: Any) -> Any:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = original(*arguments, **options)
-        end.record()
-        pairs.append((start, end))
-        return result
+    def timed(original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*arguments: Any, **options: Any) -> Any:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = original(*arguments, **options)
+            end.record()
+            pairs.append((start, end))
+            return result
 
-    runner._model_forward = timed
-    try:
+        return call
+
+    with ExitStack() as stack:
+        for module, name in _STEPS_OF_RUNNERS:
+            runner = importlib.import_module(module).GPUModelRunner
+            original = getattr(runner, name)
+            stack.callback(setattr, runner, name, original)
+            setattr(runner, name, timed(original))
         yield pairs
-    finally:
-        runner._model_forward = original
 
 
 def median_milliseconds(pairs: Sequence[tuple[Any, Any]]) -> float | None:

@@ -62,7 +62,11 @@ FIXES: Mapping[str, Extension] = {
     ),
 }
 TRACES: Mapping[str, Extension] = {
-    "nan": Extension("moedoctor.upstream.plugin.nan_trace"),
+    "nan": Extension(
+        "moedoctor.upstream.plugin.nan_trace",
+        releases=">=0.21.0",
+        refusal="made for vLLM 0.21.0 and later, whose MoE layers call router and experts in one function",
+    ),
 }
 
 

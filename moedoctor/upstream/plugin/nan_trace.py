@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import os
 import sys
 from multiprocessing import util
@@ -19,9 +20,8 @@ from typing import Any
 
 from moedoctor.text import escape, print_message, without_commands
 from moedoctor.trace.nan_report import NanReport
-from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches
+from moedoctor.upstream.plugin.register import Patch, apply_patches
 
-_OTHER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _FIRST = 100
 """Priority of the finalizer: high ones run first, while the device can still be read."""
 
@@ -32,8 +32,8 @@ class EngineTrace:
     def __init__(self, experiment: Any = None) -> None:
         self.experiment = experiment
         """A `moedoctor.upstream.engine.padding_experiment.Experiment`, or None."""
-        self.scheduled = 0
-        """Tokens of the step that are not padding."""
+        self.real = 0
+        """Rows of the step that are not padding."""
         self.running = False
         self.process: int | None = None
         """The process that made the first layer and owns the record; None before."""
@@ -86,7 +86,7 @@ class EngineTrace:
             output = options.get("output")
             if output is not None:
                 if self.experiment is not None and self.running:
-                    self.experiment.poison(output, self.scheduled)
+                    self.experiment.poison(output, self.real)
                 self._attention = (name, output)
                 if name not in self._before_experts:
                     state.watch(self.point(name), output.flatten(1))  # [tokens, columns]
@@ -97,12 +97,16 @@ class EngineTrace:
     def around_moe(self, original: Any) -> Any:
         """Watch the attention's output, the logits and the experts' sum after a MoE layer has run."""
 
-        def apply_quant_method(runner: Any, layer: Any, *arguments: Any, **options: Any) -> Any:
+        parameters = list(inspect.signature(original).parameters)[1:]
+
+        def apply_quant_method(runner: Any, *arguments: Any, **options: Any) -> Any:
+            given = {**dict(zip(parameters, arguments, strict=False)), **options}
+            layer = given.get("layer", runner)  # newer releases: the runner is the layer
             self._router = str(getattr(layer, "layer_name", "experts"))
             attention, self._attention = self._attention, None
-            logits = options.get("router_logits", arguments[1] if len(arguments) > 1 else None)
+            logits = given["router_logits"]
             self._rows = None if attention is None else int(attention[1].shape[0])
-            shared, routed = original(runner, layer, *arguments, **options)
+            shared, routed = original(runner, *arguments, **options)
             self._watch_layer(attention, logits, routed)
             return shared, routed
 
@@ -114,10 +118,13 @@ class EngineTrace:
             if attention[0] in self._before_experts or not self.running:
                 outputs.append((attention[0], attention[1].flatten(1)))  # else it was checked already
             self._before_experts.add(attention[0])
-        if self._is_own(routed):
+        if not hasattr(routed, "shape"):  # a later kernel adds up the experts: nothing to look at yet
+            routed = None
+        if self._is_own(logits if routed is None else routed):
             if logits is not None:
                 outputs.append((f"{self._router}.router_logits", logits))
-            outputs.append((self._router, routed))
+            if routed is not None:
+                outputs.append((self._router, routed))
         points = [self.point(name) for name, _ in outputs]
         tensors = [tensor for _, tensor in outputs]  # [tokens, columns] each
         if len(outputs) == 3:
@@ -128,7 +135,7 @@ class EngineTrace:
 
     def _is_own(self, x: Any) -> bool:
         """Return whether `x` has this rank's rows; of all ranks' rows it is not known which are padding."""
-        return self._rows is None or self._rows == int(x.shape[0])
+        return x is not None and self._rows in (None, int(x.shape[0]))
 
     def around_router(self, original: Any) -> Any:
         """Check the ids that a router gives."""
@@ -143,37 +150,71 @@ class EngineTrace:
 
         return select_experts
 
+    def begin(self, real: int, rows: int) -> None:
+        """Begin a step of `rows` rows, of which the first `real` are not padding."""
+        self.real = real
+        self.state.begin(min(real, rows), rows)
+        self.running, self._attention = True, None
+
+    def end(self, hidden: Any) -> None:
+        """End the step, with the model's output if it has one."""
+        self.running = False
+        if hasattr(hidden, "is_floating_point"):
+            self.state.watch_last(self.point("model"), hidden)
+        else:
+            self.state.end()
+
+    # vLLM's dummy runs do not call `_model_forward` of its V1 model runner, nor `prepare_inputs` of V2.
+
     def around_step(self, original: Any) -> Any:
-        """Record how many tokens of the step are real."""
+        """Remember how many tokens of the step are real."""
 
         def execute_model(runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
-            self.scheduled = int(scheduler_output.total_num_scheduled_tokens)
+            self.real = int(scheduler_output.total_num_scheduled_tokens)
             return original(runner, scheduler_output, *arguments, **options)
 
         return execute_model
 
     def around_forward(self, original: Any) -> Any:
-        """Run one step of the trace; vLLM's dummy runs do not call this."""
+        """Run one step of the trace."""
 
         def model_forward(runner: Any, *arguments: Any, **options: Any) -> Any:
-            rows = _rows(arguments, options)
-            self.state.begin(min(self.scheduled, rows), rows)
-            self.running, self._attention = True, None
+            self.begin(self.real, _rows(arguments, options))
+            output = hidden = None
             try:
                 output = original(runner, *arguments, **options)
-            except BaseException:
-                self.state.end()
-                raise
+                hidden = output[0] if isinstance(output, tuple) else output
             finally:
-                self.running = False
-            hidden = output[0] if isinstance(output, tuple) else output
-            if hasattr(hidden, "is_floating_point"):
-                self.state.watch_last(self.point("model"), hidden)
-            else:
-                self.state.end()
+                self.end(hidden)
             return output
 
         return model_forward
+
+    def around_inputs(self, original: Any) -> Any:
+        """Begin a step of the V2 model runner when its batch is known."""
+
+        def prepare_inputs(runner: Any, *arguments: Any, **options: Any) -> Any:
+            batch = original(runner, *arguments, **options)
+            self.begin(int(batch.num_tokens), int(batch.num_tokens_after_padding))
+            return batch
+
+        return prepare_inputs
+
+    def around_v2_step(self, original: Any) -> Any:
+        """End a step of the V2 model runner, which keeps the model's output for its sampler."""
+
+        def execute_model(runner: Any, *arguments: Any, **options: Any) -> Any:
+            finished = False
+            try:
+                result = original(runner, *arguments, **options)
+                finished = True
+            finally:
+                if self.running:  # else nothing was to be done
+                    kept = runner.execute_model_state if finished else None
+                    self.end(getattr(kept, "hidden_states", None))
+            return result
+
+        return execute_model
 
 
 class ExitReport:
@@ -221,8 +262,6 @@ _active: ExitReport | None = None
 def apply(version: str) -> str:
     """Start the trace in the vLLM of this process; see `moedoctor.upstream.plugin.register`."""
     global _active
-    if os.environ.get(_OTHER_RUNNER, "0").strip() not in ("", "0"):
-        raise FixError(f"{_OTHER_RUNNER} is set, and the trace knows the other model runner only: unset it")
     if _active is not None:
         _active.prepare()  # this process may be a fork of the one where the trace was started
         return "is active already"
@@ -231,21 +270,22 @@ def apply(version: str) -> str:
     experiment = Experiment.from_environment(os.environ)
     trace = EngineTrace(experiment)
     layers, runner = "vllm.model_executor.layers", "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+    runner_v2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+    padded = ("num_tokens_after_padding=num_tokens_after_padding",)
+    keeps = ("self.prepare_inputs(", "self.execute_model_state = ExecuteModelState(")
     attention, experts = f"{layers}.attention.attention:Attention", f"{layers}.fused_moe"
     moe, router = f"{experts}.runner.moe_runner:MoERunner", f"{experts}.router.base_router:BaseRouter"
     made, routed = functools.partial(_after, then=trace.around_attention), ("return topk_weights, topk_ids",)
     patches = [
         Patch(attention, "__init__", made, source=("self.impl = ", "self.layer_name = ")),
         Patch(
-            moe,
-            "_apply_quant_method",
-            trace.around_moe,
-            "layer router_logits",
-            ("self.router.select_experts(",),
+            moe, "_apply_quant_method", trace.around_moe, "router_logits", ("self.router.select_experts(",)
         ),
         Patch(router, "select_experts", trace.around_router, "router_logits", routed),
         Patch(runner, "execute_model", trace.around_step, "scheduler_output", ("self._model_forward(",)),
         Patch(runner, "_model_forward", trace.around_forward, "input_ids positions", ("self.model(",)),
+        Patch(runner_v2, "prepare_inputs", trace.around_inputs, "scheduler_output batch_desc", padded),
+        Patch(runner_v2, "execute_model", trace.around_v2_step, "scheduler_output dummy_run", keeps),
     ]
     active = ["attention (not MLA), router and MoE outputs are watched for NaN; report at exit"]
     if experiment is not None:

@@ -122,7 +122,10 @@ def test_the_best_block_of_each_engine_counts_and_identical_engines_give_the_noi
     assert figures["gpu_noise"] == 0
 
 
-def test_each_step_is_between_events_until_they_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("used", nan_overhead._STEPS_OF_RUNNERS)
+def test_each_step_is_between_events_until_they_are_removed(
+    monkeypatch: pytest.MonkeyPatch, used: tuple[str, str]
+) -> None:
     clock = [0.0]
 
     class Event:
@@ -138,21 +141,23 @@ def test_each_step_is_between_events_until_they_are_removed(monkeypatch: pytest.
         def elapsed_time(self, end: Event) -> float:
             return end.at - self.at
 
-    class Runner:
-        def _model_forward(self, took: float) -> float:
-            clock[0] += took
-            return took
+    def step(self: object, took: float) -> float:
+        clock[0] += took
+        return took
 
-    module = types.SimpleNamespace(GPUModelRunner=Runner)
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", module)
+    runners = {
+        module: type("GPUModelRunner", (), {name: step}) for module, name in nan_overhead._STEPS_OF_RUNNERS
+    }
+    for module, runner in runners.items():
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(GPUModelRunner=runner))
     monkeypatch.setattr("torch.cuda.Event", Event)
-    original = Runner._model_forward
+    engine, name = runners[used[0]](), used[1]
     with STEP_EVENTS() as events:
-        assert Runner()._model_forward(9.0) == 9.0
+        assert getattr(engine, name)(9.0) == 9.0
         events.clear()
         assert MEDIAN(events) is None
         for took in (50.0, 2.0, 1.0, 3.0):
-            Runner()._model_forward(took)
+            getattr(engine, name)(took)
             clock[0] += 100
         assert MEDIAN(events[1:]) == 2.0
-    assert Runner._model_forward is original
+    assert getattr(runners[used[0]], name) is step

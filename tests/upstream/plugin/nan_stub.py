@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+RUNNER = "vllm/model_executor/layers/fused_moe/runner/moe_runner.py"
 FILES = {
     "vllm/__init__.py": "__version__ = '0.21.0'\n",
     "vllm/_custom_ops.py": """
@@ -43,7 +44,7 @@ class Attention:
         self.impl.forward(self, query, output=output)
         return output
 """,
-    "vllm/model_executor/layers/fused_moe/runner/moe_runner.py": """
+    RUNNER: """
 class MoERunner:
     def __init__(self, router):
         self.router = router
@@ -76,12 +77,55 @@ class GPUModelRunner:
     def _model_forward(self, input_ids=None, positions=None, intermediate_tensors=None, inputs_embeds=None):
         return self.model(input_ids=input_ids)
 """,
+    "vllm/v1/worker/gpu/model_runner.py": """
+from types import SimpleNamespace
+
+
+def ExecuteModelState(hidden_states):
+    return SimpleNamespace(hidden_states=hidden_states)
+
+
+class GPUModelRunner:
+    def __init__(self, model):
+        self.model = model
+        self.execute_model_state = None
+
+    def prepare_inputs(self, scheduler_output, batch_desc):
+        num_tokens_after_padding = batch_desc
+        return SimpleNamespace(
+            num_tokens=scheduler_output.total_num_scheduled_tokens,
+            num_tokens_after_padding=num_tokens_after_padding,
+        )
+
+    def execute_model(self, scheduler_output, dummy_run=False):
+        if not scheduler_output.total_num_scheduled_tokens:
+            return "nothing to do"
+        if not dummy_run:
+            self.prepare_inputs(scheduler_output, len(scheduler_output.input_ids))
+        model_output = self.model(input_ids=scheduler_output.input_ids)
+        self.execute_model_state = ExecuteModelState(model_output)
+""",
 }
+NEWER_RUNNER = """
+class MoERunner:
+    layer_name = "layers.0.experts"
+
+    def __init__(self, router):
+        self.router = router
+
+    def _apply_quant_method(self, hidden_states, router_logits, shared_experts_input, input_ids=None):
+        topk_weights, topk_ids = self.router.select_experts(
+            hidden_states=hidden_states, router_logits=router_logits, input_ids=input_ids
+        )
+        return None, hidden_states * topk_weights.sum(1, keepdim=True)
+"""
+"""As in 0.27.1 and later: the runner is the layer."""
 
 
-def write_stub(folder: Path) -> None:
+def write_stub(folder: Path, *, newer: bool = False) -> None:
     """Write the package `vllm` into `folder`."""
-    for name, text in FILES.items():
+    files = {**FILES, RUNNER: NEWER_RUNNER} if newer else FILES
+    for name, text in files.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -115,11 +159,20 @@ class Model:
         output = torch.full((len(input_ids), 8), self.leftover)  # [tokens, H]
         query = torch.arange(float(self.real * 8)).reshape(self.real, 8)
         x = self.attention(query, output)
-        return self.runner._apply_quant_method(self.layer, x, x, None)[1]
+        if hasattr(self.runner, "layer_name"):
+            out: torch.Tensor = self.runner._apply_quant_method(x, x, None)[1]
+        else:
+            out = self.runner._apply_quant_method(self.layer, x, x, None)[1]
+        return out
+
+
+def scheduled(real: int, rows: int = 4) -> types.SimpleNamespace:
+    """What a scheduler gives out: `real` tokens, in a batch that is padded to `rows`."""
+    return types.SimpleNamespace(total_num_scheduled_tokens=real, input_ids=torch.zeros(rows))
 
 
 def step(model: Model, rows: int = 4) -> torch.Tensor:
-    asked = types.SimpleNamespace(total_num_scheduled_tokens=model.real, input_ids=torch.zeros(rows))
+    asked = scheduled(model.real, rows)
     out: torch.Tensor = module("v1.worker.gpu_model_runner").GPUModelRunner(model).execute_model(asked)
     return out
 

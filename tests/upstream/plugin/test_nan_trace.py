@@ -20,7 +20,7 @@ from moedoctor.upstream.plugin import nan_trace
 from moedoctor.upstream.plugin.register import FixError
 from tests.interpreted import ROOT
 from tests.upstream.plugin import nan_stub
-from tests.upstream.plugin.nan_stub import Model, module, step, write_stub
+from tests.upstream.plugin.nan_stub import Model, module, scheduled, step, write_stub
 
 NAN = float("nan")
 
@@ -47,8 +47,7 @@ def attention(name: str) -> Any:
 
 def run_step(forward: Callable[[torch.Tensor], Any]) -> None:
     """Run a step of 3 real tokens in a batch of 4 through `forward` instead of the model."""
-    asked = types.SimpleNamespace(total_num_scheduled_tokens=3, input_ids=torch.zeros(4))
-    module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(asked)
+    module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(scheduled(3))
 
 
 def report() -> NanReport:
@@ -215,12 +214,48 @@ def test_ids_are_separate_if_no_attention_gave_the_number_of_rows(model: Model) 
     assert (result.nan_in_real, result.nan_in_padding, result.nan_in_unknown) == (0, 0, 1)
 
 
-def test_the_other_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(FixError, match="VLLM_USE_V2_MODEL_RUNNER is set"):
-        nan_trace.apply("0.21.0")
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert "attention (not MLA)" in nan_trace.apply("0.21.0")
+def test_the_v2_model_runner_is_traced_in_a_newer_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_stub(tmp_path / "newer", newer=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "newer"))
+    assert "report at exit" in nan_trace.apply("0.33.0")
+    model = Model(leftover=NAN)
+    runner = module("v1.worker.gpu.model_runner").GPUModelRunner(model)
+    runner.execute_model(scheduled(4), dummy_run=True)  # a dummy run is no step
+    assert runner.execute_model(scheduled(0)) == "nothing to do"
+    runner.execute_model(scheduled(3))
+    result = report()
+    assert (result.steps, result.steps_with_padding, result.nan_in_padding) == (1, 1, 1)
+    assert result.first_padding == Finding("layers.0.attn", "NaN", 1, 1)
+    assert [router.repeated for router in result.routers] == [(0, 1, 0)]
+    points = [place.point for place in result.points]
+    assert points == ["layers.0.attn", "layers.0.experts.router_logits", "layers.0.experts", "model"]
+    runner.model = fail
+    with pytest.raises(ValueError, match="on purpose"):
+        runner.execute_model(scheduled(3))
+    model(torch.zeros(4))  # outside a step
+    assert (report().steps, report().nan_in_padding) == (2, 1)
+
+
+def fail(input_ids: torch.Tensor) -> None:
+    raise ValueError("on purpose")
+
+
+def test_experts_that_are_added_up_later_are_not_looked_at(model: Model) -> None:
+    runner = module("model_executor.layers.fused_moe.runner.moe_runner").MoERunner(model.runner.router)
+    finished = types.SimpleNamespace(gemm2_permuted=torch.zeros(8, 8))
+    apply_quant_method = nan_trace.trace_of_this_process().around_moe(
+        lambda self, layer, router_logits: (None, finished)
+    )
+    x = torch.full((4, 8), NAN)
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        apply_quant_method(runner, model.layer, x)
+        return torch.zeros(4, 8)
+
+    run_step(forward)
+    assert [place.point for place in report().points] == ["layers.0.experts.router_logits"]
 
 
 @pytest.mark.parametrize(
