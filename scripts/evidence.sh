@@ -1,44 +1,77 @@
 #!/usr/bin/env bash
-# Makes reports of reports/nvidia-h200 again: scripts/evidence.sh NAME...; without a name it lists them.
+# Makes the reports of one GPU and vLLM release: scripts/evidence.sh NAME...; "all" makes every one, and without a name it
+# lists them with what each needs and how long it took.
 #
-# Needs an NVIDIA GPU, and moedoctor and vLLM 0.21.0 in one environment, since vLLM finds the plug-in through moedoctor's
-# entry point. A report that is marked "idle" measures times, or starts a dozen engines at once: nothing else may use the GPU
-# or the CPU.
+# Needs an NVIDIA GPU, and moedoctor and vLLM in one environment, since vLLM finds the plug-in through moedoctor's entry
+# point. A report that is marked "idle" measures times, or starts a dozen engines at once: nothing else may use the GPU or the
+# CPU. A report that is there, whole and of the installed release is skipped, so a run that was cut goes on where it stopped.
 #
-# OUT         the folder to write to; default reports/nvidia-h200
-# KERNELS     a folder with the wheel or the _moe_C shared object of other vLLM releases, each in a folder named by version
+# OUT         the folder to write to; default reports/nvidia-h200 for 0.21.0, reports/nvidia-h200-vllm-RELEASE for others
+# FRESH       1 makes reports again that are there
+# LIMIT       seconds for all of them: what does not end in time is cut, and what finished is kept
+# SHARE       1/2 takes the first, third, … of the names and 2/2 the others: one list for each of two GPUs
+# PYTHON      the interpreter; default python3
+# KERNELS     a folder with the wheel or the _moe_C shared object of other vLLM releases, each in a folder named by version;
+#             without it, claims about those releases are untested
 # FLASHINFER  a folder with FlashInfer releases, each unpacked in a folder named by version
 set -euo pipefail
 shopt -s nullglob
 cd "$(dirname "$0")/.."
-out=${OUT:-reports/nvidia-h200}
+python=${PYTHON:-python3}
 tokens=1,8,64,512,4096
 
-doctor() { python3 -m moedoctor "$@"; }
+doctor() { "$python" -m moedoctor "$@"; }
+
+release() { "$python" -c 'import importlib.metadata as m; print(m.version("vllm"))'; }
+
+# complete NAME: whether the report is there, was not cut, has no errors, and is of the installed release
+complete() {
+    [[ -z ${FRESH:-} ]] && "$python" - "$out/$1.json" "$vllm" <<'PYTHON'
+import json, sys
+try:
+    report = json.load(open(sys.argv[1], encoding="utf-8"))
+except (OSError, ValueError):
+    sys.exit(1)
+whole = not report.get("interrupted") and not report.get("summary", {}).get("error")
+sys.exit(0 if whole and (report["environment"].get("vllm") or "none") == sys.argv[2] else 1)
+PYTHON
+}
 
 # write NAME COMMAND...: one report in both formats. Exit code 1 means that something was found, which is a result too.
 write() {
-    local name=$1 status=0
+    local name=$1 status=0 started=$SECONDS left=()
     shift
+    if complete "$name"; then
+        echo "evidence: $name is there" >&2
+        return 0
+    fi
+    if [[ -n ${LIMIT:-} ]]; then
+        ((LIMIT > SECONDS + 15)) || { echo "evidence: no time is left for $name" >&2; return 1; }
+        left=(timeout --signal INT --kill-after 20 $((LIMIT - SECONDS)))
+    fi
     echo "evidence: $name" >&2
-    doctor "$@" --format json -o "$out/$name.json" || status=$?
+    mkdir -p "$out"
+    "${left[@]}" "$python" -m moedoctor "$@" --format json -o "$out/$name.json" || status=$?
+    echo "evidence: $name took $((SECONDS - started)) s, exit code $status" >&2
+    [[ ! -s $out/$name.json ]] || doctor show "$out/$name.json" --format markdown -o "$out/$name.md"
     [[ $status -le 1 ]] || return "$status"
-    doctor show "$out/$name.json" --format markdown -o "$out/$name.md"
 }
 
 # kernels RELEASE...: the arguments that name them as subjects
 kernels() {
     local release files
     for release in "$@"; do
-        files=("${KERNELS:?}/$release"/*moe_C*.so "$KERNELS/$release"/*.whl)
+        [[ -n ${KERNELS:-} ]] || return 0
+        files=("$KERNELS/$release"/*moe_C*.so "$KERNELS/$release"/*.whl)
         echo "--vllm-kernels=$release=${files[0]}"
     done
 }
 
-# checkpoint_engines NAME ID: damaged and repaired checkpoints in engines, with MARLIN and EMULATION
+# checkpoint_engines NAME ID: damaged and repaired checkpoints in engines, with each backend for NVFP4 that an H200 has
 checkpoint_engines() {
-    local failed=0 backend
-    for backend in marlin emulation; do
+    local failed=0 backend backends=(marlin emulation)
+    [[ $vllm == 0.21.0 ]] || backends=(marlin humming emulation)
+    for backend in "${backends[@]}"; do
         write "$1_$backend" run "$2" --only tier=engine --only "moe_backend=$backend" || failed=1
     done
     return "$failed"
@@ -47,12 +80,12 @@ checkpoint_engines() {
 flashinfer() {
     local sources=() release
     for release in 0.6.6 0.6.8.post1 0.6.13 0.7.2.post1; do sources+=("$release=${FLASHINFER:?}/$release"); done
-    python3 -m moedoctor.upstream.flashinfer.probe_build "${sources[@]}" # side by side, before anything waits for one
+    "$python" -m moedoctor.upstream.flashinfer.probe_build "${sources[@]}" # side by side, before anything waits for one
     write duplicate_ids run duplicate_ids "${sources[@]/#/--flashinfer=}"
 }
 
 own_model() {
-    python3 -c 'from pathlib import Path
+    "$python" -c 'from pathlib import Path
 from moedoctor.reference import checkpoints
 folder = checkpoints.write_qwen3_moe(Path("tiny-nvfp4-moe"), scheme="nvfp4", layers=4)
 checkpoints.write_tokenizer(folder, 512)'
@@ -64,7 +97,7 @@ checkpoints.write_tokenizer(folder, 512)'
 # times of these runs are thrown away.
 moe_backends() {
     local models=() scratch model
-    while read -r model; do models+=(--model "$model"); done < <(python3 -c 'from moedoctor.models.presets import names; print(*names(), sep="\n")')
+    while read -r model; do models+=(--model "$model"); done < <("$python" -c 'from moedoctor.models.presets import names; print(*names(), sep="\n")')
     scratch=$(mktemp -d)
     compile() { doctor bench --backend "$@" --format json -o "$(mktemp -p "$scratch")" 2>> "$scratch/log" & }
     compile MARLIN:fp8 --hidden 1024 --intermediate 1024 --experts 8 --top-k 2 --tokens 1,4096
@@ -76,46 +109,62 @@ moe_backends() {
     write moe_backends bench --backend all "${models[@]}" --tokens "$tokens" --timeout 600
 }
 
+# The order is that of "all": crashes and cache first. The comment says what a report needs, and the seconds that it took on an
+# H200 with 0.21.0 and with 0.33.0, "-" if it has not been made there.
 make_report() {
     case $1 in
-        nan_routing) write nan_routing run MD001 $(kernels 0.18.0 0.19.1 0.20.0 0.21.0 0.33.0) ;;              # idle
-        nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;;
-        nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;                       # two GPUs
-        nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                             # idle
-        duplicate_ids) flashinfer ;;
-        sentinel_ids) write sentinel_ids run MD016 ;;
-        backend_override) write backend_override run MD010 ;;
-        backend_parity) write backend_parity run PARITY ;;
-        weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;
-        kv_scales_missing) checkpoint_engines kv_scales_missing MD012 ;;
-        global_scale_mismatch) checkpoint_engines global_scale_mismatch MD014 ;;
-        input_scale_missing) write input_scale_missing run MD015 ;;
-        gate_up_order) checkpoint_engines gate_up_order MD017 ;;
-        scale_layout) checkpoint_engines scale_layout MD018 ;;
-        moe_backends) moe_backends ;;                                                                          # idle
-        offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;                          # idle
-        offload_table) write offload_table run MD003 ;;                                                        # idle
-        offload_parity) write offload_parity run MD008 ;;                                                      # idle
         # Subjects are named so that the claims on speed, which offload_speed holds, are not measured again.
-        offload_engines) write offload_engines run MD005 --subject faulty --subject fixed --subject installed ;;
-        offload_bytes) write offload_bytes run MD009 MD013 ;;
-        offload_copies) write offload_copies run MD002 MD020 ;;                                                # idle
-        offload_kernels) write offload_kernels run MD003 MD008 --only tier=kernel ;;
-        offload_own_model) own_model ;;
-        expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                             # idle
+        offload_engines) write offload_engines run MD005 --subject faulty --subject fixed --subject installed ;; # 261 s, -
+        offload_table) write offload_table run MD003 ;;                                           # idle; 309 s, -
+        offload_parity) write offload_parity run MD008 ;;                                         # idle; 152 s, -
+        expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, -
+        nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 120 s, -
+        backend_parity) write backend_parity run PARITY ;;                                        # 405 s, -
+        offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, -
+        global_scale_mismatch) checkpoint_engines global_scale_mismatch MD014 ;;                  # 343 s, -
+        gate_up_order) checkpoint_engines gate_up_order MD017 ;;                                  # 341 s, -
+        scale_layout) checkpoint_engines scale_layout MD018 ;;                                    # 336 s, -
+        kv_scales_missing) checkpoint_engines kv_scales_missing MD012 ;;                          # 340 s, -
+        input_scale_missing) write input_scale_missing run MD015 ;;                               # 103 s, -
+        offload_own_model) own_model ;;                                                           # 175 s, -
+        expert_cache_qwen) write expert_cache_qwen run scenarios/engine/expert_cache_qwen.yaml ;; # idle
         expert_cache_memory) write expert_cache_memory run scenarios/engine/expert_cache_memory.yaml ;;
-        expert_cache_qwen) write expert_cache_qwen run scenarios/engine/expert_cache_qwen.yaml ;;              # idle
-        expert_cache_faults) write expert_cache_faults run MD006 MD007 MD019 ;;                                # idle
-        expert_cache_speed) write expert_cache_speed bench --cache --speed --capacity 16,32,64,128 ;;          # idle, 140 GB
-        expert_cache_speed_batch8) write expert_cache_speed_batch8 bench --cache --speed --batch 8 --capacity 16,32,64,128 ;;
+        nan_routing) write nan_routing run MD001 $(kernels 0.18.0 0.19.1 0.20.0 0.21.0 0.33.0) ;; # idle; 172 s and claims, -
+        nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;          # two GPUs
+        nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                # idle; 300 s, -
+        sentinel_ids) write sentinel_ids run MD016 ;;                                             # 13 s, -
+        backend_override) write backend_override run MD010 ;;                                     # 143 s, -
+        weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, -
+        moe_backends) moe_backends ;;                                                             # idle
+        offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;             # idle; 27 s and claims, -
+        offload_copies) write offload_copies run MD002 MD020 ;;                                   # idle; 57 s, -
+        offload_kernels) write offload_kernels run MD003 MD008 --only tier=kernel ;;              # 10 s, -
+        duplicate_ids) flashinfer ;;                                                              # 141 s, -
+        expert_cache_faults) write expert_cache_faults run MD006 MD007 MD019 ;;                   # idle; 189 s, -
+        expert_cache_speed) write expert_cache_speed bench --cache --speed --capacity 16,32,64,128 ;; # idle, 140 GB
+        expert_cache_speed_batch8) write expert_cache_speed_batch8 bench --cache --speed --batch 8 --capacity 16,32,64,128 ;; # idle
         *) echo "evidence: no report is named '$1'" >&2; return 2 ;;
     esac
 }
 
+# The names of all reports, or with "notes" also what each needs.
+listed() { sed -n "s/^        \([a-z0-9_]*\)) .*;;\( *# \(.*\)\)\{0,1\}\$/\1${1:+\t\3}/p" scripts/evidence.sh; }
+
 if [[ $# -eq 0 ]]; then
-    sed -n 's/^        \([a-z0-9_]*\)) .*;;\( *# \(.*\)\)\{0,1\}$/\1\t\3/p' "$0"
+    listed notes
     exit 0
 fi
+[[ $1 == all ]] && set -- $(listed)
+vllm=$(release 2>/dev/null || echo none)
+folder=reports/nvidia-h200
+[[ $vllm == 0.21.0 ]] || folder=$folder-vllm-$vllm
+out=${OUT:-$folder}
+part=${SHARE:-1/1}
 failed=
-for name in "$@"; do make_report "$name" || failed="$failed $name"; done
+place=0
+for name in "$@"; do
+    place=$((place + 1))
+    [[ $(((place - 1) % ${part#*/} + 1)) == "${part%/*}" ]] || continue
+    make_report "$name" || failed="$failed $name"
+done
 [[ -z $failed ]] || { echo "evidence: failed:$failed" >&2; exit 1; }

@@ -13,21 +13,26 @@ if TYPE_CHECKING:
 
 UPSTREAM = (
     Variant("MARLIN", "nvfp4"),
+    Variant("HUMMING", "nvfp4"),
     Variant("EMULATION", "nvfp4", "nvfp4"),
     Variant("FLASHINFER_TRTLLM", "nvfp4", "nvfp4"),
     Variant("FLASHINFER_CUTEDSL", "nvfp4", "nvfp4"),
     Variant("FLASHINFER_CUTLASS", "nvfp4", "nvfp4"),
     Variant("VLLM_CUTLASS", "nvfp4", "nvfp4"),
+    Variant("B12X", "nvfp4", "nvfp4"),
+    Variant("FLASHINFER_B12X", "nvfp4", "nvfp4"),
     Variant("TRITON", "fp8", "fp8"),
     Variant("MARLIN", "fp8"),
+    Variant("HUMMING", "fp8"),
     Variant("VLLM_CUTLASS", "fp8", "fp8"),
     Variant("FLASHINFER_CUTLASS", "fp8", "fp8"),
     Variant("FLASHINFER_TRTLLM", "fp8", "fp8"),
+    Variant("HPC", "fp8", "fp8"),
     Variant("TRITON", "bf16"),
     Variant("FLASHINFER_CUTLASS", "bf16"),
     Variant("FLASHINFER_TRTLLM", "bf16"),
 )
-"""vLLM's own, under vLLM's own names."""
+"""Those of vLLM 0.21.0 to 0.33.0 for one GPU, by vLLM's own names. A release that lacks one refuses it."""
 OWN = tuple(Variant(name, quantization) for name in ("OURS", "REFERENCE") for quantization in QUANTIZATIONS)
 ALL = (*UPSTREAM, *OWN)
 

@@ -18,9 +18,13 @@ from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observati
 
 _NAMES = Literal[
     "MARLIN",
+    "HUMMING",
     "EMULATION",
     "TRITON",
     "VLLM_CUTLASS",
+    "B12X",
+    "HPC",
+    "FLASHINFER_B12X",
     "FLASHINFER_TRTLLM",
     "FLASHINFER_CUTEDSL",
     "FLASHINFER_CUTLASS",

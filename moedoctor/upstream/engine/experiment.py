@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 PARALLEL = 16
 """Engines at once: each takes one core while it starts and about 1 GiB of the GPU."""
 SAME_LOGPROBS = "same logprobs"
+ON_HOST = (
+    "is not on GPU",  # MARLIN
+    "is_cuda() != true",  # HUMMING
+    "cannot be accessed from Triton",
+    "Expected all tensors to be on the same device",
+)
+"""What MoE backends say about a tensor that is in host memory."""
 
 
 class Outcome(str, enum.Enum):
@@ -125,7 +132,7 @@ def some_ran(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def short_error(error: EngineError) -> str:
     """Return the error in one line, with the line of its message that says most."""
     lines = [line.strip() for line in error.message.splitlines() if line.strip()]
-    known = next((line for line in lines if "OrderedDict" in line or "is not on GPU" in line), None)
+    known = next((line for line in lines if any(words in line for words in ("OrderedDict", *ON_HOST))), None)
     text = known or (lines[0] if lines else "")
     text = text.removeprefix("Explanation: ").partition(" with argument types")[0]
     return f"{error.kind.rpartition('.')[2]}: {text}"[:240]

@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moedoctor.results import Death
-from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_engine
 from moedoctor.upstream.engine.experiment import (
+    ON_HOST,
     Outcome,
     Ran,
     Trial,
@@ -26,6 +27,7 @@ from moedoctor.upstream.engine.experiment import (
     run_trials,
     short_error,
 )
+from moedoctor.upstream.releases.wheel import package_folders
 
 if TYPE_CHECKING:
     from moedoctor.reference.checkpoints import Scheme
@@ -33,11 +35,16 @@ if TYPE_CHECKING:
 BACKENDS: Mapping[str, tuple[Scheme, str]] = {
     "BF16 TRITON": ("bf16", "triton"),
     "NVFP4 MARLIN": ("nvfp4", "marlin"),
+    "NVFP4 HUMMING": ("nvfp4", "humming"),
     "NVFP4 EMULATION": ("nvfp4", "emulation"),
     "FP8 TRITON": ("fp8", "triton"),
 }
 """Name in reports -> (scheme of the checkpoint, ``moe_backend``)."""
-TABLE = ("BF16 TRITON", "NVFP4 MARLIN", "NVFP4 EMULATION")
+TABLE = ("BF16 TRITON", "NVFP4 MARLIN", "NVFP4 HUMMING", "NVFP4 EMULATION")
+_HUMMING = "NVFP4 HUMMING"
+"""Releases up to 0.21.0 have HUMMING for other formats only, so the source of its selection is asked."""
+_SELECTION = "model_executor/layers/fused_moe/oracle/nvfp4.py"
+_MARLIN_PROMPTS = ((265, 511, 43, 73, 395), (290, 346, 157, 185, 327), (364, 101, 424, 166, 406, 153, 200))
 ON_GPU, UVA, COPIES = "on the GPU", "UVA", "no UVA, unpinned"
 PLACES = (ON_GPU, UVA, COPIES)
 SAME_GRAPH = "on the GPU, in the graph of the copies"
@@ -50,7 +57,8 @@ PROMPTS: Mapping[str, tuple[tuple[int, ...], ...]] = {
         (424, 16, 207, 246, 475, 271),
         (41, 17, 67, 329, 100, 314, 429, 298, 65),
     ),
-    "NVFP4 MARLIN": ((265, 511, 43, 73, 395), (290, 346, 157, 185, 327), (364, 101, 424, 166, 406, 153, 200)),
+    "NVFP4 MARLIN": _MARLIN_PROMPTS,
+    "NVFP4 HUMMING": _MARLIN_PROMPTS,  # it leaves activations in 16 bits, too
     "NVFP4 EMULATION": (
         (271, 26, 101, 192),
         (23, 327, 303, 94, 332),
@@ -75,9 +83,22 @@ OFFLOADER = "UVAOffloader"
 
 
 def measure(backends: Sequence[str], mode: str, places: Sequence[str], fixes: str) -> dict[str, Any]:
-    """Run all engines and return the table. Raises UnavailableError if no engine can run."""
+    """Run the engines of all backends that this vLLM has, and return the table.
+
+    Raises UnavailableError if no engine can run.
+    """
+    need_engine()
+    backends = [backend for backend in backends if _is_there(backend)]
     with checkpoints(*(BACKENDS[backend][0] for backend in backends)) as folders:
         return evidence(run_trials(trials(backends, mode, places, fixes, folders)))
+
+
+def _is_there(backend: str) -> bool:
+    """Whether the installed vLLM has the backend. Reads its source and imports nothing."""
+    files = [folder / _SELECTION for folder in package_folders("vllm")]
+    return backend != _HUMMING or any(
+        file.is_file() and "HUMMING" in file.read_text(encoding="utf-8") for file in files
+    )
 
 
 def trials(
@@ -206,7 +227,7 @@ def _crash(result: EngineResult) -> Outcome:
     assert error is not None
     if "OrderedDict" in error.message and "setattr" in error.message:
         return Outcome.CRASH_1
-    if "is not on GPU" in error.message:
+    if any(words in error.message for words in ON_HOST):
         return Outcome.CRASH_2
     return Outcome.CRASH_3 if error.death is Death.ILLEGAL_MEMORY_ACCESS else Outcome.CRASH
 

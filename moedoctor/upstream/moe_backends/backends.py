@@ -1,7 +1,8 @@
 """The MoE backends of the installed vLLM, each called the way vLLM's own layer calls it.
 
 vLLM's own code decides whether a kernel class fits (`is_supported_config`), converts the weights and builds
-the kernel; nothing of that is restated here. Written against vLLM 0.21.0. For a child process only.
+the kernel; nothing of that is restated here. Releases differ in what these functions take, so each gets the
+arguments that it has a parameter for: made for vLLM 0.21.0 to 0.33.0. For a child process only.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,10 +77,16 @@ Build = Callable[[Any, Any, Layer, Any, Any, Any], tuple[Any, torch.Tensor, torc
 def _build_bf16(
     oracle: Any, backend: Any, layer: Layer, holder: Any, config: Any, kernel_class: Any
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    w13, w2 = oracle.convert_to_unquantized_kernel_format(
-        unquantized_backend=backend, layer=holder, w13_weight=layer.w13, w2_weight=layer.w2
+    w13, w2 = call(
+        oracle.convert_to_unquantized_kernel_format,
+        unquantized_backend=backend,
+        moe_config=config,
+        layer=holder,
+        w13_weight=layer.w13,
+        w2_weight=layer.w2,
     )
-    kernel = oracle.make_unquantized_moe_kernel(
+    kernel = call(
+        oracle.make_unquantized_moe_kernel,
         quant_config=load("config").FUSED_MOE_UNQUANTIZED_CONFIG,
         moe_config=config,
         backend=backend,
@@ -95,8 +104,9 @@ def _build_fp8(
     device = layer.w13.values.device
     input_scale = _scale(layer.input_scale, device)
     intermediate_scale = _scale(layer.intermediate_scale, device)
-    holder.w13_weight, holder.w2_weight = layer.w13.values, layer.w2.values
-    w13, w2, w13_scale, w2_scale = oracle.convert_to_fp8_moe_kernel_format(
+    _hold(holder, w13_weight=layer.w13.values, w2_weight=layer.w2.values)
+    w13, w2, w13_scale, w2_scale = call(
+        oracle.convert_to_fp8_moe_kernel_format,
         fp8_backend=backend,
         layer=holder,
         w13=layer.w13.values.clone(),
@@ -106,15 +116,21 @@ def _build_fp8(
         w13_input_scale=input_scale,
         w2_input_scale=intermediate_scale,
     )
-    quant_config = oracle.make_fp8_moe_quant_config(
+    quant_config = call(
+        oracle.make_fp8_moe_quant_config,
         fp8_backend=backend,
+        layer=holder,
         w1_scale=w13_scale,
         w2_scale=w2_scale,
         a1_scale=input_scale,
         a2_scale=intermediate_scale,
     )
-    kernel = oracle.make_fp8_moe_kernel(
-        moe_quant_config=quant_config, moe_config=config, experts_cls=kernel_class, fp8_backend=backend
+    kernel = call(
+        oracle.make_fp8_moe_kernel,
+        moe_quant_config=quant_config,
+        moe_config=config,
+        experts_cls=kernel_class,
+        fp8_backend=backend,
     )
     del holder.w13_weight, holder.w2_weight
     return kernel, w13, w2
@@ -127,23 +143,50 @@ def _build_nvfp4(
     assert isinstance(layer.w13, Nvfp4)
     assert isinstance(layer.w2, Nvfp4)
     experts, device = layer.shape.experts, layer.w13.packed.device
-    w13, w13_scale, w13_scale_2, a13_scale, w2, w2_scale, w2_scale_2, a2_scale = (
-        oracle.convert_to_nvfp4_moe_kernel_format(
-            nvfp4_backend=backend,
-            layer=holder,
-            w13=layer.w13.packed.clone(),
-            w13_scale=layer.w13.block_scales.clone(),
-            w13_scale_2=layer.w13.global_scale.clone(),
-            a13_scale=_scale(layer.input_scale, device, experts),
-            w2=layer.w2.packed.clone(),
-            w2_scale=layer.w2.block_scales.clone(),
-            w2_scale_2=layer.w2.global_scale.clone(),
-            a2_scale=_scale(layer.intermediate_scale, device, experts),
-            is_act_and_mul=config.is_act_and_mul,
-        )
+    gates = 2 if config.is_act_and_mul else 1
+    # HUMMING converts what it finds in the layer, the others what they are given.
+    _hold(
+        holder,
+        w13_weight=layer.w13.packed.clone(),
+        w13_weight_scale=layer.w13.block_scales.clone(),
+        w13_weight_scale_2=layer.w13.global_scale[:, None].repeat(
+            1, gates
+        ),  # [E, 2], or [E, 1] without a gate
+        w2_weight=layer.w2.packed.clone(),
+        w2_weight_scale=layer.w2.block_scales.clone(),
+        w2_weight_scale_2=layer.w2.global_scale.clone(),
+        w13_input_scale=_scale(layer.input_scale, device, experts),
+        w2_input_scale=_scale(layer.intermediate_scale, device, experts),
     )
-    quant_config = oracle.make_nvfp4_moe_quant_config(
+    w13, w13_scale, w13_scale_2, a13_scale, w2, w2_scale, w2_scale_2, a2_scale = call(
+        oracle.convert_to_nvfp4_moe_kernel_format,
+        nvfp4_backend=backend,
+        layer=holder,
+        w13=holder.w13_weight.data,
+        w13_scale=holder.w13_weight_scale.data,
+        w13_scale_2=layer.w13.global_scale.clone(),
+        a13_scale=holder.w13_input_scale.data,
+        w2=holder.w2_weight.data,
+        w2_scale=holder.w2_weight_scale.data,
+        w2_scale_2=holder.w2_weight_scale_2.data,
+        a2_scale=holder.w2_input_scale.data,
+        is_act_and_mul=config.is_act_and_mul,
+    )
+    _hold(
+        holder,
+        w13_weight=w13,
+        w13_weight_scale=w13_scale,
+        w13_weight_scale_2=w13_scale_2,
+        w13_input_scale=a13_scale,
+        w2_weight=w2,
+        w2_weight_scale=w2_scale,
+        w2_weight_scale_2=w2_scale_2,
+        w2_input_scale=a2_scale,
+    )
+    quant_config = call(
+        oracle.make_nvfp4_moe_quant_config,
         backend=backend,
+        layer=holder,
         w13_scale=w13_scale,
         w2_scale=w2_scale,
         w13_scale_2=w13_scale_2,
@@ -151,11 +194,13 @@ def _build_nvfp4(
         a13_scale=a13_scale,
         a2_scale=a2_scale,
     )
-    kernel = oracle.make_nvfp4_moe_kernel(
-        moe_quant_config=quant_config, moe_config=config, experts_cls=kernel_class
+    kernel = call(
+        oracle.make_nvfp4_moe_kernel,
+        moe_quant_config=quant_config,
+        moe_config=config,
+        experts_cls=kernel_class,
+        backend=backend,
     )
-    holder.w13_weight_scale_2, holder.w2_weight_scale_2 = w13_scale_2, w2_scale_2
-    holder.w13_input_scale, holder.w2_input_scale = a13_scale, a2_scale
     kernel.fused_experts.process_weights_after_loading(holder)
     return kernel, w13, w2
 
@@ -223,6 +268,8 @@ class VllmBackend(Backend):
             kernel, w13, w2 = self._quantization.build(
                 oracle, self._member(oracle), layer, holder, config, kernel_class
             )
+        if self.variant.name == "HUMMING":
+            _set_forward_context()
         return VllmKernel(kernel, w13, w2, layer.shape)
 
     def _member(self, oracle: Any) -> Any:
@@ -269,16 +316,55 @@ def _scale(value: float, device: str | torch.device, experts: int | None = None)
     return torch.full(() if experts is None else (experts,), value, dtype=torch.float32, device=device)
 
 
+def call(function: Callable[..., Any], **values: Any) -> Any:
+    """Call a function of vLLM's with those of `values` that this release's function has a parameter for.
+
+    Raises UnavailableError if it needs another one.
+    """
+    parameters = inspect.signature(function).parameters
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and name not in values
+    ]
+    if missing:
+        raise UnavailableError(f"this vLLM's {function.__name__} needs {', '.join(missing)}")
+    return function(**{name: values[name] for name in parameters if name in values})
+
+
+def _hold(holder: Any, **tensors: torch.Tensor | None) -> None:
+    """Give the layer these parameters, in place of any of that name. None takes one away."""
+    for name, tensor in tensors.items():
+        with contextlib.suppress(AttributeError):
+            delattr(holder, name)
+        parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
+        setattr(holder, name, parameter)
+
+
 def _layer_module(shape: LayerShape, config: Any) -> Any:
     """Return the attributes of vLLM's layer that the conversion of weights reads."""
-    holder: Any = torch.nn.Module()
+    holder = _layer_class()()
     holder.num_experts = holder.local_num_experts = holder.global_num_experts = shape.experts
     holder.hidden_size = shape.hidden
     holder.intermediate_size_per_partition = shape.intermediate
     holder.params_dtype = holder.orig_dtype = torch.bfloat16
     holder.moe_config = config
     holder.activation = config.activation
+    holder.layer_name = "experts"
     return holder
+
+
+def _layer_class() -> Any:
+    """Return a class of layers without weights; from 0.27 on vLLM asks whether it is a `RoutedExperts`."""
+    if importlib.util.find_spec(f"{FUSED_MOE}.routed_experts") is None:
+        return torch.nn.Module
+
+    def without_weights(layer: Any) -> None:
+        torch.nn.Module.__init__(layer)
+
+    return type("Layer", (load("routed_experts").RoutedExperts,), {"__init__": without_weights})
 
 
 def _device(layer: Layer) -> str:
@@ -308,3 +394,10 @@ def _engine() -> contextlib.AbstractContextManager[Any]:
     config = importlib.import_module("vllm.config")
     manager: contextlib.AbstractContextManager[Any] = config.set_current_vllm_config(config.VllmConfig())
     return manager
+
+
+def _set_forward_context() -> None:
+    """Make a forward pass on one rank current for the life of this child, because HUMMING asks for it."""
+    module = importlib.import_module("vllm.forward_context")
+    config = importlib.import_module("vllm.config").VllmConfig()
+    module._forward_context = module.create_forward_context(None, config)

@@ -42,7 +42,7 @@ def request(backend: str, mode: str, place: str, fixes: str = "") -> EngineReque
 
 def test_the_engines() -> None:
     trials = table.trials(TABLE, "compiled", PLACES, "offload", FOLDERS)
-    assert [trial.columns["experts"] for trial in trials] == [*PLACES, SAME_GRAPH] * 3
+    assert [trial.columns["experts"] for trial in trials] == [*PLACES, SAME_GRAPH] * len(TABLE)
     control, mapped, copied, second = (trial.request for trial in trials[4:8])
     assert control.arguments["moe_backend"] == "marlin"
     assert "cpu_offload_gb" not in control.arguments
@@ -83,6 +83,11 @@ def test_every_engine_but_the_control_is_asked_for_its_bytes_and_no_graph_pads_a
             "Unsupported: Dynamo does not know how to trace builtin operator `setattr`",
         ),
         (died("b_scales is not on GPU"), "crash 2", "RuntimeError: b_scales is not on GPU"),
+        (
+            died("check_tensor_common\nlauncher/tensor.h:39, error: bs.is_cuda() != true"),
+            "crash 2",
+            "RuntimeError: launcher/tensor.h:39, error: bs.is_cuda() != true",
+        ),
         (died("illegal access", death=Death.ILLEGAL_MEMORY_ACCESS), "crash 3", "RuntimeError: illegal"),
         (died("something else"), "crash", "RuntimeError: something else"),
         (answered((1, 9, 3)), "other tokens", "prompt 1, token 2: 9, not 2"),
