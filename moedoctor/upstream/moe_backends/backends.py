@@ -398,6 +398,6 @@ def _engine() -> contextlib.AbstractContextManager[Any]:
 
 def _set_forward_context() -> None:
     """Make a forward pass on one rank current for the life of this child, because HUMMING asks for it."""
-    module = importlib.import_module("vllm.forward_context")
+    module: Any = importlib.import_module("vllm.forward_context")
     config = importlib.import_module("vllm.config").VllmConfig()
     module._forward_context = module.create_forward_context(None, config)
