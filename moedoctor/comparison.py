@@ -6,6 +6,7 @@ What is a regression (R), an improvement (I) or a note (N):
 |---|---|
 | scenario's verdict, to the right in `SEVERITY` | R |
 | scenario `found` -> `absent` or `skipped`: the failure is not gone, it is no longer looked for | R |
+| scenario to `found`, only through cases of named releases that were reproduced in the baseline too | N |
 | scenario's verdict, to the left: to `proved` or `found` I, to anything else | N |
 | case ran and is now skipped; any case -> error | R |
 | case -> what its subject should show (`faulty`: reproduced, others: clean) I, the opposite | R |
@@ -141,6 +142,18 @@ def check_comparable(baseline: Mapping[str, Any], current: Mapping[str, Any]) ->
         raise Incomparable(f"this and the baseline cannot be compared: {differing}")
 
 
+def held_by(baseline: Report, current: Report) -> tuple[ScenarioResult, ...]:
+    """Return the scenarios whose failures are all of named releases and all in the baseline already."""
+    pairs = _pairs(baseline.scenarios, current.scenarios, _scenario_key)
+    return tuple(after for _, before, after in pairs if before and after and _is_held(before, after))
+
+
+def _is_held(before: ScenarioResult, after: ScenarioResult) -> bool:
+    known = {case_key(case) for case in before.cases if case.verdict is CaseVerdict.REPRODUCED}
+    affected = [case for case in after.cases if case.affected]
+    return bool(affected) and all("@" in case.subject and case_key(case) in known for case in affected)
+
+
 def expected_verdict(subject: str) -> CaseVerdict | None:
     """Return what a subject should show; None for a named release, which may show either."""
     if "@" in subject:
@@ -177,7 +190,9 @@ def _changes(
 
 def _judge(before: _Judged, after: _Judged, partial: bool) -> tuple[Outcome, str]:
     """Return what it means that the verdict changed; see the table above."""
-    if isinstance(before.verdict, ScenarioVerdict) and isinstance(after.verdict, ScenarioVerdict):
+    if isinstance(before, ScenarioResult) and isinstance(after, ScenarioResult):
+        if after.verdict is ScenarioVerdict.FOUND and _is_held(before, after):
+            return "note", "the baseline holds what the named releases show"
         return _judge_scenario(before.verdict, after.verdict, partial)
     if isinstance(before, CaseResult) and isinstance(after, CaseResult):
         return _judge_case(before.subject, before.verdict, after.verdict)

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from moedoctor.text import TextFileError, dotted, escape, escape_json, explain, read_text, shorten
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 MAX_REPORT_BYTES = 64 * 1024 * 1024
+
+_SPARSE = MappingProxyType({"sparse": True})
+"""A field that JSON leaves out if it is None; reports of older releases have none."""
 
 Scalar = str | int | float | bool | None
 """One parameter value of a case."""
@@ -61,7 +65,7 @@ class ScenarioVerdict(str, enum.Enum):
     PROVED = "proved"
     """The failure was seen in `faulty` and is gone in `fixed`, in this run."""
     FOUND = "found"
-    """Proved, and `installed` shows the failure."""
+    """`installed` or a named release shows the failure, and the scenario file does not expect that."""
     ABSENT = "absent"
     """The control did not reproduce, and the fault's own rule says from what it saw why it cannot here."""
     FAILED = "failed"
@@ -161,6 +165,8 @@ class CaseResult:
     device: str = field(default="cpu", kw_only=True)
     parameters: Mapping[str, Scalar]
     verdict: CaseVerdict
+    expected: CaseVerdict | None = field(default=None, kw_only=True, metadata=_SPARSE)
+    """What the scenario file expects of the subject; None if it expects nothing."""
     figure: str = field(default="", kw_only=True)
     """The figure that decides the verdict, in words short enough for a table cell."""
     evidence: Evidence = field(default_factory=dict)
@@ -168,6 +174,13 @@ class CaseResult:
     """Why it was skipped or went wrong; None for `reproduced` and `clean`."""
     seconds: float = field(default=0.0, metadata={"ge": 0, "allow_inf_nan": False})
     """Wall time of the child, in seconds."""
+
+    @property
+    def affected(self) -> bool:
+        """Whether a release shows the failure: the installed one, or a named one that is not expected to."""
+        control = "@" in self.subject and self.expected is CaseVerdict.REPRODUCED
+        release = self.subject == "installed" or "@" in self.subject
+        return self.verdict is CaseVerdict.REPRODUCED and release and not control
 
 
 @dataclass(frozen=True)
@@ -217,6 +230,8 @@ class Summary:
     skipped: int = _count()
     error: int = _count()
     exit_code: int = _count()
+    reasons: tuple[str, ...] | None = field(default=None, metadata=_SPARSE)
+    """Why the exit code is not 0, in words; None in a report that does not say."""
     cases: Mapping[str, int] = field(default_factory=dict)
     """Cases counted by verdict."""
     interrupted: bool = False
@@ -290,8 +305,13 @@ def plain(value: Any, path: _Path = ()) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if is_dataclass(value):
-        members = {member.metadata.get("alias", member.name): member.name for member in fields(value)}
-        return {key: plain(getattr(value, name), (*path, key)) for key, name in members.items()}
+        members = [(member.metadata, member.name, getattr(value, member.name)) for member in fields(value)]
+        named = {
+            metadata.get("alias", name): item
+            for metadata, name, item in members
+            if item is not None or not metadata.get("sparse")
+        }
+        return {key: plain(item, (*path, key)) for key, item in named.items()}
     if isinstance(value, Mapping):
         result = {_key(key, path): plain(item, (*path, str(key))) for key, item in value.items()}
         if len(result) != len(value):

@@ -81,7 +81,8 @@ def report(*scenarios: ScenarioResult, **fields: Any) -> Report:
 
 def full_report() -> Report:
     """Return a report with every verdict of a case, claims, a crash, findings and an interruption."""
-    cases = [case("faulty", "reproduced", point, evidence={"rows": 13}) for point in POINTS]
+    expected = {"expected": CaseVerdict.REPRODUCED}
+    cases = [case("faulty", "reproduced", point, evidence={"rows": 13}, **expected) for point in POINTS]
     cases += [case("fixed", "clean", point) for point in POINTS]
     cases += [case("installed", "skipped", point, reason="vllm is not installed here") for point in POINTS]
     cases += [case("vllm@0.19.1", "reproduced", point) for point in POINTS]
@@ -102,7 +103,9 @@ def full_report() -> Report:
     absent = scenario(
         "absent", case("faulty", "clean"), id="MD005", name="untraceable_offload", reason="torch 2.13"
     )
-    summary = Summary(error=1, absent=1, exit_code=1, cases={"clean": 6}, interrupted=True)
+    summary = Summary(
+        error=1, absent=1, exit_code=1, cases={"clean": 6}, interrupted=True, reasons=("MD001",)
+    )
     return report(failing, absent, summary=summary, findings=("MD001 faulty: verdict reproduced -> clean",))
 
 

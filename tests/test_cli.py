@@ -62,7 +62,9 @@ def test_exit_code_of_a_run(
     tmp_path: Path, moedoctor: Run, text: str, options: tuple[str, ...], code: int
 ) -> None:
     ended, out, err = moedoctor("run", write(tmp_path, text), "--format", "json", *options)
-    assert (ended, json.loads(out)["summary"]["exit_code"], err) == (code, code, "")
+    summary = json.loads(out)["summary"]
+    assert (ended, summary["exit_code"], bool(summary["reasons"])) == (code, code, code != 0)
+    assert err == "".join(f"moedoctor: exit code {code}: {reason}\n" for reason in summary["reasons"])
 
 
 def test_a_stored_report_is_complete_and_shown_in_every_format(tmp_path: Path, moedoctor: Run) -> None:

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_samples import case, report, reports, scenario
 
-from moedoctor.gate import FailOn, exit_code
-from moedoctor.results import CaseResult, Report
+from moedoctor.gate import FailOn, decide, exit_code
+from moedoctor.results import CaseResult, CaseVerdict, Report, ScenarioVerdict
+
+REPRODUCED = CaseVerdict.REPRODUCED
 
 PROVED = scenario("proved")
 PROVED_WITH_SKIP = scenario("proved", case("faulty", "reproduced"), case("installed", "skipped"))
@@ -41,7 +43,8 @@ TABLE = [
     (report(scenario("error", died("out_of_memory"), died("signal"))), (3, 3, 3, 3)),
     (REGRESSED, (1, 1, 1, 0)),
     (report(scenario("skipped", case("installed", "reproduced"))), (1, 1, 1, 0)),
-    (report(scenario("proved", case("vllm@0.19.1", "reproduced"))), (0, 0, 0, 0)),
+    (report(scenario("error", case("vllm@0.19.1", "reproduced"))), (1, 1, 1, 3)),
+    (report(scenario("proved", case("vllm@0.19.1", "reproduced", expected=REPRODUCED))), (0, 0, 0, 0)),
 ]
 
 
@@ -54,6 +57,28 @@ def test_exit_codes(record: Report, codes: tuple[int, int, int, int]) -> None:
         (True, "never"),
     ]
     assert tuple(exit_code(record, strict=strict, fail_on=fail_on) for strict, fail_on in settings) == codes
+
+
+def test_what_the_baseline_holds_of_a_named_release_gives_no_exit_code() -> None:
+    old, new = case("vllm@0.19.1", "reproduced"), case("vllm@0.21.0", "reproduced")
+
+    def code(before: CaseResult, *after: CaseResult) -> int:
+        baseline, current = (report(scenario("found", *cases)) for cases in ((before,), after))
+        return decide(current, strict=False, fail_on="error", baseline=baseline).exit_code
+
+    assert code(old, old) == 0
+    assert code(old, old, new) == 1
+    assert code(case("vllm@0.19.1", "clean"), old) == 1
+    assert code(case("installed", "reproduced"), case("installed", "reproduced")) == 1
+
+
+@given(reports, st.booleans(), st.sampled_from(("error", "warning", "never")))
+def test_every_other_exit_code_than_0_has_reasons(record: Report, strict: bool, fail_on: FailOn) -> None:
+    decision = decide(record, strict=strict, fail_on=fail_on)
+    assert bool(decision.reasons) == bool(decision.exit_code)
+    for result in record.scenarios if decision.exit_code == 1 else ():
+        if result.verdict is ScenarioVerdict.FAILED:
+            assert any(reason.startswith(f"{result.id} ") for reason in decision.reasons)
 
 
 @given(reports, st.booleans())

@@ -59,6 +59,7 @@ def test_the_records_have_the_keys_of_the_schema_in_the_documented_order() -> No
         "device": "cpu",
         "parameters": {"tokens": 128, "top_k": 2, "scoring": "softmax"},
         "verdict": "reproduced",
+        "expected": "reproduced",
         "figure": "13 of 128 rows",
         "evidence": {"rows": 13},
         "reason": None,

@@ -36,5 +36,7 @@ def compare(
         if changes:
             page += [Heading(name), Bullets(changes)]
     page.append(Paragraph(", ".join(f"{len(changes)} {name}" for name, changes in groups.items())))
-    deliver(page, {"command": "compare", **groups}, format=format)
-    return 1 if changed.regressions else 0
+    code = 1 if changed.regressions else 0
+    reasons = [f"worse than the baseline: {text}" for text in groups["regressions"]]
+    deliver(page, {"command": "compare", **groups}, format=format, code=code, reasons=reasons)
+    return code

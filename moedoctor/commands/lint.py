@@ -39,9 +39,11 @@ def lint(
     Reads JSON files, the headers of safetensors files and the scales, but no weights. Exit code 1 if
     something is wrong.
     """
+    from moedoctor.diagnose.checkpoint.findings import CHECKS
     from moedoctor.diagnose.checkpoint.lint import lint
     from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
     from moedoctor.reporters.lint import lint_document, lint_page, summary_line
+    from moedoctor.reporters.text import count_of
 
     if fix is not None:
         _check_fix(checkpoint, fix)
@@ -50,7 +52,19 @@ def lint(
     code = 1 if result.damage else 0
     folder = str(result.checkpoint.folder)
     page, document = lint_page(result, folder), lint_document(result, folder, code)
-    deliver(page, document, format=format, output=output, summary=summary_line(result))
+    reasons = [
+        f"{finding.id}: {CHECKS[finding.check].what} ({count_of(finding.count, 'place')})"
+        for finding in result.damage
+    ]
+    deliver(
+        page,
+        document,
+        format=format,
+        output=output,
+        summary=summary_line(result),
+        code=code,
+        reasons=reasons,
+    )
     if fix is not None:
         _write_fix(result, fix)
     return code

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moedoctor.text import print_message
+from moedoctor.text import one_line, print_message, shorten
 
 if TYPE_CHECKING:
     from moedoctor.reporters.page import Page
     from moedoctor.results import Report
 
 PAGE_FORMATS = ("table", "json", "markdown")
+_MAX_REASONS = 10
 
 
 class InputError(Exception):
@@ -205,12 +206,20 @@ def deliver(
     format: str,
     output: Path | None = None,
     summary: str = "",
+    code: int = 0,
+    reasons: Sequence[str] = (),
 ) -> None:
-    """Mask the page, or the document as JSON, render it and write it."""
+    """Mask the page, or the document as JSON, render it and write it.
+
+    `reasons` say why the command ends with `code`: in the document's summary and on stderr.
+    """
     from moedoctor.redaction import Redactor
     from moedoctor.reporters.output import emit, terminal
 
     redactor = Redactor.of_this_process()
+    reasons = redactor.record(tuple(reasons) if code else ())
+    if "summary" in document:
+        document = {**document, "summary": {**document["summary"], "reasons": list(reasons)}}
     if format == "json":
         from moedoctor.reporters.json import to_json
 
@@ -225,3 +234,13 @@ def deliver(
         colour, width = terminal(output)
         text = to_text(redactor.record(page), colour=colour, width=width)
     emit(text, output, summary)
+    print_reasons(code, reasons)
+
+
+def print_reasons(code: int, reasons: Sequence[str]) -> None:
+    """Print why the exit code is not 0, a line for each reason."""
+    for reason in reasons[:_MAX_REASONS] if code else ():
+        print_message(f"exit code {code}: {shorten(one_line(reason), 400)}")
+    if code and len(reasons) > _MAX_REASONS:
+        more = len(reasons) - _MAX_REASONS
+        print_message(f"exit code {code}: {more} more reasons; --format json lists all in summary.reasons")

@@ -171,6 +171,8 @@ def plan(
         format=format,
         output=output,
         summary="plan",
+        code=code,
+        reasons=["not one request of the context fits"] if code else [],
     )
     return code
 

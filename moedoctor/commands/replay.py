@@ -56,7 +56,8 @@ def replay(
         result = replay(capsule, lambda record: _variants(names, record), device, seconds=timeout)
     code = 0 if result.right in (True, None) else 1
     page, document = replay_page(result, capsule.name), replay_document(result, capsule.name, code)
-    deliver(page, document, format=format, output=output, summary=answer_of(result))
+    answer = answer_of(result)
+    deliver(page, document, format=format, output=output, summary=answer, code=code, reasons=[answer])
     return code
 
 

@@ -23,6 +23,7 @@ from moedoctor.commands.options import (
     number,
     one_of,
     option,
+    print_reasons,
     rendered,
 )
 from moedoctor.text import one_line, shorten
@@ -141,15 +142,17 @@ def run(
         changed = comparison.compare(before, report, allowed, partial=partial)
         report = replace(report, findings=changed.findings)
     others = {fault.id for fault in catalogue.faults().values() if not catalogue.is_ours(fault)}
-    code = gate.exit_code(report, strict=strict, fail_on=cast(Any, fail_on), others=others)
+    decision = gate.decide(report, strict=strict, fail_on=cast(Any, fail_on), others=others, baseline=before)
+    code, reasons = decision.exit_code, decision.reasons
     if report.summary.interrupted:
-        code = interrupts.exit_code()
-    report = replace(report, summary=replace(report.summary, exit_code=code))
+        code, reasons = interrupts.exit_code(), ("interrupted before every case had run", *reasons)
+    report = replace(report, summary=replace(report.summary, exit_code=code, reasons=reasons))
     text, problem = rendered(report, format, output)
     emit(text, output, summary_line(report))
     if format == "github":
         append_step_summary(step_summary(report), os.environ)
-    return report.summary.exit_code if problem is None else problem
+    print_reasons(code, reasons)
+    return code if problem is None else problem
 
 
 def _condition(text: str) -> tuple[str, str]:

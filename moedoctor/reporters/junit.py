@@ -6,7 +6,7 @@ One testsuite a scenario, one testcase a case. What passes and what fails:
 |---|---|
 | `faulty` reproduced, any other subject clean | passes |
 | `installed` or `fixed` reproduced | failure |
-| named release (``vllm@0.19.1``) reproduced | passes, with a line in system-out |
+| named release (``vllm@0.19.1``) reproduced | failure if `found` and its file does not expect it |
 | `faulty` clean | failure, in an `absent` scenario skipped |
 | `faulty` or `fixed` in a `proved` or `found` scenario | passes, the scenario file expected it |
 | skipped, error | skipped, error |
@@ -126,7 +126,8 @@ def _judge(scenario: ScenarioResult, case: CaseResult) -> tuple[str, str, str]:
         return "error", one_line(str(case.evidence.get("death", "error"))), case.reason or figure
     expected = expected_verdict(case.subject)
     behaved = case.subject in ("faulty", "fixed") and scenario.verdict in _PROVEN
-    if behaved or expected in (None, case.verdict):
+    affected = case.affected and scenario.verdict is ScenarioVerdict.FOUND
+    if behaved or (expected in (None, case.verdict) and not affected):
         return "", "", ""
     if expected is CaseVerdict.REPRODUCED and scenario.verdict is ScenarioVerdict.ABSENT:
         return "skipped", "", f"absent: {scenario.reason or figure}"

@@ -64,6 +64,7 @@ def test_cases_with_the_expected_verdict_pass() -> None:
     [
         ("found", case("installed", "reproduced"), "installed/kernel/cuda:0", "failure"),
         ("found", case("sglang", "reproduced"), "sglang/kernel/cuda:0", "failure"),
+        ("found", case("vllm@0.19.1", "reproduced"), "vllm@0.19.1/kernel/cuda:0", "failure"),
         ("failed", case("fixed", "reproduced"), "fixed/model", "failure"),
         ("failed", case("faulty", "clean"), "faulty/model", "failure"),
         ("absent", case("faulty", "clean"), "faulty/model", "skipped"),

@@ -9,7 +9,8 @@ from moedoctor.results import CaseResult, CaseVerdict, ScenarioResult, ScenarioV
 from moedoctor.runner.judge import decide, summarise
 
 R, C, S, E = CaseVerdict.REPRODUCED, CaseVerdict.CLEAN, CaseVerdict.SKIPPED, CaseVerdict.ERROR
-EXPECT = {"faulty": R, "fixed": C}
+EXPECT = {"faulty": R, "fixed": C, "vllm@0.19.1": R}
+"""0.19.1 is a positive control."""
 
 
 def case(subject: str, verdict: CaseVerdict, tier: Tier = Tier.MODEL) -> CaseResult:
@@ -24,13 +25,19 @@ def case(subject: str, verdict: CaseVerdict, tier: Tier = Tier.MODEL) -> CaseRes
         ({"faulty": R, "fixed": C, "installed": C}, ScenarioVerdict.PROVED),
         ({"faulty": R, "fixed": C, "installed": R}, ScenarioVerdict.FOUND),
         ({"faulty": R, "fixed": C, "vllm@0.19.1": R}, ScenarioVerdict.PROVED),
+        ({"faulty": R, "fixed": C, "vllm@0.19.1": R, "vllm@0.21.0": C}, ScenarioVerdict.PROVED),
+        ({"faulty": R, "fixed": C, "vllm@0.19.1": C}, ScenarioVerdict.FAILED),
+        ({"faulty": R, "fixed": C, "vllm@0.21.0": R}, ScenarioVerdict.FOUND),
+        ({"faulty": R, "fixed": C, "flashinfer@0.6.6": R}, ScenarioVerdict.FOUND),
+        ({"vllm@0.21.0": R}, ScenarioVerdict.FOUND),
+        ({"vllm@0.21.0": C}, ScenarioVerdict.SKIPPED),
         ({"faulty": R, "fixed": C, "vllm@0.19.1": E}, ScenarioVerdict.ERROR),
         ({"faulty": R, "fixed": R, "installed": R}, ScenarioVerdict.FAILED),
         ({"faulty": C, "fixed": C, "installed": R}, ScenarioVerdict.FAILED),
         ({"faulty": R, "fixed": E}, ScenarioVerdict.ERROR),
         ({"faulty": R, "fixed": S}, ScenarioVerdict.SKIPPED),
         ({"faulty": S, "fixed": S, "installed": S}, ScenarioVerdict.SKIPPED),
-        ({"installed": R}, ScenarioVerdict.SKIPPED),
+        ({"installed": R}, ScenarioVerdict.FOUND),
         ({}, ScenarioVerdict.SKIPPED),
     ],
 )
