@@ -214,6 +214,7 @@ def summarise(scenarios: Sequence[ScenarioResult], *, interrupted: bool = False)
         **{verdict.value: verdicts[verdict] for verdict in ScenarioVerdict},
         cases={verdict.value: cases[verdict] for verdict in CaseVerdict},
         interrupted=interrupted,
+        reasons=None,
     )
 
 
