@@ -119,6 +119,7 @@ make_report() {
         offload_parity) write offload_parity run MD008 ;;                                         # idle; 152 s, -
         expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, -
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 120 s, -
+        nan_trace) write nan_trace run scenarios/engine/nan_trace.yaml ;;                         # -, -
         backend_parity) write backend_parity run PARITY ;;                                        # 405 s, -
         offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, -
         global_scale_mismatch) checkpoint_engines global_scale_mismatch MD014 ;;                  # 343 s, -

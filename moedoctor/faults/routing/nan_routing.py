@@ -329,6 +329,38 @@ def _routed(row: Mapping[str, Any]) -> str:
     )
 
 
+@claim(
+    "planted_nan",
+    measure=f"{_ENGINES}.nan_planted:planted_table",
+    thresholds=("max_missed", "max_false"),
+    **_OPTIONS,
+)
+def planted_nan(given: ClaimCases) -> ClaimJudgement:
+    """Judge whether the trace found a planted NaN in the first layer's attention in step 2, and no other."""
+    given_rows = given.rows()
+    ran = [row for row in given_rows if "error" not in row and row["runner_in_use"] == row["runner"]]
+    planted = [row for row in ran if row["planted"] != "nothing"]
+    clean = [row for row in ran if row["planted"] == "nothing"]
+    missed = [row for row in planted if (row["first_step"], row["first_point"]) != (2, _FIRST_ATTENTION)]
+    false = [row for row in clean if row["first_step"] or not row["routers_watched"]]
+    reason = (
+        f"{len(planted) - len(missed)} of {len(planted)} engines with a planted NaN name its place, "
+        f"{len(clean) - len(false)} of {len(clean)} without one report none"
+    )
+    holds = given.keeps("max_missed", len(missed)) and given.keeps("max_false", len(false))
+    absent = [f"{row['runner']}, {row['mode']}: {_why_absent(row)}" for row in given_rows if row not in ran]
+    if holds and (absent or not planted or not clean):
+        return untested("; ".join((reason, *absent)), {"rows": given_rows})
+    return decide(holds, {"rows": given_rows}, reason)
+
+
+_FIRST_ATTENTION = "model.layers.0.self_attn.attn"
+
+
+def _why_absent(row: Mapping[str, Any]) -> str:
+    return str(row.get("error") or f"the engine has the model runner {row['runner_in_use']}")
+
+
 def _trace_is_cheap(given: ClaimCases) -> ClaimJudgement:
     """Judge a decode step with the trace over one without.
 
@@ -402,6 +434,7 @@ class NanRouting(Fault):
             padding_holds_nan,
             padding_holds_nan_dp,
             end_to_end,
+            planted_nan,
             trace_overhead,
             trace_overhead_tiny,
         ),

@@ -1,0 +1,93 @@
+"""Real engines with the NaN trace and a NaN that is put into the model, to see that the trace finds it.
+
+Embeddings of all tokens but the prompts' are NaN. So the prefill is clean, and the first NaN is in the
+attention of the first layer in step 2, which decodes the first generated token. In CUDA graphs that step is a
+replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moedoctor.upstream.engine.engine import EngineRequest
+from moedoctor.upstream.engine.experiment import Ran, Trial, checkpoints, rows, run_trials, some_ran
+from moedoctor.upstream.engine.nan_padding import report, traced
+
+PROMPT = (5, 9, 17, 33, 65)
+RUNNERS: Mapping[str, str] = {"V1": "0", "V2": "1"}
+"""Model runner of vLLM -> VLLM_USE_V2_MODEL_RUNNER."""
+_MODES: Mapping[str, Mapping[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "CUDA graphs": {
+        "enforce_eager": False,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]},
+    },
+}
+NOTHING, EMBEDDINGS = "nothing", "embeddings of generated tokens"
+_TOKENS = 6
+_SECONDS = 150.0
+
+
+def planted_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for each model runner and mode, with NaN in the model and without.
+
+    Raises UnavailableError if no engine ran.
+    """
+    with checkpoints("bf16", change=plant) as wrong, checkpoints("bf16") as right:
+        return some_ran(rows(run_trials(trials(wrong["bf16"], right["bf16"]), parallel=1), _columns))
+
+
+def plant(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    """Make the embeddings of all tokens but those of `PROMPT` NaN."""
+    embeddings = tensors["model.embed_tokens.weight"]  # [vocabulary, H]
+    kept = embeddings[list(PROMPT)].clone()  # [len(PROMPT), H]
+    embeddings.fill_(float("nan"))
+    embeddings[list(PROMPT)] = kept
+
+
+def trials(wrong: str, right: str) -> Sequence[Trial]:
+    """Return the engines for a checkpoint with NaN and one without, those with NaN first."""
+    return [
+        Trial(
+            EngineRequest(
+                model,
+                [list(PROMPT)],
+                {"moe_backend": "triton", "max_num_seqs": 8, "enable_prefix_caching": False, **arguments},
+                {**traced(), "VLLM_USE_V2_MODEL_RUNNER": number},
+                max_tokens=_TOKENS,
+                probe=f"{__name__}:report_of_runner",
+                seconds=_SECONDS,
+                label=f"{runner}, {mode}, {planted}",
+            ),
+            {"runner": runner, "mode": mode, "planted": planted},
+        )
+        for planted, model in ((EMBEDDINGS, wrong), (NOTHING, right))
+        for mode, arguments in _MODES.items()
+        for runner, number in RUNNERS.items()
+    ]
+
+
+def report_of_runner(llm: Any) -> dict[str, Any]:
+    """Probe: return what the trace found, and which model runner the engine has."""
+    from moedoctor.upstream.engine.expert_cache_probes import worker_of
+
+    worker = worker_of(llm)
+    runner = getattr(worker, "worker", worker).model_runner
+    is_v2 = ".worker.gpu.model_runner" in type(runner).__module__
+    return {**report(llm), "runner_in_use": "V2" if is_v2 else "V1"}
+
+
+def _columns(engine: Ran) -> dict[str, Any]:
+    probe = engine.result.probe
+    first = probe["first_real"]
+    return {
+        "runner_in_use": probe["runner_in_use"],
+        "steps": probe["steps"],
+        "steps_with_nan": probe["nan_in_real"],
+        "first_point": "" if first is None else first["point"],
+        "first_step": 0 if first is None else first["step"],
+        "routers_watched": probe["routers_watched"],
+        "not_reached": probe["not_reached"],
+        "active": engine.result.fixes,
+    }
