@@ -16,10 +16,13 @@ ARGS ?=
 # The vLLM releases that `make test-upstream` installs and asks, with spaces between.
 VLLM ?= 0.21.0 0.33.0
 
+# The releases that `make releases` runs, such as "torch 2.14.0"; empty: all of scripts/releases.txt.
+RELEASES ?=
+
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format schema readme baseline test-upstream backendreports slow stress
+.PHONY: help setup run test lint format schema readme baseline test-upstream releases backendreports slow stress
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -42,6 +45,9 @@ stress: setup ## ten minutes of hostile input and injected faults; writes report
 
 test-upstream: setup ## run the tests that need a real vLLM and FlashInfer, in .venv-upstream
 	@VLLM='$(VLLM)' TORCH='$(TORCH)' ARGS='$(ARGS)' sh scripts/test_upstream.sh
+
+releases: setup ## run the CPU tiers against releases of vLLM and torch, and write reports/releases anew; by hand
+	@RELEASES='$(RELEASES)' TORCH='$(TORCH)' sh scripts/releases.sh
 
 lint: setup ## format, lint, types, import contracts, scenario schema, README
 	@$(BIN)/ruff format --check .

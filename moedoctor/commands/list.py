@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
-from moedoctor.commands.options import PageFormat, as_input_error, deliver
+import typer
+
+from moedoctor.commands.options import Output, PageFormat, as_input_error, deliver
 
 
 @dataclass(frozen=True)
@@ -16,20 +20,54 @@ class Row:
     scenario: bool
     """Whether moedoctor can run it."""
     title: str
+    affects: str = ""
+    """The releases that it strikes."""
+    fixed_in: str = ""
+    """The release that fixes it, or ``no``."""
 
 
-def list_(format: PageFormat = "table") -> int:
-    """Show the catalogue of known failures."""
+def list_(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[WORD]...", help="Show only failures whose texts hold all of these."),
+    ] = None,
+    format: PageFormat = "table",
+    output: Output = None,
+) -> int:
+    """Show the catalogue of known failures, or those that some words are about.
+
+    Searches titles, messages, releases and what happens.
+    """
     from moedoctor.reporters.page import Block, Paragraph, Span, Table
 
-    rows = list_rows()
-    cells = [(row.id, row.name, "yes" if row.scenario else "not yet", row.title) for row in rows]
+    rows = [row for row in list_rows() if _is_about(row, words or ())]
+    cells = [(row.id, row.title, row.affects, row.fixed_in) for row in rows]
     more = Paragraph(
         ("Details: ", Span("moedoctor explain ID", "code"), ". Run one: ", Span("moedoctor run ID", "code"))
     )
-    page: list[Block] = [Table(("id", "name", "runs", "failure"), cells), more]
-    deliver(page, {"catalogue": [asdict(row) for row in rows]}, format=format)
+    page: list[Block] = [Table(("id", "failure", "affects", "fixed in"), cells), more]
+    if not rows:
+        page = [Paragraph(f"no known failure is about {' '.join(words or ())}; `moedoctor list` shows all")]
+    deliver(
+        page,
+        {"catalogue": [asdict(row) for row in rows]},
+        format=format,
+        output=output,
+        summary=f"{len(rows)} known failures",
+    )
     return 0
+
+
+def _is_about(row: Row, words: Sequence[str]) -> bool:
+    """Return whether the texts of a failure hold all words, in any case."""
+    from moedoctor.entries import find_entry
+
+    entry = find_entry(row.id)
+    texts = [row.id, row.name, row.title]
+    if entry is not None:
+        texts += [entry.where, entry.mechanism, entry.affected, entry.detection]
+    text = " ".join(texts).lower()
+    return all(word.lower() in text for word in words)
 
 
 def list_rows() -> list[Row]:
@@ -39,7 +77,10 @@ def list_rows() -> list[Row]:
 
     with as_input_error(catalogue.PluginError):
         runs = catalogue.registered_names()
-        rows = [Row(entry.id, entry.name, entry.name in runs, entry.title) for entry in entries().values()]
+        rows = [
+            Row(entry.id, entry.name, entry.name in runs, entry.title, entry.where, entry.fixed)
+            for entry in entries().values()
+        ]
         others = catalogue.faults_beside({row.name for row in rows})
     rows += [Row(fault.id, fault.name, True, fault.title) for fault in others]
     return sorted(rows, key=lambda row: row.id)

@@ -1,11 +1,13 @@
 """An entry of the catalogue: a Markdown file with a head in YAML, between two lines ``---``.
 
 The head has the fields of `Entry` up to `affects`, whose rules say on which machines the failure can strike;
-`moedoctor check` reads them. The body has the sections of `SECTIONS`, each once and in this order.
+`moedoctor check` reads them. What it says about releases are data under `releases`, each range with the
+stored reports that it rests on. The body has the sections of `SECTIONS`, each once and in this order.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -40,6 +42,7 @@ Line = Annotated[str, Field(min_length=1, max_length=300)]
 Range = Annotated[str, Field(min_length=1), AfterValidator(_specifier)]
 """Releases, as `packaging` reads them."""
 Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")]
+Release = Annotated[str, Field(pattern=r"^\d+(\.\d+)+(\.post\d+)?$")]
 
 
 class _Strict(BaseModel):
@@ -90,6 +93,64 @@ class Rule(_Strict):
     """What to do about it on such a machine; left out, what the entry says."""
 
 
+class Run(_Strict):
+    """A release that was run, and the stored report that says what came out."""
+
+    release: Release
+    tier: Literal["model", "library", "kernel", "engine"]
+    report: Annotated[str, Field(pattern=r"^\w[\w.-]*/\w[\w.-]*$")]
+    """A JSON report in the folder of reports, without its suffix: ``nvidia-h200/nan_routing``."""
+    strikes: bool = True
+    """Whether the failure was reproduced there."""
+    cases: dict[Name, str | int | float | bool] = {}
+    """Parameters of the cases that are meant; empty for all of the tier."""
+
+
+class Affected(_Strict):
+    """A range of releases of one package that the failure strikes."""
+
+    package: Literal["vllm", "flashinfer", "torch"]
+    first: Release
+    last: Release
+    """The last that it strikes, or the newest that was looked at."""
+    fixed: Release | None = None
+    """The first release after `last` without it; None if there is none."""
+    note: Line | None = None
+    """What else it takes, in a few words."""
+    runs: tuple[Run, ...] = ()
+    """Releases that were run; what is not run was read in the source."""
+
+    @property
+    def basis(self) -> Literal["run", "read"]:
+        """Return ``run`` if both ends of the range were run."""
+        struck = {run.release for run in self.runs if run.strikes}
+        return "run" if {self.first, self.last} <= struck else "read"
+
+    @property
+    def range(self) -> str:
+        """Return ``vLLM 0.17.1 to 0.19.1, hybrid models``."""
+        name = PACKAGES[self.package]
+        span = self.first if self.first == self.last else f"{self.first} to {self.last}"
+        return f"{name} {span}{f', {self.note}' if self.note else ''}"
+
+    @property
+    def evidence(self) -> str:
+        """Return in words which releases were run, how, and what was only read."""
+        parts = []
+        for strikes, word in ((True, "run in"), (False, "gone in")):
+            runs = [run for run in self.runs if run.strikes is strikes]
+            releases = list(dict.fromkeys(f"{run.release} ({run.tier})" for run in runs))
+            if releases:
+                parts.append(f"{word} {', '.join(releases)}")
+        if self.basis == "read":
+            parts.append("the rest was read in the source" if parts else "read in the source, not run")
+        return "; ".join(parts)
+
+
+PACKAGES = {"vllm": "vLLM", "flashinfer": "FlashInfer", "torch": "torch"}
+"""Packages as people write them."""
+
+
 @dataclass(frozen=True)
 class Link:
     """A page that says more about a failure."""
@@ -106,10 +167,12 @@ class Entry(_Strict):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*(?:_[a-z0-9]+)*$")]
     title: Line
     """The failure in one line."""
+    releases: tuple[Affected, ...] = ()
+    """The releases that it strikes; empty if it is not up to a release."""
     where: Line
-    """What it strikes, in a few words."""
+    """What it strikes, in a few words; left out, made from `releases`."""
     fixed: Line
-    """The first release without it, or ``no``."""
+    """The first release without it, or ``no``; left out, made from `releases`."""
     next: Line
     """What to do if a log or an issue shows it."""
     affects: Annotated[list[Rule], Field(min_length=1)]
@@ -137,7 +200,8 @@ def parse_entry(text: str) -> Entry:
     return validate(
         Entry,
         head,
-        inner={"affects": Rule, "when": Condition},
+        inner={"affects": Rule, "when": Condition, "releases": Affected, "runs": Run},
+        **_words(head.data),
         **_rules(head.data),
         mechanism=mechanism,
         affected=affected,
@@ -145,6 +209,21 @@ def parse_entry(text: str) -> Entry:
         fix=fix,
         links=_links(*sections["Links"]),
     )
+
+
+def _words(head: object) -> dict[str, Any]:
+    """``where`` and ``fixed``, as far as the head leaves them to its releases."""
+    if not isinstance(head, dict):
+        return {}
+    try:
+        ranges = [Affected.model_validate_json(json.dumps(item)) for item in head.get("releases") or ()]
+    except (TypeError, ValueError):
+        return {}  # the entry as a whole is refused, with the line
+    if not ranges:
+        return {}
+    fixes = [f"{PACKAGES[each.package]} {each.fixed}" if each.fixed else "no" for each in ranges]
+    made = {"where": "; ".join(each.range for each in ranges), "fixed": "; ".join(dict.fromkeys(fixes))}
+    return {name: text for name, text in made.items() if name not in head}
 
 
 def _rules(head: object) -> dict[str, Any]:

@@ -44,6 +44,14 @@ class Explained:
     title: str
     runs: bool
     """Whether moedoctor can run it."""
+    where: str = ""
+    """Who is affected, in one line."""
+    next: str = ""
+    """What to do today, in one line."""
+    fixed: str = ""
+    """The release that fixes it, or ``no``."""
+    releases: tuple[tuple[str, str], ...] = ()
+    """(range of releases, which of them were run)."""
     mechanism: str = ""
     affected: str = ""
     detection: str = ""
@@ -54,7 +62,9 @@ class Explained:
     @classmethod
     def of_entry(cls, entry: Entry, *, runs: bool) -> Explained:
         """Explain a failure of our catalogue."""
-        words = {name: getattr(entry, name) for name in ("mechanism", "affected", "detection", "fix")}
+        names = ("where", "next", "fixed", "mechanism", "affected", "detection", "fix")
+        words = {name: getattr(entry, name) for name in names}
+        words["releases"] = tuple((each.range, each.evidence) for each in entry.releases)
         claims = _claims(entry.id, entry.name) if runs else ()
         return cls(entry.id, entry.name, entry.title, runs, **words, claims=claims, links=entry.links)
 
@@ -73,10 +83,16 @@ class Explained:
     def page(self) -> list[Block]:
         """Return the page, with a heading for everything that is known."""
         page: list[Block] = [Heading(f"{self.id} {self.name}: {self.title}", 1)]
+        first = {"Affected": self.where, "Do today": self.next, "Fixed in": self.fixed}
+        if self.where:
+            page.append(Prose("\n".join(f"- **{label}**: {text}" for label, text in first.items())))
         words = (self.mechanism, self.affected, self.detection, self.fix)
         for heading, text in zip(SECTIONS, words, strict=False):
             if text:
                 page += [Heading(heading), Prose(text)]
+        if self.releases:
+            rows = [f"{releases}: {evidence}" for releases, evidence in self.releases]
+            page += [Heading("What that rests on"), Bullets(rows)]
         if self.claims:
             page.append(Heading("Claims, and what came out"))
         for claim in self.claims:

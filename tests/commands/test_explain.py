@@ -38,6 +38,14 @@ def test_every_entry_is_explained_in_full(id: str) -> None:
     entry = entries()[id]
     text = explain_text(id, "markdown")
     assert text.startswith(f"# {id} {entry.name}: {entry.title}\n")
+    first = text.splitlines()[2:5]
+    assert first == [
+        f"- **Affected**: {entry.where}",
+        f"- **Do today**: {entry.next}",
+        f"- **Fixed in**: {entry.fixed}",
+    ]
+    for affected in entry.releases:
+        assert affected.evidence in text
     places = [text.index(f"\n## {heading}\n") for heading in SECTIONS]
     assert places == sorted(places)
     for part in (entry.mechanism, entry.affected, entry.detection, entry.fix):

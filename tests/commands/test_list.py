@@ -14,7 +14,7 @@ from moedoctor.entries import entries
 
 
 def shown(capsys: pytest.CaptureFixture[str], format: str) -> str:
-    assert list_(format) == 0
+    assert list_(format=format) == 0
     return capsys.readouterr().out
 
 
@@ -30,18 +30,34 @@ def test_every_entry_is_listed_with_whether_it_runs(capsys: pytest.CaptureFixtur
     assert rows[0]["scenario"] is True
 
 
-def test_an_entry_without_a_scenario_says_not_yet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_list_says_who_has_it_and_what_fixes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {row["id"]: row for row in json.loads(shown(capsys, "json"))["catalogue"]}
+    for entry in entries().values():
+        assert (rows[entry.id]["affects"], rows[entry.id]["fixed_in"]) == (entry.where, entry.fixed)
+    assert "| affects | fixed in |" in shown(capsys, "markdown").splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "ids"),
+    [
+        (["nan", "router"], {"MD001"}),
+        (["b_scales is not on gpu"], {"MD003"}),
+        (["DYNAMO"], {"MD005"}),
+        (["no such words"], set()),
+    ],
+)
+def test_words_search_titles_and_messages(
+    words: list[str], ids: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(catalogue, "registered_names", lambda: frozenset({"nan_routing"}))
-    lines = shown(capsys, "table").splitlines()
-    assert lines[2].split()[:3] == ["MD001", "nan_routing", "yes"]
-    assert lines[3].split()[:4] == ["MD002", "unpinned_copy", "not", "yet"]
+    assert list_(words, format="json") == 0
+    found = {row["id"] for row in json.loads(capsys.readouterr().out)["catalogue"]}
+    assert ids <= found
+    assert len(found) < 6
 
 
 def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, "markdown").splitlines()
-    assert lines[:2] == ["| id | name | runs | failure |", "| --- | --- | --- | --- |"]
+    assert lines[:2] == ["| id | failure | affects | fixed in |", "| --- | --- | --- | --- |"]
     table = [line for line in lines if line.startswith("|")]
     assert len(table) >= 22
     assert all(line.count("|") == 5 for line in table)
@@ -57,7 +73,7 @@ def test_failures_of_other_projects_are_listed_after_ours() -> None:
 
 def test_none_of_our_faults_is_loaded() -> None:
     probe = (
-        "import sys\nfrom moedoctor.commands.list import list_\nlist_('table')\n"
+        "import sys\nfrom moedoctor.commands.list import list_\nlist_()\n"
         "loaded = {name for name in sys.modules if name.startswith('moedoctor.faults.')}\n"
         # The comparison of backends is in no entry, so its title is its own.
         "loaded -= {'moedoctor.faults.base', 'moedoctor.faults.selection'}\n"

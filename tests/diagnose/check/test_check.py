@@ -60,9 +60,7 @@ def test_linux_without_uva_fails_like_wsl() -> None:
 def test_unpinned_copies_on_linux_need_their_own_variable() -> None:
     variables = {"VLLM_WEIGHT_OFFLOADING_DISABLE_UVA": "1", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY": "1"}
     result = check(sources(VLLM_033, gpu=H200, environ=variables), probes())
-    assert found(result) == {"MD003": "error", "MD020": "error", "MD002": "warning"}
-    # torch 2.14 can trace the code that 2.10 cannot.
-    assert "MD005" not in found(result)
+    assert found(result) == {"MD003": "error", "MD005": "error", "MD020": "error", "MD002": "warning"}
 
 
 def test_sm120_with_flashinfer_064() -> None:
@@ -120,7 +118,8 @@ STRUCK: list[tuple[str, dict[str, str], tuple[str, str], bool, dict[str, str], s
     ("MD005", {"vllm": "0.27.0", "torch": "2.11.0"}, H200, WSL, {}, "error"),
     ("MD005", {"vllm": "0.27.0", "torch": "2.12.1"}, H200, WSL, {}, "error"),
     ("MD005", {"vllm": "0.27.0", "torch": "2.13.0"}, H200, WSL, {}, None),
-    ("MD005", {"vllm": "0.27.0", "torch": "2.14.0"}, H200, WSL, {}, None),
+    ("MD005", {"vllm": "0.27.0", "torch": "2.13.0"}, H200, WSL, {}, None),
+    ("MD005", {"vllm": "0.33.0", "torch": "2.14.0"}, H200, WSL, {}, "error"),
     ("MD008", {**AT_11, "vllm": "0.19.1"}, H200, WSL, {}, "warning"),
     ("MD008", {**AT_11, "vllm": "0.20.0"}, H200, WSL, {}, "note"),
     ("MD009", {**AT_11, "vllm": "0.19.1"}, H200, WSL, {}, "warning"),

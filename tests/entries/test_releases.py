@@ -1,0 +1,107 @@
+"""What entries say about releases rests on stored reports, or says that it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from moedoctor.entries import entries, reports_folder
+from moedoctor.entries.entry import Affected, Entry, Run, parse_entry
+from moedoctor.results import load_report
+from moedoctor.text import TextFileError
+
+RUNS = [
+    pytest.param(entry, affected, run, id=f"{entry.id}-{affected.package}-{run.release}-{run.tier}")
+    for entry in entries().values()
+    for affected in entry.releases
+    for run in affected.runs
+]
+
+
+def _ran(package: str, release: str, tier: str, subject: str, facts: Mapping[str, Any]) -> bool:
+    """Whether a case with this subject ran that release of the package."""
+    if package == "torch":
+        return subject == "faulty" and str(facts["torch"]).partition("+")[0] == release
+    # In an engine the control is the installed release with a broken checkpoint or setting.
+    installed = subject == "installed" or (subject == "faulty" and tier == "engine")
+    return subject == f"{package}@{release}" or (installed and facts[package] == release)
+
+
+@pytest.mark.parametrize(("entry", "affected", "run"), RUNS)
+def test_a_run_is_what_its_report_says(entry: Entry, affected: Affected, run: Run) -> None:
+    report = load_report(reports_folder() / f"{run.report}.json")
+    verdicts = [
+        case.verdict.value
+        for scenario in report.scenarios
+        if scenario.id == entry.id
+        for case in scenario.cases
+        if case.tier.value == run.tier
+        and _ran(affected.package, run.release, run.tier, case.subject, report.environment)
+        and all(case.parameters.get(name) == value for name, value in run.cases.items())
+    ]
+    shown = [verdict for verdict in verdicts if verdict in ("reproduced", "clean")]
+    assert shown, f"{run.report} has no case of {affected.package} {run.release} that ran"
+    assert ("reproduced" in shown) is run.strikes
+
+
+@pytest.mark.parametrize("entry", entries().values(), ids=lambda entry: entry.id)
+def test_words_about_releases_are_made_of_them_and_say_what_was_not_run(entry: Entry) -> None:
+    for affected in entry.releases:
+        struck = {run.release for run in affected.runs if run.strikes}
+        assert (affected.basis == "run") is ({affected.first, affected.last} <= struck)
+        assert affected.range in entry.where
+        assert ("read in the source" in affected.evidence) is (affected.basis == "read")
+
+
+HEAD = """---
+id: MD901
+name: made_up
+title: made up
+releases:
+  - package: vllm
+    first: "0.18.0"
+    last: "0.19.1"
+    fixed: "0.20.0"
+    note: with care
+    runs:
+      - {release: "0.18.0", tier: kernel, report: nvidia-h200/nan_routing}
+      - {release: "0.20.0", tier: kernel, report: nvidia-h200/nan_routing, strikes: false}
+  - {package: torch, first: "2.14.0", last: "2.14.0"}
+next: look twice
+affects:
+  - {severity: error, confidence: 0.5, when: {packages: {vllm: ">=0"}}, why: because}
+---
+## What happens
+a
+
+## Who is affected
+b
+
+## How to see it
+c
+
+## Fix
+d
+
+## Links
+- https://example.org/1 x
+"""
+
+
+def test_words_are_made_from_the_ranges() -> None:
+    entry = parse_entry(HEAD)
+    assert entry.where == "vLLM 0.18.0 to 0.19.1, with care; torch 2.14.0"
+    assert entry.fixed == "vLLM 0.20.0; no"
+    first, second = entry.releases
+    assert (first.basis, second.basis) == ("read", "read")
+    assert (
+        first.evidence == "run in 0.18.0 (kernel); gone in 0.20.0 (kernel); the rest was read in the source"
+    )
+    assert second.evidence == "read in the source, not run"
+
+
+def test_a_report_outside_of_the_folder_is_refused() -> None:
+    with pytest.raises(TextFileError, match="must match pattern"):
+        parse_entry(HEAD.replace("nvidia-h200/nan_routing}", "../secret}"))
