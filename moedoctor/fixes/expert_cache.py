@@ -207,10 +207,23 @@ class ExpertCache:
                     table.plan(part)
             self._engine.adopt(table)
 
+    def reload(self) -> None:
+        """Copy the resident experts to their slots again, after the host's tensors were changed.
+
+        The caller synchronizes before and after.
+        """
+        with self._alone():
+            self._engine.reload()
+
     @property
     def stats(self) -> CacheStats:
         """Calls, hits and misses since the start. Reads them off the device, which synchronises."""
         return self._engine.stats()
+
+    @property
+    def packed(self) -> bool:
+        """Whether host tensors are packed."""
+        return bool(self._store.packed)
 
     @property
     def pin_failure(self) -> str | None:

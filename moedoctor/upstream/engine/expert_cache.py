@@ -7,12 +7,15 @@ so does every prefill. `memory` and `qwen` use random weights.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.engine.engine import EngineRequest
@@ -37,8 +40,11 @@ BACKENDS: Mapping[str, tuple[Scheme, str, str]] = {
     "FP8 TRITON": ("fp8", "triton", "FP8 TRITON"),
     "FP8 MARLIN": ("fp8", "marlin", "FP8 TRITON"),
     "NVFP4 MARLIN": ("nvfp4", "marlin", "NVFP4 MARLIN"),
+    "NVFP4 HUMMING": ("nvfp4", "humming", "NVFP4 MARLIN"),
 }
 """Name in reports -> (scheme of the checkpoint, ``moe_backend``, whose prompts)."""
+_SINCE = {"humming": "0.27.0"}
+"""Backend -> the first release whose layers have it and can have a cache."""
 SLOTS = (None, 2, 6)
 """Slots for 8 experts; None is the control without a cache."""
 PROBES = "moedoctor.upstream.engine.expert_cache_probes:"
@@ -90,16 +96,34 @@ def trial(
     return Trial(request, columns, None if slots is None else f"{backend}, {mode}, no cache")
 
 
-def trials(folders: Mapping[Scheme, str]) -> list[Trial]:
+def offered(version: str | None) -> list[str]:
+    """Return the names in `BACKENDS` that a release of vLLM offers; None for the newest release."""
+    known = {name: _SINCE.get(backend) for name, (_, backend, _) in BACKENDS.items()}
+    return [
+        name
+        for name, first in known.items()
+        if first is None or version is None or Version(version) >= Version(first)
+    ]
+
+
+def _installed() -> str | None:
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def trials(folders: Mapping[Scheme, str], version: str | None = None) -> list[Trial]:
     """Return all engines of the table, the slower ones first; each backend has one with a planted fault."""
-    folder = {backend: folders[scheme] for backend, (scheme, _, _) in BACKENDS.items()}
+    backends = offered(version)
+    folder = {backend: folders[BACKENDS[backend][0]] for backend in backends}
     most = max(filter(None, SLOTS))
     return [
-        *(trial(backend, GRAPHS, most, folder[backend], planted=True) for backend in BACKENDS),
+        *(trial(backend, GRAPHS, most, folder[backend], planted=True) for backend in backends),
         *(
             trial(backend, mode, slots, folder[backend])
             for mode in (GRAPHS, EAGER)
-            for backend in BACKENDS
+            for backend in backends
             for slots in SLOTS
         ),
     ]
@@ -111,7 +135,7 @@ def tokens(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     Rows that are `planted` must have other tokens. Raises UnavailableError.
     """
     with checkpoints(*(scheme for scheme, _, _ in BACKENDS.values())) as folders:
-        return [row(ran) for ran in run_trials(trials(folders)) if ran.control is not None]
+        return [row(ran) for ran in run_trials(trials(folders, _installed())) if ran.control is not None]
 
 
 def row(ran: Ran) -> dict[str, Any]:
@@ -144,7 +168,7 @@ _REFUSALS: tuple[tuple[str, str, tuple[str, str, int], Mapping[str, Any]], ...] 
     ),
     (
         "a backend without support",
-        "expected --moe-backend triton or marlin",
+        "expected --moe-backend triton, marlin or humming",
         ("NVFP4 MARLIN", EAGER, 4),
         {"moe_backend": "emulation"},
     ),

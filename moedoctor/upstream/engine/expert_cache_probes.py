@@ -12,6 +12,7 @@ from typing import Any
 
 from moedoctor.upstream.engine.probes import model_of
 from moedoctor.upstream.plugin.expert_cache_layer import host_experts
+from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
 
 _LOGGED_CALLS = 512
 """Calls of a layer while ids are recorded."""
@@ -200,7 +201,7 @@ def _resize(worker: Any, slots: int, logged: int = 0) -> dict[str, Any]:
     runner = worker.model_runner
     layers = host_experts(runner.get_model())
     for layer in layers:
-        layer.give(slots, captured=True)
+        layer.give(CacheOptions(slots, packed=False), captured=True)
         if logged:
             layer.keep_ids(_LOGGED_CALLS, logged * layer.top_k)
     gc.collect()

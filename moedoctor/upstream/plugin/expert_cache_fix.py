@@ -1,10 +1,11 @@
 """The fix `expert_cache`: vLLM runs MoE models with experts in host memory and hot experts cached on the GPU.
 
-``MOEDOCTOR_EXPERT_CACHE=N`` gives each layer N slots. It is what vllm-project/vllm#37190 offers, without its
-fault and with CUDA graphs. Experts are loaded into host memory, taken to the GPU layer by layer to be
-repacked, and pinned; N slots take their place before vLLM profiles memory, so the KV cache gets what is left.
-Backends: TRITON (BF16, FP8) and MARLIN (FP8, NVFP4). A model that cannot have a cache is refused with the
-reason: if it started without one, it would run out of memory later, or seem to save memory when it does not.
+``MOEDOCTOR_EXPERT_CACHE=N`` gives each layer N slots, ``N:policy=lfru,packed=0`` also sets options. It is
+what vllm-project/vllm#37190 offers, without its fault and with CUDA graphs. Experts are loaded into host
+memory, taken to the GPU layer by layer to be repacked, and pinned; slots take their place before vLLM
+profiles memory, so the KV cache gets what is left. Backends: TRITON (BF16, FP8), MARLIN (FP8, NVFP4) and
+HUMMING (NVFP4). A model that cannot have a cache is refused with the reason: if it started without one, it
+would run out of memory later, or seem to save memory when it does not.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moedoctor.upstream.plugin.expert_cache_layer import EXPERTS, host_experts, install, to_device
-from moedoctor.upstream.plugin.register import FixError, OptionError, Patch, apply_patches
+from moedoctor.upstream.plugin.expert_cache_options import VARIABLE, CacheOptions, read_options
+from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches
 
 logger = logging.getLogger("vllm.moedoctor")
 
 NAME = "expert_cache"
-VARIABLE = "MOEDOCTOR_EXPERT_CACHE"
-BACKENDS = ("TritonExperts", "MarlinExperts")
+BACKENDS = ("TritonExperts", "MarlinExperts", "HummingIndexedExperts")
 """Classes of experts whose kernels index by expert only what is replaced."""
 _FUSED = "vllm.model_executor.layers.fused_moe"
 _METHODS = (
@@ -42,26 +43,38 @@ _ACT_ORDER = ("w13_g_idx", "w2_g_idx", "w13_g_idx_sort_indices", "w2_g_idx_sort_
 def apply(version: str) -> str:
     """Apply the fix; see `moedoctor.upstream.plugin.register`.
 
-    Raises FixError also if the variable is not set, and OptionError if it is not a number of slots.
+    Raises FixError also if the variable is not set, and OptionError if its value is wrong.
     """
-    slots = wanted_slots(os.environ)
-    if slots is None:
+    options = wanted(os.environ)
+    if options is None:
         raise FixError(f"{VARIABLE} is not set; expected the number of expert slots of a layer")
-    layer = importlib.import_module(f"{_FUSED}.layer").FusedMoE
-    caching = functools.partial(_caching, slots=slots, layer_type=layer)
-    creating, load = functools.partial(_on_the_host, slots=slots), "self vllm_config model_config"
+    caching = functools.partial(_caching, wish=options, layer_type=_layer_type())
+    creating, load = functools.partial(_on_the_host, slots=options.slots), "self vllm_config model_config"
     kernel = f"{_FUSED}.modular_kernel:FusedMoEKernel"
     call = "hidden_states w1 w2 topk_weights topk_ids expert_map"
     tiles, shapes = f"{_FUSED}.experts.triton_moe", ("E, _, N = w2_shape",)
+    few = ("num_tokens * top_k_num * 4 <= global_num_experts",)
     patches = [
         Patch(_LOADER, "load_model", caching, load, _LOADS),
         *(Patch(loader, "load_model", caching, load) for loader in _loaders()),
         Patch(kernel, "apply", None, call, _APPLIES),
         *(Patch(method, "create_weights", creating, "layer num_experts", _CREATES) for method in _METHODS),
         Patch(tiles, "try_get_optimal_moe_config", _unchanged_tiles, "w1_shape w2_shape", shapes),
+        Patch(
+            tiles, "_prepare_expert_assignment", _unchanged_assignment, _ASSIGNMENT, few, releases=">=0.28"
+        ),
     ]
     apply_patches(NAME, version, patches)
-    return f"{slots} expert slots a MoE layer"
+    return f"{options.slots} expert slots a MoE layer, policy {options.policy}"
+
+
+def _layer_type() -> type:
+    """Return the module that holds a layer's experts: from 0.22.0 on it is not the layer itself."""
+    try:
+        experts = importlib.import_module(f"{_FUSED}.routed_experts")
+    except ImportError:
+        return importlib.import_module(f"{_FUSED}.layer").FusedMoE  # type: ignore[no-any-return]
+    return experts.RoutedExperts  # type: ignore[no-any-return]
 
 
 def _loaders() -> Sequence[str]:
@@ -72,29 +85,25 @@ def _loaders() -> Sequence[str]:
     return tuple(name for name in names if name != _LOADER)
 
 
-def wanted_slots(environ: Mapping[str, str]) -> int | None:
-    """Return the slots that the variable asks for, or None if it is not set. Raises OptionError."""
+def wanted(environ: Mapping[str, str]) -> CacheOptions | None:
+    """Return what the variable asks for, or None if it is not set. Raises OptionError."""
     text = environ.get(VARIABLE, "").strip()
-    if not text:
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise OptionError(f"{VARIABLE} is {text[:40]!r}; expected a number of slots, at least 1")
-    return int(text)
+    return read_options(text) if text else None
 
 
-def _caching(original: Any, *, slots: int, layer_type: type) -> Any:
+def _caching(original: Any, *, wish: CacheOptions, layer_type: type) -> Any:
     """Wrap `load_model`: after it every MoE layer has its cache."""
 
     def load_model(self: Any, vllm_config: Any, model_config: Any, *arguments: Any, **options: Any) -> Any:
         reason = refused_engine(vllm_config)
         if reason is not None:
-            raise _refused(slots, reason)
+            raise _refused(wish.slots, reason)
         model = original(self, vllm_config, model_config, *arguments, **options)
         is_draft = model_config is not vllm_config.model_config
         if is_draft and not any(isinstance(module, layer_type) for module in model.modules()):
             return model
         device = vllm_config.device_config.device
-        _give_caches(model, slots, layer_type, device, _captures(vllm_config, model_config))
+        _give_caches(model, wish, layer_type, device, _captures(vllm_config, model_config))
         return model
 
     return load_model
@@ -106,9 +115,10 @@ def _captures(vllm_config: Any, model_config: Any) -> bool:
     return not model_config.enforce_eager and getattr(mode, "name", "") != "NONE"
 
 
-def _give_caches(model: Any, slots: int, layer_type: type, device: Any, captured: bool) -> None:
+def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: Any, captured: bool) -> None:
     import torch
 
+    slots = options.slots
     if host_experts(model):
         return  # a loader that calls another loader has done it
     layers: list[tuple[str, Any]] = [
@@ -123,19 +133,24 @@ def _give_caches(model: Any, slots: int, layer_type: type, device: Any, captured
     device, caches = torch.device(device), []
     for _, layer in layers:
         if slots < layer.local_num_experts:
-            caches.append(install(layer, slots, device, captured=captured))
+            caches.append(install(layer, options, device, captured=captured))
         else:
             to_device(layer, device)  # every expert fits
     torch.cuda.empty_cache()
+    # vLLM kept the experts in pinned memory of torch's own, which torch would keep for later.
+    if torch.cuda.is_available():
+        torch._C._host_emptyCache()  # type: ignore[attr-defined]
     memory = [cache.memory for cache in caches]
     logger.info(
-        "moedoctor: expert_cache: %d of %d MoE layers with %d slots, engine %s: %.2f GiB pinned, %.2f GiB on "
-        "the GPU, %.2f GiB left to the KV cache",
+        "moedoctor: expert_cache: %d of %d MoE layers with %d slots, engine %s, policy %s: %.2f GiB pinned%s"
+        ", %.2f GiB on the GPU, %.2f GiB left to the KV cache",
         len(caches),
         len(layers),
         slots,
         caches[0].engine if caches else "none",
+        options.policy,
         sum(layer.pinned for layer in memory) / 2**30,
+        ", packed" if any(cache.packed for cache in caches) else "",
         sum(layer.device for layer in memory) / 2**30,
         sum(layer.saved for layer in memory) / 2**30,
     )
@@ -176,6 +191,30 @@ def _unchanged_tiles(original: Any) -> Any:
     return try_get_optimal_moe_config
 
 
+_ASSIGNMENT = "topk_ids num_tokens top_k_num global_num_experts expert_map"
+
+
+def _unchanged_assignment(original: Any) -> Any:
+    """Choose how ids are sorted as for all experts: newer releases go by the number of slots.
+
+    With few slots they would sort the ids of a single token in a kernel of its own, which takes time.
+    """
+
+    def _prepare_expert_assignment(
+        topk_ids: Any,
+        config: Any,
+        num_tokens: int,
+        top_k_num: int,
+        global_num_experts: int,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        experts = EXPERTS.get() or global_num_experts
+        return original(topk_ids, config, num_tokens, top_k_num, experts, *arguments, **options)
+
+    return _prepare_expert_assignment
+
+
 # --- What cannot have an expert cache: each function returns the reason in one line, or None. -------------
 
 
@@ -196,7 +235,7 @@ def refused_engine(vllm_config: Any) -> str | None:
 
 def refused_setting(layer: Any, capacity: int) -> str | None:
     """Return why a layer with these settings cannot have `capacity` slots, before weights are loaded."""
-    parallel = layer.moe_parallel_config
+    parallel = layer.moe_config.moe_parallel_config
     if parallel.use_ep or parallel.ep_size > 1 or parallel.dp_size > 1 or parallel.pcp_size > 1:
         return (
             "experts are spread over several GPUs (expert, data or prefill context parallel); expected one "
@@ -204,11 +243,14 @@ def refused_setting(layer: Any, capacity: int) -> str | None:
         )
     if capacity < layer.top_k:
         return f"{capacity} slots hold fewer experts than one token needs (top_k {layer.top_k})"
-    if layer.enable_eplb:
+    if parallel.enable_eplb:
         return "expert load balancing moves experts at run time; expected it off"
     if layer.moe_config.is_lora_enabled:
         return "LoRA goes by the ids of experts, which are slots here; expected it off"
     return None
+
+
+_EXPECTED = "expected --moe-backend triton, marlin or humming"
 
 
 def refused_kernel(layer: Any) -> str | None:
@@ -216,16 +258,28 @@ def refused_kernel(layer: Any) -> str | None:
     kernel = getattr(layer.quant_method, "moe_kernel", None)
     method = type(layer.quant_method).__name__
     if kernel is None or kernel.is_monolithic:
-        return f"{method} routes and computes in one kernel; expected --moe-backend triton or marlin"
+        return f"{method} routes and computes in one kernel; {_EXPECTED}"
     experts = kernel.fused_experts
     if type(experts).__name__ not in BACKENDS:
-        return f"{method} computes with {type(experts).__name__}; expected --moe-backend triton or marlin"
-    if kernel.owns_shared_experts:
+        return f"{method} computes with {type(experts).__name__}; {_EXPECTED}"
+    # The method has another name from 0.22.0 on.
+    if getattr(kernel, "owns_shared_experts", False) or getattr(kernel, "can_overlap_shared_experts", False):
         return f"{method} computes shared experts inside of its kernel"
     indices = (getattr(experts, name, None) for name in _ACT_ORDER)
     if any(tensor is not None and tensor.numel() for tensor in indices):
         return f"{method} reorders activations by expert (act-order); expected a checkpoint without"
+    if _scales_inputs_by_expert(layer, experts):
+        return f"{method} scales the inputs of HUMMING by expert; expected one scale, or --moe-backend marlin"
     return None
+
+
+def _scales_inputs_by_expert(layer: Any, experts: Any) -> bool:
+    """Return whether HUMMING quantizes inputs with scales that it indexes by expert."""
+    for part in ("w1", "w2"):
+        scale = getattr(experts.quant_config, f"{part}_input_scale", None)
+        if scale is not None and scale.numel() > 1 and scale.shape[0] == layer.local_num_experts:
+            return True
+    return False
 
 
 def refusal(layer: Any, capacity: int) -> str | None:

@@ -8,7 +8,7 @@ are in these two places. Both get the cache's slots, whose addresses never chang
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
 from moedoctor.fixes.offload.pinned import allocate, register
+from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
 
 _PARTS = ("_a1", "_a2", "_w1", "_w2")
 _FIELDS = ("scale", "alpha_or_gscale", "zp", "bias")
@@ -64,13 +65,15 @@ class HostExperts:
     log: IdLog | None = None
     """Made by `keep_ids`."""
 
-    def __init__(self, layer: Any, device: torch.device) -> None:
+    def __init__(self, layer: Any, device: torch.device, options: CacheOptions) -> None:
         """Copy the experts of `layer`, which is loaded and repacked, to host memory, pinned if possible.
 
         The layer keeps its own until `give` replaces them.
         """
         tensors = per_expert(layer)
-        self.store = ExpertStore({name: _on_the_host(tensor) for name, tensor in tensors.items()})
+        self.store = _store(tensors, options)
+        self._packed = options.packed
+        """Whether packing was asked for; other types than bfloat16 are left as they are."""
         self._layer, self._device = layer, device
         self._kernel = layer.quant_method.moe_kernel
         self._compute = self._kernel.apply
@@ -86,8 +89,8 @@ class HostExperts:
         """The number of experts of a token."""
         return int(self._layer.top_k)
 
-    def give(self, capacity: int, *, captured: bool) -> ExpertCache:
-        """Replace what the layer computes with by an empty cache of `capacity` slots.
+    def give(self, options: CacheOptions, *, captured: bool) -> ExpertCache:
+        """Replace what the layer computes with by an empty cache.
 
         `captured`: the engine captures CUDA graphs, which must then be captured again. Raises RuntimeError if
         it does and memory could not be pinned.
@@ -96,12 +99,17 @@ class HostExperts:
             raise RuntimeError(
                 f"CUDA graphs need pinned host memory: {self.store.reason}; use --enforce-eager"
             )
-        engine = "device" if self.store.pinned else "host"
+        if options.packed and not self._packed:
+            self.store, self._packed = _store(self.store.tensors, options), True
+        engine = options.engine
+        if engine == "auto":
+            engine = "device" if self.store.pinned else "host"
         cache = ExpertCache(
             self.store,
-            capacity,
+            options.slots,
+            policy=options.policy,
             device=self._device,
-            engine="resident" if capacity >= self.num_experts else engine,
+            engine="resident" if options.slots >= self.num_experts else engine,
         )
         quant_config = self._kernel.fused_experts.quant_config
         for name, slots in cache.weights.items():
@@ -111,8 +119,9 @@ class HostExperts:
             if field:
                 setattr(getattr(quant_config, part), field, slots)
         to_device(self._layer, self._device)  # other tensors may be in host memory, too
-        self._kernel.impl.inplace = False  # the input of the second group is not the output of the first
-        self._kernel.apply = _applying(cache, self._compute)
+        if hasattr(self._kernel.impl, "inplace"):  # until 0.21.0
+            self._kernel.impl.inplace = False  # the input of the second group is not the output of the first
+        self._kernel.apply = _applying(cache, self._compute, options.overlap)
         self.cache, self.log = cache, None
         return cache
 
@@ -140,6 +149,8 @@ class HostExperts:
         Only host memory changes: call `give` next, because the slots still hold the old weights. They are
         drawn on the generator's device, one tensor at a time.
         """
+        if self.store.packed:
+            raise RuntimeError("packed experts cannot be drawn anew; start with packed=0")
         for name, gain in _GAINS.items():
             host = self.store.tensors[name]  # [E, outputs, inputs]
             drawn = torch.empty(host.shape, dtype=host.dtype, device=generator.device)
@@ -150,13 +161,11 @@ class HostExperts:
 
         ``roll(-by)`` undoes it. The caller synchronizes before and after.
         """
-        for tensor in self.store.tensors.values():
+        blocks = [part.blocks for part in self.store.packed.values()]
+        for tensor in (*self.store.tensors.values(), *blocks):
             rows = tensor.view(self.num_experts, -1).view(torch.uint8)  # [E, bytes]: torch rolls no FP8
             rows.copy_(rows.to(self._device).roll(by, 0))
-        for slot, expert in enumerate(self.cache.resident()):
-            if expert >= 0:
-                for name, slots in self.cache.weights.items():
-                    slots[slot].copy_(self.store.tensors[name][expert])
+        self.cache.reload()
 
 
 def host_experts(model: Any) -> list[HostExperts]:
@@ -165,13 +174,13 @@ def host_experts(model: Any) -> list[HostExperts]:
     return [experts for experts in attributes if experts is not None]
 
 
-def install(layer: Any, capacity: int, device: torch.device, *, captured: bool) -> ExpertCache:
-    """Move the layer's experts to host memory and put `capacity` slots in their place.
+def install(layer: Any, options: CacheOptions, device: torch.device, *, captured: bool) -> ExpertCache:
+    """Move the layer's experts to host memory and put slots in their place.
 
     Raises RuntimeError as `HostExperts.give`. The caller must check `expert_cache_fix.refusal` before.
     """
-    experts = HostExperts(layer, device)
-    cache = experts.give(capacity, captured=captured)
+    experts = HostExperts(layer, device, options)
+    cache = experts.give(options, captured=captured)
     setattr(layer, _ATTRIBUTE, experts)
     return cache
 
@@ -210,14 +219,26 @@ def _holders(layer: Any, tensor: torch.Tensor) -> list[str]:
     ]
 
 
-def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a pinned copy of exactly its size: torch rounds pinned memory up to a power of two."""
-    block, _ = allocate(tensor.nbytes, register if torch.cuda.is_available() else None)
+def _store(tensors: Mapping[str, torch.Tensor], options: CacheOptions) -> ExpertStore:
+    """Return `tensors` in host memory, [E, ...] each; packed only if that memory is pinned."""
+    pin = options.pin and torch.cuda.is_available()
+    packable = any(tensor.dtype is torch.bfloat16 for tensor in tensors.values())
+    if packable and options.packed and pin and options.engine != "host":
+        store = ExpertStore({name: tensor.cpu() for name, tensor in tensors.items()}, packed=True)
+        if store.pinned:
+            return store
+    return ExpertStore({name: _on_the_host(tensor, pin) for name, tensor in tensors.items()}, pin=pin)
+
+
+def _on_the_host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
+    """Return a copy of exactly its size: torch rounds pinned memory up to a power of two."""
+    block, _ = allocate(tensor.nbytes, register if pin else None)
     return block.bytes.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _applying(cache: ExpertCache, compute: Any) -> Any:
-    """Return the kernel's `apply` through `cache`."""
+def _applying(cache: ExpertCache, compute: Any, overlap: bool) -> Any:
+    """Return the kernel's `apply` through `cache`; `overlap` as `ExpertCache.groups`."""
+    overlap = overlap and cache.engine == "device"
     # Ids of other groups are mapped to no expert, like those of other ranks.
     nowhere = torch.arange(cache.num_experts, dtype=torch.int32, device=cache.device)  # [E]
     nowhere[cache.capacity :] = -1
@@ -230,12 +251,13 @@ def _applying(cache: ExpertCache, compute: Any) -> Any:
         topk_ids: torch.Tensor,
         **given: Any,
     ) -> torch.Tensor:
-        many = min(topk_ids.numel(), cache.num_experts) > cache.capacity  # more than one group is possible
+        # Whether more than one group is possible.
+        many = overlap or min(topk_ids.numel(), cache.num_experts) > cache.capacity
         given["global_num_experts"] = cache.num_experts
         given["expert_map"] = nowhere if many else None
         total: torch.Tensor | None = None
         with _choosing_tiles_for(cache.num_experts):
-            for part in cache.groups(topk_ids):
+            for part in cache.groups(topk_ids, overlap=overlap):
                 slots = part.slot_ids  # [T, K]
                 if many:
                     slots = torch.where(slots < 0, cache.capacity, slots)

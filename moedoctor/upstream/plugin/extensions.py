@@ -51,8 +51,8 @@ FIXES: Mapping[str, Extension] = {
     "backend": Extension("moedoctor.upstream.plugin.backend_fix"),
     "expert_cache": Extension(
         "moedoctor.upstream.plugin.expert_cache_fix",
-        releases="==0.21.0",
-        refusal="the expert cache was made for vLLM 0.21.0",
+        releases=">=0.21.0,!=0.22.*,!=0.23.*,!=0.24.*,!=0.25.*,!=0.26.*,!=0.27.0",
+        refusal="the expert cache was made for vLLM 0.21.0, and for 0.27.1 and later",
     ),
     "offload": Extension("moedoctor.upstream.plugin.offload_fix"),
     "routing": Extension(

@@ -20,6 +20,7 @@ from moedoctor.upstream.engine import expert_cache_probes as probes
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, LogFacts
 from moedoctor.upstream.engine.experiment import pair
 from moedoctor.upstream.plugin.expert_cache_layer import HostExperts, IdLog, host_experts, install
+from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
 from tests.upstream.plugin.test_expert_cache_fix import HIDDEN, INTERMEDIATE, Layer, call
 from tests.upstream.plugin.test_expert_cache_fix import E as EXPERTS
 
@@ -51,7 +52,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_every_backend_runs_without_a_cache_and_with_one() -> None:
     trials = engines.trials(FOLDERS)
     labels = [trial.request.label for trial in trials]
-    assert len(trials) == len(set(labels)) == 4 * 2 * 3 + 4
+    assert len(trials) == len(set(labels)) == 5 * 2 * 3 + 5
     controls = {trial.control for trial in trials} - {None}
     assert controls == {trial.request.label for trial in trials if trial.columns["slots"] is None}
     planted = [trial.columns["backend"] for trial in trials if trial.columns["planted"]]
@@ -88,7 +89,9 @@ def test_outcomes(cached: EngineResult, control: EngineResult, outcome: str, det
 
 
 def test_refusals_need_the_reason(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    unsupported = "MOEDOCTOR_EXPERT_CACHE=4: a: m computes with X; expected --moe-backend triton or marlin"
+    unsupported = (
+        "MOEDOCTOR_EXPERT_CACHE=4: a: m computes with X; expected --moe-backend triton, marlin or humming"
+    )
     few = "MOEDOCTOR_EXPERT_CACHE=1: a: 1 slots hold fewer experts than one token needs (top_k 2)"
 
     def engine(request: EngineRequest) -> EngineResult:
@@ -101,9 +104,9 @@ def test_refusals_need_the_reason(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
         return result()  # starts, although weights are offloaded
 
     run(engine)
-    for gpus, expected in ((1, [True, True, False, None]), (2, [True, True, False, True])):
+    for gpus, refused in ((1, [True, True, False, None]), (2, [True, True, False, True])):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert [row["refused"] for row in engines.refusals({})] == expected
+        assert [row["refused"] for row in engines.refusals({})] == refused
 
 
 def test_memory_is_what_the_profile_finds(run: Any) -> None:
@@ -212,7 +215,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
     """An engine with 3 slots a layer, and the parts of vLLM that the probes touch."""
     model = Model()
     for layer in model.layers:
-        install(layer, 3, torch.device("cpu"), captured=False)
+        install(layer, CacheOptions(3), torch.device("cpu"), captured=False)
     VLLM.cleared.clear()
     graphs = types.ModuleType("vllm.compilation.cuda_graph")
     graphs.CUDAGraphWrapper = types.SimpleNamespace(  # type: ignore[attr-defined]
@@ -226,7 +229,9 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
     for module in (graphs, config, vllm):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     give = HostExperts.give
-    monkeypatch.setattr(HostExperts, "give", lambda self, slots, captured: give(self, slots, captured=False))
+    monkeypatch.setattr(
+        HostExperts, "give", lambda self, options, captured: give(self, options, captured=False)
+    )
     return Llm(model)
 
 
@@ -264,7 +269,7 @@ def test_one_engine_decodes_with_caches_of_every_size(llm: Llm) -> None:
 
 def test_planted_wrong_experts_are_restored(llm: Llm) -> None:
     (layer,) = host_experts(llm.worker.model_runner.model)[-1:]
-    layer.give(EXPERTS, captured=False)
+    layer.give(CacheOptions(EXPERTS), captured=False)
     host = {name: tensor.clone() for name, tensor in layer.store.tensors.items()}
     later = probes.caches_with_a_fault(llm)
     for name, tensor in layer.store.tensors.items():

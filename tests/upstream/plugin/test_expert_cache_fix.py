@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from moedoctor.fixes.eviction import ONLINE_POLICIES
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.upstream.plugin import expert_cache_fix as fix
+from moedoctor.upstream.plugin import expert_cache_options
 from moedoctor.upstream.plugin.expert_cache_fix import refusal, refused_setting
 from moedoctor.upstream.plugin.expert_cache_layer import EXPERTS, host_experts, install, per_expert
-from moedoctor.upstream.plugin.register import FixError
+from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
+from moedoctor.upstream.plugin.register import FixError, OptionError
 
 E, HIDDEN, INTERMEDIATE, TOP_K = 12, 8, 6, 2
 
@@ -97,9 +100,9 @@ class Layer(torch.nn.Module):
             _w2=Description(bias=self.w2_bias),
         )
         self.quant_method = SimpleNamespace(moe_kernel=Kernel(described))
-        self.moe_parallel_config = SimpleNamespace(use_ep=False, ep_size=1, dp_size=1, pcp_size=1)
-        self.moe_config, self.layer_name = SimpleNamespace(is_lora_enabled=False), "layers.0.experts"
-        self.local_num_experts, self.top_k, self.enable_eplb = E, TOP_K, False
+        parallel = SimpleNamespace(use_ep=False, ep_size=1, dp_size=1, pcp_size=1, enable_eplb=False)
+        self.moe_config = SimpleNamespace(is_lora_enabled=False, moe_parallel_config=parallel)
+        self.layer_name, self.local_num_experts, self.top_k = "layers.0.experts", E, TOP_K
 
 
 def call(layer: Layer, x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
@@ -132,7 +135,7 @@ def assert_same_outputs(layer: Layer, tokens: int, calls: int) -> None:
 def test_nothing_keeps_the_experts_on_the_device() -> None:
     layer = Layer()
     assert set(per_expert(layer)) == {"w1", "w2", "_w1.scale", "_w2.bias"}
-    cache = install(layer, 5, torch.device("cpu"), captured=False)
+    cache = install(layer, CacheOptions(5), torch.device("cpu"), captured=False)
     described = layer.quant_method.moe_kernel.fused_experts.quant_config
     for tensor, name in (
         (layer.w13_weight, "w1"),
@@ -149,10 +152,10 @@ def test_nothing_keeps_the_experts_on_the_device() -> None:
 
 def test_a_layer_computes_the_same_with_caches_of_every_size() -> None:
     layer = Layer()
-    install(layer, 5, torch.device("cpu"), captured=False)
+    install(layer, CacheOptions(5), torch.device("cpu"), captured=False)
     (experts,) = host_experts(torch.nn.ModuleList([layer]))
     for slots in (5, 2, 7, E, 3):
-        cache = experts.give(slots, captured=False)
+        cache = experts.give(CacheOptions(slots), captured=False)
         assert layer.w13_weight.shape[0] == slots
         assert cache.engine == ("resident" if slots == E else "host")
         for tokens in (1, 2, 9):
@@ -165,7 +168,7 @@ def test_a_layer_computes_the_same_with_caches_of_every_size() -> None:
 def test_cuda_graphs_without_pinned_memory_are_refused() -> None:
     layer = Layer()
     with pytest.raises(RuntimeError, match="CUDA graphs need pinned host memory"):
-        install(layer, 5, torch.device("cpu"), captured=True)
+        install(layer, CacheOptions(5), torch.device("cpu"), captured=True)
     assert layer.w13_weight.shape[0] == E
 
 
@@ -188,14 +191,14 @@ ACT_ORDER = f"{KERNEL}.fused_experts.w2_g_idx"
 @pytest.mark.parametrize(
     ("layer", "capacity", "reason"),
     [
-        (changed("moe_parallel_config.ep_size", 2), 5, "spread over several GPUs"),
-        (changed("moe_parallel_config.use_ep", True), 5, "spread over several GPUs"),
-        (changed("moe_parallel_config.pcp_size", 2), 5, "spread over several GPUs"),
+        (changed("moe_config.moe_parallel_config.ep_size", 2), 5, "spread over several GPUs"),
+        (changed("moe_config.moe_parallel_config.use_ep", True), 5, "spread over several GPUs"),
+        (changed("moe_config.moe_parallel_config.pcp_size", 2), 5, "spread over several GPUs"),
         (changed(), 1, "1 slots hold fewer experts than one token needs"),
         (changed("moe_config.is_lora_enabled", True), 5, "LoRA"),
         (changed(ACT_ORDER, torch.zeros(E, 4)), 5, "act-order"),
         (changed(ACT_ORDER, torch.zeros(E, 0)), 5, None),
-        (changed("enable_eplb", True), 5, "load balancing"),
+        (changed("moe_config.moe_parallel_config.enable_eplb", True), 5, "load balancing"),
         (changed(f"{KERNEL}.is_monolithic", True), 5, "routes and computes in one kernel"),
         (changed(KERNEL, None), 5, "routes and computes in one kernel"),
         (changed(f"{KERNEL}.owns_shared_experts", True), 5, "shared experts"),
@@ -243,7 +246,7 @@ def test_offload_and_a_cache_exclude_each_other(config: SimpleNamespace) -> None
 
 def loading(model: torch.nn.Module) -> Any:
     """`load_model` of a loader that loads `model`."""
-    return fix._caching(lambda *arguments: model, slots=5, layer_type=Layer)
+    return fix._caching(lambda *arguments: model, wish=CacheOptions(5), layer_type=Layer)
 
 
 def test_a_loaded_model_gets_caches_once() -> None:
@@ -275,32 +278,69 @@ def test_only_a_draft_model_needs_no_experts() -> None:
 
 
 def test_a_model_that_cannot_have_a_cache_does_not_start() -> None:
-    model = torch.nn.ModuleList([Layer(), changed("enable_eplb", True)])
+    model = torch.nn.ModuleList([Layer(), changed("moe_config.moe_parallel_config.enable_eplb", True)])
     refused = "MOEDOCTOR_EXPERT_CACHE=5: 1 cannot have an expert cache: expert load"
     with pytest.raises(RuntimeError, match=refused):
-        fix._give_caches(model, 5, Layer, "cpu", False)
+        fix._give_caches(model, CacheOptions(5), Layer, "cpu", False)
     assert model[0].w13_weight.shape[0] == E, "nothing was changed"
 
 
 def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.ModuleList([Layer()])
-    fix._give_caches(model, E, Layer, "cpu", False)
+    fix._give_caches(model, CacheOptions(E), Layer, "cpu", False)
     assert model[0].w13_weight.shape[0] == E
-    assert "0 of 1 MoE layers with 12 slots, engine none" in caplog.text
+    assert "0 of 1 MoE layers with 12 slots, engine none, policy aging" in caplog.text
 
 
-def test_the_number_of_slots_is_read() -> None:
-    assert fix.wanted_slots({}) is None
-    assert fix.wanted_slots({fix.VARIABLE: " 16 "}) == 16
-    for value in ("0", "-4", "many", "1.5"):
-        with pytest.raises(FixError, match="expected a number of slots, at least 1"):
-            fix.wanted_slots({fix.VARIABLE: value})
+def test_the_variable_is_read() -> None:
+    assert fix.wanted({}) is None
+    assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(16, policy="aging", packed=True, overlap=False)
+    every = "8: policy=lfru, packed=0,overlap=1,engine=host,pin=0,"
+    assert fix.wanted({fix.VARIABLE: every}) == CacheOptions(8, "lfru", False, True, "host", False)
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        *(
+            (value, "expected a number of slots, at least 1")
+            for value in ("0", "-4", "many", "1.5", ":packed=1")
+        ),
+        ("9" * 5000, "expected a number of slots, at least 1"),
+        ("8:policy=best", "has policy='best'; expected aging, lfru, lfu, lru"),
+        ("8:packed=yes", "has packed='yes'; expected 0 or 1"),
+        ("8:packed", "has packed=''; expected 0 or 1"),
+        ("8:slots=4", "has no option called 'slots'; expected policy, packed, overlap, engine, pin"),
+        ("8:packed=1,packed=0", "has the option packed twice"),
+        ("8:policy=\x1b[31m\n" + "x" * 4000, "expected aging"),
+    ],
+)
+def test_a_bad_value_is_one_line(value: str, line: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        fix.wanted({fix.VARIABLE: value})
+    text = str(refused.value)
+    assert line in text
+    assert text.startswith(fix.VARIABLE)
+    assert len(text) < 400
+    assert text.isprintable()
+
+
+def test_policies_are_those_of_the_cache() -> None:
+    assert set(expert_cache_options.POLICIES) == set(ONLINE_POLICIES)
 
 
 def test_without_a_number_of_slots_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fix.VARIABLE, raising=False)
     with pytest.raises(FixError, match="MOEDOCTOR_EXPERT_CACHE is not set; expected the number"):
         fix.apply("0.21.0")
+
+
+def test_ids_are_sorted_as_for_all_experts() -> None:
+    chosen = fix._unchanged_assignment(lambda ids, config, tokens, top_k, experts, mapping: experts)
+    assert chosen("ids", {}, 1, 8, 16, None) == 16
+    token = EXPERTS.set(E)
+    assert chosen("ids", {}, 1, 8, 16, None) == E
+    EXPERTS.reset(token)
 
 
 def test_tiles_are_chosen_for_all_experts() -> None:
