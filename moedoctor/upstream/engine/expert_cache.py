@@ -29,7 +29,8 @@ from moedoctor.upstream.engine.experiment import (
     write_shape,
 )
 from moedoctor.upstream.engine.offload_table import LOGPROBS, MAX_TOKENS, PROMPTS
-from moedoctor.upstream.plugin.expert_cache_fix import NAME, VARIABLE
+from moedoctor.upstream.plugin.expert_cache_fix import NAME
+from moedoctor.upstream.plugin.expert_cache_options import VARIABLE
 
 if TYPE_CHECKING:
     from moedoctor.reference.checkpoints import Scheme

@@ -139,7 +139,7 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
     torch.cuda.empty_cache()
     # vLLM kept the experts in pinned memory of torch's own, which torch would keep for later.
     if torch.cuda.is_available():
-        torch._C._host_emptyCache()  # type: ignore[attr-defined]
+        torch._C._host_emptyCache()
     memory = [cache.memory for cache in caches]
     logger.info(
         "moedoctor: expert_cache: %d of %d MoE layers with %d slots, engine %s, policy %s: %.2f GiB pinned%s"
