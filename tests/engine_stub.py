@@ -28,8 +28,9 @@ class LLM:
         print("INFO Using 'MARLIN' NvFp4 MoE backend out of potential backends: ['MARLIN'].")
         print("INFO Offloader set to UVAOffloader")
         print("INFO Total CPU offloaded parameters: 0.25 GiB")
-        does = arguments["model"]
-        if does == "fixed":
+        does = os.path.basename(arguments["model"])
+        self.finite = does.startswith("tiny")
+        if does == "fixed" or (self.finite and os.environ.get("MOEDOCTOR_FIXES") == "offload"):
             with open(os.environ["MOEDOCTOR_STATUS"], "w") as file:
                 file.write('["offload (copies)", "nan (watched)"]')
         if does == "raise":
@@ -46,12 +47,22 @@ class LLM:
         if does == "sleep":
             time.sleep(60)
 
-    def generate(self, prompts, sampling):
+    def generate(self, prompts, sampling, use_tqdm=True):
+        shift = {"close": 2, "wrong": 7}.get(self.arguments.get("moe_backend"), 1)
         outputs = []
         for prompt in prompts:
             text = isinstance(prompt, str)
-            ids = [len(prompt)] if text else [token + 1 for token in prompt["prompt_token_ids"]]
+            ids = [len(prompt)] if text else [token + shift for token in prompt["prompt_token_ids"]]
             ids = ids[: sampling.options["max_tokens"]]
+            time.sleep(0.002 * len(ids))
+            if self.finite:
+                steps = [
+                    {i: types.SimpleNamespace(logprob=-0.5), i + 1: types.SimpleNamespace(logprob=-0.75)}
+                    for i in ids
+                ]
+                output = types.SimpleNamespace(token_ids=ids, text="", logprobs=steps)
+                outputs.append(types.SimpleNamespace(outputs=[output]))
+                continue
             known, not_known = (types.SimpleNamespace(logprob=value) for value in (-0.5, float("nan")))
             steps = [{i: known, i + 1: not_known} for i in ids]
             output = types.SimpleNamespace(token_ids=ids, text="out" if text else "", logprobs=steps)

@@ -1,4 +1,4 @@
-"""`moedoctor bench`: MoE backends, or an expert cache."""
+"""`moedoctor bench`: MoE backends, engines, or an expert cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bench(
         option(
             "NAME|FOLDER",
             "Model whose MoE layer is timed: a preset or a folder with config.json; may be repeated. "
-            "Default: qwen3-30b-a3b.",
+            "Default: qwen3-30b-a3b. With --engine, the folder of the model that is served.",
         ),
     ] = None,
     hidden: Annotated[
@@ -102,17 +102,50 @@ def bench(
     speed: Annotated[
         bool, typer.Option("--speed", help="Also measure tokens per second on a GPU, with --cache.")
     ] = False,
+    engine: Annotated[
+        bool,
+        typer.Option("--engine", help="Start vLLM itself with --model FOLDER and time its decode, on a GPU."),
+    ] = False,
+    moe_backend: Annotated[
+        list[str] | None,
+        option("NAME[,...]", "Values of vLLM's --moe-backend to compare, with --engine. Default: auto."),
+    ] = None,
+    fixes: Annotated[
+        list[str] | None,
+        option(
+            "NAME[,...]", "Fixes of moedoctor to compare with none, with --engine; A+B for two in one engine."
+        ),
+    ] = None,
+    arguments: Annotated[
+        str | None,
+        option("JSON", "More arguments of vllm.LLM, with --engine, such as '{\"cpu_offload_gb\": 4}'."),
+    ] = None,
+    rounds: Annotated[
+        int, option("N", "How often each engine is started, in turn with the others.", min=1, max=20)
+    ] = 1,
     format: PageFormat = "table",
     output: Output = None,
 ) -> int:
-    """Measure MoE backends or an expert cache.
+    """Measure MoE backends, engines or an expert cache.
 
     --backend compares every result with the reference first and times only what is right.
+    --engine compares vLLM's greedy tokens, then gives tokens per second and the time of the first token.
     --cache gives hit rates over capacity, each beside the Belady bound; a Markdown report with -o gets its
     pictures (SVG) beside it.
     """
-    if backend and cache:
-        raise InputError("bench: --backend and --cache are two benchmarks; expected one of them")
+    chosen = {"--backend": bool(backend), "--engine": engine, "--cache": cache}
+    if sum(chosen.values()) > 1:
+        given = " and ".join(name for name, is_given in chosen.items() if is_given)
+        raise InputError(f"bench: {given} are different benchmarks; expected one of them")
+    if not engine and (moe_backend or fixes or arguments):
+        raise InputError("bench: --moe-backend, --fixes and --arguments belong to --engine; expected it, too")
+    if engine:
+        from moedoctor.commands import bench_engines
+
+        plan = bench_engines.make_plan(model or (), moe_backend, fixes, arguments, rounds)
+        engines = bench_engines.measure(plan)
+        bench_engines.write_report(engines, format, output)
+        return interrupts.exit_code(otherwise=engines.exit_code)
     if backend:
         from moedoctor.commands import bench_backends
 
@@ -135,4 +168,4 @@ def bench(
         )
         bench_cache.write_report(replayed, format, output)
         return interrupts.exit_code(otherwise=replayed.exit_code)
-    raise InputError("bench: say what to measure: --backend NAME or --cache")
+    raise InputError("bench: say what to measure: --backend NAME, --engine or --cache")

@@ -44,8 +44,9 @@ def show(
 
 
 def _show_bench(path: Path, format: str, output: Path | None) -> None:
-    """Show a benchmark of the expert cache or of backends, with its pictures beside a Markdown file."""
+    """Show a benchmark of any kind, with its pictures beside a Markdown file."""
     from moedoctor.reporters import bench_backends, bench_cache
+    from moedoctor.reporters.bench_engines import from_dict as from_engines
     from moedoctor.results import ReportError, read_json
 
     if format not in PAGE_FORMATS:
@@ -61,5 +62,9 @@ def _show_bench(path: Path, format: str, output: Path | None) -> None:
             from moedoctor.commands import bench_cache as command
 
             command.write_report(bench_cache.from_dict(document), format, output)
+        elif isinstance(kinds, dict) and "engines" in kinds:
+            from moedoctor.commands import bench_engines
+
+            bench_engines.write_report(from_engines(document), format, output)
         else:
-            raise InputError(f"{path}: is not a benchmark of the expert cache or of backends")
+            raise InputError(f"{path}: is not a benchmark of backends, of engines or of the expert cache")

@@ -55,8 +55,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--backend", "OURS", *TINY, "--timeout", "nan"], "--timeout nan: expected seconds, above 0"),
         (["--backend", "OURS", *TINY, "--timeout", "inf"], "--timeout inf: expected seconds, above 0"),
         (["--backend", "OURS", *TINY, "-o", "/nowhere/report.json"], "its folder does not exist"),
-        (["--backend", "OURS", "--cache"], "two benchmarks"),
-        ([], "say what to measure: --backend NAME or --cache"),
+        (["--backend", "OURS", "--cache"], "--backend and --cache are different benchmarks"),
+        ([], "say what to measure: --backend NAME, --engine or --cache"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_one_line_and_exit_code_2(

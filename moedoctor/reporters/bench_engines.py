@@ -1,0 +1,92 @@
+"""`moedoctor bench --engine`: what it measured as a record, as JSON and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import moedoctor
+from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, evidence_tables
+from moedoctor.reporters.run import environment_table
+from moedoctor.results import ReportError, ScenarioVerdict, from_json
+
+
+@dataclass(frozen=True)
+class EngineBench:
+    """Everything that `moedoctor bench --engine` measured."""
+
+    model: str
+    tokens: int
+    """New tokens for each prompt."""
+    max_lead: float
+    """The lead, in logprob, up to which another token is rounding."""
+    arguments: Mapping[str, Any]
+    """Arguments of `vllm.LLM` that the user gave."""
+    rows: tuple[Mapping[str, Any], ...]
+    environment: Mapping[str, Any]
+    exit_code: int = 0
+
+
+_FACTS = ("model", "tokens", "max_lead", "arguments", "rows")
+
+
+def bench_document(bench: EngineBench) -> dict[str, Any]:
+    """Return the JSON document: the shape of every report, and `bench`."""
+    return {
+        "moedoctor": moedoctor.__version__,
+        "command": "bench",
+        "environment": bench.environment,
+        "scenarios": [],
+        "bench": {"engines": {name: getattr(bench, name) for name in _FACTS}},
+        "summary": {**{verdict.value: 0 for verdict in ScenarioVerdict}, "exit_code": bench.exit_code},
+    }
+
+
+def from_dict(document: Any) -> EngineBench:
+    """Return the record that `bench_document` wrote. Raises ReportError that names what is wrong."""
+    try:
+        record = {
+            **document["bench"]["engines"],
+            "environment": document["environment"],
+            "exit_code": document["summary"]["exit_code"],
+        }
+    except (KeyError, TypeError) as error:
+        raise ReportError("report", f"is not from `bench --engine`: {error}") from None
+    return from_json(EngineBench, record)
+
+
+def summary_line(bench: EngineBench) -> str:
+    """Return the fastest engine at each batch size, and how many are wrong or failed."""
+    best = []
+    for batch in dict.fromkeys(row["batch"] for row in bench.rows):
+        timed = [row for row in bench.rows if row["batch"] == batch and "tokens_per_second" in row]
+        if timed:
+            fastest = max(timed, key=lambda row: float(row["tokens_per_second"]))
+            rate = f"{fastest['tokens_per_second']:.1f} tokens/s"
+            best.append(f"batch {batch}: {fastest['moe_backend']}, fix {fastest['fix']}, {rate}")
+    for key in ("wrong", "failed"):
+        if count := sum(key in row for row in bench.rows):
+            best.append(f"{count} {key}")
+    return "; ".join(best)
+
+
+def bench_page(bench: EngineBench, *, full: bool = False) -> list[Block]:
+    """Return the table of engines, and with `full` the environment."""
+    page: list[Block] = [
+        Heading(f"moedoctor {moedoctor.__version__}: bench --engine", 1),
+        Paragraph(
+            f"{bench.model}: {bench.tokens} new tokens for each prompt, greedy. Medians with the 20th and "
+            "80th percentile. The first engine that answered is the reference: the tokens of the others are "
+            "compared with its tokens, and ratio is the rate over its rate."
+        ),
+        *evidence_tables({"engines": bench.rows}).values(),
+        Bullets(
+            [
+                f"Tokens are wrong if the reference prefers its own by more than {bench.max_lead:g} in "
+                "logprob at the first difference. A wrong engine is not timed.",
+                *(f"Argument of every engine: {name}={value}" for name, value in bench.arguments.items()),
+            ]
+        ),
+    ]
+    return [*page, *environment_table(bench.environment)] if full else page
