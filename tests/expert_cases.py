@@ -5,23 +5,28 @@ Routes are awkward on purpose: pairs without an expert, and one expert several t
 
 from __future__ import annotations
 
+import random
 import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moedoctor.bench.moe.own_backends import kernel_weights
 from moedoctor.kernels.moe import launch
-from moedoctor.kernels.moe.launch import ExpertWeights, launch_block_product, plan_blocks, run_experts
-from moedoctor.kernels.moe.nvfp4_words import pack_words
+from moedoctor.kernels.moe.e4m3 import decode_e4m3
+from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights, nvfp4_weights
+from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks, run_experts
 from moedoctor.kernels.moe.products import block_product
 from moedoctor.kernels.moe.tiles import Tile
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1
+from moedoctor.reference import moe as reference
 from moedoctor.reference.agreement import Bounds, agree
 from moedoctor.reference.moe_layer import expected_output, make_layer, make_problem
 
@@ -89,8 +94,7 @@ def assert_decoding_is_exact(device: str, tile: Tile) -> None:
     expected = (codes * scales.double()[..., None]).flatten(-2).bfloat16()  # [256, 256]
     scales.view(torch.uint8)[5, 3] = 127
     expected[5] = float("nan")
-    words, word_scales = pack_words(packed[None], scales[None])
-    weight = ExpertWeights(words, word_scales, torch.ones(1, device=device))
+    weight = nvfp4_weights(packed[None], scales[None], torch.ones(1, device=device))
     unit = torch.eye(256, dtype=torch.bfloat16, device=device)
     ids = torch.zeros((256, 1), dtype=torch.int32, device=device)
     out = torch.empty((256, 256), dtype=torch.bfloat16, device=device)
@@ -118,21 +122,124 @@ def assert_plan_is_whole(device: str, block_m: int, skipped: float, tokens: int,
     assert planned == used[flat[used].argsort(stable=True)].tolist()
 
 
+def assert_random_layer_is_right(seed: int, device: str = "cpu", bounds: Bounds = _INTERPRETED) -> None:
+    """A layer of random size, format, activation, biases and types of input and ids, against float32.
+
+    The expected weights are dequantized here, from nothing but the description of the format.
+    """
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    quantization, activation = draw.choice(("none", "fp8", "nvfp4")), draw.choice(reference.ACTIVATIONS)
+    experts, top_k = draw.randint(1, 9), draw.randint(1, 4)
+    unit = 16 if quantization == "nvfp4" else 8
+    hidden_size, intermediate_size = (unit * draw.randint(1, 9) for _ in range(2))
+    halves = 1 if activation == "relu2" else 2
+    tokens = draw.choice((1, 2, 19))
+    dtype = draw.choice((torch.bfloat16, torch.float16))
+    biased = draw.random() < 0.5
+    w13, right_w13 = _random_weights(
+        draw, quantization, (experts, halves * intermediate_size, hidden_size), halves, dtype, biased, device
+    )
+    w2, right_w2 = _random_weights(
+        draw, quantization, (experts, hidden_size, intermediate_size), 1, dtype, biased, device
+    )
+    biases = [None if weight.bias is None else weight.bias.cpu() for weight in (w13, w2)]
+    x = torch.randn(tokens, hidden_size).to(dtype)  # [T, H]
+    ids = torch.randint(-1, experts, (tokens, top_k), dtype=draw.choice((torch.int32, torch.int64)))
+    shares = torch.rand(tokens, top_k)  # [T, K]
+    weights = reference.MoeWeights(right_w13, right_w2, activation, *biases)
+    expected = reference.forward(x, weights, shares, ids)
+    into = torch.empty_like(x, device=device) if draw.random() < 0.5 else None
+    output = run_experts(
+        x.to(device), w13, w2, shares.to(device), ids.to(device), activation=activation, out=into
+    )
+    assert into is None or output is into
+    assert output.dtype == dtype
+    agreement = agree(output.cpu(), expected, bounds)
+    assert agreement.right, (seed, quantization, activation, dtype, agreement.reason)
+
+
+def _random_weights(
+    draw: random.Random,
+    quantization: str,
+    size: tuple[int, int, int],
+    halves: int,
+    dtype: torch.dtype,
+    biased: bool,
+    device: str,
+) -> tuple[ExpertWeights, torch.Tensor]:
+    """Return weights [E, N, K] as kernels take them and as float32."""
+    experts, rows, depth = size
+    bias = torch.randn(experts, rows).to(dtype).to(device) if biased else None
+    if quantization == "none":
+        values = (torch.randn(size) / depth**0.5).to(dtype)  # [E, N, K]
+        return ExpertWeights(values.to(device), bias=bias), values.float()
+    own = draw.randint(1, halves)  # 1: gate and up have one scale
+    scale = (torch.rand(experts, own) + 0.5) / depth**0.5  # [E, own]
+    each = scale.repeat_interleave(rows // own, 1)[..., None]  # [E, N, 1]
+    if quantization == "nvfp4":
+        packed = torch.randint(0, 256, (experts, rows, depth // 2), dtype=torch.uint8)
+        blocks = torch.randint(0x20, 0x40, (experts, rows, depth // 16), dtype=torch.uint8)
+        blocks = blocks.view(torch.float8_e4m3fn)  # [E, N, K / 16]
+        codes = e2m1.decode(e2m1.unpack(packed)).unflatten(-1, (-1, 16))  # [E, N, K / 16, 16]
+        right = (codes * blocks.float()[..., None]).flatten(-2) * each  # [E, N, K]
+        global_scale = scale[:, 0] if own == 1 else scale
+        return nvfp4_weights(packed.to(device), blocks.to(device), global_scale.to(device), bias=bias), right
+    values = torch.randn(size).to(torch.float8_e4m3fn)
+    kind = draw.choice(("matrix", "row", "block"))
+    if kind == "matrix":
+        stored = (scale[:, 0] if own == 1 else scale).to(device)
+        return fp8_weights(values.to(device), stored, bias=bias), values.float() * each
+    if kind == "row":
+        scale = (torch.rand(experts, rows, 1) + 0.5) / depth**0.5  # [E, N, 1]
+        return fp8_weights(values.to(device), scale.to(device), bias=bias), values.float() * scale
+    tall, wide = draw.choice((5, 16, 128)), draw.choice((16, 48, 128))
+    high, across = -(-(rows // halves) // tall), -(-depth // wide)
+    scale = (torch.rand(experts, halves, high, across) + 0.5) / depth**0.5
+    spread = scale.repeat_interleave(tall, 2)[:, :, : rows // halves].repeat_interleave(wide, 3)[..., :depth]
+    stored = scale.flatten(1, 2).to(device)
+    weights = fp8_weights(values.to(device), stored, block=(tall, wide), halves=halves, bias=bias)
+    return weights, values.float() * spread.flatten(1, 2)
+
+
+@triton.jit
+def _decode_kernel(codes_ptr: Any, out_ptr: Any, half: tl.constexpr, wide: tl.constexpr) -> None:
+    place = tl.arange(0, 256)
+    tl.store(out_ptr + place, decode_e4m3(tl.load(codes_ptr + place), half, wide).to(tl.float32))
+
+
+def assert_e4m3_is_exact(device: str, *, half: bool, wide: bool) -> None:
+    """Every code but the two of NaN, which loading refuses."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    out = torch.empty(256, dtype=torch.float32, device=device)
+    _decode_kernel[(1,)](codes, out, half=half, wide=wide)
+    right = codes.view(torch.float8_e4m3fn).float()
+    finite = ~right.isnan()
+    assert int(finite.sum()) == 254
+    assert torch.equal(out[finite], right[finite])
+
+
 @cache
-def compiled(capability: int, tile: Tile, *, nvfp4: bool, second: bool, activation: str) -> Any:
+def compiled(
+    capability: int, tile: Tile, *, quantization: str, second: bool, activation: str, float16: bool = False
+) -> Any:
     """Compile the product as `run_experts` launches it with a plan, for a GPU that need not be there.
 
-    The layer is of 2688 by 1856.
+    The layer is of 2688 by 1856, with biases.
     """
-    types = ("bf16", "i32", "i32", "fp32") if nvfp4 else ("bf16",) * 4
-    types += ("bf16", "i32", "i32", "i32")
+    kind = "fp16" if float16 else "bf16"
+    values = {"none": kind, "fp8": "u8", "nvfp4": "i32"}[quantization]
+    types = (kind, values, "i32", "fp32", kind, kind, "i32", "i32", "i32")
+    depth = 1856 if second else 2688
     constants = {
         "width": 2688 if second else 1856,
-        "depth": 1856 if second else 2688,
+        "depth": depth,
         "num_experts": 128,
         "top_k": 6,
         "activation": activation,
-        "nvfp4": nvfp4,
+        "quantization": quantization,
+        "scales": (1, 128, 128) if quantization == "fp8" else (1, 1, depth),
+        "has_bias": True,
         "planned": True,
         "second": second,
         "BLOCK_M": tile.block_m,
@@ -141,14 +248,31 @@ def compiled(capability: int, tile: Tile, *, nvfp4: bool, second: bool, activati
         "wide": False,
         "hopper": capability == 90,
     }
-    signature = {name: f"*{kind}" for name, kind in zip(block_product.arg_names, types, strict=False)}
+    return compile_kernel(block_product, capability, types, constants, warps=tile.warps, stages=tile.stages)
+
+
+def compile_kernel(
+    kernel: Any,
+    capability: int,
+    types: Sequence[str],
+    constants: Mapping[str, Any],
+    *,
+    warps: int,
+    stages: int,
+) -> Any:
+    """Compile `kernel` by Triton and its ptxas; `types` are those of its first arguments, pointers but int."""
+    signature = {
+        name: kind if kind.startswith("=") else f"*{kind}"
+        for name, kind in zip(kernel.arg_names, types, strict=False)
+    }
+    signature = {name: kind.removeprefix("=") for name, kind in signature.items()}
     source = ASTSource(
-        fn=block_product,
+        fn=kernel,
         signature=signature | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-        attrs={(place,): [["tt.divisibility", 16]] for place in range(len(types))},
+        constexprs=dict(constants),
+        attrs={(place,): [["tt.divisibility", 16]] for place, kind in enumerate(types) if kind[0] != "="},
     )
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -156,7 +280,12 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN, which no result may read
     for case in sys.argv[1:]:
         kind, *values = case.split(",")
-        if kind == "decoding":
+        if kind == "random":
+            assert_random_layer_is_right(int(values[0]))
+        elif kind == "e4m3":
+            assert_e4m3_is_exact("cpu", half=True, wide=False)
+            assert_e4m3_is_exact("cpu", half=False, wide=True)
+        elif kind == "decoding":
             assert_decoding_is_exact("cpu", Tile(64, 64, 128, 4, 2))
         elif kind == "rows":
             launch._MOST_ROWS = 2

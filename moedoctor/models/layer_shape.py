@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 QUANTIZATIONS = ("nvfp4", "fp8", "bf16")
 """Formats of the expert weights."""
 BITS = {"nvfp4": 4.5, "fp8": 8.0, "bf16": 16.0}
@@ -20,7 +20,7 @@ class LayerShape:
     experts: int
     top_k: int
     activation: str = "silu"
-    """``silu``, ``gelu_tanh`` (both gated) or ``relu2`` (no gate)"""
+    """``silu``, ``gelu``, ``gelu_tanh`` (these are gated) or ``relu2`` (no gate)"""
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "experts", "top_k"):

@@ -16,7 +16,7 @@ from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.nvfp4 import Nvfp4, dequantize
 
 Weight = torch.Tensor | Nvfp4 | Fp8
-ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 Quantise = Callable[[torch.Tensor], torch.Tensor]
 """Activations [T, K] -> the float32 values that a backend computes with."""
 
@@ -30,7 +30,7 @@ class MoeWeights:
     w2: Weight
     """[E, H, I]"""
     activation: str = "silu"
-    """``silu``, ``gelu_tanh``: act(gate) * up. ``relu2``: relu(x)**2 of one matrix, no gate."""
+    """``silu``, ``gelu``, ``gelu_tanh``: act(gate) * up. ``relu2``: relu(x)**2 of one matrix, no gate."""
     w13_bias: torch.Tensor | None = None
     """[E, 2I] or [E, I]"""
     w2_bias: torch.Tensor | None = None
@@ -87,8 +87,8 @@ def activate(up: torch.Tensor, activation: str) -> torch.Tensor:
     if activation == "relu2":
         return functional.relu(up).square()
     gate, value = up.chunk(2, dim=-1)  # [n, I] each
-    if activation == "gelu_tanh":
-        return functional.gelu(gate, approximate="tanh") * value
+    if activation in ("gelu", "gelu_tanh"):
+        return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * value
     return functional.silu(gate) * value
 
 

@@ -20,7 +20,7 @@ from moedoctor.reference.moe_layer import make_layer, make_problem
 from tests.interpreted import needs_triton, run_check
 
 pytestmark = needs_triton
-ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 
 def _interpreted(*cases: str) -> None:
@@ -37,8 +37,24 @@ def test_interpreted(quantization: str) -> None:
     )
 
 
+@pytest.mark.parametrize("first", [0, 20])
+def test_interpreted_layers_of_every_kind(first: int) -> None:
+    """Random formats, scales, biases, activations, sizes, and types of input and ids."""
+    _interpreted(*(f"random,{seed}" for seed in range(first, first + 20)))
+
+
 def test_interpreted_decoding() -> None:
-    _interpreted("decoding")
+    _interpreted("decoding", "e4m3")
+
+
+@pytest.mark.gpu
+def test_compiled_layers_of_every_kind() -> None:
+    from expert_cases import assert_e4m3_is_exact, assert_random_layer_is_right
+
+    for half in (True, False):
+        assert_e4m3_is_exact("cuda:0", half=half, wide=False)
+    for seed in range(40):
+        assert_random_layer_is_right(seed, "cuda:0", bounds_of("none"))
 
 
 def test_interpreted_with_more_blocks_than_a_grid_has_rows() -> None:
@@ -52,7 +68,7 @@ def test_interpreted_plan() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("quantization", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "bf16"])
 def test_compiled(quantization: str, activation: str) -> None:
     from expert_cases import assert_layer_is_right
 
@@ -136,8 +152,8 @@ def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
     """Compiled without a GPU: decoded weights are not stored in shared memory."""
     from expert_cases import compiled
 
-    tile, _ = block_tiles(3072, 128, True, gated=False)
-    kernel = compiled(capability, tile, nvfp4=True, second=False, activation="relu2")
+    tile, _ = block_tiles(3072, 128, "nvfp4", gated=False)
+    kernel = compiled(capability, tile, quantization="nvfp4", second=False, activation="relu2")
     part = f"tensor<{tile.block_n}x{tile.block_k // 4}xbf16"  # the weights that are decoded at a time
     assert part in kernel.asm["ttgir"]
     assert not re.search(rf"local_(?:alloc|store) [^\n]*{part}", kernel.asm["ttgir"])
@@ -152,8 +168,8 @@ def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
     assert kernel.metadata.shared <= 99 * 1024, "the shared memory of the smallest GPU for one program"
 
 
-@pytest.mark.parametrize("nvfp4", [True, False])
+@pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "none"])
 @pytest.mark.parametrize("pairs", [1, 64, 65, 500, 4000, 65_536])
-def test_both_products_divide_tokens_alike(pairs: int, nvfp4: bool) -> None:
-    first, second = block_tiles(pairs, 128, nvfp4, gated=True)
+def test_both_products_divide_tokens_alike(pairs: int, quantization: str) -> None:
+    first, second = block_tiles(pairs, 128, quantization, gated=True)
     assert first.block_m == second.block_m

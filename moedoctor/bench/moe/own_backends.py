@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.nn import functional
 
+from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe import Weight, expert_weight
 from moedoctor.reference.moe_backend import Backend, Computed, Prepared, Variant
 from moedoctor.reference.moe_layer import Layer, Problem, expected_output, quantiser
@@ -38,7 +39,7 @@ class Reference(Backend):
 
 
 class Ours(Backend):
-    """OURS: Triton kernels on a GPU for NVFP4 (weights only) and bfloat16, `Grouped` elsewhere."""
+    """OURS: Triton kernels on a GPU if activations are not quantized, `Grouped` elsewhere."""
 
     def __init__(self, quantization: str, activations: str = "none") -> None:
         self.variant = Variant("OURS", quantization, activations)
@@ -46,8 +47,8 @@ class Ours(Backend):
     def unavailable(self, shape: LayerShape, device: str) -> str | None:
         if not device.startswith("cuda"):
             return None
-        if self.variant.quantization == "fp8" or self.variant.activations != "none":
-            return "our kernels have NVFP4 and bfloat16 weights with bfloat16 activations only"
+        if self.variant.activations != "none":
+            return "our kernels do not quantize activations"
         if importlib.util.find_spec("triton") is None:
             return "needs Triton: pip install triton"
         return None
@@ -65,13 +66,13 @@ class Ours(Backend):
 
 
 def kernel_weights(weight: Weight) -> Any:
-    """Return the `ExpertWeights` of a bfloat16 or NVFP4 weight. Needs Triton."""
-    from moedoctor.kernels.moe.launch import ExpertWeights
-    from moedoctor.kernels.moe.nvfp4_words import pack_words
+    """Return the `ExpertWeights` of a weight. Needs Triton."""
+    from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights, nvfp4_weights
 
     if isinstance(weight, Nvfp4):
-        return ExpertWeights(*pack_words(weight.packed, weight.block_scales), weight.global_scale)
-    assert isinstance(weight, torch.Tensor)
+        return nvfp4_weights(weight.packed, weight.block_scales, weight.global_scale)
+    if isinstance(weight, Fp8):
+        return fp8_weights(weight.values, weight.scale)
     return ExpertWeights(weight)
 
 

@@ -23,8 +23,8 @@ from moedoctor.reference import moe as reference
 if TYPE_CHECKING:
     from moedoctor.kernels.moe.launch import Rows
 
-ACTIVATIONS = ("silu", "relu2")
-"""Gated SiLU, and squared ReLU without a gate."""
+ACTIVATIONS = reference.ACTIVATIONS
+"""Gated SiLU and GELU (exact, and by tanh), and squared ReLU without a gate."""
 _FLOAT8 = (torch.float8_e4m3fn,)
 _MOST_DECODE_PAIRS = 256
 """With more pairs than this, the pairs of one expert share its weights."""
@@ -218,7 +218,7 @@ def _check_weights(weights: Mapping[str, torch.Tensor], hidden_size: int, activa
             f"weights lacks {', '.join(sorted(missing))}; it holds {', '.join(weights) or 'none'}"
         )
     slots, width, intermediate_size = weights["w2"].shape
-    height = 2 * intermediate_size if activation == "silu" else intermediate_size
+    height = intermediate_size if activation == "relu2" else 2 * intermediate_size
     expected = {
         "w13": (slots, height, width),
         "w13_scale": (slots,),

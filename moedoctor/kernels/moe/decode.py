@@ -31,10 +31,10 @@ def up_kernel(
 ) -> None:
     """Write `out` float32 [T * K, I]: the activated first product of each pair.
 
-    `weight` [slots, 2I, H], gate above up, for ``silu``; [slots, I, H] for ``relu2``.
+    `weight` [slots, 2I, H], gate above up; [slots, I, H] for ``relu2``.
     Programs: T * K * (I / BLOCK_N). Pairs whose slot is below 0, or `slots` or more, are not written.
     """
-    gated: tl.constexpr = activation == "silu"
+    gated: tl.constexpr = activation != "relu2"
     height: tl.constexpr = 2 * intermediate_size if gated else intermediate_size
     pair, part = row_and_column((intermediate_size + BLOCK_N - 1) // BLOCK_N)
     slot = tl.load(slots_ptr + pair).to(tl.int64)

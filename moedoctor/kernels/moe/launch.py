@@ -16,6 +16,7 @@ import triton
 
 from moedoctor.kernels.device_guard import on_device
 from moedoctor.kernels.moe.decode import down_kernel, up_kernel
+from moedoctor.kernels.moe.expert_weights import ExpertWeights
 from moedoctor.kernels.moe.products import block_product, slot_product
 from moedoctor.kernels.moe.rows import plan_kernel, sort_kernel, sum_kernel
 from moedoctor.kernels.moe.tiles import DECODE_PAIRS, Tile, block_tiles, slot_tiles
@@ -190,18 +191,6 @@ def launch_sum(rows: Rows, topk_weights: torch.Tensor, out: torch.Tensor, *, add
     _sum(rows.product, rows.ids, rows.row, topk_weights, out, len(rows.ends), adds=adds)
 
 
-@dataclass(frozen=True)
-class ExpertWeights:
-    """One weight of all experts, in the form that `block_product` reads."""
-
-    values: torch.Tensor
-    """bfloat16 [E, N, K], or for NVFP4 int32 [E, N, 8 * G] of `pack_words`"""
-    block_scales: torch.Tensor | None = None
-    """int32 [E, N, G] of `pack_words` for NVFP4"""
-    global_scale: torch.Tensor | None = None
-    """float32 [E] for NVFP4"""
-
-
 def run_experts(
     x: torch.Tensor,
     w13: ExpertWeights,
@@ -211,21 +200,23 @@ def run_experts(
     *,
     activation: str,
     tiles: tuple[Tile, Tile] | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return bfloat16 [T, H] of `x` bfloat16 [T, H], `topk_weights` float32 [T, K], `topk_ids` int32 [T, K].
+    """Return [T, H] of `x` [T, H], `topk_weights` float32 [T, K], `topk_ids` int32 or int64 [T, K].
 
-    An id below 0 or from E on is skipped. `activation` is ``silu``, ``gelu_tanh`` (both with the gate in the
-    first half of `w13`'s rows) or ``relu2``. Both tiles must have the same block_m.
+    `x` is bfloat16 or float16, and so is the result, which is written to `out` if given. An id below 0 or
+    from E on is skipped. `activation` is ``silu``, ``gelu``, ``gelu_tanh`` (these with the gate in the first
+    half of `w13`'s rows) or ``relu2``. Both tiles must have the same block_m. Weights are multiplied as `x`'s
+    type, sums are float32, and values between the products have `x`'s type.
     """
     hidden_size = x.shape[1]
     num_experts, pairs = w13.values.shape[0], topk_ids.numel()
     gated = activation != "relu2"
     intermediate_size = w13.values.shape[1] // 2 if gated else w13.values.shape[1]
-    nvfp4 = w13.block_scales is not None
-    first, second = tiles or block_tiles(pairs, num_experts, nvfp4, gated=gated)
-    h = torch.empty((pairs, intermediate_size), dtype=torch.bfloat16, device=x.device)  # [T * K, I]
-    products = torch.empty((pairs, hidden_size), dtype=torch.bfloat16, device=x.device)  # [T * K, H]
-    output = torch.empty_like(x)  # [T, H]
+    first, second = tiles or block_tiles(pairs, num_experts, w13.quantization, gated=gated)
+    h = x.new_empty((pairs, intermediate_size))  # [T * K, I]
+    products = x.new_empty((pairs, hidden_size))  # [T * K, H]
+    output = torch.empty_like(x) if out is None else out  # [T, H]
     plan = plan_blocks(topk_ids, num_experts, first.block_m) if pairs > DECODE_PAIRS else None
     launch_block_product(x, w13, h, topk_ids, plan, first, activation=activation, second=False)
     launch_block_product(h, w2, products, topk_ids, plan, second, activation="none", second=True)
@@ -274,35 +265,46 @@ def launch_block_product(
 ) -> None:
     """Write one product of `a` to `out`; `plan` is that of `plan_blocks`, or None for a block a pair."""
     order, blocks = plan or (topk_ids, topk_ids)
-    width, nvfp4 = out.shape[1], weight.block_scales is not None
+    width, depth = out.shape[1], a.shape[1]
     count = len(blocks) if plan else topk_ids.numel()  # without a plan at most DECODE_PAIRS
+    values = weight.values.view(torch.uint8) if weight.quantization == "fp8" else weight.values
+    scales = weight.scale_layout(depth)
+    block_k = _step(tile.block_k, scales[2]) if weight.quantization == "fp8" else tile.block_k
     with on_device(a):
         for start in range(0, count, _MOST_ROWS):
             block_product[(triton.cdiv(width, tile.block_n), min(count - start, _MOST_ROWS))](
                 a,
-                weight.values,
-                weight.block_scales if nvfp4 else weight.values,
-                weight.global_scale if nvfp4 else weight.values,
+                values,
+                values if weight.block_scales is None else weight.block_scales,
+                values if weight.scale is None else weight.scale,
+                values if weight.bias is None else weight.bias,
                 out,
                 topk_ids,
                 order,
                 blocks[start:],
                 width=width,
-                depth=a.shape[1],
+                depth=depth,
                 num_experts=weight.values.shape[0],
                 top_k=topk_ids.shape[1],
                 activation=activation,
-                nvfp4=nvfp4,
+                quantization=weight.quantization,
+                scales=scales,
+                has_bias=weight.bias is not None,
                 planned=plan is not None,
                 second=second,
                 BLOCK_M=tile.block_m,
                 BLOCK_N=tile.block_n,
-                BLOCK_K=tile.block_k,
+                BLOCK_K=block_k,
                 wide=not a.is_cuda,
                 hopper=_is_hopper(a.device),
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )
+
+
+def _step(block_k: int, columns: int) -> int:
+    """Return the largest power of two up to `block_k` that divides `columns`: a step has one scale."""
+    return min(block_k, columns & -columns)
 
 
 def _sum(

@@ -6,10 +6,10 @@ There are two kernels, because two uses need different inner loops:
   Rows are sorted by `sort_kernel`. Programs go over slots and loop over the rows of the slot's expert. So a
   launch over the slots of one group of experts writes the rows of that group and no others: a call in groups
   sorts once, computes each row once, and adds up once.
-- `block_product` for a whole layer: weights in bfloat16 or NVFP4. Programs go over the blocks of
-`plan_kernel`,
-  or over single pairs. It computes transposed, ``out.T = weight @ a.T``: tensor cores take their left operand
-  from registers, so a decoded weight goes there as it is, and tokens, which may be few, are the narrow side.
+- `block_product` for a whole layer: weights in bfloat16, float16, FP8 or NVFP4, with biases. Programs go over
+  the blocks of `plan_kernel`, or over single pairs. It computes transposed, ``out.T = weight @ a.T``: tensor
+  cores take their left operand from registers, so a decoded weight goes there as it is, and tokens, which may
+  be few, are the narrow side.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moedoctor.kernels.moe.e4m3 import decode_e4m3
 from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, decode_block
 from moedoctor.kernels.moe.rows import activate, row_and_column, rows_of
 
@@ -56,7 +57,7 @@ def _slot_tile(
     wide: tl.constexpr,
 ) -> None:
     """Compute BLOCK_M rows from `row` on, if before `end`, and the columns `column` [N] of `slot_product`."""
-    gated: tl.constexpr = activation == "silu"
+    gated: tl.constexpr = activation != "relu2" and activation != "none"
     height: tl.constexpr = 2 * width if gated else width
     present = (column < width) | (width % BLOCK_N == 0)  # [N]
     k = tl.arange(0, BLOCK_K)  # [K]
@@ -185,11 +186,14 @@ def slot_product(
 
 @triton.jit
 def _block_dot(weight: tl.tensor, a: tl.tensor, total: tl.tensor, wide: tl.constexpr) -> tl.tensor:
-    """Return total [N, M] + weight [N, K] @ a.T [K, M]; `wide` if bfloat16 cannot be multiplied."""
+    """Return total [N, M] + weight [N, K] @ a.T [K, M]; `wide` if bfloat16 cannot be multiplied.
+
+    The weight gets the type of `a`: NVFP4 weights are decoded as bfloat16, and float16 holds them exactly.
+    """
     if wide:
         weight = weight.to(tl.float32)
         a = a.to(tl.float32)
-    return tl.dot(weight, tl.trans(a), total)
+    return tl.dot(weight.to(a.dtype), tl.trans(a), total)
 
 
 @triton.jit
@@ -245,7 +249,7 @@ def _nvfp4_step(
 
 
 @triton.jit
-def _bf16_step(
+def _plain_step(
     total: tl.tensor,
     values: tl.tensor,
     weight_ptr: tl.tensor,
@@ -267,11 +271,45 @@ def _bf16_step(
 
 
 @triton.jit
+def _fp8_step(
+    total: tl.tensor,
+    values: tl.tensor,
+    weight_ptr: tl.tensor,
+    scale_at: tl.tensor,
+    rows: tl.tensor,
+    present: tl.tensor,
+    start: tl.tensor,
+    depth: tl.constexpr,
+    scale_columns: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    wide: tl.constexpr,
+) -> tl.tensor:
+    """As `_plain_step` with E4M3 weights. `scale_at` [N] points to the first scale of each row.
+
+    A scale is for `scale_columns` columns of the weight. If those are all, the scale is applied at the end.
+    """
+    column = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    codes = tl.load(
+        weight_ptr + rows[:, None] * depth + column[None, :],
+        mask=present[:, None] & (column < depth)[None, :],
+        other=0,
+    )  # [N, BLOCK_K]
+    weight = decode_e4m3(codes, values.dtype == tl.float16, wide)  # [N, BLOCK_K]
+    if scale_columns >= depth:
+        total = _block_dot(weight, values, total, wide)
+    else:
+        scale = tl.load(scale_at + start // scale_columns, mask=present, other=0.0)  # [N]
+        total += _block_dot(weight, values, tl.zeros_like(total), wide) * scale[:, None]
+    return total
+
+
+@triton.jit
 def block_product(
     a_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     global_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     order_ptr: tl.tensor,
@@ -281,7 +319,9 @@ def block_product(
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
     activation: tl.constexpr,
-    nvfp4: tl.constexpr,
+    quantization: tl.constexpr,
+    scales: tl.constexpr,
+    has_bias: tl.constexpr,
     planned: tl.constexpr,
     second: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -290,12 +330,13 @@ def block_product(
     wide: tl.constexpr,
     hopper: tl.constexpr,
 ) -> None:
-    """Write one tile of ``out = act(a @ weight.T)``.
+    """Write one tile of ``out = act(a @ weight.T + bias)``.
 
     `width` is the width of `out`, `depth` that of `a`. The first product reads tokens [T, depth] and writes
     rows in the order of experts; the second reads those and writes a row for each pair. `plan` [B, 3] holds
-    expert, first row and rows of each block of tokens; without it each pair is a block. Programs:
-    (width / BLOCK_N, B).
+    expert, first row and rows of each block of tokens; without it each pair is a block. `quantization` is
+    ``none``, ``fp8`` or ``nvfp4``. `scales`: see `ExpertWeights.scale_layout`. Programs: (width / BLOCK_N,
+    B).
     """
     # Two dimensions: with one, ptxas unrolls the loop of the second product and needs too many registers.
     block, part = tl.program_id(1), tl.program_id(0)
@@ -317,39 +358,88 @@ def block_product(
     source = row if second else pair // top_k  # [M]
     column = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     present = column < width
-    gated: tl.constexpr = activation == "silu" or activation == "gelu_tanh"
+    gated: tl.constexpr = activation != "relu2" and activation != "none"
     height: tl.constexpr = width * 2 if gated else width
     weight_row = expert * height + column  # [N]
+    up_row = weight_row + width  # [N]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     a_row = a_ptr + source.to(tl.int64)[:, None] * depth  # [M, 1]
+    halves: tl.constexpr = scales[0]
+    scale_rows: tl.constexpr = scales[1]
+    scale_columns: tl.constexpr = scales[2]
+    high: tl.constexpr = (height // halves + scale_rows - 1) // scale_rows
+    across: tl.constexpr = (depth + scale_columns - 1) // scale_columns
+    # Rows of a half have scales of their own, also if the half ends inside a block.
+    scale_at = global_ptr + (expert * (halves * high) + column // scale_rows) * across  # [N]
+    up_at = scale_at  # [N]
+    if gated:
+        if halves == 2:
+            up_at = scale_at + high * across
+        else:
+            up_at = global_ptr + (expert * high + (column + width) // scale_rows) * across
     for start in range(0, depth, BLOCK_K):
-        if nvfp4:
+        if quantization == "nvfp4":
             parts = _nvfp4_parts(a_row, inside, start, depth, BLOCK_K)
             group = start // 64
             total = _nvfp4_step(
                 total, parts, weight_ptr, scale_ptr, weight_row, present, group, depth, BLOCK_K, wide, hopper
             )
             if gated:
-                up_row = weight_row + width
                 up = _nvfp4_step(
                     up, parts, weight_ptr, scale_ptr, up_row, present, group, depth, BLOCK_K, wide, hopper
                 )
         else:
             k = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
             values = tl.load(a_row + k[None, :], mask=inside[:, None] & (k < depth)[None, :], other=0.0)
-            total = _bf16_step(total, values, weight_ptr, weight_row, present, start, depth, BLOCK_K, wide)
-            if gated:
-                up_row = weight_row + width
-                up = _bf16_step(up, values, weight_ptr, up_row, present, start, depth, BLOCK_K, wide)
-    if nvfp4:
-        scale = tl.load(global_ptr + expert) * REMAINING_SCALE
-        total *= scale
-        up *= scale
+            if quantization == "fp8":
+                total = _fp8_step(
+                    total,
+                    values,
+                    weight_ptr,
+                    scale_at,
+                    weight_row,
+                    present,
+                    start,
+                    depth,
+                    scale_columns,
+                    BLOCK_K,
+                    wide,
+                )
+                if gated:
+                    up = _fp8_step(
+                        up,
+                        values,
+                        weight_ptr,
+                        up_at,
+                        up_row,
+                        present,
+                        start,
+                        depth,
+                        scale_columns,
+                        BLOCK_K,
+                        wide,
+                    )
+            else:
+                total = _plain_step(
+                    total, values, weight_ptr, weight_row, present, start, depth, BLOCK_K, wide
+                )
+                if gated:
+                    up = _plain_step(up, values, weight_ptr, up_row, present, start, depth, BLOCK_K, wide)
+    if quantization != "none" and scale_columns >= depth:
+        remaining: tl.constexpr = REMAINING_SCALE if quantization == "nvfp4" else 1.0
+        total *= tl.load(scale_at, mask=present, other=0.0)[:, None] * remaining
+        if gated:
+            up *= tl.load(up_at, mask=present, other=0.0)[:, None] * remaining
+    if has_bias:
+        bias_at = bias_ptr + weight_row  # [N]
+        total += tl.load(bias_at, mask=present, other=0.0).to(tl.float32)[:, None]
+        if gated:
+            up += tl.load(bias_at + width, mask=present, other=0.0).to(tl.float32)[:, None]
     total = activate(total, up, activation)
     target = pair if second else row
     tl.store(
         out_ptr + target.to(tl.int64)[:, None] * width + column[None, :],
-        tl.trans(total.to(tl.bfloat16)),
+        tl.trans(total.to(out_ptr.dtype.element_ty)),
         mask=inside[:, None] & present[None, :],
     )

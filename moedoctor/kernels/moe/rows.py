@@ -23,9 +23,11 @@ def row_and_column(columns: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def activate(gate: tl.tensor, up: tl.tensor, activation: tl.constexpr) -> tl.tensor:
-    """Return act(gate) * up for ``silu``, ``gelu_tanh``; ``relu2`` of `gate` alone; `gate` for ``none``."""
+    """Return act(gate) * up for ``silu``, ``gelu`` or ``gelu_tanh``; ``relu2`` of `gate`; or `gate`."""
     if activation == "silu":
         value = gate * tl.sigmoid(gate) * up
+    elif activation == "gelu":
+        value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     elif activation == "gelu_tanh":
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both ends

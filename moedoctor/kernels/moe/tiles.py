@@ -45,9 +45,12 @@ def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
     )
 
 
-def block_tiles(pairs: int, experts: int, nvfp4: bool, *, gated: bool) -> tuple[Tile, Tile]:
-    """Return the tiles of both products over blocks. A gated first product computes two halves at once."""
-    rows = pairs / experts
+def block_tiles(pairs: int, experts: int, quantization: str, *, gated: bool) -> tuple[Tile, Tile]:
+    """Return the tiles of both products over blocks. A gated first product computes two halves at once.
+
+    `quantization` is ``none``, ``fp8`` or ``nvfp4``.
+    """
+    rows, nvfp4 = pairs / experts, quantization == "nvfp4"
     if pairs <= 16:
         tile = Tile(16, 64, 256, 4, 4) if nvfp4 else Tile(16, 64, 128, 4, 3)
         return tile, tile

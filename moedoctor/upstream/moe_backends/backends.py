@@ -31,7 +31,7 @@ from moedoctor.upstream.releases.wheel import package_folders
 JIT_VARIABLE = "MOEDOCTOR_FLASHINFER_JIT"
 EMPTY_SLOTS = "VLLM_MOE_SKIP_PADDING"
 """The setting that makes vLLM mark padding with ids of -1, since 0.25.0."""
-_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_tanh", "relu2": "relu2_no_mul"}
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2": "relu2_no_mul"}
 
 
 def load(name: str) -> Any:
