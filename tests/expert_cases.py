@@ -257,15 +257,17 @@ def compile_kernel(
     types: Sequence[str],
     constants: Mapping[str, Any],
     *,
-    warps: int,
-    stages: int,
+    warps: int = 4,
+    stages: int = 3,
 ) -> Any:
-    """Compile `kernel` by Triton and its ptxas; `types` are those of its first arguments, pointers but int."""
+    """Compile `kernel` by Triton, and assemble it by the ptxas that Triton brings.
+
+    `types` are those of its first arguments: ``bf16`` is a pointer to bfloat16, ``=i32`` an int32.
+    """
     signature = {
-        name: kind if kind.startswith("=") else f"*{kind}"
+        name: kind[1:] if kind[0] == "=" else f"*{kind}"
         for name, kind in zip(kernel.arg_names, types, strict=False)
     }
-    signature = {name: kind.removeprefix("=") for name, kind in signature.items()}
     source = ASTSource(
         fn=kernel,
         signature=signature | dict.fromkeys(constants, "constexpr"),

@@ -95,11 +95,11 @@ def activate(up: torch.Tensor, activation: str) -> torch.Tensor:
 def expert_weight(weight: Weight, expert: int) -> torch.Tensor:
     """Return float32 [N, K]: the weight of one expert, dequantized."""
     if isinstance(weight, Nvfp4):
-        return dequantize(
-            Nvfp4(weight.packed[expert], weight.block_scales[expert], weight.global_scale[expert])
-        )
+        packed, scale = weight.packed[expert], weight.global_scale[expert].reshape(-1)  # [1] or [2]
+        exact = dequantize(Nvfp4(packed, weight.block_scales[expert], scale.new_ones(())))  # [N, K]
+        return exact * scale.repeat_interleave(packed.shape[0] // scale.numel())[:, None]
     if isinstance(weight, Fp8):
-        return weight.values[expert].float() * weight.scale[expert].float()
+        return weight.dequantize(expert)
     return weight[expert].float()
 
 

@@ -27,7 +27,7 @@ class Nvfp4:
     block_scales: torch.Tensor
     """float8_e4m3fn [..., N, K/16], row by row (not swizzled)"""
     global_scale: torch.Tensor
-    """float32 [...]: a scalar for a matrix, [E] for a stack"""
+    """float32 [...]: a scalar for a matrix, [E] for a stack; [E, 2] if gate and up have their own"""
 
 
 def quantize(w: torch.Tensor, global_scale: torch.Tensor | float | None = None) -> Nvfp4:

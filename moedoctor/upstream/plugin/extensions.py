@@ -13,7 +13,7 @@ from enum import Enum
 from packaging.specifiers import SpecifierSet
 
 ALL = "all"
-"""In place of names: everything that applies to this release."""
+"""In place of names: everything that applies to this release, but `Extension.by_name_only`."""
 
 
 class Need(Enum):
@@ -37,6 +37,8 @@ class Extension:
     unneeded: str = "<0"
     """The releases that do not need it."""
     reason_unneeded: str = ""
+    by_name_only: bool = False
+    """Whether ``all`` leaves it out."""
 
     def need(self, version: str) -> tuple[Need, str]:
         """Return whether it is made for a release, and the reason if it is not."""
@@ -53,6 +55,12 @@ FIXES: Mapping[str, Extension] = {
         "moedoctor.upstream.plugin.expert_cache_fix",
         releases=">=0.21.0,!=0.22.*,!=0.23.*,!=0.24.*,!=0.25.*,!=0.26.*,!=0.27.0",
         refusal="the expert cache was made for vLLM 0.21.0, and for 0.27.1 and later",
+    ),
+    "moe": Extension(
+        "moedoctor.upstream.plugin.moe_fix",
+        releases=">=0.21.0",
+        refusal="made for vLLM 0.21.0 and later, whose MoE methods own their kernel",
+        by_name_only=True,
     ),
     "offload": Extension("moedoctor.upstream.plugin.offload_fix"),
     "routing": Extension(
@@ -86,4 +94,5 @@ def chosen(value: str, table: Mapping[str, Extension] = FIXES) -> Chosen:
     asked = list(dict.fromkeys(part.strip().lower() for part in value.split(",") if part.strip()))
     known = tuple(name for name in asked if name in table)
     unknown = tuple(name for name in asked if name not in (*table, ALL))
-    return Chosen(tuple(table) if ALL in asked else known, frozenset(known), unknown)
+    every = tuple(name for name in table if name in known or not table[name].by_name_only)
+    return Chosen(every if ALL in asked else known, frozenset(known), unknown)

@@ -1,0 +1,252 @@
+"""The fix `moe`: vLLM's MoE layers are computed by moedoctor's own Triton kernels.
+
+For models that talk garbage on every backend (vllm-project/vllm#38718): if the answer is right with this fix,
+the backend was wrong; if it is still garbage, the fault is elsewhere. Weights and scales are taken as they
+were loaded, so no backend has repacked them. Unquantized, FP8 and NVFP4 experts; activations are never
+quantized, and sums are float32. ``MOEDOCTOR_MOE=reference`` computes with plain torch in float32 instead:
+very slow, without CUDA graphs, and independent of Triton too.
+
+A layer that cannot be computed is refused with the reason when the model is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moedoctor.results import UnavailableError
+from moedoctor.upstream.plugin.moe_layer import (
+    ACTIVATIONS,
+    COMPRESSED_TENSORS,
+    FUSED,
+    MODELOPT,
+    Take,
+    experts_class,
+    take_fp8,
+    take_nvfp4,
+    take_over,
+    take_plain,
+)
+from moedoctor.upstream.plugin.register import OptionError, Patch, apply_patches
+
+logger = logging.getLogger("vllm.moedoctor")
+
+NAME = "moe"
+VARIABLE = "MOEDOCTOR_MOE"
+KERNELS, REFERENCE = "kernels", "reference"
+LEAST_CAPABILITY = (8, 0)
+"""Older tensor cores have no bfloat16."""
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+_COMPRESSED = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4"
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way in which vLLM holds expert weights."""
+
+    name: str
+    module: str
+    """The module of the method, which selects a backend by `select`."""
+    method: str
+    select: str
+    backends: str
+    """The enumeration of backends in that module."""
+    stand_in: str
+    """The backend that vLLM believes to use: one that does not pad the weights' sizes."""
+    take: Take
+    holds: str
+    """A line of the method's `create_weights`."""
+
+
+FORMATS = (
+    Format(
+        "unquantized",
+        f"{FUSED}.unquantized_fused_moe_method",
+        "UnquantizedFusedMoEMethod",
+        "select_unquantized_moe_backend",
+        "UnquantizedMoeBackend",
+        "TRITON",
+        take_plain,
+        'layer.register_parameter("w13_weight", w13_weight)',
+    ),
+    Format(
+        "FP8",
+        f"{_QUANTIZATION}.fp8",
+        "Fp8MoEMethod",
+        "select_fp8_moe_backend",
+        "Fp8MoeBackend",
+        "TRITON",
+        take_fp8,
+        'layer.register_parameter(f"w13_{self.weight_scale_name}", w13_weight_scale)',
+    ),
+    Format(
+        "NVFP4",
+        f"{_QUANTIZATION}.modelopt",
+        "ModelOptNvFp4FusedMoE",
+        "select_nvfp4_moe_backend",
+        "NvFp4MoeBackend",
+        "EMULATION",
+        functools.partial(take_nvfp4, MODELOPT),
+        'layer.register_parameter("w13_weight_scale_2", w13_weight_scale_2)',
+    ),
+    Format(
+        "NVFP4 of compressed-tensors",
+        _COMPRESSED,
+        "CompressedTensorsW4A4Nvfp4MoEMethod",
+        "select_nvfp4_moe_backend",
+        "NvFp4MoeBackend",
+        "EMULATION",
+        functools.partial(take_nvfp4, COMPRESSED_TENSORS),
+        'layer.register_parameter("w13_weight_global_scale", w13_weight_scale_2)',
+    ),
+)
+_PARALLEL = (
+    ("use_ep", "expert parallel spreads the experts over GPUs"),
+    ("enable_eplb", "expert parallel load balancing moves experts"),
+    ("is_sequence_parallel", "sequence parallel divides the tokens of a layer"),
+)
+"""Settings of a layer that are refused, and why."""
+
+
+def apply(version: str) -> str:
+    """Apply the fix; see `moedoctor.upstream.plugin.register`. Raises OptionError for a bad variable."""
+    by_reference = wanted(os.environ) == REFERENCE
+    patches = [Patch(f"{FUSED}.fused_moe_method_base:FusedMoEMethodBase", "__init__", _checking, "moe")]
+    for form in FORMATS:
+        owner = f"{form.module}:{form.method}"
+        processing = functools.partial(_processing, form=form, by_reference=by_reference)
+        selecting = functools.partial(_selecting, form=form)
+        call = (".moe_kernel.apply(",)
+        patches += [
+            Patch(form.module, form.select, selecting),
+            Patch(owner, "create_weights", None, "layer num_experts", (form.holds,)),
+            Patch(owner, "process_weights_after_loading", processing, "layer"),
+            Patch(owner, "forward_native" if form.name == "unquantized" else "apply", None, "layer x", call),
+        ]
+    apply_patches(NAME, version, patches)
+    return "MoE layers by " + ("the float32 reference" if by_reference else "moedoctor's kernels")
+
+
+def wanted(environ: Mapping[str, str]) -> str:
+    """Return what computes the layers, `KERNELS` or `REFERENCE`. Raises OptionError."""
+    value = environ.get(VARIABLE, "").strip().lower() or KERNELS
+    if value not in (KERNELS, REFERENCE):
+        raise OptionError(f"{VARIABLE} is {value[:40]!r}; expected {KERNELS} or {REFERENCE}")
+    return value
+
+
+def _checking(original: Any) -> Any:
+    """Wrap the constructor of all MoE methods: refuse what cannot be computed before weights are loaded."""
+
+    def construct(self: Any, moe: Any, *arguments: Any, **options: Any) -> None:
+        reason = refusal(self, moe)
+        if reason is not None:
+            raise _refused(reason)
+        original(self, moe, *arguments, **options)
+
+    return construct
+
+
+def refusal(method: Any, moe: Any) -> str | None:
+    """Return why a layer with this method and configuration cannot be computed, or None if it can."""
+    name = type(method).__name__
+    if name not in [form.method for form in FORMATS]:
+        return f"{name} holds its weights in another way than {', '.join(form.method for form in FORMATS)}"
+    parallel = moe.moe_parallel_config
+    for setting, reason in _PARALLEL:
+        if getattr(parallel, setting, False) or getattr(moe, setting, False):
+            return reason
+    for setting in ("dp_size", "pcp_size"):
+        if getattr(parallel, setting, 1) > 1:
+            return f"{setting} is {getattr(parallel, setting)}: layers exchange tokens with other ranks"
+    if moe.is_lora_enabled:
+        return "LoRA changes the experts"
+    if moe.activation.value not in ACTIVATIONS:
+        return f"the activation is {moe.activation.value}; expected {', '.join(ACTIVATIONS)}"
+    if str(moe.in_dtype) not in ("torch.bfloat16", "torch.float16"):
+        return f"activations are {moe.in_dtype}; expected bfloat16 or float16"
+    if getattr(moe, "swiglu_limit", None) is not None:
+        return "swiglu_limit clamps the activation"
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        return "VLLM_BATCH_INVARIANT is set, and our tiles depend on the batch"
+    return _refused_machine()
+
+
+def _refused_machine() -> str | None:
+    platform = importlib.import_module("vllm.platforms").current_platform
+    if not platform.is_cuda():
+        return "the kernels are for NVIDIA GPUs"
+    capability = tuple(platform.get_device_capability()[:2])
+    if capability < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        return f"the GPU has compute capability {'.'.join(map(str, capability))}; expected {least} or later"
+    if wanted(os.environ) == REFERENCE:
+        config = importlib.import_module("vllm.config").get_current_vllm_config()
+        if config.model_config is not None and not config.model_config.enforce_eager:
+            return f"{VARIABLE}={REFERENCE} needs --enforce-eager"
+    return None
+
+
+def _refused(reason: str) -> RuntimeError:
+    """Log and return the error: if workers are processes, vLLM's own error does not contain it."""
+    message = f"MOEDOCTOR_FIXES={NAME}: {reason}"
+    logger.error("moedoctor: moe is refused: %s", message)
+    return RuntimeError(message)
+
+
+_REPLACED: dict[str, str] = {}
+"""Format -> the backend that vLLM selected."""
+
+
+def _selecting(original: Any, *, form: Format) -> Any:
+    """Wrap the selection of a backend: note which it is, and return our experts."""
+
+    def select(*arguments: Any, **options: Any) -> Any:
+        try:
+            backend = getattr(original(*arguments, **options)[0], "value", "its own")
+        except (ValueError, NotImplementedError) as error:
+            first = str(error).partition("\n")[0]
+            logger.warning("moedoctor: vLLM has no backend for these %s experts: %s", form.name, first)
+            backend = "no backend"
+        _REPLACED[form.name] = str(backend)
+        backends = getattr(importlib.import_module(form.module), form.backends)
+        return backends[form.stand_in], experts_class()
+
+    return select
+
+
+def _processing(original: Any, *, form: Format, by_reference: bool) -> Any:
+    """Wrap `process_weights_after_loading`: keep vLLM's own from repacking the weights."""
+
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        if type(self).__name__ != form.method:  # a subclass, which the constructor has refused
+            original(self, layer)
+            return
+        if getattr(layer, "swiglu_limit", None) is not None:
+            raise _refused("swiglu_limit clamps the activation")
+        try:
+            take_over(self, layer, form.take, by_reference=by_reference)
+        except UnavailableError as error:
+            raise _refused(str(error)) from None
+        _announce(form.name, by_reference)
+
+    return process_weights_after_loading
+
+
+@functools.cache
+def _announce(name: str, by_reference: bool) -> None:
+    backend = _REPLACED.get(name, "vLLM's backend")
+    own = "the float32 reference" if by_reference else "moedoctor's kernels"
+    logger.info(
+        "moedoctor: moe: %s experts are computed by %s in place of %s; if the answer is right now, %s was "
+        "wrong; if it is still garbage, look elsewhere: the checkpoint, attention, the KV cache",
+        name,
+        own,
+        backend,
+        backend,
+    )
