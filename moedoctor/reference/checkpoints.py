@@ -115,7 +115,7 @@ def write_qwen3_moe(
         "torch_dtype": "bfloat16",
         "use_cache": True,
         "vocab_size": vocab,
-        **_quantization(scheme, layers),
+        **quantization_fields(scheme, layers),
     }
     if change is not None:
         change(tensors, config)
@@ -157,7 +157,8 @@ def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantized, scales.reshape(rows, columns).contiguous()
 
 
-def _quantization(scheme: Scheme, layers: int) -> dict[str, Any]:
+def quantization_fields(scheme: Scheme, layers: int) -> dict[str, Any]:
+    """Return the fields of config.json that say how the experts are quantized."""
     if scheme == "bf16":
         return {}
     if scheme == "nvfp4":

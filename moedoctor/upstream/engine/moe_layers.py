@@ -1,0 +1,248 @@
+"""Real engines with the fix `moe`: tokens beside the float32 reference's, and decode speed beside vLLM's own.
+
+`tokens` uses tiny checkpoints. The control computes its MoE layers by the float32 reference in plain torch;
+beside it are vLLM's own backend and moedoctor's kernels, eager and with CUDA graphs, and one engine with a
+planted fault: two experts of the last layer have changed places. `speed` uses layers of Qwen3-30B-A3B's size
+with random weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moedoctor.results import UnavailableError
+from moedoctor.upstream.engine.engine import EngineRequest
+from moedoctor.upstream.engine.experiment import (
+    Outcome,
+    Ran,
+    Trial,
+    checkpoints,
+    logprob_distance,
+    run_trials,
+    short_error,
+    write_shape,
+)
+from moedoctor.upstream.engine.offload_table import LOGPROBS, MAX_TOKENS, PROMPTS
+from moedoctor.upstream.engine.probes import decoder_layers, model_of
+from moedoctor.upstream.plugin.moe_fix import KERNELS, NAME, REFERENCE, VARIABLE
+
+if TYPE_CHECKING:
+    from moedoctor.reference.checkpoints import Scheme
+
+EAGER, GRAPHS = "eager", "CUDA graphs"
+SCHEMES: Mapping[str, tuple[Scheme, str]] = {
+    "BF16": ("bf16", "BF16 TRITON"),
+    "FP8": ("fp8", "FP8 TRITON"),
+    "NVFP4": ("nvfp4", "NVFP4 MARLIN"),
+}
+"""Name in reports -> (scheme of the checkpoint, whose prompts)."""
+REFERENCE_ENGINE, OURS, THEIRS, PLANTED = "float32 reference", "moedoctor", "vLLM", "two experts exchanged"
+_ENGINES = (
+    (REFERENCE_ENGINE, EAGER),
+    (OURS, EAGER),
+    (OURS, GRAPHS),
+    (PLANTED, EAGER),
+    (THEIRS, EAGER),
+)
+_HERE = "moedoctor.upstream.engine.moe_layers"
+_SECONDS = 200.0
+_BATCHES, _STEPS, _ROUNDS = (1, 8), 64, 12
+_LAYERS = 12
+_SPEED_SECONDS = 240.0
+
+
+def fixed(computer: str) -> dict[str, str]:
+    """Return the environment of an engine whose MoE layers `computer` computes."""
+    if computer == THEIRS:
+        return {"MOEDOCTOR_FIXES": ""}
+    return {"MOEDOCTOR_FIXES": NAME, VARIABLE: REFERENCE if computer == REFERENCE_ENGINE else KERNELS}
+
+
+def trial(quantization: str, computer: str, mode: str, folder: str) -> Trial:
+    """Return one engine for the checkpoint in `folder`."""
+    arguments: dict[str, Any] = {
+        "enforce_eager": mode == EAGER,
+        "max_model_len": 64,
+        "max_num_batched_tokens": 64,
+    }
+    if mode == GRAPHS:
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 3, 4, 8, 16, 32]}
+    request = EngineRequest(
+        folder,
+        PROMPTS[SCHEMES[quantization][1]],
+        arguments,
+        fixed(computer),
+        max_tokens=MAX_TOKENS,
+        logprobs=LOGPROBS,
+        probe=f"{_HERE}:{'exchange_experts' if computer == PLANTED else 'computed_by'}",
+        probe_when="before",
+        seconds=_SECONDS,
+        label=f"{quantization}, {computer}, {mode}",
+    )
+    columns = {"quantization": quantization, "computer": computer, "mode": mode}
+    control = None if computer == REFERENCE_ENGINE else f"{quantization}, {REFERENCE_ENGINE}, {EAGER}"
+    return Trial(request, columns, control)
+
+
+def tokens(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for each engine of each quantization. Raises UnavailableError if no engine can run."""
+    with checkpoints(*(scheme for scheme, _ in SCHEMES.values())) as folders:
+        trials = [
+            trial(quantization, computer, mode, folders[scheme])
+            for quantization, (scheme, _) in SCHEMES.items()
+            for computer, mode in _ENGINES
+        ]
+        return [_row(ran) for ran in run_trials(trials)]
+
+
+def _row(ran: Ran) -> dict[str, Any]:
+    outcome, detail = ran.compare()
+    probe = ran.result.probe or {}
+    if ran.trial.columns["computer"] != THEIRS and ran.result.error is None and not probe.get("ours"):
+        outcome, detail = Outcome.NO_FIX, "no layer of this engine was computed by moedoctor"
+    compared = ran.control is not None and ran.result.error is None and ran.control.error is None
+    distance = logprob_distance(ran.result, ran.control) if compared and ran.control else None
+    return {
+        **ran.trial.columns,
+        "backend": ran.result.log.moe_backend or "not logged",
+        "version": ran.result.version,
+        "outcome": outcome.value,
+        "detail": detail,
+        "logprob_distance": distance,
+        "layers": probe.get("layers"),
+        "layers_by_moedoctor": probe.get("ours"),
+        "seconds": ran.result.seconds.get("total"),
+    }
+
+
+def computed_by(llm: Any) -> dict[str, int]:
+    """Probe: return how many MoE layers there are, and how many moedoctor computes."""
+    kernels = [
+        type(method.moe_kernel.impl.fused_experts).__name__ if method.moe_kernel is not None else ""
+        for method in _methods(model_of(llm))
+    ]
+    return {"layers": len(kernels), "ours": kernels.count("MoedoctorExperts")}
+
+
+def _methods(model: Any) -> list[Any]:
+    """Return the methods of the model's MoE layers, each once."""
+    owned = (getattr(module, "quant_method", None) for module in model.modules())
+    methods = [method for method in owned if hasattr(method, "moe_kernel")]
+    return list({id(method): method for method in methods}.values())
+
+
+def exchange_experts(llm: Any) -> dict[str, int]:
+    """Probe before generating: exchange all experts of the last layer with their neighbours."""
+    model = model_of(llm)
+    *_, (_, last) = decoder_layers(model)
+    weights = [parameter for name, parameter in last.named_parameters() if name.endswith("w2_weight")]
+    for weight in weights:
+        weight.data.copy_(weight.data.roll(1, 0))
+    return {**computed_by(llm), "exchanged": len(weights)}
+
+
+def speed(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return decode times of engines with and without the fix, for BF16, NVFP4 and FP8 weights.
+
+    Engines of one quantization run one after the other, vLLM's own first, ours, and vLLM's own again, so that
+    a drift shows. Raises UnavailableError.
+    """
+    from moedoctor.reference.checkpoints import quantization_fields
+
+    table = []
+    for quantization, (scheme, _) in SCHEMES.items():
+        with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+            fields = quantization_fields(scheme, _LAYERS)
+            folder = str(write_shape(Path(name), num_hidden_layers=_LAYERS, **fields))
+            order = ((THEIRS, 1), (OURS, 1), (THEIRS, 2), (OURS, 2))
+            trials = [Trial(_timed(folder, computer), {"computer": computer}) for computer, _ in order]
+            table += _speeds(quantization, run_trials(trials, parallel=1))
+    return table
+
+
+def _timed(folder: str, computer: str) -> EngineRequest:
+    return EngineRequest(
+        folder,
+        [[17, 4711]],
+        {
+            "load_format": "dummy",
+            "enforce_eager": False,
+            "compilation_config": {
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": list(_BATCHES),
+            },
+            "gpu_memory_utilization": 0.5,
+            "kv_cache_memory_bytes": 2 << 30,
+            "max_model_len": 512,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": max(_BATCHES),
+            "enable_prefix_caching": False,
+        },
+        fixed(computer),
+        max_tokens=2,
+        probe=f"{_HERE}:decode_times",
+        probe_options={"batches": _BATCHES, "steps": _STEPS, "rounds": _ROUNDS},
+        seconds=_SPEED_SECONDS,
+        label=computer,
+    )
+
+
+def decode_times(llm: Any, *, batches: Sequence[int], steps: int, rounds: int) -> dict[str, Any]:
+    """Probe: return the milliseconds of a decode step in each round, for each batch."""
+    times = {}
+    for batch in batches:
+        _generate_seconds(llm, batch, steps)  # warm-up
+        # A generation of two tokens has the prefill and one decode step; the rest is decode steps.
+        times[str(batch)] = [
+            (_generate_seconds(llm, batch, steps + 2) - _generate_seconds(llm, batch, 2)) / steps * 1e3
+            for _ in range(rounds)
+        ]
+    return {**computed_by(llm), "step_ms": times}
+
+
+def _generate_seconds(llm: Any, batch: int, tokens: int) -> float:
+    vllm: Any = importlib.import_module("vllm")
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    # Other tokens for each sequence, so that a batch reaches other experts.
+    prompts = [
+        {"prompt_token_ids": [(37 * (index + 1) + 11 * i) % 1000 for i in range(8)]} for index in range(batch)
+    ]
+    started = time.perf_counter()
+    llm.generate(prompts, sampling, use_tqdm=False)
+    return time.perf_counter() - started
+
+
+def _speeds(quantization: str, ran: Sequence[Ran]) -> list[dict[str, Any]]:
+    failed = next((engine.result for engine in ran if engine.result.error is not None), None)
+    if failed is not None and failed.error is not None:
+        return [{"quantization": quantization, "error": f"{failed.label}: {short_error(failed.error)}"}]
+    if any((engine.result.probe["ours"] > 0) != (engine.result.label == OURS) for engine in ran):
+        raise UnavailableError("an engine was not computed by what it was asked for")
+    rows = []
+    for batch in _BATCHES:
+        medians: dict[str, list[float]] = {OURS: [], THEIRS: []}
+        for engine in ran:
+            medians[engine.result.label].append(statistics.median(engine.result.probe["step_ms"][str(batch)]))
+        best = {label: min(values) for label, values in medians.items()}
+        rows.append(
+            {
+                "quantization": quantization,
+                "backend": ran[0].result.log.moe_backend or "not logged",
+                "version": ran[0].result.version,
+                "layers": ran[0].result.probe["layers"],
+                "batch": batch,
+                "step_ms": best[OURS],
+                "step_ms_of_backend": best[THEIRS],
+                "tokens_per_second": batch / best[OURS] * 1e3,
+                "tokens_per_second_of_backend": batch / best[THEIRS] * 1e3,
+                "share": best[THEIRS] / best[OURS],
+                "noise": max(max(values) / min(values) for values in medians.values()) - 1,
+            }
+        )
+    return rows
