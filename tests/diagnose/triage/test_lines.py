@@ -1,0 +1,121 @@
+"""Every line that `explain` lists under "How to see it", and every line of the releases, is recognised alone."""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moedoctor.diagnose.triage.triage import triage
+from moedoctor.entries import entries
+
+LINES: list[dict[str, Any]] = yaml.safe_load(
+    (Path(__file__).parent / "lines.yaml").read_text(encoding="utf-8")
+)
+RELEASES = Path(__file__).parents[3] / ".venv-upstream" / "releases"
+_NO_MESSAGE = re.compile(r"^(?:moedoctor|vllm|--)\b|^[\w~./*<>-]*/|^[\w.-]+$|=|^\W*$")
+"""Code in an entry that is a command, an option, a path or a name."""
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Yield (id, message) for each message in code under "How to see it"."""
+    for id, entry in entries().items():
+        text = re.sub(r"\s+", " ", entry.detection)
+        for code in re.findall(r"`([^`]+)`", text):
+            if " " in code and not _NO_MESSAGE.search(code):
+                yield id, code
+
+
+def pasted() -> Iterator[tuple[str, str]]:
+    yield from messages()
+    for line in LINES:
+        for id in line["ids"]:
+            yield id, line["text"]
+
+
+PASTED = sorted(set(pasted()))
+
+
+def each(template: str) -> Callable[[str], str]:
+    return lambda text: "\n".join(template.format(line) for line in text.splitlines())
+
+
+def wrapped(text: str) -> str:
+    return "\n".join(re.findall(r".{1,80}", text))
+
+
+WRAPPERS: dict[str, Callable[[str], str]] = {
+    "alone": str,
+    "logger": each("ERROR 11-22 10:00:00 [somewhere.py:86] {}"),
+    "rank": each("(EngineCore_DP0 pid=212) ERROR 11-22 10:00:00 [core.py:866] {}"),
+    "worker": each("(Worker_TP0 pid=3011) {}"),
+    "80 columns": wrapped,
+    "80 columns with a prefix": lambda text: wrapped(f"(Worker_TP1 pid=7) ERROR 11-22 10:00:00 [x.py:8] {text}"),
+    "words at 80 columns": lambda text: textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False),
+    "quoted": each("> {}"),
+    "fence": "```\n{}\n```".format,
+    "journald": each("Nov 22 10:00:00 gpu7 vllm[311]: {}"),
+    "docker": each("2026-11-22T10:00:00.123456789Z {}"),
+    "json": each('{{"log": "{}", "stream": "stderr"}}'),
+    "colour": each("\x1b[31m{}\x1b[0m"),
+    "smart quotes": lambda text: text.replace("'", "\u2019").replace('"', "\u201d"),
+}
+
+
+def found(text: str) -> set[str]:
+    result = triage(io.BytesIO(text.encode()))
+    return {finding.id for finding in (*result.findings, *result.possible)}
+
+
+def test_each_entry_lists_a_message_that_a_log_shows() -> None:
+    listed = {id for id, _ in messages()}
+    silent = {"MD006", "MD007", "MD008", "MD017", "MD019"}  # wrong numbers without a message
+    assert entries().keys() - listed - silent == set()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_line_is_recognised_alone(wrapper: str) -> None:
+    missed = [(id, text) for id, text in PASTED if id not in found(WRAPPERS[wrapper](text))]
+    assert missed == []
+
+
+def ordinary_log(lines: int) -> str:
+    """Return an ordinary log of a server, without any trouble."""
+    shapes = (
+        "(APIServer pid=1) INFO:     10.0.{n}.7:{port} - \"POST /v1/chat/completions HTTP/1.1\" 200 OK",
+        "(EngineCore pid=212) INFO 11-22 10:0{m}:00 [loggers.py:259] Engine 000: Avg prompt throughput: {n}.5 tokens/s",
+        "(EngineCore pid=212) DEBUG 11-22 10:0{m}:00 [scheduler.py:{n}] {word} finished after {port} tokens",
+    )
+    words = "alpha bravo carol delta emily fresh grape hotel india julia".split()
+    return "\n".join(
+        shapes[n % 3].format(n=n % 251, m=n % 10, port=30_000 + n, word=words[n % 10] + words[n // 7 % 10])
+        for n in range(lines)
+    )
+
+
+def test_a_line_is_recognised_in_an_ordinary_log() -> None:
+    before, after = ordinary_log(2_500), ordinary_log(2_500)
+    assert found(before + after) == set()
+    missed = [(id, text) for id, text in PASTED if id not in found(f"{before}\n{text}\n{after}")]
+    assert missed == []
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line["text"][:60])
+def test_a_line_stands_in_the_sources(line: dict[str, Any]) -> None:
+    """The place that the file names holds the piece of the line, in each release that is installed."""
+    for release, place in line["in"].items():
+        folder = RELEASES / str(release)
+        if not folder.is_dir():
+            continue
+        file, _, number = place.partition(":")
+        content = (folder / file).read_bytes()
+        if number:
+            content = content.splitlines()[int(number) - 1]
+        assert line["source"].encode() in content, place
