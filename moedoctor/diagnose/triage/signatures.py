@@ -64,7 +64,7 @@ class Signature:
     """One clue of each group must be within `within` lines of the line shown."""
     within: int = WITHIN
     anywhere: tuple[tuple[str, ...], ...] = ()
-    """One clue of each group must be somewhere in the text."""
+    """One clue of each group should be somewhere in the text; without it the failure is possible at best."""
     unless: tuple[str, ...] = ()
     """None of these anywhere."""
     unless_near: tuple[str, ...] = ()

@@ -35,6 +35,8 @@ _SUREST = 0.98
 _CERTAIN, _LIKELY, _LEAST = 0.9, 0.5, 0.05
 _CRASH_ONLY = 0.1
 """A failure without a crash in a text that has a crash and no wrong result."""
+_LACKING = 0.25
+"""A group of clues that a signature asks for and the text lacks. The finding is then possible at best."""
 _OTHER_ENGINE = 0.04
 _NEAR_MISSES = 5
 _FIRST_LINES = 2_000
@@ -328,12 +330,7 @@ class _Reader:
     def _lacks(self, signature: Signature) -> str:
         """Return why the rest of the text does not fit a signature, or an empty string."""
         against = [name for name in signature.unless if name in self.lines]
-        if against:
-            return f"the text says that {_says(against[0])}"
-        for group in signature.anywhere:
-            if not any(name in self.lines for name in group):
-                return f"nothing in the text says that {_says(group[0])}"
-        return ""
+        return f"the text says that {_says(against[0])}" if against else ""
 
     def _weigh(self, signature: Signature, line: int) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
         """Return the confidence with all evidence, what speaks for and against it, and what is missing."""
@@ -352,6 +349,9 @@ class _Reader:
                 (why if evidence.factor > 1 else against).append(_says(name))
             elif evidence.factor > 1:
                 missing.append(_says(evidence.names[0]))
+        lacking = [group for group in signature.anywhere if not any(name in self.lines for name in group)]
+        missing = [*(_says(group[0]) for group in lacking), *missing]
+        odds *= _LACKING ** len(lacking)
         if signature.silent and "crash" in self.lines and "wrong" not in self.lines:
             odds *= _CRASH_ONLY
             against.append("the text is about a crash")
@@ -359,7 +359,8 @@ class _Reader:
             odds *= _OTHER_ENGINE
             against.append("the text is about another engine")
         reasons = (*why, *(f"but {reason}" for reason in against))
-        return _sure(odds / (1 + odds)), reasons, tuple(missing)
+        weighed = min(odds / (1 + odds), _LIKELY) if lacking else odds / (1 + odds)
+        return _sure(weighed), reasons, tuple(missing)
 
 
 def _says(name: str) -> str:

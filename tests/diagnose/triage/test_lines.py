@@ -1,4 +1,4 @@
-"""Every line that `explain` lists under "How to see it", and every line of the releases, is recognised alone."""
+"""Every line under "How to see it", and every line of the releases, is recognised alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINES: list[dict[str, Any]] = yaml.safe_load(
     (Path(__file__).parent / "lines.yaml").read_text(encoding="utf-8")
 )
 RELEASES = Path(__file__).parents[3] / ".venv-upstream" / "releases"
-_NO_MESSAGE = re.compile(r"^(?:moedoctor|vllm|--)\b|^[\w~./*<>-]*/|^[\w.-]+$|=|^\W*$")
+_NO_MESSAGE = re.compile(r"^(?:moedoctor|vllm|--)\b|^[\w~./*<>-]*/|^[\w.-]+$|^\W*$")
 """Code in an entry that is a command, an option, a path or a name."""
 
 
@@ -56,8 +56,12 @@ WRAPPERS: dict[str, Callable[[str], str]] = {
     "rank": each("(EngineCore_DP0 pid=212) ERROR 11-22 10:00:00 [core.py:866] {}"),
     "worker": each("(Worker_TP0 pid=3011) {}"),
     "80 columns": wrapped,
-    "80 columns with a prefix": lambda text: wrapped(f"(Worker_TP1 pid=7) ERROR 11-22 10:00:00 [x.py:8] {text}"),
-    "words at 80 columns": lambda text: textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False),
+    "80 columns with a prefix": lambda text: wrapped(
+        f"(Worker_TP1 pid=7) ERROR 11-22 10:00:00 [x.py:8] {text}"
+    ),
+    "words at 80 columns": lambda text: textwrap.fill(
+        text, 80, break_long_words=False, break_on_hyphens=False
+    ),
     "quoted": each("> {}"),
     "fence": "```\n{}\n```".format,
     "journald": each("Nov 22 10:00:00 gpu7 vllm[311]: {}"),
@@ -88,11 +92,11 @@ def test_a_line_is_recognised_alone(wrapper: str) -> None:
 def ordinary_log(lines: int) -> str:
     """Return an ordinary log of a server, without any trouble."""
     shapes = (
-        "(APIServer pid=1) INFO:     10.0.{n}.7:{port} - \"POST /v1/chat/completions HTTP/1.1\" 200 OK",
-        "(EngineCore pid=212) INFO 11-22 10:0{m}:00 [loggers.py:259] Engine 000: Avg prompt throughput: {n}.5 tokens/s",
+        '(APIServer pid=1) INFO:     10.0.{n}.7:{port} - "POST /v1/chat/completions HTTP/1.1" 200 OK',
+        "(EngineCore pid=212) INFO 11-22 10:0{m}:00 [loggers.py:259] Engine 000: Avg throughput: {n}.5 tokens/s",
         "(EngineCore pid=212) DEBUG 11-22 10:0{m}:00 [scheduler.py:{n}] {word} finished after {port} tokens",
     )
-    words = "alpha bravo carol delta emily fresh grape hotel india julia".split()
+    words = ["alpha", "bravo", "carol", "delta", "emily", "fresh", "grape", "hotel", "india", "julia"]
     return "\n".join(
         shapes[n % 3].format(n=n % 251, m=n % 10, port=30_000 + n, word=words[n % 10] + words[n // 7 % 10])
         for n in range(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -144,3 +145,83 @@ def test_no_torch_and_a_quick_start(report: Path) -> None:
         best = min(best, time.perf_counter() - started)
         assert (ended.returncode, ended.stderr) == (1, "")
     assert best < 0.45
+
+
+def test_several_files_and_one_that_is_none(
+    report: Path, healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing.log"
+    assert triage_command([str(healthy), str(report), str(missing)], "json", None) == 1
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert [(finding["id"], finding["file"]) for finding in found["findings"]] == [("MD003", str(report))]
+    assert [row["file"] for row in found["looked_at"]] == [str(healthy), str(report)]
+    assert "missing.log" in printed.err
+    assert triage_command([str(healthy), str(missing)], "table", None) == 2
+
+
+def test_a_gz_file_is_read(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = tmp_path / "report.log.gz"
+    packed.write_bytes(gzip.compress(report.read_bytes()))
+    assert triage_command([str(packed)], "json", None) == 1
+    assert json.loads(capsys.readouterr().out)["findings"][0]["line"] == 2
+
+
+def test_a_gz_file_cannot_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "MOST_BYTES", 1_000_000)
+    packed = tmp_path / "bomb.gz"
+    packed.write_bytes(gzip.compress(b"x" * 50_000_000))
+    assert "is too large" in refusal(str(packed))
+    packed.write_bytes(gzip.compress(os.urandom(9_000).hex().encode())[:-2_000])
+    assert "ends early" in refusal(str(packed))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty"),
+        (b" \n\n", "is empty"),
+        (gzip.compress(b""), "is empty"),
+        (b"\x7fELF" + bytes(range(256)) * 20, "is binary"),
+        (b"PK\x03\x04 zip", "is a zip archive"),
+        (b"\xfd7zXZ\x00 xz", "is compressed with xz"),
+        (gzip.compress(b"\x7fELF" + bytes(range(256)) * 20), "is binary"),
+    ],
+)
+def test_what_is_no_text_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    assert reason in refusal(str(file))
+
+
+def test_a_log_with_colours_and_a_few_zeros_is_a_text(tmp_path: Path) -> None:
+    file = tmp_path / "colours.log"
+    file.write_bytes(b"\x1b[31m" + REPORT.encode() + b"\x00\x00\x1b[0m\n" + b"fine\r\n" * 20)
+    assert triage_command([str(file)], "json", None) == 1
+
+
+def test_what_is_only_possible_does_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "crash.log"
+    file.write_text("RuntimeError: CUDA error: an illegal memory access was encountered\n")
+    assert triage_command([str(file)], "table", None) == 0
+    out = capsys.readouterr().out
+    assert "Nothing in this text decides." in out
+    assert "likely if: " in out
+    assert "To be sure, paste more" in out
+    assert out.splitlines()[-1] == "0 known failures found, 5 possible."
+
+
+def test_a_release_that_has_the_fix_is_a_near_miss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "old.log"
+    message = "Cannot re-initialize the input batch when CPU weight offloading is enabled"
+    file.write_text(f"vLLM Version : {{}}\nAssertionError: {message}\n".format("0.33.0"))
+    assert triage_command([str(file)], "json", None) == 0
+    miss = json.loads(capsys.readouterr().out)["near_misses"][0]
+    assert (miss["id"], miss["line"]) == ("MD009", 2)
+    assert miss["reason"] == "the text names vLLM 0.33.0, and 0.20.0 fixed the failure"
+    file.write_text(f"vLLM Version : 0.19.1\nAssertionError: {message}\n")
+    assert triage_command([str(file)], "json", None) == 1
+    finding = json.loads(capsys.readouterr().out)["findings"][0]
+    assert finding["releases"] == "vLLM 0.19.1 is a release that can have it; fixed: vLLM 0.20.0"

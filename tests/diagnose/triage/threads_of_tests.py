@@ -25,9 +25,9 @@ class Thread:
         return frozenset(re.findall(r"MD\d{3}", self.source)) if "lookalike" in self.source else frozenset()
 
 
-def threads() -> Iterator[Thread]:
+def threads(folder: Path = FOLDER) -> Iterator[Thread]:
     """Yield all texts in the order of the files."""
-    for path in sorted(FOLDER.glob("*.txt")):
+    for path in sorted(folder.glob("*.txt")):
         for part in re.split(r"(?m)^=== ", path.read_text(encoding="utf-8"))[1:]:
             head, _, text = part.partition("\n")
             ids, _, source = head.partition(" | ")
