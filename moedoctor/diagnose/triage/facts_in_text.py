@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from moedoctor.diagnose.triage.signatures import Signature
+from moedoctor.entries.entry import PACKAGES, Entry
 
 Release = tuple[int, int, int, int]
 """Major, minor, patch, and 0, or -1 for a build before that release."""
@@ -109,9 +110,28 @@ class Facts:
             if releases
         )
 
-    def vllm_releases(self) -> tuple[str, ...]:
-        """Return the releases of vLLM, oldest first, as they are written."""
-        return tuple(_show(release) for release in sorted(self.vllm))
+
+def release_words(entry: Entry, facts: Facts) -> str:
+    """Return whether the releases in the text have a failure, and which one fixes it."""
+    sentences = [] if entry.fixed == "no" else [f"fixed: {entry.fixed}"]
+    if entry.fixed == "no":
+        sentences.append("no release has a fix")
+    for package, named in (("vllm", facts.vllm), ("flashinfer", facts.flashinfer)):
+        ranges = [affected for affected in entry.releases if affected.package == package]
+        if not named or not ranges:
+            continue
+        release = max(named)
+        shown = f"{PACKAGES[package]} {_show(release)}"
+        fits = [part for part in ranges if _boundary(part.first) <= release <= _boundary(part.last)]
+        if fits:
+            sentences.insert(0, f"{shown} has it ({fits[0].range})")
+        elif release > max(_boundary(part.last) for part in ranges):
+            fixed = [part.fixed for part in ranges if part.fixed and _boundary(part.fixed) <= release]
+            words = f"has the fix of {fixed[-1]}" if fixed else "is newer than what was looked at"
+            sentences.insert(0, f"{shown} {words}")
+        else:
+            sentences.insert(0, f"{shown} is not among those that are known to have it")
+    return "; ".join(sentences)
 
 
 def parse(text: str) -> Release | None:

@@ -16,13 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
-from packaging.specifiers import SpecifierSet
-
-from moedoctor.diagnose.triage.facts_in_text import Facts
+from moedoctor.diagnose.triage.facts_in_text import Facts, release_words
 from moedoctor.diagnose.triage.log_text import Passage, Passages
 from moedoctor.diagnose.triage.signatures import Clue, Signature, clues, clues_in, signatures
 from moedoctor.entries import entries
-from moedoctor.entries.entry import Entry
 from moedoctor.redaction import Redactor
 from moedoctor.text import escape
 
@@ -365,23 +362,6 @@ class _Reader:
 
 def _says(name: str) -> str:
     return clues()[name].says or f"it is about {name.replace('_', ' ')}"
-
-
-def release_words(entry: Entry, facts: Facts) -> str:
-    """Return whether the releases in the text have a failure, and which one fixes it."""
-    fixed = "no release has a fix" if entry.fixed == "no" else f"fixed: {entry.fixed}"
-    ranges = [rule.when.packages["vllm"] for rule in entry.affects if "vllm" in rule.when.packages]
-    releases = facts.vllm_releases()
-    if not releases or not ranges:
-        return fixed
-    affected = [
-        release
-        for release in releases
-        if any(SpecifierSet(text).contains(release.removesuffix("-dev"), True) for text in ranges)
-    ]
-    if affected:
-        return f"vLLM {affected[-1]} is a release that can have it; {fixed}"
-    return f"vLLM {releases[-1]} is not known to have it; {fixed}"
 
 
 def _masked(excerpt: _Excerpt, redactor: Redactor) -> str:

@@ -93,7 +93,7 @@ def ordinary_log(lines: int) -> str:
     """Return an ordinary log of a server, without any trouble."""
     shapes = (
         '(APIServer pid=1) INFO:     10.0.{n}.7:{port} - "POST /v1/chat/completions HTTP/1.1" 200 OK',
-        "(EngineCore pid=212) INFO 11-22 10:0{m}:00 [loggers.py:259] Engine 000: Avg throughput: {n}.5 tokens/s",
+        "(EngineCore pid=212) INFO 11-22 10:0{m}:00 [loggers.py:259] Engine 000: Avg {n}.5 tokens/s",
         "(EngineCore pid=212) DEBUG 11-22 10:0{m}:00 [scheduler.py:{n}] {word} finished after {port} tokens",
     )
     words = ["alpha", "bravo", "carol", "delta", "emily", "fresh", "grape", "hotel", "india", "julia"]

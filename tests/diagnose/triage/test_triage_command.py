@@ -224,4 +224,6 @@ def test_a_release_that_has_the_fix_is_a_near_miss(
     file.write_text(f"vLLM Version : 0.19.1\nAssertionError: {message}\n")
     assert triage_command([str(file)], "json", None) == 1
     finding = json.loads(capsys.readouterr().out)["findings"][0]
-    assert finding["releases"] == "vLLM 0.19.1 is a release that can have it; fixed: vLLM 0.20.0"
+    assert finding["releases"] == (
+        "vLLM 0.19.1 has it (vLLM 0.17.1 to 0.19.1, hybrid models with CPU offload); fixed: vLLM 0.20.0"
+    )
