@@ -136,7 +136,7 @@ class Passages:
             else:
                 before, after = ("" if near in pieces else cleaned[near] for near in (index - 1, index + 1))
                 longest = max(map(len, window[index - 1 : index + 1]))
-                wrapped = self._fresh_bytes <= THOROUGH and longest >= _TERMINAL
+                wrapped = longest >= _TERMINAL and (account is not None or self._fresh_bytes <= THOROUGH)
                 passage = _passage(before, cleaned[index], after, numbers[index], wrapped)
             if account is not None:
                 account.spend(_BASE * (1 + len(passage.text) // _LONG))

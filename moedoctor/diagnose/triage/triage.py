@@ -43,6 +43,10 @@ _ENOUGH = 20_000
 """After so many lines with a clue, it is not looked for any more."""
 _RARE_ANCHORS = (
     "illegal memory",
+    "memory access fault",
+    "runtimeerror",
+    "valueerror",
+    "implementederror",
     "illegal instruction",
     "not on gpu",
     "is_cuda",
@@ -56,6 +60,7 @@ _RARE_ANCHORS = (
     "environment variable",
     "invalid value",
     "scaling factor",
+    "to store kv",
     "must match w3",
     "scales should not be",
     "unique experts requested",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from moedoctor.diagnose.triage.log_text import THOROUGH
 from moedoctor.diagnose.triage.triage import triage
 from moedoctor.entries import entries
 
@@ -89,24 +91,36 @@ def test_a_line_is_recognised_alone(wrapper: str) -> None:
     assert missed == []
 
 
-def ordinary_log(lines: int) -> str:
-    """Return an ordinary log of a server, without any trouble."""
-    shapes = (
-        '(APIServer pid=1) INFO:     10.0.{n}.7:{port} - "POST /v1/chat/completions HTTP/1.1" 200 OK',
-        "(EngineCore pid=212) INFO 11-22 10:0{m}:00 [loggers.py:259] Engine 000: Avg {n}.5 tokens/s",
-        "(EngineCore pid=212) DEBUG 11-22 10:0{m}:00 [scheduler.py:{n}] {word} finished after {port} tokens",
-    )
-    words = ["alpha", "bravo", "carol", "delta", "emily", "fresh", "grape", "hotel", "india", "julia"]
-    return "\n".join(
-        shapes[n % 3].format(n=n % 251, m=n % 10, port=30_000 + n, word=words[n % 10] + words[n // 7 % 10])
-        for n in range(lines)
-    )
+def ordinary_log(lines: int, seed: int) -> str:
+    """Return an ordinary log of a server, without any trouble. Every line has a shape of its own."""
+    pick = random.Random(seed)
+    shown = []
+    for second in range(lines):
+        word = "".join(pick.choices("ghjkpqtuvyz", k=12))
+        shown.append(
+            f"(EngineCore pid=212) INFO 11-22 10:00:{second % 60:02d} [loggers.py:{second % 900}] "
+            f"request {word} of {word[:4]} finished {word[4:]} in {word[2:7]} steps"
+        )
+    return "\n".join(shown)
 
 
-def test_a_line_is_recognised_in_an_ordinary_log() -> None:
-    before, after = ordinary_log(2_500), ordinary_log(2_500)
+ONE_EACH = tuple({id: (id, text) for id, text in PASTED}.values())
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "lines"),
+    [
+        pytest.param("alone", ONE_EACH, id="one line of each failure"),
+        pytest.param("alone", PASTED, id="all", marks=pytest.mark.slow),
+        pytest.param("80 columns with a prefix", PASTED, id="all wrapped", marks=pytest.mark.slow),
+    ],
+)
+def test_a_line_is_recognised_in_an_ordinary_log(wrapper: str, lines: list[tuple[str, str]]) -> None:
+    before, after = ordinary_log(2_500, 1), ordinary_log(2_500, 2)
+    assert len(before) > THOROUGH  # later lines are only looked at near an anchor
     assert found(before + after) == set()
-    missed = [(id, text) for id, text in PASTED if id not in found(f"{before}\n{text}\n{after}")]
+    wrap = WRAPPERS[wrapper]
+    missed = [(id, text) for id, text in lines if id not in found(f"{before}\n{wrap(text)}\n{after}")]
     assert missed == []
 
 

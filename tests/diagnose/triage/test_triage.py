@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedoctor.diagnose.triage import triage as triage_module
-from moedoctor.diagnose.triage.triage import Triage, triage
+from moedoctor.diagnose.triage.triage import Grade, Triage, triage
 from moedoctor.redaction import Redactor
 from tests.diagnose.triage.threads_of_tests import threads
 
@@ -117,6 +117,44 @@ def test_clues_are_combined_only_if_they_are_near_each_other(distance: int, foun
 def test_a_first_line_gives_more_confidence_than_a_later_line() -> None:
     story = "--cpu-offload-gb 20 does not reduce VRAM usage at all, vllm 0.26.0"
     assert read("\n" * 30 + story).findings[0].confidence < read(story).findings[0].confidence
+
+
+TRITON = "ValueError: Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)\n"
+
+
+@pytest.mark.parametrize(
+    ("context", "grade"),
+    [
+        ("", Grade.POSSIBLE),
+        ("vllm serve Qwen/Qwen3-30B-A3B-FP8 --cpu-offload-gb 8", Grade.LIKELY),
+        ("vllm serve mistral-7b --cpu-offload-gb 8 --enable-lora", Grade.POSSIBLE),
+        ("ComfyUI with SageAttention", Grade.POSSIBLE),
+    ],
+)
+def test_context_raises_and_lowers_the_grade(context: str, grade: Grade) -> None:
+    result = read(f"{TRITON}{context}")
+    shown = {finding.id: finding for finding in (*result.findings, *result.possible)}
+    assert shown["MD003"].grade is grade
+    assert ("--cpu-offload-gb" in context) == any("host" in reason for reason in shown["MD003"].why)
+    assert any("host" in clause for clause in shown["MD003"].missing) == ("--cpu-offload-gb" not in context)
+
+
+def test_the_prefix_of_a_log_is_evidence() -> None:
+    prefixed = read(f"(EngineCore_DP0 pid=9) ERROR 11-22 10:00:00 [core.py:866] {TRITON}").possible[0]
+    assert prefixed.confidence > read(TRITON).possible[0].confidence
+    assert "a logger of vLLM wrote it" in prefixed.why
+
+
+def test_the_gpu_and_the_backend_are_read_off_the_text() -> None:
+    result = read(
+        "vLLM 0.33.0 on an NVIDIA GeForce RTX 5090 (sm_120)\n"
+        "Using 'FLASHINFER_CUTLASS' NvFp4 MoE backend out of potential backends: ['MARLIN']."
+    )
+    assert (result.releases, result.gpus, result.backends) == (
+        "vLLM 0.33.0",
+        ("GEFORCE RTX 5090", "SM 12.0"),
+        ("FLASHINFER_CUTLASS",),
+    )
 
 
 CRASH_OF_0_19 = (
