@@ -22,14 +22,15 @@ def audit(
     """Show which GPUs compiled kernels are for.
 
     Lists the SASS and PTX targets of each file, and whether the GPU loads them, compiles them from PTX, or
-    finds nothing. Exit code 1 if a file has nothing for the GPU, or lacks instructions that its kernels need.
+    finds nothing. Exit code 1 if a file that the GPU uses has nothing for it, or lacks instructions that its
+    kernels need.
     """
     from moedoctor import environment
     from moedoctor.diagnose.cuda.audit import AuditError, Fate, audit
     from moedoctor.fixes.arch.targets import parse_capability
     from moedoctor.processes.cuda_tools import find_tools
     from moedoctor.redaction import Redactor
-    from moedoctor.reporters.audit import audit_document, audit_page, summary_line
+    from moedoctor.reporters.audit import audit_document, audit_page, summary_line, verdict
 
     capability = sm if sm is not None else environment.collect()["capability"]
     with as_input_error(ValueError, AuditError):
@@ -38,5 +39,9 @@ def audit(
         items = Redactor.of_this_process().record(audit(paths, gpu, tool))
     code = 1 if any(item.fate is Fate.MISSING or item.lacks for item in items) else 0
     page, document = audit_page(items, gpu, tool), audit_document(items, gpu, tool, code)
-    deliver(page, document, format=format, output=output, summary=summary_line(items))
+    reasons = [
+        f"MD004: {item.path}: {verdict(item)}" for item in items if item.fate is Fate.MISSING or item.lacks
+    ]
+    summary = summary_line(items)
+    deliver(page, document, format=format, output=output, summary=summary, code=code, reasons=reasons)
     return code

@@ -14,6 +14,8 @@ from moedoctor.processes.cuda_tools import Tool
 from moedoctor.reporters import page as blocks
 
 _NONE = "–"
+_ALWAYS = (Fate.LOADS, Fate.COMPILED, Fate.MISSING)
+"""What the summary counts even if there is none."""
 
 
 def audit_page(items: Sequence[Item], gpu: Capability | None, tool: Tool | None) -> list[blocks.Block]:
@@ -26,7 +28,7 @@ def audit_page(items: Sequence[Item], gpu: Capability | None, tool: Tool | None)
     for item in items:
         module = f" ({item.module})" if item.module else ""
         name = item.path + module
-        rows.append((name, *_lists(item, gpu), _verdict(item)))
+        rows.append((name, *_lists(item, gpu), verdict(item)))
     if rows:
         page.append(blocks.Table(("file", "runs there" if gpu else "targets", "does not", "verdict"), rows))
     else:
@@ -41,6 +43,7 @@ def summary_line(items: Sequence[Item]) -> str:
     counts = [f"{fates[fate]} {fate.value}" for fate in Fate]
     lacking = sum(1 for item in items if item.lacks)
     skipped = sum(1 for item in items if item.skipped)
+    counts = [count for fate, count in zip(Fate, counts, strict=True) if fates[fate] or fate in _ALWAYS]
     return " · ".join([*counts, f"{lacking} compiled without what they need", f"{skipped} skipped"])
 
 
@@ -59,7 +62,7 @@ def audit_document(
             {
                 "id": "MD004",
                 "line": None,
-                "evidence": f"{item.path}: {_verdict(item)}",
+                "evidence": f"{item.path}: {verdict(item)}",
                 "confidence": 1.0,
                 "next_step": step,
             }
@@ -93,15 +96,16 @@ def _item(item: Item, gpu: Capability | None) -> dict[str, Any]:
     }
 
 
-def _verdict(item: Item) -> str:
+def verdict(item: Item) -> str:
+    """Return what the GPU does with a file, in words."""
     if item.skipped:
         return f"skipped: {item.skipped}"
     if item.fate is None:
         return item.note or "not judged"
-    verdict = item.fate.value
+    words = item.fate.value
     if item.lacks:
-        verdict += f", but compiled without {', '.join(item.lacks)}"
-    return f"{verdict}; {item.note}" if item.note else verdict
+        words += f", but compiled without {', '.join(item.lacks)}"
+    return f"{words}; {item.note}" if item.note else words
 
 
 def _lists(item: Item, gpu: Capability | None) -> tuple[str, str]:
@@ -122,16 +126,36 @@ def _next_steps(items: Sequence[Item], gpu: Capability | None) -> Iterator[str]:
     """Give what to do about each kind of finding, once."""
     if gpu is None:
         return
-    if any(item.fate is Fate.MISSING for item in items):
-        yield (
-            f"MD004: what is missing fails with `no kernel image is available`; build it for {show(gpu)} "
-            "(FlashInfer: remove the module's folder and start with FLASHINFER_CUDA_ARCH_LIST unset)."
-        )
+    missing = [item for item in items if item.fate is Fate.MISSING]
+    for remedy in dict.fromkeys(_remedy(item, gpu) for item in missing):
+        yield f"MD004: what is missing fails with `no kernel image is available`; {remedy}."
     if any(item.lacks for item in items):
         yield (
             "MD004: kernels built for a target without suffix end in a compiler error or in output that is "
             f"never written; remove the module's folder and set {_list_entry(gpu)}."
         )
+
+
+def _remedy(item: Item, gpu: Capability) -> str:
+    """Return how to get kernels for the GPU into what was audited: a cache, vLLM, or another file."""
+    if item.module:
+        return f"remove the module's folder and start with {FLASHINFER_LIST} unset, so that it is built again"
+    package = item.path.partition(".whl!")[0].rpartition("/")[2].lower()
+    folders = item.path.partition("!")[2] or item.path
+    if "vllm" in folders.split("/")[:-1] or package.startswith("vllm-"):
+        return (
+            f"install a vLLM wheel whose kernels include {show(gpu)}, or build vLLM from source with "
+            f"TORCH_CUDA_ARCH_LIST={show(gpu)}"
+        )
+    if package.startswith("flashinfer"):
+        return f"install the FlashInfer package for a CUDA release that knows {show(gpu)}"
+    if item.source == "cubins":
+        return f"get the cubins for {show(gpu)} from where these come from"
+    return f"build it again with -gencode=arch=compute_{_digits(gpu)},code=sm_{_digits(gpu)}"
+
+
+def _digits(gpu: Capability) -> str:
+    return f"{gpu[0]}{gpu[1]}"
 
 
 def _list_entry(gpu: Capability) -> str:

@@ -22,6 +22,7 @@ from moedoctor.diagnose.cuda.device_code import (
 )
 from moedoctor.diagnose.cuda.instructions import lacking, needed
 from moedoctor.diagnose.cuda.jit_cache import build_images, cached_module
+from moedoctor.diagnose.cuda.library_use import library_use
 from moedoctor.fixes.arch.targets import Capability, ptx_compiles, sass_loads
 from moedoctor.processes.cuda_tools import Tool
 from moedoctor.processes.guardian import temporary_folder
@@ -53,6 +54,10 @@ class Fate(str, enum.Enum):
     """No machine code for the GPU, but PTX that the driver compiles, with the instructions of its target."""
     MISSING = "missing"
     """Neither: no kernel image is available for execution on the device."""
+    NOT_NEEDED = "not needed here"
+    """Neither, and vLLM or FlashInfer does not use the library on the GPU."""
+    FOR_SOME = "missing for some models"
+    """Neither, and only the few models that `note` names use the library on the GPU."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +116,19 @@ def _judged(item: Item, capability: Capability | None) -> Item:
         return item
     cached = cached_module(Path(item.path.partition(".whl!")[0]))
     fate = fate_of(item.images, capability) if capability else None
+    note = item.note or (None if item.images else "no device code")
+    if fate is Fate.MISSING and capability:
+        use = library_use(item.path, cached.module if cached else None)
+        if use is not None and not use.uses(capability):
+            fate, note = Fate.NOT_NEEDED, f"used on {use.gpus} only"
+        elif use is not None and use.needed_by:
+            fate, note = Fate.FOR_SOME, f"only used by {use.needed_by}"
     lacks: tuple[str, ...] = ()
     if cached and cached.needs_suffix and capability and fate is Fate.LOADS:
         targets = [image.target for image in item.images if image.kind == "sass"]
         usable = [target for target in targets if sass_loads(target, capability)]
         lacks = min((lacking(target, needed(capability), _NEWEST) for target in usable), key=len)
     module = f"FlashInfer {cached.release} {cached.module}" if cached else None
-    note = item.note or (None if item.images else "no device code")
     return replace(item, module=module, fate=fate, lacks=lacks, note=note)
 
 
