@@ -14,7 +14,7 @@ TORCH ?=
 ARGS ?=
 
 # The vLLM releases that `make test-upstream` installs and asks, with spaces between.
-VLLM ?= 0.21.0 0.33.0
+VLLM ?= 0.17.1 0.19.1 0.21.0 0.27.1 0.30.0 0.33.0
 
 # The releases that `make releases` runs, such as "torch 2.14.0"; empty: all of scripts/releases.txt.
 RELEASES ?=
@@ -22,7 +22,7 @@ RELEASES ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format schema readme baseline test-upstream releases backendreports slow stress
+.PHONY: help setup run test lint format schema readme plugintable baseline test-upstream releases backendreports slow stress
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -57,6 +57,7 @@ lint: setup ## format, lint, types, import contracts, scenario schema, README
 	@$(BIN)/python -m moedoctor.scenario.file --check scenarios/schema.json
 	@$(BIN)/python scripts/check_readme.py
 	@$(BIN)/python scripts/draw_design.py --check
+	@$(BIN)/python scripts/plugin_table.py
 
 format: setup ## format the code, and fix what can be fixed by itself
 	@$(BIN)/ruff format .
@@ -68,6 +69,9 @@ schema: setup ## write scenarios/schema.json anew from moedoctor/scenario/file.p
 readme: setup ## put the real `moedoctor --help` into README.md, and draw docs/design.svg
 	@$(BIN)/python scripts/check_readme.py --write
 	@$(BIN)/python scripts/draw_design.py
+
+plugintable: setup ## write the table of docs/plugin.md and the data of `moedoctor check` from the reports
+	@$(BIN)/python scripts/plugin_table.py --write
 
 backendreports: setup ## write reports/backends anew from the tables of `moedoctor backends`
 	@$(BIN)/python -m moedoctor.commands.backends reports/backends

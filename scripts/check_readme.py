@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/design.md", "docs/expert-cache.md", "docs/wsl.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/design.md",
+    "docs/expert-cache.md",
+    "docs/plugin.md",
+    "docs/wsl.md",
+)
 
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _INLINE = re.compile(r"`([^`\n]+)`")

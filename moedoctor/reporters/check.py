@@ -126,6 +126,8 @@ def fact_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if facts.get("flashinfer"):
         yield "JIT cache", _jit(facts.get("flashinfer_jit_folders"))
     yield "moedoctor fixes", _fixes(facts.get("moedoctor_fixes"))
+    if known := (facts.get("moedoctor_fixes") or {}).get("known"):
+        yield "fixes for this vLLM", "; ".join(_known(name, row) for name, row in known.items())
     yield "variables", _variables(facts.get("env"))
     for package, answer in (facts.get("collectors") or {}).items():
         yield f"{package} says", _collected(package, answer)
@@ -204,6 +206,10 @@ def _fixes(state: Mapping[str, Any] | None) -> str:
     if state is None:
         return _UNKNOWN
     return f"{'active' if state['active'] else 'not active'}: {state['reason']}"
+
+
+def _known(name: str, row: Mapping[str, Any]) -> str:
+    return f"{name} {row['basis']}" + (f" ({row['reason']})" if row["basis"] == "refused" else "")
 
 
 def _variables(variables: Mapping[str, str] | None) -> str:

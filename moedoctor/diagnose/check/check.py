@@ -47,7 +47,7 @@ class Probes:
     flashinfer: Callable[[], Collected] = collect_flashinfer
     nvcc: Callable[[Mapping[str, str]], Tool | None] = _nvcc
     jit_cache: Callable[[Mapping[str, str]], JitCache] = read_jit_cache
-    fix_plugin: Callable[[Mapping[str, str]], Mapping[str, Any]] = fix_plugin.state
+    fix_plugin: Callable[[Mapping[str, str], str | None], Mapping[str, Any]] = fix_plugin.state
     requires: Callable[[str], Iterable[str] | None] = importlib.metadata.requires
     """The requirements of a distribution."""
 
@@ -88,7 +88,7 @@ def check(sources: Sources | None = None, probes: Probes | None = None) -> Check
     pinning, reports = _ask_children(machine, probes, attempt)
     packages = attempt("packages", lambda: package_fits(machine)) or ()
     findings = _findings(machine, attempt)
-    plugin = attempt("moedoctor_fixes", lambda: probes.fix_plugin(environ))
+    plugin = attempt("moedoctor_fixes", lambda: probes.fix_plugin(environ, facts.get("vllm")))
     folders = asdict(cache) if cache else None
     result = CheckResult(
         environment={
@@ -108,6 +108,7 @@ def check(sources: Sources | None = None, probes: Probes | None = None) -> Check
         problems=(
             *find_problems(machine, packages, pinning, nvcc, attempt.errors),
             *(attempt("settings", lambda: tuple(setting_problems(machine))) or ()),
+            *fix_plugin.plugin_problems(plugin),
         ),
         version=__version__,
     )

@@ -1,60 +1,112 @@
-"""Whether moedoctor's fixes would be applied to vLLM here: variable, plug-in, vLLM's filter and release."""
+"""Whether moedoctor's fixes would be applied to vLLM here: variables, plug-in, vLLM's filter and release."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import entry_points
 from typing import Any
 
+from moedoctor.diagnose.check.records import Problem
 from moedoctor.upstream.plugin import register as vllm_plugin
-from moedoctor.upstream.plugin.extensions import ALL, FIXES, chosen
-from moedoctor.upstream.plugin.register import known_releases
+from moedoctor.upstream.plugin.extensions import ALL, FIXES, TRACES, Need, chosen, evidence
 
-VARIABLE = vllm_plugin.VARIABLE
+VARIABLE, OPTIONAL = vllm_plugin.VARIABLE, vllm_plugin.OPTIONAL
 FILTER = "VLLM_PLUGINS"
 GROUP = "vllm.general_plugins"
+_NOT_TRIED = "not tried"
 
 
-def state(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return ``{"setting", "plugin", "fixes", "active", "reason"}``. Does not import vLLM.
+def state(environ: Mapping[str, str], vllm: str | None) -> dict[str, Any]:
+    """Return ``{"setting", "plugin", "fixes", "active", "reason", "stops", "known"}``. Does not import vLLM.
 
-    ``fixes`` are those that the plug-in reads from the variable. Each of them checks vLLM's code when it is
-    applied, and may refuse.
+    `vllm` is the release that is installed or described, None if there is none. ``fixes`` are those that the
+    plug-in reads from the variable; each of them checks vLLM's code when it is applied, and may refuse.
+    ``stops`` says why vLLM would not start, or is None. ``known`` tells for every fix and trace what is known
+    of it in this release.
     """
-    setting = environ.get(VARIABLE)
+    setting, release = environ.get(VARIABLE), None if vllm is None else vllm.partition("+")[0]
     plugins = [point.name for point in entry_points(group=GROUP) if point.value.startswith("moedoctor.")]
     plugin = plugins[0] if plugins else None
     asked = chosen(setting or "")
-    fixes, unknown = asked.names, asked.unknown
-    reason = _why_not(setting, fixes, plugin, environ.get(FILTER))
-    active = f"{VARIABLE} names {', '.join(fixes)}, and vLLM loads the plug-in {plugin}"
-    left_out = f"; left out, for it names no fix: {', '.join(unknown)}" if fixes and unknown else ""
+    reason = _why_not(setting, asked.names, plugin, environ.get(FILTER), release)
+    refused = (
+        [] if release is None or not _is_loaded(plugin, environ.get(FILTER)) else _refused(environ, release)
+    )
+    stops = "; ".join(refused) if refused and environ.get(OPTIONAL, "").strip() != "1" else None
+    active = f"{VARIABLE} names {', '.join(asked.names)}, and vLLM loads the plug-in {plugin}"
+    if stops:
+        reason = f"vLLM does not start: {stops}"
     return {
         "setting": setting,
         "plugin": plugin,
-        "fixes": list(fixes),
+        "fixes": list(asked.names),
         "active": reason is None,
-        "reason": (reason or active) + left_out,
+        "reason": reason or "; left out: ".join((active, *refused)),
+        "stops": stops,
+        "known": {} if release is None else known(release),
     }
 
 
+def known(release: str) -> dict[str, dict[str, Any]]:
+    """Return for each fix and trace ``{"basis", "reports", "reason"}`` in a release of vLLM."""
+    stored = evidence().get(release, {})
+    rows = {}
+    for name, extension in {**FIXES, **TRACES}.items():
+        need, reason = vllm_plugin.need(extension, release)
+        if name in stored:
+            row = asdict(stored[name])
+            rows[name] = {**row, "basis": stored[name].basis.value, "reports": list(row["reports"])}
+        else:
+            basis = _NOT_TRIED if need is Need.MADE_FOR else need.value
+            rows[name] = {"basis": basis, "reports": [], "reason": reason}
+    return rows
+
+
+def plugin_problems(plugin: Mapping[str, Any] | None) -> Iterator[Problem]:
+    """Give the problem of a setting that keeps vLLM from starting."""
+    if plugin is not None and plugin["stops"]:
+        yield Problem(
+            what="a fix cannot be applied",
+            severity="error",
+            why=f"vLLM does not start: {plugin['stops']}",
+            evidence={"variables": {VARIABLE: plugin["setting"]}},
+            next_step=f"take it out of the variable, or set {OPTIONAL}=1 to start without it",
+        )
+
+
+def _is_loaded(plugin: str | None, allowed: str | None) -> bool:
+    return plugin is not None and (allowed is None or plugin in allowed.split(","))
+
+
+def _refused(environ: Mapping[str, str], release: str) -> list[str]:
+    """Return what was asked for by name and would stop this release, as far as is known before it starts."""
+    problems = []
+    for variable, kind, table in vllm_plugin.TABLES:
+        asked = chosen(environ.get(variable, ""), table)
+        names = ", ".join((*table, ALL))
+        problems += [f"{variable} names no {kind} called {name}; expected {names}" for name in asked.unknown]
+        for name in asked.names:
+            need, reason = vllm_plugin.need(table[name], release)
+            if name in asked.required and need is Need.REFUSED:
+                problems.append(f"the {kind} {name} is not applied to vLLM {release}: {reason}")
+    return problems
+
+
 def _why_not(
-    setting: str | None, fixes: Sequence[str], plugin: str | None, allowed: str | None
+    setting: str | None, fixes: Sequence[str], plugin: str | None, allowed: str | None, release: str | None
 ) -> str | None:
     if not setting or not setting.strip():
         return f"{VARIABLE} is not set" if not setting else f"{VARIABLE} is set, and holds nothing but spaces"
     if not fixes:
-        known = ", ".join((*FIXES, ALL))
-        return f"{VARIABLE}={setting} names no fix; expected {known}"
+        return f"{VARIABLE}={setting} names no fix; expected {', '.join((*FIXES, ALL))}"
     if plugin is None:
         return f"{VARIABLE} is set, but this moedoctor registers no plug-in under {GROUP}"
-    if allowed is not None and plugin not in allowed.split(","):
+    if not _is_loaded(plugin, allowed):
         return f"{VARIABLE} is set, but {FILTER} does not name {plugin}"
-    try:
-        release = version("vllm").partition("+")[0]
-    except PackageNotFoundError:
+    if release is None:
         return f"{VARIABLE} is set, but vLLM is not installed here"
-    releases = known_releases()
+    releases = vllm_plugin.known_releases()
     if release not in releases:
         span = f"{releases[0]} to {releases[-1]}"
         return f"{VARIABLE} is set, but vLLM {release} is none of the releases that the fixes know ({span})"

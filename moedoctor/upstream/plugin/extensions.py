@@ -6,9 +6,12 @@ extension also checks vLLM's code when it is applied, and may refuse a release t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from importlib.resources import files
 
 from packaging.specifiers import SpecifierSet
 
@@ -39,6 +42,10 @@ class Extension:
     reason_unneeded: str = ""
     by_name_only: bool = False
     """Whether ``all`` leaves it out."""
+    example: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it needs besides its name."""
+    scenarios: Sequence[str] = ()
+    """Scenarios in ``scenarios/engine/`` whose claims run engines with it; reports of cases name it."""
 
     def need(self, version: str) -> tuple[Need, str]:
         """Return whether it is made for a release, and the reason if it is not."""
@@ -55,6 +62,8 @@ FIXES: Mapping[str, Extension] = {
         "moedoctor.upstream.plugin.expert_cache_fix",
         releases=">=0.21.0,!=0.22.*,!=0.23.*,!=0.24.*,!=0.25.*,!=0.26.*,!=0.27.0",
         refusal="the expert cache was made for vLLM 0.21.0, and for 0.27.1 and later",
+        example={"MOEDOCTOR_EXPERT_CACHE": "8"},
+        scenarios=("expert_cache", "expert_cache_memory", "expert_cache_qwen"),
     ),
     "moe": Extension(
         "moedoctor.upstream.plugin.moe_fix",
@@ -74,6 +83,7 @@ TRACES: Mapping[str, Extension] = {
         "moedoctor.upstream.plugin.nan_trace",
         releases=">=0.21.0",
         refusal="made for vLLM 0.21.0 and later, whose MoE layers call router and experts in one function",
+        scenarios=("nan_trace", "nan_padding", "nan_padding_dp", "nan_overhead"),
     ),
 }
 
@@ -96,3 +106,37 @@ def chosen(value: str, table: Mapping[str, Extension] = FIXES) -> Chosen:
     unknown = tuple(name for name in asked if name not in (*table, ALL))
     every = tuple(name for name in table if name in known or not table[name].by_name_only)
     return Chosen(every if ALL in asked else known, frozenset(known), unknown)
+
+
+class Basis(Enum):
+    """What is known of an extension in a release."""
+
+    RAN = "ran in an engine"
+    READ = "source checked"
+    """Its patches fit the release's Python source; no engine of that release ran with it."""
+    UNNEEDED = "not needed"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Known:
+    """An extension in a release, as stored reports and checks of the source show it."""
+
+    basis: Basis
+    reports: tuple[str, ...] = ()
+    """Stored reports of engines, below ``reports/``."""
+    reason: str = ""
+    """Why it is refused or not needed."""
+
+
+@functools.cache
+def evidence() -> Mapping[str, Mapping[str, Known]]:
+    """Return what is known: release -> name of an extension. `scripts/plugin_table.py` makes the data."""
+    text = files(__package__).joinpath("evidence.json").read_text(encoding="utf-8")
+    return {
+        release: {
+            name: Known(Basis(row["basis"]), tuple(row.get("reports", ())), row.get("reason", ""))
+            for name, row in rows.items()
+        }
+        for release, rows in json.loads(text).items()
+    }

@@ -40,7 +40,8 @@ OPTIONAL = "MOEDOCTOR_FIXES_OPTIONAL"
 """If it is 1, the engine starts without what cannot be applied."""
 STATUS_VARIABLE = "MOEDOCTOR_STATUS"
 """A file for what is active, a JSON list. Set for the engines that moedoctor starts itself."""
-_TABLES = ((VARIABLE, "fix", FIXES), ("MOEDOCTOR_TRACE", "trace", TRACES))
+TABLES = ((VARIABLE, "fix", FIXES), ("MOEDOCTOR_TRACE", "trace", TRACES))
+"""Variable, what it names, and what there is of it."""
 _BY = "__moedoctor_by__"
 
 
@@ -83,7 +84,7 @@ def register() -> None:
 
     Raises SystemExit if something that was asked for by name cannot be applied.
     """
-    _register(os.getpid(), tuple(os.environ.get(variable, "") for variable, _, _ in _TABLES))
+    _register(os.getpid(), tuple(os.environ.get(variable, "") for variable, _, _ in TABLES))
 
 
 @functools.cache
@@ -91,7 +92,7 @@ def _register(process: int, values: tuple[str, ...]) -> None:
     """Apply once a process: what is applied stays, and need not be logged again."""
     active: list[str] = []
     problems: list[str] = []
-    for value, (variable, kind, table) in zip(values, _TABLES, strict=True):
+    for value, (variable, kind, table) in zip(values, TABLES, strict=True):
         asked = chosen(value, table)
         for name in asked.unknown:
             known = ", ".join((*table, ALL))

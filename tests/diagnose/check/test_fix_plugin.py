@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
-from importlib.metadata import EntryPoint, PackageNotFoundError
+from importlib.metadata import EntryPoint
 
 import pytest
 
 from moedoctor.diagnose.check import fix_plugin
+from moedoctor.upstream.plugin.extensions import FIXES, TRACES
 
 OURS = EntryPoint("moedoctor", "moedoctor.upstream.plugin.register:register", fix_plugin.GROUP)
+ANYWAY = {"MOEDOCTOR_FIXES_OPTIONAL": "1"}
 OTHERS = EntryPoint("lora", "somebody.plugin:register", fix_plugin.GROUP)
 
 
@@ -22,9 +23,12 @@ OTHERS = EntryPoint("lora", "somebody.plugin:register", fix_plugin.GROUP)
         ({"MOEDOCTOR_FIXES": ""}, (OURS,), False, "is not set"),
         ({"MOEDOCTOR_FIXES": " "}, (OURS,), False, "holds nothing but spaces"),
         ({"MOEDOCTOR_FIXES": ","}, (OURS,), False, "MOEDOCTOR_FIXES=, names no fix; expected backend,"),
-        ({"MOEDOCTOR_FIXES": "nonsense"}, (OURS,), False, "names no fix; expected backend, expert_cache,"),
-        ({"MOEDOCTOR_FIXES": "offload,xyz"}, (OURS,), True, "names offload, and vLLM loads the plug-in"),
-        ({"MOEDOCTOR_FIXES": "offload,xyz"}, (OURS,), True, "left out, for it names no fix: xyz"),
+        ({"MOEDOCTOR_FIXES": "nonsense"}, (OURS,), False, "vLLM does not start: MOEDOCTOR_FIXES names no"),
+        ({"MOEDOCTOR_FIXES": "nonsense"}, (OTHERS,), False, "names no fix; expected backend, expert_cache,"),
+        ({"MOEDOCTOR_FIXES": "offload,xyz"}, (OURS,), False, "names no fix called xyz; expected backend,"),
+        ({"MOEDOCTOR_TRACE": "xyz"}, (OURS,), False, "MOEDOCTOR_TRACE names no trace called xyz"),
+        ({"MOEDOCTOR_FIXES": "offload,xyz", **ANYWAY}, (OURS,), True, "names offload, and vLLM loads the"),
+        ({"MOEDOCTOR_FIXES": "offload,xyz", **ANYWAY}, (OURS,), True, "left out: MOEDOCTOR_FIXES names no"),
         ({"MOEDOCTOR_FIXES": " Offload "}, (OURS,), True, "names offload, and vLLM"),
         ({"MOEDOCTOR_FIXES": "all"}, (OURS,), True, "backend, expert_cache, offload, routing, and vLLM"),
         ({"MOEDOCTOR_FIXES": "backend"}, (OTHERS,), False, "registers no plug-in"),
@@ -42,39 +46,66 @@ def test_the_variable_the_entry_points_and_vllms_filter_decide(
     reason: str,
 ) -> None:
     monkeypatch.setattr(fix_plugin, "entry_points", lambda group: registered)
-    monkeypatch.setattr(fix_plugin, "version", lambda name: "0.21.0+cu130")
-    state = fix_plugin.state(environ)
+    state = fix_plugin.state(environ, "0.21.0+cu130")
     assert state["active"] is active
     assert reason in state["reason"]
     assert state["setting"] == environ.get("MOEDOCTOR_FIXES")
     assert state["plugin"] == ("moedoctor" if OURS in registered else None)
 
 
-def without(name: str) -> str:
-    raise PackageNotFoundError(name)
-
-
 @pytest.mark.parametrize(
-    ("installed", "reason"),
+    ("vllm", "reason"),
     [
-        (without, "vLLM is not installed here"),
-        (lambda name: "0.16.0", "vLLM 0.16.0 is none of the releases that the fixes know (0.17.1 to"),
+        (None, "vLLM is not installed here"),
+        ("0.16.0", "none of the releases that the fixes know (0.17.1 to"),
     ],
 )
 def test_no_fix_is_active_with_an_unknown_vllm(
-    monkeypatch: pytest.MonkeyPatch, installed: Callable[[str], str], reason: str
+    monkeypatch: pytest.MonkeyPatch, vllm: str | None, reason: str
 ) -> None:
     monkeypatch.setattr(fix_plugin, "entry_points", lambda group: (OURS,))
-    monkeypatch.setattr(fix_plugin, "version", installed)
-    state = fix_plugin.state({"MOEDOCTOR_FIXES": "offload"})
+    state = fix_plugin.state({"MOEDOCTOR_FIXES": "offload"}, vllm)
     assert (state["active"], state["fixes"]) == (False, ["offload"])
     assert reason in state["reason"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "stops"),
+    [
+        ({"MOEDOCTOR_FIXES": "expert_cache"}, True),
+        ({"MOEDOCTOR_FIXES": "expert_cache", **ANYWAY}, False),
+        ({"MOEDOCTOR_FIXES": "all"}, False),
+        ({"MOEDOCTOR_FIXES": "expert_cache", "VLLM_PLUGINS": "lora"}, False),
+        ({"MOEDOCTOR_FIXES": "offload", "MOEDOCTOR_TRACE": "nan"}, True),
+    ],
+)
+def test_a_fix_that_the_release_refuses_is_a_problem_if_it_stops_vllm(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], stops: bool
+) -> None:
+    monkeypatch.setattr(fix_plugin, "entry_points", lambda group: (OURS,))
+    state = fix_plugin.state(environ, "0.19.1")
+    assert (state["stops"] is not None) is stops
+    problems = list(fix_plugin.plugin_problems(state))
+    assert [problem.severity for problem in problems] == (["error"] if stops else [])
+    assert all("is not applied to vLLM 0.19.1: " in problem.why for problem in problems)
+
+
+def test_every_fix_and_trace_is_told_for_a_release() -> None:
+    known = fix_plugin.known("0.21.0")
+    assert list(known) == [*FIXES, *TRACES]
+    assert known["offload"]["basis"] == "ran in an engine"
+    assert "nvidia-h200/offload_table" in known["offload"]["reports"]
+    assert known["routing"]["basis"] == "not needed"
+    assert fix_plugin.known("0.17.1")["offload"] == {"basis": "source checked", "reports": [], "reason": ""}
+    untried = fix_plugin.known("0.18.1")
+    assert (untried["offload"]["basis"], untried["nan"]["basis"]) == ("not tried", "refused")
+    assert untried["nan"]["reason"]
 
 
 def test_it_prints_no_warning_and_imports_neither_torch_nor_vllm() -> None:
     code = (
         "import sys; from moedoctor.diagnose.check import fix_plugin as f;"
-        "f.state({'MOEDOCTOR_FIXES': 'nonsense,offload'});"
+        "f.state({'MOEDOCTOR_FIXES': 'nonsense,offload'}, '0.33.0');"
         "print(sorted({'torch', 'vllm'} & set(sys.modules)), f.vllm_plugin.logger.disabled)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -98,7 +98,7 @@ def fixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
             offered["option"] = Extension("moedoctor_option")
         traces = {"look": Extension("moedoctor_good")}
         tables = (("MOEDOCTOR_FIXES", "fix", offered), ("MOEDOCTOR_TRACE", "trace", traces))
-        monkeypatch.setattr(register, "_TABLES", tables)
+        monkeypatch.setattr(register, "TABLES", tables)
         monkeypatch.setenv("MOEDOCTOR_STATUS", str(tmp_path / "active.json"))
         for name, value in variables.items():
             monkeypatch.setenv(name, value)

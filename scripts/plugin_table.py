@@ -1,0 +1,155 @@
+"""Tells for each fix and trace of the vLLM plug-in what is known of it in each release, from stored reports.
+
+``--sources FOLDER`` asks the releases in it, such as .venv-upstream/releases, whether the patches fit their
+source, and stores the answers. ``--write`` makes the data for `moedoctor check` and the table of
+docs/plugin.md. Without arguments both must be what they would be.
+
+Exit code: 0 everything is up to date, 1 something is not, 2 a release does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from check_readme import with_block
+from packaging.version import Version
+
+from moedoctor.upstream.plugin.extensions import FIXES, TRACES, Basis
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORTS = ROOT / "reports"
+SOURCES = REPORTS / "plugin" / "sources.json"
+EVIDENCE = ROOT / "moedoctor" / "upstream" / "plugin" / "evidence.json"
+GUIDE = ROOT / "docs" / "plugin.md"
+EXTENSIONS = {**FIXES, **TRACES}
+
+
+def ask(releases: Path) -> None:
+    """Store what each release in the folder answers. Exits with 2 if one does not."""
+    python = releases.parent / "bin" / "python"
+    answers = {}
+    for folder in sorted((file.parent for file in releases.glob("*/.complete")), key=_version):
+        done = subprocess.run(
+            [str(python), "-m", "moedoctor.upstream.plugin.sources"],
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{folder.resolve()}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        answer = next((line for line in done.stdout.splitlines() if line.startswith("ANSWER ")), None)
+        if answer is None:
+            print(f"plugin_table: vLLM {folder.name}: {done.stderr[-300:]}", file=sys.stderr)
+            raise SystemExit(2)
+        answers[folder.name] = json.loads(answer.removeprefix("ANSWER "))
+    SOURCES.parent.mkdir(exist_ok=True)
+    SOURCES.write_text(_json(answers), encoding="utf-8")
+
+
+def evidence() -> dict[str, dict[str, Any]]:
+    """Return what is known, release -> extension -> basis with reports or reason; oldest release first."""
+    known: dict[str, dict[str, Any]] = {
+        release: {
+            name: {key: row[key] for key in ("basis", "reason") if key in row} for name, row in rows.items()
+        }
+        for release, rows in json.loads(SOURCES.read_text(encoding="utf-8")).items()
+    }
+    for file in sorted(REPORTS.glob("*/*.json")):
+        report = json.loads(file.read_text(encoding="utf-8"))
+        for name in ran_with(report):
+            row = known.setdefault(report["environment"]["vllm"], {}).setdefault(name, {})
+            reports = [*row.get("reports", ()), f"{file.parent.name}/{file.stem}"]
+            row |= {"basis": Basis.RAN.value, "reports": reports}
+    return dict(sorted(known.items(), key=lambda item: Version(item[0])))
+
+
+def ran_with(report: Mapping[str, Any]) -> set[str]:
+    """Return the extensions with which engines ran, as this stored report shows."""
+    environment = report.get("environment") or {}
+    if report.get("command") != "run" or not (environment.get("vllm") and environment.get("gpu")):
+        return set()
+    ran: set[str] = set()
+    for scenario in report["scenarios"]:
+        for case in scenario["cases"]:
+            if (case["tier"], case["verdict"]) == ("engine", "clean"):
+                active = str(case["evidence"].get("fixes") or "")
+                ran |= {name for name in EXTENSIONS if re.search(rf"(^|; ){name} \(", active)}
+        measured = [row for claim in scenario["claims"] for row in _rows(claim)]
+        if any("error" not in row for row in measured):
+            file = Path(scenario.get("file") or "").stem
+            ran |= {name for name, extension in EXTENSIONS.items() if file in extension.scenarios}
+    return ran
+
+
+def _rows(claim: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Give the rows that decided a claim."""
+    if claim["verdict"] != "untested":
+        yield from (claim.get("evidence") or {}).get("rows", ())
+
+
+def table(known: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Return the table, and below it why what is refused or not needed is so."""
+    lines = [
+        f"| vLLM | {' | '.join(f'`{name}`' for name in EXTENSIONS)} |",
+        "|---" * (len(EXTENSIONS) + 1) + "|",
+    ]
+    for release, rows in known.items():
+        cells = (_cell(rows.get(name, {})) for name in EXTENSIONS)
+        lines.append(f"| {release} | {' | '.join(cells)} |")
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for release, rows in known.items():
+        for name, row in rows.items():
+            if row.get("reason"):
+                reasons.setdefault((name, row["basis"], row["reason"]), []).append(release)
+    lines += ["", *(_why(*key, releases) for key, releases in reasons.items())]
+    return "\n".join(lines)
+
+
+def _why(name: str, basis: str, reason: str, releases: list[str]) -> str:
+    return f"- `{name}` is {basis} in {', '.join(releases)}: {reason}."
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    if not row:
+        return ""
+    links = [f"[{index}](../reports/{report}.md)" for index, report in enumerate(row.get("reports", ()), 1)]
+    return " ".join((row["basis"], *links))
+
+
+def _version(folder: Path) -> Version:
+    return Version(folder.name)
+
+
+def _json(document: Any) -> str:
+    return json.dumps(document, indent=1) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Carry out the arguments; see the top of the file."""
+    if "--sources" in arguments:
+        ask(Path(arguments[arguments.index("--sources") + 1]))
+    known = evidence()
+    files = {
+        EVIDENCE: _json(known),
+        GUIDE: with_block(GUIDE.read_text(encoding="utf-8"), "releases", table(known)),
+    }
+    stale = [
+        file for file, text in files.items() if not file.exists() or file.read_text(encoding="utf-8") != text
+    ]
+    if "--write" in arguments:
+        for file in stale:
+            file.write_text(files[file], encoding="utf-8")
+        return 0
+    for file in stale:
+        print(f"{file.relative_to(ROOT)} is not up to date: run make plugintable", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

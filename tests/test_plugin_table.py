@@ -1,0 +1,78 @@
+"""The table of the plug-in: what counts as a run in an engine, and that releases and reasons are told."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moedoctor.upstream.plugin.extensions import FIXES, TRACES, evidence
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    spec = importlib.util.spec_from_file_location("plugin_table", ROOT / "scripts" / "plugin_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "plugin_table", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    """A stored report in which an engine ran with the fix `offload`, and engines with the trace `nan`."""
+    case = {"tier": "engine", "verdict": "clean", "evidence": {"fixes": "offload (weights are copied)"}}
+    claim = {"verdict": "refuted", "evidence": {"rows": [{"error": "load: killed"}, {"steps": 3}]}}
+    scenario = {"file": "scenarios/engine/nan_trace.yaml", "cases": [case], "claims": [claim]}
+    environment = {"vllm": "0.33.0", "gpu": "NVIDIA H200"}
+    return {"command": "run", "environment": environment, "scenarios": [{**scenario, **changes}]}
+
+
+def test_only_engines_that_ran_count(script: Any) -> None:
+    ran_with = script.ran_with
+    assert ran_with(report()) == {"offload", "nan"}
+    assert ran_with({**report(), "environment": {"vllm": "0.33.0", "gpu": None}}) == set()
+    assert ran_with({**report(), "command": "bench"}) == set()
+    failed = {"verdict": "refuted", "evidence": {"rows": [{"error": "load: killed"}]}}
+    untested = {"verdict": "untested", "evidence": {"rows": [{"steps": 3}]}}
+    assert ran_with(report(claims=[failed, untested])) == {"offload"}
+    assert ran_with(report(file="scenarios/engine/own_model.yaml")) == {"offload"}
+    crashed = {"tier": "engine", "verdict": "reproduced", "evidence": {"fixes": "offload (copies)"}}
+    other = {"tier": "engine", "verdict": "clean", "evidence": {"fixes": "none"}}
+    assert ran_with(report(cases=[crashed, other])) == {"nan"}
+
+
+def test_a_new_report_changes_the_table(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a-gpu"
+    folder.mkdir()
+    (folder / "new.json").write_text(json.dumps(report()))
+    monkeypatch.setattr(script, "REPORTS", tmp_path)
+    known = script.evidence()
+    assert known["0.33.0"]["offload"] == {"basis": "ran in an engine", "reports": ["a-gpu/new"]}
+    assert known["0.30.0"]["offload"] == {"basis": "source checked"}
+    table = script.table(known)
+    assert "ran in an engine [1](../reports/a-gpu/new.md)" in table
+    assert "- `routing` is not needed in 0.21.0, 0.27.1, 0.30.0, 0.33.0: 0.20.0 and later" in table
+
+
+def test_scenarios_that_are_named_exist_and_start_their_extension() -> None:
+    for name, extension in {**FIXES, **TRACES}.items():
+        for scenario in extension.scenarios:
+            text = (ROOT / "scenarios" / "engine" / f"{scenario}.yaml").read_text()
+            variable = "MOEDOCTOR_FIXES" if name in FIXES else "MOEDOCTOR_TRACE"
+            assert f"{variable}={name}" in text.replace("\n# ", " "), scenario
+
+
+def test_reports_that_the_data_names_are_there() -> None:
+    for rows in evidence().values():
+        for row in rows.values():
+            assert all((ROOT / "reports" / f"{name}.json").exists() for name in row.reports)
+            assert all((ROOT / "reports" / f"{name}.md").exists() for name in row.reports)
