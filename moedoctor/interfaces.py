@@ -134,6 +134,9 @@ class Fault(ABC):
     a named release, else None.
     """
     claims: tuple[ClaimTest, ...] = ()
+    together: int = 1
+    """How many of its cases may use one GPU at a time, engines aside. More than 1 is for cases that measure
+    no time and need little memory."""
     installed_package: str = "vllm"
     """The package that the subject `installed` is about, by its key in the environment."""
 

@@ -38,6 +38,8 @@ class Request:
     unit: str = ""
     device: str = "cpu"
     """``cpu`` or ``cuda:N``; that of the case, if there is one."""
+    together: int = 1
+    """How many requests may use its GPU at a time, itself among them."""
 
 
 def main(request: Request, answer: IO[bytes], stderr: int, without: Mapping[str, str]) -> NoReturn:

@@ -130,7 +130,10 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
             for point in scenario.points:
                 case = Case(scenario.id, name, tier, point, _device(tier, device))
                 if fault.has_point(tier, point) and _selected(case, fault, options):
-                    request = Request(fault.id, options.sources, timeout, case=case, device=case.device)
+                    together = 1 if tier is Tier.ENGINE else fault.together
+                    request = Request(
+                        fault.id, options.sources, timeout, case=case, device=case.device, together=together
+                    )
                     cases.append(Planned(request, skips[tier], f"{fault.name} {name}", short))
     if options.partial:
         return Plan(scenario, fault, cases, [])

@@ -66,8 +66,9 @@ class ServerError(Exception):
 def run_requests(
     requests: Sequence[Request], *, parallel: int, on_finished: Callable[[Finished], None] = lambda _: None
 ) -> list[Finished]:
-    """Carry out requests: those of ``cpu`` up to `parallel` at once, those of a GPU one at a time per device.
+    """Carry out requests: those of ``cpu`` up to `parallel` at once, those of a GPU as each of them allows.
 
+    Most want a GPU of their own; see `Request.together`.
     Returns them in the order of `requests`. Raises RunInterruptedError, with all children killed, on Ctrl-C,
     SIGTERM and SIGHUP, and ServerError if no process can be started.
     """
@@ -157,7 +158,10 @@ def _startable(
         return []
     if suspects := [index for index in waiting if index in alone]:
         return [] if running else suspects[:1]
-    busy = {requests[index].device for index in running}
+    sharing: dict[str, list[int]] = {}
+    """GPU -> how many each of its requests allows on it."""
+    for index in running:
+        sharing.setdefault(requests[index].device, []).append(requests[index].together)
     room = parallel - sum(requests[index].device == "cpu" for index in running)
     startable = []
     for index in waiting:
@@ -165,9 +169,11 @@ def _startable(
         if device == "cpu" and room > 0:
             room -= 1
             startable.append(index)
-        elif device != "cpu" and device not in busy:
-            busy.add(device)
-            startable.append(index)
+        elif device != "cpu":
+            limits = [*sharing.get(device, ()), requests[index].together, parallel]
+            if len(limits) - 2 < max(1, min(limits)):
+                sharing.setdefault(device, []).append(requests[index].together)
+                startable.append(index)
     return startable
 
 

@@ -7,9 +7,12 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moedoctor.processes import guardian
 from moedoctor.results import Case, Crash, Death, Observation, Outcome, Skip, Tier
@@ -176,6 +179,27 @@ def test_cpu_jobs_run_side_by_side() -> None:
 def test_gpu_jobs_run_one_at_a_time_per_device() -> None:
     jobs = [job("answers", device=device) for device in ("cuda:0", "cuda:0", "cuda:1", "cpu", "cpu")]
     assert pool._startable([0, 1, 2, 3, 4], [], jobs, parallel=1) == [0, 2, 3]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["cuda:0", "cuda:1"]), st.integers(1, 4)), min_size=1, max_size=12),
+    st.integers(0, 3),
+    st.integers(1, 4),
+)
+def test_gpu_jobs_share_a_gpu_as_far_as_each_allows(
+    given_jobs: list[tuple[str, int]], already: int, parallel: int
+) -> None:
+    jobs = [replace(job("answers", device=device), together=together) for device, together in given_jobs]
+    running = pool._startable(range(len(jobs)), [], jobs, parallel)[:already]
+    waiting = [index for index in range(len(jobs)) if index not in running]
+    busy = [*running, *pool._startable(waiting, running, jobs, parallel)]
+    for device in {job.device for job in jobs}:
+        here = [jobs[index].together for index in busy if jobs[index].device == device]
+        assert here, "a free GPU is used"
+        assert len(here) <= max(1, min(*here, parallel)), "no job has more neighbours than it allows"
+        if len(here) < min(*here, parallel):
+            left = [jobs[index] for index in waiting if index not in busy and jobs[index].device == device]
+            assert all(job.together <= len(here) for job in left), "whatever may start is started"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

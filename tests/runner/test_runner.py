@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from moedoctor import catalogue
-from moedoctor.results import CaseVerdict, ClaimVerdict, Report, ScenarioResult, ScenarioVerdict
+from moedoctor.results import CaseVerdict, ClaimVerdict, Report, ScenarioResult, ScenarioVerdict, Tier
 from moedoctor.runner.plan import Options, plan
 from moedoctor.runner.run import run
 from moedoctor.scenario.file import load
+from moedoctor.scenario.targets import load_targets
 
 pytestmark = pytest.mark.usefixtures("dying_plugin")
 
@@ -172,3 +173,18 @@ def test_a_run_that_was_cut_short_is_not_proved(tmp_path: Path) -> None:
 def test_a_subject_of_another_project_runs(tmp_path: Path) -> None:
     scenario = result(tmp_path, "subjects: [faulty, fixed, third]\n")
     assert ("third", CaseVerdict.CLEAN) in verdicts(scenario)
+
+
+def test_engines_have_a_gpu_of_their_own_and_cheap_cases_share_one() -> None:
+    facts = {**NO_GPU, "gpu": "a GPU", "gpus": [{}], "torch_cuda": "13.0", "vllm": "0.33.0"}
+    plans = plan(load_targets(["MD001", "MD018"]), Options(), facts)
+    together = {
+        (planned.request.fault, planned.request.case.tier, planned.request.together)
+        for scenario in plans
+        for planned in scenario.cases
+        if planned.request.case is not None and planned.request.device != "cpu"
+    }
+    assert {("MD001", Tier.MODEL, 4), ("MD001", Tier.KERNEL, 4), ("MD018", Tier.ENGINE, 1)} <= together
+    assert all(count == 1 for _, tier, count in together if tier is Tier.ENGINE)
+    claims = [planned.request for scenario in plans for planned in scenario.claims]
+    assert {claim.together for claim in claims} == {1}, "claims measure times"

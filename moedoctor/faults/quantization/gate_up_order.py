@@ -39,6 +39,7 @@ class GateUpOrder(CheckpointFault):
     """A kernel that reads ``[up; gate]`` given ``[gate; up]``."""
 
     id = "MD017"
+    together = 4
     parameters = GateUpOrderParameters
     tiers = {
         "faulty": (Tier.MODEL, Tier.ENGINE),

@@ -39,6 +39,7 @@ class ScaleLayout(CheckpointFault):
     """Both layouts have the same shape and type, so nothing notices."""
 
     id = "MD018"
+    together = 4
     parameters = ScaleLayoutParameters
     tiers = {
         "faulty": (Tier.MODEL, Tier.ENGINE),

@@ -344,6 +344,7 @@ class DuplicateIds(Fault):
     """
 
     id = "MD011"
+    together = 4
     parameters = DuplicateIdsParameters
     tiers = {
         "faulty": (Tier.MODEL, Tier.KERNEL),

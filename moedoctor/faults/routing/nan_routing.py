@@ -419,6 +419,7 @@ class NanRouting(Fault):
     """Duplicate expert ids from NaN router logits."""
 
     id = "MD001"
+    together = 4
     parameters = NanRoutingParameters
     tiers = {
         "faulty": (Tier.MODEL,),

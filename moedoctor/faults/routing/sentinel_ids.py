@@ -164,6 +164,7 @@ class SentinelIds(Fault):
     """An id that means "no expert", taken for one."""
 
     id = "MD016"
+    together = 4
     parameters = SentinelIdsParameters
     tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
     lab = "moedoctor.faults.routing.sentinel_ids_lab"

@@ -72,6 +72,7 @@ class BackendParity(Fault):
     """The same weights and inputs through every backend."""
 
     id = "PARITY"
+    together = 4
     name = "backend_parity"
     title = "an MoE backend that computes something else than the reference"
     parameters = BackendParityParameters

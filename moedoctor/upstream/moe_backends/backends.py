@@ -292,6 +292,10 @@ class VllmBackend(Backend):
         """Return vLLM's class for this backend, or None with the reason."""
         oracle = load(self._quantization.oracle)
         member = self._member(oracle)
+        if not hasattr(oracle, "backend_to_kernel_cls"):
+            raise UnavailableError(
+                f"this vLLM, older than 0.21.0, asks no kernels for {self.variant.quantization}"
+            )
         try:
             classes = oracle.backend_to_kernel_cls(member)
         except (ImportError, ValueError, RuntimeError) as error:

@@ -1,9 +1,15 @@
 """vLLM's MoE backends through vLLM's own oracle, conversion and kernel."""
 
+import importlib.metadata
 import importlib.util
+import json
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
+from packaging.version import Version
 
 from moedoctor.bench.moe import backends as registry
 from moedoctor.bench.moe.parity import check_parity
@@ -15,7 +21,7 @@ from moedoctor.upstream.moe_backends import backends
 
 SHAPE = LayerShape(512, 256, 16, 4)
 RUN_ON_HOPPER = [
-    variant for variant in registry.UPSTREAM if variant.name in ("MARLIN", "EMULATION", "TRITON")
+    variant for variant in registry.UPSTREAM if variant.name in ("MARLIN", "HUMMING", "EMULATION", "TRITON")
 ]  # what an H200 has without building anything
 
 
@@ -38,6 +44,44 @@ def test_flashinfer_is_not_left_to_compile_for_half_an_hour(monkeypatch: pytest.
     assert backends.JIT_VARIABLE in (backend.unavailable(SHAPE, "cuda:0") or "")
     monkeypatch.setenv(backends.JIT_VARIABLE, "1")
     assert backend.unavailable(SHAPE, "cuda:0") is None
+
+
+_NEEDS_A_GPU = re.compile(
+    r"not compiled with CUDA|'_OpNamespace' '_C' object has no attribute|'NoneType' and 'int'"
+)
+"""What a conversion of weights says without a GPU, after vLLM's functions took their arguments."""
+
+
+@pytest.mark.upstream
+def test_the_installed_release_takes_what_its_functions_are_given() -> None:
+    """Each backend is prepared as on an H200, as far as that goes without one."""
+    code = """if True:
+        import json, sys
+        from moedoctor.upstream.selection import substitute
+        substitute.install({}).use((9, 0))
+        from moedoctor.bench.moe import backends as registry
+        from moedoctor.models.layer_shape import LayerShape
+        from moedoctor.reference.moe_layer import make_layer
+        from moedoctor.results import UnavailableError
+        ended = {}
+        for variant in registry.UPSTREAM:
+            try:
+                registry.create(variant).prepare(make_layer(LayerShape(256, 128, 8, 2), variant.quantization))
+                ended[variant.label] = "prepared"
+            except UnavailableError as error:
+                ended[variant.label] = f"refused: {error}"
+            except Exception as error:
+                ended[variant.label] = f"{type(error).__name__}: {error}"
+        print(json.dumps(ended))
+    """
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    ended = json.loads(answer.stdout.splitlines()[-1])
+    if Version(importlib.metadata.version("vllm")) >= Version("0.21.0"):
+        assert ended["TRITON bf16"] == ended["TRITON fp8"] == "prepared"
+    assert all("needs" not in reason for reason in ended.values()), "no argument is missing"
+    others = [text for text in ended.values() if text != "prepared" and not text.startswith("refused: ")]
+    assert [text for text in others if not _NEEDS_A_GPU.search(text)] == [], ended
 
 
 @pytest.mark.gpu
