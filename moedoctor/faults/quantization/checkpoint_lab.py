@@ -21,7 +21,7 @@ from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
 from moedoctor.reference.moe_layer import Problem, expected_output, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import Case, Evidence, Observation
-from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_engine, run_engines
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_backend, run_engines
 
 LAYERS, EXPERTS = 2, 8
 """Of the checkpoints that engines load."""
@@ -120,7 +120,7 @@ def compare_engines(
     no engine can run.
     """
     if run is run_engines:
-        need_engine()
+        need_backend("nvfp4", moe_backend)
     tested = changes.repaired if repaired else changes.damaged
     arguments = {
         "moe_backend": moe_backend,

@@ -10,6 +10,7 @@ import torch
 
 from moedoctor.faults.quantization.checkpoint_lab import (
     Changes,
+    compare_engines,
     expert_prefixes,
     projection,
     sizes_of,
@@ -108,3 +109,8 @@ def folded_scales(tensors: Tensors, config: dict[str, Any]) -> None:
 
 CHANGES = Changes(shared_scale, own_scales, folded_scales)
 engine = CHANGES.engine
+
+
+def humming() -> Observation:
+    """Measure engines with HUMMING on the damaged checkpoint and on the one that means the same."""
+    return compare_engines(CHANGES, "humming", repaired=False)

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import ClaimCases, ClaimJudgement, Judgement, Parameters, claim, decide, untested
-from moedoctor.faults.quantization.checkpoint import CheckpointFault
+from moedoctor.faults.base import ClaimCases, ClaimJudgement, Judgement, Parameters, claim
+from moedoctor.faults.quantization.checkpoint import CheckpointFault, judge_claim
 from moedoctor.results import CaseVerdict, Evidence, worst
 
 LAB = "moedoctor.faults.quantization.input_scale_missing_lab"
@@ -49,12 +49,7 @@ class InputScaleMissingParameters(Parameters):
 @claim("marlin_reads_none", measure=f"{LAB}:marlin", needs_gpu=True)
 def marlin_reads_none(cases: ClaimCases) -> ClaimJudgement:
     """Engines with MARLIN give the same answers if all input scales are zero."""
-    (evidence,) = cases.evidence()
-    judgement = InputScaleMissing().judge_engines(evidence)
-    if judgement.verdict is CaseVerdict.ERROR:
-        return untested(f"{judgement.figure}: {judgement.reason}", evidence)
-    figure = f"vLLM {evidence['vllm']}, {evidence['moe_backend']}: {judgement.figure}"
-    return decide(judgement.verdict is CaseVerdict.CLEAN, evidence, figure)
+    return judge_claim(InputScaleMissing(), cases)
 
 
 class InputScaleMissing(CheckpointFault):

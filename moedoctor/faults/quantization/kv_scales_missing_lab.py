@@ -24,7 +24,7 @@ from moedoctor.reference.agreement import relative_error
 from moedoctor.reference.checkpoints import Change, Tensors
 from moedoctor.reference.fp8 import E4M3_MAX, round_trip
 from moedoctor.results import Case, Evidence, Observation
-from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_engine, run_engines
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_backend, run_engines
 
 Scale = Callable[[torch.Tensor], float]
 """Keys or values [T, D] of a calibration run -> the scale of their cache."""
@@ -175,7 +175,7 @@ def compare_engines(moe_backend: str, *, repaired: bool, run: Run | None = None)
     Raises UnavailableError if no engine can run.
     """
     if run is None:
-        need_engine()
+        need_backend("nvfp4", moe_backend)
         run = functools.partial(run_engines, parallel=_PARALLEL)
     changes: Mapping[str, Change | None] = {
         "reference": None,

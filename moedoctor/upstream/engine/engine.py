@@ -21,6 +21,7 @@ from moedoctor.processes.ask import Ended, run_module
 from moedoctor.redaction import Redactor
 from moedoctor.results import Death, UnavailableError
 from moedoctor.upstream.plugin.register import STATUS_VARIABLE
+from moedoctor.upstream.releases.wheel import package_folders
 
 CHILD = "moedoctor.upstream.engine.child"
 ENVIRON: Mapping[str, str] = {
@@ -45,6 +46,7 @@ ARGUMENTS: Mapping[str, Any] = {
 }
 """Engine arguments for a tiny model. With `kv_cache_memory_bytes` vLLM does not profile its memory, so
 engines that run side by side do not disturb each other."""
+_NVFP4_SELECTION = "model_executor/layers/fused_moe/oracle/nvfp4.py"
 _PROBE = re.compile(r"moedoctor(\.[a-z_][a-z0-9_]*)+:[a-z_][a-z0-9_]*")
 _OWN_CACHES = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR")
 """Never shared: an engine without a fix must not find a graph that was compiled with it."""
@@ -169,6 +171,24 @@ def need_engine() -> None:
 
     if not torch.cuda.is_available():
         raise UnavailableError("needs an NVIDIA GPU that torch can use")
+
+
+def has_backend(scheme: str, moe_backend: str) -> bool:
+    """Whether the installed vLLM has the backend for a checkpoint of this scheme. Reads a source file.
+
+    Only HUMMING is asked for: releases up to 0.21.0 have it, but not for NVFP4.
+    """
+    if (scheme, moe_backend) != ("nvfp4", "humming"):
+        return True
+    files = [folder / _NVFP4_SELECTION for folder in package_folders("vllm")]
+    return any(file.is_file() and "HUMMING" in file.read_text(encoding="utf-8") for file in files)
+
+
+def need_backend(scheme: str, moe_backend: str | None) -> None:
+    """Raise UnavailableError, which skips the case, if no engine can run here with this backend."""
+    need_engine()
+    if moe_backend is not None and not has_backend(scheme, moe_backend):
+        raise UnavailableError(f"this vLLM has no MoE backend {moe_backend} for {scheme}")
 
 
 def run_engines(requests: Sequence[EngineRequest], *, parallel: int = 4) -> list[EngineResult]:

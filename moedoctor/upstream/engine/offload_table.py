@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moedoctor.results import Death
-from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_engine
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, has_backend, need_engine
 from moedoctor.upstream.engine.experiment import (
     ON_HOST,
     Outcome,
@@ -27,7 +27,6 @@ from moedoctor.upstream.engine.experiment import (
     run_trials,
     short_error,
 )
-from moedoctor.upstream.releases.wheel import package_folders
 
 if TYPE_CHECKING:
     from moedoctor.reference.checkpoints import Scheme
@@ -41,9 +40,6 @@ BACKENDS: Mapping[str, tuple[Scheme, str]] = {
 }
 """Name in reports -> (scheme of the checkpoint, ``moe_backend``)."""
 TABLE = ("BF16 TRITON", "NVFP4 MARLIN", "NVFP4 HUMMING", "NVFP4 EMULATION")
-_HUMMING = "NVFP4 HUMMING"
-"""Releases up to 0.21.0 have HUMMING for other formats only, so the source of its selection is asked."""
-_SELECTION = "model_executor/layers/fused_moe/oracle/nvfp4.py"
 _MARLIN_PROMPTS = ((265, 511, 43, 73, 395), (290, 346, 157, 185, 327), (364, 101, 424, 166, 406, 153, 200))
 ON_GPU, UVA, COPIES = "on the GPU", "UVA", "no UVA, unpinned"
 PLACES = (ON_GPU, UVA, COPIES)
@@ -88,17 +84,9 @@ def measure(backends: Sequence[str], mode: str, places: Sequence[str], fixes: st
     Raises UnavailableError if no engine can run.
     """
     need_engine()
-    backends = [backend for backend in backends if _is_there(backend)]
+    backends = [backend for backend in backends if has_backend(*BACKENDS[backend])]
     with checkpoints(*(BACKENDS[backend][0] for backend in backends)) as folders:
         return evidence(run_trials(trials(backends, mode, places, fixes, folders)))
-
-
-def _is_there(backend: str) -> bool:
-    """Whether the installed vLLM has the backend. Reads its source and imports nothing."""
-    files = [folder / _SELECTION for folder in package_folders("vllm")]
-    return backend != _HUMMING or any(
-        file.is_file() and "HUMMING" in file.read_text(encoding="utf-8") for file in files
-    )
 
 
 def trials(
