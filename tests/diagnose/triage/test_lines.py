@@ -128,12 +128,12 @@ def test_a_line_is_recognised_in_an_ordinary_log(wrapper: str, lines: list[tuple
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line["text"][:60])
 def test_a_line_stands_in_the_sources(line: dict[str, Any]) -> None:
     """The place that the file names holds the piece of the line, in each release that is installed."""
-    for release, place in line["in"].items():
-        folder = RELEASES / str(release)
-        if not folder.is_dir():
-            continue
+    installed = {release: place for release, place in line["in"].items() if (RELEASES / release).is_dir()}
+    if not installed:
+        pytest.skip("none of the releases is in .venv-upstream")
+    for release, place in installed.items():
         file, _, number = place.partition(":")
-        content = (folder / file).read_bytes()
+        content = (RELEASES / release / file).read_bytes()
         if number:
             content = content.splitlines()[int(number) - 1]
         assert line["source"].encode() in content, place
