@@ -4,7 +4,7 @@
 
 Each case is one engine in a process of its own with a time limit. `OUT/<release>/<case>.log` is what it
 printed, and `<case>.json` says what was provoked: that is the truth for the tests of `triage`. Cases whose
-log is there are not run again. It needs a GPU, vLLM and moedoctor on the path.
+log is there, or among the tests, are not run again. It needs a GPU, vLLM and moedoctor on the path.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-MOST_LINES = 400
+STORED = Path(__file__).resolve().parents[1] / "tests" / "diagnose" / "triage" / "logs"
+MOST_LINES = 250
 """Of a longer log the first and the last lines are kept."""
 NO_UVA = {
     "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA": "1",
@@ -87,7 +89,7 @@ CASES: Mapping[str, Case] = {
         NO_UVA,
     ),
     "offload_humming": _offload("auto", ("MD003",)),
-    "offload_fp8_cutlass": _offload("cutlass", ("MD020",), "fp8"),
+    "offload_fp8_cutlass": _offload("cutlass", ("MD010",), "fp8"),
     "offload_fp8_marlin": _offload("marlin", ("MD003",), "fp8"),
     "kv_scales": Case(
         ("MD012",),
@@ -250,7 +252,9 @@ def run_case(name: str, out: Path, seconds: float) -> str:
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as folder:
         command = [sys.executable, str(Path(__file__).resolve()), folder, "--engine", name]
         own = {key: str(Path(folder) / key) for key in ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT")}
-        environ = {**os.environ, **ENVIRON, **own, **case.environ}
+        # Half of the engines run in one process, which starts faster and logs without vLLM's own prefix.
+        in_one = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(zlib.crc32(name.encode()) % 2)}
+        environ = {**os.environ, **ENVIRON, **own, **in_one, **case.environ}
         with tempfile.TemporaryFile() as log:
             process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True
@@ -263,6 +267,8 @@ def run_case(name: str, out: Path, seconds: float) -> str:
                 process.wait()
             log.seek(0)
             text = log.read().decode("utf-8", "replace").replace(folder, "/models")
+    if code is None:
+        return f"{name}: no answer in {seconds:.0f} s"
     hide = Redactor.of_this_process().text
     lines = [hide(line) for line in text.splitlines()]
     if len(lines) > MOST_LINES:
@@ -302,7 +308,7 @@ def main() -> None:
         name
         for name, case in CASES.items()
         if (not case.releases or release in case.releases)
-        and not (options.out / release / f"{name}.log").exists()
+        and not any((folder / release / f"{name}.log").exists() for folder in (options.out, STORED))
     ]
 
     def run(name: str) -> None:

@@ -67,7 +67,7 @@ class Facts:
         if "moe" in line and len(self.backends) < _MOST:
             for match in _BACKEND.finditer(line):
                 name = next(filter(None, match.groups())).upper()
-                if name not in ("AUTO", "NONE"):
+                if name not in ("AUTO", "NONE", "DEFAULT") and not name.endswith("EXPERTS"):
                     self.backends[name] = None
 
     def _read_gpus(self, line: str) -> None:

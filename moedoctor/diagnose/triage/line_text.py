@@ -42,7 +42,7 @@ _STRIPPED = {
 }
 """What is removed, and what word processors and web pages put in place of quotes and hyphens."""
 OF_VLLM = re.compile(
-    r"\((?:enginecore|apiserver|worker|vllmworker|rayworkerwrapper)[^()]{0,80}pid="
+    r"\((?:enginecore|apiserver|worker|vllmworker|rayworkerwrapper|mainprocess)[^()]{0,80}pid="
     r"|\[?(?:core|multiproc_executor|uniproc_executor|gpu_worker|gpu_model_runner|api_server|serve"
     r"|async_llm|llm_engine|kv_cache_utils|ray_executor)\.py:\d"
 )

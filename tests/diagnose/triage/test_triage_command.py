@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -140,9 +139,10 @@ def test_no_torch_and_a_quick_start(report: Path) -> None:
     )
     best = 9.0
     for _ in range(3):
-        started = time.perf_counter()
+        before = os.times()
         ended = subprocess.run([sys.executable, "-c", program, str(report)], capture_output=True, text=True)
-        best = min(best, time.perf_counter() - started)
+        after = os.times()  # processor time: a busy machine does not count
+        best = min(best, sum(after[2:4]) - sum(before[2:4]))
         assert (ended.returncode, ended.stderr) == (1, "")
     assert best < 0.45
 
