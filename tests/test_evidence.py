@@ -2,38 +2,76 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "reports" / "nvidia-h200"
-REPORTS = sorted(file.stem for file in FOLDER.glob("*.json"))
+FOLDERS = sorted((ROOT / "reports").glob("nvidia-*"))
+REPORTS = sorted(file for folder in FOLDERS for file in folder.glob("*.json"))
 SCRIPT = ROOT / "scripts" / "evidence.sh"
 _HOME = re.compile(r"(?<![\w.])/(work|root|home|tmp)/\w")
+_BACKEND = re.compile(r"_(marlin|humming|emulation)$")
 
 
-def test_the_index_lists_every_report_and_no_other() -> None:
-    listed = re.findall(r"\]\((\w+)\.md\)", (FOLDER / "README.md").read_text())
-    assert sorted(listed) == REPORTS
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_index_lists_every_report_and_no_other(folder: Path) -> None:
+    listed = re.findall(r"\]\((\w+)\.md\)", (folder / "README.md").read_text())
+    assert sorted(listed) == [file.stem for file in REPORTS if file.parent == folder]
 
 
-@pytest.mark.parametrize("name", REPORTS)
-def test_a_report_has_its_markdown_and_names_no_folder_of_the_machine(name: str) -> None:
-    assert (FOLDER / f"{name}.md").exists()
-    assert not _HOME.search((FOLDER / f"{name}.json").read_text())
+@pytest.mark.parametrize("file", REPORTS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_a_report_has_its_markdown_and_names_no_folder_of_the_machine(file: Path) -> None:
+    assert file.with_suffix(".md").exists()
+    assert not _HOME.search(file.read_text())
+
+
+@pytest.mark.parametrize("file", REPORTS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_a_report_is_whole_and_of_the_release_that_its_folder_names(file: Path) -> None:
+    report = json.loads(file.read_text())
+    assert not report["summary"].get("interrupted")
+    release = file.parent.name.partition("-vllm-")[2] or "0.21.0"
+    assert report["environment"]["vllm"] in (release, None)
 
 
 def test_the_script_can_make_every_report() -> None:
     answer = subprocess.run([str(SCRIPT)], capture_output=True, text=True, check=True, timeout=30)
     makes = {line.split("\t")[0] for line in answer.stdout.splitlines()}
-    bases = {re.sub(r"_(marlin|emulation)$", "", name) for name in REPORTS}
-    assert bases <= makes
+    assert {_BACKEND.sub("", file.stem) for file in REPORTS} <= makes
 
 
-def test_the_script_refuses_a_name_that_it_does_not_know() -> None:
-    answer = subprocess.run([str(SCRIPT), "nonsense"], capture_output=True, text=True, timeout=30)
+def evidence(*names: str, out: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHON": sys.executable, "OUT": str(out), **variables}
+    return subprocess.run([str(SCRIPT), *names], capture_output=True, text=True, timeout=120, env=environ)
+
+
+def test_the_script_refuses_a_name_that_it_does_not_know(tmp_path: Path) -> None:
+    answer = evidence("nonsense", out=tmp_path)
     assert answer.returncode == 1
     assert "no report is named 'nonsense'" in answer.stderr
+
+
+def test_a_report_that_is_there_is_skipped_and_a_share_takes_its_part(tmp_path: Path) -> None:
+    """A report of another release, or one that was cut, is made again."""
+    whole = {"summary": {"error": 0, "interrupted": False}, "environment": {"vllm": None}}
+    for name, change in {
+        "sentinel_ids": {},
+        "offload_kernels": {"environment": {"vllm": "0.1.0"}},
+        "offload_copies": {"summary": {"interrupted": True}},
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({**whole, **change}))
+    names = ("sentinel_ids", "offload_kernels", "offload_copies")
+    # With no time left nothing starts, so the messages show what would be made.
+    answer = evidence(*names, out=tmp_path, LIMIT="1")
+    assert "sentinel_ids is there" in answer.stderr
+    assert "failed: offload_kernels offload_copies" in answer.stderr
+    assert (
+        "failed: sentinel_ids offload_kernels offload_copies"
+        in evidence(*names, out=tmp_path, LIMIT="1", FRESH="1").stderr
+    )
+    assert "failed: offload_kernels\n" in evidence(*names, out=tmp_path, LIMIT="1", SHARE="2/2").stderr

@@ -46,6 +46,8 @@ ARGUMENTS: Mapping[str, Any] = {
 }
 """Engine arguments for a tiny model. With `kv_cache_memory_bytes` vLLM does not profile its memory, so
 engines that run side by side do not disturb each other."""
+_INSTALLED_IN = re.compile(r"(?<![\w.])/[^\s\"']*/(?=(?:vllm|torch|triton|humming|flashinfer|moedoctor)/)")
+"""The folder of a package in a message; it says nothing about the failure."""
 _NVFP4_SELECTION = "model_executor/layers/fused_moe/oracle/nvfp4.py"
 _PROBE = re.compile(r"moedoctor(\.[a-z_][a-z0-9_]*)+:[a-z_][a-z0-9_]*")
 _OWN_CACHES = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR")
@@ -238,7 +240,11 @@ def _document(request: EngineRequest) -> dict[str, Any]:
 
 
 def _error(answer: Mapping[str, Any], ended: Ended) -> EngineError | None:
-    hide = Redactor.of_this_process().text
+    redact = Redactor.of_this_process().text
+
+    def hide(text: str) -> str:
+        return _INSTALLED_IN.sub("", redact(text))
+
     error = answer.get("error")
     if error is not None:
         message = hide(str(error["message"]))

@@ -11,7 +11,6 @@ but not from the second, its weights are not the reason.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -255,6 +254,5 @@ def _error(engine: Ran) -> dict[str, Any]:
         "stage": error.stage,
         "message": error.message[:600],
         "frames": " | ".join(error.frames[-3:]),
-        # Upstream's line, without the folder in which vLLM is installed.
-        "offloader_frame": re.sub(r'"[^"]*/(?=vllm/)', '"', frames[0]) if frames else None,
+        "offloader_frame": frames[0] if frames else None,
     }

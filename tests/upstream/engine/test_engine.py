@@ -42,6 +42,15 @@ def test_text_goes_in_and_comes_out() -> None:
     assert result.fixes == "offload (copies); nan (watched)", "the plug-in reports what is active in a file"
 
 
+def test_a_message_does_not_hold_the_folder_that_vllm_is_installed_in() -> None:
+    ended = Ended((), 0, "", 1.0, 2.0)
+    message = 'File "/tmp/a/site-packages/vllm/model.py", line 3\n/opt/x/humming/csrc/launcher.h:3, error'
+    answer = {"error": {"kind": "E", "message": message, "stage": "load"}}
+    error = engine._error(answer, ended)
+    assert error is not None
+    assert error.message == 'File "vllm/model.py", line 3\nhumming/csrc/launcher.h:3, error'
+
+
 @pytest.mark.parametrize(
     ("model", "kind", "stage", "death"),
     [

@@ -188,7 +188,7 @@ def test_an_engine_that_offloaded_nothing_is_no_evidence(engine: EngineResult, r
 
 
 def test_counts_bytes_and_errors() -> None:
-    frame = 'File "/home/me/site/vllm/model_executor/offloader/uva.py", line 120, in forward'
+    frame = 'File "vllm/model_executor/offloader/uva.py", line 120, in forward'
     crash = died(f"b_scales is not on GPU\nfrom user code:\n   {frame}")
     figures = evidence([answered(probe=None, log=LogFacts()), answered((1, 2, 4)), crash])
     assert [figures[name] for name in ("cells", "same", "other_tokens", "crashed")] == [2, 0, 1, 1]
