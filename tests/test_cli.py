@@ -78,7 +78,8 @@ def test_a_stored_report_is_complete_and_shown_in_every_format(tmp_path: Path, m
     assert json.loads(moedoctor("show", str(target), "--format", "json")[1]) == stored
     _, table, _ = moedoctor("show", str(target))
     assert "\x1b" not in table, "no colour without a terminal"
-    assert table.splitlines()[-1].startswith("1 proved · 0 found")
+    assert "- 1 proved · 0 found" in table
+    assert table.splitlines()[-1].startswith("Next: ")
     assert moedoctor("show", str(tmp_path / "none.json"))[0] == 2
 
 

@@ -129,6 +129,10 @@ Output = Annotated[
         help="Write the output to this file instead of stdout.",
     ),
 ]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Show every case and every claim in the table, not 120 lines."),
+]
 Tolerance = Annotated[
     list[str] | None,
     option("[KEY=]SHARE", "How much worse a figure may become: 5% for all figures, KEY=5% for one."),
@@ -179,17 +183,22 @@ def check_gpu(device: str, facts: Mapping[str, Any]) -> None:
         raise InputError(f"--device {device}: {reason}")
 
 
-def rendered(report: Report, format: str, output: Path | None) -> tuple[str, int | None]:
+def rendered(
+    report: Report, format: str, output: Path | None, *, verbose: bool = False
+) -> tuple[str, int | None]:
     """Return the report in a format, and None. If its reporter raises: as JSON, with an exit code.
 
-    The code is 3 for a reporter of ours, else 2.
+    The code is 3 for a reporter of ours, else 2. With `verbose` a table has every case and every claim.
     """
     from moedoctor import catalogue
     from moedoctor.processes.deaths import first_line
     from moedoctor.reporters.output import terminal
+    from moedoctor.reporters.table import TableReporter
     from moedoctor.results import to_json
 
     reporter = catalogue.reporters()[format]
+    if verbose and isinstance(reporter, TableReporter):
+        reporter = TableReporter(verbose=True)
     colour, width = terminal(output)
     try:
         return reporter.render(report, colour=colour, width=width), None

@@ -19,6 +19,7 @@ from moedoctor.commands.options import (
     Output,
     ReportFormat,
     Tolerance,
+    Verbose,
     as_input_error,
     number,
     one_of,
@@ -101,6 +102,7 @@ def run(
         Path | None, option("FILE", "A JSON report that this run must not be worse than.")
     ] = None,
     tolerance: Tolerance = None,
+    verbose: Verbose = False,
 ) -> int:
     """Reproduce failures, apply the fix, prove it.
 
@@ -147,7 +149,7 @@ def run(
     if report.summary.interrupted:
         code, reasons = interrupts.exit_code(), ("interrupted before every case had run", *reasons)
     report = replace(report, summary=replace(report.summary, exit_code=code, reasons=reasons))
-    text, problem = rendered(report, format, output)
+    text, problem = rendered(report, format, output, verbose=verbose)
     emit(text, output, summary_line(report))
     if format == "github":
         append_step_summary(step_summary(report), os.environ)

@@ -12,6 +12,7 @@ from moedoctor.commands.options import (
     InputError,
     Output,
     ReportFormat,
+    Verbose,
     as_input_error,
     rendered,
 )
@@ -21,6 +22,7 @@ def show(
     report: Annotated[Path, typer.Argument(metavar="REPORT", help="A JSON report.")],
     format: ReportFormat = "table",
     output: Output = None,
+    verbose: Verbose = False,
 ) -> int:
     """Show a stored JSON report in another format.
 
@@ -38,7 +40,7 @@ def show(
         _show_bench(report, format, output)
         return 0
     with as_input_error(catalogue.PluginError):
-        text, problem = rendered(stored, format, output)
+        text, problem = rendered(stored, format, output, verbose=verbose)
         emit(text, output, summary_line(stored))
     return problem or 0
 

@@ -27,14 +27,22 @@ def run_page(report: Report, *, full: bool) -> list[Block]:
 
     `full` adds the environment and the records that claims are based on: too much for a terminal.
     """
-    notes: list[Block] = []
-    if report.findings:
-        notes += [Heading("Against the baseline"), *(Item("regression", text) for text in report.findings)]
-    if report.summary.interrupted:
-        notes.append(Paragraph(Span("Interrupted: not every case ran.", "error")))
     scenarios = [block for scenario in report.scenarios for block in _scenario(scenario, full=full)]
     # What matters most comes where a reader looks first: at the top of a file, at the end in a terminal.
-    return [*notes, *environment_table(report.environment), *scenarios] if full else [*scenarios, *notes]
+    if full:
+        return [*notes(report), *environment_table(report.environment), *scenarios]
+    return [*scenarios, *notes(report)]
+
+
+def notes(report: Report, most: int | None = None) -> Iterator[Block]:
+    """Give what is worse than the baseline, at most `most` of it, and whether the run was interrupted."""
+    if report.findings:
+        yield Heading("Against the baseline")
+        yield from (Item("regression", text) for text in report.findings[:most])
+    if left := len(report.findings[most:]) if most is not None else 0:
+        yield Paragraph(f"{left} more; add -v for all")
+    if report.summary.interrupted:
+        yield Paragraph(Span("Interrupted: not every case ran.", "error"))
 
 
 def environment_table(environment: Mapping[str, object]) -> list[Block]:
@@ -57,23 +65,28 @@ def _scenario(scenario: ScenarioResult, *, full: bool) -> Iterator[Block]:
         yield Paragraph(Span(f"all cases: {short_parameters(shared)}", "dim"))
     if scenario.cases:
         yield _cases(scenario.cases, shared)
-    for note in crash_notes(scenario.cases):
-        yield from _crash(note)
+    yield from deaths(scenario.cases)
     if scenario.claims:
         yield Heading("Claims", 3)
         for claim in scenario.claims:
-            yield _claim(claim)
+            yield claim_item(claim)
             if full:
                 yield from evidence_tables(claim.evidence).values()
     if scenario.conclusions:
         yield Heading("Conclusions", 3)
-        words = figures(without_records(scenario.conclusions))
-        if lines := [f"{name.replace('_', ' ')}: {text}" for name, text in words]:
+        if lines := conclusion_lines(scenario):
             yield Bullets(lines)
         yield from evidence_tables(scenario.conclusions).values()
 
 
-def _claim(claim: ClaimResult) -> Item:
+def conclusion_lines(scenario: ScenarioResult) -> list[str]:
+    """Return what the cases say together, a line for each conclusion that is not a table."""
+    words = figures(without_records(scenario.conclusions))
+    return [f"{name.replace('_', ' ')}: {text}" for name, text in words]
+
+
+def claim_item(claim: ClaimResult) -> Item:
+    """Return a claim with its verdict, the reason and the figures."""
     title = (claim.text + " (", Span(claim.source, "source"), ")")
     lines = (claim.reason or "", short_evidence(without_records(claim.evidence)))
     return Item(claim.verdict.value, title, [("", line) for line in lines if line])
@@ -83,14 +96,18 @@ def _cases(cases: Sequence[CaseResult], shared: Mapping[str, Scalar]) -> Table:
     """Return one row a case; cases that were skipped for the same reason share a row."""
     groups: dict[str, list[CaseResult]] = {}
     for case in cases:
-        place = (case.subject, case.tier.value, *(() if case.device == "cpu" else (case.device,)))
-        groups.setdefault(" · ".join(place), []).append(case)
+        groups.setdefault(place(case), []).append(case)
     rows = [
         (subject, label, Span(verdict.value, verdict.value), figure)
         for subject, members in groups.items()
         for label, verdict, figure in _rows(members, shared)
     ]
     return Table(("subject", "parameters", "verdict", "figure"), rows, grouped=True)
+
+
+def place(case: CaseResult) -> str:
+    """Return ``installed · kernel · cuda:0``."""
+    return " · ".join((case.subject, case.tier.value, *(() if case.device == "cpu" else (case.device,))))
 
 
 def _rows(
@@ -154,6 +171,12 @@ def crash_notes(cases: Iterable[CaseResult]) -> tuple[CrashNote, ...]:
 def _where(case: CaseResult) -> str:
     words = (one_line(case.subject), case.tier.value, short_parameters(case.parameters))
     return " ".join(filter(None, words))
+
+
+def deaths(cases: Iterable[CaseResult]) -> Iterator[Block]:
+    """Give how children died, with their last words."""
+    for note in crash_notes(cases):
+        yield from _crash(note)
 
 
 def _crash(note: CrashNote) -> Iterator[Block]:

@@ -24,7 +24,8 @@ from moedoctor.reporters.page import (
     spans,
 )
 from moedoctor.reporters.run import run_page
-from moedoctor.reporters.text import environment_line, summary_line
+from moedoctor.reporters.run_summary import closing, short_page
+from moedoctor.reporters.text import environment_line
 from moedoctor.results import Report
 from moedoctor.text import clean, one_line, without_commands
 
@@ -35,20 +36,23 @@ if TYPE_CHECKING:
 
 DEFAULT_WIDTH = 120
 """Columns of the report of a run in a file or a log."""
+MOST_LINES = 120
+"""Lines of the report of a run without ``-v``, if its failures fit with a line for each."""
 MIN_WIDTH = 50
 """A narrower terminal wraps our lines itself: words would have to be broken to fit."""
 
 _PROSE_WIDTH = 110
 _INDENT = 2
+_STEPS = 16
 _BESIDE_LABELS = 38
 """Columns that a label leaves to a verdict and a figure."""
 _NO_WIDTH = 100_000
 _STYLES = {
     **dict.fromkeys(("proved", "clean", "confirmed"), "green"),
-    **dict.fromkeys(("found", "failed", "error", "regression"), "bold red"),
+    **dict.fromkeys(("found", "affected", "failed", "error", "regression"), "bold red"),
     **dict.fromkeys(("reproduced", "warning"), "yellow"),
     **dict.fromkeys(("absent", "note"), "cyan"),
-    **dict.fromkeys(("skipped", "untested", "dim"), "dim"),
+    **dict.fromkeys(("skipped", "untested", "not looked at", "dim"), "dim"),
     "refuted": "magenta",
     "bold": "bold",
 }
@@ -59,9 +63,29 @@ class TableReporter(Reporter):
 
     name = "table"
 
+    def __init__(self, *, verbose: bool = False) -> None:
+        self._verbose = verbose
+
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
-        page = [Paragraph(Span(environment_line(report), "dim")), *run_page(report, full=False)]
-        return f"{to_text(page, colour=colour, width=width or DEFAULT_WIDTH)}\n{summary_line(report)}\n"
+        text = ""
+        for page in self._pages(report):
+            whole = [Paragraph(Span(environment_line(report), "dim")), *page]
+            text = to_text(whole, colour=colour, width=width or DEFAULT_WIDTH)
+            if text.count("\n") <= MOST_LINES:
+                break
+        return text
+
+    def _pages(self, report: Report) -> Iterator[list[Block]]:
+        """Give the page to show; if it is too long, the next shorter one."""
+        if self._verbose:
+            yield [*run_page(report, full=False), *closing(report)]
+            return
+        yield short_page(report, detailed=True)
+        blocks = len(report.scenarios)
+        while blocks:
+            yield short_page(report, detailed=False, blocks=blocks)
+            blocks -= max(1, blocks // _STEPS)
+        yield short_page(report, detailed=False, blocks=0)
 
 
 def to_text(page: Page, *, colour: bool = False, width: int | None = None) -> str:
