@@ -9,7 +9,6 @@ with a value and what was expected. `print_message` is the way to stderr; pages 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import fnmatch
 import io
@@ -19,7 +18,8 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -173,6 +173,10 @@ def _decode(data: bytes) -> str:
 
 _LIMIT = 60
 _LISTED = 12
+_BY_WORDS = 2
+"""The kind of match below which names differ by slips of the finger only."""
+_FAR = 8
+"""Edits between two names that are not counted further."""
 _EXPECTED = {
     "model_type": "must be a mapping (key: value)",
     "dict_type": "must be a mapping (key: value)",
@@ -292,11 +296,100 @@ def dotted(path: Iterable[str | int]) -> str:
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return ``did you mean X?`` if a valid name is close to `name`, else the valid names."""
-    names = {known.lower(): known for known in valid}
-    if close := difflib.get_close_matches(name[:_LIMIT].lower(), names, n=1):
-        return f"did you mean {names[close[0]]}?"
-    listed = ", ".join(list(names.values())[:_LISTED]) or "nothing here"
+    names = list(valid)
+    if close := closest(name, names):
+        return did_you_mean(close)
+    listed = ", ".join(names[:_LISTED]) or "nothing here"
     return f"expected {'one of ' if len(names) > 1 else ''}{listed}{' …' if len(names) > _LISTED else ''}"
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """Return ``did you mean X or Y?``, or no text without names."""
+    return f"did you mean {' or '.join(names)}?" if names else ""
+
+
+def expected_names(name: str, valid: Iterable[str]) -> str:
+    """Return what is close to `name`, if anything is, and all the valid names."""
+    names = list(valid)
+    hint = did_you_mean(closest(name, names))
+    return f"{hint} {'E' if hint else 'e'}xpected one of {', '.join(names)}".lstrip()
+
+
+def closest(name: str, valid: Iterable[str], most: int = 3, *, misspelt: bool = False) -> tuple[str, ...]:
+    """Return up to `most` valid names that `name` may mean, the likeliest first; none if nothing is close.
+
+    Numbers carry meaning: MD01 is MD001 and never MD019, and fp9 is not fp8. Words count more than letters:
+    ``cutlass`` names VLLM_CUTLASS and FLASHINFER_CUTLASS. Only the likeliest kind of match is returned. With
+    `misspelt`, only names that differ by slips of the finger are.
+    """
+    wanted = _words(name[:_LIMIT])
+    ranks: dict[str, tuple[int, int]] = {}
+    for known in valid:
+        rank = _rank(wanted, _words(known))
+        if rank is not None and (rank[0] < _BY_WORDS or not misspelt):
+            ranks[known] = rank
+    best = min((kind for kind, _ in ranks.values()), default=0)
+    near = [known for known, (kind, _) in ranks.items() if kind == best]
+    return tuple(sorted(near, key=lambda known: ranks[known][1])[:most])
+
+
+def _words(name: str) -> tuple[str, ...]:
+    """Return the words and numbers of a name: ``md``, ``1`` for MD001."""
+    return tuple(part.lstrip("0") or "0" for part in re.findall(r"[^\W\d_]+|\d+", name.lower()))
+
+
+def _rank(wanted: Sequence[str], known: Sequence[str]) -> tuple[int, int] | None:
+    """Return how well two names match: the kind of match and the distance, smaller is better, or None."""
+    numbers, others = ([word for word in words if word.isdigit()] for words in (wanted, known))
+    # A number may be left out. A name with another number is the name of something else.
+    if not wanted or Counter(numbers) - Counter(others):
+        return None
+    whole, other = ("".join(word for word in words if not word.isdigit()) for words in (wanted, known))
+    if not whole:
+        return _BY_WORDS, len(known)
+    distance = _edits(whole, other)
+    if numbers == others and 2 * distance <= len(whole) and distance <= 1 + len(whole) // 10:
+        return (0 if distance < 2 else 1), distance
+    least = 1 if numbers else 2  # fp4 means nvfp4, and fp alone means nothing
+    words = [word for word in wanted if len(word) > least and not word.isdigit()]
+    for kind, slips in enumerate((0, 1), _BY_WORDS):
+        if words and all(_has_word(known, word, slips) for word in words):
+            return kind, len(known) - len(wanted)
+    if len(whole) > 1 and _is_abbreviation(whole, other):
+        return _BY_WORDS + 2, len(other)
+    return None
+
+
+def _has_word(known: Sequence[str], word: str, slips: int) -> bool:
+    """Return whether a word of `known` begins or ends with `word`, or is it up to `slips`."""
+    long = len(word) > 4
+    return any(
+        part.startswith(word) or part.endswith(word) or (long and _edits(word, part) <= slips)
+        for part in known
+    )
+
+
+def _is_abbreviation(short: str, long: str) -> bool:
+    """Return whether `short` has the first letter of `long` and others of it in order, as ``md`` has."""
+    letters = iter(long)
+    return short[0] == long[:1] and 2 * len(short) <= len(long) and all(letter in letters for letter in short)
+
+
+def _edits(left: str, right: str) -> int:
+    """Return how many letters must be added, left out, changed or swapped with the next one."""
+    if abs(len(left) - len(right)) > _FAR or max(len(left), len(right)) > _LIMIT:
+        return _FAR
+    before: list[int] = []
+    last = list(range(len(right) + 1))
+    for row, letter in enumerate(left, 1):
+        now = [row]
+        for column, other in enumerate(right, 1):
+            cost = min(last[column] + 1, now[-1] + 1, last[column - 1] + (letter != other))
+            if row > 1 and column > 1 and letter == right[column - 2] and left[row - 2] == other:
+                cost = min(cost, before[column - 2] + 1)
+            now.append(cost)
+        before, last = last, now
+    return last[-1]
 
 
 def explain(error: ErrorDetails, valid: Iterable[str] = ()) -> str:

@@ -90,7 +90,10 @@ def test_a_stored_report_is_complete_and_shown_in_every_format(tmp_path: Path, m
         (["run", "no/such/file.yaml"], "no/such/file.yaml:1:"),
         (["run", "--format", "pdf"], "--format pdf: expected one of"),
         (["run", "--fail-on", "sometimes"], "--fail-on sometimes: expected one of error, warning, never"),
-        (["run", "--subject", "vllm-0.19.1"], "--subject vllm-0.19.1: expected faulty, fixed, installed, "),
+        (
+            ["run", "--subject", "vllm-0.19.1"],
+            "--subject vllm-0.19.1: expected one of faulty, fixed, installed, ",
+        ),
         (["run", "--only", "experts"], "--only experts: expected KEY=VALUE"),
         (["run", "--only", "experts=7"], "leave no case to run"),
         (["run", "--vllm-kernels", "0.19.1"], "expected X.Y.Z=PATH"),

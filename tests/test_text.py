@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from hostile import ACTED_ON, COMMAND, TEXTS, echoes_too_much, problem
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from moedoctor.text import (
@@ -23,6 +24,7 @@ from moedoctor.text import (
     _File,
     check_printable,
     clean,
+    closest,
     dotted,
     escape,
     escape_json,
@@ -479,3 +481,59 @@ def test_the_characters_that_must_not_be_printed() -> None:
     assert not problem("std::vector # [x] a ## b\nx ::y é中🙂")
     assert COMMAND.search("x\n \t::error::y")
     assert COMMAND.search("x ##[error]y")
+
+
+IDS = [f"MD{number:03}" for number in range(1, 21)]
+BACKENDS = ["MARLIN", "FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "VLLM_CUTLASS", "TRITON", "HUMMING", "OURS"]
+PRESETS = ["gemma-4-26b-a4b", "nemotron-3-super-120b", "qwen3-30b-a3b", "qwen3.5-35b-a3b"]
+FORMATS = ["table", "json", "markdown", "junit", "github"]
+POLICIES = ["lru", "lfu", "lfru", "aging", "belady"]
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "expected"),
+    [
+        ("MD01", IDS, "MD001"), ("md19", IDS, "MD019"), ("MD-7", IDS, "MD007"), ("1", IDS, "MD001"),
+        ("MD100", IDS, ""), ("MO001", IDS, "MD001"), ("MD0199", IDS, ""),
+        ("marlim", BACKENDS, "MARLIN"), ("cutlass", BACKENDS, "FLASHINFER_CUTLASS VLLM_CUTLASS"),
+        ("flashinfer-trt", BACKENDS, "FLASHINFER_TRTLLM"), ("deepgemm", BACKENDS, ""),
+        ("qwen3-30b", PRESETS, "qwen3-30b-a3b"), ("gemma4", PRESETS, "gemma-4-26b-a4b"),
+        ("qwen7-99b", PRESETS, ""), ("markdwn", FORMATS, "markdown"), ("md", FORMATS, "markdown"),
+        ("csv", FORMATS, ""), ("ageing", POLICIES, "aging"), ("fifo", POLICIES, ""),
+        ("routing_nan", ["nan_routing", "sentinel_ids"], "nan_routing"),
+        ("fp4", ["nvfp4", "mxfp4", "fp8", "bf16"], "nvfp4 mxfp4"), ("fp9", ["nvfp4", "fp8"], ""),
+    ],
+)  # fmt: skip
+def test_suggestions_are_close_in_meaning(name: str, valid: list[str], expected: str) -> None:
+    assert " ".join(closest(name, valid)) == expected
+
+
+_NAMES = st.sampled_from([*IDS, *BACKENDS, *PRESETS, *FORMATS, *POLICIES])
+
+
+@given(_NAMES, st.data())
+def test_a_slip_of_the_finger_finds_the_name(name: str, data: st.DataObject) -> None:
+    """A letter that is doubled, left out or swapped; a digit is never guessed."""
+    places = [at for at in range(1, len(name) - 1) if name[at].isalpha() and name[at + 1].isalpha()]
+    assume(len(name) > 4 and places)
+    at = data.draw(st.sampled_from(places))
+    slip = data.draw(
+        st.sampled_from(
+            [
+                name[:at] + name[at] + name[at:],
+                name[:at] + name[at + 1 :],
+                name[:at] + name[at + 1] + name[at] + name[at + 2 :],
+            ]
+        )
+    )
+    assert name in closest(slip, [*IDS, *BACKENDS, *PRESETS, *FORMATS, *POLICIES], most=30)
+
+
+@given(st.text(max_size=80), st.lists(st.text(max_size=20), max_size=8))
+def test_a_suggestion_is_a_valid_name_and_keeps_every_number(name: str, valid: list[str]) -> None:
+    def numbers(text: str) -> set[int]:
+        return {int(digits) for digits in re.findall(r"\d+", text)}
+
+    for known in closest(name, valid):
+        assert known in valid
+        assert numbers(name[:60].lower()) <= numbers(known.lower())

@@ -24,7 +24,7 @@ from moedoctor.commands.options import (
     one_of,
     option,
 )
-from moedoctor.text import print_message
+from moedoctor.text import expected_names, print_message
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.settings.tables import SettingFinding
@@ -256,7 +256,7 @@ def _capability(asked_for: str | None, facts: Mapping[str, Any]) -> str:
     except ValueError:
         capability = ""
     if capability not in CAPABILITIES:
-        raise InputError(f"--sm {asked_for}: expected one of {', '.join(CAPABILITIES)}")
+        raise InputError(f"--sm {asked_for}: {expected_names(asked_for, CAPABILITIES)}")
     return capability
 
 

@@ -30,7 +30,7 @@ from moedoctor.reporters.bench_backends import (
     summary_line,
 )
 from moedoctor.reporters.plots import PlotError
-from moedoctor.text import print_message
+from moedoctor.text import expected_names, print_message
 from moedoctor.trace.format import TraceError, load
 
 DEFAULT_MODEL = "qwen3-30b-a3b"
@@ -55,7 +55,7 @@ def find_variants(given: Sequence[str], quantization: Sequence[str] | None) -> l
             has = ", ".join(variant.quantization for variant in registry.find(name))
             raise InputError(f"--backend {name}: has {has}, not {', '.join(asked_for)}")
         if not matching:
-            raise InputError(f"--backend {name}: expected all or some of {', '.join(registry.names())}")
+            raise InputError(f"--backend {name}: {expected_names(name, [*registry.names(), 'all'])}")
         variants |= dict.fromkeys(matching)
     if not variants:
         raise InputError(f"--backend: expected all or some of {', '.join(registry.names())}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moedoctor.text import one_line, print_message, shorten
+from moedoctor.text import expected_names, one_line, print_message, shorten
 
 if TYPE_CHECKING:
     from moedoctor.reporters.page import Page
@@ -56,7 +56,7 @@ def one_of(name: str, known: Sequence[str] | str) -> Callable[[str], str]:
         for valid_value in valid:
             if value.lower() == valid_value.lower():
                 return valid_value
-        raise InputError(f"{name} {value}: expected one of {', '.join(valid)}")
+        raise InputError(f"{name} {value}: {expected_names(value, valid)}")
 
     return parse
 
@@ -156,7 +156,7 @@ def names(option_name: str, given: Sequence[str] | None, known: Sequence[str]) -
     given_names = tuple(dict.fromkeys(name.lower() for name in texts(given)))
     for name in given_names:
         if name not in known:
-            raise InputError(f"{option_name} {name}: expected one of {', '.join(known)}")
+            raise InputError(f"{option_name} {name}: {expected_names(name, known)}")
     return given_names
 
 

@@ -16,6 +16,7 @@ from moedoctor.commands.options import (
     as_input_error,
     rendered,
 )
+from moedoctor.text import expected_names
 
 
 def show(
@@ -52,7 +53,7 @@ def _show_bench(path: Path, format: str, output: Path | None) -> None:
     from moedoctor.results import ReportError, read_json
 
     if format not in PAGE_FORMATS:
-        raise InputError(f"--format {format}: expected one of {', '.join(PAGE_FORMATS)}")
+        raise InputError(f"--format {format}: {expected_names(format, PAGE_FORMATS)}")
     with as_input_error(ReportError):
         document = read_json(path)
         kinds = document.get("bench")

@@ -12,6 +12,7 @@ from typing import Any
 from moedoctor.models.config import read_config, shape_of
 from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.shape import ModelShape
+from moedoctor.text import expected_names, shorten
 
 
 def names() -> Sequence[str]:
@@ -29,8 +30,8 @@ def preset_document(name: str) -> dict[str, Any]:
     """Return the fields of the preset's config.json, and ``_source``. Raises ConfigError."""
     if name.lower() not in names():
         raise ConfigError(
-            f"--model {name}: no such preset or folder; expected a folder with a config.json, or "
-            f"one of {', '.join(names())}"
+            f"--model {shorten(name, 200)}: no such preset or folder; "
+            f"{expected_names(name, names())}, or a folder with a config.json"
         )
     file = resources.files("moedoctor.models") / "presets" / f"{name.lower()}.json"
     document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

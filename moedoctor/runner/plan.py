@@ -12,6 +12,9 @@ from moedoctor.interfaces import Fault
 from moedoctor.results import Case, Scalar, Tier
 from moedoctor.runner.child import Request
 from moedoctor.scenario.file import Scenario
+from moedoctor.text import closest, did_you_mean, expected_names, shorten
+
+_SUBJECTS = ("faulty", "fixed", "installed", "vllm@X.Y.Z", "flashinfer@X.Y.Z")
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,13 @@ def _checked(options: Options, environment: Mapping[str, Any]) -> Options:
     only = []
     for name in options.subjects:
         if catalogue.subject_kind(name) is None:
-            raise ValueError(
-                f"--subject {name}: expected faulty, fixed, installed, vllm@X.Y.Z or flashinfer@X.Y.Z"
-            )
+            raise ValueError(f"--subject {shorten(name)}: {expected_names(name, _SUBJECTS)}")
     for key, value in options.only:
         fault = catalogue.find_fault(value) if key == "id" else None
         if key == "id" and fault is None:
-            raise ValueError(f"--only {value}: expected KEY=VALUE, such as experts=128, or a catalogue id")
+            hint = did_you_mean(closest(value, catalogue.faults()))
+            expected = "expected KEY=VALUE, such as experts=128, or a catalogue id"
+            raise ValueError(f"--only {value}: {hint}{' ' if hint else ''}{expected}")
         only.append((key, fault.id if fault else value))
     if options.device.startswith("cuda"):
         reason = no_gpu(environment)

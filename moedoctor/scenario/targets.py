@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 from moedoctor import catalogue
 from moedoctor.entries import builtin_folder
 from moedoctor.scenario.file import Scenario, load
-from moedoctor.text import TextFileError, names_in
+from moedoctor.text import TextFileError, closest, did_you_mean, names_in, shorten
 
 _SUFFIXES = (".yaml", ".yml")
 _MAX_FILES = 1000
@@ -69,8 +68,8 @@ def _files(target: str) -> Iterable[Path]:
     if path.suffix in _SUFFIXES or len(path.parts) > 1 or os.path.exists(path):
         return [path]
     known = [*catalogue.faults(), *(fault.name for fault in catalogue.faults().values())]
-    near = [name for word in (target, target.upper()) for name in get_close_matches(word, known, n=1)]
-    hint = f"did you mean {near[0]}? " if near else ""
+    hint = did_you_mean(closest(target, known))
     raise TargetError(
-        f"{target}: no such scenario file, folder, id or name; {hint}`moedoctor list` shows what there is"
+        f"{shorten(target, 200)}: no such scenario file, folder, id or name; {hint}{' ' if hint else ''}"
+        "`moedoctor list` shows what there is"
     )

@@ -31,7 +31,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--backend", "MARLIN"], "--backend MARLIN: needs an NVIDIA GPU, none is visible; what runs here: "
          "--backend REFERENCE, --backend OURS"),
         (["--backend", "marlin", "--device", "cuda:0"], "--device cuda:0: needs an NVIDIA GPU"),
-        (["--backend", "NONSENSE"], "--backend NONSENSE: expected all or some of MARLIN, HUMMING"),
+        (["--backend", "NONSENSE"], "--backend NONSENSE: expected one of MARLIN, HUMMING"),
         (["--backend", ","], "--backend: expected all or some of"),
         (["--backend", "MARLIN", "--quantization", "bf16"], "--backend MARLIN: has nvfp4, fp8, not bf16"),
         (["--backend", "MARLIN:bf16"], "--backend MARLIN: has nvfp4, fp8, not bf16"),

@@ -149,7 +149,7 @@ BAD_SHAPE = [
     (BASE + CLAIM + "    thresholds: {a: b}\n", 9, "claims[0].thresholds.a: must be a valid n"),
 ]
 BAD_VALUE = [
-    (BASE.replace("MD001", "MD03"), 1, "id: unknown id 'MD03', did you mean MD00"),
+    (BASE.replace("MD001", "MD03"), 1, "id: unknown id 'MD03', expected one of MD00"),
     (BASE.replace("MD001", "zz"), 1, "unknown id 'zz', expected one of MD001, MD002"),
     (BASE.replace("nan_routing", "nan"), 2, "name: 'nan' is not MD001, expected nan_routing"),
     (BASE + "subjects:\n- fixed\n- fauly\n", 7, "unknown subject 'fauly', did you mean faulty?"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from moedoctor.diagnose.plan.kv_cache import MODEL_BYTES, PlanError
 from moedoctor.models.layer_shape import LayerShape
+from moedoctor.text import expected_names, shorten
 
 SCHEMES_OF = {
     "MARLIN": ("nvfp4", "mxfp4", "fp8"),
@@ -22,9 +23,14 @@ SCHEMES_OF = {
     "FLASHINFER_TRTLLM": ("nvfp4", "fp8", "bf16"),
     "FLASHINFER_CUTLASS": ("nvfp4", "fp8", "bf16"),
     "FLASHINFER_CUTEDSL": ("nvfp4",),
+    "HUMMING": ("nvfp4", "fp8"),
+    "B12X": ("nvfp4",),
+    "FLASHINFER_B12X": ("nvfp4",),
+    "HPC": ("fp8",),
     "OURS": ("nvfp4", "bf16"),
 }
 """The backends that can be planned for, and the weight formats that each has on a GPU."""
+_NOT_MEASURED = ("HUMMING", "B12X", "HPC")
 _SMS = 132
 """Multiprocessors of an H100 or H200."""
 _MARLIN_BLOCKS = (8, 16, 32, 48, 64)
@@ -46,7 +52,7 @@ def check_backend(name: str) -> str:
     """Return vLLM's spelling of a backend, given in any case and with ``-`` for ``_``. Raises PlanError."""
     spelled = name.strip().upper().replace("-", "_")
     if spelled not in SCHEMES_OF:
-        raise PlanError(f"--backend {name!r}: expected one of {', '.join(SCHEMES_OF)}")
+        raise PlanError(f"--backend {shorten(name)!r}: {expected_names(name, SCHEMES_OF)}")
     return spelled
 
 
@@ -81,8 +87,8 @@ def _unknown(name: str, scheme: str, layer: LayerShape) -> str | None:
         return f"{name} has {', '.join(SCHEMES_OF[name])}, not {scheme}: name another --backend, or"
     if name.startswith("FLASHINFER"):
         return f"{name} allocates its workspace inside FlashInfer's own library;"
-    if name == "VLLM_CUTLASS" and scheme == "nvfp4":
-        return "VLLM_CUTLASS for nvfp4 was measured on no GPU yet, so nothing is computed for it;"
+    if name in _NOT_MEASURED or (name == "VLLM_CUTLASS" and scheme == "nvfp4"):
+        return f"{name} for {scheme} was measured on no GPU yet, so nothing is computed for it;"
     if name == "VLLM_CUTLASS" and layer.activation != "silu":
         return f"VLLM_CUTLASS has no {layer.activation};"
     return None

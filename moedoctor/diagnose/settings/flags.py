@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from moedoctor.diagnose.settings.tables import Setting, SettingFinding, vllm_fla
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends import release_tables as backend_tables
 from moedoctor.fixes.backends import requests as backend_requests
+from moedoctor.text import closest
 
 MOE_BACKEND = "--moe-backend"
 KERNEL_CONFIG = "--kernel-config"
@@ -196,7 +196,7 @@ def _unknown(flag: GivenFlag, known: Mapping[str, Setting], release: str) -> Set
         verb = "came" if problem == "not_yet" else "went"
         message = f"vLLM {release} does not have it and stops: it {verb} with {other}"
         return SettingFinding(str(flag), problem, message, None, source, stops=True)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    close = closest(name, known, most=1, misspelt=True)
     better = (f"{close[0]} {flag.value}" if flag.value is not None else close[0]) if close else None
     message = f"vLLM {release} does not know it and stops"
     return SettingFinding(str(flag), "misspelt" if close else "unknown", message, better, "", stops=True)
@@ -207,7 +207,7 @@ def _choice(flag: GivenFlag, setting: Setting, release: str) -> Iterator[Setting
     # --moe-backend and --linear-backend are read in any case and with - for _; --all2all-backend is not.
     if (value if flag.name == "--all2all-backend" else _normal(value)) in setting.choices:
         return
-    close = difflib.get_close_matches(_normal(value), setting.choices, n=1)
+    close = closest(value, setting.choices, most=1)
     message = f"vLLM {release} takes {', '.join(setting.choices)}, and stops"
     problem = "wrong_case" if _normal(value) in setting.choices else "invalid"
     better = f"{setting.name} {close[0]}" if close else None

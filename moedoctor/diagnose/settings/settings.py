@@ -6,7 +6,6 @@ the release has.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,6 +23,7 @@ from moedoctor.diagnose.settings.tables import (
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends import release_tables as backend_tables
 from moedoctor.fixes.backends import requests as backend_requests
+from moedoctor.text import closest
 
 __all__ = ["SettingFinding", "check_flashinfer", "check_settings", "moe_backend_of"]
 
@@ -111,7 +111,7 @@ def _absent(name: str, value: str, known: Settings, release: str, product: str) 
         return SettingFinding(setting, "wrong_case", message, f"{right}={value}", here[right].source)
     if better is not None:
         return SettingFinding(setting, "unknown", f"no release of {product} reads it", better, "")
-    close = difflib.get_close_matches(name, here, n=1, cutoff=0.85)
+    close = closest(name, here, most=1, misspelt=True)
     if close:
         message = f"{product} {release} does not know it; {close[0]} is near"
         return SettingFinding(setting, "misspelt", message, f"{close[0]}={value}", here[close[0]].source)
@@ -186,7 +186,7 @@ def _choice(setting: Setting, value: str) -> tuple[str, str, str | None] | None:
     if same is not None:
         message = f"the choices are case sensitive; {_STOPS}"
         return ("wrong_case", message, same) if setting.case_sensitive else None
-    close = difflib.get_close_matches(value.lower().replace("_", "-"), setting.choices, n=1)
+    close = closest(value, setting.choices, most=1)
     message = f"expected one of {', '.join(setting.choices)}; {_STOPS}"
     return "invalid", message, close[0] if close else None
 
