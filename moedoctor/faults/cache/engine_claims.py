@@ -138,10 +138,68 @@ def engine_speed(cases: ClaimCases) -> ClaimJudgement:
     return decide(holds, {"rows": rows}, figure)
 
 
+@claim(
+    "engine_gain",
+    measure=f"{_ENGINES}:gain",
+    **{**_OPTIONS, "thresholds": ("min_gain", "min_reply")},
+)
+def engine_gain(cases: ClaimCases) -> ClaimJudgement:
+    """The new defaults decode faster than the old ones at each number of slots, with the same tokens.
+
+    Batch 8 is never slower in total than batch 1, and the first reply after a prompt is about as fast as the
+    same reply once more.
+    """
+    rows = cases.rows()
+    new = [row for row in rows if row["batch"] == 1 and "times_before" in row]
+    every = {(row["cache"], row["batch"]): row["tokens_per_second"] for row in rows}
+    figure = "; ".join(_gain(row, every) for row in new)
+    missing = sorted({16, 32, 64} - {row["slots"] for row in new})
+    if missing:
+        return untested(f"{figure}; no time for {missing} slots", {"rows": rows})
+    if not all(row["control_changes_tokens"] for row in new):
+        return untested(f"{figure}; no planted fault was seen to change the tokens", {"rows": rows})
+    holds = all(
+        row["times_before"] >= cases.limits["min_gain"]
+        and row["sequences_as_before"] == 1
+        and every.get((row["cache"], 8), 0.0) >= row["tokens_per_second"]
+        and row["first_reply_tokens_per_second"]
+        >= cases.limits["min_reply"] * row["repeated_reply_tokens_per_second"]
+        for row in new
+    )
+    return decide(holds, {"rows": rows}, figure)
+
+
+def _gain(row: Row, every: Mapping[tuple[str, int], float]) -> str:
+    rate, gain = row["tokens_per_second"], row["times_before"]
+    first, again = row["first_reply_tokens_per_second"], row["repeated_reply_tokens_per_second"]
+    return (
+        f"{row['slots']} slots: {rate:.1f} tokens/s, {gain:.2f} times {rate / gain:.1f}; the bus allows "
+        f"{row['bus_bound_tokens_per_second']}; {every.get((row['cache'], 8), 0.0):.1f} with 8 sequences; "
+        f"first reply {first:.1f}, once more {again:.1f}"
+    )
+
+
+@claim("engine_nvfp4", measure=f"{_ENGINES}:nvfp4", **{**_OPTIONS, "thresholds": ("min_gain",)})
+def engine_nvfp4(cases: ClaimCases) -> ClaimJudgement:
+    """NVFP4 decodes faster than BF16 at the same number of slots, batch 1."""
+    rows = cases.rows()
+    rates = {(row["scheme"], row["slots"]): row["tokens_per_second"] for row in rows if row["batch"] == 1}
+    sizes = sorted({slots for _, slots in rates if {("nvfp4", slots), ("bf16", slots)} <= set(rates)})
+    gains = {slots: rates["nvfp4", slots] / rates["bf16", slots] for slots in sizes}
+    figure = "; ".join(
+        f"{slots} slots: {rates['nvfp4', slots]:.1f} tokens/s in NVFP4, {rates['bf16', slots]:.1f} in BF16, "
+        f"{gains[slots]:.2f} times"
+        for slots in sizes
+    )
+    if sizes != [8, 16]:
+        return untested(f"{figure or 'nothing to compare'}; expected 8 and 16 slots", {"rows": rows})
+    return decide(min(gains.values()) >= cases.limits["min_gain"], {"rows": rows}, figure)
+
+
 def _at_most(row: Row) -> str:
     """Return the optimum's hit rate in words."""
     bound = row.get("optimum_hit_rate")
     return " (no bound is known)" if bound is None else f" of at most {bound:.0%}"
 
 
-ENGINE_CLAIMS = (engine_tokens, engine_refusals, engine_memory, engine_speed)
+ENGINE_CLAIMS = (engine_tokens, engine_refusals, engine_memory, engine_speed, engine_gain, engine_nvfp4)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,15 +50,22 @@ SLOTS = (None, 2, 6)
 """Slots for 8 experts; None is the control without a cache."""
 PROBES = "moedoctor.upstream.engine.expert_cache_probes:"
 SECONDS = 200.0
-QWEN_SLOTS = (8, 128, 32, 16, 64)
+QWEN_CACHES = ("128:packed=0", "32", "16", "64", "8")
 """In the order of their measurement: if time runs out, the last ones are left out."""
-_ALL = 128
-_BATCHES, _STEPS, _ROUNDS = (1, 8), (24, 8), 2
+_OLD = "policy=lfru,packed=0"
+GAIN_CACHES = (f"32:{_OLD}", f"16:{_OLD}", f"64:{_OLD}", "64", "16", "32")
+"""What the plug-in did before against what it does now, in turn."""
+NVFP4_CACHES = ("8", "16")
+_ALL, _LAYERS = 128, 48
+_BATCHES, _STEPS, _ROUNDS, _PROMPT = (1, 8), (24, 8), 2, 256
 _QWEN_SECONDS, _MEASURING_SECONDS = 420.0, 240.0
 
 
-def cached(slots: int | None) -> dict[str, str]:
-    """Return the environment of an engine with a cache of so many slots, or without a cache."""
+def cached(slots: int | str | None) -> dict[str, str]:
+    """Return the environment of an engine with a cache of so many slots, or without a cache.
+
+    `slots` may also be the whole value of the variable.
+    """
     return {"MOEDOCTOR_FIXES": "" if slots is None else NAME, VARIABLE: "" if slots is None else str(slots)}
 
 
@@ -270,32 +277,84 @@ def qwen(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     One engine with random weights: it loads with the fewest slots and profiles its memory so. Then its layers
     get other caches over the same host memory, and its graphs are captured anew.
     """
-    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
-        folder = write_shape(Path(name))
-        vocab = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
-        (ran,) = run_trials([Trial(_qwen_request(str(folder), vocab))])
-    error = ran.result.error
-    if error is not None:
-        raise UnavailableError(f"{error.stage}: {short_error(error)}")
-    every = {row["batch"]: row["tokens"] for row in ran.result.probe if row["slots"] == _ALL}
+    measured, load = decoded(QWEN_CACHES, seconds=_MEASURING_SECONDS)
+    every = {row["batch"]: row["tokens"] for row in measured if row["slots"] == _ALL}
     if not every:
         raise UnavailableError("there was no time to measure with all experts on the GPU")
     table = []
-    for measured in sorted(ran.result.probe, key=lambda row: (row["slots"], row["batch"])):
-        drawn = measured.pop("tokens")
-        equal = sum(ids == expected for ids, expected in zip(drawn, every[measured["batch"]], strict=True))
-        table.append({**measured, "sequences_as_with_all": equal, "tokens_a_sequence": len(drawn[0])})
-    table[0]["seconds_to_load"] = ran.result.seconds["load"]
+    for row in sorted(measured, key=lambda row: (row["slots"], row["batch"])):
+        drawn = row.pop("tokens")
+        equal = sum(ids == expected for ids, expected in zip(drawn, every[row["batch"]], strict=True))
+        table.append({**row, "sequences_as_with_all": equal, "tokens_a_sequence": len(drawn[0])})
+    table[0]["seconds_to_load"] = load
     return table
 
 
-def _qwen_request(folder: str, vocab: int) -> EngineRequest:
+def gain(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the decode speeds with the old and the new defaults at 16, 32 and 64 slots, in one engine.
+
+    The engine is that of `qwen`. `sequences_as_before`: sequences of the new defaults that draw the tokens of
+    the old ones at the same slots. Raises UnavailableError.
+    """
+    measured, load = decoded(
+        GAIN_CACHES, seconds=_MEASURING_SECONDS, optimum=False, prompt=_PROMPT, rounds=_ROUNDS
+    )
+    old = {(row["slots"], row["batch"]): row for row in measured if row["cache"].endswith(_OLD)}
+    table = []
+    for row in measured:
+        before = old.get((row["slots"], row["batch"]))
+        if before is not row and before is not None:
+            pairs = zip(row["tokens"], before["tokens"], strict=True)
+            row["sequences_as_before"] = sum(ids == expected for ids, expected in pairs)
+            row["times_before"] = round(row["tokens_per_second"] / before["tokens_per_second"], 3)
+        table.append({key: value for key, value in row.items() if key != "tokens"})
+    table[0]["seconds_to_load"] = load
+    return table
+
+
+def nvfp4(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the decode speeds of the same shape in NVFP4 and in BF16 at 8 and 16 slots.
+
+    One engine for each format, one after the other. Raises UnavailableError.
+    """
+    table = []
+    for scheme in ("nvfp4", "bf16"):
+        measured, _ = decoded(NVFP4_CACHES, scheme, seconds=_MEASURING_SECONDS / 2, optimum=False)
+        table += [
+            {"scheme": scheme, **{key: value for key, value in row.items() if key != "tokens"}}
+            for row in measured
+        ]
+    return table
+
+
+def decoded(
+    caches: Sequence[str], scheme: Scheme = "bf16", **options: Any
+) -> tuple[list[dict[str, Any]], float | None]:
+    """Return what `decode_speeds` measured in one engine, and the seconds to load.
+
+    Raises UnavailableError.
+    """
+    from moedoctor.reference.checkpoints import quantization_fields
+
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+        folder = write_shape(Path(name), **quantization_fields(scheme, _LAYERS))
+        vocab = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+        request = _qwen_request(str(folder), vocab, scheme, {"caches": caches, **options})
+        (ran,) = run_trials([Trial(request)])
+    error = ran.result.error
+    if error is not None:
+        raise UnavailableError(f"{error.stage}: {short_error(error)}")
+    return list(ran.result.probe), ran.result.seconds.get("load")
+
+
+def _qwen_request(folder: str, vocab: int, scheme: Scheme, options: Mapping[str, Any]) -> EngineRequest:
+    fewest = min(int(text.partition(":")[0]) for text in options["caches"])
     return EngineRequest(
         folder,
         [[17, 4711]],
         {
             "load_format": "dummy",
-            "moe_backend": "triton",
+            "moe_backend": "triton" if scheme == "bf16" else "marlin",
             "enforce_eager": False,
             "compilation_config": {
                 "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -308,17 +367,10 @@ def _qwen_request(folder: str, vocab: int) -> EngineRequest:
             "max_num_seqs": max(_BATCHES),
             "enable_prefix_caching": False,
         },
-        cached(QWEN_SLOTS[0]),
+        cached(f"{fewest}:packed=0"),
         max_tokens=2,
         probe=f"{PROBES}decode_speeds",
-        probe_options={
-            "slots": QWEN_SLOTS,
-            "batches": _BATCHES,
-            "steps": _STEPS,
-            "rounds": _ROUNDS,
-            "vocab": vocab,
-            "seconds": _MEASURING_SECONDS,
-        },
+        probe_options={"batches": _BATCHES, "steps": _STEPS, "rounds": _ROUNDS, "vocab": vocab, **options},
         seconds=_QWEN_SECONDS,
-        label="Qwen3-30B-A3B",
+        label=f"Qwen3-30B-A3B, {scheme}",
     )

@@ -7,12 +7,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moedoctor.upstream.engine.probes import model_of
 from moedoctor.upstream.plugin.expert_cache_layer import host_experts
-from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
+from moedoctor.upstream.plugin.expert_cache_options import CacheOptions, read_options
 
 _LOGGED_CALLS = 512
 """Calls of a layer while ids are recorded."""
@@ -27,6 +27,8 @@ class _Run:
     """The tokens that each sequence drew in the last round."""
     starts: list[list[int]]
     """The resident experts of each layer when it began."""
+    misses: int
+    """Experts that were copied from the host."""
     lookups: int
     """Distinct experts of a call, over all calls and layers; 0 if nothing is counted."""
     ids: list[list[list[int]]]
@@ -60,55 +62,119 @@ def caches_with_a_fault(llm: Any) -> Callable[[], dict[str, Any]]:
 def decode_speeds(
     llm: Any,
     *,
-    slots: Sequence[int],
+    caches: Sequence[str],
     batches: Sequence[int],
     steps: Sequence[int],
     rounds: int,
     vocab: int,
     seconds: float,
+    optimum: bool = True,
+    prompt: int = 0,
 ) -> list[dict[str, Any]]:
-    """Probe: decode at each number of slots, in one engine.
+    """Probe: decode with each of `caches`, values of ``MOEDOCTOR_EXPERT_CACHE``, in one engine.
 
-    The experts stay in host memory; every layer gets an empty cache of the next size, and the CUDA graphs are
-    captured anew. `steps` are the decode steps of a round for each of `batches`. Tokens are drawn at
-    temperature 1 from a fixed seed, so that the same logits give the same tokens. Random weights are drawn
-    anew before. A size that would start after `seconds` is left out.
+    The experts stay in host memory; every layer gets an empty cache with the next options, and the CUDA
+    graphs are captured anew. Experts that were packed stay packed, so ``packed=0`` comes first. `steps` are
+    the decode steps of a round for each of `batches`. Tokens are drawn at temperature 1 from a fixed seed, so
+    that the same logits give the same tokens. Random weights are drawn anew before. A cache that would start
+    after `seconds` is left out.
 
-    Each row has the hit rate, and the best possible one for the ids of a run that was recorded with the most
-    slots and is not timed. `control_changes_tokens`: every sequence draws other tokens if the last layer
-    computes with wrong experts, and the same ones in every round otherwise.
+    Each row has the hit rate, and the tokens per second that the bus would allow with the same misses if
+    nothing else took time. With `optimum` it also has the best possible hit rate for the ids of a run that
+    was recorded with the most slots and is not timed. With `prompt`, batch 1 also has the speed of the first
+    reply after a prompt of so many tokens, and of the same reply once more.
+    `control_changes_tokens`: every sequence draws other tokens if the last layer computes with wrong experts,
+    and the same ones in every round otherwise.
     """
     rows: list[dict[str, Any]] = []
     started = time.perf_counter()
     model, worker = model_of(llm), worker_of(llm)
     draw_weights(model)
-    _resize(worker, max(slots), max(batches))
+    chosen = [read_options(text) for text in caches]
+    recorded: list[_Run | None] = [None] * len(batches)
     experts = host_experts(model)[0].num_experts
-    recorded = [
-        _decode(llm, batch, length, rounds, vocab) for batch, length in zip(batches, steps, strict=True)
-    ]
-    for count in slots:
+    if optimum:
+        most = max(chosen, key=lambda options: options.slots)
+        _resize(worker, replace(most, packed=False), max(batches))
+        lengths = zip(batches, steps, strict=True)
+        recorded = [_decode(llm, batch, length, rounds, vocab) for batch, length in lengths]
+    bandwidth = host_bandwidth()
+    for text, options in zip(caches, chosen, strict=True):
         began = time.perf_counter()
         if began - started > seconds:
             break
-        memory = _resize(worker, count)
+        memory = _resize(worker, options)
         ready = time.perf_counter() - began
         for batch, length, known in zip(batches, steps, recorded, strict=True):
             run = _decode(llm, batch, length, rounds, vocab)
             changed = _control(llm, length, vocab, run.tokens) and bool(run.figures["rounds_agree"])
             rows.append(
                 {
-                    "slots": count,
+                    "cache": text,
+                    "slots": options.slots,
+                    "policy": options.policy,
+                    "packed": host_experts(model)[0].cache.packed,
                     "batch": batch,
                     **run.figures,
-                    **_optimum(run, known, count, experts),
+                    **_bus_bound(run, batch * rounds * (length + 4), bandwidth, model),
+                    **({} if known is None else _optimum(run, known, options.slots, experts)),
                     "tokens": run.tokens,
                     "control_changes_tokens": changed,
                     **memory,
                 }
             )
+        if prompt:
+            rows[-len(batches)].update(_first_reply(llm, prompt, steps[0], vocab))
         rows[-1]["seconds_to_resize"] = round(ready, 2)
     return rows
+
+
+def host_bandwidth(mebibytes: int = 256) -> float | None:
+    """Return the bytes per second of a pinned copy to the GPU, the best of three; None without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    host = torch.empty(mebibytes << 20, dtype=torch.uint8, pin_memory=True)
+    device, best = torch.empty_like(host, device="cuda"), 0.0
+    for _ in range(3):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        best = max(best, host.nbytes / (time.perf_counter() - started))
+    return best
+
+
+def _bus_bound(run: _Run, tokens: int, bandwidth: float | None, model: Any) -> dict[str, Any]:
+    """Return the host bytes of a token, and the tokens per second if nothing but the bus took time."""
+    store = host_experts(model)[0].store
+    size = store.nbytes / store.num_experts
+    bytes_a_token = run.misses * size / tokens
+    bound = bandwidth / bytes_a_token if bandwidth is not None and bytes_a_token else None
+    return {
+        "host_mib_per_token": round(bytes_a_token / 2**20, 1),
+        "bus_gb_per_second": None if bandwidth is None else round(bandwidth / 1e9, 1),
+        "bus_bound_tokens_per_second": None if bound is None else round(bound, 1),
+    }
+
+
+def _first_reply(llm: Any, prompt: int, steps: int, vocab: int) -> dict[str, Any]:
+    """Return the decode speed of a reply after a prompt that is new, and of the same once more.
+
+    The prompt's own time is that of two other prompts of the same length.
+    """
+    others = [_generate(llm, 1, 2, vocab, seed=seed, prompt=prompt)[0] for seed in (97, 98, 96)]
+    alone = min(others[1:])  # the first may compile
+    first, tokens = _generate(llm, 1, 2 + steps, vocab, seed=95, prompt=prompt)
+    again, repeated = _generate(llm, 1, 2 + steps, vocab, seed=95, prompt=prompt)
+    return {
+        "prompt_tokens": prompt,
+        "prompt_seconds": round(alone, 3),
+        "first_reply_tokens_per_second": round(steps / (first - alone), 2),
+        "repeated_reply_tokens_per_second": round(steps / (again - alone), 2),
+        "replies_agree": tokens == repeated,
+    }
 
 
 def draw_weights(model: Any) -> None:
@@ -184,8 +250,8 @@ def _optimum(run: _Run, recorded: _Run, slots: int, experts: int) -> dict[str, A
     return {"optimum_hit_rate": hits / accesses, "optimum_note": "Belady, the ids of a recorded run"}
 
 
-def _resize(worker: Any, slots: int, logged: int = 0) -> dict[str, Any]:
-    """Make caches of `slots` in every layer and graphs that use them; return what torch then holds.
+def _resize(worker: Any, options: CacheOptions, logged: int = 0) -> dict[str, Any]:
+    """Make new caches in every layer and graphs that use them; return what torch then holds.
 
     `logged`: if not 0, ids of calls of so many tokens are recorded, which takes time in every call.
     """
@@ -199,9 +265,13 @@ def _resize(worker: Any, slots: int, logged: int = 0) -> dict[str, Any]:
     for wrapper in list(graphs._all_instances):
         wrapper.graph_pool = pool
     runner = worker.model_runner
+    manager = getattr(runner, "cudagraph_manager", None)
+    if manager is not None:  # the V2 model runner keeps full graphs itself
+        manager.graphs.clear()
+        manager.pool = pool
     layers = host_experts(runner.get_model())
     for layer in layers:
-        layer.give(CacheOptions(slots, packed=False), captured=True)
+        layer.give(options, captured=True)
         if logged:
             layer.keep_ids(_LOGGED_CALLS, logged * layer.top_k)
     gc.collect()
@@ -241,11 +311,13 @@ def _decode(llm: Any, batch: int, steps: int, rounds: int, vocab: int) -> _Run:
         "rounds_agree": all(tokens == drawn[0] for tokens in drawn),
         "hit_rate": hits / (hits + misses) if hits + misses else None,
     }
-    return _Run(figures, drawn[-1], starts, hits + misses, [log.calls() for log in logs])
+    return _Run(figures, drawn[-1], starts, misses, hits + misses, [log.calls() for log in logs])
 
 
-def _generate(llm: Any, batch: int, length: int, vocab: int, seed: int) -> tuple[float, list[list[int]]]:
-    """(seconds, ids of each sequence). Prompts have one token, so that a prefill needs few experts."""
+def _generate(
+    llm: Any, batch: int, length: int, vocab: int, seed: int, prompt: int = 1
+) -> tuple[float, list[list[int]]]:
+    """(seconds, ids of each sequence). Prompts of one token need few experts to prefill."""
     vllm: Any = importlib.import_module("vllm")
     sampling = [
         vllm.SamplingParams(
@@ -253,7 +325,14 @@ def _generate(llm: Any, batch: int, length: int, vocab: int, seed: int) -> tuple
         )
         for index in range(batch)
     ]
-    prompts = [{"prompt_token_ids": [(7919 * (seed + index) + 17) % vocab]} for index in range(batch)]
+    prompts = [
+        {
+            "prompt_token_ids": [
+                (7919 * (seed + index) + 17 + 104729 * place) % vocab for place in range(prompt)
+            ]
+        }
+        for index in range(batch)
+    ]
     started = time.perf_counter()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     return time.perf_counter() - started, [list(output.outputs[0].token_ids) for output in outputs]

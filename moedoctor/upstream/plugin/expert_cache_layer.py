@@ -24,6 +24,9 @@ _FIELDS = ("scale", "alpha_or_gscale", "zp", "bias")
 _ATTRIBUTE = "moedoctor_experts"
 _GAINS = {"w1": 1.0, "w2": 3.0}
 """As in `reference.checkpoints`: the gain of w2 makes up for SiLU and the mean over experts."""
+_DUMMY_DEVIATION = 1e-3 * math.sqrt(8.5625)
+"""vLLM's dummy NVFP4 weights have a block scale of 1 and a global scale of 0.001; the root of the mean square
+of E2M1's values is 2.93."""
 EXPERTS: ContextVar[int | None] = ContextVar("experts of the layer that computes", default=None)
 """Set while a cached layer computes, so that tiles are chosen as without the cache."""
 
@@ -144,17 +147,28 @@ class HostExperts:
         self._kernel.apply, self.log = apply, log
 
     def draw(self, generator: torch.Generator) -> None:
-        """Draw new BF16, FP16 or FP32 weights with a deviation of ``gain / sqrt(inputs)``.
+        """Draw new weights with a deviation of ``gain / sqrt(inputs)``: BF16, FP16, FP32, or dummy NVFP4.
 
         Only host memory changes: call `give` next, because the slots still hold the old weights. They are
-        drawn on the generator's device, one tensor at a time.
+        drawn on the generator's device, one tensor at a time. Raises RuntimeError if experts are packed.
         """
         if self.store.packed:
             raise RuntimeError("packed experts cannot be drawn anew; start with packed=0")
+        inputs = {"w1": self._layer.hidden_size, "w2": self._layer.intermediate_size_per_partition}
         for name, gain in _GAINS.items():
-            host = self.store.tensors[name]  # [E, outputs, inputs]
-            drawn = torch.empty(host.shape, dtype=host.dtype, device=generator.device)
-            host.copy_(drawn.normal_(0.0, gain / math.sqrt(host.shape[-1]), generator=generator))
+            host, deviation = self.store.tensors[name], gain / math.sqrt(inputs[name])  # host: [E, ...]
+            if host.is_floating_point():
+                drawn = torch.empty(host.shape, dtype=host.dtype, device=generator.device)
+                host.copy_(drawn.normal_(0.0, deviation, generator=generator))
+                continue
+            # Every four bits are a value of E2M1, in whichever order the backend repacked them.
+            bits = host.view(torch.uint8)
+            bits.copy_(
+                torch.randint(
+                    256, bits.shape, dtype=torch.uint8, device=generator.device, generator=generator
+                )
+            )
+            self.store.tensors[f"_{name}.alpha_or_gscale"].mul_(deviation / _DUMMY_DEVIATION)
 
     def roll(self, by: int) -> None:
         """Plant a fault: expert e gets the tensors of expert ``e - by``, on the host and in the slots.

@@ -124,16 +124,31 @@ def test_memory_is_what_the_profile_finds(run: Any) -> None:
     assert asked == ["", "8"]
 
 
+def speeds(request: EngineRequest) -> list[dict[str, Any]]:
+    """What the probe would give; the tokens depend on 16 slots."""
+    rows = []
+    for text in request.probe_options["caches"]:
+        slots = int(text.partition(":")[0])
+        for batch in request.probe_options["batches"]:
+            rate = 10.0 * (1.5 if text == str(slots) else 1.0)
+            rows.append(
+                {
+                    "cache": text,
+                    "slots": slots,
+                    "batch": batch,
+                    "tokens": [[slots == 16, 1]] * batch,
+                    "tokens_per_second": rate,
+                }
+            )
+    return rows
+
+
 def test_qwens_tokens_are_compared_with_all_experts(run: Any) -> None:
     def engine(request: EngineRequest) -> EngineResult:
         assert request.arguments["load_format"] == "dummy"
         assert request.probe_options["vocab"] == 151936
-        rows = [
-            {"slots": slots, "batch": batch, "tokens": [[slots == 16, 1]] * batch}
-            for slots in request.probe_options["slots"]
-            for batch in request.probe_options["batches"]
-        ]
-        return result(probe=rows, seconds={"load": 60.0})
+        assert request.environ["MOEDOCTOR_EXPERT_CACHE"] == "8:packed=0"
+        return result(probe=speeds(request), seconds={"load": 60.0})
 
     run(engine)
     rows = engines.qwen({})
@@ -143,6 +158,29 @@ def test_qwens_tokens_are_compared_with_all_experts(run: Any) -> None:
     run(lambda request: failed("no memory"))
     with pytest.raises(UnavailableError, match="no memory"):
         engines.qwen({})
+
+
+def test_new_defaults_are_compared_with_the_old_ones_in_one_engine(run: Any) -> None:
+    run(lambda request: result(probe=speeds(request), seconds={"load": 60.0}))
+    rows = {(row["cache"], row["batch"]): row for row in engines.gain({})}
+    assert {slots for slots, _ in rows} == set(engines.GAIN_CACHES)
+    assert "times_before" not in rows["16:policy=lfru,packed=0", 1]
+    assert (rows["64", 8]["times_before"], rows["64", 8]["sequences_as_before"]) == (1.5, 8)
+    assert all("tokens" not in row for row in rows.values())
+
+
+def test_nvfp4_and_bf16_are_engines_of_their_own(run: Any) -> None:
+    asked = []
+
+    def engine(request: EngineRequest) -> EngineResult:
+        config = json.loads((Path(request.model) / "config.json").read_text(encoding="utf-8"))
+        asked.append((request.arguments["moe_backend"], "quantization_config" in config))
+        return result(probe=speeds(request))
+
+    run(engine)
+    rows = engines.nvfp4({})
+    assert asked == [("marlin", True), ("triton", False)]
+    assert [row["scheme"] for row in rows] == ["nvfp4"] * 4 + ["bf16"] * 4
 
 
 class Runner:
@@ -235,9 +273,10 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
     return Llm(model)
 
 
-def decoded(llm: Llm, slots: list[int]) -> list[dict[str, Any]]:
+def decoded(llm: Llm, slots: list[int], **options: Any) -> list[dict[str, Any]]:
+    caches = [f"{count}:packed=0" for count in slots]
     return probes.decode_speeds(
-        llm, slots=slots, batches=[1, 2], steps=[12, 6], rounds=2, vocab=VOCAB, seconds=60.0
+        llm, caches=caches, batches=[1, 2], steps=[12, 6], rounds=2, vocab=VOCAB, seconds=60.0, **options
     )
 
 
@@ -304,7 +343,7 @@ def test_every_weight_is_drawn_and_no_two_layers_are_alike(llm: Llm) -> None:
 
 
 def decode(ids: list[list[int]], start: list[int], lookups: int, token: int = 7) -> probes._Run:
-    return probes._Run({"hit_rate": 0.1}, [[token]], [start], lookups, [ids])
+    return probes._Run({"hit_rate": 0.1}, [[token]], [start], 0, lookups, [ids])
 
 
 def test_the_optimum_starts_from_what_is_resident() -> None:

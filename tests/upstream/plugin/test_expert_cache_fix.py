@@ -102,6 +102,7 @@ class Layer(torch.nn.Module):
         self.quant_method = SimpleNamespace(moe_kernel=Kernel(described))
         parallel = SimpleNamespace(use_ep=False, ep_size=1, dp_size=1, pcp_size=1, enable_eplb=False)
         self.moe_config = SimpleNamespace(is_lora_enabled=False, moe_parallel_config=parallel)
+        self.hidden_size, self.intermediate_size_per_partition = HIDDEN, INTERMEDIATE
         self.layer_name, self.local_num_experts, self.top_k = "layers.0.experts", E, TOP_K
 
 
