@@ -24,15 +24,15 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from moedoctor.fixes.cache.engine import CachedExperts, Engine, ResidentEngine, check_range
+from moedoctor.fixes.cache.engine import CachedExperts, Engine, ResidentEngine, table_after
 from moedoctor.fixes.cache.store import ExpertStore, count_experts
-from moedoctor.fixes.eviction import ONLINE_POLICIES, CacheOverflow, CacheStats, SlotTable
+from moedoctor.fixes.eviction import ONLINE_POLICIES, CacheOverflow, CacheStats
 from moedoctor.kernels.device_guard import on_device
 
 __all__ = [
@@ -45,6 +45,8 @@ __all__ = [
     "ExpertStore",
 ]
 
+FOLLOWED = 48
+"""Tokens of a prompt that `seed_from` looks at, at least. `aging` halves its counts once in so many calls."""
 ENGINES = ("auto", "device", "host", "resident")
 
 
@@ -198,14 +200,43 @@ class ExpertCache:
         _check_ids(ids)
         if ids.dim() not in (2, 3):
             raise ValueError(f"ids must be [T, K] or [calls, T, K], got {tuple(ids.shape)}")
-        ids = ids.to("cpu")
-        check_range(ids, self.num_experts)
-        table = SlotTable(self.num_experts, self.capacity, self.policy)
         with self._alone():
-            for row in ids.flatten(1).tolist():
-                for part in table.split(row):
-                    table.plan(part)
-            self._engine.adopt(table)
+            self._engine.adopt(table_after(ids.flatten(1), self.num_experts, self.capacity, self.policy))
+
+    def seed_from(self, ids: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
+        """Start from what a prompt routed, whose experts are all on the device: no byte crosses the bus.
+
+        `ids` [T, K], the tokens in order; `weights` [E, ...] each. Sets the state that a call for each of
+        about `FOLLOWED` tokens would have left, the last one and others at equal distances before it; calls,
+        hits and misses are not counted. The engine ``device`` does not synchronise, and an id out of range
+        is ignored; ``host`` reads the ids, raises ValueError for such an id and copies from the host.
+        """
+        _check_ids(ids)
+        with self._alone():
+            self._engine.seed_from(followed(ids), weights)
+
+    @property
+    def layout(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Name -> shape and type of one expert's tensor, with the number of experts in front."""
+        return {
+            name: (torch.Size((self.num_experts, *shape)), dtype)
+            for name, (shape, dtype) in self._store.shapes.items()
+        }
+
+    def room_for_all(self) -> dict[str, torch.Tensor]:
+        """Return room for all experts on the device, [E, ...] each, not initialised."""
+        return {
+            name: torch.empty(shape, dtype=dtype, device=self.device)
+            for name, (shape, dtype) in self.layout.items()
+        }
+
+    def source_of_all(self, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Return what copies all experts to `buffers`, [E, ...] each, on the stream that is current then.
+
+        With the engine ``device`` experts in slots do not cross the bus, nothing synchronises, and the copies
+        can be captured in a CUDA graph. No other call of this cache may run meanwhile.
+        """
+        return self._engine.source_of_all(buffers)
 
     def reload(self) -> None:
         """Copy the resident experts to their slots again, after the host's tensors were changed.
@@ -257,6 +288,12 @@ class ExpertCache:
             yield
         finally:
             self._inside.clear()
+
+
+def followed(ids: torch.Tensor) -> torch.Tensor:
+    """Return the rows of `ids` [T, K] that `ExpertCache.seed_from` follows: at most ``2 * FOLLOWED - 1``."""
+    step = max(len(ids) // FOLLOWED, 1)
+    return ids[(len(ids) - 1) % step :: step] if len(ids) else ids
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import torch
@@ -45,8 +45,7 @@ class DeviceEngine(Engine):
             )
         self.slots = store.slots(capacity, device)
         self._state = LookupState.empty(store.num_experts, capacity, policy, device)
-        packed = {name: (part.blocks, part.elements, part.rare) for name, part in store.packed.items()}
-        self._transfer = Transfer(store.tensors, packed, self.slots, (SIZE, LANES))
+        self._transfer = self._transfer_to(self.slots)
         self.mapping = self._state.slot_of
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._copies is not None:
@@ -63,6 +62,11 @@ class DeviceEngine(Engine):
         """Lookups so far: each may evict."""
         self._partings = 0
         """Calls so far that were split into several groups: all of them share one list of groups."""
+
+    def _transfer_to(self, targets: Mapping[str, torch.Tensor]) -> Transfer:
+        store = self.store
+        packed = {name: (part.blocks, part.elements, part.rare) for name, part in store.packed.items()}
+        return Transfer(store.tensors, packed, targets, (SIZE, LANES))
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
         return self._run(self._joined(ids), None)
@@ -148,6 +152,42 @@ class DeviceEngine(Engine):
             ):
                 tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
             self._transfer.launch(state.copies)
+
+    def source_of_all(self, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        experts = self.store.num_experts
+        transfer = self._transfer_to(buffers)
+        copies = torch.zeros(1 + 2 * experts, dtype=torch.int32, device=self.device)
+        rows = [(_rows(self.slots[name]), _rows(buffer)) for name, buffer in buffers.items()]
+
+        def copy() -> None:
+            slot_of = self._state.slot_of  # [E]
+            missing = slot_of < 0  # [E]
+            for slots, buffer in rows:  # those that are missing get any row here, and their own below
+                torch.index_select(slots, 0, slot_of.clamp(min=0), out=buffer)
+            order = torch.argsort(missing.int(), descending=True, stable=True)  # [E]: missing ones first
+            copies[:1] = missing.sum()
+            copies[1 : 1 + experts], copies[1 + experts :] = order, order
+            transfer.launch(copies)
+
+        return copy
+
+    def seed_from(self, ids: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
+        self._join()
+        state = self._state
+        with self._whole():
+            counts = state.counts.clone()
+            for tensor in (state.slot_of, state.expert_of):
+                tensor.fill_(-1)
+            for tensor in (state.uses, state.last, state.loaded, state.clock):
+                tensor.zero_()
+            ids = ids.contiguous()  # [calls, K]
+            slot_ids = torch.empty_like(ids[:1])  # [1, K]
+            for row in ids.unbind(0):
+                launch_lookup(state, row, slot_ids)
+            state.counts.copy_(counts)
+            held = state.expert_of.clamp(min=0)  # [capacity]; a free slot gets any expert
+            for name, slots in self.slots.items():
+                torch.index_select(_rows(weights[name]), 0, held, out=_rows(slots))
 
     def stats(self) -> CacheStats:
         calls, hits, misses, prefetched = self._state.counts.tolist()
@@ -259,3 +299,10 @@ class DeviceEngine(Engine):
         """Whether the current stream records a CUDA graph."""
         with on_device(self.mapping):
             return self._copies is not None and torch.cuda.is_current_stream_capturing()
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor [N, ...] as [N, words], because not every type can be indexed."""
+    rows = tensor.view(len(tensor), tensor[0].numel())
+    aligned = tensor[0].nbytes % 8 == 0 and tensor.data_ptr() % 8 == 0
+    return rows.view(torch.int64 if aligned else torch.uint8)

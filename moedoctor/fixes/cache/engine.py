@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,20 @@ def check_bounds(low: int, high: int, num_experts: int, name: str = "ids") -> No
         raise ValueError(f"{name}: expert {high} of {num_experts}")
 
 
+def table_after(ids: torch.Tensor, num_experts: int, capacity: int, policy: str) -> SlotTable:
+    """Return the state that calls for each row of `ids` [calls, N] leave. Reads the ids.
+
+    A call that does not fit goes in groups. Raises ValueError for an id out of range.
+    """
+    ids = ids.to("cpu")
+    check_range(ids, num_experts)
+    table = SlotTable(num_experts, capacity, policy)
+    for row in ids.tolist():
+        for part in table.split(row):
+            table.plan(part)
+    return table
+
+
 class Engine(ABC):
     """One way of looking up, evicting and copying. `ExpertCache` checks arguments and threads before."""
 
@@ -72,6 +86,20 @@ class Engine(ABC):
     def reload(self) -> None:
         """Copy the resident experts to their slots again. May synchronise."""
         self.adopt(self.table())
+
+    def source_of_all(self, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Return what copies all experts to `buffers`, [E, ...] each."""
+        waits = self.device.type != "cuda" or not self.store.pinned
+
+        def copy() -> None:
+            for name, tensor in self.store.tensors.items():
+                buffers[name].copy_(tensor, non_blocking=not waits)
+
+        return copy
+
+    def seed_from(self, ids: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
+        """As `ExpertCache.seed_from`; `ids` [calls, K] are those to follow. May synchronise."""
+        self.adopt(table_after(ids, self.store.num_experts, self.capacity, self.policy))
 
     @abstractmethod
     def stats(self) -> CacheStats:

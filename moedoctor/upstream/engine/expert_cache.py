@@ -44,7 +44,7 @@ BACKENDS: Mapping[str, tuple[Scheme, str, str]] = {
     "NVFP4 HUMMING": ("nvfp4", "humming", "NVFP4 MARLIN"),
 }
 """Name in reports -> (scheme of the checkpoint, ``moe_backend``, whose prompts)."""
-_SINCE = {"humming": "0.27.0"}
+_SINCE = {"humming": "0.30.0"}
 """Backend -> the first release whose layers have it and can have a cache."""
 SLOTS = (None, 2, 6)
 """Slots for 8 experts; None is the control without a cache."""
@@ -52,7 +52,7 @@ PROBES = "moedoctor.upstream.engine.expert_cache_probes:"
 SECONDS = 200.0
 QWEN_CACHES = ("128:packed=0", "32", "16", "64", "8")
 """In the order of their measurement: if time runs out, the last ones are left out."""
-_OLD = "policy=lfru,packed=0"
+_OLD = "policy=lfru,packed=0,stream=0"
 GAIN_CACHES = (f"32:{_OLD}", f"16:{_OLD}", f"64:{_OLD}", "64", "16", "32")
 """What the plug-in did before against what it does now, in turn."""
 NVFP4_CACHES = ("8", "16")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moedoctor.upstream.engine.probes import model_of
-from moedoctor.upstream.plugin.expert_cache_layer import host_experts
+from moedoctor.upstream.plugin.expert_cache_layer import host_experts, stream_prompts
 from moedoctor.upstream.plugin.expert_cache_options import CacheOptions, read_options
 
 _LOGGED_CALLS = 512
@@ -37,7 +37,10 @@ class _Run:
 
 def caches(llm: Any) -> dict[str, Any]:
     """Probe: return what the caches of this engine did and hold, and the memory left to the KV cache."""
-    layers = [layer.cache for layer in host_experts(model_of(llm))]
+    experts = host_experts(model_of(llm))
+    layers = [layer.cache for layer in experts]
+    streams = {id(layer.stream[0]): layer.stream[0].nbytes for layer in experts if layer.stream is not None}
+    buffers = sum(streams.values())
     worker = worker_of(llm)
     free = getattr(getattr(worker, "worker", worker), "available_kv_cache_memory_bytes", None)
     return {
@@ -48,7 +51,8 @@ def caches(llm: Any) -> dict[str, Any]:
         "misses": sum(cache.stats.misses for cache in layers),
         "pinned_bytes": sum(cache.memory.pinned for cache in layers),
         "device_bytes": sum(cache.memory.device for cache in layers),
-        "saved_bytes": sum(cache.memory.saved for cache in layers),
+        "stream_bytes": buffers,
+        "saved_bytes": sum(cache.memory.saved for cache in layers) - buffers,
         "kv_cache_bytes": None if free is None else int(free),
     }
 
@@ -272,6 +276,8 @@ def _resize(worker: Any, options: CacheOptions, logged: int = 0) -> dict[str, An
     layers = host_experts(runner.get_model())
     for layer in layers:
         layer.give(options, captured=True)
+    stream = stream_prompts(layers, options)
+    for layer in layers:
         if logged:
             layer.keep_ids(_LOGGED_CALLS, logged * layer.top_k)
     gc.collect()
@@ -281,6 +287,7 @@ def _resize(worker: Any, options: CacheOptions, logged: int = 0) -> dict[str, An
     return {
         "layers": len(layers),
         "engine": layers[0].cache.engine,
+        "stream_bytes": 0 if stream is None else stream.nbytes,
         "expert_bytes": sum(layer.cache.memory.device for layer in layers),
         "pinned_bytes": sum(layer.cache.memory.pinned for layer in layers),
         "torch_bytes": int(torch.cuda.memory_allocated()),

@@ -17,7 +17,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moedoctor.upstream.plugin.expert_cache_layer import EXPERTS, host_experts, install, to_device
+from moedoctor.upstream.plugin.expert_cache_layer import (
+    EXPERTS,
+    host_experts,
+    install,
+    stream_prompts,
+    to_device,
+)
 from moedoctor.upstream.plugin.expert_cache_options import VARIABLE, CacheOptions, read_options
 from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches
 
@@ -136,6 +142,8 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
             caches.append(install(layer, options, device, captured=captured))
         else:
             to_device(layer, device)  # every expert fits
+    stream = stream_prompts(host_experts(model), options)
+    buffers = 0 if stream is None else stream.nbytes
     torch.cuda.empty_cache()
     # vLLM kept the experts in pinned memory of torch's own, which torch would keep for later.
     if torch.cuda.is_available():
@@ -143,7 +151,7 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
     memory = [cache.memory for cache in caches]
     logger.info(
         "moedoctor: expert_cache: %d of %d MoE layers with %d slots, engine %s, policy %s: %.2f GiB pinned%s"
-        ", %.2f GiB on the GPU, %.2f GiB left to the KV cache",
+        ", %.2f GiB on the GPU and %.2f GiB of layer buffers for prompts, %.2f GiB left to the KV cache",
         len(caches),
         len(layers),
         slots,
@@ -152,7 +160,8 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
         sum(layer.pinned for layer in memory) / 2**30,
         ", packed" if any(cache.packed for cache in caches) else "",
         sum(layer.device for layer in memory) / 2**30,
-        sum(layer.saved for layer in memory) / 2**30,
+        buffers / 2**30,
+        (sum(layer.saved for layer in memory) - buffers) / 2**30,
     )
 
 
@@ -262,6 +271,8 @@ def refused_kernel(layer: Any) -> str | None:
     experts = kernel.fused_experts
     if type(experts).__name__ not in BACKENDS:
         return f"{method} computes with {type(experts).__name__}; {_EXPECTED}"
+    if "Humming" in type(experts).__name__ and not hasattr(experts, "humming_configs"):
+        return "HUMMING describes layers in another way before vLLM 0.30.0; expected --moe-backend marlin"
     # The method has another name from 0.22.0 on.
     if getattr(kernel, "owns_shared_experts", False) or getattr(kernel, "can_overlap_shared_experts", False):
         return f"{method} computes shared experts inside of its kernel"

@@ -7,17 +7,22 @@ are in these two places. Both get the cache's slots, whose addresses never chang
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from moedoctor.fixes.cache.stream import BUFFERS, LayerStream
 from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
 from moedoctor.fixes.offload.pinned import allocate, register
 from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
+
+logger = logging.getLogger("vllm.moedoctor")
 
 _PARTS = ("_a1", "_a2", "_w1", "_w2")
 _FIELDS = ("scale", "alpha_or_gscale", "zp", "bias")
@@ -67,6 +72,8 @@ class HostExperts:
     cache: ExpertCache
     log: IdLog | None = None
     """Made by `keep_ids`."""
+    stream: tuple[LayerStream, int, int] | None = None
+    """The stream, this layer's number in it, and from how many tokens on calls pass through it."""
 
     def __init__(self, layer: Any, device: torch.device, options: CacheOptions) -> None:
         """Copy the experts of `layer`, which is loaded and repacked, to host memory, pinned if possible.
@@ -80,6 +87,8 @@ class HostExperts:
         self._layer, self._device = layer, device
         self._kernel = layer.quant_method.moe_kernel
         self._compute = self._kernel.apply
+        self._humming = {self.num_experts: getattr(self._kernel.fused_experts, "humming_configs", {})}
+        """Experts that a call of HUMMING's kernel indexes -> its description of the layer."""
         self._parameters = {name: _holders(layer, tensor) for name, tensor in tensors.items()}
 
     @property
@@ -114,19 +123,48 @@ class HostExperts:
             device=self._device,
             engine="resident" if options.slots >= self.num_experts else engine,
         )
-        quant_config = self._kernel.fused_experts.quant_config
         for name, slots in cache.weights.items():
             for holder in self._parameters[name]:
                 setattr(self._layer, holder, torch.nn.Parameter(slots, requires_grad=False))
-            part, _, field = name.partition(".")
-            if field:
-                setattr(getattr(quant_config, part), field, slots)
+        self._describe(cache.weights)
         to_device(self._layer, self._device)  # other tensors may be in host memory, too
         if hasattr(self._kernel.impl, "inplace"):  # until 0.21.0
             self._kernel.impl.inplace = False  # the input of the second group is not the output of the first
-        self._kernel.apply = _applying(cache, self._compute, options.overlap)
-        self.cache, self.log = cache, None
+        self.cache, self.log, self.stream = cache, None, None
+        self._kernel.apply = _applying(self, self._compute, options.overlap)
         return cache
+
+    def _describe(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let the kernel's quantization config hold `tensors`; HUMMING must know how many experts they are."""
+        experts = self._kernel.fused_experts
+        for name, tensor in tensors.items():
+            part, _, field = name.partition(".")
+            if field:
+                setattr(getattr(experts.quant_config, part), field, tensor)
+        if hasattr(experts, "humming_configs"):
+            count = len(tensors["w1"])
+            if count not in self._humming:
+                whole = self._humming[self.num_experts]
+                self._humming[count] = {
+                    name: replace(config, num_experts=count) for name, config in whole.items()
+                }
+            experts.humming_configs = self._humming[count]
+
+    @contextmanager
+    def all_experts(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Give all experts [E, ...] out of the stream; the quantization config holds them meanwhile."""
+        assert self.stream is not None
+        stream, number, _ = self.stream
+        with stream.layer(number) as tensors:
+            self._describe(tensors)
+            try:
+                yield tensors
+            finally:
+                self._describe(self.cache.weights)
+
+    def streams(self, tokens: int) -> bool:
+        """Return whether a call of so many tokens passes through the stream."""
+        return self.stream is not None and tokens >= self.stream[2]
 
     def keep_ids(self, calls: int, width: int) -> None:
         """Log the ids of every call from now on, until `give`; graphs must be captured after this."""
@@ -180,6 +218,33 @@ class HostExperts:
             rows = tensor.view(self.num_experts, -1).view(torch.uint8)  # [E, bytes]: torch rolls no FP8
             rows.copy_(rows.to(self._device).roll(by, 0))
         self.cache.reload()
+
+
+_MOST_STREAMED = 0.25
+"""The share of all experts that two layer buffers may take by default."""
+
+
+def stream_prompts(layers: Sequence[HostExperts], options: CacheOptions) -> LayerStream | None:
+    """Let long calls pass through two buffers for all `layers`; return None if they do not.
+
+    They do not if the options say so, if layers differ, or by default if the buffers would take too much.
+    """
+    held = [layer for layer in layers if layer.cache.engine != "resident"]
+    if not held or options.stream == 0:
+        return None
+    if options.stream is None and _MOST_STREAMED * len(held) < BUFFERS:
+        return None
+    try:
+        stream = LayerStream([layer.cache for layer in held])
+    except ValueError as error:
+        logger.warning("moedoctor: expert_cache: prompts pass through the slots: %s", error)
+        return None
+    for number, layer in enumerate(held):
+        # A call that asks for each expert twice on average needs seven of eight, if all are equally likely.
+        tokens = -(-2 * layer.num_experts // layer.top_k) if options.stream is None else options.stream
+        fits = layer.cache.capacity // layer.top_k  # so many tokens are always one call
+        layer.stream = (stream, number, max(tokens, fits + 1))
+    return stream
 
 
 def host_experts(model: Any) -> list[HostExperts]:
@@ -250,12 +315,20 @@ def _on_the_host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
     return block.bytes.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _applying(cache: ExpertCache, compute: Any, overlap: bool) -> Any:
-    """Return the kernel's `apply` through `cache`; `overlap` as `ExpertCache.groups`."""
+def _applying(experts: HostExperts, compute: Any, overlap: bool) -> Any:
+    """Return the kernel's `apply` through the layer's cache; `overlap` as `ExpertCache.groups`."""
+    cache = experts.cache
     overlap = overlap and cache.engine == "device"
     # Ids of other groups are mapped to no expert, like those of other ranks.
     nowhere = torch.arange(cache.num_experts, dtype=torch.int32, device=cache.device)  # [E]
     nowhere[cache.capacity :] = -1
+
+    def through_the_stream(topk_ids: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+        with experts.all_experts() as weights, _choosing_tiles_for(cache.num_experts):
+            given.update(w1=weights["w1"], w2=weights["w2"], expert_map=None)
+            result: torch.Tensor = compute(topk_ids=topk_ids, **given)  # [T, H]
+            cache.seed_from(topk_ids, weights)
+        return result
 
     def apply(
         hidden_states: torch.Tensor,
@@ -265,9 +338,13 @@ def _applying(cache: ExpertCache, compute: Any, overlap: bool) -> Any:
         topk_ids: torch.Tensor,
         **given: Any,
     ) -> torch.Tensor:
+        given.update(hidden_states=hidden_states, topk_weights=topk_weights)
+        given["global_num_experts"] = cache.num_experts
+        if experts.streams(len(topk_ids)):
+            return through_the_stream(topk_ids, given)
+        given.update(w1=cache.weights["w1"], w2=cache.weights["w2"])
         # Whether more than one group is possible.
         many = overlap or min(topk_ids.numel(), cache.num_experts) > cache.capacity
-        given["global_num_experts"] = cache.num_experts
         given["expert_map"] = nowhere if many else None
         total: torch.Tensor | None = None
         with _choosing_tiles_for(cache.num_experts):
@@ -275,14 +352,7 @@ def _applying(cache: ExpertCache, compute: Any, overlap: bool) -> Any:
                 slots = part.slot_ids  # [T, K]
                 if many:
                     slots = torch.where(slots < 0, cache.capacity, slots)
-                result: torch.Tensor = compute(
-                    hidden_states=hidden_states,
-                    w1=cache.weights["w1"],
-                    w2=cache.weights["w2"],
-                    topk_weights=topk_weights,
-                    topk_ids=slots,
-                    **given,
-                )  # [T, H]
+                result: torch.Tensor = compute(topk_ids=slots, **given)  # [T, H]
                 if not many:
                     return result
                 # Always a copy: the kernel's output may be a view of its workspace.

@@ -31,6 +31,10 @@ class CacheOptions:
     """``device``: lookups and copies are kernels. ``host``: Python, without CUDA graphs. ``auto`` chooses."""
     pin: bool = True
     """Lock the host memory. Without it copies wait, and CUDA graphs are refused."""
+    stream: int | None = None
+    """Calls of at least so many tokens pass through two layer buffers instead of the slots; 0 for none. By
+    default those in which each expert is asked for twice on average, if the buffers are at most a quarter of
+    all experts."""
 
 
 def read_options(text: str) -> CacheOptions:
@@ -77,5 +81,6 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "overlap": ("0 or 1", _switch),
     "engine": _among(ENGINES),
     "pin": ("0 or 1", _switch),
+    "stream": ("a number of tokens", lambda text: int(text) if _is_number(text) else _BAD),
 }
 """Name of an option -> what is expected, and its reader."""

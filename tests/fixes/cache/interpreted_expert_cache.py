@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from moedoctor.fixes.cache import device
+from moedoctor.fixes.cache.engine import table_after
+from moedoctor.fixes.cache.stream import LayerStream
 from moedoctor.fixes.eviction import ONLINE_POLICIES
-from moedoctor.fixes.expert_cache import ExpertCache
+from moedoctor.fixes.expert_cache import ExpertCache, followed
 from moedoctor.kernels.cache.transfer import Transfer
 from tests.fixes.cache.checks import assert_consistent, assert_holds
 
@@ -28,6 +30,7 @@ WEIGHTS = {
     "w": torch.randn(EXPERTS, 8, generator=torch.Generator().manual_seed(0)),
     "bias": torch.randn(EXPERTS, 3, generator=torch.Generator().manual_seed(1)).bfloat16(),
 }
+WEIGHTS_ONLY = {"bias": WEIGHTS["bias"]}
 IDS = torch.tensor([[1, 2, 3]])
 MANY = torch.tensor([[0, 1, 2, 3, 4, 5]])
 CALLS: dict[str, Callable[[ExpertCache], Any]] = {
@@ -150,6 +153,46 @@ def between() -> None:
         assert_consistent(cache, WEIGHTS)
 
 
+def seeded() -> None:
+    """After a prompt the engine has the state and the bytes that the host's bookkeeping gives; no counts."""
+    draw = torch.Generator().manual_seed(3)
+    for policy in ONLINE_POLICIES:
+        cache = new(policy)
+        before = cache.stats
+        for tokens in (1, 5, 60, 150):
+            ids = torch.randint(-1, EXPERTS, (tokens, 3), generator=draw, dtype=torch.int32)  # [T, K]
+            cache.seed_from(ids, WEIGHTS)
+            expected = table_after(followed(ids), EXPERTS, SLOTS, policy)
+            got = cache._engine.table()
+            assert (got.expert_of, got.uses, got.clock) == (expected.expert_of, expected.uses, expected.clock)
+            assert_consistent(cache, WEIGHTS)
+            assert cache.stats == before
+            later = torch.randint(0, EXPERTS, (1, 3), generator=draw)  # [T, K]
+            expected.step(sorted(set(later.flatten().tolist())))
+            assert_holds(later, cache.acquire(later), WEIGHTS)
+            assert cache.resident() == expected.expert_of
+            before = cache.stats
+
+
+def streamed() -> None:
+    """Buffers hold every expert of their layer, packed or not, in any order of layers."""
+    shape = (EXPERTS, 60, 256)  # more than one packed block, the last of them padded
+    layers = [
+        {"w": torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16(), **WEIGHTS_ONLY}
+        for seed in range(3)
+    ]
+    for packed in (False, True):
+        caches = [ExpertCache(layer, SLOTS, engine="device", device="cpu", packed=packed) for layer in layers]
+        assert all(cache.packed is packed for cache in caches)
+        stream = LayerStream(caches)
+        for number in (0, 1, 2, 0, 2, 2, 1):
+            with stream.layer(number) as weights:
+                for name, tensor in layers[number].items():
+                    assert torch.equal(weights[name].view(torch.uint8), tensor.view(torch.uint8)), name
+                caches[number].seed_from(torch.tensor([[number, 5], [7, 11]]), weights)
+            assert_consistent(caches[number], layers[number])
+
+
 if __name__ == "__main__":
-    for check in (broken, broken_twice, policies, between):
+    for check in (broken, broken_twice, policies, between, seeded, streamed):
         check()

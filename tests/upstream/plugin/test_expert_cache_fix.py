@@ -166,6 +166,48 @@ def test_a_layer_computes_the_same_with_caches_of_every_size() -> None:
     assert EXPERTS.get() is None
 
 
+def test_long_calls_pass_through_two_buffers_and_seed_the_slots() -> None:
+    model = torch.nn.ModuleList(Layer() for _ in range(3))
+    fix._give_caches(model, CacheOptions(5, stream=3), Layer, "cpu", False)
+    plain, draw = Layer(), torch.Generator().manual_seed(0)
+    described = plain.quant_method.moe_kernel.fused_experts.quant_config._w1.scale
+    for tokens in (9, 2, 3):
+        before = [layer.cache.stats.calls for layer in host_experts(model)]
+        for layer in model:
+            x = torch.randn(tokens, HIDDEN, generator=draw)  # [T, H]
+            topk_weights = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
+            ids = torch.rand(tokens, E, generator=draw).topk(TOP_K).indices.int()  # [T, K]
+            result, expected = (call(one, x, ids, topk_weights) for one in (layer, plain))
+            assert (
+                torch.equal(result, expected) if tokens > 2 else torch.allclose(result, expected, atol=1e-5)
+            )
+            config = layer.quant_method.moe_kernel.fused_experts.quant_config
+            assert len(config._w1.scale) == 5, "the slots are back"
+            (experts,) = host_experts(layer)
+            assert set(ids[-1].tolist()) <= set(experts.cache.resident())
+        calls = [layer.cache.stats.calls for layer in host_experts(model)]
+        assert calls == [count + (tokens < 3) for count in before], "a streamed call is no call of the cache"
+    assert len(described) == E
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "tokens"),
+    [
+        (8, CacheOptions(5), E),  # 2 * E / K
+        (8, CacheOptions(11), E),
+        (7, CacheOptions(5), None),  # two buffers are more than a quarter
+        (2, CacheOptions(5, stream=1), 3),  # fewer always fit
+        (8, CacheOptions(5, stream=0), None),
+        (8, CacheOptions(E), None),
+    ],
+)
+def test_prompts_stream_from_a_length_on(layers: int, options: CacheOptions, tokens: int | None) -> None:
+    model = torch.nn.ModuleList(Layer() for _ in range(layers))
+    fix._give_caches(model, options, Layer, "cpu", False)
+    firsts = {experts.stream and experts.stream[2] for experts in host_experts(model)}
+    assert firsts == (set() if options.slots == E else {tokens})
+
+
 def test_cuda_graphs_without_pinned_memory_are_refused() -> None:
     layer = Layer()
     with pytest.raises(RuntimeError, match="CUDA graphs need pinned host memory"):
@@ -296,8 +338,8 @@ def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None
 def test_the_variable_is_read() -> None:
     assert fix.wanted({}) is None
     assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(16, policy="aging", packed=True, overlap=False)
-    every = "8: policy=lfru, packed=0,overlap=1,engine=host,pin=0,"
-    assert fix.wanted({fix.VARIABLE: every}) == CacheOptions(8, "lfru", False, True, "host", False)
+    every = "8: policy=lfru, packed=0,overlap=1,engine=host,pin=0,stream=64,"
+    assert fix.wanted({fix.VARIABLE: every}) == CacheOptions(8, "lfru", False, True, "host", False, 64)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +353,8 @@ def test_the_variable_is_read() -> None:
         ("8:policy=best", "has policy='best'; expected aging, lfru, lfu, lru"),
         ("8:packed=yes", "has packed='yes'; expected 0 or 1"),
         ("8:packed", "has packed=''; expected 0 or 1"),
-        ("8:slots=4", "has no option called 'slots'; expected policy, packed, overlap, engine, pin"),
+        ("8:slots=4", "has no option called 'slots'; expected policy, packed, overlap, engine, pin, stream"),
+        ("8:stream=-1", "has stream='-1'; expected a number of tokens"),
         ("8:packed=1,packed=0", "has the option packed twice"),
         ("8:policy=\x1b[31m\n" + "x" * 4000, "expected aging"),
     ],
