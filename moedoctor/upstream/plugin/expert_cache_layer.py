@@ -135,7 +135,7 @@ class HostExperts:
         return cache
 
     def _describe(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Let the kernel's quantization config hold `tensors`; HUMMING must know how many experts they are."""
+        """Let the kernel's quantization config hold `tensors`, and HUMMING know how many experts."""
         experts = self._kernel.fused_experts
         for name, tensor in tensors.items():
             part, _, field = name.partition(".")
