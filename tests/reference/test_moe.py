@@ -71,7 +71,7 @@ def test_against_a_loop_over_tokens(activation: str, scaled: bool) -> None:
     [
         (-2, "silu", "topk_ids: expected -1 to 5"),
         (EXPERTS, "silu", "topk_ids: expected -1 to 5"),
-        (0, "swish", "expected silu, gelu_tanh, relu2"),
+        (0, "swish", "expected silu, gelu, gelu_tanh, relu2"),
     ],
 )
 def test_an_id_out_of_range_and_an_unknown_activation_are_refused(

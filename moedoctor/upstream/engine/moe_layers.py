@@ -2,13 +2,15 @@
 
 `tokens` uses tiny checkpoints. The control computes its MoE layers by the float32 reference in plain torch;
 beside it are vLLM's own backend and moedoctor's kernels, eager and with CUDA graphs, and one engine with a
-planted fault: two experts of the last layer have changed places. `speed` uses layers of Qwen3-30B-A3B's size
-with random weights.
+planted fault: the experts of the last layer have changed places. `speed` uses layers of Qwen3-30B-A3B's size
+with random weights; its engines are up at once, and one at a time has the GPU.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+import os
 import statistics
 import tempfile
 import time
@@ -16,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moedoctor.results import UnavailableError
 from moedoctor.upstream.engine.engine import EngineRequest
 from moedoctor.upstream.engine.experiment import (
     Outcome,
@@ -42,7 +43,7 @@ SCHEMES: Mapping[str, tuple[Scheme, str]] = {
     "NVFP4": ("nvfp4", "NVFP4 MARLIN"),
 }
 """Name in reports -> (scheme of the checkpoint, whose prompts)."""
-REFERENCE_ENGINE, OURS, THEIRS, PLANTED = "float32 reference", "moedoctor", "vLLM", "two experts exchanged"
+REFERENCE_ENGINE, OURS, THEIRS, PLANTED = "float32 reference", "moedoctor", "vLLM", "experts exchanged"
 _ENGINES = (
     (REFERENCE_ENGINE, EAGER),
     (OURS, EAGER),
@@ -55,6 +56,8 @@ _SECONDS = 200.0
 _BATCHES, _STEPS, _ROUNDS = (1, 8), 64, 12
 _LAYERS = 12
 _SPEED_SECONDS = 240.0
+_PATIENCE = 90.0
+"""Seconds that an engine waits for the others to start."""
 
 
 def fixed(computer: str) -> dict[str, str]:
@@ -148,25 +151,27 @@ def exchange_experts(llm: Any) -> dict[str, int]:
 
 
 def speed(sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return decode times of engines with and without the fix, for BF16, NVFP4 and FP8 weights.
+    """Return decode times of engines with and without the fix, for BF16, FP8 and NVFP4 weights.
 
-    Engines of one quantization run one after the other, vLLM's own first, ours, and vLLM's own again, so that
-    a drift shows. Raises UnavailableError.
+    Raises UnavailableError if no engine can run.
     """
     from moedoctor.reference.checkpoints import quantization_fields
 
-    table = []
-    for quantization, (scheme, _) in SCHEMES.items():
-        with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
-            fields = quantization_fields(scheme, _LAYERS)
-            folder = str(write_shape(Path(name), num_hidden_layers=_LAYERS, **fields))
-            order = ((THEIRS, 1), (OURS, 1), (THEIRS, 2), (OURS, 2))
-            trials = [Trial(_timed(folder, computer), {"computer": computer}) for computer, _ in order]
-            table += _speeds(quantization, run_trials(trials, parallel=1))
-    return table
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+        trials = []
+        for quantization, (scheme, _) in SCHEMES.items():
+            folder = Path(name) / quantization
+            write_shape(folder, num_hidden_layers=_LAYERS, **quantization_fields(scheme, _LAYERS))
+            trials += [
+                Trial(
+                    _timed(str(folder), name, computer), {"quantization": quantization, "computer": computer}
+                )
+                for computer in (THEIRS, OURS)
+            ]
+        return _speeds(run_trials(trials, parallel=len(trials)))
 
 
-def _timed(folder: str, computer: str) -> EngineRequest:
+def _timed(folder: str, meet: str, computer: str) -> EngineRequest:
     return EngineRequest(
         folder,
         [[17, 4711]],
@@ -177,8 +182,8 @@ def _timed(folder: str, computer: str) -> EngineRequest:
                 "cudagraph_mode": "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": list(_BATCHES),
             },
-            "gpu_memory_utilization": 0.5,
-            "kv_cache_memory_bytes": 2 << 30,
+            "gpu_memory_utilization": 0.15,
+            "kv_cache_memory_bytes": 256 << 20,
             "max_model_len": 512,
             "max_num_batched_tokens": 512,
             "max_num_seqs": max(_BATCHES),
@@ -187,22 +192,43 @@ def _timed(folder: str, computer: str) -> EngineRequest:
         fixed(computer),
         max_tokens=2,
         probe=f"{_HERE}:decode_times",
-        probe_options={"batches": _BATCHES, "steps": _STEPS, "rounds": _ROUNDS},
+        probe_options={
+            "batches": _BATCHES,
+            "steps": _STEPS,
+            "rounds": _ROUNDS,
+            "meet": meet,
+            "engines": 2 * len(SCHEMES),
+        },
         seconds=_SPEED_SECONDS,
-        label=computer,
+        label=f"{Path(folder).name}, {computer}",
     )
 
 
-def decode_times(llm: Any, *, batches: Sequence[int], steps: int, rounds: int) -> dict[str, Any]:
-    """Probe: return the milliseconds of a decode step in each round, for each batch."""
-    times = {}
+def decode_times(
+    llm: Any, *, batches: Sequence[int], steps: int, rounds: int, meet: str, engines: int
+) -> dict[str, Any]:
+    """Probe: return the milliseconds of a decode step in each round, for each batch.
+
+    A round has the GPU for itself: engines take turns by a lock in the folder `meet`. They begin when
+    `engines` of them are up, or when `_PATIENCE` is over, so that one that did not start stops no other.
+    """
+    folder = Path(meet)
+    times: dict[str, list[float]] = {str(batch): [] for batch in batches}
     for batch in batches:
         _generate_seconds(llm, batch, steps)  # warm-up
-        # A generation of two tokens has the prefill and one decode step; the rest is decode steps.
-        times[str(batch)] = [
-            (_generate_seconds(llm, batch, steps + 2) - _generate_seconds(llm, batch, 2)) / steps * 1e3
-            for _ in range(rounds)
-        ]
+    (folder / f"{os.getpid()}.up").touch()
+    until = time.monotonic() + _PATIENCE
+    while len(list(folder.glob("*.up"))) < engines and time.monotonic() < until:
+        time.sleep(0.05)
+    with (folder / "turn").open("w") as turn:
+        for _ in range(rounds):
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            for batch in batches:
+                # A generation of two tokens has the prefill and one decode step; the rest is decode steps.
+                short = _generate_seconds(llm, batch, 2)
+                times[str(batch)].append((_generate_seconds(llm, batch, steps + 2) - short) / steps * 1e3)
+            fcntl.flock(turn, fcntl.LOCK_UN)
+            time.sleep(0.05)  # let another have the lock
     return {**computed_by(llm), "step_ms": times}
 
 
@@ -218,31 +244,38 @@ def _generate_seconds(llm: Any, batch: int, tokens: int) -> float:
     return time.perf_counter() - started
 
 
-def _speeds(quantization: str, ran: Sequence[Ran]) -> list[dict[str, Any]]:
-    failed = next((engine.result for engine in ran if engine.result.error is not None), None)
-    if failed is not None and failed.error is not None:
-        return [{"quantization": quantization, "error": f"{failed.label}: {short_error(failed.error)}"}]
-    if any((engine.result.probe["ours"] > 0) != (engine.result.label == OURS) for engine in ran):
-        raise UnavailableError("an engine was not computed by what it was asked for")
-    rows = []
-    for batch in _BATCHES:
-        medians: dict[str, list[float]] = {OURS: [], THEIRS: []}
-        for engine in ran:
-            medians[engine.result.label].append(statistics.median(engine.result.probe["step_ms"][str(batch)]))
-        best = {label: min(values) for label, values in medians.items()}
-        rows.append(
-            {
-                "quantization": quantization,
-                "backend": ran[0].result.log.moe_backend or "not logged",
-                "version": ran[0].result.version,
-                "layers": ran[0].result.probe["layers"],
-                "batch": batch,
-                "step_ms": best[OURS],
-                "step_ms_of_backend": best[THEIRS],
-                "tokens_per_second": batch / best[OURS] * 1e3,
-                "tokens_per_second_of_backend": batch / best[THEIRS] * 1e3,
-                "share": best[THEIRS] / best[OURS],
-                "noise": max(max(values) / min(values) for values in medians.values()) - 1,
-            }
-        )
-    return rows
+def _speeds(ran: Sequence[Ran]) -> list[dict[str, Any]]:
+    by_columns = {tuple(engine.trial.columns.values()): engine.result for engine in ran}
+    table: list[dict[str, Any]] = []
+    for quantization in SCHEMES:
+        theirs, ours = by_columns[quantization, THEIRS], by_columns[quantization, OURS]
+        row = {"quantization": quantization, "layers": _LAYERS}
+        error = theirs.error or ours.error
+        if error is not None:
+            table.append({**row, "error": short_error(error)})
+            continue
+        row |= {"version": ours.version, "backend": theirs.log.moe_backend or "not logged"}
+        if theirs.probe["ours"] or ours.probe["ours"] != ours.probe["layers"]:
+            table.append({**row, "error": "an engine was not computed by what it was asked for"})
+            continue
+        for batch in _BATCHES:
+            own, other = (sorted(engine.probe["step_ms"][str(batch)]) for engine in (ours, theirs))
+            step, step_of_backend = statistics.median(own), statistics.median(other)
+            table.append(
+                {
+                    **row,
+                    "batch": batch,
+                    "step_ms": step,
+                    "step_ms_of_backend": step_of_backend,
+                    "tokens_per_second": batch / step * 1e3,
+                    "tokens_per_second_of_backend": batch / step_of_backend * 1e3,
+                    "share": step_of_backend / step,
+                    "spread": max(_spread(own), _spread(other)),
+                }
+            )
+    return table
+
+
+def _spread(times: Sequence[float]) -> float:
+    """Return how far the middle six tenths of sorted times reach, relative to the shortest of them."""
+    return times[len(times) * 4 // 5] / times[len(times) // 5] - 1

@@ -15,6 +15,7 @@ import functools
 import importlib
 import logging
 import os
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,13 +33,14 @@ from moedoctor.upstream.plugin.moe_layer import (
     take_over,
     take_plain,
 )
-from moedoctor.upstream.plugin.register import OptionError, Patch, apply_patches
+from moedoctor.upstream.plugin.register import FixError, OptionError, Patch, apply_patches
 
 logger = logging.getLogger("vllm.moedoctor")
 
 NAME = "moe"
 VARIABLE = "MOEDOCTOR_MOE"
 KERNELS, REFERENCE = "kernels", "reference"
+_COMPUTERS = {KERNELS: "moedoctor's kernels", REFERENCE: "the float32 reference"}
 LEAST_CAPABILITY = (8, 0)
 """Older tensor cores have no bfloat16."""
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
@@ -55,7 +57,7 @@ class Format:
     method: str
     select: str
     backends: str
-    """The enumeration of backends in that module."""
+    """The enumeration of backends."""
     stand_in: str
     """The backend that vLLM believes to use: one that does not pad the weights' sizes."""
     take: Take
@@ -69,7 +71,7 @@ FORMATS = (
         f"{FUSED}.unquantized_fused_moe_method",
         "UnquantizedFusedMoEMethod",
         "select_unquantized_moe_backend",
-        "UnquantizedMoeBackend",
+        f"{FUSED}.oracle.unquantized:UnquantizedMoeBackend",
         "TRITON",
         take_plain,
         'layer.register_parameter("w13_weight", w13_weight)',
@@ -79,7 +81,7 @@ FORMATS = (
         f"{_QUANTIZATION}.fp8",
         "Fp8MoEMethod",
         "select_fp8_moe_backend",
-        "Fp8MoeBackend",
+        f"{FUSED}.oracle.fp8:Fp8MoeBackend",
         "TRITON",
         take_fp8,
         'layer.register_parameter(f"w13_{self.weight_scale_name}", w13_weight_scale)',
@@ -89,7 +91,7 @@ FORMATS = (
         f"{_QUANTIZATION}.modelopt",
         "ModelOptNvFp4FusedMoE",
         "select_nvfp4_moe_backend",
-        "NvFp4MoeBackend",
+        f"{FUSED}.oracle.nvfp4:NvFp4MoeBackend",
         "EMULATION",
         functools.partial(take_nvfp4, MODELOPT),
         'layer.register_parameter("w13_weight_scale_2", w13_weight_scale_2)',
@@ -99,7 +101,7 @@ FORMATS = (
         _COMPRESSED,
         "CompressedTensorsW4A4Nvfp4MoEMethod",
         "select_nvfp4_moe_backend",
-        "NvFp4MoeBackend",
+        f"{FUSED}.oracle.nvfp4:NvFp4MoeBackend",
         "EMULATION",
         functools.partial(take_nvfp4, COMPRESSED_TENSORS),
         'layer.register_parameter("w13_weight_global_scale", w13_weight_scale_2)',
@@ -115,12 +117,12 @@ _PARALLEL = (
 
 def apply(version: str) -> str:
     """Apply the fix; see `moedoctor.upstream.plugin.register`. Raises OptionError for a bad variable."""
-    by_reference = wanted(os.environ) == REFERENCE
+    computer = wanted(os.environ)
     patches = [Patch(f"{FUSED}.fused_moe_method_base:FusedMoEMethodBase", "__init__", _checking, "moe")]
     for form in FORMATS:
         owner = f"{form.module}:{form.method}"
-        processing = functools.partial(_processing, form=form, by_reference=by_reference)
-        selecting = functools.partial(_selecting, form=form)
+        processing = functools.partial(_processing, form=form)
+        selecting = functools.partial(_selecting, form=form, stand_in=_stand_in(form))
         call = (".moe_kernel.apply(",)
         patches += [
             Patch(form.module, form.select, selecting),
@@ -129,14 +131,14 @@ def apply(version: str) -> str:
             Patch(owner, "forward_native" if form.name == "unquantized" else "apply", None, "layer x", call),
         ]
     apply_patches(NAME, version, patches)
-    return "MoE layers by " + ("the float32 reference" if by_reference else "moedoctor's kernels")
+    return f"MoE layers by {_COMPUTERS[computer]}"
 
 
 def wanted(environ: Mapping[str, str]) -> str:
     """Return what computes the layers, `KERNELS` or `REFERENCE`. Raises OptionError."""
     value = environ.get(VARIABLE, "").strip().lower() or KERNELS
-    if value not in (KERNELS, REFERENCE):
-        raise OptionError(f"{VARIABLE} is {value[:40]!r}; expected {KERNELS} or {REFERENCE}")
+    if value not in _COMPUTERS:
+        raise OptionError(f"{VARIABLE} is {value[:40]!r}; expected {' or '.join(_COMPUTERS)}")
     return value
 
 
@@ -203,7 +205,14 @@ _REPLACED: dict[str, str] = {}
 """Format -> the backend that vLLM selected."""
 
 
-def _selecting(original: Any, *, form: Format) -> Any:
+def _stand_in(form: Format) -> Any:
+    try:
+        return pkgutil.resolve_name(form.backends)[form.stand_in]
+    except (ImportError, AttributeError, KeyError):
+        raise FixError(f"there is no {form.stand_in} in {form.backends}") from None
+
+
+def _selecting(original: Any, *, form: Format, stand_in: Any) -> Any:
     """Wrap the selection of a backend: note which it is, and return our experts."""
 
     def select(*arguments: Any, **options: Any) -> Any:
@@ -214,13 +223,12 @@ def _selecting(original: Any, *, form: Format) -> Any:
             logger.warning("moedoctor: vLLM has no backend for these %s experts: %s", form.name, first)
             backend = "no backend"
         _REPLACED[form.name] = str(backend)
-        backends = getattr(importlib.import_module(form.module), form.backends)
-        return backends[form.stand_in], experts_class()
+        return stand_in, experts_class()
 
     return select
 
 
-def _processing(original: Any, *, form: Format, by_reference: bool) -> Any:
+def _processing(original: Any, *, form: Format) -> Any:
     """Wrap `process_weights_after_loading`: keep vLLM's own from repacking the weights."""
 
     def process_weights_after_loading(self: Any, layer: Any) -> None:
@@ -229,24 +237,24 @@ def _processing(original: Any, *, form: Format, by_reference: bool) -> Any:
             return
         if getattr(layer, "swiglu_limit", None) is not None:
             raise _refused("swiglu_limit clamps the activation")
+        computer = wanted(os.environ)
         try:
-            take_over(self, layer, form.take, by_reference=by_reference)
+            take_over(self, layer, form.take, by_reference=computer == REFERENCE)
         except UnavailableError as error:
             raise _refused(str(error)) from None
-        _announce(form.name, by_reference)
+        _announce(form.name, computer)
 
     return process_weights_after_loading
 
 
 @functools.cache
-def _announce(name: str, by_reference: bool) -> None:
+def _announce(name: str, computer: str) -> None:
     backend = _REPLACED.get(name, "vLLM's backend")
-    own = "the float32 reference" if by_reference else "moedoctor's kernels"
     logger.info(
         "moedoctor: moe: %s experts are computed by %s in place of %s; if the answer is right now, %s was "
         "wrong; if it is still garbage, look elsewhere: the checkpoint, attention, the KV cache",
         name,
-        own,
+        _COMPUTERS[computer],
         backend,
         backend,
     )

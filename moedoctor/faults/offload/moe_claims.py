@@ -1,0 +1,63 @@
+"""MD008's claims about MoE layers that moedoctor computes inside vLLM, which only real engines can decide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moedoctor.faults.base import ClaimCases, ClaimJudgement, claim, decide, untested
+
+_ENGINES = "moedoctor.upstream.engine.moe_layers"
+_OPTIONS: dict[str, Any] = {"needs_gpu": True, "needs": "an installed vLLM that starts"}
+_PLANTED, _OURS = "experts exchanged", "moedoctor"
+
+
+@claim("moe_tokens", measure=f"{_ENGINES}:tokens", thresholds=("max_logprob",), **_OPTIONS)
+def moe_tokens(cases: ClaimCases) -> ClaimJudgement:
+    """Engines with the fix give the tokens of the float32 reference, and logprobs within the threshold.
+
+    Equal tokens confirm it only if wrong experts change the tokens of the same quantization.
+    """
+    rows = cases.rows()
+    ours = [row for row in rows if row["computer"] == _OURS and row["outcome"] != "no control"]
+    if not ours:
+        return untested("no engine with the reference ran", {"rows": rows})
+    same = [
+        row
+        for row in ours
+        if row["outcome"] == "same tokens" and cases.keeps("max_logprob", row["logprob_distance"])
+    ]
+    furthest = max((row["logprob_distance"] for row in same), default=0.0)
+    figure = (
+        f"{len(same)} of {len(ours)} engines give the tokens of the float32 reference, logprobs differ by up "
+        f"to {furthest:.2g}"
+    )
+    wrong = next((row for row in ours if row not in same), None)
+    if wrong is not None:
+        where = f"{wrong['quantization']}, {wrong['mode']}: {wrong['outcome']}, {wrong['detail']}"
+        return decide(False, {"rows": rows}, f"{figure}; {where}")
+    noticed = {
+        row["quantization"]
+        for row in rows
+        if row["computer"] == _PLANTED and row["outcome"] == "other tokens"
+    }
+    blind = sorted({row["quantization"] for row in same} - noticed)
+    if blind:
+        return untested(f"{figure}; wrong experts changed no token of {', '.join(blind)}", {"rows": rows})
+    return decide(True, {"rows": rows}, f"{figure}; with wrong experts every quantization gives others")
+
+
+@claim("moe_speed", measure=f"{_ENGINES}:speed", thresholds=("min_share",), **_OPTIONS)
+def moe_speed(cases: ClaimCases) -> ClaimJudgement:
+    """Judge decode tokens per second with the fix over those of the backend that vLLM selects."""
+    rows = cases.rows()
+    timed = [row for row in rows if "share" in row]
+    if not timed:
+        return untested(rows[0]["error"] if rows else "no engine was timed", {"rows": rows})
+    figure = "; ".join(
+        f"{row['quantization']} beside {row['backend']}, batch {row['batch']}: {row['share']:.2f}"
+        for row in timed
+    )
+    failed = [row for row in rows if row not in timed]
+    if failed:
+        return untested(f"{figure}; {failed[0]['quantization']}: {failed[0]['error']}", {"rows": rows})
+    return decide(cases.keeps("min_share", (row["share"] for row in timed)), {"rows": rows}, figure)
