@@ -33,7 +33,7 @@ from moedoctor.upstream.plugin.moe_layer import (
     take_over,
     take_plain,
 )
-from moedoctor.upstream.plugin.register import FixError, OptionError, Patch, apply_patches
+from moedoctor.upstream.plugin.register import FixError, OptionError, Patch, apply_patches, log
 
 logger = logging.getLogger("vllm.moedoctor")
 
@@ -250,7 +250,7 @@ def _processing(original: Any, *, form: Format) -> Any:
 @functools.cache
 def _announce(name: str, computer: str) -> None:
     backend = _REPLACED.get(name, "vLLM's backend")
-    logger.info(
+    log(
         "moedoctor: moe: %s experts are computed by %s in place of %s; if the answer is right now, %s was "
         "wrong; if it is still garbage, look elsewhere: the checkpoint, attention, the KV cache",
         name,

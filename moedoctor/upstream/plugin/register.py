@@ -111,7 +111,7 @@ def _register(process: int, values: tuple[str, ...]) -> None:
     for problem in problems:
         logger.warning("moedoctor: %s", problem)
     if active:
-        _log("moedoctor: active in vLLM %s: %s", installed_version(), "; ".join(active))
+        log("moedoctor: active in vLLM %s: %s", installed_version(), "; ".join(active))
         if status := os.environ.get(STATUS_VARIABLE):
             Path(status).write_text(json.dumps(active), encoding="utf-8")
 
@@ -123,7 +123,8 @@ def _is_optional() -> bool:
     return value == "1"
 
 
-def _log(message: str, *values: object) -> None:
+def log(message: str, *values: object) -> None:
+    """Log at INFO, or at WARNING if INFO would not be shown."""
     # Newer releases set up their logging after plug-ins are loaded; until then Python prints warnings only.
     shown = logger.hasHandlers() and logger.isEnabledFor(logging.INFO)
     logger.log(logging.INFO if shown else logging.WARNING, message, *values)
@@ -158,7 +159,7 @@ def _applied(kind: str, name: str, extension: Extension) -> Sequence[str]:
         version = installed_version()
         state, reason = need(extension, version)
         if state is Need.UNNEEDED:
-            _log("moedoctor: vLLM %s does not need the %s %s: %s", version, kind, name, reason)
+            log("moedoctor: vLLM %s does not need the %s %s: %s", version, kind, name, reason)
             return ()
         if state is Need.REFUSED:
             raise FixError(reason)
