@@ -17,9 +17,8 @@ from moedoctor.diagnose.triage.log_text import THOROUGH
 from moedoctor.diagnose.triage.triage import triage
 from moedoctor.entries import entries
 
-LINES: list[dict[str, Any]] = yaml.safe_load(
-    (Path(__file__).parent / "lines.yaml").read_text(encoding="utf-8")
-)
+HERE = Path(__file__).parent
+LINES: list[dict[str, Any]] = yaml.safe_load((HERE / "lines.yaml").read_text(encoding="utf-8"))
 RELEASES = Path(__file__).parents[3] / ".venv-upstream" / "releases"
 _NO_MESSAGE = re.compile(r"^(?:moedoctor|vllm|--)\b|^[\w~./*<>-]*/|^[\w.-]+$|^\W*$")
 """Code in an entry that is a command, an option, a path or a name."""
@@ -124,8 +123,15 @@ def test_a_line_is_recognised_in_an_ordinary_log(wrapper: str, lines: list[tuple
     assert missed == []
 
 
+@pytest.mark.parametrize(
+    "line", [line for line in LINES if "recorded" in line], ids=lambda line: line["recorded"]
+)
+def test_a_recorded_line_stands_in_its_log(line: dict[str, Any]) -> None:
+    assert line["text"] in (HERE / "logs" / line["recorded"]).read_text(encoding="utf-8")
+
+
 @pytest.mark.upstream
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line["text"][:60])
+@pytest.mark.parametrize("line", [line for line in LINES if "in" in line], ids=lambda line: line["text"][:60])
 def test_a_line_stands_in_the_sources(line: dict[str, Any]) -> None:
     """The place that the file names holds the piece of the line, in each release that is installed."""
     installed = {release: place for release, place in line["in"].items() if (RELEASES / release).is_dir()}
