@@ -81,6 +81,8 @@ class NanState:
             self.other_ids = torch.zeros_like(self.ids)
             """The same for rows that may be either; of the third dimension only the first place is used."""
         self._device = self.header.device
+        self._copies: tuple[torch.Tensor, ...] = ()
+        """The four parts of the record in pinned host memory, as they were after some step."""
         self.names: list[str] = []
         self.looked = PointSet()
         """Points that were looked at; in a CUDA graph, when it was captured."""
@@ -202,14 +204,38 @@ class NanState:
         """Whether a kernel of the record's device cannot read the rows of `x`."""
         return x.device != self._device or x.layout is not torch.strided or x.is_nested
 
+    def mirror(self) -> None:
+        """Begin a copy of the record to the host, without waiting, for `last_report`; only on a GPU."""
+        if self._device.type != "cuda":
+            return
+        if not self._copies:
+            with torch.inference_mode(False):
+                self._copies = tuple(
+                    torch.zeros_like(part, device="cpu", pin_memory=True) for part in self._parts
+                )
+        used = len(self.names)
+        for copy, part in zip(self._copies, self._parts, strict=True):
+            rows = len(part) if part is self.header else used
+            copy[:rows].copy_(part[:rows], non_blocking=True)
+
+    def last_report(self) -> NanReport | None:
+        """Return what `mirror` copied last, if the device can no longer be read; None if nothing was."""
+        return self._report(self._copies) if self._copies else None
+
     def report(self) -> NanReport:
         """Return everything that was recorded, a step that still runs included; waits for the device."""
-        record = self.header.cpu().clone()
+        return self._report([part.cpu() for part in self._parts])
+
+    @property
+    def _parts(self) -> tuple[torch.Tensor, ...]:
+        return self.header, self.found, self.ids, self.other_ids
+
+    def _report(self, parts: Sequence[torch.Tensor]) -> NanReport:
+        record = parts[0].clone()  # [HEADER]
         end_step(record)
         header = record.tolist()
         number = len(self.names)
-        found = self.found[:number].tolist()  # [points][KINDS][FIELDS]
-        ids, others = self.ids[:number].tolist(), self.other_ids[:number].tolist()
+        found, ids, others = (part[:number].tolist() for part in parts[1:])  # [points][...] each
         kinds = [f"{what}_in_{rows}" for rows in ("real", "padding", "unknown") for what in ("nan", "inf")]
         return NanReport(
             steps=header[STEPS],

@@ -35,6 +35,7 @@ class EngineTrace:
         self.real = 0
         """Rows of the step that are not padding."""
         self.running = False
+        self.warming_up = False
         self.process: int | None = None
         """The process that made the first layer and owns the record; None before."""
         self._state: Any = None
@@ -68,6 +69,10 @@ class EngineTrace:
     def report(self) -> NanReport | None:
         """Wait for the device and return the report, or None if no model was made."""
         return None if self._state is None else self._state.report()
+
+    def last_report(self) -> NanReport | None:
+        """Return the report up to the last finished step, which needs no device; None if there is none."""
+        return None if self._state is None else self._state.last_report()
 
     # --- The wrappers of vLLM's functions -----------------------------------------------------------------
 
@@ -152,19 +157,36 @@ class EngineTrace:
 
     def begin(self, real: int, rows: int) -> None:
         """Begin a step of `rows` rows, of which the first `real` are not padding."""
+        if self.warming_up:
+            return
         self.real = real
         self.state.begin(min(real, rows), rows)
         self.running, self._attention = True, None
 
     def end(self, hidden: Any) -> None:
         """End the step, with the model's output if it has one."""
+        if not self.running:
+            return  # a warm-up, or there was nothing to do
         self.running = False
         if hasattr(hidden, "is_floating_point"):
             self.state.watch_last(self.point("model"), hidden)
         else:
             self.state.end()
+        self.state.mirror()  # what follows, such as the sampler, may end the CUDA context
 
     # vLLM's dummy runs do not call `_model_forward` of its V1 model runner, nor `prepare_inputs` of V2.
+
+    def around_warm_up(self, original: Any) -> Any:
+        """Record nothing meanwhile: the V2 model runner warms up with steps that look like any other."""
+
+        def compile_or_warm_up_model(worker: Any, *arguments: Any, **options: Any) -> Any:
+            self.warming_up = True
+            try:
+                return original(worker, *arguments, **options)
+            finally:
+                self.warming_up = False
+
+        return compile_or_warm_up_model
 
     def around_step(self, original: Any) -> Any:
         """Remember how many tokens of the step are real."""
@@ -209,9 +231,8 @@ class EngineTrace:
                 result = original(runner, *arguments, **options)
                 finished = True
             finally:
-                if self.running:  # else nothing was to be done
-                    kept = runner.execute_model_state if finished else None
-                    self.end(getattr(kept, "hidden_states", None))
+                kept = runner.execute_model_state if finished else None
+                self.end(getattr(kept, "hidden_states", None))
             return result
 
         return execute_model
@@ -247,9 +268,13 @@ class ExitReport:
         self._printed = process
         try:
             report = self.trace.report()
-        except Exception as error:  # after an illegal access nothing can be read any more
-            print_message(f"the NaN trace cannot be read: {error}")
-            return
+        except Exception as error:  # after an illegal access or an assertion the device cannot be read
+            reason = str(error).partition("\n")[0]
+            report = self.trace.last_report()
+            if report is None:
+                print_message(f"the NaN trace cannot be read: {reason}")
+                return
+            print_message(f"the NaN trace ends with the last finished step, for the device failed: {reason}")
         if report is not None:
             lines = (f"moedoctor: NaN trace of process {process}", *report.text().splitlines())
             print("\n".join(without_commands(escape(line)) for line in lines), file=sys.stderr, flush=True)
@@ -277,6 +302,7 @@ def apply(version: str) -> str:
     moe, router = f"{experts}.runner.moe_runner:MoERunner", f"{experts}.router.base_router:BaseRouter"
     made, routed = functools.partial(_after, then=trace.around_attention), ("return topk_weights, topk_ids",)
     patches = [
+        Patch("vllm.v1.worker.gpu_worker:Worker", "compile_or_warm_up_model", trace.around_warm_up, "self"),
         Patch(attention, "__init__", made, source=("self.impl = ", "self.layer_name = ")),
         Patch(
             moe, "_apply_quant_method", trace.around_moe, "router_logits", ("self.router.select_experts(",)

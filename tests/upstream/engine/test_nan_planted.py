@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from moedoctor.faults.routing.nan_routing import NanRouting
+from moedoctor.faults.routing.nan_routing import _FIRST_NAN_TOKEN, NanRouting
 from moedoctor.interfaces import Measurement
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.results import ClaimVerdict, Observation
 from moedoctor.upstream.engine import engine, nan_planted
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
-from moedoctor.upstream.engine.nan_planted import NOTHING, PROMPT
+from moedoctor.upstream.engine.nan_planted import NOTHING, PROMPT, VOCABULARY
 
 FOUND = {"what": "NaN", "point": "model.layers.0.self_attn.attn", "step": 2}
 
@@ -25,9 +25,10 @@ def test_only_embeddings_outside_the_prompt_are_made_nan(tmp_path: Path) -> None
     clean = load_file(write_qwen3_moe(tmp_path / "clean") / "model.safetensors")
     wrong = load_file(write_qwen3_moe(tmp_path / "wrong", change=nan_planted.plant) / "model.safetensors")
     embeddings = wrong.pop("model.embed_tokens.weight")  # [vocabulary, H]
-    prompt = list(PROMPT)
-    assert embeddings[prompt].equal(clean.pop("model.embed_tokens.weight")[prompt])
-    assert int(embeddings.isnan().all(1).sum()) == len(embeddings) - len(prompt)
+    assert len(embeddings) == VOCABULARY
+    assert max(PROMPT) < VOCABULARY // 2 == _FIRST_NAN_TOKEN
+    assert embeddings[:_FIRST_NAN_TOKEN].equal(clean.pop("model.embed_tokens.weight")[:_FIRST_NAN_TOKEN])
+    assert embeddings[_FIRST_NAN_TOKEN:].isnan().all()
     assert all(tensor.equal(clean[name]) for name, tensor in wrong.items())
 
 
@@ -35,7 +36,6 @@ def table(monkeypatch: pytest.MonkeyPatch, **changes: dict[str, Any]) -> list[di
     """The rows if every engine is right, but for `changes` to the probes of some labels."""
 
     def run_engines(requests: Sequence[EngineRequest], *, parallel: int) -> list[EngineResult]:
-        assert parallel == 1
         results = []
         for request in requests:
             assert request.environ["MOEDOCTOR_TRACE"] == "nan"
@@ -49,7 +49,8 @@ def table(monkeypatch: pytest.MonkeyPatch, **changes: dict[str, Any]) -> list[di
                 "not_reached": 0,
                 **changes.get(request.label, {}),
             }
-            results.append(EngineResult(request.label, ((1, 2),), probe=probe, fixes="nan (watched)"))
+            tokens = ((probe.pop("token", 477), 2),)
+            results.append(EngineResult(request.label, tokens, probe=probe, fixes="nan (watched)"))
         return results
 
     monkeypatch.setattr(engine, "need_engine", lambda: None)
@@ -67,16 +68,17 @@ def table(monkeypatch: pytest.MonkeyPatch, **changes: dict[str, Any]) -> list[di
             {"first_real": {**FOUND, "step": 1}},
             ClaimVerdict.REFUTED,
         ),
-        ("V1, eager, nothing", {"first_real": FOUND}, ClaimVerdict.REFUTED),
-        ("V2, eager, nothing", {"routers_watched": 0}, ClaimVerdict.REFUTED),
-        ("V2, eager, nothing", {"runner_in_use": "V1"}, ClaimVerdict.UNTESTED),
+        ("V1, CUDA graphs, nothing", {"first_real": FOUND}, ClaimVerdict.REFUTED),
+        ("V2, CUDA graphs, nothing", {"routers_watched": 0}, ClaimVerdict.REFUTED),
+        ("V2, CUDA graphs, nothing", {"runner_in_use": "V1"}, ClaimVerdict.UNTESTED),
+        ("V2, CUDA graphs, nothing", {"token": 20}, ClaimVerdict.UNTESTED),
     ],
 )
 def test_each_engine_must_find_what_was_planted_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, label: str, change: dict[str, Any], verdict: ClaimVerdict
 ) -> None:
     rows = table(monkeypatch, **{label: change})
-    assert len(rows) == 8
+    assert len(rows) == 6
     measured = Measurement("installed", Observation({"rows": json.loads(json.dumps(rows))}))
     claim = next(claim for claim in NanRouting.claims if claim.key == "planted_nan")
     judgement = claim.judge((), [measured], {"max_missed": 0, "max_false": 0})

@@ -77,6 +77,11 @@ class GPUModelRunner:
     def _model_forward(self, input_ids=None, positions=None, intermediate_tensors=None, inputs_embeds=None):
         return self.model(input_ids=input_ids)
 """,
+    "vllm/v1/worker/gpu_worker.py": """
+class Worker:
+    def compile_or_warm_up_model(self, warm_up=None):
+        warm_up()
+""",
     "vllm/v1/worker/gpu/model_runner.py": """
 from types import SimpleNamespace
 

@@ -224,6 +224,8 @@ def test_the_v2_model_runner_is_traced_in_a_newer_release(
     runner = module("v1.worker.gpu.model_runner").GPUModelRunner(model)
     runner.execute_model(scheduled(4), dummy_run=True)  # a dummy run is no step
     assert runner.execute_model(scheduled(0)) == "nothing to do"
+    worker = module("v1.worker.gpu_worker").Worker()
+    worker.compile_or_warm_up_model(lambda: runner.execute_model(scheduled(3)))  # a warm-up is no step
     runner.execute_model(scheduled(3))
     result = report()
     assert (result.steps, result.steps_with_padding, result.nan_in_padding) == (1, 1, 1)
@@ -236,6 +238,36 @@ def test_the_v2_model_runner_is_traced_in_a_newer_release(
         runner.execute_model(scheduled(3))
     model(torch.zeros(4))  # outside a step
     assert (report().steps, report().nan_in_padding) == (2, 1)
+
+
+def test_a_report_survives_the_device(model: Model, capfd: pytest.CaptureFixture[str]) -> None:
+    trace = nan_trace.trace_of_this_process()
+    state = trace.state
+    state._copies = tuple(torch.zeros_like(part) for part in state._parts)
+    mirror = state.mirror
+
+    def as_on_a_gpu() -> None:
+        state._device = torch.device("cuda")
+        mirror()
+        state._device = torch.device("cpu")
+
+    state.mirror = as_on_a_gpu
+    model.leftover = NAN
+    step(model)  # copies the record at its end
+    before = report()
+    for part in state._parts:
+        part.zero_()  # what the device holds is lost
+    assert state.last_report() == before
+    assert before.nan_in_padding == 1
+
+    def fails() -> NanReport:
+        raise RuntimeError("CUDA error: device-side assert triggered\nFor debugging")
+
+    trace.report = fails
+    nan_trace.ExitReport(trace).print()
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].endswith("for the device failed: CUDA error: device-side assert triggered")
+    assert any("first in padding: NaN at layers.0.attn, step 1" in line for line in lines)
 
 
 def fail(input_ids: torch.Tensor) -> None:
