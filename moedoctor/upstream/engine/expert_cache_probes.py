@@ -14,6 +14,8 @@ from moedoctor.upstream.engine.probes import model_of
 from moedoctor.upstream.plugin.expert_cache_layer import host_experts, stream_prompts
 from moedoctor.upstream.plugin.expert_cache_options import CacheOptions, read_options
 
+_ROUTERS = ("gate", "router", "router.proj")
+"""How the names of a router's layer end."""
 _LOGGED_CALLS = 512
 """Calls of a layer while ids are recorded."""
 
@@ -127,7 +129,7 @@ def decode_speeds(
                     **memory,
                 }
             )
-        if prompt:
+        if prompt and options.stream != 0:
             rows[-len(batches)].update(_first_reply(llm, prompt, steps[0], vocab))
         rows[-1]["seconds_to_resize"] = round(ready, 2)
     return rows
@@ -178,6 +180,43 @@ def _first_reply(llm: Any, prompt: int, steps: int, vocab: int) -> dict[str, Any
         "first_reply_tokens_per_second": round(steps / (first - alone), 2),
         "repeated_reply_tokens_per_second": round(steps / (again - alone), 2),
         "replies_agree": tokens == repeated,
+    }
+
+
+def random_routing(
+    llm: Any, *, steps: int, rounds: int, vocab: int, kv_cache: int = 1 << 30
+) -> dict[str, Any]:
+    """Probe: decode one sequence whose tokens choose experts at random, and what the engine holds.
+
+    Embedding, norms, routers and the last layer are drawn; experts stay as vLLM made them up, and add next to
+    nothing. So any architecture routes by its last token alone, and no state of an unknown layer can diverge.
+    """
+    import torch
+
+    model = model_of(llm)
+    layers = host_experts(model)
+    held = int(torch.cuda.memory_allocated())
+    draw = torch.Generator(device=layers[0].cache.device).manual_seed(0)
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            part = name.rpartition(".")[0]
+            if parameter.dim() == 1 and "norm" in part:
+                parameter.data.fill_(1.0)
+            elif parameter.dim() == 2 and ("embed" in part or part.endswith(_ROUTERS)):
+                deviation = 1.0 if "embed" in part else 1.0 / math.sqrt(parameter.shape[1])
+                parameter.data.normal_(0.0, deviation, generator=draw)
+            elif parameter.dim() == 2 and "lm_head" in part:
+                parameter.data.normal_(0.0, 4.0 / math.sqrt(parameter.shape[1]), generator=draw)
+    run = _decode(llm, 1, steps, rounds, vocab)
+    return {
+        **run.figures,
+        **_bus_bound(run, rounds * (steps + 4), host_bandwidth(), model),
+        "layers": len(layers),
+        "engine": layers[0].cache.engine,
+        "packed": layers[0].cache.packed,
+        "gigabytes": round((held - kv_cache) / 1e9, 2),
+        "gigabytes_saved": round(sum(layer.cache.memory.saved for layer in layers) / 1e9, 2),
+        "distinct_tokens": len(set(run.tokens[0])),
     }
 
 

@@ -152,3 +152,78 @@ def test_a_single_sequence_draws_the_same_tokens(change: dict[str, Any]) -> None
     unseen = {**SPEED, **EVERY, "control_changes_tokens": False}
     rows = (SPEED, {**SPEED, **EIGHT}, *more, unseen, {**SPEED, **EVERY, **EIGHT})
     assert verdict(claims.engine_speed, *rows) is ClaimVerdict.UNTESTED
+
+
+def verdict_of(claim: ClaimTest, rows: list[dict[str, Any]], **limits: float) -> ClaimVerdict:
+    return by_rows(claim, limits, *rows).verdict
+
+
+GAIN = {
+    "cache": "16",
+    "slots": 16,
+    "batch": 1,
+    "tokens_per_second": 30.0,
+    "times_before": 1.5,
+    "bus_bound_tokens_per_second": 33.0,
+    "sequences_as_before": 1,
+    "control_changes_tokens": True,
+    "first_reply_tokens_per_second": 27.0,
+    "repeated_reply_tokens_per_second": 29.0,
+}
+
+
+def gains(**change: Any) -> list[dict[str, Any]]:
+    """Rows of 16, 32 and 64 slots for one sequence and for eight; `change` is for 16 slots, one sequence."""
+    single = [{**GAIN, "slots": slots, "cache": str(slots)} for slots in (16, 32, 64)]
+    single[0] |= change
+    return [*single, *({**row, "batch": 8, "tokens_per_second": 40.0} for row in single)]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, ClaimVerdict.CONFIRMED),
+        ({"times_before": 1.1}, ClaimVerdict.REFUTED),
+        ({"sequences_as_before": 0}, ClaimVerdict.REFUTED),
+        ({"tokens_per_second": 41.0}, ClaimVerdict.REFUTED),
+        ({"first_reply_tokens_per_second": 26.0}, ClaimVerdict.REFUTED),
+        ({"control_changes_tokens": False}, ClaimVerdict.UNTESTED),
+    ],
+)
+def test_new_defaults_are_faster_with_the_same_tokens(change: dict[str, Any], expected: ClaimVerdict) -> None:
+    limits = {"min_gain": 1.2, "min_reply": 0.9}
+    assert verdict_of(claims.engine_gain, gains(**change), **limits) is expected
+    few = by_rows(claims.engine_gain, limits, *gains()[1:3])
+    assert (few.verdict, "no time for [16] slots" in few.reason) == (ClaimVerdict.UNTESTED, True)
+
+
+def test_nvfp4_is_compared_at_the_same_slots() -> None:
+    def rows(rate: float, slots: tuple[int, ...] = (8, 16)) -> list[dict[str, Any]]:
+        return [
+            {"scheme": scheme, "slots": count, "batch": 1, "tokens_per_second": speed}
+            for count in slots
+            for scheme, speed in (("nvfp4", rate), ("bf16", 10.0))
+        ]
+
+    assert verdict_of(claims.engine_nvfp4, rows(21.0), min_gain=2.0) is ClaimVerdict.CONFIRMED
+    assert verdict_of(claims.engine_nvfp4, rows(19.0), min_gain=2.0) is ClaimVerdict.REFUTED
+    assert verdict_of(claims.engine_nvfp4, rows(21.0, (8,)), min_gain=2.0) is ClaimVerdict.UNTESTED
+    assert verdict_of(claims.engine_nvfp4, [], min_gain=2.0) is ClaimVerdict.UNTESTED
+
+
+def test_the_published_table_is_shown_beside() -> None:
+    row = {
+        "model": "gemma",
+        "scheme": "bf16",
+        "engine": "device",
+        "gigabytes": 8.0,
+        "published_gigabytes": 8.6,
+        "tokens_per_second": 16.0,
+        "published_tokens_per_second": 14.8,
+    }
+    limits = {"min_speed": 1.0, "max_memory": 1.15}
+    assert verdict_of(claims.engine_published, [row], **limits) is ClaimVerdict.CONFIRMED
+    for change in ({"gigabytes": 10.0}, {"tokens_per_second": 14.0}, {"engine": "host"}):
+        assert verdict_of(claims.engine_published, [{**row, **change}], **limits) is ClaimVerdict.REFUTED
+    missing = [row, {**row, "scheme": "nvfp4", "error": "no backend"}]
+    assert verdict_of(claims.engine_published, missing, **limits) is ClaimVerdict.UNTESTED

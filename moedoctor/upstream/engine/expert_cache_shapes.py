@@ -1,0 +1,133 @@
+"""The two models of vllm-project/vllm#37190's own table with an expert cache of 8 slots, random weights.
+
+Their shapes are presets. Only experts are quantized in NVFP4. What keeps an engine from running is its row.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moedoctor.models.presets import preset_document
+from moedoctor.upstream.engine.engine import EngineRequest
+from moedoctor.upstream.engine.experiment import Ran, Trial, run_trials, short_error
+from moedoctor.upstream.engine.expert_cache import PROBES, cached
+
+SLOTS = 8
+_STEPS, _ROUNDS = 24, 2
+_SECONDS = 200.0
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of the pull request's table."""
+
+    preset: str
+    architecture: str
+    gigabytes: float
+    tokens_per_second: float
+    unquantized: Sequence[str]
+    """What NVFP4 leaves in BF16, as ModelOpt names it."""
+    fields: Mapping[str, Any]
+    """What the preset's configuration does not say."""
+
+
+TABLE = (
+    Published(
+        "nemotron-cascade-2-30b-a3b",
+        "NemotronHForCausalLM",
+        7.6,
+        15.6,
+        (
+            "lm_head",
+            "*embed*",
+            "*in_proj*",
+            "*out_proj*",
+            "*conv1d*",
+            "*qkv_proj*",
+            "*o_proj*",
+            "*shared*",
+            "*gate",
+        ),
+        {"layer_norm_epsilon": 1e-5, "num_hidden_layers": 52},
+    ),
+    Published(
+        "gemma-4-26b-a4b",
+        "Gemma4ForCausalLM",
+        8.6,
+        14.8,
+        ("lm_head", "*embed*", "*self_attn*", "*mlp*", "*router*", "*per_layer*"),
+        {"rms_norm_eps": 1e-6, "num_hidden_layers": 30, "hidden_size_per_layer_input": 0},
+    ),
+)
+"""On an RTX PRO 6000 Blackwell, one sequence."""
+
+
+def published(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for each model and format: memory and speed, beside the table's. Raises UnavailableError.
+
+    `gigabytes` is what torch holds after loading, without the KV cache: weights, slots and bookkeeping.
+    """
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+        trials = [
+            Trial(_request(Path(name), entry, scheme), {"model": entry.preset, "scheme": scheme})
+            for entry in TABLE
+            for scheme in ("bf16", "nvfp4")
+        ]
+        ran = run_trials(trials, parallel=1)
+    entries = {entry.preset: entry for entry in TABLE}
+    return [_row(engine, entries[engine.trial.columns["model"]]) for engine in ran]
+
+
+def _row(ran: Ran, entry: Published) -> dict[str, Any]:
+    result = ran.result
+    figures = {"error": short_error(result.error)} if result.error is not None else dict(result.probe)
+    return {
+        **ran.trial.columns,
+        "slots": SLOTS,
+        "published_gigabytes": entry.gigabytes,
+        "published_tokens_per_second": entry.tokens_per_second,
+        "backend": result.log.moe_backend,
+        **figures,
+    }
+
+
+def _request(folder: Path, entry: Published, scheme: str) -> EngineRequest:
+    document = {key: value for key, value in preset_document(entry.preset).items() if key[0] != "_"}
+    document |= {"architectures": [entry.architecture], "torch_dtype": "bfloat16", **entry.fields}
+    if scheme == "nvfp4":
+        document["quantization_config"] = {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "ignore": list(entry.unquantized),
+        }
+    own = folder / f"{entry.preset}-{scheme}"
+    own.mkdir()
+    (own / "config.json").write_text(json.dumps(document), encoding="utf-8")
+    return EngineRequest(
+        str(own),
+        [[17, 4711]],
+        {
+            "load_format": "dummy",
+            "moe_backend": "triton" if scheme == "bf16" else "marlin",
+            "enforce_eager": False,
+            "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1]},
+            "gpu_memory_utilization": 0.9,
+            "kv_cache_memory_bytes": 1 << 30,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 1024,
+            "max_num_seqs": 1,
+            "enable_prefix_caching": False,
+        },
+        cached(f"{SLOTS}:stream=0"),
+        max_tokens=2,
+        probe=f"{PROBES}random_routing",
+        probe_options={"steps": _STEPS, "rounds": _ROUNDS, "vocab": document["vocab_size"]},
+        seconds=_SECONDS,
+        label=f"{entry.preset}, {scheme}",
+    )
