@@ -129,9 +129,12 @@ def decode_speeds(
                     **memory,
                 }
             )
-        if prompt and options.stream != 0:
-            rows[-len(batches)].update(_first_reply(llm, prompt, steps[0], vocab))
         rows[-1]["seconds_to_resize"] = round(ready, 2)
+    for row in [row for row in rows if prompt and row["batch"] == batches[0]]:
+        options = read_options(row["cache"])
+        if options.stream != 0 and options.slots < experts:
+            _resize(worker, options)
+            row.update(_first_reply(llm, prompt, steps[0], vocab))
     return rows
 
 
