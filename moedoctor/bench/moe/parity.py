@@ -13,7 +13,7 @@ from moedoctor.reference.agreement import Agreement, Bounds, agree
 from moedoctor.reference.moe_backend import Backend, Prepared
 from moedoctor.reference.moe_layer import Problem, expected_output
 
-IDS = ("distinct", "duplicates", "empty")
+IDS = ("distinct", "duplicates", "empty", "fewer")
 """Kinds of expert ids; see `unusual_ids`."""
 _POISON = 0xFF
 """A byte that makes NaN of bfloat16, float16, float32 and E4M3."""
@@ -126,8 +126,8 @@ def unusual_ids(topk_ids: torch.Tensor, kind: str) -> torch.Tensor:
 
     ``duplicates``: every second token has the same expert in its first two lanes. ``empty``: a third of the
     tokens have -1 everywhere and another third one expert fewer; the first and the last token keep theirs,
-    because planted faults change those. ``distinct``: nothing changes. Raises ValueError for another kind,
-    and for duplicates with a top_k of 1.
+    because planted faults change those. ``fewer``: all of these tokens have one expert fewer. ``distinct``:
+    nothing changes. Raises ValueError for another kind, and for duplicates with a top_k of 1.
     """
     if kind not in IDS:
         raise ValueError(f"ids: expected {', '.join(IDS)}, got {kind!r}")
@@ -136,8 +136,8 @@ def unusual_ids(topk_ids: torch.Tensor, kind: str) -> torch.Tensor:
         if ids.shape[1] < 2:
             raise ValueError("ids: duplicates need a top_k of at least 2")
         ids[::2, 1] = ids[::2, 0]
-    elif kind == "empty":
+    elif kind in ("empty", "fewer"):
         inside = ids[1:-1]  # [T - 2, K], a view
-        inside[::3] = -1
+        inside[::3, 0 if kind == "empty" else -1 :] = -1
         inside[1::3, -1] = -1
     return ids

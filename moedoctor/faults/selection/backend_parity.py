@@ -42,17 +42,19 @@ class BackendParityParameters(Parameters):
     intermediate: int = Field(128, ge=128, le=8192, multiple_of=128)
     experts: int = Field(8, ge=2, le=512)
     top_k: int = Field(2, ge=1, le=16)
-    ids: Literal["distinct", "duplicates", "empty"] = Field(
-        "distinct", description="duplicates: an expert twice in a row; empty: slots of -1"
+    ids: Literal["distinct", "duplicates", "empty", "fewer"] = Field(
+        "distinct",
+        description="duplicates: an expert twice in a row; empty: slots of -1, in some tokens all of them; "
+        "fewer: slots of -1 beside an expert",
     )
     seed: int = Field(0, ge=0)
 
     def problems(self) -> Iterator[str]:
         if self.top_k >= self.experts:
             yield f"top_k: {self.top_k} must be less than experts {self.experts}"
-        if self.ids == "duplicates" and self.top_k < 2:
-            yield "top_k: duplicates need at least 2"
-        if self.ids == "empty" and self.tokens < 3:
+        if self.ids in ("duplicates", "fewer") and self.top_k < 2:
+            yield f"top_k: {self.ids} needs at least 2"
+        if self.ids in ("empty", "fewer") and self.tokens < 3:
             yield "tokens: empty slots need at least 3, as the first and the last token have none"
         known = [variant.name for variant in UPSTREAM if variant.quantization == self.quantization]
         if self.backend not in known:

@@ -140,7 +140,7 @@ class Forgetful(Reference):
         return Call()
 
 
-@pytest.mark.parametrize("ids", ["duplicates", "empty"])
+@pytest.mark.parametrize("ids", ["duplicates", "empty", "fewer"])
 def test_a_backend_that_is_wrong_only_with_unusual_ids_is_noticed(ids: str) -> None:
     for kind, verdict in (("distinct", CaseVerdict.CLEAN), (ids, CaseVerdict.REPRODUCED)):
         point = case("installed", ids=kind)
