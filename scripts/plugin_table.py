@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "reports"
 SOURCES = REPORTS / "plugin" / "sources.json"
 EVIDENCE = ROOT / "moedoctor" / "upstream" / "plugin" / "evidence.json"
+ENGINES = ROOT / "scenarios" / "engine"
 GUIDE = ROOT / "docs" / "plugin.md"
 EXTENSIONS = {**FIXES, **TRACES}
 
@@ -82,9 +83,17 @@ def ran_with(report: Mapping[str, Any]) -> set[str]:
                 ran |= {name for name in EXTENSIONS if re.search(rf"(^|; ){name} \(", active)}
         measured = [row for claim in scenario["claims"] for row in _rows(claim)]
         if any("error" not in row for row in measured):
-            file = Path(scenario.get("file") or "").stem
-            ran |= {name for name, extension in EXTENSIONS.items() if file in extension.scenarios}
+            ran |= started_by(Path(scenario.get("file") or "").name)
     return ran
+
+
+def started_by(scenario: str) -> set[str]:
+    """Return the extensions that a scenario of ``scenarios/engine/`` names, as ``MOEDOCTOR_TRACE=nan``."""
+    file = ENGINES / scenario
+    named = re.findall(
+        r"\bMOEDOCTOR_(?:FIXES|TRACE)=(\w+)", file.read_text("utf-8") if file.is_file() else ""
+    )
+    return EXTENSIONS.keys() & set(named)
 
 
 def _rows(claim: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

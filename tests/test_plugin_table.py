@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moedoctor.upstream.plugin.extensions import FIXES, TRACES, evidence
+from moedoctor.upstream.plugin.extensions import evidence
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,12 +63,12 @@ def test_a_new_report_changes_the_table(script: Any, tmp_path: Path, monkeypatch
     assert "- `routing` is not needed in 0.21.0, 0.27.1, 0.30.0, 0.33.0: 0.20.0 and later" in table
 
 
-def test_scenarios_that_are_named_exist_and_start_their_extension() -> None:
-    for name, extension in {**FIXES, **TRACES}.items():
-        for scenario in extension.scenarios:
-            text = (ROOT / "scenarios" / "engine" / f"{scenario}.yaml").read_text()
-            variable = "MOEDOCTOR_FIXES" if name in FIXES else "MOEDOCTOR_TRACE"
-            assert f"{variable}={name}" in text.replace("\n# ", " "), scenario
+def test_a_scenario_says_itself_what_its_engines_start(script: Any) -> None:
+    assert script.started_by("nan_padding_dp.yaml") == {"nan"}
+    caches = [file.name for file in script.ENGINES.glob("expert_cache*.yaml")]
+    assert all(script.started_by(name) == {"expert_cache"} for name in caches), caches
+    assert script.started_by("moe.yaml") == {"moe"}
+    assert script.started_by("offload_speed.yaml") == script.started_by("") == set()
 
 
 def test_reports_that_the_data_names_are_there() -> None:

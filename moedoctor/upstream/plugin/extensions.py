@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib.resources import files
@@ -44,8 +44,6 @@ class Extension:
     """Whether ``all`` leaves it out."""
     example: Mapping[str, str] = field(default_factory=dict)
     """Variables that it needs besides its name."""
-    scenarios: Sequence[str] = ()
-    """Scenarios in ``scenarios/engine/`` whose claims run engines with it; reports of cases name it."""
 
     def need(self, version: str) -> tuple[Need, str]:
         """Return whether it is made for a release, and the reason if it is not."""
@@ -63,7 +61,6 @@ FIXES: Mapping[str, Extension] = {
         releases=">=0.21.0,!=0.22.*,!=0.23.*,!=0.24.*,!=0.25.*,!=0.26.*,!=0.27.0",
         refusal="the expert cache was made for vLLM 0.21.0, and for 0.27.1 and later",
         example={"MOEDOCTOR_EXPERT_CACHE": "8"},
-        scenarios=("expert_cache", "expert_cache_memory", "expert_cache_qwen"),
     ),
     "moe": Extension(
         "moedoctor.upstream.plugin.moe_fix",
@@ -83,7 +80,6 @@ TRACES: Mapping[str, Extension] = {
         "moedoctor.upstream.plugin.nan_trace",
         releases=">=0.21.0",
         refusal="made for vLLM 0.21.0 and later, whose MoE layers call router and experts in one function",
-        scenarios=("nan_trace", "nan_padding", "nan_padding_dp", "nan_overhead"),
     ),
 }
 

@@ -4,7 +4,7 @@ It watches the output of each attention layer (except MLA attention, which is an
 ids of each router, the output of each MoE layer, and the output of the model. All of this happens inside
 operators that vLLM's compiler does not look into, so compilation does not change. The operator of the experts
 checks what its layer made in two launches, which CUDA graphs hold. So a replayed step costs the host two
-launches, one before and one after the model, for any number of layers, and copies of the record to host memory.
+launches, one before and one after the model, for any number of layers, and copies of the record to the host.
 Those are what is left if the process dies of an illegal access or an assertion on the device. Warm-up and
 capture are not recorded. The report is printed when the process ends.
 """
