@@ -31,7 +31,9 @@ def lint(
     output: Output = None,
     fix: Annotated[
         Path | None,
-        option("DIR", "Write corrected copies of JSON files to this folder. Never changes the original."),
+        option(
+            "DIR", "Write a repaired copy of the checkpoint to this new folder; the original stays as it is."
+        ),
     ] = None,
 ) -> int:
     """Find what is wrong with a checkpoint's quantization.
@@ -41,6 +43,7 @@ def lint(
     """
     from moedoctor.diagnose.checkpoint.findings import CHECKS
     from moedoctor.diagnose.checkpoint.lint import lint
+    from moedoctor.diagnose.checkpoint.repair import repairable_checks
     from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
     from moedoctor.reporters.lint import lint_document, lint_page, summary_line
     from moedoctor.reporters.text import count_of
@@ -51,7 +54,8 @@ def lint(
         result = lint(checkpoint)
     code = 1 if result.damage else 0
     folder = str(result.checkpoint.folder)
-    page, document = lint_page(result, folder), lint_document(result, folder, code)
+    repairable = repairable_checks(result)
+    page, document = lint_page(result, folder, repairable), lint_document(result, folder, code, repairable)
     reasons = [
         f"{finding.id}: {CHECKS[finding.check].what} ({count_of(finding.count, 'place')})"
         for finding in result.damage
@@ -66,36 +70,43 @@ def lint(
         reasons=reasons,
     )
     if fix is not None:
-        _write_fix(result, fix)
+        _write_repaired(result, fix)
     return code
 
 
 def _check_fix(folder: Path, fix: Path) -> None:
-    """Raise InputError for a folder that corrected files cannot or must not be written to."""
-    # os.path accepts a name that cannot exist; Path raises.
-    if os.path.lexists(fix) and not os.path.isdir(fix):
-        raise InputError(f"{fix}: is not a folder; expected one for the corrected JSON files")
-    if not os.path.exists(fix) and not os.path.isdir(fix.parent):
-        raise InputError(f"{fix}: its parent folder does not exist; create it first")
+    """Raise InputError for a folder that a repaired copy cannot or must not be written to."""
     own, other = Path(os.path.realpath(folder)), Path(os.path.realpath(fix))
     if other == own or own in other.parents:
         raise InputError(f"{fix}: is the checkpoint's own folder; expected another one")
-    writable(fix / "config.json" if os.path.isdir(fix) else fix)
+    # os.path accepts a name that cannot exist; Path raises.
+    if os.path.lexists(fix):
+        raise InputError(f"{fix}: exists already; expected the name of a new folder")
+    if not os.path.exists(fix.parent):
+        raise InputError(f"{fix}: its parent folder does not exist; create it first")
+    writable(fix)
 
 
-def _write_fix(result: Lint, fix: Path) -> None:
-    from moedoctor.diagnose.checkpoint.json_fix import corrected
-    from moedoctor.processes.files import write
+def _write_repaired(result: Lint, fix: Path) -> None:
+    from moedoctor.diagnose.checkpoint.repair import RepairError, repair
     from moedoctor.processes.streams import report_loss
+    from moedoctor.reporters.lint import summary_line
+    from moedoctor.reporters.text import count_of
 
-    files = corrected(result)
-    try:
-        if files:
-            fix.mkdir(exist_ok=True)
-        for name, text in files.items():
-            write(fix / name, text)
-    except OSError as error:
-        report_loss(f"--fix: {error}")
+    if not result.findings:
+        print_message("--fix: nothing was found, so nothing is written")
         return
-    names = ", ".join(sorted(files)) if files else "nothing that a JSON file could correct"
-    print_message(f"--fix: {names}{f' written to {fix}' if files else ''}")
+    try:
+        repaired = repair(result, fix)
+    except RepairError as error:
+        print_message(f"--fix: nothing is written: {error}")
+        return
+    except OSError as error:
+        report_loss(f"--fix: nothing is written: {error}")
+        return
+    left_out = f"; {count_of(repaired.left_out, 'folder')} left out" if repaired.left_out else ""
+    print_message(
+        f"--fix: {fix} is written: {', '.join(repaired.changed)} changed, "
+        f"{count_of(repaired.linked, 'file')} linked{left_out}"
+    )
+    print_message(f"--fix: lint of {fix}: {summary_line(repaired.result)}")

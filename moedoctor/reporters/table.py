@@ -49,9 +49,9 @@ _BESIDE_LABELS = 38
 _NO_WIDTH = 100_000
 _STYLES = {
     **dict.fromkeys(("proved", "clean", "confirmed"), "green"),
-    **dict.fromkeys(("found", "affected", "failed", "error", "regression"), "bold red"),
+    **dict.fromkeys(("found", "affected", "failed", "error", "regression", "damage"), "bold red"),
     **dict.fromkeys(("reproduced", "warning"), "yellow"),
-    **dict.fromkeys(("absent", "note"), "cyan"),
+    **dict.fromkeys(("absent", "note", "remark"), "cyan"),
     **dict.fromkeys(("skipped", "untested", "not looked at", "dim"), "dim"),
     "refuted": "magenta",
     "bold": "bold",

@@ -43,7 +43,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_text(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lint_command(broken().write(tmp_path), format) == 1
     out = capsys.readouterr().out
-    for part in ("MD014", "gate 0.00015625, up 0.0003", "model.safetensors", "moedoctor run MD014"):
+    for part in ("MD014", "gate 0.00015625, up 0.0003", "model.safetensors", "Next: "):
         assert part in out
     assert "1 kind of damage" in out
 
@@ -143,10 +143,10 @@ def fixed(made: Made, tmp_path: Path) -> tuple[set[str], set[str]]:
     unchanged = {file.name: file.read_bytes() for file in folder.iterdir()}
     lint_command(folder, "json", tmp_path / "report.json", fix)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == unchanged
-    for file in fix.iterdir():
-        assert file.suffix == ".json"
-        (folder / file.name).write_bytes(file.read_bytes())
-    return before, {finding.check for finding in lint(folder).findings}
+    changed = {name for name, data in unchanged.items() if (fix / name).read_bytes() != data}
+    assert all(name.endswith(".json") for name in changed)
+    assert {file.name for file in fix.iterdir()} == unchanged.keys()
+    return before, {finding.check for finding in lint(fix).findings}
 
 
 def wrong_scheme(made: Made) -> None:
@@ -194,13 +194,56 @@ def test_fix_removes_a_kv_cache_without_scales_and_keeps_half_a_character(tmp_pa
     assert json.loads((tmp_path / "fix" / "config.json").read_text("utf-8"))["producer"] == "\ud800 é"
 
 
-def test_fix_writes_nothing_if_only_tensors_are_wrong(
+def test_fix_writes_nothing_if_nothing_can_be_repaired(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = broken().write(tmp_path / "c")
+    made = modelopt()
+    del made.tensors[f"{UP}.weight_scale_2"]
+    folder = made.write(tmp_path / "c")
     assert lint_command(folder, fix=tmp_path / "fix") == 1
+    out, err = capsys.readouterr()
+    assert "--fix" not in out, "advice that does nothing"
+    assert "nothing is written: nothing here can be repaired" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["c"]
+
+
+def test_every_finding_has_its_effect_and_how_many_more_places(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = modelopt()
+    for expert in range(4):
+        for layer in range(2):
+            made.tensors[f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight_scale_2"] = f32(3e-4)
+    assert lint_command(made.write(tmp_path)) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[1].startswith("damage")
+    assert lines[2].startswith("effect: an engine keeps one global scale")
+    assert "and 3 more places" in lines
+    assert next(line for line in lines if line.startswith("Next: ")).startswith("Next: `--fix DIR` writes")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "hf_quant_config.json"])
+def test_a_truncated_file_is_a_finding(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever its length, a file that was cut is nothing but truncated."""
+    made = modelopt()
+    whole = (made.write(tmp_path / "whole") / name).read_bytes()
+    for number, size in enumerate((0, 7, 30, len(whole) // 2, len(whole) - 3)):
+        folder = made.write(tmp_path / str(number))
+        (folder / name).write_bytes(whole[:size])
+        assert lint_command(folder, "json", fix=tmp_path / "fix") == 1
+        (finding,) = json.loads(capsys.readouterr().out)["findings"]
+        assert finding["check"] == "file_truncated"
+        assert finding["evidence"]["places"][0]["shard"] == name
+        assert "download it again" in finding["next_step"]
     assert not (tmp_path / "fix").exists()
-    assert "nothing that a JSON file could correct" in capsys.readouterr().err
+
+
+def test_a_pointer_of_git_lfs_was_never_downloaded(tmp_path: Path) -> None:
+    folder = modelopt().write(tmp_path)
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123\n"
+    (folder / "model.safetensors").write_bytes(pointer)
+    (finding,) = lint(folder).findings
+    assert "git lfs pull" in finding.places[0].value
 
 
 def large(folder: Path, shards: int, tensors: int) -> None:

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError, TensorInfo, read_header
+from moedoctor.diagnose.checkpoint.safetensors_header import (
+    CheckpointError,
+    TensorInfo,
+    TruncatedError,
+    read_header,
+)
 from moedoctor.text import TextFileError, names_in, read_text, shorten
 
 INDEX = "model.safetensors.index.json"
@@ -59,6 +64,8 @@ class Checkpoint:
     """Files named like shards of the model that the index does not name."""
     missing_shards: tuple[str, ...] = ()
     """Files that the index names and that do not exist."""
+    truncated: Mapping[str, str] = field(default_factory=dict)
+    """Files that end too early -> what is known of them. Their tensors are not among `tensors`."""
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -67,27 +74,48 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"{shorten(str(folder), 200)}: is no folder, expected one with config.json and safetensors files"
         )
-    config = read_json(folder, "config.json")
+    truncated: dict[str, str] = {}
+
+    def read_whole(name: str) -> JsonFile | None:
+        try:
+            return read_json(folder, name)
+        except TruncatedError as error:
+            truncated[name] = _without_name(error)
+            return JsonFile(name, "", {}) if name == "config.json" else None
+
+    config = read_whole("config.json")
     if config is None:
         raise CheckpointError(f"{folder}: has no config.json, expected a checkpoint folder")
-    index = read_json(folder, INDEX)
+    index = read_whole(INDEX)
+    hf_quant = read_whole("hf_quant_config.json")
     weight_map = {} if index is None else _weight_map(index)
-    shards = sorted(set(weight_map.values())) if weight_map else _shards_without_index(folder)
+    if INDEX in truncated:
+        shards = _names(folder, "model-*.safetensors")
+    else:
+        shards = sorted(set(weight_map.values())) if weight_map else _shards_without_index(folder)
     missing = {shard for shard in shards if _is_absent(folder / shard)}
     tensors: dict[str, TensorInfo] = {}
     duplicates: dict[str, tuple[str, ...]] = {}
     for shard in shards:
         if shard in missing:
             continue
-        for name, info in read_header(folder / shard).items():
+        try:
+            header = read_header(folder / shard)
+        except TruncatedError as error:
+            truncated[shard] = _without_name(error)
+            continue
+        for name, info in header.items():
             if name in tensors:
                 duplicates[name] = (*duplicates.get(name, (tensors[name].shard,)), shard)
             else:
                 tensors[name] = info
-    hf_quant = read_json(folder, "hf_quant_config.json")
     unlisted = set(_names(folder, "model-*.safetensors")) - set(shards)
-    others = (tuple(sorted(unlisted)), tuple(sorted(missing)))
+    others = (tuple(sorted(unlisted)), tuple(sorted(missing)), truncated)
     return Checkpoint(folder, config, hf_quant, index, weight_map, tensors, duplicates, *others)
+
+
+def _without_name(error: TruncatedError) -> str:
+    return str(error).partition(": ")[2]
 
 
 def _shards_without_index(folder: Path) -> list[str]:
@@ -155,6 +183,9 @@ def read_json(folder: Path, name: str) -> JsonFile | None:
             return None
         raise CheckpointError(f"{name}:{error.line}: {error.message}") from error
     except json.JSONDecodeError as error:
+        # An unfinished text is found at its end, and an unfinished string at the quote that opens it.
+        if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
+            raise TruncatedError(f"{name}: ends in line {error.lineno}, in the middle of JSON") from error
         raise CheckpointError(f"{name}:{error.lineno}: {error.msg}, expected JSON") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name}: is no JSON that can be read ({str(error)[:80]})") from error

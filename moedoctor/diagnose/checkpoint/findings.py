@@ -25,6 +25,8 @@ class Check:
     id: str | None
     """The id of a known failure in the catalogue."""
     what: str
+    effect: str
+    """What the damage does to the answers of the model."""
     confidence: float
     next_step: str
     remark: bool = False
@@ -79,6 +81,7 @@ class LintFinding:
             "line": self.line,
             "evidence": {
                 "what": check.what,
+                "effect": check.effect,
                 "remark": check.remark,
                 "count": self.count,
                 "places": [vars(place) for place in self.places],

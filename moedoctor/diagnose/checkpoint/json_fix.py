@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,22 @@ _ALGOS = {"nvfp4": "NVFP4", "fp8": "FP8"}
 _KV_KEYS = ("kv_cache_quant_algo", "kv_cache_scheme")
 
 
-def corrected(result: Lint) -> dict[str, str]:
-    """Return file name -> new text for the JSON files that `result` finds wrong and that can be corrected.
+CHECKS_OF_FILES = frozenset(
+    {
+        *("index_disagrees", "tensor_duplicated", "kv_scales_missing", "group_size_tensors"),
+        *("excluded_quantised", "unquantised_not_excluded", "config_disagrees"),
+        *("quant_algo_tensors", "quant_algo_unknown", "quant_algo_missing"),
+    }
+)
+"""The checks with findings that a JSON file may correct."""
+
+
+def corrected(result: Lint, checks: Collection[str]) -> dict[str, str]:
+    """Return file name -> new text for the JSON files that the findings of `checks` can be corrected in.
 
     The tensors stay as they are: a missing scale is not invented, but the setting that needs it is removed.
     """
-    checks = {finding.check for finding in result.findings}
+    checks = set(checks)
     checkpoint = result.checkpoint
     files: dict[str, dict[str, Any]] = {}
     if checks & {"index_disagrees", "tensor_duplicated"} and checkpoint.index is not None:

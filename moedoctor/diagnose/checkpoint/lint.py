@@ -26,6 +26,9 @@ _CHECKS = (
 def lint(folder: Path) -> Lint:
     """Check the checkpoint in `folder`. Raises CheckpointError, one line, if it cannot be read."""
     checked = Lint(read_checkpoint(folder))
-    for check in _CHECKS:
+    for name, problem in checked.checkpoint.truncated.items():
+        checked.add("file_truncated", "all of its tensors" if name.endswith("tensors") else "", name, problem)
+    # A file that was cut would show as many other kinds of damage, which a whole one does not have.
+    for check in () if checked.checkpoint.truncated else _CHECKS:
         check(checked)
     return checked

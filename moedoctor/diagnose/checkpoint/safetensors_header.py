@@ -24,6 +24,7 @@ MOST_HEADER_BYTES = 100_000_000
 _MOST_VALUES = 10_000_000
 """Lists, objects and commas of a header; they take more memory than their text. A tensor has about ten."""
 _DIMENSIONS = 8
+_POINTER = b"version https://git-lfs."
 _LARGEST = 1 << 62
 BITS: Mapping[str, int] = {
     **dict.fromkeys(("F4",), 4),
@@ -38,6 +39,10 @@ BITS: Mapping[str, int] = {
 
 class CheckpointError(Exception):
     """A checkpoint that cannot be read; one line says which file, what is wrong and what was expected."""
+
+
+class TruncatedError(CheckpointError):
+    """A file that ends too early, or that was never downloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,17 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             total = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             if len(prefix) < 8:
-                raise CheckpointError(f"{shard}: is {total} bytes long, expected a safetensors file")
+                raise TruncatedError(f"{shard}: is {total} bytes long, expected a safetensors file")
             (length,) = struct.unpack("<Q", prefix)
+            if prefix + file.read(len(_POINTER) - 8) == _POINTER:
+                raise TruncatedError(
+                    f"{shard}: is a pointer of Git LFS, expected the file itself: `git lfs pull` downloads it"
+                )
+            file.seek(8)
+            if total - 8 < length <= MOST_HEADER_BYTES:
+                raise TruncatedError(
+                    f"{shard}: ends after {total} bytes, and its header alone claims {length} bytes"
+                )
             if length > min(MOST_HEADER_BYTES, total - 8):
                 raise CheckpointError(
                     f"{shard}: its header claims {length} bytes, expected at most "
@@ -82,13 +96,21 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             f"{shard}: cannot be read ({error.strerror}), expected a safetensors file"
         ) from error
     base, room = 8 + length, total - 8 - length
-    tensors = {
-        name: _tensor(shard, name, entry, base, room)
-        for name, entry in _entries(shard, raw).items()
-        if name != "__metadata__"
-    }
+    entries = {name: entry for name, entry in _entries(shard, raw).items() if name != "__metadata__"}
+    # The tensors of a whole file end with it, so a file that ends earlier was cut.
+    end = max((_end(entry) for entry in entries.values()), default=0)
+    tensors = {name: _tensor(shard, name, entry, base, max(room, end)) for name, entry in entries.items()}
+    if end > room:
+        _check_places(shard, tensors, base, end)
+        raise TruncatedError(f"{shard}: has {total} bytes, expected {base + end}")
     _check_places(shard, tensors, base, room)
     return tensors
+
+
+def _end(entry: Any) -> int:
+    """Return where the data of an entry ends, or 0 for an entry without places."""
+    place = entry.get("data_offsets") if isinstance(entry, dict) else None
+    return place[-1] if _naturals(place) and len(place) == 2 else 0
 
 
 def _entries(shard: str, raw: bytes) -> dict[str, Any]:

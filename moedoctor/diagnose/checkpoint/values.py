@@ -64,6 +64,10 @@ class Reader:
         if self._file is not None:
             self._file.close()
 
+    def read(self, info: TensorInfo) -> bytes:
+        """Return the bytes of a tensor of scales."""
+        return self._bytes(info, 0, info.size)
+
     def floats(self, info: TensorInfo) -> tuple[float, ...]:
         """Return the values of a small tensor of F32, F64, F16, BF16 or F8_E4M3."""
         return _decode(info.dtype, self._bytes(info, 0, info.size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -436,6 +437,10 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             files(lambda folder: (folder / "model-00002-of-00003.safetensors").unlink()),
             {"shard_missing": "38 tensors", "expert_missing": "", "scale_missing": "", "weight_missing": ""},
         ),
+        "a shard cut short": (
+            files(lambda folder: os.truncate(folder / "model-00002-of-00003.safetensors", 9_000)),
+            {"file_truncated": "all of its tensors"},
+        ),
         "tensor in two shards": (files(twice), {"tensor_duplicated": "weight_scale_2"}),
     },
     lambda: modelopt(2): {"shard not named": (files(one_shard_more), {"index_disagrees": "all"})},
@@ -617,7 +622,7 @@ def test_corrected_files_are_clean(base: Base, change: Change, tmp_path: Path) -
     folder = made.write(tmp_path)
     result = lint(folder)
     assert result.findings
-    for name, text in corrected(result).items():
+    for name, text in corrected(result, CHECKS).items():
         (folder / name).write_text(text)
     assert lint(folder).findings == ()
 
