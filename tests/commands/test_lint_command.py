@@ -43,7 +43,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_text(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lint_command(broken().write(tmp_path), format) == 1
     out = capsys.readouterr().out
-    for part in ("MD014", "gate 0.00015625, up 0.0003", "model.safetensors", "Next: "):
+    for part in ("MD014", "gate 0.00015625, up 0.0003", "model.safetensors", "Next:"):
         assert part in out
     assert "1 kind of damage" in out
 
