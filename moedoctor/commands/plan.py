@@ -16,8 +16,16 @@ def plan(
         str, option("NAME|FOLDER", "The model: a preset such as qwen3-30b-a3b, or a folder with config.json.")
     ],
     gpu_memory: Annotated[
-        float | None, option("GIB", "Memory of the GPU in GiB.", number("--gpu-memory"))
+        float | None, option("GIB", "Memory of the GPU in GiB, or of each GPU.", number("--gpu-memory"))
     ] = None,
+    tensor_parallel_size: Annotated[
+        int,
+        option(
+            "GPUS",
+            "GPUs that share each layer, as in vLLM's --tensor-parallel-size. All figures are of each GPU.",
+            number("--tensor-parallel-size", "a whole number from 1 to 1024", most=1024, whole=True),
+        ),
+    ] = 1,
     utilization: Annotated[
         float,
         option(
@@ -94,7 +102,7 @@ def plan(
         float,
         option(
             "GIB",
-            "Weights that are kept in host memory, in GiB.",
+            "Weights that are kept in host memory, in GiB of each GPU.",
             number("--offload", "GiB, 0 or more", zero=True, most=1e9),
         ),
     ] = 0.0,
@@ -126,7 +134,7 @@ def plan(
     """Compute what fits on a GPU and how fast it can be.
 
     Weights, workspace, KV tokens, concurrent requests, and the limit that PCIe sets on speed. Nothing is
-    measured. Exit code 1 if not one request of the context fits.
+    measured. Exit code 1 if the model, or one request of the context, does not fit.
     """
     from moedoctor.diagnose.plan.kv_cache import PlanError
     from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
@@ -148,6 +156,7 @@ def plan(
             scheme_source=source,
             other_scheme=other_scheme,
             checkpoint_bytes=checkpoint_bytes(Path(model)) if os.path.isdir(model) else None,
+            tensor_parallel=tensor_parallel_size,
             gpu_bytes=size(gpu_memory),
             utilization=utilization,
             available_kv_bytes=size(available_kv),
@@ -172,7 +181,7 @@ def plan(
         output=output,
         summary="plan",
         code=code,
-        reasons=["not one request of the context fits"] if code else [],
+        reasons=[result.notes[0] if result.missing_bytes else "not one request of the context fits"],
     )
     return code
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from moedoctor.models.layer_shape import LayerShape
@@ -118,6 +118,50 @@ class ModelShape:
     dense_parameters: int = 0
     """Parameters of dense MLPs, all layers together."""
     max_context: int | None = None
+
+    def part_of(self, gpus: int) -> ModelShape:
+        """Return what each of `gpus` GPUs holds with tensor parallelism, as vLLM divides a model.
+
+        Heads, the width of experts and of dense layers, and the vocabulary are divided. Routers, projections
+        into a latent space and the vectors of latent attention are on every GPU; so are keys and values, if
+        there are fewer of their heads than GPUs. Raises ValueError if a size does not divide.
+        """
+        if gpus == 1:
+            return self
+
+        def divided(size: int, what: str) -> int:
+            if size % gpus:
+                raise ValueError(f"{self.name} has {what} of {size}, which {gpus} GPUs do not divide")
+            return size // gpus
+
+        attention: list[AttentionLayers | LatentAttentionLayers] = []
+        for layers in self.attention:
+            part = replace(layers, num_heads=divided(layers.num_heads, "a number of heads"))
+            if isinstance(part, AttentionLayers):
+                if gpus % part.num_kv_heads:
+                    divided(part.num_kv_heads, "a number of KV heads")
+                part = replace(part, num_kv_heads=max(1, part.num_kv_heads // gpus))
+            attention.append(part)
+        recurrent = self.recurrent and replace(
+            self.recurrent,
+            conv_elements=-(-self.recurrent.conv_elements // gpus),
+            state_elements=-(-self.recurrent.state_elements // gpus),
+            parameters_each=-(-self.recurrent.parameters_each // gpus),
+        )
+        layer = self.experts.layer
+        experts = replace(
+            self.experts,
+            layer=replace(layer, intermediate=divided(layer.intermediate, "an intermediate size")),
+            shared_intermediate_size=-(-self.experts.shared_intermediate_size // gpus),
+        )
+        return replace(
+            self,
+            vocab_size=-(-self.vocab_size // gpus),
+            attention=tuple(attention),
+            recurrent=recurrent,
+            experts=experts,
+            dense_parameters=-(-self.dense_parameters // gpus),
+        )
 
     def expert_parameters(self) -> int:
         """Return the parameters of all routed experts of all layers."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import moedoctor
 from moedoctor.diagnose.plan.plan import GIB, Plan, PlanRequest
-from moedoctor.reporters.page import Block, Bullets, Heading, Table
+from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Table
 from moedoctor.reporters.text import count_of
 
 
@@ -26,11 +26,18 @@ def plan_document(request: PlanRequest, result: Plan, code: int) -> dict[str, An
 def plan_page(request: PlanRequest, result: Plan) -> list[Block]:
     """Return a table of what takes how much, and remarks."""
     shape = request.shape
-    return [
-        Heading(f"plan for {shape.name}: computed from {shape.source}; nothing was measured", 1),
-        Table(("what", "how much", "how it is computed"), _rows(request, result), "lrl"),
-        Bullets(result.notes),
+    page: list[Block] = [
+        Heading(f"plan for {shape.name}: computed from {shape.source}; nothing was measured", 1)
     ]
+    notes = result.notes
+    if result.missing_bytes:  # the first notes say by how much, and what helps
+        page.append(Item("missing", notes[0].partition(": ")[2]))
+        notes = notes[2:]
+    page.append(Table(("what", "how much", "how it is computed"), _rows(request, result), "lrl"))
+    page.append(Bullets(notes))
+    if result.missing_bytes:
+        page.append(Paragraph((Span("Next: ", "bold"), result.notes[1])))
+    return page
 
 
 def _rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
@@ -47,6 +54,10 @@ def _rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
         rows.append(
             ("weights on the host", _gib(result.on_host_bytes), "pinned memory that the host must have")
         )
+    if request.tensor_parallel > 1:
+        held += f", 1/{request.tensor_parallel} of each"
+        rows[0] = ("expert weights", _gib(result.expert_bytes), held)
+        rows.insert(0, ("GPUs", f"{request.tensor_parallel}", "every size is of each GPU"))
     space, groups = result.workspace, count_of(kv.groups, "group")
     rows += [
         ("weights on the GPU", _gib(result.on_device_bytes), "with the slots of an expert cache, if any"),
@@ -55,6 +66,10 @@ def _rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
     if result.budget_bytes is not None:
         rows.append(
             ("GPU budget", _gib(result.budget_bytes), f"memory × utilization {request.utilization:g}")
+        )
+    if result.missing_bytes:
+        rows.append(
+            ("missing", _gib(result.missing_bytes), "what weights and workspace take beyond the budget")
         )
     rows += [
         ("KV memory", _gib(result.available_kv_bytes), f"{kv.blocks:,} blocks of {kv.block_bytes:,} bytes"),

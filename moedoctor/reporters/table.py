@@ -49,7 +49,7 @@ _BESIDE_LABELS = 38
 _NO_WIDTH = 100_000
 _STYLES = {
     **dict.fromkeys(("proved", "clean", "confirmed"), "green"),
-    **dict.fromkeys(("found", "affected", "failed", "error", "regression", "damage"), "bold red"),
+    **dict.fromkeys(("found", "affected", "failed", "error", "regression", "damage", "missing"), "bold red"),
     **dict.fromkeys(("reproduced", "warning"), "yellow"),
     **dict.fromkeys(("absent", "note", "remark"), "cyan"),
     **dict.fromkeys(("skipped", "untested", "not looked at", "dim"), "dim"),

@@ -225,3 +225,17 @@ def test_a_backend_may_be_written_in_any_case(capsys):
     command = ["plan", "--model", "qwen3-30b-a3b", "--gpu-memory", "80", "--scheme", "fp8"]
     assert main([*command, "--backend", "vllm-cutlass"]) == 0
     assert "workspace of VLLM_CUTLASS" in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_fit_has_its_table_and_exit_code_1(capsys):
+    command = ["plan", "--model", "qwen3-30b-a3b", "--gpu-memory", "8", "--context", "8192"]
+    assert main(command) == 1
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[1].startswith("missing")
+    assert "GiB for weights and workspace alone" in lines[1]
+    assert any(line.startswith("expert weights") for line in lines)
+    assert lines[-1].startswith("Next: it fits, with one request, with --offload ")
+    assert "exit code 1: does not fit" in err
+    assert main([*command, "--tensor-parallel-size", "8"]) == 0
+    assert "every size is of each GPU" in capsys.readouterr().out

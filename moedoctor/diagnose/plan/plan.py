@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from moedoctor.diagnose.plan.kv_cache import KvCache, PlanError, kv_cache
 from moedoctor.diagnose.plan.workspace import Workspace, workspace
@@ -13,6 +16,7 @@ SCHEMES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32
 """Bytes of a weight with its block scales: E4M3 for 16 weights of NVFP4, E8M0 for 32 of MXFP4."""
 KV_TYPES = {"bf16": 2, "fp8": 1}
 MODES = ("uva", "copy")
+_GPUS = (2, 4, 8, 16)
 _LEAST_OTHER = 0.5
 """Bytes of a weight outside the experts, in the smallest checkpoint that is believed."""
 _MOST = 1.5
@@ -32,6 +36,8 @@ class PlanRequest:
     """The scheme of everything else."""
     checkpoint_bytes: int | None = None
     """Bytes of the checkpoint's weights, or None to compute them from the shape."""
+    tensor_parallel: int = 1
+    """GPUs that share each layer; every size of memory is then of each GPU."""
     gpu_bytes: int | None = None
     utilization: float = 0.9
     available_kv_bytes: int | None = None
@@ -81,31 +87,51 @@ class Plan:
     available_kv_bytes: int
     kv: KvCache
     traffic: Traffic
+    missing_bytes: int
+    """Bytes that the GPU lacks for weights and workspace; 0 if they fit."""
     notes: tuple[str, ...]
 
 
 def plan(request: PlanRequest) -> Plan:
-    """Plan `request`. Raises PlanError if it cannot fit or an input is missing."""
-    shape = request.shape
+    """Plan `request`. Raises PlanError if an input is missing or impossible.
+
+    A model that does not fit has `missing_bytes`, and notes that say what would help.
+    """
+    planned = _plan(request)
+    if not planned.missing_bytes:
+        return planned
+    return replace(planned, notes=(*_what_helps(request, planned), *planned.notes))
+
+
+def _plan(request: PlanRequest) -> Plan:
+    whole = request.shape
+    try:
+        shape = whole.part_of(request.tensor_parallel)
+    except ValueError as error:
+        raise PlanError(f"--tensor-parallel-size {request.tensor_parallel}: {error}") from None
     expert_bytes = round(shape.expert_parameters() * SCHEMES[request.scheme])
     other_bytes = round(shape.other_parameters() * SCHEMES[request.other_scheme])
     notes = []
     if request.checkpoint_bytes is not None:
-        _check_size(request, request.checkpoint_bytes, expert_bytes)
-        other_bytes = request.checkpoint_bytes - expert_bytes
+        all_experts = round(whole.expert_parameters() * SCHEMES[request.scheme])
+        _check_size(request, request.checkpoint_bytes, all_experts)
+        share = shape.other_parameters() / whole.other_parameters()
+        other_bytes = round((request.checkpoint_bytes - all_experts) * share)
         notes.append("weights: the checkpoint's own size")
     else:
         notes.append(f"weights: computed, experts in {request.scheme}, the rest in {request.other_scheme}")
     if request.scheme_source is not None:
         notes.append(f"scheme: {request.scheme}, {request.scheme_source}")
     embeddings = round(shape.embedding_parameters() * SCHEMES[request.other_scheme])
+    request = replace(request, shape=shape)
     traffic = _traffic(request, expert_bytes, max(0, other_bytes - embeddings))
     on_device = expert_bytes + other_bytes - traffic.host_bytes + traffic.device_bytes
     space = workspace(request.backend, request.scheme, shape.experts.layer, request.batched_tokens)
     if request.workspace_bytes is not None:
         space = Workspace(request.workspace_bytes, "given")
     budget = round(request.gpu_bytes * request.utilization) if request.gpu_bytes is not None else None
-    available = _available(request, budget, on_device, space, notes)
+    left = _left(request, budget, on_device, space, notes)
+    available = max(0, left)
     kv = kv_cache(
         shape,
         available_bytes=available,
@@ -114,9 +140,9 @@ def plan(request: PlanRequest) -> Plan:
         block_size=request.block_size,
         batched_tokens=request.batched_tokens,
     )
-    if not kv.blocks:
+    if not kv.blocks and left >= 0:
         notes.append("not one block of KV cache fits")
-    elif kv.concurrency < 1:
+    elif left >= 0 and kv.concurrency < 1:
         notes.append(f"not one request of {request.context} tokens fits: lower --context")
     return Plan(
         expert_bytes=expert_bytes,
@@ -128,6 +154,7 @@ def plan(request: PlanRequest) -> Plan:
         available_kv_bytes=available,
         kv=kv,
         traffic=traffic,
+        missing_bytes=max(0, -left),
         notes=tuple(notes),
     )
 
@@ -144,10 +171,48 @@ def _check_size(request: PlanRequest, size: int, expert_bytes: int) -> None:
         )
 
 
-def _available(
+def _what_helps(request: PlanRequest, planned: Plan) -> Iterator[str]:
+    """Say by how much the model does not fit, and which settings make it and one request fit."""
+    missing = planned.missing_bytes / GIB
+    gpu = "the GPU" if request.tensor_parallel == 1 else "each GPU"
+    yield f"does not fit: {gpu} lacks {missing:.2f} GiB for weights and workspace alone"
+    kv = planned.kv
+    offload = request.offload_bytes + planned.missing_bytes + kv.blocks_per_request * kv.block_bytes
+    tries: dict[str, dict[str, Any]] = {
+        f"--offload {_rounded_up(offload):g}": {"offload_bytes": round(_rounded_up(offload) * GIB)},
+        f"--expert-cache {request.shape.experts.layer.top_k}": {
+            "cache_slots": request.shape.experts.layer.top_k,
+            "offload_bytes": 0,
+        },
+    }
+    for gpus in _GPUS:
+        if gpus > request.tensor_parallel:
+            tries[f"--tensor-parallel-size {gpus}"] = {"tensor_parallel": gpus}
+    helpful = [option for option, change in tries.items() if _fits(replace(request, **change))]
+    more = [option for option in helpful if "tensor" in option][1:]  # fewer GPUs are enough
+    options = " or ".join(option for option in helpful if option not in more)
+    yield (
+        f"it fits, with one request, with {options}"
+        if options
+        else "no offload, expert cache or number of GPUs up to 16 helps"
+    )
+
+
+def _rounded_up(size: int) -> float:
+    return math.ceil(size / GIB * 100) / 100
+
+
+def _fits(request: PlanRequest) -> bool:
+    try:
+        return _plan(request).kv.concurrency >= 1
+    except PlanError:
+        return False
+
+
+def _left(
     request: PlanRequest, budget: int | None, on_device: int, space: Workspace, notes: list[str]
 ) -> int:
-    """Return the bytes that are left for the KV cache. Raises PlanError if nothing is left."""
+    """Return the bytes that are left for the KV cache, below 0 if weights and workspace do not fit."""
     if request.available_kv_bytes is not None:
         notes.append("KV memory: as given, not computed from the GPU's memory")
         return request.available_kv_bytes
@@ -156,15 +221,7 @@ def _available(
     if space.bytes is None:
         notes.append(f"KV memory: an upper bound, the workspace is left out: {space.how}")
     notes.append("KV memory: CUDA's own context, CUDA graphs and other activations are left out (1 to 3 GiB)")
-    left = budget - on_device - (space.bytes or 0)
-    if left <= 0:
-        raise PlanError(
-            f"{request.shape.name} in {request.scheme} needs {on_device / GIB:.2f} GiB of weights and "
-            f"{(space.bytes or 0) / GIB:.2f} GiB of workspace on the device, and there are "
-            f"{budget / GIB:.2f} GiB; offload at least {-left / GIB:.2f} GiB more (--offload) "
-            "or use an expert cache (--expert-cache)"
-        )
-    return left
+    return budget - on_device - (space.bytes or 0)
 
 
 def _traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) -> Traffic:

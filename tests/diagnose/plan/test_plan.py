@@ -144,7 +144,8 @@ def test_an_offload_of_8_gib_of_qwen():
     ("change", "message"),
     [
         ({"gpu_bytes": None}, "neither --gpu-memory nor --available-kv"),
-        ({"gpu_bytes": 8 * GIB}, "offload at least"),
+        ({"tensor_parallel": 3}, "--tensor-parallel-size 3: .* heads of 32, which 3 GPUs do not divide"),
+        ({"tensor_parallel": 64}, "heads of 32, which 64 GPUs"),
         ({"cache_slots": 4}, "expected 8 .top_k. to 128"),
         ({"cache_slots": 16, "offload_bytes": 1}, "exclude each other"),
         ({"offload_bytes": 900 * GIB}, "expected 0 to 16.90 GiB, the size of the decoder layers"),
@@ -180,3 +181,50 @@ def test_a_hybrid_pays_for_its_state_in_whole_blocks():
     assert kv.block_size == 16  # 16 x 128 bytes hold the state of 1,312
     assert kv.block_bytes == 16 * 128
     assert kv.blocks_per_request == 64 // 16 + 1
+
+
+def test_a_model_that_does_not_fit_says_by_how_much_and_what_helps():
+    request = PlanRequest(QWEN, "nvfp4", gpu_bytes=8 * GIB, context=8192)
+    found = plan(request)
+    needed = found.on_device_bytes + found.workspace.bytes
+    assert found.missing_bytes == needed - found.budget_bytes > 0
+    assert (found.available_kv_bytes, found.kv.concurrency) == (0, 0)
+    assert found.notes[
+        0
+    ] == f"does not fit: the GPU lacks {found.missing_bytes / GIB:.2f} GiB for weights " + (
+        "and workspace alone"
+    )
+    # Whatever it recommends was planned, and the next smaller value does not fit.
+    words = found.notes[1].split()
+    offload, gpus = (float(words[words.index(name) + 1]) for name in ("--offload", "--tensor-parallel-size"))
+    for change, smaller in (
+        ({"offload_bytes": round(offload * GIB)}, {"offload_bytes": round((offload - 0.02) * GIB)}),
+        ({"tensor_parallel": int(gpus)}, {"tensor_parallel": int(gpus) // 2}),
+    ):
+        assert plan(dataclasses.replace(request, **change)).kv.concurrency >= 1
+        assert plan(dataclasses.replace(request, **smaller)).kv.concurrency < 1
+    tiny = plan(dataclasses.replace(request, gpu_bytes=GIB // 10))
+    assert tiny.notes[1].startswith("no offload, expert cache or number of GPUs")
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gemma-4-26b-a4b", "nemotron-3-super-120b"])
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_tensor_parallelism_divides_every_table(name, gpus):
+    request = PlanRequest(preset(name), "nvfp4", available_kv_bytes=8 * GIB, context=8192)
+    alone, part = plan(request), plan(dataclasses.replace(request, tensor_parallel=gpus))
+    assert part.expert_bytes == pytest.approx(alone.expert_bytes / gpus, rel=1e-6)
+    # Routers and some keys and values are on every GPU.
+    assert alone.other_bytes / gpus <= part.other_bytes + 1 < alone.other_bytes
+    assert alone.kv.bytes_per_token / gpus <= part.kv.bytes_per_token <= alone.kv.bytes_per_token
+    assert part.kv.concurrency >= alone.kv.concurrency
+    assert part.workspace.bytes <= alone.workspace.bytes
+
+
+def test_the_parts_of_a_checkpoint_make_the_whole():
+    """2 GPUs hold Qwen's 4 KV heads and 32 heads without a copy: only the routers are there twice."""
+    size = 17 * GIB
+    request = PlanRequest(QWEN, "nvfp4", available_kv_bytes=GIB, checkpoint_bytes=size, context=8192)
+    found = plan(dataclasses.replace(request, tensor_parallel=2))
+    routers = 48 * 2048 * 128 / QWEN.other_parameters() * (size - found.expert_bytes * 2)
+    assert 2 * (found.expert_bytes + found.other_bytes) == pytest.approx(size + routers, rel=1e-6)
+    assert found.kv.bytes_per_token * 2 == plan(request).kv.bytes_per_token
