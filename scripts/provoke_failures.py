@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,13 @@ def run_case(name: str, out: Path, seconds: float) -> str:
                 os.killpg(process.pid, 9)
                 process.wait()
             log.seek(0)
-            text = log.read().decode("utf-8", "replace").replace(folder, "/models")
+            text = log.read().decode("utf-8", "replace")
+    for path, shown in (
+        (folder, "/models"),
+        (_packages(), "/site-packages"),
+        (str(Path(__file__).resolve().parents[1]), "/repository"),
+    ):
+        text = text.replace(path, shown)
     if code is None:
         return f"{name}: no answer in {seconds:.0f} s"
     hide = Redactor.of_this_process().text
@@ -288,6 +295,12 @@ def run_case(name: str, out: Path, seconds: float) -> str:
     files.write(target / f"{name}.log", "\n".join(lines) + "\n")
     errors = [line for line in lines if re.search(r"Error\b", line)]
     return f"{name}: exit code {code}, {truth['seconds']} s, {errors[-1][-150:] if errors else 'no error'}"
+
+
+def _packages() -> str:
+    """Return the folder that vLLM is in."""
+    spec = find_spec("vllm")
+    return str(Path(spec.origin).parents[1]) if spec and spec.origin else "/site-packages"
 
 
 def main() -> None:

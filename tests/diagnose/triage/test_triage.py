@@ -139,6 +139,16 @@ def test_context_raises_and_lowers_the_grade(context: str, grade: Grade) -> None
     assert any("host" in clause for clause in shown["MD003"].missing) == ("--cpu-offload-gb" not in context)
 
 
+def test_a_text_that_lacks_a_context_is_possible_at_best() -> None:
+    choice = "There is no way to choose the backend"
+    whole = read(f"{choice} of the MoE layers in vLLM").findings[0]
+    part, bare = read(f"{choice} in vLLM").possible[0], read(choice).possible[0]
+    assert {finding.id for finding in (whole, part, bare)} == {"MD010"}
+    assert whole.confidence > part.confidence > bare.confidence
+    assert part.missing == ("the model has experts",)
+    assert bare.missing == ("the model has experts", "the program is vLLM")
+
+
 def test_the_prefix_of_a_log_is_evidence() -> None:
     prefixed = read(f"(EngineCore_DP0 pid=9) ERROR 11-22 10:00:00 [core.py:866] {TRITON}").possible[0]
     assert prefixed.confidence > read(TRITON).possible[0].confidence
