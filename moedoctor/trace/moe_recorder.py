@@ -25,7 +25,7 @@ When = Literal["nan", "call", "first", "mismatch"]
 ROWS = 64
 """Rows of a call that are kept at most."""
 Weights = Callable[[list[int]], Mapping[str, torch.Tensor]]
-"""Expert ids -> the tensors of a capsule that describe these experts."""
+"""Expert ids -> the tensors of a capsule that describe these experts; without ``w13`` none are known."""
 
 
 _REASONS = {
@@ -206,6 +206,8 @@ class CallKeeper:
         self.keep(fitted(capsule, range(len(capsule.tensors["x"])), self.wish.max_bytes))
 
     def _is_right(self, capsule: Capsule) -> bool:
+        if capsule.record.weights == "none":
+            return True  # it cannot be compared
         problem, output = capsule.problem(), capsule.tensors["output"]
         expected = expected_output(problem, capsule.record.activations)  # [T, H]
         return agree(output.float(), expected, self.bounds[capsule.record.activations]).right
@@ -220,16 +222,18 @@ class CallKeeper:
         used = sorted({int(expert) for expert in ids.unique().tolist() if 0 <= expert < experts})
         spare = (expert for expert in range(experts) if expert not in used)
         used = sorted([*used, *(next(spare) for _ in range(len(used), layer.record.top_k))])
+        weights = layer.weights(used)
         tensors = {
             "x": rows.x[:count][order].cpu(),
             "output": rows.output[:count][order].cpu(),
             "topk_ids": ids,
             "topk_weights": rows.weights[:count][order].cpu(),
             "expert_ids": torch.tensor(used, dtype=torch.int32),
-            **layer.weights(used),
+            **weights,
         }
         record = layer.record.model_copy(
             update={
+                "weights": "recorded" if "w13" in weights else "none",
                 "reason": _REASONS.get(self.wish.when, "it was asked for"),
                 "call": header[places.OWNED_STEP],
                 "tokens": tuple(rows.row[:count][order].tolist()),

@@ -18,11 +18,12 @@ IDS = ("distinct", "duplicates", "empty", "fewer")
 _POISON = 0xFF
 """A byte that makes NaN of bfloat16, float16, float32 and E4M3."""
 _CALLS = 3
-_BOUNDS = {
+BOUNDS = {
     "none": Bounds(cosine=0.9998, norm=0.015, element=0.02, matched=0.99, worst=0.08),
     "fp8": Bounds(cosine=0.998, norm=0.03, element=0.1, matched=0.95, worst=0.4),
     "nvfp4": Bounds(cosine=0.995, norm=0.04, element=0.15, matched=0.97, worst=0.6),
 }
+"""Quantization of activations -> how far a right output may be from the reference."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def bounds_of(activations: str) -> Bounds:
     a value), and a backend that quantizes activations may round in another order than the reference, so that
     values near the edge between two codes get the other code.
     """
-    return _BOUNDS[activations]
+    return BOUNDS[activations]
 
 
 def check_parity(

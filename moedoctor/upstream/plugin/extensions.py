@@ -81,6 +81,13 @@ TRACES: Mapping[str, Extension] = {
         releases=">=0.21.0",
         refusal="made for vLLM 0.21.0 and later, whose MoE layers call router and experts in one function",
     ),
+    "record": Extension(
+        "moedoctor.upstream.plugin.record",
+        releases=">=0.21.0",
+        refusal="made for vLLM 0.21.0 and later, whose MoE layers call router and experts in one function",
+        by_name_only=True,
+        example={"MOEDOCTOR_RECORD": "capsules"},
+    ),
 }
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from moedoctor.text import escape, print_message, without_commands
 from moedoctor.trace.nan_report import NanReport
 from moedoctor.upstream.plugin.register import Patch, apply_patches
+from moedoctor.upstream.plugin.steps import Steps
 
 _FIRST = 100
 """Priority of the finalizer: high ones run first, while the device can still be read."""
@@ -36,7 +37,6 @@ class EngineTrace:
         self.real = 0
         """Rows of the step that are not padding."""
         self.running = False
-        self.warming_up = False
         self.process: int | None = None
         """The process that made the first layer and owns the record; None before."""
         self._state: Any = None
@@ -158,85 +158,20 @@ class EngineTrace:
 
     def begin(self, real: int, rows: int) -> None:
         """Begin a step of `rows` rows, of which the first `real` are not padding."""
-        if self.warming_up:
-            return
         self.real = real
-        self.state.begin(min(real, rows), rows)
+        self.state.begin(real, rows)
         self.running, self._attention = True, None
 
     def end(self, hidden: Any) -> None:
         """End the step, with the model's output if it has one."""
         if not self.running:
-            return  # a warm-up, or there was nothing to do
+            return
         self.running = False
         if hasattr(hidden, "is_floating_point"):
             self.state.watch_last(self.point("model"), hidden)
         else:
             self.state.end()
         self.state.mirror()  # what follows, such as the sampler, may end the CUDA context
-
-    # vLLM's dummy runs do not call `_model_forward` of its V1 model runner, nor `prepare_inputs` of V2.
-
-    def around_warm_up(self, original: Any) -> Any:
-        """Record nothing meanwhile: the V2 model runner warms up with steps that look like any other."""
-
-        def compile_or_warm_up_model(worker: Any, *arguments: Any, **options: Any) -> Any:
-            self.warming_up = True
-            try:
-                return original(worker, *arguments, **options)
-            finally:
-                self.warming_up = False
-
-        return compile_or_warm_up_model
-
-    def around_step(self, original: Any) -> Any:
-        """Remember how many tokens of the step are real."""
-
-        def execute_model(runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
-            self.real = int(scheduler_output.total_num_scheduled_tokens)
-            return original(runner, scheduler_output, *arguments, **options)
-
-        return execute_model
-
-    def around_forward(self, original: Any) -> Any:
-        """Run one step of the trace."""
-
-        def model_forward(runner: Any, *arguments: Any, **options: Any) -> Any:
-            self.begin(self.real, _rows(arguments, options))
-            output = hidden = None
-            try:
-                output = original(runner, *arguments, **options)
-                hidden = output[0] if isinstance(output, tuple) else output
-            finally:
-                self.end(hidden)
-            return output
-
-        return model_forward
-
-    def around_inputs(self, original: Any) -> Any:
-        """Begin a step of the V2 model runner when its batch is known."""
-
-        def prepare_inputs(runner: Any, *arguments: Any, **options: Any) -> Any:
-            batch = original(runner, *arguments, **options)
-            self.begin(int(batch.num_tokens), int(batch.num_tokens_after_padding))
-            return batch
-
-        return prepare_inputs
-
-    def around_v2_step(self, original: Any) -> Any:
-        """End a step of the V2 model runner, which keeps the model's output for its sampler."""
-
-        def execute_model(runner: Any, *arguments: Any, **options: Any) -> Any:
-            finished = False
-            try:
-                result = original(runner, *arguments, **options)
-                finished = True
-            finally:
-                kept = runner.execute_model_state if finished else None
-                self.end(getattr(kept, "hidden_states", None))
-            return result
-
-        return execute_model
 
 
 class ExitReport:
@@ -295,24 +230,17 @@ def apply(version: str) -> str:
 
     experiment = Experiment.from_environment(os.environ)
     trace = EngineTrace(experiment)
-    layers, runner = "vllm.model_executor.layers", "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-    runner_v2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-    padded = ("num_tokens_after_padding=num_tokens_after_padding",)
-    keeps = ("self.prepare_inputs(", "self.execute_model_state = ExecuteModelState(")
+    layers = "vllm.model_executor.layers"
     attention, experts = f"{layers}.attention.attention:Attention", f"{layers}.fused_moe"
     moe, router = f"{experts}.runner.moe_runner:MoERunner", f"{experts}.router.base_router:BaseRouter"
     made, routed = functools.partial(_after, then=trace.around_attention), ("return topk_weights, topk_ids",)
     patches = [
-        Patch("vllm.v1.worker.gpu_worker:Worker", "compile_or_warm_up_model", trace.around_warm_up, "self"),
         Patch(attention, "__init__", made, source=("self.impl = ", "self.layer_name = ")),
         Patch(
             moe, "_apply_quant_method", trace.around_moe, "router_logits", ("self.router.select_experts(",)
         ),
         Patch(router, "select_experts", trace.around_router, "router_logits", routed),
-        Patch(runner, "execute_model", trace.around_step, "scheduler_output", ("self._model_forward(",)),
-        Patch(runner, "_model_forward", trace.around_forward, "input_ids positions", ("self.model(",)),
-        Patch(runner_v2, "prepare_inputs", trace.around_inputs, "scheduler_output batch_desc", padded),
-        Patch(runner_v2, "execute_model", trace.around_v2_step, "scheduler_output dummy_run", keeps),
+        *Steps(trace.begin, trace.end).patches(),
     ]
     active = ["attention (not MLA), router and MoE outputs are watched for NaN; report at exit"]
     if experiment is not None:
@@ -337,15 +265,3 @@ def _after(original: Any, then: Any) -> Any:
         then(owner)
 
     return made
-
-
-def _rows(arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
-    """Return the number of rows of the padded batch."""
-    given = dict(
-        zip(("input_ids", "positions", "intermediate_tensors", "inputs_embeds"), arguments, strict=False)
-    )
-    given |= options
-    for name in ("input_ids", "inputs_embeds"):
-        if given.get(name) is not None:
-            return int(given[name].shape[0])
-    return int(given["positions"].shape[-1])

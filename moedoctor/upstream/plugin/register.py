@@ -40,6 +40,8 @@ OPTIONAL = "MOEDOCTOR_FIXES_OPTIONAL"
 """If it is 1, the engine starts without what cannot be applied."""
 STATUS_VARIABLE = "MOEDOCTOR_STATUS"
 """A file for what is active, a JSON list. Set for the engines that moedoctor starts itself."""
+RECORD = "MOEDOCTOR_RECORD"
+"""A folder for recordings, which asks for the trace `record` by itself."""
 TABLES = ((VARIABLE, "fix", FIXES), ("MOEDOCTOR_TRACE", "trace", TRACES))
 """Variable, what it names, and what there is of it."""
 _BY = "__moedoctor_by__"
@@ -84,7 +86,10 @@ def register() -> None:
 
     Raises SystemExit if something that was asked for by name cannot be applied.
     """
-    _register(os.getpid(), tuple(os.environ.get(variable, "") for variable, _, _ in TABLES))
+    values = [os.environ.get(variable, "") for variable, _, _ in TABLES]
+    if os.environ.get(RECORD, "").strip():  # a folder asks for the recording by itself
+        values[1] = f"{values[1]},record"
+    _register(os.getpid(), tuple(values))
 
 
 @functools.cache
