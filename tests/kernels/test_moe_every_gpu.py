@@ -1,0 +1,136 @@
+"""Every kernel of a MoE layer, compiled by Triton and assembled by ptxas for GPUs that need not be here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from moedoctor.kernels.moe.tiles import Tile, block_tiles, slot_tiles
+from tests.interpreted import needs_triton
+
+pytestmark = [needs_triton, pytest.mark.slow]
+CAPABILITIES = (80, 86, 89, 90, 100, 120, 121)
+"""Older GPUs are refused, because their tensor cores have no bfloat16."""
+_SHARED = {80: 163, 90: 227, 100: 227}
+"""KiB of shared memory that one program can have; 99 elsewhere."""
+_PAIRS = (8, 1000, 3072, 6000, 65_536)
+"""A number of pairs for each kind of tile, with 128 experts."""
+
+
+def _assembled(capability: int, kernel: Any, types: Sequence[str], tile: Tile, **constants: Any) -> None:
+    from expert_cases import compile_kernel
+
+    done = compile_kernel(kernel, capability, types, constants, warps=tile.warps, stages=tile.stages)
+    _check(done, capability, f"{kernel.fn.__name__}, {tile}")
+
+
+def _check(kernel: Any, capability: int, what: str) -> None:
+    assert kernel.asm["cubin"][:4] == b"\x7fELF", what
+    assert kernel.metadata.shared <= _SHARED.get(capability, 99) * 1024, what
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("quantization", ["none", "fp8", "nvfp4"])
+def test_products_of_a_whole_layer(capability: int, quantization: str) -> None:
+    from expert_cases import compiled
+
+    tiles = dict.fromkeys(
+        (tile, second)
+        for pairs in _PAIRS
+        for second, tile in enumerate(block_tiles(pairs, 128, quantization, gated=True))
+    )
+    for tile, second in tiles:
+        activation = "none" if second else "silu"
+        kernel = compiled(
+            capability, tile, quantization=quantization, second=bool(second), activation=activation
+        )
+        _check(kernel, capability, f"{quantization}, {tile}")
+    tile = block_tiles(3072, 128, quantization, gated=True)[0]
+    for activation, float16 in (("gelu", True), ("gelu_tanh", False), ("relu2", True)):
+        kernel = compiled(
+            capability, tile, quantization=quantization, second=False, activation=activation, float16=float16
+        )
+        _check(kernel, capability, f"{quantization}, {activation}")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_products_of_slots_and_of_few_tokens(capability: int) -> None:
+    from moedoctor.kernels.moe.decode import down_kernel, up_kernel
+    from moedoctor.kernels.moe.products import slot_product
+
+    layer = {"hidden_size": 2048, "intermediate_size": 768}
+    common = {"has_scale": False, "has_bias": True}
+    few = Tile(1, 8, 512, 4, 3)
+    _assembled(
+        capability,
+        up_kernel,
+        ("bf16", "bf16", "bf16", "bf16", "i32", "fp32", "=i32", "=i32"),
+        few,
+        **layer,
+        **common,
+        activation="gelu",
+        BLOCK_N=8,
+        BLOCK_K=512,
+    )
+    _assembled(
+        capability,
+        down_kernel,
+        ("fp32", "bf16", "bf16", "bf16", "i32", "fp32", "fp32", "=i32"),
+        few,
+        **layer,
+        **common,
+        top_k=8,
+        adds=True,
+        LANES=8,
+        BLOCK_N=2,
+        BLOCK_K=256,
+    )
+    types = ("bf16", "bf16", "bf16", "bf16", "i32", "i32", "i32", "bf16", "=i32", "=i32")
+    for pairs in (1000, 3000, 8000):
+        for second, tile in enumerate(slot_tiles(pairs, 128, 2)):
+            sizes = {"width": 2048, "depth": 768} if second else {"width": 768, "depth": 2048}
+            constants: Mapping[str, Any] = {
+                **sizes,
+                **common,
+                "activation": "none" if second else "silu",
+                "second": bool(second),
+                "mapped": True,
+                "BLOCK_M": tile.block_m,
+                "TALL_M": tile.tall_m or tile.block_m,
+                "BLOCK_N": tile.block_n,
+                "BLOCK_K": tile.block_k,
+                "splits": tile.splits,
+                "wide": False,
+            }
+            _assembled(capability, slot_product, types, tile, **constants)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_order_plan_and_sum(capability: int) -> None:
+    from moedoctor.kernels.moe.rows import plan_kernel, sort_kernel, sum_kernel
+
+    tile = Tile(1, 1024, 1, 4, 3)
+    _assembled(capability, sort_kernel, ("i32", "i32", "i32", "i32", "=i32"), tile, CHUNK=2048)
+    _assembled(
+        capability,
+        plan_kernel,
+        ("i64", "i32", "i32", "=i32", "=i32"),
+        tile,
+        num_experts=128,
+        by_row=False,
+        BLOCK_M=64,
+        CHUNK=4096,
+    )
+    _assembled(
+        capability,
+        sum_kernel,
+        ("bf16", "i64", "i32", "fp32", "bf16", "=i32"),
+        tile,
+        top_k=8,
+        width=2048,
+        has_row=False,
+        adds=False,
+        BLOCK_N=1024,
+    )
