@@ -131,6 +131,7 @@ def _other(operators: Any) -> Any:
         gating_output: Any,
         renormalize: bool = False,
         e_score_correction_bias: Any = None,
+        is_padding: Any = None,  # newer releases route no padding rows; the other kernel routes them all
     ) -> None:
         values = {
             "topk_weights": topk_weights,

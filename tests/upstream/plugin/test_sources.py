@@ -48,6 +48,24 @@ def test_what_the_installed_release_refuses_stops_it(name: str) -> None:
     assert any(f"{name} is not applied to vLLM {release}: {reason}" in line for line in lines)
 
 
+TOPK = """
+import inspect, json
+from types import SimpleNamespace
+from vllm import _custom_ops
+from moedoctor.upstream.engine.padding_experiment import _other
+default = SimpleNamespace(_schema=SimpleNamespace(name="topk_softmax", arguments=[]))
+other = _other(SimpleNamespace(topk_softmax=SimpleNamespace(default=default)))
+parameters = lambda function: list(inspect.signature(function).parameters)
+print("ANSWER " + json.dumps([parameters(_custom_ops.topk_softmax), parameters(other)]))
+"""
+
+
+@pytest.mark.upstream
+def test_the_kernel_of_another_release_takes_what_the_installed_release_passes() -> None:
+    (passed, taken), _ = ask_child(TOPK)
+    assert passed == taken[: len(passed)]
+
+
 def test_the_releases_that_make_test_upstream_asks_are_stored() -> None:
     (default,) = (
         line.partition("?=")[2]
