@@ -17,7 +17,7 @@ import typer
 from hostile import TEXTS, echoes_too_much, problem
 
 from moedoctor.cli import app, main
-from moedoctor.commands.run import _progress
+from moedoctor.reporters.output import progress_bar
 
 pytestmark = pytest.mark.usefixtures("dying_plugin")
 Run = Callable[..., tuple[int, str, str]]
@@ -165,7 +165,7 @@ def test_a_scenario_whose_name_is_markup_does_not_break_the_progress_bar(
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr", terminal)
-    with _progress() as progress:
+    with progress_bar() as progress:
         progress(0, 1, "[/] [red]x[/red] \x1b]0;title\x07\n::error")
     assert "]0;" not in terminal.getvalue()
 

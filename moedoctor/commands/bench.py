@@ -128,7 +128,8 @@ def bench(
 ) -> int:
     """Measure MoE backends, engines or an expert cache.
 
-    --backend compares every result with the reference first and times only what is right.
+    --backend compares every result with the reference first and times only what is right. A time is marked !
+    if p20 and p80 differ by more than 20 % of the median: then a difference of 20 % to another says nothing.
     --engine compares vLLM's greedy tokens, then gives tokens per second and the time of the first token.
     --cache gives hit rates over capacity, each beside the Belady bound; a Markdown report with -o gets its
     pictures (SVG) beside it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +30,7 @@ from moedoctor.reporters.bench_backends import (
     slug,
     summary_line,
 )
+from moedoctor.reporters.output import progress_bar
 from moedoctor.reporters.plots import PlotError
 from moedoctor.text import expected_names, print_message
 from moedoctor.trace.format import TraceError, load
@@ -152,9 +154,10 @@ def measure(
     with as_input_error(MachineError):
         _log(f"measuring the limits of {device}")
         roofline, harness = measure_machine(device)
-    rows = measure_tasks(
-        tasks, device, roofline, seconds=timeout, progress=lambda text: _log(f"measuring {text}")
-    )
+    if not sys.stderr.isatty():  # a log gets one line, a terminal a bar
+        _log(f"measuring {', '.join(dict.fromkeys(task.variant.label for task in tasks))}")
+    with progress_bar(remaining=True) as progress:
+        rows = measure_tasks(tasks, device, roofline, seconds=timeout, progress=progress)
     if all("unavailable" in row for row in rows):
         reasons = sorted({str(row["unavailable"]) for row in rows})
         raise InputError(f"--backend {', '.join(named)}: {'; '.join(reasons)}; {_INSTEAD}")

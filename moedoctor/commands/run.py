@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -27,10 +25,6 @@ from moedoctor.commands.options import (
     print_reasons,
     rendered,
 )
-from moedoctor.text import one_line, shorten
-
-if TYPE_CHECKING:
-    from moedoctor.runner.run import Progress
 
 _RELEASE = re.compile(r"\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
 _MAX_JOBS = 256
@@ -111,7 +105,7 @@ def run(
     from moedoctor import catalogue, comparison, environment, gate
     from moedoctor.processes import interrupts
     from moedoctor.reporters.github import step_summary
-    from moedoctor.reporters.output import append_step_summary, emit
+    from moedoctor.reporters.output import append_step_summary, emit, progress_bar
     from moedoctor.reporters.text import summary_line
     from moedoctor.results import ReportError, load_report
     from moedoctor.runner.plan import Options, plan
@@ -137,7 +131,7 @@ def run(
         if before is not None:
             comparison.check_comparable(before.environment, facts)
     parallel = min(jobs or os.cpu_count() or 1, _MAX_JOBS)
-    with as_input_error(ServerError), _progress() as progress:
+    with as_input_error(ServerError), progress_bar() as progress:
         report = run(plans, facts, parallel=parallel, progress=progress)
     if before is not None:
         partial = options.partial or bool(targets)
@@ -197,27 +191,3 @@ def _sources(
             check(release, Path(path))
         sources[f"{package}@{release}"] = str(Path(path).resolve())
     return sources
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """Give a function that shows how many jobs are done; it shows nothing if stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total, what: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def show(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total or 1, description=shorten(one_line(what)))
-
-        yield show

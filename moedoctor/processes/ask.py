@@ -105,20 +105,24 @@ def run_module(
     seconds: float,
     environ: Mapping[str, str] | None = None,
     caches: Sequence[str] = (),
+    watch: Callable[[Any], None] | None = None,
 ) -> Ended:
     """Run ``python -m module`` on `request`, for `seconds` at most.
 
     `environ` is set over this process's own variables. The variables in `caches` name the child's own folder,
-    which is removed. The child's working directory is that folder. Raises Interrupted, with the child ended,
+    which is removed. The child's working directory is that folder. `watch` gets each answer as it comes, at
+    most ten times a second. Raises Interrupted, with the child ended,
     for a signal inside `interrupts.held`.
     """
-    started = time.monotonic()
+    started, seen_bytes = time.monotonic(), 0
     with unnamed_file() as asked, unnamed_file() as answers:
         asked.write(json.dumps(plain(request)).encode())
         files = (asked.fileno(), answers.fileno())
         variables = {**_QUIET, **(environ or {})}
         with Child(module, files, environ=variables, caches=caches, log=_MAX_LOG_BYTES) as child:
             while child.wait(seconds - (time.monotonic() - started)):
+                if watch is not None:
+                    seen_bytes = _watch(answers, seen_bytes, watch)
                 if interrupts.requested():
                     break
             code = child.process.poll()
@@ -281,6 +285,17 @@ def _search_path() -> str:
     ours = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join([*absolute(filter(None, given)), ours])
+
+
+def _watch(file: IO[bytes], start: int, watch: Callable[[Any], None]) -> int:
+    """Call `watch` with the whole lines after `start`; return where the next one begins."""
+    # The child writes at the file's own position, which it shares: reading must not move it.
+    data = os.pread(file.fileno(), _MAX_ANSWER_BYTES, start)
+    lines = data[: data.rfind(b"\n") + 1]
+    for line in lines.splitlines():
+        with contextlib.suppress(ValueError):
+            watch(json.loads(line))
+    return start + len(lines)
 
 
 def _answers(file: IO[bytes]) -> Iterator[Any]:

@@ -15,6 +15,7 @@ import moedoctor
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table
 from moedoctor.reporters.plots import Series, line_chart
 from moedoctor.reporters.run import environment_table
+from moedoctor.reporters.text import UNSTEADY, is_unsteady, time_unit
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 from moedoctor.text import show
 
@@ -83,6 +84,8 @@ def summary_line(bench: BackendBench) -> str:
     failed = sum("failed" in row for row in bench.rows) - untrusted
     away = sum("unavailable" in row for row in bench.rows)
     line = f"{timed} points timed, {wrong} wrong, {failed} failed, {away} not available"
+    if unsteady := sum(map(_is_unsteady, bench.rows)):
+        line += f", {unsteady} with a spread that makes the time worthless"
     return f"{line}, {untrusted} by a comparison that is not to be trusted" if untrusted else line
 
 
@@ -95,11 +98,13 @@ def bench_page(bench: BackendBench, pictures: Sequence[str] = (), *, full: bool 
     for name, facts in bench.layers.items():
         own = [row for row in bench.rows if row["model"] == name]
         page += [Heading(name), Paragraph(_sizes(facts))]
-        timed = [_cells(row) for row in own if "time_us" in row]
+        unit = time_unit(float(row["time_us"]) for row in own if "time_us" in row)
+        timed = [_cells(row, unit) for row in own if "time_us" in row]
         if timed:
             # A column that is empty on this machine is left out.
             header = [title for title in _COLUMNS if any(row[title] for row in timed)]
             rows = [[row[title] for title in header] for row in timed]
+            header = [f"{title} ({unit[0]})" if title in _TIMES else title for title in header]
             page.append(Table(header, rows, "l" + "r" * (len(header) - 1)))
         if rest := list(dict.fromkeys(_not_timed(row) for row in own if "time_us" not in row)):
             page.append(Bullets(rest))
@@ -169,10 +174,10 @@ def _sizes(facts: Mapping[str, Any]) -> str:
 _COLUMNS = {
     "backend": "{backend} {quantization}",
     "tokens": "{tokens}",
-    "µs": "{time_us:.1f}",
-    "p20–p80": "{time_us_p20:.1f}–{time_us_p80:.1f}",
-    "warm": "{warm_us:.1f}",
-    "eager": "{eager_us:.1f}",
+    "time": "{time_us}{mark}",
+    "p20–p80": "{time_us_p20}–{time_us_p80}",
+    "warm": "{warm_us}",
+    "eager": "{eager_us}",
     "TFLOP/s": "{tflops:.3g}",
     "GB/s": "{gigabytes_per_second:.4g}",
     "roofline": "{roofline_share:.0%}",
@@ -185,19 +190,31 @@ _COLUMNS = {
 }
 
 
-def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+_TIMES = ("time", "p20–p80", "warm", "eager")
+
+
+def _cells(row: Mapping[str, Any], unit: tuple[str, float, int]) -> dict[str, str]:
     """Return the text of each column; it is empty if the row lacks a figure of it."""
+    _, size, decimals = unit
     values = {
         name: _mebibytes(value) if name.endswith("bytes") else value
         for name, value in row.items()
         if value is not None
     }
+    for name in ("time_us", "time_us_p20", "time_us_p80", "warm_us", "eager_us"):
+        if name in values:
+            values[name] = f"{row[name] / size:.{decimals}f}"
+    values["mark"] = " !" if _is_unsteady(row) else ""
     values["bits"] = "" if row["deterministic"] else " *"
     cells = dict.fromkeys(_COLUMNS, "")
     for title, text in _COLUMNS.items():
         with contextlib.suppress(KeyError):
             cells[title] = text.format_map(values)
     return cells
+
+
+def _is_unsteady(row: Mapping[str, Any]) -> bool:
+    return "time_us" in row and is_unsteady(row["time_us"], row["time_us_p20"], row["time_us_p80"])
 
 
 def _mebibytes(value: float) -> str:
@@ -228,8 +245,13 @@ def _remarks(bench: BackendBench) -> Iterator[str]:
         if any("warm_us" in row for row in bench.rows):
             columns = "; warm: the same without overwriting the L2 cache; eager: launched from Python"
         yield (
-            f"µs: median of a call ({', '.join(how)}){columns}. Moved: the bytes of the experts that were "
+            f"time: median of a call ({', '.join(how)}){columns}. Moved: the bytes of the experts that were "
             "chosen, the input and the output; GB/s and roofline are computed from them."
+        )
+    if any(map(_is_unsteady, bench.rows)):
+        yield (
+            f"! p20 and p80 differ by more than {UNSTEADY:.0%} of the median, so the time is worthless for "
+            f"differences of {UNSTEADY:.0%}. End other work on this machine, and measure again."
         )
     if any("peak_memory_bytes" in row for row in bench.rows):
         yield "peak: the GPU memory of a call, with the layer's weights and its input."

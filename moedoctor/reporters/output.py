@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from moedoctor.processes import files
 from moedoctor.processes.files import OutputError
 from moedoctor.processes.streams import report_loss
-from moedoctor.text import print_message
+from moedoctor.text import one_line, print_message, shorten
+
+Progress = Callable[[int, int, str], None]
+"""Takes how many jobs are done, how many there are, and what runs now."""
+_DAY = 86_400
 
 
 def terminal(path: Path | None) -> tuple[bool, int | None]:
@@ -44,3 +49,38 @@ def append_step_summary(markdown: str, environ: Mapping[str, str]) -> None:
             files.append(Path(target), markdown + "\n")
         except OutputError as error:
             report_loss(f"the step summary is not written: {error}")
+
+
+@contextlib.contextmanager
+def progress_bar(*, remaining: bool = False) -> Iterator[Progress]:
+    """Give a function that shows how many jobs are done; it shows nothing if stderr is not a terminal.
+
+    With `remaining`, the bar also says how long the rest will take, if it takes as long as what was done.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total, what: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        *((TextColumn("left, about"), TimeRemainingColumn()) if remaining else ()),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=_DAY) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total or 1, description=shorten(one_line(what)))
+
+        yield show

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from moedoctor.results import CaseResult, CaseVerdict, Evidence, Report, Scalar, ScenarioVerdict
@@ -12,6 +12,9 @@ from moedoctor.text import one_line, shorten
 _FACTS = ("gpu", "driver", "torch", "vllm", "flashinfer", "python")
 _LISTED = 6
 _LONG = 160
+UNSTEADY = 0.2
+"""Share of the median by which p20 and p80 of a time may differ."""
+_UNITS = (("s", 1e6, 3), ("ms", 1e3, 3), ("µs", 1.0, 1), ("ns", 1e-3, 0))
 
 
 def short_value(value: Any) -> str:
@@ -78,6 +81,25 @@ def summary_line(report: Report) -> str:
     always = (CaseVerdict.REPRODUCED, CaseVerdict.CLEAN, CaseVerdict.SKIPPED)
     shown = (verdict for verdict in CaseVerdict if verdict in always or cases[verdict])
     return f"{scenarios} — cases: " + ", ".join(f"{cases[verdict]} {verdict.value}" for verdict in shown)
+
+
+def is_unsteady(median: float, low: float, high: float) -> bool:
+    """Return whether p20 and p80 of a time differ by more than `UNSTEADY` of its median.
+
+    If the middle 60 % of the measurements of one call differ by 20 %, a difference of that size between two
+    calls says nothing.
+    """
+    return high - low > UNSTEADY * median
+
+
+def time_unit(microseconds: Iterable[float]) -> tuple[str, float, int]:
+    """Return the unit in which people read these times, its size in microseconds, and its decimals.
+
+    It is the largest unit in which the median is at least 1.
+    """
+    ordered = sorted(microseconds)
+    middle = ordered[(len(ordered) - 1) // 2] if ordered else 0.0
+    return next((unit for unit in _UNITS if middle >= unit[1]), _UNITS[-1])
 
 
 def count_of(number: int, noun: str) -> str:

@@ -34,6 +34,28 @@ def test_the_answer_comes_back_whatever_is_printed_beside_it(child: Path) -> Non
     assert found == {"a": [1, "nan"], "request": {"x": [1]}, "set": "yes", "path": "ü"}
 
 
+def test_each_answer_is_watched_as_it_comes_and_none_is_lost(child: Path, tmp_path: Path) -> None:
+    """The child waits for what the parent does with its first answer."""
+    sign = tmp_path / "sign"
+    child.write_text(
+        PRELUDE + "import time\n"
+        "def count(request):\n"
+        "    yield {'at': 0}\n"
+        "    while not os.path.exists(request): time.sleep(0.01)\n"
+        "    yield {'at': 1}\n"
+        "    time.sleep(0.5)\n"
+        "answer(count)\n"
+    )
+    watched: list[object] = []
+
+    def watch(answer: object) -> None:
+        watched.append(answer)
+        sign.touch()
+
+    ended = run_module("child_module", str(sign), seconds=30, watch=watch)
+    assert list(ended.answers) == watched == [{"at": 0}, {"at": 1}]
+
+
 def test_answers_written_before_a_crash_are_returned(child: Path) -> None:
     child.write_text(
         PRELUDE + "def count(request):\n    yield 1\n    yield 2\n    os.abort()\nanswer(count)\n"

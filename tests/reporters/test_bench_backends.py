@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,30 @@ def test_a_damaged_report_is_refused(path: tuple[str | int, ...], value: object,
     place[path[-1]] = value
     with pytest.raises(ReportError, match=message):
         from_dict(document)
+
+
+@pytest.mark.parametrize(
+    ("factor", "time"),
+    [(0.01, "125"), (1, "12.5"), (1000, "12.500"), (1e5, "1.250")],
+)
+def test_times_have_a_unit_for_people_the_same_in_every_column(factor: float, time: str) -> None:
+    row = {
+        name: value * factor if name.endswith("_us") or "_us_" in name else value
+        for name, value in TIMED.items()
+    }
+    text = render(dataclasses.replace(BENCH, rows=(row, {**row, "tokens": 64})), "table")
+    unit = {0.01: "ns", 1: "µs", 1000: "ms", 1e5: "s"}[factor]
+    assert all(f"{title} ({unit})" in text for title in ("time", "p20–p80", "warm", "eager"))
+    assert len(re.findall(rf"\s{re.escape(time)}\s", text)) == 2
+
+
+def test_a_spread_that_makes_a_time_worthless_is_flagged() -> None:
+    """The limit is 20 % of the median between p20 and p80."""
+    steady = {**TIMED, "time_us_p20": 11.3, "time_us_p80": 13.7}
+    wild = {**TIMED, "time_us_p20": 11.2, "time_us_p80": 13.8}
+    assert " !" not in render(dataclasses.replace(BENCH, rows=(steady,)), "table")
+    assert "worthless" not in summary_line(dataclasses.replace(BENCH, rows=(steady,)))
+    bench = dataclasses.replace(BENCH, rows=(steady, wild))
+    assert "12.5 !" in render(bench, "table")
+    assert "! p20 and p80 differ by more than 20% of the median" in render(bench, "markdown")
+    assert summary_line(bench).endswith("1 with a spread that makes the time worthless")

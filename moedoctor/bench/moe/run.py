@@ -41,7 +41,7 @@ def measure_tasks(
     roofline: Mapping[str, Any],
     *,
     seconds: float,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> list[dict[str, Any]]:
     """Return rows in the order of the tasks. A child that dies costs the number of tokens that it was at.
 
@@ -49,29 +49,63 @@ def measure_tasks(
 
     A child that dies before the first number of tokens, as it prepares the layer, costs the task. Backends of
     one package share a child, so that the package is loaded once. Together they have `seconds`; the rest is
-    not measured.
+    not measured. `progress` gets how many points are done, how many there are, and the one that is measured.
     """
     rows: list[dict[str, Any]] = []
     packages: dict[bool, list[LayerTask]] = {}
     for task in tasks:
         packages.setdefault(task.variant.name in ("OURS", "REFERENCE"), []).append(task)
+    total = sum(len(task.tokens) for task in tasks)
     for rest in packages.values():
         left = seconds
         while rest:
             if left <= 0:
                 rows += [_failed(task, f"not measured within {seconds:g} s") for task in rest]
                 break
-            progress(", ".join(dict.fromkeys(task.variant.label for task in rest)))
+            watch = _watcher(rest, packages, total, progress)
             request = {"device": device, "roofline": roofline, "tasks": [asdict(task) for task in rest]}
             with interrupts.held():
                 try:
-                    child = run_module(_CHILD, request, seconds=left)
+                    child = run_module(_CHILD, request, seconds=left, watch=watch)
                 except interrupts.Interrupted as stop:
                     rest = _collect(stop.ended, rest, rows)
                     return rows + [_failed(task, "interrupted before it was measured") for task in rest]
             left -= child.seconds
             rest = _collect(child, rest, rows)
     return rows
+
+
+def _watcher(
+    rest: Sequence[LayerTask],
+    packages: Mapping[bool, Sequence[LayerTask]],
+    total: int,
+    progress: Callable[[int, int, str], None],
+) -> Callable[[Any], None]:
+    """Return what takes the events of a child that measures `rest`, and shows how far all packages are."""
+    sizes = [len(task.tokens) for task in rest]
+    ours = rest[0].variant.name in ("OURS", "REFERENCE")
+    later = [
+        tasks for key, tasks in packages.items() if list(packages).index(key) > list(packages).index(ours)
+    ]
+    before = total - sum(sizes) - sum(len(task.tokens) for tasks in later for task in tasks)
+    at = 0
+
+    def watch(event: Any) -> None:
+        nonlocal at
+        kind = event.get("event")
+        if kind == "task":
+            at = event["index"]
+        if kind not in ("task", "point"):
+            return
+        task, done = rest[at], before + sum(sizes[:at])
+        tokens = event.get("tokens")
+        if tokens in task.tokens:
+            done += task.tokens.index(tokens)
+        point = "preparing" if tokens is None else f"{tokens} tokens"
+        progress(done, total, f"{task.variant.label}, {task.model}, {point}")
+
+    progress(before, total, f"loading what {rest[0].variant.label} needs")
+    return watch
 
 
 def _collect(child: Ended, tasks: list[LayerTask], rows: list[dict[str, Any]]) -> list[LayerTask]:

@@ -43,6 +43,16 @@ def test_a_child_that_dies_costs_only_its_own_task() -> None:
 
 
 @pytest.mark.usefixtures("fake_child")
+def test_progress_counts_the_points_of_all_packages() -> None:
+    shown: list[tuple[int, int, str]] = []
+    tasks = [task("first", tokens=(1, 8)), task("last"), task("other", "TRITON", (1, 8))]
+    measure_tasks(tasks, "cpu", ROOFLINE, seconds=30, progress=lambda *point: shown.append(point))
+    assert {total for _, total, _ in shown} == {5}
+    assert [done for done, _, _ in shown] == sorted(done for done, _, _ in shown)
+    assert {done for done, _, what in shown if "loading" in what} == {0, 3}
+
+
+@pytest.mark.usefixtures("fake_child")
 def test_a_task_that_raises_costs_only_itself() -> None:
     rows = measure_tasks([task("raises"), task("last")], "cpu", ROOFLINE, seconds=30)
     assert outcomes(rows) == [("OURS", "raises", True), ("OURS", "last", False)]
