@@ -210,7 +210,8 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
                 if clue.name in once or note.count >= _ENOUGH:
                     settled.add(clue.name)
     lines = {name: note.lines() for name, note in notes.items()}
-    reader = _Reader(lines, notes, facts, redactor or Redactor())
+    redactor = redactor or Redactor()
+    reader = _Reader(lines, notes, facts, redactor)
     best: dict[str, Finding] = {}
     for signature in signatures():
         finding = reader.finding(signature)
@@ -223,7 +224,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         possible=tuple(finding for finding in ordered if finding.grade is Grade.POSSIBLE),
         near_misses=tuple(miss for id, miss in reader.misses.items() if id not in best)[:_NEAR_MISSES],
         gpus=tuple(facts.gpus),
-        backends=tuple(facts.backends),
+        backends=tuple(map(redactor.text, facts.backends)),
         bytes_read=passages.bytes_read,
     )
 

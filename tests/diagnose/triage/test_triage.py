@@ -167,6 +167,10 @@ def test_the_gpu_and_the_backend_are_read_off_the_text() -> None:
     )
 
 
+def test_what_stands_for_a_backend_is_masked() -> None:
+    assert read("vllm serve X --moe-backend hf_abcdefghijklmnop1234").backends == ("***",)
+
+
 CRASH_OF_0_19 = (
     "vLLM Version : {}\nFlashInfer CUTLASS MoE backend, BF16 Qwen3-30B-A3B with CUDA graphs:\n"
     "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
