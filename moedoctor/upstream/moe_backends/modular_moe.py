@@ -1,6 +1,6 @@
 """vLLM's Triton experts in bfloat16, for callers that compute one group of experts after another.
 
-Written against vLLM 0.21.0. For a child process only.
+Made for vLLM 0.21.0 to 0.33.0. For a child process only.
 """
 
 from __future__ import annotations
