@@ -202,7 +202,7 @@ def _three_answers(scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
     }
     affected, unseen = answers[AFFECTED], answers[NOT_LOOKED_AT]
     yield (
-        f"Your installed vLLM: affected by {len(affected)}{_ids(affected)}, clean of "
+        f"Your installed vLLM, with its FlashInfer: affected by {len(affected)}{_ids(affected)}, clean of "
         f"{len(answers[CLEAN])}{_ids(answers[CLEAN])}, not looked at for {len(unseen)}{_why(unseen)}"
     )
     yield from _releases(scenarios)

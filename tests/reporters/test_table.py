@@ -91,7 +91,8 @@ Conclusions
 
 - The control, our restatement, shows the failure: 1 of 1 that ran
 - Our fix removes it: 1 of 1 that could prove it
-- Your installed vLLM: affected by 1 (MD001), clean of 0, not looked at for 0
+- Your installed vLLM, with its FlashInfer: affected by 1 (MD001), clean of 0,
+  not looked at for 0
 - 0 proved · 1 found · 0 absent · 0 failed · 0 skipped · 0 error — cases: 5
   reproduced, 1 clean, 0 skipped
 
