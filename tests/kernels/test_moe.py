@@ -147,6 +147,29 @@ def test_packed_words_hold_the_checkpoint_values() -> None:
     assert not bool(decoded[..., 240:].count_nonzero())
 
 
+@pytest.mark.parametrize(
+    ("size", "block", "message"),
+    [
+        ((4,), None, r"expected \[3, 1\] for \[3, 64, 64\], got \[4\]"),
+        ((3, 4), None, r"expected \[3\] or \[3, 2\]"),
+        ((3, 5, 4), (16, 16), r"expected \[3, 4, 4\] for \[3, 64, 64\], got \[3, 5, 4\]"),
+        ((3, 4, 8), (16, 8), "expected columns in multiples of 16, got 8"),
+    ],
+)
+def test_fp8_scales_of_another_shape_are_refused(
+    size: tuple[int, ...], block: tuple[int, int] | None, message: str
+) -> None:
+    from moedoctor.kernels.moe.expert_weights import fp8_weights
+
+    values = torch.zeros(3, 64, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=message):
+        fp8_weights(values, torch.ones(size), block=block)
+    with pytest.raises(ValueError, match=r"scale: expected float32, got torch\.bfloat16"):
+        fp8_weights(values, torch.ones(3).bfloat16())
+    with pytest.raises(ValueError, match="values: expected contiguous float8_e4m3fn"):
+        fp8_weights(values.float(), torch.ones(3))
+
+
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
     """Compiled without a GPU: decoded weights are not stored in shared memory."""

@@ -44,6 +44,7 @@ _COMPUTERS = {KERNELS: "moedoctor's kernels", REFERENCE: "the float32 reference"
 LEAST_CAPABILITY = (8, 0)
 """Older tensor cores have no bfloat16."""
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
+_LOADER = "vllm.model_executor.model_loader.base_loader:BaseModelLoader"
 _COMPRESSED = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4"
 
 
@@ -118,7 +119,10 @@ _PARALLEL = (
 def apply(version: str) -> str:
     """Apply the fix; see `moedoctor.upstream.plugin.register`. Raises OptionError for a bad variable."""
     computer = wanted(os.environ)
-    patches = [Patch(f"{FUSED}.fused_moe_method_base:FusedMoEMethodBase", "__init__", _checking, "moe")]
+    patches = [
+        Patch(f"{FUSED}.fused_moe_method_base:FusedMoEMethodBase", "__init__", _checking, "moe"),
+        Patch(_LOADER, "load_model", _noticing, "self vllm_config model_config"),
+    ]
     for form in FORMATS:
         owner = f"{form.module}:{form.method}"
         processing = functools.partial(_processing, form=form)
@@ -152,6 +156,18 @@ def _checking(original: Any) -> Any:
         original(self, moe, *arguments, **options)
 
     return construct
+
+
+def _noticing(original: Any) -> Any:
+    """Wrap `load_model`: a model without a MoE layer is refused, because the fix would do nothing."""
+
+    def load_model(self: Any, *arguments: Any, **options: Any) -> Any:
+        model = original(self, *arguments, **options)
+        if not _announce.cache_info().currsize:
+            raise _refused("the model has no MoE layer; expected one, or leave moe out")
+        return model
+
+    return load_model
 
 
 def refusal(method: Any, moe: Any) -> str | None:

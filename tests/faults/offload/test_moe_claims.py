@@ -1,0 +1,61 @@
+"""The judges of MD008's claims about MoE layers that moedoctor computes inside vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fault_cases import by_rows
+
+from moedoctor.faults.offload import moe_claims as claims
+from moedoctor.results import ClaimVerdict
+
+OURS = {
+    "quantization": "NVFP4",
+    "computer": "moedoctor",
+    "mode": "eager",
+    "outcome": "same tokens",
+    "detail": "logprobs differ by up to 0.01",
+    "logprob_distance": 0.01,
+}
+PLANTED = {**OURS, "computer": "experts exchanged", "outcome": "other tokens"}
+THEIRS = {**OURS, "computer": "vLLM", "outcome": "other tokens"}
+TIMED = {"quantization": "BF16", "backend": "TRITON", "batch": 1, "share": 0.96}
+CONFIRMED, REFUTED, UNTESTED = ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED, ClaimVerdict.UNTESTED
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict", "words"),
+    [
+        ([OURS, PLANTED], CONFIRMED, "1 of 1 engines"),
+        ([OURS, PLANTED, THEIRS], CONFIRMED, "1 of 1 engines"),
+        ([OURS], UNTESTED, "wrong experts changed no token of NVFP4"),
+        ([OURS, {**PLANTED, "quantization": "BF16"}], UNTESTED, "no token of NVFP4"),
+        ([OURS, {**PLANTED, "outcome": "same tokens"}], UNTESTED, "no token of NVFP4"),
+        ([{**OURS, "outcome": "no control"}, PLANTED], UNTESTED, "no engine with the reference"),
+        ([{**OURS, "logprob_distance": 0.2}, PLANTED], REFUTED, "0 of 1 engines"),
+        ([{**OURS, "logprob_distance": float("nan")}, PLANTED], REFUTED, "0 of 1 engines"),
+        ([OURS, {**OURS, "outcome": "other tokens"}, PLANTED], REFUTED, "1 of 2 engines"),
+        ([{**OURS, "outcome": "no fix"}, PLANTED], REFUTED, "NVFP4, eager: no fix"),
+        ([{**OURS, "outcome": "crash", "logprob_distance": None}, PLANTED], REFUTED, "eager: crash"),
+    ],
+)
+def test_tokens(rows: list[dict[str, Any]], verdict: ClaimVerdict, words: str) -> None:
+    judgement = by_rows(claims.moe_tokens, {"max_logprob": 0.1}, *rows)
+    assert judgement.verdict is verdict
+    assert words in judgement.reason
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdict", "words"),
+    [
+        ([TIMED, {**TIMED, "batch": 8, "share": 1.1}], CONFIRMED, "BF16 beside TRITON, batch 8: 1.10"),
+        ([TIMED, {**TIMED, "share": 0.94}], REFUTED, "0.94"),
+        ([TIMED, {"quantization": "FP8", "error": "no memory"}], UNTESTED, "FP8: no memory"),
+        ([{"quantization": "FP8", "error": "no memory"}], UNTESTED, "no memory"),
+    ],
+)
+def test_speed(rows: list[dict[str, Any]], verdict: ClaimVerdict, words: str) -> None:
+    judgement = by_rows(claims.moe_speed, {"min_share": 0.95}, *rows)
+    assert judgement.verdict is verdict
+    assert words in judgement.reason

@@ -1,0 +1,126 @@
+"""The engines of the fix `moe`: which are started, how rows are made, and that they take turns."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moedoctor.results import Death
+from moedoctor.upstream.engine import moe_layers as engines
+from moedoctor.upstream.engine.engine import EngineError, EngineResult, LogFacts
+from moedoctor.upstream.engine.experiment import Ran, Trial, pair
+
+
+def answered(trial: Trial, **changes: Any) -> EngineResult:
+    ours = 0 if trial.columns["computer"] == engines.THEIRS else 2
+    return EngineResult(
+        label=trial.request.label,
+        **{
+            "tokens": ((1, 2),),
+            "logprobs": (({"1": -0.5}, {"2": -0.25}),),
+            "probe": {"layers": 2, "ours": ours},
+            "log": LogFacts(moe_backend="TRITON"),
+            **changes,
+        },
+    )
+
+
+def test_every_quantization_has_a_reference_a_fault_and_both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(trials: Sequence[Trial]) -> list[Ran]:
+        return pair(trials, [answered(trial) for trial in trials])
+
+    monkeypatch.setattr(engines, "run_trials", run)
+    rows = engines.tokens({})
+    assert len(rows) == 15
+    for quantization in engines.SCHEMES:
+        kinds = {(row["computer"], row["mode"]) for row in rows if row["quantization"] == quantization}
+        assert kinds == set(engines._ENGINES)
+    assert {row["outcome"] for row in rows} == {"control", "same tokens"}
+    assert all(row["logprob_distance"] in (None, 0.0) for row in rows)
+    assert engines.fixed(engines.THEIRS) == {"MOEDOCTOR_FIXES": ""}
+    assert engines.fixed(engines.REFERENCE_ENGINE)["MOEDOCTOR_MOE"] == "reference"
+    assert engines.fixed(engines.OURS) == {"MOEDOCTOR_FIXES": "moe", "MOEDOCTOR_MOE": "kernels"}
+
+
+def test_an_engine_without_our_layers_has_no_outcome() -> None:
+    trials = [
+        engines.trial("BF16", computer, "eager", "/m")
+        for computer in (engines.REFERENCE_ENGINE, engines.OURS)
+    ]
+    results = [answered(trials[0]), answered(trials[1], probe={"layers": 2, "ours": 0})]
+    rows = [engines._row(ran) for ran in pair(trials, results)]
+    assert [row["outcome"] for row in rows] == ["control", "no fix"]
+
+
+def timed(step_ms: Mapping[str, Sequence[float]]) -> list[Ran]:
+    trials = [
+        Trial(
+            engines._timed(f"/m/{quantization}", "/meet", computer),
+            {"quantization": quantization, "computer": computer},
+        )
+        for quantization in engines.SCHEMES
+        for computer in (engines.THEIRS, engines.OURS)
+    ]
+    results = []
+    for trial in trials:
+        computer = str(trial.columns["computer"])
+        layers = {"layers": 12, "ours": 0 if computer == engines.THEIRS else 12}
+        times = {str(batch): list(step_ms[computer]) for batch in engines._BATCHES}
+        results.append(answered(trial, probe={**layers, "step_ms": times}))
+    return pair(trials, results)
+
+
+def test_a_share_is_of_medians() -> None:
+    ran = timed({engines.THEIRS: [2.0] * 9 + [9.0], engines.OURS: [1.0] * 9 + [50.0]})
+    rows = engines._speeds(ran)
+    assert len(rows) == 6
+    assert {row["share"] for row in rows} == {2.0}
+    assert {(row["batch"], row["tokens_per_second"]) for row in rows} == {(1, 1000.0), (8, 8000.0)}
+
+
+def test_an_engine_that_failed_or_lacks_the_fix_is_not_timed() -> None:
+    ran = timed({engines.THEIRS: [2.0], engines.OURS: [1.0]})
+    error = EngineError("ValueError", "no memory", "load", Death.EXCEPTION)
+    ran[0] = Ran(ran[0].trial, answered(ran[0].trial, error=error))
+    ran[3].result.probe["ours"] = 0
+    rows = engines._speeds(ran)
+    assert [row.get("error", "timed") for row in rows] == [
+        "ValueError: no memory",
+        "an engine was not computed by what it was asked for",
+        "timed",
+        "timed",
+    ]
+
+
+def test_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if one of them never starts."""
+    lock, working = threading.Lock(), []
+
+    def generate(llm: Any, batch: int, tokens: int) -> float:
+        if tokens != 4:  # not the warm-up
+            with lock:
+                working.append(llm)
+                assert set(working) == {llm}, "two engines at once"
+            time.sleep(0.002)
+            with lock:
+                working.remove(llm)
+        return tokens * 1e-3
+
+    monkeypatch.setattr(engines, "_generate_seconds", generate)
+    monkeypatch.setattr(engines, "computed_by", lambda llm: {"layers": 1, "ours": 1})
+    monkeypatch.setattr(engines, "_PATIENCE", 0.3)
+    monkeypatch.setattr(engines.os, "getpid", threading.get_ident)
+
+    def probe(name: str) -> Any:
+        return engines.decode_times(name, batches=(1, 8), steps=4, rounds=5, meet=str(tmp_path), engines=3)
+
+    with ThreadPoolExecutor(2) as pool:
+        for got in pool.map(probe, ("a", "b")):
+            assert {len(times) for times in got["step_ms"].values()} == {5}
+            assert all(abs(time - 1.0) < 1e-6 for times in got["step_ms"].values() for time in times)

@@ -1,0 +1,118 @@
+"""What the fix `moe` refuses, and its variable; no vLLM is needed."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from moedoctor.upstream.plugin import moe_fix
+from moedoctor.upstream.plugin.extensions import chosen
+from moedoctor.upstream.plugin.register import OptionError
+
+
+class Fp8MoEMethod:
+    """Named as vLLM's."""
+
+
+class Mxfp4MoEMethod:
+    """Not one that we know."""
+
+
+def layer(activation: str = "silu", **changes: Any) -> Any:
+    parallel = {"use_ep": False, "enable_eplb": False, "dp_size": 1, "pcp_size": 1}
+    moe = {
+        "activation": types.SimpleNamespace(value=activation),
+        "in_dtype": "torch.bfloat16",
+        "is_lora_enabled": False,
+        "swiglu_limit": None,
+    }
+    parallel |= {key: value for key, value in changes.items() if key in parallel}
+    moe |= {key: value for key, value in changes.items() if key not in parallel}
+    return types.SimpleNamespace(moe_parallel_config=types.SimpleNamespace(**parallel), **moe)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    platform = types.SimpleNamespace(is_cuda=lambda: True, capability=(9, 0))
+    platform.get_device_capability = lambda: platform.capability
+    config = types.SimpleNamespace(model_config=types.SimpleNamespace(enforce_eager=False))
+    for name, content in (
+        ("vllm.platforms", {"current_platform": platform}),
+        ("vllm.config", {"get_current_vllm_config": lambda: config}),
+    ):
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.delenv("MOEDOCTOR_MOE", raising=False)
+    return types.SimpleNamespace(platform=platform, model=config.model_config)
+
+
+@pytest.mark.parametrize("activation", moe_fix.ACTIVATIONS)
+def test_a_layer_that_can_be_computed_is_not_refused(activation: str) -> None:
+    assert moe_fix.refusal(Fp8MoEMethod(), layer(activation)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_ep": True}, "expert parallel"),
+        ({"enable_eplb": True}, "load balancing"),
+        ({"is_sequence_parallel": True}, "sequence parallel"),
+        ({"dp_size": 2}, "dp_size is 2"),
+        ({"pcp_size": 2}, "pcp_size is 2"),
+        ({"is_lora_enabled": True}, "LoRA"),
+        ({"activation": "silu_no_mul"}, "the activation is silu_no_mul"),
+        ({"in_dtype": "torch.float32"}, "activations are torch.float32"),
+        ({"swiglu_limit": 7.0}, "clamps the activation"),
+    ],
+)
+def test_a_layer_that_cannot_be_computed_is_refused(changes: dict[str, Any], reason: str) -> None:
+    assert reason in str(moe_fix.refusal(Fp8MoEMethod(), layer(**changes)))
+
+
+def test_an_unknown_method_or_machine_is_refused(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Mxfp4MoEMethod holds its weights in another way" in str(
+        moe_fix.refusal(Mxfp4MoEMethod(), layer())
+    )
+    machine.platform.capability = (7, 5)
+    assert "compute capability 7.5; expected 8.0" in str(moe_fix.refusal(Fp8MoEMethod(), layer()))
+    machine.platform.capability = (12, 1)
+    assert moe_fix.refusal(Fp8MoEMethod(), layer()) is None
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "VLLM_BATCH_INVARIANT" in str(moe_fix.refusal(Fp8MoEMethod(), layer()))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    machine.platform.is_cuda = lambda: False
+    assert "NVIDIA" in str(moe_fix.refusal(Fp8MoEMethod(), layer()))
+
+
+def test_the_reference_needs_an_eager_engine(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEDOCTOR_MOE", "reference")
+    assert "needs --enforce-eager" in str(moe_fix.refusal(Fp8MoEMethod(), layer()))
+    machine.model.enforce_eager = True
+    assert moe_fix.refusal(Fp8MoEMethod(), layer()) is None
+
+
+def test_a_model_without_a_moe_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_model = moe_fix._noticing(lambda self, vllm_config, model_config: "model")
+    moe_fix._announce.cache_clear()
+    with pytest.raises(RuntimeError, match="MOEDOCTOR_FIXES=moe: the model has no MoE layer"):
+        load_model(None, None, model_config=None)
+    moe_fix._announce("FP8", "kernels")
+    assert load_model(None, None, model_config=None) == "model"
+    moe_fix._announce.cache_clear()
+
+
+def test_the_variable() -> None:
+    assert moe_fix.wanted({}) == moe_fix.wanted({"MOEDOCTOR_MOE": " Kernels "}) == "kernels"
+    with pytest.raises(OptionError, match="MOEDOCTOR_MOE is 'fast'; expected kernels or reference"):
+        moe_fix.wanted({"MOEDOCTOR_MOE": "fast"})
+
+
+def test_all_leaves_it_out_unless_it_is_named() -> None:
+    assert "moe" not in chosen("all").names
+    assert "moe" in chosen("all,moe").names
+    assert chosen("moe").required == {"moe"}
