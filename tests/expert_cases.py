@@ -221,11 +221,18 @@ def assert_e4m3_is_exact(device: str, *, half: bool, wide: bool) -> None:
 
 @cache
 def compiled(
-    capability: int, tile: Tile, *, quantization: str, second: bool, activation: str, float16: bool = False
+    capability: int,
+    tile: Tile,
+    *,
+    quantization: str,
+    second: bool,
+    activation: str,
+    float16: bool = False,
+    blocks: bool = True,
 ) -> Any:
     """Compile the product as `run_experts` launches it with a plan, for a GPU that need not be there.
 
-    The layer is of 2688 by 1856, with biases.
+    The layer is of 2688 by 1856, with biases. `blocks`: whether FP8 weights have a scale for each 128 x 128.
     """
     kind = "fp16" if float16 else "bf16"
     values = {"none": kind, "fp8": "u8", "nvfp4": "i32"}[quantization]
@@ -238,7 +245,7 @@ def compiled(
         "top_k": 6,
         "activation": activation,
         "quantization": quantization,
-        "scales": (1, 128, 128) if quantization == "fp8" else (1, 1, depth),
+        "scales": (1, 128, 128) if quantization == "fp8" and blocks else (1, 1, depth),
         "has_bias": True,
         "planned": True,
         "second": second,

@@ -241,9 +241,17 @@ def _nvfp4_step(
     scales = tl.load(scale_ptr + scale_place, mask=inside, other=0).to(tl.uint32, bitcast=True)  # [N, G]
     for block in tl.static_range(4):
         total = _block_dot(decode_block(words, scales, block, wide), parts[block], total, wide)
+    return _finished(total, hopper)
+
+
+@triton.jit
+def _finished(total: tl.tensor, hopper: tl.constexpr) -> tl.tensor:
+    """Return `total` after the tensor cores have read the decoded weights.
+
+    Triton 3.6 lets Hopper's tensor cores read weights in registers when the next round of the loop may
+    already write there (triton-lang/triton#9433). A use of the result, of no instruction, ends that.
+    """
     if hopper:
-        # Triton 3.6 lets Hopper's tensor cores read weights in registers when the next round of the loop may
-        # already write there (triton-lang/triton#9433). A use of the result, of no instruction, ends that.
         total = tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=False, pack=1)
     return total
 
@@ -283,6 +291,7 @@ def _fp8_step(
     scale_columns: tl.constexpr,
     BLOCK_K: tl.constexpr,
     wide: tl.constexpr,
+    hopper: tl.constexpr,
 ) -> tl.tensor:
     """As `_plain_step` with E4M3 weights. `scale_at` [N] points to the first scale of each row.
 
@@ -300,7 +309,7 @@ def _fp8_step(
     else:
         scale = tl.load(scale_at + start // scale_columns, mask=present, other=0.0)  # [N]
         total += _block_dot(weight, values, tl.zeros_like(total), wide) * scale[:, None]
-    return total
+    return _finished(total, hopper)
 
 
 @triton.jit
@@ -405,6 +414,7 @@ def block_product(
                     scale_columns,
                     BLOCK_K,
                     wide,
+                    hopper,
                 )
                 if gated:
                     up = _fp8_step(
@@ -419,6 +429,7 @@ def block_product(
                         scale_columns,
                         BLOCK_K,
                         wide,
+                        hopper,
                     )
             else:
                 total = _plain_step(
