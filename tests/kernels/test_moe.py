@@ -191,18 +191,6 @@ def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
     assert kernel.metadata.shared <= 99 * 1024, "the shared memory of the smallest GPU for one program"
 
 
-def test_hopper_waits_before_decoded_weights_are_overwritten() -> None:
-    """FP8 weights with one scale a matrix, whose sum stays in the tensor cores for the whole loop."""
-    from expert_cases import compiled
-
-    tile, _ = block_tiles(3072, 128, "fp8", gated=False)
-    kernel = compiled(90, tile, quantization="fp8", second=False, activation="relu2", blocks=False)
-    order = re.findall(r"wgmma\.(commit|wait)_group|(\bbra)\b", kernel.asm["ptx"])
-    steps = [group or jump for group, jump in order]
-    assert steps.count("commit") >= 1
-    assert all(after == "wait" for step, after in pairwise(steps) if step == "commit")
-
-
 @pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "none"])
 @pytest.mark.parametrize("pairs", [1, 64, 65, 500, 4000, 65_536])
 def test_both_products_divide_tokens_alike(pairs: int, quantization: str) -> None:

@@ -48,6 +48,11 @@ def test_products_of_a_whole_layer(capability: int, quantization: str) -> None:
         )
         _check(kernel, capability, f"{quantization}, {tile}")
     tile = block_tiles(3072, 128, quantization, gated=True)[0]
+    if quantization == "fp8":
+        one_scale = compiled(
+            capability, tile, quantization="fp8", second=False, activation="silu", blocks=False
+        )
+        _check(one_scale, capability, "fp8, one scale a matrix")
     for activation, float16 in (("gelu", True), ("gelu_tanh", False), ("relu2", True)):
         kernel = compiled(
             capability, tile, quantization=quantization, second=False, activation=activation, float16=float16
