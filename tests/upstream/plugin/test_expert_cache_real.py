@@ -15,7 +15,7 @@ from tests.real_vllm import ask_child
 EXPERTS, TOP_K, SLOTS = 8, 2, 5
 
 CODE = """
-import dataclasses, json, sys, types
+import dataclasses, inspect, json, sys, types
 import torch
 from moedoctor.upstream.selection.substitute import install
 install().use((9, 0))
@@ -42,7 +42,7 @@ from moedoctor.upstream.plugin import expert_cache_layer as ours
 torch.accelerator.empty_cache = lambda: None
 no_dp_ep._quantize_input = lambda a1, *rest: (a1, None)  # FP8 activations need a GPU
 
-def repacked(b_q_weight, perm, size_k, size_n, num_bits, is_a_8bit=False):
+def repacked(*, b_q_weight, size_k, **rest):
     return b_q_weight.reshape(size_k // 16, -1).contiguous()  # int32 as Marlin's, in another order
 
 ops.gptq_marlin_repack = repacked
@@ -82,13 +82,15 @@ with set_current_vllm_config(config):
         if change == "lora":
             config.lora_config = types.SimpleNamespace()
         try:
-            made = module.FusedMoE(
+            make_layer = getattr(module, "FusedMoEFactory", None) or module.FusedMoE
+            made = make_layer(
                 8, 2, 256, 128, params_dtype=torch.bfloat16, tp_size=1, dp_size=1, pcp_size=1,
                 quant_config=config.quant_config, prefix="model.layers.0.mlp.experts", renormalize=True,
             )
         finally:
             if change == "ep":
                 module.FusedMoEParallelConfig.make = real
+        made = getattr(made, "routed_experts", made)  # from 0.22.0 on the layer has its experts in a module
         answer["made on"] = sorted({str(parameter.device) for parameter in made.parameters()})
         return made
 
@@ -119,7 +121,8 @@ with set_current_vllm_config(config):
         draw = torch.Generator().manual_seed(seed)
         x = torch.randn(tokens, 256, generator=draw, dtype=torch.float32).bfloat16()
         topk_weights, ids = torch.rand(tokens, 8, generator=draw, dtype=torch.float32).topk(2)
-        return layer.quant_method.apply(layer, x, topk_weights, ids.int(), None).clone()
+        shared = [None] * (len(inspect.signature(layer.quant_method.apply).parameters) - 4)
+        return layer.quant_method.apply(layer, x, topk_weights, ids.int(), *shared).clone()
 
     class Loader(base_loader.BaseModelLoader):
         def download_model(self, model_config): ...
@@ -128,7 +131,9 @@ with set_current_vllm_config(config):
     base_loader.initialize_model = initialize
     base_loader.process_weights_after_loading = then_compute
     base_loader.log_model_inspection = lambda model: None
-    base_loader.current_platform = types.SimpleNamespace(is_cuda_alike=lambda: False)
+    base_loader.current_platform = types.SimpleNamespace(
+        is_cuda_alike=lambda: False, is_xpu=lambda: False
+    )
     base_loader._has_online_quant = lambda model: False
     config.device_config.device = torch.device("cpu")
     workspace.init_workspace_manager(torch.device("cpu"))
@@ -152,7 +157,7 @@ print("\\nANSWER " + json.dumps(answer))
 """
 
 
-def answer(folder: Path, backend: str, slots: int, change: str = "") -> dict[str, Any]:
+def answer(folder: Path, backend: str, slots: int | str, change: str = "") -> dict[str, Any]:
     caches = {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_CONFIG_ROOT": str(folder / "cache")}
     variables = {"MOEDOCTOR_FIXES": "expert_cache", "MOEDOCTOR_EXPERT_CACHE": str(slots)}
     found: dict[str, Any] = ask_child(CODE, str(folder), backend, change, **caches, **variables)[0]
@@ -188,6 +193,13 @@ def test_vllms_own_layers_compute_the_same_through_a_cache(
     assert got["same bits"][:4] == [True] * 4, "a call that fits is one call of the kernel"
     assert got["error"] < 0.02, "groups are rounded one by one"
     assert got["whole"] == [], "nothing keeps all experts"
+
+
+@pytest.mark.upstream
+def test_long_calls_of_vllms_own_layers_pass_through_the_buffers(folders: dict[str, Path]) -> None:
+    got = answer(folders["nvfp4"], "marlin", f"{SLOTS}:policy=lfru,stream=9")
+    assert got["same bits"] == [True] * 7, "a call of 9 or 30 tokens is one call with all experts"
+    assert (got["caches"], got["slots"], got["whole"]) == (1, EXPERTS, []), "the last call had them all"
 
 
 @pytest.mark.upstream
