@@ -177,7 +177,7 @@ def test_long_calls_pass_through_two_buffers_and_seed_the_slots() -> None:
             x = torch.randn(tokens, HIDDEN, generator=draw)  # [T, H]
             topk_weights = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
             ids = torch.rand(tokens, E, generator=draw).topk(TOP_K).indices.int()  # [T, K]
-            result, expected = (call(one, x, ids, topk_weights) for one in (layer, plain))
+            result, expected = (call(module, x, ids, topk_weights) for module in (layer, plain))
             assert (
                 torch.equal(result, expected) if tokens > 2 else torch.allclose(result, expected, atol=1e-5)
             )
