@@ -81,8 +81,8 @@ class NanState:
             self.other_ids = torch.zeros_like(self.ids)
             """The same for rows that may be either; of the third dimension only the first place is used."""
         self._device = self.header.device
-        self._copies: tuple[torch.Tensor, ...] = ()
-        """The four parts of the record in pinned host memory, as they were after some step."""
+        self._copies: list[torch.Tensor] | None = []
+        """The parts of the record in pinned host memory, as they were after some step; None without such memory."""
         self.names: list[str] = []
         self.looked = PointSet()
         """Points that were looked at; in a CUDA graph, when it was captured."""
@@ -206,13 +206,17 @@ class NanState:
 
     def mirror(self) -> None:
         """Begin a copy of the record to the host, without waiting, for `last_report`; only on a GPU."""
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or self._copies is None:
             return
         if not self._copies:
-            with torch.inference_mode(False):
-                self._copies = tuple(
-                    torch.zeros_like(part, device="cpu", pin_memory=True) for part in self._parts
-                )
+            try:
+                with torch.inference_mode(False):
+                    self._copies = [
+                        torch.zeros_like(part, device="cpu", pin_memory=True) for part in self._parts
+                    ]
+            except RuntimeError:  # without pinned memory, as on some WSL, each copy would wait
+                self._copies = None
+                return
         used = len(self.names)
         for copy, part in zip(self._copies, self._parts, strict=True):
             rows = len(part) if part is self.header else used

@@ -243,7 +243,7 @@ def test_the_v2_model_runner_is_traced_in_a_newer_release(
 def test_a_report_survives_the_device(model: Model, capfd: pytest.CaptureFixture[str]) -> None:
     trace = nan_trace.trace_of_this_process()
     state = trace.state
-    state._copies = tuple(torch.zeros_like(part) for part in state._parts)
+    state._copies = [torch.zeros_like(part) for part in state._parts]
     mirror = state.mirror
 
     def as_on_a_gpu() -> None:
@@ -268,6 +268,19 @@ def test_a_report_survives_the_device(model: Model, capfd: pytest.CaptureFixture
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].endswith("for the device failed: CUDA error: device-side assert triggered")
     assert any("first in padding: NaN at layers.0.attn, step 1" in line for line in lines)
+
+
+def test_without_pinned_memory_nothing_is_copied(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*arguments: Any, **options: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    state = nan_trace.trace_of_this_process().state
+    state._device = torch.device("cuda")
+    with monkeypatch.context() as without:
+        without.setattr(torch, "zeros_like", no_memory)
+        state.mirror()
+    state.mirror()  # not tried again
+    assert state.last_report() is None
 
 
 def fail(input_ids: torch.Tensor) -> None:
