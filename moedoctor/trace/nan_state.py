@@ -82,7 +82,7 @@ class NanState:
             """The same for rows that may be either; of the third dimension only the first place is used."""
         self._device = self.header.device
         self._copies: list[torch.Tensor] | None = []
-        """The parts of the record in pinned host memory, as they were after some step; None without such memory."""
+        """The parts of the record in pinned host memory, after some step; None if there is none."""
         self.names: list[str] = []
         self.looked = PointSet()
         """Points that were looked at; in a CUDA graph, when it was captured."""
