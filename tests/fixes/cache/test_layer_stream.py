@@ -63,8 +63,6 @@ def test_a_prompt_leaves_the_state_of_calls_for_its_tokens(
     stats, table = cache.stats, torch.tensor(prompt)
     cache.seed_from(table, layer(0))
     rows = followed(table)
-    assert rows.tolist()[-1] == prompt[-1]
-    assert min(len(prompt), FOLLOWED) <= len(rows) < 2 * FOLLOWED
     expected = table_after(rows, E, SLOTS, policy)
     assert cache.resident() == expected.expert_of
     assert cache.stats == stats, "a prompt is no call of the cache"
@@ -94,3 +92,12 @@ def test_an_error_in_a_layer_leaves_the_stream_usable() -> None:
     for number in (1, 2, 0):
         with stream.layer(number) as weights:
             assert torch.equal(weights["w1"], layer(number)["w1"])
+
+
+def test_the_last_token_and_others_at_equal_distances_are_followed() -> None:
+    for tokens in (1, 47, 95, 96, 100, 1024):
+        rows = followed(torch.arange(tokens)[:, None]).flatten()
+        assert int(rows[-1]) == tokens - 1
+        assert len(set(rows.diff().tolist())) <= 1
+        assert min(tokens, FOLLOWED) <= len(rows) < 2 * FOLLOWED
+    assert followed(torch.zeros(0, 2)).shape == (0, 2)
