@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from moedoctor.fixes.cache.stream import BUFFERS, LayerStream
 from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
+from moedoctor.fixes.layer_stream import BUFFERS, LayerStream
 from moedoctor.fixes.offload.pinned import allocate, register
 from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
 

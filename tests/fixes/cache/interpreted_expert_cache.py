@@ -19,9 +19,9 @@ import torch
 
 from moedoctor.fixes.cache import device
 from moedoctor.fixes.cache.engine import table_after
-from moedoctor.fixes.cache.stream import LayerStream
 from moedoctor.fixes.eviction import ONLINE_POLICIES
 from moedoctor.fixes.expert_cache import ExpertCache, followed
+from moedoctor.fixes.layer_stream import LayerStream
 from moedoctor.kernels.cache.transfer import Transfer
 from tests.fixes.cache.checks import assert_consistent, assert_holds
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedoctor.fixes.cache.engine import table_after
-from moedoctor.fixes.cache.stream import LayerStream
 from moedoctor.fixes.eviction import ONLINE_POLICIES
 from moedoctor.fixes.expert_cache import FOLLOWED, ExpertCache, followed
+from moedoctor.fixes.layer_stream import LayerStream
 from tests.fixes.cache.checks import assert_consistent
 
 E, SLOTS = 6, 3
