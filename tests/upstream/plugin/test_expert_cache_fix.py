@@ -393,3 +393,37 @@ def test_tiles_are_chosen_for_all_experts() -> None:
     token = EXPERTS.set(E)
     assert chosen((4, 6, 8), (4, 8, 3), 2) == ((E, 6, 8), (E, 8, 3), 2)
     EXPERTS.reset(token)
+
+
+@dataclass(frozen=True)
+class HummingConfig:
+    num_experts: int
+
+
+class HummingIndexedExperts(TritonExperts):
+    """Refuses weights of another number of experts than it was told, as HUMMING does."""
+
+    humming_configs = {name: HummingConfig(E) for name in ("w13", "w2")}  # noqa: RUF012
+
+
+def test_humming_is_told_how_many_experts_there_are() -> None:
+    layer, counts = Layer(), []
+    kernel = layer.quant_method.moe_kernel
+    kernel.fused_experts = experts = HummingIndexedExperts(kernel.fused_experts.quant_config)
+    compute = kernel.apply
+
+    def apply(w1: torch.Tensor, **given: Any) -> torch.Tensor:
+        sizes = {config.num_experts for config in experts.humming_configs.values()}
+        assert sizes == {len(w1)}
+        counts.append(len(w1))
+        result: torch.Tensor = compute(w1=w1, **given)
+        return result
+
+    kernel.apply = apply
+    assert refusal(layer, 5) is None
+    fix._give_caches(torch.nn.ModuleList([layer]), CacheOptions(5, stream=9), Layer, "cpu", False)
+    for tokens in (2, 9, 1):
+        assert_same_outputs(layer, tokens, calls=1)
+    assert counts == [5, E, 5]
+    del HummingIndexedExperts.humming_configs, experts.humming_configs
+    assert "before vLLM 0.30.0" in str(refusal(layer, 5))
