@@ -48,7 +48,8 @@ def ask(releases: Path) -> None:
         if answer is None:
             print(f"plugin_table: vLLM {folder.name}: {done.stderr[-300:]}", file=sys.stderr)
             raise SystemExit(2)
-        answers[folder.name] = json.loads(answer.removeprefix("ANSWER "))
+        rows = json.loads(answer.removeprefix("ANSWER "))
+        answers[folder.name] = {name: _without_patches(row) for name, row in rows.items()}
     SOURCES.parent.mkdir(exist_ok=True)
     SOURCES.write_text(_json(answers), encoding="utf-8")
 
@@ -56,9 +57,7 @@ def ask(releases: Path) -> None:
 def evidence() -> dict[str, dict[str, Any]]:
     """Return what is known, release -> extension -> basis with reports or reason; oldest release first."""
     known: dict[str, dict[str, Any]] = {
-        release: {
-            name: {key: row[key] for key in ("basis", "reason") if key in row} for name, row in rows.items()
-        }
+        release: {name: dict(row) for name, row in rows.items()}
         for release, rows in json.loads(SOURCES.read_text(encoding="utf-8")).items()
     }
     for file in sorted(REPORTS.glob("*/*.json")):
@@ -129,6 +128,10 @@ def _cell(row: Mapping[str, Any]) -> str:
         return ""
     links = [f"[{index}](../reports/{report}.md)" for index, report in enumerate(row.get("reports", ()), 1)]
     return " ".join((row["basis"], *links))
+
+
+def _without_patches(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "patches"}
 
 
 def _version(folder: Path) -> Version:
