@@ -42,6 +42,12 @@ def weights(tensors: dict[str, bytes], module: str, rows: int) -> torch.Tensor:
     return blocks.reshape(rows, -1) * factor  # [rows, K/16]
 
 
+def input_factor(tensors: dict[str, bytes], module: str) -> float:
+    if f"{module}.input_scale" in tensors:
+        return struct.unpack("<f", tensors[f"{module}.input_scale"])[0]
+    return 1 / struct.unpack("<f", tensors[f"{module}.input_global_scale"])[0]
+
+
 def disagreeing(made: Made, experts: dict[tuple[int, int], float]) -> Made:
     """Multiply the global scale of the up half of these experts, by (layer, expert)."""
     for (layer, expert), ratio in experts.items():
@@ -99,6 +105,9 @@ def test_the_repaired_checkpoint_is_clean_and_the_rest_keeps_its_bits(
             assert not any(name.endswith("weight_scale") for name in changed)
             assert torch.allclose(up[0][0, 0] * down[0], up[1][0, 0] * down[1], rtol=1e-6)
             assert torch.equal(gate[0], gate[1])
+            # The activations that reach the down projection are smaller by what its weights grow.
+            inputs = [input_factor(each, f"{head}.down_proj") for each in (before, after)]
+            assert math.isclose(inputs[0] * down[0][0, 0], inputs[1] * down[1][0, 0], rel_tol=1e-6)
         else:
             # E4M3 has three bits behind the point: rounding moves a scale by at most 1/16.
             assert torch.allclose(gate[0], gate[1], rtol=1 / 16)
