@@ -32,7 +32,9 @@ def lint(
     fix: Annotated[
         Path | None,
         option(
-            "DIR", "Write a repaired copy of the checkpoint to this new folder; the original stays as it is."
+            "DIR",
+            "Write a repaired copy of the checkpoint to this new folder. Files without repairs are hard links "
+            "to the original, which stays as it is.",
         ),
     ] = None,
 ) -> int:
