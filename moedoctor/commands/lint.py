@@ -33,8 +33,8 @@ def lint(
         Path | None,
         option(
             "DIR",
-            "Write a repaired copy of the checkpoint to this new folder. Files without repairs are hard links "
-            "to the original, which stays as it is.",
+            "Write a repaired copy of the checkpoint to this new folder. Files without repairs are hard "
+            "links to the original, which stays as it is.",
         ),
     ] = None,
 ) -> int:
