@@ -46,7 +46,9 @@ ARGUMENTS: Mapping[str, Any] = {
 }
 """Engine arguments for a tiny model. With `kv_cache_memory_bytes` vLLM does not profile its memory, so
 engines that run side by side do not disturb each other."""
-_INSTALLED_IN = re.compile(r"(?<![\w./])/[^\s\"']{0,300}/(?=(?:vllm|torch|triton|humming|flashinfer|moedoctor)/)")
+_INSTALLED_IN = re.compile(
+    r"(?<![\w./])/[^\s\"']{0,300}/(?=(?:vllm|torch|triton|humming|flashinfer|moedoctor)/)"
+)
 """The folder of a package in a message; it says nothing about the failure."""
 _NVFP4_SELECTION = "model_executor/layers/fused_moe/oracle/nvfp4.py"
 _PROBE = re.compile(r"moedoctor(\.[a-z_][a-z0-9_]*)+:[a-z_][a-z0-9_]*")
