@@ -38,6 +38,11 @@ _OTHER_ENGINE = 0.04
 _NEAR_MISSES = 5
 _OURS = re.compile(r"^.{0,40}\bmoedoctor: |\bmd\d{3} (?:[a-z]{1,20}_){1,3}[a-z]{1,20}\b")
 """A line of moedoctor's plug-in or of a report, in lower case: it names failures that were looked for."""
+_FIRST_LINES = 2_000
+_LAST_LINES = 500
+_EXCERPTS = 40
+_ENOUGH = 20_000
+"""After so many lines with a clue, it is not looked for any more."""
 _RARE_ANCHORS = (
     "illegal memory",
     "memory access fault",
