@@ -17,6 +17,7 @@ from moedoctor.results import UnavailableError
 from moedoctor.upstream.engine import engine as engine_module
 from moedoctor.upstream.engine import expert_cache as engines
 from moedoctor.upstream.engine import expert_cache_probes as probes
+from moedoctor.upstream.engine import expert_cache_shapes as shapes
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, LogFacts
 from moedoctor.upstream.engine.experiment import pair
 from moedoctor.upstream.plugin.expert_cache_layer import HostExperts, IdLog, host_experts, install
@@ -369,3 +370,38 @@ def test_a_log_keeps_ids_until_there_is_no_room() -> None:
     log.clear()
     log.note(torch.tensor([[5, 6]]))
     assert log.calls() == [[5, 6, -1, -1]]
+
+
+def test_the_published_models_are_rows_whether_they_run_or_not(run: Any) -> None:
+    configs = {}
+
+    def engine(request: EngineRequest) -> EngineResult:
+        assert request.environ["MOEDOCTOR_EXPERT_CACHE"] == "8:stream=0"
+        configs[request.label] = json.loads(Path(request.model, "config.json").read_text(encoding="utf-8"))
+        if request.label == "gemma-4-26b-a4b, nvfp4":
+            return failed("704 is not a multiple of 128")
+        return result(probe={"gigabytes": 7.0, "tokens_per_second": 20.0, "engine": "device"})
+
+    run(engine)
+    rows = {(row["model"], row["scheme"]): row for row in shapes.published({})}
+    assert len(rows) == len(configs) == 4
+    assert rows["gemma-4-26b-a4b", "nvfp4"]["error"].endswith("704 is not a multiple of 128")
+    assert rows["gemma-4-26b-a4b", "bf16"]["published_tokens_per_second"] == 14.8
+    assert configs["nemotron-cascade-2-30b-a3b, bf16"]["architectures"] == ["NemotronHForCausalLM"]
+    quantized = {label for label, config in configs.items() if "quantization_config" in config}
+    assert quantized == {label for label in configs if label.endswith("nvfp4")}
+
+
+def test_any_model_routes_at_random(llm: Llm) -> None:
+    model = llm.worker.model_runner.model
+    experts = [
+        {name: tensor.clone() for name, tensor in layer.store.tensors.items()}
+        for layer in host_experts(model)
+    ]
+    row = probes.random_routing(llm, steps=6, rounds=2, vocab=VOCAB, kv_cache=0)
+    assert (row["layers"], row["engine"]) == (LAYERS, "host")
+    assert row["distinct_tokens"] > 2
+    assert 0 < row["hit_rate"] < 1
+    assert float(model.embed_tokens.weight.detach().std()) == pytest.approx(1.0, rel=0.1)
+    for layer, before in zip(host_experts(model), experts, strict=True):
+        assert all(torch.equal(tensor, before[name]) for name, tensor in layer.store.tensors.items())
