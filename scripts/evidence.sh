@@ -122,14 +122,14 @@ moe_backends() {
 make_report() {
     case $1 in
         offload_engines) write offload_engines run MD005 --only tier=engine ;;                    # 137 s, 147 s
-        offload_table_eager) write offload_table_eager run MD003 --only tier=engine --only engine=eager ;; # 110 s, -
+        offload_table_eager) write offload_table_eager run MD003 --only tier=engine --only engine=eager ;; # 110 s, 180 s
         offload_table_compiled) write offload_table_compiled run MD003 --only tier=engine --only engine=compiled ;; # 140 s, -
         offload_table) complete offload_table_eager && complete offload_table_compiled || write offload_table run MD003 ;; # 309 s, -
         offload_parity) write offload_parity run MD008 ;;                                         # idle; 152 s, -
         expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, -
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 120 s, -
         nan_trace) write nan_trace run scenarios/engine/nan_trace.yaml ;;                         # -, -
-        backend_parity) write backend_parity run PARITY ;;                                        # 405 s, -
+        backend_parity) write backend_parity run PARITY ;;                                        # 405 s, 240 s
         offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, -
         global_scale_mismatch) checkpoint_engines global_scale_mismatch MD014 ;;                  # 343 s, -
         gate_up_order) checkpoint_engines gate_up_order MD017 ;;                                  # 341 s, -
