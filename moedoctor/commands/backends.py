@@ -21,10 +21,12 @@ from moedoctor.commands.options import (
     PageFormat,
     as_input_error,
     deliver,
+    known_capability,
+    known_release,
     one_of,
     option,
 )
-from moedoctor.text import expected_names, print_message
+from moedoctor.text import print_message
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.settings.tables import SettingFinding
@@ -221,9 +223,7 @@ def _release(asked_for: str | None, installed: str | None) -> tuple[str, tuple[s
 
     known = list(releases())
     if asked_for is not None:
-        if asked_for.removeprefix("v") not in known:
-            raise InputError(f"--release {asked_for}: the tables know {', '.join(known)}")
-        return asked_for.removeprefix("v"), ()
+        return known_release(asked_for), ()
     if installed is None:
         return known[-1], (f"vllm is not installed here: answered for {known[-1]}, the newest in the tables",)
     if _without_local(installed) in known:
@@ -243,21 +243,10 @@ def _without_local(version: str) -> str:
 
 def _capability(asked_for: str | None, facts: Mapping[str, Any]) -> str:
     """Return the compute capability, by default that of this machine's first GPU. Raises InputError."""
-    from moedoctor.fixes.arch.targets import Target
-    from moedoctor.fixes.backends.release_tables import CAPABILITIES
-
-    if asked_for is None:
-        asked_for = facts.get("capability")
-        if not asked_for:
-            raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
-    try:
-        target = Target.parse("".join(asked_for.lower().split()))
-        capability = f"{target.major}.{target.minor}"
-    except ValueError:
-        capability = ""
-    if capability not in CAPABILITIES:
-        raise InputError(f"--sm {asked_for}: {expected_names(asked_for, CAPABILITIES)}")
-    return capability
+    asked_for = asked_for or facts.get("capability")
+    if not asked_for:
+        raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
+    return known_capability(asked_for)
 
 
 def libraries_here(release: str, environ: Mapping[str, str]) -> dict[str, bool]:

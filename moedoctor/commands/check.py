@@ -2,19 +2,80 @@
 
 from __future__ import annotations
 
-from moedoctor.commands.options import Output, PageFormat, deliver
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moedoctor.commands.options import (
+    Capability,
+    InputError,
+    Output,
+    PageFormat,
+    as_input_error,
+    deliver,
+    known_capability,
+    known_release,
+    option,
+)
+
+if TYPE_CHECKING:
+    from moedoctor.diagnose.check.target import Target
 
 
-def check(format: PageFormat = "table", output: Output = None) -> int:
+def check(
+    python: Annotated[
+        Path | None,
+        option("PATH", "Check the environment of this Python interpreter. Default: the one that runs this."),
+    ] = None,
+    release: Annotated[
+        str | None,
+        option("X.Y.Z", "Check this vLLM release with the packages that it requires. Nothing is installed."),
+    ] = None,
+    sm: Capability = None,
+    wsl: Annotated[bool, typer.Option("--wsl", help="Check for WSL 2.")] = False,
+    format: PageFormat = "table",
+    output: Output = None,
+) -> int:
     """Find the known failures that can affect this environment.
 
     Looks at GPUs, driver, packages, settings and caches, and tries to pin memory. It runs no model and
-    changes nothing. Exit code 1 if something was found.
+    changes nothing. Exit code 1 if something was found, 2 if nothing was found but vLLM is not there.
     """
     from moedoctor.diagnose.check.check import check as find
     from moedoctor.reporters.check import check_document, check_page, summary_line
 
-    result = find()
+    result = find(target=_target(python, release, sm, wsl=wsl))
     page = check_page(result, facts_last=format == "markdown")
-    deliver(page, check_document(result), format=format, output=output, summary=summary_line(result))
+    deliver(
+        page,
+        check_document(result),
+        format=format,
+        output=output,
+        summary=summary_line(result),
+        code=result.exit_code,
+        reasons=result.reasons,
+    )
     return result.exit_code
+
+
+def _target(python: Path | None, release: str | None, sm: str | None, *, wsl: bool) -> Target:
+    """Return the environment that the options name. Raises InputError."""
+    from moedoctor.diagnose.check.target import (
+        Target,
+        TargetError,
+        another_python,
+        on_wsl,
+        released,
+        with_gpu,
+    )
+
+    if python is not None and release is not None:
+        raise InputError("--python and --release: expected one of the two")
+    with as_input_error(TargetError):
+        target = another_python(python) if python is not None else Target()
+    if release is not None:
+        target = released(known_release(release))
+    if sm is not None:
+        target = with_gpu(target, known_capability(sm))
+    return on_wsl(target) if wsl else target

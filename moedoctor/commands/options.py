@@ -146,6 +146,30 @@ Capability = Annotated[
 ]
 
 
+def known_release(text: str) -> str:
+    """Return a vLLM release of the tables, without a leading v. Raises InputError for another one."""
+    from moedoctor.fixes.backends.release_tables import releases
+
+    if text.removeprefix("v") not in releases():
+        raise InputError(f"--release {text}: the tables know {', '.join(releases())}")
+    return text.removeprefix("v")
+
+
+def known_capability(text: str) -> str:
+    """Return a compute capability of the tables, such as 12.0, for ``120`` too. Raises InputError."""
+    from moedoctor.fixes.arch.targets import Target
+    from moedoctor.fixes.backends.release_tables import CAPABILITIES
+
+    try:
+        target = Target.parse("".join(text.lower().split()))
+        capability = f"{target.major}.{target.minor}"
+    except ValueError:
+        capability = ""
+    if capability not in CAPABILITIES:
+        raise InputError(f"--sm {text}: {expected_names(text, CAPABILITIES)}")
+    return capability
+
+
 def texts(given: Sequence[str] | None) -> list[str]:
     """Return the texts of an option that may be repeated and may hold several, with commas between."""
     return [part.strip() for text in given or () for part in text.split(",") if part.strip()]

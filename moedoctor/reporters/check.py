@@ -24,6 +24,8 @@ def check_document(result: CheckResult) -> dict[str, Any]:
         "findings": [asdict(finding) for finding in result.findings],
         "conditional": [asdict(finding) for finding in result.conditional],
         "problems": [asdict(problem) for problem in result.problems],
+        "target": result.target,
+        "not_looked_at": list(result.not_looked_at),
         "environment": dict(result.environment),
         "summary": {**_counts(result), "exit_code": result.exit_code},
     }
@@ -31,13 +33,16 @@ def check_document(result: CheckResult) -> dict[str, Any]:
 
 def check_page(result: CheckResult, *, facts_last: bool = False) -> list[Block]:
     """Return what was found and the facts: last in an issue, first at a terminal, which shows the end."""
-    facts: list[Block] = [
-        Heading("Environment"),
-        Table(("fact", "value"), list(fact_rows(result.environment))),
-    ]
-    title, counts = Heading(f"moedoctor {result.version}: check", 1), Paragraph(summary_line(result))
-    findings = list(_findings(result))
-    return [title, counts, *findings, *facts] if facts_last else [title, *facts, *findings, counts]
+    rows = list(fact_rows(result.environment))
+    if result.described:
+        rows = [row for row in rows if row[0] in _DESCRIBED]
+    facts: list[Block] = [Heading("Environment"), Table(("fact", "value"), rows)]
+    title = Heading(f"moedoctor {result.version}: check of {result.target}", 1)
+    counts = [Paragraph(summary_line(result))]
+    if result.without_vllm:
+        counts.append(Paragraph(Span(result.without_vllm, "warning")))
+    findings = [*_findings(result), Heading("Not looked at"), Bullets(result.not_looked_at)]
+    return [title, *counts, *findings, *facts] if facts_last else [title, *facts, *findings, *counts]
 
 
 def _findings(result: CheckResult) -> Iterator[Block]:
@@ -105,6 +110,8 @@ _COLLECTORS = {
 }
 """The facts from upstream's own reports that are worth a line."""
 _UNKNOWN = "unknown"
+_DESCRIBED = ("GPU", "torch", "vllm", "flashinfer-python", "flashinfer-cubin", "CPU offload", "variables")
+"""The facts that an environment has which is only described."""
 
 
 def fact_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,8 @@ def test_formats_and_streams(tmp_path: Path, site: Path) -> None:
     table = moedoctor("check", PYTHONPATH=str(site))
     assert "MD001 nan_routing" in table.stdout
     assert "\x1b" not in table.stdout
-    assert table.stderr == ""
+    assert all(line.startswith("moedoctor: exit code 1: ") for line in table.stderr.splitlines())
+    assert "exit code 1: MD001 nan_routing: " in table.stderr
     file = tmp_path / "check.md"
     written = moedoctor("check", "--format", "markdown", "-o", str(file), PYTHONPATH=str(site))
     assert (written.returncode, written.stdout) == (1, "")
@@ -84,6 +86,13 @@ def test_formats_and_streams(tmp_path: Path, site: Path) -> None:
         (["check", "--format", "junit"], "--format junit: expected one of table, json, markdown"),
         (["check", "-o", "/no/such/folder/x.json"], "its folder does not exist"),
         (["check", "extra"], "extra"),
+        (["check", "--python", "/no/such/python"], "is not an executable file"),
+        (["check", "--python", "/proc"], "is not an executable file"),
+        (["check", "--python", "/bin/ls"], "did not list its packages"),
+        (["check", "--python", "/bin/true"], "did not list its packages"),
+        (["check", "--release", "9.9"], "--release 9.9: the tables know 0.17.1"),
+        (["check", "--release", "0.33.0", "--sm", "13"], "--sm 13: expected one of"),
+        (["check", "--python", "/bin/ls", "--release", "0.33.0"], "expected one of the two"),
     ],
 )
 def test_wrong_usage_is_exit_2(
@@ -104,8 +113,8 @@ def test_without_packages_it_answers_within_two_seconds_and_imports_no_torch() -
     took = []
     for _ in range(3):  # the machine may be busy with other things
         ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-        code, seconds, torch = ended.stderr.split()
-        assert (code, torch) == ("0", "False")
+        code, seconds, torch = ended.stderr.splitlines()[-1].split()
+        assert (code, torch) == ("2", "False")
         took.append(float(seconds))
     assert min(took) < 2.0
 
@@ -117,11 +126,11 @@ def test_it_writes_nothing_and_needs_no_home(tmp_path: Path, site: Path) -> None
     work.mkdir(mode=0o500)
     environ = {"HOME": str(home), "PYTHONPATH": str(site)}
     ended = moedoctor("check", "--format", "json", cwd=work, clean=True, **environ)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 2, ended.stderr
     assert list(home.rglob("*")) == []
     assert list(work.iterdir()) == []
     homeless = moedoctor("check", clean=True)
-    assert homeless.returncode == 0, homeless.stderr
+    assert homeless.returncode == 2, homeless.stderr
 
 
 def test_it_starts_nothing_that_talks_to_a_network(tmp_path: Path) -> None:
@@ -131,4 +140,59 @@ def test_it_starts_nothing_that_talks_to_a_network(tmp_path: Path) -> None:
         "socket.socket.connect = refuse\nsocket.getaddrinfo = refuse\n"
         "from moedoctor.cli import main\nraise SystemExit(main(['check']))\n"
     )
-    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, timeout=60).returncode == 2
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Return the interpreter of another environment, whose packages end the process that imports them."""
+    venv.create(tmp_path / "other", with_pip=False)
+    (site,) = (tmp_path / "other").glob("lib/python3*/site-packages")
+    for name, version in (("vllm", "0.19.1"), ("torch", "2.10.0"), ("flashinfer-python", "0.6.6")):
+        pretend(site, name, version)
+    for name in ("vllm", "torch", "flashinfer"):
+        (site / name).mkdir()
+        (site / name / "__init__.py").write_text("import os\nos._exit(5)\n")
+    (site / "torch" / "version.py").write_text("cuda: Optional[str] = '12.9'\n")
+    return tmp_path / "other" / "bin" / "python"
+
+
+def test_another_python_is_asked_for_its_metadata_and_imports_nothing(other: Path) -> None:
+    ended = moedoctor("check", "--python", str(other), "--format", "json")
+    assert ended.returncode == 1, ended.stderr
+    document = json.loads(ended.stdout)
+    facts = document["environment"]
+    assert (facts["vllm"], facts["torch"], facts["torch_cuda"]) == ("0.19.1", "2.10.0", "12.9")
+    assert {"MD001", "MD009"} <= {finding["id"] for finding in document["findings"]}
+    assert facts["collectors"] == {}
+    assert document["target"].endswith("other/bin/python")
+    assert any("only asked for its metadata" in note for note in document["not_looked_at"])
+    assert not list(other.parent.parent.rglob("*.pyc"))
+
+
+def test_a_python_without_vllm_is_no_all_clear(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    ended = moedoctor("check", "--python", str(tmp_path / "bare" / "bin" / "python"))
+    assert ended.returncode == 2
+    assert "vLLM was not found in " in ended.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "ids"),
+    [
+        (["--release", "0.33.0", "--sm", "9.0"], set()),
+        (["--release", "0.33.0", "--sm", "12.0"], {"MD016"}),
+        (["--release", "0.19.1", "--sm", "9.0"], {"MD001", "MD008", "MD009", "MD011"}),
+        (["--release", "v0.33.0", "--sm", "9.0", "--wsl"], {"MD002", "MD003", "MD005", "MD020"}),
+    ],
+)
+def test_a_described_environment(
+    options: list[str], ids: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["check", *options, "--format", "json"])
+    document = json.loads(capsys.readouterr().out)
+    assert {finding["id"] for finding in document["findings"]} == ids
+    assert document["problems"] == []
+    assert code == document["summary"]["exit_code"] == int(bool(ids))
+    assert bool(document["summary"]["reasons"]) is bool(ids)
+    assert any("only described" in note for note in document["not_looked_at"])

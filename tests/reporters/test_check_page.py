@@ -42,7 +42,8 @@ def finding(**changed: Any) -> Finding:
 def test_json_has_the_documented_shape(result: CheckResult) -> None:
     data = check_document(result)
     assert (data["schema_version"], data["command"]) == (1, "check")
-    keys = "schema_version moedoctor command findings conditional problems environment summary"
+    keys = "schema_version moedoctor command findings conditional problems target not_looked_at"
+    keys += " environment summary"
     assert list(data) == keys.split()
     for finding in (*data["findings"], *data["conditional"]):
         assert {"id", "line", "evidence", "confidence", "next_step", "severity", "why"} <= set(finding)
@@ -97,11 +98,22 @@ def test_text_from_the_machine_is_escaped() -> None:
 
 
 def test_a_page_without_findings_is_short() -> None:
-    clean = check(sources({"torch": "2.13.0"}), probes())
+    clean = check(
+        sources({"vllm": "0.33.0", "torch": "2.14.0", "flashinfer-python": "0.7.2.post1"}), probes()
+    )
     text = to_text(check_page(clean))
     assert "Known failures" not in text
-    assert "explain" not in text
-    assert text.splitlines()[-1].startswith("0 errors · 0 warnings · 0 problems · 0 not decided here")
+    assert text.splitlines()[-1].startswith("0 errors · 0 warnings · 0 problems")
+
+
+def test_without_vllm_the_page_ends_with_that() -> None:
+    bare = check(sources({"torch": "2.13.0"}), probes())
+    lines = to_text(check_page(bare)).splitlines()
+    assert lines[-1] == (
+        "vLLM was not found in this Python: nothing about it was checked; install moedoctor beside it, "
+        "or say `--python PATH`"
+    )
+    assert lines.index("- vLLM: not found in this Python") < lines.index(summary_line(bare))
 
 
 def test_the_last_line_counts() -> None:

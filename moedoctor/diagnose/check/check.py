@@ -7,7 +7,6 @@ at the same time.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -18,38 +17,19 @@ from moedoctor.diagnose.check import fix_plugin
 from moedoctor.diagnose.check.arch import arch_findings
 from moedoctor.diagnose.check.machine import Machine, fits, offload_path
 from moedoctor.diagnose.check.packages import find_problems, package_fits
-from moedoctor.diagnose.check.pinning import Pinning, not_tried, try_pinning
-from moedoctor.diagnose.check.records import SEVERITIES, CheckResult, Finding
+from moedoctor.diagnose.check.pinning import Pinning, not_tried
+from moedoctor.diagnose.check.probes import Probes
+from moedoctor.diagnose.check.records import SEVERITIES, CheckResult, Finding, not_looked_at
 from moedoctor.diagnose.check.settings import setting_findings, setting_problems
-from moedoctor.diagnose.cuda.jit_cache import JitCache, read_jit_cache
+from moedoctor.diagnose.check.target import Target
+from moedoctor.diagnose.cuda.jit_cache import JitCache
 from moedoctor.entries import entries
 from moedoctor.entries.entry import Entry
 from moedoctor.environment import Sources, no_gpu
-from moedoctor.processes.cuda_tools import Tool, find_tools
 from moedoctor.redaction import Redactor
-from moedoctor.upstream.releases.collectors import Collected, collect_flashinfer, collect_vllm
 
 _WITHOUT_GPU = 0.5
 """The factor on the confidence of a rule that does not mention GPUs, on a machine without one."""
-
-
-def _nvcc(environ: Mapping[str, str]) -> Tool | None:
-    """Return the nvcc that FlashInfer would call: the newest on this machine."""
-    return max(find_tools(("nvcc",), environ), key=lambda tool: tool.cuda, default=None)
-
-
-@dataclass(frozen=True)
-class Probes:
-    """The collectors beside `moedoctor.environment`. Tests replace them; each may raise anything."""
-
-    pinning: Callable[[], Pinning] = try_pinning
-    vllm: Callable[[], Collected] = collect_vllm
-    flashinfer: Callable[[], Collected] = collect_flashinfer
-    nvcc: Callable[[Mapping[str, str]], Tool | None] = _nvcc
-    jit_cache: Callable[[Mapping[str, str]], JitCache] = read_jit_cache
-    fix_plugin: Callable[[Mapping[str, str], str | None], Mapping[str, Any]] = fix_plugin.state
-    requires: Callable[[str], Iterable[str] | None] = importlib.metadata.requires
-    """The requirements of a distribution."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +46,19 @@ class _Attempts:
             return None
 
 
-def check(sources: Sources | None = None, probes: Probes | None = None) -> CheckResult:
-    """Collect the facts and judge them, masked. Never raises for the state of a machine."""
-    sources, probes = sources or Sources(), probes or Probes()
-    environ, facts = sources.environ, environment.collect(sources)
+def check(
+    sources: Sources | None = None, probes: Probes | None = None, *, target: Target | None = None
+) -> CheckResult:
+    """Collect the facts and judge them, masked. Never raises for the state of a machine.
+
+    `target` is another environment than this Python; `sources` and `probes` stand in for this machine's.
+    """
+    target = target or Target(sources=sources or Sources(), probes=probes or Probes())
+    sources, probes = target.sources, target.probes
+    environ, facts = sources.environ, environment.collect(sources) | dict(target.facts)
     redactor = _redactor(sources)
-    attempt = _Attempts(dict(facts.get("collector_errors") or {}))
+    errors = dict(facts.get("collector_errors") or {})
+    attempt = _Attempts({name: error for name, error in errors.items() if name not in target.facts})
     nvcc = attempt("nvcc", lambda: probes.nvcc(environ))
     cache = attempt("jit_cache", lambda: probes.jit_cache(environ))
     machine = Machine(
@@ -106,12 +93,15 @@ def check(sources: Sources | None = None, probes: Probes | None = None) -> Check
         findings=tuple(finding for finding in findings if finding.severity != "note"),
         conditional=tuple(finding for finding in findings if finding.severity == "note"),
         problems=(
-            *find_problems(machine, packages, pinning, nvcc, attempt.errors),
+            *find_problems(machine, packages, pinning, nvcc, attempt.errors, tools=not target.described),
             *(attempt("settings", lambda: tuple(setting_problems(machine))) or ()),
             *fix_plugin.plugin_problems(plugin),
         ),
         version=__version__,
+        target=target.name,
+        described=target.described,
     )
+    result = replace(result, not_looked_at=(*not_looked_at(result), *target.not_looked_at))
     return redactor.record(result)
 
 
@@ -129,7 +119,7 @@ def _ask_children(machine: Machine, probes: Probes, attempt: _Attempts) -> tuple
     questions |= {
         name: ask
         for name, ask in (("vllm", probes.vllm), ("flashinfer", probes.flashinfer))
-        if machine.facts.get(name)
+        if machine.facts.get(name) and ask is not None
     }
     with ThreadPoolExecutor(max_workers=3) as pool:
         answers = dict(zip(questions, pool.map(attempt, questions, questions.values()), strict=True))

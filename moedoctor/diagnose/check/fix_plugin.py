@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import entry_points
 from typing import Any
@@ -17,17 +17,20 @@ GROUP = "vllm.general_plugins"
 _NOT_TRIED = "not tried"
 
 
-def state(environ: Mapping[str, str], vllm: str | None) -> dict[str, Any]:
+def state(
+    environ: Mapping[str, str], vllm: str | None, registered: Iterable[tuple[str, str]] | None = None
+) -> dict[str, Any]:
     """Return ``{"setting", "plugin", "fixes", "active", "reason", "stops", "known"}``. Does not import vLLM.
 
     `vllm` is the release that is installed or described, None if there is none. ``fixes`` are those that the
     plug-in reads from the variable; each of them checks vLLM's code when it is applied, and may refuse.
     ``stops`` says why vLLM would not start, or is None. ``known`` tells for every fix and trace what is known
-    of it in this release.
+    of it in this release. `registered` are the plug-ins as (name, value), by default those of this Python.
     """
     setting, release = environ.get(VARIABLE), None if vllm is None else vllm.partition("+")[0]
-    plugins = [point.name for point in entry_points(group=GROUP) if point.value.startswith("moedoctor.")]
-    plugin = plugins[0] if plugins else None
+    if registered is None:
+        registered = [(point.name, point.value) for point in entry_points(group=GROUP)]
+    plugin = next((name for name, value in registered if value.startswith("moedoctor.")), None)
     asked = chosen(setting or "")
     reason = _why_not(setting, asked.names, plugin, environ.get(FILTER), release)
     refused = (

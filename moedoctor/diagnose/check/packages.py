@@ -130,10 +130,14 @@ def find_problems(
     pinning: Pinning,
     nvcc: Tool | None,
     errors: Mapping[str, str],
+    *,
+    tools: bool = True,
 ) -> list[Problem]:
-    """Return the problems, worst first."""
-    misfits = [_misfit(fit, machine) for fit in package_pairs if not fit.ok]
-    return sorted([*misfits, *_tools(machine, pinning, nvcc, errors)], key=lambda problem: problem.severity)
+    """Return the problems, worst first; `tools`: also those with the driver, pinned memory and compilers."""
+    problems = [_misfit(fit, machine) for fit in package_pairs if not fit.ok]
+    if tools:
+        problems += _tools(machine, pinning, nvcc, errors)
+    return sorted(problems, key=lambda problem: problem.severity)
 
 
 def _misfit(fit: Fit, machine: Machine) -> Problem:

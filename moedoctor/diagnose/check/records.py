@@ -73,8 +73,54 @@ class CheckResult:
     problems: tuple[Problem, ...] = ()
     version: str = ""
     """moedoctor's version."""
+    target: str = "this Python"
+    """The environment that was checked, in words."""
+    described: bool = False
+    """Whether that environment is only described, and nothing of it is on this machine."""
+    not_looked_at: tuple[str, ...] = ()
+    """What this answer does not cover, and why."""
+
+    @property
+    def without_vllm(self) -> str | None:
+        """The line for an environment without vLLM; None if it is there."""
+        if self.environment.get("vllm"):
+            return None
+        here = self.target.startswith("this Python")
+        remedy = "install moedoctor beside it, or say" if here else "name the Python that has it with"
+        return f"vLLM was not found in {self.target}: nothing about it was checked; {remedy} `--python PATH`"
 
     @property
     def exit_code(self) -> int:
-        """1 if there are findings or problems, else 0. Notes do not count."""
-        return 1 if self.findings or self.problems else 0
+        """1 if there are findings or problems, else 2 without vLLM, else 0. Notes do not count."""
+        if self.findings or self.problems:
+            return 1
+        return 2 if self.without_vllm else 0
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the exit code is not 0."""
+        found = [f"{finding.id} {finding.name}: {finding.why}" for finding in self.findings]
+        found += [f"{problem.what}: {problem.why}" for problem in self.problems]
+        return tuple([*found, self.without_vllm] if self.without_vllm else found)
+
+
+def not_looked_at(result: CheckResult) -> tuple[str, ...]:
+    """Return what the facts of a result do not cover, each with the reason."""
+    facts, notes = result.environment, []
+    if not facts.get("vllm"):
+        notes.append(f"vLLM: not found in {result.target}")
+    if not facts.get("flashinfer"):
+        notes.append(f"FlashInfer: not found in {result.target}")
+    if not any(gpu.get("visible") for gpu in facts.get("gpus") or ()):
+        notes.append("failures of a GPU: none is visible; name one: --sm 12.0")
+    pinning = facts.get("pinned_memory") or {}
+    if not pinning.get("tried"):
+        notes.append(f"pinned memory: {pinning.get('reason') or 'not tried'}")
+    for name, answer in (facts.get("collectors") or {}).items():
+        if "error" in answer:
+            notes.append(f"{name}'s own report: {answer['error']}")
+    errors = facts.get("collector_errors") or {}
+    notes += [f"{name}: {error}" for name, error in errors.items() if name not in ("vllm", "flashinfer")]
+    notes.append("flags of the server: moedoctor backends -- vllm serve …")
+    notes.append("the checkpoint: moedoctor lint CHECKPOINT")
+    return tuple(notes)

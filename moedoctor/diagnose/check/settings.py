@@ -13,6 +13,8 @@ from moedoctor.entries.entry import Entry
 
 _BACKEND = re.compile(r"FLASHINFER|MOE|BACKEND|MARLIN|GEMM|FP[48]|CUTLASS|TRTLLM|CUTEDSL|B12X", re.IGNORECASE)
 """Parts of the names of variables that choose kernels."""
+_READ_BY_NO_RELEASE = ("unknown", "misspelt", "wrong_case")
+"""Problems that a variable has whatever release is installed, or none."""
 _CONFIDENCE = 0.9
 _BETWEEN = 0.5
 """The confidence for a vLLM that is not in the tables: the release before it is used."""
@@ -53,11 +55,18 @@ def setting_problems(machine: Machine) -> Iterator[Problem]:
 def _dead(machine: Machine) -> tuple[SettingFinding, ...]:
     vllm, flashinfer = machine.version("vllm"), machine.version("flashinfer-python")
     release = vllm_variables().at_or_before(vllm or "")
-    if release is not None:
-        findings = check_settings(release, machine.variables, flashinfer=flashinfer)
-    else:
+    if release is None and vllm is not None:  # older than the tables
         findings = check_flashinfer(flashinfer or "", machine.variables)
-    return tuple(finding for finding in findings if not finding.takes_effect)
+    else:
+        newest = vllm_variables().releases[-1]
+        findings = check_settings(release or newest, machine.variables, flashinfer=flashinfer)
+    asked = {"VLLM": vllm, "FLASHINFER": vllm or flashinfer}
+    return tuple(
+        finding
+        for finding in findings
+        if not finding.takes_effect
+        and (asked[_name(finding).upper().partition("_")[0]] or finding.problem in _READ_BY_NO_RELEASE)
+    )
 
 
 def _is_backend(finding: SettingFinding) -> bool:

@@ -67,7 +67,9 @@ def test_other_settings_are_problems_and_secrets_stay() -> None:
         ({"vllm": "0.21.1rc1.dev5+gabc"}, {"VLLM_MOE_USE_DEEPGEMM": "1"}, True),
         ({"vllm": "0.16.0"}, {"VLLM_MOE_USE_DEEPGEMM": "1"}, False),  # older than the tables
         ({"vllm": "main"}, {"VLLM_MOE_USE_DEEPGEMM": "1"}, False),
-        ({}, {"VLLM_MOE_USE_DEEPGEMM": "1"}, False),
+        ({}, {"VLLM_MOE_USE_DEEPGEMM": "1"}, True),  # no release reads it
+        ({}, {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}, False),  # some releases do
+        ({}, {"FLASHINFER_CUDA_ARCHLIST": "9.0"}, True),
         ({"flashinfer-python": "0.6.6"}, {"FLASHINFER_CUDA_ARCHLIST": "9.0"}, True),
         ({"flashinfer-python": "0.5.3"}, {"FLASHINFER_CUDA_ARCHLIST": "9.0"}, False),
         (VLLM_033, {"VLLM_MOE_USE_DEEP_GEMM": "1", "FLASHINFER_CUDA_ARCH_LIST": "9.0a"}, False),

@@ -1,0 +1,188 @@
+"""The environment that `moedoctor check` is about: this Python, another one, or one that is only described.
+
+Another Python is asked for its metadata in a child of its own: nothing of its packages is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+from moedoctor.diagnose.check import fix_plugin
+from moedoctor.diagnose.check.pinning import not_tried
+from moedoctor.diagnose.check.probes import Probes
+from moedoctor.diagnose.cuda.jit_cache import JitCache
+from moedoctor.environment import Sources
+from moedoctor.fixes.backends.release_tables import releases
+from moedoctor.processes.cuda_tools import run_tool
+from moedoctor.text import shorten
+
+THIS = "this Python"
+_SECONDS = 30.0
+_MAX_PACKAGES = 20_000
+_ASK = """
+import importlib.machinery, importlib.metadata as metadata, json, os, site, sys
+path = list(sys.path)
+if sys.prefix == sys.base_prefix and os.path.isdir(site.getusersitepackages()):
+    path.append(site.getusersitepackages())
+packages, requires, plugins = {}, {}, []
+for found in metadata.distributions(path=path):
+    name = found.metadata["Name"]
+    if name and name not in packages:
+        packages[name] = found.version
+        if name.lower() == "vllm":
+            requires[name] = found.requires or []
+        for point in found.entry_points:
+            if point.group == "vllm.general_plugins":
+                plugins.append([point.name, point.value])
+folders = {}
+for name in ("torch", "vllm", "flashinfer"):
+    spec = importlib.machinery.PathFinder.find_spec(name, path)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        folders.setdefault(name, folder)
+answer = {"python": sys.version.split()[0], "packages": packages, "requires": requires,
+          "plugins": plugins, "folders": folders}
+print("\\nANSWER " + json.dumps(answer))
+"""
+"""What the other Python runs, 3.8 or newer: metadata alone."""
+
+
+class TargetError(Exception):
+    """An environment that cannot be checked; one line says why."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is checked, and with which means."""
+
+    name: str = THIS
+    """In words, for messages: ``this Python``, a path, or ``vLLM 0.33.0 as it is released``."""
+    sources: Sources = field(default_factory=Sources)
+    probes: Probes = field(default_factory=Probes)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Facts that are given and not collected."""
+    described: bool = False
+    """Whether nothing of it is on this machine."""
+    not_looked_at: tuple[str, ...] = ()
+    """What cannot be looked at from here, and why."""
+
+
+def another_python(path: Path) -> Target:
+    """Return the environment of the interpreter at `path`. Raises TargetError."""
+    if not path.is_file() or not os.access(path, os.X_OK):
+        raise TargetError(
+            f"--python {path}: is not an executable file; expected a Python such as .venv/bin/python"
+        )
+    # A relative name without a slash would be searched for on PATH.
+    answer = _ask(Path(os.path.abspath(path)))
+    packages = {_normal(name): str(version) for name, version in answer["packages"].items()}
+    requires = {_normal(name): tuple(map(str, lines)) for name, lines in answer["requires"].items()}
+    plugins = tuple((str(name), str(value)) for name, value in answer["plugins"])
+    folders = {name: Path(str(folder)) for name, folder in answer["folders"].items()}
+    asked_for = f"{path} was only asked for its metadata"
+    return Target(
+        str(path),
+        replace(Sources(), package_version=_lookup(packages), package_folder=folders.get),
+        _quiet(Probes(), f"{asked_for}: torch is not imported there", requires, plugins),
+        {"python": str(answer["python"])},
+        not_looked_at=(f"vLLM's and FlashInfer's own reports: {asked_for}",),
+    )
+
+
+def _ask(path: Path) -> Mapping[str, Any]:
+    """Return what the interpreter at `path` answers, checked for its shape."""
+    try:
+        outcome = run_tool(str(path), ["-I", "-B", "-c", _ASK], seconds=_SECONDS)
+    except OSError as error:
+        raise TargetError(f"--python {path}: does not start ({(error.strerror or '?').lower()})") from None
+    lines = [line for line in outcome.stdout.splitlines() if line.startswith("ANSWER ")]
+    if outcome.code != 0 or not lines:
+        words = (outcome.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        why = "" if "importlib" in words else f": {shorten(words, 200)}"  # a shell repeats the program
+        raise TargetError(f"--python {path}: did not list its packages, expected Python 3.8 or newer{why}")
+    try:
+        answer = json.loads(lines[-1].removeprefix("ANSWER "))
+        kinds = {"python": str, "packages": dict, "requires": dict, "plugins": list, "folders": dict}
+        whole = all(isinstance(answer[name], kind) for name, kind in kinds.items())
+        if whole and len(answer["packages"]) <= _MAX_PACKAGES:
+            return {**answer, "plugins": [(name, value) for name, value in answer["plugins"]]}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise TargetError(f"--python {path}: its answer is not a list of packages")
+
+
+def released(release: str) -> Target:
+    """Return vLLM `release` with the packages that it requires, on Linux. Raises KeyError if unknown."""
+    pins = releases()[release]
+    packages = {"vllm": release, "torch": pins.torch, "flashinfer-python": pins.flashinfer}
+    if pins.flashinfer_cubin:
+        packages["flashinfer-cubin"] = pins.flashinfer_cubin
+    only = f"vLLM {release} is only described"
+    nothing: dict[str, Any] = dict.fromkeys(("gpu", "capability", "driver", "cuda_driver", "kernel"))
+    return Target(
+        f"vLLM {release} as it is released",
+        replace(Sources(), package_version=_lookup(packages), package_folder=lambda name: None),
+        replace(
+            _quiet(Probes(), only, {}, ()),
+            nvcc=lambda environ: None,
+            jit_cache=lambda environ: JitCache("", ()),
+        ),
+        {**nothing, "gpus": [], "torch_cuda": pins.cuda, "wsl": False, "python": None},
+        described=True,
+        not_looked_at=(f"driver, CUDA toolkit, FlashInfer's JIT cache and installed files: {only}",),
+    )
+
+
+def with_gpu(target: Target, capability: str) -> Target:
+    """Return the environment with one GPU of this compute capability in place of this machine's GPUs."""
+    name = f"a GPU of {capability}"
+    gpu = {"name": name, "capability": capability, "memory_bytes": None, "visible": True}
+    facts = {**target.facts, "gpu": name, "capability": capability, "gpus": [gpu]}
+    probes = replace(target.probes, pinning=lambda: not_tried(f"{name} is only described"))
+    return replace(target, facts=facts, probes=probes, name=f"{target.name}, on {name}")
+
+
+def on_wsl(target: Target) -> Target:
+    """Return the environment on WSL 2."""
+    facts = {**target.facts, "wsl": True, "kernel": "6.6 (assumed)"}
+    note = "the WSL kernel: 4.19.121 or newer is assumed"
+    return replace(
+        target, facts=facts, name=f"{target.name}, on WSL", not_looked_at=(*target.not_looked_at, note)
+    )
+
+
+def _quiet(
+    probes: Probes,
+    why: str,
+    requires: Mapping[str, Iterable[str]],
+    plugins: Sequence[tuple[str, str]],
+) -> Probes:
+    """Return the probes without those that import packages; `why` says so."""
+    return replace(
+        probes,
+        pinning=lambda: not_tried(why),
+        vllm=None,
+        flashinfer=None,
+        requires=lambda name: requires.get(_normal(name)),
+        fix_plugin=lambda environ, vllm: fix_plugin.state(environ, vllm, plugins),
+    )
+
+
+def _lookup(packages: Mapping[str, str]) -> Any:
+    def version(name: str) -> str:
+        if _normal(name) not in packages:
+            raise PackageNotFoundError(name)
+        return packages[_normal(name)]
+
+    return version
+
+
+def _normal(name: str) -> str:
+    """Return the name of a distribution as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", str(name)).lower()
