@@ -203,7 +203,7 @@ def _random_weights(
 
 
 @triton.jit
-def _decode_kernel(codes_ptr: Any, out_ptr: Any, half: tl.constexpr, wide: tl.constexpr) -> None:
+def _decode_kernel(codes_ptr: tl.tensor, out_ptr: tl.tensor, half: tl.constexpr, wide: tl.constexpr) -> None:
     place = tl.arange(0, 256)
     tl.store(out_ptr + place, decode_e4m3(tl.load(codes_ptr + place), half, wide).to(tl.float32))
 

@@ -170,6 +170,22 @@ def test_fp8_scales_of_another_shape_are_refused(
         fp8_weights(values.float(), torch.ones(3))
 
 
+@pytest.mark.parametrize(
+    ("block", "depth", "step"), [(None, 72, 128), (None, 256, 128), ((16, 48), 96, 16), ((16, 64), 256, 64)]
+)
+def test_a_step_has_one_fp8_scale_and_is_no_shorter_than_needed(
+    block: tuple[int, int] | None, depth: int, step: int
+) -> None:
+    """Tensor cores take no fewer than 16 columns, which the interpreter does not check."""
+    from moedoctor.kernels.moe.expert_weights import fp8_weights
+    from moedoctor.kernels.moe.launch import _step
+
+    across = 1 if block is None else -(-depth // block[1])
+    scale = torch.ones(2) if block is None else torch.ones(2, 1, across)
+    weight = fp8_weights(torch.zeros(2, 16, depth).to(torch.float8_e4m3fn), scale, block=block)
+    assert _step(Tile(16, 64, 128, 4, 3), weight, depth) == step
+
+
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
     """Compiled without a GPU: decoded weights are not stored in shared memory."""

@@ -269,7 +269,7 @@ def launch_block_product(
     count = len(blocks) if plan else topk_ids.numel()  # without a plan at most DECODE_PAIRS
     values = weight.values.view(torch.uint8) if weight.quantization == "fp8" else weight.values
     scales = weight.scale_layout(depth)
-    block_k = _step(tile.block_k, scales[2]) if weight.quantization == "fp8" else tile.block_k
+    block_k = _step(tile, weight, depth)
     with on_device(a):
         for start in range(0, count, _MOST_ROWS):
             block_product[(triton.cdiv(width, tile.block_n), min(count - start, _MOST_ROWS))](
@@ -302,9 +302,12 @@ def launch_block_product(
             )
 
 
-def _step(block_k: int, columns: int) -> int:
-    """Return the largest power of two up to `block_k` that divides `columns`: a step has one scale."""
-    return min(block_k, columns & -columns)
+def _step(tile: Tile, weight: ExpertWeights, depth: int) -> int:
+    """Return the columns of a step: those of the tile, or fewer if a step would have several FP8 scales."""
+    columns = weight.scale_layout(depth)[2]
+    if weight.quantization != "fp8" or columns >= depth:
+        return tile.block_k
+    return min(tile.block_k, columns & -columns)
 
 
 def _sum(

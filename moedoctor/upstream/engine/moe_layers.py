@@ -142,11 +142,14 @@ def _methods(model: Any) -> list[Any]:
 
 def exchange_experts(llm: Any) -> dict[str, int]:
     """Probe before generating: exchange all experts of the last layer with their neighbours."""
+    import torch
+
     model = model_of(llm)
     *_, (_, last) = decoder_layers(model)
     weights = [parameter for name, parameter in last.named_parameters() if name.endswith("w2_weight")]
     for weight in weights:
-        weight.data.copy_(weight.data.roll(1, 0))
+        values = weight.data.view(torch.uint8)  # torch cannot roll 8-bit floats
+        values.copy_(values.roll(1, 0))
     return {**computed_by(llm), "exchanged": len(weights)}
 
 

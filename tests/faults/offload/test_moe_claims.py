@@ -19,7 +19,7 @@ OURS = {
     "logprob_distance": 0.01,
 }
 PLANTED = {**OURS, "computer": "experts exchanged", "outcome": "other tokens"}
-THEIRS = {**OURS, "computer": "vLLM", "outcome": "other tokens"}
+THEIRS = {**OURS, "computer": "vLLM"}
 TIMED = {"quantization": "BF16", "backend": "TRITON", "batch": 1, "share": 0.96}
 CONFIRMED, REFUTED, UNTESTED = ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED, ClaimVerdict.UNTESTED
 
@@ -28,22 +28,28 @@ CONFIRMED, REFUTED, UNTESTED = ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED, Cla
     ("rows", "verdict", "words"),
     [
         ([OURS, PLANTED], CONFIRMED, "1 of 1 engines"),
-        ([OURS, PLANTED, THEIRS], CONFIRMED, "1 of 1 engines"),
+        ([{**OURS, "mode": "CUDA graphs", "logprob_distance": 0.7}, PLANTED], CONFIRMED, "graphs 0.7"),
         ([OURS], UNTESTED, "wrong experts changed no token of NVFP4"),
         ([OURS, {**PLANTED, "quantization": "BF16"}], UNTESTED, "no token of NVFP4"),
         ([OURS, {**PLANTED, "outcome": "same tokens"}], UNTESTED, "no token of NVFP4"),
         ([{**OURS, "outcome": "no control"}, PLANTED], UNTESTED, "no engine with the reference"),
-        ([{**OURS, "logprob_distance": 0.2}, PLANTED], REFUTED, "0 of 1 engines"),
+        ([{**OURS, "logprob_distance": 0.016}, PLANTED], REFUTED, "0 of 1 engines"),
         ([{**OURS, "logprob_distance": float("nan")}, PLANTED], REFUTED, "0 of 1 engines"),
-        ([OURS, {**OURS, "outcome": "other tokens"}, PLANTED], REFUTED, "1 of 2 engines"),
+        ([OURS, {**OURS, "outcome": "other tokens", "logprob_distance": "inf"}, PLANTED], REFUTED, "1 of 2"),
         ([{**OURS, "outcome": "no fix"}, PLANTED], REFUTED, "NVFP4, eager: no fix"),
         ([{**OURS, "outcome": "crash", "logprob_distance": None}, PLANTED], REFUTED, "eager: crash"),
     ],
 )
 def test_tokens(rows: list[dict[str, Any]], verdict: ClaimVerdict, words: str) -> None:
-    judgement = by_rows(claims.moe_tokens, {"max_logprob": 0.1}, *rows)
+    judgement = by_rows(claims.moe_tokens, {"max_ratio": 1.5}, THEIRS, *rows)
     assert judgement.verdict is verdict
     assert words in judgement.reason
+
+
+def test_tokens_need_logprobs_of_vllms_own_backend() -> None:
+    judgement = by_rows(claims.moe_tokens, {"max_ratio": 1.5}, OURS, PLANTED)
+    assert judgement.verdict is UNTESTED
+    assert "gave no logprobs for NVFP4" in judgement.reason
 
 
 @pytest.mark.parametrize(
