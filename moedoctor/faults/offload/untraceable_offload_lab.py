@@ -106,7 +106,8 @@ def observe(parameters: UntraceableOffloadParameters, device: str, apply: Apply)
     try:
         outputs = [compiled(x) for _ in range(3)]  # weights that come a pass late show in the later ones
     except torch._dynamo.exc.Unsupported as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        message, _, _ = str(error).partition("from user code:")  # what follows are places on this machine
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
         telling = next((line for line in lines if line.startswith("Explanation:")), lines[0])
         return Observation(
             {**evidence, "error": "\n".join(lines[:8]), "telling_line": telling.removeprefix("Explanation: ")}
