@@ -47,7 +47,7 @@ def repacked(*, b_q_weight, size_k, **rest):
 
 ops.gptq_marlin_repack = repacked
 for utilities in (marlin_utils_fp4, marlin_utils_fp8):
-    utilities.marlin_make_workspace_new = lambda device, blocks: None
+    utilities.marlin_make_workspace_new = lambda device, *rest, **options: None
 
 def checksum(tensor):
     bits = tensor.reshape(-1).contiguous().view(torch.uint8).double()
