@@ -107,8 +107,28 @@ def _device(name: str) -> str:
     return name
 
 
+_SUFFIXES = {".json": "json", ".md": "markdown", ".markdown": "markdown", ".xml": "junit", ".txt": "table"}
+"""The end of a file's name -> the format that it asks for."""
+
+
 def _format(help: str, known: Sequence[str] | str) -> Any:
-    return typer.Option("--format", "-f", metavar="FORMAT", parser=one_of("--format", known), help=help)
+    parse = one_of("--format", known)
+
+    def by_suffix(context: typer.Context, value: str) -> str:
+        """Return the format that the name of the output asks for, unless one is given."""
+        source = context.get_parameter_source("format")
+        output = context.params.get("output")
+        wanted = None if output is None else _SUFFIXES.get(output.suffix.lower())
+        if wanted is None or (source is not None and source.name != "DEFAULT"):
+            return value
+        try:
+            return parse(wanted)
+        except InputError:
+            raise InputError(
+                f"-o {output}: this command has no format {wanted}; give --format, or another suffix"
+            ) from None
+
+    return typer.Option("--format", "-f", metavar="FORMAT", parser=parse, callback=by_suffix, help=help)
 
 
 ReportFormat = Annotated[
@@ -126,7 +146,7 @@ Output = Annotated[
         "-o",
         metavar="FILE",
         callback=_output,
-        help="Write the output to this file instead of stdout.",
+        help="Write the output to this file instead of stdout; its suffix chooses the format.",
     ),
 ]
 Verbose = Annotated[

@@ -1,0 +1,38 @@
+"""Options that the commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moedoctor.cli import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begins"),
+    [
+        (["-o", "a.md"], "| id "),
+        (["-o", "a.JSON"], "{"),
+        (["-o", "a.txt"], "id  "),
+        (["-o", "a.dat"], "id  "),
+        (["-o", "a.md", "--format", "json"], "{"),
+        (["-f", "table", "-o", "a.json"], "id  "),
+    ],
+)
+def test_the_name_of_the_output_chooses_the_format_unless_one_is_given(
+    arguments: list[str], begins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["list", *arguments]) == 0
+    (file,) = tmp_path.iterdir()
+    assert file.read_text(encoding="utf-8").startswith(begins)
+
+
+def test_a_name_that_asks_for_a_format_which_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["list", "-o", "a.xml"]) == 2
+    assert "this command has no format junit" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
