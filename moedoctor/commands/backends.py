@@ -50,13 +50,14 @@ def backends(
     ] = None,
     sm: Capability = None,
     scheme: Annotated[
-        str,
+        str | None,
         option(
             "SCHEME",
-            "Type of weights and activations: nvfp4, nvfp4-w4a16, mxfp4, fp8, fp8-block or bf16.",
+            "Type of weights and activations: nvfp4, nvfp4-w4a16, mxfp4, fp8, fp8-block or bf16. Default: as "
+            "--quantization or the checkpoint's folder says; else an answer for each.",
             one_of("--scheme", "moedoctor.fixes.backends.release_tables:SCHEMES"),
         ),
-    ] = "nvfp4",
+    ] = None,
     release: Annotated[
         str | None, option("X.Y.Z", "vLLM release, such as 0.21.0. Default: the installed one.")
     ] = None,
@@ -84,10 +85,18 @@ def backends(
     """
     from moedoctor import __version__, environment
     from moedoctor.diagnose.settings.flags import parallel_of, served
+    from moedoctor.diagnose.settings.scheme import Found, scheme_of
     from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
     from moedoctor.fixes.backends import select
     from moedoctor.fixes.backends.requests import request
-    from moedoctor.reporters.backends import BackendsReport, backends_document, backends_page, outcome
+    from moedoctor.reporters.backends import (
+        BackendsReport,
+        backends_document,
+        backends_page,
+        outcome,
+        schemes_document,
+        schemes_page,
+    )
     from moedoctor.upstream.selection.agreement import disagreements
 
     environ = dict(os.environ)
@@ -98,9 +107,10 @@ def backends(
     line_ep, line_dp = parallel_of(line.command, release)
     # Variables of the command line replace those of the environment.
     variables = {**_upstream_variables(environ), **line.settings}
+    found = Found((scheme,), "") if scheme else scheme_of(line.command, release)
     question: dict[str, Any] = {
         "capability": _capability(sm, facts),
-        "scheme": scheme,
+        "scheme": found.schemes[0],
         "release": release,
         "ep": ep or line_ep,
         "dp": dp or line_dp,
@@ -109,12 +119,29 @@ def backends(
     }
     moe_backend = moe_backend_of(line.command, release)
     notes += _understood(activation, line.command, question)
+    if found.why:
+        notes = (f"{_schemes(found.schemes)}: {found.why}", *notes)
+    if len(found.schemes) > 1:
+        with as_input_error(ValueError):
+            selections = [
+                select(**{**question, "scheme": each}, moe_backend=moe_backend) for each in found.schemes
+            ]
+            asked_each = _asked(backend, question, found.schemes) if backend else ()
+        findings = check_settings(release, variables, line.command, scheme=None)
+        settings = _redacted(findings, variables, environ)
+        code = int(any(not finding.takes_effect for finding in settings))
+        page = schemes_page(selections, settings, notes, asked_each)
+        document = schemes_document(selections, settings, notes, code, asked_each)
+        deliver(page, document, format=format, output=output, summary=found.why)
+        return code
     heard: Heard | None = None
     with as_input_error(ValueError):
         libraries = libraries_here(release, environ) if here else None
         selection = select(**question, moe_backend=moe_backend)
         flashinfer = facts.get("flashinfer") if here else None
-        settings = check_settings(release, variables, line.command, flashinfer=flashinfer, scheme=scheme)
+        settings = check_settings(
+            release, variables, line.command, flashinfer=flashinfer, scheme=question["scheme"]
+        )
         if here and ask:
             heard, answers = _ask(selection, moe_backend, variables, settings)
             libraries = {**(libraries or {}), **heard.libraries} if heard else libraries
@@ -137,6 +164,28 @@ def backends(
     page, document = backends_page(report), backends_document(report)
     deliver(page, document, format=format, output=output, summary=outcome(selection))
     return report.exit_code
+
+
+def _asked(backend: str, question: Mapping[str, Any], schemes: Sequence[str]) -> Sequence[str]:
+    """Return in words whether a backend would work for each scheme. Raises ValueError if none has it."""
+    from moedoctor.fixes.backends.requests import request
+
+    answers, unknown = [], []
+    for scheme in schemes:
+        try:
+            answer = request(backend, **{**question, "scheme": scheme})
+        except ValueError as error:
+            unknown.append(error)
+            answers.append("there is none of this name")
+        else:
+            answers.append(f"works: {answer.how}" if answer.works else f"does not work: {answer.reason}")
+    if len(unknown) == len(schemes):
+        raise unknown[0]
+    return answers
+
+
+def _schemes(schemes: Sequence[str]) -> str:
+    return f"taken as {schemes[0]}" if len(schemes) == 1 else "the scheme of the experts is not known"
 
 
 def _upstream_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import moedoctor
 from moedoctor.diagnose.settings.tables import SettingFinding
 from moedoctor.fixes.backends import Selection
 from moedoctor.fixes.backends.requests import Request
@@ -64,6 +65,67 @@ def backends_page(report: BackendsReport) -> list[Block]:
     for title, lines in _sections(report):
         page += [Heading(title, 3), Bullets(lines)]
     return page
+
+
+def schemes_page(
+    selections: Sequence[Selection],
+    settings: Sequence[SettingFinding],
+    notes: Sequence[str],
+    asked: Sequence[str] = (),
+) -> list[Block]:
+    """Return what is selected for each scheme that the experts may have.
+
+    `asked` holds for each of them whether the backend that --backend names would work.
+    """
+    first = selections[0]
+    question = (
+        f"vLLM {first.release}",
+        f"compute capability {first.capability}",
+        first.parallel,
+        first.activation,
+    )
+    more = asked or [""] * len(selections)
+    rows = [
+        (each.scheme, each.chosen or "none", _why(each), *((answer,) if asked else ()))
+        for each, answer in zip(selections, more, strict=True)
+    ]
+    page: list[Block] = [
+        Heading(" · ".join(question)),
+        Paragraph(Span("it depends on how the experts are quantized, which is not known here", "bold")),
+        Table(("if they are", "vLLM selects", "why", *(("asked about",) if asked else ())), rows),
+    ]
+    if settings:
+        page += [Heading("Settings", 3), Bullets([setting_line(finding) for finding in settings])]
+    return [*page, Heading("Notes", 3), Bullets(list(notes))]
+
+
+def _why(selection: Selection) -> str:
+    """Return why, for a scheme that the experts may not have: nothing is said of a server that stops."""
+    if selection.chosen is not None:
+        return selection.decided_by
+    return (selection.error or "").partition(": ")[2] or "no backend of this release computes such layers"
+
+
+def schemes_document(
+    selections: Sequence[Selection],
+    settings: Sequence[SettingFinding],
+    notes: Sequence[str],
+    code: int,
+    asked: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the JSON document of an answer for several schemes."""
+    return {
+        "moedoctor": moedoctor.__version__,
+        "command": "backends",
+        "release": selections[0].release,
+        "capability": selections[0].capability,
+        "scheme": None,
+        "schemes": [asdict(selection) for selection in selections],
+        "request": list(asked) or None,
+        "settings": [asdict(finding) for finding in settings],
+        "notes": list(notes),
+        "exit_code": code,
+    }
 
 
 def outcome(selection: Selection) -> str:

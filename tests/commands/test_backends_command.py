@@ -34,7 +34,7 @@ def answer(
     capsys: pytest.CaptureFixture[str], environ: dict[str, str] | None = None, **request: Any
 ) -> tuple[int, str]:
     with mock.patch.dict(os.environ, environ or {}, clear=True):
-        code = backends(**request)
+        code = backends(**{"scheme": "nvfp4", **request})
     return code, capsys.readouterr().out
 
 
@@ -135,7 +135,8 @@ def test_settings_that_do_not_take_effect(capsys: pytest.CaptureFixture[str]) ->
 def test_a_server_is_judged_by_its_command_line_and_variables(
     line: list[str], environ: dict[str, str], code: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["backends", "--sm", "12.0", "--release", "0.18.0", "--no-ask", "--", "vllm", "serve", "m"]
+    arguments = ["backends", "--sm", "12.0", "--release", "0.18.0", "--scheme", "nvfp4", "--no-ask"]
+    arguments += ["--", "vllm", "serve", "m"]
     with mock.patch.dict(os.environ, environ, clear=True):
         assert cli.main([*arguments, *line]) == code
     assert expected in capsys.readouterr().out
@@ -276,3 +277,48 @@ def test_it_answers_without_torch() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.stderr.split() == ["0", "False"]
+
+
+TRITON = ["vllm", "serve", "Qwen/Qwen3-30B-A3B", "--moe-backend", "triton"]
+
+
+def test_where_the_scheme_is_not_known_there_is_an_answer_for_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    request: dict[str, Any] = {"sm": "9.0", "release": "0.33.0", "scheme": None, "format": "json"}
+    code, text = answer(capsys, command=TRITON, backend="MARLIN", **request)
+    document = json.loads(text)
+    assert (code, document["scheme"]) == (0, None)
+    chosen = {each["scheme"]: each["chosen"] for each in document["schemes"]}
+    assert (chosen["bf16"], chosen["nvfp4"]) == ("TRITON", None)
+    assert len(document["request"]) == len(chosen)
+    shown = answer(capsys, command=TRITON, **{**request, "format": "table"})[1]
+    assert "does not start" not in shown
+    assert "not known" in shown
+
+
+@pytest.mark.parametrize(
+    ("quantization", "options", "scheme"),
+    [
+        (None, [], "bf16"),
+        (None, ["--quantization", "fp8"], "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, [], "nvfp4"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, [], "fp8-block"),
+        ({"quant_method": "fp8"}, [], "fp8"),
+        ({"quant_method": "mxfp4"}, [], "mxfp4"),
+        ({"quant_method": "awq"}, [], None),
+        (None, ["--quantization", "modelopt_fp4"], "nvfp4"),
+    ],
+)
+def test_the_scheme_comes_from_the_checkpoint_or_the_command_line(
+    quantization: dict[str, Any] | None,
+    options: list[str],
+    scheme: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = {} if quantization is None else {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    command = ["vllm", "serve", str(tmp_path), *options]
+    request: dict[str, Any] = {"sm": "9.0", "release": "0.33.0", "scheme": None, "format": "json"}
+    assert json.loads(answer(capsys, command=command, **request)[1])["scheme"] == scheme

@@ -1,0 +1,90 @@
+"""How the experts of a served model are quantized, as far as a command line or a checkpoint says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moedoctor.diagnose.checkpoint.checkpoint import read_json
+from moedoctor.diagnose.checkpoint.quantization import from_config, quantization_config
+from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
+from moedoctor.diagnose.settings.flags import given_flags
+from moedoctor.fixes.backends.release_tables import SCHEMES
+
+_BY_METHOD: Mapping[str, str] = {
+    "modelopt_fp4": "nvfp4",
+    "mxfp4": "mxfp4",
+    "gpt_oss_mxfp4": "mxfp4",
+}
+"""Values of ``--quantization`` and of ``quant_method`` that name a scheme by themselves."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of the weights."""
+
+    schemes: tuple[str, ...]
+    """One scheme; or all that it may be, if nothing says which."""
+    why: str
+    """What says so, or why nothing does."""
+
+
+def scheme_of(command: Sequence[str], release: str) -> Found:
+    """Return the scheme of the experts of the model that a command line serves."""
+    if not command:
+        return Found(SCHEMES, "no model is named: give --scheme, or a server's command line after --")
+    given = [flag.value for flag in given_flags(command, release) if flag.name == "--quantization"]
+    given += [after for word, after in itertools.pairwise(command) if word == "-q"]
+    method = (given[-1] or "").lower() if given else None
+    if method is not None and method in _BY_METHOD:
+        return Found((_BY_METHOD[method],), f"--quantization {method}")
+    model = _model(command, release)
+    if model is None:
+        return Found(SCHEMES, "the command line names no model: name its scheme with --scheme")
+    config = Path(model, "config.json")
+    if not config.is_file():
+        return Found(
+            SCHEMES,
+            f"{model} is no folder with a config.json here, so how its weights are quantized is not known: "
+            "name it with --scheme, or give the folder",
+        )
+    return _of_config(config, method)
+
+
+def _model(command: Sequence[str], release: str) -> str | None:
+    """Return the model: the value of --model, or the word after ``serve``."""
+    given = [flag.value for flag in given_flags(command, release) if flag.name == "--model"]
+    if given and given[-1]:
+        return given[-1]
+    place = next((place for place, word in enumerate(command) if word == "serve"), None)
+    after = command[place + 1] if place is not None and place + 1 < len(command) else None
+    return after if after is not None and not after.startswith("-") else None
+
+
+def _of_config(path: Path, method: str | None) -> Found:
+    try:
+        file = read_json(path.parent, path.name)
+    except CheckpointError as error:
+        return Found(SCHEMES, f"{error}: name the scheme with --scheme")
+    if file is None:
+        return Found(SCHEMES, f"{path} is not there: name the scheme with --scheme")
+    value = quantization_config(file.value)
+    if value is None:
+        if method == "fp8":
+            return Found(("fp8",), "--quantization fp8 of a checkpoint that is not quantized")
+        if method is None:
+            return Found(("bf16",), f"{path} declares no quantization")
+        return Found(SCHEMES, f"{path} declares no quantization, and --quantization is {method}")
+    declared = from_config(file)
+    named = str(value.get("quant_method", "")).lower() if isinstance(value, dict) else ""
+    if named in _BY_METHOD:
+        return Found((_BY_METHOD[named],), f"{path} declares {named}")
+    rule = declared.rules.groups[0] if declared is not None and declared.rules.groups else None
+    scheme = None if declared is None else declared.scheme
+    if scheme == "nvfp4" and rule is not None:
+        return Found(("nvfp4" if rule.static_inputs else "nvfp4-w4a16",), f"{path} declares NVFP4")
+    if scheme == "fp8" and rule is not None:
+        return Found(("fp8-block" if rule.block else "fp8",), f"{path} declares FP8")
+    return Found(SCHEMES, f"{path} does not say clearly how the experts are quantized: name it with --scheme")
