@@ -90,7 +90,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"hidden": 200}, "multiple of 128"),
         ({"top_k": 1, "ids": "duplicates"}, "at least 2"),
         ({"tokens": 2, "ids": "empty"}, "at least 3"),
-        ({"backend": "HUMMING"}, "backend"),
+        ({"backend": "NONSENSE"}, "backend"),
     ],
 }
 NEEDED = {"MD010": {"release": "0.21.0", "setting": "VLLM_NVFP4_MOE_BACKEND=MARLIN", "wants": "MARLIN"}}

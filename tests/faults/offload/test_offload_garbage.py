@@ -32,6 +32,7 @@ from moedoctor.results import CaseResult, CaseVerdict, Tier
 from moedoctor.runner.plan import Options, plan
 from moedoctor.scenario.targets import load_targets
 from moedoctor.upstream.engine import engine as engine_module
+from moedoctor.upstream.engine import offload_table
 from moedoctor.upstream.engine.engine import EngineResult, LogFacts
 from moedoctor.upstream.engine.engine import _document as document_of
 from moedoctor.upstream.engine.experiment import Ran
@@ -288,7 +289,8 @@ def test_the_engine_tier_runs_the_engines_that_a_point_names(
         labels.append(request.label)
         return replace(PARIS, fixes=expected or None)
 
-    monkeypatch.setattr(engine_module, "need_engine", lambda: None)
+    for module in (engine_module, offload_table):
+        monkeypatch.setattr(module, "need_engine", lambda: None)
     monkeypatch.setattr(engine_module, "run_engine", run_engine)
     own = run_case(
         OffloadGarbage(), "installed", Tier.ENGINE, mode="eager", model="/m", expected="Paris", fixes=fixes

@@ -223,8 +223,8 @@ COUNTS = {**dict.fromkeys(ZEROS, 0), "same": 3, "cells": 3, "table": []}
 @pytest.mark.parametrize(
     ("fault", "mode", "backends", "places"),
     [
-        (OffloadedScales(), "eager", 3, (*PLACES, WEIGHTS)),
-        (OffloadedScales(), "compiled", 3, PLACES),
+        (OffloadedScales(), "eager", 4, (*PLACES, WEIGHTS)),
+        (OffloadedScales(), "compiled", 4, PLACES),
         (UntraceableOffload(), "compiled", 1, (ON_GPU, COPIES)),
     ],
 )

@@ -83,7 +83,7 @@ FINE: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("given_", "message"),
     [
-        ({"activation": "gelu"}, "activation must be one of silu, relu2, got 'gelu'"),
+        ({"activation": "tanh"}, "activation must be one of silu, gelu, gelu_tanh, relu2, got 'tanh'"),
         ({"weights": {"w2": WEIGHTS["w2"]}}, "weights lacks w13; it holds w2"),
         ({"activation": "relu2"}, r"weights\['w13'\] must be \(12, 6, 8\) for w2, got \(12, 12, 8\)"),
         ({"weights": WEIGHTS | {"w2_bias": torch.zeros(12)}}, r"weights\['w2_bias'\] must be \(12, 8\)"),
