@@ -35,6 +35,24 @@ class Bounds:
     """No element may be off by more than this times (RMS of the token + its own size)."""
 
 
+BOUNDS = {
+    "none": Bounds(cosine=0.9998, norm=0.015, element=0.02, matched=0.99, worst=0.08),
+    "fp8": Bounds(cosine=0.998, norm=0.03, element=0.1, matched=0.95, worst=0.4),
+    "nvfp4": Bounds(cosine=0.995, norm=0.04, element=0.15, matched=0.97, worst=0.6),
+}
+"""Quantization of activations -> how far a right output may be from the reference."""
+
+
+def bounds_of(activations: str) -> Bounds:
+    """Return the bounds of a backend that quantizes activations like that (``none``, ``fp8``, ``nvfp4``).
+
+    Inputs are snapped to the grid, so two differences remain: intermediates are rounded to bfloat16 (2**-9 of
+    a value), and a backend that quantizes activations may round in another order than the reference, so that
+    values near the edge between two codes get the other code.
+    """
+    return BOUNDS[activations]
+
+
 @dataclass(frozen=True)
 class Agreement:
     """The worst tokens of one output."""

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from moedoctor.bench.moe.parity import bounds_of
 from moedoctor.kernels.moe.tiles import Tile, block_tiles
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1
+from moedoctor.reference.agreement import bounds_of
 from moedoctor.reference.moe_layer import make_layer, make_problem
 from tests.interpreted import needs_triton, run_check
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from moedoctor.bench.moe import backends
-from moedoctor.bench.moe.parity import ParityResult, bounds_of, check_parity
+from moedoctor.bench.moe.parity import ParityResult, check_parity
 from moedoctor.bench.moe.task import LayerTask, Routing
 from moedoctor.bench.roofline import Roofline
 from moedoctor.bench.timing import LayerTimes, time_layer
 from moedoctor.models.layer_shape import BITS, LayerShape
-from moedoctor.reference.agreement import agree
+from moedoctor.reference.agreement import agree, bounds_of
 from moedoctor.reference.moe_backend import Backend, Prepared
 from moedoctor.reference.moe_layer import Problem, expected_output, make_input, make_layer, make_problem
 from moedoctor.results import UnavailableError

@@ -9,7 +9,7 @@ import torch
 
 from moedoctor.bench.moe.controls import wrong_outputs, wrong_problems
 from moedoctor.bench.moe.own_backends import Reference
-from moedoctor.reference.agreement import Agreement, Bounds, agree
+from moedoctor.reference.agreement import Agreement, agree, bounds_of
 from moedoctor.reference.moe_backend import Backend, Prepared
 from moedoctor.reference.moe_layer import Problem, expected_output
 
@@ -18,12 +18,6 @@ IDS = ("distinct", "duplicates", "empty", "fewer")
 _POISON = 0xFF
 """A byte that makes NaN of bfloat16, float16, float32 and E4M3."""
 _CALLS = 3
-BOUNDS = {
-    "none": Bounds(cosine=0.9998, norm=0.015, element=0.02, matched=0.99, worst=0.08),
-    "fp8": Bounds(cosine=0.998, norm=0.03, element=0.1, matched=0.95, worst=0.4),
-    "nvfp4": Bounds(cosine=0.995, norm=0.04, element=0.15, matched=0.97, worst=0.6),
-}
-"""Quantization of activations -> how far a right output may be from the reference."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +48,6 @@ class ParityResult:
             "controls": dict(self.controls),
             "controls_missed": list(self.missed),
         }
-
-
-def bounds_of(activations: str) -> Bounds:
-    """Return the bounds of a backend that quantizes activations like that (``none``, ``fp8``, ``nvfp4``).
-
-    Inputs are snapped to the grid, so two differences remain: intermediates are rounded to bfloat16 (2**-9 of
-    a value), and a backend that quantizes activations may round in another order than the reference, so that
-    values near the edge between two codes get the other code.
-    """
-    return BOUNDS[activations]
 
 
 def check_parity(

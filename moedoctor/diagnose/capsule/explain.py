@@ -13,7 +13,6 @@ from itertools import combinations
 
 import torch
 
-from moedoctor.bench.moe.parity import bounds_of
 from moedoctor.diagnose.capsule.computation import Computation
 from moedoctor.diagnose.capsule.mistakes import (
     MISTAKES,
@@ -22,7 +21,7 @@ from moedoctor.diagnose.capsule.mistakes import (
     names,
     pairs_of,
 )
-from moedoctor.reference.agreement import Agreement, agree
+from moedoctor.reference.agreement import Agreement, agree, bounds_of
 
 _MOST_UNKNOWN = 3
 """Experts that are looked for at most if none of them is itself."""

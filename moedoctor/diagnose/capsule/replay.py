@@ -171,8 +171,7 @@ def _computed(capsule: Capsule, variant: Variant, device: str) -> dict[str, Any]
     import torch
 
     from moedoctor.bench.moe import backends
-    from moedoctor.bench.moe.parity import bounds_of
-    from moedoctor.reference.agreement import agree
+    from moedoctor.reference.agreement import agree, bounds_of
     from moedoctor.reference.moe_layer import expected_output
     from moedoctor.results import UnavailableError
 

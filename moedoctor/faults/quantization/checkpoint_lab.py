@@ -13,10 +13,9 @@ import torch
 from pydantic import BaseModel
 from safetensors.torch import load_file
 
-from moedoctor.bench.moe.parity import bounds_of
 from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference.agreement import agree
+from moedoctor.reference.agreement import agree, bounds_of
 from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
 from moedoctor.reference.moe_layer import Problem, expected_output, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4

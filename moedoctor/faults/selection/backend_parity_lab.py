@@ -7,9 +7,10 @@ from typing import Any
 
 from moedoctor.bench.moe.backends import create
 from moedoctor.bench.moe.own_backends import Ours, Reference
-from moedoctor.bench.moe.parity import bounds_of, check_parity, unusual_ids
+from moedoctor.bench.moe.parity import check_parity, unusual_ids
 from moedoctor.faults.selection.backend_parity import BackendParityParameters
 from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.agreement import bounds_of
 from moedoctor.reference.moe_layer import make_layer, make_problem
 from moedoctor.results import Case, Observation, UnavailableError
 

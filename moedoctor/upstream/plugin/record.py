@@ -38,7 +38,7 @@ class EngineRecorder:
     """Watches the MoE layers of one worker process."""
 
     def __init__(self, folder: Path, wish: Any) -> None:
-        from moedoctor.bench.moe.parity import BOUNDS
+        from moedoctor.reference.agreement import BOUNDS
         from moedoctor.trace.moe_recorder import CallKeeper
 
         self.folder = folder

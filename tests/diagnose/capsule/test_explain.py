@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from moedoctor.bench.moe.parity import bounds_of
 from moedoctor.diagnose.capsule.computation import Computation
 from moedoctor.diagnose.capsule.explain import Diagnosis, diagnose
 from moedoctor.diagnose.capsule.mistakes import MISTAKES, Deviation, deviations_of, names, pairs_of
-from moedoctor.reference.agreement import agree
+from moedoctor.reference.agreement import agree, bounds_of
 from tests.capsules import SCHEMES, computation, make_capsule, noisy
 
 _CALLS = [(*scheme, activation) for scheme in SCHEMES for activation in ("silu", "relu2")]
