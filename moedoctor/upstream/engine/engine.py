@@ -65,7 +65,7 @@ _LOG = {
 """Field of `LogFacts` -> the line that shows it."""
 _REFUSED = re.compile(
     r"moedoctor: (?:(?:left out: )?the (?:fix|trace) .{1,200} is not applied|vLLM is stopped"
-    r"|(?:expert_cache|moe) is refused).+"
+    r"|left out: (?:expert_cache|moe): ).+"
 )
 
 

@@ -17,6 +17,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moedoctor.results import UnavailableError
 from moedoctor.upstream.plugin.expert_cache_layer import (
     EXPERTS,
     host_experts,
@@ -25,7 +26,7 @@ from moedoctor.upstream.plugin.expert_cache_layer import (
     to_device,
 )
 from moedoctor.upstream.plugin.expert_cache_options import VARIABLE, CacheOptions, read_options
-from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches
+from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches, refuse
 
 logger = logging.getLogger("vllm.moedoctor")
 
@@ -103,7 +104,7 @@ def _caching(original: Any, *, wish: CacheOptions, layer_type: type) -> Any:
     def load_model(self: Any, vllm_config: Any, model_config: Any, *arguments: Any, **options: Any) -> Any:
         reason = refused_engine(vllm_config)
         if reason is not None:
-            raise _refused(wish.slots, reason)
+            _leave_out(wish.slots, reason)
         model = original(self, vllm_config, model_config, *arguments, **options)
         is_draft = model_config is not vllm_config.model_config
         if is_draft and not any(isinstance(module, layer_type) for module in model.modules()):
@@ -131,17 +132,22 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
         (name, module) for name, module in model.named_modules() if isinstance(module, layer_type)
     ]
     if not layers:
-        raise _refused(slots, "the model has no MoE layer; expected one, or unset the variable")
+        _leave_out(slots, "the model has no MoE layer; expected one, or unset the variable")
     for name, layer in layers:
         reason = refusal(layer, slots)
         if reason is not None:
-            raise _refused(slots, f"{name} cannot have an expert cache: {reason}")
+            _leave_out(slots, f"{name} cannot have an expert cache: {reason}")
     device, caches = torch.device(device), []
     for _, layer in layers:
-        if slots < layer.local_num_experts:
-            caches.append(install(layer, options, device, captured=captured))
-        else:
-            to_device(layer, device)  # every expert fits
+        if slots < layer.local_num_experts and not _left_out:
+            try:
+                caches.append(install(layer, options, device, captured=captured))
+                continue
+            except UnavailableError as error:  # of the machine, so of the first layer
+                _leave_out(slots, str(error))
+        to_device(layer, device)  # every expert fits, or vLLM computes without a cache
+    if _left_out:
+        return
     stream = stream_prompts(host_experts(model), options)
     buffers = 0 if stream is None else stream.nbytes
     torch.cuda.empty_cache()
@@ -178,9 +184,9 @@ def _on_the_host(original: Any, *, slots: int) -> Any:
 
         reason = refused_setting(layer, slots)
         if reason is not None:
-            raise _refused(slots, f"{layer.layer_name} cannot have an expert cache: {reason}")
+            _leave_out(slots, f"{layer.layer_name} cannot have an expert cache: {reason}")
         config = importlib.import_module("vllm.config").get_current_vllm_config()
-        if config.load_config.load_format == "dummy":
+        if _left_out or config.load_config.load_format == "dummy":
             return original(self, layer, *arguments, **options)
         with torch.device("cpu"):
             return original(self, layer, *arguments, **options)
@@ -227,11 +233,14 @@ def _unchanged_assignment(original: Any) -> Any:
 # --- What cannot have an expert cache: each function returns the reason in one line, or None. -------------
 
 
-def _refused(slots: int, reason: str) -> RuntimeError:
-    """Log and return the error: if workers are processes, vLLM's own error does not contain it."""
-    message = f"{VARIABLE}={slots}: {reason}"
-    logger.error("moedoctor: expert_cache is refused: %s", message)
-    return RuntimeError(message)
+_left_out: list[str] = []
+"""Why no layer of this process gets a cache, if the fix is optional."""
+
+
+def _leave_out(slots: int, reason: str) -> None:
+    """Raise SystemExit with the reason, or note it if the fix is optional."""
+    refuse(NAME, f"{VARIABLE}={slots}: {reason}")
+    _left_out.append(reason)
 
 
 def refused_engine(vllm_config: Any) -> str | None:

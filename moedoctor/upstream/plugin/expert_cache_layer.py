@@ -20,6 +20,7 @@ import torch
 from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
 from moedoctor.fixes.layer_stream import BUFFERS, LayerStream
 from moedoctor.fixes.offload.pinned import allocate, register
+from moedoctor.results import UnavailableError
 from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
 
 logger = logging.getLogger("vllm.moedoctor")
@@ -104,11 +105,11 @@ class HostExperts:
     def give(self, options: CacheOptions, *, captured: bool) -> ExpertCache:
         """Replace what the layer computes with by an empty cache.
 
-        `captured`: the engine captures CUDA graphs, which must then be captured again. Raises RuntimeError if
-        it does and memory could not be pinned.
+        `captured`: the engine captures CUDA graphs, which must then be captured again. Raises
+        UnavailableError if it does and memory could not be pinned; then nothing was replaced.
         """
         if captured and not self.store.pinned:
-            raise RuntimeError(
+            raise UnavailableError(
                 f"CUDA graphs need pinned host memory: {self.store.reason}; use --enforce-eager"
             )
         if options.packed and not self._packed:
@@ -256,7 +257,7 @@ def host_experts(model: Any) -> list[HostExperts]:
 def install(layer: Any, options: CacheOptions, device: torch.device, *, captured: bool) -> ExpertCache:
     """Move the layer's experts to host memory and put slots in their place.
 
-    Raises RuntimeError as `HostExperts.give`. The caller must check `expert_cache_fix.refusal` before.
+    Raises UnavailableError as `HostExperts.give`. The caller must check `expert_cache_fix.refusal` before.
     """
     experts = HostExperts(layer, device, options)
     cache = experts.give(options, captured=captured)

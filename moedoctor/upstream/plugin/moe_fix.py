@@ -17,6 +17,7 @@ import logging
 import os
 import pkgutil
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,15 @@ from moedoctor.upstream.plugin.moe_layer import (
     take_over,
     take_plain,
 )
-from moedoctor.upstream.plugin.register import FixError, OptionError, Patch, apply_patches, log
+from moedoctor.upstream.plugin.register import (
+    FixError,
+    OptionError,
+    Patch,
+    apply_patches,
+    log,
+    refuse,
+    stop_engine,
+)
 
 logger = logging.getLogger("vllm.moedoctor")
 
@@ -152,7 +161,9 @@ def _checking(original: Any) -> Any:
     def construct(self: Any, moe: Any, *arguments: Any, **options: Any) -> None:
         reason = refusal(self, moe)
         if reason is not None:
-            raise _refused(reason)
+            refuse(NAME, reason)
+        self.__dict__[_OURS] = reason is None
+        _OURS_NEXT.set(reason is None)
         original(self, moe, *arguments, **options)
 
     return construct
@@ -164,7 +175,7 @@ def _noticing(original: Any) -> Any:
     def load_model(self: Any, *arguments: Any, **options: Any) -> Any:
         model = original(self, *arguments, **options)
         if not _announce.cache_info().currsize:
-            raise _refused("the model has no MoE layer; expected one, or leave moe out")
+            refuse(NAME, "the model has no MoE layer that it can compute; expected one, or leave moe out")
         return model
 
     return load_model
@@ -210,13 +221,10 @@ def _refused_machine() -> str | None:
     return None
 
 
-def _refused(reason: str) -> RuntimeError:
-    """Log and return the error: if workers are processes, vLLM's own error does not contain it."""
-    message = f"MOEDOCTOR_FIXES={NAME}: {reason}"
-    logger.error("moedoctor: moe is refused: %s", message)
-    return RuntimeError(message)
-
-
+_OURS = "_moedoctor_computes"
+"""Attribute of a method: whether its layer is computed by us. A layer that is refused may be left to vLLM."""
+_OURS_NEXT: ContextVar[bool] = ContextVar("moedoctor_computes", default=True)
+"""The same of the method that was made last: vLLM selects its backend right after that."""
 _REPLACED: dict[str, str] = {}
 """Format -> the backend that vLLM selected."""
 
@@ -232,6 +240,8 @@ def _selecting(original: Any, *, form: Format, stand_in: Any) -> Any:
     """Wrap the selection of a backend: note which it is, and return our experts."""
 
     def select(*arguments: Any, **options: Any) -> Any:
+        if not _OURS_NEXT.get():
+            return original(*arguments, **options)
         try:
             backend = getattr(original(*arguments, **options)[0], "value", "its own")
         except (ValueError, NotImplementedError) as error:
@@ -248,16 +258,17 @@ def _processing(original: Any, *, form: Format) -> Any:
     """Wrap `process_weights_after_loading`: keep vLLM's own from repacking the weights."""
 
     def process_weights_after_loading(self: Any, layer: Any) -> None:
-        if type(self).__name__ != form.method:  # a subclass, which the constructor has refused
+        if not getattr(self, _OURS) or type(self).__name__ != form.method:
             original(self, layer)
             return
-        if getattr(layer, "swiglu_limit", None) is not None:
-            raise _refused("swiglu_limit clamps the activation")
         computer = wanted(os.environ)
         try:
+            if getattr(layer, "swiglu_limit", None) is not None:
+                raise UnavailableError("swiglu_limit clamps the activation")
             take_over(self, layer, form.take, by_reference=computer == REFERENCE)
         except UnavailableError as error:
-            raise _refused(str(error)) from None
+            # It shows only in loaded weights, and vLLM's own backend was not prepared: no way back.
+            stop_engine(f"vLLM is stopped: {NAME} is refused: {error} (leave {NAME} out of MOEDOCTOR_FIXES)")
         _announce(form.name, computer)
 
     return process_weights_after_loading

@@ -45,6 +45,7 @@ RECORD = "MOEDOCTOR_RECORD"
 TABLES = ((VARIABLE, "fix", FIXES), ("MOEDOCTOR_TRACE", "trace", TRACES))
 """Variable, what it names, and what there is of it."""
 _BY = "__moedoctor_by__"
+_HINT = f"set {OPTIONAL}=1 to start vLLM without it"
 
 
 def _make_printable(record: logging.LogRecord) -> bool:
@@ -111,14 +112,29 @@ def _register(process: int, values: tuple[str, ...]) -> None:
                 else:
                     logger.warning("moedoctor: left out: %s", error)
     if problems and not _is_optional():
-        hint = f"set {OPTIONAL}=1 to start vLLM without it"
-        stop_engine(f"vLLM is stopped: {'; '.join(problems)} ({hint})")
+        stop_engine(f"vLLM is stopped: {'; '.join(problems)} ({_HINT})")
     for problem in problems:
         logger.warning("moedoctor: %s", problem)
     if active:
         log("moedoctor: active in vLLM %s: %s", installed_version(), "; ".join(active))
         if status := os.environ.get(STATUS_VARIABLE):
             Path(status).write_text(json.dumps(active), encoding="utf-8")
+
+
+def refuse(name: str, reason: str) -> None:
+    """Stop the engine: the fix `name` is active, and a model or setting that vLLM met later rules it out.
+
+    If the fix is optional, log the reason once and return: the caller then leaves vLLM as it is. Raises
+    SystemExit.
+    """
+    if name in chosen(os.environ.get(VARIABLE, "")).required and not _is_optional():
+        stop_engine(f"vLLM is stopped: {name} is refused: {reason} ({_HINT})")
+    _log_left_out(name, reason)
+
+
+@functools.cache
+def _log_left_out(name: str, reason: str) -> None:  # every layer of a model has the same reason
+    logger.warning("moedoctor: left out: %s: %s", name, reason)
 
 
 def _is_optional() -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from moedoctor.fixes.eviction import ONLINE_POLICIES
 from moedoctor.reference.moe import MoeWeights, forward
+from moedoctor.results import UnavailableError
 from moedoctor.upstream.plugin import expert_cache_fix as fix
 from moedoctor.upstream.plugin import expert_cache_options
 from moedoctor.upstream.plugin.expert_cache_fix import refusal, refused_setting
@@ -20,6 +21,12 @@ from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
 from moedoctor.upstream.plugin.register import FixError, OptionError
 
 E, HIDDEN, INTERMEDIATE, TOP_K = 12, 8, 6, 2
+
+
+@pytest.fixture(autouse=True)
+def asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEDOCTOR_FIXES", "expert_cache")
+    monkeypatch.setattr(fix, "_left_out", [])
 
 
 @dataclass
@@ -210,7 +217,7 @@ def test_prompts_stream_from_a_length_on(layers: int, options: CacheOptions, tok
 
 def test_cuda_graphs_without_pinned_memory_are_refused() -> None:
     layer = Layer()
-    with pytest.raises(RuntimeError, match="CUDA graphs need pinned host memory"):
+    with pytest.raises(UnavailableError, match="CUDA graphs need pinned host memory"):
         install(layer, CacheOptions(5), torch.device("cpu"), captured=True)
     assert layer.w13_weight.shape[0] == E
 
@@ -263,7 +270,7 @@ def test_unsupported_layers_are_refused_with_the_reason(
 def test_settings_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     create = fix._on_the_host(lambda self, layer, **given: made.append(layer), slots=1)
-    with pytest.raises(RuntimeError, match=r"=1: layers\.0\.experts cannot have .* one token needs"):
+    with pytest.raises(SystemExit, match=r"=1: layers\.0\.experts cannot have .* one token needs"):
         create(None, layer=Layer(), num_experts=E)
     assert made == []
     assert refused_setting(Layer(), TOP_K) is None
@@ -283,7 +290,7 @@ def engine(cpu: float = 0.0, group: int = 0, graphs: str = "FULL", eager: bool =
 
 @pytest.mark.parametrize("config", [engine(cpu=1.0), engine(group=4)])
 def test_offload_and_a_cache_exclude_each_other(config: SimpleNamespace) -> None:
-    with pytest.raises(RuntimeError, match="weights are offloaded"):
+    with pytest.raises(SystemExit, match="weights are offloaded"):
         loading(torch.nn.ModuleList([Layer()]))(None, config, config.model_config)
 
 
@@ -316,16 +323,31 @@ def test_graphs_are_captured_unless_they_are_off(config: SimpleNamespace, captur
 def test_only_a_draft_model_needs_no_experts() -> None:
     config, load = engine(graphs="NONE"), loading(torch.nn.Linear(2, 2))
     assert isinstance(load(None, config, SimpleNamespace(enforce_eager=True)), torch.nn.Linear)
-    with pytest.raises(RuntimeError, match="the model has no MoE layer"):
+    with pytest.raises(SystemExit, match="the model has no MoE layer"):
         load(None, config, config.model_config)
 
 
 def test_a_model_that_cannot_have_a_cache_does_not_start() -> None:
     model = torch.nn.ModuleList([Layer(), changed("moe_config.moe_parallel_config.enable_eplb", True)])
     refused = "MOEDOCTOR_EXPERT_CACHE=5: 1 cannot have an expert cache: expert load"
-    with pytest.raises(RuntimeError, match=refused):
+    with pytest.raises(SystemExit, match=refused):
         fix._give_caches(model, CacheOptions(5), Layer, "cpu", False)
     assert model[0].w13_weight.shape[0] == E, "nothing was changed"
+
+
+def test_an_optional_cache_is_left_out_of_every_layer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MOEDOCTOR_FIXES_OPTIONAL", "1")
+    unsupported = changed("moe_config.moe_parallel_config.enable_eplb", True)
+    for model, captured in (([Layer(), unsupported], False), ([Layer(), Layer()], True)):
+        monkeypatch.setattr(fix, "_left_out", [])
+        layers = torch.nn.ModuleList(model)
+        fix._give_caches(layers, CacheOptions(5), Layer, "cpu", captured)
+        assert [layer.w13_weight.shape[0] for layer in layers] == [E, E]
+        assert not host_experts(layers)
+    assert "left out: expert_cache: MOEDOCTOR_EXPERT_CACHE=5: 1 cannot have" in caplog.text
+    assert "left out: expert_cache: MOEDOCTOR_EXPERT_CACHE=5: CUDA graphs need pinned" in caplog.text
 
 
 def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None:

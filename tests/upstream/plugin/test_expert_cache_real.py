@@ -139,7 +139,7 @@ with set_current_vllm_config(config):
     workspace.init_workspace_manager(torch.device("cpu"))
     try:
         model = Loader(config.load_config).load_model(config, config.model_config)
-    except RuntimeError as error:
+    except SystemExit as error:
         answer["refused"] = str(error)
     else:
         layer = model["experts"]

@@ -96,11 +96,40 @@ def test_the_reference_needs_an_eager_engine(machine: Any, monkeypatch: pytest.M
     assert moe_fix.refusal(Fp8MoEMethod(), layer()) is None
 
 
+@pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
+def test_an_optional_fix_leaves_a_refused_layer_to_vllm(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    """vLLM selects a backend right after the constructor that is wrapped."""
+    monkeypatch.setenv("MOEDOCTOR_FIXES", "moe")
+    machine.platform.capability = capability
+    ours, done = capability >= moe_fix.LEAST_CAPABILITY, []
+    monkeypatch.setattr(moe_fix, "experts_class", lambda: "ours")
+    monkeypatch.setattr(moe_fix, "take_over", lambda *given, **options: done.append("ours"))
+    form = next(form for form in moe_fix.FORMATS if form.method == "Fp8MoEMethod")
+    select = moe_fix._selecting(lambda: ("theirs", "its experts"), form=form, stand_in="stand-in")
+    process = moe_fix._processing(lambda self, layer: done.append("theirs"), form=form)
+    construct = moe_fix._checking(lambda self, moe: None)
+    method = Fp8MoEMethod()
+    if not ours:
+        with pytest.raises(SystemExit, match=r"moe is refused: .* 7\.5; .*MOEDOCTOR_FIXES_OPTIONAL=1"):
+            construct(method, layer())
+    monkeypatch.setenv("MOEDOCTOR_FIXES_OPTIONAL", "1")
+    construct(method, layer())
+    assert select() == (("stand-in", "ours") if ours else ("theirs", "its experts"))
+    process(method, types.SimpleNamespace())
+    assert done == ["ours" if ours else "theirs"]
+
+
 def test_a_model_without_a_moe_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     load_model = moe_fix._noticing(lambda self, vllm_config, model_config: "model")
     moe_fix._announce.cache_clear()
-    with pytest.raises(RuntimeError, match="MOEDOCTOR_FIXES=moe: the model has no MoE layer"):
+    monkeypatch.setenv("MOEDOCTOR_FIXES", "moe")
+    with pytest.raises(SystemExit, match="moe is refused: the model has no MoE layer"):
         load_model(None, None, model_config=None)
+    monkeypatch.setenv("MOEDOCTOR_FIXES_OPTIONAL", "1")
+    assert load_model(None, None, model_config=None) == "model"
+    monkeypatch.delenv("MOEDOCTOR_FIXES_OPTIONAL")
     moe_fix._announce("FP8", "kernels")
     assert load_model(None, None, model_config=None) == "model"
     moe_fix._announce.cache_clear()
