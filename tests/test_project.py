@@ -122,7 +122,10 @@ def test_the_metadata_of_the_wheel_says_what_it_needs(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.10"
     needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     always = {need.name.lower() for need in needs if not (need.marker and "extra" in str(need.marker))}
-    assert " ".join(sorted(always)) == "nvidia-ml-py packaging pydantic pyyaml rich safetensors torch typer"
+    assert (
+        " ".join(sorted(always))
+        == "jinja2 nvidia-ml-py packaging pydantic pyyaml rich safetensors torch typer"
+    )
     # Installing moedoctor must not change the torch that it examines.
     (torch,) = (need for need in needs if need.name == "torch")
     assert {bound.operator for bound in torch.specifier} == {">="}
