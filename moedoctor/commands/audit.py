@@ -30,7 +30,7 @@ def audit(
     from moedoctor.fixes.arch.targets import parse_capability
     from moedoctor.processes.cuda_tools import find_tools
     from moedoctor.redaction import Redactor
-    from moedoctor.reporters.audit import audit_document, audit_page, summary_line, verdict
+    from moedoctor.reporters.pages.audit import audit_document, audit_page, summary_line, verdict
 
     capability = sm if sm is not None else environment.collect()["capability"]
     with as_input_error(ValueError, AuditError):

@@ -89,7 +89,7 @@ def backends(
     from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
     from moedoctor.fixes.backends import select
     from moedoctor.fixes.backends.requests import request
-    from moedoctor.reporters.backends import (
+    from moedoctor.reporters.pages.backends import (
         BackendsReport,
         backends_document,
         backends_page,
@@ -328,7 +328,7 @@ def _compiles(release: str, environ: Mapping[str, str]) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the reports in `reports/backends`: ``python -m moedoctor.commands.backends FOLDER``."""
-    from moedoctor.reporters.backend_pages import write_reports
+    from moedoctor.reporters.pages.backend_pages import write_reports
 
     if len(arguments) != 1:
         print("usage: python -m moedoctor.commands.backends FOLDER", file=sys.stderr)

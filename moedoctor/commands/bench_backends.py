@@ -21,7 +21,8 @@ from moedoctor.processes.files import OutputError, stream_of
 from moedoctor.processes.streams import report_loss
 from moedoctor.redaction import Redactor
 from moedoctor.reference.moe_backend import Variant
-from moedoctor.reporters.bench_backends import (
+from moedoctor.reporters.output import progress_bar
+from moedoctor.reporters.pages.bench_backends import (
     BackendBench,
     bench_document,
     bench_page,
@@ -30,7 +31,6 @@ from moedoctor.reporters.bench_backends import (
     slug,
     summary_line,
 )
-from moedoctor.reporters.output import progress_bar
 from moedoctor.reporters.plots import PlotError
 from moedoctor.text import expected_names, print_message
 from moedoctor.trace.format import TraceError, load

@@ -16,7 +16,8 @@ from moedoctor.processes import interrupts
 from moedoctor.processes.files import OutputError, stream_of
 from moedoctor.processes.streams import report_loss
 from moedoctor.redaction import Redactor
-from moedoctor.reporters.bench_cache import (
+from moedoctor.reporters.output import terminal
+from moedoctor.reporters.pages.bench_cache import (
     CacheBench,
     bench_document,
     bench_page,
@@ -24,7 +25,6 @@ from moedoctor.reporters.bench_cache import (
     terminal_charts,
     write_pictures,
 )
-from moedoctor.reporters.output import terminal
 from moedoctor.reporters.plots import PlotError
 from moedoctor.text import print_message, print_traceback
 from moedoctor.trace.format import SHIPPED, RoutingTrace, TraceError, load, shipped_trace

@@ -13,7 +13,7 @@ from moedoctor.bench import engines
 from moedoctor.commands.options import InputError, deliver, texts
 from moedoctor.environment import no_gpu
 from moedoctor.redaction import Redactor
-from moedoctor.reporters.bench_engines import EngineBench, bench_document, bench_page, summary_line
+from moedoctor.reporters.pages.bench_engines import EngineBench, bench_document, bench_page, summary_line
 from moedoctor.text import print_message
 from moedoctor.upstream.plugin.extensions import FIXES
 

@@ -20,7 +20,7 @@ capsule = typer.Typer(
 @capsule.command()
 def show(file: _File, format: PageFormat = "table", output: Output = None) -> int:
     """List what a capsule holds: the call, and every tensor with its size."""
-    from moedoctor.reporters.replay import capsule_page
+    from moedoctor.reporters.pages.replay import capsule_page
     from moedoctor.trace.capsule import CapsuleError, facts, load
 
     with as_input_error(CapsuleError):

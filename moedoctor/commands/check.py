@@ -43,7 +43,7 @@ def check(
     changes nothing. Exit code 1 if something was found, 2 if nothing was found but vLLM is not there.
     """
     from moedoctor.diagnose.check.check import check as find
-    from moedoctor.reporters.check import check_document, check_page, summary_line
+    from moedoctor.reporters.pages.check import check_document, check_page, summary_line
 
     result = find(target=_target(python, release, sm, wsl=wsl))
     page = check_page(result, facts_last=format == "markdown")

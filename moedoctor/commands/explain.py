@@ -9,7 +9,7 @@ import typer
 from moedoctor.commands.options import InputError, PageFormat, as_input_error, deliver
 
 if TYPE_CHECKING:
-    from moedoctor.reporters.explain import Explained
+    from moedoctor.reporters.pages.explain import Explained
 
 
 def explain(
@@ -29,7 +29,7 @@ def _find(text: str) -> Explained:
     """Return the failure of our catalogue, or of another project, with this id or name."""
     from moedoctor import catalogue
     from moedoctor.entries import entries, find_entry
-    from moedoctor.reporters.explain import Explained
+    from moedoctor.reporters.pages.explain import Explained
     from moedoctor.text import nearest
 
     entry = find_entry(text)

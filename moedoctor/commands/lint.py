@@ -47,7 +47,7 @@ def lint(
     from moedoctor.diagnose.checkpoint.lint import lint
     from moedoctor.diagnose.checkpoint.repair import repairable_checks
     from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
-    from moedoctor.reporters.lint import lint_document, lint_page, summary_line
+    from moedoctor.reporters.pages.lint import lint_document, lint_page, summary_line
     from moedoctor.reporters.text import count_of
 
     if fix is not None:
@@ -92,7 +92,7 @@ def _check_fix(folder: Path, fix: Path) -> None:
 def _write_repaired(result: Lint, fix: Path) -> None:
     from moedoctor.diagnose.checkpoint.repair import RepairError, repair
     from moedoctor.processes.streams import report_loss
-    from moedoctor.reporters.lint import summary_line
+    from moedoctor.reporters.pages.lint import summary_line
     from moedoctor.reporters.text import count_of
 
     if not result.findings:

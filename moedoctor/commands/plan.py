@@ -142,7 +142,7 @@ def plan(
     from moedoctor.diagnose.plan.workspace import check_backend
     from moedoctor.models.config_fields import ConfigError
     from moedoctor.models.presets import find_model
-    from moedoctor.reporters.plan import plan_document, plan_page
+    from moedoctor.reporters.pages.plan import plan_document, plan_page
 
     def size(gib: float | None) -> int | None:
         return None if gib is None else round(gib * GIB)

@@ -44,7 +44,7 @@ def replay(
     """
     from moedoctor.diagnose.capsule.replay import ReplayError, replay
     from moedoctor.environment import collect, no_gpu
-    from moedoctor.reporters.replay import answer_of, replay_document, replay_page
+    from moedoctor.reporters.pages.replay import answer_of, replay_document, replay_page
 
     names = texts(backend)
     _check_names(names)

@@ -48,8 +48,8 @@ def show(
 
 def _show_bench(path: Path, format: str, output: Path | None) -> None:
     """Show a benchmark of any kind, with its pictures beside a Markdown file."""
-    from moedoctor.reporters import bench_backends, bench_cache
-    from moedoctor.reporters.bench_engines import from_dict as from_engines
+    from moedoctor.reporters.pages import bench_backends, bench_cache
+    from moedoctor.reporters.pages.bench_engines import from_dict as from_engines
     from moedoctor.results import ReportError, read_json
 
     if format not in PAGE_FORMATS:

@@ -49,7 +49,7 @@ def triage(
     that does not decide gives a list of possible failures and what to paste next. Exit code 1 if a failure
     is certain or likely.
     """
-    from moedoctor.reporters.triage import count_line, triage_page
+    from moedoctor.reporters.pages.triage import count_line, triage_page
 
     results: list[tuple[str, Triage]] = []
     refused: list[InputError] = []

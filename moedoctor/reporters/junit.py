@@ -23,7 +23,7 @@ from xml.etree import ElementTree as ET
 
 from moedoctor.comparison import expected_verdict
 from moedoctor.interfaces import Reporter
-from moedoctor.reporters.run import crash_notes
+from moedoctor.reporters.pages.run import crash_notes
 from moedoctor.reporters.text import deciding_figure, figures, short_evidence, short_parameters
 from moedoctor.results import CaseResult, CaseVerdict, Report, ScenarioResult, ScenarioVerdict, to_json
 from moedoctor.text import COMMAND, clean, one_line

@@ -20,7 +20,7 @@ from moedoctor.reporters.page import (
     Text,
     spans,
 )
-from moedoctor.reporters.run import run_page
+from moedoctor.reporters.pages.run import run_page
 from moedoctor.reporters.text import summary_line
 from moedoctor.results import Report
 from moedoctor.text import clean, one_line, without_commands

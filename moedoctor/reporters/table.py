@@ -23,8 +23,8 @@ from moedoctor.reporters.page import (
     Text,
     spans,
 )
-from moedoctor.reporters.run import run_page
-from moedoctor.reporters.run_summary import closing, short_page
+from moedoctor.reporters.pages.run import run_page
+from moedoctor.reporters.pages.run_summary import closing, short_page
 from moedoctor.reporters.text import environment_line
 from moedoctor.results import Report
 from moedoctor.text import clean, one_line, without_commands

@@ -18,9 +18,9 @@ from moedoctor.commands.options import InputError
 from moedoctor.entries import entries
 from moedoctor.entries.entry import SECTIONS
 from moedoctor.interfaces import Explanation
-from moedoctor.reporters import explain as page
 from moedoctor.reporters.json import JsonReporter, to_json
 from moedoctor.reporters.markdown import source_link, to_markdown
+from moedoctor.reporters.pages import explain as page
 from moedoctor.reporters.table import to_text
 from moedoctor.results import ClaimResult, ClaimVerdict
 

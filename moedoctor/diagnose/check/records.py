@@ -1,4 +1,4 @@
-"""The result of `moedoctor check`: plain records that `moedoctor.reporters.check` makes into text."""
+"""The result of `moedoctor check`: plain records that `moedoctor.reporters.pages.check` makes into text."""
 
 from __future__ import annotations
 

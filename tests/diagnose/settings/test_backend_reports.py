@@ -10,7 +10,7 @@ import pytest
 from moedoctor.commands import backends as command
 from moedoctor.fixes.backends import select
 from moedoctor.fixes.backends.release_tables import releases
-from moedoctor.reporters.backend_pages import FAMILIES, write_reports
+from moedoctor.reporters.pages.backend_pages import FAMILIES, write_reports
 
 KEPT = Path(__file__).resolve().parents[3] / "reports" / "backends"
 PARALLEL = {"tp": (False, False), "ep": (True, False), "dp": (False, True), "dp+ep": (True, True)}

@@ -15,7 +15,7 @@ from vllm_stub import FILES, write
 
 from moedoctor.fixes.backends import select
 from moedoctor.fixes.backends.release_tables import SCHEMES, releases
-from moedoctor.reporters.backend_pages import FAMILIES
+from moedoctor.reporters.pages.backend_pages import FAMILIES
 from moedoctor.upstream.selection.agreement import (
     AgreementError,
     Heard,

@@ -11,7 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Table
-from moedoctor.reporters.run import claim_item, conclusion_lines, deaths, notes, place, shared_parameters
+from moedoctor.reporters.pages.run import (
+    claim_item,
+    conclusion_lines,
+    deaths,
+    notes,
+    place,
+    shared_parameters,
+)
 from moedoctor.reporters.text import count_of, deciding_figure, short_parameters, summary_line
 from moedoctor.results import (
     CaseResult,

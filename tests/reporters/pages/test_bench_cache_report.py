@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from moedoctor.bench.cache.replay import facts_of, replay_trace
-from moedoctor.reporters.bench_cache import (
+from moedoctor.reporters.pages.bench_cache import (
     CacheBench,
     bench_page,
     summary_line,

@@ -11,8 +11,8 @@ from machine_fakes import probes, sources
 
 from moedoctor.diagnose.check.check import check
 from moedoctor.diagnose.check.records import CheckResult, Finding, Problem
-from moedoctor.reporters.check import check_document, check_page, fact_rows, summary_line
 from moedoctor.reporters.markdown import to_markdown
+from moedoctor.reporters.pages.check import check_document, check_page, fact_rows, summary_line
 from moedoctor.reporters.table import to_text
 
 PACKAGES = {"vllm": "0.18.0", "torch": "2.13.0+cu129", "flashinfer-python": "0.6.6"}

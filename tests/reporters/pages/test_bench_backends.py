@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from moedoctor.reporters.bench_backends import (
+from moedoctor.reporters.json import to_json
+from moedoctor.reporters.markdown import to_markdown
+from moedoctor.reporters.pages.bench_backends import (
     BackendBench,
     bench_document,
     bench_page,
@@ -15,8 +17,6 @@ from moedoctor.reporters.bench_backends import (
     slug,
     summary_line,
 )
-from moedoctor.reporters.json import to_json
-from moedoctor.reporters.markdown import to_markdown
 from moedoctor.reporters.table import to_text
 from moedoctor.results import ReportError
 

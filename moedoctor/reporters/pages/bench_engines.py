@@ -8,7 +8,7 @@ from typing import Any
 
 import moedoctor
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, evidence_tables
-from moedoctor.reporters.run import environment_table
+from moedoctor.reporters.pages.run import environment_table
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 
 

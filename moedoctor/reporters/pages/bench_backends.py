@@ -13,8 +13,8 @@ from typing_extensions import Required, TypedDict
 
 import moedoctor
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table
+from moedoctor.reporters.pages.run import environment_table
 from moedoctor.reporters.plots import Series, line_chart
-from moedoctor.reporters.run import environment_table
 from moedoctor.reporters.text import UNSTEADY, is_unsteady, time_unit
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 from moedoctor.text import show

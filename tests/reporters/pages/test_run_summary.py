@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from report_samples import POINTS, case, full_report, report, reports, scenario
 from report_samples import cases as any_cases
 
-from moedoctor.reporters.run_summary import AFFECTED, CLEAN, NOT_LOOKED_AT, collapsed, installed_answer
+from moedoctor.reporters.pages.run_summary import AFFECTED, CLEAN, NOT_LOOKED_AT, collapsed, installed_answer
 from moedoctor.reporters.table import TableReporter
 from moedoctor.results import (
     CaseResult,
@@ -25,7 +25,7 @@ from moedoctor.results import (
     load_report,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ALL = ROOT / "reports" / "baselines" / "cpu.json"
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from report_samples import POINTS, case, cases, crashed, report, scenario
 
 from moedoctor.reporters.page import Span, Table
-from moedoctor.reporters.run import crash_notes, run_page, shared_parameters
+from moedoctor.reporters.pages.run import crash_notes, run_page, shared_parameters
 from moedoctor.results import CaseResult
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import moedoctor
 from moedoctor.bench.cache.replay import ReplayPoint, TraceFacts
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table, evidence_tables
+from moedoctor.reporters.pages.run import environment_table
 from moedoctor.reporters.plots import Series, line_chart, terminal_chart
-from moedoctor.reporters.run import environment_table
 from moedoctor.reporters.text import figures
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 

@@ -1,0 +1,1 @@
+"""What each command has to say, as blocks of `moedoctor.reporters.page`; one file a command."""
