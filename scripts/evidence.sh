@@ -127,6 +127,9 @@ make_report() {
         offload_table) complete offload_table_eager && complete offload_table_compiled || write offload_table run MD003 ;; # 309 s, -
         offload_parity) write offload_parity run MD008 ;;                                         # idle; 152 s, -
         expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, -
+        expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory
+        expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle
+        expert_cache_published) write expert_cache_published run scenarios/engine/expert_cache_published.yaml ;; # idle
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 120 s, -
         moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # -, -
         moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle, 60 GB
