@@ -8,12 +8,12 @@ record; it keeps rows of that step only.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from moedoctor.kernels.device_guard import on_device
-from moedoctor.kernels.kept_rows import KeptRows
+from moedoctor.kernels.kept_rows import KeptRows, MoeCall
+from moedoctor.kernels.watch import QuickLaunch, aligned
 
 # Places of the header, as in `moedoctor.kernels.kept_rows`.
 _STEP, _OWNER, _OWNED_STEP, _COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -39,7 +39,7 @@ def _copy_row(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)  # [BLOCK]
         value = tl.load(source_ptr + column, mask=column < columns)  # [BLOCK]
-        tl.store(target_ptr + column, value, mask=column < columns)
+        tl.store(target_ptr + column, value.to(target_ptr.dtype.element_ty), mask=column < columns)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -48,18 +48,23 @@ def keep_kernel(
     output_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
     header_ptr: tl.tensor,
     row_ptr: tl.tensor,
     kept_x_ptr: tl.tensor,
     kept_output_ptr: tl.tensor,
     kept_ids_ptr: tl.tensor,
     kept_weights_ptr: tl.tensor,
+    kept_logits_ptr: tl.tensor,
     stride_x: tl.tensor,
     stride_output: tl.tensor,
     layer: tl.tensor,
     room: tl.constexpr,
     hidden: tl.constexpr,
     top_k: tl.constexpr,
+    experts: tl.constexpr,
+    has_ids: tl.constexpr,
+    has_logits: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
@@ -89,12 +94,13 @@ def keep_kernel(
                     _copy_row(
                         output_ptr + row * stride_output, kept_output_ptr + place * hidden, hidden, BLOCK
                     )
-                    lane = tl.arange(0, BLOCK_K)  # [BLOCK_K]
-                    inside = lane < top_k
-                    ids = tl.load(ids_ptr + row * top_k + lane, mask=inside, other=-1)  # [BLOCK_K]
-                    tl.store(kept_ids_ptr + place * top_k + lane, ids.to(tl.int32), mask=inside)
-                    weights = tl.load(weights_ptr + row * top_k + lane, mask=inside, other=0.0)  # [BLOCK_K]
-                    tl.store(kept_weights_ptr + place * top_k + lane, weights.to(tl.float32), mask=inside)
+                    if has_ids:
+                        ids, weights = ids_ptr + row * top_k, weights_ptr + row * top_k
+                        _copy_row(ids, kept_ids_ptr + place * top_k, top_k, BLOCK_K)
+                        _copy_row(weights, kept_weights_ptr + place * top_k, top_k, BLOCK_K)
+                    if has_logits:
+                        logits = logits_ptr + row * experts
+                        _copy_row(logits, kept_logits_ptr + place * experts, experts, BLOCK)
 
 
 @triton.jit(do_not_specialize=["real"])
@@ -103,42 +109,39 @@ def step_kernel(header_ptr: tl.tensor, real: tl.tensor) -> None:
     tl.store(header_ptr + _REAL, real)
 
 
-def launch_keep(
-    kept: KeptRows,
-    layer: int,
-    x: torch.Tensor,
-    output: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-) -> None:
-    """Keep rows of a call: `x` and `output` [T, H], `ids` integer [T, K], `weights` floating [T, K].
+_keep, _step = (QuickLaunch(kernel, triton.__version__) for kernel in (keep_kernel, step_kernel))
 
-    Rows of `x` and `output` are contiguous, `ids` and `weights` as a whole. Nothing waits for the device.
-    """
-    rows, hidden = x.shape
+
+def launch_keep(kept: KeptRows, layer: int, call: MoeCall) -> None:
+    """Keep rows of a call. Nothing waits for the device."""
+    rows, hidden = call.x.shape
     if rows == 0:
         return
     room, top_k = kept.ids.shape
+    experts = kept.logits.shape[1]
+    has_ids, has_logits = call.ids is not None, call.logits is not None
+    given = (call.x, call.output, call.ids, call.weights, call.logits)
+    # What the call has not is not read.
+    tensors = tuple(call.x if tensor is None else tensor.contiguous() for tensor in given)
+    x, output = tensors[:2]  # [T, H]
+    strides = (x.stride(0), output.stride(0))
+    block = int(min(max(triton.next_power_of_2(hidden), 32), 2048))
+    constants = (room, hidden, top_k, experts, has_ids, has_logits, block, triton.next_power_of_2(top_k))
     with on_device(x):
-        keep_kernel[(rows,)](
-            x,
-            output,
-            ids,
-            weights,
+        _keep(
+            (x.device, *(tensor.dtype for tensor in tensors), *strides, *constants, aligned(*tensors)),
+            rows,
+            *tensors,
             kept.header,
             kept.row,
             kept.x,
             kept.output,
             kept.ids,
             kept.weights,
-            x.stride(0),
-            output.stride(0),
+            kept.logits,
+            *strides,
             layer,
-            room=room,
-            hidden=hidden,
-            top_k=top_k,
-            BLOCK=int(min(max(triton.next_power_of_2(hidden), 32), 2048)),
-            BLOCK_K=triton.next_power_of_2(top_k),
+            *constants,
             num_warps=1 if hidden <= 512 else 4,
         )
 
@@ -146,4 +149,4 @@ def launch_keep(
 def launch_step(kept: KeptRows, real: int) -> None:
     """Begin the next step, whose first `real` rows are no padding. The first is step 1."""
     with on_device(kept.header):
-        step_kernel[(1,)](kept.header, real, num_warps=1)
+        _step((kept.header.device,), 1, kept.header, real, num_warps=1)

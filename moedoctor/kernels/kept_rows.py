@@ -17,6 +17,22 @@ number of rows of the call that was kept, REAL how many rows of a call are no pa
 
 
 @dataclass(frozen=True)
+class MoeCall:
+    """One call of a MoE layer, on its device."""
+
+    x: torch.Tensor
+    """[T, H]: what went in"""
+    output: torch.Tensor
+    """[T, H]: what came out, of the routed experts only"""
+    ids: torch.Tensor | None = None
+    """integer [T, K]; None if the backend routes by itself"""
+    weights: torch.Tensor | None = None
+    """floating [T, K]"""
+    logits: torch.Tensor | None = None
+    """floating [T, E]"""
+
+
+@dataclass(frozen=True)
 class KeptRows:
     """Device memory for the rows of one call."""
 
@@ -32,9 +48,13 @@ class KeptRows:
     """int32 [R, K]"""
     weights: torch.Tensor
     """float32 [R, K]"""
+    logits: torch.Tensor
+    """float32 [R, E]"""
 
     @classmethod
-    def make(cls, rows: int, hidden: int, top_k: int, dtype: torch.dtype, device: Any) -> KeptRows:
+    def make(
+        cls, rows: int, hidden: int, top_k: int, experts: int, dtype: torch.dtype, device: Any
+    ) -> KeptRows:
         """Return empty memory for `rows` rows, that keeps nothing yet."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -48,6 +68,7 @@ class KeptRows:
                 output=zeros(rows, hidden, dtype=dtype),
                 ids=zeros(rows, top_k),
                 weights=zeros(rows, top_k, dtype=torch.float32),
+                logits=zeros(rows, experts, dtype=torch.float32),
             )
             kept.header[WANTED_LAYER] = -1
         return kept
@@ -57,12 +78,11 @@ class KeptRows:
         self.header[STEP] += 1
         self.header[REAL] = real
 
-    def keep_on_host(
-        self, layer: int, x: torch.Tensor, output: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> None:
+    def keep_on_host(self, layer: int, call: MoeCall) -> None:
         """Do what `moedoctor.kernels.keep.launch_keep` does, with torch. Waits for the device."""
         header = self.header.tolist()
         wanted, step = header[WANTED_LAYER], header[STEP]
+        x, output = call.x, call.output
         if wanted == layer + 1 and step == header[WANTED_STEP]:
             keeps = torch.ones(len(x), dtype=torch.bool, device=x.device)  # [T]
         elif wanted == 0:
@@ -81,4 +101,6 @@ class KeptRows:
         place = slice(first, first + len(found))
         self.row[place] = found.int()
         self.x[place], self.output[place] = x[found], output[found]
-        self.ids[place], self.weights[place] = ids[found].int(), weights[found].float()
+        for kept, tensor in ((self.ids, call.ids), (self.weights, call.weights), (self.logits, call.logits)):
+            if tensor is not None:
+                kept[place] = tensor[found].to(kept.dtype)

@@ -15,7 +15,7 @@ N = 2I rows of w13 (gate half first), or I without a gate:
 | ``w13_scale``, ``w2_scale`` | F32 [U]; w13 also [U, 2], gate and up by themselves |
 | ``w13_block_scales``, ``w2_block_scales`` | ``nvfp4``: E4M3 [U, N, H/16] and [U, H, I/16], row by row |
 | ``input_scale``, ``intermediate_scale`` | optional; F32 [] |
-| ``backend.NAME`` | optional: a tensor as the backend got it, in its own layout |
+| ``backend.NAME`` | optional, [U, ...]: a tensor as the backend got it, in its own layout |
 
 Reading checks every name, type and shape against the record before a tensor is loaded.
 """
@@ -182,7 +182,8 @@ def kept(capsule: Capsule, tokens: Sequence[int]) -> Capsule:
     used = torch.isin(tensors["expert_ids"], tensors["topk_ids"])  # [U]
     spare = (~used).nonzero().flatten()[: max(0, capsule.record.top_k - int(used.sum()))]
     used[spare] = True  # a layer has at least as many experts as a token uses
-    for name in _weight_names(capsule):
+    of_backend = (name for name in tensors if name.startswith(_OF_BACKEND))
+    for name in (*_weight_names(capsule), *of_backend):
         tensors[name] = tensors[name][used]
     tensors["expert_ids"] = tensors["expert_ids"][used]
     before = capsule.record.tokens or range(len(capsule.tensors["x"]))
@@ -229,6 +230,12 @@ def with_synthetic_weights(capsule: Capsule, seed: int = 37) -> Capsule:
             tensors[name] = (torch.randn(old.shape, generator=draw) * size).to(old.dtype)
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OF_BACKEND)}
     return Capsule(capsule.record.model_copy(update={"weights": "synthetic"}), tensors)
+
+
+def file_name(record: Record, process: int) -> str:
+    """Return the name of the file for a call that the process recorded."""
+    layer = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in record.layer)
+    return f"{layer[-120:].lstrip('.')}-call{record.call}-{process}{SUFFIX}"
 
 
 def save(capsule: Capsule, path: Path) -> None:
@@ -335,6 +342,8 @@ def _check_shapes(record: Record, found: Mapping[str, tuple[str, tuple[int, ...]
     }
     for name, (dtype, given) in found.items():
         if name.startswith(_OF_BACKEND):
+            if given[:1] != (count,):
+                raise CapsuleError(f"{name} is {list(given)}, expected {count} experts first")
             continue
         dtypes, shapes = expected[name]
         if dtype not in dtypes or given not in shapes:

@@ -1,4 +1,4 @@
-"""Recordings in Triton's interpreter; a script for `test_moe_recorder`."""
+"""Recordings in Triton's interpreter; a script for `test_call_keeper`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 
 from moedoctor.kernels.keep import launch_keep, launch_step
-from moedoctor.kernels.kept_rows import COUNT, OWNED_STEP, OWNER, WANTED_LAYER, KeptRows
+from moedoctor.kernels.kept_rows import COUNT, OWNED_STEP, OWNER, WANTED_LAYER, KeptRows, MoeCall
+from moedoctor.trace.call_keeper import CallKeeper, WatchedLayer, Wish
 from moedoctor.trace.capsule import Capsule
-from moedoctor.trace.moe_recorder import CallKeeper, WatchedLayer, Wish
 from tests.capsules import make_capsule
 
-HIDDEN, TOP_K, ROOM = 40, 3, 4
+HIDDEN, TOP_K, EXPERTS, ROOM = 40, 3, 9, 4
 
 
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 7))
@@ -26,8 +26,8 @@ HIDDEN, TOP_K, ROOM = 40, 3, 4
 def check_rows_with_nan(seed: int, layers: int, rows: int) -> None:
     """The first layer with NaN that its input has not owns the record, and only rows that are no padding."""
     chance = random.Random(seed)
-    kept = KeptRows.make(ROOM, HIDDEN, TOP_K, torch.float32, "cpu")
-    plain = KeptRows.make(ROOM, HIDDEN, TOP_K, torch.float32, "cpu")
+    kept = KeptRows.make(ROOM, HIDDEN, TOP_K, EXPERTS, torch.float32, "cpu")
+    plain = KeptRows.make(ROOM, HIDDEN, TOP_K, EXPERTS, torch.float32, "cpu")
     kept.header[WANTED_LAYER] = plain.header[WANTED_LAYER] = 0
     expected: tuple[int, int, list[int]] | None = None
     for step in range(1, 4):
@@ -47,15 +47,17 @@ def check_rows_with_nan(seed: int, layers: int, rows: int) -> None:
                     bad.append(row)
             ids = torch.randint(-1, 9, (rows, TOP_K), dtype=torch.int32)
             weights = torch.rand(rows, TOP_K)
-            launch_keep(kept, layer, x, output, ids, weights)
-            plain.keep_on_host(layer, x, output, ids, weights)
+            logits = torch.randn(rows, EXPERTS)
+            call = MoeCall(x, output, ids, weights, logits)
+            launch_keep(kept, layer, call)
+            plain.keep_on_host(layer, call)
             if bad and expected is None:
                 expected = (layer + 1, step, bad)
-                tensors = (x.clone(), output.clone(), ids.clone(), weights.clone())
+                tensors = tuple(tensor.clone() for tensor in vars(call).values())
     assert plain.header.tolist() == kept.header.tolist()
     if int(kept.header[COUNT]) <= ROOM:  # else any of them are kept
         order, plain_order = kept.row.argsort(stable=True), plain.row.argsort(stable=True)
-        for name in ("row", "x", "output", "ids", "weights"):
+        for name in ("row", "x", "output", "ids", "weights", "logits"):
             got, same = getattr(kept, name)[order], getattr(plain, name)[plain_order]
             assert torch.equal(got.nan_to_num(), same.nan_to_num()), name
     if expected is None:
@@ -69,7 +71,7 @@ def check_rows_with_nan(seed: int, layers: int, rows: int) -> None:
     found = kept.row[:count].tolist()
     assert set(found) <= set(bad)
     assert len(set(found)) == count
-    for name, tensor in zip(("x", "output", "ids", "weights"), tensors, strict=True):
+    for name, tensor in zip(("x", "output", "ids", "weights", "logits"), tensors, strict=True):
         got = getattr(kept, name)[:count]
         assert torch.equal(got.nan_to_num(), tensor[found].nan_to_num()), name
 
@@ -86,13 +88,13 @@ def check_a_wanted_call() -> None:
     for index in range(3):
         record = source.record.model_copy(update={"layer": f"model.layers.{index}.mlp.experts"})
         keeper.add(WatchedLayer(record, weights))
-    call = [source.tensors[name] for name in ("x", "output", "topk_ids", "topk_weights")]
+    call = MoeCall(*(source.tensors[name] for name in ("x", "output", "topk_ids", "topk_weights")))
     for layer in range(3):
-        keeper.watch(layer, *call)  # a warm-up
+        keeper.watch(layer, call)  # a warm-up
     for _ in range(4):
         keeper.begin(5)
         for layer in range(3):
-            keeper.watch(layer, *call)
+            keeper.watch(layer, call)
         keeper.end()
     keeper.collect()
     (capsule,) = made

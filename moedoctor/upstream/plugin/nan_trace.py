@@ -11,21 +11,17 @@ capture are not recorded. The report is printed when the process ends.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
 import os
 import sys
-from multiprocessing import util
 from typing import Any
 
 from moedoctor.text import escape, print_message, without_commands
 from moedoctor.trace.nan_report import NanReport
+from moedoctor.upstream.plugin.process_end import ProcessEnd
 from moedoctor.upstream.plugin.register import Patch, apply_patches
 from moedoctor.upstream.plugin.steps import Steps
-
-_FIRST = 100
-"""Priority of the finalizer: high ones run first, while the device can still be read."""
 
 
 class EngineTrace:
@@ -174,34 +170,18 @@ class EngineTrace:
         self.state.mirror()  # what follows, such as the sampler, may end the CUDA context
 
 
-class ExitReport:
-    """Prints the report of `trace` once, when this process ends, or a fork of it that made a record.
-
-    vLLM forks its engine through `multiprocessing`. Before Python 3.13 such a child ends without `atexit`: it
-    runs only the finalizers that were registered since the fork.
-    """
+class ExitReport(ProcessEnd):
+    """Prints the report of `trace` once, when this process ends, or a fork of it that made a record."""
 
     def __init__(self, trace: EngineTrace) -> None:
         self.trace = trace
-        self._ready: int | None = None
-        self._printed: int | None = None
-        util.register_after_fork(self, ExitReport.prepare)
-        self.prepare()
-
-    def prepare(self) -> None:
-        """Register for the end of the process that calls this."""
-        if self._ready == os.getpid():
-            return
-        self._ready = os.getpid()
-        atexit.register(self.print)
-        self._finalize: Any = util.Finalize(None, self.print, exitpriority=_FIRST)
+        super().__init__(self.print)
 
     def print(self) -> None:
         """Print the report to standard error, if this process made a record and has not printed it yet."""
         process = os.getpid()
-        if self._printed == process or self.trace.process != process:
+        if self.trace.process != process:
             return
-        self._printed = process
         try:
             report = self.trace.report()
         except Exception as error:  # after an illegal access or an assertion the device cannot be read

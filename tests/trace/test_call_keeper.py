@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moedoctor.trace.moe_recorder import Wish
+from moedoctor.trace.call_keeper import Wish
 from tests.interpreted import needs_triton, run_check
 
 

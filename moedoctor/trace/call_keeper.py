@@ -1,0 +1,291 @@
+"""Records the call of a MoE layer that shows a failure, as a capsule.
+
+`CallKeeper` watches the calls of all layers of one model on one device. It keeps rows of one call on the
+device (`moedoctor.kernels.keep`) and asks the host only between steps, so it also works inside CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from moedoctor.kernels import kept_rows as places
+from moedoctor.kernels.device_guard import interprets
+from moedoctor.kernels.kept_rows import KeptRows, MoeCall
+from moedoctor.reference.agreement import Bounds, agree, relative_error
+from moedoctor.reference.moe_layer import expected_output
+from moedoctor.trace.capsule import MAX_BYTES, Capsule, CapsuleError, Record, fitted
+
+When = Literal["nan", "call", "first", "mismatch"]
+ROWS = 64
+"""Rows of a call that are kept at most."""
+Weights = Callable[[list[int]], Mapping[str, torch.Tensor]]
+"""Expert ids -> the tensors of a capsule that describe these experts; without ``w13`` none are known."""
+
+
+_REASONS = {
+    "nan": "its output holds NaN or Inf, its input does not",
+    "mismatch": "its output is past the bound of the reference",
+}
+
+
+@dataclass(frozen=True)
+class WatchedLayer:
+    """A MoE layer whose calls are watched."""
+
+    record: Record
+    """What a capsule of it says; the call is added."""
+    weights: Weights
+    """Called when a call was kept."""
+    route: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """Returns weights and ids [T, K] for `x` [T, H] and logits [T, E], if the backend routes by itself."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Which call is to be kept."""
+
+    when: When = "nan"
+    layer: str | None = None
+    """``call``: the layer's name, or its end."""
+    call: int = 1
+    """``call``: the number of the layer's call, from 1."""
+    rate: float = 0.0
+    """``mismatch``: the share of steps in which one layer's call is compared with the reference."""
+    max_bytes: int = MAX_BYTES
+
+    @classmethod
+    def parse(cls, text: str, max_bytes: int = MAX_BYTES) -> Wish:
+        """Read ``nan``, ``first``, ``call=LAYER:N`` or ``mismatch=RATE``. Raises ValueError with one line."""
+        kind, _, value = text.strip().partition("=")
+        if kind in ("nan", "") and not value:
+            return cls("nan", max_bytes=max_bytes)
+        if kind == "first" and not value:
+            return cls("first", max_bytes=max_bytes)
+        if kind == "call":
+            layer, _, number = value.rpartition(":")
+            if layer and number.isascii() and number.isdigit() and 1 <= int(number) < 10**9:
+                return cls("call", layer, int(number), max_bytes=max_bytes)
+        if kind == "mismatch":
+            try:
+                rate = float(value)
+            except ValueError:
+                rate = 0.0
+            if 0 < rate <= 1:
+                return cls("mismatch", rate=rate, max_bytes=max_bytes)
+        raise ValueError(f"'{text[:60]}': expected nan, first, call=LAYER:N or mismatch=RATE (0 to 1)")
+
+
+@dataclass
+class CallKeeper:
+    """Watches MoE layers until the wish is fulfilled."""
+
+    wish: Wish
+    keep: Callable[[Capsule], None]
+    """Takes the capsule, once."""
+    lost: Callable[[str], None] = lambda reason: None
+    """Takes one line that says why there will be no capsule."""
+    bounds: Mapping[str, Bounds] = field(default_factory=dict)
+    """``mismatch``: how far a right output may be from the reference, by quantization of activations."""
+    background: bool = False
+    """Whether another thread calls `collect`; if not, each step does."""
+    layers: list[WatchedLayer] = field(default_factory=list)
+    done: bool = False
+    _rows: KeptRows | None = None
+    _launches: bool = False
+    _wanted: int = -1
+    _steps: int = 0
+    _header: torch.Tensor | None = None
+    """int32 [HEADER] in host memory: the header as it was when the last step ended, once that is copied."""
+    _copied: Any = None
+    _free: bool = False
+    """Whether the kept call was right, so that the next step may keep another."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, layer: WatchedLayer) -> int:
+        """Return the number of a layer that is watched from now on."""
+        self.layers.append(layer)
+        return len(self.layers) - 1
+
+    def watch(self, layer: int, call: MoeCall) -> None:
+        """Look at one call. Waits for nothing."""
+        if self.done or not len(call.x):
+            return
+        rows = self._memory(layer, call)
+        if not self._launches:
+            rows.keep_on_host(layer, call)
+            return
+        from moedoctor.kernels.keep import launch_keep
+
+        launch_keep(rows, layer, call)
+
+    def begin(self, real: int) -> None:
+        """Begin a step whose first `real` rows are no padding."""
+        if self.done or self._rows is None:
+            return
+        if not self.background:
+            self.collect(wait=False)
+        if self._free:
+            self._release()
+        if self.done:
+            return
+        self._steps += 1
+        self._choose()
+        if not self._launches:
+            self._rows.begin_on_host(real)
+            return
+        from moedoctor.kernels.keep import launch_step
+
+        launch_step(self._rows, real)
+
+    def end(self) -> None:
+        """End a step: the header travels to the host while other work goes on."""
+        if self.done or self._rows is None:
+            return
+        header = self._rows.header
+        if self._header is None:
+            self._header = torch.zeros(places.HEADER, dtype=torch.int32, pin_memory=header.is_cuda)
+        self._header.copy_(header, non_blocking=True)
+        if header.is_cuda:
+            self._copied = self._copied or torch.cuda.Event()
+            self._copied.record()
+
+    def collect(self, *, wait: bool = True) -> None:
+        """Save the call that was kept, if there is one; without `wait`, only if its header has arrived."""
+        with self._lock:
+            if self.done or self._free or self._header is None:
+                return
+            if self._copied is not None:
+                if not wait and not self._copied.query():
+                    return
+                self._copied.synchronize()
+            if int(self._header[places.OWNER]):
+                self._save()
+
+    # --- Inside -------------------------------------------------------------------------------------------
+
+    def _memory(self, layer: int, call: MoeCall) -> KeptRows:
+        if self._rows is None:
+            self._launches = interprets() or (
+                call.x.is_cuda and importlib.util.find_spec("triton") is not None
+            )
+            record = self.layers[layer].record
+            self._rows = KeptRows.make(
+                ROWS, call.x.shape[1], record.top_k, record.experts, call.x.dtype, call.x.device
+            )
+            self._want(0 if self.wish.when == "nan" else -1, 0)
+        return self._rows
+
+    def _want(self, layer: int, step: int) -> None:
+        """Tell the device what to keep from the next step on."""
+        if layer == self._wanted and layer <= 0:
+            return
+        self._wanted = layer
+        assert self._rows is not None
+        self._rows.header[places.WANTED_STEP].fill_(step)
+        self._rows.header[places.WANTED_LAYER].fill_(layer)
+
+    def _choose(self) -> None:
+        """Choose the call of this step for the wishes that name one."""
+        if self.wish.when == "first":
+            self._want(1, 1)
+        elif self.wish.when == "call":
+            if self._wanted < 0:
+                self._want(1 + self._named(), self.wish.call)
+        elif self.wish.when == "mismatch":
+            chosen = random.random() < self.wish.rate
+            self._want(random.randint(1, len(self.layers)) if chosen else -1, self._steps)
+
+    def _named(self) -> int:
+        """Return the number of the wanted layer; -2 if there is none, which ends the recording."""
+        names = [layer.record.layer for layer in self.layers]
+        wanted = self.wish.layer or ""
+        for number, name in enumerate(names):
+            if name == wanted or name.endswith(f".{wanted}") or f".{wanted}." in f".{name}.":
+                return number
+        self._give_up(f"no MoE layer is called {wanted!r}; expected one such as {names[0]}")
+        return -2
+
+    def _give_up(self, reason: str) -> None:
+        self.done = True
+        self.lost(reason)
+
+    def _release(self) -> None:
+        """Let the next step keep another call."""
+        assert self._rows is not None
+        assert self._header is not None
+        self._rows.header[places.OWNER : places.COUNT + 1] = 0
+        self._header[places.OWNER] = 0
+        self._free = False
+
+    def _save(self) -> None:
+        """Make the capsule of what was kept, unless the reference finds it right."""
+        assert self._rows is not None
+        try:
+            capsule = self._made(self._rows)
+            if self.wish.when == "mismatch" and self._is_right(capsule):
+                self._free = True
+                return
+            self.done = True
+            self.keep(fitted(capsule, self._tokens(capsule), self.wish.max_bytes))
+        except CapsuleError as error:
+            self._give_up(str(error))
+
+    def _tokens(self, capsule: Capsule) -> list[int]:
+        """Return the tokens, those that show the failure best first."""
+        count = len(capsule.tensors["x"])
+        if self.wish.when != "mismatch":
+            return list(range(count))
+        errors = relative_error(capsule.tensors["output"].float(), self._expected(capsule))  # [T]
+        return [int(token) for token in errors.argsort(descending=True)]
+
+    def _expected(self, capsule: Capsule) -> torch.Tensor:
+        return expected_output(capsule.problem(), capsule.record.activations)  # [T, H]
+
+    def _is_right(self, capsule: Capsule) -> bool:
+        if capsule.record.weights == "none":
+            raise CapsuleError("the checkpoint's weights cannot be read, so nothing can be compared")
+        bounds = self.bounds[capsule.record.activations]
+        return agree(capsule.tensors["output"].float(), self._expected(capsule), bounds).right
+
+    def _made(self, rows: KeptRows) -> Capsule:
+        header = rows.header.tolist()  # waits for the device
+        count = min(header[places.COUNT], len(rows.row))
+        layer = self.layers[header[places.OWNER] - 1]
+        record, order = layer.record, rows.row[:count].argsort()  # [R'], programs come in any order
+        part = {name: tensor[:count][order] for name, tensor in vars(rows).items() if name != "header"}
+        if layer.route is not None:
+            part["weights"], part["ids"] = layer.route(part["x"], part["logits"].to(part["x"].dtype))
+        part = {name: tensor.cpu() for name, tensor in part.items()}
+        # Backends may pad the hidden size.
+        call = {name: part[name][:, : record.hidden].contiguous() for name in ("x", "output")}
+        call |= {"topk_ids": part["ids"].int(), "topk_weights": part["weights"].float()}
+        if bool(part["logits"].any()):
+            call["router_logits"] = part["logits"]
+        more = {
+            "reason": _REASONS.get(self.wish.when, "it was asked for"),
+            "call": header[places.OWNED_STEP],
+            "tokens": tuple(part["row"].tolist()),
+            "call_tokens": header[places.ROWS],
+        }
+        return make_capsule(layer, call, more)
+
+
+def make_capsule(layer: WatchedLayer, call: Mapping[str, torch.Tensor], more: Mapping[str, Any]) -> Capsule:
+    """Return the capsule of a call, with the weights of the experts that it uses, `top_k` at least.
+
+    `call` has the tensors of the call by their names in the capsule, `more` fields of its record.
+    """
+    experts = layer.record.experts
+    used = sorted({int(expert) for expert in call["topk_ids"].unique().tolist() if 0 <= expert < experts})
+    spare = (expert for expert in range(experts) if expert not in used)
+    used = sorted([*used, *(next(spare) for _ in range(len(used), layer.record.top_k))])
+    weights = layer.weights(used)
+    record = layer.record.model_copy(update={"weights": "recorded" if "w13" in weights else "none", **more})
+    return Capsule(record, {**call, "expert_ids": torch.tensor(used, dtype=torch.int32), **weights})

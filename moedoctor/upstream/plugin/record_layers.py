@@ -1,0 +1,144 @@
+"""What a recording knows of a MoE layer of vLLM: its record, and its weights."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moedoctor.upstream.plugin.register import FixError, installed_version
+
+logger = logging.getLogger("vllm.moedoctor")
+
+_QUANTIZATIONS = {
+    "UnquantizedFusedMoEMethod": "bf16",
+    "Fp8MoEMethod": "fp8",
+    "ModelOptFp8MoEMethod": "fp8",
+    "CompressedTensorsW8A8Fp8MoEMethod": "fp8",
+    "ModelOptNvFp4FusedMoE": "nvfp4",
+    "CompressedTensorsW4A4Nvfp4MoEMethod": "nvfp4",
+}
+"""Class of a MoE method -> quantization of its weights."""
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_tanh", "relu2_no_mul": "relu2"}
+"""vLLM's names -> ours."""
+
+
+def overwrites(runner: Any) -> bool:
+    """Return whether the experts may write their output over their input."""
+    kernel = getattr(runner._quant_method, "moe_kernel", None)
+    return bool(getattr(kernel, "inplace", False) or getattr(getattr(kernel, "impl", None), "inplace", False))
+
+
+def routes_itself(runner: Any) -> bool:
+    """Return whether the backend takes router logits and chooses the experts inside its kernel."""
+    return bool(getattr(runner._quant_method, "is_monolithic", False))
+
+
+def watched_layer(runner: Any, layer: Any, find: Callable[[], Path | None]) -> Any:
+    """Return the `WatchedLayer` of a MoE layer. Raises FixError if it cannot be recorded."""
+    from moedoctor.trace.call_keeper import WatchedLayer
+    from moedoctor.trace.capsule import Record
+
+    method = runner._quant_method
+    config = method.moe
+    quantization = _QUANTIZATIONS.get(type(method).__name__)
+    if quantization is None:
+        raise FixError(f"{type(method).__name__} holds weights in a way that capsules do not know")
+    activation = _ACTIVATIONS.get(str(config.activation.value))
+    if activation is None:
+        raise FixError(f"its activation is {config.activation.value}; expected {', '.join(_ACTIVATIONS)}")
+    parallel = config.moe_parallel_config
+    sizes = {size: int(getattr(parallel, size, 1)) for size in ("tp_size", "dp_size", "ep_size")}
+    if max(sizes.values()) > 1:
+        raise FixError("its experts are spread over several GPUs; a capsule holds whole experts")
+    record = Record.model_validate(
+        {
+            "layer": str(getattr(layer, "layer_name", "experts")),
+            "hidden": _unpadded(config, "hidden_dim"),
+            "intermediate": _unpadded(config, "intermediate_size_per_partition"),
+            "experts": int(config.num_experts),
+            "top_k": int(config.experts_per_token),
+            "activation": activation,
+            "quantization": quantization,
+            "activations": _quantized_activations(method),
+            "backend": _backend(method),
+            "kernel": {"monolithic": str(routes_itself(runner))},
+            "parallel": sizes,
+            "packages": {"vllm": installed_version(), **_packages()},
+            "environment": _environment(),
+        }
+    )
+    weights = getattr(runner, "routed_experts", layer)
+    route = functools.partial(_route, runner.router) if routes_itself(runner) else None
+    return WatchedLayer(record, functools.partial(_tensors, find, record, weights), route)
+
+
+def _route(router: Any, x: Any, logits: Any) -> tuple[Any, Any]:
+    """Return weights and ids [T, K], as vLLM's own router chooses them."""
+    weights, ids = router.select_experts(hidden_states=x, router_logits=logits)
+    return weights, ids
+
+
+def _unpadded(config: Any, name: str) -> int:
+    """Return a size as the checkpoint has it; some backends pad it."""
+    value = getattr(config, f"{name}_unpadded", None)
+    return int(getattr(config, name) if value is None else value)
+
+
+def _quantized_activations(method: Any) -> str:
+    """Return how the backend quantizes activations: ``none``, ``fp8`` or ``nvfp4``."""
+    kernel = getattr(method, "moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    kind = str(getattr(getattr(experts, "quant_config", None), "quant_dtype", None))
+    if "fp4" in kind:
+        return "nvfp4"
+    return "fp8" if "float8" in kind else "none"
+
+
+def _backend(method: Any) -> str:
+    kernel = getattr(method, "moe_kernel", None)
+    return type(getattr(kernel, "fused_experts", method)).__name__
+
+
+def _packages() -> dict[str, str]:
+    import torch
+
+    return {"torch": str(torch.__version__)}
+
+
+def _environment() -> dict[str, str]:
+    """Return vLLM's and our variables, masked."""
+    from moedoctor.redaction import Redactor
+
+    redactor = Redactor.of_this_process()
+    wanted = ("VLLM_", "MOEDOCTOR_", "CUDA_VISIBLE_DEVICES")
+    return {
+        name: redactor.setting(name, value)[:900]
+        for name, value in sorted(os.environ.items())
+        if name.startswith(wanted)
+    }
+
+
+def _tensors(
+    find: Callable[[], Path | None], record: Any, layer: Any, experts: list[int]
+) -> Mapping[str, Any]:
+    """Return the weights of some experts as the checkpoint has them, and as the backend got them."""
+    from moedoctor.trace.capsule import CapsuleError
+    from moedoctor.trace.expert_weights import ExpertFiles
+
+    own = {
+        f"backend.{name}": parameter.detach()[experts].cpu()
+        for name, parameter in layer.named_parameters(recurse=False)
+        if parameter.dim() and len(parameter) == record.experts
+    }
+    try:
+        folder = find()
+        if folder is None:
+            raise CapsuleError("the model is no local folder with safetensors files")
+        return {**own, **ExpertFiles(folder).capsule_tensors(record.layer, experts, record.quantization)}
+    except CapsuleError as error:
+        logger.warning("moedoctor: record: the capsule is made without the checkpoint's weights: %s", error)
+        return own
