@@ -109,7 +109,7 @@ def step_kernel(header_ptr: tl.tensor, real: tl.tensor) -> None:
     tl.store(header_ptr + _REAL, real)
 
 
-_keep, _step = (QuickLaunch(kernel, triton.__version__) for kernel in (keep_kernel, step_kernel))
+_keep_rows, _count_step = (QuickLaunch(kernel, triton.__version__) for kernel in (keep_kernel, step_kernel))
 
 
 def launch_keep(kept: KeptRows, layer: int, call: MoeCall) -> None:
@@ -128,7 +128,7 @@ def launch_keep(kept: KeptRows, layer: int, call: MoeCall) -> None:
     block = int(min(max(triton.next_power_of_2(hidden), 32), 2048))
     constants = (room, hidden, top_k, experts, has_ids, has_logits, block, triton.next_power_of_2(top_k))
     with on_device(x):
-        _keep(
+        _keep_rows(
             (x.device, *(tensor.dtype for tensor in tensors), *strides, *constants, aligned(*tensors)),
             rows,
             *tensors,
@@ -149,4 +149,4 @@ def launch_keep(kept: KeptRows, layer: int, call: MoeCall) -> None:
 def launch_step(kept: KeptRows, real: int) -> None:
     """Begin the next step, whose first `real` rows are no padding. The first is step 1."""
     with on_device(kept.header):
-        _step((kept.header.device,), 1, kept.header, real, num_warps=1)
+        _count_step((kept.header.device,), 1, kept.header, real, num_warps=1)
