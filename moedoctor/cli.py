@@ -24,6 +24,7 @@ from moedoctor.commands.replay import replay
 from moedoctor.commands.run import run
 from moedoctor.commands.show import show
 from moedoctor.commands.triage import triage
+from moedoctor.origin import ARGUMENTS
 from moedoctor.processes import interrupts
 from moedoctor.processes.streams import run_with_streams
 from moedoctor.text import clean, print_message, print_traceback, without_commands
@@ -88,6 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: list[str] | None) -> int:
     # Pydantic would read the entry points of all packages, and raise for a malformed one.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    ARGUMENTS.set(tuple(sys.argv[1:] if arguments is None else arguments))
     try:
         code: Any = app(arguments, standalone_mode=False)
         return code if isinstance(code, int) else 0

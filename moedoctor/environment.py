@@ -145,6 +145,11 @@ def _container(sources: Sources) -> bool | None:
     return bool(re.search(r"docker|kubepods|containerd|libpod|lxc", cgroup)) if cgroup else None
 
 
+def shown_variables() -> dict[str, str]:
+    """Return the variables of this process that reports show, masked."""
+    return _shown_environment(Sources())
+
+
 def _shown_environment(sources: Sources) -> dict[str, str]:
     redactor = Redactor.of(sources.environ, sources.host())
     names = sorted(name for name in sources.environ if name.startswith(SHOWN_VARIABLES))

@@ -110,7 +110,9 @@ _VERSION_BEFORE = re.compile(
 _VERSION_AFTER = re.compile(
     r"\+|[-_](?:microsoft|generic|py\d|cp\d|cu\d|none|linux|manylinux|rc|dev|post)|\.(?:post|dev|whl|tar|so)"
 )
-_DIGEST_BEFORE = re.compile(r"(?:sha_?\d*|md5|commit|revision|rev|digest|checksum|blob|tree)\W{0,6}$")
+_DIGEST_BEFORE = re.compile(
+    r"(?:sha_?\d*|md5|commit|checkout|revision|rev|digest|checksum|blob|tree)\W{0,6}$"
+)
 _NO_MAIL = re.compile(
     r"git@|.*\.(?:weight|bias|data|grad|transpose|view|shape|dtype|mT|py|so|whl|json|yaml|safetensors)$"
     r"|.*@[\d.]*\w*$",

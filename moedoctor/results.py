@@ -246,6 +246,8 @@ class Report:
     version: str = field(kw_only=True, metadata={"alias": "moedoctor"})
     """moedoctor's own version."""
     command: str
+    origin: Mapping[str, Any] | None = field(default=None, kw_only=True, metadata=_SPARSE)
+    """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
     environment: Mapping[str, Any]
     scenarios: tuple[ScenarioResult, ...]
     findings: tuple[str, ...] = field(default=(), kw_only=True)

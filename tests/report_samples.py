@@ -31,6 +31,31 @@ ENVIRONMENT: dict[str, Any] = {
     "gpus": [{"name": "NVIDIA H200", "memory_bytes": 150754820096}],
 }
 
+ORIGIN: dict[str, Any] = {
+    "date": "2026-11-23T04:05:06Z",
+    "version": "0.1.0",
+    "commit": "0123456789abcdef0123456789abcdef01234567",
+    "dirty": False,
+    "command_line": "moedoctor run MD001",
+    "again": ["git checkout 0123456789abcdef0123456789abcdef01234567", "VLLM_MOE=1 moedoctor run MD001"],
+    "iterations": {"cases_run": 13},
+    "gpu_state": {
+        "interval_seconds": 0.25,
+        "gpus": [
+            {
+                "index": 0,
+                "name": "NVIDIA H200",
+                "samples": 8,
+                "busy_samples": 6,
+                "sm_clock_mhz": {"min": 1965.0, "median": 1980.0, "max": 1980.0},
+                "sm_clock_limit_mhz": 1980.0,
+                "power_limit_watts": 700.0,
+                "throttle_reasons": {"power_cap": 0.5},
+            }
+        ],
+    },
+}
+
 HOSTILE = (
     "[red]no markup[/] | `code` <b>&bold</b> \x1b[31mred\x1b[0m \x00\x07 :smile: %0A::error::x *a* _b_ "
     "[link](https://example.org) @somebody line\r\nend \u202egnp ]]> --> \udc80"
@@ -106,7 +131,8 @@ def full_report() -> Report:
     summary = Summary(
         error=1, absent=1, exit_code=1, cases={"clean": 6}, interrupted=True, reasons=("MD001",)
     )
-    return report(failing, absent, summary=summary, findings=("MD001 faulty: verdict reproduced -> clean",))
+    findings = ("MD001 faulty: verdict reproduced -> clean",)
+    return report(failing, absent, summary=summary, findings=findings, origin=ORIGIN)
 
 
 _texts = st.text(max_size=12)

@@ -52,7 +52,7 @@ def test_the_records_have_the_keys_of_the_schema_in_the_documented_order() -> No
     ):
         assert len(written) == len(dataclasses.fields(kind))
         assert set(written) == set(described["properties"])
-    assert list(DOCUMENT)[:4] == ["schema_version", "moedoctor", "command", "environment"]
+    assert list(DOCUMENT)[:4] == ["schema_version", "moedoctor", "command", "origin"]
     assert first["cases"][0] == {
         "subject": "faulty",
         "tier": "model",

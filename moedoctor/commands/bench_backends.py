@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor import environment
+from moedoctor.bench.gpu_state import sampled
 from moedoctor.bench.moe import backends as registry
 from moedoctor.bench.moe.run import MachineError, measure_machine, measure_tasks
 from moedoctor.bench.moe.task import LayerTask, Routing
@@ -17,6 +18,7 @@ from moedoctor.environment import no_gpu
 from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.layer_shape import QUANTIZATIONS, LayerShape
 from moedoctor.models.presets import find_model
+from moedoctor.origin import origin
 from moedoctor.processes.files import OutputError, stream_of
 from moedoctor.processes.streams import report_loss
 from moedoctor.redaction import Redactor
@@ -156,7 +158,7 @@ def measure(
         roofline, harness = measure_machine(device)
     if not sys.stderr.isatty():  # a log gets one line, a terminal a bar
         _log(f"measuring {', '.join(dict.fromkeys(task.variant.label for task in tasks))}")
-    with progress_bar(remaining=True) as progress:
+    with sampled(facts, device) as readings, progress_bar(remaining=True) as progress:
         rows = measure_tasks(tasks, device, roofline, seconds=timeout, progress=progress)
     if all("unavailable" in row for row in rows):
         reasons = sorted({str(row["unavailable"]) for row in rows})
@@ -170,7 +172,16 @@ def measure(
         harness=harness,
         environment=facts,
         exit_code=1 if any(row.get("wrong") or "failed" in row for row in rows) else 0,
+        origin=origin(
+            variables=facts.get("env"), gpu_state=readings.state, iterations={"rounds": _rounds(rows)}
+        ),
     )
+
+
+def _rounds(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many rounds a time is the median of: ``5 to 15``."""
+    rounds = sorted({row["rounds"] for row in rows if "rounds" in row})
+    return " to ".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))) if rounds else "nothing was timed"
 
 
 def _check_runnable(

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from moedoctor import environment
 from moedoctor.bench.cache.replay import default_capacities, facts_of, replay_trace
+from moedoctor.bench.gpu_state import sampled
 from moedoctor.commands.options import InputError, as_input_error, deliver, numbers
 from moedoctor.environment import no_gpu
+from moedoctor.origin import origin
 from moedoctor.processes import interrupts
 from moedoctor.processes.files import OutputError, stream_of
 from moedoctor.processes.streams import report_loss
@@ -74,7 +76,8 @@ def measure(
     if speed and (reason := no_gpu(machine)):
         raise InputError(f"--speed: {reason}")
     points = replay_trace(trace, capacities=capacities, policies=policies, batch=batch, scope=scope)
-    on_gpu = measure_speed(batch or 1, capacities, str(machine["gpu"])) if speed else Speed()
+    with sampled(machine, "cuda:0" if speed else "cpu") as readings:
+        on_gpu = measure_speed(batch or 1, capacities, str(machine["gpu"])) if speed else Speed()
     redactor = Redactor.of_this_process()
     return CacheBench(
         trace=redactor.text(name),
@@ -89,6 +92,11 @@ def measure(
         measured=on_gpu.measured,
         limits=on_gpu.limits,
         exit_code=1 if any(point.stats.wrong for point in points) or not on_gpu.complete else 0,
+        origin=origin(
+            variables=machine.get("env"),
+            gpu_state=readings.state,
+            iterations={"calls_replayed": facts.calls, **on_gpu.iterations},
+        ),
     )
 
 
@@ -131,6 +139,8 @@ class Speed:
     limits: Rows = ()
     """What the cache is meant to reach, and the verdict."""
     note: str = ""
+    iterations: Mapping[str, int] = field(default_factory=dict)
+    """``rounds`` that a time is the median of, and ``steps_a_round``."""
     complete: bool = True
     """False if it was interrupted or a part failed; `note` says which."""
 
@@ -144,6 +154,7 @@ def measure_speed(
     """
     from moedoctor.bench.cache.limits import judge
     from moedoctor.bench.cache.model import Host, Model
+    from moedoctor.bench.cache.speed import ROUNDS, TOKENS_A_ROUND
 
     model = model or Model()
     tables: dict[str, list[dict[str, Any]]] = {}
@@ -179,7 +190,14 @@ def measure_speed(
     if missing:
         note += f" NOT MEASURED: {'; '.join(missing)}."
     measured = {name: tuple(map(_in_words, table)) for name, table in tables.items()}
-    return Speed(tuple(map(_in_words, rows)), measured, tuple(judge(rows, **tables)), note, not missing)
+    return Speed(
+        tuple(map(_in_words, rows)),
+        measured,
+        tuple(judge(rows, **tables)),
+        note,
+        iterations={"rounds": ROUNDS, "steps_a_round": max(TOKENS_A_ROUND // batch, 1)},
+        complete=not missing,
+    )
 
 
 def _parts(

@@ -10,8 +10,10 @@ from typing import Any
 
 from moedoctor import environment
 from moedoctor.bench import engines
+from moedoctor.bench.gpu_state import sampled
 from moedoctor.commands.options import InputError, deliver, texts
 from moedoctor.environment import no_gpu
+from moedoctor.origin import origin
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.pages.bench_engines import EngineBench, bench_document, bench_page, summary_line
 from moedoctor.text import print_message
@@ -83,7 +85,8 @@ def measure(plan: engines.Plan) -> EngineBench:
     reason = no_gpu(facts) or (None if facts.get("vllm") else "vLLM is not installed here")
     if reason is not None:
         raise InputError(f"--engine: {reason}; expected a GPU and an installed vLLM")
-    rows = engines.measure(plan, progress=print_message)
+    with sampled(facts) as readings:
+        rows = engines.measure(plan, progress=print_message)
     redactor = Redactor.of_this_process()
     return EngineBench(
         model=redactor.text(str(plan.model)),
@@ -93,6 +96,11 @@ def measure(plan: engines.Plan) -> EngineBench:
         rows=redactor.record(tuple(rows)),
         environment=facts,
         exit_code=1 if any("wrong" in row or "failed" in row for row in rows) else 0,
+        origin=origin(
+            variables=facts.get("env"),
+            gpu_state=readings.state,
+            iterations={"rounds": plan.rounds, "repeats": plan.repeats, "new_tokens": plan.tokens},
+        ),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import PageFormat, Tolerance, as_input_error, deliver
+from moedoctor.commands.options import Output, PageFormat, Tolerance, as_input_error, deliver
 
 
 def compare(
@@ -15,6 +15,7 @@ def compare(
     current: Annotated[Path, typer.Argument(metavar="CURRENT", help="The JSON report to judge.")],
     tolerance: Tolerance = None,
     format: PageFormat = "table",
+    output: Output = None,
 ) -> int:
     """Compare two JSON reports.
 
@@ -35,8 +36,10 @@ def compare(
     for name, changes in groups.items():
         if changes:
             page += [Heading(name), Bullets(changes)]
-    page.append(Paragraph(", ".join(f"{len(changes)} {name}" for name, changes in groups.items())))
+    summary = ", ".join(f"{len(changes)} {name}" for name, changes in groups.items())
+    page.append(Paragraph(summary))
     code = 1 if changed.regressions else 0
     reasons = [f"worse than the baseline: {text}" for text in groups["regressions"]]
-    deliver(page, {"command": "compare", **groups}, format=format, code=code, reasons=reasons)
+    document = {"command": "compare", **groups, "summary": {"exit_code": code}}
+    deliver(page, document, format=format, output=output, summary=summary, code=code, reasons=reasons)
     return code

@@ -50,7 +50,7 @@ def list_(
         page = [Paragraph(f"no known failure is about {' '.join(words or ())}; `moedoctor list` shows all")]
     deliver(
         page,
-        {"catalogue": [asdict(row) for row in rows]},
+        {"command": "list", "catalogue": [asdict(row) for row in rows]},
         format=format,
         output=output,
         summary=f"{len(rows)} known failures",

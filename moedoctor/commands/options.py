@@ -271,6 +271,9 @@ def deliver(
 
     redactor = Redactor.of_this_process()
     reasons = redactor.record(tuple(reasons) if code else ())
+    document = {**document_head(document), **document}
+    if document["origin"] is None:  # a stored report of an older release
+        del document["origin"]
     if "summary" in document:
         document = {**document, "summary": {**document["summary"], "reasons": list(reasons)}}
     if format == "json":
@@ -288,6 +291,17 @@ def deliver(
         text = to_text(redactor.record(page), colour=colour, width=width)
     emit(text, output, summary)
     print_reasons(code, reasons)
+
+
+def document_head(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what begins every JSON output. `document` names its command; it may have its own origin."""
+    from moedoctor import __version__, environment
+    from moedoctor.origin import origin
+    from moedoctor.results import SCHEMA_VERSION
+
+    head = {"schema_version": SCHEMA_VERSION, "moedoctor": __version__, "command": document["command"]}
+    stored = "origin" in document
+    return {**head, "origin": None if stored else origin(variables=environment.shown_variables())}
 
 
 def print_reasons(code: int, reasons: Sequence[str]) -> None:

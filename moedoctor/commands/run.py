@@ -103,11 +103,13 @@ def run(
     Without a target, all scenarios that come with moedoctor run. Each case runs in its own process.
     """
     from moedoctor import catalogue, comparison, environment, gate
+    from moedoctor.bench.gpu_state import sampled
+    from moedoctor.origin import origin
     from moedoctor.processes import interrupts
     from moedoctor.reporters.github import step_summary
     from moedoctor.reporters.output import append_step_summary, emit, progress_bar
     from moedoctor.reporters.text import summary_line
-    from moedoctor.results import ReportError, load_report
+    from moedoctor.results import CaseVerdict, ReportError, load_report
     from moedoctor.runner.plan import Options, plan
     from moedoctor.runner.pool import ServerError
     from moedoctor.runner.run import run
@@ -131,8 +133,18 @@ def run(
         if before is not None:
             comparison.check_comparable(before.environment, facts)
     parallel = min(jobs or os.cpu_count() or 1, _MAX_JOBS)
-    with as_input_error(ServerError), progress_bar() as progress:
+    with as_input_error(ServerError), sampled(facts, device) as readings, progress_bar() as progress:
         report = run(plans, facts, parallel=parallel, progress=progress)
+    cases = [case for scenario in report.scenarios for case in scenario.cases]
+    ran = sum(case.verdict is not CaseVerdict.SKIPPED for case in cases)
+    report = replace(
+        report,
+        origin=origin(
+            variables=facts.get("env"),
+            gpu_state=readings.state,
+            iterations={"cases_run": ran, "runs_of_a_case": 1, "at_once_on_the_cpu": parallel},
+        ),
+    )
     if before is not None:
         partial = options.partial or bool(targets)
         changed = comparison.compare(before, report, allowed, partial=partial)

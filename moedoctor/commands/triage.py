@@ -104,6 +104,7 @@ def _document(results: list[tuple[str, Triage]]) -> dict[str, Any]:
         for name, result in results
     ]
     return {
+        "command": "triage",
         "findings": rows("findings"),
         "possible": rows("possible"),
         "near_misses": rows("near_misses"),

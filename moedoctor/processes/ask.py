@@ -128,7 +128,7 @@ def run_module(
             code = child.process.poll()
         took = time.monotonic() - started
         number = None if code is not None else interrupts.requested()
-        ended = Ended(tuple(_answers(answers)), code, child.log.text(), took, seconds, number is not None)
+        ended = Ended(tuple(answers_in(answers)), code, child.log.text(), took, seconds, number is not None)
     if number is not None:
         raise interrupts.Interrupted(number, ended)
     return ended
@@ -298,7 +298,8 @@ def _watch(file: IO[bytes], start: int, watch: Callable[[Any], None]) -> int:
     return start + len(lines)
 
 
-def _answers(file: IO[bytes]) -> Iterator[Any]:
+def answers_in(file: IO[bytes]) -> Iterator[Any]:
+    """Give what a child wrote, up to where it died while it wrote."""
     file.seek(0)
     for line in file.read(_MAX_ANSWER_BYTES).splitlines():
         try:

@@ -36,8 +36,8 @@ Row = dict[str, Any]
 RESIDENT, UNCACHED, PR = "resident", "uncached", "pr37190"
 CHECKED_STEPS = 12
 """Steps before the timed ones whose results are compared."""
-_ROUNDS = 10
-_TOKENS_A_ROUND = 4
+ROUNDS = 10
+TOKENS_A_ROUND = 4
 _SKIPPED_TOKENS = 910
 """Tokens of the trace before the first timed one: thousands would change the hit rates little. The PR's cache
 loses experts at 32 slots and is timed only while it is right; from this token on it is right for long enough.
@@ -211,7 +211,7 @@ class Run:
         recorded: bool,
     ) -> Run:
         start = max((_SKIPPED_TOKENS if skip is None else skip) // batch, CHECKED_STEPS)
-        each = max(_TOKENS_A_ROUND // batch, 1)
+        each = max(TOKENS_A_ROUND // batch, 1)
         ids = trace_ids(model, batch, start + rounds * each, recorded=recorded)
         return cls(model, Inputs.make(model, ids, device), capacity, batch, start, rounds, each, recorded)
 
@@ -266,7 +266,7 @@ def decode(
     capacity: int,
     host: Host | None = None,
     model: Model | None = None,
-    rounds: int = _ROUNDS,
+    rounds: int = ROUNDS,
     skip: int | None = None,
     recorded: bool = False,
 ) -> list[Row]:

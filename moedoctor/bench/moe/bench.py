@@ -205,7 +205,7 @@ def _memory(prepared: Prepared, call: Callable[[], object], device: str) -> dict
 def _time_facts(
     times: LayerTimes, work: Mapping[str, int], roofline: Roofline, activations: str
 ) -> dict[str, Any]:
-    facts: dict[str, Any] = {"timed": times.how}
+    facts: dict[str, Any] = {"timed": times.how, "rounds": times.time.samples}
     for name, spread in (("time_us", times.time), ("warm_us", times.warm), ("eager_us", times.eager)):
         if spread is not None:
             facts |= spread.row(name, digits=3)

@@ -33,6 +33,8 @@ class BackendBench:
     harness: Mapping[str, Any]
     environment: Mapping[str, Any]
     exit_code: int = 0
+    origin: Mapping[str, Any] | None = None
+    """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
 
 
 def bench_document(bench: BackendBench) -> dict[str, Any]:
@@ -41,6 +43,7 @@ def bench_document(bench: BackendBench) -> dict[str, Any]:
     return {
         "moedoctor": moedoctor.__version__,
         "command": "bench",
+        "origin": bench.origin,
         "environment": bench.environment,
         "scenarios": [],
         "bench": {"backends": {name: getattr(bench, name) for name in facts}},
@@ -66,6 +69,7 @@ def from_dict(document: Any) -> BackendBench:
         if no_result and not isinstance(row.get("wrong"), str):
             raise ReportError("report", f"{where}.wrong: must be text")
     record = {**backends, "environment": environment, "exit_code": summary.get("exit_code")}
+    record["origin"] = document.get("origin")
     return from_json(BackendBench, record)
 
 

@@ -42,6 +42,8 @@ class CacheBench:
     speed_note: str = ""
     """On what model and machine the speed was measured, or why it was not."""
     exit_code: int = 0
+    origin: Mapping[str, Any] | None = None
+    """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
 
 
 def bench_document(bench: CacheBench) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def bench_document(bench: CacheBench) -> dict[str, Any]:
     return {
         "moedoctor": moedoctor.__version__,
         "command": "bench",
+        "origin": bench.origin,
         "environment": bench.environment,
         "scenarios": [],
         "bench": {
@@ -109,6 +112,7 @@ def from_dict(document: Any) -> CacheBench:
             "points": points,
             "environment": document["environment"],
             "exit_code": document["summary"]["exit_code"],
+            "origin": document.get("origin"),
         }
     except (KeyError, TypeError) as error:
         raise ReportError("report", f"is not from `bench --cache`: {error}") from None

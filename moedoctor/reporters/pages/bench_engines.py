@@ -26,6 +26,8 @@ class EngineBench:
     rows: tuple[Mapping[str, Any], ...]
     environment: Mapping[str, Any]
     exit_code: int = 0
+    origin: Mapping[str, Any] | None = None
+    """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
 
 
 _FACTS = ("model", "tokens", "max_lead", "arguments", "rows")
@@ -36,6 +38,7 @@ def bench_document(bench: EngineBench) -> dict[str, Any]:
     return {
         "moedoctor": moedoctor.__version__,
         "command": "bench",
+        "origin": bench.origin,
         "environment": bench.environment,
         "scenarios": [],
         "bench": {"engines": {name: getattr(bench, name) for name in _FACTS}},
@@ -50,6 +53,7 @@ def from_dict(document: Any) -> EngineBench:
             **document["bench"]["engines"],
             "environment": document["environment"],
             "exit_code": document["summary"]["exit_code"],
+            "origin": document.get("origin"),
         }
     except (KeyError, TypeError) as error:
         raise ReportError("report", f"is not from `bench --engine`: {error}") from None

@@ -78,7 +78,7 @@ class Explained:
 
     def document(self) -> dict[str, Any]:
         """Return the JSON document."""
-        return asdict(self)
+        return {"command": "explain", **asdict(self)}
 
     def page(self) -> list[Block]:
         """Return the page, with a heading for everything that is known."""

@@ -111,7 +111,7 @@ def small(model: Model) -> Iterator[None]:
             (speed, "moe_forward", forward),
             (speed, "PLAIN_BYTES", 1 << 10),
             (speed, "CHECKED_STEPS", 2),
-            (speed, "_TOKENS_A_ROUND", 1),
+            (speed, "TOKENS_A_ROUND", 1),
             (speed, "decode", functools.partial(speed.decode, rounds=1, skip=120)),
             (
                 speed,
