@@ -27,7 +27,7 @@ from moedoctor.commands.triage import triage
 from moedoctor.origin import ARGUMENTS
 from moedoctor.processes import interrupts
 from moedoctor.processes.streams import run_with_streams
-from moedoctor.text import clean, print_message, print_traceback, without_commands
+from moedoctor.text import clean, missing_torch, print_message, print_traceback, without_commands
 
 EPILOG = (
     "Exit codes: 0 nothing found, 1 something found, 2 wrong usage or bad input, 3 an error in moedoctor."
@@ -116,6 +116,9 @@ def _usage_error(error: Exception, arguments: list[str]) -> int:
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
         print_message(f"{' '.join(message.split()).rstrip('.')}{hint}", arguments)
+        return 2
+    if needed := missing_torch(error):
+        print_message(needed)
         return 2
     if isinstance(error, FileNotFoundError) and (problem := _missing_place(error)):
         print_message(problem)

@@ -263,6 +263,23 @@ def message_line(text: str, inputs: Iterable[str] = ()) -> str:
     return without_commands(line)
 
 
+def missing_package(package: str, extra: str) -> str:
+    """Return what to do without an optional package, which an extra of moedoctor brings."""
+    return (
+        f"this needs {package}, which this Python lacks: pip install {package}, or install moedoctor[{extra}]"
+    )
+
+
+def missing_torch(error: BaseException | str) -> str | None:
+    """Return what to do if an exception, or its last line, says that torch or Triton is not installed.
+
+    Only a package that is not there is meant: if an installed one cannot be imported, that is a finding.
+    """
+    text = str(error) if isinstance(error, ModuleNotFoundError | str) else ""
+    match = re.search(r"No module named '(torch|triton)'", text)
+    return missing_package(match[1], "torch") if match else None
+
+
 def print_traceback(mask: Callable[[str], str]) -> None:
     """Print the traceback of the exception that is being handled on stderr, each line masked and escaped."""
     import traceback

@@ -27,6 +27,7 @@ from moedoctor.processes import interrupts
 from moedoctor.processes.deaths import first_line, signal_name
 from moedoctor.processes.guardian import NO_FOLDER
 from moedoctor.results import plain
+from moedoctor.text import missing_torch
 
 CACHES = (
     "XDG_CACHE_HOME",
@@ -81,6 +82,8 @@ class Ended:
         last_words = first_line(lines[-1]) if lines else "it printed nothing"
         if self.code == NO_FOLDER:
             return last_words
+        if self.code > 0 and (missing := missing_torch(last_words)):
+            return missing
         ended = f"killed by {signal_name(-self.code)}" if self.code < 0 else f"exit status {self.code}"
         return f"{ended}: {last_words}"
 

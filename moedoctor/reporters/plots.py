@@ -1,6 +1,6 @@
 """Line charts: as an SVG file by matplotlib, and as text for a terminal by plotext.
 
-Both libraries are optional (``pip install 'moedoctor[plots]'``).
+Both libraries are optional: the extra ``moedoctor[plots]`` brings them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.processes.files import write
-from moedoctor.text import one_line
+from moedoctor.text import missing_package, one_line
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195", "#8c6d31")
 """Distinct for people with any kind of colour vision (Okabe and Ito), and two more."""
@@ -126,7 +126,7 @@ def terminal_chart(
     plot = import_library("plotext")
     figure = getattr(plot, "figure", None)
     if figure is None:
-        raise PlotError("plotext is older than 6: pip install -U 'moedoctor[plots]'")
+        raise PlotError("plotext is older than 6: pip install -U plotext")
     levels = log_ticks(series) if log_y else []
     figure.clear()
     figure.theme("colorless")
@@ -161,7 +161,7 @@ def import_library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         package = name.partition(".")[0]
-        raise PlotError(f"{package} is not installed: pip install 'moedoctor[plots]'") from None
+        raise PlotError(missing_package(package, "plots")) from None
 
 
 def log_ticks(series: Sequence[Series]) -> list[float]:

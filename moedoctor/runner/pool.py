@@ -25,6 +25,7 @@ from moedoctor.processes import deaths, interrupts
 from moedoctor.processes.ask import Child, absolute
 from moedoctor.results import Crash, Death, Observation, Outcome, Skip, plain
 from moedoctor.runner.child import Request
+from moedoctor.text import missing_torch
 
 _GRACE_SECONDS = 10.0
 """The time that the fork server has to end a job, and what that started; it needs milliseconds."""
@@ -60,7 +61,7 @@ class RunInterruptedError(Exception):
 
 
 class ServerError(Exception):
-    """A fork server that does not start; one line says why."""
+    """A fork server that does not start, or lacks torch; one line says why."""
 
 
 def run_requests(
@@ -70,7 +71,8 @@ def run_requests(
 
     Most want a GPU of their own; see `Request.together`.
     Returns them in the order of `requests`. Raises RunInterruptedError, with all children killed, on Ctrl-C,
-    SIGTERM and SIGHUP, and ServerError if no process can be started.
+    SIGTERM and SIGHUP, and ServerError if no process can be started or a request needs a torch that is not
+    installed.
     """
     run = _Run(requests, parallel, on_finished)
     with interrupts.held():
@@ -142,6 +144,10 @@ class _Run:
         self.running = {}
 
     def finish(self, index: int, outcome: Outcome) -> None:
+        if isinstance(outcome, Crash) and outcome.death is Death.BROKEN_LIBRARY:
+            needed = missing_torch(outcome.message)
+            if needed:
+                raise ServerError(f"{self.requests[index].fault}: {needed}")
         done = Finished(index, outcome, time.monotonic() - self.running.pop(index).started)
         self.finished[index] = done
         self.on_finished(done)

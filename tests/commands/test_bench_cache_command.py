@@ -94,7 +94,7 @@ def test_without_matplotlib_the_report_comes_without_pictures(
     report = tmp_path / "cache.md"
     code, _, err = run(capsys, "--trace", ZIPF, "--format", "markdown", "-o", str(report))
     assert code == 0
-    assert "matplotlib is not installed: pip install 'moedoctor[plots]'" in err
+    assert "needs matplotlib, which this Python lacks: pip install matplotlib" in err
     assert ".svg" not in report.read_text(encoding="utf-8")
 
 

@@ -103,9 +103,9 @@ def test_no_lines_are_refused(tmp_path: Path) -> None:
 def test_a_missing_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "plotext", None)
-    with pytest.raises(PlotError, match=r"matplotlib is not installed: pip install 'moedoctor\[plots\]'"):
+    with pytest.raises(PlotError, match=r"needs matplotlib, .*: pip install matplotlib"):
         line_chart(tmp_path / "a.svg", title="t", x_label="x", y_label="y", series=LINES)
-    with pytest.raises(PlotError, match="plotext is not installed"):
+    with pytest.raises(PlotError, match="needs plotext"):
         terminal_chart(title="t", x_label="x", y_label="y", series=LINES)
 
 

@@ -119,7 +119,9 @@ def fact_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "GPU", _gpus(facts.get("gpus"))
     driver, cuda = facts.get("driver"), facts.get("cuda_driver")
     yield "driver", f"{driver} (CUDA {cuda})" if driver and cuda else str(driver or "none")
-    built = f"torch is built for {facts['torch_cuda']}" if facts.get("torch_cuda") else "torch without CUDA"
+    built = "torch without CUDA" if facts.get("torch") else "no torch"
+    if facts.get("torch_cuda"):
+        built = f"torch is built for {facts['torch_cuda']}"
     compiler = f"nvcc {facts['nvcc']}" if facts.get("nvcc") else "no nvcc"
     yield "CUDA toolkit", f"{compiler}, {built}"
     yield "system", _system(facts)

@@ -138,10 +138,13 @@ def _outcomes(id: str, text: str, reports: Sequence[tuple[str, Report]]) -> Iter
 
 
 def _reports() -> Sequence[tuple[str, Report]]:
-    """Return (machine, report) of the evidence that comes with moedoctor, without the baselines of CI."""
+    """Return (machine, report) of the evidence that comes with moedoctor, without the baselines of CI.
+
+    The folder `plugin` holds the sources that the fixes were checked against, and no report.
+    """
     reports = []
     for file in sorted(reports_folder().glob("*/*.json")):
-        if file.parent.name == "baselines":
+        if file.parent.name in ("baselines", "plugin"):
             continue
         try:
             reports.append((file.parent.name, load_report(file)))

@@ -1,0 +1,165 @@
+"""Without torch: what answers, and the line that the rest prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from moedoctor.cli import app
+from moedoctor.text import missing_torch
+from tests.capsules import make_capsule
+from tests.checkpoints_of_tests import modelopt
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDS_TORCH = missing_torch("No module named 'torch'") or "?"
+BASELINE = str(ROOT / "reports" / "baselines" / "cpu.json")
+
+# Command -> its arguments and exit code. `check` finds no vLLM in this Python: 2, with a report on stdout.
+ANSWERS: Mapping[str, tuple[str, int]] = {
+    "check": ("--release 0.33.0 --sm 12.0", 1),
+    "triage": ("server.log", 1),
+    "explain": ("MD001", 0),
+    "list": ("", 0),
+    "backends": ("--sm 12.0 --release 0.33.0 -- vllm serve MODEL --moe-backend marlin", 0),
+    "lint": ("checkpoint", 0),
+    "audit": ("checkpoint", 0),
+    "plan": ("--model qwen3-30b-a3b --gpu-memory 80", 0),
+    "compare": (f"{BASELINE} {BASELINE}", 0),
+    "show": (BASELINE, 0),
+}
+# Commands that compute need torch for some or all of what they do.
+NEED_TORCH: Mapping[str, str] = {
+    "run": "MD001",
+    "bench": "--backend REFERENCE",
+    "replay": "call.moecapsule",
+    "capsule": "show call.moecapsule",
+}
+ALSO_ANSWER = (
+    "run MD009",
+    "bench --cache --trace zipf --capacity 8",
+    "lint checkpoint --fix copy",
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the commands read."""
+    from moedoctor.trace.capsule import save
+
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "server.log").write_text("RuntimeError: b_scales is not on GPU\n")
+    modelopt().write(folder / "checkpoint")
+    save(make_capsule("nvfp4"), folder / "call.moecapsule")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def blocked(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """Variables under which torch, Triton and numpy are not there, for children too."""
+    folder = tmp_path_factory.mktemp("blocked")
+    for name in ("torch", "triton", "numpy"):
+        missing = f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')\n"
+        (folder / f"{name}.py").write_text(missing)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
+
+
+@pytest.fixture(scope="module")
+def ended(place: Path, blocked: Mapping[str, str]) -> Mapping[str, Any]:
+    """Run all lines in interpreters without torch: line -> exit code, stdout, stderr."""
+    lines = [f"{name} {words}" for name, (words, _) in ANSWERS.items()]
+    lines += [f"{name} {words}" for name, words in NEED_TORCH.items()]
+    code = """
+import contextlib, io, json, sys
+from moedoctor.cli import main
+results = {}
+for line in sys.argv[1:]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(line.split())
+    results[line] = (code, out.getvalue(), err.getvalue())
+print("RESULTS", json.dumps(results))
+"""
+    answer = _run([sys.executable, "-c", code, *lines, *ALSO_ANSWER], place, blocked)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout.rpartition("RESULTS ")[2])
+
+
+def _run(command: Sequence[str], place: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        capture_output=True,
+        encoding="utf-8",
+        cwd=place,
+        env=dict(environ),
+        timeout=300,
+        check=False,
+    )
+
+
+def test_every_command_is_tried_without_torch() -> None:
+    commands: Any = get_command(app)
+    assert set(commands.commands) == {*ANSWERS, *NEED_TORCH}
+
+
+@pytest.mark.parametrize("command", ANSWERS)
+def test_what_answers_without_torch_answers(ended: Mapping[str, Any], command: str) -> None:
+    words, expected = ANSWERS[command]
+    code, out, err = ended[f"{command} {words}"]
+    assert (code, bool(out.strip())) == (expected, True), out + err
+    assert "torch" not in err
+
+
+@pytest.mark.parametrize("line", ALSO_ANSWER)
+def test_a_part_of_a_command_answers_without_torch(ended: Mapping[str, Any], line: str) -> None:
+    code, out, err = ended[line]
+    assert code == 0, out + err
+
+
+@pytest.mark.parametrize("command", NEED_TORCH)
+def test_what_needs_torch_says_so_in_one_line(ended: Mapping[str, Any], command: str) -> None:
+    code, out, err = ended[f"{command} {NEED_TORCH[command]}"]
+    assert (code, out) == (2, ""), err
+    assert err.splitlines()[-1].endswith(NEEDS_TORCH)
+    assert "Traceback" not in err
+    assert "pip install torch" in NEEDS_TORCH
+
+
+def test_a_torch_that_is_there_and_broken_is_another_matter() -> None:
+    assert missing_torch(ImportError("libcudart.so.13: cannot open shared object file")) is None
+    assert missing_torch(ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")) is None
+
+
+@pytest.mark.slow
+def test_the_wheel_answers_in_an_environment_without_torch(place: Path, tmp_path: Path) -> None:
+    """Build the wheel, install it as a person would, and run every command."""
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    built = _run([*pip, str(ROOT), "-w", str(tmp_path)], tmp_path, os.environ)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size < 3_000_000
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    bin = tmp_path / "venv" / "bin"
+    assert _run([sys.executable, "-m", "venv", str(bin.parent)], tmp_path, environ).returncode == 0
+    installed = _run([str(bin / "pip"), "install", "-q", str(wheel)], tmp_path, environ)
+    if "No matching distribution" in installed.stderr or "ConnectionError" in installed.stderr:
+        pytest.skip(f"needs a package index: {installed.stderr.strip().splitlines()[-1]}")
+    assert installed.returncode == 0, installed.stderr
+    heavy = "import importlib.util as u; print([n for n in ('torch', 'triton', 'numpy') if u.find_spec(n)])"
+    assert _run([str(bin / "python"), "-c", heavy], tmp_path, environ).stdout.strip() == "[]"
+    for command, (words, expected) in ANSWERS.items():
+        answer = _run([str(bin / "moedoctor"), command, *words.split()], place, environ)
+        assert (answer.returncode, bool(answer.stdout.strip())) == (expected, True), answer.stderr
+        assert "torch" not in answer.stderr
+    for command, words in NEED_TORCH.items():
+        answer = _run([str(bin / "moedoctor"), command, *words.split()], place, environ)
+        assert (answer.returncode, answer.stdout) == (2, ""), answer.stderr
+        assert answer.stderr.splitlines()[-1].endswith(NEEDS_TORCH)
+        assert "Traceback" not in answer.stderr
