@@ -155,7 +155,10 @@ def test_the_installed_release_answers_as_restated() -> None:
     for gpu, cuda, text in itertools.product(MOE_GPUS, CUDAS, LISTS):
         real = context.resolve(gpu, cuda, text)
         restated = moe_targets(context.release, capability=gpu, cuda=cuda, arch_list=text)
-        assert (real.targets, bool(real.error)) == (restated.targets, bool(restated.error)), (gpu, cuda, text)
+        targets = real.targets
+        if Version(context.release) < Version("0.6.6"):  # a set there, in any order
+            targets = tuple(sorted(targets, key=restated.targets.index))
+        assert (targets, bool(real.error)) == (restated.targets, bool(restated.error)), (gpu, cuda, text)
 
 
 @pytest.mark.upstream
