@@ -153,7 +153,7 @@ def test_the_same_as_vllm() -> None:
     if "swizzle" in inspect.signature(read).parameters:
         theirs = read(q.block_scales, q.global_scale, torch.float32, 16, swizzle=False)
     else:  # up to 0.19.1 block scales are in tiles
-        theirs = read(tiled_scales(q.block_scales), q.global_scale, torch.float32, device, 16)
+        theirs = read(tiled_scales(q.block_scales), 1 / q.global_scale, torch.float32, device, 16)
     assert torch.allclose(dequantize(q), theirs, rtol=1e-6, atol=0)
     codes, scales = utils.ref_nvfp4_quant(w, 1 / q.global_scale, 16)
     assert torch.equal(scales, q.block_scales.float())

@@ -36,7 +36,7 @@ class OffloadNoop(Fault):
     lab = "moedoctor.faults.offload.offload_noop_lab"
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
-        return (parameters["cause"] == "v2_runner") == (tier is Tier.ENGINE)
+        return tier is Tier.ENGINE or parameters["cause"] == "repacked"
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         asked, on_host = observation.evidence["asked_bytes"], observation.evidence["host_bytes"]

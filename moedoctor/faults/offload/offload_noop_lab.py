@@ -14,16 +14,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from moedoctor.faults.offload.offload_noop import OffloadNoopParameters
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Observation, UnavailableError
 from moedoctor.upstream.engine.engine import EngineResult
 from moedoctor.upstream.engine.experiment import checkpoints, run_trials
 from moedoctor.upstream.engine.offload_table import EAGER, UVA, trial
 from moedoctor.upstream.plugin.offload_fix import MARK, taking_off
+from moedoctor.upstream.plugin.register import installed_version
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
 EXPERTS, ROWS, COLUMNS = 8, 256, 128
@@ -34,6 +36,10 @@ REPACKED: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 }
 """What repacking makes of each: another shape and type as for Marlin, or the same with other bytes."""
 _HOST = ("host", "cpu")
+V2_OFFLOADS = Version("0.28.0")
+"""The first release whose V2 model runner installs the offloader."""
+REPACKS_TO_GPU = Version("0.33.0")
+"""The first release that leaves repacked weights on the GPU."""
 
 Replace = Callable[[nn.Module, str, torch.Tensor], None]
 """(layer, name, data): gives a parameter new data."""
@@ -54,11 +60,13 @@ def library(case: Case, parameters: OffloadNoopParameters, release: ReleaseSourc
 
 
 def engine(case: Case, parameters: OffloadNoopParameters, release: None) -> Observation:
-    """One engine with its expert weights offloaded: on the V2 model runner, for `fixed` on the older one.
+    """One engine with its expert weights offloaded, as MARLIN repacks them.
 
-    Raises UnavailableError, RuntimeError.
+    `v2_runner`: on the V2 model runner, for `fixed` on the older one. `repacked`: on the older one, for
+    `fixed` with the plug-in's fix. Raises UnavailableError if this release cannot have the failure, and
+    RuntimeError.
     """
-    environ = {"VLLM_USE_V2_MODEL_RUNNER": "0" if case.subject == "fixed" else "1"}
+    environ = engine_variables(parameters.cause, case.subject == "fixed", Version(installed_version()))
     with checkpoints("nvfp4") as folders:
         uva = trial("NVFP4 MARLIN", EAGER, UVA, folders["nvfp4"])
         request = replace(
@@ -69,6 +77,19 @@ def engine(case: Case, parameters: OffloadNoopParameters, release: None) -> Obse
         )
         (ran,) = run_trials([replace(uva, request=request, control=None)])
     return Observation(engine_evidence(ran.result, environ))
+
+
+def engine_variables(cause: str, fixed: bool, release: Version) -> dict[str, str]:
+    """Return the variables of an engine. Raises UnavailableError if `release` cannot have the failure."""
+    if cause == "repacked":
+        if release < REPACKS_TO_GPU:
+            raise UnavailableError(
+                f"vLLM {release} offloads again what it repacks; {REPACKS_TO_GPU} does not"
+            )
+        return {"VLLM_USE_V2_MODEL_RUNNER": "0", **({"MOEDOCTOR_FIXES": "offload"} if fixed else {})}
+    if release >= V2_OFFLOADS:
+        raise UnavailableError(f"the V2 model runner offloads from vLLM {V2_OFFLOADS} on; this is {release}")
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0" if fixed else "1"}
 
 
 def engine_evidence(result: EngineResult, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -343,20 +343,19 @@ def planted_nan(given: ClaimCases) -> ClaimJudgement:
     clean = [row for row in ran if row["planted"] == "nothing"]
     missed = [row for row in planted if (row["first_step"], row["first_point"]) != (2, _FIRST_ATTENTION)]
     false = [row for row in clean if row["first_step"] or not row["routers_watched"]]
-    lower = [row for row in clean if row["first_token"] < _FIRST_NAN_TOKEN]  # planted elsewhere
+    elsewhere = [row for row in ran if row["first_token"] != row["planted_token"]]
     reason = (
         f"{len(planted) - len(missed)} of {len(planted)} engines with a planted NaN name its place, "
         f"{len(clean) - len(false)} of {len(clean)} without one report none"
     )
     holds = given.keeps("max_missed", len(missed)) and given.keeps("max_false", len(false))
     absent = [f"{row['runner']}, {row['mode']}: {_why_absent(row)}" for row in given_rows if row not in ran]
-    if lower or (holds and (absent or not planted or not clean)):
+    if elsewhere or (holds and (absent or not planted or not clean)):
         return untested("; ".join((reason, *absent)), {"rows": given_rows})
     return decide(holds, {"rows": given_rows}, reason)
 
 
 _FIRST_ATTENTION = "model.layers.0.self_attn.attn"
-_FIRST_NAN_TOKEN = 256
 
 
 def _why_absent(row: Mapping[str, Any]) -> str:

@@ -324,8 +324,10 @@ def _resize(worker: Any, options: CacheOptions, logged: int = 0) -> dict[str, An
             layer.keep_ids(_LOGGED_CALLS, logged * layer.top_k)
     gc.collect()
     torch.cuda.empty_cache()
+    # MARLIN's locks in 0.33.0 belong to a stream, and graphs are captured on another one than before.
+    importlib.import_module("vllm.v1.worker.workspace").unlock_workspace()
     with importlib.import_module("vllm.config").set_current_vllm_config(worker.vllm_config):
-        runner.capture_model()
+        runner.capture_model()  # locks it again
     return {
         "layers": len(layers),
         "engine": layers[0].cache.engine,

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 from engine_stub import answered, died
+from packaging.version import Version
 
+from moedoctor.faults.offload import offload_noop_lab
 from moedoctor.faults.offload.offload_noop import OffloadNoop
 from moedoctor.faults.offload.offload_noop_lab import engine_evidence, places, remembering
-from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier
+from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier, UnavailableError
 from moedoctor.runner.plan import Options, plan
 from moedoctor.scenario.targets import builtin_file, load_scenario
 from moedoctor.upstream.engine import engine as engine_module
@@ -98,7 +100,11 @@ def test_the_plan_holds_each_point_at_its_own_tiers() -> None:
     points = {(item.case.subject, item.case.tier.value, item.case.parameters["cause"]) for item in planned}
     assert points == {
         *((subject, "model", "repacked") for subject in ("faulty", "fixed")),
-        *((subject, "engine", "v2_runner") for subject in ("faulty", "fixed")),
+        *(
+            (subject, "engine", cause)
+            for subject in ("faulty", "fixed")
+            for cause in ("repacked", "v2_runner")
+        ),
         ("installed", "library", "repacked"),
         *((f"vllm@{release}", "library", "repacked") for release in ("0.33.0", "0.32.0")),
     }
@@ -120,11 +126,27 @@ def engine(place: str) -> EngineResult:
     ("place", "expected"),
     [("host", CaseVerdict.CLEAN), ("cpu", CaseVerdict.CLEAN), ("device", CaseVerdict.REPRODUCED)],
 )
-@pytest.mark.parametrize(("subject", "runner"), [("faulty", "1"), ("fixed", "0")])
+@pytest.mark.parametrize(
+    ("release", "cause", "subject", "runner", "fixes"),
+    [
+        ("0.27.1", "v2_runner", "faulty", "1", None),
+        ("0.27.1", "v2_runner", "fixed", "0", None),
+        ("0.33.0", "repacked", "faulty", "0", None),
+        ("0.33.0", "repacked", "fixed", "0", "offload"),
+    ],
+)
 def test_an_engine_is_judged_by_the_place_of_its_weights(
-    monkeypatch: pytest.MonkeyPatch, place: str, expected: CaseVerdict, subject: str, runner: str
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    expected: CaseVerdict,
+    release: str,
+    cause: str,
+    subject: str,
+    runner: str,
+    fixes: str | None,
 ) -> None:
     def run_engine(request: EngineRequest) -> EngineResult:
+        assert request.environ["MOEDOCTOR_FIXES"] == (fixes or "")
         assert request.environ["VLLM_USE_V2_MODEL_RUNNER"] == runner
         assert request.arguments["cpu_offload_params"] == ["w13_weight", "w2_weight"]
         assert (request.probe_when, request.probe_options) == ("before", {"names": "experts"})
@@ -133,8 +155,15 @@ def test_an_engine_is_judged_by_the_place_of_its_weights(
 
     monkeypatch.setattr(engine_module, "need_engine", lambda: None)
     monkeypatch.setattr(engine_module, "run_engine", run_engine)
-    case = run_case(OffloadNoop(), subject, Tier.ENGINE, cause="v2_runner")
+    monkeypatch.setattr(offload_noop_lab, "installed_version", lambda: release)
+    case = run_case(OffloadNoop(), subject, Tier.ENGINE, cause=cause)
     assert (case.evidence["asked_bytes"], case.verdict) == (64, expected)
+
+
+@pytest.mark.parametrize(("cause", "release"), [("v2_runner", "0.28.0"), ("repacked", "0.30.0")])
+def test_a_release_that_cannot_have_the_failure_is_skipped(cause: str, release: str) -> None:
+    with pytest.raises(UnavailableError, match=release):
+        offload_noop_lab.engine_variables(cause, fixed=False, release=Version(release))
 
 
 def test_an_engine_that_did_not_run_is_no_evidence() -> None:

@@ -246,7 +246,7 @@ class Llm:
         return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=ids[1:])]) for ids in tokens]
 
 
-VLLM = types.SimpleNamespace(cleared=[], wrapper=types.SimpleNamespace(graph_pool=None))
+VLLM = types.SimpleNamespace(cleared=[], unlocked=[], wrapper=types.SimpleNamespace(graph_pool=None))
 
 
 @pytest.fixture
@@ -256,6 +256,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
     for layer in model.layers:
         install(layer, CacheOptions(3), torch.device("cpu"), captured=False)
     VLLM.cleared.clear()
+    VLLM.unlocked.clear()
     graphs = types.ModuleType("vllm.compilation.cuda_graph")
     graphs.CUDAGraphWrapper = types.SimpleNamespace(  # type: ignore[attr-defined]
         clear_all_graphs=lambda: VLLM.cleared.append(1), _all_instances=[VLLM.wrapper]
@@ -265,7 +266,9 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
     config.set_current_vllm_config = lambda config: torch.no_grad()  # type: ignore[attr-defined]
     vllm = types.ModuleType("vllm")
     vllm.SamplingParams = lambda **given: types.SimpleNamespace(**given)  # type: ignore[attr-defined]
-    for module in (graphs, config, vllm):
+    workspace = types.ModuleType("vllm.v1.worker.workspace")
+    workspace.unlock_workspace = lambda: VLLM.unlocked.append(1)  # type: ignore[attr-defined]
+    for module in (graphs, config, vllm, workspace):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     give = HostExperts.give
     monkeypatch.setattr(
@@ -293,7 +296,7 @@ def test_one_engine_decodes_with_caches_of_every_size(llm: Llm) -> None:
     assert resident["hit_rate"] is None
     assert held["expert_bytes"] < resident["expert_bytes"]
     assert VLLM.wrapper.graph_pool == (0, 5), "one for each size, and one for the recorded run"
-    assert len(VLLM.cleared) == llm.worker.model_runner.captured == 5
+    assert len(VLLM.cleared) == len(VLLM.unlocked) == llm.worker.model_runner.captured == 5
     for row in rows.values():
         assert row["tokens"] == rows[EXPERTS, row["batch"]]["tokens"]
         assert len(row["rounds"]) == 2

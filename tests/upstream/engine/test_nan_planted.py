@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,25 +11,24 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from moedoctor.faults.routing.nan_routing import _FIRST_NAN_TOKEN, NanRouting
+from moedoctor.faults.routing.nan_routing import NanRouting
 from moedoctor.interfaces import Measurement
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.results import ClaimVerdict, Observation
 from moedoctor.upstream.engine import engine, nan_planted
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
-from moedoctor.upstream.engine.nan_planted import NOTHING, PROMPT, VOCABULARY
+from moedoctor.upstream.engine.nan_planted import NOTHING
 
 FOUND = {"what": "NaN", "point": "model.layers.0.self_attn.attn", "step": 2}
 
 
-def test_only_embeddings_outside_the_prompt_are_made_nan(tmp_path: Path) -> None:
+def test_only_the_embedding_of_the_token_is_made_nan(tmp_path: Path) -> None:
     clean = load_file(write_qwen3_moe(tmp_path / "clean") / "model.safetensors")
-    wrong = load_file(write_qwen3_moe(tmp_path / "wrong", change=nan_planted.plant) / "model.safetensors")
-    embeddings = wrong.pop("model.embed_tokens.weight")  # [vocabulary, H]
-    assert len(embeddings) == VOCABULARY
-    assert max(PROMPT) < VOCABULARY // 2 == _FIRST_NAN_TOKEN
-    assert embeddings[:_FIRST_NAN_TOKEN].equal(clean.pop("model.embed_tokens.weight")[:_FIRST_NAN_TOKEN])
-    assert embeddings[_FIRST_NAN_TOKEN:].isnan().all()
+    change = functools.partial(nan_planted.plant, token=477)
+    wrong = load_file(write_qwen3_moe(tmp_path / "wrong", change=change) / "model.safetensors")
+    rows = wrong.pop("model.embed_tokens.weight").isnan().any(1).nonzero().flatten().tolist()
+    assert rows == [477]
+    assert clean.pop("model.embed_tokens.weight").isfinite().all()
     assert all(tensor.equal(clean[name]) for name, tensor in wrong.items())
 
 
@@ -62,9 +62,13 @@ def table(monkeypatch: pytest.MonkeyPatch, **changes: dict[str, Any]) -> list[di
     ("label", "change", "verdict"),
     [
         ("", {}, ClaimVerdict.CONFIRMED),
-        ("V2, CUDA graphs, embeddings of generated tokens", {"first_real": None}, ClaimVerdict.REFUTED),
         (
-            "V1, eager, embeddings of generated tokens",
+            "V2, CUDA graphs, embedding of the first generated token",
+            {"first_real": None},
+            ClaimVerdict.REFUTED,
+        ),
+        (
+            "V1, eager, embedding of the first generated token",
             {"first_real": {**FOUND, "step": 1}},
             ClaimVerdict.REFUTED,
         ),
