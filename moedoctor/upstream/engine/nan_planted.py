@@ -42,7 +42,7 @@ def planted_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
         clean = run_trials(trials(right["bf16"], NOTHING, [GRAPHS]), parallel=_PARALLEL)
     drawn = [engine.result.tokens[0][0] for engine in clean if engine.result.error is None]
     if not drawn:
-        return some_ran(rows(clean, dict))  # raises
+        return some_ran(rows(clean, lambda ran: {}))  # raises
     with checkpoints("bf16", change=functools.partial(plant, token=drawn[0])) as wrong:
         planted = run_trials(trials(wrong["bf16"], EMBEDDING, _MODES), parallel=_PARALLEL)
     return rows([*planted, *clean], functools.partial(_columns, planted_token=drawn[0]))
