@@ -252,6 +252,8 @@ class Report:
     scenarios: tuple[ScenarioResult, ...]
     findings: tuple[str, ...] = field(default=(), kw_only=True)
     """Gate decisions in words: what regressed against the baseline, and where."""
+    capsule: Mapping[str, Any] | None = field(default=None, kw_only=True, metadata=_SPARSE)
+    """What `moedoctor replay` found in a recorded call that the report is about; None without one."""
     summary: Summary
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from moedoctor.diagnose.capsule.computation import Computation
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.fp8 import Fp8
-from moedoctor.reference.moe import Weight
-from moedoctor.reference.moe_layer import make_layer, make_problem
-from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.trace.capsule import Capsule, Record
+from moedoctor.reference.moe_layer import Layer, make_layer, make_problem
+from moedoctor.trace.capsule import Capsule, capsule_of
 
-SCHEMES = (("nvfp4", "none"), ("nvfp4", "nvfp4"), ("fp8", "none"), ("fp8", "fp8"), ("bf16", "none"))
+SCHEMES = (
+    ("nvfp4", "none"),
+    ("nvfp4", "nvfp4"),
+    ("fp8", "none"),
+    ("fp8", "fp8"),
+    ("fp8", "fp8_block"),
+    ("bf16", "none"),
+)
 """Quantization of weights and of activations."""
 
 
@@ -32,38 +39,32 @@ def make_capsule(
     """
     draw = torch.Generator().manual_seed(seed)
     shape = LayerShape(hidden=256, intermediate=128, experts=8, top_k=3, activation=activation)
-    problem = make_problem(make_layer(shape, quantization, seed=seed), tokens, activations, seed=seed)
-    ids, x = problem.topk_ids.clone(), problem.x
+    layer = make_layer(shape, quantization, seed=seed)
+    if activations == "fp8_block":
+        layer = with_blocks(layer)
+    problem = make_problem(layer, tokens, activations, seed=seed)
     if unusual:
+        ids = problem.topk_ids.clone()  # [T, K]
         ids[0, 1], ids[1, 2] = ids[0, 0], -1
-        x = (x * 8).to(x.dtype)
-    tensors = {
-        "x": x,
-        "topk_ids": ids,
-        "topk_weights": problem.topk_weights,
-        "expert_ids": torch.arange(shape.experts, dtype=torch.int32),
-        **_tensors("w13", problem.layer.w13),
-        **_tensors("w2", problem.layer.w2),
-    }
-    if activations != "none":
-        tensors["input_scale"] = torch.tensor(problem.layer.input_scale)
-        tensors["intermediate_scale"] = torch.tensor(problem.layer.intermediate_scale)
-    if halves and quantization != "bf16" and shape.gated:
+        problem = replace(problem, topk_ids=ids, x=(problem.x * 8).to(problem.x.dtype))
+    capsule = capsule_of(problem, problem.x, activations, layer="model.layers.0.mlp.experts")
+    if halves and quantization != "bf16" and shape.gated and capsule.record.block is None:
         ratio = 2.0 ** torch.randint(-1, 2, (shape.experts, 2), generator=draw).float()  # [E, 2]
-        tensors["w13_scale"] = tensors["w13_scale"][:, None] * ratio
-    record = Record(
-        layer="model.layers.0.mlp.experts",
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        experts=shape.experts,
-        top_k=shape.top_k,
-        activation=activation,
-        quantization=quantization,
-        activations=activations,
-        call_tokens=tokens,
-    )
-    capsule = Capsule(record, {**tensors, "output": torch.zeros_like(x)})
+        scale = capsule.tensors["w13_scale"][:, None] * ratio  # [E, 2]
+        capsule = Capsule(capsule.record, {**capsule.tensors, "w13_scale": scale})
     return with_output(capsule, computation(capsule).contributions().sum(1))
+
+
+def with_blocks(layer: Layer) -> Layer:
+    """Return an FP8 layer with a scale for each 128 x 128 values."""
+    weights = []
+    for weight, halves in ((layer.w13, 2 if layer.shape.gated else 1), (layer.w2, 1)):
+        assert isinstance(weight, Fp8)
+        experts, rows, columns = weight.values.shape
+        draw = torch.Generator().manual_seed(experts)
+        steps = torch.randint(-1, 2, (experts, -(-rows // 128), -(-columns // 128)), generator=draw)
+        weights.append(Fp8(weight.values, weight.scale[:, None, None] * 2.0**steps, (128, 128), halves))
+    return replace(layer, w13=weights[0], w2=weights[1])
 
 
 def computation(capsule: Capsule) -> Computation:
@@ -85,15 +86,3 @@ def noisy(output: torch.Tensor, seed: int = 0) -> torch.Tensor:
     own = output * torch.randn(output.shape, generator=draw)  # [T, H]
     shared = unit * torch.randn(output.shape, generator=draw)  # [T, H]
     return (output + 2.0**-10 * (own + shared)).bfloat16()
-
-
-def _tensors(name: str, weight: Weight) -> dict[str, torch.Tensor]:
-    if isinstance(weight, Nvfp4):
-        return {
-            name: weight.packed,
-            f"{name}_block_scales": weight.block_scales,
-            f"{name}_scale": weight.global_scale,
-        }
-    if isinstance(weight, Fp8):
-        return {name: weight.values, f"{name}_scale": weight.scale}
-    return {name: weight}

@@ -93,6 +93,17 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+def folder(path: Path | None) -> Path | None:
+    """Return `path`, a folder that exists now. Raises InputError if files cannot be written into it."""
+    if path is not None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be made a folder ({error.strerror})") from None
+        writable(path / "moedoctor")
+    return path
+
+
 def _output(path: Path | None) -> Path | None:
     """Return a file to write to, or None for stdout. Raises InputError."""
     from moedoctor.processes.files import OutputError, stream_of

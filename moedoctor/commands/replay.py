@@ -44,7 +44,7 @@ def replay(
     """
     from moedoctor.diagnose.capsule.replay import ReplayError, replay
     from moedoctor.environment import collect, no_gpu
-    from moedoctor.reporters.pages.replay import answer_of, replay_document, replay_page
+    from moedoctor.reporters.pages.replay import answer_of, exit_code, replay_document, replay_page
 
     names = texts(backend)
     _check_names(names)
@@ -54,10 +54,17 @@ def replay(
         device = "cpu" if not names or no_gpu(facts) else "cuda:0"
     with as_input_error(ReplayError):
         result = replay(capsule, lambda record: _variants(names, record), device, seconds=timeout)
-    code = 0 if result.right in (True, None) else 1
-    page, document = replay_page(result, capsule.name), replay_document(result, capsule.name, code)
-    answer = answer_of(result)
-    deliver(page, document, format=format, output=output, summary=answer, code=code, reasons=[answer])
+    document = replay_document(result, capsule.name)
+    code, answer = exit_code(result), answer_of(document)
+    deliver(
+        replay_page(document),
+        document,
+        format=format,
+        output=output,
+        summary=answer,
+        code=code,
+        reasons=[answer],
+    )
     return code
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -19,15 +19,22 @@ from moedoctor.commands.options import (
     Tolerance,
     Verbose,
     as_input_error,
+    folder,
     number,
     one_of,
     option,
     print_reasons,
     rendered,
 )
+from moedoctor.text import print_message
+
+if TYPE_CHECKING:
+    from moedoctor.results import Report
 
 _RELEASE = re.compile(r"\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
 _MAX_JOBS = 256
+_CAPSULE_SECONDS = 300.0
+_CAPSULE_SUFFIX = ".moecapsule"
 
 
 def run(
@@ -96,6 +103,18 @@ def run(
         Path | None, option("FILE", "A JSON report that this run must not be worse than.")
     ] = None,
     tolerance: Tolerance = None,
+    keep_capsules: Annotated[
+        Path | None,
+        option(
+            "DIR",
+            "Keep MoE calls that turn out wrong in this folder, for `moedoctor replay`. Not the control's.",
+            callback=folder,
+        ),
+    ] = None,
+    capsule: Annotated[
+        Path | None,
+        option("FILE", "Also describe this recorded MoE call in the report; with --format markdown."),
+    ] = None,
     verbose: Verbose = False,
 ) -> int:
     """Reproduce failures, apply the fix, prove it.
@@ -126,12 +145,14 @@ def run(
             sources={**_vllm_sources(vllm_kernels or ()), **_flashinfer_sources(flashinfer or ())},
             timeout=timeout,
             device=device,
+            capsules=None if keep_capsules is None else str(keep_capsules.resolve()),
         )
         scenarios = load_targets(targets or ())
         facts = environment.collect()
         plans = plan(scenarios, options, facts)
         if before is not None:
             comparison.check_comparable(before.environment, facts)
+    described = None if capsule is None else _described(capsule)
     parallel = min(jobs or os.cpu_count() or 1, _MAX_JOBS)
     with as_input_error(ServerError), sampled(facts, device) as readings, progress_bar() as progress:
         report = run(plans, facts, parallel=parallel, progress=progress)
@@ -149,6 +170,7 @@ def run(
         partial = options.partial or bool(targets)
         changed = comparison.compare(before, report, allowed, partial=partial)
         report = replace(report, findings=changed.findings)
+    report = replace(report, capsule=described)
     others = {fault.id for fault in catalogue.faults().values() if not catalogue.is_ours(fault)}
     decision = gate.decide(report, strict=strict, fail_on=cast(Any, fail_on), others=others, baseline=before)
     code, reasons = decision.exit_code, decision.reasons
@@ -159,8 +181,36 @@ def run(
     emit(text, output, summary_line(report))
     if format == "github":
         append_step_summary(step_summary(report), os.environ)
+    if keep_capsules is not None:
+        _name_capsules(report, keep_capsules)
     print_reasons(code, reasons)
     return code if problem is None else problem
+
+
+def _described(capsule: Path) -> Mapping[str, Any]:
+    """Return what the reference makes of a recorded call. Raises InputError."""
+    from moedoctor.diagnose.capsule.replay import ReplayError, replay
+    from moedoctor.reporters.pages.replay import replay_document
+
+    with as_input_error(ReplayError):
+        result = replay(capsule, lambda record: (), "cpu", seconds=_CAPSULE_SECONDS)
+    return replay_document(result, capsule.name)
+
+
+def _name_capsules(report: Report, folder: Path) -> None:
+    """Print what the cases left in the folder."""
+    kept = [
+        name
+        for scenario in report.scenarios
+        for case in scenario.cases
+        for name in case.evidence.get("capsules", ())
+    ]
+    for name in kept:
+        print_message(
+            f"kept {folder / name}" if name.endswith(_CAPSULE_SUFFIX) else f"a wrong call is {name}"
+        )
+    if not kept:
+        print_message(f"no MoE call was wrong, so {folder} holds no new capsule")
 
 
 def _condition(text: str) -> tuple[str, str]:

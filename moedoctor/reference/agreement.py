@@ -44,13 +44,13 @@ BOUNDS = {
 
 
 def bounds_of(activations: str) -> Bounds:
-    """Return the bounds of a backend that quantizes activations like that (``none``, ``fp8``, ``nvfp4``).
+    """Return the bounds of a backend that quantizes activations like that (``none``, ``fp8…``, ``nvfp4``).
 
     Inputs are snapped to the grid, so two differences remain: intermediates are rounded to bfloat16 (2**-9 of
     a value), and a backend that quantizes activations may round in another order than the reference, so that
     values near the edge between two codes get the other code.
     """
-    return BOUNDS[activations]
+    return BOUNDS[activations.partition("_")[0]]
 
 
 @dataclass(frozen=True)

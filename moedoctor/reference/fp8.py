@@ -36,3 +36,18 @@ def round_trip(x: torch.Tensor, scale: float) -> torch.Tensor:
     """Return `x` as a backend with FP8 activations reads it: saturated, rounded, dequantized; float32."""
     steps = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX)  # [...]
     return steps.to(torch.float8_e4m3fn).float() * scale
+
+
+def dynamic_round_trip(x: torch.Tensor, group: int | None) -> torch.Tensor:
+    """Return `x` [T, N] as a backend reads it that gives each row, or each `group` values, a scale.
+
+    The scale is the largest value over 448, as in vLLM's ``per_token_group_quant_fp8``. The last group may
+    be short.
+    """
+    size = group or x.shape[1]
+    whole = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size))  # [T, G * size]
+    padded = whole.unflatten(1, (-1, size))  # [T, G, size]
+    scale = (padded.abs().amax(2, keepdim=True) / E4M3_MAX).clamp(min=1e-10)  # [T, G, 1]
+    steps = (padded / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)  # [T, G, size]
+    rounded: torch.Tensor = (steps.float() * scale).flatten(1)[:, : x.shape[1]]
+    return rounded

@@ -114,11 +114,18 @@ def expected_output(problem: Problem, activations: str) -> torch.Tensor:
 
 
 def quantiser(activations: str, scale: float) -> Quantise | None:
-    """Return a round trip through NVFP4 or FP8 with this scale, or None for activations that stay."""
+    """Return a round trip through NVFP4 or FP8, or None for activations that stay.
+
+    ``fp8`` and ``nvfp4`` use this scale; ``fp8_token`` and ``fp8_block`` one of each token, or of 128 of its
+    values.
+    """
     if activations == "nvfp4":
         return lambda values: nvfp4.round_trip(values, scale)
     if activations == "fp8":
         return lambda values: fp8.round_trip(values, scale)
+    if activations in ("fp8_token", "fp8_block"):
+        group = None if activations == "fp8_token" else 128
+        return lambda values: fp8.dynamic_round_trip(values, group)
     return None
 
 

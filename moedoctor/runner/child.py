@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import hashlib
 import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from moedoctor import catalogue
+from moedoctor.interfaces import Fault
 from moedoctor.processes import deaths, guardian, interrupts
 from moedoctor.results import Case, Crash, Death, Observation, UnavailableError, plain
 
@@ -40,6 +43,8 @@ class Request:
     """``cpu`` or ``cuda:N``; that of the case, if there is one."""
     together: int = 1
     """How many requests may use its GPU at a time, itself among them."""
+    capsules: str | None = None
+    """The folder for MoE calls that turn out wrong."""
 
 
 def main(request: Request, answer: IO[bytes], stderr: int, without: Mapping[str, str]) -> NoReturn:
@@ -85,7 +90,7 @@ def _perform(request: Request) -> Observation:
     if request.case is not None:
         provider = catalogue.subjects()[catalogue.subject_kind(request.case.subject) or ""]
         implementation = provider.implementation(fault, request.case, request.sources)
-        observation = fault.observe(request.case, implementation)
+        observation = _observed(fault, request, implementation)
     else:
         test = next(test for test in fault.claims if test.key == request.claim)
         assert test.measure is not None
@@ -94,6 +99,23 @@ def _perform(request: Request) -> Observation:
     if torch is not None and request.device != "cpu" and torch.cuda.is_initialized():
         torch.cuda.synchronize()  # an illegal access shows only at the next synchronisation
     return observation
+
+
+def _observed(fault: Fault, request: Request, implementation: Any) -> Observation:
+    """Measure a case; the names of the capsules that it left become part of the evidence."""
+    assert request.case is not None
+    if request.capsules is None:
+        return fault.observe(request.case, implementation)
+    from moedoctor.trace import wrong_calls
+
+    case = request.case
+    parameters = json.dumps(plain(case.parameters), sort_keys=True)
+    digest = hashlib.sha256(parameters.encode()).hexdigest()[:8]
+    name = f"{fault.name}-{case.subject}-{case.tier.value}-{digest}"
+    wrong_calls.keep_in(Path(request.capsules), name, fault.describe(case.parameters))
+    observation = fault.observe(case, implementation)
+    kept = wrong_calls.kept_files()
+    return replace(observation, evidence={**observation.evidence, "capsules": kept}) if kept else observation
 
 
 def _detach(stderr: int) -> None:

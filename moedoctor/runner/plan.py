@@ -31,6 +31,8 @@ class Options:
     """Seconds for every case, in place of the scenario's own."""
     device: str = "auto"
     """``auto``, ``cpu`` or ``cuda:N``; auto is the first GPU that torch can use, else the CPU."""
+    capsules: str | None = None
+    """The folder for MoE calls that turn out wrong; the control's are not kept."""
 
     @property
     def partial(self) -> bool:
@@ -135,7 +137,13 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
                 if fault.has_point(tier, point) and _selected(case, fault, options):
                     together = 1 if tier is Tier.ENGINE else fault.together
                     request = Request(
-                        fault.id, options.sources, timeout, case=case, device=case.device, together=together
+                        fault.id,
+                        options.sources,
+                        timeout,
+                        case=case,
+                        device=case.device,
+                        together=together,
+                        capsules=None if kind == "faulty" else options.capsules,
                     )
                     cases.append(Planned(request, skips[tier], f"{fault.name} {name}", short))
     if options.partial:

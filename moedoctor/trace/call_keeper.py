@@ -18,7 +18,7 @@ import torch
 from moedoctor.kernels import kept_rows as places
 from moedoctor.kernels.device_guard import interprets
 from moedoctor.kernels.kept_rows import KeptRows, MoeCall
-from moedoctor.reference.agreement import Bounds, agree, relative_error
+from moedoctor.reference.agreement import agree, bounds_of, relative_error
 from moedoctor.reference.moe_layer import expected_output
 from moedoctor.trace.capsule import MAX_BYTES, Capsule, CapsuleError, Record, fitted
 
@@ -91,8 +91,6 @@ class CallKeeper:
     """Takes the capsule, once."""
     lost: Callable[[str], None] = lambda reason: None
     """Takes one line that says why there will be no capsule."""
-    bounds: Mapping[str, Bounds] = field(default_factory=dict)
-    """``mismatch``: how far a right output may be from the reference, by quantization of activations."""
     background: bool = False
     """Whether another thread calls `collect`; if not, each step does."""
     layers: list[WatchedLayer] = field(default_factory=list)
@@ -251,7 +249,7 @@ class CallKeeper:
     def _is_right(self, capsule: Capsule) -> bool:
         if capsule.record.weights == "none":
             raise CapsuleError("the checkpoint's weights cannot be read, so nothing can be compared")
-        bounds = self.bounds[capsule.record.activations]
+        bounds = bounds_of(capsule.record.activations)
         return agree(capsule.tensors["output"].float(), self._expected(capsule), bounds).right
 
     def _made(self, rows: KeptRows) -> Capsule:

@@ -12,12 +12,14 @@ N = 2I rows of w13 (gate half first), or I without a gate:
 | ``router_logits`` | optional; BF16, F16 or F32 [T, E] |
 | ``expert_ids`` | int32 [U], ascending: the experts whose weights are held |
 | ``w13``, ``w2`` | BF16, F16 or E4M3 [U, N, H] and [U, H, I]; uint8 with the last dimension halved: NVFP4 |
-| ``w13_scale``, ``w2_scale`` | F32 [U]; w13 also [U, 2], gate and up by themselves |
+| ``w13_scale``, ``w2_scale`` | F32 [U]; w13 also [U, 2], gate and up by themselves; blocks: [U, R, C] |
 | ``w13_block_scales``, ``w2_block_scales`` | ``nvfp4``: E4M3 [U, N, H/16] and [U, H, I/16], row by row |
 | ``input_scale``, ``intermediate_scale`` | optional; F32 [] |
-| ``backend.NAME`` | optional, [U, ...]: a tensor as the backend got it, in its own layout |
+| ``backend.NAME`` | optional: a tensor as the backend got it, in its own layout; [U, ...] |
 
-Reading checks every name, type and shape against the record before a tensor is loaded.
+``w13`` and ``w2`` are the weights as the checkpoint has them. If blocks of FP8 weights have scales of their
+own, the record names a block's rows and columns; R and C count the blocks of a matrix, and gate and up each
+begin one. Reading checks every name, type and shape against the record before a tensor is loaded.
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.processes.files import write
+from moedoctor.reference.agreement import relative_error
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe import Weight
-from moedoctor.reference.moe_layer import Layer, Problem
+from moedoctor.reference.moe_layer import Layer, Problem, expected_output
 from moedoctor.reference.nvfp4 import BLOCK, Nvfp4
 from moedoctor.text import TextFileError, open_file, shorten
 
@@ -45,10 +48,15 @@ SUFFIX = ".moecapsule"
 MAX_BYTES = 256 * 10**6
 """What a recording keeps to unless it is told otherwise."""
 _LARGEST = 8 * 2**30
+_MOST_HEADER_BYTES = 4 * 2**20
 _MOST_TENSORS = 256
+_MOST_PAIRS, _MOST_VALUES = 2**20, 2**28
+"""Pairs of token and expert, and values of their outputs, that a replay takes memory for."""
 _OF_BACKEND = "backend."
 _CALL = ("x", "output", "topk_ids", "topk_weights", "router_logits")
 _FLOATS = ("BF16", "F16", "F32")
+_SCALED = ("fp8", "nvfp4")
+"""Activations whose scale is a tensor of the capsule."""
 
 Size = Annotated[int, Field(ge=1, le=2**24)]
 Line = Annotated[str, Field(max_length=1000)]
@@ -73,8 +81,11 @@ class Record(BaseModel):
     activation: Literal["silu", "gelu_tanh", "relu2"]
     quantization: Literal["bf16", "fp8", "nvfp4"]
     """Of the weights."""
-    activations: Literal["none", "fp8", "nvfp4"] = "none"
-    """How the backend quantizes activations."""
+    block: tuple[Size, Annotated[int, Field(ge=0, le=2**24)]] | None = None
+    """``fp8``: rows and columns of w13 and w2 that share a scale, 0 columns for a whole row; None: all do."""
+    activations: Literal["none", "fp8", "fp8_token", "fp8_block", "nvfp4"] = "none"
+    """How the backend quantizes activations: with the capsule's scale (``fp8``, ``nvfp4``), or with one for
+    each token, or for each 128 of its values."""
     weights: Literal["recorded", "none", "synthetic"] = "recorded"
     """``synthetic``: random codes under the recorded scales, so the output is not that of these weights."""
     backend: Line = "unknown"
@@ -144,7 +155,7 @@ class Capsule:
     def half_scales(self) -> torch.Tensor | None:
         """Return float32 [U, 2]: the scales of gate and up relative to the gate's; None if w13 has one."""
         scale = self.tensors.get("w13_scale")
-        return None if scale is None or scale.dim() == 1 else scale / scale[:, :1]
+        return None if scale is None or scale.dim() != 2 else scale / scale[:, :1]
 
     def _layer(self) -> Layer:
         def scale(name: str) -> float:
@@ -166,10 +177,56 @@ class Capsule:
         if self.record.quantization == "bf16":
             return values
         scale = self.tensors[f"{name}_scale"]
+        if self.record.block is not None:
+            rows, columns = self.record.block
+            halves = 2 if name == "w13" and self.record.shape.gated else 1
+            return Fp8(values, scale, (rows, columns or values.shape[2]), halves)
         scale = scale[:, 0] if scale.dim() == 2 else scale  # [U]
         if self.record.quantization == "fp8":
             return Fp8(values, scale)
         return Nvfp4(values, self.tensors[f"{name}_block_scales"], scale)
+
+
+def capsule_of(problem: Problem, output: torch.Tensor, activations: str, **facts: Any) -> Capsule:
+    """Return the capsule of a call that is known whole, with `output` [T, H]; `facts` are fields of `Record`.
+
+    `activations` says how the backend quantizes them, as `Record.activations`.
+    """
+    layer, shape = problem.layer, problem.layer.shape
+    tensors = {
+        "x": problem.x,
+        "output": output if output.dtype == torch.float32 else output.bfloat16(),
+        "topk_ids": problem.topk_ids.int(),
+        "topk_weights": problem.topk_weights.float(),
+        "expert_ids": torch.arange(shape.experts, dtype=torch.int32),
+        **_weight_tensors("w13", layer.w13),
+        **_weight_tensors("w2", layer.w2),
+    }
+    if activations in _SCALED:
+        tensors["input_scale"] = torch.tensor(layer.input_scale)
+        tensors["intermediate_scale"] = torch.tensor(layer.intermediate_scale)
+    fields: dict[str, Any] = {
+        "hidden": shape.hidden,
+        "intermediate": shape.intermediate,
+        "experts": shape.experts,
+        "top_k": shape.top_k,
+        "activation": shape.activation,
+        "quantization": layer.quantization,
+        "activations": activations,
+        "block": layer.w13.block if isinstance(layer.w13, Fp8) else None,
+        "call_tokens": len(problem.x),
+    }
+    record = Record(**fields, **facts)
+    return Capsule(record, {name: tensor.detach().cpu() for name, tensor in tensors.items()})
+
+
+def _weight_tensors(name: str, weight: Weight) -> dict[str, torch.Tensor]:
+    if isinstance(weight, Nvfp4):
+        scales, scale = weight.block_scales, weight.global_scale
+        return {name: weight.packed, f"{name}_block_scales": scales, f"{name}_scale": scale}
+    if isinstance(weight, Fp8):
+        return {name: weight.values, f"{name}_scale": weight.scale}
+    return {name: weight}
 
 
 def kept(capsule: Capsule, tokens: Sequence[int]) -> Capsule:
@@ -182,8 +239,7 @@ def kept(capsule: Capsule, tokens: Sequence[int]) -> Capsule:
     used = torch.isin(tensors["expert_ids"], tensors["topk_ids"])  # [U]
     spare = (~used).nonzero().flatten()[: max(0, capsule.record.top_k - int(used.sum()))]
     used[spare] = True  # a layer has at least as many experts as a token uses
-    of_backend = (name for name in tensors if name.startswith(_OF_BACKEND))
-    for name in (*_weight_names(capsule), *of_backend):
+    for name in (*_weight_names(capsule), *_backend_names(capsule)):
         tensors[name] = tensors[name][used]
     tensors["expert_ids"] = tensors["expert_ids"][used]
     before = capsule.record.tokens or range(len(capsule.tensors["x"]))
@@ -207,12 +263,25 @@ def fitted(capsule: Capsule, tokens: Sequence[int], limit: int) -> Capsule:
         middle = (low + high + 1) // 2
         trial = kept(capsule, tokens[:middle])
         low, high = (middle, high) if trial.size <= limit else (low, middle - 1)
-    return kept(capsule, tokens[:low])
+    return kept(capsule, sorted(tokens[:low]))
+
+
+def failing_first(capsule: Capsule) -> list[int]:
+    """Return the tokens for `fitted`: those that show the failure most come first.
+
+    First are outputs with NaN or Inf of a finite input, then those furthest from the reference.
+    """
+    output = capsule.tensors["output"].float()  # [T, H]
+    broken = ~output.isfinite().all(1) & capsule.tensors["x"].isfinite().all(1)  # [T]
+    error = torch.zeros(len(output))  # [T]
+    if capsule.record.weights == "recorded" and not bool(broken.any()):
+        error = relative_error(output, expected_output(capsule.problem(), capsule.record.activations))
+    return sorted(range(len(output)), key=lambda token: (not broken[token], -float(error[token])))
 
 
 def without_weights(capsule: Capsule) -> Capsule:
     """Return the capsule without anything that is part of the model."""
-    names = {*_weight_names(capsule), *(name for name in capsule.tensors if name.startswith(_OF_BACKEND))}
+    names = {*_weight_names(capsule), *_backend_names(capsule)}
     tensors = {name: tensor for name, tensor in capsule.tensors.items() if name not in names}
     return Capsule(capsule.record.model_copy(update={"weights": "none"}), tensors)
 
@@ -257,6 +326,12 @@ def load(path: Path) -> Capsule:
             file.seek(0, 2)
             if file.tell() > _LARGEST:
                 raise CapsuleError(f"is {file.tell()} bytes long, expected at most {_LARGEST}")
+            file.seek(0)
+            header = int.from_bytes(file.read(8), "little")
+            if header > _MOST_HEADER_BYTES:
+                raise CapsuleError(
+                    f"is no safetensors file: its header has {header} bytes, more than {_MOST_HEADER_BYTES}"
+                )
         with safetensors.safe_open(path, framework="pt") as source:
             record = _record(source.metadata() or {})
             names = list(source.keys())
@@ -281,6 +356,10 @@ def load(path: Path) -> Capsule:
 def _weight_names(capsule: Capsule) -> list[str]:
     names = (f"{weight}{part}" for weight in ("w13", "w2") for part in ("", "_scale", "_block_scales"))
     return [name for name in names if name in capsule.tensors]
+
+
+def _backend_names(capsule: Capsule) -> list[str]:
+    return [name for name in capsule.tensors if name.startswith(_OF_BACKEND)]
 
 
 def _record(metadata: Mapping[str, str]) -> Record:
@@ -321,7 +400,20 @@ def _check_shapes(record: Record, found: Mapping[str, tuple[str, tuple[int, ...]
     tokens = shape[0] if len(shape) == 2 else 0
     held = found["expert_ids"][1]
     count = held[0] if len(held) == 1 else 0
+    if record.top_k > record.experts:
+        raise CapsuleError(
+            f"has top_k {record.top_k} and {record.experts} experts, expected at least as many"
+        )
+    if record.experts > _MOST_PAIRS:
+        raise CapsuleError(f"names {record.experts} experts, expected at most {_MOST_PAIRS}")
     hidden, size, rows = record.hidden, record.intermediate, record.shape.w13_rows
+    if tokens * record.top_k > _MOST_PAIRS or tokens * record.top_k * max(hidden, rows) > _MOST_VALUES:
+        raise CapsuleError(
+            f"has {tokens} tokens of {record.top_k} experts and {hidden} values, more than can be replayed; "
+            "keep fewer tokens with `moedoctor capsule copy --max-size`"
+        )
+    if record.block is not None and record.quantization != "fp8":
+        raise CapsuleError(f"has a block of scales and {record.quantization} weights, expected fp8 weights")
     packed = 2 if record.quantization == "nvfp4" else 1
     codes = {"bf16": ("BF16", "F16"), "fp8": ("F8_E4M3",), "nvfp4": ("U8",)}[record.quantization]
     expected: dict[str, tuple[tuple[str, ...], list[tuple[int, ...]]]] = {
@@ -333,8 +425,8 @@ def _check_shapes(record: Record, found: Mapping[str, tuple[str, tuple[int, ...]
         "expert_ids": (("I32",), [(count,)]),
         "w13": (codes, [(count, rows, hidden // packed)]),
         "w2": (codes, [(count, hidden, size // packed)]),
-        "w13_scale": (("F32",), [(count,), (count, 2)] if record.shape.gated else [(count,)]),
-        "w2_scale": (("F32",), [(count,)]),
+        "w13_scale": (("F32",), _scale_shapes(record, "w13", count)),
+        "w2_scale": (("F32",), _scale_shapes(record, "w2", count)),
         "w13_block_scales": (("F8_E4M3",), [(count, rows, hidden // BLOCK)]),
         "w2_block_scales": (("F8_E4M3",), [(count, hidden, size // BLOCK)]),
         "input_scale": (("F32",), [()]),
@@ -343,7 +435,9 @@ def _check_shapes(record: Record, found: Mapping[str, tuple[str, tuple[int, ...]
     for name, (dtype, given) in found.items():
         if name.startswith(_OF_BACKEND):
             if given[:1] != (count,):
-                raise CapsuleError(f"{name} is {list(given)}, expected {count} experts first")
+                raise CapsuleError(
+                    f"{shorten(name, 60)} is {list(given)}, expected [{count}, ...]: an expert each"
+                )
             continue
         dtypes, shapes = expected[name]
         if dtype not in dtypes or given not in shapes:
@@ -357,6 +451,17 @@ def _check_shapes(record: Record, found: Mapping[str, tuple[str, tuple[int, ...]
         raise CapsuleError(f"hidden {hidden} and intermediate {size} must be multiples of {BLOCK} for nvfp4")
     if record.tokens and len(record.tokens) != tokens:
         raise CapsuleError(f"names {len(record.tokens)} tokens and holds {tokens}")
+
+
+def _scale_shapes(record: Record, name: str, count: int) -> list[tuple[int, ...]]:
+    """Return the shapes that the scales of `count` matrices may have."""
+    gated = name == "w13" and record.shape.gated
+    if record.block is None:
+        return [(count,), (count, 2)] if gated else [(count,)]
+    hidden, size = record.hidden, record.intermediate
+    rows, columns = (size, hidden) if name == "w13" else (hidden, size)
+    tall, wide = record.block
+    return [(count, (2 if gated else 1) * -(-rows // tall), -(-columns // (wide or columns)))]
 
 
 def _check_values(capsule: Capsule) -> None:

@@ -60,6 +60,16 @@ def test_a_copy_without_weights_is_not_judged(wrong: Path, capsys: pytest.Captur
     assert "not judged" in capsys.readouterr().out
 
 
+def test_a_run_describes_a_capsule(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", "gate_up_order", "--subject", "installed", "--capsule"]
+    assert main([*arguments, str(wrong), "--format", "markdown"]) == 0
+    text = capsys.readouterr().out
+    assert "## wrong.moecapsule" in text
+    assert "the gate and up halves of w13 swapped (MD017)" in text
+    assert main([*arguments, "nothing.moecapsule"]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

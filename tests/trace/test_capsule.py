@@ -18,6 +18,7 @@ from moedoctor.trace.capsule import (
     VERSION,
     Capsule,
     CapsuleError,
+    failing_first,
     fitted,
     kept,
     load,
@@ -70,9 +71,28 @@ def test_a_capsule_keeps_to_its_size(limit: int, tokens: list[int]) -> None:
         assert kept(capsule, tokens[:1]).size > limit
         return
     count = len(part.record.tokens)
-    assert part.record.tokens == tuple(tokens[:count])
+    assert part.record.tokens == tuple(sorted(tokens[:count]))
     assert part.size <= limit
     assert count == 8 or kept(capsule, tokens[: count + 1]).size > limit
+
+
+@given(st.integers(0, 7), st.sampled_from(["nan", "far"]))
+@settings(max_examples=10, deadline=None)
+def test_the_token_that_shows_the_failure_is_kept(token: int, kind: str) -> None:
+    capsule = make_capsule()
+    output = capsule.tensors["output"].clone()
+    output[token] = float("nan") if kind == "nan" else output[token] * 2
+    capsule = Capsule(capsule.record, {**capsule.tensors, "output": output})
+    limit = kept(capsule, [token]).size
+    assert fitted(capsule, failing_first(capsule), limit).record.tokens == (token,)
+
+
+def test_backend_tensors_follow_their_experts() -> None:
+    capsule = make_capsule()
+    own = torch.arange(8 * 3).view(8, 3)  # [U, 3]
+    capsule = Capsule(capsule.record, {**capsule.tensors, "backend.w13": own})
+    part = kept(capsule, [0])
+    assert torch.equal(part.tensors["backend.w13"], own[list(part.expert_ids)])
 
 
 def test_what_is_shared_holds_no_weights() -> None:
@@ -108,6 +128,10 @@ def test_what_is_shared_holds_no_weights() -> None:
         ({"drop": "w2_scale"}, "lacks the tensor w2_scale"),
         ({"add": {"w3": torch.zeros(1)}}, "holds the tensor 'w3', which a capsule does not have"),
         ({"add": {"expert_ids": torch.arange(8, dtype=torch.int32).flip(0)}}, "expert_ids must be ascending"),
+        ({"record": {"block": [128, 128]}}, "has a block of scales and nvfp4 weights"),
+        ({"add": {"backend.w13": torch.zeros(3)}}, r"backend.w13 is \[3\], expected \[8, ...\]"),
+        ({"record": {"top_k": 2**20}}, "has top_k 1048576 and 8 experts"),
+        ({"record": {"top_k": 2**20, "experts": 2**20}}, "more than can be replayed"),
         ({"add": {"w13": torch.zeros(8, 256, 256)}}, r"w13 is F32 \[8, 256, 256\], expected U8"),
     ],
 )

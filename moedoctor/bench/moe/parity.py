@@ -12,6 +12,7 @@ from moedoctor.bench.moe.own_backends import Reference
 from moedoctor.reference.agreement import Agreement, agree, bounds_of
 from moedoctor.reference.moe_backend import Backend, Prepared
 from moedoctor.reference.moe_layer import Problem, expected_output
+from moedoctor.trace.wrong_calls import keep_if_wrong
 
 IDS = ("distinct", "duplicates", "empty", "fewer")
 """Kinds of expert ids; see `unusual_ids`."""
@@ -73,6 +74,7 @@ def check_parity(
     outputs = [call(prepared, problem) for _ in range(_CALLS)]  # [T, H] each
     agreements = [agree(output, expected, bounds) for output in outputs]
     worst = next((agreement for agreement in agreements if not agreement.right), agreements[0])
+    keep_if_wrong(problem, outputs[agreements.index(worst)], worst, activations, backend.variant.label)
     sound, right_output = backend, outputs[0]
     if not worst.right:
         sound = Reference(backend.variant.quantization, activations)

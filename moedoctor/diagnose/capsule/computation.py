@@ -54,7 +54,8 @@ class Computation:
             "w1_scale_for_w3": self._halves_differ,
             "linear_for_swizzled": lambda: blocked,
             "swizzled_for_linear": lambda: blocked,
-            "group_size_doubled": lambda: blocked,
+            "group_size_doubled": lambda: blocked or _columns_of_blocks(layer.w13) > 1,
+            "block_scales_transposed": lambda: _columns_of_blocks(layer.w13) > 1,
             "nibbles_swapped": lambda: blocked,
             "activations_not_quantized": lambda: self.activations != "none",
             "activation_scale_twice": lambda: self.activations != "none",
@@ -77,7 +78,10 @@ class Computation:
         return self._out((), ids) * self.problem.topk_weights.float()[..., None]
 
     def _halves_differ(self) -> bool:
-        halves = self.half_scales
+        w13, halves = self.problem.layer.w13, self.half_scales
+        if isinstance(w13, Fp8) and w13.halves == 2:
+            gate, up = w13.scale.chunk(2, dim=1)  # [E, R / 2, C] each
+            return not torch.equal(gate, up)
         return halves is not None and bool((halves[:, 0] != halves[:, 1]).any())
 
     # --- The steps ----------------------------------------------------------------------------------------
@@ -184,6 +188,8 @@ def _changed(weight: Weight, option: str, gated: bool) -> Weight:
         return _scaled(weight, lambda scale: 1 / scale)
     if option == "global_scale_missing":
         return _scaled(weight, torch.ones_like)
+    if isinstance(weight, Fp8) and weight.block is not None:
+        return replace(weight, scale=_block_scales(weight.scale, option))
     if isinstance(weight, Nvfp4):
         if option == "linear_for_swizzled":
             return replace(weight, block_scales=linear_for_swizzled(weight.block_scales))
@@ -196,6 +202,20 @@ def _changed(weight: Weight, option: str, gated: bool) -> Weight:
         if option == "nibbles_swapped":
             return replace(weight, packed=weight.packed >> 4 | weight.packed << 4)
     return weight
+
+
+def _block_scales(scale: torch.Tensor, option: str) -> torch.Tensor:
+    """Return the scales [E, R, C] of FP8 blocks as a kernel with this mistake has them, the gate's first."""
+    gate, up = scale.chunk(2, dim=1) if scale.shape[1] > 1 else (scale, scale)  # [E, R / 2, C] each
+    if option == "w1_w3_scales_exchanged":
+        return torch.cat((up, gate), dim=1)
+    if option == "w1_scale_for_w3":
+        return torch.cat((gate, gate), dim=1)
+    if option == "group_size_doubled":
+        return scale.repeat_interleave(2, dim=2)[..., : scale.shape[2]]
+    if option == "block_scales_transposed":
+        return scale.transpose(1, 2).reshape(scale.shape)
+    return scale
 
 
 def _rows(weight: Weight, move: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
@@ -224,6 +244,11 @@ def _scaled(weight: Weight, change: Callable[[torch.Tensor], torch.Tensor]) -> W
     if isinstance(weight, Fp8):
         return replace(weight, scale=change(weight.scale))
     return weight
+
+
+def _columns_of_blocks(weight: Weight) -> int:
+    """Return how many blocks of FP8 values are beside each other; 0 if the weight has no blocks."""
+    return int(weight.scale.shape[2]) if isinstance(weight, Fp8) and weight.block is not None else 0
 
 
 def _repeated(ids: torch.Tensor) -> torch.Tensor:

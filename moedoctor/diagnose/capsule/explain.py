@@ -250,7 +250,7 @@ class _Call:
         share = torch.linalg.solve(system, along[..., None]).squeeze(-1)  # [T, K]
         size = self.reference.double().square().sum(1, keepdim=True)  # [T, 1]
         # Noise moves a share by noise / size of the change. A pair that it could turn follows its expert.
-        noise = _NOISE[self.computation.activations]
+        noise = _NOISE[self.computation.activations.partition("_")[0]]
         speaks = own * change.shape[2] > size * (8 * noise) ** 2  # [T, K]
         happened: torch.Tensor = share > 0.5  # [T, K]
         for expert in self.ids.unique().tolist():

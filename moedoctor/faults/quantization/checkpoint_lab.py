@@ -20,6 +20,7 @@ from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
 from moedoctor.reference.moe_layer import Problem, expected_output, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import Case, Evidence, Observation
+from moedoctor.trace.wrong_calls import keep_if_wrong
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_backend, run_engines
 
 LAYERS, EXPERTS = 2, 8
@@ -96,7 +97,9 @@ def routed_layer(parameters: Any, quantization: str, device: str) -> Problem:
 
 def agreement(output: torch.Tensor, problem: Problem) -> Evidence:
     """Compare `output` [T, H] with what the layer should give."""
-    return agree(output, expected_output(problem, "none"), bounds_of("none")).evidence()
+    result = agree(output, expected_output(problem, "none"), bounds_of("none"))
+    keep_if_wrong(problem, output, result, "none", "one kernel of the case")
+    return result.evidence()
 
 
 def projection(tensors: Tensors, name: str, experts: int) -> Nvfp4:

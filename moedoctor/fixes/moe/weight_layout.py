@@ -32,7 +32,8 @@ def up_first(w13: Weight) -> Weight:
     if isinstance(w13, Nvfp4):
         return replace(w13, packed=_swap_halves(w13.packed), block_scales=_swap_halves(w13.block_scales))
     if isinstance(w13, Fp8):
-        return replace(w13, values=_swap_halves(w13.values))
+        scale = _swap_halves(w13.scale) if w13.halves == 2 else w13.scale
+        return replace(w13, values=_swap_halves(w13.values), scale=scale)
     return _swap_halves(w13)
 
 

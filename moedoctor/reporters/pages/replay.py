@@ -13,7 +13,7 @@ from moedoctor.reporters.text import count_of
 from moedoctor.text import escape
 
 if TYPE_CHECKING:
-    from moedoctor.diagnose.capsule.replay import BackendReplay, Replay
+    from moedoctor.diagnose.capsule.replay import Replay
 
 _PLACES = {
     "row_unwritten": "rows that nobody wrote",
@@ -22,8 +22,8 @@ _PLACES = {
 }
 
 
-def replay_document(result: Replay, file: str, code: int) -> dict[str, Any]:
-    """Return the JSON document."""
+def replay_document(result: Replay, file: str) -> dict[str, Any]:
+    """Return the JSON document; the pages are made of it."""
     return {
         "schema_version": 1,
         "moedoctor": moedoctor.__version__,
@@ -35,46 +35,49 @@ def replay_document(result: Replay, file: str, code: int) -> dict[str, Any]:
         "recorded": result.recorded,
         "diagnosis": result.diagnosis,
         "backends": [asdict(backend) for backend in result.backends],
-        "summary": {"exit_code": code},
+        "summary": {"exit_code": exit_code(result)},
     }
 
 
-def replay_page(result: Replay, file: str) -> list[Block]:
+def exit_code(result: Replay) -> int:
+    """Return 1 if the recorded output is wrong, else 0."""
+    return 1 if result.right is False else 0
+
+
+def replay_page(document: Mapping[str, Any], level: int = 1) -> list[Block]:
     """Return the answer first, then what explains it, then the backends."""
-    record = result.facts["record"]
-    page: list[Block] = [Heading(f"{escape(file)}: {escape(record['layer'])}", 1)]
-    page.append(Paragraph((Span(*_verdict(result)), f" {answer_of(result)}")))
-    page += _explanations(result.diagnosis)
-    if result.backends:
-        rows = [_row(backend) for backend in result.backends]
+    record, backends = document["capsule"]["record"], document["backends"]
+    page: list[Block] = [Heading(f"{escape(document['file'])}: {escape(record['layer'])}", level)]
+    page.append(Paragraph((Span(*_verdict(document)), f" {answer_of(document)}")))
+    page += _explanations(document["diagnosis"], level + 1)
+    if backends:
+        rows = [_row(backend) for backend in backends]
         page += [
-            Heading("On this machine"),
+            Heading("On this machine", level + 1),
             Table(("backend", "reference", "cosine", "norm ratio", "recorded output", "note"), rows),
         ]
-    page += [Heading("The call"), Bullets(_call(record, result.facts))]
-    return page
+    return [*page, Heading("The call", level + 1), Bullets(_call(record, document["capsule"]))]
 
 
-def _verdict(result: Replay) -> tuple[str, str]:
-    if not result.judged:
+def _verdict(document: Mapping[str, Any]) -> tuple[str, str]:
+    if not document["judged"]:
         return "not judged:", "note"
-    return ("right:", "clean") if result.right else ("wrong:", "error")
+    return ("right:", "clean") if document["right"] else ("wrong:", "error")
 
 
-def answer_of(result: Replay) -> str:
+def answer_of(document: Mapping[str, Any]) -> str:
     """Return in one sentence what the recorded output is."""
-    if not result.judged:
-        weights = result.facts["record"]["weights"]
+    recorded = document["recorded"]
+    if not document["judged"]:
+        weights = document["capsule"]["record"]["weights"]
         return f"the capsule's weights are {weights}, so its output cannot be compared with the reference"
-    if result.right:
-        return (
-            f"the recorded output agrees with the float32 reference (cosine {result.recorded['cosine']:.5f})"
-        )
-    explanation = result.diagnosis.get("explanation")
-    reason = result.recorded["reason"]
+    if document["right"]:
+        return f"the recorded output agrees with the float32 reference (cosine {recorded['cosine']:.5f})"
+    explanation = document["diagnosis"].get("explanation")
+    reason = recorded["reason"]
     if explanation is None:
         return f"{reason}; none of the known mistakes explains it"
-    runner_up = result.diagnosis.get("runner_up")
+    runner_up = document["diagnosis"].get("runner_up")
     beside = "" if runner_up is None else f", next best {runner_up['cosine']:.5f}"
     return (
         f"{reason}. The output equals the reference with {explained(explanation)} "
@@ -108,7 +111,7 @@ def _listed(noun: str, values: Sequence[int]) -> str:
     return f"{noun if len(values) == 1 else f'{noun}s'} {shown}{more}"
 
 
-def _explanations(diagnosis: Mapping[str, Any]) -> list[Block]:
+def _explanations(diagnosis: Mapping[str, Any], level: int) -> list[Block]:
     if not diagnosis:
         return []
     rows = []
@@ -124,23 +127,23 @@ def _explanations(diagnosis: Mapping[str, Any]) -> list[Block]:
         return []
     count = diagnosis["explanations_compared"]
     return [
-        Heading("What explains it"),
+        Heading("What explains it", level),
         Table(("", "the reference with", "cosine", "of the error"), rows),
         Paragraph(f"{count_of(count, 'explanation')} compared"),
     ]
 
 
-def _row(backend: BackendReplay) -> list[str]:
-    name = f"{backend.backend} {backend.quantization}"
-    if backend.right is None:
-        return [name, "not run", "", "", "", escape(backend.unavailable or backend.failed or "")]
-    found = backend.against_reference or {}
+def _row(backend: Mapping[str, Any]) -> list[str]:
+    name = f"{backend['backend']} {backend['quantization']}"
+    if backend["right"] is None:
+        return [name, "not run", "", "", "", escape(backend["unavailable"] or backend["failed"] or "")]
+    found = backend["against_reference"] or {}
     cosine, ratio = found.get("cosine"), found.get("norm_ratio")
-    repeats = {None: "", True: "the same", False: "another"}[backend.repeats]
-    note = "" if backend.deterministic else "three calls gave different bits"
+    repeats = {None: "", True: "the same", False: "another"}[backend["repeats"]]
+    note = "" if backend["deterministic"] else "three calls gave different bits"
     return [
         name,
-        "right" if backend.right else f"wrong: {escape(str(found.get('reason')))}",
+        "right" if backend["right"] else f"wrong: {escape(str(found.get('reason')))}",
         "" if cosine is None else f"{cosine:.5f}",
         "" if ratio is None else f"{ratio:.4f}",
         repeats,

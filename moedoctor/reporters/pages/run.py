@@ -17,6 +17,7 @@ from moedoctor.reporters.page import (
     evidence_tables,
     without_records,
 )
+from moedoctor.reporters.pages.replay import replay_page
 from moedoctor.reporters.text import deciding_figure, figures, short_evidence, short_parameters
 from moedoctor.results import CaseResult, CaseVerdict, ClaimResult, Report, Scalar, ScenarioResult
 from moedoctor.text import clean, one_line
@@ -29,9 +30,10 @@ def run_page(report: Report, *, full: bool) -> list[Block]:
     """
     scenarios = [block for scenario in report.scenarios for block in _scenario(scenario, full=full)]
     # What matters most comes where a reader looks first: at the top of a file, at the end in a terminal.
+    capsule = [] if report.capsule is None else replay_page(report.capsule, 2)
     if full:
-        return [*notes(report), *environment_table(report.environment), *scenarios]
-    return [*scenarios, *notes(report)]
+        return [*capsule, *notes(report), *environment_table(report.environment), *scenarios]
+    return [*scenarios, *capsule, *notes(report)]
 
 
 def notes(report: Report, most: int | None = None) -> Iterator[Block]:

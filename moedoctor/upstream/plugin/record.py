@@ -34,11 +34,10 @@ class EngineRecorder:
     """Watches the MoE layers of one worker process."""
 
     def __init__(self, folder: Path, wish: Any) -> None:
-        from moedoctor.reference.agreement import BOUNDS
         from moedoctor.trace.call_keeper import CallKeeper
 
         self.folder = folder
-        self.keeper = CallKeeper(wish, self.save, self._lose, bounds=BOUNDS, background=True)
+        self.keeper = CallKeeper(wish, self.save, self._lose, background=True)
         self.model: Path | None = None
         """The folder of the checkpoint that is served, if it is one."""
         self._numbers: dict[int, int | None] = {}
