@@ -13,14 +13,22 @@ from moedoctor.bench.gpu_state import sampled
 from moedoctor.bench.moe import backends as registry
 from moedoctor.bench.moe.run import MachineError, measure_machine, measure_tasks
 from moedoctor.bench.moe.task import LayerTask, Routing
-from moedoctor.commands.options import InputError, as_input_error, check_gpu, deliver, names, numbers, texts
+from moedoctor.commands.options import (
+    FULL_FORMATS,
+    InputError,
+    as_input_error,
+    check_gpu,
+    deliver,
+    draw_picture,
+    names,
+    numbers,
+    texts,
+)
 from moedoctor.environment import no_gpu
 from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.layer_shape import QUANTIZATIONS, LayerShape
 from moedoctor.models.presets import find_model
 from moedoctor.origin import origin
-from moedoctor.processes.files import OutputError, stream_of
-from moedoctor.processes.streams import report_loss
 from moedoctor.redaction import Redactor
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.reporters.output import progress_bar
@@ -28,12 +36,9 @@ from moedoctor.reporters.pages.bench_backends import (
     BackendBench,
     bench_document,
     bench_page,
-    draw,
-    drawable,
-    slug,
+    charts,
     summary_line,
 )
-from moedoctor.reporters.plots import PlotError
 from moedoctor.text import expected_names, print_message
 from moedoctor.trace.format import TraceError, load
 
@@ -200,39 +205,22 @@ def _check_runnable(
 
 
 def write_report(bench: BackendBench, format: str, output: Path | None, plot: Path | None = None) -> None:
-    """Print the report or write it to a file; a Markdown file gets its pictures (SVG) beside it.
+    """Print the report or write it to a file; `plot` gets the latency of each layer as a picture.
 
     If no picture can be drawn, a line on stderr says so.
     """
-    pictures: list[str] = []
-    beside = output if output is not None and format == "markdown" and stream_of(output) is None else None
-    try:
-        pictures = _draw(bench, beside, plot)
-    except PlotError as error:
-        _log(f"no picture: {error}")
-    except OutputError as error:
-        report_loss(f"no picture: {error}")
+    if plot is not None:
+        drawn = [found[0] for name in bench.layers if (found := charts(bench, name))]
+        for chart in drawn:
+            alone = len(drawn) == 1
+            draw_picture(chart, plot if alone else plot.with_name(f"{plot.stem}_{chart.name}{plot.suffix}"))
     deliver(
-        bench_page(bench, pictures, full=format == "markdown"),
+        bench_page(bench, full=format in FULL_FORMATS),
         bench_document(bench),
         format=format,
         output=output,
         summary=summary_line(bench),
     )
-
-
-def _draw(bench: BackendBench, report: Path | None, plot: Path | None) -> list[str]:
-    """Draw what was asked for; return the names of the pictures beside `report`."""
-    layers, drawn = drawable(bench), []
-    for name in layers:
-        if plot is not None:
-            alone = len(layers) == 1
-            draw(bench, name, plot if alone else plot.with_name(f"{plot.stem}_{slug(name)}{plot.suffix}"))
-        if report is not None:
-            path = report.with_name(f"{report.stem}_{slug(name)}.svg")
-            draw(bench, name, path)
-            drawn.append(path.name)
-    return drawn
 
 
 def _log(text: str) -> None:

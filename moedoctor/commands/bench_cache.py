@@ -11,23 +11,20 @@ from typing import TYPE_CHECKING, Any
 from moedoctor import environment
 from moedoctor.bench.cache.replay import default_capacities, facts_of, replay_trace
 from moedoctor.bench.gpu_state import sampled
-from moedoctor.commands.options import InputError, as_input_error, deliver, numbers
+from moedoctor.commands.options import FULL_FORMATS, InputError, as_input_error, deliver, numbers
 from moedoctor.environment import no_gpu
 from moedoctor.origin import origin
 from moedoctor.processes import interrupts
-from moedoctor.processes.files import OutputError, stream_of
-from moedoctor.processes.streams import report_loss
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.output import terminal
 from moedoctor.reporters.pages.bench_cache import (
     CacheBench,
     bench_document,
     bench_page,
+    charts,
     summary_line,
-    terminal_charts,
-    write_pictures,
 )
-from moedoctor.reporters.plots import PlotError
+from moedoctor.reporters.plots import PlotError, terminal_chart
 from moedoctor.text import print_message, print_traceback
 from moedoctor.trace.format import SHIPPED, RoutingTrace, TraceError, load, shipped_trace
 from moedoctor.trace.synthetic import PREFIX, ZipfSettings, zipf_trace
@@ -110,21 +107,14 @@ def _trace(given: str | None) -> tuple[str, RoutingTrace]:
 
 
 def write_report(bench: CacheBench, format: str, output: Path | None) -> None:
-    """Print the report, or write it to `output`, a Markdown report with its pictures beside it."""
-    pictures: Sequence[str] = ()
-    if output is not None and format == "markdown" and stream_of(output) is None:
-        try:
-            pictures = write_pictures(bench, output)
-        except PlotError as error:
-            print_message(f"no picture beside the report: {error}")
-        except OutputError as error:
-            report_loss(f"no picture beside the report: {error}")
-    page = bench_page(bench, pictures, full=format == "markdown")
+    """Print the report, or write it to `output`; a terminal with colours gets the charts below the table."""
+    page = bench_page(bench, full=format in FULL_FORMATS)
     deliver(page, bench_document(bench), format=format, output=output, summary=summary_line(bench))
     colour, width = terminal(output)
     if format == "table" and colour and width is not None:
         try:
-            print(terminal_charts(bench, width), end="")
+            for chart in charts(bench):
+                print(f"\n{terminal_chart(chart, width=min(width, 100))}", end="")
         except PlotError as error:
             print_message(f"no chart: {error}")
 

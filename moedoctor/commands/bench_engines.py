@@ -11,7 +11,7 @@ from typing import Any
 from moedoctor import environment
 from moedoctor.bench import engines
 from moedoctor.bench.gpu_state import sampled
-from moedoctor.commands.options import InputError, deliver, texts
+from moedoctor.commands.options import FULL_FORMATS, InputError, deliver, texts
 from moedoctor.environment import no_gpu
 from moedoctor.origin import origin
 from moedoctor.redaction import Redactor
@@ -106,5 +106,5 @@ def measure(plan: engines.Plan) -> EngineBench:
 
 def write_report(bench: EngineBench, format: str, output: Path | None) -> None:
     """Print the report or write it to a file."""
-    page = bench_page(bench, full=format == "markdown")
+    page = bench_page(bench, full=format in FULL_FORMATS)
     deliver(page, bench_document(bench), format=format, output=output, summary=summary_line(bench))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moedoctor.commands.options import (
+    FULL_FORMATS,
     Capability,
     InputError,
     Output,
@@ -46,7 +47,7 @@ def check(
     from moedoctor.reporters.pages.check import check_document, check_page, summary_line
 
     result = find(target=_target(python, release, sm, wsl=wsl))
-    page = check_page(result, facts_last=format == "markdown")
+    page = check_page(result, facts_last=format in FULL_FORMATS)
     deliver(
         page,
         check_document(result),

@@ -32,7 +32,7 @@ def compare(
         name: [str(change) for change in getattr(changed, name)]
         for name in ("regressions", "improvements", "notes")
     }
-    page: list[Block] = []
+    page: list[Block] = [Heading(f"{current.name} compared with {baseline.name}", 1)]
     for name, changes in groups.items():
         if changes:
             page += [Heading(name), Bullets(changes)]

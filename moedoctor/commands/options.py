@@ -7,6 +7,7 @@ import math
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,10 +16,13 @@ import typer
 from moedoctor.text import expected_names, one_line, print_message, shorten
 
 if TYPE_CHECKING:
-    from moedoctor.reporters.page import Page
+    from moedoctor.reporters.chart import Chart
+    from moedoctor.reporters.page import Block, Page
     from moedoctor.results import Report
 
-PAGE_FORMATS = ("table", "json", "markdown")
+PAGE_FORMATS = ("table", "json", "markdown", "html")
+FULL_FORMATS = ("markdown", "html")
+"""The formats of a file that a person reads at leisure: they also get the environment."""
 _MAX_REASONS = 10
 
 
@@ -118,7 +122,15 @@ def _device(name: str) -> str:
     return name
 
 
-_SUFFIXES = {".json": "json", ".md": "markdown", ".markdown": "markdown", ".xml": "junit", ".txt": "table"}
+_SUFFIXES = {
+    ".json": "json",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    ".html": "html",
+    ".htm": "html",
+    ".xml": "junit",
+    ".txt": "table",
+}
 """The end of a file's name -> the format that it asks for."""
 
 
@@ -145,11 +157,11 @@ def _format(help: str, known: Sequence[str] | str) -> Any:
 ReportFormat = Annotated[
     str,
     _format(
-        "Format of the report: table, json, markdown, junit, github, or one of another package.",
+        "Format of the report: table, json, markdown, html, junit, github, or one of another package.",
         "moedoctor.catalogue:reporters",
     ),
 ]
-PageFormat = Annotated[str, _format("Format of the output: table, json or markdown.", PAGE_FORMATS)]
+PageFormat = Annotated[str, _format("Format of the output: table, json, markdown or html.", PAGE_FORMATS)]
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -294,7 +306,12 @@ def deliver(
     elif format == "markdown":
         from moedoctor.reporters.markdown import to_markdown
 
-        text = to_markdown(redactor.record(page))
+        text = to_markdown(redactor.record(with_files(page, output)))
+    elif format == "html":
+        from moedoctor.reporters.html import page_with_answer, to_html
+
+        found = [text for text in (summary, *reasons) if text]
+        text = to_html(redactor.record(page_with_answer(page, document, found)))
     else:
         from moedoctor.reporters.table import to_text
 
@@ -313,6 +330,39 @@ def document_head(document: Mapping[str, Any]) -> dict[str, Any]:
     head = {"schema_version": SCHEMA_VERSION, "moedoctor": __version__, "command": document["command"]}
     stored = "origin" in document
     return {**head, "origin": None if stored else origin(variables=environment.shown_variables())}
+
+
+def with_files(page: Page, report: Path | None) -> list[Block]:
+    """Return the page with its pictures drawn beside the file `report`; without a file they stay data."""
+    from moedoctor.processes.files import stream_of
+    from moedoctor.reporters.page import Picture
+
+    if report is None or stream_of(report) is not None:
+        return list(page)
+    blocks: list[Block] = []
+    for block in page:
+        if isinstance(block, Picture) and block.chart is not None:
+            path = report.with_name(f"{report.stem}_{block.chart.name}.svg")
+            block = replace(block, file=path.name if draw_picture(block.chart, path) else "")
+        blocks.append(block)
+    return blocks
+
+
+def draw_picture(chart: Chart, path: Path) -> bool:
+    """Draw a chart, and return whether that worked. If not, a line on stderr says why."""
+    from moedoctor.processes.files import OutputError
+    from moedoctor.processes.streams import report_loss
+    from moedoctor.reporters.plots import PlotError, draw
+
+    try:
+        draw(chart, path)
+    except PlotError as error:
+        print_message(f"no picture: {error}")
+    except OutputError as error:
+        report_loss(f"no picture: {error}")
+    else:
+        return True
+    return False
 
 
 def print_reasons(code: int, reasons: Sequence[str]) -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Sequence
 from urllib.parse import quote
 
 from moedoctor.interfaces import Reporter
 from moedoctor.reporters.page import (
+    Answer,
     Block,
     Bullets,
+    Fold,
     Heading,
     Item,
     Page,
     Paragraph,
+    Picture,
     Preformatted,
     Prose,
+    Span,
+    Step,
     Table,
     Text,
+    plain,
     spans,
 )
 from moedoctor.reporters.pages.run import run_page
@@ -45,10 +52,11 @@ class MarkdownReporter(Reporter):
 def to_markdown(page: Page) -> str:
     """Return the page as Markdown that ends with a line end."""
     parts: list[str] = []
-    for index, block in enumerate(page):
+    shown = [block for block in page if not isinstance(block, Picture) or block.file]
+    for index, block in enumerate(shown):
         if index:
             # The items of one list follow each other without an empty line.
-            together = isinstance(block, Item) and isinstance(page[index - 1], Item)
+            together = isinstance(block, Item) and isinstance(shown[index - 1], Item)
             parts.append("\n" if together else "\n\n")
         parts.append(_block(block))
     return without_commands("".join(parts)) + "\n"
@@ -104,6 +112,15 @@ def _block(block: Block) -> str:
         return f"{'#' * block.level} {_text(block.text)}"
     if isinstance(block, Paragraph):
         return _text(block.text)
+    if isinstance(block, Step):
+        return _text((Span("Next: ", "bold"), *spans(block.text)))
+    if isinstance(block, Answer):
+        return _answer(block)
+    if isinstance(block, Fold):
+        # GitHub reads Markdown within HTML only after an empty line.
+        title = f"<summary>{html.escape(plain(block.title))}</summary>"
+        opened = " open" if block.open else ""
+        return f"<details{opened}>{title}\n\n{to_markdown(block.blocks)}\n</details>"
     if isinstance(block, Bullets):
         return "\n".join(f"- {_text(item)}" for item in block.items)
     if isinstance(block, Item):
@@ -117,6 +134,13 @@ def _block(block: Block) -> str:
     if isinstance(block, Prose):
         return clean(block.markdown).strip()
     return f"![{escape(block.title)}]({quote(block.file, errors='replace')})"
+
+
+def _answer(answer: Answer) -> str:
+    """Return three lines: what was looked at, what was found, what to do; without what is empty."""
+    parts = (("Looked at", answer.looked_at), ("Found", answer.found), ("To do", answer.to_do))
+    lines = [f"- **{name}:** {'; '.join(map(_text, texts))}" for name, texts in parts if texts]
+    return "\n".join(lines)
 
 
 def _item(item: Item) -> str:

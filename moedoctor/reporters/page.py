@@ -1,17 +1,20 @@
 """The page model: what a command has to say, as blocks that each format renders.
 
-`moedoctor.reporters.markdown` renders a page for an issue or a file, `moedoctor.reporters.table` for a
-terminal. Text in a page is data: the renderers clean and escape it, so no block holds markup.
+`moedoctor.reporters.markdown` renders a page for an issue or a file, `moedoctor.reporters.html` for a
+browser and `moedoctor.reporters.table` for a terminal. Text in a page is data: the renderers clean and escape
+it, so no block holds markup.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.text import short_value
 from moedoctor.results import Evidence
+from moedoctor.text import one_line
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,19 @@ class Span:
 
     text: str
     style: str = ""
-    """``bold``, ``dim``, ``code``, ``source`` (holds ``owner/repository#1``), or a verdict or severity."""
+    """``bold``, ``dim``, ``code``, ``source`` (holds ``owner/repository#1``), ``section`` (the title of a
+    heading of the same page), or a verdict or severity, which are the keys of `TONES`."""
+
+
+TONES = {
+    **dict.fromkeys(("proved", "clean", "confirmed"), "good"),
+    **dict.fromkeys(("found", "affected", "failed", "error", "regression", "damage", "missing"), "bad"),
+    **dict.fromkeys(("reproduced", "warning"), "warn"),
+    **dict.fromkeys(("absent", "note", "remark"), "info"),
+    **dict.fromkeys(("skipped", "untested", "not looked at"), "quiet"),
+    "refuted": "odd",
+}
+"""Verdict or severity -> how a format sets it apart: good, bad, warn, info, quiet or odd."""
 
 
 Text = str | Span | tuple[str | Span, ...]
@@ -30,6 +45,11 @@ def spans(text: Text) -> tuple[Span, ...]:
     """Return `text` as spans."""
     parts = text if isinstance(text, tuple) else (text,)
     return tuple(part if isinstance(part, Span) else Span(part) for part in parts)
+
+
+def plain(text: Text) -> str:
+    """Return `text` without styles, on one line."""
+    return one_line("".join(span.text for span in spans(text)))
 
 
 @dataclass(frozen=True)
@@ -74,6 +94,8 @@ class Table:
     """``l`` or ``r`` for each column; columns beyond it are left-aligned."""
     grouped: bool = False
     """Rows with the same first cell belong together: a terminal shows that cell once, above them."""
+    behind: Sequence[Page] = ()
+    """For each row, what HTML shows behind a click on its last cell; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +107,38 @@ class Preformatted:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture beside a Markdown report; a terminal leaves it out."""
+    """A picture: within HTML, or as a file beside a Markdown report. A terminal leaves it out."""
 
     file: str
+    """The name of the file; Markdown leaves a picture out if it is empty."""
     title: str
+    chart: Chart | None = None
+    """What HTML draws."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to do next."""
+
+    text: Text
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a report says before anything else."""
+
+    looked_at: Sequence[Text]
+    found: Sequence[Text]
+    to_do: Sequence[Text]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Blocks under a title that a click shows; a terminal shows them under a heading."""
+
+    title: Text
+    blocks: Page
+    open: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,8 +148,33 @@ class Prose:
     markdown: str
 
 
-Block = Heading | Paragraph | Bullets | Item | Table | Preformatted | Picture | Prose
-Page = Sequence[Block]
+Block = Heading | Paragraph | Bullets | Item | Table | Preformatted | Picture | Prose | Step | Answer | Fold
+Page: TypeAlias = "Sequence[Block]"
+
+
+def blocks_of(page: Page) -> Iterator[Block]:
+    """Give every block of a page in order, also those in folds and behind the rows of tables."""
+    for block in page:
+        yield block
+        if isinstance(block, Fold):
+            yield from blocks_of(block.blocks)
+        elif isinstance(block, Table):
+            for blocks in block.behind:
+                yield from blocks_of(blocks)
+
+
+def answer(page: Page, looked_at: Sequence[Text], found: Sequence[Text]) -> Answer:
+    """Return the answer of a page; what to do comes from its steps, each once."""
+    steps: list[Text] = []
+    for block in blocks_of(page):
+        if isinstance(block, Step):
+            steps.append(block.text)
+        elif isinstance(block, Item):
+            steps += [text for label, text in block.lines if label in _STEP_LABELS]
+    return Answer(looked_at, found, list(dict.fromkeys(steps)))
+
+
+_STEP_LABELS = ("next", "do")
 
 
 def evidence_tables(evidence: Evidence) -> dict[str, Table]:

@@ -10,16 +10,23 @@ import io
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moedoctor.processes.files import write
+from moedoctor.reporters.chart import Chart, Series
 from moedoctor.text import missing_package, one_line
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195", "#8c6d31")
-"""Distinct for people with any kind of colour vision (Okabe and Ito), and two more."""
-_QUIET, _GRID = "#59636e", "#e3e6ea"
+COLOURS = ("#0060a0", "#b34700", "#007a55", "#9c3f7c", "#1b7893", "#8a6100", "#5b4b9a", "#6b5a2b")
+"""Distinct for people with any kind of colour vision, and dark enough for text on white."""
+INK, QUIET, GRID = "#1f2328", "#59636e", "#e3e6ea"
+_SHAPES = "os^DvPX*"
+_DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (7, 2, 2, 2)), (0, (2, 1)))
+_WIDTH, _LEFT, _TOP, _BOTTOM, _LINE, _LETTER = 7.6, 0.75, 0.23, 0.62, 0.145, 0.083
+_PLOT = 3.3
+_NAME_POINTS = 10.0
+_LABEL, _TITLE, _NOTE = 24, 72, 116
+"""Inches, points, and letters a line: of a name at a line's end, of the title, of the caption."""
 _MARKERS = "ox+*#@%&"
 """For a terminal without colour."""
 _MOST_TICKS = 8
@@ -29,100 +36,162 @@ class PlotError(Exception):
     """No picture can be made; one line says why and what to do."""
 
 
-@dataclass(frozen=True)
-class Series:
-    """One line of a chart."""
+def draw(chart: Chart, path: Path) -> None:
+    """Write the chart with its caption to the SVG file `path`, whole or not at all.
 
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    bound: bool = False
-    """A limit that the other lines are compared with: dashed, in grey."""
-    low: Sequence[float] = ()
-    """Lower and upper end of the spread at each point; empty for none."""
-    high: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", one_line(self.name))
-        lengths = {len(values) for values in (self.x, self.y, self.low, self.high) if len(values)}
-        if len(lengths) != 1 or bool(self.low) != bool(self.high):
-            raise ValueError(f"{self.name}: x, y, low and high must have the same length, and at least 1")
-        if not all(map(math.isfinite, (*self.x, *self.y, *self.low, *self.high))):
-            raise ValueError(f"{self.name}: every value must be finite; leave out what was not measured")
-
-
-def line_chart(
-    path: Path,
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-    series: Sequence[Series],
-    log_x: bool = False,
-    log_y: bool = False,
-    note: str | None = None,
-    y_range: tuple[float, float] | None = None,
-) -> None:
-    """Write the lines to the SVG file `path`, whole or not at all; the same data gives the same file.
-
-    `log_x` shows the values that were measured as ticks, at equal factors. `note` is shown small below the
-    lines. Raises PlotError without matplotlib, ValueError without series and for 0 or less on a logarithmic
-    axis, OutputError if the file cannot be written.
+    Raises PlotError without matplotlib, ValueError for 0 or less on a logarithmic axis, OutputError if the
+    file cannot be written.
     """
-    if not series:
-        raise ValueError("series must hold at least one line")
+    write(path, svg(chart, caption=True))
+
+
+def svg(chart: Chart, *, caption: bool) -> str:
+    """Return the chart as an SVG file with real text; the same chart gives the same text.
+
+    With its caption it can be shown alone, on white; without it, it is for a page. Every line has a colour, a
+    marker and dashes of its own, and its name at its end. Raises PlotError without matplotlib, ValueError for
+    0 or less on a logarithmic axis.
+    """
     matplotlib = import_library("matplotlib")
     matplotlib.use("svg")
-    style = {"svg.hashsalt": "moedoctor", "font.family": "DejaVu Sans", "text.parse_math": False}
-    with matplotlib.rc_context({**style, "axes.spines.top": False, "axes.spines.right": False}):
-        # DejaVu comes with matplotlib, so all machines draw the same letters.
-        figure = import_library("matplotlib.figure").Figure(figsize=(7.2, 4.2), layout="constrained")
-        axes = figure.add_subplot(title=one_line(title), xlabel=x_label, ylabel=y_label, axisbelow=True)
-        axes.grid(axis="y", color=_GRID)
-        for line, colour in zip(series, _colours(series), strict=True):
-            name = "\n".join(textwrap.wrap(line.name, 24))
-            dashes = "dashed" if line.bound else "solid"
-            axes.plot(line.x, line.y, color=colour, linestyle=dashes, marker="o", markersize=3.5, label=name)
-            if line.low:
-                axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
-        if log_x:
-            ticks = sorted({value for line in series for value in line.x})
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
-        if log_y:
-            ticks = log_ticks(series)
-            axes.set_yscale("log")
-            axes.set_yticks(ticks, [f"{value:g}" for value in ticks])
-        axes.minorticks_off()
-        if y_range:
-            axes.set_ylim(*y_range)
-        elif not log_y and min(value for line in series for value in line.y) >= 0:
-            axes.set_ylim(bottom=0)
-        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+    style = {
+        # The ids in two pictures of one page must differ.
+        "svg.hashsalt": one_line(f"moedoctor {chart.name} {chart.title}"),
+        "svg.fonttype": "none",
+        # DejaVu comes with matplotlib, so all machines measure the same letters; Verdana is as wide.
+        "font.family": "DejaVu Sans",
+        "text.parse_math": False,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        **{f"{axis}tick.{part}": QUIET for axis in "xy" for part in ("color", "labelcolor")},
+        "axes.edgecolor": QUIET,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    names = ["\n".join(textwrap.wrap(line.name, _LABEL)) for line in chart.series]
+    title = textwrap.wrap(one_line(chart.title), _TITLE)
+    note = textwrap.wrap(one_line(chart.caption), _NOTE) if caption else []
+    height = _PLOT + _TOP * len(title) + 0.12 + _BOTTOM + _LINE * len(note)
+    with matplotlib.rc_context(style):
+        figure = import_library("matplotlib.figure").Figure(figsize=(_WIDTH, height))
+        letters = max(len(part) for name in names for part in name.split("\n"))
+        right = _WIDTH - _LEFT - letters * _LETTER - 0.2
+        bottom = _BOTTOM + _LINE * len(note)
+        axes = figure.add_axes((_LEFT / _WIDTH, bottom / height, right / _WIDTH, _PLOT / height))
+        _fill(axes, chart)
+        axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # from here on nothing moves
+        _label(axes, chart.series, names)
+        top = 1 - 0.06 / height
+        figure.text(0.12 / _WIDTH, top, "\n".join(title), fontsize=12, fontweight="bold", va="top")
         if note:
-            wrapped = "\n".join(textwrap.wrap(one_line(note), 118))
-            figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=8, color=_QUIET)
+            figure.text(0.12 / _WIDTH, 0.08 / height, "\n".join(note), fontsize=8, color=QUIET, va="bottom")
+        if not caption:
+            figure.set_facecolor("none")
+            axes.set_facecolor("none")
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    write(path, text.getvalue())
+    return text.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
 
 
-def terminal_chart(
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-    series: Sequence[Series],
-    log_x: bool = False,
-    log_y: bool = False,
-    width: int = 80,
-    height: int = 22,
-    colour: bool = True,
-) -> str:
-    """Return the lines as text of `width` columns, with their names below.
+def _fill(axes: Any, chart: Chart) -> None:
+    """Draw the lines, their spread and the axes."""
+    for line, look in zip(chart.series, _looks(chart.series), strict=True):
+        if line.low:
+            below = [value - low for value, low in zip(line.y, line.low, strict=True)]
+            above = [high - value for value, high in zip(line.y, line.high, strict=True)]
+            spread = [[max(0.0, part) for part in parts] for parts in (below, above)]
+            axes.errorbar(line.x, line.y, spread, fmt="none", ecolor=look["color"], capsize=2.5, linewidth=1)
+        axes.plot(line.x, line.y, linewidth=1.6, markersize=5, **look)
+    scale = {True: " (log scale)", False: ""}
+    axes.set_xlabel(one_line(chart.x_label) + scale[chart.log_x])
+    axes.set_ylabel(one_line(chart.y_label) + scale[chart.log_y])
+    axes.set_axisbelow(True)
+    axes.grid(color=GRID, linewidth=0.8)
+    if chart.log_x:
+        measured = sorted({value for line in chart.series if not line.bound for value in line.x})
+        ticks = measured if 1 < len(measured) <= _MOST_TICKS else _ticks(measured)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
+    if chart.log_y:
+        ticks = log_ticks(chart.series)
+        axes.set_yscale("log")
+        axes.set_yticks(ticks, [f"{value:g}" for value in ticks])
+    axes.minorticks_off()
+    if chart.y_range:
+        axes.set_ylim(*chart.y_range)
+    elif not chart.log_y and min(value for line in chart.series for value in line.y) >= 0:
+        axes.set_ylim(bottom=0)
+
+
+def _label(axes: Any, series: Sequence[Series], names: Sequence[str]) -> None:
+    """Write the name of each line at its end, moved up or down where names would meet."""
+    points = 72 / axes.figure.dpi
+    box = axes.get_window_extent()
+    ends = []
+    for index, line in enumerate(series):
+        last = max(range(len(line.x)), key=lambda place: line.x[place])
+        x, y = axes.transData.transform((line.x[last], line.y[last])) * points
+        ends.append((y, x, index))
+    ends.sort()
+    heights = [(names[index].count("\n") + 1) * _NAME_POINTS + 2 for _, _, index in ends]
+    places = _spread([y for y, _, _ in ends], heights, box.y0 * points, box.y1 * points)
+    looks = _looks(series)
+    for (y, x, index), place in zip(ends, places, strict=True):
+        side = box.x1 * points + 8
+        if side - x > 12 or abs(place - y) > 3:
+            lead = {"color": looks[index]["color"], "linewidth": 0.6, "alpha": 0.6}
+            from_to = [(x + 4, y), (side - 2, place)]
+            to_axes = axes.transAxes.inverted().transform([(a / points, b / points) for a, b in from_to])
+            axes.plot(*zip(*to_axes, strict=True), transform=axes.transAxes, clip_on=False, **lead)
+        at = axes.transAxes.inverted().transform((side / points, place / points))
+        look = {"color": looks[index]["color"], "fontsize": _NAME_POINTS - 1.5, "linespacing": 1.0}
+        axes.text(*at, names[index], transform=axes.transAxes, va="center", **look)
+
+
+def _spread(wanted: Sequence[float], heights: Sequence[float], low: float, high: float) -> list[float]:
+    """Return a place for each label, near where it is wanted, so that none covers another.
+
+    `wanted` must be sorted. Labels that do not fit between `low` and `high` go beyond.
+    """
+    places = list(wanted)
+    for _ in range(100):
+        moved = False
+        for index in range(len(places) - 1):
+            need = (heights[index] + heights[index + 1]) / 2
+            lack = need - (places[index + 1] - places[index])
+            if lack > 0.01:
+                places[index] -= lack / 2
+                places[index + 1] += lack / 2
+                moved = True
+        if places[0] < low:
+            places[0], moved = low, True
+        if places[-1] > high and places[0] > low:
+            places[-1], moved = high, True
+        if not moved:
+            break
+    return places
+
+
+def _looks(series: Sequence[Series]) -> list[dict[str, Any]]:
+    """Return colour, marker and dashes of each line; a bound is grey and dotted."""
+    looks: list[dict[str, Any]] = []
+    free = 0
+    for line in series:
+        if line.bound:
+            looks.append({"color": QUIET, "linestyle": (0, (1, 1.5))})
+            continue
+        marker = {"marker": _SHAPES[free % len(_SHAPES)], "linestyle": _DASHES[free % len(_DASHES)]}
+        looks.append({"color": COLOURS[free % len(COLOURS)], **marker})
+        free += 1
+    return looks
+
+
+def terminal_chart(chart: Chart, *, width: int = 80, height: int = 22, colour: bool = True) -> str:
+    """Return the chart as text of `width` columns, with the names of its lines below.
 
     Raises PlotError without plotext, ValueError for 0 or less on a logarithmic axis.
     """
+    series, log_x, log_y = chart.series, chart.log_x, chart.log_y
     plot = import_library("plotext")
     figure = getattr(plot, "figure", None)
     if figure is None:
@@ -131,14 +200,14 @@ def terminal_chart(
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(width, height)
-    figure.title(one_line(title))
-    figure.label(x_label, "x")
-    figure.label(y_label, "y")
+    figure.title(one_line(chart.title))
+    figure.label(one_line(chart.x_label), "x")
+    figure.label(one_line(chart.y_label), "y")
     names = []
-    for index, (line, hexadecimal) in enumerate(zip(series, _colours(series), strict=True)):
+    for index, (line, look) in enumerate(zip(series, _looks(series), strict=True)):
         x = [math.log2(value) for value in line.x] if log_x else list(line.x)
         y = [math.log10(value) for value in line.y] if log_y else list(line.y)
-        shade: tuple[int, ...] = tuple(bytes.fromhex(hexadecimal[1:]))
+        shade: tuple[int, ...] = tuple(bytes.fromhex(look["color"][1:]))
         character = _MARKERS[index % len(_MARKERS)]
         marker = plot.marker("braille", shade) if colour else character
         figure.draw(figure.signal(x, y, marker=marker).lines())
@@ -169,7 +238,10 @@ def log_ticks(series: Sequence[Series]) -> list[float]:
 
     Raises ValueError for 0 and below.
     """
-    values = [value for line in series for value in (*line.y, *line.low, *line.high)]
+    return _ticks([value for line in series for value in (*line.y, *line.low, *line.high)])
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
     if min(values) <= 0:
         raise ValueError("a logarithmic axis has no place for 0 and below")
     powers = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
@@ -178,12 +250,6 @@ def log_ticks(series: Sequence[Series]) -> list[float]:
     last = next((index for index, step in enumerate(steps) if step >= max(values)), len(steps) - 1)
     ticks = steps[first : last + 1]
     return ticks if len(ticks) <= _MOST_TICKS else [10.0**power for power in powers]
-
-
-def _colours(series: Sequence[Series]) -> list[str]:
-    """Return a colour for each line, as ``#rrggbb``; grey for bounds."""
-    free = iter(_COLOURS * (1 + len(series) // len(_COLOURS)))
-    return [_QUIET if line.bound else next(free) for line in series]
 
 
 def _legend(names: Sequence[tuple[str, str, int]], width: int) -> str:

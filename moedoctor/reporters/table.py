@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 
 from moedoctor.interfaces import Reporter
 from moedoctor.reporters.page import (
+    TONES,
+    Answer,
     Block,
     Bullets,
+    Fold,
     Heading,
     Item,
     Page,
@@ -19,6 +22,7 @@ from moedoctor.reporters.page import (
     Preformatted,
     Prose,
     Span,
+    Step,
     Table,
     Text,
     spans,
@@ -47,15 +51,15 @@ _STEPS = 16
 _BESIDE_LABELS = 38
 """Columns that a label leaves to a verdict and a figure."""
 _NO_WIDTH = 100_000
-_STYLES = {
-    **dict.fromkeys(("proved", "clean", "confirmed"), "green"),
-    **dict.fromkeys(("found", "affected", "failed", "error", "regression", "damage", "missing"), "bold red"),
-    **dict.fromkeys(("reproduced", "warning"), "yellow"),
-    **dict.fromkeys(("absent", "note", "remark"), "cyan"),
-    **dict.fromkeys(("skipped", "untested", "not looked at", "dim"), "dim"),
-    "refuted": "magenta",
-    "bold": "bold",
+_COLOURS = {
+    "good": "green",
+    "bad": "bold red",
+    "warn": "yellow",
+    "info": "cyan",
+    "quiet": "dim",
+    "odd": "magenta",
 }
+_STYLES = {word: _COLOURS[tone] for word, tone in TONES.items()} | {"bold": "bold", "dim": "dim"}
 
 
 class TableReporter(Reporter):
@@ -108,9 +112,7 @@ def to_text(page: Page, *, colour: bool = False, width: int | None = None) -> st
         highlight=False,
     )
     before: Block | None = None
-    for block in page:
-        if isinstance(block, Picture):
-            continue
+    for block in _flat(page):
         if before is not None and not _close(before, block):
             console.print()
         if isinstance(block, Prose):
@@ -121,11 +123,23 @@ def to_text(page: Page, *, colour: bool = False, width: int | None = None) -> st
     return without_commands("\n".join(line.rstrip() for line in out.getvalue().split("\n")))
 
 
+def _flat(page: Page) -> Iterator[Block]:
+    """Give the blocks that a terminal shows: no pictures, no answer at the top, and folds as sections."""
+    for block in page:
+        if isinstance(block, Fold):
+            yield Heading(block.title)
+            yield from _flat(block.blocks)
+        elif not isinstance(block, (Picture, Answer)):
+            yield block
+
+
 def _close(before: Block, block: Block) -> bool:
     """Return whether the two follow each other without an empty line."""
     if isinstance(before, Heading):
         return not isinstance(block, Heading)
-    return isinstance(block, (Paragraph, Item)) and type(before) is type(block)
+    if isinstance(block, (Paragraph, Step)):
+        return isinstance(before, (Paragraph, Step))
+    return isinstance(block, Item) and isinstance(before, Item)
 
 
 def _block(block: Block, columns: int) -> Iterator[RenderableType]:
@@ -133,6 +147,8 @@ def _block(block: Block, columns: int) -> Iterator[RenderableType]:
         yield _line(block.text, "bold")
     elif isinstance(block, Paragraph):
         yield _line(block.text)
+    elif isinstance(block, Step):
+        yield _line((Span("Next: ", "bold"), *spans(block.text)))
     elif isinstance(block, Bullets):
         yield _bullets(block)
     elif isinstance(block, Item):

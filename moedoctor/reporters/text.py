@@ -67,10 +67,13 @@ def deciding_figure(case: CaseResult) -> str:
 
 def environment_line(report: Report) -> str:
     """Return ``moedoctor 0.1.0 run · gpu none · torch 2.13.0 · …``: the facts that verdicts depend on."""
-    facts = (
-        f"{name} {short_value(report.environment[name])}" for name in _FACTS if name in report.environment
-    )
-    return " · ".join((one_line(f"moedoctor {report.version} {report.command}"), *facts))
+    facts = facts_line(report.environment)
+    return " · ".join(filter(None, (one_line(f"moedoctor {report.version} {report.command}"), facts)))
+
+
+def facts_line(environment: Mapping[str, Any]) -> str:
+    """Return ``gpu none · torch 2.13.0 · …``: the facts that verdicts depend on, if they are known."""
+    return " · ".join(f"{name} {short_value(environment[name])}" for name in _FACTS if name in environment)
 
 
 def summary_line(report: Report) -> str:

@@ -104,12 +104,12 @@ def test_the_whole_report() -> None:
     assert headings == [
         "# moedoctor 0.1.0: run",
         "## Against the baseline",
-        "## Environment",
         "## MD001 nan_routing: error",
         "### Claims",
         "### Conclusions",
         "## MD005 untraceable_offload: absent",
     ]
+    assert "<details><summary>Environment</summary>" in text
     assert any(summary_line(whole) in block for block in shown)
     assert "Interrupted: not every case ran." in shown
     assert any(block.endswith("MD001 faulty: verdict reproduced -> clean") for block in shown)

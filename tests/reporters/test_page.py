@@ -47,7 +47,7 @@ blocks = (
     | st.builds(Item, texts, inlines, labelled)
     | st.builds(Table, st.tuples(texts, texts), rows, grouped=st.booleans())
     | st.builds(Preformatted, texts)
-    | st.builds(Picture, texts, texts)
+    | st.builds(Picture, texts.filter(bool), texts)
 )
 
 

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,45 +14,88 @@ from hostile import problem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.reporters.plots import PlotError, Series, _legend, line_chart, log_ticks, terminal_chart
+from moedoctor.reporters.chart import Chart, Series, spans_of
+from moedoctor.reporters.plots import PlotError, _legend, _spread, log_ticks, svg, terminal_chart
+from moedoctor.reporters.plots import draw as draw_file
+from moedoctor.text import one_line
 
-LINES = [
+LINES = (
     Series("lru", [8, 16, 32], [0.2, 0.4, 0.7]),
     Series("lfru", [8, 16, 32], [0.25, 0.45, 0.72], low=[0.2, 0.4, 0.7], high=[0.3, 0.5, 0.75]),
     Series("optimum", [8, 16, 32], [0.4, 0.6, 0.8], bound=True),
-]
+)
+CHART = Chart("rate", "lfru is best", x_label="slots", y_label="rate", series=LINES, caption="a remark")
 
 
-def draw(path: Path, **more: object) -> str:
+def draw(**more: object) -> str:
     pytest.importorskip("matplotlib")
-    options: dict[str, object] = {"title": "Hit rate", "x_label": "slots", "y_label": "rate", "series": LINES}
-    line_chart(path, **{**options, **more})  # type: ignore[arg-type]
-    return path.read_text(encoding="utf-8")
+    return svg(replace(CHART, **more), caption=True)  # type: ignore[arg-type]
+
+
+def words(drawn: str) -> list[str]:
+    """Return the texts of a picture; they are text, not outlines."""
+    return ["".join(element.itertext()).strip() for element in elements(drawn, "text")]
+
+
+def elements(drawn: str, tag: str) -> list[ET.Element]:
+    return [element for element in ET.fromstring(drawn).iter() if element.tag.endswith(f"}}{tag}")]
+
+
+def styles(drawn: str, key: str) -> set[str]:
+    """Return the values of a property of the lines' paths, wide as lines of data are."""
+    found = [element.get("style", "") for element in elements(drawn, "path")]
+    lines = [style for style in found if "stroke-width: 1.6" in style]
+    return {value for style in lines for value in re.findall(rf"{key}: ([^;]+)", style)}
 
 
 def test_the_same_data_give_the_same_file_without_a_date(tmp_path: Path) -> None:
-    first = draw(tmp_path / "a.svg", log_x=True, note="how")
-    assert first == draw(tmp_path / "b.svg", log_x=True, note="how")
+    first = draw(log_x=True)
+    draw_file(replace(CHART, log_x=True), tmp_path / "a.svg")
+    assert first == (tmp_path / "a.svg").read_text(encoding="utf-8")
     assert "dc:date" not in first
-    ET.fromstring(first)
 
 
-def test_every_name_label_and_tick_is_in_the_picture(tmp_path: Path) -> None:
-    text = draw(tmp_path / "a.svg", log_x=True, note="a remark")
-    comments = [line for line in text.splitlines() if line.strip().startswith("<!--")]
-    labels = " ".join(comments)
-    for word in ("lru", "lfru", "optimum", "Hit rate", "slots", "rate", "a remark", " 8 ", " 16 ", " 32 "):
-        assert word in labels, word
+def test_every_name_label_and_tick_is_text_in_the_picture() -> None:
+    shown = words(draw(log_x=True))
+    assert {"lru", "lfru", "optimum", "lfru is best", "slots (log scale)", "rate", "a remark"} <= set(shown)
+    assert {"8", "16", "32"} <= set(shown)
+    assert "a remark" not in words(svg(CHART, caption=False))
 
 
-def test_other_data_give_another_picture(tmp_path: Path) -> None:
-    other = [Series("lru", [8, 16, 32], [0.2, 0.4, 0.6]), *LINES[1:]]
-    assert draw(tmp_path / "a.svg") != draw(tmp_path / "b.svg", series=other)
+def test_lines_differ_in_more_than_colour_and_a_spread_has_bars() -> None:
+    plain = replace(CHART, series=tuple(replace(line, low=(), high=(), bound=False) for line in LINES))
+    drawn = svg(plain, caption=False)
+    assert len(styles(drawn, "stroke")) == 3
+    assert len(styles(drawn, "stroke-dasharray")) == 2  # the first line is solid
+    markers = {path.get("d") for path in elements(drawn, "path") if path.get("id", "").startswith("m")}
+    assert len(markers) == 5  # three lines, and the ticks of two axes
+    assert len(elements(draw(), "path")) > len(elements(drawn, "path"))
 
 
-def test_markup_in_a_name_stays_text(tmp_path: Path) -> None:
-    text = draw(tmp_path / "a.svg", series=[Series("<script>x</script>", [1], [1])])
-    assert not [element for element in ET.fromstring(text).iter() if element.tag.endswith("script")]
+def test_other_data_give_another_picture() -> None:
+    assert draw() != draw(series=(Series("lru", [8, 16, 32], [0.2, 0.4, 0.6]), *LINES[1:]))
+
+
+@given(st.lists(st.tuples(st.floats(0, 300), st.floats(8, 30)), min_size=1, max_size=8))
+def test_no_label_covers_another(labels: list[tuple[float, float]]) -> None:
+    labels = sorted(labels)
+    wanted, heights = [label[0] for label in labels], [label[1] for label in labels]
+    places = _spread(wanted, heights, 0.0, 300.0)
+    for index in range(len(places) - 1):
+        assert places[index + 1] - places[index] > (heights[index] + heights[index + 1]) / 2 - 0.5
+
+
+@pytest.mark.parametrize(
+    ("chosen", "text"),
+    [
+        ([1, 8, 64], "from 1 to 64 tokens"),
+        ([1, 64], "at 1 and at 64 tokens"),
+        ([8, 64], "from 8 to 64 tokens"),
+        ([], ""),
+    ],
+)
+def test_only_values_that_follow_each_other_make_a_range(chosen: list[int], text: str) -> None:
+    assert spans_of([1, 8, 64], chosen, "tokens") == text
 
 
 @pytest.mark.parametrize(
@@ -80,42 +124,37 @@ def test_values_that_cannot_be_drawn_are_refused(values: dict[str, list[float]])
         ([3.0, 70000.0], [1, 10, 100, 1000, 10000, 100000]),
     ],
 )
-def test_a_logarithmic_axis_has_ticks_around_its_lines(
-    tmp_path: Path, values: list[float], ticks: list[float]
-) -> None:
+def test_a_logarithmic_axis_has_ticks_around_its_lines(values: list[float], ticks: list[float]) -> None:
     line = Series("a line", list(range(1, len(values) + 1)), values)
     assert log_ticks([line]) == pytest.approx(ticks)
-    text = draw(tmp_path / "a.svg", series=[line], log_y=True)
-    for tick in ticks:
-        assert f"<!-- {tick:g} -->" in text
+    shown = words(draw(series=(line,), log_y=True))
+    assert {f"{tick:g}" for tick in ticks} <= set(shown)
 
 
-def test_a_logarithmic_axis_has_no_place_for_zero(tmp_path: Path) -> None:
+def test_a_logarithmic_axis_has_no_place_for_zero() -> None:
     with pytest.raises(ValueError, match="no place for 0"):
-        draw(tmp_path / "a.svg", log_y=True, series=[Series("a line", [1, 2], [0.0, 1.0])])
+        draw(log_y=True, series=(Series("a line", [1, 2], [0.0, 1.0]),))
 
 
-def test_no_lines_are_refused(tmp_path: Path) -> None:
+def test_no_lines_are_refused() -> None:
     with pytest.raises(ValueError, match="series"):
-        draw(tmp_path / "a.svg", series=[])
+        draw(series=())
 
 
-def test_a_missing_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "plotext", None)
     with pytest.raises(PlotError, match=r"needs matplotlib, .*: pip install matplotlib"):
-        line_chart(tmp_path / "a.svg", title="t", x_label="x", y_label="y", series=LINES)
+        svg(CHART, caption=True)
     with pytest.raises(PlotError, match="needs plotext"):
-        terminal_chart(title="t", x_label="x", y_label="y", series=LINES)
+        terminal_chart(CHART)
 
 
 @pytest.mark.parametrize("colour", [True, False])
 def test_the_terminal_chart_names_its_lines_and_fits(colour: bool) -> None:
     pytest.importorskip("plotext")
-    text = terminal_chart(
-        title="Hit rate", x_label="slots", y_label="rate", series=LINES, log_x=True, width=70, colour=colour
-    )
-    for word in ("Hit rate", "lru", "lfru", "optimum", "slots", "32"):
+    text = terminal_chart(replace(CHART, log_x=True), width=70, colour=colour)
+    for word in ("lfru is best", "lru", "lfru", "optimum", "slots", "32"):
         assert word in text
     if not colour:
         assert "\x1b" not in text
@@ -133,37 +172,34 @@ def test_names_below_a_terminal_chart_fit(names: list[str]) -> None:
     assert "".join(lines) == "".join(f"  x {name}" for name in names)
 
 
-def test_a_long_name_is_wrapped_and_a_long_note_moves_the_axes_up(tmp_path: Path) -> None:
-    short = draw(tmp_path / "a.svg", note="one line")
-    text = draw(
-        tmp_path / "b.svg",
-        note="a note of three lines " * 15,
-        series=[Series("ours: aging, packed, hits computed during copies", [1, 2], [1.0, 2.0])],
-    )
-    assert "<!-- ours: aging, packed, -->" in text
-    assert "<!-- hits computed during -->" in text
+def test_long_texts_are_wrapped_and_the_picture_grows() -> None:
+    name = "ours: aging, packed, hits computed during copies"
+    text = draw(caption="a note of three lines " * 15, series=(Series(name, [1, 2], [1.0, 2.0]),))
+    assert {"ours: aging, packed,", "hits computed during", "copies"} <= set(words(text))
 
-    def bottom(svg: str) -> float:
-        return float(re.search(r'<g id="axes_1">\s*<g id="patch_2">\s*<path d="M [\d.]+ ([\d.]+)', svg)[1])
+    def height(drawn: str) -> float:
+        return float(ET.fromstring(drawn).get("viewBox", "").split()[3])
 
-    assert bottom(text) < bottom(short) - 15
+    assert height(text) > height(draw()) + 15
 
 
 def test_the_terminal_chart_has_a_logarithmic_axis() -> None:
     pytest.importorskip("plotext")
     line = Series("a line", [1, 2, 4], [20.0, 90.0, 800.0])
-    text = terminal_chart(
-        title="t", x_label="x", y_label="y", series=[line], log_y=True, width=70, colour=False
-    )
+    text = terminal_chart(replace(CHART, series=(line,), log_y=True), width=70, colour=False)
     ticks = [line.split("┤")[0].strip() for line in text.splitlines() if "┤" in line]
     assert ticks == ["1000", "500", "200", "100", "50", "20"]
 
 
-def test_names_from_a_report_are_plain_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["$x$ $\\frac{$", "\x1b]0;t\x07a\n\x9b2J\u202eb\ud800 -->", "<script>x</script>"]
+)
+def test_names_from_a_report_are_plain_text(text: str) -> None:
     """They may hold what a terminal acts on, and what matplotlib would read as mathematics."""
     pytest.importorskip("plotext")
-    for text in ("$x$ $\\frac{$", "\x1b]0;t\x07a\n\x9b2J\u202eb\ud800 --> <b>"):
-        line = Series(text, [1, 2], [1, 2])
-        assert not problem(draw(tmp_path / "a.svg", title=text, note=text, series=[line]))
-        options = {"title": text, "x_label": "x", "y_label": "y", "series": [line], "colour": False}
-        assert not problem(terminal_chart(**options))  # type: ignore[arg-type]
+    hostile = replace(CHART, title=text, caption=text, series=(Series(text, [1, 2], [1, 2]),))
+    drawn = svg(hostile, caption=True)
+    assert not problem(drawn)
+    assert not elements(drawn, "script")
+    assert words(drawn).count(one_line(text)) == 3
+    assert not problem(terminal_chart(hostile, colour=False))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 from typing_extensions import Required, TypedDict
 
 import moedoctor
+from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table
+from moedoctor.reporters.pages.backend_charts import label, layer_charts
 from moedoctor.reporters.pages.run import environment_table
-from moedoctor.reporters.plots import Series, line_chart
 from moedoctor.reporters.text import UNSTEADY, is_unsteady, time_unit
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 from moedoctor.text import show
@@ -93,8 +93,8 @@ def summary_line(bench: BackendBench) -> str:
     return f"{line}, {untrusted} by a comparison that is not to be trusted" if untrusted else line
 
 
-def bench_page(bench: BackendBench, pictures: Sequence[str] = (), *, full: bool = False) -> list[Block]:
-    """Return a table a layer. `pictures` are files beside a Markdown report; `full` adds the environment."""
+def bench_page(bench: BackendBench, *, full: bool = False) -> list[Block]:
+    """Return a table and pictures for each layer. `full` adds the environment."""
     page: list[Block] = [
         Heading(f"moedoctor {moedoctor.__version__}: bench --backend", 1),
         Paragraph(f"{bench.device} · {bench.routing} routing"),
@@ -102,6 +102,7 @@ def bench_page(bench: BackendBench, pictures: Sequence[str] = (), *, full: bool 
     for name, facts in bench.layers.items():
         own = [row for row in bench.rows if row["model"] == name]
         page += [Heading(name), Paragraph(_sizes(facts))]
+        page += [Picture("", chart.title, chart) for chart in charts(bench, name)]
         unit = time_unit(float(row["time_us"]) for row in own if "time_us" in row)
         timed = [_cells(row, unit) for row in own if "time_us" in row]
         if timed:
@@ -112,60 +113,20 @@ def bench_page(bench: BackendBench, pictures: Sequence[str] = (), *, full: bool 
             page.append(Table(header, rows, "l" + "r" * (len(header) - 1)))
         if rest := list(dict.fromkeys(_not_timed(row) for row in own if "time_us" not in row)):
             page.append(Bullets(rest))
-        page += [
-            Picture(file, f"latency of {name}") for file in pictures if file.endswith(f"_{slug(name)}.svg")
-        ]
     page.append(Bullets(list(_remarks(bench))))
     return [*page, *environment_table(bench.environment)] if full else page
 
 
-def draw(bench: BackendBench, layer: str, path: Path) -> None:
-    """Draw the latency of one layer over the number of tokens as SVG, a line for each backend.
-
-    Draws nothing if nothing was timed. Raises PlotError without matplotlib.
-    """
-    lines: dict[str, list[Mapping[str, Any]]] = {}
-    for row in bench.rows:
-        # Noise can make 0 of a very short call, and 0 has no place on this axis.
-        if row["model"] == layer and "time_us" in row and row["time_us_p20"] > 0:
-            lines.setdefault(_label(row), []).append(row)
-    if not lines:
-        return
-    line_chart(
-        path,
-        title=f"One MoE layer of {layer}",
-        x_label="tokens",
-        y_label="microseconds a call",
-        series=[
-            Series(
-                label,
-                [row["tokens"] for row in rows],
-                [row["time_us"] for row in rows],
-                low=[row["time_us_p20"] for row in rows],
-                high=[row["time_us_p80"] for row in rows],
-            )
-            for label, rows in lines.items()
-        ],
-        log_x=len({row["tokens"] for rows in lines.values() for row in rows}) > 1,
-        log_y=True,
-        note=f"{_sizes(bench.layers[layer])}; {bench.routing} routing; {bench.device}. Results that were "
-        "wrong are not timed.",
-    )
-
-
-def drawable(bench: BackendBench) -> list[str]:
-    """Return the layers with at least one time."""
-    timed = {row["model"] for row in bench.rows if "time_us" in row}
-    return [name for name in bench.layers if name in timed]
+def charts(bench: BackendBench, layer: str) -> list[Chart]:
+    """Return the charts of one layer: latency first; none if nothing was timed."""
+    caption = f"{_sizes(bench.layers[layer])}; {bench.routing} routing; {bench.device}"
+    rows = [row for row in bench.rows if row["model"] == layer and "time_us" in row]
+    return layer_charts(layer, rows, bench.roofline, name=slug(layer), caption=caption)
 
 
 def slug(name: str) -> str:
     """Return `name` as a part of a file's name."""
     return "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in name)[:60] or "layer"
-
-
-def _label(row: Mapping[str, Any]) -> str:
-    return f"{row['backend']} {row['quantization']}"
 
 
 def _sizes(facts: Mapping[str, Any]) -> str:
@@ -232,7 +193,7 @@ def _is_untrusted(row: Mapping[str, Any]) -> bool:
 
 
 def _not_timed(row: Mapping[str, Any]) -> str:
-    where = f"{_label(row)}, {row['tokens']} tokens" if "tokens" in row else _label(row)
+    where = f"{label(row)}, {row['tokens']} tokens" if "tokens" in row else label(row)
     if "unavailable" in row:
         return f"{where}: not available: {row['unavailable']}"
     if _is_untrusted(row):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import moedoctor
 from moedoctor.bench.cache.replay import ReplayPoint, TraceFacts
+from moedoctor.reporters.chart import Chart, Series
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table, evidence_tables
 from moedoctor.reporters.pages.run import environment_table
-from moedoctor.reporters.plots import Series, line_chart, terminal_chart
 from moedoctor.reporters.text import figures
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 
@@ -131,10 +130,10 @@ def summary_line(bench: CacheBench) -> str:
     return "; ".join(best)
 
 
-def bench_page(bench: CacheBench, pictures: Sequence[str] = (), *, full: bool = False) -> list[Block]:
-    """Return the hit rates and what was measured on a GPU.
+def bench_page(bench: CacheBench, *, full: bool = False) -> list[Block]:
+    """Return the hit rates and what was measured on a GPU, with pictures.
 
-    `pictures` are the files beside a Markdown report. `full` adds how the trace was made and the environment.
+    `full` adds how the trace was made and the environment.
     """
     page: list[Block] = [
         Heading(f"moedoctor {moedoctor.__version__}: bench --cache", 1),
@@ -142,7 +141,7 @@ def bench_page(bench: CacheBench, pictures: Sequence[str] = (), *, full: bool = 
         Paragraph(f"Trace: {bench.trace}"),
         _hit_rates(bench),
         Bullets(list(_remarks(bench))),
-        *(Picture(name, name.removesuffix(".svg").replace("_", " ")) for name in pictures),
+        *(Picture("", chart.title, chart) for chart in charts(bench)),
     ]
     measured = {"limits": bench.limits, "decode": bench.speed, **bench.measured}
     for name, table in evidence_tables(measured).items():
@@ -211,64 +210,100 @@ def _remarks(bench: CacheBench) -> Iterator[str]:
         yield bench.speed_note
 
 
-def write_pictures(bench: CacheBench, beside: Path) -> list[str]:
-    """Draw the SVG files of the Markdown report `beside` next to it, and return their names.
-
-    Raises PlotError without matplotlib, OutputError if a file cannot be written.
-    """
-    names = []
-    for suffix, (chart, more) in _charts(bench).items():
-        path = beside.with_name(f"{beside.stem}_{suffix}.svg")
-        line_chart(path, **chart, **more)
-        names.append(path.name)
-    return names
-
-
-def terminal_charts(bench: CacheBench, width: int) -> str:
-    """Return the same charts in colour for a terminal. Raises PlotError without plotext."""
-    charts = _charts(bench).values()
-    return "".join(f"\n{terminal_chart(**chart, width=min(width, 100))}" for chart, _ in charts)
-
-
-def _charts(bench: CacheBench) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Return suffix of the file -> (what both kinds of chart take, what only pictures take)."""
-    capacities = {point.capacity for point in bench.points}
+def charts(bench: CacheBench) -> list[Chart]:
+    """Return hit rate and, if it was measured, tokens per second over the capacity, each with its optimum."""
+    log_x = len({point.capacity for point in bench.points}) > 1
     rates = [
         Series(
             BOUND_NAME if policy == BOUND else policy,
-            [point.capacity for point in bench.points if point.policy == policy],
-            [point.hit_rate for point in bench.points if point.policy == policy],
+            [point.capacity for point in points],
+            [point.hit_rate for point in points],
             bound=policy == BOUND,
         )
         for policy in dict.fromkeys(point.policy for point in bench.points)
+        if (points := sorted(_of_policy(bench, policy), key=lambda point: point.capacity))
     ]
-    chart = _chart("Hit rate", rates, log_x=len(capacities) > 1)
-    note = f"{_heading(bench)}. Event-atomic replay from empty caches."
-    charts: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-    charts["hit_rate"] = (chart, {"note": note, "y_range": (0.0, 1.0)})
-    timed = [row for row in bench.speed if "tokens_per_second" in row]
-    if timed:
-        speeds = [
-            _speed_series(str(subject), [row for row in timed if row["subject"] == subject])
-            for subject in dict.fromkeys(row["subject"] for row in timed)
-        ]
-        log_x = len({row["capacity"] for row in timed}) > 1
-        speed = _chart("Tokens per second", speeds, log_x=log_x, log_y=True)
-        charts["tokens_per_second"] = (speed, {"note": bench.speed_note or None})
-    return charts
+    caption = f"{_heading(bench)}. A call is replayed as a whole, from empty caches."
+    found = [
+        Chart(
+            "hit_rate",
+            _rate_message(bench),
+            series=tuple(rates),
+            caption=caption,
+            log_x=log_x,
+            y_range=(0.0, 1.02),
+            x_label="slots a layer",
+            y_label="hit rate (share of the experts of a call)",
+        )
+    ]
+    timed = [row for row in bench.speed if row.get("tokens_per_second", 0) > 0]
+    return [*found, _speed_chart(bench, timed)] if timed else found
 
 
-def _chart(name: str, series: Sequence[Series], **axes: bool) -> dict[str, Any]:
-    labels = {"title": f"{name} over capacity", "x_label": "slots a layer", "y_label": name.lower()}
-    return {**labels, "series": series, **axes}
+def _of_policy(bench: CacheBench, policy: str) -> list[ReplayPoint]:
+    return [point for point in bench.points if point.policy == policy]
 
 
-def _speed_series(subject: str, rows: Sequence[Mapping[str, Any]]) -> Series:
-    spread = all("tokens_per_second_p20" in row and "tokens_per_second_p80" in row for row in rows)
-    return Series(
-        subject,
-        [row["capacity"] for row in rows],
-        [row["tokens_per_second"] for row in rows],
-        low=[row["tokens_per_second_p20"] for row in rows] if spread else (),
-        high=[row["tokens_per_second_p80"] for row in rows] if spread else (),
+def _rate_message(bench: CacheBench) -> str:
+    """Return which policy comes nearest to the optimum where not every expert fits, and how near."""
+    shares: dict[str, list[float]] = {}
+    for capacity, points in _by_capacity(bench).items():
+        best = points[BOUND].hit_rate if BOUND in points else 0.0
+        for name, point in points.items():
+            if name != BOUND and best > 0 and capacity < bench.facts.num_experts:
+                shares.setdefault(name, []).append(point.hit_rate / best)
+    return _nearest(shares, "hit rate") or "Hit rate over capacity"
+
+
+def _nearest(shares: Mapping[str, Sequence[float]], figure: str) -> str:
+    """Return who comes nearest to the optimum at its worst; empty without anybody."""
+    if not shares:
+        return ""
+    name = max(shares, key=lambda name: min(shares[name]))
+    reach = " to ".join(dict.fromkeys(f"{end(shares[name]):.0%}" for end in (min, max)))
+    return f"{name} reaches {reach} of the optimum's {figure}"
+
+
+def _speed_chart(bench: CacheBench, timed: Sequence[Mapping[str, Any]]) -> Chart:
+    """Return tokens per second over capacity; the optimum loads Belady's misses and does nothing else."""
+    series = [
+        Series.of(
+            str(subject), [row for row in timed if row["subject"] == subject], "capacity", "tokens_per_second"
+        )
+        for subject in dict.fromkeys(row["subject"] for row in timed)
+    ]
+    optimum = {
+        row["capacity"]: (bench.batch or 1)
+        * 1e6
+        / (row["bus_us"] * (1 - row["hit_rate_optimum"]) / (1 - row["hit_rate"]))
+        for row in timed
+        if row.get("bus_us", 0) > 0 and row.get("hit_rate", 1) < 1 and row.get("hit_rate_optimum", 1) < 1
+    }
+    # The first sentence says what was timed; the rest explains the columns of the table.
+    what = bench.speed_note.partition(". ")[0].removesuffix(".") or _heading(bench)
+    bound: tuple[Series, ...] = ()
+    remark = ""
+    if optimum:
+        remark = "The optimum does nothing but load what Belady misses, as fast as a pinned copy."
+        bound = (Series("optimum: Belady's loads at bus speed", list(optimum), list(optimum.values()), True),)
+    return Chart(
+        "tokens_per_second",
+        _speed_message(timed, optimum),
+        x_label="slots a layer",
+        y_label="tokens per second",
+        series=(*series, *bound),
+        caption=f"{what}. Medians, bars from p20 to p80. {remark}".rstrip(),
+        log_x=len({row["capacity"] for row in timed}) > 1,
+        log_y=True,
     )
+
+
+def _speed_message(timed: Sequence[Mapping[str, Any]], optimum: Mapping[int, float]) -> str:
+    """Return which subject that was timed at every capacity with an optimum comes nearest to it."""
+    shares: dict[str, list[float]] = {}
+    for row in timed:
+        if row["capacity"] in optimum:
+            share = row["tokens_per_second"] / optimum[row["capacity"]]
+            shares.setdefault(str(row["subject"]), []).append(share)
+    everywhere = {name: values for name, values in shares.items() if len(values) == len(optimum)}
+    return _nearest(everywhere, "tokens per second") or "Tokens per second over capacity"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import moedoctor
-from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, evidence_tables
+from moedoctor.reporters.chart import Chart, Series
+from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, evidence_tables
 from moedoctor.reporters.pages.run import environment_table
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 
@@ -84,6 +85,7 @@ def bench_page(bench: EngineBench, *, full: bool = False) -> list[Block]:
             "80th percentile. The first engine that answered is the reference: the tokens of the others are "
             "compared with its tokens, and ratio is the rate over its rate."
         ),
+        *(Picture("", chart.title, chart) for chart in charts(bench)),
         *evidence_tables({"engines": bench.rows}).values(),
         Bullets(
             [
@@ -94,3 +96,27 @@ def bench_page(bench: EngineBench, *, full: bool = False) -> list[Block]:
         ),
     ]
     return [*page, *environment_table(bench.environment)] if full else page
+
+
+def charts(bench: EngineBench) -> list[Chart]:
+    """Return tokens per second over the batch, a line for each engine; none if nothing was timed."""
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for row in sorted(bench.rows, key=lambda row: int(row["batch"])):
+        if row.get("tokens_per_second", 0) > 0:
+            lines.setdefault(f"{row['moe_backend']}, fix {row['fix']}", []).append(row)
+    if not lines:
+        return []
+    best = max((row for rows in lines.values() for row in rows), key=lambda row: row["tokens_per_second"])
+    return [
+        Chart(
+            "tokens_per_second",
+            f"{best['moe_backend']} with fix {best['fix']} is fastest: {best['tokens_per_second']:.0f} "
+            f"tokens/s at batch {best['batch']}",
+            x_label="batch (sequences)",
+            y_label="tokens per second",
+            series=tuple(Series.of(name, rows, "batch", "tokens_per_second") for name, rows in lines.items()),
+            caption=f"{bench.model}: {bench.tokens} new tokens for each prompt, greedy. Medians, bars from "
+            "p20 to p80.",
+            log_x=len({row["batch"] for rows in lines.values() for row in rows}) > 1,
+        )
+    ]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from moedoctor.diagnose.check.records import SEVERITIES, CheckResult
-from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Table
+from moedoctor.reporters.page import Block, Bullets, Fold, Heading, Item, Paragraph, Span, Table
 from moedoctor.reporters.text import count_of, figures, short_value
 from moedoctor.results import SCHEMA_VERSION
 
@@ -36,7 +36,7 @@ def check_page(result: CheckResult, *, facts_last: bool = False) -> list[Block]:
     rows = list(fact_rows(result.environment))
     if result.described:
         rows = [row for row in rows if row[0] in _DESCRIBED]
-    facts: list[Block] = [Heading("Environment"), Table(("fact", "value"), rows)]
+    facts: list[Block] = [Fold("Environment", [Table(("fact", "value"), rows)])]
     title = Heading(f"moedoctor {result.version}: check of {result.target}", 1)
     counts = [Paragraph(summary_line(result))]
     if result.without_vllm:

@@ -7,7 +7,7 @@ from typing import Any
 
 import moedoctor
 from moedoctor.diagnose.checkpoint.findings import CHECKS, Lint, LintFinding
-from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Table
+from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Step, Table
 from moedoctor.reporters.text import count_of
 from moedoctor.text import escape
 
@@ -51,7 +51,7 @@ def lint_page(result: Lint, folder: str, repairable: Collection[str]) -> list[Bl
     for finding in result.findings:
         steps.setdefault(_next_step(finding, repairable), []).append(finding.check)
     for step, checks in steps.items():
-        page.append(Paragraph((Span("Next: ", "bold"), f"{step} ({', '.join(checks)})")))
+        page.append(Step(f"{step} ({', '.join(checks)})"))
     return page
 
 

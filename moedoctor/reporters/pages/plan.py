@@ -7,7 +7,7 @@ from typing import Any
 
 import moedoctor
 from moedoctor.diagnose.plan.plan import GIB, Plan, PlanRequest
-from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Table
+from moedoctor.reporters.page import Block, Bullets, Heading, Item, Step, Table
 from moedoctor.reporters.text import count_of
 
 
@@ -36,7 +36,7 @@ def plan_page(request: PlanRequest, result: Plan) -> list[Block]:
     page.append(Table(("what", "how much", "how it is computed"), _rows(request, result), "lrl"))
     page.append(Bullets(notes))
     if result.missing_bytes:
-        page.append(Paragraph((Span("Next: ", "bold"), result.notes[1])))
+        page.append(Step(result.notes[1]))
     return page
 
 

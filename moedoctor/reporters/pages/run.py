@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from moedoctor.reporters.page import (
     Block,
     Bullets,
+    Fold,
     Heading,
     Item,
     Paragraph,
@@ -48,8 +49,15 @@ def notes(report: Report, most: int | None = None) -> Iterator[Block]:
 
 
 def environment_table(environment: Mapping[str, object]) -> list[Block]:
-    """Return the facts about the machine, all of them, under a heading."""
-    return [Heading("Environment"), Table(("fact", "value"), list(figures(environment)))]
+    """Return the facts about the machine, all of them, behind a click."""
+    return [Fold("Environment", [Table(("fact", "value"), list(figures(environment)))])]
+
+
+def origin_table(origin: Mapping[str, object] | None) -> list[Block]:
+    """Return when and how a report was made, behind a click; nothing for a report of an older release."""
+    if not origin:
+        return []
+    return [Fold("How this report was made", [Table(("fact", "value"), list(figures(origin)))])]
 
 
 def _scenario(scenario: ScenarioResult, *, full: bool) -> Iterator[Block]:

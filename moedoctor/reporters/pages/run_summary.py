@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Table
+from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Step, Table
 from moedoctor.reporters.pages.run import (
     claim_item,
     conclusion_lines,
@@ -49,10 +49,10 @@ def short_page(report: Report, *, detailed: bool, blocks: int | None = None) -> 
     With `detailed`, each failure has a table of its own, its reason and the claims that were tested. Without
     it, each has a row for each answer. `blocks` is how many failures get details; None for all of them.
     """
-    scenarios = sorted(report.scenarios, key=_rank)
+    scenarios = sorted(report.scenarios, key=rank)
     page = list(notes(report, _LISTED))
     if scenarios:
-        page.append(_overview(scenarios))
+        page.append(overview(scenarios))
     shown = scenarios[:blocks]
     if detailed:
         page += [block for scenario in shown for block in _details(scenario)]
@@ -66,11 +66,11 @@ def short_page(report: Report, *, detailed: bool, blocks: int | None = None) -> 
 def closing(report: Report, *, short: bool = False) -> Iterator[Block]:
     """Give the answers of all failures together, the counts, and what to do next."""
     if report.scenarios:
-        yield Bullets([*_three_answers(report.scenarios), summary_line(report)])
+        yield Bullets([*three_answers(report.scenarios), summary_line(report)])
     else:
         yield Paragraph(summary_line(report))
-    for text in _next_steps(report, short=short):
-        yield Paragraph((Span("Next: ", "bold"), text))
+    for text in next_steps(report, short=short):
+        yield Step(text)
 
 
 def installed_answer(scenario: ScenarioResult) -> str:
@@ -99,12 +99,14 @@ def collapsed(cases: Sequence[CaseResult], shared: Mapping[str, Scalar]) -> Iter
         yield label, verdict, deciding_figure(first)
 
 
-def _rank(scenario: ScenarioResult) -> tuple[bool, int, str, str]:
+def rank(scenario: ScenarioResult) -> tuple[bool, int, str, str]:
+    """Return what sorts the worst scenarios first."""
     affected = any(case.affected for case in scenario.cases)
     return not affected, _WORST_FIRST.index(scenario.verdict.value), scenario.id, scenario.name
 
 
-def _overview(scenarios: Sequence[ScenarioResult]) -> Table:
+def overview(scenarios: Sequence[ScenarioResult]) -> Table:
+    """Return a row for each failure: what control, fix and the installed release show."""
     rows = []
     for scenario in scenarios:
         verdict, answer = scenario.verdict.value, installed_answer(scenario)
@@ -112,7 +114,7 @@ def _overview(scenarios: Sequence[ScenarioResult]) -> Table:
         rows.append(
             (
                 Span(verdict, verdict),
-                f"{scenario.id} {scenario.name}",
+                Span(f"{scenario.id} {scenario.name}", "section"),
                 _share(scenario, "faulty", CaseVerdict.REPRODUCED.value).strip() or "not run",
                 _fix(scenario),
                 installed,
@@ -193,7 +195,8 @@ def _details(scenario: ScenarioResult) -> Iterator[Block]:
         yield Bullets(lines)
 
 
-def _three_answers(scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
+def three_answers(scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
+    """Give what control, fix and the installed release show, then each named release."""
     shown = [scenario for scenario in scenarios if _reproduced(scenario)]
     controls = [scenario for scenario in scenarios if _ran(scenario, "faulty")]
     yield (
@@ -265,8 +268,9 @@ def _why(scenarios: Sequence[ScenarioResult]) -> str:
     )
 
 
-def _next_steps(report: Report, *, short: bool) -> Iterator[str]:
-    scenarios = sorted(report.scenarios, key=_rank)
+def next_steps(report: Report, *, short: bool) -> Iterator[str]:
+    """Give what to do next; `short` is for a page without every case."""
+    scenarios = sorted(report.scenarios, key=rank)
     affected = [scenario for scenario in scenarios if any(case.affected for case in scenario.cases)]
     if affected:
         yield f"`moedoctor explain {one_line(affected[0].id)}` says what to do today about the first failure"

@@ -1,18 +1,18 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
 
+from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.json import to_json
 from moedoctor.reporters.markdown import to_markdown
+from moedoctor.reporters.pages.backend_charts import message
 from moedoctor.reporters.pages.bench_backends import (
     BackendBench,
     bench_document,
     bench_page,
-    draw,
-    drawable,
+    charts,
     from_dict,
     slug,
     summary_line,
@@ -124,28 +124,74 @@ def test_a_name_cannot_break_a_table() -> None:
     assert {line.replace("\\|", "").count("|") for line in rows} == {header.count("|")}
 
 
-def test_the_plot_holds_a_line_for_each_backend_and_is_the_same_each_time(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    first, second = tmp_path / "a.svg", tmp_path / "b.svg"
-    assert drawable(BENCH) == ["m|1"]
-    draw(BENCH, "m|1", first)
-    draw(BENCH, "m|1", second)
-    assert first.read_text() == second.read_text()
-    assert "MARLIN nvfp4" in first.read_text()
+def named(bench: BackendBench) -> dict[str, Chart]:
+    return {chart.name.removeprefix("m-1").lstrip("_"): chart for chart in charts(bench, "m|1")}
 
 
-def test_a_time_of_zero_is_left_out_of_the_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_pictures_show_latency_and_bandwidth_against_the_limit_and_the_roofline() -> None:
+    found = named(BENCH)
+    assert list(found) == ["", "bandwidth", "roofline"]
+    latency, limit = found[""].series
+    assert (latency.name, limit.name) == ("MARLIN nvfp4", "limit nvfp4")
+    assert (latency.x, latency.y, latency.low, latency.high) == ([8, 64], [12.5] * 2, [12.0] * 2, [13.0] * 2)
+    assert limit.bound
+    assert limit.y == pytest.approx([12.5 * 0.61] * 2)
+    measured, bandwidth = found["bandwidth"].series
+    assert (measured.y, bandwidth.y) == ([2345.0] * 2, [4000.0] * 2)
+    points, roof = found["roofline"].series
+    assert points.x == pytest.approx([2000 / (7 << 20)] * 2)
+    assert points.y == [1.5, 1.5]
+    # The roof rises with the bandwidth up to the ridge, then it is flat.
+    assert roof.y[0] == pytest.approx(roof.x[0] * 4.0)
+    assert roof.x[1] == pytest.approx(6e14 / 4e12)
+    assert roof.y[1:] == (600.0, 600.0)
+    assert "600 TFLOP/s" in roof.name
+
+
+def timed(backend: str, *times: float, quantization: str = "nvfp4") -> list[dict[str, object]]:
+    """Return rows at 1, 8 and 64 tokens, with a spread of 2 % up and down."""
+    return [
+        {**TIMED, "backend": backend, "quantization": quantization, "tokens": tokens}
+        | {"time_us": time, "time_us_p20": time * 0.98, "time_us_p80": time * 1.02}
+        for tokens, time in zip((1, 8, 64), times, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        ({"OURS": (1, 1, 1), "MARLIN": (2, 2, 2)}, "OURS beats MARLIN from 1 to 64 tokens (nvfp4)"),
+        ({"OURS": (1, 3, 1), "MARLIN": (2, 2, 2)}, "OURS beats MARLIN at 1 and at 64 tokens (nvfp4)"),
+        ({"OURS": (3, 2, 2), "MARLIN": (2, 2, 2)}, "MARLIN beats OURS at 1 token (nvfp4)"),
+        ({"OURS": (2, 2, 2), "MARLIN": (2.01, 2, 2)}, "OURS is as fast as MARLIN within the spread (nvfp4)"),
+        ({"OURS": (1, 1, 1), "EMULATION": (2, 2, 2)}, "OURS nvfp4 is fastest from 1 to 64 tokens"),
+        ({"A": (1, 1, 3), "B": (2, 2, 2)}, "time of a call over the number of tokens"),
+        ({"A": (1, 1, 2), "B": (2, 2, 2)}, "A nvfp4 is fastest from 1 to 8 tokens"),
+        (
+            {"OURS": (1, 1, 1), "A": (2, 2, 2), "B": (2, 2, 0.5)},
+            "OURS beats every other backend from 1 to 8 tokens (nvfp4)",
+        ),
+    ],
+)
+def test_the_title_says_what_the_times_say_beyond_their_spread(
+    times: dict[str, tuple[float, ...]], text: str
+) -> None:
+    rows = [row for backend, values in times.items() for row in timed(backend, *values)]
+    assert message("m", rows) == f"m: {text}"
+
+
+def test_a_title_compares_only_backends_of_the_same_quantization() -> None:
+    rows = timed("OURS", 1, 1, 1) + timed("A", 2, 2, 2, quantization="fp8")
+    assert message("m", rows) == "m: OURS nvfp4 is fastest from 1 to 64 tokens"
+
+
+def test_a_time_of_zero_is_left_out_of_the_pictures() -> None:
     zero = {**TIMED, "tokens": 64, "time_us_p20": 0.0}
-    draw(dataclasses.replace(BENCH, rows=(TIMED, zero)), "m|1", tmp_path / "a.svg")
-    assert "MARLIN nvfp4" in (tmp_path / "a.svg").read_text()
+    assert named(dataclasses.replace(BENCH, rows=(TIMED, zero)))[""].series[0].x == [8]
 
 
-def test_without_times_nothing_is_drawn(tmp_path: Path) -> None:
-    bench = dataclasses.replace(BENCH, rows=(WRONG,))
-    assert drawable(bench) == []
-    draw(bench, "m|1", tmp_path / "a.svg")
-    assert list(tmp_path.iterdir()) == []
+def test_without_times_there_are_no_pictures() -> None:
+    assert not charts(dataclasses.replace(BENCH, rows=(WRONG,)), "m|1")
 
 
 def test_a_slug_is_a_file_name() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from moedoctor.bench.cache.replay import facts_of, replay_trace
 from moedoctor.reporters.pages.bench_cache import (
     CacheBench,
     bench_page,
+    charts,
     summary_line,
-    terminal_charts,
 )
 from moedoctor.reporters.table import to_text
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
@@ -34,11 +32,34 @@ BENCH = CacheBench(
 )
 
 
-def test_a_terminal_gets_both_charts() -> None:
-    pytest.importorskip("plotext")
-    charts = terminal_charts(BENCH, 80)
-    assert "Hit rate over capacity" in charts
-    assert "Tokens per second over capacity" in charts
+def test_hit_rate_and_speed_are_drawn_against_the_optimum() -> None:
+    bound = {"bus_us": 1e4, "hit_rate": 0.5, "hit_rate_optimum": 0.75}
+    rates, speed = charts(replace(BENCH, speed=tuple({**row, **bound} for row in SPEED)))
+    assert [line.name for line in rates.series if line.bound] == ["Belady (optimum)"]
+    shares = {
+        point.policy: min(
+            each.hit_rate / best.hit_rate
+            for each in BENCH.points
+            for best in BENCH.points
+            if (each.policy, best.policy, each.capacity) == (point.policy, "belady", best.capacity)
+        )
+        for point in BENCH.points
+        if point.policy != "belady"
+    }
+    nearest = max(shares, key=lambda name: shares[name])
+    assert rates.title.startswith(f"{nearest} reaches {shares[nearest]:.0%} ")
+    # Half of the misses of 10 ms: the optimum takes 5 ms for a step.
+    ours, optimum = speed.series
+    assert (ours.y, list(optimum.y), optimum.bound) == ([50.0, 80.0], [200.0, 200.0], True)
+    assert speed.title == "ours reaches 25% to 40% of the optimum's tokens per second"
+    assert speed.caption.startswith("Speed: on a made-up GPU. Medians")
+
+
+def test_without_an_optimum_no_title_names_it() -> None:
+    points = tuple(point for point in BENCH.points if point.policy != "belady")
+    rates, speed = charts(replace(BENCH, points=points))
+    assert (rates.title, speed.title) == ("Hit rate over capacity", "Tokens per second over capacity")
+    assert not [line for chart in (rates, speed) for line in chart.series if line.bound]
 
 
 def test_the_summary_names_the_best_causal_policy_and_the_bound() -> None:

@@ -1,0 +1,246 @@
+"""`html`: one file for a browser, without a reference to anything outside it.
+
+The templates in `templates/` escape every text. The page is whole without its script, which only sorts,
+filters and folds; a policy in the page allows that script by its hash and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from moedoctor.interfaces import Reporter
+from moedoctor.reporters.chart import Chart
+from moedoctor.reporters.page import (
+    TONES,
+    Block,
+    Fold,
+    Heading,
+    Page,
+    Paragraph,
+    Picture,
+    Step,
+    Text,
+    answer,
+    blocks_of,
+    plain,
+    spans,
+)
+from moedoctor.reporters.text import facts_line
+from moedoctor.results import Report
+from moedoctor.text import clean, one_line
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+_REFERENCE = re.compile(r"(?<![\w.-])([\w.-]{1,100}/[\w.-]{1,100})#(\d+)", re.ASCII)
+_CODE = re.compile(r"`([^`]+)`")
+_NOT_IN_ID = re.compile(r"[^a-z0-9]+")
+_XML_HEAD = re.compile(r"\A.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", re.DOTALL)
+_NAMESPACES = re.compile(r' xmlns(?::xlink)?="[^"]*"')
+_SIZE = re.compile(r'(<svg[^>]*?) (?:width|height)="[^"]*"')
+
+
+class HtmlReporter(Reporter):
+    """One HTML file: the answer, the list of failures, and the cases with their evidence behind a click."""
+
+    name = "html"
+
+    def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
+        from moedoctor.reporters.pages.run_html import html_page
+
+        return to_html(html_page(report))
+
+
+def page_with_answer(page: Page, document: Mapping[str, Any], found: Sequence[str]) -> list[Block]:
+    """Return `page` with its title and its answer first, and last how the report was made.
+
+    `document` is the report as JSON, and `found` are the lines that sum it up. What the answer says is not
+    repeated in a paragraph.
+    """
+    from moedoctor.reporters.pages.run import origin_table
+
+    title = next((block for block in page if isinstance(block, Heading)), Heading("moedoctor", 1))
+    shown = {plain(text) for text in found}
+    rest = [
+        block
+        for block in page
+        if block is not title
+        and not isinstance(block, Step)
+        and not (isinstance(block, Paragraph) and plain(block.text) in shown)
+    ]
+    facts = facts_line(document.get("environment") or {})
+    looked_at: list[Text] = [title.text, *((facts,) if facts else ())]
+    return [
+        Heading(title.text, 1),
+        answer(page, looked_at, found),
+        *rest,
+        *origin_table(document.get("origin")),
+    ]
+
+
+def to_html(page: Page) -> str:
+    """Return the page as an HTML document that ends with a line end."""
+    from markupsafe import Markup
+
+    environment = _environment()
+    title = next((plain(block.text) for block in blocks_of(page) if isinstance(block, Heading)), "moedoctor")
+    ids = _Ids(page)
+    script = _source(environment, "page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    document = environment.get_template("page.html").render(
+        title=title,
+        sections=list(_sections(page)),
+        ids=ids,
+        picture=_Pictures(),
+        script=Markup(script),  # our own file: the policy names its hash
+        style=Markup(_source(environment, "page.css")),
+        digest=digest,
+    )
+    return document.rstrip("\n") + "\n"
+
+
+@functools.cache
+def _environment() -> Environment:
+    """Return the templates, which escape everything that is not Markup."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("moedoctor.reporters", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"one_line": one_line, "clean": clean, "spans": spans, "plain": plain}
+    environment.filters |= {"kind": lambda block: type(block).__name__, "pieces": _pieces, "prose": _prose}
+    environment.filters |= {"coded": _coded}
+    environment.globals["tones"] = TONES
+    return environment
+
+
+def _source(environment: Environment, name: str) -> str:
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
+
+
+def _sections(page: Page) -> Iterator[tuple[Heading | Fold | None, Page]]:
+    """Give the blocks of the page by section: a heading of level 2 or a fold starts one.
+
+    The first one has no heading; a title of level 1 is part of it.
+    """
+    head: Heading | Fold | None = None
+    blocks: list[Block] = []
+    for block in page:
+        if isinstance(block, Fold) or (isinstance(block, Heading) and block.level == 2):
+            if head is not None or blocks:
+                yield head, blocks
+            head, blocks = (block, list(block.blocks)) if isinstance(block, Fold) else (block, [])
+            if isinstance(block, Fold):
+                yield head, blocks
+                head, blocks = None, []
+        else:
+            blocks.append(block)
+    if head is not None or blocks:
+        yield head, blocks
+
+
+class _Ids:
+    """An id for each heading and fold of a page, and the id that a text of the style ``section`` leads to."""
+
+    def __init__(self, page: Page) -> None:
+        self._ids: dict[int, str] = {}
+        self._by_name: dict[str, str] = {}
+        used: set[str] = {"answer"}
+        for block in blocks_of(page):
+            if isinstance(block, (Heading, Fold)):
+                text = block.title if isinstance(block, Fold) else block.text
+                name = plain(spans(text)[0]) if spans(text) else ""
+                stem = _NOT_IN_ID.sub("-", name.lower())[:60].strip("-") or "section"
+                number, id = 1, stem
+                while id in used:
+                    number += 1
+                    id = f"{stem}-{number}"
+                used.add(id)
+                self._ids[hash_of(block)] = id
+                self._by_name.setdefault(name, id)
+
+    def of(self, block: Heading | Fold) -> str:
+        return self._ids[hash_of(block)]
+
+    def target(self, name: str) -> str | None:
+        return self._by_name.get(one_line(name))
+
+
+def hash_of(block: Block) -> int:
+    """Return the identity of a block within its page."""
+    return id(block)
+
+
+class _Pictures:
+    """Draws the pictures of a page. Without matplotlib it says so, and the rest of the page stays."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def __call__(self, picture: Picture) -> dict[str, Any]:
+        """Return ``svg`` as markup, or ``problem`` in words, with the texts of the picture."""
+        from markupsafe import Markup
+
+        from moedoctor.reporters.plots import PlotError, svg
+
+        chart = picture.chart
+        if chart is None:
+            return {"svg": None, "problem": f"the picture is in {picture.file}", "title": picture.title}
+        self._number += 1
+        shown = {"title": chart.title, "caption": chart.caption, "id": f"picture-{self._number}"}
+        try:
+            # matplotlib escapes every text of the chart.
+            return {**shown, "svg": Markup(_inline(svg(chart, caption=False), chart)), "problem": ""}
+        except PlotError as error:
+            return {**shown, "svg": None, "problem": str(error)}
+
+
+def _inline(drawn: str, chart: Chart) -> str:
+    """Return the SVG as a part of a page, with the page's colours."""
+    from moedoctor.reporters.plots import COLOURS, GRID, INK, QUIET
+
+    text = _NAMESPACES.sub("", _XML_HEAD.sub("", drawn)).rstrip()
+    for _ in range(2):
+        text = _SIZE.sub(r"\1", text, count=1)
+    text = text.replace("<svg", '<svg role="img" focusable="false"', 1)
+    for index, colour in enumerate(COLOURS):
+        text = text.replace(colour, f"var(--line-{index + 1})")
+    for name, colour in (("ink", INK), ("quiet", QUIET), ("rule", GRID)):
+        text = text.replace(colour, f"var(--{name})")
+    return text.replace("xlink:href", "href")
+
+
+def _pieces(text: str) -> list[tuple[str, str]]:
+    """Return (text, address): the parts of a text, with the address on GitHub of ``owner/repository#1``."""
+    line, parts, end = one_line(text), [], 0
+    for match in _REFERENCE.finditer(line):
+        parts += [
+            (line[end : match.start()], ""),
+            (match[0], f"https://github.com/{match[1]}/issues/{match[2]}"),
+        ]
+        end = match.end()
+    return [*parts, (line[end:], "")]
+
+
+def _coded(text: str) -> list[tuple[str, bool]]:
+    """Return (text, whether it is code) for a step: what is between two ` is code."""
+    return [(part, index % 2 == 1) for index, part in enumerate(_CODE.split(one_line(text))) if part]
+
+
+def _prose(markdown: str) -> Markup:
+    """Return Markdown of the catalogue as HTML; HTML within it stays text."""
+    from markdown_it import MarkdownIt
+    from markupsafe import Markup
+
+    return Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(clean(markdown)))

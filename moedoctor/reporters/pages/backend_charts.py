@@ -1,0 +1,187 @@
+"""The pictures of `moedoctor bench --backend`: latency and bandwidth against the limit, and the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moedoctor.reporters.chart import Chart, Series, spans_of
+from moedoctor.reporters.text import time_unit
+
+Row = Mapping[str, Any]
+
+_NO_RIVALS = ("OURS", "REFERENCE", "EMULATION")
+"""Backends that ours is not compared with: a reference and a stand-in are slow by design."""
+
+
+def layer_charts(
+    layer: str, rows: Sequence[Row], roofline: Mapping[str, Any], *, name: str, caption: str
+) -> list[Chart]:
+    """Return the charts of one layer; none if nothing was timed.
+
+    `rows` are those of the layer, `name` is the first part of the names of the charts, and `caption` names
+    the layer's sizes, the routing and the device.
+    """
+    lines: dict[str, list[Row]] = {}
+    # Noise can make 0 of a very short call, and 0 has no place on a logarithmic axis.
+    for row in sorted(rows, key=lambda row: int(row.get("tokens", 0))):
+        if row.get("time_us_p20", 0) > 0:
+            lines.setdefault(label(row), []).append(row)
+    if not lines:
+        return []
+    unit, size, _ = time_unit(float(row["time_us"]) for each in lines.values() for row in each)
+    log_x = len({row["tokens"] for each in lines.values() for row in each}) > 1
+    what = f"One MoE layer of {layer}: {caption}."
+    spread = "Median of a call, bars from p20 to p80."
+    latency = Chart(
+        name,
+        message(layer, rows),
+        y_label=f"time of a call ({unit})",
+        series=(
+            *(Series.of(key, each, "tokens", "time_us", size) for key, each in lines.items()),
+            *_limit(lines, size),
+        ),
+        caption=f"{what} {spread} The limit is what the measured bandwidth and arithmetic allow.",
+        x_label="tokens",
+        log_x=log_x,
+        log_y=True,
+    )
+    bandwidth = roofline["bytes_per_second"] / 1e9
+    tokens = sorted({row["tokens"] for each in lines.values() for row in each})
+    ends = (tokens[0], tokens[-1]) if log_x else (tokens[0],)
+    best = max((row for each in lines.values() for row in each), key=lambda row: row["gigabytes_per_second"])
+    share = best["gigabytes_per_second"] / bandwidth
+    charts = [
+        latency,
+        Chart(
+            f"{name}_bandwidth",
+            f"{label(best)} reaches {share:.0%} of the measured bandwidth at {best['tokens']} tokens",
+            y_label="GB/s of experts, input and output",
+            series=(
+                *(Series.of(key, each, "tokens", "gigabytes_per_second") for key, each in lines.items()),
+                Series(f"limit, {bandwidth:.4g} GB/s", ends, [bandwidth] * len(ends), bound=True),
+            ),
+            caption=f"{what} Bytes of the chosen experts, the input and the output over the median time.",
+            x_label="tokens",
+            log_x=log_x,
+            log_y=True,
+        ),
+    ]
+    return [*charts, *_roofline(lines, roofline, name=f"{name}_roofline", what=what)]
+
+
+def label(row: Row) -> str:
+    """Return the backend with its quantization."""
+    return f"{row['backend']} {row['quantization']}"
+
+
+def message(layer: str, rows: Sequence[Row]) -> str:
+    """Return what the times of a layer say: where ours is faster, else which backend is fastest.
+
+    A time is shorter if its p80 is below the p20 of the other.
+    """
+    timed = [row for row in rows if row.get("time_us_p20", 0) > 0]
+    parts = [part for part in (_duel(kind, timed) for kind in _kinds(timed)) if part]
+    if parts:
+        return f"{layer}: {'; '.join(parts)}"
+    fastest = {}
+    for tokens in {row["tokens"] for row in timed}:
+        ordered = sorted((row for row in timed if row["tokens"] == tokens), key=lambda row: row["time_us"])
+        if len(ordered) == 1 or ordered[0]["time_us_p80"] < ordered[1]["time_us_p20"]:
+            fastest[tokens] = label(ordered[0])
+    names = set(fastest.values())
+    counts = sorted({row["tokens"] for row in timed})
+    if len(names) == 1 and len({label(row) for row in timed}) > 1:
+        return f"{layer}: {names.pop()} is fastest {spans_of(counts, list(fastest), 'tokens')}"
+    return f"{layer}: time of a call over the number of tokens"
+
+
+def _kinds(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["quantization"] for row in rows if row["backend"] == "OURS"))
+
+
+def _duel(quantization: str, rows: Sequence[Row]) -> str:
+    """Return where ours is faster than the best other backend of a quantization; empty without another."""
+    own = {row["tokens"]: row for row in rows if label(row) == f"OURS {quantization}"}
+    rivals = [row for row in rows if row["quantization"] == quantization and row["backend"] not in _NO_RIVALS]
+    counts = sorted(own.keys() & {row["tokens"] for row in rivals})
+    if not counts:
+        return ""
+    names = list(dict.fromkeys(row["backend"] for row in rivals))
+    others = names[0] if len(names) == 1 else "every other backend"
+    wins, losses = [], []
+    for tokens in counts:
+        beside = [row for row in rivals if row["tokens"] == tokens]
+        if all(own[tokens]["time_us_p80"] < row["time_us_p20"] for row in beside):
+            wins.append(tokens)
+        elif any(row["time_us_p80"] < own[tokens]["time_us_p20"] for row in beside):
+            losses.append(tokens)
+    if wins:
+        return f"OURS beats {others} {spans_of(counts, wins, 'tokens')} ({quantization})"
+    if losses:
+        winner = others if len(names) == 1 else "another backend"
+        return f"{winner} beats OURS {spans_of(counts, losses, 'tokens')} ({quantization})"
+    return f"OURS is as fast as {others} within the spread ({quantization})"
+
+
+def _limit(lines: Mapping[str, Sequence[Row]], size: float) -> list[Series]:
+    """Return the shortest time that the machine's limits allow, a line for each quantization."""
+    limits: dict[str, dict[int, float]] = {}
+    for rows in lines.values():
+        for row in rows:
+            if row["roofline_share"] > 0:
+                times = limits.setdefault(row["quantization"], {})
+                times[row["tokens"]] = row["time_us"] * row["roofline_share"] / size
+    return [
+        Series(f"limit {name}", list(times), list(times.values()), bound=True)
+        for name, times in limits.items()
+    ]
+
+
+def _roofline(
+    lines: Mapping[str, Sequence[Row]], roofline: Mapping[str, Any], *, name: str, what: str
+) -> list[Chart]:
+    """Return the roofline plot, if the report holds the operations and bytes of each call."""
+    points = {
+        key: [{**row, "intensity": row["flops"] / row["bytes"]} for row in rows]
+        for key, rows in lines.items()
+        if all(row.get(figure, 0) > 0 for row in rows for figure in ("flops", "bytes", "tflops"))
+    }
+    if not points or not roofline["flops"]:
+        return []
+    bandwidth = roofline["bytes_per_second"]
+    intensities = [row["intensity"] for rows in points.values() for row in rows]
+    ridges = [flops / bandwidth for flops in roofline["flops"].values()]
+    low, high = min(intensities) / 1.5, max(*intensities, *ridges) * 2
+    roofs = [
+        Series(
+            f"{kind} {flops / 1e12:.4g} TFLOP/s",
+            (low, flops / bandwidth, high),
+            (low * bandwidth / 1e12, flops / 1e12, flops / 1e12),
+            bound=True,
+        )
+        for kind, flops in roofline["flops"].items()
+    ]
+    best = max((row for rows in points.values() for row in rows), key=lambda row: row["roofline_share"])
+    return [
+        Chart(
+            name,
+            f"{label(best)} comes nearest to its limit: {best['roofline_share']:.0%} at {best['tokens']} "
+            "tokens",
+            x_label="operations for each byte moved (FLOP/byte)",
+            y_label="arithmetic (TFLOP/s)",
+            series=(
+                *(
+                    Series(
+                        key, [row["flops"] / row["bytes"] for row in rows], [row["tflops"] for row in rows]
+                    )
+                    for key, rows in points.items()
+                ),
+                *roofs,
+            ),
+            caption=f"{what} A point is a number of tokens. Limits, measured here: "
+            f"{bandwidth / 1e9:.4g} GB/s and the arithmetic of each type.",
+            log_x=True,
+            log_y=True,
+        )
+    ]
