@@ -19,7 +19,7 @@ from moedoctor.kernels.moe.decode import down_kernel, up_kernel
 from moedoctor.kernels.moe.expert_weights import ExpertWeights
 from moedoctor.kernels.moe.products import block_product, slot_product
 from moedoctor.kernels.moe.rows import plan_kernel, sort_kernel, sum_kernel
-from moedoctor.kernels.moe.tiles import DECODE_PAIRS, Tile, block_tiles, slot_tiles
+from moedoctor.kernels.moe.tiles import DECODE_PAIRS, Tile, block_tiles, measured_tiles, slot_tiles
 
 _SORTED_AT_ONCE = 2048
 _MOST_PAIRS = 2**31 - 2**16
@@ -213,15 +213,36 @@ def run_experts(
     num_experts, pairs = w13.values.shape[0], topk_ids.numel()
     gated = activation != "relu2"
     intermediate_size = w13.values.shape[1] // 2 if gated else w13.values.shape[1]
-    first, second = tiles or block_tiles(pairs, num_experts, w13.quantization, gated=gated)
+    first, second = tiles or _tiles(x, pairs, num_experts, w13.quantization, intermediate_size, gated)
     h = x.new_empty((pairs, intermediate_size))  # [T * K, I]
-    products = x.new_empty((pairs, hidden_size))  # [T * K, H]
+    # Partial sums stay float32.
+    products = x.new_empty(  # [splits, T * K, H]
+        (second.depth_splits, pairs, hidden_size),
+        dtype=x.dtype if second.depth_splits == 1 else torch.float32,
+    )
     output = torch.empty_like(x) if out is None else out  # [T, H]
     plan = plan_blocks(topk_ids, num_experts, first.block_m) if pairs > DECODE_PAIRS else None
     launch_block_product(x, w13, h, topk_ids, plan, first, activation=activation, second=False)
     launch_block_product(h, w2, products, topk_ids, plan, second, activation="none", second=True)
     _sum(products, topk_ids, None, topk_weights, output, num_experts, adds=False)
     return output
+
+
+def _tiles(
+    x: torch.Tensor, pairs: int, num_experts: int, quantization: str, intermediate_size: int, gated: bool
+) -> tuple[Tile, Tile]:
+    """Return measured tiles on the kind of GPU where they were measured, else those of a rule."""
+    measured = None
+    if pairs and _is_hopper(x.device):
+        measured = measured_tiles(
+            pairs,
+            num_experts,
+            quantization,
+            hidden_size=x.shape[1],
+            intermediate_size=intermediate_size,
+            gated=gated,
+        )
+    return measured or block_tiles(pairs, num_experts, quantization, gated=gated)
 
 
 def plan_blocks(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,16 +284,21 @@ def launch_block_product(
     activation: str,
     second: bool,
 ) -> None:
-    """Write one product of `a` to `out`; `plan` is that of `plan_blocks`, or None for a block a pair."""
+    """Write one product of `a` to `out` [pairs, N], of a second product [depth_splits, pairs, N].
+
+    `plan` is that of `plan_blocks`, or None if each program groups the pairs for itself.
+    """
     order, blocks = plan or (topk_ids, topk_ids)
-    width, depth = out.shape[1], a.shape[1]
+    width, depth = out.shape[-1], a.shape[1]
+    grouping = "plan" if plan else "ids" if topk_ids.shape[0] > 1 else "pairs"
     count = len(blocks) if plan else topk_ids.numel()  # without a plan at most DECODE_PAIRS
     values = weight.values.view(torch.uint8) if weight.quantization == "fp8" else weight.values
     scales = weight.scale_layout(depth)
     block_k = _step(tile, weight, depth)
     with on_device(a):
         for start in range(0, count, _MOST_ROWS):
-            block_product[(triton.cdiv(width, tile.block_n), min(count - start, _MOST_ROWS))](
+            grid = (triton.cdiv(width, tile.block_n), min(count - start, _MOST_ROWS), tile.depth_splits)
+            block_product[grid](
                 a,
                 values,
                 values if weight.block_scales is None else weight.block_scales,
@@ -282,6 +308,7 @@ def launch_block_product(
                 topk_ids,
                 order,
                 blocks[start:],
+                topk_ids.numel(),
                 width=width,
                 depth=depth,
                 num_experts=weight.values.shape[0],
@@ -290,11 +317,13 @@ def launch_block_product(
                 quantization=weight.quantization,
                 scales=scales,
                 has_bias=weight.bias is not None,
-                planned=plan is not None,
+                grouping=grouping,
                 second=second,
                 BLOCK_M=tile.block_m,
                 BLOCK_N=tile.block_n,
                 BLOCK_K=block_k,
+                depth_splits=tile.depth_splits,
+                PAIRS=DECODE_PAIRS,
                 wide=not a.is_cuda,
                 hopper=_is_hopper(a.device),
                 num_warps=tile.warps,
@@ -332,6 +361,7 @@ def _sum(
             num_experts,
             top_k=ids.shape[1],
             width=width,
+            parts=1 if product.dim() == 2 else product.shape[0],
             has_row=row is not None,
             adds=adds,
             BLOCK_N=block_n,

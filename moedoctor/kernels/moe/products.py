@@ -313,6 +313,32 @@ def _fp8_step(
 
 
 @triton.jit
+def _own_block(
+    ids_ptr: tl.tensor,
+    pair: tl.tensor,
+    pairs: tl.tensor,
+    offset: tl.tensor,
+    num_experts: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> tl.tuple:
+    """Group the first `pairs` ids by expert without a plan; PAIRS is at least as many.
+
+    Returns (expert, pairs in the block, pair at each `offset` [M]) of the block that begins at `pair`. The
+    expert is -1 if `pair` begins no block, because it is in that of an earlier pair or has no expert.
+    """
+    each = tl.arange(0, PAIRS)  # [P]
+    expert = tl.load(ids_ptr + pair)
+    equal = (tl.load(ids_ptr + each, mask=each < pairs, other=-1) == expert) & (each < pairs)  # [P]
+    earlier = tl.sum((equal & (each < pair)).to(tl.int32), axis=0)
+    place = tl.cumsum(equal.to(tl.int32), axis=0) - 1 - earlier  # [P]
+    inside = equal[None, :] & (place[None, :] == offset[:, None])  # [M, P]
+    members = tl.sum(tl.where(inside, each[None, :], 0), axis=1)  # [M]
+    rows = tl.sum(equal.to(tl.int32), axis=0) - earlier
+    begins = (earlier % offset.shape[0] == 0) & (expert >= 0) & (expert < num_experts)
+    return tl.where(begins, expert, -1).to(tl.int64), rows, members
+
+
+@triton.jit(do_not_specialize=["pairs"])
 def block_product(
     a_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -323,6 +349,7 @@ def block_product(
     ids_ptr: tl.tensor,
     order_ptr: tl.tensor,
     plan_ptr: tl.tensor,
+    pairs: tl.tensor,
     width: tl.constexpr,
     depth: tl.constexpr,
     num_experts: tl.constexpr,
@@ -331,39 +358,44 @@ def block_product(
     quantization: tl.constexpr,
     scales: tl.constexpr,
     has_bias: tl.constexpr,
-    planned: tl.constexpr,
+    grouping: tl.constexpr,
     second: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    depth_splits: tl.constexpr,
+    PAIRS: tl.constexpr,
     wide: tl.constexpr,
     hopper: tl.constexpr,
 ) -> None:
     """Write one tile of ``out = act(a @ weight.T + bias)``.
 
     `width` is the width of `out`, `depth` that of `a`. The first product reads tokens [T, depth] and writes
-    rows in the order of experts; the second reads those and writes a row for each pair. `plan` [B, 3] holds
-    expert, first row and rows of each block of tokens; without it each pair is a block. `quantization` is
-    ``none``, ``fp8`` or ``nvfp4``. `scales`: see `ExpertWeights.scale_layout`. Programs: (width / BLOCK_N,
-    B).
+    a row for each pair; the second reads those and writes a row for each pair. `grouping`: ``plan``, where
+    `plan` [B, 3] holds expert, first row and rows of each block, and rows between the products are in the
+    order of experts; ``ids``, where each program finds the pairs of its block, at most PAIRS in all; or
+    ``pairs``, where each pair is a block. `quantization` is ``none``, ``fp8`` or ``nvfp4``. `scales`: see
+    `ExpertWeights.scale_layout`. `depth_splits` programs share the depth of the second product, each with an
+    `out` [pairs, width] of its own, one after another. Programs: (width / BLOCK_N, B, depth_splits).
     """
     # Two dimensions: with one, ptxas unrolls the loop of the second product and needs too many registers.
     block, part = tl.program_id(1), tl.program_id(0)
-    if planned:
+    offset = tl.arange(0, BLOCK_M)  # [M]
+    if grouping == "plan":
         expert = tl.load(plan_ptr + block * 3).to(tl.int64)
-        first_row = tl.load(plan_ptr + block * 3 + 1)
+        row = tl.load(plan_ptr + block * 3 + 1) + offset  # [M]
         rows = tl.load(plan_ptr + block * 3 + 2)
+    elif grouping == "ids":
+        expert, rows, row = _own_block(ids_ptr, block, pairs, offset, num_experts, PAIRS)
     else:
         expert = tl.load(ids_ptr + block).to(tl.int64)
         expert = tl.where(expert < num_experts, expert, -1)
-        first_row = block
+        row = block + offset  # [M]
         rows = 1
     if expert < 0:
         return
-    offset = tl.arange(0, BLOCK_M)  # [M]
     inside = offset < rows
-    row = first_row + offset  # [M]
-    pair = tl.load(order_ptr + row, mask=inside, other=0) if planned else row  # [M]
+    pair = tl.load(order_ptr + row, mask=inside, other=0) if grouping == "plan" else row  # [M]
     source = row if second else pair // top_k  # [M]
     column = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     present = column < width
@@ -387,7 +419,13 @@ def block_product(
             up_at = scale_at + high * across
         else:
             up_at = global_ptr + (expert * high + (column + width) // scale_rows) * across
-    for start in range(0, depth, BLOCK_K):
+    begin = tl.program_id(2) * 0
+    end = begin + depth
+    if depth_splits > 1:
+        span: tl.constexpr = (depth + BLOCK_K * depth_splits - 1) // (BLOCK_K * depth_splits) * BLOCK_K
+        begin = tl.program_id(2) * span
+        end = tl.minimum(begin + span, depth)
+    for start in range(begin, end, BLOCK_K):
         if quantization == "nvfp4":
             parts = _nvfp4_parts(a_row, inside, start, depth, BLOCK_K)
             group = start // 64
@@ -444,11 +482,14 @@ def block_product(
             up *= tl.load(up_at, mask=present, other=0.0)[:, None] * remaining
     if has_bias:
         bias_at = bias_ptr + weight_row  # [N]
-        total += tl.load(bias_at, mask=present, other=0.0).to(tl.float32)[:, None]
+        once = column < tl.where(begin == 0, width, 0)  # [N]
+        total += tl.load(bias_at, mask=once, other=0.0).to(tl.float32)[:, None]
         if gated:
             up += tl.load(bias_at + width, mask=present, other=0.0).to(tl.float32)[:, None]
     total = activate(total, up, activation)
     target = pair if second else row
+    if depth_splits > 1:
+        out_ptr += tl.program_id(2).to(tl.int64) * pairs * width
     tl.store(
         out_ptr + target.to(tl.int64)[:, None] * width + column[None, :],
         tl.trans(total.to(out_ptr.dtype.element_ty)),

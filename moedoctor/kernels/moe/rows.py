@@ -168,18 +168,21 @@ def sum_kernel(
     num_experts: tl.tensor,
     top_k: tl.constexpr,
     width: tl.constexpr,
+    parts: tl.constexpr,
     has_row: tl.constexpr,
     adds: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
     """Write `out` [T, width]: the weighted sum over a token's experts, in the order of its ids, in float32.
 
-    `product` [pairs, width] has a row for each pair, with `has_row` at the row of `sort_kernel`. Pairs whose
-    id is not an expert are left out. `adds`: adds to the values in `out`. Programs: T * (width / BLOCK_N).
+    `product` [parts, pairs, width] has a row for each pair, with `has_row` at the row of `sort_kernel`; the
+    parts are added. Pairs whose id is not an expert are left out. `adds`: adds to the values in `out`.
+    Programs: T * (width / BLOCK_N).
     """
-    token_row, part = row_and_column((width + BLOCK_N - 1) // BLOCK_N)
+    token_row, column_block = row_and_column((width + BLOCK_N - 1) // BLOCK_N)
+    pairs = tl.num_programs(0).to(tl.int64) // ((width + BLOCK_N - 1) // BLOCK_N) * top_k
     token = token_row.to(tl.int64)
-    column = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     inside = column < width
     total = tl.zeros([BLOCK_N], tl.float32)
     for lane in tl.static_range(top_k):
@@ -191,8 +194,10 @@ def sum_kernel(
             row = tl.load(row_ptr + pair, mask=known, other=0).to(tl.int64)
         # A mask and no branch, so that the loads of all lanes can be under way at once.
         mask = column < tl.where(known, width, 0)  # [BLOCK_N]
-        value = tl.load(product_ptr + row * width + column, mask=mask, other=0.0)  # [BLOCK_N]
-        total += value.to(tl.float32) * tl.load(topk_weights_ptr + pair, mask=known, other=0.0).to(tl.float32)
+        value = tl.load(product_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
+        for part in tl.static_range(1, parts):
+            value += tl.load(product_ptr + (part * pairs + row) * width + column, mask=mask, other=0.0)
+        total += value * tl.load(topk_weights_ptr + pair, mask=known, other=0.0).to(tl.float32)
     to_ptr = out_ptr + token * width + column  # [BLOCK_N]
     if adds:
         total += tl.load(to_ptr, mask=inside, other=0.0)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("tiles.json")
+"""Tiles that were the fastest of those measured on one GPU; `scripts/tune_moe_layer.py` writes it."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,8 @@ class Tile:
     stages: int
     splits: int = 1
     """Programs that share the rows of an expert. They run beside each other and meet in the L2 cache."""
+    depth_splits: int = 1
+    """Programs that share the sum of a block, each over a part of the depth. Of second products only."""
     tall_m: int | None = None
     """Tokens of a tile if an expert has more than `block_m` left. A tall tile reads the weights once."""
 
@@ -43,6 +54,31 @@ def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
         Tile(64, 64, 64, 4, 3, splits=2 + int(rows) // 128),
         Tile(64, 128, 64, 4, 3, splits=1 + int(rows + 32) // 128, tall_m=128),
     )
+
+
+def measured_tiles(
+    pairs: int, experts: int, quantization: str, *, hidden_size: int, intermediate_size: int, gated: bool
+) -> tuple[Tile, Tile] | None:
+    """Return the tiles that were the fastest for a layer of these sizes, or None if it was not measured.
+
+    Those of the nearest number of pairs, if it is within a factor of two.
+    """
+    measured = _table().get((quantization, hidden_size, intermediate_size, gated, experts), {})
+    nearest = min(measured, key=lambda number: abs(math.log(number / pairs)), default=0)
+    return measured[nearest] if pairs / 2 <= nearest <= pairs * 2 else None
+
+
+@cache
+def _table() -> Mapping[tuple[Any, ...], Mapping[int, tuple[Tile, Tile]]]:
+    """Return (quantization, hidden size, intermediate size, gated, experts) -> pairs -> tiles."""
+    if not TABLE.exists():
+        return {}
+    return {
+        tuple(layer["layer"]): {
+            row["pairs"]: (Tile(**row["first"]), Tile(**row["second"])) for row in layer["tiles"]
+        }
+        for layer in json.loads(TABLE.read_text(encoding="utf-8"))["layers"]
+    }
 
 
 def block_tiles(pairs: int, experts: int, quantization: str, *, gated: bool) -> tuple[Tile, Tile]:
