@@ -116,14 +116,18 @@ def measure(
     plan: Plan,
     *,
     run: Callable[[EngineRequest], EngineResult] = run_engine,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> list[dict[str, Any]]:
-    """Run every engine in every round; return a row for each engine and batch size."""
+    """Run every engine in every round; return a row for each engine and batch size.
+
+    `progress` takes how many engines are done, how many there are, and which one runs now.
+    """
     engines = plan.engines()
     results: dict[tuple[str, str], list[EngineResult]] = {engine: [] for engine in engines}
     for turn in range(plan.rounds):
         for backend, fix in engines if turn % 2 == 0 else engines[::-1]:
-            progress(f"engine {backend}, fix {fix}" + (f", round {turn + 1}" if plan.rounds > 1 else ""))
+            what = f"engine {backend}, fix {fix}" + (f", round {turn + 1}" if plan.rounds > 1 else "")
+            progress(sum(map(len, results.values())), len(engines) * plan.rounds, what)
             results[backend, fix].append(run(request_for(plan, backend, fix)))
     reference = next((key for key in engines if all(map(_answered, results[key]))), None)
     expected = {} if reference is None else _by_batch(results[reference][0])

@@ -93,7 +93,9 @@ def backends(
         BackendsReport,
         backends_document,
         backends_page,
+        dead_settings,
         outcome,
+        reasons,
         schemes_document,
         schemes_page,
     )
@@ -129,10 +131,11 @@ def backends(
             asked_each = _asked(backend, question, found.schemes) if backend else ()
         findings = check_settings(release, variables, line.command, scheme=None)
         settings = _redacted(findings, variables, environ)
-        code = int(any(not finding.takes_effect for finding in settings))
+        dead = dead_settings(settings)
+        code = int(bool(dead))
         page = schemes_page(selections, settings, notes, asked_each)
         document = schemes_document(selections, settings, notes, code, asked_each)
-        deliver(page, document, format=format, output=output, summary=found.why)
+        deliver(page, document, format=format, output=output, summary=found.why, code=code, reasons=dead)
         return code
     heard: Heard | None = None
     with as_input_error(ValueError):
@@ -149,21 +152,21 @@ def backends(
         if libraries is not None:
             selection = select(**question, moe_backend=moe_backend, libraries=libraries)
         asked = request(backend, **question, libraries=libraries) if backend else None
-    differences = disagreements(selection, heard) if heard else ()
-    dead = any(not finding.takes_effect for finding in settings)
-    wrong = differences or dead or selection.chosen is None or (asked and not asked.works)
     report = BackendsReport(
         selection=selection,
         request=asked,
         settings=_redacted(settings, variables, environ),
-        disagreements=differences,
+        disagreements=disagreements(selection, heard) if heard else (),
         notes=(*notes, *_assumptions(selection, here=here)),
-        exit_code=int(bool(wrong)),
+        exit_code=0,
         version=__version__,
     )
+    why = reasons(report)
+    code = int(bool(why))
+    report = replace(report, exit_code=code)
     page, document = backends_page(report), backends_document(report)
-    deliver(page, document, format=format, output=output, summary=outcome(selection))
-    return report.exit_code
+    deliver(page, document, format=format, output=output, summary=outcome(selection), code=code, reasons=why)
+    return code
 
 
 def _asked(backend: str, question: Mapping[str, Any], schemes: Sequence[str]) -> Sequence[str]:

@@ -18,7 +18,6 @@ from moedoctor.commands.options import (
     option,
     writable,
 )
-from moedoctor.processes import interrupts
 
 
 def bench(
@@ -145,8 +144,7 @@ def bench(
 
         plan = bench_engines.make_plan(model or (), moe_backend, fixes, arguments, rounds)
         engines = bench_engines.measure(plan)
-        bench_engines.write_report(engines, format, output)
-        return interrupts.exit_code(otherwise=engines.exit_code)
+        return bench_engines.write_report(engines, format, output)
     if backend:
         from moedoctor.commands import bench_backends
 
@@ -157,8 +155,7 @@ def bench(
         measured = bench_backends.measure(
             variants, layers, load, tokens=tokens, device=device, timeout=timeout, named=backend
         )
-        bench_backends.write_report(measured, format, output, plot)
-        return interrupts.exit_code(otherwise=measured.exit_code)
+        return bench_backends.write_report(measured, format, output, plot)
     if cache:
         from moedoctor.commands import bench_cache
         from moedoctor.fixes.eviction import POLICIES
@@ -167,6 +164,5 @@ def bench(
         replayed = bench_cache.measure(
             trace, capacity, policies=policies, batch=batch, scope=scope, speed=speed
         )
-        bench_cache.write_report(replayed, format, output)
-        return interrupts.exit_code(otherwise=replayed.exit_code)
+        return bench_cache.write_report(replayed, format, output)
     raise InputError("bench: say what to measure: --backend NAME, --engine or --cache")

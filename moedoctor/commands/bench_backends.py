@@ -20,6 +20,7 @@ from moedoctor.commands.options import (
     check_gpu,
     deliver,
     draw_picture,
+    ended,
     names,
     numbers,
     texts,
@@ -37,6 +38,7 @@ from moedoctor.reporters.pages.bench_backends import (
     bench_document,
     bench_page,
     charts,
+    reasons,
     summary_line,
 )
 from moedoctor.text import expected_names, print_message
@@ -166,8 +168,8 @@ def measure(
     with sampled(facts, device) as readings, progress_bar(remaining=True) as progress:
         rows = measure_tasks(tasks, device, roofline, seconds=timeout, progress=progress)
     if all("unavailable" in row for row in rows):
-        reasons = sorted({str(row["unavailable"]) for row in rows})
-        raise InputError(f"--backend {', '.join(named)}: {'; '.join(reasons)}; {_INSTEAD}")
+        away = sorted({str(row["unavailable"]) for row in rows})
+        raise InputError(f"--backend {', '.join(named)}: {'; '.join(away)}; {_INSTEAD}")
     return BackendBench(
         layers={name: {**asdict(shape), "source": source} for name, (shape, source) in layers.items()},
         routing=routing_name,
@@ -204,23 +206,27 @@ def _check_runnable(
         raise InputError(f"--backend {', '.join(named)}: {reason}; {_INSTEAD}")
 
 
-def write_report(bench: BackendBench, format: str, output: Path | None, plot: Path | None = None) -> None:
+def write_report(bench: BackendBench, format: str, output: Path | None, plot: Path | None = None) -> int:
     """Print the report or write it to a file; `plot` gets the latency of each layer as a picture.
 
-    If no picture can be drawn, a line on stderr says so.
+    If no picture can be drawn, a line on stderr says so. Returns the exit code.
     """
     if plot is not None:
         drawn = [found[0] for name in bench.layers if (found := charts(bench, name))]
         for chart in drawn:
             alone = len(drawn) == 1
             draw_picture(chart, plot if alone else plot.with_name(f"{plot.stem}_{chart.name}{plot.suffix}"))
+    code, why = ended(bench.exit_code, reasons(bench))
     deliver(
         bench_page(bench, full=format in FULL_FORMATS),
         bench_document(bench),
         format=format,
         output=output,
         summary=summary_line(bench),
+        code=code,
+        reasons=why,
     )
+    return code
 
 
 def _log(text: str) -> None:

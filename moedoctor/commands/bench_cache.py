@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 from moedoctor import environment
 from moedoctor.bench.cache.replay import default_capacities, facts_of, replay_trace
 from moedoctor.bench.gpu_state import sampled
-from moedoctor.commands.options import FULL_FORMATS, InputError, as_input_error, deliver, numbers
+from moedoctor.commands.options import FULL_FORMATS, InputError, as_input_error, deliver, ended, numbers
 from moedoctor.environment import no_gpu
 from moedoctor.origin import origin
 from moedoctor.processes import interrupts
 from moedoctor.redaction import Redactor
-from moedoctor.reporters.output import terminal
+from moedoctor.reporters.output import progress_bar, terminal
 from moedoctor.reporters.pages.bench_cache import (
     CacheBench,
     bench_document,
     bench_page,
     charts,
+    reasons,
     summary_line,
 )
 from moedoctor.reporters.plots import PlotError, terminal_chart
@@ -72,7 +74,10 @@ def measure(
     machine = environment.collect()
     if speed and (reason := no_gpu(machine)):
         raise InputError(f"--speed: {reason}")
-    points = replay_trace(trace, capacities=capacities, policies=policies, batch=batch, scope=scope)
+    with progress_bar(remaining=True) as progress:
+        points = replay_trace(
+            trace, capacities=capacities, policies=policies, batch=batch, scope=scope, progress=progress
+        )
     with sampled(machine, "cuda:0" if speed else "cpu") as readings:
         on_gpu = measure_speed(batch or 1, capacities, str(machine["gpu"])) if speed else Speed()
     redactor = Redactor.of_this_process()
@@ -88,7 +93,8 @@ def measure(
         speed_note=redactor.text(on_gpu.note),
         measured=on_gpu.measured,
         limits=on_gpu.limits,
-        exit_code=1 if any(point.stats.wrong for point in points) or not on_gpu.complete else 0,
+        not_measured=redactor.record(on_gpu.missing),
+        exit_code=1 if any(point.stats.wrong for point in points) or on_gpu.missing else 0,
         origin=origin(
             variables=machine.get("env"),
             gpu_state=readings.state,
@@ -106,10 +112,22 @@ def _trace(given: str | None) -> tuple[str, RoutingTrace]:
     return given, load(Path(given))
 
 
-def write_report(bench: CacheBench, format: str, output: Path | None) -> None:
-    """Print the report, or write it to `output`; a terminal with colours gets the charts below the table."""
+def write_report(bench: CacheBench, format: str, output: Path | None) -> int:
+    """Print the report, or write it to `output`; a terminal with colours gets the charts below the table.
+
+    Returns the exit code.
+    """
     page = bench_page(bench, full=format in FULL_FORMATS)
-    deliver(page, bench_document(bench), format=format, output=output, summary=summary_line(bench))
+    code, why = ended(bench.exit_code, reasons(bench))
+    deliver(
+        page,
+        bench_document(bench),
+        format=format,
+        output=output,
+        summary=summary_line(bench),
+        code=code,
+        reasons=why,
+    )
     colour, width = terminal(output)
     if format == "table" and colour and width is not None:
         try:
@@ -117,6 +135,7 @@ def write_report(bench: CacheBench, format: str, output: Path | None) -> None:
                 print(f"\n{terminal_chart(chart, width=min(width, 100))}", end="")
         except PlotError as error:
             print_message(f"no chart: {error}")
+    return code
 
 
 @dataclass(frozen=True)
@@ -131,8 +150,8 @@ class Speed:
     note: str = ""
     iterations: Mapping[str, int] = field(default_factory=dict)
     """``rounds`` that a time is the median of, and ``steps_a_round``."""
-    complete: bool = True
-    """False if it was interrupted or a part failed; `note` says which."""
+    missing: tuple[str, ...] = ()
+    """The parts that failed, with the error, or were not reached."""
 
 
 def measure_speed(
@@ -150,9 +169,11 @@ def measure_speed(
     tables: dict[str, list[dict[str, Any]]] = {}
     missing: list[str] = []
     try:
-        with interrupts.raised():
+        with interrupts.raised(), progress_bar(remaining=True) as progress:
             host = Host.make(model, device)
-            for name, part, run in _parts(batch, capacities, device, model, host):
+            parts = list(_parts(batch, capacities, device, model, host))
+            for done, (name, part, run) in enumerate(parts):
+                progress(done, len(parts), part)
                 began = time.monotonic()
                 tables.setdefault(name, [])
                 missing.append(part)
@@ -165,7 +186,8 @@ def measure_speed(
                     print_traceback(Redactor.of_this_process().text)
                     message = (str(error).splitlines() or [""])[0]
                     missing[-1] += f" ({type(error).__name__}: {message})"
-                print_message(f"{part}: {time.monotonic() - began:.0f} s")
+                if not sys.stderr.isatty():  # a log gets a line for each part, a terminal a bar
+                    print_message(f"{part}: {time.monotonic() - began:.0f} s")
     except KeyboardInterrupt:
         missing.append("whatever comes next: interrupted")
     rows = tables.pop("decode", [])
@@ -186,7 +208,7 @@ def measure_speed(
         tuple(judge(rows, **tables)),
         note,
         iterations={"rounds": ROUNDS, "steps_a_round": max(TOKENS_A_ROUND // batch, 1)},
-        complete=not missing,
+        missing=tuple(missing),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,18 @@ from typing import Any
 from moedoctor import environment
 from moedoctor.bench import engines
 from moedoctor.bench.gpu_state import sampled
-from moedoctor.commands.options import FULL_FORMATS, InputError, deliver, texts
+from moedoctor.commands.options import FULL_FORMATS, InputError, deliver, ended, texts
 from moedoctor.environment import no_gpu
 from moedoctor.origin import origin
 from moedoctor.redaction import Redactor
-from moedoctor.reporters.pages.bench_engines import EngineBench, bench_document, bench_page, summary_line
+from moedoctor.reporters.output import progress_bar
+from moedoctor.reporters.pages.bench_engines import (
+    EngineBench,
+    bench_document,
+    bench_page,
+    reasons,
+    summary_line,
+)
 from moedoctor.text import print_message
 from moedoctor.upstream.plugin.extensions import FIXES
 
@@ -85,8 +93,8 @@ def measure(plan: engines.Plan) -> EngineBench:
     reason = no_gpu(facts) or (None if facts.get("vllm") else "vLLM is not installed here")
     if reason is not None:
         raise InputError(f"--engine: {reason}; expected a GPU and an installed vLLM")
-    with sampled(facts) as readings:
-        rows = engines.measure(plan, progress=print_message)
+    with sampled(facts) as readings, progress_bar(remaining=True) as bar:
+        rows = engines.measure(plan, progress=bar if sys.stderr.isatty() else _log)
     redactor = Redactor.of_this_process()
     return EngineBench(
         model=redactor.text(str(plan.model)),
@@ -104,7 +112,22 @@ def measure(plan: engines.Plan) -> EngineBench:
     )
 
 
-def write_report(bench: EngineBench, format: str, output: Path | None) -> None:
-    """Print the report or write it to a file."""
+def write_report(bench: EngineBench, format: str, output: Path | None) -> int:
+    """Print the report or write it to a file; return the exit code."""
     page = bench_page(bench, full=format in FULL_FORMATS)
-    deliver(page, bench_document(bench), format=format, output=output, summary=summary_line(bench))
+    code, why = ended(bench.exit_code, reasons(bench))
+    deliver(
+        page,
+        bench_document(bench),
+        format=format,
+        output=output,
+        summary=summary_line(bench),
+        code=code,
+        reasons=why,
+    )
+    return code
+
+
+def _log(done: int, total: int, what: str) -> None:
+    if done < total:
+        print_message(f"{what} ({done + 1} of {total})")

@@ -297,8 +297,12 @@ def deliver(
     document = {**document_head(document), **document}
     if document["origin"] is None:  # a stored report of an older release
         del document["origin"]
-    if "summary" in document:
-        document = {**document, "summary": {**document["summary"], "reasons": list(reasons)}}
+    if code or "summary" in document:
+        decided = {"exit_code": code} if code else {}
+        document = {
+            **document,
+            "summary": {**document.get("summary", {}), **decided, "reasons": list(reasons)},
+        }
     if format == "json":
         from moedoctor.reporters.json import to_json
 
@@ -363,6 +367,14 @@ def draw_picture(chart: Chart, path: Path) -> bool:
     else:
         return True
     return False
+
+
+def ended(code: int, reasons: Sequence[str]) -> tuple[int, Sequence[str]]:
+    """Return the exit code of a measurement with its reasons: a signal that ended it comes first."""
+    from moedoctor.processes import interrupts
+
+    final = interrupts.exit_code(otherwise=code)
+    return final, reasons if final == code else ("interrupted before everything was measured", *reasons)
 
 
 def print_reasons(code: int, reasons: Sequence[str]) -> None:

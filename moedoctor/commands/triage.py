@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from moedoctor.commands.options import InputError, Output, PageFormat, deliver
-from moedoctor.text import TextFileError, open_file, print_message
+from moedoctor.text import TextFileError, open_file
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.triage.triage import Finding, Triage
@@ -49,7 +49,7 @@ def triage(
     that does not decide gives a list of possible failures and what to paste next. Exit code 1 if a failure
     is certain or likely.
     """
-    from moedoctor.reporters.pages.triage import count_line, triage_page
+    from moedoctor.reporters.pages.triage import count_line, findings_in_words, triage_page
 
     results: list[tuple[str, Triage]] = []
     refused: list[InputError] = []
@@ -62,14 +62,18 @@ def triage(
             refused.append(error)
     if not results:
         raise refused[0]
-    for refusal in refused:
-        print_message(str(refusal))
+    reasons = findings_in_words(results)
+    code = 1 if reasons else 2 if refused else 0
     deliver(
-        triage_page(results), _document(results), format=format, output=output, summary=count_line(results)
+        triage_page(results),
+        _document(results),
+        format=format,
+        output=output,
+        summary=count_line(results),
+        code=code,
+        reasons=[*reasons, *map(str, refused)],
     )
-    if any(result.findings for _, result in results):
-        return 1
-    return 2 if refused else 0
+    return code
 
 
 def _triage(file: str, output: Path | None) -> Triage:

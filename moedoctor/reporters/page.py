@@ -7,12 +7,13 @@ it, so no block holds markup.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from moedoctor.reporters.chart import Chart
-from moedoctor.reporters.text import short_value
+from moedoctor.reporters.text import is_unsteady, short_value, time_unit
 from moedoctor.results import Evidence
 from moedoctor.text import one_line
 
@@ -177,15 +178,19 @@ def answer(page: Page, looked_at: Sequence[Text], found: Sequence[Text]) -> Answ
 _STEP_LABELS = ("next", "do")
 
 
-def evidence_tables(evidence: Evidence) -> dict[str, Table]:
+def evidence_tables(evidence: Evidence, *, measured: bool = False) -> dict[str, Table]:
     """Return the lists of records in `evidence` as tables, by name.
 
-    A median with its percentiles ``_p20`` and ``_p80`` becomes ``1.49 (1.48 to 1.51)``.
+    A median with its percentiles ``_p20`` and ``_p80`` becomes ``1.49 (1.48 to 1.51)``. With `measured`,
+    times and bytes have the unit in which people read them, and ``!`` marks a median with a spread that makes
+    it worthless.
     """
-    return {str(name): _records_table(value) for name, value in evidence.items() if is_records(value)}
+    return {
+        str(name): _records_table(value, measured) for name, value in evidence.items() if is_records(value)
+    }
 
 
-def _records_table(records: Sequence[Mapping[str, Any]]) -> Table:
+def _records_table(records: Sequence[Mapping[str, Any]], measured: bool) -> Table:
     keys = list(dict.fromkeys(str(key) for record in records for key in record))
     ends = ("_p20", "_p80")
     shown = [key for key in keys if not any(key.endswith(end) and key[: -len(end)] in keys for end in ends)]
@@ -193,14 +198,60 @@ def _records_table(records: Sequence[Mapping[str, Any]]) -> Table:
     def cell(record: Mapping[str, Any], key: str) -> str:
         if key not in record:
             return ""
-        median = short_value(record[key])
+        written = units[key].text if key in units else short_value
+        median = written(record[key])
         low, high = (record.get(f"{key}{end}") for end in ends)
         if low is None or high is None:
             return median
-        return f"{median} ({short_value(low)} to {short_value(high)})"
+        mark = " !" if measured and is_unsteady(record[key], low, high) else ""
+        return f"{median} ({written(low)} to {written(high)}){mark}"
 
+    units = {key: unit for key in shown if measured and (unit := _unit_of(key, records))}
     rows = [[cell(record, key) for key in shown] for record in records]
-    return Table([key.replace("_", " ") for key in shown], rows)
+    header = [units[key].title if key in units else key.replace("_", " ") for key in shown]
+    return Table(header, rows)
+
+
+class _Unit(NamedTuple):
+    """The unit of a column."""
+
+    title: str
+    """The name of the column, with the unit."""
+    size: float
+    """What one of the unit is in the unit of the records."""
+    decimals: int
+
+    def text(self, value: Any) -> str:
+        """Return a number in this unit, and anything else as it is."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return short_value(value)
+        return f"{value / self.size:.{self.decimals}f}"
+
+
+_MICROSECONDS: Mapping[str, float] = {"_us": 1.0, "_ms": 1e3, "_s": 1e6}
+_BYTES: tuple[tuple[str, float, int], ...] = (
+    ("GiB", 2**30, 2),
+    ("MiB", 2**20, 1),
+    ("KiB", 2**10, 1),
+    ("bytes", 1, 0),
+)
+
+
+def _unit_of(key: str, records: Sequence[Mapping[str, Any]]) -> _Unit | None:
+    """Return the unit of a column of times or bytes; None for other columns, and rates such as GB/s."""
+    numbers = [value for record in records if isinstance(value := record.get(key), (int, float))]
+    if not numbers:
+        return None
+    if key.endswith("_bytes"):
+        middle = statistics.median_low(numbers)
+        name, size, decimals = next((unit for unit in _BYTES if middle >= unit[1]), _BYTES[-1])
+        return _Unit(f"{key.removesuffix('_bytes').replace('_', ' ')} ({name})", size, decimals)
+    end = next((end for end in _MICROSECONDS if key.endswith(end)), None)
+    if end is None or key.endswith("_gb_s"):
+        return None
+    name, size, decimals = time_unit(value * _MICROSECONDS[end] for value in numbers)
+    title = f"{key.removesuffix(end).replace('_', ' ')} ({name})"
+    return _Unit(title, size / _MICROSECONDS[end], decimals)
 
 
 def without_records(evidence: Evidence) -> dict[str, Any]:

@@ -14,6 +14,10 @@ _LISTED = 6
 _LONG = 160
 UNSTEADY = 0.2
 """Share of the median by which p20 and p80 of a time may differ."""
+UNSTEADY_REMARK = (
+    f"! p20 and p80 differ by more than {UNSTEADY:.0%} of the median, so the figure is worthless for "
+    f"differences of {UNSTEADY:.0%}. End other work on this machine, and measure again."
+)
 _UNITS = (("s", 1e6, 3), ("ms", 1e3, 3), ("µs", 1.0, 1), ("ns", 1e-3, 0))
 
 
@@ -93,6 +97,15 @@ def is_unsteady(median: float, low: float, high: float) -> bool:
     calls says nothing.
     """
     return high - low > UNSTEADY * median
+
+
+def has_unsteady(row: Mapping[str, Any]) -> bool:
+    """Return whether `is_unsteady` holds for a figure of a record that has ``_p20`` and ``_p80``."""
+    return any(
+        is_unsteady(value, row[f"{key}_p20"], row[f"{key}_p80"])
+        for key, value in row.items()
+        if f"{key}_p20" in row and f"{key}_p80" in row
+    )
 
 
 def time_unit(microseconds: Iterable[float]) -> tuple[str, float, int]:

@@ -66,7 +66,14 @@ def test_an_engine_that_dies_is_a_row_and_the_next_one_is_the_reference(model: P
             return engine_stub.died("no such\nbackend")
         return engines.run_engine(request)
 
-    rows = measure(plan(model, backends=("marlin", "triton"), rounds=2, batches=(1,)), run=run)
+    steps: list[tuple[int, int, str]] = []
+    rows = measure(
+        plan(model, backends=("marlin", "triton"), rounds=2, batches=(1,)),
+        run=run,
+        progress=lambda *step: steps.append(step),
+    )
+    assert [step[:2] for step in steps] == [(done, 4) for done in range(4)]
+    assert steps[2][2] == "engine triton, fix none, round 2"
     assert ran == ["marlin, none", "triton, none", "triton, none", "marlin, none"], "in turn, and back"
     assert rows[0]["failed"] == "load: RuntimeError: no such"
     assert (rows[1]["ratio"], rows[1]["repeats"]) == (1.0, 4)

@@ -121,6 +121,31 @@ def test_settings_that_do_not_take_effect(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
+    ("request_", "environ", "reason"),
+    [
+        ({"backend": "flashinfer_trtllm"}, {}, "FLASHINFER_TRTLLM would not work"),
+        ({}, {"VLLM_NVFP4_MOE_BACKEND": "marlin"}, "VLLM_NVFP4_MOE_BACKEND=marlin"),
+        ({"scheme": None}, {"VLLM_NVFP4_MOE_BACKEND": "marlin"}, "VLLM_NVFP4_MOE_BACKEND=marlin"),
+        ({"sm": "7.0", "release": "0.18.0"}, {}, "vLLM 0.18.0 does not start"),
+        ({}, {}, ""),
+    ],
+)
+def test_an_exit_code_has_its_reasons_on_stderr_and_in_the_json(
+    capsys: pytest.CaptureFixture[str], request_: dict[str, Any], environ: dict[str, str], reason: str
+) -> None:
+    with mock.patch.dict(os.environ, environ, clear=True):
+        code = backends(
+            **{"scheme": "nvfp4", "sm": "12.0", "release": "0.21.0", "format": "json", **request_}
+        )
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    reasons = document.get("summary", {}).get("reasons", [])
+    assert (code, document["exit_code"], bool(reasons)) == (int(bool(reason)), code, bool(reason))
+    assert reason in "".join(reasons)
+    assert err == "".join(f"moedoctor: exit code 1: {text}\n" for text in reasons)
+
+
+@pytest.mark.parametrize(
     ("line", "environ", "code", "expected"),
     [
         (["--moe-backend", "marlin"], {}, 0, "MARLIN is selected (--moe-backend marlin)"),

@@ -28,6 +28,7 @@ from moedoctor.reporters.page import (
     without_records,
 )
 from moedoctor.reporters.table import MIN_WIDTH, to_text
+from moedoctor.reporters.text import has_unsteady
 from moedoctor.text import one_line
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
@@ -193,6 +194,26 @@ def test_records_become_a_table_with_the_median_beside_its_percentiles() -> None
     assert table.header == ["shape", "ours us", "correct"]
     assert table.rows == [["128x128", "1.457 (1.45 to 1.46)", "true"], ["8192x128", "", "false"]]
     assert evidence_tables({"rows": [{"ours_us_p20": 1.0}]})["rows"].header == ["ours us p20"]
+
+
+def test_measured_records_have_units_for_people_and_a_mark_for_a_worthless_spread() -> None:
+    rows = [
+        {
+            "step_us": 2500.0,
+            "step_us_p20": 2400.0,
+            "step_us_p80": 2450.0,
+            "load_s": 0.25,
+            "gpu_bytes": 3 << 30,
+        },
+        {"step_us": 4000.0, "step_us_p20": 1000.0, "step_us_p80": 9000.0, "miss_gb_s": 51.5, "correct": True},
+    ]
+    table = evidence_tables({"rows": rows}, measured=True)["rows"]
+    assert table.header == ["step (ms)", "load (ms)", "gpu (GiB)", "miss gb s", "correct"]
+    assert table.rows == [
+        ["2.500 (2.400 to 2.450)", "250.000", "3.00", "", ""],
+        ["4.000 (1.000 to 9.000) !", "", "", "51.5", "true"],
+    ]
+    assert [has_unsteady(row) for row in rows] == [False, True]
 
 
 def test_other_evidence_stays_for_a_line_of_text() -> None:

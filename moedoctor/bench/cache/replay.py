@@ -87,23 +87,26 @@ def replay_trace(
     policies: Sequence[str] = POLICIES,
     batch: int | None = None,
     scope: str = "layer",
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> list[ReplayPoint]:
     """Replay every policy at every capacity, from empty caches; the unit is a call, not an access.
 
+    `progress` takes how many points are done, how many there are, and which one comes now.
     Raises TraceError for a batch that the trace cannot be replayed at, ValueError for an unknown policy or a
     capacity below 1.
     """
     if not capacities or min(capacities) < 1:
         raise ValueError("capacity must be at least 1")
     by_layer = [trace.calls(layer, batch) for layer in range(len(trace.layers))]
-    points = itertools.product(policies, capacities)
-    if scope == "layer":
-        return [_point(policy, capacity, by_layer, trace.num_experts) for policy, capacity in points]
-    steps = trace.steps(batch)
-    return [
-        _global_point(policy, capacity, steps, len(by_layer), trace.num_experts)
-        for policy, capacity in points
-    ]
+    steps = [] if scope == "layer" else trace.steps(batch)
+    pairs, points = list(itertools.product(policies, capacities)), list[ReplayPoint]()
+    for policy, capacity in pairs:
+        progress(len(points), len(pairs), f"{policy} with {capacity} slots")
+        if scope == "layer":
+            points.append(_point(policy, capacity, by_layer, trace.num_experts))
+        else:
+            points.append(_global_point(policy, capacity, steps, len(by_layer), trace.num_experts))
+    return points
 
 
 def default_capacities(trace: RoutingTrace) -> list[int]:

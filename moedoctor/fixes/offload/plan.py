@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from moedoctor.text import closest
 
 _METADATA = re.compile(
     r"scale|zero|g_idx|sort_indices|absmax|(?:^|_)(?:zp|perm|permutation|alpha|global)s?(?=_|\d|$)"
@@ -91,7 +92,7 @@ def make_plan(
     every_name = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for pattern in patterns:
         if not matches(every_name, pattern):
-            near = ", ".join(closest(pattern, every_name))
+            near = ", ".join(closest_parts(pattern, every_name))
             raise ValueError(
                 f"patterns: no parameter has {pattern!r} as a part of its name; the closest are: {near}"
             )
@@ -237,10 +238,10 @@ def matches(names: Sequence[str], pattern: str) -> bool:
     return any(f".{pattern}." in f".{name}." for name in names)
 
 
-def closest(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return up to three things that `pattern` may mean: parts of names, or else whole names."""
+def closest_parts(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return up to three things that `pattern` may mean: parts of names, or else the shortest names."""
     parts = {part: None for name in names for part in [*name.split("."), name] if not part.isdigit()}
-    return difflib.get_close_matches(pattern, list(parts), n=3, cutoff=0.5) or sorted(names, key=len)[:3]
+    return list(closest(pattern, parts)) or sorted(names, key=len)[:3]
 
 
 def spread(count: int) -> list[int]:

@@ -36,6 +36,22 @@ def backends_document(report: BackendsReport) -> dict[str, Any]:
     return {**head, **fields.pop("selection"), **fields}
 
 
+def reasons(report: BackendsReport) -> list[str]:
+    """Return why the answer is not what was asked for; the exit code is 1 exactly if there is a reason."""
+    asked = report.request
+    return [
+        *dead_settings(report.settings),
+        *(f"the installed vLLM disagrees with the tables: {text}" for text in report.disagreements),
+        *([outcome(report.selection)] if report.selection.chosen is None else []),
+        *([f"{asked.backend} would not work: {asked.reason}"] if asked and not asked.works else []),
+    ]
+
+
+def dead_settings(settings: Sequence[SettingFinding]) -> list[str]:
+    """Return a line for each setting that does not take effect."""
+    return [setting_line(finding) for finding in settings if not finding.takes_effect]
+
+
 def backends_page(report: BackendsReport) -> list[Block]:
     """Return the selection, a row for each candidate, and what was found about settings."""
     selection = report.selection

@@ -15,7 +15,7 @@ from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table
 from moedoctor.reporters.pages.backend_charts import label, layer_charts
 from moedoctor.reporters.pages.run import environment_table
-from moedoctor.reporters.text import UNSTEADY, is_unsteady, time_unit
+from moedoctor.reporters.text import UNSTEADY_REMARK, is_unsteady, time_unit
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 from moedoctor.text import show
 
@@ -91,6 +91,12 @@ def summary_line(bench: BackendBench) -> str:
     if unsteady := sum(map(_is_unsteady, bench.rows)):
         line += f", {unsteady} with a spread that makes the time worthless"
     return f"{line}, {untrusted} by a comparison that is not to be trusted" if untrusted else line
+
+
+def reasons(bench: BackendBench) -> list[str]:
+    """Return a line for each point that is wrong or failed."""
+    bad = (row for row in bench.rows if row.get("wrong") or "failed" in row)
+    return list(dict.fromkeys(f"{row['model']}: {_not_timed(row)}" for row in bad))
 
 
 def bench_page(bench: BackendBench, *, full: bool = False) -> list[Block]:
@@ -214,10 +220,7 @@ def _remarks(bench: BackendBench) -> Iterator[str]:
             "chosen, the input and the output; GB/s and roofline are computed from them."
         )
     if any(map(_is_unsteady, bench.rows)):
-        yield (
-            f"! p20 and p80 differ by more than {UNSTEADY:.0%} of the median, so the time is worthless for "
-            f"differences of {UNSTEADY:.0%}. End other work on this machine, and measure again."
-        )
+        yield UNSTEADY_REMARK
     if any("peak_memory_bytes" in row for row in bench.rows):
         yield "peak: the GPU memory of a call, with the layer's weights and its input."
     if any("controls_noticed" in row for row in bench.rows):

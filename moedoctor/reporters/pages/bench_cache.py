@@ -11,7 +11,7 @@ from moedoctor.bench.cache.replay import ReplayPoint, TraceFacts
 from moedoctor.reporters.chart import Chart, Series
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table, evidence_tables
 from moedoctor.reporters.pages.run import environment_table
-from moedoctor.reporters.text import figures
+from moedoctor.reporters.text import UNSTEADY_REMARK, figures, has_unsteady
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 
 BOUND = "belady"
@@ -40,6 +40,8 @@ class CacheBench:
     """What the cache is meant to reach: ``claim``, ``verdict``, ``measured``, ``limit``."""
     speed_note: str = ""
     """On what model and machine the speed was measured, or why it was not."""
+    not_measured: tuple[str, ...] = ()
+    """Parts that failed or were not reached."""
     exit_code: int = 0
     origin: Mapping[str, Any] | None = None
     """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
@@ -80,6 +82,7 @@ def bench_document(bench: CacheBench) -> dict[str, Any]:
                 "measured": bench.measured,
                 "limits": bench.limits,
                 "speed_note": bench.speed_note,
+                "not_measured": bench.not_measured,
             }
         },
         "summary": {**{verdict.value: 0 for verdict in ScenarioVerdict}, "exit_code": bench.exit_code},
@@ -127,7 +130,25 @@ def summary_line(bench: CacheBench) -> str:
             policy = max(rates, key=lambda name: rates[name])
             bound = f" of at most {points[BOUND].hit_rate:.1%}" if BOUND in points else ""
             best.append(f"{capacity} slots: {policy} {rates[policy]:.1%}{bound}")
+    if unsteady := _unsteady(bench):
+        best.append(f"{unsteady} rows with a spread that makes figures worthless")
     return "; ".join(best)
+
+
+def reasons(bench: CacheBench) -> list[str]:
+    """Return what would be wrong, and what was not measured."""
+    wrong = [
+        f"{point.policy} with {point.capacity} slots: {point.stats.wrong} calls would compute with an expert "
+        "that is not resident"
+        for point in bench.points
+        if point.stats.wrong
+    ]
+    return wrong + [f"not measured: {part}" for part in bench.not_measured]
+
+
+def _unsteady(bench: CacheBench) -> int:
+    """Return how many rows have a figure with a spread that makes it worthless."""
+    return sum(has_unsteady(row) for rows in (bench.speed, *bench.measured.values()) for row in rows)
 
 
 def bench_page(bench: CacheBench, *, full: bool = False) -> list[Block]:
@@ -144,8 +165,10 @@ def bench_page(bench: CacheBench, *, full: bool = False) -> list[Block]:
         *(Picture("", chart.title, chart) for chart in charts(bench)),
     ]
     measured = {"limits": bench.limits, "decode": bench.speed, **bench.measured}
-    for name, table in evidence_tables(measured).items():
+    for name, table in evidence_tables(measured, measured=True).items():
         page += [Heading(name.capitalize()), table]
+    if _unsteady(bench):
+        page.append(Paragraph(UNSTEADY_REMARK))
     if full and bench.made:
         page += [Heading("How the trace was made"), Table(("fact", "value"), list(figures(bench.made)))]
     return [*page, *environment_table(bench.environment)] if full else page

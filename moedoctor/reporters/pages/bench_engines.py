@@ -10,6 +10,7 @@ import moedoctor
 from moedoctor.reporters.chart import Chart, Series
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, evidence_tables
 from moedoctor.reporters.pages.run import environment_table
+from moedoctor.reporters.text import UNSTEADY_REMARK, has_unsteady
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 
 
@@ -73,7 +74,20 @@ def summary_line(bench: EngineBench) -> str:
     for key in ("wrong", "failed"):
         if count := sum(key in row for row in bench.rows):
             best.append(f"{count} {key}")
+    if unsteady := sum(map(has_unsteady, bench.rows)):
+        best.append(f"{unsteady} with a spread that makes figures worthless")
     return "; ".join(best)
+
+
+def reasons(bench: EngineBench) -> list[str]:
+    """Return a line for each engine that is wrong or failed."""
+    lines = (
+        f"{row['moe_backend']}, fix {row['fix']}: {key}: {row[key]}"
+        for row in bench.rows
+        for key in ("wrong", "failed")
+        if key in row
+    )
+    return list(dict.fromkeys(lines))
 
 
 def bench_page(bench: EngineBench, *, full: bool = False) -> list[Block]:
@@ -86,11 +100,12 @@ def bench_page(bench: EngineBench, *, full: bool = False) -> list[Block]:
             "compared with its tokens, and ratio is the rate over its rate."
         ),
         *(Picture("", chart.title, chart) for chart in charts(bench)),
-        *evidence_tables({"engines": bench.rows}).values(),
+        *evidence_tables({"engines": bench.rows}, measured=True).values(),
         Bullets(
             [
                 f"Tokens are wrong if the reference prefers its own by more than {bench.max_lead:g} in "
                 "logprob at the first difference. A wrong engine is not timed.",
+                *([UNSTEADY_REMARK] if any(map(has_unsteady, bench.rows)) else []),
                 *(f"Argument of every engine: {name}={value}" for name, value in bench.arguments.items()),
             ]
         ),

@@ -92,6 +92,15 @@ def _last_line(results: Sequence[tuple[str, Triage]]) -> str:
     return f"{count_line(results)}.{following}"
 
 
+def findings_in_words(results: Sequence[tuple[str, Triage]]) -> list[str]:
+    """Return a line for each certain or likely failure: what it is, how sure, and where."""
+    return [
+        f"{name}, line {finding.line}: {finding.id} is {finding.grade.value}: {entries()[finding.id].title}"
+        for name, result in results
+        for finding in result.findings
+    ]
+
+
 def count_line(results: Sequence[tuple[str, Triage]]) -> str:
     """Return ``2 known failures found, 1 possible``."""
     found = {finding.id for _, result in results for finding in result.findings}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.bench.cache.replay import default_capacities, facts_of, replay_speed, replay_trace
+from moedoctor.bench.cache.replay import SCOPES, default_capacities, facts_of, replay_speed, replay_trace
 from moedoctor.trace.format import RoutingTrace
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
@@ -25,6 +25,21 @@ def test_hand_checked_hits_with_two_slots() -> None:
     assert not any(point.overflowing for point in replay_trace(SMALL, capacities=[2])), (
         "two experts fit two slots"
     )
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_progress_counts_every_point_once(scope: str) -> None:
+    steps: list[tuple[int, int, str]] = []
+    points = replay_trace(
+        SMALL,
+        capacities=[2, 3],
+        scope=scope,
+        progress=lambda done, total, what: steps.append((done, total, what)),
+    )
+    assert [(done, total) for done, total, _ in steps] == [(done, len(points)) for done in range(len(points))]
+    assert [what for _, _, what in steps] == [
+        f"{point.policy} with {point.capacity} slots" for point in points
+    ]
 
 
 def test_hand_checked_hits_with_three_slots() -> None:

@@ -36,8 +36,12 @@ def healthy(tmp_path: Path) -> Path:
 
 def test_a_finding_gives_exit_code_1_and_json(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert triage_command([str(report)], "json", None) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["schema_version", "findings", "possible", "near_misses", "looked_at"]
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert list(found) == ["schema_version", "findings", "possible", "near_misses", "looked_at", "summary"]
+    assert found["summary"]["exit_code"] == 1
+    assert err == "".join(f"moedoctor: exit code 1: {reason}\n" for reason in found["summary"]["reasons"])
+    assert f"{report}, line 2: MD003 is certain: " in err
     assert found["schema_version"] == 1
     assert [list(finding) for finding in found["findings"]] == [
         [
@@ -90,7 +94,9 @@ def test_output_file(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert json.loads(target.read_text())["findings"][0]["id"] == "MD003"
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == f"moedoctor: 1 known failure found; written to {target}\n"
+    first, reason = printed.err.splitlines()
+    assert first == f"moedoctor: 1 known failure found; written to {target}"
+    assert reason.startswith("moedoctor: exit code 1: ")
 
 
 def refusal(path: str, format: str = "json", output: Path | None = None) -> str:
@@ -143,7 +149,7 @@ def test_no_torch_and_a_quick_start(report: Path) -> None:
         ended = subprocess.run([sys.executable, "-c", program, str(report)], capture_output=True, text=True)
         after = os.times()  # processor time: a busy machine does not count
         best = min(best, sum(after[2:4]) - sum(before[2:4]))
-        assert (ended.returncode, ended.stderr) == (1, "")
+        assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), "the reason of the exit code"
     assert best < 0.45
 
 
