@@ -38,7 +38,10 @@ def test_a_finding_gives_exit_code_1_and_json(report: Path, capsys: pytest.Captu
     assert triage_command([str(report)], "json", None) == 1
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert list(found) == ["schema_version", "findings", "possible", "near_misses", "looked_at", "summary"]
+    assert list(found) == [
+        *("schema_version", "moedoctor", "command", "origin"),
+        *("findings", "possible", "near_misses", "looked_at", "summary"),
+    ]
     assert found["summary"]["exit_code"] == 1
     assert err == "".join(f"moedoctor: exit code 1: {reason}\n" for reason in found["summary"]["reasons"])
     assert f"{report}, line 2: MD003 is certain: " in err
