@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.fp8 import Fp8
@@ -25,12 +26,14 @@ from moedoctor.reference.moe_layer import Layer
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.moe_backends.moe_config import moe_config
+from moedoctor.upstream.plugin.register import installed_version
 from moedoctor.upstream.releases.installed import FUSED_MOE, vllm_module
 from moedoctor.upstream.releases.wheel import package_folders
 
 JIT_VARIABLE = "MOEDOCTOR_FLASHINFER_JIT"
 EMPTY_SLOTS = "VLLM_MOE_SKIP_PADDING"
 """The setting that makes vLLM mark padding with ids of -1, since 0.25.0."""
+_HUMMING_FP8 = Version("0.33.0")
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2": "relu2_no_mul"}
 
 
@@ -101,6 +104,10 @@ def _build_fp8(
     """Build from weights with static scales per tensor."""
     assert isinstance(layer.w13, Fp8)
     assert isinstance(layer.w2, Fp8)
+    if backend.name == "HUMMING" and Version(installed_version()) < _HUMMING_FP8:
+        raise UnavailableError(
+            f"HUMMING takes FP8 experts from the layer in another form before vLLM {_HUMMING_FP8}"
+        )
     device = layer.w13.values.device
     input_scale = _scale(layer.input_scale, device)
     intermediate_scale = _scale(layer.intermediate_scale, device)
