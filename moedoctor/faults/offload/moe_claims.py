@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from moedoctor.faults.base import ClaimCases, ClaimJudgement, claim, decide, untested
@@ -15,28 +16,26 @@ _PLANTED, _OURS, _THEIRS = "experts exchanged", "moedoctor", "vLLM"
 def moe_tokens(cases: ClaimCases) -> ClaimJudgement:
     """Engines with the fix give the tokens of the float32 reference.
 
-    Eager ones differ from it in nothing but the MoE layers. Their logprobs may be `max_ratio` times as far
-    from the reference's as those of vLLM's own backend. Equal tokens confirm the claim only if wrong experts
-    change the tokens of the same quantization.
+    Their logprobs may be `max_ratio` times as far from the reference's as those of vLLM's own backend in the
+    same mode: compiled layers round otherwise than the eager ones of the reference. Equal tokens confirm the
+    claim only if wrong experts change the tokens of the same quantization.
     """
     rows = cases.rows()
     ours = [row for row in rows if row["computer"] == _OURS and row["outcome"] != "no control"]
     if not ours:
         return untested("no engine with the reference ran", {"rows": rows})
-    distance = {row["quantization"]: row["logprob_distance"] for row in rows if row["computer"] == _THEIRS}
-    unmeasured = sorted({row["quantization"] for row in ours if not distance.get(row["quantization"])})
+    distance = {_place(row): row["logprob_distance"] for row in rows if row["computer"] == _THEIRS}
+    unmeasured = sorted({" ".join(_place(row)) for row in ours if not distance.get(_place(row))})
     if unmeasured:
         return untested(f"vLLM's own backend gave no logprobs for {', '.join(unmeasured)}", {"rows": rows})
 
     def is_near(row: dict[str, Any]) -> bool:
-        if row["mode"] != "eager":
-            return True
-        return cases.keeps("max_ratio", float(row["logprob_distance"]) / float(distance[row["quantization"]]))
+        return cases.keeps("max_ratio", float(row["logprob_distance"]) / float(distance[_place(row)]))
 
     same = [row for row in ours if row["outcome"] == "same tokens" and is_near(row)]
     apart = "; ".join(
         f"{row['quantization']} {row['mode']} {float(row['logprob_distance']):.2g}, vLLM's own "
-        f"{float(distance[row['quantization']]):.2g}"
+        f"{float(distance[_place(row)]):.2g}"
         for row in ours
         if row["logprob_distance"] is not None
     )
@@ -54,6 +53,10 @@ def moe_tokens(cases: ClaimCases) -> ClaimJudgement:
     if blind:
         return untested(f"{figure}; wrong experts changed no token of {', '.join(blind)}", {"rows": rows})
     return decide(True, {"rows": rows}, f"{figure}; with wrong experts every quantization gives others")
+
+
+def _place(row: Mapping[str, Any]) -> tuple[str, str]:
+    return str(row["quantization"]), str(row["mode"])
 
 
 @claim("moe_speed", measure=f"{_ENGINES}:speed", thresholds=("min_share",), **_OPTIONS)

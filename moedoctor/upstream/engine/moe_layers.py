@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib
+import math
 import os
 import statistics
 import tempfile
@@ -50,6 +51,7 @@ _ENGINES = (
     (OURS, GRAPHS),
     (PLANTED, EAGER),
     (THEIRS, EAGER),
+    (THEIRS, GRAPHS),
 )
 _HERE = "moedoctor.upstream.engine.moe_layers"
 _SECONDS = 200.0
@@ -118,10 +120,26 @@ def _row(ran: Ran) -> dict[str, Any]:
         "outcome": outcome.value,
         "detail": detail,
         "logprob_distance": distance,
+        "farthest_logprob": farthest_logprob(ran.result, ran.control) if compared and ran.control else None,
         "layers": probe.get("layers"),
         "layers_by_moedoctor": probe.get("ours"),
         "seconds": ran.result.seconds.get("total"),
     }
+
+
+def farthest_logprob(result: Any, control: Any) -> dict[str, float] | None:
+    """Return where logprobs differ most: prompt, step, token and its logprob in both, or None."""
+    apart = [
+        (abs(float(value) - float(other[token])), prompt, step, token, float(value), float(other[token]))
+        for prompt, pairs in enumerate(zip(result.logprobs or (), control.logprobs or (), strict=False))
+        for step, (at, other) in enumerate(zip(*pairs, strict=False))
+        for token, value in at.items()
+        if token in other and math.isfinite(float(value)) and math.isfinite(float(other[token]))
+    ]
+    if not apart:
+        return None
+    _, prompt, step, token, value, expected = max(apart)
+    return {"prompt": prompt, "step": step, "token": int(token), "logprob": value, "reference": expected}
 
 
 def computed_by(llm: Any) -> dict[str, int]:

@@ -20,6 +20,8 @@ OURS = {
 }
 PLANTED = {**OURS, "computer": "experts exchanged", "outcome": "other tokens"}
 THEIRS = {**OURS, "computer": "vLLM"}
+GRAPHS = {**OURS, "mode": "CUDA graphs"}
+THEIR_GRAPHS = {**THEIRS, "mode": "CUDA graphs", "logprob_distance": 0.5}
 TIMED = {"quantization": "BF16", "backend": "TRITON", "batch": 1, "share": 0.96}
 CONFIRMED, REFUTED, UNTESTED = ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED, ClaimVerdict.UNTESTED
 
@@ -28,7 +30,13 @@ CONFIRMED, REFUTED, UNTESTED = ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED, Cla
     ("rows", "verdict", "words"),
     [
         ([OURS, PLANTED], CONFIRMED, "1 of 1 engines"),
-        ([{**OURS, "mode": "CUDA graphs", "logprob_distance": 0.7}, PLANTED], CONFIRMED, "graphs 0.7"),
+        (
+            [{**GRAPHS, "logprob_distance": 0.7}, THEIR_GRAPHS, PLANTED],
+            CONFIRMED,
+            "graphs 0.7, vLLM's own 0.5",
+        ),
+        ([{**GRAPHS, "logprob_distance": 0.8}, THEIR_GRAPHS, PLANTED], REFUTED, "0 of 1 engines"),
+        ([GRAPHS, PLANTED], UNTESTED, "no logprobs for NVFP4 CUDA graphs"),
         ([OURS], UNTESTED, "wrong experts changed no token of NVFP4"),
         ([OURS, {**PLANTED, "quantization": "BF16"}], UNTESTED, "no token of NVFP4"),
         ([OURS, {**PLANTED, "outcome": "same tokens"}], UNTESTED, "no token of NVFP4"),
