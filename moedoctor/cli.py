@@ -20,6 +20,7 @@ from moedoctor.commands.lint import lint
 from moedoctor.commands.list import list_
 from moedoctor.commands.options import InputError
 from moedoctor.commands.plan import plan
+from moedoctor.commands.record import record
 from moedoctor.commands.replay import replay
 from moedoctor.commands.run import run
 from moedoctor.commands.show import show
@@ -75,9 +76,12 @@ for command in (
     bench,
     compare,
     show,
+    record,
     replay,
 ):
-    app.command(command.__name__.rstrip("_"), epilog=EPILOG)(command)
+    # What follows the command that `record` runs is the command's own.
+    settings = {"allow_interspersed_args": False} if command is record else {}
+    app.command(command.__name__.rstrip("_"), epilog=EPILOG, context_settings=settings)(command)
 app.add_typer(capsule, name="capsule", epilog=EPILOG)
 
 

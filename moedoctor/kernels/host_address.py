@@ -10,6 +10,9 @@ import torch
 
 from moedoctor.kernels.device_guard import on_device
 
+_MAPPED = 2
+"""cudaHostRegisterMapped"""
+
 
 class PinError(RuntimeError):
     """Memory could not be page-locked, or a GPU cannot read it."""
@@ -39,6 +42,26 @@ def device_address(memory: torch.Tensor, device: torch.device) -> int:
             "use access='copy' for offload, engine='host' for the expert cache"
         )
     return address.value
+
+
+def pin(memory: torch.Tensor, size: int, device: torch.device) -> bool:
+    """Pin `size` bytes of host memory from `memory` on, so that kernels on `device` use its own address.
+
+    Return whether that worked. WSL and Windows may refuse, or give the device another address. For the CPU
+    there is nothing to do.
+    """
+    if device.type != "cuda":
+        return True
+    try:
+        runtime = _runtime()
+        with on_device(device):
+            start = ctypes.c_void_p(memory.data_ptr())
+            if runtime.cudaHostRegister(start, ctypes.c_size_t(size), ctypes.c_uint(_MAPPED)):
+                runtime.cudaGetLastError()
+                return False
+        return device_address(memory, device) == memory.data_ptr()
+    except PinError:
+        return False
 
 
 @cache

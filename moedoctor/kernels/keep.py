@@ -33,9 +33,10 @@ def _is_finite_row(x_ptr: tl.tensor, columns: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _copy_row(
+def copy_row(
     source_ptr: tl.tensor, target_ptr: tl.tensor, columns: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
+    """Copy contiguous elements; they get the type of the target."""
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)  # [BLOCK]
         value = tl.load(source_ptr + column, mask=column < columns)  # [BLOCK]
@@ -90,17 +91,17 @@ def keep_kernel(
                 place = tl.atomic_add(header_ptr + _COUNT, 1)
                 if place < room:
                     tl.store(row_ptr + place, row.to(tl.int32))
-                    _copy_row(x_ptr + row * stride_x, kept_x_ptr + place * hidden, hidden, BLOCK)
-                    _copy_row(
+                    copy_row(x_ptr + row * stride_x, kept_x_ptr + place * hidden, hidden, BLOCK)
+                    copy_row(
                         output_ptr + row * stride_output, kept_output_ptr + place * hidden, hidden, BLOCK
                     )
                     if has_ids:
                         ids, weights = ids_ptr + row * top_k, weights_ptr + row * top_k
-                        _copy_row(ids, kept_ids_ptr + place * top_k, top_k, BLOCK_K)
-                        _copy_row(weights, kept_weights_ptr + place * top_k, top_k, BLOCK_K)
+                        copy_row(ids, kept_ids_ptr + place * top_k, top_k, BLOCK_K)
+                        copy_row(weights, kept_weights_ptr + place * top_k, top_k, BLOCK_K)
                     if has_logits:
                         logits = logits_ptr + row * experts
-                        _copy_row(logits, kept_logits_ptr + place * experts, experts, BLOCK)
+                        copy_row(logits, kept_logits_ptr + place * experts, experts, BLOCK)
 
 
 @triton.jit(do_not_specialize=["real"])
@@ -114,15 +115,16 @@ _keep_rows, _count_step = (QuickLaunch(kernel, triton.__version__) for kernel in
 
 def launch_keep(kept: KeptRows, layer: int, call: MoeCall) -> None:
     """Keep rows of a call. Nothing waits for the device."""
-    rows, hidden = call.x.shape
+    given = call.input
+    rows, hidden = given.x.shape
     if rows == 0:
         return
     room, top_k = kept.ids.shape
     experts = kept.logits.shape[1]
-    has_ids, has_logits = call.ids is not None, call.logits is not None
-    given = (call.x, call.output, call.ids, call.weights, call.logits)
+    has_ids, has_logits = given.ids is not None, given.logits is not None
+    parts = (given.x, call.output, given.ids, given.weights, given.logits)
     # What the call has not is not read.
-    tensors = tuple(call.x if tensor is None else tensor.contiguous() for tensor in given)
+    tensors = tuple(given.x if part is None else part.contiguous() for part in parts)
     x, output = tensors[:2]  # [T, H]
     strides = (x.stride(0), output.stride(0))
     block = int(min(max(triton.next_power_of_2(hidden), 32), 2048))

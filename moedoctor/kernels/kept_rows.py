@@ -1,4 +1,4 @@
-"""Device memory for rows of one MoE call, and how they are kept without Triton."""
+"""Memory for MoE calls that are recorded, and how they get there without Triton."""
 
 from __future__ import annotations
 
@@ -17,19 +17,26 @@ number of rows of the call that was kept, REAL how many rows of a call are no pa
 
 
 @dataclass(frozen=True)
-class MoeCall:
-    """One call of a MoE layer, on its device."""
+class MoeInput:
+    """What goes into a call of a MoE layer, on its device."""
 
     x: torch.Tensor
-    """[T, H]: what went in"""
-    output: torch.Tensor
-    """[T, H]: what came out, of the routed experts only"""
+    """[T, H]"""
     ids: torch.Tensor | None = None
     """integer [T, K]; None if the backend routes by itself"""
     weights: torch.Tensor | None = None
     """floating [T, K]"""
     logits: torch.Tensor | None = None
     """floating [T, E]"""
+
+
+@dataclass(frozen=True)
+class MoeCall:
+    """A call of a MoE layer."""
+
+    input: MoeInput
+    output: torch.Tensor
+    """[T, H]: what came out, of the routed experts only"""
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class KeptRows:
         """Do what `moedoctor.kernels.keep.launch_keep` does, with torch. Waits for the device."""
         header = self.header.tolist()
         wanted, step = header[WANTED_LAYER], header[STEP]
-        x, output = call.x, call.output
+        x, output = call.input.x, call.output
         if wanted == layer + 1 and step == header[WANTED_STEP]:
             keeps = torch.ones(len(x), dtype=torch.bool, device=x.device)  # [T]
         elif wanted == 0:
@@ -101,6 +108,43 @@ class KeptRows:
         place = slice(first, first + len(found))
         self.row[place] = found.int()
         self.x[place], self.output[place] = x[found], output[found]
-        for kept, tensor in ((self.ids, call.ids), (self.weights, call.weights), (self.logits, call.logits)):
+        given = call.input
+        for kept, tensor in (
+            (self.ids, given.ids),
+            (self.weights, given.weights),
+            (self.logits, given.logits),
+        ):
             if tensor is not None:
                 kept[place] = tensor[found].to(kept.dtype)
+
+
+@dataclass(frozen=True)
+class SavedCalls:
+    """Host memory for what went into the last calls of a layer, a ring of P places with room for R tokens.
+
+    It is a view of memory that another process reads when this one is dead.
+    """
+
+    header: torch.Tensor
+    """int32 [P, 2]: the step, and the tokens that the call had"""
+    x: torch.Tensor
+    """[P, R, H]"""
+    ids: torch.Tensor
+    """int32 [P, R, K], -1 if the backend routes by itself"""
+    weights: torch.Tensor
+    """float32 [P, R, K]"""
+    logits: torch.Tensor
+    """float32 [P, R, E]"""
+
+    def save_on_host(self, step: int, call: MoeInput) -> None:
+        """Do what `moedoctor.kernels.save_call.launch_save` does, with torch. Waits for the device."""
+        place, rows = step % len(self.header), min(len(call.x), self.x.shape[1])
+        for saved, tensor in (
+            (self.x, call.x),
+            (self.ids, call.ids),
+            (self.weights, call.weights),
+            (self.logits, call.logits),
+        ):
+            if tensor is not None:
+                saved[place, :rows] = tensor[:rows].to("cpu", saved.dtype)
+        self.header[place] = torch.tensor([step, len(call.x)], dtype=torch.int32)

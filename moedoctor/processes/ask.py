@@ -222,7 +222,7 @@ class Child:
                 stdout=write,
                 stderr=subprocess.STDOUT,
                 cwd=os.path.abspath(os.sep),  # ours may be gone
-                env={**os.environ, "PYTHONPATH": _search_path(), **(environ or {})},
+                env={**os.environ, "PYTHONPATH": search_path(), **(environ or {})},
                 start_new_session=True,
                 pass_fds=descriptors,
             )
@@ -283,7 +283,7 @@ def absolute(paths: Iterable[str]) -> list[str]:
     return [os.path.join(here, path) for path in paths]
 
 
-def _search_path() -> str:
+def search_path() -> str:
     """The child's PYTHONPATH: it finds this moedoctor also if that is not an installed package."""
     ours = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)

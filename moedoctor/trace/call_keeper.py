@@ -22,7 +22,7 @@ from moedoctor.reference.agreement import agree, bounds_of, relative_error
 from moedoctor.reference.moe_layer import expected_output
 from moedoctor.trace.capsule import MAX_BYTES, Capsule, CapsuleError, Record, fitted
 
-When = Literal["nan", "call", "first", "mismatch"]
+When = Literal["nan", "call", "first", "mismatch", "crash"]
 ROWS = 64
 """Rows of a call that are kept at most."""
 Weights = Callable[[list[int]], Mapping[str, torch.Tensor]]
@@ -62,12 +62,11 @@ class Wish:
 
     @classmethod
     def parse(cls, text: str, max_bytes: int = MAX_BYTES) -> Wish:
-        """Read ``nan``, ``first``, ``call=LAYER:N`` or ``mismatch=RATE``. Raises ValueError with one line."""
-        kind, _, value = text.strip().partition("=")
-        if kind in ("nan", "") and not value:
-            return cls("nan", max_bytes=max_bytes)
-        if kind == "first" and not value:
-            return cls("first", max_bytes=max_bytes)
+        """Read what ``MOEDOCTOR_RECORD_WHEN`` may be. Raises ValueError with one line."""
+        text = text.strip() or "nan"
+        if text in ("nan", "first", "crash"):
+            return cls(text, max_bytes=max_bytes)  # type: ignore[arg-type]
+        kind, _, value = text.partition("=")
         if kind == "call":
             layer, _, number = value.rpartition(":")
             if layer and number.isascii() and number.isdigit() and 1 <= int(number) < 10**9:
@@ -79,7 +78,7 @@ class Wish:
                 rate = 0.0
             if 0 < rate <= 1:
                 return cls("mismatch", rate=rate, max_bytes=max_bytes)
-        raise ValueError(f"'{text[:60]}': expected nan, first, call=LAYER:N or mismatch=RATE (0 to 1)")
+        raise ValueError(f"'{text[:60]}': expected nan, first, crash, call=LAYER:N or mismatch=RATE (0 to 1)")
 
 
 @dataclass
@@ -113,7 +112,7 @@ class CallKeeper:
 
     def watch(self, layer: int, call: MoeCall) -> None:
         """Look at one call. Waits for nothing."""
-        if self.done or not len(call.x):
+        if self.done or not len(call.output):
             return
         rows = self._memory(layer, call)
         if not self._launches:
@@ -171,11 +170,16 @@ class CallKeeper:
     def _memory(self, layer: int, call: MoeCall) -> KeptRows:
         if self._rows is None:
             self._launches = interprets() or (
-                call.x.is_cuda and importlib.util.find_spec("triton") is not None
+                call.output.is_cuda and importlib.util.find_spec("triton") is not None
             )
             record = self.layers[layer].record
             self._rows = KeptRows.make(
-                ROWS, call.x.shape[1], record.top_k, record.experts, call.x.dtype, call.x.device
+                ROWS,
+                call.output.shape[1],
+                record.top_k,
+                record.experts,
+                call.output.dtype,
+                call.output.device,
             )
             self._want(0 if self.wish.when == "nan" else -1, 0)
         return self._rows

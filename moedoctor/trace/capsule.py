@@ -7,11 +7,12 @@ N = 2I rows of w13 (gate half first), or I without a gate:
 
 | tensor | type and shape |
 |---|---|
-| ``x``, ``output`` | BF16, F16 or F32 [T, H] |
+| ``x`` | BF16, F16 or F32 [T, H] |
+| ``output`` | the same; missing if the process died in the call |
 | ``topk_ids``, ``topk_weights`` | int32 [T, K], -1 for none; F32 [T, K] |
 | ``router_logits`` | optional; BF16, F16 or F32 [T, E] |
 | ``expert_ids`` | int32 [U], ascending: the experts whose weights are held |
-| ``w13``, ``w2`` | BF16, F16 or E4M3 [U, N, H] and [U, H, I]; uint8 with the last dimension halved: NVFP4 |
+| ``w13``, ``w2`` | [U, N, H] and [U, H, I], BF16, F16, F32 or E4M3; uint8 and half as wide for NVFP4 |
 | ``w13_scale``, ``w2_scale`` | F32 [U]; w13 also [U, 2], gate and up by themselves; blocks: [U, R, C] |
 | ``w13_block_scales``, ``w2_block_scales`` | ``nvfp4``: E4M3 [U, N, H/16] and [U, H, I/16], row by row |
 | ``input_scale``, ``intermediate_scale`` | optional; F32 [] |
@@ -382,14 +383,14 @@ def _record(metadata: Mapping[str, str]) -> Record:
 def _check_names(record: Record, names: Sequence[str]) -> None:
     if len(names) > _MOST_TENSORS:
         raise CapsuleError(f"holds {len(names)} tensors, expected at most {_MOST_TENSORS}")
-    needed = {"x", "output", "topk_ids", "topk_weights", "expert_ids"}
+    needed = {"x", "topk_ids", "topk_weights", "expert_ids"}
     weights: set[str] = set()
     if record.weights != "none":
         parts = {"bf16": ("",), "fp8": ("", "_scale"), "nvfp4": ("", "_scale", "_block_scales")}
         weights = {f"{weight}{part}" for weight in ("w13", "w2") for part in parts[record.quantization]}
     if missing := (needed | weights) - set(names):
         raise CapsuleError(f"lacks the tensor {min(missing)}")
-    known = needed | weights | {"router_logits", "input_scale", "intermediate_scale"}
+    known = needed | weights | {"output", "router_logits", "input_scale", "intermediate_scale"}
     other = [name for name in names if name not in known and not name.startswith(_OF_BACKEND)]
     if other:
         raise CapsuleError(f"holds the tensor '{shorten(other[0], 60)}', which a capsule does not have")
@@ -415,7 +416,7 @@ def _check_shapes(record: Record, found: Mapping[str, tuple[str, tuple[int, ...]
     if record.block is not None and record.quantization != "fp8":
         raise CapsuleError(f"has a block of scales and {record.quantization} weights, expected fp8 weights")
     packed = 2 if record.quantization == "nvfp4" else 1
-    codes = {"bf16": ("BF16", "F16"), "fp8": ("F8_E4M3",), "nvfp4": ("U8",)}[record.quantization]
+    codes = {"bf16": _FLOATS, "fp8": ("F8_E4M3",), "nvfp4": ("U8",)}[record.quantization]
     expected: dict[str, tuple[tuple[str, ...], list[tuple[int, ...]]]] = {
         "x": (_FLOATS, [(tokens, hidden)]),
         "output": (_FLOATS, [(tokens, hidden)]),

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 
 from moedoctor.kernels.keep import launch_keep, launch_step
-from moedoctor.kernels.kept_rows import COUNT, OWNED_STEP, OWNER, WANTED_LAYER, KeptRows, MoeCall
+from moedoctor.kernels.kept_rows import COUNT, OWNED_STEP, OWNER, WANTED_LAYER, KeptRows, MoeCall, MoeInput
 from moedoctor.trace.call_keeper import CallKeeper, WatchedLayer, Wish
 from moedoctor.trace.capsule import Capsule
 from tests.capsules import make_capsule
@@ -48,12 +48,12 @@ def check_rows_with_nan(seed: int, layers: int, rows: int) -> None:
             ids = torch.randint(-1, 9, (rows, TOP_K), dtype=torch.int32)
             weights = torch.rand(rows, TOP_K)
             logits = torch.randn(rows, EXPERTS)
-            call = MoeCall(x, output, ids, weights, logits)
+            call = MoeCall(MoeInput(x, ids, weights, logits), output)
             launch_keep(kept, layer, call)
             plain.keep_on_host(layer, call)
             if bad and expected is None:
                 expected = (layer + 1, step, bad)
-                tensors = tuple(tensor.clone() for tensor in vars(call).values())
+                tensors = tuple(tensor.clone() for tensor in (x, output, ids, weights, logits))
     assert plain.header.tolist() == kept.header.tolist()
     if int(kept.header[COUNT]) <= ROOM:  # else any of them are kept
         order, plain_order = kept.row.argsort(stable=True), plain.row.argsort(stable=True)
@@ -88,7 +88,8 @@ def check_a_wanted_call() -> None:
     for index in range(3):
         record = source.record.model_copy(update={"layer": f"model.layers.{index}.mlp.experts"})
         keeper.add(WatchedLayer(record, weights))
-    call = MoeCall(*(source.tensors[name] for name in ("x", "output", "topk_ids", "topk_weights")))
+    given = MoeInput(*(source.tensors[name] for name in ("x", "topk_ids", "topk_weights")))
+    call = MoeCall(given, source.tensors["output"])
     for layer in range(3):
         keeper.watch(layer, call)  # a warm-up
     for _ in range(4):

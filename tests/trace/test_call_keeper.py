@@ -20,6 +20,7 @@ def test_the_call_that_was_asked_for_is_kept() -> None:
     [
         ("nan", Wish("nan")),
         ("first", Wish("first")),
+        ("crash", Wish("crash")),
         ("call=model.layers.3.mlp.experts:17", Wish("call", "model.layers.3.mlp.experts", 17)),
         ("mismatch=0.01", Wish("mismatch", rate=0.01)),
     ],
@@ -32,7 +33,7 @@ def test_a_wish_is_read(text: str, wish: Wish) -> None:
     "text", ["nan=1", "call=3", "call=:3", "call=a:0", "mismatch=2", "mismatch=x", "all"]
 )
 def test_a_wish_that_cannot_be_read_is_one_line(text: str) -> None:
-    with pytest.raises(ValueError, match="expected nan, first, call=LAYER:N or mismatch=RATE"):
+    with pytest.raises(ValueError, match="expected nan, first, crash, call=LAYER:N or mismatch=RATE"):
         Wish.parse(text)
 
 

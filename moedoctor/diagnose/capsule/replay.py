@@ -113,7 +113,7 @@ def _judged(capsule: Capsule) -> dict[str, Any]:
     from moedoctor.trace.capsule import facts
 
     base = {"facts": facts(capsule), "judged": False, "right": None, "recorded": {}, "diagnosis": {}}
-    if capsule.record.weights != "recorded":
+    if capsule.record.weights != "recorded" or "output" not in capsule.tensors:
         return base
     found = diagnose(computation_of(capsule), capsule.tensors["output"])
     return {
@@ -193,8 +193,9 @@ def _computed(capsule: Capsule, variant: Variant, device: str) -> dict[str, Any]
     output = outputs[0]  # [T, H]
     reference = agree(output, expected_output(problem, variant.activations), bounds)
     recorded = None
-    if capsule.record.weights == "recorded" and bool(capsule.tensors["output"].isfinite().all()):
-        recorded = agree(output, capsule.tensors["output"].float(), bounds)
+    kept = capsule.tensors.get("output")
+    if capsule.record.weights == "recorded" and kept is not None and bool(kept.isfinite().all()):
+        recorded = agree(output, kept.float(), bounds)
     return {
         "right": reference.right,
         "against_reference": reference.evidence(),

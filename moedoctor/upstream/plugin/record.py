@@ -1,19 +1,20 @@
 """The trace `record`: the MoE call of an engine that shows a failure, kept as a capsule.
 
 ``MOEDOCTOR_RECORD=DIR`` names the folder; ``MOEDOCTOR_RECORD_WHEN`` says which call: ``nan`` (default),
-``first``, ``call=LAYER:N`` or ``mismatch=RATE``. Calls are watched by one launch a layer, which CUDA graphs
-hold. Weights are read from the checkpoint's files; the backend's own tensors come along as they are.
+``first``, ``call=LAYER:N``, ``mismatch=RATE`` or ``crash``. Calls are watched by one launch a layer, which
+CUDA graphs hold. Weights are read from the checkpoint's files; the backend's own tensors come along.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ logger = logging.getLogger("vllm.moedoctor")
 VARIABLE, WHEN, SIZE = "MOEDOCTOR_RECORD", "MOEDOCTOR_RECORD_WHEN", "MOEDOCTOR_RECORD_SIZE"
 _PAUSE = 0.05
 """Seconds between two looks at what was kept."""
+_MOST_MB = 100_000
 _FUSED = "vllm.model_executor.layers.fused_moe"
 
 
@@ -35,8 +37,11 @@ class EngineRecorder:
 
     def __init__(self, folder: Path, wish: Any) -> None:
         from moedoctor.trace.call_keeper import CallKeeper
+        from moedoctor.trace.crash_ring import CrashRing
 
         self.folder = folder
+        self.ring = CrashRing(folder, wish.max_bytes) if wish.when == "crash" else None
+        """Saves what goes into each call; else `keeper` looks at what comes out."""
         self.keeper = CallKeeper(wish, self.save, self._lose, background=True)
         self.model: Path | None = None
         """The folder of the checkpoint that is served, if it is one."""
@@ -44,6 +49,9 @@ class EngineRecorder:
         """id of a runner -> the number of its layer; None if it cannot be recorded."""
         self._routed: tuple[Any, Any] | None = None
         """Weights and ids [T, K] that the router gave last."""
+        self._now: tuple[int, Any, Any] | None = None
+        """Number of the layer that runs, its input and its logits."""
+        self._error: str | None = None
         self._process: int | None = None
         """The process whose calls are watched."""
 
@@ -64,6 +72,7 @@ class EngineRecorder:
         def select_experts(router: Any, *arguments: Any, **options: Any) -> Any:
             weights, ids = original(router, *arguments, **options)
             self._routed = (weights, ids)
+            self._save_input()
             return weights, ids
 
         return select_experts
@@ -76,20 +85,31 @@ class EngineRecorder:
             if self.keeper.done:
                 return original(runner, *arguments, **options)
             given = {**dict(zip(parameters, arguments, strict=False)), **options}
-            x = given["hidden_states"]  # [T, H]
+            x, logits = given["hidden_states"], given["router_logits"]  # [T, H], [T, E]
             number = self._number(runner, given.get("layer", runner))
-            self._routed = None
-            if number is not None and overwrites(runner):
+            if number is None:
+                return original(runner, *arguments, **options)
+            self._routed, self._now = None, (number, x, logits)
+            if self.ring is not None:
+                if routes_itself(runner):
+                    self._save_input()
+                with self._errors():
+                    return original(runner, *arguments, **options)
+            if overwrites(runner):
                 x = x.clone()
             shared, routed = original(runner, *arguments, **options)
-            if number is not None and hasattr(routed, "shape"):
-                self._watch(number, runner, x, routed, given["router_logits"])
+            if hasattr(routed, "shape"):
+                self._watch(number, runner, x, routed, logits)
             return shared, routed
 
         return apply_quant_method
 
     def begin(self, real: int, rows: int) -> None:
         """Begin a step."""
+        if self.ring is not None:
+            self._process = os.getpid()
+            self.ring.begin()
+            return
         if self._process != os.getpid():
             self._process = os.getpid()
             threading.Thread(target=self._collect_always, name="moedoctor-record", daemon=True).start()
@@ -97,16 +117,20 @@ class EngineRecorder:
 
     def end(self, hidden: Any) -> None:
         """End a step."""
-        self.keeper.end()
+        if self.ring is None:
+            self.keeper.end()
 
     def finish(self) -> None:
         """Save what the last step kept, when the process ends."""
         if self._process != os.getpid():
             return
+        if self.ring is not None:
+            self.ring.finish(self._error or _device_error())
+            return
         try:
             self.keeper.collect()
         except Exception as error:  # after an illegal access the device cannot be read
-            self._lose(str(error).partition("\n")[0])
+            self._lose(_line(error))
 
     def save(self, capsule: Any) -> None:
         """Write the capsule."""
@@ -138,29 +162,75 @@ class EngineRecorder:
                 self.keeper.collect(wait=False)
             except Exception as error:
                 self.keeper.done = True
-                self._lose(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                self._lose(_line(error))
             time.sleep(_PAUSE)
 
+    def _save_input(self) -> None:
+        """Save what goes into the layer that runs, if calls are saved."""
+        from moedoctor.kernels.kept_rows import MoeInput
+
+        if self.ring is None or self._now is None:
+            return
+        number, x, logits = self._now
+        self._now = None
+        weights, ids = self._routed or (None, None)
+        waits = self.ring.blocking
+        self.ring.save(number, MoeInput(x, ids, weights, logits))
+        if self.ring.blocking and not waits and x.is_cuda:
+            logger.warning(
+                "moedoctor: record: host memory cannot be pinned, so each MoE layer waits for its copies, "
+                "and calls inside CUDA graphs are not saved: start vLLM with --enforce-eager"
+            )
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Remember an error of the experts."""
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or _line(error)
+            raise
+
     def _watch(self, number: int, runner: Any, x: Any, output: Any, logits: Any) -> None:
-        from moedoctor.kernels.kept_rows import MoeCall
+        from moedoctor.kernels.kept_rows import MoeCall, MoeInput
 
         if self._routed is not None:
             weights, ids = self._routed
-            self.keeper.watch(number, MoeCall(x, output, ids, weights, logits))
+            self.keeper.watch(number, MoeCall(MoeInput(x, ids, weights, logits), output))
         elif routes_itself(runner):
-            self.keeper.watch(number, MoeCall(x, output, logits=logits))
+            self.keeper.watch(number, MoeCall(MoeInput(x, logits=logits), output))
 
     def _number(self, runner: Any, layer: Any) -> int | None:
         key = id(runner)
         if key not in self._numbers:
             try:
                 layer_of_runner = watched_layer(runner, layer, lambda: self.model)
-                self._numbers[key] = self.keeper.add(layer_of_runner)
+                if self.ring is None:
+                    self._numbers[key] = self.keeper.add(layer_of_runner)
+                else:
+                    self._numbers[key] = self.ring.add(layer_of_runner.record, self.model)
             except FixError as error:
                 name = getattr(layer, "layer_name", "experts")
                 logger.warning("moedoctor: record: %s is not watched: %s", name, error)
                 self._numbers[key] = None
         return self._numbers[key]
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+
+
+def _device_error() -> str | None:
+    """Return what is wrong with the device after an illegal access or an assertion; None if it works."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        return _line(error)
+    return None
 
 
 _active: ProcessEnd | None = None
@@ -212,6 +282,10 @@ def _max_bytes(environ: Mapping[str, str]) -> int:
     text = environ.get(SIZE, "").strip()
     if not text:
         return MAX_BYTES
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 100_000):
-        raise OptionError(f"{SIZE} is {text[:40]!r}; expected a size in MB, 1 to 100000")
-    return int(text) * 10**6
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size <= _MOST_MB:
+        raise OptionError(f"{SIZE} is {text[:40]!r}; expected a size in MB, up to {_MOST_MB}")
+    return int(size * 10**6)

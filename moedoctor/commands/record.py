@@ -1,0 +1,126 @@
+"""`moedoctor record -- COMMAND`: runs a command whose MoE calls are watched, and says what was recorded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moedoctor.commands.options import InputError, as_input_error, number, option
+from moedoctor.text import print_message
+
+_PATIENCE = 120.0
+"""Seconds for what is still being written when the command has ended."""
+_MOST_LINES = 10
+
+
+def record(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND...", help="What to run, such as: vllm serve MODEL.")
+    ],
+    when: Annotated[
+        str,
+        option(
+            "WHEN",
+            "Which call to record. nan: the first whose output holds NaN or Inf while its input does not. "
+            "first: the first call. call=LAYER:N: the Nth call of a layer, such as "
+            "call=model.layers.3.mlp.experts:17. crash: the last calls of every layer if the engine dies; "
+            "each call is copied to pinned host memory first, up to 16 MiB a layer. Where memory cannot be "
+            "pinned, as on WSL, every layer waits for its copies, and CUDA graphs must be off. "
+            "mismatch=RATE: the first call that the float32 reference finds wrong; in a share RATE of the "
+            "steps one layer's call is compared, which takes a core for a second or more.",
+        ),
+    ] = "nan",
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the capsules go.")
+    ] = Path("capsules"),
+    max_size: Annotated[
+        float,
+        option(
+            "MB",
+            "Largest size of a capsule, in 10^6 bytes; it keeps as many tokens as fit.",
+            number("--max-size", most=100_000),
+        ),
+    ] = 256.0,
+) -> int:
+    """Run a command and record the MoE call of its vLLM that shows a failure.
+
+    Sets MOEDOCTOR_RECORD, MOEDOCTOR_RECORD_WHEN and MOEDOCTOR_RECORD_SIZE for the command, which moedoctor's
+    plug-in reads in every process of vLLM 0.21.0 and later. The exit code is the command's.
+    """
+    from moedoctor.processes.files import OutputError
+    from moedoctor.trace.call_keeper import Wish
+
+    with as_input_error(ValueError):
+        Wish.parse(when)
+    with as_input_error(OutputError, OSError):
+        output.mkdir(parents=True, exist_ok=True)
+    folder = output.resolve()
+    before = set(folder.iterdir())
+    environ = {
+        **os.environ,
+        "MOEDOCTOR_RECORD": str(folder),
+        "MOEDOCTOR_RECORD_WHEN": when,
+        "MOEDOCTOR_RECORD_SIZE": f"{max_size:g}",
+    }
+    code = _run(command, environ)
+    _wait_for_writers(folder)
+    _say(sorted(file for file in set(folder.iterdir()) - before if file.suffix == ".moecapsule"), folder)
+    return code
+
+
+def _run(command: list[str], environ: dict[str, str]) -> int:
+    """Return the exit code of a command; 128 and the signal if one ended it."""
+    try:
+        child = subprocess.Popen(command, env=environ)
+    except OSError as error:
+        raise InputError(f"{command[0]} cannot be run: {error.strerror}") from error
+    # Ctrl-C reaches the command by itself; what ends only this process is passed on.
+    handlers = {
+        signal.SIGINT: lambda *_: None,
+        signal.SIGTERM: lambda number, _: child.send_signal(number),
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def _wait_for_writers(folder: Path) -> None:
+    """Wait until no process that saves calls of a dead engine holds its lock on the folder."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    lock = os.open(folder, os.O_RDONLY)
+    until = time.monotonic() + _PATIENCE
+    try:
+        while time.monotonic() < until:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                time.sleep(0.1)
+        print_message(f"record: something still writes to {folder} after {_PATIENCE:g} s")
+    finally:
+        os.close(lock)
+
+
+def _say(capsules: list[Path], folder: Path) -> None:
+    if not capsules:
+        print_message(f"record: nothing was recorded in {folder}: no call was as --when says")
+        return
+    # What holds weights can be judged.
+    capsules.sort(key=lambda file: file.stat().st_size, reverse=True)
+    for file in capsules[:_MOST_LINES]:
+        print_message(f"record: {file} ({file.stat().st_size / 1e6:.1f} MB)")
+    if len(capsules) > _MOST_LINES:
+        print_message(f"record: and {len(capsules) - _MOST_LINES} more")
+    print_message(f"record: judge it with `moedoctor replay {capsules[0]}`")

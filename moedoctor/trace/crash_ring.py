@@ -1,0 +1,179 @@
+"""Saves what goes into MoE calls so that it is still there when the process dies.
+
+`CrashRing` writes to memory that it shares with a watcher process (`moedoctor.trace.crash_watcher`). The
+watcher writes capsules of the last calls if the process ends without `finish`, or `finish` was told an error.
+Two files without names, which the kernel keeps as long as a process has them open, hold the memory of the
+rings and notes: a line of JSON for each layer, with its place in the memory, and one for the end.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moedoctor.kernels.device_guard import interprets
+from moedoctor.kernels.host_address import pin
+from moedoctor.kernels.kept_rows import MoeInput, SavedCalls
+from moedoctor.processes.ask import search_path, unnamed_file
+from moedoctor.trace.capsule import Record
+
+PLACES = 2
+"""Calls of a layer that are saved."""
+_MOST_ROWS = 1024
+_MOST_BYTES = 8 << 20
+"""Of a call; tokens beyond are left out."""
+_WATCHER = "moedoctor.trace.crash_watcher"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ring of a layer is in the shared memory, and the sizes of its tensors."""
+
+    offset: int
+    rows: int
+    hidden: int
+    top_k: int
+    experts: int
+    dtype: str
+    """Of x, such as ``bfloat16``."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Return name, type and shape of each tensor of `SavedCalls`, in their order in the memory."""
+        ring = (PLACES, self.rows)
+        yield "header", torch.int32, (PLACES, 2)
+        yield "x", getattr(torch, self.dtype), (*ring, self.hidden)
+        yield "ids", torch.int32, (*ring, self.top_k)
+        yield "weights", torch.float32, (*ring, self.top_k)
+        yield "logits", torch.float32, (*ring, self.experts)
+
+    def row_bytes(self) -> int:
+        """Return the bytes of a token."""
+        return sum(
+            torch.Size(shape[2:]).numel() * dtype.itemsize
+            for name, dtype, shape in self.tensors()
+            if name != "header"
+        )
+
+    def size(self) -> int:
+        """Return its bytes, whole pages."""
+        size = sum(_aligned(torch.Size(shape).numel() * dtype.itemsize) for _, dtype, shape in self.tensors())
+        return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def view(self, memory: mmap.mmap) -> SavedCalls:
+        """Return the tensors in `memory`, which begins at the offset."""
+        views, start = {}, 0
+        for name, dtype, shape in self.tensors():
+            count = torch.Size(shape).numel()
+            views[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
+            start += _aligned(count * dtype.itemsize)
+        return SavedCalls(**views)
+
+
+@dataclass
+class CrashRing:
+    """Saves the inputs of the calls of one process."""
+
+    folder: Path
+    """Where the watcher writes capsules."""
+    max_bytes: int
+    blocking: bool | None = None
+    """Whether memory could not be pinned, so that each call waits for its copies; None before the first."""
+    _layers: list[tuple[Record, Path | None]] = field(default_factory=list)
+    _saved: dict[int, SavedCalls] = field(default_factory=dict)
+    _memory: Any = None
+    _notes: Any = None
+    _step: torch.Tensor | None = None
+    _steps: int = 0
+    _alive: list[Any] = field(default_factory=list)
+
+    def add(self, record: Record, checkpoint: Path | None) -> int:
+        """Return the number of a layer; the watcher reads its weights from the folder `checkpoint`."""
+        self._layers.append((record, checkpoint))
+        return len(self._layers) - 1
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._steps += 1
+        if self._step is not None:
+            self._step.add_(1)
+
+    def save(self, layer: int, call: MoeInput) -> None:
+        """Save what goes into a call, before it begins."""
+        if layer not in self._saved:
+            self._saved[layer] = self._make(layer, call)
+        if not self.blocking:
+            from moedoctor.kernels.save_call import launch_save
+
+            assert self._step is not None
+            launch_save(self._saved[layer], self._step, call)
+        elif not (call.x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._saved[layer].save_on_host(self._steps, call)
+
+    def finish(self, error: str | None = None) -> None:
+        """End the recording: the watcher writes nothing unless there was an `error`."""
+        if self._notes is not None:
+            self._note({"end": error})
+
+    # --- Inside -------------------------------------------------------------------------------------------
+
+    def _make(self, layer: int, call: MoeInput) -> SavedCalls:
+        if self._memory is None:
+            self._start(call.x)
+        record, checkpoint = self._layers[layer]
+        offset, hidden = os.fstat(self._memory.fileno()).st_size, call.x.shape[1]
+        dtype = str(call.x.dtype).removeprefix("torch.")
+        sizes = (hidden, record.top_k, record.experts, dtype)
+        most = _MOST_BYTES // Place(0, 1, *sizes).row_bytes()
+        # The first call of an engine has the most tokens: vLLM measures memory with it.
+        rows = max(1, min(len(call.x), _MOST_ROWS, most))
+        place = Place(offset, rows, *sizes)
+        os.ftruncate(self._memory.fileno(), offset + place.size())
+        memory = mmap.mmap(self._memory.fileno(), place.size(), offset=offset)
+        self._alive.append(memory)
+        with torch.inference_mode(False):
+            saved = place.view(memory)
+            saved.ids.fill_(-1)
+            saved.header.fill_(-1)
+        if not self.blocking:
+            self.blocking = not pin(saved.header, place.size(), call.x.device)
+        checkpoint_name = None if checkpoint is None else str(checkpoint)
+        self._note(
+            {"place": asdict(place), "record": record.model_dump_json(), "checkpoint": checkpoint_name}
+        )
+        return saved
+
+    def _start(self, x: torch.Tensor) -> None:
+        """Make the memory and start the watcher."""
+        self._memory, self._notes = unnamed_file(), unnamed_file()
+        on_gpu = x.is_cuda and importlib.util.find_spec("triton") is not None
+        self.blocking = not (on_gpu or interprets())
+        with torch.inference_mode(False):
+            self._step = torch.full((1,), self._steps, dtype=torch.int32, device=x.device)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files = (self._memory.fileno(), self._notes.fileno())
+        request = [*(str(file) for file in files), str(os.getpid()), str(self.max_bytes), str(self.folder)]
+        environ = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "MOEDOCTOR_RECORD": "",
+            "PYTHONPATH": search_path(),
+        }
+        command = [sys.executable, "-m", _WATCHER, *request]
+        subprocess.run(command, pass_fds=files, env=environ, check=True, timeout=60)
+
+    def _note(self, note: dict[str, Any]) -> None:
+        os.write(self._notes.fileno(), (json.dumps(note) + "\n").encode())
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64

@@ -1,0 +1,167 @@
+"""Waits for a process to end and writes the calls that it had saved, if it ended with an error.
+
+`python -m moedoctor.trace.crash_watcher MEMORY NOTES PID MAX_BYTES FOLDER`, with two open files by number, is
+started by `moedoctor.trace.crash_ring` and returns at once: what waits is a process of its own, which is no
+child of the one that it watches, because vLLM ends all children of an engine that failed. It holds a shared
+lock on the folder until it is through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import select
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moedoctor.trace.capsule import Capsule
+    from moedoctor.trace.crash_ring import Place
+
+_DIED = "the process died"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One saved call."""
+
+    step: int
+    layer: int
+    """In the order in which the layers first ran."""
+    ring: int
+    """Its place in the ring."""
+
+
+def main(arguments: list[str]) -> None:
+    """Start what waits."""
+    memory, notes, pid, limit = (int(argument) for argument in arguments[:4])
+    folder = Path(arguments[4])
+    process = os.pidfd_open(pid)
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    if os.fork():
+        return
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1):
+        os.dup2(nothing, stream)
+    select.select([process], [], [])  # readable when the process has ended
+    with contextlib.suppress(BrokenPipeError):
+        write_calls(memory, notes, limit, folder, pid)
+
+
+def write_calls(memory: int, notes: int, limit: int, folder: Path, pid: int) -> None:
+    """Write a capsule of each saved call, unless the notes say that the process ended well.
+
+    The last call has the weights of its experts, within `limit` bytes; the others have none, and all of them
+    together keep to the limit as well, the latest first.
+    """
+    layers, end = _read(notes)
+    if not layers or end == {"end": None}:
+        return
+    from moedoctor.text import print_message
+    from moedoctor.trace.capsule import CapsuleError, file_name, save
+
+    error = (end or {}).get("end") or _DIED
+    written, room = 0, limit
+    for rank, call in enumerate(_calls(memory, layers)):
+        reason = f"{'the last call' if rank == 0 else 'a call'} before {error}"
+        try:
+            capsule = _capsule(memory, layers[call.layer], call, reason, limit, weights=rank == 0)
+            room -= 0 if rank == 0 else capsule.size
+            if room < 0:
+                break
+            save(capsule, folder / file_name(capsule.record, pid))
+            written += 1
+        except (CapsuleError, OSError) as problem:
+            print_message(f"record: a call is lost: {problem}")
+    print_message(f"record: process {pid} ended ({error}): {written} calls are in {folder}")
+
+
+def _read(notes: int) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """Return the notes on layers, and the one on the end."""
+    text = os.pread(notes, os.fstat(notes).st_size, 0).decode()
+    lines = [json.loads(line) for line in text.splitlines()]
+    end = next((line for line in lines if "end" in line), None)
+    return [line for line in lines if "place" in line], end
+
+
+def _place(layer: dict[str, Any]) -> Place:
+    from moedoctor.trace.crash_ring import Place
+
+    return Place(**layer["place"])
+
+
+def _view(memory: int, place: Place) -> Any:
+    return place.view(mmap.mmap(memory, place.size(), offset=place.offset))
+
+
+def _calls(memory: int, layers: list[dict[str, Any]]) -> list[_Call]:
+    """Return the saved calls, the last one first."""
+    calls = [
+        _Call(int(step), number, ring)
+        for number, layer in enumerate(layers)
+        for ring, (step, _) in enumerate(_view(memory, _place(layer)).header.tolist())
+        if step >= 0
+    ]
+    return sorted(calls, key=lambda call: (call.step, call.layer), reverse=True)
+
+
+def _capsule(
+    memory: int, layer: dict[str, Any], call: _Call, reason: str, limit: int, *, weights: bool
+) -> Capsule:
+    """Return the capsule of a call."""
+    import torch
+
+    from moedoctor.trace.call_keeper import WatchedLayer, make_capsule
+    from moedoctor.trace.capsule import Capsule, CapsuleError, Record, fitted, without_weights
+    from moedoctor.trace.expert_weights import ExpertFiles
+
+    record = Record.model_validate_json(layer["record"])
+    saved = _view(memory, _place(layer))
+    count = int(saved.header[call.ring, 1])
+    rows = min(count, saved.x.shape[1])
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[call.ring, :rows].clone()
+
+    def of_checkpoint(experts: list[int]) -> dict[str, torch.Tensor]:
+        if not weights or layer["checkpoint"] is None:
+            return {}
+        try:
+            files = ExpertFiles(Path(layer["checkpoint"]))
+            return files.capsule_tensors(record.layer, experts, record.quantization)
+        except CapsuleError as error:
+            from moedoctor.text import print_message
+
+            print_message(f"record: the last call has no weights: {error}")
+            return {}
+
+    tensors = {
+        "x": part(saved.x)[:, : record.hidden].contiguous(),
+        "topk_ids": part(saved.ids),
+        "topk_weights": part(saved.weights),
+    }
+    logits = part(saved.logits)
+    if bool(logits.any()):
+        tensors["router_logits"] = logits
+    more = {
+        "reason": reason[:1000],
+        "call": call.step,
+        "tokens": tuple(range(rows)),
+        "call_tokens": count,
+    }
+    capsule = make_capsule(WatchedLayer(record, of_checkpoint), tensors, more)
+    try:
+        return fitted(capsule, range(rows), limit)
+    except CapsuleError:  # one token's experts are too large
+        return fitted(without_weights(Capsule(capsule.record, capsule.tensors)), range(rows), limit)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

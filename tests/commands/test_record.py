@@ -1,0 +1,84 @@
+"""`moedoctor record`: the command's exit code, its variables, and what is said at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moedoctor.trace.capsule import save
+from tests.capsules import make_capsule
+from tests.interpreted import ROOT
+
+_SHOW = """
+import os
+from pathlib import Path
+for name in ("RECORD", "RECORD_WHEN", "RECORD_SIZE"):
+    print(os.environ[f"MOEDOCTOR_{name}"])
+"""
+
+
+def record(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moedoctor", "record", "-o", str(tmp_path / "capsules"), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_command_gets_the_variables_and_keeps_its_options(tmp_path: Path) -> None:
+    done = record(
+        tmp_path, "--when", "first", "--max-size", "1.5", "--", sys.executable, "-c", _SHOW, "--when"
+    )
+    assert done.stdout.split() == [str(tmp_path / "capsules"), "first", "1.5"]
+    assert done.returncode == 0
+    assert "nothing was recorded" in done.stderr
+
+
+def test_what_was_recorded_is_named_and_the_exit_code_is_the_commands(tmp_path: Path) -> None:
+    (tmp_path / "capsules").mkdir()
+    older, new = (tmp_path / "capsules" / f"{name}.moecapsule" for name in ("older", "new"))
+    save(make_capsule("bf16", tokens=2), older)
+    copy = f"import shutil; shutil.copy({str(older)!r}, {str(new)!r}); exit(7)"
+    done = record(tmp_path, sys.executable, "-c", copy)
+    assert done.returncode == 7
+    assert f"`moedoctor replay {new}`" in done.stderr
+    assert "older" not in done.stderr
+
+
+def test_a_signal_reaches_the_command_and_gives_its_code(tmp_path: Path) -> None:
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    arguments = ["record", "-o", str(tmp_path / "capsules"), "--", sys.executable, "-c", code]
+    with subprocess.Popen(
+        [sys.executable, "-m", "moedoctor", *arguments],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--when", "always", "--", "true"), "expected nan, first, crash, call=LAYER:N or mismatch=RATE"),
+        (("--max-size", "0", "--", "true"), "--max-size"),
+        (("--", "/nowhere/vllm", "serve"), "/nowhere/vllm cannot be run: No such file or directory"),
+    ],
+)
+def test_wrong_usage_is_one_line(tmp_path: Path, arguments: tuple[str, ...], problem: str) -> None:
+    done = record(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert len(done.stderr.splitlines()) == 1
