@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -41,10 +40,14 @@ class MoeCall:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """Device memory for the rows of one call."""
+    """Memory for the rows of one call.
+
+    The rows are in pinned host memory if there is a GPU: kernels write there in place, and a device that an
+    assertion or an illegal access ends a moment later does not take them along.
+    """
 
     header: torch.Tensor
-    """int32 [HEADER]"""
+    """int32 [HEADER] on the device"""
     row: torch.Tensor
     """int32 [R]: the row of the call that each kept row was"""
     x: torch.Tensor
@@ -60,16 +63,21 @@ class KeptRows:
 
     @classmethod
     def make(
-        cls, rows: int, hidden: int, top_k: int, experts: int, dtype: torch.dtype, device: Any
+        cls, rows: int, hidden: int, top_k: int, experts: int, dtype: torch.dtype, device: torch.device
     ) -> KeptRows:
         """Return empty memory for `rows` rows, that keeps nothing yet."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
+            if device.type == "cuda":
+                try:
+                    return torch.zeros(size, dtype=dtype, pin_memory=True)
+                except RuntimeError:  # WSL may not pin
+                    return torch.zeros(size, dtype=dtype, device=device)
+            return torch.zeros(size, dtype=dtype)
 
         with torch.inference_mode(False):  # tensors made in that mode can be written to in no other
             kept = cls(
-                header=zeros(HEADER),
+                header=torch.zeros(HEADER, dtype=torch.int32, device=device),
                 row=zeros(rows),
                 x=zeros(rows, hidden, dtype=dtype),
                 output=zeros(rows, hidden, dtype=dtype),
@@ -106,8 +114,8 @@ class KeptRows:
         self.header[COUNT] += len(found)
         found = found[: max(len(self.row) - first, 0)]  # [R'']
         place = slice(first, first + len(found))
-        self.row[place] = found.int()
-        self.x[place], self.output[place] = x[found], output[found]
+        self.row[place] = found.int().to(self.row.device)
+        self.x[place], self.output[place] = x[found].to(self.x.device), output[found].to(self.x.device)
         given = call.input
         for kept, tensor in (
             (self.ids, given.ids),
@@ -115,7 +123,7 @@ class KeptRows:
             (self.logits, given.logits),
         ):
             if tensor is not None:
-                kept[place] = tensor[found].to(kept.dtype)
+                kept[place] = tensor[found].to(kept.device, kept.dtype)
 
 
 @dataclass(frozen=True)

@@ -158,10 +158,8 @@ class CallKeeper:
         with self._lock:
             if self.done or self._free or self._header is None:
                 return
-            if self._copied is not None:
-                if not wait and not self._copied.query():
-                    return
-                self._copied.synchronize()
+            if not self._has_arrived(wait):
+                return
             if int(self._header[places.OWNER]):
                 self._save()
 
@@ -183,6 +181,17 @@ class CallKeeper:
             )
             self._want(0 if self.wish.when == "nan" else -1, 0)
         return self._rows
+
+    def _has_arrived(self, wait: bool) -> bool:
+        """Return whether the header is in host memory; `wait` for it if asked to."""
+        if self._copied is None:
+            return True
+        try:
+            if wait:
+                self._copied.synchronize()
+            return bool(self._copied.query())
+        except RuntimeError:
+            return True  # the device is dead; what it did before is there
 
     def _want(self, layer: int, step: int) -> None:
         """Tell the device what to keep from the next step on."""
@@ -257,13 +266,16 @@ class CallKeeper:
         return agree(capsule.tensors["output"].float(), self._expected(capsule), bounds).right
 
     def _made(self, rows: KeptRows) -> Capsule:
-        header = rows.header.tolist()  # waits for the device
+        assert self._header is not None
+        header = self._header.tolist()
         count = min(header[places.COUNT], len(rows.row))
         layer = self.layers[header[places.OWNER] - 1]
         record, order = layer.record, rows.row[:count].argsort()  # [R'], programs come in any order
         part = {name: tensor[:count][order] for name, tensor in vars(rows).items() if name != "header"}
         if layer.route is not None:
-            part["weights"], part["ids"] = layer.route(part["x"], part["logits"].to(part["x"].dtype))
+            device = rows.header.device
+            logits = part["logits"].to(device, part["x"].dtype)
+            part["weights"], part["ids"] = layer.route(part["x"].to(device), logits)
         part = {name: tensor.cpu() for name, tensor in part.items()}
         # Backends may pad the hidden size.
         call = {name: part[name][:, : record.hidden].contiguous() for name in ("x", "output")}

@@ -26,8 +26,8 @@ HIDDEN, TOP_K, EXPERTS, ROOM = 40, 3, 9, 4
 def check_rows_with_nan(seed: int, layers: int, rows: int) -> None:
     """The first layer with NaN that its input has not owns the record, and only rows that are no padding."""
     chance = random.Random(seed)
-    kept = KeptRows.make(ROOM, HIDDEN, TOP_K, EXPERTS, torch.float32, "cpu")
-    plain = KeptRows.make(ROOM, HIDDEN, TOP_K, EXPERTS, torch.float32, "cpu")
+    kept = KeptRows.make(ROOM, HIDDEN, TOP_K, EXPERTS, torch.float32, torch.device("cpu"))
+    plain = KeptRows.make(ROOM, HIDDEN, TOP_K, EXPERTS, torch.float32, torch.device("cpu"))
     kept.header[WANTED_LAYER] = plain.header[WANTED_LAYER] = 0
     expected: tuple[int, int, list[int]] | None = None
     for step in range(1, 4):

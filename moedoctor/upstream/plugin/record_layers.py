@@ -129,11 +129,17 @@ def _tensors(
     from moedoctor.trace.capsule import CapsuleError
     from moedoctor.trace.expert_weights import ExpertFiles
 
-    own = {
-        f"backend.{name}": parameter.detach()[experts].cpu()
-        for name, parameter in layer.named_parameters(recurse=False)
-        if parameter.dim() and len(parameter) == record.experts
-    }
+    own: dict[str, Any] = {}
+    try:
+        own = {
+            f"backend.{name}": parameter.detach()[experts].cpu()
+            for name, parameter in layer.named_parameters(recurse=False)
+            if parameter.dim() and len(parameter) == record.experts
+        }
+    except RuntimeError as error:  # an assertion or an illegal access has ended the device
+        logger.warning(
+            "moedoctor: record: the backend's weights cannot be read: %s", str(error).partition("\n")[0]
+        )
     try:
         folder = find()
         if folder is None:

@@ -240,5 +240,5 @@ def test_the_installed_release_has_what_a_record_is_made_of() -> None:
     assert {"fused_experts", "is_monolithic"} <= set(real["kernel"])
     for text in ("self.moe: FusedMoEConfig = moe", "self.moe_kernel"):
         assert text in real["method"]
-    for text in ("def _quant_method", "def _apply_quant_method", "self.router.select_experts("):
+    for text in ("self._quant_method", "def _apply_quant_method", "self.router.select_experts("):
         assert text in real["runner"]
