@@ -147,6 +147,8 @@ make_report() {
         nan_routing) nan_routing ;;                                                               # idle; 172 s and claims, -
         nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;          # two GPUs
         nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                # idle; 300 s, -
+        record_overhead) write record_overhead run scenarios/engine/record_overhead.yaml ;;       # idle
+        record_overhead_more) write record_overhead_more run scenarios/engine/record_overhead_more.yaml ;; # idle
         sentinel_ids) write sentinel_ids run MD016 ;;                                             # 13 s, -
         backend_override) write backend_override run MD010 ;;                                     # 143 s, -
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, -

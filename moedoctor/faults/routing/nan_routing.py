@@ -379,11 +379,17 @@ def _trace_is_cheap(given: ClaimCases) -> ClaimJudgement:
     return decide(below, {"rows": rows}, reason)
 
 
-trace_overhead, trace_overhead_tiny = (
+trace_overhead, trace_overhead_tiny, record_overhead, record_overhead_crash, record_overhead_mismatch = (
     claim(key, measure=f"{_ENGINES}.nan_overhead:{function}", thresholds=("max_overhead",), **_OPTIONS)(
         _trace_is_cheap
     )
-    for key, function in (("trace_overhead", "overhead"), ("trace_overhead_tiny", "overhead_tiny"))
+    for key, function in (
+        ("trace_overhead", "overhead"),
+        ("trace_overhead_tiny", "overhead_tiny"),
+        ("record_overhead", "recording"),
+        ("record_overhead_crash", "recording_crash"),
+        ("record_overhead_mismatch", "recording_mismatch"),
+    )
 )
 
 

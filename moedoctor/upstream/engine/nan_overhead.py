@@ -1,4 +1,4 @@
-"""What the NaN trace costs a decode step: engines with and without it side by side, timed in turn.
+"""What the NaN trace and recordings cost a decode step: engines with and without, side by side, in turn.
 
 Four engines are up at once and only one of them works at a time, in the order off, on, on, off and on the
 same core, so that clocks and neighbours affect all alike and a drift cancels out. A round is the difference
@@ -68,33 +68,61 @@ _LARGE = _Model(
 
 def overhead(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the milliseconds of a decode step without and with the trace, and the ratio less 1."""
-    return [_measure(_LARGE)]
+    return [_measure(_LARGE, lambda folder: traced())]
 
 
 def overhead_tiny(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the same for a tiny model."""
-    return [_measure(_TINY)]
+    return [_measure(_TINY, lambda folder: traced())]
 
 
-def _measure(model: _Model) -> dict[str, Any]:
+def recording(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the same for a recording that waits for NaN."""
+    return [_measure(_LARGE, functools.partial(_recorded, "nan"))]
+
+
+def recording_crash(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the same for a recording that saves what goes into every call."""
+    return [_measure(_LARGE, functools.partial(_recorded, "crash"))]
+
+
+def recording_mismatch(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the same for a recording that compares a call in one step of a hundred.
+
+    The model is tiny, because the reference needs weights in files, and the large one has none.
+    """
+    return [_measure(_TINY, functools.partial(_recorded, "mismatch=0.01"))]
+
+
+def _recorded(when: str, folder: Path) -> dict[str, str]:
+    return {"MOEDOCTOR_RECORD": str(folder / "capsules"), "MOEDOCTOR_RECORD_WHEN": when}
+
+
+def _measure(model: _Model, on: Callable[[Path], Mapping[str, str]]) -> dict[str, Any]:
+    """Measure what the variables that `on` returns for a folder cost."""
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
         folder = Path(name)
         model.write(folder / "model", model.layers)
-        trials = [Trial(_request(model, folder, engine)) for engine in _NAMES]
+        trials = [Trial(_request(model, folder, engine, on(folder))) for engine in _NAMES]
         results = [ran.result for ran in run_trials(trials, parallel=len(_NAMES))]
-    for result in results:
+        recorded = len(list(folder.glob("capsules/*")))
+    for name, result in zip(_NAMES, results, strict=True):
         if result.error is not None:
             raise UnavailableError(f"{model.name}, {result.label}: {result.error.line()}")
+        if (result.fixes is not None) != name.startswith("on"):
+            raise UnavailableError(f"{model.name}, {result.label}: active was {result.fixes or 'nothing'}")
+    if recorded:
+        raise UnavailableError(f"{model.name}: {recorded} calls were recorded, so the rest was not watched")
     return {"model": model.name, "layers": model.layers, "batch": BATCH, **_figures(results)}
 
 
-def _request(model: _Model, folder: Path, name: str) -> EngineRequest:
+def _request(model: _Model, folder: Path, name: str, on: Mapping[str, str]) -> EngineRequest:
     return EngineRequest(
         str(folder / "model"),
         prompts(),
         {**engine_arguments(), **model.arguments},
         # Without a seed for hashes even dictionaries differ from process to process.
-        {"PYTHONHASHSEED": "0", **(traced() if name.startswith("on") else {})},
+        {"PYTHONHASHSEED": "0", **(on if name.startswith("on") else {})},
         max_tokens=2,
         probe="moedoctor.upstream.engine.nan_overhead:decode_times",
         probe_options={"steps": _STEPS, "rounds": _ROUNDS, "meet": str(folder), "name": name},

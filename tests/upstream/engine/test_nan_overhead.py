@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from moedoctor.results import UnavailableError
 from moedoctor.upstream.engine import nan_overhead
 from moedoctor.upstream.engine.engine import EngineResult
 
@@ -82,15 +84,50 @@ def test_all_engines_work_on_one_core_and_wait_on_others() -> None:
     assert os.sched_getaffinity(0) == every
 
 
-def test_models_are_written_and_only_the_trace_makes_engines_differ(tmp_path: Path) -> None:
+def test_models_are_written_and_only_the_variables_make_engines_differ(tmp_path: Path) -> None:
     for model in (nan_overhead._TINY, nan_overhead._LARGE):
         folder = tmp_path / str(model.layers)
         model.write(folder / "model", model.layers)
         config = json.loads((folder / "model" / "config.json").read_text())
         assert config["num_hidden_layers"] == model.layers
-        off, on = (nan_overhead._request(model, folder, name) for name in ("off 1", "on 1"))
+        off, on = (nan_overhead._request(model, folder, name, {"A": "b"}) for name in ("off 1", "on 1"))
         assert off.arguments == on.arguments
-        assert set(on.environ.items()) - set(off.environ.items()) == {("MOEDOCTOR_TRACE", "nan")}
+        assert set(on.environ.items()) - set(off.environ.items()) == {("A", "b")}
+
+
+@pytest.mark.parametrize(
+    ("measure", "when"),
+    [("recording", "nan"), ("recording_crash", "crash"), ("recording_mismatch", "mismatch=0.01")],
+)
+@pytest.mark.parametrize(
+    "trouble", ["", "off 2: active was record", "on 1: active was nothing", "1 calls were recorded"]
+)
+def test_a_recording_that_was_not_active_or_is_over_has_no_cost(
+    monkeypatch: pytest.MonkeyPatch, measure: str, when: str, trouble: str
+) -> None:
+    def run(trials: list[Any], parallel: int) -> list[Any]:
+        ran = []
+        for trial in trials:
+            name, environ = trial.request.label.removeprefix("trace "), trial.request.environ
+            assert environ.get("MOEDOCTOR_RECORD_WHEN") == (when if name.startswith("on") else None)
+            active = "record" if name.startswith("on") else None
+            if trouble.startswith(name):
+                active = None if active else "record"
+            if "MOEDOCTOR_RECORD" in environ and trouble.startswith("1 calls"):
+                Path(environ["MOEDOCTOR_RECORD"]).mkdir(exist_ok=True)
+                (Path(environ["MOEDOCTOR_RECORD"]) / "some.moecapsule").touch()
+            ran.append(
+                types.SimpleNamespace(result=dataclasses.replace(result(name, [1.0] * 8), fixes=active))
+            )
+        return ran
+
+    monkeypatch.setattr(nan_overhead, "run_trials", run)
+    if trouble:
+        with pytest.raises(UnavailableError, match=trouble):
+            getattr(nan_overhead, measure)({})
+    else:
+        (row,) = getattr(nan_overhead, measure)({})
+        assert row["overhead"] == 0
 
 
 def test_waiting_for_other_engines_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
