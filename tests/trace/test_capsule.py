@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from moedoctor.diagnose.capsule.replay import replay
+from moedoctor.reporters.pages.replay import answer_of, replay_document
 from moedoctor.trace.capsule import (
     FORMAT,
     VERSION,
@@ -170,3 +172,15 @@ def test_damaged_bytes_are_a_capsule_or_one_error(data: Any, tmp_path: Path) -> 
     path.write_bytes(raw)
     with contextlib.suppress(CapsuleError):
         load(path)
+
+
+def test_a_call_without_output_is_not_judged_and_says_why(tmp_path: Path) -> None:
+    whole = make_capsule("bf16", tokens=2)
+    tensors = {name: tensor for name, tensor in whole.tensors.items() if name != "output"}
+    record = whole.record.model_copy(update={"reason": "the last call before the process died"})
+    save(Capsule(record, tensors), tmp_path / "call.moecapsule")
+    result = replay(tmp_path / "call.moecapsule", lambda facts: (), "cpu", seconds=60)
+    assert (result.judged, result.right) == (False, None)
+    assert answer_of(replay_document(result, "call.moecapsule", 0)).startswith(
+        "the call has no output to judge (the last call before the process died)"
+    )

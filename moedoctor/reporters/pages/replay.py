@@ -69,7 +69,11 @@ def answer_of(document: Mapping[str, Any]) -> str:
     """Return in one sentence what the recorded output is."""
     recorded = document["recorded"]
     if not document["judged"]:
-        weights = document["capsule"]["record"]["weights"]
+        facts = document["capsule"]
+        if all(tensor["name"] != "output" for tensor in facts["tensors"]):
+            reason = facts["record"]["reason"] or "the process died"
+            return f"the call has no output to judge ({reason}); run backends on it with --backend all"
+        weights = facts["record"]["weights"]
         return f"the capsule's weights are {weights}, so its output cannot be compared with the reference"
     if document["right"]:
         return f"the recorded output agrees with the float32 reference (cosine {recorded['cosine']:.5f})"
