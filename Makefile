@@ -22,7 +22,7 @@ RELEASES ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format schema readme plugintable baseline test-upstream releases backendreports slow stress
+.PHONY: docs help setup run test lint format schema readme plugintable baseline test-upstream releases backendreports slow stress
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -69,6 +69,9 @@ schema: setup ## write scenarios/schema.json anew from moedoctor/scenario/file.p
 readme: setup ## put the real `moedoctor --help` into README.md, and draw docs/design.svg
 	@$(BIN)/python scripts/check_readme.py --write
 	@$(BIN)/python scripts/draw_design.py
+
+docs: setup ## build the documentation in out/site; open out/site/index.html
+	@$(BIN)/python -m mkdocs build --quiet $(ARGS)
 
 plugintable: setup ## write the table of docs/plugin.md and the data of `moedoctor check` from the reports
 	@$(BIN)/python scripts/plugin_table.py --write
