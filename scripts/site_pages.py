@@ -7,7 +7,6 @@ repository lead to their pages; a link to a file without a page becomes its text
 
 from __future__ import annotations
 
-import html
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -186,8 +185,8 @@ def _symptoms() -> str:
         "does this for a whole file, weighs all signals, and knows the releases. A phrase alone is a",
         "sign, not a proof.",
         "",
-        "*How sure* is an estimate of how often a text with this sign, and with what must be there too, is about",
-        "the failure. `triage` raises or lowers it by everything else in the text.",
+        "*How sure* is an estimate of how often a text with this sign, and with what must be there too, is",
+        "about the failure. `triage` raises or lowers it by everything else in the text.",
     ]
     for entry in entries().values():
         lines += ["", f"## {entry.id}: {_plain(entry.title)}", "", f"**Do today**: {_plain(entry.next)} — "]
@@ -269,7 +268,8 @@ def _parameters(command: Any, context: Any) -> Iterator[str]:
 
 def _code(text: str) -> str:
     """Return code for the cell of a table, where backticks would keep the backslash before ``|``."""
-    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+    escaped = re.sub(r"[][|*_`\\<>&]", lambda match: f"&#{ord(match[0])};", text)
+    return f"<code>{escaped}</code>"
 
 
 def _row(*cells: str) -> str:

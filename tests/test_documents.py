@@ -74,3 +74,22 @@ def test_the_picture_of_the_design_is_current() -> None:
         check=False,
     )
     assert checked.returncode == 0, checked.stderr
+
+
+def test_only_install_lines_and_addresses_that_exist_are_printed() -> None:
+    """Nothing is published: what will be is one list in CONTRIBUTING."""
+    files = [ROOT / "mkdocs.yml", ROOT / "pyproject.toml", *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    files += [
+        path for suffix in ("py", "md", "yaml", "html") for path in (ROOT / "moedoctor").rglob(f"*.{suffix}")
+    ]
+    unpublished = r"pip3? install(?:\s+-\S+)*\s+['\"]?moedoctor\b(?!-\d)|https?://[^\s)\"'`]*moedoctor"
+    wrong = []
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        if file.name == "CONTRIBUTING.md":
+            text, section = re.subn(r"## On the day of publishing.*?(?=\n## )", "", text, flags=re.DOTALL)
+            assert section == 1
+        wrong += [f"{file.relative_to(ROOT)}: {match[0]}" for match in re.finditer(unpublished, text)]
+    assert not wrong
+    assert re.search(unpublished, "pip install -U 'moedoctor[torch]'")
+    assert not re.search(unpublished, "pip install dist/moedoctor-0.1.0-py3-none-any.whl")
