@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from moedoctor.interfaces import Reporter
@@ -51,6 +51,14 @@ _STEPS = 16
 _BESIDE_LABELS = 38
 """Columns that a label leaves to a verdict and a figure."""
 _NO_WIDTH = 100_000
+_GAP = 2
+"""Columns between two columns of a table."""
+_LONGEST_WORD = 32
+"""A longer word may break, such as a path."""
+_LOOKED_AT = 40
+"""Rows of a table that decide the widths of its columns."""
+_SIDE_BY_SIDE = 6
+"""Rows that a table on its side may have: they become columns."""
 _COLOURS = {
     "good": "green",
     "bad": "bold red",
@@ -154,7 +162,7 @@ def _block(block: Block, columns: int) -> Iterator[RenderableType]:
     elif isinstance(block, Item):
         yield _item(block)
     elif isinstance(block, Table):
-        yield _table(block, columns)
+        yield from _fitting(block, columns)
     elif isinstance(block, Preformatted):
         yield _indented(_plain(clean(block.text)))
 
@@ -189,33 +197,122 @@ def _item(item: Item) -> Grid:
     return grid
 
 
-def _table(table: Table, columns: int) -> Grid:
-    from rich import box
+def _fitting(table: Table, columns: int) -> Iterator[RenderableType]:
+    """Draw a table so that no word breaks: as it is, on its side, or each row as a list of its cells."""
+    if table.grouped:
+        yield _grouped(table, columns)
+        return
+    cells = list(zip(table.header, *table.rows, strict=True))
+    side = Table(cells[0], cells[1:])
+    for shape in (table, side) if len(table.rows) <= _SIDE_BY_SIDE else (table,):
+        if widths := _widths(shape, columns):
+            yield _table(shape, widths)
+            return
+    for number, row in enumerate(table.rows):
+        if number:
+            yield ""
+        grid, mark = _grid(1), ""
+        for name, cell in zip(table.header, row, strict=True):
+            if not _line(name).plain:
+                mark = f"{_line(cell).plain} "
+            elif _line(cell).plain:
+                grid.add_row(_plain(f"{_line(name).plain}:"), _line((mark, *spans(cell))))
+                mark = ""
+        yield grid
+
+
+def _widths(table: Table, columns: int) -> list[int]:
+    """Return the width of each column in which no word breaks; nothing if there is not enough room.
+
+    A verdict is one word. What is left goes where it saves most lines.
+    """
     from rich.cells import cell_len
+
+    least, most, words = [], [], []
+    for name, *cells in zip(table.header, *table.rows, strict=True):
+        texts = [_line(text).plain for text in (name, *cells)]
+        split = [[text] if texts[0] == "verdict" else text.split() for text in texts]
+        words.append([[cell_len(word) for word in each] for each in split])
+        least.append(min(max((length for each in words[-1] for length in each), default=0), _LONGEST_WORD))
+        most.append(max(least[-1], *map(cell_len, texts)))
+    spare = columns - _GAP * (len(least) - 1) - sum(least)
+    if spare < 0 or sum(most) <= sum(least) + spare:
+        return [] if spare < 0 else most
+
+    def lines(index: int, width: int) -> list[int]:
+        return [_wrapped(each, width) for each in words[index][:_LOOKED_AT]]
+
+    heights = [lines(index, width) for index, width in enumerate(least)]
+    while spare > 0:
+        tall = sum(map(max, zip(*heights, strict=True)))
+        best = (0.0, 0, 0)
+        for index, width in enumerate(least):
+            for more in range(1, min(spare, most[index] - width) + 1):
+                changed = [*heights[:index], lines(index, width + more), *heights[index + 1 :]]
+                saved = tall - sum(map(max, zip(*changed, strict=True)))
+                best = max(best, (saved / more, -more, index))
+        _, less, index = best
+        if not less:  # no column alone saves a line: the longest text gets what is left
+            index = max(range(len(least)), key=lambda place: most[place] - least[place])
+            less = -min(spare, most[index] - least[index])
+        least[index] -= less
+        spare += less
+        heights[index] = lines(index, least[index])
+    return least
+
+
+def _wrapped(words: Sequence[int], width: int) -> int:
+    """Return the lines that words of these lengths take."""
+    count, used = 1, 0
+    for length in words:
+        if used and used + 1 + length > width:
+            count, used = count + 1, 0
+        used += length + bool(used)
+        count, used = count + (used - 1) // max(width, 1) if used > width else count, min(used, width)
+    return count
+
+
+def _empty_grid() -> Grid:
+    from rich import box
     from rich.table import Table as Grid
 
-    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
-    header = table.header[1:] if table.grouped else table.header
-    align = table.align[1:] if table.grouped else table.align
-    for index, name in enumerate(header):
+    return Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+
+
+def _table(table: Table, widths: Sequence[int]) -> Grid:
+    grid = _empty_grid()
+    for index, (name, width) in enumerate(zip(table.header, widths, strict=True)):
+        right = table.align[index : index + 1] == "r"
+        grid.add_column(
+            _plain(one_line(_line(name).plain)),
+            justify="right" if right else "left",
+            width=width,
+            overflow="fold",
+        )
+    for row in table.rows:
+        grid.add_row(*(_line(cell) for cell in row))
+    return grid
+
+
+def _grouped(table: Table, columns: int) -> Grid:
+    from rich.cells import cell_len
+
+    grid = _empty_grid()
+    for index, name in enumerate(table.header[1:]):
         verdict = name == "verdict"  # a word that never breaks
         least, indent = len("reproduced") if verdict else 0, ""
-        if table.grouped and not index:
+        if not index:
             # Long figures must not squeeze the labels: those are what a reader looks up.
             labels = (cell_len(_line(row[1]).plain) for row in table.rows)
             least = min(max(labels, default=0) + _INDENT, columns - _BESIDE_LABELS)
             indent = " " * _INDENT
         grid.add_column(
             _plain(indent + one_line(name)),
-            justify="right" if align[index : index + 1] == "r" else "left",
+            justify="right" if table.align[index + 1 : index + 2] == "r" else "left",
             no_wrap=verdict,
             min_width=least or None,
             overflow="fold",
         )
-    if not table.grouped:
-        for row in table.rows:
-            grid.add_row(*(_line(cell) for cell in row))
-        return grid
     for group, members in itertools.groupby(table.rows, key=lambda row: row[0]):
         rows = [(label, cells) for _, label, *cells in members]
         if len(rows) == 1 and not rows[0][0]:

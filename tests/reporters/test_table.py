@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from report_samples import POINTS, case, crashed, full_report, report, reports, scenario
 from rich.cells import cell_len
 
-from moedoctor.reporters.table import MIN_WIDTH, TableReporter
+from moedoctor.reporters.page import Table
+from moedoctor.reporters.table import MIN_WIDTH, TableReporter, to_text
 from moedoctor.reporters.text import summary_line
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
 
@@ -130,3 +131,47 @@ def test_colour_is_used_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None
     assert "\x1b[33mreproduced\x1b[0m" in coloured
     stripped = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
     assert [line.rstrip() for line in stripped.split("\n")] == plain.split("\n")
+
+
+Row = tuple[str, ...]
+LONG = (
+    ("", "backend", "why"),
+    [("+", "FLASHINFER_CUTEDSL_BATCHED", "would work; something_long_without_a_gap comes before it")],
+)
+OVERVIEW = (
+    ("verdict", "failure", "control", "our fix", "your vLLM"),
+    [("reproduced", "MD005 untraceable_offload", "0/2", "not shown", "not looked at")] * 20,
+)
+RATES = (
+    ("slots", *(f"policy{number}" for number in range(9))),
+    [("8", *["23.3%"] * 9), ("16", *["36.6%"] * 9)],
+)
+
+
+@pytest.mark.parametrize("table", [LONG, OVERVIEW, RATES], ids=["cards", "words", "on its side"])
+@pytest.mark.parametrize("width", [60, 80, 120, None])
+def test_no_word_breaks_at_sixty_columns(
+    table: tuple[tuple[str, ...], list[tuple[str, ...]]], width: int
+) -> None:
+    header, rows = table
+    text = to_text([Table(header, rows)], width=width)
+    assert max(map(cell_len, text.splitlines())) <= (width or 1000)
+    words = {word for row in (header, *rows) for cell in row for word in cell.split()}
+    found = text.replace(":", " ").split()
+    assert not [word for word in words if word not in found], text
+    assert sum(found.count(word) for word in {"23.3%", "MD005", "FLASHINFER_CUTEDSL_BATCHED"}) in (1, 9, 20)
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda count: st.lists(st.tuples(*[st.text("ab ", max_size=30)] * count), min_size=1, max_size=5)
+    ),
+    st.integers(MIN_WIDTH, 120),
+)
+def test_no_cell_of_a_table_is_lost_at_any_width(rows: list[tuple[str, ...]], width: int) -> None:
+    header = tuple(f"column{number}" for number in range(len(rows[0])))
+    text = to_text([Table(header, rows)], width=width)
+    assert max(map(cell_len, text.splitlines())) <= width
+    assert sum(map(text.count, "ab")) == sum(
+        cell.count(letter) for row in rows for cell in row for letter in "ab"
+    )
