@@ -22,7 +22,7 @@ RELEASES ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: docs help setup run test lint format schema readme plugintable baseline test-upstream releases backendreports slow stress
+.PHONY: docs help setup run test lint format schema readme plugintable baseline browser test-upstream releases backendreports slow stress
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -37,7 +37,10 @@ run: setup ## run every built-in scenario
 test: setup ## run the tests
 	@$(BIN)/python -m pytest -n auto $(ARGS)
 
-slow: setup ## run the tests that take minutes
+browser: ## fetch axe-core, which checks HTML reports for accessibility, and say how to install a browser
+	@sh scripts/browser.sh
+
+slow: setup browser ## run the tests that take minutes
 	@$(BIN)/python -m pytest -n auto -m slow $(ARGS)
 
 stress: setup ## ten minutes of hostile input and injected faults; writes reports/stress.md

@@ -142,7 +142,7 @@ def plan(
     from moedoctor.diagnose.plan.workspace import check_backend
     from moedoctor.models.config_fields import ConfigError
     from moedoctor.models.presets import find_model
-    from moedoctor.reporters.pages.plan import plan_document, plan_page
+    from moedoctor.reporters.pages.plan import plan_document, plan_page, summary_line
 
     def size(gib: float | None) -> int | None:
         return None if gib is None else round(gib * GIB)
@@ -179,7 +179,7 @@ def plan(
         plan_document(request, result, code),
         format=format,
         output=output,
-        summary="plan",
+        summary=summary_line(result),
         code=code,
         reasons=[result.notes[0] if result.missing_bytes else "not one request of the context fits"],
     )

@@ -59,6 +59,8 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     y_range: tuple[float, float] | None = None
+    headline: bool = True
+    """Whether its message belongs to what the report found."""
 
     def __post_init__(self) -> None:
         if not self.series:

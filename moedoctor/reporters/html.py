@@ -13,10 +13,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from moedoctor import __version__
 from moedoctor.interfaces import Reporter
-from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.page import (
     TONES,
+    Answer,
     Block,
     Fold,
     Heading,
@@ -32,17 +33,20 @@ from moedoctor.reporters.page import (
 )
 from moedoctor.reporters.text import facts_line
 from moedoctor.results import Report
-from moedoctor.text import clean, one_line
+from moedoctor.text import COMMAND, clean, one_line
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
+_LOOKED_AT = "Looked at: "
 _REFERENCE = re.compile(r"(?<![\w.-])([\w.-]{1,100}/[\w.-]{1,100})#(\d+)", re.ASCII)
 _CODE = re.compile(r"`([^`]+)`")
 _NOT_IN_ID = re.compile(r"[^a-z0-9]+")
 _XML_HEAD = re.compile(r"\A.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", re.DOTALL)
 _NAMESPACES = re.compile(r' xmlns(?::xlink)?="[^"]*"')
+_GROUP_ID = re.compile(r'<g id="[^"]*"')
+_ID = re.compile(r'( id="|href="#|url\(#)([mp][0-9a-f]{8,})')
 _SIZE = re.compile(r'(<svg[^>]*?) (?:width|height)="[^"]*"')
 
 
@@ -65,8 +69,11 @@ def page_with_answer(page: Page, document: Mapping[str, Any], found: Sequence[st
     """
     from moedoctor.reporters.pages.run import origin_table
 
-    title = next((block for block in page if isinstance(block, Heading)), Heading("moedoctor", 1))
+    title = _title(page, document)
     shown = {plain(text) for text in found}
+    paragraphs = [plain(block.text) for block in page if isinstance(block, Paragraph)]
+    sources = [text for text in paragraphs if text.startswith(_LOOKED_AT)]
+    shown |= set(sources)
     rest = [
         block
         for block in page
@@ -75,13 +82,28 @@ def page_with_answer(page: Page, document: Mapping[str, Any], found: Sequence[st
         and not (isinstance(block, Paragraph) and plain(block.text) in shown)
     ]
     facts = facts_line(document.get("environment") or {})
-    looked_at: list[Text] = [title.text, *((facts,) if facts else ())]
+    messages = [
+        block.chart.title
+        for block in blocks_of(page)
+        if isinstance(block, Picture) and block.chart is not None and block.chart.headline
+    ]
+    looked_at: list[Text] = [title.text, *(text.removeprefix(_LOOKED_AT) for text in sources)]
+    looked_at += [facts] if facts else []
     return [
         Heading(title.text, 1),
-        answer(page, looked_at, found),
+        answer(page, looked_at, [*found, *messages]),
         *rest,
         *origin_table(document.get("origin")),
     ]
+
+
+def _title(page: Page, document: Mapping[str, Any]) -> Heading:
+    """Return the heading that names the whole page, or one that names the command."""
+    first = [block for block in page if isinstance(block, Heading) and block.level == 1]
+    second = [block for block in page if isinstance(block, Heading) and block.level == 2]
+    if first or len(second) == 1:
+        return (first or second)[0]
+    return Heading(f"moedoctor {__version__}: {document.get('command', 'report')}", 1)
 
 
 def to_html(page: Page) -> str:
@@ -97,12 +119,15 @@ def to_html(page: Page) -> str:
         title=title,
         sections=list(_sections(page)),
         ids=ids,
+        first_answer=next((block for block in page if isinstance(block, Answer)), None),
         picture=_Pictures(),
         script=Markup(script),  # our own file: the policy names its hash
         style=Markup(_source(environment, "page.css")),
         digest=digest,
     )
-    return document.rstrip("\n") + "\n"
+    # A CI server that reads the page in a log must not see a command; a browser shows the same text.
+    harmless = COMMAND.sub(lambda match: f"{match[1] or ''}&#{ord(match[0][-1])};", document.strip("\n"))
+    return harmless + "\n"
 
 
 @functools.cache
@@ -201,24 +226,33 @@ class _Pictures:
         shown = {"title": chart.title, "caption": chart.caption, "id": f"picture-{self._number}"}
         try:
             # matplotlib escapes every text of the chart.
-            return {**shown, "svg": Markup(_inline(svg(chart, caption=False), chart)), "problem": ""}
+            return {
+                **shown,
+                "svg": Markup(_inline(svg(chart, caption=False), self._number, chart.title)),
+                "problem": "",
+            }
         except PlotError as error:
             return {**shown, "svg": None, "problem": str(error)}
 
 
-def _inline(drawn: str, chart: Chart) -> str:
-    """Return the SVG as a part of a page, with the page's colours."""
+def _inline(drawn: str, number: int, title: str) -> str:
+    """Return the SVG as a part of a page, with the page's colours and ids that no other picture has."""
+    from markupsafe import escape
+
     from moedoctor.reporters.plots import COLOURS, GRID, INK, QUIET
 
     text = _NAMESPACES.sub("", _XML_HEAD.sub("", drawn)).rstrip()
     for _ in range(2):
         text = _SIZE.sub(r"\1", text, count=1)
-    text = text.replace("<svg", '<svg role="img" focusable="false"', 1)
+    text = text.replace(
+        "<svg", f'<svg role="img" focusable="false" aria-label="{escape(one_line(title))}"', 1
+    )
     for index, colour in enumerate(COLOURS):
         text = text.replace(colour, f"var(--line-{index + 1})")
     for name, colour in (("ink", INK), ("quiet", QUIET), ("rule", GRID)):
         text = text.replace(colour, f"var(--{name})")
-    return text.replace("xlink:href", "href")
+    text = _GROUP_ID.sub("<g", text).replace("xlink:href", "href")
+    return _ID.sub(rf"\1picture-{number}-\2", text)
 
 
 def _pieces(text: str) -> list[tuple[str, str]]:

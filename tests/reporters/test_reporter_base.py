@@ -13,13 +13,14 @@ from report_samples import HOSTILE, case, full_report, report, reports, scenario
 from moedoctor import catalogue
 from moedoctor.interfaces import Reporter
 from moedoctor.reporters.github import GithubReporter
+from moedoctor.reporters.html import HtmlReporter
 from moedoctor.reporters.json import JsonReporter
 from moedoctor.reporters.junit import JunitReporter
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.table import TableReporter
 from moedoctor.results import Report, from_json, to_json
 
-KINDS = (TableReporter, JsonReporter, MarkdownReporter, JunitReporter, GithubReporter)
+KINDS = (TableReporter, JsonReporter, MarkdownReporter, JunitReporter, GithubReporter, HtmlReporter)
 OURS: dict[str, Reporter] = {kind.name: kind() for kind in KINDS}
 
 
@@ -68,7 +69,7 @@ def test_formats_for_machines_ignore_colour_and_width(name: str) -> None:
 def test_no_format_needs_torch_and_only_the_table_needs_rich() -> None:
     code = (
         "import sys\nfrom moedoctor.results import Report, Summary\n"
-        "for name in ('github', 'json', 'junit', 'markdown', 'table'):\n"
+        "for name in ('github', 'html', 'json', 'junit', 'markdown', 'table'):\n"
         "    module = __import__(f'moedoctor.reporters.{name}', fromlist=['x'])\n"
         "    kind = getattr(module, name.capitalize() + 'Reporter')\n"
         "    if name != 'table': kind().render(Report('run', {}, (), Summary(), version='0'))\n"

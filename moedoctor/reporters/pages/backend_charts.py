@@ -65,6 +65,7 @@ def layer_charts(
             x_label="tokens",
             log_x=log_x,
             log_y=True,
+            headline=False,
         ),
     ]
     return [*charts, *_roofline(lines, roofline, name=f"{name}_roofline", what=what)]
@@ -183,5 +184,6 @@ def _roofline(
             f"{bandwidth / 1e9:.4g} GB/s and the arithmetic of each type.",
             log_x=True,
             log_y=True,
+            headline=False,
         )
     ]

@@ -40,6 +40,15 @@ def plan_page(request: PlanRequest, result: Plan) -> list[Block]:
     return page
 
 
+def summary_line(result: Plan) -> str:
+    """Return what fits, or how much memory is missing."""
+    if result.missing_bytes:
+        return f"{_gib(result.missing_bytes)} are missing"
+    weights = f"{_gib(result.on_device_bytes)} of weights on the GPU"
+    kv = result.kv
+    return f"{weights}, {kv.tokens_printed_from_0_21:,} KV tokens, {kv.concurrency:.2f} requests at once"
+
+
 def _rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
     kv, traffic, experts = result.kv, result.traffic, request.shape.experts
     rest = f" in {request.other_scheme}"

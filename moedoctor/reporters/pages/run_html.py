@@ -104,7 +104,9 @@ def _cases(cases: Sequence[CaseResult], shared: Mapping[str, Scalar]) -> Table:
             short_parameters({key: value for key, value in case.parameters.items() if key not in shared})
             for case in members
         ]
-        label = labels[0] if len(members) == 1 else f"{len(members)} cases"
+        label = labels[0]
+        if len(members) > 1:
+            label = f"{len(members)} cases" + (f", such as {labels[0]}" if any(labels) else "")
         verdict = Span(first.verdict.value, first.verdict.value)
         rows.append((place(first), label, verdict, deciding_figure(first)))
         behind.append(_evidence(first, labels))
@@ -116,7 +118,7 @@ def _evidence(case: CaseResult, labels: Sequence[str]) -> Page:
     blocks: list[Block] = []
     if case.reason and case.reason != deciding_figure(case):
         blocks.append(Paragraph(case.reason))
-    evidence = {name: value for name, value in case.evidence.items() if name != "stderr_tail"}
+    evidence = {name: value for name, value in plain(case.evidence).items() if name != "stderr_tail"}
     if lines := list(figures(without_records(evidence))):
         blocks.append(Table(("evidence", "value"), lines))
     blocks += evidence_tables(evidence).values()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moedoctor.diagnose.triage.triage import Finding, Grade, NearMiss, Triage
 from moedoctor.entries import entries
-from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Text
+from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Text
 from moedoctor.reporters.text import count_of
 
 PASTE = (
@@ -23,7 +23,10 @@ def triage_page(results: Sequence[tuple[str, Triage]]) -> list[Block]:
         if len(results) > 1:
             page.append(Heading(name))
         page += _page(result)
-    return [*page, Paragraph(_last_line(results))]
+    page.append(Paragraph(f"{count_line(results)}."))
+    if best := _best(results):
+        page.append(Step(_explain(best.id)))
+    return page
 
 
 def _page(result: Triage) -> list[Block]:
@@ -82,14 +85,12 @@ def _looked_at(result: Triage) -> str:
     return f"Looked at: {'; '.join(parts)}."
 
 
-def _last_line(results: Sequence[tuple[str, Triage]]) -> str:
-    best = max(
+def _best(results: Sequence[tuple[str, Triage]]) -> Finding | None:
+    return max(
         (finding for _, result in results for finding in result.findings),
         key=lambda finding: finding.confidence,
         default=None,
     )
-    following = f" Next: {_explain(best.id)}." if best else ""
-    return f"{count_line(results)}.{following}"
 
 
 def findings_in_words(results: Sequence[tuple[str, Triage]]) -> list[str]:

@@ -1,0 +1,239 @@
+"""An HTML report is well-formed, has no reference to anything outside it, and text in it stays text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import sys
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hostile import TEXTS, problem
+from hypothesis import example, given
+from hypothesis import strategies as st
+from report_samples import case, report, scenario
+
+from moedoctor.reporters.chart import Chart, Series
+from moedoctor.reporters.html import HtmlReporter, page_with_answer, to_html
+from moedoctor.reporters.page import (
+    Answer,
+    Block,
+    Bullets,
+    Fold,
+    Heading,
+    Item,
+    Paragraph,
+    Picture,
+    Preformatted,
+    Prose,
+    Span,
+    Step,
+    Table,
+)
+from moedoctor.results import load_report
+from moedoctor.text import clean, one_line
+
+REPORTS = Path(__file__).parents[2] / "reports"
+MAX_BYTES = 2_000_000
+TAGS = {
+    *("html", "head", "meta", "title", "style", "body", "main", "script", "section", "div", "figure"),
+    *("figcaption", "h1", "h2", "h3", "h4", "p", "ul", "li", "dl", "dt", "dd", "details", "summary"),
+    *("table", "thead", "tbody", "tr", "th", "td", "a", "strong", "span", "code", "pre"),
+}
+NOT_ALLOWED = {"link", "iframe", "object", "embed", "base", "form", "img"}
+CHART = Chart("c", "ours is best", "tokens", "µs", (Series("ours", [1, 2], [3.0, 4.0]),), caption="how")
+
+texts = (
+    st.text(max_size=20)
+    | st.text(alphabet="<>&\"'`/=a \n;#-![](){}%\x1b\u202e\x9b", max_size=20)
+    | st.sampled_from([text[:60] for text in TEXTS])
+).map(lambda text: text.replace("\ufffe", "").replace("\uffff", ""))  # which XML cannot hold
+styles = st.sampled_from(("", "bold", "dim", "code", "source", "section", "error", "clean"))
+inlines = texts | st.lists(st.builds(Span, texts, styles), max_size=3).map(tuple)
+cells = st.lists(st.tuples(inlines, inlines), max_size=3)
+simple = (
+    st.builds(Heading, inlines, st.integers(1, 4))
+    | st.builds(Paragraph, inlines)
+    | st.builds(Step, inlines)
+    | st.builds(Bullets, st.lists(inlines, max_size=3))
+    | st.builds(Item, texts, inlines, st.lists(st.tuples(texts, inlines), max_size=2))
+    | st.builds(Table, st.tuples(texts, texts), cells, align=st.sampled_from(["", "lr"]))
+    | st.builds(Preformatted, texts)
+    | st.builds(Picture, texts, texts)
+    | st.builds(Answer, *[st.lists(inlines, max_size=2)] * 3)
+)
+blocks = simple | st.builds(Fold, inlines, st.lists(simple, max_size=3), st.booleans())
+
+
+def parsed(page: str) -> ET.Element:
+    """Return the page without what its style and script say; it is well-formed XML too."""
+    head, _, rest = page.partition("<style>")
+    body = rest.partition("</style>")[2]
+    return ET.fromstring(head + re.sub(r"<script>.*</script>", "<script/>", body, flags=re.DOTALL))
+
+
+def shown(page: str) -> str:
+    return " ".join("".join(parsed(page).find("body").itertext()).split())  # type: ignore[union-attr]
+
+
+def check(page: str) -> ET.Element:
+    """Check what holds for every page, and return it."""
+    root = parsed(page)
+    assert page.count("<script>") == page.count("</script>") == 1
+    ids = [element.get("id") for element in root.iter() if element.get("id") is not None]
+    assert len(ids) == len(set(ids))
+    assert "" not in ids
+    for element in root.iter():
+        assert not [
+            name for name in element.attrib if name.startswith("on") or name in ("src", "srcset", "data")
+        ]
+        assert element.tag not in ("link", "iframe", "object", "embed", "base", "form", "img")
+        target = element.get("href")
+        if element.tag == "a":
+            inside = target is not None and target.startswith("#") and target[1:] in ids
+            assert inside or str(target).startswith("https://github.com/") or target == "#answer"
+        elif target is not None:
+            assert target.startswith("#")
+    assert not re.search(r"url\((?!#)|@import", page)
+    return root
+
+
+@given(st.lists(blocks, max_size=4))
+@example([Paragraph("::error::x"), Preformatted("::error::x\n ::y\n##[z]"), Heading("<script>x</script>")])
+@example([Heading("a"), Heading("a"), Paragraph(Span("a", "section")), Heading("a-2")])
+def test_any_page_is_well_formed_and_plain_text(page: list[Block]) -> None:
+    text = to_html(page)
+    assert not problem(text)
+    root = check(text)
+    assert {element.tag for element in root.iter()} <= TAGS
+    tables = [block for block in page if isinstance(block, Table)]
+    found = shown(text)
+    for block in page:
+        if isinstance(block, Paragraph) and isinstance(block.text, str):
+            assert one_line(block.text) in found
+        if isinstance(block, Preformatted):
+            assert " ".join(clean(block.text).split()) in found
+    for table in tables:
+        for row in table.rows:
+            assert all(one_line(cell) in found for cell in row if isinstance(cell, str))
+
+
+@given(texts, texts)
+def test_texts_of_a_run_stay_text(title: str, key: str) -> None:
+    shows = case("installed", "reproduced", {key: title}, figure=title, reason=title, evidence={key: [title]})
+    whole = report(
+        scenario("found", shows, title=title, reason=title), environment={"gpu": title, key: title}
+    )
+    text = HtmlReporter().render(replace(whole, findings=(title,)))
+    check(text)
+    found = shown(text)
+    assert one_line(title) in found
+    assert one_line(key) in found
+
+
+def test_the_policy_names_the_hash_of_the_only_script() -> None:
+    text = to_html([Heading("a", 1)])
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    assert policy[1].split("; ") == [
+        "default-src 'none'",
+        f"script-src 'sha256-{digest}'",
+        "style-src 'unsafe-inline'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    assert text.index("Content-Security-Policy") < text.index("<style>")
+
+
+def test_the_answer_comes_first_and_has_every_step_once() -> None:
+    page = [
+        Heading("check of a machine", 1),
+        Paragraph("1 error"),
+        Item("error", "MD001", [("why", "NaN"), ("next", "do `this`")]),
+        Fold("more", [Step("do that"), Item("error", "MD002", [("next", "do `this`")])]),
+    ]
+    whole = page_with_answer(page, {"environment": {"gpu": "H200"}, "origin": {"date": "today"}}, ["1 error"])
+    head, answer, *rest = whole
+    assert head == page[0]
+    assert answer == Answer(["check of a machine", "gpu H200"], ["1 error"], ["do `this`", "do that"])
+    assert Paragraph("1 error") not in rest
+    text = shown(to_html(whole))
+    assert text.index("Looked at") < text.index("Found") < text.index("What to do") < text.index("NaN")
+    assert "do this" in text
+    assert "today" in text
+
+
+def test_cases_that_show_the_same_share_a_row_and_have_their_evidence_behind_it() -> None:
+    same = [case("faulty", "reproduced", {"k": k}, figure="3 of 8", evidence={"rows": 8}) for k in (1, 2, 3)]
+    other = case("faulty", "reproduced", {"k": 4}, figure="3 of 8", evidence={"rows": 9})
+    root = parsed(HtmlReporter().render(report(scenario("proved", *same, other))))
+    behind = [element for element in root.iter("details") if element.get("class") == "evidence"]
+    assert [" ".join("".join(element.itertext()).split()) for element in behind] == [
+        "3 of 8 evidencevalue rows8 k=1k=2k=3",
+        "3 of 8 evidencevalue rows9",
+    ]
+
+
+def test_a_failure_in_the_overview_leads_to_its_section() -> None:
+    root = parsed(HtmlReporter().render(report(scenario("found", case("installed", "reproduced")))))
+    (link,) = [element for element in root.iter("a") if element.get("href") != "#answer"]
+    (section,) = [element for element in root.iter("details") if f"#{element.get('id')}" == link.get("href")]
+    assert section.get("open") is not None
+    assert "".join(section.find("summary").itertext()).startswith(str(link.text))  # type: ignore[union-attr]
+
+
+def test_a_picture_is_part_of_the_page_in_its_colours() -> None:
+    pytest.importorskip("matplotlib")
+    other = replace(CHART, title="theirs is best")
+    root = check(to_html([Heading("a", 1), Picture("", "p", CHART), Picture("", "p", other)]))
+    drawn = list(root.iter("svg"))
+    assert len(drawn) == 2
+    assert ["".join(text.itertext()) for text in drawn[0].iter("text")].count("ours is best") == 1
+    assert "var(--line-1)" in ET.tostring(drawn[0], encoding="unicode")
+    assert "#0060a0" not in ET.tostring(root, encoding="unicode")
+    assert [element.text for element in root.iter("figcaption")] == ["how", "how"]
+
+
+def test_without_matplotlib_the_page_says_so_and_lacks_only_the_picture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text = to_html([Heading("a", 1), Picture("", CHART.title, CHART), Paragraph("after it")])
+    check(text)
+    assert "<svg" not in text
+    assert "No picture: " in shown(text)
+    assert "pip install matplotlib" in shown(text)
+    assert "after it" in shown(text)
+
+
+def test_prose_is_formatted_and_html_in_it_stays_text() -> None:
+    text = to_html([Prose("**bold** <b>x</b> `c`\n\n<script>y</script>\n")])
+    root = check(text)
+    assert [element.text for element in root.iter("strong")] == ["bold"]
+    assert "<b>x</b>" in shown(text)
+    assert "<script>y</script>" in shown(text)
+
+
+def largest() -> Path:
+    runs = [path for path in REPORTS.rglob("*.json") if b'"scenarios": [\n    {' in path.read_bytes()]
+    return max(runs, key=lambda path: path.stat().st_size)
+
+
+def test_the_largest_stored_run_fits_and_is_made_in_seconds() -> None:
+    stored = load_report(largest())
+    start = time.perf_counter()
+    text = HtmlReporter().render(stored)
+    assert time.perf_counter() - start < 20
+    assert len(text.encode()) <= MAX_BYTES
+    check(text)
+    found = shown(text)
+    for each in stored.scenarios:
+        assert one_line(each.title) in found
+        assert all(one_line(claim.text) in found for claim in each.claims)
+        assert all(one_line(shown_case.figure) in found for shown_case in each.cases)

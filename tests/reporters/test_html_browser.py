@@ -1,0 +1,238 @@
+"""HTML reports in a real browser: no error, tables that work, whole without the script, and access for all.
+
+`make browser` fetches axe-core and says how to install a browser.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moedoctor.commands.options import deliver
+from moedoctor.reporters.html import HtmlReporter
+from moedoctor.reporters.pages import bench_backends, bench_cache
+from moedoctor.results import load_report, read_json
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+AXE = ROOT / ".browser" / "package" / "axe.min.js"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+REPORTS = {
+    "run": "baselines/cpu.json",
+    "release": "releases/vllm-0.17.1.json",
+    "backends": "nvidia-h200/moe_backends.json",
+    "cache": "nvidia-h200/expert_cache_speed.json",
+}
+SCHEMES = ("light", "dark")
+WIDTHS = (390, 1440)
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip("no browser; run `make browser`, which says how to install one")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the stored reports as HTML files."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("html")
+    written = {}
+    for name, stored in REPORTS.items():
+        path, source = folder / f"{name}.html", ROOT / "reports" / stored
+        if name in ("backends", "cache"):
+            module: Any = {"backends": bench_backends, "cache": bench_cache}[name]
+            bench = module.from_dict(read_json(source))
+            page, document = module.bench_page(bench, full=True), module.bench_document(bench)
+            deliver(page, document, format="html", output=path, summary=module.summary_line(bench))
+        else:
+            path.write_text(HtmlReporter().render(load_report(source)), encoding="utf-8")
+        written[name] = path
+    return written
+
+
+@pytest.fixture
+def show(browser: Any, files: dict[str, Path]) -> Iterator[Open]:
+    """Give a function that opens a report; the test fails if the browser reports any error."""
+    problems: list[str] = []
+    contexts = []
+
+    def show(name: str, *, width: int = 1440, scheme: str = "light", script: bool = True) -> Any:
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, java_script_enabled=script
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: request.url.startswith("file:") or problems.append(request.url))
+        page.goto(files[name].as_uri())
+        return page
+
+    yield show
+    for context in contexts:
+        context.close()
+    assert not problems
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", REPORTS)
+def test_it_opens_within_a_second_and_is_not_wider_than_the_screen(
+    show: Open, name: str, width: int, scheme: str
+) -> None:
+    page = show(name, width=width, scheme=scheme)
+    timing = page.evaluate("performance.getEntriesByType('navigation')[0].toJSON()")
+    assert timing["loadEventEnd"] < 1000
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    answer = page.locator("#answer").bounding_box()
+    assert answer["y"] + 100 < 900
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert light == (scheme == "light")
+
+
+def rows(page: Any, table: int = 0) -> list[list[str]]:
+    """Return the texts of the visible rows of a table."""
+    script = """(tables, n) => [...tables[n].tBodies[0].rows].filter((row) => !row.hidden)
+        .map((row) => [...row.cells].map((cell) => cell.textContent.trim()))"""
+    return page.locator("main .table > table").evaluate_all(script, table)  # type: ignore[no-any-return]
+
+
+def test_a_table_sorts_by_mouse_and_keyboard(show: Open) -> None:
+    page = show("run")
+    before = [row[1] for row in rows(page)]
+    head = page.locator("main .table > table").first.locator("th").nth(1)
+    head.locator("button").click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    assert [row[1] for row in rows(page)] == sorted(before) != before
+    head.locator("button").press("Enter")
+    assert head.get_attribute("aria-sort") == "descending"
+    assert [row[1] for row in rows(page)] == sorted(before, reverse=True)
+
+
+def test_numbers_sort_as_numbers(show: Open) -> None:
+    page = show("backends")
+    table = page.locator("main .table > table").first
+    names = table.locator("th").all_inner_texts()
+    column = next(index for index, name in enumerate(names) if name.startswith("time"))
+    table.locator("th").nth(column).locator("button").click()
+    times = [float(row[column].split()[0]) for row in rows(page)]
+    assert len(times) > 10
+    assert times == sorted(times)
+    assert times != sorted(times, key=str)
+
+
+def test_a_table_filters_by_words_and_by_verdict(show: Open) -> None:
+    page = show("run")
+    whole = rows(page)
+    search = page.get_by_label("Filter").first
+    search.fill("MD011")
+    assert [row[1] for row in rows(page)] == ["MD011 duplicate_ids"]
+    assert page.locator("output").first.inner_text() == f"1 of {len(whole)} rows"
+    search.fill("")
+    page.locator(".tools select").first.select_option("absent")
+    left = [row for row in whole if row[0] == "absent"]
+    assert rows(page) == left
+    assert 0 < len(left) < len(whole)
+
+
+def test_a_link_of_the_overview_opens_its_section_and_evidence_is_behind_a_click(show: Open) -> None:
+    page = show("run")
+    section = page.locator("details.section", has=page.locator("h2", has_text="MD011"))
+    assert section.get_attribute("open") is None
+    page.locator("main .table a", has_text="MD011").first.click()
+    assert section.get_attribute("open") is not None
+    evidence = section.locator("details.evidence").first
+    table = evidence.locator("table").first
+    assert not table.is_visible()
+    evidence.locator("summary").press("Enter")
+    assert table.is_visible()
+
+
+def test_long_tables_are_cut_and_shown_whole_on_demand(show: Open) -> None:
+    page = show("release")
+    page.locator("details.section").evaluate_all("(all) => all.forEach((each) => { each.open = true; })")
+    more = page.get_by_role("button", name="Show all").first
+    words = more.inner_text()
+    hidden = page.locator("tbody tr[hidden]").count()
+    assert hidden
+    more.click()
+    assert page.locator("tbody tr[hidden]").count() < hidden
+    assert words.startswith("Show all ")
+
+
+@pytest.mark.parametrize("name", ["backends", "cache"])
+def test_pictures_are_not_empty(show: Open, name: str) -> None:
+    page = show(name)
+    pictures = page.locator("figure svg")
+    assert pictures.count() >= 2
+    script = """(figure) => {
+        const box = figure.getBoundingClientRect();
+        const drawn = [...figure.querySelectorAll("path, use")].map((path) => path.getBoundingClientRect());
+        return [box.width, box.height, drawn.filter((at) => at.width > 20 || at.height > 20).length,
+                [...figure.querySelectorAll("text")].map((text) => text.textContent).join("|")];
+    }"""
+    for index in range(pictures.count()):
+        width, height, drawn, words = pictures.nth(index).evaluate(script)
+        assert width > 300
+        assert height > 200
+        assert drawn > 5
+        assert "(log scale)" in words
+        image = pictures.nth(index).screenshot()
+        assert len(image) > 5000
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_without_its_script_the_page_has_every_text(show: Open, name: str) -> None:
+    with_script, without = show(name), show(name, script=False)
+    plain = without.locator("main").evaluate("(main) => main.textContent.replaceAll(/\\s+/g, ' ')")
+    assert without.locator("tbody tr[hidden]").count() == 0
+    assert without.locator("input, button, select").count() == 0
+    cells = with_script.locator("td").evaluate_all(
+        "(cells) => cells.map((cell) => cell.textContent.replaceAll(/\\s+/g, ' ').trim())"
+    )
+    assert len(cells) > 50
+    assert not [cell for cell in cells if cell not in plain]
+
+
+def test_on_paper_everything_is_open(show: Open) -> None:
+    page = show("run", script=False)
+    table = page.locator("details.section:not([open]) table").first
+    assert not table.is_visible()
+    page.emulate_media(media="print")
+    assert table.is_visible()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", REPORTS)
+def test_axe_finds_no_serious_problem(show: Open, name: str, scheme: str) -> None:
+    if not AXE.exists():
+        pytest.skip("no axe-core: `make browser` fetches it with npm")
+    page = show(name, scheme=scheme)
+    page.locator("details").evaluate_all("(all) => all.slice(0, 60).forEach((each) => { each.open = true; })")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    start = time.perf_counter()
+    found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+    assert time.perf_counter() - start < 120
+    assert found["passes"]
+    serious = [
+        (problem["id"], problem["nodes"][0]["html"][:200])
+        for problem in found["violations"]
+        if problem["impact"] in ("serious", "critical")
+    ]
+    assert not serious
