@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,7 +24,7 @@ from moedoctor.kernels.moe.e4m3 import decode_e4m3
 from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights, nvfp4_weights
 from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks, run_experts
 from moedoctor.kernels.moe.products import block_product
-from moedoctor.kernels.moe.tiles import Tile
+from moedoctor.kernels.moe.tiles import Tile, block_tiles
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1
 from moedoctor.reference import moe as reference
@@ -150,8 +151,10 @@ def assert_random_layer_is_right(seed: int, device: str = "cpu", bounds: Bounds 
     weights = reference.MoeWeights(right_w13, right_w2, activation, *biases)
     expected = reference.forward(x, weights, shares, ids)
     into = torch.empty_like(x, device=device) if draw.random() < 0.5 else None
+    first, second = block_tiles(tokens * top_k, experts, quantization, gated=halves == 2)
+    tiles = first, replace(second, depth_splits=draw.choice((1, 2, 3)))
     output = run_experts(
-        x.to(device), w13, w2, shares.to(device), ids.to(device), activation=activation, out=into
+        x.to(device), w13, w2, shares.to(device), ids.to(device), activation=activation, tiles=tiles, out=into
     )
     assert into is None or output is into
     assert output.dtype == dtype

@@ -5,14 +5,17 @@ Those over the slots of an expert cache are also in `test_cache` and, on a GPU, 
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moedoctor.kernels.moe.tiles import Tile, block_tiles
+from moedoctor.kernels.moe.tiles import Tile, _table, block_tiles, measured_tiles
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1
 from moedoctor.reference.agreement import bounds_of
@@ -45,6 +48,91 @@ def test_interpreted_layers_of_every_kind(first: int) -> None:
 
 def test_interpreted_decoding() -> None:
     _interpreted("decoding", "e4m3")
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_instructions_that_decode_fp8(half: bool) -> None:
+    """Every pair of codes with another, run here; the interpreter of Triton cannot."""
+    from moedoctor.kernels.moe import e4m3
+
+    source = (e4m3._TO_FLOAT16 if half else e4m3._TO_BFLOAT16).value
+    kind = torch.float16 if half else torch.bfloat16
+    for code in range(256):
+        pair = torch.tensor([code, 255 - code], dtype=torch.uint8)
+        values = torch.tensor([_run_ptx(source, int(pair.view(torch.uint16)), kind)]).to(torch.uint32)
+        right = pair.view(torch.float8_e4m3fn).float()
+        got = values.view(kind).float()
+        finite = ~right.isnan()
+        assert torch.equal(got[finite], right[finite]), code
+        assert torch.equal(got[finite].signbit(), right[finite].signbit()), code
+
+
+def _run_ptx(source: str, code: int, kind: torch.dtype) -> int:
+    """Return what the instructions leave in $0 if $1 holds `code`."""
+    registers = {"$1": code}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    def halves(bits: int) -> torch.Tensor:
+        return torch.tensor([bits], dtype=torch.int64).to(torch.uint32).view(kind)
+
+    for line in source.strip("{} \n").split(";"):
+        operation, _, rest = line.strip().partition(" ")
+        if not operation or operation.startswith(".reg"):
+            continue
+        target, *names = (name.strip() for name in rest.split(","))
+        a, *more = (value(name) for name in names)
+        match operation.split(".")[0]:
+            case "mov" | "cvt":
+                result = a
+            case "shr":
+                result = a >> more[0]
+            case "and":
+                result = a & more[0]
+            case "lop3":
+                assert more[2] == 0xEA
+                result = (a & more[0]) | more[1]
+            case "prmt":
+                source_bytes = a.to_bytes(4, "little") + more[0].to_bytes(4, "little")
+                result = int.from_bytes([source_bytes[more[1] >> 4 * i & 7] for i in range(4)], "little")
+            case "fma":
+                sums = halves(a).double() * halves(more[0]).double() + halves(more[1]).double()
+                result = int(sums.to(kind).view(torch.uint32).long())
+            case _:
+                raise AssertionError(operation)
+        registers[target] = result
+    return registers["$0"]
+
+
+def test_measured_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the nearest number of pairs, of the same layer, if it is near."""
+    first, second = Tile(16, 64, 256, 4, 3), Tile(16, 128, 256, 4, 3, depth_splits=2)
+    rows = [
+        {"pairs": 8, "first": asdict(first), "second": asdict(second)},
+        {"pairs": 64, "first": asdict(second), "second": asdict(first)},
+    ]
+    table = tmp_path / "tiles.json"
+    table.write_text(json.dumps({"layers": [{"layer": ["nvfp4", 2048, 768, True, 128], "tiles": rows}]}))
+    monkeypatch.setattr("moedoctor.kernels.moe.tiles.TABLE", table)
+    _table.cache_clear()
+    try:
+        sizes = {"hidden_size": 2048, "intermediate_size": 768, "gated": True}
+        found = [measured_tiles(pairs, 128, "nvfp4", **sizes) for pairs in (3, 4, 16, 32, 128, 129)]
+        assert found == [None, (first, second), (first, second), (second, first), (second, first), None]
+        assert measured_tiles(8, 64, "nvfp4", **sizes) is None
+        assert measured_tiles(8, 128, "fp8", **sizes) is None
+    finally:
+        _table.cache_clear()
+
+
+def test_the_table_of_measured_tiles() -> None:
+    """Each row has tiles that one plan fits, and only second products share their depth."""
+    for measured in _table().values():
+        for pairs, (first, second) in measured.items():
+            assert pairs > 0
+            assert first.block_m == second.block_m
+            assert first.depth_splits == 1
 
 
 @pytest.mark.gpu
