@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from moedoctor.kernels.moe.tiles import Tile, block_tiles, slot_tiles
+from moedoctor.kernels.moe.tiles import Tile, _table, block_tiles, slot_tiles
 from tests.interpreted import needs_triton
 
 pytestmark = [needs_triton, pytest.mark.slow]
@@ -48,6 +49,11 @@ def test_products_of_a_whole_layer(capability: int, quantization: str) -> None:
         )
         _check(kernel, capability, f"{quantization}, {tile}")
     tile = block_tiles(3072, 128, quantization, gated=True)[0]
+    split = replace(tile, depth_splits=2)
+    few = compiled(
+        capability, split, quantization=quantization, second=True, activation="none", grouping="ids"
+    )
+    _check(few, capability, f"{quantization}, grouped by ids, {split}")
     if quantization == "fp8":
         one_scale = compiled(
             capability, tile, quantization="fp8", second=False, activation="silu", blocks=False
@@ -58,6 +64,26 @@ def test_products_of_a_whole_layer(capability: int, quantization: str) -> None:
             capability, tile, quantization=quantization, second=False, activation=activation, float16=float16
         )
         _check(kernel, capability, f"{quantization}, {activation}")
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8", "nvfp4"])
+def test_measured_tiles(quantization: str) -> None:
+    """Those of the table, for the kind of GPU where they were measured."""
+    from expert_cases import compiled
+
+    chosen = {
+        (tile, second, key[3])
+        for key, measured in _table().items()
+        if key[0] == quantization
+        for tiles in measured.values()
+        for second, tile in enumerate(tiles)
+    }
+    for tile, second, gated in chosen:
+        activation = "none" if second else "silu" if gated else "relu2"
+        kernel = compiled(
+            90, tile, quantization=quantization, second=bool(second), activation=activation, blocks=False
+        )
+        _check(kernel, 90, f"{quantization}, {tile}")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
