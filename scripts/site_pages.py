@@ -117,7 +117,24 @@ def _linked(text: str, source: str) -> str:
         return f"\0{len(held) - 1}\0"
 
     joined = "".join(hold(part) if index % 2 else part for index, part in enumerate(parts))
-    return re.sub(r"\0(\d+)\0", lambda match: held[int(match[1])], _LINK.sub(link, joined))
+    linked = _LINK.sub(link, _with_lists(joined))
+    return re.sub(r"\0(\d+)\0", lambda match: held[int(match[1])], linked)
+
+
+def _with_lists(text: str) -> str:
+    """Return Markdown for GitHub so that Python-Markdown finds the same lists.
+
+    It wants an empty line before a list, and four spaces before an inner item.
+    """
+    lines: list[str] = []
+    in_list = False
+    for line in text.split("\n"):
+        is_item = re.match(r" *(?:[-*]|\d+\.) ", line) is not None
+        if is_item and not in_list and lines and lines[-1].strip():
+            lines.append("")
+        in_list = is_item or (in_list and bool(line.strip()))
+        lines.append(f"  {line}" if re.match(r"  [-*] ", line) else line)
+    return "\n".join(lines)
 
 
 def _made() -> Mapping[str, str]:
@@ -137,7 +154,7 @@ def _entry_page(entry: Entry) -> str:
     held = re.findall(r"`(reports/[\w./-]+\.md)`", page)
     links = {**stored, **{path: path.removeprefix("reports/").removesuffix(".md") for path in held}}
     listed = [f"- [{name}](../{path})" for path, name in links.items() if (ROOT / path).is_file()]
-    page = _with_links_to_entries(page, entry.id)
+    page = _with_lists(_with_links_to_entries(page, entry.id))
     if listed:
         page += "\n## Reports\n\n" + "\n".join(listed) + "\n"
     if (ROOT / "scenarios" / f"{entry.name}.yaml").is_file():

@@ -108,9 +108,12 @@ def test_there_is_a_page_for_each_entry_with_its_words_claims_and_links(site: Pa
         for heading in ("What happens", "Who is affected", "How to see it", "Fix", "Links"):
             assert f">{heading}<" in text, (entry.id, heading)
         assert all(f'href="{link.url}"' in text for link in entry.links), entry.id
+        assert "<p>- " not in text, entry.id
     routing = (site / "entries" / "MD001.html").read_text(encoding="utf-8")
-    assert "Claims, and what came out" in routing
-    assert "refuted" in routing
+    claims = routing.partition("Claims, and what came out")[2]
+    assert re.search(
+        r"<li>[^<]*<strong>refuted</strong>(?:(?!</li>).)*<ul>\s*<li>nvidia-h200", claims, re.DOTALL
+    )
     assert 'href="../reports/nvidia-h200/nan_routing.html"' in routing
 
 
