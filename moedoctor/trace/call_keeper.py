@@ -110,6 +110,22 @@ class CallKeeper:
         self.layers.append(layer)
         return len(self.layers) - 1
 
+    def prepare(
+        self, layer: int, dtype: torch.dtype, device: torch.device, hidden: int | None = None
+    ) -> None:
+        """Take memory for calls of a layer, unless there is some; else the first call that is watched does.
+
+        A step that begins before that is not watched.
+        """
+        if self._rows is not None:
+            return
+        has_triton = importlib.util.find_spec("triton") is not None
+        self._launches = interprets() or (device.type == "cuda" and has_triton)
+        record = self.layers[layer].record
+        width = hidden or record.hidden
+        self._rows = KeptRows.make(ROWS, width, record.top_k, record.experts, dtype, device)
+        self._want(0 if self.wish.when == "nan" else -1, 0)
+
     def watch(self, layer: int, call: MoeCall) -> None:
         """Look at one call. Waits for nothing."""
         if self.done or not len(call.output):
@@ -167,19 +183,8 @@ class CallKeeper:
 
     def _memory(self, layer: int, call: MoeCall) -> KeptRows:
         if self._rows is None:
-            self._launches = interprets() or (
-                call.output.is_cuda and importlib.util.find_spec("triton") is not None
-            )
-            record = self.layers[layer].record
-            self._rows = KeptRows.make(
-                ROWS,
-                call.output.shape[1],
-                record.top_k,
-                record.experts,
-                call.output.dtype,
-                call.output.device,
-            )
-            self._want(0 if self.wish.when == "nan" else -1, 0)
+            self.prepare(layer, call.output.dtype, call.output.device, call.output.shape[1])
+        assert self._rows is not None
         return self._rows
 
     def _has_arrived(self, wait: bool) -> bool:

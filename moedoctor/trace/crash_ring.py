@@ -86,6 +86,8 @@ class CrashRing:
     folder: Path
     """Where the watcher writes capsules."""
     max_bytes: int
+    whole: bool = False
+    """Whether calls may have more tokens than the first."""
     blocking: bool | None = None
     """Whether memory could not be pinned, so that each call waits for its copies; None before the first."""
     _layers: list[tuple[Record, Path | None]] = field(default_factory=list)
@@ -135,7 +137,7 @@ class CrashRing:
         sizes = (hidden, record.top_k, record.experts, dtype)
         most = _MOST_BYTES // Place(0, 1, *sizes).row_bytes()
         # The first call of an engine has the most tokens: vLLM measures memory with it.
-        rows = max(1, min(len(call.x), _MOST_ROWS, most))
+        rows = max(1, min(_MOST_ROWS if self.whole else len(call.x), _MOST_ROWS, most))
         place = Place(offset, rows, *sizes)
         os.ftruncate(self._memory.fileno(), offset + place.size())
         memory = mmap.mmap(self._memory.fileno(), place.size(), offset=offset)

@@ -27,10 +27,10 @@ from torch import nn
 
 from moedoctor.trace.format import RoutingTrace, TraceError
 
-_ROUTERS = ("gate", "router", "gating")
+ROUTERS = ("gate", "router", "gating")
 _SIZES = ("global_num_experts", "num_experts", "n_routed_experts", "num_local_experts")
-_WIDTHS = ("top_k", "num_experts_per_tok", "topk", "num_selected_experts")
-_BEYOND_LOGITS = ("e_score_correction_bias", "expert_bias", "moe_statics")
+WIDTHS = ("top_k", "num_experts_per_tok", "topk", "num_selected_experts")
+BEYOND_LOGITS = ("e_score_correction_bias", "expert_bias", "moe_statics")
 """What adds to the scores before the choice."""
 
 
@@ -68,7 +68,7 @@ class RoutingRecorder:
             self.__exit__(None, None, None)
             raise TraceError(
                 f"{self._name} has no MoE layer that is known: expected modules with `experts` beside a "
-                f"{' or '.join(_ROUTERS)}, or vLLM's routers"
+                f"{' or '.join(ROUTERS)}, or vLLM's routers"
             )
         return self
 
@@ -128,7 +128,7 @@ class RoutingRecorder:
             return
         children = dict(block.named_children())
         experts = children.get("experts")
-        router = next((children[key] for key in _ROUTERS if key in children), None)
+        router = next((children[key] for key in ROUTERS if key in children), None)
         if experts is None or router is None or _capture(experts) is not None:
             return
         layer = self._add(name, experts, router, block)
@@ -137,11 +137,11 @@ class RoutingRecorder:
         by_logits = self._keeper(layer, "top-k of the router's logits")
 
         def before(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-            by_experts(_integers((*arguments, *options.values())))
+            by_experts(integers((*arguments, *options.values())))
 
         def after(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
-            ids = _integers(outputs)
+            ids = integers(outputs)
             if ids is not None:
                 by_router(ids)
             elif not layer.records["ids that the experts are called with"]:
@@ -152,7 +152,7 @@ class RoutingRecorder:
         self._undo.append(router.register_forward_hook(after).remove)
 
     def _add(self, name: str, *modules: nn.Module) -> _Layer:
-        layer = _Layer(name or "model", _first(modules, _SIZES) or _weight_rows(modules[1:]))
+        layer = _Layer(name or "model", first_number(modules, _SIZES) or _weight_rows(modules[1:]))
         if not layer.num_experts:
             raise TraceError(
                 f"{layer.name}: cannot tell how many experts it has; expected {' or '.join(_SIZES)}"
@@ -180,10 +180,10 @@ class RoutingRecorder:
             (out for out in outputs if isinstance(out, torch.Tensor) and out.shape[-1] == layer.num_experts),
             None,
         )
-        width = _first((router, block), _WIDTHS)
-        holders = [(name, module) for name in _BEYOND_LOGITS for module in (router, block)]
+        width = first_number((router, block), WIDTHS)
+        holders = [(name, module) for name in BEYOND_LOGITS for module in (router, block)]
         beyond = next((name for name, module in holders if getattr(module, name, None) is not None), None)
-        groups = _first((router, block), ("n_group", "num_expert_group"))
+        groups = first_number((router, block), ("n_group", "num_expert_group"))
         if logits is None or not width or beyond or groups > 1:
             why = beyond or (
                 "groups of experts" if groups > 1 else "unknown top-k" if logits is not None else "no logits"
@@ -199,13 +199,13 @@ def _capture(module: nn.Module) -> Callable[[Any], None] | None:
     return capture if callable(capture) else None
 
 
-def _integers(values: tuple[Any, ...]) -> torch.Tensor | None:
+def integers(values: tuple[Any, ...]) -> torch.Tensor | None:
     """The expert ids [..., K] among `values`."""
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     return next((x for x in tensors if x.dim() >= 2 and x.dtype in (torch.int32, torch.int64)), None)
 
 
-def _first(modules: tuple[nn.Module, ...], names: tuple[str, ...]) -> int:
+def first_number(modules: tuple[nn.Module, ...], names: tuple[str, ...]) -> int:
     """The first positive whole number under one of `names`, in a module or its configuration; else 0."""
     holders = [holder for module in modules for holder in (module, getattr(module, "config", None))]
     values = (getattr(holder, name, None) for holder in holders for name in names)

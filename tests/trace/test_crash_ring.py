@@ -90,6 +90,7 @@ def _name(layer: int, step: int) -> str:
     return f"model.layers.{layer}.mlp.experts-call{step}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGSEGV", "abort", "error"])
 def test_calls_outlive_other_ends(tmp_path: Path, how: str) -> None:
     capsules = capsules_after(tmp_path, how)

@@ -1,0 +1,384 @@
+"""Records the MoE call of any torch model that shows a failure.
+
+    with MoeRecorder(model, "capsules") as recorder:
+        model(tokens)
+    print(recorder.files)  # then: moedoctor replay FILE
+
+Works on blocks with `experts` beside a `gate` or `router`, as in Hugging Face's transformers: experts stacked
+in one module (`gate_up_proj` [E, 2I, H], `down_proj` [E, H, I]), or a list of modules with `gate_proj`,
+`up_proj` and `down_proj`, or `w1`, `w3` and `w2`. What it cannot record is in `left_out`.
+
+The hooks call operators that `torch.compile` does not look into, so they neither break a graph nor get lost
+in one, if the recorder is entered before the model is compiled. A CUDA graph repeats what was watched when it
+was captured: `nan` works in it; `first`, `call` and `mismatch` count the steps that Python sees.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from moedoctor.kernels.kept_rows import MoeCall, MoeInput
+from moedoctor.reference.moe import activate
+from moedoctor.trace.call_keeper import CallKeeper, WatchedLayer, Wish
+from moedoctor.trace.capsule import MAX_BYTES, Capsule, Record, file_name, save
+from moedoctor.trace.crash_ring import CrashRing
+from moedoctor.trace.format import TraceError
+from moedoctor.trace.recorder import BEYOND_LOGITS, ROUTERS, WIDTHS, first_number, integers
+
+_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), (None, "up_proj", "down_proj"))
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+_ALL = 2**30
+"""Rows of a step that are no padding: it is not known which are."""
+_recorders: dict[int, MoeRecorder] = {}
+_numbers = itertools.count()
+
+
+@torch.library.custom_op("moedoctor::watch_moe_call", mutates_args={"state"})
+def _watch_call(
+    state: torch.Tensor,
+    recorder: int,
+    layer: int,
+    x: torch.Tensor,
+    output: torch.Tensor,
+    ids: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    logits: torch.Tensor | None,
+) -> None:
+    _recorders[recorder].keeper.watch(layer, MoeCall(MoeInput(x, ids, weights, logits), output))
+
+
+@torch.library.custom_op("moedoctor::save_moe_input", mutates_args={"state"})
+def _save_input(
+    state: torch.Tensor,
+    recorder: int,
+    layer: int,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    logits: torch.Tensor | None,
+) -> None:
+    ring = _recorders[recorder].ring
+    assert ring is not None
+    ring.save(layer, MoeInput(x, ids, weights, logits))
+
+
+@torch.library.custom_op("moedoctor::watch_step", mutates_args={"state"})
+def _watch_step(state: torch.Tensor, recorder: int, begins: bool) -> None:
+    _recorders[recorder].step(begins=begins)
+
+
+class MoeRecorder:
+    """A context: inside it, the MoE calls of `model` are watched."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str | Path,
+        *,
+        when: str = "nan",
+        max_bytes: int = MAX_BYTES,
+        checkpoint: str | Path | None = None,
+    ) -> None:
+        """`when` is ``nan``, ``first``, ``call=LAYER:N``, ``mismatch=RATE`` or ``crash``.
+
+        `folder` gets the capsule, of at most `max_bytes`. After a crash the weights of the last call are read
+        from the safetensors files in `checkpoint`. Raises ValueError if `when` is something else.
+        """
+        self.folder = Path(folder)
+        self.files: list[Path] = []
+        """The capsules that were written; what a crash leaves is written when the process has ended."""
+        self.left_out: list[str] = []
+        """Why MoE layers are not watched, or a call was lost."""
+        wish = Wish.parse(when, max_bytes)
+        self.ring = CrashRing(self.folder, max_bytes, whole=True) if wish.when == "crash" else None
+        self.keeper = CallKeeper(wish, self._keep, self.left_out.append)
+        self._model = model
+        self._checkpoint = None if checkpoint is None else Path(checkpoint)
+        self._number = next(_numbers)
+        self._undo: list[Callable[[], object]] = []
+        self._experts: dict[int, int] = {}
+        """Layer -> its number of experts."""
+        self._logits: dict[int, torch.Tensor] = {}
+        """Layer -> what its router gave last."""
+        self._state = torch.zeros(1, dtype=torch.int32)
+
+    def __enter__(self) -> MoeRecorder:
+        """Start watching. Raises TraceError if the model has no MoE layer that can be recorded."""
+        parameter = next(self._model.parameters(), self._state)
+        self._state = torch.zeros(1, dtype=torch.int32, device=parameter.device)
+        for name, block in self._model.named_modules():
+            try:
+                self._watch(name, block)
+            except TraceError as error:
+                self.left_out.append(f"{name or 'model'}: {error}")
+        if not self._undo:
+            raise TraceError(
+                "; ".join(self.left_out) or "the model has no module with experts beside a router"
+            )
+        number, state = self._number, self._state
+        _recorders[number] = self
+
+        def before(module: nn.Module, arguments: Any) -> None:
+            _watch_step(state, number, True)
+
+        def after(module: nn.Module, arguments: Any, output: Any) -> None:
+            _watch_step(state, number, False)
+
+        self._undo += [
+            self._model.register_forward_pre_hook(before).remove,
+            self._model.register_forward_hook(after).remove,
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        while self._undo:
+            self._undo.pop()()
+        if self.ring is not None:
+            self.ring.finish(None if error is None else f"{type(error).__name__}: {error}"[:300])
+        else:
+            self.keeper.collect()
+        _recorders.pop(self._number, None)
+
+    def step(self, *, begins: bool) -> None:
+        """Begin or end a forward pass."""
+        if self.ring is not None:
+            if begins:
+                self.ring.begin()
+        elif begins:
+            self.keeper.begin(_ALL)
+        else:
+            self.keeper.end()
+
+    # --- Inside -------------------------------------------------------------------------------------------
+
+    def _keep(self, capsule: Capsule) -> None:
+        file = self.folder / file_name(capsule.record, os.getpid())
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save(capsule, file)
+        except OSError as error:
+            self.left_out.append(f"{file} cannot be written: {error}")
+        else:
+            self.files.append(file)
+
+    def _watch(self, name: str, block: nn.Module) -> None:
+        """Hook `block` if it is a MoE layer. Raises TraceError if it is one that cannot be recorded."""
+        children = dict(block.named_children())
+        experts = children.get("experts")
+        router = next((children[key] for key in ROUTERS if key in children), None)
+        if experts is None or router is None:
+            return
+        separate = isinstance(experts, nn.ModuleList)
+        weights = _listed(experts) if isinstance(experts, nn.ModuleList) else _stacked(experts)
+        if separate and (shared := next((key for key in _SHARED if key in children), None)):
+            raise TraceError(f"its output holds that of {shared}, and a capsule holds routed experts only")
+        modules = (router, block) if separate else (router, experts, block)
+        width = first_number(modules, WIDTHS)
+        if not width:
+            raise TraceError(f"cannot tell how many experts a token gets; expected {' or '.join(WIDTHS)}")
+        record = weights.record(f"{name}.experts" if name else "experts", width)
+        layer = self._add(WatchedLayer(record, weights.of), weights.down[0])
+        self._experts[layer] = record.experts
+        if separate:
+            self._hook_list(layer, block, router, width)
+        else:
+            self._hook_stack(layer, experts, router)
+
+    def _add(self, layer: WatchedLayer, weight: torch.Tensor) -> int:
+        """Return the number of a layer. Raises TraceError if it cannot share the others' memory."""
+        if weight.device != self._state.device:
+            raise TraceError(f"it is on {weight.device}, and the first layer is on {self._state.device}")
+        if self.ring is not None:
+            return self.ring.add(layer.record, self._checkpoint)
+        sizes = {(each.record.hidden, each.record.top_k, each.record.experts) for each in self.keeper.layers}
+        if sizes - {(layer.record.hidden, layer.record.top_k, layer.record.experts)}:
+            raise TraceError("its sizes are not those of the first layer; record it by itself")
+        number = self.keeper.add(layer)
+        self.keeper.prepare(number, weight.dtype, weight.device)
+        return number
+
+    def _hook_stack(self, layer: int, experts: nn.Module, router: nn.Module) -> None:
+        """Watch a module of experts that is called with tokens, ids and weights."""
+        number, state, saves = self._number, self._state, self.ring is not None
+        total = self._experts[layer]
+
+        def keep_logits(module: nn.Module, arguments: Any, output: Any) -> None:
+            logits = output[0] if isinstance(output, tuple) else output
+            if logits.shape[-1] == total:
+                self._logits[layer] = _flat(logits)  # [T, E]
+
+        def given(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+            values = (*arguments, *options.values())
+            ids, x = integers(values), _first_tensor(arguments, options)
+            if ids is None:
+                raise TraceError("the experts are called without ids [T, K], so what they got is not known")
+            others = (value for value in values if isinstance(value, torch.Tensor) and value is not x)
+            weights = next(value for value in others if value.shape == ids.shape and value is not ids)
+            return _flat(x), _flat(ids), _flat(weights)
+
+        def before(module: nn.Module, arguments: Any, options: Any) -> None:
+            _save_input(state, number, layer, *given(arguments, options), self._logits.get(layer))
+
+        def after(module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
+            x, ids, weights = given(arguments, options)
+            _watch_call(state, number, layer, x, _flat(output), ids, weights, self._logits.get(layer))
+
+        self._undo.append(router.register_forward_hook(keep_logits).remove)
+        if saves:
+            self._undo.append(experts.register_forward_pre_hook(before, with_kwargs=True).remove)
+        else:
+            self._undo.append(experts.register_forward_hook(after, with_kwargs=True).remove)
+
+    def _hook_list(self, layer: int, block: nn.Module, router: nn.Module, width: int) -> None:
+        """Watch a block that routes to a list of experts by itself: top-k of the softmax of logits."""
+        holders = [(key, module) for key in BEYOND_LOGITS for module in (router, block)]
+        beyond = next((key for key, module in holders if getattr(module, key, None) is not None), None)
+        if beyond or first_number((router, block), ("n_group", "num_expert_group")) > 1:
+            raise TraceError(f"its choice depends on more than logits ({beyond or 'groups of experts'})")
+        number, state, saves = self._number, self._state, self.ring is not None
+        sums_to_one = bool(getattr(block, "norm_topk_prob", True))
+
+        def routed(x: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            weights, ids = logits.float().softmax(-1).topk(width, dim=-1)  # [T, K] each
+            if sums_to_one:
+                weights = weights / weights.sum(-1, keepdim=True)
+            return weights.to(x.dtype), ids
+
+        def keep_logits(module: nn.Module, arguments: Any, output: Any) -> None:
+            logits = _flat(output[0] if isinstance(output, tuple) else output)  # [T, E]
+            self._logits[layer] = logits
+            if saves:
+                x = _flat(arguments[0])  # [T, H]
+                weights, ids = routed(x, logits)
+                _save_input(state, number, layer, x, ids, weights, logits)
+
+        def after(module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
+            x = _flat(_first_tensor(arguments, options))  # [T, H]
+            logits = self._logits[layer]
+            weights, ids = routed(x, logits)
+            result = output[0] if isinstance(output, tuple) else output
+            _watch_call(state, number, layer, x, _flat(result), ids, weights, logits)
+
+        self._undo.append(router.register_forward_hook(keep_logits).remove)
+        if not saves:
+            self._undo.append(block.register_forward_hook(after, with_kwargs=True).remove)
+
+
+class _Rows:
+    """The matrices of each expert, joined when they are asked for."""
+
+    def __init__(self, experts: nn.ModuleList, names: Sequence[str]) -> None:
+        self._experts, self._names = experts, names
+
+    def __len__(self) -> int:
+        return len(self._experts)
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        parts = [getattr(self._experts[expert], name).weight.detach() for name in self._names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)  # [N, K]
+
+
+_Matrices = _Rows | torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of one layer's experts."""
+
+    up: _Matrices
+    """[2I, H] of each expert, the gate half first; [I, H] without a gate"""
+    down: _Matrices
+    """[H, I] of each expert"""
+    gated: bool
+    act: Any
+    """The activation."""
+
+    def record(self, layer: str, top_k: int) -> Record:
+        """Return what a capsule says of it. Raises TraceError if a capsule cannot hold such weights."""
+        up, down = self.up[0], self.down[0]
+        if down.dim() != 2 or {up.dtype, down.dtype} - {torch.bfloat16, torch.float16, torch.float32}:
+            raise TraceError(
+                f"its weights are {down.dtype} {list(down.shape)}, expected BF16, F16 or F32 [H, I]"
+            )
+        hidden, size = down.shape
+        rows = (2 if self.gated else 1) * size
+        if tuple(up.shape) != (rows, hidden):
+            raise TraceError(f"its first weights are {list(up.shape)}, expected {[rows, hidden]}")
+        return Record(
+            layer=layer,
+            hidden=hidden,
+            intermediate=size,
+            experts=len(self.down),
+            top_k=top_k,
+            activation=_activation(self.act, self.gated),
+            quantization="bf16",
+            backend="torch",
+            packages={"torch": str(torch.__version__)},
+        )
+
+    def of(self, experts: list[int]) -> Mapping[str, torch.Tensor]:
+        """Return the capsule's tensors of these experts."""
+
+        def chosen(matrices: _Matrices) -> torch.Tensor:
+            return torch.stack([matrices[expert].detach().cpu() for expert in experts])
+
+        return {"w13": chosen(self.up), "w2": chosen(self.down)}
+
+
+def _stacked(experts: nn.Module) -> _Weights:
+    """Return the weights of experts in one module."""
+    parameters = dict(experts.named_parameters(recurse=False))
+    up, down = parameters.get("gate_up_proj", parameters.get("up_proj")), parameters.get("down_proj")
+    if up is None or down is None or up.dim() != 3 or down.dim() != 3:
+        raise TraceError("its experts have no gate_up_proj [E, 2I, H] and down_proj [E, H, I]")
+    if any("bias" in name for name in parameters) or getattr(experts, "is_transposed", False):
+        raise TraceError("its experts have biases or transposed weights, which a capsule does not hold")
+    return _Weights(up, down, "gate_up_proj" in parameters, getattr(experts, "act_fn", None))
+
+
+def _listed(experts: nn.ModuleList) -> _Weights:
+    """Return the weights of a list of experts."""
+    first = dict(experts[0].named_children())
+    names = next((names for names in _PROJECTIONS if all(name in first for name in names if name)), None)
+    if names is None:
+        has = ", ".join(first) or "nothing"
+        raise TraceError(f"an expert has {has}; expected gate_proj, up_proj and down_proj")
+    if any(getattr(module, "bias", None) is not None for module in first.values()):
+        raise TraceError("its experts have biases, which a capsule does not hold")
+    gate, up, down = names
+    rows = _Rows(experts, [name for name in (gate, up) if name is not None])
+    act = getattr(experts[0], "act_fn", None)
+    return _Weights(rows, _Rows(experts, [str(down)]), gate is not None, act)
+
+
+def _activation(act: Any, gated: bool) -> Any:
+    """Return the name of an activation, by what it does. Raises TraceError if capsules do not know it."""
+    x = torch.linspace(-3, 3, 25)  # [25]
+    if callable(act):
+        found = act(x)
+        for name in ("silu", "gelu_tanh") if gated else ("relu2",):
+            given = torch.cat((x, torch.ones_like(x)))[None] if gated else x[None]
+            if torch.allclose(found, activate(given, name)[0], atol=1e-5):
+                return name
+    raise TraceError(f"its activation {type(act).__name__} is not SiLU or GELU (tanh) with a gate, or ReLU²")
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return [T, *] of [..., *]."""
+    return tensor.detach().flatten(0, -2)
+
+
+def _first_tensor(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> torch.Tensor:
+    values = (*arguments, *options.values())
+    return next(x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point())

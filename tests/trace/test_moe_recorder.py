@@ -1,0 +1,272 @@
+"""Calls of Hugging Face's MoE blocks in their old and their stacked form, eager and compiled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from moedoctor.diagnose.capsule.replay import replay
+from moedoctor.trace import MoeRecorder
+from moedoctor.trace.capsule import SUFFIX, load
+from moedoctor.trace.format import TraceError
+from tests.interpreted import ROOT
+
+E, K, H, SIZE = 8, 2, 64, 32
+
+
+class Router(nn.Module):
+    """As in transformers from 5.0: returns logits, weights and ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top_k, self.num_experts = K, E
+        self.weight = nn.Parameter(torch.randn(E, H) / H**0.5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = x.reshape(-1, H) @ self.weight.T  # [T, E]
+        weights, ids = logits.float().softmax(-1).topk(K)  # [T, K] each
+        return logits, (weights / weights.sum(1, keepdim=True)).to(x.dtype), ids
+
+
+class Experts(nn.Module):
+    """Stacked, as in transformers from 5.0; computes every expert, so that nothing depends on data."""
+
+    def __init__(self, act: Any = None) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(E, 2 * SIZE, H) / H**0.5)
+        self.down_proj = nn.Parameter(torch.randn(E, H, SIZE) / SIZE**0.5)
+        self.act_fn = act or nn.SiLU()
+        self.scale = 1.0
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        gate, up = torch.einsum("th,enh->ten", hidden_states, self.gate_up_proj).chunk(2, -1)
+        out = torch.einsum("ten,ehn->teh", self.act_fn(gate) * up, self.down_proj)  # [T, E, H]
+        spread = torch.zeros(len(out), E, dtype=out.dtype).scatter(
+            1, top_k_index, top_k_weights.to(out.dtype)
+        )
+        return torch.where(spread[..., None] > 0, out * spread[..., None], 0).sum(1) * self.scale
+
+
+class Block(nn.Module):
+    """As Mixtral's and Qwen3-MoE's in transformers from 5.0."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__()
+        self.gate, self.experts = Router(), Experts(**more)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, H)
+        _, weights, ids = self.gate(flat)
+        return self.experts(flat, ids, weights).view(x.shape)
+
+
+class Expert(nn.Module):
+    def __init__(self, names: tuple[str, str, str]) -> None:
+        super().__init__()
+        self.names = names
+        for name, rows, columns in zip(names, (SIZE, SIZE, H), (H, H, SIZE), strict=True):
+            self.add_module(name, nn.Linear(columns, rows, bias=False))
+        self.act_fn = functional.silu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (getattr(self, name) for name in self.names)
+        return down(self.act_fn(gate(x)) * up(x))
+
+
+class OldBlock(nn.Module):
+    """As Mixtral's (w1, w3, w2) and Qwen3-MoE's in transformers 4: a list of experts, top-k in the block."""
+
+    def __init__(self, names: tuple[str, str, str], norm_topk_prob: bool = True) -> None:
+        super().__init__()
+        self.gate = nn.Linear(H, E, bias=False)
+        self.experts = nn.ModuleList(Expert(names) for _ in range(E))
+        self.top_k, self.norm_topk_prob, self.scale = K, norm_topk_prob, 1.0
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = x.reshape(-1, H)
+        logits = self.gate(flat)
+        weights, ids = logits.softmax(1, dtype=torch.float).topk(K)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(1, keepdim=True)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            row, lane = torch.where(ids == number)
+            out.index_add_(0, row, expert(flat[row]) * weights.to(x.dtype)[row, lane, None])
+        return (out * self.scale).view(x.shape), logits
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.layers:
+            out = block(x)
+            x = x + (out[0] if isinstance(out, tuple) else out)
+        return x
+
+
+BLOCKS = {
+    "stacked": Block,
+    "mixtral": lambda: OldBlock(("w1", "w3", "w2")),
+    "qwen": lambda: OldBlock(("gate_proj", "up_proj", "down_proj"), norm_topk_prob=False),
+}
+
+
+def model_of(kind: str, dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(0)
+    return Model(*(BLOCKS[kind]() for _ in range(2))).to(dtype).requires_grad_(False)
+
+
+def x_of(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(2, 3, H, generator=torch.Generator().manual_seed(1)).to(dtype)  # batch, sequence
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_call_is_recorded_whole_and_is_right(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = model_of(kind, dtype)
+    with MoeRecorder(model, tmp_path, when="call=layers.1:2") as recorder:
+        for _ in range(3):
+            model(x_of(dtype))
+    (file,) = recorder.files
+    capsule = load(file)
+    assert (capsule.record.layer, capsule.record.call) == ("layers.1.experts", 2)
+    assert capsule.tensors["x"].shape == (6, H)
+    assert capsule.tensors["router_logits"].shape == (6, E)
+    assert capsule.tensors["w13"].dtype == dtype
+    result = replay(file, lambda facts: (), "cpu", seconds=60)
+    assert (result.judged, result.right) == (True, True)
+    assert recorder.left_out == []
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_wrong_call_is_found_and_a_right_one_is_not(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind)
+    with MoeRecorder(model, tmp_path, when="mismatch=1") as recorder:
+        for _ in range(6):
+            model(x_of())
+        assert recorder.files == []
+        for block in model.layers:
+            for part in (block, *block.children()):
+                if hasattr(part, "scale"):
+                    part.scale = 1.5
+        for _ in range(3):
+            model(x_of())
+    assert len(recorder.files) == 1
+    assert load(recorder.files[0]).record.reason == "its output is past the bound of the reference"
+
+
+def test_nan_that_a_compiled_layer_makes_is_found_without_a_graph_break(tmp_path: Path) -> None:
+    model = model_of("stacked")
+    with MoeRecorder(model, tmp_path) as recorder:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            compiled(x_of())
+        assert recorder.keeper.done is False
+        model.layers[1].experts.down_proj[3, 5, 7] = float("nan")
+        compiled(x_of())
+        compiled(x_of())
+    (file,) = recorder.files
+    capsule = load(file)
+    assert (capsule.record.layer, capsule.record.call) == ("layers.1.experts", 3)
+    assert capsule.tensors["output"].isnan()[:, 5].all()
+    assert 0 < len(capsule.tensors["x"]) < 6
+    assert (capsule.tensors["topk_ids"] == 3).any(1).all()
+
+
+def test_hooks_are_gone_afterwards(tmp_path: Path) -> None:
+    model = model_of("stacked")
+    with MoeRecorder(model, tmp_path, when="first"):
+        pass
+    model(x_of())
+    assert list(tmp_path.iterdir()) == []
+
+
+class Shared(OldBlock):
+    def __init__(self) -> None:
+        super().__init__(("w1", "w3", "w2"))
+        self.shared_expert = nn.Linear(H, H)
+
+
+class Biased(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts.down_proj_bias = nn.Parameter(torch.zeros(E, H))
+
+
+@pytest.mark.parametrize(
+    ("block", "problem"),
+    [
+        (Shared, "holds that of shared_expert"),
+        (Biased, "biases or transposed weights"),
+        (lambda: Block(act=nn.Tanh()), "its activation Tanh is not"),
+        (lambda: nn.Linear(H, H), "no module with experts beside a router"),
+    ],
+)
+def test_what_cannot_be_recorded_is_said(block: Any, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=problem):
+        MoeRecorder(Model(block()), tmp_path).__enter__()
+    with MoeRecorder(Model(Block(), block()), tmp_path) as recorder:
+        pass
+    assert [problem in line for line in recorder.left_out] == ([] if "no module" in problem else [True])
+
+
+_DIES = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from moedoctor.trace import MoeRecorder
+from tests.trace.test_moe_recorder import model_of, x_of
+model = model_of(sys.argv[1])
+with MoeRecorder(model, sys.argv[2], when="crash") as recorder:
+    model(x_of()[:, :1])
+    model.layers[1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    model(x_of())
+"""
+
+
+@pytest.mark.parametrize("kind", ["stacked", pytest.param("qwen", marks=pytest.mark.slow)])
+def test_calls_outlive_a_kill(kind: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _DIES, kind, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    capsules = [load(file) for file in tmp_path.glob(f"*{SUFFIX}")]
+    rows = {(one.record.layer, one.record.call): len(one.tensors["x"]) for one in capsules}
+    assert rows == {
+        (f"layers.{layer}.experts", call): (2, 6)[call - 1] for layer in (0, 1) for call in (1, 2)
+    }
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+def test_a_real_model_of_transformers_is_recorded(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": H, "intermediate_size": SIZE, "moe_intermediate_size": SIZE}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+    experts = {"num_experts": E, "num_local_experts": E, "num_experts_per_tok": K}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **experts)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad(), MoeRecorder(model, tmp_path, when="first") as recorder:
+        model(torch.arange(6)[None])
+    (file,) = recorder.files
+    assert load(file).record.layer.startswith("model.layers.0.")
+    assert replay(file, lambda facts: (), "cpu", seconds=60).right is True
