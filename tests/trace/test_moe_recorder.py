@@ -176,7 +176,7 @@ def test_nan_that_a_compiled_layer_makes_is_found_without_a_graph_break(tmp_path
         for _ in range(2):
             compiled(x_of())
         assert recorder.keeper.done is False
-        model.layers[1].experts.down_proj[3, 5, 7] = float("nan")
+        model.layers[1].experts.down_proj[:3, 5, 7] = float("nan")
         compiled(x_of())
         compiled(x_of())
     (file,) = recorder.files
@@ -184,7 +184,7 @@ def test_nan_that_a_compiled_layer_makes_is_found_without_a_graph_break(tmp_path
     assert (capsule.record.layer, capsule.record.call) == ("layers.1.experts", 3)
     assert capsule.tensors["output"].isnan()[:, 5].all()
     assert 0 < len(capsule.tensors["x"]) < 6
-    assert (capsule.tensors["topk_ids"] == 3).any(1).all()
+    assert (capsule.tensors["topk_ids"] < 3).any(1).all()
 
 
 def test_hooks_are_gone_afterwards(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_calls_outlive_a_kill(kind: str, tmp_path: Path) -> None:
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     capsules = [load(file) for file in tmp_path.glob(f"*{SUFFIX}")]
-    rows = {(one.record.layer, one.record.call): len(one.tensors["x"]) for one in capsules}
+    rows = {(left.record.layer, left.record.call): len(left.tensors["x"]) for left in capsules}
     assert rows == {
         (f"layers.{layer}.experts", call): (2, 6)[call - 1] for layer in (0, 1) for call in (1, 2)
     }
