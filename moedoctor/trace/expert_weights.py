@@ -21,6 +21,8 @@ _INDEX = "model.safetensors.index.json"
 _MOST_INDEX_BYTES = 64 << 20
 _GLOBAL = ("weight_scale_2", "weight_global_scale")
 """A scale that dequantizes, and one that quantizes (compressed-tensors)."""
+_FP8 = ("weight_scale", "weight_scale_inv")
+"""Both dequantize: of a matrix or its rows, and of blocks."""
 _INPUT = ("input_scale", "input_global_scale")
 
 
@@ -80,10 +82,11 @@ class ExpertFiles:
         if quantization == "bf16":
             return {"": values}
         if quantization == "fp8":
-            scale = self._tensor(f"{name}.weight_scale", "a scale of the whole matrix")
-            if scale.numel() != 1:
-                raise CapsuleError(f"{name}.weight_scale has {scale.numel()} values, expected one")
-            return {"": values, "_scale": scale.float().reshape(())}
+            found = next((part for part in _FP8 if f"{name}.{part}" in self._files), _FP8[0])
+            scale = self._tensor(f"{name}.{found}", "a scale").float()
+            if scale.numel() > 1 and scale.dim() != 2:
+                raise CapsuleError(f"{name}.{found} is {list(scale.shape)}, expected one scale or [R, C]")
+            return {"": values, "_scale": scale if scale.numel() > 1 else scale.reshape(())}
         found = next((part for part in _GLOBAL if f"{name}.{part}" in self._files), _GLOBAL[0])
         scale = self._tensor(f"{name}.{found}").float().reshape(())  # []
         return {
@@ -117,6 +120,10 @@ def _stacked(target: str, experts: Sequence[Sequence[Mapping[str, torch.Tensor]]
     """Return a weight of a capsule, of a dictionary for each projection of each expert."""
     tensors: dict[str, torch.Tensor] = {}
     for part in experts[0][0]:
+        if part == "_scale" and experts[0][0][part].dim() == 2:
+            blocks = [torch.cat([projection[part] for projection in each]) for each in experts]  # [R, C] each
+            tensors[f"{target}{part}"] = torch.stack(blocks)
+            continue
         if part == "_scale":
             listed = [torch.stack([projection[part] for projection in each]) for each in experts]
             scales = torch.stack(listed)  # [U, projections]

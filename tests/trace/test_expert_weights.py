@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from moedoctor.reference.checkpoints import write_qwen3_moe
+from moedoctor.reference.fp8 import Fp8
 from moedoctor.trace.capsule import CapsuleError
 from moedoctor.trace.expert_weights import ExpertFiles
 
@@ -43,6 +44,20 @@ def test_nvfp4_experts_keep_both_scales_if_they_differ(tmp_path: Path) -> None:
     assert tensors["input_scale"].item() == stored[f"{LAYER}.5.gate_proj.input_scale"].item()
     alike = ExpertFiles(folder).capsule_tensors(LAYER, [0, 1], "nvfp4")
     assert alike["w13_scale"].shape == (2,)
+
+
+def test_fp8_blocks_of_gate_and_up_follow_each_other(tmp_path: Path) -> None:
+    folder = write_qwen3_moe(tmp_path, scheme="fp8", hidden=256, intermediate=128)
+    stored = load_file(folder / "model.safetensors")
+    tensors = ExpertFiles(folder).capsule_tensors(LAYER, [5], "fp8")
+    gate, up, down = (stored[f"{LAYER}.5.{name}_proj.weight_scale_inv"] for name in ("gate", "up", "down"))
+    assert torch.equal(tensors["w13_scale"][0], torch.cat((gate, up)))
+    assert torch.equal(tensors["w2_scale"][0], down)
+    weight = stored[f"{LAYER}.5.up_proj.weight"].float() * up.float().repeat_interleave(
+        128, 0
+    ).repeat_interleave(128, 1)
+    held = Fp8(tensors["w13"], tensors["w13_scale"], (128, 128), 2).dequantize(0)
+    assert torch.equal(held[128:], weight)
 
 
 def test_what_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def watched_layer(runner: Any, layer: Any, find: Callable[[], Path | None]) -> A
             "top_k": int(config.experts_per_token),
             "activation": activation,
             "quantization": quantization,
+            "block": _block(method),
             "activations": _quantized_activations(method),
             "backend": _backend(method),
             "kernel": {"monolithic": str(routes_itself(runner))},
@@ -88,14 +89,28 @@ def _unpadded(config: Any, name: str) -> int:
     return int(getattr(config, name) if value is None else value)
 
 
+def _block(method: Any) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale of FP8 weights; None if all of a matrix do."""
+    size = getattr(method, "weight_block_size", None)
+    if size:
+        return int(size[0]), int(size[1])
+    strategy = str(getattr(getattr(method, "weight_quant", None), "strategy", "")).lower()
+    return (1, 0) if "channel" in strategy else None
+
+
 def _quantized_activations(method: Any) -> str:
-    """Return how the backend quantizes activations: ``none``, ``fp8`` or ``nvfp4``."""
+    """Return how the backend quantizes activations, as `Record.activations` says it."""
     kernel = getattr(method, "moe_kernel", None)
-    experts = getattr(kernel, "fused_experts", None)
-    kind = str(getattr(getattr(experts, "quant_config", None), "quant_dtype", None))
+    config = getattr(getattr(kernel, "fused_experts", None), "quant_config", None)
+    kind = str(getattr(config, "quant_dtype", None))
     if "fp4" in kind:
         return "nvfp4"
-    return "fp8" if "float8" in kind else "none"
+    if "float8" not in kind:
+        return "none"
+    if getattr(config, "block_shape", None):
+        return "fp8_block"
+    # Without a scale in the checkpoint vLLM takes one of each token, or of all tokens together.
+    return "fp8_token" if getattr(config, "a1_scale", None) is None else "fp8"
 
 
 def _backend(method: Any) -> str:

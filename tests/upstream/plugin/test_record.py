@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from moedoctor.diagnose.capsule.replay import replay
 from moedoctor.processes.ask import unnamed_file
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.trace.capsule import SUFFIX, Capsule, load
-from moedoctor.upstream.plugin import record
+from moedoctor.upstream.plugin import record, record_layers
 from moedoctor.upstream.plugin.register import OptionError
 from tests.interpreted import ROOT
 from tests.upstream.plugin import record_stub
@@ -211,6 +212,37 @@ def test_an_error_of_the_experts_is_in_the_notes_of_the_watcher(engine: Engine) 
     assert recorder.ring._notes.read() == b'{"end": "RuntimeError: b_scales is not on GPU"}\n'
 
 
+@pytest.mark.parametrize(
+    ("config", "activations"),
+    [
+        ({"quant_dtype": None}, "none"),
+        ({"quant_dtype": "nvfp4"}, "nvfp4"),
+        ({"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128], "a1_scale": None}, "fp8_block"),
+        ({"quant_dtype": torch.float8_e4m3fn, "block_shape": None, "a1_scale": None}, "fp8_token"),
+        ({"quant_dtype": torch.float8_e4m3fn, "block_shape": None, "a1_scale": torch.ones(())}, "fp8"),
+    ],
+)
+def test_how_activations_are_quantized_is_what_the_kernel_says(
+    config: dict[str, object], activations: str
+) -> None:
+    experts = SimpleNamespace(quant_config=SimpleNamespace(**config))
+    method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=experts))
+    assert record_layers._quantized_activations(method) == activations
+
+
+@pytest.mark.parametrize(
+    ("method", "block"),
+    [
+        ({"weight_block_size": [128, 64]}, (128, 64)),
+        ({"weight_block_size": None}, None),
+        ({"weight_quant": SimpleNamespace(strategy="channel")}, (1, 0)),
+        ({"weight_quant": SimpleNamespace(strategy="tensor")}, None),
+    ],
+)
+def test_blocks_of_scales_are_what_the_method_says(method: dict[str, object], block: object) -> None:
+    assert record_layers._block(SimpleNamespace(**method)) == block
+
+
 REAL = """
 import inspect, json
 from dataclasses import fields
@@ -235,7 +267,7 @@ def test_the_installed_release_has_what_a_record_is_made_of() -> None:
     needed = {"hidden_dim", "intermediate_size_per_partition", "num_experts", "experts_per_token"}
     assert needed | {"activation", "moe_parallel_config"} <= set(real["config"])
     assert {"tp_size", "dp_size", "ep_size"} <= set(real["parallel"])
-    assert "quant_dtype" in real["quant"]
+    assert {"quant_dtype", "block_shape", "a1_scale"} <= set(real["quant"])
     assert {"silu", "relu2_no_mul"} <= set(real["activations"])
     assert {"fused_experts", "is_monolithic"} <= set(real["kernel"])
     for text in ("self.moe: FusedMoEConfig = moe", "self.moe_kernel"):
