@@ -22,7 +22,7 @@ COLOURS = ("#0060a0", "#b34700", "#007a55", "#9c3f7c", "#1b7893", "#8a6100", "#5
 INK, QUIET, GRID = "#1f2328", "#59636e", "#e3e6ea"
 _SHAPES = "os^DvPX*"
 _DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (7, 2, 2, 2)), (0, (2, 1)))
-_WIDTH, _LEFT, _TOP, _BOTTOM, _LINE, _LETTER = 7.6, 0.75, 0.23, 0.62, 0.145, 0.083
+_WIDTH, _LEFT, _TOP, _BOTTOM, _LINE, _LETTER = 7.6, 0.88, 0.23, 0.62, 0.145, 0.083
 _PLOT = 3.3
 _NAME_POINTS = 10.0
 _LABEL, _TITLE, _NOTE = 24, 72, 116
@@ -112,6 +112,9 @@ def _fill(axes: Any, chart: Chart) -> None:
         ticks = measured if 1 < len(measured) <= _MOST_TICKS else _ticks(measured)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
+        ends = [value for line in chart.series for value in line.x]
+        room = (max(ends) / min(ends)) ** 0.04 if max(ends) > min(ends) else 2.0
+        axes.set_xlim(min(ends) / room, max(ends) * room)
     if chart.log_y:
         ticks = log_ticks(chart.series)
         axes.set_yscale("log")
@@ -119,7 +122,10 @@ def _fill(axes: Any, chart: Chart) -> None:
     axes.minorticks_off()
     if chart.y_range:
         axes.set_ylim(*chart.y_range)
-    elif not chart.log_y and min(value for line in chart.series for value in line.y) >= 0:
+    elif chart.log_y:  # else the outermost ticks would leave half of the picture empty
+        ends = [value for line in chart.series for value in (*line.y, *line.low, *line.high)]
+        axes.set_ylim(min(ends) / 1.4, max(ends) * 1.4)
+    elif min(value for line in chart.series for value in line.y) >= 0:
         axes.set_ylim(bottom=0)
 
 

@@ -128,7 +128,9 @@ def test_a_logarithmic_axis_has_ticks_around_its_lines(values: list[float], tick
     line = Series("a line", list(range(1, len(values) + 1)), values)
     assert log_ticks([line]) == pytest.approx(ticks)
     shown = words(draw(series=(line,), log_y=True))
-    assert {f"{tick:g}" for tick in ticks} <= set(shown)
+    inside = [tick for tick in ticks if min(values) / 1.4 <= tick <= max(values) * 1.4]
+    assert inside
+    assert {f"{tick:g}" for tick in inside} <= set(shown)
 
 
 def test_a_logarithmic_axis_has_no_place_for_zero() -> None:

@@ -295,19 +295,22 @@ def _speed_chart(bench: CacheBench, timed: Sequence[Mapping[str, Any]]) -> Chart
         )
         for subject in dict.fromkeys(row["subject"] for row in timed)
     ]
-    optimum = {
-        row["capacity"]: (bench.batch or 1)
-        * 1e6
-        / (row["bus_us"] * (1 - row["hit_rate_optimum"]) / (1 - row["hit_rate"]))
-        for row in timed
-        if row.get("bus_us", 0) > 0 and row.get("hit_rate", 1) < 1 and row.get("hit_rate_optimum", 1) < 1
-    }
+    optimum: dict[int, float] = {}
+    for row in timed:
+        if row.get("bus_us", 0) > 0 and row.get("hit_rate", 1) < 1 and row.get("hit_rate_optimum", 1) < 1:
+            step_us = row["bus_us"] * (1 - row["hit_rate_optimum"]) / (1 - row["hit_rate"])
+            # Subjects load another number of bytes for an expert; nothing beats the one that loads the least.
+            fastest = (bench.batch or 1) * 1e6 / step_us
+            optimum[row["capacity"]] = max(optimum.get(row["capacity"], 0.0), fastest)
     # The first sentence says what was timed; the rest explains the columns of the table.
     what = bench.speed_note.partition(". ")[0].removesuffix(".") or _heading(bench)
     bound: tuple[Series, ...] = ()
     remark = ""
     if optimum:
-        remark = "The optimum does nothing but load what Belady misses, as fast as a pinned copy."
+        remark = (
+            "The optimum does nothing but load what Belady misses, in the fewest bytes and as fast as a "
+            "pinned copy."
+        )
         bound = (Series("optimum: Belady's loads at bus speed", list(optimum), list(optimum.values()), True),)
     return Chart(
         "tokens_per_second",

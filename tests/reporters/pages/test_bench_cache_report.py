@@ -34,7 +34,8 @@ BENCH = CacheBench(
 
 def test_hit_rate_and_speed_are_drawn_against_the_optimum() -> None:
     bound = {"bus_us": 1e4, "hit_rate": 0.5, "hit_rate_optimum": 0.75}
-    rates, speed = charts(replace(BENCH, speed=tuple({**row, **bound} for row in SPEED)))
+    larger = {**SPEED[0], "subject": "larger experts", **bound, "bus_us": 2e4}
+    rates, speed = charts(replace(BENCH, speed=(*({**row, **bound} for row in SPEED), larger)))
     assert [line.name for line in rates.series if line.bound] == ["Belady (optimum)"]
     shares = {
         point.policy: min(
@@ -49,7 +50,7 @@ def test_hit_rate_and_speed_are_drawn_against_the_optimum() -> None:
     nearest = max(shares, key=lambda name: shares[name])
     assert rates.title.startswith(f"{nearest} reaches {shares[nearest]:.0%} ")
     # Half of the misses of 10 ms: the optimum takes 5 ms for a step.
-    ours, optimum = speed.series
+    ours, _, optimum = speed.series
     assert (ours.y, list(optimum.y), optimum.bound) == ([50.0, 80.0], [200.0, 200.0], True)
     assert speed.title == "ours reaches 25% to 40% of the optimum's tokens per second"
     assert speed.caption.startswith("Speed: on a made-up GPU. Medians")
