@@ -202,6 +202,8 @@ def _fitting(table: Table, columns: int) -> Iterator[RenderableType]:
     if table.grouped:
         yield _grouped(table, columns)
         return
+    if not table.header:
+        return
     cells = list(zip(table.header, *table.rows, strict=True))
     side = Table(cells[0], cells[1:])
     for shape in (table, side) if len(table.rows) <= _SIDE_BY_SIDE else (table,):

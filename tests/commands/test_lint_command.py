@@ -317,6 +317,7 @@ def test_a_header_of_nested_lists_costs_no_more_memory_than_its_text(tmp_path: P
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.slow
 def test_sixty_shards_of_200_000_tensors(tmp_path: Path) -> None:
     large(tmp_path / "c", 60, 200_000)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,21 @@ from moedoctor.trace.capsule import load, save
 from tests.capsules import computation, make_capsule, noisy, with_output
 
 
-@pytest.fixture
-def wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A capsule in the working directory whose gate and up halves were swapped."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def swapped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A capsule whose gate and up halves were swapped, made once."""
     capsule = make_capsule("nvfp4")
     output = noisy(computation(capsule).contributions((("w13", "gate_up_swapped"),)).sum(1))
-    save(with_output(capsule, output), tmp_path / "wrong.moecapsule")
-    return Path("wrong.moecapsule")
+    path = tmp_path_factory.mktemp("capsule") / "wrong.moecapsule"
+    save(with_output(capsule, output), path)
+    return path
+
+
+@pytest.fixture
+def wrong(swapped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that capsule in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copy(swapped, "wrong.moecapsule"))
 
 
 def test_a_wrong_output_is_named_and_found(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,7 @@ def test_modules_of_flashinfer_for_other_gpus() -> None:
 
 
 _ASK = """
-import json, os, sys, types, vllm
+import json, os, sys, torch, types, vllm
 package = types.ModuleType("vllm.vllm_flash_attn")  # its own __init__ needs a GPU
 package.__path__ = [os.path.join(vllm.__path__[0], "vllm_flash_attn")]
 sys.modules[package.__name__] = package
@@ -121,6 +121,23 @@ attention.FA2_AVAILABLE = attention.FA3_AVAILABLE = True
 flashmla._is_flashmla_available = lambda: (True, None)
 kind = type(current_platform)
 answers = {}
+more = {}  # what the release has of these
+try:
+    from vllm.model_executor.layers.quantization.fp_quant import FPQuantConfig
+    more["_qutlass_C"] = lambda gpu: gpu >= FPQuantConfig.get_min_capability()
+except ImportError:
+    pass
+try:
+    from vllm.models.kimi_k3.nvidia.kda import is_flashkda_supported
+    more["_flashkda_C"] = lambda gpu: is_flashkda_supported(128, torch.bfloat16, torch.bfloat16, -5.0)
+except ImportError:
+    pass
+try:
+    from vllm.model_executor.layers import indexer_topk
+    more["_deepselect_C"] = lambda gpu: indexer_topk.SparseIndexerTopk("auto")._has_deep_select
+except ImportError:
+    pass
+kind.is_cuda = lambda self: True  # after the imports, which would ask the compiled kernels
 for text in sys.argv[1:]:
     major, minor = map(int, text.split("."))
     kind.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(major, minor))
@@ -128,6 +145,7 @@ for text in sys.argv[1:]:
         "_vllm_fa2_C": attention.is_fa_version_supported(2),
         "_vllm_fa3_C": attention.is_fa_version_supported(3),
         "_flashmla_C": flashmla.is_flashmla_sparse_supported()[0],
+        **{name: ask(10 * major + minor) for name, ask in more.items()},
     }
 print("ANSWER", json.dumps(answers))
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,12 @@ ROOT = Path(__file__).parents[3]
 ALL = ROOT / "reports" / "baselines" / "cpu.json"
 
 
-def stored() -> Iterator[Report]:
+@functools.cache
+def stored() -> tuple[Report, ...]:
+    return tuple(_stored())
+
+
+def _stored() -> Iterator[Report]:
     for path in sorted((ROOT / "reports").rglob("*.json")):
         try:
             stored_report = load_report(path)
@@ -49,7 +55,7 @@ def flat(given_report: Report) -> str:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
 def test_no_stored_run_takes_more_lines_than_promised(width: int) -> None:
-    checked = list(stored())
+    checked = stored()
     assert len(checked) > 20
     assert max(len(lines_of(each, width)) for each in checked) <= 120
 
