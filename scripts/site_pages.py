@@ -39,12 +39,14 @@ _SIGNS = ("the text says", "with words such as", "and it must also say", "how su
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the pages of entries and reports into the navigation."""
+    """Put the pages of entries and reports, and guides that it does not name, into the navigation."""
     known = [{f"{entry.id} {entry.name}": f"entries/{entry.id}.md"} for entry in entries().values()]
     reports = [
         {_report_name(path): path} for path in _sources() if path.endswith("README.md") and "/" in path
     ]
     reports.append({"What moedoctor itself survives": "reports/stress.md"})
+    named = set(re.findall(r"[\w-]+\.md", str(config.nav)))
+    guides = [path.name for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in named]
     filled = []
     for section in config.nav or ():
         ((title, items),) = section.items()
@@ -52,6 +54,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
             items = ["entries/index.md", *known]
         elif isinstance(items, list):
             items = [item for item in items if item != "reports"] + (reports if "reports" in items else [])
+            items += guides if title == "Guides" else []
         filled.append({title: items})
     config.nav = filled
     return config

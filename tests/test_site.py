@@ -157,3 +157,9 @@ def test_the_site_opens_and_searches_from_a_disk(site: Path) -> None:
 def _note_request(url: str, problems: list[str]) -> None:
     if url.startswith(("http:", "https:", "ws:")):
         problems.append(url)
+
+
+def test_every_file_of_docs_is_in_the_navigation(site: Path) -> None:
+    start = (site / "index.html").read_text(encoding="utf-8")
+    for guide in (ROOT / "docs").glob("*.md"):
+        assert f'href="{guide.stem}.html"' in start, guide.name
