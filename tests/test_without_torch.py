@@ -180,3 +180,10 @@ def test_the_wheel_answers_in_an_environment_without_torch(place: Path, tmp_path
         assert (answer.returncode, answer.stdout) == (2, ""), answer.stderr
         assert answer.stderr.splitlines()[-1].endswith(NEEDS_TORCH)
         assert "Traceback" not in answer.stderr
+    if "fleet" in get_command(app).commands:  # type: ignore[attr-defined]
+        installed = _run([str(bin / "pip"), "install", "-q", f"{wheel}[fleet]"], tmp_path, environ)
+        assert installed.returncode == 0, installed.stderr
+        words = "fleet --address local --reports reports check --release 0.33.0 --sm 12.0"
+        answer = _run([str(bin / "moedoctor"), *words.split()], tmp_path, environ)
+        assert answer.returncode == 1, answer.stderr
+        assert "All 1 node that answered are equal" in answer.stdout
