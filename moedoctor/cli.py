@@ -16,6 +16,7 @@ from moedoctor.commands.capsule import capsule
 from moedoctor.commands.check import check
 from moedoctor.commands.compare import compare
 from moedoctor.commands.explain import explain
+from moedoctor.commands.fleet import fleet
 from moedoctor.commands.lint import lint
 from moedoctor.commands.list import list_
 from moedoctor.commands.options import InputError
@@ -82,6 +83,7 @@ for command in (
     # What follows the command that `record` runs is the command's own.
     settings = {"allow_interspersed_args": False} if command is record else {}
     app.command(command.__name__.rstrip("_"), epilog=EPILOG, context_settings=settings)(command)
+app.command("fleet", epilog=EPILOG, context_settings={"ignore_unknown_options": True})(fleet)
 app.add_typer(capsule, name="capsule", epilog=EPILOG)
 
 

@@ -398,14 +398,21 @@ def read_json(path: Path | str, limit: int = MAX_REPORT_BYTES) -> Any:
     """
     file = os.fspath(path)
     try:
+        text = read_text(Path(file), limit)
+    except TextFileError as error:
+        raise ReportError(file, error.message, error.line) from None
+    return parse_json(text, file)
+
+
+def parse_json(text: str, file: str) -> Any:
+    """Return the data in strict JSON text, as `read_json` does; errors name `file`. Raises ReportError."""
+    try:
         return json.loads(
-            read_text(Path(file), limit),
+            text,
             object_pairs_hook=_unique_pairs,
             parse_constant=_finite_float,
             parse_float=_finite_float,
         )
-    except TextFileError as error:
-        raise ReportError(file, error.message, error.line) from None
     except json.JSONDecodeError as error:
         raise ReportError(file, f"not JSON: {error.msg}", error.lineno) from None
     except RecursionError:

@@ -284,17 +284,20 @@ def deliver(
     summary: str = "",
     code: int = 0,
     reasons: Sequence[str] = (),
+    masked: bool = False,
 ) -> None:
     """Mask the page, or the document as JSON, render it and write it.
 
-    `reasons` say why the command ends with `code`: in the document's summary and on stderr.
+    `reasons` say why the command ends with `code`: in the document's summary and on stderr. `masked` is for
+    a fleet, which masks each answer as it comes, and names hosts where that is wanted.
     """
     from moedoctor.redaction import Redactor
     from moedoctor.reporters.output import emit, terminal
 
-    redactor = Redactor.of_this_process()
-    reasons = redactor.record(tuple(reasons) if code else ())
-    document = {**document_head(document), **document}
+    redact: Callable[[Any], Any] = Redactor.of_this_process().record
+    mask: Callable[[Any], Any] = (lambda value: value) if masked else redact
+    reasons = mask(tuple(reasons) if code else ())
+    document = {**redact(document_head(document)), **document}
     if document["origin"] is None:  # a stored report of an older release
         del document["origin"]
     if code or "summary" in document:
@@ -306,21 +309,21 @@ def deliver(
     if format == "json":
         from moedoctor.reporters.json import to_json
 
-        text = to_json(redactor.record(document))
+        text = to_json(mask(document))
     elif format == "markdown":
         from moedoctor.reporters.markdown import to_markdown
 
-        text = to_markdown(redactor.record(with_files(page, output)))
+        text = to_markdown(mask(with_files(page, output)))
     elif format == "html":
         from moedoctor.reporters.html import page_with_answer, to_html
 
         found = [text for text in (summary, *reasons) if text]
-        text = to_html(redactor.record(page_with_answer(page, document, found)))
+        text = to_html(mask(page_with_answer(page, document, found)))
     else:
         from moedoctor.reporters.table import to_text
 
         colour, width = terminal(output)
-        text = to_text(redactor.record(page), colour=colour, width=width)
+        text = to_text(mask(page), colour=colour, width=width)
     emit(text, output, summary)
     print_reasons(code, reasons)
 

@@ -1,0 +1,308 @@
+"""`moedoctor fleet COMMAND`: one command on every node or GPU of a Ray cluster, and what differs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from moedoctor.commands.audit import audit
+from moedoctor.commands.bench import bench
+from moedoctor.commands.check import check
+from moedoctor.commands.lint import lint
+from moedoctor.commands.options import (
+    InputError,
+    Output,
+    PageFormat,
+    as_input_error,
+    deliver,
+    number,
+    one_of,
+    option,
+    texts,
+)
+from moedoctor.commands.run import run
+from moedoctor.processes import interrupts
+from moedoctor.text import print_message
+
+if TYPE_CHECKING:
+    from moedoctor.fleet.cluster import Question
+    from moedoctor.fleet.report import Collector
+
+_COMMANDS = {"check": check, "run": run, "bench": bench, "audit": audit, "lint": lint}
+_SECONDS = {"run": 3600.0, "bench": 3600.0}
+_OTHER_SECONDS = 300.0
+_USES_GPU = ("run", "bench")
+PARITY = ("run", "parity")
+_NOT_THERE = ("-o", "--output", "-f", "--format")
+
+
+def fleet(
+    command: Annotated[
+        str,
+        typer.Argument(
+            metavar="COMMAND",
+            parser=one_of("fleet", tuple(_COMMANDS)),
+            help="check, run, bench, audit or lint. `run parity` looks for GPUs that compute other bits.",
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="ARGUMENTS", help="Arguments and options of that command, with paths of the nodes."
+        ),
+    ] = None,
+    address: Annotated[
+        str,
+        option(
+            "auto|HOST:PORT|local",
+            "The Ray cluster: this machine's, that of a head, or a new one on this machine alone.",
+        ),
+    ] = "auto",
+    nodes: Annotated[
+        list[str] | None,
+        option(
+            "NAME[,...]",
+            "Ask only these nodes: hosts, addresses or starts of Ray's ids; * and ? match. Default: all.",
+        ),
+    ] = None,
+    per: Annotated[
+        str | None,
+        option(
+            "node|gpu",
+            "Run once a node, or once a GPU. Default: gpu for bench and run parity, else node.",
+            one_of("--per", ("node", "gpu")),
+        ),
+    ] = None,
+    idle_only: Annotated[
+        bool | None,
+        typer.Option(
+            "--idle-only/--no-idle-only",
+            help="Ask Ray for a CPU and all GPUs of each node, and leave a node that is busy alone. "
+            "Default: on for run and bench.",
+        ),
+    ] = None,
+    node_timeout: Annotated[
+        float | None,
+        option(
+            "SECONDS",
+            "Seconds that the command may take on a node. Default: 300, for run and bench 3600.",
+            number("--node-timeout", "seconds, above 0 and at most 86400", most=86_400),
+        ),
+    ] = None,
+    wait: Annotated[
+        float,
+        option(
+            "SECONDS",
+            "Seconds that a node may take to start; with --idle-only, to become idle.",
+            number("--wait", "seconds, above 0 and at most 86400", most=86_400),
+        ),
+    ] = 60.0,
+    runtime_env: Annotated[
+        Path | None,
+        option(
+            "WHEEL",
+            "Send this wheel of moedoctor to nodes that lack it or have another version; nothing stays.",
+        ),
+    ] = None,
+    reports: Annotated[
+        Path | None,
+        option(
+            "FOLDER",
+            "A new folder for the nodes' reports, written as they come. Default: one in the cache folder.",
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        option("FOLDER", "Go on with the reports in this folder: ask only the nodes without an answer."),
+    ] = None,
+    from_reports: Annotated[
+        Path | None,
+        option(
+            "FOLDER",
+            "Ask nobody: compare the JSON reports in this folder, one file a node, gathered by any means.",
+        ),
+    ] = None,
+    show_hosts: Annotated[
+        bool, typer.Option("--show-hosts", help="Name hosts in files too. A terminal always shows them.")
+    ] = False,
+    format: PageFormat = "table",
+    output: Output = None,
+) -> int:
+    """Run a command on every node of a Ray cluster and show what differs.
+
+    Nodes with the same answers are one group; each other group is named by what differs and who is in it.
+    Exit code 1 if a node has a finding, gave no answer, or differs in a way that a rule calls wrong.
+    """
+    from moedoctor.fleet.rows import mask
+    from moedoctor.reporters.pages.fleet import fleet_document, fleet_page, summary_line
+
+    given = (command, *(arguments or ()))
+    _check_arguments(given)
+    per_gpu = per == "gpu" if per is not None else command == "bench" or given == PARITY
+    shown = show_hosts or (output is None and sys.stdout.isatty())
+    if sum(folder is not None for folder in (reports, resume, from_reports)) > 1:
+        raise InputError("--reports, --resume and --from-reports: expected one of the three")
+    collected, folder = _collector(shown), from_reports
+    if from_reports is not None:
+        _take_folder(from_reports, collected)
+    else:
+        question = _question(
+            given, per_gpu=per_gpu, idle_only=idle_only, seconds=node_timeout, wait=wait, wheel=runtime_env
+        )
+        folder = resume or reports or _new_folder(command)
+        _ask(
+            address,
+            texts(nodes),
+            question,
+            given,
+            folder,
+            collected,
+            resume=resume is not None,
+            show_hosts=show_hosts,
+        )
+    result = collected.report(
+        tuple(str(mask(word, "")) for word in given),
+        per_gpu=per_gpu,
+        folder=None if folder is None else str(mask(str(folder), "")),
+        interrupted=interrupts.requested() is not None,
+    )
+    deliver(
+        fleet_page(result),
+        fleet_document(result),
+        format=format,
+        output=output,
+        summary=summary_line(result),
+        code=result.exit_code,
+        reasons=result.closing,
+        masked=True,
+    )
+    return interrupts.exit_code(otherwise=result.exit_code)
+
+
+def _collector(show_hosts: bool) -> Collector:
+    from moedoctor.fleet.report import Collector
+
+    return Collector(show_hosts=show_hosts)
+
+
+def _check_arguments(given: Sequence[str]) -> None:
+    """Raise a usage error here for what each node would refuse."""
+    command, *arguments = given
+    for argument in arguments:
+        if argument.split("=")[0] in _NOT_THERE:
+            raise InputError(f"fleet {command}: {argument} is for the whole; nodes answer in JSON")
+    if tuple(given) == PARITY:
+        return
+    parser = typer.Typer(add_completion=False)
+    parser.command()(cast(Any, _COMMANDS[command]))
+    typer.main.get_command(parser).make_context(f"moedoctor fleet {command}", arguments)
+
+
+def _question(
+    given: Sequence[str],
+    *,
+    per_gpu: bool,
+    idle_only: bool | None,
+    seconds: float | None,
+    wait: float,
+    wheel: Path | None,
+) -> Question:
+    from moedoctor.fleet.cluster import Question
+    from moedoctor.text import TextFileError, read_bytes
+
+    command = given[0]
+    parity = tuple(given) == PARITY
+    content = None
+    if wheel is not None:
+        import zipfile
+
+        try:
+            content = read_bytes(wheel, 256 << 20, "a wheel of moedoctor")
+        except TextFileError as error:
+            raise InputError(f"--runtime-env {wheel}: {error.message}") from None
+        if not zipfile.is_zipfile(wheel) or "moedoctor/__init__.py" not in zipfile.ZipFile(wheel).namelist():
+            raise InputError(f"--runtime-env {wheel}: expected a wheel of moedoctor (`pip wheel --no-deps`)")
+    return Question(
+        module="moedoctor.fleet.parity" if parity else "moedoctor",
+        arguments=() if parity else (*given, "--format", "json"),
+        seconds=seconds or _SECONDS.get(command, _OTHER_SECONDS),
+        per_gpu=per_gpu,
+        idle_only=command in _USES_GPU if idle_only is None else idle_only,
+        wait_seconds=wait,
+        checksums=command in ("check", "run") and not parity,
+        wheel=content,
+    )
+
+
+def _new_folder(command: str) -> Path:
+    from moedoctor.upstream.releases.wheel import cache_folder
+
+    return cache_folder("fleet") / f"{time.strftime('%Y%m%d-%H%M%S')}-{command}-{os.getpid()}"
+
+
+def _take_folder(folder: Path, collected: Collector) -> None:
+    from moedoctor.fleet.store import StoreError, read_folder
+
+    count = 0
+    with as_input_error(StoreError):
+        for row in read_folder(folder):
+            collected.add(row)
+            count += 1
+    if not count:
+        raise InputError(f"--from-reports {folder}: holds no JSON file; expected one a node")
+
+
+def _ask(
+    address: str,
+    patterns: Sequence[str],
+    question: Question,
+    given: Sequence[str],
+    folder: Path,
+    collected: Collector,
+    *,
+    resume: bool,
+    show_hosts: bool,
+) -> None:
+    """Ask the nodes, and write and collect each answer as it comes. Raises InputError."""
+    from moedoctor.fleet.cluster import ClusterError, ask_nodes, connected, list_nodes, select
+    from moedoctor.fleet.rows import Row
+    from moedoctor.fleet.store import Store, StoreError
+    from moedoctor.processes.files import OutputError
+    from moedoctor.processes.streams import report_loss
+    from moedoctor.reporters.output import progress_bar
+
+    about = {"question": [*given, "per", "gpu" if question.per_gpu else "node"]}
+    with as_input_error(ClusterError, StoreError):
+        if resume:
+            store = Store.resume(folder, about, show_hosts=show_hosts)
+        with connected(address) as ray:
+            nodes = select(list_nodes(ray), patterns)
+            if not resume:
+                store = Store.create(folder, about, show_hosts=show_hosts)
+            hosts = {node.id: node.host for node in nodes}
+            kept = [row for row in store.rows(hosts) if row.place.node in hosts] if resume else []
+            for row in kept:
+                collected.add(row)
+            done = {row.place.node for row in kept}
+            waiting = [node for node in nodes if node.id not in done]
+            print_message(f"asking {len(waiting)} of {len(nodes)} nodes; their reports go to {folder}")
+            answered: set[str] = set()
+            with interrupts.held(), progress_bar() as progress:
+
+                def take(row: Row) -> None:
+                    try:
+                        row = store.write(row)
+                    except OutputError as error:
+                        report_loss(f"the report of {row.place.name} is not kept: {error}")
+                    collected.add(row)
+                    answered.add(row.place.node)
+                    progress(len(answered), len(waiting), f"{row.place.name}: {row.status.value}")
+
+                progress(0, len(waiting), "waiting for the first node")
+                ask_nodes(ray, waiting, question, take)

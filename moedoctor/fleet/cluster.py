@@ -1,0 +1,350 @@
+"""The Ray cluster: its nodes, and one task a node, with time limits and an end at Ctrl-C.
+
+Ray places the tasks, moves the answers and sees deaths. Whatever happens to a node becomes its row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import io
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moedoctor.fleet import node as node_module
+from moedoctor.fleet.rows import Place, Row, Status, failed, read_answer
+from moedoctor.processes import interrupts
+from moedoctor.processes.guardian import temporary_folder
+from moedoctor.text import expected_names, one_line, shorten
+
+_CONNECT_SECONDS = 5.0
+_GRACE_SECONDS = 15.0
+"""The time that a node has beyond its limit to send its answer."""
+_WAIT_SECONDS = 0.2
+_CANCEL_SECONDS = 5.0
+
+
+class ClusterError(Exception):
+    """No cluster can be used; one line says what to do."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that Ray lists as alive."""
+
+    id: str
+    host: str
+    address: str
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """What each node is asked."""
+
+    module: str
+    arguments: tuple[str, ...]
+    seconds: float
+    """The time limit of the command on a node."""
+    per_gpu: bool = False
+    idle_only: bool = False
+    """Whether Ray must give all GPUs of a node and a CPU; a node that is busy is then left alone."""
+    wait_seconds: float = 60.0
+    """How long a node may take to start the task."""
+    checksums: bool = False
+    wheel: bytes | None = None
+    """moedoctor for the nodes that lack it or have another version."""
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """Give the module `ray`, connected to the cluster at `address`: ``auto``, ``HOST:PORT`` or ``local``.
+
+    ``local`` starts Ray on this machine and ends it. Raises ClusterError.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a diagnosis tells nobody
+    try:
+        import ray
+    except ImportError as error:
+        missing = "Ray is not installed" if error.name == "ray" else f"Ray cannot be imported ({error})"
+        raise ClusterError(f"{missing}; run `pip install 'moedoctor[fleet]'`") from None
+    with contextlib.ExitStack() as stack:
+        options: dict[str, Any] = {"address": address}
+        if address == "local":
+            # A new token, not one that Ray would leave in the home folder.
+            stack.enter_context(_variable("RAY_AUTH_TOKEN", secrets.token_hex(32)))
+            folder = stack.enter_context(temporary_folder())
+            options.update(include_dashboard=False, _temp_dir=folder)
+        elif address != "auto":
+            _check_listening(address)
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # where Ray says that a node died
+        _start(ray, address, options)
+        stack.callback(ray.shutdown)
+        yield ray
+
+
+def _start(ray: Any, address: str, options: Mapping[str, Any]) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):  # its banners
+        try:
+            ray.init(**options, log_to_driver=False, logging_level="CRITICAL", configure_logging=True)
+        except Exception as error:
+            reason = shorten(one_line(str(error)), 200)
+            if address == "auto" and isinstance(error, ConnectionError):
+                raise ClusterError(
+                    "--address auto: no Ray cluster runs on this machine; run this on a node of the cluster, "
+                    "start one with `ray start --head`, or say --address local"
+                ) from None
+            raise ClusterError(f"--address {address}: Ray does not connect: {reason}") from None
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+
+
+def _check_listening(address: str) -> None:
+    """Raise ClusterError soon if nothing listens there; Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise ClusterError(
+            f"--address {address}: {reason}; expected the head of a Ray cluster (`ray start --head` names it)"
+        ) from None
+
+
+def list_nodes(ray: Any) -> list[Node]:
+    """Return the nodes that are alive, sorted by name."""
+    nodes = [
+        Node(
+            str(row["NodeID"]),
+            str(row.get("NodeManagerHostname") or row.get("NodeManagerAddress") or ""),
+            str(row.get("NodeManagerAddress") or ""),
+            int(row.get("Resources", {}).get("GPU", 0)),
+        )
+        for row in ray.nodes()
+        if row.get("Alive")
+    ]
+    return _with_distinct_names(sorted(nodes, key=lambda node: (node.host, node.id)))
+
+
+def _with_distinct_names(nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes with a number behind a name that several have, as on one machine."""
+    hosts = [node.host for node in nodes]
+    counted: dict[str, int] = {}
+    named = []
+    for node in nodes:
+        counted[node.host] = number = counted.get(node.host, 0) + 1
+        named.append(replace(node, host=f"{node.host}#{number}") if hosts.count(node.host) > 1 else node)
+    return named
+
+
+def select(nodes: Sequence[Node], patterns: Sequence[str]) -> list[Node]:
+    """Return the nodes that a pattern names: a host, an address, the start of an id, with * and ?.
+
+    Raises ClusterError for a pattern that names none.
+    """
+    if not patterns:
+        return list(nodes)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matching = [node.id for node in nodes if _matches(node, pattern)]
+        if not matching:
+            known = expected_names(pattern, [node.host for node in nodes])
+            raise ClusterError(f"--nodes {pattern}: {known}")
+        chosen.update(matching)
+    return [node for node in nodes if node.id in chosen]
+
+
+def _matches(node: Node, pattern: str) -> bool:
+    host = node.host.partition("#")[0]
+    names = (node.host, host, host.partition(".")[0], node.address)
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names) or (
+        len(pattern) >= 6 and node.id.startswith(pattern)
+    )
+
+
+@dataclass
+class _Task:
+    """A task that runs, as the driver sees it."""
+
+    node: Node
+    stream: Any
+    since: float
+    started: bool = False
+    with_wheel: bool = False
+    python: str | None = None
+    answers: int = 0
+
+
+def ask_nodes(ray: Any, nodes: Sequence[Node], question: Question, on_row: Callable[[Row], None]) -> None:
+    """Ask every node and call `on_row` for each answer as it comes, at least once a node.
+
+    Returns early after a signal inside `interrupts.held`: what still runs is cancelled and gets its row.
+    """
+    asker = _Asker(ray, question, on_row)
+    for node in nodes:
+        asker.submit(node)
+    try:
+        while asker.tasks and not interrupts.requested():
+            asker.step()
+    finally:
+        asker.cancel_all()
+
+
+class _Asker:
+    """The tasks that run, and what becomes of each."""
+
+    def __init__(self, ray: Any, question: Question, on_row: Callable[[Row], None]) -> None:
+        self.tasks: dict[Any, _Task] = {}
+        self._ray, self._question, self._on_row = ray, question, on_row
+        self._cancelled: list[Any] = []
+        ray.cloudpickle.register_pickle_by_value(node_module)
+        self._remote = ray.remote(node_module.answer)
+        self._wheel = None if question.wheel is None else ray.put(question.wheel)
+
+    def submit(self, node: Node, *, with_wheel: bool = False) -> None:
+        """Send the question to a node, which runs it there or nowhere."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        question = self._question
+        request = {
+            "module": question.module,
+            "arguments": list(question.arguments),
+            "seconds": question.seconds,
+            "gpus": node.gpus if question.per_gpu else 0,
+            "reserved": question.idle_only and node.gpus > 0,
+            "checksums": question.checksums,
+        }
+        task = self._remote.options(
+            num_cpus=1 if question.idle_only else 0,
+            num_gpus=node.gpus if question.idle_only else 0,
+            num_returns="streaming",
+            max_retries=0,
+            name="moedoctor fleet",
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+        )
+        stream = task.remote(request, self._wheel if with_wheel else None)
+        self.tasks[stream] = _Task(node, stream, time.monotonic(), with_wheel=with_wheel)
+
+    def step(self) -> None:
+        """Take one answer, or wait a moment; end what is over its time."""
+        ready, _ = self._ray.wait(list(self.tasks), num_returns=1, timeout=_WAIT_SECONDS, fetch_local=False)
+        for stream in ready:
+            self._take(self.tasks[stream])
+        now = time.monotonic()
+        for task in list(self.tasks.values()):
+            self._check_time(task, now)
+
+    def _take(self, task: _Task) -> None:
+        try:
+            text = self._ray.get(next(task.stream), timeout=_GRACE_SECONDS)
+        except StopIteration:
+            del self.tasks[task.stream]
+            if not task.answers:
+                self._fail(task, Status.DIED, "the task ended without an answer")
+            return
+        except Exception as error:
+            self.tasks.pop(task.stream, None)
+            self._fail(task, _status(self._ray, error), _reason(error))
+            return
+        if not task.started:
+            self._start(task, text)
+            return
+        task.answers += 1
+        row = read_answer(_place(task), text, python=task.python)
+        if row.status in (Status.MISSING, Status.OTHER_VERSION) and self._send_wheel(task):
+            return
+        self._on_row(row)
+
+    def _start(self, task: _Task, text: Any) -> None:
+        """Read the first message of a node: that it started, and whether moedoctor is there."""
+        from moedoctor.results import ReportError, parse_json
+
+        task.started, task.since = True, time.monotonic()
+        with contextlib.suppress(ReportError, TypeError):
+            first = parse_json(text[:10_000], "answer")
+            if isinstance(first, dict):
+                task.python = shorten(one_line(str(first.get("python"))), 30)
+                if first.get("missing") is True:
+                    task.answers += 1
+                    if not self._send_wheel(task):
+                        self._fail(
+                            task, Status.MISSING, "moedoctor is not installed there; --runtime-env sends it"
+                        )
+
+    def _send_wheel(self, task: _Task) -> bool:
+        """Ask again with the wheel, once."""
+        if self._wheel is None or task.with_wheel:
+            return False
+        self._end(task)
+        self.submit(task.node, with_wheel=True)
+        return True
+
+    def _check_time(self, task: _Task, now: float) -> None:
+        waited = now - task.since
+        if not task.started and waited > self._question.wait_seconds:
+            self._end(task)
+            if self._question.idle_only:
+                self._fail(task, Status.BUSY, f"its GPUs were not free within {waited:.0f} s")
+            else:
+                self._fail(task, Status.HUNG, f"it did not start the task within {waited:.0f} s")
+        elif task.started and waited > self._question.seconds + _GRACE_SECONDS:
+            self._end(task)
+            self._fail(task, Status.HUNG, f"no answer within {waited:.0f} s")
+
+    def _fail(self, task: _Task, status: Status, reason: str) -> None:
+        self._on_row(failed(_place(task), status, reason))
+
+    def _end(self, task: _Task) -> None:
+        """Forget a task and let Ray end it: kindly, so that it ends its child and removes its folder."""
+        self.tasks.pop(task.stream, None)
+        with contextlib.suppress(Exception):
+            self._ray.cancel(task.stream, force=False)
+        self._cancelled.append(task.stream)
+
+    def cancel_all(self) -> None:
+        """End what still runs, give each a row, and wait for a moment until it has ended."""
+        for task in list(self.tasks.values()):
+            self._end(task)
+            self._fail(task, Status.CANCELLED, "interrupted before it answered")
+        deadline = time.monotonic() + _CANCEL_SECONDS
+        while self._cancelled and time.monotonic() < deadline:
+            ready, _ = self._ray.wait(
+                self._cancelled, num_returns=1, timeout=_WAIT_SECONDS, fetch_local=False
+            )
+            for stream in ready:
+                try:
+                    next(stream)
+                except (Exception, StopIteration):
+                    self._cancelled.remove(stream)
+        for stream in self._cancelled:
+            with contextlib.suppress(Exception):
+                self._ray.cancel(stream, force=True)
+
+
+def _place(task: _Task) -> Place:
+    return Place(task.node.id, task.node.host)
+
+
+def _status(ray: Any, error: Exception) -> Status:
+    cancelled = isinstance(error, ray.exceptions.TaskCancelledError)
+    return Status.CANCELLED if cancelled else Status.DIED
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of Ray's words; the others are advice and addresses."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"

@@ -1,0 +1,208 @@
+"""What matters in a node's report: facts that are equal or not, numbers that vary, and findings.
+
+Every command's JSON is read in the same way, so a command needs nothing of its own here unless its findings
+have a shape of their own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moedoctor.fleet.rows import Row
+from moedoctor.text import one_line, shorten
+
+NO_GPU = "no GPU"
+_LONG = 200
+_MOST = 4000
+"""Facts or numbers of one report; a longer one is cut."""
+_BAD_SCENARIOS = ("found", "failed", "error")
+
+NOT_COMPARED = frozenset(
+    {"gpu", "capability", "memory_bytes", "collectors", "not_looked_at", "cuda_visible_devices"}
+)
+"""What the environment of a report says twice, at length, or as a number that differs between equal nodes."""
+
+_NAMES = {
+    "driver": "driver",
+    "cuda_driver": "CUDA of the driver",
+    "torch_cuda": "CUDA of torch",
+    "vllm": "vLLM",
+    "flashinfer": "FlashInfer",
+    "flashinfer_cubin": "flashinfer-cubin",
+    "flashinfer_jit_cache": "flashinfer-jit-cache",
+    "pinned_memory.works": "pinned memory",
+    "nvcc": "nvcc",
+    "python": "Python",
+    "platform": "system",
+    "cpu_count": "CPUs",
+}
+_UNIT = re.compile(
+    r"(?:^|_)(?:us|ms|ns|seconds|gbps|gb_s|tb_s|tflops|per_second|gb_per_second|share_of_roofline)$"
+)
+_HIGHER_IS_BETTER = re.compile(r"(?:gbps|gb_s|tb_s|tflops|per_second|share_of_roofline)$")
+_NOT_MEASURED = frozenset({"seconds", "limit_seconds", "timeout_seconds"})
+"""How long a case took, with its start, says nothing about a GPU."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A node or GPU that answered, as the grouping sees it."""
+
+    name: str
+    kind: str
+    """What makes nodes equals: the models of their GPUs, or `NO_GPU`."""
+    facts: Mapping[str, str]
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    findings: Mapping[str, str] = field(default_factory=dict)
+    """Id of a finding, or words -> its title."""
+
+
+def member(row: Row, name: str) -> Member:
+    """Return what the report of `row` says. Raises nothing: what has another shape is left out."""
+    report = row.report or {}
+    environment = report.get("environment")
+    environment = environment if isinstance(environment, Mapping) else {}
+    counts = _gpus(environment, row.place.gpu)
+    kind = ", ".join(sorted(counts)) or NO_GPU
+    facts = dict(_cut(_environment(environment)))
+    if row.place.gpu is None:
+        shown = ", ".join(f"{count} × {name}" for name, count in sorted(counts.items()))
+        facts["GPU"] = shown or NO_GPU
+    if row.python is not None and "Python" not in facts:
+        facts["Python"] = row.python
+    facts.update((f"kernels {name}", text) for name, text in row.checksums.items())
+    findings = {sys.intern(key): title for key, title in _cut(_findings(report))}
+    facts.update(_cut(_verdicts(report)))
+    facts.update((f"finding {key}", "strikes") for key in findings)
+    kept = {sys.intern(key): sys.intern(_short(value)) for key, value in facts.items()}
+    numbers = {sys.intern(key): value for key, value in _cut(_numbers(report))}
+    return Member(name, sys.intern(kind), kept, numbers, findings)
+
+
+def is_better_higher(number: str) -> bool:
+    """Return whether a larger value of this number is the better one."""
+    return _HIGHER_IS_BETTER.search(number.partition(" ")[0]) is not None
+
+
+def _cut(pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for count, pair in enumerate(pairs):
+        if count == _MOST:
+            return
+        yield pair
+
+
+def _gpus(environment: Mapping[str, Any], gpu: str | None) -> Counter[str]:
+    """Return how many GPUs of each model a report is about."""
+    if gpu is not None and environment.get("gpu"):
+        return Counter([_short(environment["gpu"])])
+    listed = environment.get("gpus")
+    return Counter(_short(row.get("name")) for row in _records(listed) if row.get("visible", True))
+
+
+def _environment(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in environment.items():
+        if key in NOT_COMPARED or key == "gpus":
+            continue
+        for name, text in _flat(str(key), value):
+            if name != "env.CUDA_VISIBLE_DEVICES":  # one GPU or another is no difference
+                yield _NAMES.get(name, name.removeprefix("env.")), text
+
+
+def _flat(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Give the texts in JSON data with dotted names; a list is one sorted text."""
+    if isinstance(value, Mapping) and depth < 8:
+        for key, inner in value.items():
+            if key not in ("reason", "path", "seconds"):
+                yield from _flat(f"{name}.{_short(key)}", inner, depth + 1)
+    elif isinstance(value, list):
+        yield name, _short(", ".join(sorted(_list_entry(inner) for inner in value))) or "none"
+    else:
+        yield name, {None: "none", True: "yes", False: "no"}.get(value) or _short(value)
+
+
+def _list_entry(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(text for _, text in sorted(_flat("", value)))
+    return _short(value)
+
+
+def _findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Give (id, title) of what a report calls wrong."""
+    for row in _records(report.get("findings")):
+        yield _short(row.get("id") or row.get("check")), _short(row.get("title") or row.get("evidence"))
+    for row in _records(report.get("problems")):
+        yield _short(row.get("what")), _short(row.get("why"))
+    for row in _records(report.get("scenarios")):
+        if row.get("verdict") in _BAD_SCENARIOS:
+            yield _short(row.get("id")), f"{_short(row.get('title'))}: {row['verdict']}"
+
+
+def _verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Give the verdicts of scenarios, of their cases by subject and tier, of claims and of files."""
+    for row in _records(report.get("scenarios")):
+        name = _short(row.get("id"))
+        yield f"verdict {name}", _short(row.get("verdict"))
+        cases: dict[str, Counter[str]] = {}
+        for case in _records(row.get("cases")):
+            tier = f"{_short(case.get('subject'))}/{_short(case.get('tier'))}"
+            cases.setdefault(tier, Counter())[_short(case.get("verdict"))] += 1
+        for tier, counts in cases.items():
+            words = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+            yield f"cases {name} {tier}", words
+        for claim in _records(row.get("claims")):
+            yield f"claim {name}: {_short(claim.get('text'))}", _short(claim.get("verdict"))
+    for row in _records(report.get("items")):
+        yield f"device code {_short(row.get('path'))}", _short(row.get("verdict"))
+
+
+def _numbers(report: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Give every number whose name ends in a unit, with the texts that say what it is of."""
+    for key, value in report.items():
+        if key not in ("environment", "summary", "origin"):
+            yield from _measured(str(key), value, (), 0)
+
+
+def _measured(name: str, value: Any, labels: tuple[str, ...], depth: int) -> Iterator[tuple[str, float]]:
+    if depth > 12:
+        return
+    if isinstance(value, Mapping):
+        own = tuple(
+            _short(value[key])
+            for key in (
+                "id",
+                "subject",
+                "tier",
+                "case",
+                "backend",
+                "quantization",
+                "model",
+                "tokens",
+                "name",
+                "policy",
+            )
+            if isinstance(value.get(key), (str, int))
+        )
+        parameters = value.get("parameters")
+        if isinstance(parameters, Mapping):
+            own += tuple(f"{_short(key)}={_short(inner)}" for key, inner in sorted(parameters.items()))
+        for key, inner in value.items():
+            yield from _measured(str(key), inner, (*labels, *own), depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            if isinstance(inner, Mapping):
+                yield from _measured(name, inner, labels, depth + 1)
+    elif _UNIT.search(name) and name not in _NOT_MEASURED and isinstance(value, (int, float)):
+        yield " ".join((_short(name), *labels)), float(value)
+
+
+def _records(value: Any) -> Sequence[Mapping[str, Any]]:
+    return [row for row in value if isinstance(row, Mapping)] if isinstance(value, list) else ()
+
+
+def _short(value: Any) -> str:
+    return shorten(one_line(str(value)), _LONG)

@@ -1,0 +1,210 @@
+"""Groups of nodes with the same facts, what differs between them, and numbers far from the others'.
+
+`group` and `outliers` are pure, and the order in which nodes come changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from moedoctor.fleet.facts import Member, is_better_higher
+
+ABSENT = "none"
+NOT_READ = "not read in time"
+_LEAST_FOR_STATISTICS = 4
+_LEAST_INDIVIDUAL = 4
+MOST_DISTANCE = 5.0
+"""Robust standard deviations from the median, above which a number is an outlier."""
+_MAD_TO_SIGMA = 1.4826
+_LEAST_SIGMA = 0.01
+"""Share of the median: repeated measurements of one GPU differ by about so much."""
+
+RULES: Sequence[tuple[str, str]] = (
+    (r"finding .*", "a failure that strikes on some nodes only"),
+    (r"verdict .*|cases .*|claim .*|device code .*", "equal nodes must give equal verdicts"),
+    (r"kernels .*", "kernels of equal packages have equal bytes"),
+    (r"GPU", "nodes with the same model have the same number of GPUs"),
+    (r"driver|CUDA of the driver", "equal GPUs need one driver"),
+    (r"torch|CUDA of torch|triton|vLLM|FlashInfer|flashinfer-cubin|flashinfer-jit-cache|packages",
+     "one engine over several nodes needs one release of each package"),
+    (r"pinned memory", "copies are slow or fail where memory cannot be pinned"),
+    (r"(?:VLLM|FLASHINFER|NCCL|CUDA|MOEDOCTOR|TORCH)_[A-Z0-9_]+|TORCH_CUDA_ARCH_LIST",
+     "a setting of one node only"),
+    (r"vllm_offload.*|moedoctor_fixes.*", "a setting of one node only"),
+    (r"locked_memory_limit_bytes", "without locked memory, memory cannot be pinned"),
+    (r"bits .*", "equal GPUs must compute equal bits"),
+)  # fmt: skip
+"""A fact (as a pattern) that must not differ between nodes with the same GPUs, and why."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A fact of a group that is not that of the group it is compared with."""
+
+    fact: str
+    value: str
+    others: str
+    """The value in the group that this one is compared with."""
+    only_here: bool
+    """Whether no other group has this value."""
+    rule: str | None
+    """Why it is wrong, or None for a difference that may be."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes with the same facts."""
+
+    members: tuple[str, ...]
+    kind: str
+    facts: Mapping[str, str]
+    findings: Mapping[str, str]
+    compared_with: int | None
+    """The number of the group that it is compared with; None for the largest one."""
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def wrong(self) -> tuple[Difference, ...]:
+        """The differences that a rule calls wrong."""
+        return tuple(difference for difference in self.differences if difference.rule is not None)
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The groups, the largest first, and the facts that are not compared."""
+
+    groups: tuple[Group, ...]
+    individual: Mapping[str, int]
+    """Facts with another value on most nodes -> how many values. They make no groups."""
+    not_read: Mapping[str, int]
+    """Checksums that some nodes had no time for -> on how many."""
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A number that is far from that of equal nodes."""
+
+    name: str
+    number: str
+    value: float
+    median: float
+    distance: float
+    """In robust standard deviations (1.4826 MAD, at least 1 % of the median); negative below the median."""
+    worse: bool
+    of: int
+    """How many nodes the median is of."""
+
+
+def group(members: Sequence[Member]) -> Grouping:
+    """Return the groups of nodes with the same facts, each with what differs from the largest.
+
+    A group is compared with the largest group of the same GPUs, and only then can a rule call a difference
+    wrong. The largest group of its GPUs is compared with the largest of all.
+    """
+    values: dict[str, Counter[str]] = defaultdict(Counter)
+    for member in members:
+        values_of = member.facts
+        for fact, value in values_of.items():
+            values[fact][value] += 1
+    for counts in values.values():
+        if missing := len(members) - counts.total():
+            counts[ABSENT] += missing
+    not_read = {fact: counts[NOT_READ] for fact, counts in values.items() if counts[NOT_READ]}
+    individual = {
+        fact: len(counts) for fact, counts in values.items() if _is_individual(len(counts), len(members))
+    }
+    compared = sorted(
+        fact
+        for fact, counts in values.items()
+        if len(counts) > 1 and fact not in not_read and fact not in individual
+    )
+    rooms: dict[tuple[str, ...], list[Member]] = defaultdict(list)
+    for member in members:
+        own = (member.facts.get(fact, ABSENT) for fact in compared)
+        room = (member.kind, *own)
+        rooms[room].append(member)
+    ordered = sorted(rooms.items(), key=lambda room: (-len(room[1]), room[0]))
+    largest_of: dict[str, int] = {}
+    for number, (key, _) in enumerate(ordered):
+        largest_of.setdefault(key[0], number)
+    groups = []
+    for number, (key, inside) in enumerate(ordered):
+        equal = largest_of[key[0]]
+        other = None if number == 0 else equal if equal != number else 0
+        differences = (
+            ()
+            if other is None
+            else tuple(_differences(compared, key, ordered[other][0], values, len(inside)))
+        )
+        first = min(inside, key=lambda member: member.name)
+        shared = {
+            fact: first.facts.get(fact, ABSENT)
+            for fact in values
+            if fact not in individual and fact not in not_read
+        }
+        names = tuple(sorted(member.name for member in inside))
+        groups.append(
+            Group(
+                names,
+                key[0],
+                dict(sorted(shared.items())),
+                dict(sorted(first.findings.items())),
+                other,
+                differences,
+            )
+        )
+    return Grouping(tuple(groups), dict(sorted(individual.items())), dict(sorted(not_read.items())))
+
+
+def _is_individual(values: int, members: int) -> bool:
+    """Return whether most nodes have a value of their own, as of a variable with the node's address."""
+    return members >= _LEAST_INDIVIDUAL and 2 * values > members
+
+
+def _differences(
+    facts: Sequence[str],
+    own: tuple[str, ...],
+    others: tuple[str, ...],
+    values: Mapping[str, Counter[str]],
+    size: int,
+) -> Iterator[Difference]:
+    equal_gpus = own[0] == others[0]
+    for fact, value, other in zip(facts, own[1:], others[1:], strict=True):
+        if value != other:
+            rule = rule_of(fact) if equal_gpus else None
+            yield Difference(fact, value, other, values[fact][value] == size, rule)
+
+
+def rule_of(fact: str) -> str | None:
+    """Return why a difference of this fact between equal nodes is wrong; None if it may be."""
+    return next((why for pattern, why in RULES if re.fullmatch(pattern, fact)), None)
+
+
+def outliers(members: Sequence[Member]) -> tuple[Outlier, ...]:
+    """Return the numbers that are far from the median of nodes with the same GPUs, the farthest first.
+
+    Fewer than four numbers have no outlier: the median of three cannot say which of them is odd.
+    """
+    numbers: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
+    for member in members:
+        for number, value in member.numbers.items():
+            numbers[(member.kind, number)].append((member.name, value))
+    found = []
+    for (_, number), measured in numbers.items():
+        if len(measured) < _LEAST_FOR_STATISTICS:
+            continue
+        median = statistics.median(value for _, value in measured)
+        spread = statistics.median(abs(value - median) for _, value in measured)
+        sigma = max(_MAD_TO_SIGMA * spread, _LEAST_SIGMA * abs(median))
+        for name, value in measured:
+            far = value - median
+            distance = far / sigma if sigma else math.copysign(math.inf, far) if far else 0.0
+            if abs(distance) > MOST_DISTANCE:
+                worse = (distance < 0) == is_better_higher(number)
+                found.append(Outlier(name, number, value, median, distance, worse, len(measured)))
+    return tuple(sorted(found, key=lambda outlier: (-abs(outlier.distance), outlier.name, outlier.number)))

@@ -1,0 +1,252 @@
+"""What runs on a node, in a Ray task: moedoctor as a child process, and checksums of kernels beside it.
+
+Ray sends this module by value, also to nodes that have no moedoctor or another version of it. So it imports
+only the standard library and nothing of moedoctor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+MOST_BYTES = 16 << 20
+"""The longest report that a node sends."""
+_LOG_BYTES = 4096
+_POLL_SECONDS = 0.05
+_CHECKSUM_SECONDS = 2.0
+"""The time that checksums may take longer than the command itself."""
+_CHUNK = 1 << 22
+_MOST_FILES = 4000
+_OF_RAY = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+"""Variables that Ray changes for its tasks; the command gets what the node itself has."""
+_KERNELS = {"vllm": "*.so", "flashinfer_cubin": "**/*.cubin", "flashinfer_jit_cache": "**/*.so"}
+"""Package -> the files with its kernels."""
+_LISTED = 24
+"""A package with more files has one checksum over all of them."""
+
+
+def answer(request: Mapping[str, Any], wheel: bytes | None = None) -> Iterator[str]:
+    """Run the command of `request` once, or once a GPU, and give JSON texts: that it started, each answer.
+
+    `request` has ``module`` and ``arguments`` of the command, ``seconds``, ``gpus`` (how many Ray counts; 0
+    for one answer of the whole node), ``reserved`` (whether Ray gave it the GPUs) and ``checksums``.
+    The `wheel` of moedoctor is unpacked to a folder that is removed at the end.
+    """
+    folder = tempfile.mkdtemp(prefix="moedoctor-")
+    children: list[_Child] = []
+    try:
+        environ = _environment(request["reserved"])
+        if wheel is not None:
+            zipfile.ZipFile(io.BytesIO(wheel)).extractall(os.path.join(folder, "wheel"))
+            _put_first(environ, os.path.join(folder, "wheel"))
+        started = {"host": platform.node(), "python": platform.python_version()}
+        if wheel is None and not _is_there():
+            yield json.dumps({**started, "missing": True})
+            return
+        yield json.dumps(started)
+        for gpu in _gpus(environ, request["gpus"]):
+            children.append(_Child(request, environ, gpu, tempfile.mkdtemp(dir=folder)))
+        sums = _Checksums() if request["checksums"] else None  # a thread: after the forks
+        waiting = list(children)
+        while waiting:
+            time.sleep(_POLL_SECONDS)
+            for child in [child for child in waiting if child.is_over()]:
+                waiting.remove(child)
+                found = {} if sums is None else {"checksums": sums.result()}
+                yield json.dumps({**child.result(), **found})
+    finally:
+        for child in children:
+            child.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_there() -> bool:
+    try:
+        return importlib.util.find_spec("moedoctor") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _environment(reserved: bool) -> dict[str, str]:
+    """Return this process's variables, with the node's own values of those that Ray changes."""
+    environ = dict(os.environ)
+    own: dict[str, str] = {}
+    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/environ", "rb") as file:
+        own = dict(
+            entry.split("=", 1)
+            for entry in file.read().decode("utf-8", "replace").split("\0")
+            if "=" in entry
+        )
+    for name in _OF_RAY:
+        if reserved and name == "CUDA_VISIBLE_DEVICES":
+            continue
+        environ.pop(name, None)
+        if name in own:
+            environ[name] = own[name]
+    # The child works in its own folder, so what is relative must be absolute.
+    paths = [os.path.abspath(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    environ["PYTHONPATH"] = os.pathsep.join(paths)
+    return environ
+
+
+def _put_first(environ: dict[str, str], path: str) -> None:
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, environ["PYTHONPATH"])))
+
+
+def _gpus(environ: Mapping[str, str], count: int) -> Sequence[str | None]:
+    """Return a value of CUDA_VISIBLE_DEVICES for each answer; None leaves it as it is."""
+    if not count:
+        return (None,)
+    visible = [entry.strip() for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return [entry for entry in visible if entry][:count] or [str(index) for index in range(count)]
+
+
+class _Child:
+    """One run of the command. It ends at its time limit, if it writes too much, or with this process."""
+
+    def __init__(
+        self, request: Mapping[str, Any], environ: Mapping[str, str], gpu: str | None, folder: str
+    ) -> None:
+        self.gpu = gpu
+        self.started = time.monotonic()
+        self._deadline = self.started + request["seconds"]
+        self._problem = ""
+        self._ended = 0.0
+        self._files = tuple(open(os.path.join(folder, name), "w+b") for name in ("report", "log"))  # noqa: SIM115
+        variables = dict(environ) if gpu is None else {**environ, "CUDA_VISIBLE_DEVICES": gpu}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", request["module"], *request["arguments"]],
+            stdin=subprocess.DEVNULL,
+            stdout=self._files[0],
+            stderr=self._files[1],
+            cwd=folder,
+            env={**variables, "PYTHONDONTWRITEBYTECODE": "1"},
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+
+    def is_over(self) -> bool:
+        """Return whether it ended, or end it if it is over one of its limits."""
+        if self._process.poll() is None:
+            sizes = [os.fstat(file.fileno()).st_size for file in self._files]
+            if max(sizes) > MOST_BYTES:
+                self._problem = "long"
+            elif time.monotonic() > self._deadline:
+                self._problem = "late"
+            else:
+                return False
+            self.end()
+        self._ended = self._ended or time.monotonic()
+        return True
+
+    def result(self) -> dict[str, Any]:
+        """Return what it wrote, at most `MOST_BYTES`, and how it ended."""
+        report, log = map(_content, self._files, (MOST_BYTES, _LOG_BYTES))
+        return {
+            "gpu": self.gpu,
+            "problem": self._problem,
+            "code": self._process.returncode,
+            "report": "" if self._problem else report,
+            "log": log,
+            "seconds": self._ended - self.started,
+        }
+
+    def end(self) -> None:
+        """End it with everything that it started. moedoctor's guardians end what is in another session."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(2)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _content(file: IO[bytes], last: int) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - last))
+    return file.read(last).decode("utf-8", "replace")
+
+
+def _end_with_parent() -> None:
+    """In the child, on Linux: a Ray worker that is killed takes it along."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+class _Checksums:
+    """SHA-256 of the files with kernels, read while the command runs."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def result(self) -> dict[str, str]:
+        """Return name -> checksum, or why there is none."""
+        self._thread.join(_CHECKSUM_SECONDS)
+        self._stop.set()
+        self._thread.join()
+        return dict(self._found)
+
+    def _read(self) -> None:
+        for name, root, files in self._places():
+            sums = {}
+            for file in files:
+                sums[os.path.relpath(file, root)] = value = self._sum(file)
+                if value == "not read in time":
+                    break
+            if len(files) <= _LISTED:
+                self._found.update({f"{name} {file}": value for file, value in sums.items()})
+                continue
+            late = "not read in time" in sums.values()
+            whole = hashlib.sha256(json.dumps(sorted(sums.items())).encode()).hexdigest()[:16]
+            self._found[f"{name} ({len(files)} files)"] = "not read in time" if late else whole
+
+    def _places(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Give (name, folder, files) of packages with kernels and of FlashInfer's cache of compiled ones."""
+        for package, pattern in _KERNELS.items():
+            spec = None
+            with contextlib.suppress(ImportError, ValueError):
+                spec = importlib.util.find_spec(package)
+            for folder in spec.submodule_search_locations or () if spec else ():
+                yield package, folder, _files(folder, pattern)
+        base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or os.path.expanduser("~")
+        folder = os.path.join(base, ".cache", "flashinfer")
+        yield "JIT cache", folder, _files(folder, "**/*.so")
+
+    def _sum(self, file: str) -> str:
+        digest = hashlib.sha256()
+        try:
+            with open(file, "rb") as stream:
+                while chunk := stream.read(_CHUNK):
+                    if self._stop.is_set():
+                        return "not read in time"
+                    digest.update(chunk)
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        return digest.hexdigest()[:16]
+
+
+def _files(folder: str, pattern: str) -> list[str]:
+    found = glob.glob(os.path.join(glob.escape(folder), pattern), recursive=True)
+    return sorted(file for file in found if os.path.isfile(file))[:_MOST_FILES]

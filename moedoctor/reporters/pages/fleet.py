@@ -1,0 +1,241 @@
+"""The page of `moedoctor fleet`: the groups, who is in them, and what differs."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import moedoctor
+from moedoctor.fleet.groups import Difference, Group
+from moedoctor.fleet.report import FleetReport, in_words
+from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Table
+from moedoctor.reporters.text import count_of, short_value
+
+_MOST_NAMES = 20
+_MOST_GROUPS = 30
+_MOST_DIFFERENCES = 12
+_MOST_OUTLIERS = 30
+_FIRST = ("finding ", "verdict ", "claim ", "driver", "vLLM", "FlashInfer", "torch")
+"""The facts that a reader wants first; after them those that a rule calls wrong, and then the others."""
+
+
+def fleet_page(report: FleetReport) -> list[Block]:
+    """Return the differences first, and the largest group once."""
+    asked = " ".join(report.question)
+    page: list[Block] = [
+        Heading(f"moedoctor {moedoctor.__version__}: fleet {asked}", 1),
+        Paragraph(summary_line(report)),
+    ]
+    for blocks in (
+        _groups(report),
+        _unanswered(report),
+        _bits(report),
+        _outliers(report),
+        _not_compared(report),
+    ):
+        page.extend(blocks)
+    page.extend(_largest(report))
+    if report.folder is not None:
+        page.append(Paragraph(f"Every {report.noun}'s report: {report.folder}"))
+    return page
+
+
+def summary_line(report: FleetReport) -> str:
+    """Return ``64 nodes · 62 answered · 2 groups · 1 finding · 0 outliers · 2 without an answer``."""
+    answered = len(report.rows) - len(report.unanswered)
+    parts = [
+        count_of(len(report.rows), report.noun),
+        f"{answered} answered",
+        count_of(len(report.grouping.groups), "group"),
+        count_of(len(report.findings), "finding"),
+        count_of(len(report.outliers), "outlier"),
+    ]
+    if report.bits is not None:
+        parts.append(f"{len(report.bits.oddities)} with odd bits")
+    return " · ".join([*parts, f"{len(report.unanswered)} without an answer"])
+
+
+def _groups(report: FleetReport) -> Iterator[Block]:
+    groups = report.grouping.groups
+    if len(groups) < 2:
+        if groups:
+            yield Paragraph(f"All {count_of(len(groups[0].members), report.noun)} that answered are equal.")
+        return
+    total = sum(len(group.members) for group in groups)
+    yield Heading("What differs")
+    for number, group in enumerate(groups[1 : _MOST_GROUPS + 1], 2):
+        differences = _ordered(group.differences)
+        shown = "; ".join(in_words(difference) for difference in differences[:_MOST_DIFFERENCES])
+        if len(differences) > _MOST_DIFFERENCES:
+            shown += f"; and {len(differences) - _MOST_DIFFERENCES} more, which --format json lists"
+        title = f"{len(group.members)} of {count_of(total, report.noun)}: {shown}: {_names(group.members)}"
+        lines = [
+            ("wrong", rule) for rule in dict.fromkeys(str(difference.rule) for difference in group.wrong)
+        ]
+        compared = f"group {(group.compared_with or 0) + 1}"
+        if group.compared_with:
+            lines.append(("compared with", f"{compared}, the largest with {group.kind}"))
+        yield Item("error" if group.wrong else "note", f"group {number}, {title}", lines)
+    if len(groups) > _MOST_GROUPS + 1:
+        yield Paragraph(f"{len(groups) - _MOST_GROUPS - 1} more groups; --format json lists all.")
+
+
+def _ordered(differences: Sequence[Difference]) -> list[Difference]:
+    def rank(difference: Difference) -> tuple[int, bool, str]:
+        first = [index for index, start in enumerate(_FIRST) if difference.fact.startswith(start)]
+        return (first[0] if first else len(_FIRST), difference.rule is None, difference.fact)
+
+    return sorted(differences, key=rank)
+
+
+def _unanswered(report: FleetReport) -> Iterator[Block]:
+    """Give the nodes without an answer, with the same reason in one row."""
+    reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, row in report.unanswered:
+        reasons[(row.status.value, row.reason or "")].append(name)
+    if reasons:
+        yield Heading("Without an answer")
+        rows = [
+            (status, f"{len(names)}: {_names(names)}", reason)
+            for (status, reason), names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0]))
+        ]
+        most = rows[:_MOST_GROUPS]
+        yield Table(("status", f"{report.noun}s", "reason"), most)
+        if len(rows) > len(most):
+            yield Paragraph(f"{len(rows) - len(most)} more reasons; --format json lists all.")
+
+
+def _bits(report: FleetReport) -> Iterator[Block]:
+    if report.bits is None:
+        return
+    yield Heading("Bits")
+    for kind, count in report.bits.compared.items():
+        model = "CPUs" if kind == "None" else kind
+        if count > 1:
+            yield Paragraph(f"{model}: {count} equal ones were compared with each other.")
+        else:
+            yield Paragraph(f"{model}: one of its kind, compared with itself and the reference only.")
+    for odd in report.bits.oddities:
+        yield Item("error", f"{odd.name}: {odd.case}: {odd.what}")
+    for reason in report.bits.undecided:
+        yield Item("warning", reason)
+    if not report.bits.oddities and not report.bits.undecided:
+        yield Paragraph(
+            "Every run of every GPU gave the bits of its equals; a planted bit was noticed on each."
+        )
+
+
+def _outliers(report: FleetReport) -> Iterator[Block]:
+    if not report.outliers:
+        return
+    yield Heading("Numbers far from the others'")
+    rows = [
+        (
+            outlier.name,
+            outlier.number,
+            short_value(outlier.value),
+            short_value(outlier.median),
+            f"{outlier.distance:+.1f}",
+            "worse" if outlier.worse else "better",
+        )
+        for outlier in report.outliers[:_MOST_OUTLIERS]
+    ]
+    header = (report.noun, "number", "value", "median", "distance", "that is")
+    yield Table(header, rows, align="llrrrl")
+    yield Paragraph("Distance: in robust standard deviations (1.4826 MAD, at least 1 % of the median).")
+    if len(report.outliers) > _MOST_OUTLIERS:
+        yield Paragraph(f"{len(report.outliers) - _MOST_OUTLIERS} more; --format json lists all.")
+
+
+def _not_compared(report: FleetReport) -> Iterator[Block]:
+    individual, not_read = report.grouping.individual, report.grouping.not_read
+    if individual or not_read:
+        yield Heading("Not compared")
+        rows = [
+            (fact, f"{count} different values: most have their own") for fact, count in individual.items()
+        ]
+        rows += [
+            (fact, f"not read in time on {count_of(count, report.noun)}") for fact, count in not_read.items()
+        ]
+        yield Table(("fact", "why"), rows)
+
+
+def _largest(report: FleetReport) -> Iterator[Block]:
+    if not report.grouping.groups:
+        return
+    largest = report.grouping.groups[0]
+    yield Heading(f"The largest group: {count_of(len(largest.members), report.noun)}, {largest.kind}")
+    yield Paragraph(_names(largest.members))
+    for name, title in largest.findings.items():
+        yield Item("error", f"{name}: {title}")
+    rows = [
+        (fact, value)
+        for fact, value in largest.facts.items()
+        if value != "none" and not fact.startswith("finding ")
+    ]
+    yield Table(("fact", "value"), rows)
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMES])
+    return f"{shown} and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown
+
+
+def fleet_document(report: FleetReport) -> dict[str, Any]:
+    """Return the JSON document; each node's report is named by its file."""
+    numbers = {
+        name: number for number, group in enumerate(report.grouping.groups, 1) for name in group.members
+    }
+    statuses = Counter(row.status.value for _, row in report.rows)
+    return {
+        "command": "fleet",
+        "question": list(report.question),
+        "per": report.noun.lower(),
+        "reports": report.folder,
+        "nodes": [
+            {
+                "name": name,
+                "status": row.status.value,
+                "reason": row.reason,
+                "group": numbers.get(name),
+                "seconds": row.seconds,
+                "file": row.file,
+            }
+            for name, row in report.rows
+        ],
+        "groups": [_group(number, group) for number, group in enumerate(report.grouping.groups, 1)],
+        "individual": dict(report.grouping.individual),
+        "not_read": dict(report.grouping.not_read),
+        "outliers": list(report.outliers),
+        "bits": report.bits,
+        "findings": [{"id": name, "nodes": count} for name, count in report.findings.items()],
+        "summary": {
+            "statuses": dict(sorted(statuses.items())),
+            "moedoctor_versions": dict(report.versions),
+            "interrupted": report.interrupted,
+            "exit_code": report.exit_code,
+        },
+    }
+
+
+def _group(number: int, group: Group) -> dict[str, Any]:
+    facts = {"facts": dict(group.facts)} if group.compared_with is None else {}
+    return {
+        "group": number,
+        "kind": group.kind,
+        "nodes": list(group.members),
+        "compared_with": None if group.compared_with is None else group.compared_with + 1,
+        "differences": [
+            {
+                "fact": each.fact,
+                "value": each.value,
+                "others": each.others,
+                "only_here": each.only_here,
+                "rule": each.rule,
+            }
+            for each in group.differences
+        ],
+        "findings": dict(group.findings),
+        **facts,
+    }

@@ -1,0 +1,234 @@
+"""`moedoctor fleet` on a real Ray cluster of processes on this machine: nodes die, hang and lack things."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+_FAKE = "import sys, time, json\n{body}\n"
+_REPORT = '{"schema_version": 1, "moedoctor": "0.0.9", "environment": {}, "summary": {"exit_code": 0}}'
+_KINDS = {
+    "hangs": _FAKE.format(body="time.sleep(600)"),
+    "other": _FAKE.format(body=f"print('''{_REPORT}''')"),
+    "dies": _FAKE.format(body="import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+    "loud": _FAKE.format(body="print('\\x1b[31m::error::' + 'x' * 100); print('y' * (20 << 20))"),
+}
+"""Kind of node -> the `moedoctor` that it has instead of ours."""
+_LACKS = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "moedoctor":
+            raise ModuleNotFoundError("No module named 'moedoctor'", name="moedoctor")
+if "wheel" not in "".join(sys.path):
+    sys.meta_path.insert(0, Hidden())
+"""
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def add(cluster: Any, tmp_path: Path) -> Callable[[str], Any]:
+    """Add a node of a kind: `right`, `lacks`, or one of `_KINDS`."""
+
+    def add_node(kind: str = "right", **more: Any) -> Any:
+        path = _ROOT
+        if kind != "right":
+            folder = tmp_path / kind
+            package = folder / "moedoctor"
+            package.mkdir(parents=True, exist_ok=True)
+            if kind == "lacks":
+                package.rmdir()
+                (folder / "sitecustomize.py").write_text(_LACKS)
+            else:
+                (package / "__init__.py").write_text("")
+                (package / "__main__.py").write_text(_KINDS[kind])
+            path = f"{folder}{os.pathsep}{_ROOT}"
+        return cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": path}, **more)
+
+    return add_node
+
+
+def _start(tmp_path: Path, address: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "moedoctor", "fleet", *arguments, "--address", address, "--format", "json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": _ROOT, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
+
+
+def _fleet(tmp_path: Path, address: str, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    process = _start(tmp_path, address, *arguments)
+    out, err = process.communicate(timeout=180)
+    return process.returncode, json.loads(out) if out else {}, err
+
+
+def _statuses(document: dict[str, Any]) -> dict[str, int]:
+    statuses: dict[str, int] = document["summary"]["statuses"]
+    return statuses
+
+
+def test_each_odd_node_is_a_row(cluster: Any, add: Callable[..., Any], tmp_path: Path) -> None:
+    for kind in ("right", "hangs", "lacks", "other", "dies", "loud"):
+        add(kind)
+    code, document, _ = _fleet(tmp_path, cluster.address, "check", "--node-timeout", "20")
+    assert code == 1
+    assert _statuses(document) == {
+        "answered": 2,
+        "no answer in time": 1,
+        "no moedoctor": 1,
+        "other version": 1,
+        "died": 1,
+        "unreadable answer": 1,
+    }
+    assert len(document["groups"]) == 1
+    assert all(Path(document["reports"], node["file"]).exists() for node in document["nodes"])
+
+
+def test_the_wheel_goes_to_the_node_without_moedoctor(
+    cluster: Any, add: Callable[..., Any], tmp_path: Path
+) -> None:
+    add("lacks")
+    wheel = tmp_path / "wheel"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(wheel),
+        _ROOT,
+    ]
+    subprocess.run(command, check=True)
+    (file,) = wheel.glob("*.whl")
+    _, document, _ = _fleet(tmp_path, cluster.address, "check", "--runtime-env", str(file))
+    assert _statuses(document) == {"answered": 2}
+
+
+def test_a_node_killed_in_the_middle_is_a_row(cluster: Any, add: Callable[..., Any], tmp_path: Path) -> None:
+    add("right")
+    victim = add("hangs")
+    process = _start(tmp_path, cluster.address, "check", "--node-timeout", "100")
+    _wait_for_stored(tmp_path, 2)
+    cluster.remove_node(victim, allow_graceful=False)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert _statuses(json.loads(out)) == {"answered": 2, "died": 1}
+
+
+def test_interrupted_and_resumed(cluster: Any, add: Callable[..., Any], tmp_path: Path) -> None:
+    add("right")
+    add("hangs")
+    folder = tmp_path / "reports"
+    process = _start(tmp_path, cluster.address, "check", "--node-timeout", "100", "--reports", str(folder))
+    _wait_for_stored(folder, 2)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert _statuses(json.loads(out)) == {"answered": 2, "cancelled": 1}
+    assert not _running("time.sleep(600)", str(tmp_path / "hangs"))
+    (tmp_path / "hangs" / "moedoctor" / "__main__.py").write_text(_KINDS["other"])
+    before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    code, document, err = _fleet(tmp_path, cluster.address, "check", "--resume", str(folder))
+    assert (code, _statuses(document)) == (1, {"answered": 2, "other version": 1})
+    assert "asking 1 of 3 nodes" in err
+    assert sum(file.stat().st_mtime_ns != changed for file, changed in before.items()) == 1
+
+
+def test_a_busy_node_is_left_alone(cluster: Any, add: Callable[..., Any], tmp_path: Path) -> None:
+    import ray
+
+    add("right", num_gpus=2)
+    ray.init(cluster.address, log_to_driver=False)
+    try:
+        holder = ray.remote(num_cpus=0, num_gpus=1)(_Holder).remote()
+        ray.get(holder.ready.remote())
+        _, document, _ = _fleet(tmp_path, cluster.address, "check", "--idle-only", "--wait", "6")
+        assert _statuses(document) == {"answered": 1, "busy": 1}
+        _, document, _ = _fleet(tmp_path, cluster.address, "check", "--per", "gpu")
+        assert _statuses(document) == {"answered": 3}
+    finally:
+        ray.shutdown()
+
+
+class _Holder:
+    def ready(self) -> bool:
+        return True
+
+
+def test_eight_nodes_take_at_most_three_seconds_more_than_the_slowest(
+    cluster: Any, add: Callable[..., Any], tmp_path: Path
+) -> None:
+    for _ in range(7):
+        add("right")
+    _fleet(tmp_path, cluster.address, "check")  # Ray keeps the workers that this starts
+    more = []
+    for _ in range(3):  # the best of them: other work on this machine counts against us
+        started = time.monotonic()
+        _, document, _ = _fleet(tmp_path, cluster.address, "check")
+        took = time.monotonic() - started
+        assert _statuses(document) == {"answered": 8}
+        more.append(took - max(node["seconds"] for node in document["nodes"]))
+    print(f"seconds beyond the slowest node's own: {more}")
+    assert min(more) < 3, more
+
+
+def test_an_address_that_does_not_answer(tmp_path: Path) -> None:
+    for address in ("127.0.0.1:1", "auto"):
+        code, _, err = _fleet(tmp_path, address, "check")
+        assert code == 2
+        assert len(err.splitlines()) == 1, err
+        assert f"--address {address}" in err
+
+
+def test_a_local_ray_without_gpus_computes_parity_on_the_cpu(tmp_path: Path) -> None:
+    code, document, err = _fleet(tmp_path, "local", "run", "parity")
+    assert code == 0, err
+    assert document["bits"]["oddities"] == []
+    assert document["bits"]["compared"] != {}
+
+
+def _wait_for_stored(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(list(folder.rglob("node-*.json"))) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _running(*words: str) -> list[str]:
+    """Return the processes on this machine whose variables or command hold one of the words."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        if "-m moedoctor" in command and any(word.encode() in text for word in words):
+            found.append(command)
+    return found

@@ -1,0 +1,137 @@
+"""Grouping and statistics: the order of nodes changes nothing, and the odd one is named."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moedoctor.fleet.facts import Member
+from moedoctor.fleet.groups import MOST_DISTANCE, group, outliers, rule_of
+
+_FACTS = st.dictionaries(
+    st.sampled_from(["driver", "vLLM", "FlashInfer", "VLLM_USE_V1", "kernel", "finding MD011"]),
+    st.sampled_from(["1", "2", "3"]),
+)
+_MEMBERS = st.lists(st.tuples(st.sampled_from(["H200", "B200"]), _FACTS), min_size=1, max_size=12).map(
+    lambda rows: [Member(f"node-{index}", kind, facts) for index, (kind, facts) in enumerate(rows)]
+)
+
+
+@given(members=_MEMBERS, seed=st.integers(0, 1000))
+def test_the_order_of_nodes_changes_nothing(members: list[Member], seed: int) -> None:
+    shuffled = list(members)
+    random.Random(seed).shuffle(shuffled)
+    assert group(shuffled) == group(members)
+
+
+@given(members=_MEMBERS)
+def test_each_node_is_in_one_group_and_equal_nodes_are_together(members: list[Member]) -> None:
+    grouping = group(members)
+    listed = [name for each in grouping.groups for name in each.members]
+    assert sorted(listed) == sorted(member.name for member in members)
+    room = {name: number for number, each in enumerate(grouping.groups) for name in each.members}
+    for left in members:
+        for right in members:
+            if left.kind == right.kind and left.facts == right.facts:
+                assert room[left.name] == room[right.name]
+
+
+@given(facts=_FACTS, count=st.integers(1, 20))
+def test_identical_nodes_are_one_group(facts: dict[str, str], count: int) -> None:
+    members = [Member(f"node-{index}", "H200", facts) for index in range(count)]
+    assert len(group(members).groups) == 1
+
+
+@given(
+    facts=_FACTS,
+    fact=st.sampled_from(["driver", "vLLM", "kernel", "new"]),
+    count=st.integers(3, 20),
+    odd=st.integers(0),
+)
+def test_one_odd_node_is_named_with_what_differs(
+    facts: dict[str, str], fact: str, count: int, odd: int
+) -> None:
+    members = [Member(f"node-{index:02d}", "H200", facts) for index in range(count)]
+    name = f"node-{odd % count:02d}"
+    members[odd % count] = Member(name, "H200", {**facts, fact: "odd"})
+    largest, small = group(members).groups
+    assert small.members == (name,)
+    assert len(largest.members) == count - 1
+    (difference,) = small.differences
+    assert (difference.fact, difference.value, difference.others) == (fact, "odd", facts.get(fact, "none"))
+    assert difference.only_here
+
+
+def test_a_fact_that_each_node_has_of_its_own_makes_no_groups() -> None:
+    members = [
+        Member(f"node-{n}", "H200", {"VLLM_HOST_IP": f"ip {n}", "driver": "580" if n else "570"})
+        for n in range(8)
+    ]
+    grouping = group(members)
+    assert grouping.individual == {"VLLM_HOST_IP": 8}
+    assert [len(each.members) for each in grouping.groups] == [7, 1]
+
+
+def test_a_checksum_that_one_node_had_no_time_for_is_not_compared() -> None:
+    sums = ["a", "a", "a", "not read in time"]
+    members = [Member(f"node-{n}", "H200", {"kernels vllm _C.so": text}) for n, text in enumerate(sums)]
+    grouping = group(members)
+    assert len(grouping.groups) == 1
+    assert grouping.not_read == {"kernels vllm _C.so": 1}
+
+
+def test_a_rule_judges_equal_gpus_only() -> None:
+    members = [Member(f"h{n}", "H200", {"driver": "580"}) for n in range(3)]
+    members += [Member(f"b{n}", "B200", {"driver": "590"}) for n in range(2)]
+    members += [Member("h9", "H200", {"driver": "570"})]
+    first, other_model, odd = group(members).groups
+    assert first.kind == "H200"
+    assert other_model.differences
+    assert other_model.wrong == ()
+    assert [difference.fact for difference in odd.wrong] == ["driver"]
+    assert (odd.compared_with, odd.wrong[0].others) == (0, "580")
+
+
+@pytest.mark.parametrize(
+    ("fact", "wrong"), [("vLLM", True), ("VLLM_MOE", True), ("kernel", False), ("claim MD001: a text", True)]
+)
+def test_what_a_rule_calls_wrong(fact: str, wrong: bool) -> None:
+    assert (rule_of(fact) is not None) is wrong
+
+
+def _measured(values: list[float], number: str = "copy_gb_per_second") -> list[Member]:
+    return [Member(f"gpu-{index:02d}", "H200", {}, {number: value}) for index, value in enumerate(values)]
+
+
+@given(
+    values=st.lists(st.floats(98, 102), min_size=6, max_size=30),
+    factor=st.sampled_from([0.3, 3.0]),
+    number=st.sampled_from(["copy_gb_per_second", "layer_us decode"]),
+)
+def test_one_far_number_is_named_and_judged_by_its_unit(
+    values: list[float], factor: float, number: str
+) -> None:
+    members = _measured([*values, 100 * factor], number)
+    found = {outlier.name: outlier for outlier in outliers(members)}
+    odd = found[members[-1].name]
+    assert abs(odd.distance) > MOST_DISTANCE
+    assert odd.worse is ((factor < 1) == number.endswith("per_second"))
+    assert outliers(members[::-1]) == outliers(members)
+
+
+@given(values=st.lists(st.floats(99, 101), min_size=1, max_size=30))
+def test_noise_of_one_percent_has_no_outlier(values: list[float]) -> None:
+    assert outliers(_measured(values)) == ()
+
+
+def test_three_numbers_have_no_outlier_and_gpus_of_two_models_are_not_compared() -> None:
+    assert outliers(_measured([100, 100, 1])) == ()
+    slow = [Member(f"old-{n}", "A100", {}, {"copy_gb_per_second": 40.0}) for n in range(2)]
+    assert outliers([*_measured([100, 100, 101, 100]), *slow]) == ()
+
+
+def test_a_number_beside_zeros_is_an_outlier() -> None:
+    assert [outlier.name for outlier in outliers(_measured([0, 0, 0, 0, 7], "lost_us"))] == ["gpu-04"]

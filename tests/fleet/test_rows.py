@@ -1,0 +1,121 @@
+"""Whatever a node sends becomes a row, escaped and masked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moedoctor
+from moedoctor.fleet.facts import member
+from moedoctor.fleet.rows import Place, Status, read_answer
+from moedoctor.fleet.store import Store, StoreError, read_folder
+
+_PLACE = Place("id-1", "gpu-node-17.example")
+_REPORT = {
+    "schema_version": 1,
+    "moedoctor": moedoctor.__version__,
+    "environment": {
+        "driver": "580",
+        "gpus": [{"name": "H200", "visible": True}],
+        "host": "gpu-node-17.example",
+    },
+    "findings": [{"id": "MD011", "title": "rows"}],
+    "summary": {"exit_code": 1},
+}
+
+
+def _answer(report: Any = _REPORT, **more: Any) -> str:
+    text = report if isinstance(report, str) else json.dumps(report)
+    return json.dumps(
+        {"gpu": None, "problem": "", "code": 1, "report": text, "log": "", "seconds": 1.5, **more}
+    )
+
+
+def test_a_report_becomes_facts_and_findings_without_the_host() -> None:
+    row = read_answer(_PLACE, _answer(checksums={"vllm _C.so": "ab"}), python="3.12.1")
+    found = member(row, "node")
+    assert (row.status, row.exit_code, row.seconds) == (Status.ANSWERED, 1, 1.5)
+    assert "node-17" not in json.dumps(row.report)
+    assert found.kind == "H200"
+    assert found.facts["driver"] == "580"
+    assert found.facts["kernels vllm _C.so"] == "ab"
+    assert dict(found.findings) == {"MD011": "rows"}
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("", Status.UNREADABLE),
+        ("[]", Status.UNREADABLE),
+        ("[" * 100_000, Status.UNREADABLE),
+        (_answer("{}"), Status.UNREADABLE),
+        (_answer('{"schema_version": 1e999}'), Status.UNREADABLE),
+        (_answer({**_REPORT, "schema_version": 2}), Status.UNREADABLE),
+        (_answer({**_REPORT, "moedoctor": "0.0.9"}), Status.OTHER_VERSION),
+        (_answer("", log="bad\nmoedoctor: unknown id X", code=2), Status.REFUSED),
+        (_answer("", log="No module named moedoctor", code=1), Status.MISSING),
+        (_answer("", code=-9), Status.DIED),
+        (_answer("", problem="late"), Status.HUNG),
+        (_answer("", problem="long"), Status.UNREADABLE),
+    ],
+)
+def test_what_became_of_a_node(text: str, status: Status) -> None:
+    assert read_answer(_PLACE, text).status is status
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+_KEYS = (
+    "schema_version",
+    "moedoctor",
+    "environment",
+    "findings",
+    "problems",
+    "scenarios",
+    "items",
+    "cases",
+    "summary",
+)
+
+
+@given(report=st.dictionaries(st.sampled_from(_KEYS), _JSON), sums=_JSON)
+def test_a_hostile_report_never_raises(report: dict[str, Any], sums: Any) -> None:
+    row = read_answer(
+        _PLACE, _answer({**report, "schema_version": 1, "moedoctor": moedoctor.__version__}, checksums=sums)
+    )
+    assert row.status is Status.ANSWERED
+    member(row, "node")
+
+
+def test_the_folder_keeps_answers_without_hosts_and_resumes_the_same_question(tmp_path: Path) -> None:
+    question = {"question": ["check"]}
+    store = Store.create(tmp_path / "reports", question)
+    kept = store.write(read_answer(_PLACE, _answer()))
+    assert "gpu-node" not in (tmp_path / "reports" / str(kept.file)).read_text()
+    (again,) = Store.resume(tmp_path / "reports", question).rows({"id-1": "gpu-node-17.example"})
+    assert (again.place, again.report) == (_PLACE, kept.report)
+    with pytest.raises(StoreError, match="`fleet check`"):
+        Store.resume(tmp_path / "reports", {"question": ["run"]})
+    with pytest.raises(StoreError, match="--resume"):
+        Store.create(tmp_path / "reports", question)
+
+
+def test_a_folder_of_any_files_gives_a_row_for_each(tmp_path: Path) -> None:
+    (tmp_path / "node-1.json").write_text(json.dumps(_REPORT))
+    (tmp_path / "node-2.json").write_text("{")
+    (tmp_path / "node-3.json").symlink_to("/dev/zero")
+    (tmp_path / "notes.txt").write_text("not read")
+    rows = list(read_folder(tmp_path))
+    assert [(row.place.host, row.status) for row in rows] == [
+        ("node-1", Status.ANSWERED),
+        ("node-2", Status.UNREADABLE),
+        ("node-3", Status.UNREADABLE),
+    ]
