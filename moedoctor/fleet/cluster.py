@@ -72,7 +72,7 @@ def connected(address: str) -> Iterator[Any]:
         import ray
     except ImportError as error:
         missing = "Ray is not installed" if error.name == "ray" else f"Ray cannot be imported ({error})"
-        raise ClusterError(f"{missing}; run `pip install 'moedoctor[fleet]'`") from None
+        raise ClusterError(f"{missing}; run `pip install 'ray>=2.40'` beside moedoctor") from None
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {"address": address}
         if address == "local":
