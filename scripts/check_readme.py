@@ -24,6 +24,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "docs/design.md",
     "docs/expert-cache.md",
+    "docs/fleet.md",
     "docs/plugin.md",
     "docs/wsl.md",
 )

@@ -67,7 +67,8 @@ def connected(address: str) -> Iterator[Any]:
 
     ``local`` starts Ray on this machine and ends it. Raises ClusterError.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a diagnosis tells nobody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a diagnosis reports to nobody
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its errors are raised, too
     try:
         import ray
     except ImportError as error:

@@ -6,6 +6,7 @@ have a shape of their own.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moedoctor.fleet.rows import Row
+from moedoctor.fleet.rows import Row, mask
 from moedoctor.text import one_line, shorten
 
 NO_GPU = "no GPU"
@@ -48,6 +49,9 @@ _HIGHER_IS_BETTER = re.compile(r"(?:gbps|gb_s|tb_s|tflops|per_second|share_of_ro
 _NOT_MEASURED = frozenset({"seconds", "limit_seconds", "timeout_seconds"})
 """How long a case took, with its start, says nothing about a GPU."""
 
+_LABELS = ("id", "subject", "tier", "case", "backend", "quantization", "model", "tokens", "name", "policy")
+_MOST_LEVELS = 12
+
 
 @dataclass(frozen=True)
 class Member:
@@ -76,17 +80,24 @@ def member(row: Row, name: str) -> Member:
     if row.python is not None and "Python" not in facts:
         facts["Python"] = row.python
     facts.update((f"kernels {name}", text) for name, text in row.checksums.items())
-    findings = {sys.intern(key): title for key, title in _cut(_findings(report))}
+    findings = dict(_cut(_findings(report)))
     facts.update(_cut(_verdicts(report)))
     facts.update((f"finding {key}", "strikes") for key in findings)
-    kept = {sys.intern(key): sys.intern(_short(value)) for key, value in facts.items()}
-    numbers = {sys.intern(key): value for key, value in _cut(_numbers(report))}
-    return Member(name, sys.intern(kind), kept, numbers, findings)
+    # Here and not in the whole report, which is many times as long; nodes say mostly the same things.
+    host = row.place.host
+    kept = {_masked(key, host): _masked(_short(value), host) for key, value in facts.items()}
+    numbers = {_masked(key, host): value for key, value in _cut(_numbers(report))}
+    findings = {_masked(key, host): _masked(title, host) for key, title in findings.items()}
+    return Member(name, _masked(kind, host), kept, numbers, findings)
 
 
 def is_better_higher(number: str) -> bool:
     """Return whether a larger value of this number is the better one."""
     return _HIGHER_IS_BETTER.search(number.partition(" ")[0]) is not None
+
+
+def _masked(text: str, host: str) -> str:
+    return sys.intern(str(mask(text, host)))
 
 
 def _cut(pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -162,42 +173,44 @@ def _verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _numbers(report: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Give every number whose name ends in a unit, with the texts that say what it is of."""
+    measured: list[tuple[str, float]] = []
     for key, value in report.items():
         if key not in ("environment", "summary", "origin"):
-            yield from _measured(str(key), value, (), 0)
+            _collect({key: value}, (), measured)
+    return iter(measured)
 
 
-def _measured(name: str, value: Any, labels: tuple[str, ...], depth: int) -> Iterator[tuple[str, float]]:
-    if depth > 12:
+def _collect(
+    record: dict[str, Any], inside: tuple[dict[str, Any], ...], measured: list[tuple[str, float]]
+) -> None:
+    """Add the numbers of a record and of those in it. Most of a report is walked here, so it is kept fast."""
+    if len(inside) > _MOST_LEVELS or len(measured) > _MOST:
         return
-    if isinstance(value, Mapping):
-        own = tuple(
-            _short(value[key])
-            for key in (
-                "id",
-                "subject",
-                "tier",
-                "case",
-                "backend",
-                "quantization",
-                "model",
-                "tokens",
-                "name",
-                "policy",
-            )
-            if isinstance(value.get(key), (str, int))
-        )
-        parameters = value.get("parameters")
-        if isinstance(parameters, Mapping):
-            own += tuple(f"{_short(key)}={_short(inner)}" for key, inner in sorted(parameters.items()))
-        for key, inner in value.items():
-            yield from _measured(str(key), inner, (*labels, *own), depth + 1)
-    elif isinstance(value, list):
-        for inner in value:
-            if isinstance(inner, Mapping):
-                yield from _measured(name, inner, labels, depth + 1)
-    elif _UNIT.search(name) and name not in _NOT_MEASURED and isinstance(value, (int, float)):
-        yield " ".join((_short(name), *labels)), float(value)
+    trail = (*inside, record)
+    for key, value in record.items():
+        kind = type(value)
+        if kind is dict:
+            _collect(value, trail, measured)
+        elif kind is list:
+            for inner in value:
+                if type(inner) is dict:
+                    _collect(inner, trail, measured)
+        elif (kind is float or kind is int) and _is_measured(key):
+            labels = (label for outer in trail for label in _labels(outer))
+            measured.append((" ".join((_short(key), *labels)), float(value)))
+
+
+@functools.lru_cache(maxsize=65_536)
+def _is_measured(name: str) -> bool:
+    return name not in _NOT_MEASURED and _UNIT.search(name) is not None
+
+
+def _labels(record: Mapping[str, Any]) -> Iterator[str]:
+    """Give the texts that tell a record from others beside it."""
+    yield from (_short(record[key]) for key in _LABELS if isinstance(record.get(key), (str, int)))
+    parameters = record.get("parameters")
+    if isinstance(parameters, Mapping):
+        yield from (f"{_short(key)}={_short(inner)}" for key, inner in sorted(parameters.items()))
 
 
 def _records(value: Any) -> Sequence[Mapping[str, Any]]:
@@ -205,4 +218,9 @@ def _records(value: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def _short(value: Any) -> str:
-    return shorten(one_line(str(value)), _LONG)
+    return _short_text(str(value))
+
+
+@functools.lru_cache(maxsize=65_536)
+def _short_text(text: str) -> str:
+    return shorten(one_line(text), _LONG)

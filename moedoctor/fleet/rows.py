@@ -107,14 +107,14 @@ def _judged(row: Row, data: Mapping[str, Any]) -> Row:
     return with_report(row, _object(report), data.get("checksums"))
 
 
-def with_report(row: Row, report: Mapping[str, Any], checksums: Any = None) -> Row:
-    """Return `row` with a report that is checked and masked. Raises ReportError for another document."""
+def with_report(row: Row, report: Mapping[str, Any], checksums: Any = None, *, masked: bool = True) -> Row:
+    """Return `row` with a report that is checked, and masked for its file. Raises ReportError for another."""
     if report.get("schema_version") != SCHEMA_VERSION or report.get("schema_version") is True:
         raise ReportError("report", f"expected schema_version {SCHEMA_VERSION}")
-    masked = mask(report, row.place.host)
+    shown_report = mask(report, row.place.host) if masked else report
     sums = checksums if isinstance(checksums, Mapping) else {}
     shown = {_word(name): _word(value) for name, value in list(sums.items())[:1000]}
-    row = replace(row, report=masked, checksums=mask(shown, row.place.host))
+    row = replace(row, report=shown_report, checksums=mask(shown, row.place.host))
     version = report.get("moedoctor")
     if version is not None and version != moedoctor.__version__:
         words = f"moedoctor {_line(str(version), row.place.host)}, here it is {moedoctor.__version__}"
@@ -224,7 +224,7 @@ def from_document(data: Mapping[str, Any], host: str, file: str) -> Row:
     """Return the row in a stored file, or of a plain report of moedoctor. Raises ReportError."""
     if data.get("command") != "fleet answer":
         place = Place(host, host)
-        return replace(with_report(Row(place, Status.ANSWERED), data), file=file)
+        return replace(with_report(Row(place, Status.ANSWERED), data, masked=False), file=file)
     gpu = data.get("gpu")
     place = Place(_word(data.get("node")), host, None if gpu is None else _word(gpu))
     try:
@@ -236,7 +236,7 @@ def from_document(data: Mapping[str, Any], host: str, file: str) -> Row:
     row = replace(row, seconds=_seconds(data.get("seconds")))
     report = data.get("report")
     if isinstance(report, Mapping):
-        kept = with_report(row, report, data.get("checksums"))
+        kept = with_report(row, report, data.get("checksums"), masked=False)
         return kept if status is Status.ANSWERED else replace(kept, status=status, reason=row.reason)
     if status is Status.ANSWERED:
         raise ReportError(file, "report: expected a JSON object")
