@@ -7,10 +7,13 @@ from dataclasses import replace
 import torch
 
 from moedoctor.diagnose.capsule.computation import Computation
+from moedoctor.diagnose.capsule.planting import noisy
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe_layer import Layer, make_layer, make_problem
 from moedoctor.trace.capsule import Capsule, capsule_of
+
+__all__ = ["SCHEMES", "computation", "make_capsule", "noisy", "with_blocks", "with_output"]
 
 SCHEMES = (
     ("nvfp4", "none"),
@@ -77,12 +80,3 @@ def computation(capsule: Capsule) -> Computation:
 def with_output(capsule: Capsule, output: torch.Tensor) -> Capsule:
     """Return the capsule with another output [T, H]."""
     return Capsule(capsule.record, {**capsule.tensors, "output": output.bfloat16()})
-
-
-def noisy(output: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Return `output` [T, H] as a kernel gives it: the order of sums and bfloat16 move each element."""
-    draw = torch.Generator().manual_seed(seed)
-    unit = output.norm(dim=1, keepdim=True) / output.shape[1] ** 0.5  # [T, 1]
-    own = output * torch.randn(output.shape, generator=draw)  # [T, H]
-    shared = unit * torch.randn(output.shape, generator=draw)  # [T, H]
-    return (output + 2.0**-10 * (own + shared)).bfloat16()

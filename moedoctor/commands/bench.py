@@ -53,7 +53,10 @@ def bench(
     ] = None,
     tokens: Annotated[list[str] | None, option("N[,N...]", "Numbers of tokens in a call, 1 to 8192.")] = None,
     routing: Annotated[
-        str, option("NAME", "How tokens choose experts: balanced, zipf or zipf:SKEW. Or use --trace FILE.")
+        str,
+        option(
+            "NAME", "How tokens choose experts: balanced, zipf, zipf:SKEW or FILE.moecapsule. Or use --trace."
+        ),
     ] = "balanced",
     device: Device = "auto",
     timeout: Annotated[

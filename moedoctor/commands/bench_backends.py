@@ -48,6 +48,7 @@ DEFAULT_MODEL = "qwen3-30b-a3b"
 _GPU_TOKENS, _CPU_TOKENS = (1, 8, 64, 512, 4096), (1, 8)
 _MAX_TOKENS = 8192
 _TRACE_ROWS = 8192
+_CAPSULE = ".moecapsule"
 _INSTEAD = "what runs here: --backend REFERENCE, --backend OURS"
 
 Layers = Mapping[str, tuple[LayerShape, str]]
@@ -94,6 +95,11 @@ def find_layers(models: Sequence[str], sizes: Mapping[str, int | None], activati
 def find_routing(routing: str, trace: str | None, layers: Layers) -> tuple[str, Routing]:
     """Return the name for the report, and the routing: by name or in a trace. Raises InputError."""
     kind, _, skew = routing.lower().partition(":")
+    if routing.endswith(_CAPSULE):
+        if trace is not None:
+            raise InputError(f"--routing {routing}: --trace gives the routing already; expected one of them")
+        rows = _capsule_rows(routing, layers)
+        return f"capsule {Path(routing).name}", Routing("trace", rows=rows)
     if trace is not None:
         if (kind, skew) != ("balanced", ""):
             raise InputError(f"--routing {routing}: --trace gives the routing already; expected one of them")
@@ -102,7 +108,9 @@ def find_routing(routing: str, trace: str | None, layers: Layers) -> tuple[str, 
     if kind == "balanced" and not skew:
         return routing, Routing()
     if kind != "zipf":
-        raise InputError(f"--routing {routing}: expected balanced, zipf or zipf:SKEW; or --trace FILE")
+        raise InputError(
+            f"--routing {routing}: expected balanced, zipf, zipf:SKEW or FILE.moecapsule; or --trace"
+        )
     try:
         value = float(skew or 1.0)
     except ValueError:
@@ -110,6 +118,26 @@ def find_routing(routing: str, trace: str | None, layers: Layers) -> tuple[str, 
     if not 0 <= value <= 10:
         raise InputError(f"--routing {routing}: expected a skew from 0 to 10, such as zipf:1.2")
     return routing, Routing("zipf", skew=value)
+
+
+def _capsule_rows(name: str, layers: Layers) -> list[list[int]]:
+    """Return the topk_ids of a recorded call, without rows that have an empty place or an id twice."""
+    from moedoctor.trace.capsule import CapsuleError, load
+
+    with as_input_error(CapsuleError):
+        capsule = load(Path(name))
+    record = capsule.record
+    for model, (shape, _) in layers.items():
+        if (shape.experts, shape.top_k) != (record.experts, record.top_k):
+            raise InputError(
+                f"--routing {name}: it is of {record.experts} experts, top {record.top_k}; {model} has "
+                f"{shape.experts}, top {shape.top_k}"
+            )
+    ids = capsule.tensors["topk_ids"].tolist()
+    rows = [row for row in ids if len(set(row)) == len(row) and min(row) >= 0 and max(row) < record.experts]
+    if not rows:
+        raise InputError(f"--routing {name}: every token has an empty place, or an expert twice")
+    return rows
 
 
 def _trace_rows(name: str, layers: Layers) -> list[list[int]]:

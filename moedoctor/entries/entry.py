@@ -175,6 +175,8 @@ class Entry(_Strict):
     """The first release without it, or ``no``; left out, made from `releases`."""
     next: Line
     """What to do if a log or an issue shows it."""
+    record: Literal["nan", "mismatch=0.01"] | None = None
+    """The value of MOEDOCTOR_RECORD_WHEN that catches it in a running engine; None if no call shows it."""
     affects: Annotated[list[Rule], Field(min_length=1)]
     mechanism: str
     affected: str
@@ -183,6 +185,17 @@ class Entry(_Strict):
     fix: str
     """What the fix is and where it landed."""
     links: tuple[Link, ...]
+
+
+def record_hint(entry: Entry) -> str:
+    """Return how to record the wrong call and judge it, in Markdown; empty if no call shows the failure."""
+    if entry.record is None:
+        return ""
+    when = "" if entry.record == "nan" else f" --when {entry.record}"
+    return (
+        f"`moedoctor record -o DIR{when} -- vllm serve …` keeps the wrong call; "
+        "`moedoctor replay DIR/*.moecapsule` names what is wrong with it"
+    )
 
 
 def parse_entry(text: str) -> Entry:

@@ -53,7 +53,8 @@ _MOST_HEADER_BYTES = 4 * 2**20
 _MOST_TENSORS = 256
 _MOST_PAIRS, _MOST_VALUES = 2**20, 2**28
 """Pairs of token and expert, and values of their outputs, that a replay takes memory for."""
-_OF_BACKEND = "backend."
+OF_BACKEND = "backend."
+"""How names of tensors begin that are as the backend got them."""
 _CALL = ("x", "output", "topk_ids", "topk_weights", "router_logits")
 _FLOATS = ("BF16", "F16", "F32")
 _SCALED = ("fp8", "nvfp4")
@@ -138,7 +139,8 @@ class Capsule:
     def problem(self) -> Problem:
         """Return the call with the experts that are held; an id becomes the place of its expert.
 
-        Raises CapsuleError if it holds no weights, or not those of every expert that the call uses.
+        Raises CapsuleError if it holds no weights, not those of every expert that the call uses, or no scale
+        of its quantized activations.
         """
         if "w13" not in self.tensors:
             raise CapsuleError("it holds no weights, so nothing can be computed; record one with weights")
@@ -161,6 +163,8 @@ class Capsule:
     def _layer(self) -> Layer:
         def scale(name: str) -> float:
             value = self.tensors.get(name)
+            if value is None and self.record.activations in _SCALED:
+                raise CapsuleError(f"it lacks {name}, the scale of its {self.record.activations} activations")
             return 1.0 if value is None else float(value)
 
         shape = replace(self.record.shape, experts=len(self.expert_ids))
@@ -298,7 +302,7 @@ def with_synthetic_weights(capsule: Capsule, seed: int = 37) -> Capsule:
         else:
             size = old.float().std()
             tensors[name] = (torch.randn(old.shape, generator=draw) * size).to(old.dtype)
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OF_BACKEND)}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(OF_BACKEND)}
     return Capsule(capsule.record.model_copy(update={"weights": "synthetic"}), tensors)
 
 
@@ -360,7 +364,7 @@ def _weight_names(capsule: Capsule) -> list[str]:
 
 
 def _backend_names(capsule: Capsule) -> list[str]:
-    return [name for name in capsule.tensors if name.startswith(_OF_BACKEND)]
+    return [name for name in capsule.tensors if name.startswith(OF_BACKEND)]
 
 
 def _record(metadata: Mapping[str, str]) -> Record:
@@ -391,7 +395,7 @@ def _check_names(record: Record, names: Sequence[str]) -> None:
     if missing := (needed | weights) - set(names):
         raise CapsuleError(f"lacks the tensor {min(missing)}")
     known = needed | weights | {"output", "router_logits", "input_scale", "intermediate_scale"}
-    other = [name for name in names if name not in known and not name.startswith(_OF_BACKEND)]
+    other = [name for name in names if name not in known and not name.startswith(OF_BACKEND)]
     if other:
         raise CapsuleError(f"holds the tensor '{shorten(other[0], 60)}', which a capsule does not have")
 
@@ -434,7 +438,7 @@ def _check_shapes(record: Record, found: Mapping[str, tuple[str, tuple[int, ...]
         "intermediate_scale": (("F32",), [()]),
     }
     for name, (dtype, given) in found.items():
-        if name.startswith(_OF_BACKEND):
+        if name.startswith(OF_BACKEND):
             if given[:1] != (count,):
                 raise CapsuleError(
                     f"{shorten(name, 60)} is {list(given)}, expected [{count}, ...]: an expert each"

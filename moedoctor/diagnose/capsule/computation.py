@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -21,6 +22,12 @@ from moedoctor.reference.nvfp4 import Nvfp4
 
 _LIMIT = 7.0
 """The limit of SwiGLU in gpt-oss."""
+_CURVES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "activation_is_silu": functional.silu,
+    "activation_is_gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "activation_is_relu": functional.relu,
+    "activation_missing": lambda values: values,
+}
 
 
 @dataclass
@@ -58,7 +65,10 @@ class Computation:
             "block_scales_transposed": lambda: _columns_of_blocks(layer.w13) > 1,
             "nibbles_swapped": lambda: blocked,
             "activations_not_quantized": lambda: self.activations != "none",
-            "activation_scale_twice": lambda: self.activations != "none",
+            "activation_scale_twice": lambda: self.activations in ("fp8", "nvfp4"),
+            "activations_quantized_twice": lambda: self.activations in ("fp8", "nvfp4"),
+            "activation_is_silu": lambda: layer.shape.activation != "silu",
+            "activation_is_gelu_tanh": lambda: layer.shape.activation != "gelu_tanh",
             "expert_off_by_one": lambda: layer.shape.experts > 1,
             "duplicate_summed_once": lambda: bool(_repeated(ids).any()),
             "sentinel_as_last_expert": lambda: self.last is not None and bool((ids < 0).any()),
@@ -76,6 +86,19 @@ class Computation:
     def with_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Return float32 [T, K, H]: the right computation with other experts [T, K]."""
         return self._out((), ids) * self.problem.topk_weights.float()[..., None]
+
+    def with_scale(self, step: str, factor: float, pairs: torch.Tensor) -> torch.Tensor:
+        """Return float32 [T, K, H]: what `pairs` [T, K] add if a global scale is `factor` times as large.
+
+        `step` is ``w13`` or ``w2``. Other pairs are zero.
+        """
+        ids = torch.where(pairs, self.problem.topk_ids, -1)  # [T, K]
+        weights = self.problem.topk_weights.float()[..., None]  # [T, K, 1]
+        if step == "w2":
+            return self._out((), ids) * weights * factor
+        middle = self._activated(self._up(RIGHT, RIGHT, ids) * factor, RIGHT)  # [T, K, I]
+        middle = self._quantized(middle, RIGHT, self.problem.layer.intermediate_scale)
+        return self._product(middle, "w2", RIGHT, ids) * weights
 
     def _halves_differ(self) -> bool:
         w13, halves = self.problem.layer.w13, self.half_scales
@@ -154,10 +177,11 @@ class Computation:
         right = self.problem.layer.shape.activation
         if self.activations != "none":
             up = up.bfloat16().float()  # such backends activate in bfloat16
-        if option == "wrong_activation":
+        if option in _CURVES:
             if right == "relu2":
-                return functional.silu(up)
-            return activate(up, "silu" if right == "gelu_tanh" else "gelu_tanh")
+                return _CURVES[option](up)
+            gate, value = up.chunk(2, dim=-1)  # [T, K, I] each
+            return _CURVES[option](gate) * value
         if option == "activation_clamped":
             if right == "relu2":
                 return functional.relu(up).clamp(max=_LIMIT).square()
@@ -173,6 +197,9 @@ class Computation:
         rounded: torch.Tensor = quantise(values.flatten(0, -2).bfloat16().float()).unflatten(
             0, values.shape[:-1]
         )
+        if option == "activations_quantized_twice":
+            again: torch.Tensor = quantise((rounded / scale).flatten(0, -2)).unflatten(0, values.shape[:-1])
+            return again
         return rounded * scale if option == "activation_scale_twice" else rounded
 
 

@@ -25,6 +25,8 @@ from moedoctor.reference.agreement import Agreement, agree, bounds_of
 
 _MOST_UNKNOWN = 3
 """Experts that are looked for at most if none of them is itself."""
+_OCTAVES, _FINEST = 8, 2.0**-10
+"""Powers of two by which a scale is looked for, and how finely."""
 _NOISE = {"none": 2.0**-9, "fp8": 2.0**-5, "nvfp4": 2.0**-5}
 """How far a sound backend moves an element, relative to its token's RMS; codes that flip move it further."""
 _APART = 3.0
@@ -36,7 +38,8 @@ class Explanation:
     """One mistake, or two at once, as an explanation of the output."""
 
     mistakes: tuple[str, ...]
-    """Names of `MISTAKES`, or ``row_unwritten``, ``expert_replaced``, ``expert_unknown``."""
+    """Names of `MISTAKES`, or one of ``row_unwritten``, ``global_scale_wrong``, ``expert_replaced`` and
+    ``expert_unknown``."""
     deviation: Deviation
     residual: float
     """‖output - prediction‖ / ‖output - reference‖ over the finite tokens."""
@@ -50,6 +53,8 @@ class Explanation:
     """Where it happens, if in some of the tokens only."""
     taken: int | None = None
     """``expert_replaced``: the place of the expert that was computed instead."""
+    factor: float | None = None
+    """``global_scale_wrong``: how many times too large the scale is."""
     prediction: torch.Tensor = field(repr=False, compare=False, default_factory=lambda: torch.empty(0))
     """float32 [T, H]"""
 
@@ -101,8 +106,9 @@ def diagnose(computation: Computation, output: torch.Tensor) -> Diagnosis:
         for deviation in deviations_of(mistake)
     ]
     found = [*call.rows(), *_all(call, deviations)]
-    if not any(explanation.holds for explanation in found):
-        found += call.experts()
+    for more in (call.scales, call.experts):
+        if not any(explanation.holds for explanation in found):
+            found += more()
     if not any(explanation.holds for explanation in found):
         found += _all(call, pairs_of(deviations))
     if not any(explanation.holds for explanation in found):
@@ -155,6 +161,37 @@ class _Call:
         if not wrong or len(wrong) == len(self.output):
             return []
         return [self._explanation(("row_unwritten",), (), prediction, None, tuple(wrong))]
+
+    def scales(self) -> list[Explanation]:
+        """Explain the output by a global scale that is too large or too small, in one expert or in all."""
+        if self.computation.problem.layer.quantization == "bf16":
+            return []
+        suspects = self._suspects()
+        groups: list[tuple[int, ...]] = [(expert,) for expert in suspects]
+        if len(suspects) > 1:
+            groups.append(tuple(suspects))
+        return [self._scaled(step, experts) for experts in groups for step in ("w13", "w2")]
+
+    def _scaled(self, step: str, experts: tuple[int, ...]) -> Explanation:
+        pairs = torch.isin(self.ids, torch.tensor(experts, device=self.ids.device))  # [T, K]
+        rest = torch.where(pairs[..., None], 0.0, self.right).sum(1)  # [T, H]
+
+        def predicted(octaves: float) -> torch.Tensor:
+            return rest + self.computation.with_scale(step, 2.0**octaves, pairs).sum(1)  # [T, H]
+
+        def error(octaves: float) -> float:
+            return float((self.output - predicted(octaves))[self.finite].double().norm())
+
+        best, width = min(range(-_OCTAVES, _OCTAVES + 1), key=error) + 0.0, 0.5
+        while width > _FINEST:
+            best = min((best - width, best, best + width), key=error)
+            width /= 2
+        everywhere = len(experts) == len(self.ids[self.ids >= 0].unique())
+        places = None if everywhere else experts
+        deviation = ((step, "global_scale_wrong"),)
+        return self._explanation(
+            ("global_scale_wrong",), deviation, predicted(best), places, factor=2.0**best
+        )
 
     def experts(self) -> list[Explanation]:
         """Explain the output by an expert that was computed with the weights of another that is held."""
@@ -223,12 +260,15 @@ class _Call:
         experts: tuple[int, ...] | None = None,
         tokens: tuple[int, ...] | None = None,
         taken: int | None = None,
+        factor: float | None = None,
     ) -> Explanation:
         got, want = self.output[self.finite].double(), prediction[self.finite].double()  # [T', H] each
         cosine = float((got * want).sum() / (got.norm() * want.norm()).clamp(min=1e-300))
         residual = float((got - want).norm()) / max(self.size, 1e-300)
         holds = agree(self.output[self.finite], prediction[self.finite], self.bounds).right
-        return Explanation(mistakes, deviation, residual, cosine, holds, experts, tokens, taken, prediction)
+        return Explanation(
+            mistakes, deviation, residual, cosine, holds, experts, tokens, taken, factor, prediction
+        )
 
     def _is_noise(self, prediction: torch.Tensor) -> bool:
         """Return whether a sound backend could give `prediction` [T, H] too."""

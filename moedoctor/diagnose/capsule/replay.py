@@ -58,6 +58,8 @@ class Replay:
     recorded: Mapping[str, Any]
     """How the recorded output agrees with the reference; empty if it was not judged."""
     diagnosis: Mapping[str, Any]
+    backend_tensors: Sequence[Mapping[str, Any]] = ()
+    """What the backend got, see `moedoctor.diagnose.capsule.layouts.BackendTensor`."""
     backends: Sequence[BackendReplay] = ()
 
 
@@ -90,9 +92,7 @@ def replay(
         except ChildError as error:
             found = {"failed": str(error)}
         results.append(BackendReplay(variant.name, variant.quantization, variant.activations, **found))
-    return Replay(
-        judged["facts"], judged["judged"], judged["right"], judged["recorded"], judged["diagnosis"], results
-    )
+    return Replay(**judged, backends=results)
 
 
 def _carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,9 +110,12 @@ def _carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _judged(capsule: Capsule) -> dict[str, Any]:
     from moedoctor.diagnose.capsule.explain import diagnose
+    from moedoctor.diagnose.capsule.layouts import backend_tensors
     from moedoctor.trace.capsule import facts
 
+    held = backend_tensors(capsule) if capsule.record.weights == "recorded" else []
     base = {"facts": facts(capsule), "judged": False, "right": None, "recorded": {}, "diagnosis": {}}
+    base["backend_tensors"] = [asdict(tensor) for tensor in held]
     if capsule.record.weights != "recorded" or "output" not in capsule.tensors:
         return base
     found = diagnose(computation_of(capsule), capsule.tensors["output"])
@@ -156,6 +159,7 @@ def diagnosis_record(diagnosis: Diagnosis, expert_ids: Sequence[int]) -> dict[st
             "cosine": found.cosine,
             "experts": experts,
             "tokens": None if found.tokens is None else list(found.tokens),
+            "factor": found.factor,
             "taken": None if found.taken is None else expert_ids[found.taken],
         }
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moedoctor.entries import builtin_folder, reports_folder
-from moedoctor.entries.entry import SECTIONS, Entry, Link
+from moedoctor.entries.entry import SECTIONS, Entry, Link, record_hint
 from moedoctor.interfaces import Fault
 from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Prose, Span
 from moedoctor.results import Report, ReportError, load_report
@@ -50,6 +50,8 @@ class Explained:
     """What to do today, in one line."""
     fixed: str = ""
     """The release that fixes it, or ``no``."""
+    record: str = ""
+    """How to record a wrong call; empty if no call shows it."""
     releases: tuple[tuple[str, str], ...] = ()
     """(range of releases, which of them were run)."""
     mechanism: str = ""
@@ -64,6 +66,7 @@ class Explained:
         """Explain a failure of our catalogue."""
         names = ("where", "next", "fixed", "mechanism", "affected", "detection", "fix")
         words = {name: getattr(entry, name) for name in names}
+        words["record"] = record_hint(entry)
         words["releases"] = tuple((each.range, each.evidence) for each in entry.releases)
         claims = _claims(entry.id, entry.name) if runs else ()
         return cls(entry.id, entry.name, entry.title, runs, **words, claims=claims, links=entry.links)
@@ -83,9 +86,15 @@ class Explained:
     def page(self) -> list[Block]:
         """Return the page, with a heading for everything that is known."""
         page: list[Block] = [Heading(f"{self.id} {self.name}: {self.title}", 1)]
-        first = {"Affected": self.where, "Do today": self.next, "Fixed in": self.fixed}
+        first = {
+            "Affected": self.where,
+            "Do today": self.next,
+            "Fixed in": self.fixed,
+            "Record it": self.record,
+        }
         if self.where:
-            page.append(Prose("\n".join(f"- **{label}**: {text}" for label, text in first.items())))
+            lines = (f"- **{label}**: {text}" for label, text in first.items() if text)
+            page.append(Prose("\n".join(lines)))
         words = (self.mechanism, self.affected, self.detection, self.fix)
         for heading, text in zip(SECTIONS, words, strict=False):
             if text:

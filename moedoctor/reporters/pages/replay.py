@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "row_unwritten": "rows that nobody wrote",
+    "global_scale_wrong": "a wrong global scale",
     "expert_replaced": "another expert's weights",
     "expert_unknown": "weights that are not in this capsule",
 }
@@ -34,6 +35,7 @@ def replay_document(result: Replay, file: str) -> dict[str, Any]:
         "right": result.right,
         "recorded": result.recorded,
         "diagnosis": result.diagnosis,
+        "backend_tensors": list(result.backend_tensors),
         "backends": [asdict(backend) for backend in result.backends],
         "summary": {"exit_code": exit_code(result)},
     }
@@ -50,6 +52,7 @@ def replay_page(document: Mapping[str, Any], level: int = 1) -> list[Block]:
     page: list[Block] = [Heading(f"{escape(document['file'])}: {escape(record['layer'])}", level)]
     page.append(Paragraph((Span(*_verdict(document)), f" {answer_of(document)}")))
     page += _explanations(document["diagnosis"], level + 1)
+    page += _backend_tensors(document["backend_tensors"], level + 1)
     if backends:
         rows = [_row(backend) for backend in backends]
         page += [
@@ -100,6 +103,9 @@ def explained(explanation: Mapping[str, Any]) -> str:
         where = f" in {' and '.join(steps)}" if several else ""
         parts.append(f"{words}{where}{f' ({entry})' if entry else ''}")
     text = " and ".join(parts)
+    if explanation["factor"] is not None:
+        step = explanation["steps"][0][0]
+        text = f"the global scale of {step} {explanation['factor']:.3g} times as large"
     if explanation["experts"]:
         text += f", {_listed('expert', explanation['experts'])}"
     if explanation["tokens"]:
@@ -135,6 +141,22 @@ def _explanations(diagnosis: Mapping[str, Any], level: int) -> list[Block]:
         Table(("", "the reference with", "cosine", "of the error"), rows),
         Paragraph(f"{count_of(count, 'explanation')} compared"),
     ]
+
+
+def _backend_tensors(tensors: Sequence[Mapping[str, Any]], level: int) -> list[Block]:
+    """Return what the backend got, and the experts in which that is not the checkpoint's."""
+    if not tensors:
+        return []
+    rows = []
+    for tensor in tensors:
+        odd = [
+            f"expert {each['expert']} {each['form']}"
+            + ("" if each["like"] is None else f", those of expert {each['like']}")
+            for each in tensor["odd"]
+        ]
+        rows.append([escape(tensor["name"]), tensor["of"] or "", tensor["form"], "; ".join(odd)])
+    head = ("tensor", "of the checkpoint's", "how", "but")
+    return [Heading("What the backend got", level), Table(head, rows)]
 
 
 def _row(backend: Mapping[str, Any]) -> list[str]:

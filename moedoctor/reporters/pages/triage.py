@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from moedoctor.diagnose.triage.triage import Finding, Grade, NearMiss, Triage
 from moedoctor.entries import entries
+from moedoctor.entries.entry import record_hint
 from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Text
 from moedoctor.reporters.text import count_of
 
@@ -46,7 +47,10 @@ def _item(finding: Finding) -> Item:
     lines: list[tuple[str, Text]] = [("", Span(finding.excerpt, "code"))]
     if finding.why:
         lines.append(("why", "; ".join(finding.why)))
-    lines += [("releases", finding.releases), ("do", finding.next_step), ("more", _explain(finding.id))]
+    lines += [("releases", finding.releases), ("do", finding.next_step)]
+    if hint := record_hint(entry):
+        lines.append(("record", hint))
+    lines.append(("more", _explain(finding.id)))
     title = f"{finding.grade.value}, line {finding.line}: {entry.title} (confidence {finding.confidence:.2f})"
     return Item(finding.id, title, lines)
 

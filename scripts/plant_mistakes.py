@@ -1,0 +1,165 @@
+"""Writes the report on the explanation of wrong MoE calls: known mistakes planted in all kinds of layers.
+
+Usage: plant_mistakes.py [--seeds N] [--processes N] [FILE]. It writes FILE.json and FILE.md. A layer is a type
+of weights, a type of activations (quantized by the backend or not) and an activation function. Each seed is
+another layer with other tokens, every second one with duplicate ids, ids of -1 and large inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from moedoctor.diagnose.capsule.planting import (  # noqa: E402
+    FIRST,
+    NO_EFFECT,
+    NOT_NAMED,
+    NOT_TOLD_APART,
+    WRONG,
+    Tally,
+    deviations,
+    plant,
+    plant_places,
+)
+from moedoctor.environment import collect  # noqa: E402
+from moedoctor.origin import origin  # noqa: E402
+from moedoctor.processes.files import write  # noqa: E402
+from moedoctor.reporters.markdown import to_markdown  # noqa: E402
+from moedoctor.reporters.page import Block, Heading, Paragraph, Table  # noqa: E402
+
+_PAIRS = 8
+"""Two mistakes at once that are planted in each layer, drawn at random."""
+_OUTCOMES = (FIRST, NOT_TOLD_APART, NOT_NAMED, WRONG, NO_EFFECT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "file", type=Path, nargs="?", default=ROOT / "reports" / "capsules" / "planted_mistakes"
+    )
+    options = parser.parse_args()
+    started = time.monotonic()
+    jobs = [(scheme, seed) for scheme in _schemes() for seed in range(options.seeds)]
+    single, pairs, places = Tally(), Tally(), Tally()
+    with ProcessPoolExecutor(options.processes) as pool:
+        for ended, tallies in enumerate(pool.map(measure, jobs), 1):
+            for total, part in zip((single, pairs, places), tallies, strict=True):
+                total.merge(part)
+            print(f"\r{ended} of {len(jobs)} layers", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    document = {
+        "schema_version": 1,
+        "command": "scripts/plant_mistakes.py",
+        "origin": origin(),
+        "environment": {key: collect()[key] for key in ("torch", "vllm")},
+        "seeds": options.seeds,
+        "layers": ["/".join(scheme) for scheme in _schemes()],
+        "seconds": round(time.monotonic() - started, 1),
+        "one_mistake": single.record(),
+        "two_mistakes": pairs.record(),
+        "some_places": places.record(),
+    }
+    options.file.parent.mkdir(parents=True, exist_ok=True)
+    write(options.file.with_suffix(".json"), json.dumps(document, indent=1) + "\n")
+    write(options.file.with_suffix(".md"), to_markdown(page(document)))
+
+
+def _schemes() -> Iterator[tuple[str, str, str]]:
+    from tests.capsules import SCHEMES
+
+    for (quantization, activations), activation in product(SCHEMES, ("silu", "relu2")):
+        yield quantization, activations, activation
+
+
+def measure(job: tuple[tuple[str, str, str], int]) -> tuple[Tally, Tally, Tally]:
+    """Plant one mistake, two at once, and one in some places only, in one layer."""
+    import torch
+
+    from moedoctor.diagnose.capsule.mistakes import pairs_of
+    from tests.capsules import computation, make_capsule
+
+    torch.set_num_threads(1)
+    (quantization, activations, activation), seed = job
+    capsule = make_capsule(
+        quantization, activations, activation=activation, seed=seed, halves=True, unusual=seed % 2 == 1
+    )
+    call, scheme = computation(capsule), "/".join(job[0])
+    every, draw = deviations(call), random.Random(seed)
+    single, pairs, places = Tally(), Tally(), Tally()
+    plant(single, scheme, call, every, seed)
+    plant(pairs, scheme, call, draw.sample(list(pairs_of(every)), _PAIRS), seed)
+    plant_places(places, scheme, call, every, seed)
+    return single, pairs, places
+
+
+def page(document: dict[str, Any]) -> list[Block]:
+    """Return the page of the report."""
+    one, two, some = document["one_mistake"], document["two_mistakes"], document["some_places"]
+    blocks: list[Block] = [
+        Heading("Known mistakes, planted and named", 1),
+        Paragraph(
+            f"{one['planted']} planted outputs of {len(document['layers'])} kinds of layer with "
+            f"{document['seeds']} seeds each: of those with an effect that can be told apart, "
+            f"{one['first_share']:.2%} are named first and {one['wrong_share']:.2%} wrongly. Of {one['sound']} "
+            f"sound outputs, {one['sound_named']} are called wrong. Layers: {', '.join(document['layers'])} "
+            "(weights, activations, activation function)."
+        ),
+        Heading("One mistake in the whole layer"),
+        _table(one),
+    ]
+    for title, part in (("Two mistakes at once", two), ("One mistake in one expert only", some)):
+        shares = f"{part['first_share']:.2%} named first, {part['wrong_share']:.2%} wrongly"
+        blocks += [Heading(title), Paragraph(f"{part['planted']} planted: {shares}."), _totals(part)]
+    blocks += [
+        Heading("Not told apart, and why"),
+        Paragraph(
+            "The outputs of the two differ by less than a sound backend may differ from the reference, or the "
+            "answer lists both; the cosine is the lowest of a token. A line marked wrong is counted as wrong."
+        ),
+    ]
+    table = [
+        [
+            each["layer"],
+            each["planted"],
+            each["named"],
+            str(each["times"]),
+            f"{each['cosine']:.6f}",
+            each["outcome"],
+        ]
+        for part in (one, some)
+        for each in part["confused"]
+    ]
+    blocks.append(
+        Table(("layer", "planted", "named first", "times", "cosine", "counted as"), table, "lllrrl")
+    )
+    return blocks
+
+
+def _table(part: dict[str, Any]) -> Table:
+    body = [
+        [mistake, *(str(counts.get(outcome, 0)) for outcome in _OUTCOMES)]
+        for mistake, counts in sorted(part["mistakes"].items())
+    ]
+    return Table(("mistake", *_OUTCOMES), body, "l" + "r" * len(_OUTCOMES))
+
+
+def _totals(part: dict[str, Any]) -> Table:
+    counts = part["counts"]
+    return Table(_OUTCOMES, [[str(counts.get(outcome, 0)) for outcome in _OUTCOMES]], "r" * len(_OUTCOMES))
+
+
+if __name__ == "__main__":
+    main()
