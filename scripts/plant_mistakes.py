@@ -1,8 +1,8 @@
 """Writes the report on the explanation of wrong MoE calls: known mistakes planted in all kinds of layers.
 
-Usage: plant_mistakes.py [--seeds N] [--processes N] [FILE]. It writes FILE.json and FILE.md. A layer is a type
-of weights, a type of activations (quantized by the backend or not) and an activation function. Each seed is
-another layer with other tokens, every second one with duplicate ids, ids of -1 and large inputs.
+Usage: plant_mistakes.py [--seeds N] [--processes N] [FILE]. It writes FILE.json and FILE.md. A layer is a
+type of weights, a type of activations (quantized by the backend or not) and an activation function. Each seed
+is another layer with other tokens, every second one with duplicate ids, ids of -1 and large inputs.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from moedoctor.processes.files import write  # noqa: E402
 from moedoctor.reporters.markdown import to_markdown  # noqa: E402
 from moedoctor.reporters.page import Block, Heading, Paragraph, Table  # noqa: E402
 
+_FILE = ROOT / "reports" / "capsules" / "planted_mistakes"
 _PAIRS = 8
 """Two mistakes at once that are planted in each layer, drawn at random."""
 _OUTCOMES = (FIRST, NOT_TOLD_APART, NOT_NAMED, WRONG, NO_EFFECT)
@@ -47,9 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument(
-        "file", type=Path, nargs="?", default=ROOT / "reports" / "capsules" / "planted_mistakes"
-    )
+    parser.add_argument("file", type=Path, nargs="?", default=_FILE)
     options = parser.parse_args()
     started = time.monotonic()
     jobs = [(scheme, seed) for scheme in _schemes() for seed in range(options.seeds)]
@@ -130,22 +129,14 @@ def page(document: dict[str, Any]) -> list[Block]:
             "answer lists both; the cosine is the lowest of a token. A line marked wrong is counted as wrong."
         ),
     ]
+    keys = ("layer", "planted", "named")
     table = [
-        [
-            each["layer"],
-            each["planted"],
-            each["named"],
-            str(each["times"]),
-            f"{each['cosine']:.6f}",
-            each["outcome"],
-        ]
-        for part in (one, some)
+        [*(each[key] for key in keys), str(each["times"]), f"{each['cosine']:.6f}", each["outcome"]]
+        for part in (one, two, some)
         for each in part["confused"]
     ]
-    blocks.append(
-        Table(("layer", "planted", "named first", "times", "cosine", "counted as"), table, "lllrrl")
-    )
-    return blocks
+    head = ("layer", "planted", "named first", "times", "cosine", "counted as")
+    return [*blocks, Table(head, table, "lllrrl")]
 
 
 def _table(part: dict[str, Any]) -> Table:

@@ -156,7 +156,7 @@ def _count(
     expert: int | None,
     seed: int,
 ) -> None:
-    """Count what the explanation makes of `output` [T, H]; `expert` is where the mistake is, if in one only."""
+    """Count what the explanation makes of `output` [T, H]. The mistake is in `expert`, or in all of them."""
     label, planted = " + ".join(names(deviation)), set(names(deviation))
     if is_noise(call, output, call.contributions().sum(1)):
         tally.add(scheme, label, NO_EFFECT)
