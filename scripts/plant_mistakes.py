@@ -111,8 +111,9 @@ def page(document: dict[str, Any]) -> list[Block]:
         Heading("Known mistakes, planted and named", 1),
         Paragraph(
             f"{one['planted']} planted outputs of {len(document['layers'])} kinds of layer with "
-            f"{document['seeds']} seeds each: of those with an effect that can be told apart, "
-            f"{one['first_share']:.2%} are named first and {one['wrong_share']:.2%} wrongly. Of {one['sound']} "
+            f"{document['seeds']} seeds each. Of those with an effect that can be told apart, "
+            f"{one['first_share']:.2%} are named first and {one['wrong_share']:.2%} wrongly. "
+            f"Of {one['sound']} "
             f"sound outputs, {one['sound_named']} are called wrong. Layers: {', '.join(document['layers'])} "
             "(weights, activations, activation function)."
         ),
@@ -125,7 +126,8 @@ def page(document: dict[str, Any]) -> list[Block]:
     blocks += [
         Heading("Not told apart, and why"),
         Paragraph(
-            "The outputs of the two differ by less than a sound backend may differ from the reference, or the "
+            "The outputs of the two differ by less than a sound backend may differ from the "
+            "reference, or the "
             "answer lists both; the cosine is the lowest of a token. A line marked wrong is counted as wrong."
         ),
     ]
