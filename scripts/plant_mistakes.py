@@ -31,6 +31,7 @@ from moedoctor.diagnose.capsule.planting import (  # noqa: E402
     deviations,
     plant,
     plant_places,
+    plant_weights_and_rows,
 )
 from moedoctor.environment import collect  # noqa: E402
 from moedoctor.origin import origin  # noqa: E402
@@ -52,10 +53,10 @@ def main() -> None:
     options = parser.parse_args()
     started = time.monotonic()
     jobs = [(scheme, seed) for scheme in _schemes() for seed in range(options.seeds)]
-    single, pairs, places = Tally(), Tally(), Tally()
+    single, pairs, places, others = Tally(), Tally(), Tally(), Tally()
     with ProcessPoolExecutor(options.processes) as pool:
         for ended, tallies in enumerate(pool.map(measure, jobs), 1):
-            for total, part in zip((single, pairs, places), tallies, strict=True):
+            for total, part in zip((single, pairs, places, others), tallies, strict=True):
                 total.merge(part)
             print(f"\r{ended} of {len(jobs)} layers", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
@@ -70,6 +71,7 @@ def main() -> None:
         "one_mistake": single.record(),
         "two_mistakes": pairs.record(),
         "some_places": places.record(),
+        "weights_and_rows": others.record(),
     }
     options.file.parent.mkdir(parents=True, exist_ok=True)
     write(options.file.with_suffix(".json"), json.dumps(document, indent=1) + "\n")
@@ -83,8 +85,8 @@ def _schemes() -> Iterator[tuple[str, str, str]]:
         yield quantization, activations, activation
 
 
-def measure(job: tuple[tuple[str, str, str], int]) -> tuple[Tally, Tally, Tally]:
-    """Plant one mistake, two at once, and one in some places only, in one layer."""
+def measure(job: tuple[tuple[str, str, str], int]) -> tuple[Tally, Tally, Tally, Tally]:
+    """Plant one mistake, two at once, one in one expert only, and wrong weights and rows, in one layer."""
     import torch
 
     from moedoctor.diagnose.capsule.mistakes import pairs_of
@@ -97,44 +99,46 @@ def measure(job: tuple[tuple[str, str, str], int]) -> tuple[Tally, Tally, Tally]
     )
     call, scheme = computation(capsule), "/".join(job[0])
     every, draw = deviations(call), random.Random(seed)
-    single, pairs, places = Tally(), Tally(), Tally()
+    single, pairs, places, others = Tally(), Tally(), Tally(), Tally()
     plant(single, scheme, call, every, seed)
     plant(pairs, scheme, call, draw.sample(list(pairs_of(every)), _PAIRS), seed)
     plant_places(places, scheme, call, every, seed)
-    return single, pairs, places
+    foreign = make_capsule(quantization, activations, activation=activation, seed=seed + 1000)
+    plant_weights_and_rows(others, scheme, call, foreign.problem().layer, seed)
+    return single, pairs, places, others
 
 
 def page(document: dict[str, Any]) -> list[Block]:
     """Return the page of the report."""
-    one, two, some = document["one_mistake"], document["two_mistakes"], document["some_places"]
+    parts = [document[key] for key in ("one_mistake", "two_mistakes", "some_places", "weights_and_rows")]
+    single, pairs, places, others = parts
     blocks: list[Block] = [
         Heading("Known mistakes, planted and named", 1),
         Paragraph(
-            f"{one['planted']} planted outputs of {len(document['layers'])} kinds of layer with "
+            f"{single['planted']} planted outputs of {len(document['layers'])} kinds of layer with "
             f"{document['seeds']} seeds each. Of those with an effect that can be told apart, "
-            f"{one['first_share']:.2%} are named first and {one['wrong_share']:.2%} wrongly. "
-            f"Of {one['sound']} "
-            f"sound outputs, {one['sound_named']} are called wrong. Layers: {', '.join(document['layers'])} "
-            "(weights, activations, activation function)."
+            f"{single['first_share']:.2%} are named first and {single['wrong_share']:.2%} wrongly. "
+            f"Of {single['sound']} sound outputs, {single['sound_named']} are called wrong. Layers (weights, "
+            f"activations, activation function): {', '.join(document['layers'])}."
         ),
         Heading("One mistake in the whole layer"),
-        _table(one),
+        _table(single),
     ]
-    for title, part in (("Two mistakes at once", two), ("One mistake in one expert only", some)):
+    for title, part in (("Two mistakes at once", pairs), ("One mistake in one expert only", places)):
         shares = f"{part['first_share']:.2%} named first, {part['wrong_share']:.2%} wrongly"
         blocks += [Heading(title), Paragraph(f"{part['planted']} planted: {shares}."), _totals(part)]
+    blocks += [Heading("Rows that nobody wrote, other weights, wrong scales"), _table(others)]
     blocks += [
         Heading("Not told apart, and why"),
         Paragraph(
-            "The outputs of the two differ by less than a sound backend may differ from the "
-            "reference, or the "
-            "answer lists both; the cosine is the lowest of a token. A line marked wrong is counted as wrong."
+            "The outputs of the two differ by less than a sound backend may differ from the reference, or "
+            "the answer lists both; the cosine is the lowest of a token. A line marked wrong counts as wrong."
         ),
     ]
     keys = ("layer", "planted", "named")
     table = [
         [*(each[key] for key in keys), str(each["times"]), f"{each['cosine']:.6f}", each["outcome"]]
-        for part in (one, two, some)
+        for part in parts
         for each in part["confused"]
     ]
     head = ("layer", "planted", "named first", "times", "cosine", "counted as")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moedoctor.cli import main
+from moedoctor.commands.bench_backends import find_routing
+from moedoctor.commands.options import InputError
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.trace.capsule import load, save
 from tests.capsules import computation, make_capsule, noisy, with_output
 
@@ -66,6 +70,23 @@ def test_a_copy_without_weights_is_not_judged(wrong: Path, capsys: pytest.Captur
     assert "(none," in capsys.readouterr().out
     assert main(["replay", "bare.moecapsule"]) == 0
     assert "not judged" in capsys.readouterr().out
+
+
+def test_bench_takes_the_ids_of_a_capsule(wrong: Path) -> None:
+    capsule = load(wrong)
+    record = capsule.record
+    shape = LayerShape(record.hidden, record.intermediate, record.experts, record.top_k)
+    name, routing = find_routing(str(wrong), None, {"custom": (shape, "command line")})
+    assert name == "capsule wrong.moecapsule"
+    assert routing.rows == capsule.tensors["topk_ids"].tolist()
+    with pytest.raises(InputError, match="it is of 8 experts, top 3; other has 16, top 3"):
+        find_routing(str(wrong), None, {"other": (replace(shape, experts=16), "command line")})
+
+
+@pytest.mark.parametrize("entry", ["MD008", "MD014", "MD015", "MD017", "MD018"])
+def test_explain_says_how_to_record_a_call(entry: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", entry]) == 0
+    assert "moedoctor record -o DIR" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_a_run_describes_a_capsule(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:

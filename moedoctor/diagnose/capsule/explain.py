@@ -60,8 +60,11 @@ class Explanation:
 
     def says_the_same(self, other: Explanation) -> bool:
         """Return whether both name the same mistakes in the same places."""
-        mine = (set(self.mistakes), self.experts, self.tokens, self.taken)
-        return mine == (set(other.mistakes), other.experts, other.tokens, other.taken)
+        return self._answer() == other._answer()
+
+    def _answer(self) -> object:
+        scale = None if self.factor is None else (self.deviation, round(self.factor, 2))
+        return set(self.mistakes), self.experts, self.tokens, self.taken, scale
 
     @property
     def share(self) -> float:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from moedoctor.diagnose.capsule.computation import Computation
 from moedoctor.diagnose.capsule.explain import Explanation, diagnose
 from moedoctor.diagnose.capsule.mistakes import MISTAKES, Deviation, deviations_of, names
 from moedoctor.reference.agreement import agree, bounds_of
+from moedoctor.reference.moe_layer import Layer
 
 FIRST, NOT_TOLD_APART, NOT_NAMED, WRONG, NO_EFFECT = (
     "first",
@@ -144,6 +145,75 @@ def plant_places(
             or is_noise(call, output, change.sum(1))
         ]
         _count(tally, scheme, call, deviation, output, alike, expert, seed)
+
+
+def plant_weights_and_rows(tally: Tally, scheme: str, call: Computation, foreign: Layer, seed: int) -> None:
+    """Plant what is no wrong way of a step: rows that nobody wrote, experts with other weights or scales.
+
+    `foreign` is another layer of the same shape. The expert, the token and the factor must be named, too.
+    """
+    draw, problem = random.Random(seed), call.problem
+    ids, right = problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
+    expert = draw.choice(ids[ids >= 0].unique().tolist())
+    other = draw.choice([each for each in range(problem.layer.shape.experts) if each != expert])
+    token, source = draw.sample(range(len(ids)), 2)
+    here = ids == expert  # [T, K]
+    zeros, stale = right.sum(1), right.sum(1)  # [T, H] each
+    zeros[token], stale[token] = 0.0, right[source].sum(0)
+    strange = replace(call, problem=replace(problem, layer=foreign), _ups={}, _outs={})
+    outputs = {
+        "row_unwritten (zeros)": (zeros, ("row_unwritten",), None),
+        "row_unwritten (another token's)": (stale, ("row_unwritten",), None),
+        "expert_replaced": (call.with_ids(torch.where(here, other, ids)).sum(1), ("expert_replaced",), other),
+        "expert_unknown": (_mixed(here, strange.contributions(), right), ("expert_unknown",), None),
+    }
+    if problem.layer.quantization != "bf16":
+        for step, factor in (("w13", draw.choice((0.25, 0.5, 3.0, 4.0))), ("w2", draw.choice((0.5, 3.0)))):
+            wrong = _mixed(here, call.with_scale(step, factor, here), right)  # [T, H]
+            outputs[f"global_scale_wrong in {step}"] = (wrong, ("global_scale_wrong",), None)
+    total = right.sum(1)  # [T, H]
+    for label, (output, mistakes, taken) in outputs.items():
+        if is_noise(call, output, total):
+            tally.add(scheme, label, NO_EFFECT)
+            continue
+        rows = label.startswith("row")
+        planted = Place(mistakes, None if rows else (expert,), (token,) if rows else None, taken)
+        diagnosis = diagnose(call, noisy(output, seed))
+        found = [Place.of(each) for each in (diagnosis.best, *diagnosis.equals) if each is not None]
+        if not found:
+            tally.add(scheme, label, NOT_NAMED)
+        elif found[0] == planted:
+            tally.add(scheme, label, FIRST)
+        else:
+            assert diagnosis.best is not None
+            simpler = diagnosis.best.mistakes != mistakes and is_noise(
+                call, output, diagnosis.best.prediction
+            )
+            apart = planted not in found and not (simpler and len(diagnosis.best.deviation) == 1)
+            cosine = float(
+                torch.nn.functional.cosine_similarity(output, diagnosis.best.prediction, dim=1).min()
+            )
+            tally.add(
+                scheme, label, WRONG if apart else NOT_TOLD_APART, " + ".join(found[0].mistakes), cosine
+            )
+
+
+class Place(NamedTuple):
+    """What an explanation names: the mistakes, and where."""
+
+    mistakes: tuple[str, ...]
+    experts: tuple[int, ...] | None
+    tokens: tuple[int, ...] | None
+    taken: int | None
+
+    @classmethod
+    def of(cls, found: Explanation) -> Place:
+        return cls(found.mistakes, found.experts, found.tokens, found.taken)
+
+
+def _mixed(here: torch.Tensor, wrong: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return [T, H]: pairs [T, K] of `here` from `wrong` [T, K, H], the others from `right`."""
+    return torch.where(here[..., None], wrong, right).sum(1)
 
 
 def _count(

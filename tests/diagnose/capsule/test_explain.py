@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
 
 from moedoctor.diagnose.capsule.computation import Computation
 from moedoctor.diagnose.capsule.explain import Diagnosis, diagnose
-from moedoctor.diagnose.capsule.mistakes import MISTAKES, Deviation, deviations_of, names, pairs_of
-from moedoctor.reference.agreement import agree, bounds_of
+from moedoctor.diagnose.capsule.mistakes import names, pairs_of
+from moedoctor.diagnose.capsule.planting import (
+    NO_EFFECT,
+    Tally,
+    deviations,
+    is_noise,
+    plant,
+    plant_places,
+    plant_weights_and_rows,
+)
 from tests.capsules import SCHEMES, computation, make_capsule, noisy
 
 _CALLS = [(*scheme, activation) for scheme in SCHEMES for activation in ("silu", "relu2")]
@@ -27,61 +33,55 @@ def _call(scheme: tuple[str, str, str], seed: int) -> Computation:
     return computation(capsule)
 
 
-def _deviations(call: Computation) -> list[Deviation]:
-    """The mistakes that this call can show."""
-    return [
-        deviation for mistake in MISTAKES if call.applies(mistake) for deviation in deviations_of(mistake)
-    ]
-
-
-def _is_noise(call: Computation, output: torch.Tensor, other: torch.Tensor) -> bool:
-    return agree(output, other, bounds_of(call.activations)).right
-
-
 def _named(diagnosis: Diagnosis) -> list[set[str]]:
     """What it names first, and what it says it cannot tell apart from that."""
     best = [] if diagnosis.best is None else [diagnosis.best]
     return [set(found.mistakes) for found in (*best, *diagnosis.equals)]
 
 
-def _plant(seeds: Sequence[int], schemes: Sequence[tuple[str, str, str]] = _CALLS) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for scheme in schemes:
-        for seed in seeds:
-            call = _call(scheme, seed)
-            right = call.contributions().sum(1)  # [T, H]
-            counts["sound outputs"] += 1
-            counts["sound outputs named"] += not diagnose(call, noisy(right, seed)).sound
-            for deviation in _deviations(call):
-                wrong = call.contributions(deviation).sum(1)  # [T, H]
-                if _is_noise(call, wrong, right):
-                    counts["no effect"] += 1
-                    continue
-                named = _named(diagnose(call, noisy(wrong, seed)))
-                planted = set(names(deviation))
-                counts["planted"] += 1
-                if planted in named:
-                    counts["first" if named[0] == planted else "not told apart"] += 1
-                elif named:
-                    counts["wrong"] += 1
-    return counts
-
-
-def _judge(counts: Counter[str]) -> None:
-    decided = counts["planted"] - counts["not told apart"]
-    assert decided > 0.8 * counts["planted"], counts
-    assert counts["first"] >= 0.98 * decided, counts
-    assert counts["wrong"] <= 0.01 * decided, counts
-    assert counts["sound outputs named"] == 0, counts
+def _judge(tally: Tally) -> None:
+    assert tally.decided > 0.8 * (sum(tally.counts.values()) - tally.counts[NO_EFFECT]), tally
+    assert tally.first_share >= 0.98, tally
+    assert tally.wrong_share <= 0.01, tally
+    assert tally.sound_named == 0, tally
 
 
 def test_planted_mistakes_are_named_first() -> None:
-    _judge(_plant((0,), _CALLS[::2]) + _plant((1,), _CALLS[1::4]))
+    tally = Tally()
+    for seed, scheme in enumerate(_CALLS):
+        call = _call(scheme, seed)
+        every = deviations(call)
+        plant(tally, "/".join(scheme), call, random.Random(seed).sample(every, len(every) // 3), seed)
+    _judge(tally)
 
 
 @pytest.mark.slow
-def test_planted_mistakes_are_named_first_for_twenty_seeds() -> None:
-    _judge(_plant(range(2, 22)))
+@pytest.mark.parametrize("scheme", _CALLS)
+def test_planted_mistakes_are_named_first_for_twenty_seeds(scheme: tuple[str, str, str]) -> None:
+    """Single mistakes, pairs, single experts, other weights and rows; as scripts/plant_mistakes.py."""
+    tally, others = Tally(), Tally()
+    for seed in range(20):
+        call, label = _call(scheme, seed), "/".join(scheme)
+        every = deviations(call)
+        plant(tally, label, call, every, seed)
+        plant(tally, label, call, random.Random(seed).sample(list(pairs_of(every)), 2), seed)
+        plant_places(tally, label, call, random.Random(seed).sample(every, 4), seed)
+        plant_weights_and_rows(others, label, call, _call(scheme, seed + 100).problem.layer, seed)
+    _judge(tally)
+    assert others.wrong_share <= 0.01, others
+
+
+@pytest.mark.parametrize("step", ["w13", "w2"])
+def test_a_wrong_global_scale_is_named_with_its_factor(step: str) -> None:
+    call = _call(("nvfp4", "none", "silu"), 10)
+    ids, right = call.problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
+    expert = int(ids[0, 0])
+    wrong = call.with_scale(step, 3.0, ids == expert)  # [T, K, H]
+    found = diagnose(call, noisy(torch.where((ids == expert)[..., None], wrong, right).sum(1))).best
+    assert found is not None
+    assert (found.mistakes, found.experts) == (("global_scale_wrong",), (expert,))
+    assert found.deviation == ((step, "global_scale_wrong"),)
+    assert found.factor == pytest.approx(3.0, rel=0.01)
 
 
 @pytest.mark.parametrize("scheme", _CALLS)
@@ -89,10 +89,10 @@ def test_a_mistake_in_some_experts_names_them(scheme: tuple[str, str, str]) -> N
     call = _call(scheme, 4)
     ids, right = call.problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
     chance = random.Random(4)
-    for deviation in _deviations(call):
+    for deviation in deviations(call):
         expert = chance.choice(ids.unique().tolist())
         mixed = torch.where((ids == expert)[..., None], call.contributions(deviation), right).sum(1)  # [T, H]
-        if _is_noise(call, mixed, right.sum(1)):
+        if is_noise(call, mixed, right.sum(1)):
             continue
         found = diagnose(call, noisy(mixed))
         assert set(names(deviation)) in _named(found), (deviation, found)
@@ -100,20 +100,18 @@ def test_a_mistake_in_some_experts_names_them(scheme: tuple[str, str, str]) -> N
         assert found.best.experts == (expert,), (deviation, found)
 
 
-@pytest.mark.parametrize("scheme", _CALLS)
+@pytest.mark.parametrize("scheme", _CALLS[::5])
 def test_two_mistakes_at_once_are_named_unless_one_of_them_explains_it(scheme: tuple[str, str, str]) -> None:
     call = _call(scheme, 6)
     right = call.contributions().sum(1)  # [T, H]
-    pairs = list(pairs_of(_deviations(call)))
+    pairs = list(pairs_of(deviations(call)))
     for deviation in random.Random(6).sample(pairs, 4):
         wrong = call.contributions(deviation).sum(1)  # [T, H]
-        if _is_noise(call, wrong, right):
+        if is_noise(call, wrong, right):
             continue
         named = _named(diagnose(call, noisy(wrong)))
         planted = set(names(deviation))
-        single = [
-            each for each in _deviations(call) if _is_noise(call, call.contributions(each).sum(1), wrong)
-        ]
+        single = [each for each in deviations(call) if is_noise(call, call.contributions(each).sum(1), wrong)]
         assert planted in named or (single and set(names(single[0])) in named), (deviation, named)
 
 
