@@ -51,7 +51,7 @@ MAX_BYTES = 256 * 10**6
 _LARGEST = 8 * 2**30
 _MOST_HEADER_BYTES = 4 * 2**20
 _MOST_TENSORS = 256
-_MOST_PAIRS, _MOST_VALUES = 2**20, 2**28
+_MOST_PAIRS, _MOST_VALUES = 2**20, 2**26
 """Pairs of token and expert, and values of their outputs, that a replay takes memory for."""
 OF_BACKEND = "backend."
 """How names of tensors begin that are as the backend got them."""

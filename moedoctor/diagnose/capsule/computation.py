@@ -5,7 +5,7 @@ Steps that deviations share are computed once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -82,6 +82,17 @@ class Computation:
         ids, weights = self._routed(wrong.get("sum", RIGHT), ids, weights)
         out = self._out(tuple(part for part in deviation if part[0] != "sum"), ids)  # [T, K, H]
         return out * weights[..., None]
+
+    def part(self, tokens: Sequence[int]) -> Computation:
+        """Return the call of some of its tokens."""
+        rows, problem = torch.tensor(list(tokens)), self.problem
+        chosen = replace(
+            problem,
+            x=problem.x[rows],
+            topk_weights=problem.topk_weights[rows],
+            topk_ids=problem.topk_ids[rows],
+        )
+        return replace(self, problem=chosen, _ups={}, _outs={})
 
     def with_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Return float32 [T, K, H]: the right computation with other experts [T, K]."""

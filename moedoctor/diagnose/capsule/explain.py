@@ -21,10 +21,14 @@ from moedoctor.diagnose.capsule.mistakes import (
     names,
     pairs_of,
 )
-from moedoctor.reference.agreement import Agreement, agree, bounds_of
+from moedoctor.reference.agreement import Agreement, agree, bounds_of, relative_error
 
 _MOST_UNKNOWN = 3
 """Experts that are looked for at most if none of them is itself."""
+_MOST_WEIGHTS, _MOST_LIKELY = 2**24, 4
+"""Weights of a layer in which every two mistakes are tried; in a larger one, only with the likeliest."""
+_FAR = 0.25
+"""A relative error that no bound allows: each allows a token less than half of it."""
 _OCTAVES, _FINEST = 8, 2.0**-10
 """Powers of two by which a scale is looked for, and how finely."""
 _NOISE = {"none": 2.0**-9, "fp8": 2.0**-5, "nvfp4": 2.0**-5}
@@ -113,7 +117,7 @@ def diagnose(computation: Computation, output: torch.Tensor) -> Diagnosis:
         if not any(explanation.holds for explanation in found):
             found += more()
     if not any(explanation.holds for explanation in found):
-        found += _all(call, pairs_of(deviations))
+        found += _all(call, call.likely(deviations, found))
     if not any(explanation.holds for explanation in found):
         found += call.unknown_experts()
     return call.ranked(agreement, found)
@@ -142,14 +146,36 @@ class _Call:
         change = wrong - self.right  # [T, K, H]
         if self._is_noise(wrong.sum(1)) and self._is_noise_in_pairs(change):
             return None
-        mask = self._mask(change)  # [T, K]
         whole = self._explanation(names(deviation), deviation, wrong.sum(1))
-        if whole.holds or bool(mask.all()) or not bool(mask.any()):
+        if whole.holds:
+            return whole
+        mask = self._mask(change)  # [T, K]
+        if bool(mask.all()) or not bool(mask.any()):
             return whole
         mixed = torch.where(mask[..., None], wrong, self.right).sum(1)  # [T, H]
         experts, tokens = self._places(mask)
         part = self._explanation(names(deviation), deviation, mixed, experts, tokens)
         return part if part.holds else whole
+
+    def likely(self, deviations: Sequence[Deviation], found: Sequence[Explanation]) -> list[Deviation]:
+        """Return the pairs of deviations that are tried; of a large layer, those with the likeliest only.
+
+        `found` explains the output by each deviation alone. Of these pairs, those that explain the worst
+        token best are left: pairs are hundreds, and each multiplies the weights of the token's experts.
+        """
+        every, shape = list(pairs_of(deviations)), self.computation.problem.layer.shape
+        if shape.experts * shape.hidden * (shape.w13_rows + shape.intermediate) <= _MOST_WEIGHTS:
+            return every
+        single = sorted((each for each in found if each.deviation), key=lambda each: each.residual)
+        likely = [set(each.deviation) for each in single[:_MOST_LIKELY]]
+        every = [each for each in every if any(part <= set(each) for part in likely)]
+        errors = relative_error(self.output, self.reference).nan_to_num(posinf=-1.0)  # [T]
+        worst = [int(errors.argmax())]
+        part, output = self.computation.part(worst), self.output[worst]  # [1, H]
+        few = _Call(part, output, part.contributions(), output.isfinite().all(1))
+        tried = [explanation for each in every if (explanation := few.explained(each)) is not None]
+        tried.sort(key=lambda explanation: (not explanation.holds, explanation.residual))
+        return [explanation.deviation for explanation in tried[:_MOST_LIKELY]]
 
     def rows(self) -> list[Explanation]:
         """Explain wrong rows by rows that nobody wrote: zeros, or another token's row."""
@@ -268,14 +294,20 @@ class _Call:
         got, want = self.output[self.finite].double(), prediction[self.finite].double()  # [T', H] each
         cosine = float((got * want).sum() / (got.norm() * want.norm()).clamp(min=1e-300))
         residual = float((got - want).norm()) / max(self.size, 1e-300)
-        holds = agree(self.output[self.finite], prediction[self.finite], self.bounds).right
+        holds = self._agrees(self.output[self.finite], prediction[self.finite])
         return Explanation(
             mistakes, deviation, residual, cosine, holds, experts, tokens, taken, factor, prediction
         )
 
     def _is_noise(self, prediction: torch.Tensor) -> bool:
         """Return whether a sound backend could give `prediction` [T, H] too."""
-        return agree(prediction, self.reference, self.bounds).right
+        return self._agrees(prediction, self.reference)
+
+    def _agrees(self, output: torch.Tensor, prediction: torch.Tensor) -> bool:
+        """Return whether `output` [T, H] is within the bounds; the first line saves most of the time."""
+        if not float((output - prediction).norm()) <= _FAR * float(prediction.norm()):
+            return False
+        return agree(output, prediction, self.bounds).right
 
     def _is_noise_in_pairs(self, change: torch.Tensor) -> bool:
         """Return whether no single pair changes its token's output beyond the noise."""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _CHILD = "moedoctor.diagnose.capsule.replay"
 _CAPSULE_ERROR = "capsule"
+_MOST_VALUES = 2**22
+"""Values of the experts' outputs that are explained; a larger call is explained by fewer tokens."""
 
 
 class ReplayError(Exception):
@@ -111,20 +113,32 @@ def _carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
 def _judged(capsule: Capsule) -> dict[str, Any]:
     from moedoctor.diagnose.capsule.explain import diagnose
     from moedoctor.diagnose.capsule.layouts import backend_tensors
-    from moedoctor.trace.capsule import facts
+    from moedoctor.reference.agreement import agree, bounds_of
+    from moedoctor.trace.capsule import facts, failing_first
 
     held = backend_tensors(capsule) if capsule.record.weights == "recorded" else []
     base = {"facts": facts(capsule), "judged": False, "right": None, "recorded": {}, "diagnosis": {}}
     base["backend_tensors"] = [asdict(tensor) for tensor in held]
     if capsule.record.weights != "recorded" or "output" not in capsule.tensors:
         return base
-    found = diagnose(computation_of(capsule), capsule.tensors["output"])
+    record = capsule.record
+    call = computation_of(capsule)
+    expected = call.contributions().sum(1)  # [T, H]
+    agreement = agree(capsule.tensors["output"].float(), expected, bounds_of(record.activations))
+    diagnosis: dict[str, Any] = {}
+    if not agreement.right:
+        most = max(2, _MOST_VALUES // (record.top_k * max(record.hidden, record.shape.w13_rows)))
+        order = failing_first(capsule)
+        # The tokens that are furthest off, and as many of the best: a mistake may be in some experts only.
+        tokens = sorted(order if len(order) <= most else {*order[: most // 2], *order[-(most // 2) :]})
+        found = diagnose(call.part(tokens), capsule.tensors["output"][tokens])
+        diagnosis = diagnosis_record(found, capsule.expert_ids, tokens)
     return {
         **base,
         "judged": True,
-        "right": found.sound,
-        "recorded": found.agreement.evidence(),
-        "diagnosis": {} if found.sound else diagnosis_record(found, capsule.expert_ids),
+        "right": agreement.right,
+        "recorded": agreement.evidence(),
+        "diagnosis": diagnosis,
     }
 
 
@@ -146,8 +160,10 @@ def computation_of(capsule: Capsule) -> Computation:
     )
 
 
-def diagnosis_record(diagnosis: Diagnosis, expert_ids: Sequence[int]) -> dict[str, Any]:
-    """Return a diagnosis as plain data, with the ids of the layer's experts."""
+def diagnosis_record(
+    diagnosis: Diagnosis, expert_ids: Sequence[int], tokens: Sequence[int]
+) -> dict[str, Any]:
+    """Return a diagnosis of `tokens` as plain data, with the ids of the layer's experts."""
 
     def explanation(found: Explanation) -> dict[str, Any]:
         experts = None if found.experts is None else [expert_ids[place] for place in found.experts]
@@ -158,7 +174,7 @@ def diagnosis_record(diagnosis: Diagnosis, expert_ids: Sequence[int]) -> dict[st
             "share_explained": found.share,
             "cosine": found.cosine,
             "experts": experts,
-            "tokens": None if found.tokens is None else list(found.tokens),
+            "tokens": None if found.tokens is None else [tokens[row] for row in found.tokens],
             "factor": found.factor,
             "taken": None if found.taken is None else expert_ids[found.taken],
         }
