@@ -70,7 +70,7 @@ def page_with_answer(page: Page, document: Mapping[str, Any], found: Sequence[st
     from moedoctor.reporters.pages.run import origin_table
 
     title = _title(page, document)
-    shown = {plain(text) for text in found}
+    shown = {plain(text) for text in found} | {f"{plain(text)}." for text in found}
     paragraphs = [plain(block.text) for block in page if isinstance(block, Paragraph)]
     sources = [text for text in paragraphs if text.startswith(_LOOKED_AT)]
     shown |= set(sources)

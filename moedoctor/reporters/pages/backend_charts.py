@@ -102,7 +102,7 @@ def _kinds(rows: Sequence[Row]) -> list[str]:
 
 
 def _duel(quantization: str, rows: Sequence[Row]) -> str:
-    """Return where ours is faster than the best other backend of a quantization; empty without another."""
+    """Return where ours is faster than all others of a quantization, and where not; empty without another."""
     own = {row["tokens"]: row for row in rows if label(row) == f"OURS {quantization}"}
     rivals = [row for row in rows if row["quantization"] == quantization and row["backend"] not in _NO_RIVALS]
     counts = sorted(own.keys() & {row["tokens"] for row in rivals})
@@ -117,11 +117,11 @@ def _duel(quantization: str, rows: Sequence[Row]) -> str:
             wins.append(tokens)
         elif any(row["time_us_p80"] < own[tokens]["time_us_p20"] for row in beside):
             losses.append(tokens)
-    if wins:
-        return f"OURS beats {others} {spans_of(counts, wins, 'tokens')} ({quantization})"
-    if losses:
-        winner = others if len(names) == 1 else "another backend"
-        return f"{winner} beats OURS {spans_of(counts, losses, 'tokens')} ({quantization})"
+    winner = others if len(names) == 1 else "another backend"
+    parts = [f"OURS beats {others} {spans_of(counts, wins, 'tokens')}"] if wins else []
+    parts += [f"{winner} beats OURS {spans_of(counts, losses, 'tokens')}"] if losses else []
+    if parts:
+        return f"{', '.join(parts)} ({quantization})"
     return f"OURS is as fast as {others} within the spread ({quantization})"
 
 
