@@ -33,7 +33,8 @@ def record(
             "each call is copied to pinned host memory first, up to 16 MiB a layer. Where memory cannot be "
             "pinned, as on WSL, every layer waits for its copies, and CUDA graphs must be off. "
             "mismatch=RATE: the first call that the float32 reference finds wrong; in a share RATE of the "
-            "steps one layer's call is compared, which takes a core for a second or more.",
+            "steps one layer's call is compared, on the CPU beside the engine, with weights that are read "
+            "from the checkpoint.",
         ),
     ] = "nan",
     output: Annotated[

@@ -1,0 +1,37 @@
+"""A call of an engine of vLLM 0.33.0 (H200, MARLIN, CUDA graphs) whose expert 3 got four times its scale.
+
+The global scale of w13 was multiplied in the backend's weights after loading, and `mismatch=1` recorded the
+call. It was made smaller with `moedoctor capsule copy --max-size 0.5`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moedoctor.diagnose.capsule.replay import replay
+from moedoctor.trace.capsule import load
+
+FILE = Path(__file__).parent / "engine_wrong_scale.moecapsule"
+
+
+def test_the_wrong_call_is_found_and_the_expert_is_named() -> None:
+    result = replay(FILE, lambda facts: (), "cpu", seconds=120)
+    assert (result.judged, result.right) == (True, False)
+    assert (result.recorded["wrong_tokens"], result.recorded["cosine_token"]) == (1, 0)
+    # Only the first token has expert 3, beside expert 7, so that either may be the wrong one.
+    found = (result.diagnosis["explanation"], *result.diagnosis["not_told_apart"])
+    assert [3] in [explanation["experts"] for explanation in found]
+    assert all(explanation["experts"] in ([3], [7]) for explanation in found)
+    assert result.diagnosis["runner_up"]["cosine"] < 0.8
+
+
+def test_what_the_backend_got_shows_the_planted_scale() -> None:
+    capsule = load(FILE)
+    assert (capsule.record.backend, capsule.record.packages["vllm"]) == ("MarlinExperts", "0.33.0")
+    ratios = capsule.tensors["backend.w13_weight_scale_2"] / capsule.tensors["w13_scale"]  # [U]
+    usual = ratios.median()
+    factors = dict(zip(capsule.expert_ids, (ratios / usual).tolist(), strict=True))
+    assert factors.pop(3) == pytest.approx(4)
+    assert list(factors.values()) == pytest.approx([1.0] * len(factors))
