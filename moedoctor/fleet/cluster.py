@@ -81,8 +81,12 @@ def connected(address: str) -> Iterator[Any]:
             stack.enter_context(_variable("RAY_AUTH_TOKEN", secrets.token_hex(32)))
             folder = stack.enter_context(temporary_folder())
             options.update(include_dashboard=False, _temp_dir=folder)
-        elif address != "auto":
-            _check_listening(address)
+        else:
+            if os.environ.get("RAY_AUTH_TOKEN"):
+                # Without a mode, Ray 2.60 ignores the token for an address and is refused.
+                os.environ.setdefault("RAY_AUTH_MODE", "token")
+            if address != "auto":
+                _check_listening(address)
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # where Ray says that a node died
         _start(ray, address, options)
         stack.callback(ray.shutdown)

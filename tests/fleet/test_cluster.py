@@ -206,6 +206,15 @@ def test_an_address_that_does_not_answer(tmp_path: Path) -> None:
         assert f"--address {address}" in err
 
 
+def test_ray_that_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\", name='ray')")
+    command = [sys.executable, "-m", "moedoctor", "fleet", "check"]
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{_ROOT}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "moedoctor: Ray is not installed; run `pip install 'ray>=2.40'` beside moedoctor\n"
+
+
 def test_a_local_ray_without_gpus_computes_parity_on_the_cpu(tmp_path: Path) -> None:
     code, document, err = _fleet(tmp_path, "local", "run", "parity")
     assert code == 0, err
