@@ -260,3 +260,17 @@ def test_the_help_names_the_type_of_every_value() -> None:
         if option.param_type_name == "option" and not option.is_flag and option.metavar is None
     ]
     assert unnamed == []
+
+
+def test_no_option_is_named_by_its_value() -> None:
+    """Typer 0.27.2 takes a metavar that is the parameter's name for it: `--when WHEN` became `--WHEN`."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    same = [
+        f"{name} {option.opts[-1]}"
+        for name, command in commands.items()
+        for option in command.params
+        if option.param_type_name == "option"
+        and option.metavar == option.name.upper()
+        and len(option.opts) == 1
+    ]
+    assert same == []

@@ -52,7 +52,7 @@ def backends(
     scheme: Annotated[
         str | None,
         option(
-            "SCHEME",
+            "NAME",
             "Type of weights and activations: nvfp4, nvfp4-w4a16, mxfp4, fp8, fp8-block or bf16. Default: as "
             "--quantization or the checkpoint's folder says; else an answer for each.",
             one_of("--scheme", "moedoctor.fixes.backends.release_tables:SCHEMES"),

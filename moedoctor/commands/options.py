@@ -181,7 +181,7 @@ Tolerance = Annotated[
     option("[KEY=]SHARE", "How much worse a figure may become: 5% for all figures, KEY=5% for one."),
 ]
 Device = Annotated[
-    str, option("DEVICE", "Where to run: cpu, cuda:N, or auto for a GPU if there is one.", callback=_device)
+    str, option("GPU", "Where to run: cpu, cuda:N, or auto for a GPU if there is one.", callback=_device)
 ]
 Capability = Annotated[
     str | None,

@@ -73,7 +73,7 @@ def plan(
     scheme: Annotated[
         str | None,
         option(
-            "SCHEME",
+            "NAME",
             "Quantization of the experts: nvfp4, mxfp4, fp8 or bf16. Default: from config.json; nvfp4 "
             "for a preset.",
             one_of("--scheme", _SCHEMES),
@@ -82,7 +82,7 @@ def plan(
     other_scheme: Annotated[
         str,
         option(
-            "SCHEME",
+            "NAME",
             "Quantization of all other weights: nvfp4, mxfp4, fp8 or bf16.",
             one_of("--other-scheme", _SCHEMES),
         ),

@@ -26,7 +26,7 @@ def record(
     when: Annotated[
         str,
         option(
-            "WHEN",
+            "CALL",
             "Which call to record. nan: the first whose output holds NaN or Inf while its input does not. "
             "first: the first call. call=LAYER:N: the Nth call of a layer, such as "
             "call=model.layers.3.mlp.experts:17. crash: the last calls of every layer if the engine dies; "
