@@ -58,6 +58,7 @@ lint: setup ## format, lint, types, import contracts, scenario schema, README
 	@$(BIN)/mypy --strict moedoctor
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m moedoctor.scenario.file --check scenarios/schema.json
+	@$(BIN)/python -m moedoctor.reporters.schemas --check
 	@$(BIN)/python scripts/check_readme.py
 	@$(BIN)/python scripts/draw_design.py --check
 	@$(BIN)/python scripts/plugin_table.py

@@ -24,6 +24,7 @@ from moedoctor.commands.plan import plan
 from moedoctor.commands.record import record
 from moedoctor.commands.replay import replay
 from moedoctor.commands.run import run
+from moedoctor.commands.schema import schema
 from moedoctor.commands.show import show
 from moedoctor.commands.triage import triage
 from moedoctor.origin import ARGUMENTS
@@ -79,6 +80,7 @@ for command in (
     show,
     record,
     replay,
+    schema,
 ):
     # What follows the command that `record` runs is the command's own.
     settings = {"allow_interspersed_args": False} if command is record else {}

@@ -54,7 +54,7 @@ write() {
     mkdir -p "$out"
     "${left[@]}" "$python" -m moedoctor "$@" --format json -o "$out/$name.json" || status=$?
     echo "evidence: $name took $((SECONDS - started)) s, exit code $status" >&2
-    [[ ! -s $out/$name.json ]] || doctor show "$out/$name.json" --format markdown -o "$out/$name.md"
+    [[ ! -s $out/$name.json ]] || doctor show "$out/$name.json" --format markdown --full -o "$out/$name.md"
     [[ $status -le 1 ]] || return "$status"
 }
 

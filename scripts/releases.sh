@@ -18,7 +18,7 @@ report() {
     say "$name"
     PYTHONPATH=$(pwd)${path:+:$path} "$python" -m moedoctor run "$@" --format json -o "$out/$name.json" || status=$?
     [ "$status" -le 1 ] || fail "$name: moedoctor ended with $status" # 1: something was found, which is a result too
-    PYTHONPATH=$(pwd) "$python" -m moedoctor show "$out/$name.json" --format markdown -o "$out/$name.md"
+    PYTHONPATH=$(pwd) "$python" -m moedoctor show "$out/$name.json" --format markdown --full -o "$out/$name.md"
 }
 
 mkdir -p "$out"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import Capability, Output, PageFormat, as_input_error, deliver
+from moedoctor.commands.options import Capability, Full, Output, TextFormat, as_input_error, deliver
 
 
 def audit(
@@ -16,8 +16,9 @@ def audit(
         typer.Argument(metavar="PATH", help="A FlashInfer JIT cache, a folder, wheel, .so or .cubin file."),
     ],
     sm: Capability = None,
-    format: PageFormat = "table",
+    format: TextFormat = "table",
     output: Output = None,
+    full: Full = False,
 ) -> int:
     """Show which GPUs compiled kernels are for.
 
@@ -30,6 +31,7 @@ def audit(
     from moedoctor.fixes.arch.targets import parse_capability
     from moedoctor.processes.cuda_tools import find_tools
     from moedoctor.redaction import Redactor
+    from moedoctor.reporters import findings
     from moedoctor.reporters.pages.audit import audit_document, audit_page, summary_line, verdict
 
     capability = sm if sm is not None else environment.collect()["capability"]
@@ -39,9 +41,20 @@ def audit(
         items = Redactor.of_this_process().record(audit(paths, gpu, tool))
     code = 1 if any(item.fate is Fate.MISSING or item.lacks for item in items) else 0
     page, document = audit_page(items, gpu, tool), audit_document(items, gpu, tool, code)
-    reasons = [
-        f"MD004: {item.path}: {verdict(item)}" for item in items if item.fate is Fate.MISSING or item.lacks
-    ]
+    wrong = {
+        index: verdict(item) for index, item in enumerate(items) if item.fate is Fate.MISSING or item.lacks
+    }
+    reasons = [f"MD004: {items[index].path}: {words}" for index, words in wrong.items()]
     summary = summary_line(items)
-    deliver(page, document, format=format, output=output, summary=summary, code=code, reasons=reasons)
+    deliver(
+        page,
+        document,
+        format=format,
+        output=output,
+        full=full,
+        summary=summary,
+        code=code,
+        reasons=reasons,
+        findings=lambda: findings.of_audit(items, wrong, summary),
+    )
     return code

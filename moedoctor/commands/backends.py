@@ -16,6 +16,7 @@ import typer
 
 from moedoctor.commands.options import (
     Capability,
+    Full,
     InputError,
     Output,
     PageFormat,
@@ -77,6 +78,7 @@ def backends(
     ] = True,
     format: PageFormat = "table",
     output: Output = None,
+    full: Full = False,
 ) -> int:
     """Show which MoE backend vLLM selects, and why not the others.
 
@@ -135,7 +137,16 @@ def backends(
         code = int(bool(dead))
         page = schemes_page(selections, settings, notes, asked_each)
         document = schemes_document(selections, settings, notes, code, asked_each)
-        deliver(page, document, format=format, output=output, summary=found.why, code=code, reasons=dead)
+        deliver(
+            page,
+            document,
+            format=format,
+            output=output,
+            full=full,
+            summary=found.why,
+            code=code,
+            reasons=dead,
+        )
         return code
     heard: Heard | None = None
     with as_input_error(ValueError):
@@ -165,7 +176,16 @@ def backends(
     code = int(bool(why))
     report = replace(report, exit_code=code)
     page, document = backends_page(report), backends_document(report)
-    deliver(page, document, format=format, output=output, summary=outcome(selection), code=code, reasons=why)
+    deliver(
+        page,
+        document,
+        format=format,
+        output=output,
+        full=full,
+        summary=outcome(selection),
+        code=code,
+        reasons=why,
+    )
     return code
 
 

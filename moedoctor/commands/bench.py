@@ -9,6 +9,7 @@ import typer
 
 from moedoctor.commands.options import (
     Device,
+    Full,
     InputError,
     Output,
     PageFormat,
@@ -127,6 +128,7 @@ def bench(
     ] = 1,
     format: PageFormat = "table",
     output: Output = None,
+    full: Full = False,
 ) -> int:
     """Measure MoE backends, engines or an expert cache.
 
@@ -147,7 +149,7 @@ def bench(
 
         plan = bench_engines.make_plan(model or (), moe_backend, fixes, arguments, rounds)
         engines = bench_engines.measure(plan)
-        return bench_engines.write_report(engines, format, output)
+        return bench_engines.write_report(engines, format, output, full=full)
     if backend:
         from moedoctor.commands import bench_backends
 
@@ -158,7 +160,7 @@ def bench(
         measured = bench_backends.measure(
             variants, layers, load, tokens=tokens, device=device, timeout=timeout, named=backend
         )
-        return bench_backends.write_report(measured, format, output, plot)
+        return bench_backends.write_report(measured, format, output, plot, full=full)
     if cache:
         from moedoctor.commands import bench_cache
         from moedoctor.fixes.eviction import POLICIES
@@ -167,5 +169,5 @@ def bench(
         replayed = bench_cache.measure(
             trace, capacity, policies=policies, batch=batch, scope=scope, speed=speed
         )
-        return bench_cache.write_report(replayed, format, output)
+        return bench_cache.write_report(replayed, format, output, full=full)
     raise InputError("bench: say what to measure: --backend NAME, --engine or --cache")

@@ -234,7 +234,9 @@ def _check_runnable(
         raise InputError(f"--backend {', '.join(named)}: {reason}; {_INSTEAD}")
 
 
-def write_report(bench: BackendBench, format: str, output: Path | None, plot: Path | None = None) -> int:
+def write_report(
+    bench: BackendBench, format: str, output: Path | None, plot: Path | None = None, *, full: bool = False
+) -> int:
     """Print the report or write it to a file; `plot` gets the latency of each layer as a picture.
 
     If no picture can be drawn, a line on stderr says so. Returns the exit code.
@@ -253,6 +255,7 @@ def write_report(bench: BackendBench, format: str, output: Path | None, plot: Pa
         summary=summary_line(bench),
         code=code,
         reasons=why,
+        full=full,
     )
     return code
 

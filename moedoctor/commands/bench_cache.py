@@ -112,7 +112,7 @@ def _trace(given: str | None) -> tuple[str, RoutingTrace]:
     return given, load(Path(given))
 
 
-def write_report(bench: CacheBench, format: str, output: Path | None) -> int:
+def write_report(bench: CacheBench, format: str, output: Path | None, *, full: bool = False) -> int:
     """Print the report, or write it to `output`; a terminal with colours gets the charts below the table.
 
     Returns the exit code.
@@ -127,6 +127,7 @@ def write_report(bench: CacheBench, format: str, output: Path | None) -> int:
         summary=summary_line(bench),
         code=code,
         reasons=why,
+        full=full,
     )
     colour, width = terminal(output)
     if format == "table" and colour and width is not None:

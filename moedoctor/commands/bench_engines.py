@@ -112,7 +112,7 @@ def measure(plan: engines.Plan) -> EngineBench:
     )
 
 
-def write_report(bench: EngineBench, format: str, output: Path | None) -> int:
+def write_report(bench: EngineBench, format: str, output: Path | None, *, full: bool = False) -> int:
     """Print the report or write it to a file; return the exit code."""
     page = bench_page(bench, full=format in FULL_FORMATS)
     code, why = ended(bench.exit_code, reasons(bench))
@@ -124,6 +124,7 @@ def write_report(bench: EngineBench, format: str, output: Path | None) -> int:
         summary=summary_line(bench),
         code=code,
         reasons=why,
+        full=full,
     )
     return code
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import InputError, Output, PageFormat, as_input_error, deliver, option
+from moedoctor.commands.options import Full, InputError, Output, PageFormat, as_input_error, deliver, option
 from moedoctor.text import print_message
 
 _File = Annotated[Path, typer.Argument(metavar="CAPSULE", help="A file that a recording made.")]
@@ -18,7 +18,7 @@ capsule = typer.Typer(
 
 
 @capsule.command()
-def show(file: _File, format: PageFormat = "table", output: Output = None) -> int:
+def show(file: _File, format: PageFormat = "table", output: Output = None, full: Full = False) -> int:
     """List what a capsule holds: the call, and every tensor with its size."""
     from moedoctor.reporters.pages.replay import capsule_page
     from moedoctor.trace.capsule import CapsuleError, facts, load
@@ -26,7 +26,9 @@ def show(file: _File, format: PageFormat = "table", output: Output = None) -> in
     with as_input_error(CapsuleError):
         held = facts(load(file))
     document = {"schema_version": 1, "command": "capsule", "file": file.name, **held}
-    deliver(capsule_page(held, file.name), document, format=format, output=output, summary=file.name)
+    deliver(
+        capsule_page(held, file.name), document, format=format, output=output, full=full, summary=file.name
+    )
     return 0
 
 

@@ -10,9 +10,10 @@ import typer
 from moedoctor.commands.options import (
     FULL_FORMATS,
     Capability,
+    CheckFormat,
+    Full,
     InputError,
     Output,
-    PageFormat,
     as_input_error,
     deliver,
     known_capability,
@@ -35,8 +36,9 @@ def check(
     ] = None,
     sm: Capability = None,
     wsl: Annotated[bool, typer.Option("--wsl", help="Check for WSL 2.")] = False,
-    format: PageFormat = "table",
+    format: CheckFormat = "table",
     output: Output = None,
+    full: Full = False,
 ) -> int:
     """Find the known failures that can affect this environment.
 
@@ -44,6 +46,7 @@ def check(
     changes nothing. Exit code 1 if something was found, 2 if nothing was found but vLLM is not there.
     """
     from moedoctor.diagnose.check.check import check as find
+    from moedoctor.reporters import findings
     from moedoctor.reporters.pages.check import check_document, check_page, summary_line
 
     result = find(target=_target(python, release, sm, wsl=wsl))
@@ -53,9 +56,11 @@ def check(
         check_document(result),
         format=format,
         output=output,
+        full=full,
         summary=summary_line(result),
         code=result.exit_code,
         reasons=result.reasons,
+        findings=lambda: findings.of_check(result, summary_line(result)),
     )
     return result.exit_code
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moedoctor.commands.options import Output, PageFormat, Tolerance, as_input_error, deliver
+from moedoctor.commands.options import Full, Output, PageFormat, Tolerance, as_input_error, deliver
 
 if TYPE_CHECKING:
     from moedoctor.comparison import Comparison
@@ -21,6 +21,7 @@ def compare(
     tolerance: Tolerance = None,
     format: PageFormat = "table",
     output: Output = None,
+    full: Full = False,
 ) -> int:
     """Compare two JSON reports.
 
@@ -47,7 +48,9 @@ def compare(
     code = 1 if changed.regressions else 0
     reasons = [f"worse than the baseline: {text}" for text in groups["regressions"]]
     document = {"command": "compare", **groups, "summary": {"exit_code": code}}
-    deliver(page, document, format=format, output=output, summary=summary, code=code, reasons=reasons)
+    deliver(
+        page, document, format=format, output=output, full=full, summary=summary, code=code, reasons=reasons
+    )
     return code
 
 

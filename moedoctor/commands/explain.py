@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moedoctor.commands.options import InputError, Output, PageFormat, as_input_error, deliver
+from moedoctor.commands.options import Full, InputError, Output, PageFormat, as_input_error, deliver
 
 if TYPE_CHECKING:
     from moedoctor.reporters.pages.explain import Explained
@@ -16,13 +16,16 @@ def explain(
     entry: Annotated[str, typer.Argument(metavar="ID|NAME", help="A known failure, such as MD001.")],
     format: PageFormat = "table",
     output: Output = None,
+    full: Full = False,
 ) -> int:
     """Explain one known failure in full.
 
     What happens, who is affected, the fix, links, and every claim with the evidence measured so far.
     """
     explained = _find(entry)
-    deliver(explained.page(), explained.document(), format=format, output=output, summary=explained.id)
+    deliver(
+        explained.page(), explained.document(), format=format, output=output, full=full, summary=explained.id
+    )
     return 0
 
 

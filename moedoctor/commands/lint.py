@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moedoctor.commands.options import (
+    CheckFormat,
+    Full,
     InputError,
     Output,
-    PageFormat,
     as_input_error,
     deliver,
     option,
@@ -27,7 +28,7 @@ def lint(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A folder with config.json and safetensors files.")
     ],
-    format: PageFormat = "table",
+    format: CheckFormat = "table",
     output: Output = None,
     fix: Annotated[
         Path | None,
@@ -37,6 +38,7 @@ def lint(
             "links to the original, which stays as it is.",
         ),
     ] = None,
+    full: Full = False,
 ) -> int:
     """Find what is wrong with a checkpoint's quantization.
 
@@ -47,6 +49,7 @@ def lint(
     from moedoctor.diagnose.checkpoint.lint import lint
     from moedoctor.diagnose.checkpoint.repair import repairable_checks
     from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
+    from moedoctor.reporters import findings
     from moedoctor.reporters.pages.lint import lint_document, lint_page, summary_line
     from moedoctor.reporters.text import count_of
 
@@ -67,9 +70,11 @@ def lint(
         document,
         format=format,
         output=output,
+        full=full,
         summary=summary_line(result),
         code=code,
         reasons=reasons,
+        findings=lambda: findings.of_lint(result, folder, summary_line(result)),
     )
     if fix is not None:
         _write_repaired(result, fix)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import Output, PageFormat, as_input_error, deliver
+from moedoctor.commands.options import Full, Output, PageFormat, as_input_error, deliver
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ def list_(
     ] = None,
     format: PageFormat = "table",
     output: Output = None,
+    full: Full = False,
 ) -> int:
     """Show the catalogue of known failures, or those that some words are about.
 
@@ -53,6 +54,7 @@ def list_(
         {"command": "list", "catalogue": [asdict(row) for row in rows]},
         format=format,
         output=output,
+        full=full,
         summary=f"{len(rows)} known failures",
     )
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +18,13 @@ from moedoctor.text import expected_names, one_line, print_message, shorten
 
 if TYPE_CHECKING:
     from moedoctor.reporters.chart import Chart
+    from moedoctor.reporters.findings import Findings
     from moedoctor.reporters.page import Block, Page
     from moedoctor.results import Report
 
 PAGE_FORMATS = ("table", "json", "markdown", "html")
+TEXT_FORMATS = (*PAGE_FORMATS, "sarif")
+CHECK_FORMATS = (*PAGE_FORMATS, "junit", "github", "sarif")
 FULL_FORMATS = ("markdown", "html")
 """The formats of a file that a person reads at leisure: they also get the environment."""
 _MAX_REASONS = 10
@@ -128,6 +132,7 @@ _SUFFIXES = {
     ".markdown": "markdown",
     ".html": "html",
     ".htm": "html",
+    ".sarif": "sarif",
     ".xml": "junit",
     ".txt": "table",
 }
@@ -157,11 +162,21 @@ def _format(help: str, known: Sequence[str] | str) -> Any:
 ReportFormat = Annotated[
     str,
     _format(
-        "Format of the report: table, json, markdown, html, junit, github, or one of another package.",
+        "Format of the report: table, json, markdown, html, junit, github, sarif, or one of another package.",
         "moedoctor.catalogue:reporters",
     ),
 ]
 PageFormat = Annotated[str, _format("Format of the output: table, json, markdown or html.", PAGE_FORMATS)]
+TextFormat = Annotated[
+    str, _format("Format of the output: table, json, markdown, html or sarif.", TEXT_FORMATS)
+]
+CheckFormat = Annotated[
+    str, _format("Format of the output: table, json, markdown, html, junit, github or sarif.", CHECK_FORMATS)
+]
+Full = Annotated[
+    bool,
+    typer.Option("--full", help="Write all of a Markdown report, not a digest that fits into an issue."),
+]
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -251,14 +266,16 @@ def check_gpu(device: str, facts: Mapping[str, Any]) -> None:
 
 
 def rendered(
-    report: Report, format: str, output: Path | None, *, verbose: bool = False
+    report: Report, format: str, output: Path | None, *, verbose: bool = False, full: bool = False
 ) -> tuple[str, int | None]:
     """Return the report in a format, and None. If its reporter raises: as JSON, with an exit code.
 
-    The code is 3 for a reporter of ours, else 2. With `verbose` a table has every case and every claim.
+    The code is 3 for a reporter of ours, else 2. With `verbose` a table has every case and every claim; with
+    `full` Markdown has them, too.
     """
     from moedoctor import catalogue
     from moedoctor.processes.deaths import first_line
+    from moedoctor.reporters.markdown import MarkdownReporter
     from moedoctor.reporters.output import terminal
     from moedoctor.reporters.table import TableReporter
     from moedoctor.results import to_json
@@ -266,6 +283,8 @@ def rendered(
     reporter = catalogue.reporters()[format]
     if verbose and isinstance(reporter, TableReporter):
         reporter = TableReporter(verbose=True)
+    if full and isinstance(reporter, MarkdownReporter):
+        reporter = MarkdownReporter(full=True)
     colour, width = terminal(output)
     try:
         return reporter.render(report, colour=colour, width=width), None
@@ -285,11 +304,14 @@ def deliver(
     code: int = 0,
     reasons: Sequence[str] = (),
     masked: bool = False,
+    full: bool = False,
+    findings: Callable[[], Findings] | None = None,
 ) -> None:
     """Mask the page, or the document as JSON, render it and write it.
 
     `reasons` say why the command ends with `code`: in the document's summary and on stderr. `masked` is for
-    a fleet, which masks each answer as it comes, and names hosts where that is wanted.
+    a fleet, which masks each answer as it comes, and names hosts where that is wanted. `findings` are what
+    the formats for machines show. Markdown is a digest unless it is to be `full`.
     """
     from moedoctor.redaction import Redactor
     from moedoctor.reporters.output import emit, terminal
@@ -297,9 +319,10 @@ def deliver(
     redact: Callable[[Any], Any] = Redactor.of_this_process().record
     mask: Callable[[Any], Any] = (lambda value: value) if masked else redact
     reasons = mask(tuple(reasons) if code else ())
-    document = {**redact(document_head(document)), **document}
-    if document["origin"] is None:  # a stored report of an older release
-        del document["origin"]
+    if format in ("json", *FULL_FORMATS):
+        document = {**redact(document_head(document)), **document}
+        if document["origin"] is None:  # a stored report of an older release
+            del document["origin"]
     if code or "summary" in document:
         decided = {"exit_code": code} if code else {}
         document = {
@@ -311,14 +334,31 @@ def deliver(
 
         text = to_json(mask(document))
     elif format == "markdown":
+        from moedoctor.reporters.digest import digest, machine_line
         from moedoctor.reporters.markdown import to_markdown
+        from moedoctor.reporters.pages.run import origin_table
 
-        text = to_markdown(mask(with_files(page, output)))
+        judged = "summary" in document  # the catalogue is no report
+        made = origin_table(document.get("origin")) if judged else []
+        blocks = [*mask(with_files(page, output)), *made]
+        if full:
+            text = to_markdown(blocks)
+        else:
+            facts = machine_line(document) if judged else ""
+            words = mask(summary) if judged else ""
+            text = digest(blocks, summary=words, reasons=reasons, environment=facts)
     elif format == "html":
         from moedoctor.reporters.html import page_with_answer, to_html
 
         found = [text for text in (summary, *reasons) if text]
         text = to_html(mask(page_with_answer(page, document, found)))
+    elif findings is not None and format in CHECK_FORMATS[len(PAGE_FORMATS) :]:
+        text = _for_machines(mask(findings()), format)
+        if format == "github":
+            from moedoctor.reporters.digest import digest
+            from moedoctor.reporters.output import append_step_summary
+
+            append_step_summary(digest(mask(page), summary=summary), os.environ)
     else:
         from moedoctor.reporters.table import to_text
 
@@ -326,6 +366,15 @@ def deliver(
         text = to_text(mask(page), colour=colour, width=width)
     emit(text, output, summary)
     print_reasons(code, reasons)
+
+
+def _for_machines(findings: Findings, format: str) -> str:
+    """Return what a command found as SARIF, JUnit XML or annotations."""
+    from moedoctor.reporters.github import to_commands
+    from moedoctor.reporters.junit import to_junit
+    from moedoctor.reporters.sarif import to_sarif
+
+    return {"sarif": to_sarif, "junit": to_junit, "github": to_commands}[format](findings)
 
 
 def document_head(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,16 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from moedoctor.commands.options import Output, PageFormat, as_input_error, deliver, number, one_of, option
+from moedoctor.commands.options import (
+    Full,
+    Output,
+    PageFormat,
+    as_input_error,
+    deliver,
+    number,
+    one_of,
+    option,
+)
 
 _SCHEMES = "moedoctor.diagnose.plan.plan:SCHEMES"
 
@@ -130,6 +139,7 @@ def plan(
     ] = 50.0,
     format: PageFormat = "table",
     output: Output = None,
+    full: Full = False,
 ) -> int:
     """Compute what fits on a GPU and how fast it can be.
 
@@ -179,6 +189,7 @@ def plan(
         plan_document(request, result, code),
         format=format,
         output=output,
+        full=full,
         summary=summary_line(result),
         code=code,
         reasons=[result.notes[0] if result.missing_bytes else "not one request of the context fits"],

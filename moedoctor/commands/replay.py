@@ -10,6 +10,7 @@ import typer
 
 from moedoctor.commands.options import (
     Device,
+    Full,
     InputError,
     Output,
     PageFormat,
@@ -36,6 +37,7 @@ def replay(
     ] = 300.0,
     format: PageFormat = "table",
     output: Output = None,
+    full: Full = False,
 ) -> int:
     """Judge a recorded MoE call and name what is wrong with it.
 
@@ -64,6 +66,7 @@ def replay(
         summary=answer,
         code=code,
         reasons=[answer],
+        full=full,
     )
     return code
 

@@ -13,6 +13,7 @@ import typer
 
 from moedoctor.commands.options import (
     Device,
+    Full,
     InputError,
     Output,
     ReportFormat,
@@ -47,6 +48,7 @@ def run(
     ] = None,
     format: ReportFormat = "table",
     output: Output = None,
+    full: Full = False,
     only: Annotated[
         list[str] | None,
         option(
@@ -177,7 +179,7 @@ def run(
     if report.summary.interrupted:
         code, reasons = interrupts.exit_code(), ("interrupted before every case had run", *reasons)
     report = replace(report, summary=replace(report.summary, exit_code=code, reasons=reasons))
-    text, problem = rendered(report, format, output, verbose=verbose)
+    text, problem = rendered(report, format, output, verbose=verbose, full=full)
     emit(text, output, summary_line(report))
     if format == "github":
         append_step_summary(step_summary(report), os.environ)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from moedoctor.commands.options import InputError, Output, PageFormat, deliver
+from moedoctor.commands.options import Full, InputError, Output, TextFormat, deliver
 from moedoctor.text import TextFileError, open_file
 
 if TYPE_CHECKING:
@@ -40,8 +40,9 @@ def triage(
         list[str],
         typer.Argument(metavar="FILE|-", help="Logs, tracebacks or reports, also .gz; - reads stdin."),
     ],
-    format: PageFormat = "table",
+    format: TextFormat = "table",
     output: Output = None,
+    full: Full = False,
 ) -> int:
     """Find known failures in a log or a bug report.
 
@@ -49,6 +50,7 @@ def triage(
     that does not decide gives a list of possible failures and what to paste next. Exit code 1 if a failure
     is certain or likely.
     """
+    from moedoctor.reporters import findings
     from moedoctor.reporters.pages.triage import count_line, findings_in_words, triage_page
 
     results: list[tuple[str, Triage]] = []
@@ -69,9 +71,11 @@ def triage(
         _document(results),
         format=format,
         output=output,
+        full=full,
         summary=count_line(results),
         code=code,
         reasons=[*reasons, *map(str, refused)],
+        findings=lambda: findings.of_triage(results, count_line(results)),
     )
     return code
 

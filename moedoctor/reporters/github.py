@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moedoctor.interfaces import Reporter
+from moedoctor.reporters.findings import Findings
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.text import summary_line
 from moedoctor.results import Report, ScenarioResult, ScenarioVerdict
@@ -34,7 +35,7 @@ class GithubReporter(Reporter):
 
 def step_summary(report: Report) -> str:
     """Return Markdown for the file that ``$GITHUB_STEP_SUMMARY`` names, as long as GitHub allows."""
-    return _cut_to_bytes(MarkdownReporter().render(report), MAX_SUMMARY_BYTES)
+    return _cut_to_bytes(MarkdownReporter(full=True).render(report), MAX_SUMMARY_BYTES)
 
 
 def _cut_to_bytes(text: str, limit: int) -> str:
@@ -44,6 +45,18 @@ def _cut_to_bytes(text: str, limit: int) -> str:
         return text
     kept = data[: limit - len(_CUT)]
     return kept[: kept.rfind(b"\n") + 1].decode("utf-8") + _CUT
+
+
+def to_commands(findings: Findings) -> str:
+    """Return an annotation for each finding of a command, and the line of counts."""
+    levels = {"note": "notice"}
+    lines = [
+        f"::{levels.get(finding.level, finding.level)} file={_property(one_line(finding.file))},"
+        f"line={finding.line or 1},title={_property(one_line(f'{finding.rule}: {finding.title}'))}"
+        f"::{_data(one_line(finding.message))}"
+        for finding in findings.found
+    ]
+    return "\n".join((*lines, one_line(findings.summary))) + "\n"
 
 
 def _commands(report: Report) -> Iterator[str]:

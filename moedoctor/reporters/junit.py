@@ -23,6 +23,7 @@ from xml.etree import ElementTree as ET
 
 from moedoctor.comparison import expected_verdict
 from moedoctor.interfaces import Reporter
+from moedoctor.reporters.findings import Findings
 from moedoctor.reporters.pages.run import crash_notes
 from moedoctor.reporters.text import deciding_figure, figures, short_evidence, short_parameters
 from moedoctor.results import CaseResult, CaseVerdict, Report, ScenarioResult, ScenarioVerdict, to_json
@@ -57,10 +58,39 @@ class JunitReporter(Reporter):
                     suite, "moedoctor.baseline", name, outcome="failure", kind="regression", message=finding
                 )
             _count(suite)
-        _count(root, sum(float(suite.get("time", "0")) for suite in root))
-        ET.indent(root)
-        text = COMMAND.sub(_reference, ET.tostring(root, encoding="unicode"))
-        return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
+        return _document(root)
+
+
+def to_junit(findings: Findings) -> str:
+    """Return one testsuite for a command: a testcase for each finding, each check that passed or was skipped.
+
+    A note does not fail.
+    """
+    root = ET.Element("testsuites", name="moedoctor")
+    suite = ET.SubElement(root, "testsuite", name=_xml(f"moedoctor {findings.command}"))
+    classname = f"moedoctor.{findings.command}"
+    for finding in findings.found:
+        place = f"{finding.file}:{finding.line}" if finding.line else finding.file
+        name = one_line(f"{finding.rule} {finding.title}")
+        if finding.level == "note":
+            _test(suite, classname, name)
+            ET.SubElement(suite[-1], "system-out").text = _xml(one_line(finding.message))
+        else:
+            message, kind = f"{place}: {finding.message}", finding.level
+            _test(suite, classname, name, outcome="failure", kind=kind, message=message)
+    for name in findings.passed:
+        _test(suite, classname, name)
+    for name, why in findings.skipped:
+        _test(suite, classname, name, outcome="skipped", message=why)
+    _count(suite)
+    return _document(root)
+
+
+def _document(root: ET.Element) -> str:
+    _count(root, sum(float(suite.get("time", "0")) for suite in root))
+    ET.indent(root)
+    text = COMMAND.sub(_reference, ET.tostring(root, encoding="unicode"))
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
 def _count(element: ET.Element, seconds: float = 0.0) -> None:

@@ -27,7 +27,7 @@ from moedoctor.reporters.page import (
     plain,
     spans,
 )
-from moedoctor.reporters.pages.run import run_page
+from moedoctor.reporters.pages.run import origin_table, run_page
 from moedoctor.reporters.text import summary_line
 from moedoctor.results import Report
 from moedoctor.text import clean, one_line, without_commands
@@ -44,9 +44,24 @@ class MarkdownReporter(Reporter):
 
     name = "markdown"
 
+    def __init__(self, *, full: bool = False) -> None:
+        """Give a digest that fits into an issue, or with `full` every case and the records behind claims."""
+        self._full = full
+
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
+        from moedoctor.reporters.digest import run_digest
+
+        if not self._full:
+            return run_digest(report)
         title = Heading(f"moedoctor {report.version}: {report.command}", 1)
-        return to_markdown([title, Paragraph((summary_line(report),)), *run_page(report, full=True)])
+        return to_markdown(
+            [
+                title,
+                Paragraph((summary_line(report),)),
+                *run_page(report, full=True),
+                *origin_table(report.origin),
+            ]
+        )
 
 
 def to_markdown(page: Page) -> str:

@@ -266,9 +266,11 @@ def test_a_stored_report_is_shown_as_it_would_have_been_written(
         assert texts[1].pop("origin") != texts[2].pop("origin")
         assert texts[1] == texts[2]
         return
-    assert shown.read_text(encoding="utf-8") == written.read_text(encoding="utf-8").replace(
-        "](a_", "](b_"
-    ).replace("![a ", "![b ")
+    parts = [
+        file.read_text(encoding="utf-8").partition("<details><summary>How this report was made")[0]
+        for file in (shown, written)
+    ]
+    assert parts[0] == parts[1].replace("](a_", "](b_").replace("![a ", "![b ")
 
 
 def test_a_stored_report_that_lost_a_part_is_refused_in_one_line(

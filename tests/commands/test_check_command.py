@@ -83,7 +83,7 @@ def test_formats_and_streams(tmp_path: Path, site: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["check", "--format", "junit"], "--format junit: expected one of table, json, markdown"),
+        (["check", "--format", "parquet"], "--format parquet: expected one of table, json, markdown"),
         (["check", "-o", "/no/such/folder/x.json"], "its folder does not exist"),
         (["check", "extra"], "extra"),
         (["check", "--python", "/no/such/python"], "is not an executable file"),

@@ -86,7 +86,7 @@ def test_hostile_text_stays_in_its_command() -> None:
 
 
 def test_the_job_summary_is_the_markdown() -> None:
-    assert step_summary(full_report()) == MarkdownReporter().render(full_report())
+    assert step_summary(full_report()) == MarkdownReporter(full=True).render(full_report())
 
 
 def test_a_job_summary_that_is_too_long_is_cut_at_a_line() -> None:

@@ -57,7 +57,12 @@ def origin_table(origin: Mapping[str, object] | None) -> list[Block]:
     """Return when and how a report was made, behind a click; nothing for a report of an older release."""
     if not origin:
         return []
-    return [Fold("How this report was made", [Table(("fact", "value"), list(figures(origin)))])]
+    facts = {name: value for name, value in origin.items() if name != "again"}
+    blocks: list[Block] = [Table(("fact", "value"), list(figures(facts)))]
+    again = origin.get("again")
+    if isinstance(again, (list, tuple)) and again:
+        blocks += [Paragraph("To make it again:"), Preformatted("\n".join(map(str, again)))]
+    return [Fold("How this report was made", blocks)]
 
 
 def _scenario(scenario: ScenarioResult, *, full: bool) -> Iterator[Block]:

@@ -135,7 +135,7 @@ def report(*options: str, model: Model = MODEL) -> dict[str, Any]:
         stored, shown = Path(folder, "a.json"), Path(folder, "a.md")
         arguments = ["bench", "--cache", "--speed", *trace, *options, "--format", "json", "-o", str(stored)]
         assert main(arguments) == 0
-        assert main(["show", str(stored), "--format", "markdown", "-o", str(shown)]) == 0
+        assert main(["show", str(stored), "--format", "markdown", "--full", "-o", str(shown)]) == 0
         assert "## Decode" in shown.read_text(encoding="utf-8")
         cache: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8"))["bench"]["cache"]
     return cache

@@ -1,0 +1,57 @@
+"""The hooks of pre-commit: ``python -m moedoctor.commands.hooks lint|scenario FILE...``.
+
+`lint` looks at the folder of each file, `scenario` reads each file without running it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moedoctor.text import print_message
+
+
+def check_scenarios(files: Sequence[str]) -> int:
+    """Return 2 if a file is not a scenario, with a line for each on stderr; else 0."""
+    from moedoctor.catalogue import PluginError
+    from moedoctor.scenario.file import ScenarioError
+    from moedoctor.scenario.targets import TargetError, load_targets
+
+    code = 0
+    for file in files:
+        try:
+            load_targets([str(Path(file))] if Path(file).parent != Path() else [f"./{file}"])
+        except (PluginError, ScenarioError, TargetError) as error:
+            print_message(str(error))
+            code = 2
+    return code
+
+
+def lint_folders(files: Sequence[str]) -> int:
+    """Lint the folder of each file that has safetensors files; return the worst exit code."""
+    from moedoctor.commands.lint import lint
+    from moedoctor.commands.options import InputError
+
+    code = 0
+    for folder in dict.fromkeys(Path(file).parent for file in files):
+        if any(folder.glob("*.safetensors")):
+            try:
+                code = max(code, lint(folder))
+            except InputError as error:
+                print_message(str(error))
+                code = 2
+    return code
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the hook that the first argument names on the files behind it."""
+    hooks = {"lint": lint_folders, "scenario": check_scenarios}
+    if not arguments or arguments[0] not in hooks:
+        print_message("usage: python -m moedoctor.commands.hooks lint|scenario FILE...")
+        return 2
+    return hooks[arguments[0]](arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

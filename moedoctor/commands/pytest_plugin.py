@@ -1,0 +1,105 @@
+"""The pytest plug-in: ``pytest --moedoctor scenarios/`` makes a test of each scenario in a file or folder.
+
+A scenario passes if it is proved or absent, is skipped if all its cases are, and else fails with its
+evidence as sections. Each case runs in a process of its own, as with `moedoctor run`. Without the option
+nothing of moedoctor is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from moedoctor.results import ScenarioResult
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option."""
+    group = parser.getgroup("moedoctor")
+    group.addoption(
+        "--moedoctor",
+        action="store_true",
+        default=False,
+        help="run moedoctor's scenarios (.yaml) in the given files and folders as tests",
+    )
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Collect a scenario, if the option is given."""
+    if not parent.config.getoption("--moedoctor") or file_path.suffix not in _SUFFIXES:
+        return None
+    collector: pytest.Collector = ScenarioFile.from_parent(parent, path=file_path)
+    return collector
+
+
+class ScenarioFile(pytest.File):
+    """A YAML file that may hold a scenario."""
+
+    def collect(self) -> Iterator[ScenarioItem]:
+        """Give the one test of the file. Raises pytest's error for a file that is no scenario."""
+        from moedoctor.catalogue import PluginError
+        from moedoctor.scenario.file import ScenarioError
+        from moedoctor.scenario.targets import TargetError, load_scenario
+
+        try:
+            scenario = load_scenario(self.path)
+        except (PluginError, ScenarioError, TargetError) as error:
+            raise self.CollectError(str(error)) from None
+        yield ScenarioItem.from_parent(self, name=f"{scenario.id} {scenario.name}", scenario=scenario)
+
+
+class ScenarioFailed(Exception):  # noqa: N818 (what pytest shows as the name of a failure)
+    """A scenario whose verdict is a failure; as text, the verdict and its reason."""
+
+
+class ScenarioItem(pytest.Item):
+    """One scenario as a test."""
+
+    def __init__(self, *, scenario: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self._scenario = scenario
+
+    def runtest(self) -> None:
+        """Run the scenario. Raises ScenarioFailed, or pytest's skip."""
+        from moedoctor import environment
+        from moedoctor.results import ScenarioVerdict
+        from moedoctor.runner.plan import Options, plan
+        from moedoctor.runner.run import run
+
+        facts = environment.collect()
+        (result,) = run(plan([self._scenario], Options(), facts), facts).scenarios
+        if result.verdict is ScenarioVerdict.SKIPPED:
+            pytest.skip(result.reason or "every case is skipped")
+        if result.verdict in (ScenarioVerdict.FOUND, ScenarioVerdict.FAILED, ScenarioVerdict.ERROR):
+            for title, text in sections(result):
+                self.add_report_section("call", title, text)
+            why = result.reason or result.title
+            raise ScenarioFailed(f"{result.id} {result.name} is {result.verdict.value}: {why}")
+
+    def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
+        """Show a verdict in one line, and anything else as pytest does."""
+        if isinstance(excinfo.value, ScenarioFailed):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """Return where the scenario is."""
+        return self.path, 0, self.name
+
+
+def sections(result: ScenarioResult) -> Iterator[tuple[str, str]]:
+    """Give (title, text) of each case and of each claim that was tested, with its evidence as JSON."""
+    from moedoctor.reporters.text import deciding_figure, short_parameters
+    from moedoctor.results import to_json
+
+    for case in result.cases:
+        words = f"moedoctor {case.subject} {case.tier.value} {short_parameters(case.parameters)}".rstrip()
+        yield words, f"{case.verdict.value}: {deciding_figure(case)}\n{to_json(case.evidence)}"
+    for claim in result.claims:
+        yield f"moedoctor claim {claim.verdict.value}", f"{claim.text}\n{to_json(claim.evidence)}"

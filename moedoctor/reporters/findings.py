@@ -1,0 +1,222 @@
+"""What a command found, in one shape: the formats for machines (SARIF, JUnit, GitHub) are made from it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Literal
+
+from moedoctor.entries import entries
+from moedoctor.reporters.text import count_of
+from moedoctor.results import Report, ScenarioVerdict
+from moedoctor.text import one_line
+
+if TYPE_CHECKING:
+    from moedoctor.diagnose.check.records import CheckResult
+    from moedoctor.diagnose.checkpoint.findings import Lint
+    from moedoctor.diagnose.cuda.audit import Item
+    from moedoctor.diagnose.triage.triage import Triage
+
+Level = Literal["error", "warning", "note"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "note")
+"""The worst first."""
+ENVIRONMENT = "environment"
+"""The rule, and the place, of what is wrong with a machine and in no entry."""
+_SCENARIO_LEVELS: Mapping[ScenarioVerdict, Level] = {
+    ScenarioVerdict.FOUND: "error",
+    ScenarioVerdict.FAILED: "error",
+    ScenarioVerdict.ERROR: "error",
+}
+_ID = re.compile(r"[A-Z]{2}\d{3}\b")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, and where."""
+
+    rule: str
+    """The id of a known failure, or the name of a check."""
+    level: Level
+    title: str
+    message: str
+    """What was seen, and what to do."""
+    file: str
+    """A path relative to the working directory, with ``/``."""
+    line: int | None = None
+    confidence: float | None = None
+    """Above 0 and at most 1; None if it was reproduced or read."""
+    key: tuple[str, ...] = ()
+    """What the finding is, beside rule and file: the same in every run and if lines move."""
+    logical: str = ""
+    """What the finding is about if it is no file: the environment, a tensor."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that a command looked at: what it found, what passed, and what it could not look at."""
+
+    command: str
+    found: Sequence[Finding] = ()
+    passed: Sequence[str] = ()
+    """Names of checks that found nothing."""
+    skipped: Sequence[tuple[str, str]] = ()
+    """(name of a check, why it was not decided)."""
+    summary: str = ""
+    titles: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Rule -> (title, what it does), for rules that are in no entry."""
+
+
+def relative(path: str | os.PathLike[str]) -> str:
+    """Return a path as a report may name it: below the working directory, else only its last part."""
+    text = os.fspath(path)
+    here = os.path.normpath(text)
+    if os.path.isabs(here):
+        try:
+            here = os.path.relpath(here)
+        except (OSError, ValueError):  # the working directory is gone, or on another drive
+            here = ".."
+    parts = PurePath(here).parts
+    if not parts or parts[0] == ".." or os.path.isabs(here):
+        return PurePath(text).name or "."
+    return "/".join(parts)
+
+
+def of_run(report: Report) -> Findings:
+    """Return the scenarios that are found, failed or broken, and what is worse than the baseline."""
+    found = []
+    for scenario in report.scenarios:
+        if level := _SCENARIO_LEVELS.get(scenario.verdict):
+            why = scenario.reason or f"the scenario is {scenario.verdict.value}"
+            message = f"{scenario.verdict.value}: {why}. {_more(scenario.id)}"
+            file = relative(scenario.file)
+            line, name = scenario.line, (scenario.name,)
+            found.append(Finding(scenario.id, level, scenario.title, message, file, line, key=name))
+    places = {scenario.id: relative(scenario.file) for scenario in report.scenarios}
+    for text in report.findings:
+        match = _ID.match(text)
+        rule = match[0] if match else "baseline"
+        file = places.get(rule, "scenarios")
+        # The figures differ from run to run, and the regression is the same.
+        key = ("baseline", _NUMBER.sub("#", text))
+        title = "worse than the baseline"
+        found.append(Finding(rule, "error", title, f"worse than the baseline: {text}", file, key=key))
+    titles = {scenario.id: (scenario.title, "") for scenario in report.scenarios}
+    titles["baseline"] = ("worse than the baseline", "A verdict or a figure is worse than in the baseline.")
+    return Findings("run", found, titles=titles)
+
+
+def of_check(result: CheckResult, summary: str) -> Findings:
+    """Return the failures that can strike an environment, and its problems."""
+    found = [
+        Finding(
+            finding.id,
+            _level(finding.severity),
+            finding.title,
+            f"{finding.why}. {finding.next_step}",
+            f"scenarios/{finding.name}.yaml",
+            confidence=finding.confidence,
+            logical=result.target,
+        )
+        for finding in result.findings
+    ]
+    found += [
+        Finding(
+            ENVIRONMENT,
+            _level(problem.severity),
+            problem.what,
+            f"{problem.what}: {problem.why}. {problem.next_step}",
+            ENVIRONMENT,
+            key=(_NUMBER.sub("#", problem.what),),
+            logical=result.target,
+        )
+        for problem in result.problems
+    ]
+    skipped = [(_name(note.id), note.needs or note.why) for note in result.conditional]
+    decided = {finding.id for finding in (*result.findings, *result.conditional)}
+    passed = [_name(id) for id in entries() if id not in decided]
+    if result.without_vllm:
+        skipped += [(name, result.without_vllm) for name in passed]
+        passed = []
+    titles = {ENVIRONMENT: ("packages or settings that do not fit together", "Wrong here, and in no entry.")}
+    return Findings("check", found, passed, skipped, summary, titles)
+
+
+def of_lint(result: Lint, folder: str, summary: str) -> Findings:
+    """Return the damage of a checkpoint; one finding for each check, at the first of its places."""
+    from moedoctor.diagnose.checkpoint.findings import CHECKS
+
+    found = []
+    for finding in result.findings:
+        check = CHECKS[finding.check]
+        first = finding.places[0] if finding.places else None
+        value = f": {first.tensor} = {first.value}" if first and first.tensor else ""
+        message = (
+            f"{check.what} ({count_of(finding.count, 'place')}{value}). {check.effect}. {check.next_step}"
+        )
+        found.append(
+            Finding(
+                finding.id,
+                "note" if check.remark else "error",
+                check.what,
+                message,
+                relative(os.path.join(folder, first.shard)) if first and first.shard else relative(folder),
+                finding.line,
+                check.confidence,
+                key=(finding.check,),
+                logical=first.tensor if first else "",
+            )
+        )
+    damaged = {finding.check for finding in result.findings}
+    titles = {name: (check.what, check.effect) for name, check in CHECKS.items()}
+    return Findings("lint", found, [name for name in CHECKS if name not in damaged], (), summary, titles)
+
+
+def of_triage(results: Sequence[tuple[str, Triage]], summary: str) -> Findings:
+    """Return the known failures that texts show; what is only possible is a note."""
+    found = []
+    for name, result in results:
+        for kind, level in (("findings", "error"), ("possible", "note")):
+            for finding in getattr(result, kind):
+                message = f"{finding.excerpt}. {finding.next_step}"
+                place, line, sure = relative(name), finding.line, finding.confidence
+                title = entries()[finding.id].title
+                found.append(Finding(finding.id, _level(level), title, message, place, line, sure))
+    return Findings("triage", found, summary=summary)
+
+
+def of_audit(items: Sequence[Item], words: Mapping[int, str], summary: str) -> Findings:
+    """Return the files that a GPU cannot use; `words` says by index what is wrong with each."""
+    found = [
+        Finding(
+            "MD004",
+            "error",
+            entries()["MD004"].title,
+            f"{relative(items[index].path)}: {text}",
+            relative(items[index].path),
+            key=(items[index].module or "",),
+        )
+        for index, text in words.items()
+    ]
+    return Findings("audit", found, summary=summary)
+
+
+def _level(severity: str) -> Level:
+    return next((level for level in LEVELS if level == severity), "note")
+
+
+def _name(id: str) -> str:
+    return f"{id} {entries()[id].name}"
+
+
+def _more(id: str) -> str:
+    return f"`moedoctor explain {id}` says what to do" if id in entries() else ""
+
+
+def short(text: str, most: int) -> str:
+    """Return `text` on one line of at most `most` characters."""
+    line = one_line(text)
+    return line if len(line) <= most else f"{line[: most - 1]}…"

@@ -1,0 +1,131 @@
+"""The digest of a report: it fits into an issue, and what differs is in it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_samples import HOSTILE, ORIGIN, case, full_report, report, reports, scenario
+
+from moedoctor.cli import main
+from moedoctor.reporters.digest import MOST_CHARACTERS, digest, fitted
+from moedoctor.reporters.markdown import MarkdownReporter
+from moedoctor.reporters.page import (
+    Bullets,
+    Fold,
+    Heading,
+    Item,
+    Paragraph,
+    Preformatted,
+    Prose,
+    Table,
+)
+from moedoctor.results import ReportError, load_report
+
+REPORTS = sorted((Path(__file__).parents[2] / "reports").glob("*/*.json"))
+
+_texts = st.sampled_from(
+    ("", "short", HOSTILE, "x" * 5_000, "word " * 2_000, "<details>" * 400, "```\n" * 99)
+)
+_blocks = st.recursive(
+    st.one_of(
+        st.builds(Heading, _texts),
+        st.builds(Paragraph, _texts),
+        st.builds(Bullets, st.lists(_texts, max_size=40)),
+        st.builds(Item, _texts, _texts, st.lists(st.tuples(_texts, _texts), max_size=20)),
+        st.builds(
+            lambda cells, rows: Table(["a"] * len(cells), [cells] * rows),
+            st.lists(_texts, min_size=1, max_size=4),
+            st.integers(0, 300),
+        ),
+        st.builds(Preformatted, _texts),
+        st.builds(Prose, _texts),
+    ),
+    lambda inner: st.builds(Fold, _texts, st.lists(inner, max_size=4)),
+    max_leaves=12,
+)
+
+
+@given(st.lists(_blocks, max_size=12), st.sampled_from((2_000, MOST_CHARACTERS)))
+def test_any_page_fits_and_folds_what_it_opens(page: list[Any], most: int) -> None:
+    text = fitted(page, most)
+    assert len(text) <= most
+
+
+@given(reports)
+def test_any_report_fits(any_report: Any) -> None:
+    assert len(MarkdownReporter().render(any_report)) <= MOST_CHARACTERS
+
+
+def test_the_largest_stored_report_fits_and_its_failures_are_all_named() -> None:
+    file = max(REPORTS, key=lambda path: path.stat().st_size)
+    stored = load_report(file)
+    text = MarkdownReporter().render(stored)
+    assert len(text) <= MOST_CHARACTERS < len(MarkdownReporter(full=True).render(stored))
+    for judged in stored.scenarios:
+        assert f"<summary>{judged.id} {judged.name}: {judged.verdict.value}</summary>" in text
+    assert text.count("<details>") == text.count("</details>") == len(stored.scenarios) + 1
+
+
+@pytest.mark.parametrize("file", REPORTS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_every_stored_report_of_a_run_fits(file: Path) -> None:
+    try:
+        stored = load_report(file)
+    except ReportError:
+        pytest.skip("not a report of a run")
+    assert len(MarkdownReporter().render(stored)) <= MOST_CHARACTERS
+
+
+def test_a_run_has_an_abstract_of_three_lines_and_what_differs() -> None:
+    text = MarkdownReporter().render(full_report())
+    abstract = text.split("\n\n")[1]
+    assert [line[:2] for line in abstract.splitlines()] == ["- "] * 3
+    differs = text.partition("## What differs from the expected")[2].partition("## Scenarios")[0]
+    assert "**error** MD001" in differs
+    assert "refuted: a launch costs 30 %: it costs 35 %" in differs
+    assert "installed" not in differs, "a skipped case is not a difference"
+    assert "the fused clamp is free" not in differs, "a confirmed claim neither"
+    assert "<details><summary>Environment</summary>" in text
+    assert ORIGIN["again"][1] in text
+
+
+def test_a_run_without_a_difference_says_so() -> None:
+    good = report(scenario("proved", case("faulty", "reproduced"), case("fixed", "clean")))
+    text = MarkdownReporter().render(good)
+    assert "Nothing: every scenario that ran is proved." in text
+
+
+def test_equal_rows_are_counted_and_the_environment_is_folded() -> None:
+    rows = [("a", "1"), ("b", "2"), ("a", "1"), ("a", "1")]
+    facts = Table(("fact", "value"), [("gpu", "none")])
+    page = [Heading("title", 1), Table(("x", "y"), rows), Heading("Environment"), facts, Heading("After")]
+    text = digest(page, summary="one thing", reasons=["because"], environment="moedoctor 1")
+    assert text.startswith("# title\n\n- one thing\n- because\n- moedoctor 1\n\n")
+    assert "| a | 1 | 3 |" in text
+    assert "| b | 2 |  |" in text
+    assert re.search(r"<details><summary>Environment</summary>\n\n.*gpu.*</details>\n\n## After", text, re.S)
+
+
+def test_what_is_left_out_is_counted_and_the_environment_stays() -> None:
+    page = [
+        Heading("title", 1),
+        *(Fold(f"part {number}", [Preformatted("x" * 900)]) for number in range(100)),
+        Fold("Environment", [Paragraph("the machine")]),
+    ]
+    text = fitted(page, 5_000)
+    assert "the machine" in text
+    shown = len(re.findall("part", text)) - 1  # the note has the word too
+    assert f"{101 - shown - 1} parts cut or left out: --full has everything." in text
+
+
+def test_full_gives_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    stored = Path(__file__).parents[2] / "reports" / "nvidia-h200" / "nan_routing.json"
+    assert main(["show", str(stored), "--format", "markdown", "--full"]) == 0
+    full = capsys.readouterr().out
+    assert full == MarkdownReporter(full=True).render(load_report(stored))
+    assert main(["show", str(stored), "--format", "markdown"]) == 0
+    assert len(capsys.readouterr().out) < len(full) / 2

@@ -1,0 +1,174 @@
+"""The schemas that ship are those of the types, and the real output of every command is as they say.
+
+An object in a schema is open, because new keys may come. Here every object is closed first: a key that a
+schema does not know would be documented nowhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from capsules import make_capsule
+from checkpoints_of_tests import f32, modelopt
+
+from moedoctor.cli import app, main
+from moedoctor.commands.schema import NAMES
+from moedoctor.reporters import schemas
+from moedoctor.trace import capsule as capsules
+
+REPORTS = Path(__file__).parents[2] / "reports"
+
+
+def closed(schema: Any) -> Any:
+    """Return a copy in which every object with properties takes no others."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: closed(value) for key, value in schema.items()}
+    if isinstance(made.get("properties"), dict) and "type" in made and "additionalProperties" not in made:
+        made["additionalProperties"] = False
+    return made
+
+
+def schema_of(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["schema", command]) == 0
+    schema: dict[str, Any] = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return schema
+
+
+def check(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Run a command, and return its JSON once it is valid and has the head of every output."""
+    schema = schema_of(command, capsys)
+    assert main([*arguments, "--format", "json"]) in (0, 1, 2)
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema).validate(document)
+    jsonschema.Draft202012Validator(closed(schema)).validate(document)
+    assert list(document)[:3] == ["schema_version", "moedoctor", "command"]
+    assert document["origin"]["command_line"].startswith(f"moedoctor {arguments[0]}")
+    return document
+
+
+def test_the_files_are_those_of_the_types() -> None:
+    assert schemas.main(["--check"]) == 0
+
+
+def test_a_file_that_differs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemas, "make_schema", lambda command: {"title": command})
+    assert schemas.main(["--check"]) == 1
+
+
+def test_every_command_that_writes_json_has_a_schema() -> None:
+    import typer
+
+    group = typer.main.get_command(app)
+    names = {name for name, command in group.commands.items() if _has_format(command)}  # type: ignore[attr-defined]
+    assert names | {"scenario"} == set(NAMES)
+
+
+def _has_format(command: Any) -> bool:
+    inner = getattr(command, "commands", {})
+    return any(option.name == "format" for option in command.params) or any(map(_has_format, inner.values()))
+
+
+def test_an_unknown_name_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "trage"]) == 2
+    assert "triage" in capsys.readouterr().err
+
+
+def test_the_schema_of_a_scenario(capsys: pytest.CaptureFixture[str]) -> None:
+    assert schema_of("scenario", capsys)["type"] == "object"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a log, a damaged checkpoint, two reports and a capsule."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.log").write_text("vLLM 0.19.1\nRuntimeError: b_scales is not on GPU\n")
+    made = modelopt()
+    made.tensors["model.layers.1.mlp.experts.2.up_proj.weight_scale_2"] = f32(3e-4)
+    made.write(tmp_path / "model")
+    report = json.loads((REPORTS / "nvidia-h200" / "sentinel_ids.json").read_text())
+    (tmp_path / "old.json").write_text(json.dumps(report))
+    worse = copy.deepcopy(report)
+    worse["scenarios"][0]["verdict"] = "failed"
+    (tmp_path / "new.json").write_text(json.dumps(worse))
+    capsules.save(make_capsule(), tmp_path / "a.capsule")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "a.so").write_bytes(b"\x7fELF")
+    return tmp_path
+
+
+CALLS = {
+    "check": ["check", "--release", "0.19.1", "--sm", "12.0"],
+    "triage": ["triage", "a.log"],
+    "explain": ["explain", "MD001"],
+    "list": ["list"],
+    "lint": ["lint", "model"],
+    "audit": ["audit", "cache", "--sm", "12.0"],
+    "plan": ["plan", "--model", "qwen3-30b-a3b", "--gpu-memory", "32"],
+    "compare": ["compare", "old.json", "new.json"],
+    "replay": ["replay", "a.capsule", "--device", "cpu", "--backend", "REFERENCE"],
+    "capsule": ["capsule", "show", "a.capsule"],
+    "run": ["run", "MD010", "--subject", "faulty"],
+    "bench": [
+        "bench",
+        "--cache",
+        "--trace",
+        "zipf:experts=16,top_k=2,layers=2,rows=64,streams=4",
+        "--capacity",
+        "8",
+    ],
+    "backends": ["backends", "--sm", "12.0", "--release", "0.21.0", "--no-ask", "--backend", "MARLIN"],
+}
+
+
+def test_every_command_is_called_here() -> None:
+    assert {*CALLS, "show", "scenario"} == set(NAMES)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("command", CALLS)
+def test_the_output_of_a_command_is_as_its_schema_says(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = check(command, CALLS[command], capsys)
+    assert document["command"] == command
+
+
+@pytest.mark.parametrize(("options", "key"), [((), "schemes"), (("--scheme", "fp8"), "candidates")])
+def test_backends_for_several_schemes_and_for_one(
+    options: tuple[str, ...], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["backends", "--sm", "12.0", "--release", "0.21.0", "--no-ask", *options]
+    assert check("backends", arguments, capsys)[key]
+
+
+@pytest.mark.parametrize("file", sorted(REPORTS.glob("nvidia-*/*.json")), ids=lambda file: file.stem)
+def test_a_stored_report_of_an_older_release_is_valid(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(file.read_text())
+    jsonschema.validate(document, schema_of(document["command"], capsys))
+    assert "origin" not in document or document["origin"]["date"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [(("origin", "date"), 3), (("findings", 0, "line"), "3"), (("looked_at",), {}), (("command",), "check")],
+)
+@pytest.mark.usefixtures("folder")
+def test_a_wrong_value_is_refused(
+    path: tuple[str | int, ...], value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schema, document = schema_of("triage", capsys), check("triage", CALLS["triage"], capsys)
+    place: Any = document
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, schema)
