@@ -117,6 +117,13 @@ moe_backends() {
     write moe_backends bench --backend all "${models[@]}" --tokens "$tokens" --timeout 600
 }
 
+# NVFP4 alone, beside the backends that take its weights as they are. HUMMING compiles for more than a minute a model.
+moe_backends_nvfp4() {
+    local models=() model
+    while read -r model; do models+=(--model "$model"); done < <("$python" -c 'from moedoctor.models.presets import names; print(*names(), sep="\n")')
+    write moe_backends_nvfp4 bench --backend OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 "${models[@]}" --tokens 1,2,4,8,16,32,64 --timeout 600
+}
+
 # The order is that of "all": crashes and cache first. The comment says what a report needs, and the seconds that it took on an
 # H200 with 0.21.0 and with 0.33.0, "-" if it has not been made there.
 make_report() {
@@ -132,7 +139,7 @@ make_report() {
         expert_cache_published) write expert_cache_published run scenarios/engine/expert_cache_published.yaml ;; # idle
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 120 s, -
         moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # -, -
-        moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle, 60 GB
+        moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle, 60 GB; -, 140 s
         nan_trace) write nan_trace run scenarios/engine/nan_trace.yaml ;;                         # -, -
         backend_parity) write backend_parity run PARITY ;;                                        # 405 s, 240 s
         offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, -
@@ -152,6 +159,7 @@ make_report() {
         sentinel_ids) write sentinel_ids run MD016 ;;                                             # 13 s, -
         backend_override) write backend_override run MD010 ;;                                     # 143 s, -
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, -
+        moe_backends_nvfp4) moe_backends_nvfp4 ;;                                                 # idle; -, 159 s and HUMMING cut
         moe_backends) moe_backends ;;                                                             # idle
         offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;             # idle; 27 s and claims, -
         offload_copies) write offload_copies run MD002 MD020 ;;                                   # idle; 57 s, -

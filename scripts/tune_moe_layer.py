@@ -393,7 +393,7 @@ def write_table(report: dict[str, Any], shapes: dict[str, LayerShape], quantizat
     table["gpu"] = report["environment"].get("gpu")
     kind = "none" if quantization == "bf16" else quantization
     for row in report["rows"]:
-        if "tiles" not in row:
+        if "us" not in row:
             continue
         shape = shapes[row["model"]]
         key = [kind, shape.hidden, shape.intermediate, shape.gated, shape.experts]
@@ -401,8 +401,13 @@ def write_table(report: dict[str, Any], shapes: dict[str, LayerShape], quantizat
         if layer is None:
             layer = {"layer": key, "tiles": []}
             table["layers"].append(layer)
-        first, second = (_without_defaults(tile) for tile in row["tiles"])
         pairs = row["tokens"] * shape.top_k
+        tiles = row["tiles"]
+        if (
+            row["us"]["tuned"] >= row["us"]["default"]
+        ):  # what is best for each product may not be for the layer
+            tiles = [asdict(tile) for tile in block_tiles(pairs, shape.experts, kind, gated=shape.gated)]
+        first, second = (_without_defaults(tile) for tile in tiles)
         layer["tiles"] = [kept for kept in layer["tiles"] if kept["pairs"] != pairs]
         layer["tiles"].append({"pairs": pairs, "first": first, "second": second})
         layer["tiles"].sort(key=lambda entry: int(entry["pairs"]))

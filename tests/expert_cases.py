@@ -232,7 +232,6 @@ def compiled(
     activation: str,
     float16: bool = False,
     blocks: bool = True,
-    grouping: str = "plan",
 ) -> Any:
     """Compile the product as `run_experts` launches it with a plan, for a GPU that need not be there.
 
@@ -251,7 +250,7 @@ def compiled(
         "quantization": quantization,
         "scales": (1, 128, 128) if quantization == "fp8" and blocks else (1, 1, depth),
         "has_bias": True,
-        "grouping": grouping,
+        "planned": True,
         "second": second,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -259,7 +258,6 @@ def compiled(
         "wide": False,
         "hopper": capability == 90,
         "depth_splits": tile.depth_splits,
-        "PAIRS": 64,
     }
     return compile_kernel(block_product, capability, types, constants, warps=tile.warps, stages=tile.stages)
 

@@ -19,7 +19,7 @@ from moedoctor.kernels.moe.decode import down_kernel, up_kernel
 from moedoctor.kernels.moe.expert_weights import ExpertWeights
 from moedoctor.kernels.moe.products import block_product, slot_product
 from moedoctor.kernels.moe.rows import plan_kernel, sort_kernel, sum_kernel
-from moedoctor.kernels.moe.tiles import DECODE_PAIRS, Tile, block_tiles, measured_tiles, slot_tiles
+from moedoctor.kernels.moe.tiles import Tile, block_tiles, measured_tiles, slot_tiles
 
 _SORTED_AT_ONCE = 2048
 _MOST_PAIRS = 2**31 - 2**16
@@ -221,7 +221,7 @@ def run_experts(
         dtype=x.dtype if second.depth_splits == 1 else torch.float32,
     )
     output = torch.empty_like(x) if out is None else out  # [T, H]
-    plan = plan_blocks(topk_ids, num_experts, first.block_m) if pairs > DECODE_PAIRS else None
+    plan = plan_blocks(topk_ids, num_experts, first.block_m) if len(x) > 1 else None
     launch_block_product(x, w13, h, topk_ids, plan, first, activation=activation, second=False)
     launch_block_product(h, w2, products, topk_ids, plan, second, activation="none", second=True)
     _sum(products, topk_ids, None, topk_weights, output, num_experts, adds=False)
@@ -286,12 +286,11 @@ def launch_block_product(
 ) -> None:
     """Write one product of `a` to `out` [pairs, N], of a second product [depth_splits, pairs, N].
 
-    `plan` is that of `plan_blocks`, or None if each program groups the pairs for itself.
+    `plan` is that of `plan_blocks`, or None for a block a pair.
     """
     order, blocks = plan or (topk_ids, topk_ids)
     width, depth = out.shape[-1], a.shape[1]
-    grouping = "plan" if plan else "ids" if topk_ids.shape[0] > 1 else "pairs"
-    count = len(blocks) if plan else topk_ids.numel()  # without a plan at most DECODE_PAIRS
+    count = len(blocks) if plan else topk_ids.numel()  # without a plan the pairs of one token
     values = weight.values.view(torch.uint8) if weight.quantization == "fp8" else weight.values
     scales = weight.scale_layout(depth)
     block_k = _step(tile, weight, depth)
@@ -317,13 +316,12 @@ def launch_block_product(
                 quantization=weight.quantization,
                 scales=scales,
                 has_bias=weight.bias is not None,
-                grouping=grouping,
+                planned=plan is not None,
                 second=second,
                 BLOCK_M=tile.block_m,
                 BLOCK_N=tile.block_n,
                 BLOCK_K=block_k,
                 depth_splits=tile.depth_splits,
-                PAIRS=DECODE_PAIRS,
                 wide=not a.is_cuda,
                 hopper=_is_hopper(a.device),
                 num_warps=tile.warps,

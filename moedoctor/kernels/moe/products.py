@@ -312,32 +312,6 @@ def _fp8_step(
     return _finished(total, hopper)
 
 
-@triton.jit
-def _own_block(
-    ids_ptr: tl.tensor,
-    pair: tl.tensor,
-    pairs: tl.tensor,
-    offset: tl.tensor,
-    num_experts: tl.constexpr,
-    PAIRS: tl.constexpr,
-) -> tl.tuple:
-    """Group the first `pairs` ids by expert without a plan; PAIRS is at least as many.
-
-    Returns (expert, pairs in the block, pair at each `offset` [M]) of the block that begins at `pair`. The
-    expert is -1 if `pair` begins no block, because it is in that of an earlier pair or has no expert.
-    """
-    each = tl.arange(0, PAIRS)  # [P]
-    expert = tl.load(ids_ptr + pair)
-    equal = (tl.load(ids_ptr + each, mask=each < pairs, other=-1) == expert) & (each < pairs)  # [P]
-    earlier = tl.sum((equal & (each < pair)).to(tl.int32), axis=0)
-    place = tl.cumsum(equal.to(tl.int32), axis=0) - 1 - earlier  # [P]
-    inside = equal[None, :] & (place[None, :] == offset[:, None])  # [M, P]
-    members = tl.sum(tl.where(inside, each[None, :], 0), axis=1)  # [M]
-    rows = tl.sum(equal.to(tl.int32), axis=0) - earlier
-    begins = (earlier % offset.shape[0] == 0) & (expert >= 0) & (expert < num_experts)
-    return tl.where(begins, expert, -1).to(tl.int64), rows, members
-
-
 @triton.jit(do_not_specialize=["pairs"])
 def block_product(
     a_ptr: tl.tensor,
@@ -358,35 +332,31 @@ def block_product(
     quantization: tl.constexpr,
     scales: tl.constexpr,
     has_bias: tl.constexpr,
-    grouping: tl.constexpr,
+    planned: tl.constexpr,
     second: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     depth_splits: tl.constexpr,
-    PAIRS: tl.constexpr,
     wide: tl.constexpr,
     hopper: tl.constexpr,
 ) -> None:
     """Write one tile of ``out = act(a @ weight.T + bias)``.
 
     `width` is the width of `out`, `depth` that of `a`. The first product reads tokens [T, depth] and writes
-    a row for each pair; the second reads those and writes a row for each pair. `grouping`: ``plan``, where
-    `plan` [B, 3] holds expert, first row and rows of each block, and rows between the products are in the
-    order of experts; ``ids``, where each program finds the pairs of its block, at most PAIRS in all; or
-    ``pairs``, where each pair is a block. `quantization` is ``none``, ``fp8`` or ``nvfp4``. `scales`: see
-    `ExpertWeights.scale_layout`. `depth_splits` programs share the depth of the second product, each with an
-    `out` [pairs, width] of its own, one after another. Programs: (width / BLOCK_N, B, depth_splits).
+    rows in the order of experts; the second reads those and writes a row for each pair. `plan` [B, 3] holds
+    expert, first row and rows of each block of tokens; without it each pair is a block. `quantization` is
+    ``none``, ``fp8`` or ``nvfp4``. `scales`: see `ExpertWeights.scale_layout`. `depth_splits` programs share
+    the depth of the second product, each with an `out` [pairs, width] of its own, one after another.
+    Programs: (width / BLOCK_N, B, depth_splits).
     """
     # Two dimensions: with one, ptxas unrolls the loop of the second product and needs too many registers.
     block, part = tl.program_id(1), tl.program_id(0)
     offset = tl.arange(0, BLOCK_M)  # [M]
-    if grouping == "plan":
+    if planned:
         expert = tl.load(plan_ptr + block * 3).to(tl.int64)
         row = tl.load(plan_ptr + block * 3 + 1) + offset  # [M]
         rows = tl.load(plan_ptr + block * 3 + 2)
-    elif grouping == "ids":
-        expert, rows, row = _own_block(ids_ptr, block, pairs, offset, num_experts, PAIRS)
     else:
         expert = tl.load(ids_ptr + block).to(tl.int64)
         expert = tl.where(expert < num_experts, expert, -1)
@@ -395,7 +365,7 @@ def block_product(
     if expert < 0:
         return
     inside = offset < rows
-    pair = tl.load(order_ptr + row, mask=inside, other=0) if grouping == "plan" else row  # [M]
+    pair = tl.load(order_ptr + row, mask=inside, other=0) if planned else row  # [M]
     source = row if second else pair // top_k  # [M]
     column = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     present = column < width

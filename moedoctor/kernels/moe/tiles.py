@@ -34,10 +34,6 @@ class Tile:
     """Tokens of a tile if an expert has more than `block_m` left. A tall tile reads the weights once."""
 
 
-DECODE_PAIRS = 64
-"""Up to so many pairs are computed one by one; more are grouped by expert, which takes a launch."""
-
-
 def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
     """Return the tiles of both products over slots, by the mean rows of an expert.
 
@@ -90,7 +86,7 @@ def block_tiles(pairs: int, experts: int, quantization: str, *, gated: bool) -> 
     if pairs <= 16:
         tile = Tile(16, 64, 256, 4, 4) if nvfp4 else Tile(16, 64, 128, 4, 3)
         return tile, tile
-    few = pairs <= DECODE_PAIRS or rows <= 16
+    few = pairs <= 64 or rows <= 16
     if nvfp4:
         block_m = 16 if few else 32 if rows <= 32 else 64
         stages = 4 if few else 3
