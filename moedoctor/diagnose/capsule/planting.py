@@ -152,14 +152,14 @@ def plant_weights_and_rows(tally: Tally, scheme: str, call: Computation, foreign
 
     `foreign` is another layer of the same shape. The expert, the token and the factor must be named, too.
     """
-    draw, problem = random.Random(seed), call.problem
+    draw, problem = random.Random(f"{scheme} {seed}"), call.problem
     ids, right = problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
     expert = draw.choice(ids[ids >= 0].unique().tolist())
     other = draw.choice([each for each in range(problem.layer.shape.experts) if each != expert])
     token, source = draw.sample(range(len(ids)), 2)
     here = ids == expert  # [T, K]
-    zeros, stale = right.sum(1), right.sum(1)  # [T, H] each
-    zeros[token], stale[token] = 0.0, right[source].sum(0)
+    zeros, stale = (noisy(right.sum(1), seed).float() for _ in range(2))  # [T, H] each
+    zeros[token], stale[token] = 0.0, stale[source]  # what is stale has the noise of its own call
     strange = replace(call, problem=replace(problem, layer=foreign), _ups={}, _outs={})
     outputs = {
         "row_unwritten (zeros)": (zeros, ("row_unwritten",), None),
@@ -178,7 +178,7 @@ def plant_weights_and_rows(tally: Tally, scheme: str, call: Computation, foreign
             continue
         rows = label.startswith("row")
         planted = Place(mistakes, None if rows else (expert,), (token,) if rows else None, taken)
-        diagnosis = diagnose(call, noisy(output, seed))
+        diagnosis = diagnose(call, output.bfloat16() if rows else noisy(output, seed))
         found = [Place.of(each) for each in (diagnosis.best, *diagnosis.equals) if each is not None]
         if not found:
             tally.add(scheme, label, NOT_NAMED)
