@@ -217,6 +217,6 @@ def _more(id: str) -> str:
 
 
 def short(text: str, most: int) -> str:
-    """Return `text` on one line of at most `most` characters."""
-    line = one_line(text)
+    """Return `text` on one line of 1 to `most` characters."""
+    line = one_line(text) or "no text"
     return line if len(line) <= most else f"{line[: most - 1]}…"
