@@ -31,6 +31,7 @@ ENVIRONMENT: dict[str, Any] = {
     "gpus": [{"name": "NVIDIA H200", "memory_bytes": 150754820096}],
 }
 
+CAPSULE: dict[str, Any] = {"file": "a.moecapsule", "right": False}
 ORIGIN: dict[str, Any] = {
     "date": "2026-11-23T04:05:06Z",
     "version": "0.1.0",
@@ -132,7 +133,7 @@ def full_report() -> Report:
         error=1, absent=1, exit_code=1, cases={"clean": 6}, interrupted=True, reasons=("MD001",)
     )
     findings = ("MD001 faulty: verdict reproduced -> clean",)
-    return report(failing, absent, summary=summary, findings=findings, origin=ORIGIN)
+    return report(failing, absent, summary=summary, findings=findings, origin=ORIGIN, capsule=CAPSULE)
 
 
 _texts = st.text(max_size=12)

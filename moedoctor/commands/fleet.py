@@ -16,9 +16,9 @@ from moedoctor.commands.bench import bench
 from moedoctor.commands.check import check
 from moedoctor.commands.lint import lint
 from moedoctor.commands.options import (
+    CheckFormat,
     InputError,
     Output,
-    PageFormat,
     as_input_error,
     deliver,
     number,
@@ -131,7 +131,7 @@ def fleet(
     show_hosts: Annotated[
         bool, typer.Option("--show-hosts", help="Name hosts in files too. A terminal always shows them.")
     ] = False,
-    format: PageFormat = "table",
+    format: CheckFormat = "table",
     output: Output = None,
 ) -> int:
     """Run a command on every node of a Ray cluster and show what differs.
@@ -140,7 +140,7 @@ def fleet(
     Exit code 1 if a node has a finding, gave no answer, or differs in a way that a rule calls wrong.
     """
     from moedoctor.fleet.rows import mask
-    from moedoctor.reporters.pages.fleet import fleet_document, fleet_page, summary_line
+    from moedoctor.reporters.pages.fleet import fleet_document, fleet_findings, fleet_page, summary_line
 
     given = (command, *(arguments or ()))
     _check_arguments(given)
@@ -181,6 +181,7 @@ def fleet(
         code=result.exit_code,
         reasons=result.closing,
         masked=True,
+        findings=lambda: fleet_findings(result),
     )
     return interrupts.exit_code(otherwise=result.exit_code)
 

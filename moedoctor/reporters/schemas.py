@@ -274,6 +274,7 @@ class Explain(Answered):
     affected: str
     detection: str
     fix: str
+    record: str
     claims: list[Claim]
     links: list[Link]
 
@@ -337,6 +338,7 @@ class Replay(Head):
     right: bool | None
     recorded: dict[str, Any]
     diagnosis: dict[str, Any]
+    backend_tensors: list[dict[str, Any]]
     backends: list[BackendReplay]
     summary: Summary
 

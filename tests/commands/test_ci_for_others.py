@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,9 @@ def scenarios(pytester: pytest.Pytester) -> pytest.Pytester:
 
 
 def plain_pytest(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    return pytester.runpytest_subprocess("-p", "moedoctor.commands.pytest_plugin", *arguments)
+    installed = any(entry.name == "moedoctor" for entry in entry_points(group="pytest11"))
+    plugin = [] if installed else ["-p", "moedoctor.commands.pytest_plugin"]
+    return pytester.runpytest_subprocess(*plugin, *arguments)
 
 
 def test_without_the_option_nothing_is_collected_and_nothing_of_moedoctor_is_imported(

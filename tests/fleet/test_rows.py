@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -12,8 +14,11 @@ from hypothesis import strategies as st
 
 import moedoctor
 from moedoctor.fleet.facts import member
+from moedoctor.fleet.report import report
 from moedoctor.fleet.rows import Place, Status, read_answer
 from moedoctor.fleet.store import Store, StoreError, read_folder
+from moedoctor.reporters.junit import to_junit
+from moedoctor.reporters.pages.fleet import fleet_findings
 
 _PLACE = Place("id-1", "gpu-node-17.example")
 _REPORT = {
@@ -119,3 +124,20 @@ def test_a_folder_of_any_files_gives_a_row_for_each(tmp_path: Path) -> None:
         ("node-2", Status.UNREADABLE),
         ("node-3", Status.UNREADABLE),
     ]
+
+
+def test_junit_has_a_failure_for_each_reason_and_a_test_for_each_sound_node() -> None:
+    sound = {**_REPORT, "findings": [], "summary": {"exit_code": 0}}
+    rows = [
+        read_answer(Place(f"id-{number}", f"host-{number}"), _answer(content, code=code), python="3.12.1")
+        for number, (content, code) in enumerate([(_REPORT, 1), (sound, 0), (sound, 0)])
+    ]
+    rows.append(replace(rows[2], place=Place("id-3", "host-3"), status=Status.HUNG, report=None))
+    result = report(("check",), rows, show_hosts=False)
+    suite = ElementTree.fromstring(to_junit(fleet_findings(result)))[0]
+    failed = [case.attrib["name"] for case in suite if case.find("failure") is not None]
+    passed = [case.attrib["name"] for case in suite if len(case) == 0]
+    assert failed == [f"fleet-check {reason}" for reason in result.reasons]
+    assert any("MD011 on 1 of 3 nodes" in name for name in failed)
+    assert any("1 of 4 nodes: " in name for name in failed)
+    assert passed == ["node-0002", "node-0003"]

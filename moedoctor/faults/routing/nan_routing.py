@@ -445,6 +445,9 @@ class NanRouting(Fault):
             planted_nan,
             trace_overhead,
             trace_overhead_tiny,
+            record_overhead,
+            record_overhead_crash,
+            record_overhead_mismatch,
         ),
     )
 

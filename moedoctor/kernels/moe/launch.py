@@ -296,8 +296,9 @@ def launch_block_product(
     block_k = _step(tile, weight, depth)
     with on_device(a):
         for start in range(0, count, _MOST_ROWS):
-            grid = (triton.cdiv(width, tile.block_n), min(count - start, _MOST_ROWS), tile.depth_splits)
-            block_product[grid](
+            block_product[
+                triton.cdiv(width, tile.block_n), min(count - start, _MOST_ROWS), tile.depth_splits
+            ](
                 a,
                 values,
                 values if weight.block_scales is None else weight.block_scales,

@@ -9,6 +9,8 @@ from typing import Any
 import moedoctor
 from moedoctor.fleet.groups import Difference, Group
 from moedoctor.fleet.report import FleetReport, in_words
+from moedoctor.fleet.rows import SKIPPED, Status
+from moedoctor.reporters.findings import Finding, Findings
 from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Table
 from moedoctor.reporters.text import count_of, short_value
 
@@ -180,6 +182,21 @@ def _largest(report: FleetReport) -> Iterator[Block]:
 def _names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_MOST_NAMES])
     return f"{shown} and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown
+
+
+def fleet_findings(report: FleetReport) -> Findings:
+    """Return each reason of the exit code as a finding; groups without one passed, nodes may be skipped."""
+    rule = f"fleet-{report.question[0]}"
+    found = [Finding(rule, "error", reason, reason, "fleet", key=(reason,)) for reason in report.closing]
+    odd = {name for group in report.grouping.groups if group.findings for name in group.members}
+    passed = [name for name, row in report.rows if row.status is Status.ANSWERED and name not in odd]
+    skipped = [
+        (name, f"{row.status.value}: {row.reason}")
+        for name, row in report.unanswered
+        if row.status in SKIPPED
+    ]
+    titles = {rule: ("what is wrong in a fleet", "A node has a finding, or differs in a way that is wrong.")}
+    return Findings(f"fleet {report.question[0]}", found, passed, skipped, summary_line(report), titles)
 
 
 def fleet_document(report: FleetReport) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def test_every_quantization_has_a_reference_a_fault_and_both_modes(monkeypatch: 
 
     monkeypatch.setattr(engines, "run_trials", run)
     rows = engines.tokens({})
-    assert len(rows) == 15
+    assert len(rows) == 18
     for quantization in engines.SCHEMES:
         kinds = {(row["computer"], row["mode"]) for row in rows if row["quantization"] == quantization}
         assert kinds == set(engines._ENGINES)
