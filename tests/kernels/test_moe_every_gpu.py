@@ -159,6 +159,7 @@ def test_order_plan_and_sum(capability: int) -> None:
         tile,
         top_k=8,
         width=2048,
+        parts=2,
         has_row=False,
         adds=False,
         BLOCK_N=1024,
