@@ -36,7 +36,7 @@ from moedoctor.diagnose.capsule.planting import (  # noqa: E402
 from moedoctor.environment import collect  # noqa: E402
 from moedoctor.origin import origin  # noqa: E402
 from moedoctor.processes.files import write  # noqa: E402
-from moedoctor.reporters.markdown import to_markdown  # noqa: E402
+from moedoctor.reporters.markdown_page import to_markdown  # noqa: E402
 from moedoctor.reporters.page import Block, Heading, Paragraph, Table  # noqa: E402
 
 _FILE = ROOT / "reports" / "capsules" / "planted_mistakes"

@@ -23,7 +23,7 @@ from moedoctor.cli import EPILOG, app
 from moedoctor.diagnose.triage.signatures import Clue, clues, signatures
 from moedoctor.entries import entries
 from moedoctor.entries.entry import Entry
-from moedoctor.reporters.markdown import to_markdown
+from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.pages.explain import Explained
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
@@ -31,7 +33,8 @@ ENVIRONMENT: dict[str, Any] = {
     "gpus": [{"name": "NVIDIA H200", "memory_bytes": 150754820096}],
 }
 
-CAPSULE: dict[str, Any] = {"file": "a.moecapsule", "right": False}
+CAPSULE: dict[str, Any] = json.loads(Path(__file__).with_name("replay_report.json").read_text("utf-8"))
+"""What `moedoctor replay tests/trace/engine_wrong_scale.moecapsule --format json` wrote."""
 ORIGIN: dict[str, Any] = {
     "date": "2026-11-23T04:05:06Z",
     "version": "0.1.0",

@@ -91,7 +91,7 @@ def list_rows() -> list[Row]:
 def readme_table() -> str:
     """Return our failures as the table of README.md, without a line end at its end."""
     from moedoctor.entries import entries
-    from moedoctor.reporters.markdown import to_markdown
+    from moedoctor.reporters.markdown_page import to_markdown
     from moedoctor.reporters.page import Span, Table
 
     rows = [

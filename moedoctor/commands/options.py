@@ -335,7 +335,7 @@ def deliver(
         text = to_json(mask(document))
     elif format == "markdown":
         from moedoctor.reporters.digest import digest, machine_line
-        from moedoctor.reporters.markdown import to_markdown
+        from moedoctor.reporters.markdown_page import to_markdown
         from moedoctor.reporters.pages.run import origin_table
 
         judged = "summary" in document  # the catalogue is no report

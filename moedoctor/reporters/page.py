@@ -1,6 +1,6 @@
 """The page model: what a command has to say, as blocks that each format renders.
 
-`moedoctor.reporters.markdown` renders a page for an issue or a file, `moedoctor.reporters.html` for a
+`moedoctor.reporters.markdown_page` renders a page for an issue or a file, `moedoctor.reporters.html` for a
 browser and `moedoctor.reporters.table` for a terminal. Text in a page is data: the renderers clean and escape
 it, so no block holds markup.
 """

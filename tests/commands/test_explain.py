@@ -19,7 +19,7 @@ from moedoctor.entries import entries
 from moedoctor.entries.entry import SECTIONS
 from moedoctor.interfaces import Explanation
 from moedoctor.reporters.json import JsonReporter, to_json
-from moedoctor.reporters.markdown import source_link, to_markdown
+from moedoctor.reporters.markdown_page import source_link, to_markdown
 from moedoctor.reporters.pages import explain as page
 from moedoctor.reporters.table import to_text
 from moedoctor.results import ClaimResult, ClaimVerdict

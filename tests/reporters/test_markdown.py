@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from report_samples import HOSTILE, POINTS, case, crashed, full_report, report, scenario
 
-from moedoctor.reporters.markdown import MarkdownReporter, escape, source_link, to_markdown
+from moedoctor.reporters.markdown import MarkdownReporter
+from moedoctor.reporters.markdown_page import escape, source_link, to_markdown
 from moedoctor.reporters.page import Picture
 from moedoctor.reporters.text import summary_line
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
@@ -103,6 +104,10 @@ def test_the_whole_report() -> None:
     headings = re.findall(r"^#+ .*$", text, re.M)
     assert headings == [
         "# moedoctor 0.1.0: run",
+        "## engine_wrong_scale.moecapsule: model.layers.1.mlp.experts",
+        "### What explains it",
+        "### What the backend got",
+        "### The call",
         "## Against the baseline",
         "## MD001 nan_routing: error",
         "### Claims",
@@ -114,7 +119,8 @@ def test_the_whole_report() -> None:
     assert "Interrupted: not every case ran." in shown
     assert any(block.endswith("MD001 faulty: verdict reproduced -> clean") for block in shown)
     assert "first fixed release: 0.20.0" in shown
-    environment, cases, *_ = _tables(text)
+    explains, _got, environment, cases, *_ = _tables(text)
+    assert explains[5] == "the global scale of w13 4 times as large, expert 3"
     assert environment[:4] == ["fact", "value", "gpu", "NVIDIA H200"]
     assert "env.VLLM_MOE" in environment
     assert cases[:4] == ["subject", "parameters", "verdict", "figure"]

@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 from report_samples import HOSTILE
 from rich.cells import cell_len
 
-from moedoctor.reporters.markdown import to_markdown
+from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.page import (
     Block,
     Bullets,

@@ -26,7 +26,7 @@ def _render(report: Report, width: int | None = None, colour: bool = False) -> s
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_lines_fit_and_verdicts_stay_whole(width: int) -> None:
-    lines = _render(dataclasses.replace(full_report(), findings=()), width).splitlines()
+    lines = _render(dataclasses.replace(full_report(), findings=(), capsule=None), width).splitlines()
     assert max(map(cell_len, lines)) <= width
     assert not any(line.endswith(" ") for line in lines)
     found = "\n".join(lines[: next(row for row, line in enumerate(lines) if "The control," in line)]).split()

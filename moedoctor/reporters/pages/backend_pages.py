@@ -13,7 +13,7 @@ import moedoctor
 from moedoctor.fixes.backends import Selection, select
 from moedoctor.fixes.backends.release_tables import SCHEMES, releases
 from moedoctor.processes.files import write
-from moedoctor.reporters.markdown import to_markdown
+from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.page import Heading, Paragraph, Span, Table, Text
 from moedoctor.results import SCHEMA_VERSION
 

@@ -12,7 +12,7 @@ from moedoctor import environment
 from moedoctor.diagnose.check.check import Probes, check
 from moedoctor.environment import Sources
 from moedoctor.reporters.json import to_json
-from moedoctor.reporters.markdown import to_markdown
+from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.pages.check import check_document, check_page
 from moedoctor.reporters.table import to_text
 from moedoctor.upstream.releases.collectors import Collected

@@ -6,7 +6,7 @@ import pytest
 
 from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.json import to_json
-from moedoctor.reporters.markdown import to_markdown
+from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.pages.backend_charts import message
 from moedoctor.reporters.pages.bench_backends import (
     BackendBench,

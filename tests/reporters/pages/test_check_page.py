@@ -11,7 +11,7 @@ from machine_fakes import probes, sources
 
 from moedoctor.diagnose.check.check import check
 from moedoctor.diagnose.check.records import CheckResult, Finding, Problem
-from moedoctor.reporters.markdown import to_markdown
+from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.pages.check import check_document, check_page, fact_rows, summary_line
 from moedoctor.reporters.table import to_text
 

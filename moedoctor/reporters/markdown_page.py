@@ -1,0 +1,146 @@
+"""A page of blocks as the Markdown of GitHub. Its text is escaped: it formats, embeds and notifies nothing."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from moedoctor.reporters.page import (
+    Answer,
+    Block,
+    Bullets,
+    Fold,
+    Heading,
+    Item,
+    Page,
+    Paragraph,
+    Picture,
+    Preformatted,
+    Prose,
+    Span,
+    Step,
+    Table,
+    Text,
+    plain,
+    spans,
+)
+from moedoctor.text import clean, one_line, without_commands
+
+_SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<=\s)#|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
+_BLOCK_START = re.compile(r"^(\d*)(?=[#+-]|[.)](?:\s|$)|::)")
+_MENTION = re.compile(r"(?<![A-Za-z0-9])@(?=\w)")
+_REFERENCE = re.compile(r"(?<![\w.-])([\w.-]{1,100}/[\w.-]{1,100})#(\d+)")
+_TICKS = re.compile("`+")
+
+
+def to_markdown(page: Page) -> str:
+    """Return the page as Markdown that ends with a line end."""
+    parts: list[str] = []
+    shown = [block for block in page if not isinstance(block, Picture) or block.file]
+    for index, block in enumerate(shown):
+        if index:
+            # The items of one list follow each other without an empty line.
+            together = isinstance(block, Item) and isinstance(shown[index - 1], Item)
+            parts.append("\n" if together else "\n\n")
+        parts.append(_block(block))
+    return without_commands("".join(parts)) + "\n"
+
+
+def escape(text: str) -> str:
+    """Return `text` on one line, safe in a cell, a heading or a list item."""
+    return _BLOCK_START.sub(r"\1\\", _inline(one_line(text)))
+
+
+def source_link(source: str) -> str:
+    """Return `source` with each ``owner/repository#1`` as a link; GitHub redirects to pull requests."""
+    text, parts, end = one_line(source), [], 0
+    for match in _REFERENCE.finditer(text):
+        link = f"[{_inline(match[0])}](https://github.com/{match[1]}/issues/{match[2]})"
+        parts += [_inline(text[end : match.start()]), link]
+        end = match.end()
+    return "".join((*parts, _inline(text[end:])))
+
+
+def _inline(text: str) -> str:
+    escaped = _SPECIAL.sub(r"\\\g<0>", text)
+    escaped = escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    # An @ that begins a word would notify the person of that name.
+    return _MENTION.sub("@<!-- -->", escaped)
+
+
+def _text(text: Text) -> str:
+    """Return inline Markdown."""
+    line = ""
+    for span in spans(text):
+        line += _span(span.text, span.style, first=not line.strip())
+    return line
+
+
+def _span(text: str, style: str, *, first: bool) -> str:
+    """Only what comes first on a line can start a block, so only that needs the full escape."""
+    line = one_line(text)
+    # The spaces around a span keep it apart from its neighbours; one_line removed them.
+    left = " " if line and not first and text[:1].isspace() else ""
+    right = " " if text[-1:].isspace() and not (first and not line) else ""
+    # A cell of a table ends at | even inside code.
+    if style == "code" and line and "|" not in line and "`" not in line:
+        return f"{left}`{line}`{right}"
+    escaped = source_link(line) if style == "source" else _inline(line)
+    if first:
+        escaped = _BLOCK_START.sub(r"\1\\", escaped)
+    return f"{left}**{escaped}**{right}" if style == "bold" and escaped else f"{left}{escaped}{right}"
+
+
+def _block(block: Block) -> str:
+    if isinstance(block, Heading):
+        return f"{'#' * block.level} {_text(block.text)}"
+    if isinstance(block, Paragraph):
+        return _text(block.text)
+    if isinstance(block, Step):
+        return _text((Span("Next: ", "bold"), *spans(block.text)))
+    if isinstance(block, Answer):
+        return _answer(block)
+    if isinstance(block, Fold):
+        # GitHub reads Markdown within HTML only after an empty line.
+        title = f"<summary>{html.escape(plain(block.title))}</summary>"
+        opened = " open" if block.open else ""
+        return f"<details{opened}>{title}\n\n{to_markdown(block.blocks)}\n</details>"
+    if isinstance(block, Bullets):
+        return "\n".join(f"- {_text(item)}" for item in block.items)
+    if isinstance(block, Item):
+        return _item(block)
+    if isinstance(block, Table):
+        return _table(block)
+    if isinstance(block, Preformatted):
+        text = clean(block.text)
+        fence = "`" * max(3, 1 + max((len(run) for run in _TICKS.findall(text)), default=0))
+        return f"{fence}text\n{text}\n{fence}"
+    if isinstance(block, Prose):
+        return clean(block.markdown).strip()
+    return f"![{escape(block.title)}]({quote(block.file, errors='replace')})"
+
+
+def _answer(answer: Answer) -> str:
+    """Return three lines: what was looked at, what was found, what to do; without what is empty."""
+    parts = (("Looked at", answer.looked_at), ("Found", answer.found), ("To do", answer.to_do))
+    lines = [f"- **{name}:** {'; '.join(map(_text, texts))}" for name, texts in parts if texts]
+    return "\n".join(lines)
+
+
+def _item(item: Item) -> str:
+    lines = [f"- **{escape(item.word)}** {_text(item.title)}"]
+    lines += [f"  - {escape(label) + ': ' if label else ''}{_text(text)}" for label, text in item.lines]
+    return "\n".join(lines)
+
+
+def _table(table: Table) -> str:
+    marks = ["---:" if mark == "r" else "---" for mark in table.align.ljust(len(table.header), "l")]
+    rows = [[escape(name) for name in table.header], marks]
+    rows += [[_text(cell) for cell in row] for row in table.rows]
+    return "\n".join(_row(row) for row in rows)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
