@@ -1,4 +1,4 @@
-"""A page of blocks as the Markdown of GitHub. Its text is escaped: it formats, embeds and notifies nothing."""
+"""A page of blocks as the Markdown of GitHub. Its text is escaped: it formats, embeds and notifies none."""
 
 from __future__ import annotations
 
