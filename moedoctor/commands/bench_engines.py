@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ def make_plan(
     if len(models) != 1:
         raise InputError(f"--engine: {len(models)} models given; expected one: --model FOLDER")
     model = Path(models[0])
-    if not (model / "config.json").is_file():
+    if not os.path.isfile(model / "config.json"):
         raise InputError(f"--model {model}: expected a folder with config.json and the weights")
     return engines.Plan(
         model=model,

@@ -85,7 +85,8 @@ def _triage(file: str, output: Path | None) -> Triage:
         if sys.stdin is None:
             raise InputError("stdin is closed, expected a log or report")
         return _read(sys.stdin.buffer, "stdin")
-    if output is not None and output.exists() and os.path.exists(file) and os.path.samefile(file, output):
+    exist = output is not None and os.path.exists(output) and os.path.exists(file)
+    if output is not None and exist and os.path.samefile(file, output):
         raise InputError(f"{file}: is also the output, expected another file with -o")
     with _opened(file) as stream:
         return _read(stream, file)

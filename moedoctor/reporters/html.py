@@ -43,11 +43,10 @@ _LOOKED_AT = "Looked at: "
 _REFERENCE = re.compile(r"(?<![\w.-])([\w.-]{1,100}/[\w.-]{1,100})#(\d+)", re.ASCII)
 _CODE = re.compile(r"`([^`]+)`")
 _NOT_IN_ID = re.compile(r"[^a-z0-9]+")
-_XML_HEAD = re.compile(r"\A.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", re.DOTALL)
 _NAMESPACES = re.compile(r' xmlns(?::xlink)?="[^"]*"')
 _GROUP_ID = re.compile(r'<g id="[^"]*"')
 _ID = re.compile(r'( id="|href="#|url\(#)([mp][0-9a-f]{8,})')
-_SIZE = re.compile(r'(<svg[^>]*?) (?:width|height)="[^"]*"')
+_SIZE = re.compile(r' (?:width|height)="[^"]*"')
 
 
 class HtmlReporter(Reporter):
@@ -241,18 +240,28 @@ def _inline(drawn: str, number: int, title: str) -> str:
 
     from moedoctor.reporters.plots import COLOURS, GRID, INK, QUIET
 
-    text = _NAMESPACES.sub("", _XML_HEAD.sub("", drawn)).rstrip()
-    for _ in range(2):
-        text = _SIZE.sub(r"\1", text, count=1)
-    text = text.replace(
-        "<svg", f'<svg role="img" focusable="false" aria-label="{escape(one_line(title))}"', 1
-    )
+    _, mark, text = drawn.partition("<svg")
+    tag, end, text = text.partition(">")
+    text = _without(_without(text, "<metadata>", "</metadata>"), "<style", "</style>")
+    label = f' role="img" focusable="false" aria-label="{escape(one_line(title))}"'
+    text = _NAMESPACES.sub("", f"{mark}{label}{_SIZE.sub('', tag)}{end}{text}").rstrip()
     for index, colour in enumerate(COLOURS):
         text = text.replace(colour, f"var(--line-{index + 1})")
     for name, colour in (("ink", INK), ("quiet", QUIET), ("rule", GRID)):
         text = text.replace(colour, f"var(--{name})")
     text = _GROUP_ID.sub("<g", text).replace("xlink:href", "href")
     return _ID.sub(rf"\1picture-{number}-\2", text)
+
+
+def _without(text: str, start: str, end: str) -> str:
+    """Return `text` without what is between `start` and `end`, these too."""
+    parts: list[str] = []
+    while True:
+        before, _, inside = text.partition(start)
+        parts.append(before)
+        _, found, text = inside.partition(end)
+        if not found:
+            return "".join(parts)
 
 
 def _pieces(text: str) -> list[tuple[str, str]]:

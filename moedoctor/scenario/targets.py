@@ -51,7 +51,7 @@ def builtin_file(name: str) -> Path:
 def _files(target: str) -> Iterable[Path]:
     path = Path(target)
     fault = catalogue.find_fault(target)
-    if fault is not None and not path.is_file():
+    if fault is not None and not os.path.isfile(path):
         return [builtin_file(fault.name)]
     if os.path.isdir(path):  # Path.is_dir raises for impossible names
         try:

@@ -320,6 +320,10 @@ def test_where_the_scheme_is_not_known_there_is_an_answer_for_each(
     shown = answer(capsys, command=TRITON, **{**request, "format": "table"})[1]
     assert "does not start" not in shown
     assert "not known" in shown
+    impossible = ["vllm", "serve", "x" * 100_000]
+    code, text = answer(capsys, command=impossible, **{**request, "format": "table"})
+    assert code == 0
+    assert len(text) < 5_000
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Target:
 
 def another_python(path: Path) -> Target:
     """Return the environment of the interpreter at `path`. Raises TargetError."""
-    if not path.is_file() or not os.access(path, os.X_OK):
+    if not os.path.isfile(path) or not os.access(path, os.X_OK):
         raise TargetError(
             f"--python {path}: is not an executable file; expected a Python such as .venv/bin/python"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from moedoctor.diagnose.checkpoint.quantization import from_config, quantization
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
 from moedoctor.diagnose.settings.flags import given_flags
 from moedoctor.fixes.backends.release_tables import SCHEMES
+from moedoctor.text import shorten
 
 _BY_METHOD: Mapping[str, str] = {
     "modelopt_fp4": "nvfp4",
@@ -44,11 +46,11 @@ def scheme_of(command: Sequence[str], release: str) -> Found:
     if model is None:
         return Found(SCHEMES, "the command line names no model: name its scheme with --scheme")
     config = Path(model, "config.json")
-    if not config.is_file():
+    if not os.path.isfile(config):  # Path.is_file raises for impossible names
         return Found(
             SCHEMES,
-            f"{model} is no folder with a config.json here, so how its weights are quantized is not known: "
-            "name it with --scheme, or give the folder",
+            f"{shorten(model)} is no folder with a config.json here, so how its weights are quantized is not "
+            "known: name it with --scheme, or give the folder",
         )
     return _of_config(config, method)
 

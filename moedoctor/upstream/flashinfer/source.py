@@ -128,7 +128,7 @@ def installed_source() -> FlashInferSource:
     except importlib.metadata.PackageNotFoundError:
         raise KernelError("flashinfer is not installed here") from None
     for package in package_folders("flashinfer"):
-        if (package / "data" / KERNELS).is_file():
+        if os.path.isfile(package / "data" / KERNELS):
             return FlashInferSource(release, package)
     raise KernelError(f"the installed flashinfer {release} has no data/{KERNELS}")
 

@@ -62,7 +62,7 @@ class EngineRecorder:
             original(method, moe, *arguments, **options)
             config = importlib.import_module("vllm.config").get_current_vllm_config()
             model = None if config.model_config is None else Path(config.model_config.model)
-            self.model = model if model is not None and model.is_dir() else None
+            self.model = model if model is not None and os.path.isdir(model) else None
 
         return construct
 

@@ -7,6 +7,7 @@ names that the caller gives. Every line that runs is upstream's own; the caller 
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ class ReleaseSource:
     def text(self, member: str) -> str:
         """Return the text of a file such as ``vllm/model_executor/utils.py``. Raises SourceError."""
         try:
-            if self.path.is_dir():
+            if os.path.isdir(self.path):
                 data = read_bytes(self.path / member, _MAX_BYTES)
             else:
                 with opened(self.path) as wheel:
