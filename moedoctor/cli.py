@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: list[str] | None) -> int:
     # Pydantic would read the entry points of all packages, and raise for a malformed one.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    ARGUMENTS.set(tuple(sys.argv[1:] if arguments is None else arguments))
+    called = ARGUMENTS.set(tuple(sys.argv[1:] if arguments is None else arguments))
     try:
         code: Any = app(arguments, standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -111,6 +111,8 @@ def _run(arguments: list[str] | None) -> int:
         return interrupts.exit_code()
     except Exception as error:
         return _usage_error(error, sys.argv[1:] if arguments is None else arguments)
+    finally:
+        ARGUMENTS.reset(called)
 
 
 def _usage_error(error: Exception, arguments: list[str]) -> int:

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(
     "checks",
     [
         "stateful many_ids packed mapped early",
-        "forward grouped overlapping",
+        pytest.param("forward grouped overlapping", marks=pytest.mark.slow),
         "wrong_ids",
-        "one_expert_or_slot",
+        pytest.param("one_expert_or_slot", marks=pytest.mark.slow),
     ],
 )
 def test_interpreted(checks: str) -> None:

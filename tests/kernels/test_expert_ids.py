@@ -20,7 +20,11 @@ DEDUPLICATE = (
 WATCH = ("watch", "watch three")
 
 
-@pytest.mark.parametrize("names", [IDS, DEDUPLICATE, WATCH], ids=["ids", "deduplicate", "watch"])
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(IDS, marks=pytest.mark.slow), DEDUPLICATE, WATCH],
+    ids=["ids", "deduplicate", "watch"],
+)
 def test_interpreted(names: tuple[str, ...]) -> None:
     run_check("id_and_watch_calls.py", *names)
 

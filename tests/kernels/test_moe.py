@@ -30,7 +30,7 @@ def _interpreted(*cases: str) -> None:
     assert run_check("expert_cases.py", *cases).strip() == "agreed"
 
 
-@pytest.mark.parametrize("quantization", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("quantization", [pytest.param("nvfp4", marks=pytest.mark.slow), "bf16"])
 def test_interpreted(quantization: str) -> None:
     """Few and many pairs; sizes that are not multiples of the tiles."""
     _interpreted(
@@ -40,7 +40,7 @@ def test_interpreted(quantization: str) -> None:
     )
 
 
-@pytest.mark.parametrize("first", [0, 20])
+@pytest.mark.parametrize("first", [0, pytest.param(20, marks=pytest.mark.slow)])
 def test_interpreted_layers_of_every_kind(first: int) -> None:
     """Random formats, scales, biases, activations, sizes, and types of input and ids."""
     _interpreted(*(f"random,{seed}" for seed in range(first, first + 20)))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_samples import HOSTILE, ORIGIN, case, full_report, report, reports, scenario
 
@@ -50,6 +50,7 @@ _blocks = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(st.lists(_blocks, max_size=12), st.sampled_from((2_000, MOST_CHARACTERS)))
 def test_any_page_fits_and_folds_what_it_opens(page: list[Any], most: int) -> None:
     text = fitted(page, most)

@@ -23,6 +23,7 @@ from tests.interpreted import run_check
 SMALL = Model(layers=3, experts=16, top_k=2, hidden_size=256, intermediate_size=128, host_layers=2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
 def test_the_whole_bench_interpreted() -> None:
     run_check(Path(__file__).parent / "interpreted_speed.py")

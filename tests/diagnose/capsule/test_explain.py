@@ -22,6 +22,7 @@ from moedoctor.diagnose.capsule.planting import (
 from tests.capsules import SCHEMES, computation, make_capsule, noisy
 
 _CALLS = [(*scheme, activation) for scheme in SCHEMES for activation in ("silu", "relu2")]
+_QUICK = [*_CALLS[:4], *(pytest.param(call, marks=pytest.mark.slow) for call in _CALLS[4:])]
 
 
 def _call(scheme: tuple[str, str, str], seed: int) -> Computation:
@@ -84,7 +85,7 @@ def test_a_wrong_global_scale_is_named_with_its_factor(step: str) -> None:
     assert found.factor == pytest.approx(3.0, rel=0.01)
 
 
-@pytest.mark.parametrize("scheme", _CALLS)
+@pytest.mark.parametrize("scheme", _QUICK)
 def test_a_mistake_in_some_experts_names_them(scheme: tuple[str, str, str]) -> None:
     call = _call(scheme, 4)
     ids, right = call.problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
@@ -115,7 +116,7 @@ def test_two_mistakes_at_once_are_named_unless_one_of_them_explains_it(scheme: t
         assert planted in named or (single and set(names(single[0])) in named), (deviation, named)
 
 
-@pytest.mark.parametrize("scheme", _CALLS)
+@pytest.mark.parametrize("scheme", _QUICK)
 def test_an_expert_with_other_weights_is_named(scheme: tuple[str, str, str]) -> None:
     call, foreign = _call(scheme, 8), _call(scheme, 9)
     ids, right = call.problem.topk_ids, call.contributions()  # [T, K], [T, K, H]

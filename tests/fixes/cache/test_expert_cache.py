@@ -302,6 +302,7 @@ def test_wrong_arguments_are_named(options: dict[str, Any], error: type[Exceptio
         ExpertCache(**({"weights": WEIGHTS, "capacity": 4, "device": "cpu"} | options))
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_device_engine_interpreted() -> None:
     run_check(Path(__file__).parent / "interpreted_expert_cache.py")

@@ -196,7 +196,7 @@ def test_transformers_of_torch_give_the_same_bits(make: Callable[[], nn.Module])
     ("shape", "compiler"),
     [
         *itertools.product(["plain", "tuple", "mapping"], [None, "eager", "aot_eager"]),
-        ("mapping", "inductor"),
+        pytest.param("mapping", "inductor", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:weights are no longer prefetched")

@@ -112,6 +112,7 @@ def compiled(model: Model, passes: int = 1) -> tuple[torch.Tensor, str]:
     return output, code
 
 
+@pytest.mark.slow
 def test_operators_between_layers_change_the_rounding_of_compiled_code() -> None:
     """This is why `reader` exists. Eager outputs do not change."""
     model = Model()

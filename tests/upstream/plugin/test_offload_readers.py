@@ -191,7 +191,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("shape", [OLDER, NEWER], ids=lambda shape: shape.version)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(OLDER, marks=pytest.mark.slow), NEWER], ids=lambda shape: shape.version
+)
 def test_experts_are_fetched_inside_the_operator(
     make: Maker, shape: Shape, caplog: pytest.LogCaptureFixture
 ) -> None:
