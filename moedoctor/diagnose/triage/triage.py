@@ -55,7 +55,7 @@ _RARE_ANCHORS = (
     "from triton",
     "uva is",
     "pin_memory=",
-    "must be pinned",
+    "cpu tensor",
     "ordereddict",
     "setattr",
     "input batch when cpu",
