@@ -343,11 +343,16 @@ def load_report(path: Path | str) -> Report:
     """
     file = os.fspath(path)
     data = read_json(file)
+    check_version(data, file)
+    return from_json(Report, data, file)
+
+
+def check_version(data: Any, file: str) -> None:
+    """Raise ReportError for data with another schema_version than ours."""
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version is not None and (version is True or version != SCHEMA_VERSION):
         hint = f"this moedoctor reads schema_version {SCHEMA_VERSION}; make the report again"
         raise ReportError(file, f"schema_version: {shorten(str(version))}: {hint}")
-    return from_json(Report, data, file)
 
 
 def from_json(kind: type[_Record], data: Any, file: str = "report") -> _Record:

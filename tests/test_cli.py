@@ -213,11 +213,11 @@ def test_baseline_catches_what_got_worse(tmp_path: Path, moedoctor: Run) -> None
     code, out, err = moedoctor("compare", baseline, current)
     assert code == 1
     assert "exit code 1: worse than the baseline: " in err
-    assert out.splitlines()[-1] == "Next: `moedoctor explain MD901` says what it is."
+    assert out.splitlines()[-1] == "Next: `moedoctor explain MD901` says what it is"
     _, out, _ = moedoctor("compare", baseline, current, "--format", "json")
     assert json.loads(out)["summary"]["reasons"]
     code, out, err = moedoctor("compare", baseline, baseline)
-    assert (code, out.splitlines()[-1], err) == (0, "Next: nothing changed; keep the baseline.", "")
+    assert (code, out.splitlines()[-1], err) == (0, "Next: nothing changed; keep the baseline", "")
 
 
 def test_github_format_writes_the_step_summary(

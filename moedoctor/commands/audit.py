@@ -27,24 +27,22 @@ def audit(
     kernels need.
     """
     from moedoctor import environment
-    from moedoctor.diagnose.cuda.audit import AuditError, Fate, audit
+    from moedoctor.diagnose.cuda.audit import AuditError, audit
     from moedoctor.fixes.arch.targets import parse_capability
     from moedoctor.processes.cuda_tools import find_tools
     from moedoctor.redaction import Redactor
     from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.audit import audit_document, audit_page, summary_line, verdict
+    from moedoctor.reporters.pages.audit import audit_document, audit_page, summary_line, wrong
 
     capability = sm if sm is not None else environment.collect()["capability"]
     with as_input_error(ValueError, AuditError):
         gpu = parse_capability(capability) if capability else None
         tool = next(reversed(find_tools(["cuobjdump"])), None)
         items = Redactor.of_this_process().record(audit(paths, gpu, tool))
-    code = 1 if any(item.fate is Fate.MISSING or item.lacks for item in items) else 0
-    page, document = audit_page(items, gpu, tool), audit_document(items, gpu, tool, code)
-    wrong = {
-        index: verdict(item) for index, item in enumerate(items) if item.fate is Fate.MISSING or item.lacks
-    }
-    reasons = [f"MD004: {items[index].path}: {words}" for index, words in wrong.items()]
+    found = wrong(items)
+    code, named = int(bool(found)), str(tool) if tool else None
+    page, document = audit_page(items, gpu, named), audit_document(items, gpu, named, code)
+    reasons = [f"MD004: {items[index].path}: {words}" for index, words in found.items()]
     summary = summary_line(items)
     deliver(
         page,
@@ -55,6 +53,6 @@ def audit(
         summary=summary,
         code=code,
         reasons=reasons,
-        findings=lambda: findings.of_audit(items, wrong, summary),
+        findings=lambda: findings.of_audit(items, found, summary),
     )
     return code

@@ -99,6 +99,7 @@ def backends(
         outcome,
         reasons,
         schemes_document,
+        schemes_line,
         schemes_page,
     )
     from moedoctor.upstream.selection.agreement import disagreements
@@ -143,7 +144,7 @@ def backends(
             format=format,
             output=output,
             full=full,
-            summary=found.why,
+            summary=schemes_line(selections),
             code=code,
             reasons=dead,
         )

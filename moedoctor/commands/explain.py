@@ -24,7 +24,12 @@ def explain(
     """
     explained = _find(entry)
     deliver(
-        explained.page(), explained.document(), format=format, output=output, full=full, summary=explained.id
+        explained.page(),
+        explained.document(),
+        format=format,
+        output=output,
+        full=full,
+        summary=explained.summary(),
     )
     return 0
 

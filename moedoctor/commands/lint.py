@@ -45,12 +45,11 @@ def lint(
     Reads JSON files, the headers of safetensors files and the scales, but no weights. Exit code 1 if
     something is wrong.
     """
-    from moedoctor.diagnose.checkpoint.findings import CHECKS
     from moedoctor.diagnose.checkpoint.lint import lint
     from moedoctor.diagnose.checkpoint.repair import repairable_checks
     from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
     from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.lint import lint_document, lint_page, summary_line
+    from moedoctor.reporters.pages.lint import damage, lint_document, lint_page, summary_line
     from moedoctor.reporters.text import count_of
 
     if fix is not None:
@@ -59,22 +58,21 @@ def lint(
         result = lint(checkpoint)
     code = 1 if result.damage else 0
     folder = str(result.checkpoint.folder)
-    repairable = repairable_checks(result)
-    page, document = lint_page(result, folder, repairable), lint_document(result, folder, code, repairable)
+    document = lint_document(result, folder, code, repairable_checks(result))
     reasons = [
-        f"{finding.id}: {CHECKS[finding.check].what} ({count_of(finding.count, 'place')})"
-        for finding in result.damage
+        f"{finding['id']}: {finding['evidence']['what']} ({count_of(finding['evidence']['count'], 'place')})"
+        for finding in damage(document)
     ]
     deliver(
-        page,
+        lint_page(document),
         document,
         format=format,
         output=output,
         full=full,
-        summary=summary_line(result),
+        summary=summary_line(document),
         code=code,
         reasons=reasons,
-        findings=lambda: findings.of_lint(result, folder, summary_line(result)),
+        findings=lambda: findings.of_lint(document, summary_line(document)),
     )
     if fix is not None:
         _write_repaired(result, fix)
@@ -97,7 +95,7 @@ def _check_fix(folder: Path, fix: Path) -> None:
 def _write_repaired(result: Lint, fix: Path) -> None:
     from moedoctor.diagnose.checkpoint.repair import RepairError, repair
     from moedoctor.processes.streams import report_loss
-    from moedoctor.reporters.pages.lint import summary_line
+    from moedoctor.reporters.pages.lint import lint_document, summary_line
     from moedoctor.reporters.text import count_of
 
     if not result.findings:
@@ -116,4 +114,5 @@ def _write_repaired(result: Lint, fix: Path) -> None:
         f"--fix: {fix} is written: {', '.join(repaired.changed)} changed, "
         f"{count_of(repaired.linked, 'file')} linked{left_out}"
     )
-    print_message(f"--fix: lint of {fix}: {summary_line(repaired.result)}")
+    left = lint_document(repaired.result, str(fix), 0, ())
+    print_message(f"--fix: lint of {fix}: {summary_line(left)}")

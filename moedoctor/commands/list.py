@@ -39,23 +39,21 @@ def list_(
 
     Searches titles, messages, releases and what happens.
     """
-    from moedoctor.reporters.page import Block, Paragraph, Span, Table
+    from moedoctor.reporters.page import Block, Paragraph
+    from moedoctor.reporters.pages.explain import list_line, list_page
 
     rows = [row for row in list_rows() if _is_about(row, words or ())]
-    cells = [(row.id, row.title, row.affects, row.fixed_in) for row in rows]
-    more = Paragraph(
-        ("Details: ", Span("moedoctor explain ID", "code"), ". Run one: ", Span("moedoctor run ID", "code"))
-    )
-    page: list[Block] = [Table(("id", "failure", "affects", "fixed in"), cells), more]
+    catalogue = [asdict(row) for row in rows]
+    page: list[Block] = list_page(catalogue)
     if not rows:
         page = [Paragraph(f"no known failure is about {' '.join(words or ())}; `moedoctor list` shows all")]
     deliver(
         page,
-        {"command": "list", "catalogue": [asdict(row) for row in rows]},
+        {"command": "list", "catalogue": catalogue},
         format=format,
         output=output,
         full=full,
-        summary=f"{len(rows)} known failures",
+        summary=list_line(catalogue),
     )
     return 0
 

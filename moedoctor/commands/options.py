@@ -306,59 +306,59 @@ def deliver(
     masked: bool = False,
     full: bool = False,
     findings: Callable[[], Findings] | None = None,
+    stored: bool = False,
 ) -> None:
     """Mask the page, or the document as JSON, render it and write it.
 
     `reasons` say why the command ends with `code`: in the document's summary and on stderr. `masked` is for
     a fleet, which masks each answer as it comes, and names hosts where that is wanted. `findings` are what
-    the formats for machines show. Markdown is a digest unless it is to be `full`.
+    the formats for machines show. Markdown is a digest unless it is to be `full`. A `stored` document keeps
+    its own summary and origin, and nothing ends with its code.
     """
     from moedoctor.redaction import Redactor
     from moedoctor.reporters.output import emit, terminal
 
     redact: Callable[[Any], Any] = Redactor.of_this_process().record
     mask: Callable[[Any], Any] = (lambda value: value) if masked else redact
-    reasons = mask(tuple(reasons) if code else ())
+    if stored:
+        reasons = document.get("summary", {}).get("reasons", ())
+    reasons = mask(tuple(reasons) if code or stored else ())
     if format in ("json", *FULL_FORMATS):
         document = {**redact(document_head(document)), **document}
         if document["origin"] is None:  # a stored report of an older release
             del document["origin"]
-    if code or "summary" in document:
+    if not stored and (code or "summary" in document):
         decided = {"exit_code": code} if code else {}
         document = {
             **document,
             "summary": {**document.get("summary", {}), **decided, "reasons": list(reasons)},
         }
+    found = [text for text in (summary, *reasons) if text]
     if format == "json":
         from moedoctor.reporters.json import to_json
 
         text = to_json(mask(document))
     elif format == "markdown":
-        from moedoctor.reporters.digest import digest, machine_line
+        from moedoctor.reporters.digest import digest
         from moedoctor.reporters.markdown_page import to_markdown
+        from moedoctor.reporters.page import report_answer
         from moedoctor.reporters.pages.run import origin_table
 
-        judged = "summary" in document  # the catalogue is no report
-        made = origin_table(document.get("origin")) if judged else []
-        blocks = [*mask(with_files(page, output)), *made]
-        if full:
-            text = to_markdown(blocks)
-        else:
-            facts = machine_line(document) if judged else ""
-            words = mask(summary) if judged else ""
-            text = digest(blocks, summary=words, reasons=reasons, environment=facts)
+        blocks = [*mask(with_files(page, output)), *origin_table(document.get("origin"))]
+        text = to_markdown(blocks) if full else digest(blocks, mask(report_answer(page, document, found)))
     elif format == "html":
         from moedoctor.reporters.html import page_with_answer, to_html
 
-        found = [text for text in (summary, *reasons) if text]
         text = to_html(mask(page_with_answer(page, document, found)))
     elif findings is not None and format in CHECK_FORMATS[len(PAGE_FORMATS) :]:
         text = _for_machines(mask(findings()), format)
         if format == "github":
             from moedoctor.reporters.digest import digest
             from moedoctor.reporters.output import append_step_summary
+            from moedoctor.reporters.page import report_answer
 
-            append_step_summary(digest(mask(page), summary=summary), os.environ)
+            answered = report_answer(page, document, found)
+            append_step_summary(digest(mask(page), mask(answered)), os.environ)
     else:
         from moedoctor.reporters.table import to_text
 

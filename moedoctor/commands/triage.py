@@ -16,7 +16,7 @@ from moedoctor.commands.options import Full, InputError, Output, TextFormat, del
 from moedoctor.text import TextFileError, open_file
 
 if TYPE_CHECKING:
-    from moedoctor.diagnose.triage.triage import Finding, Triage
+    from moedoctor.diagnose.triage.triage import Triage
 
 MOST_BYTES = 200 * 2**20
 """Of one input; of a compressed one, before and after unpacking."""
@@ -51,7 +51,12 @@ def triage(
     is certain or likely.
     """
     from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.triage import count_line, findings_in_words, triage_page
+    from moedoctor.reporters.pages.triage import (
+        count_line,
+        findings_in_words,
+        triage_document,
+        triage_page,
+    )
 
     results: list[tuple[str, Triage]] = []
     refused: list[InputError] = []
@@ -68,7 +73,7 @@ def triage(
     code = 1 if reasons else 2 if refused else 0
     deliver(
         triage_page(results),
-        _document(results),
+        triage_document(results),
         format=format,
         output=output,
         full=full,
@@ -90,39 +95,6 @@ def _triage(file: str, output: Path | None) -> Triage:
         raise InputError(f"{file}: is also the output, expected another file with -o")
     with _opened(file) as stream:
         return _read(stream, file)
-
-
-def _document(results: list[tuple[str, Triage]]) -> dict[str, Any]:
-    """Return the JSON: the findings of all inputs, best first; with several inputs each names its file."""
-    several = len(results) > 1
-
-    def rows(kind: str) -> list[dict[str, Any]]:
-        found = [(name, finding) for name, result in results for finding in getattr(result, kind)]
-        if kind != "near_misses":
-            found.sort(key=lambda pair: -pair[1].confidence)
-        return [{**_plain(finding), **({"file": name} if several else {})} for name, finding in found]
-
-    looked_at = [
-        {
-            **({"file": name} if several else {}),
-            "bytes": result.bytes_read,
-            "releases": result.releases,
-            "gpus": list(result.gpus),
-            "moe_backends": list(result.backends),
-        }
-        for name, result in results
-    ]
-    return {
-        "command": "triage",
-        "findings": rows("findings"),
-        "possible": rows("possible"),
-        "near_misses": rows("near_misses"),
-        "looked_at": looked_at,
-    }
-
-
-def _plain(finding: Finding) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(finding).items()}
 
 
 class _Bounded(io.RawIOBase):

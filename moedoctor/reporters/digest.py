@@ -7,12 +7,14 @@ characters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.page import (
+    NOTHING_TO_DO,
+    Answer,
     Block,
     Bullets,
     Fold,
@@ -25,6 +27,7 @@ from moedoctor.reporters.page import (
     Span,
     Table,
     Text,
+    beside_answer,
     plain,
     spans,
 )
@@ -44,23 +47,33 @@ from moedoctor.text import one_line, shorten
 
 MOST_CHARACTERS = 60_000
 _ABSTRACT = 3
+_ABSTRACT_LINE = 300
+"""Characters of a line of the abstract."""
 _NOTE = 120
 """Characters that the note about what is left out may take."""
 _CELL = 300
 _LINE = 600
 
 
-def digest(page: Page, *, summary: str = "", reasons: Sequence[str] = (), environment: str = "") -> str:
+def digest(page: Page, answered: Answer) -> str:
     """Return the page of a command as Markdown of at most `MOST_CHARACTERS`.
 
-    The abstract is `summary`, why the exit code is not 0, and the `environment` in one line.
+    The abstract is what the page says for itself, or else `answered` in three lines.
     """
-    blocks = [_collapsed(block) for block in page]
+    blocks = [_collapsed(block) for block in beside_answer(page, answered)]
     titles = 1 if blocks and isinstance(blocks[0], Heading) and blocks[0].level == 1 else 0
-    why = "; ".join(reasons)
-    abstract = [shorten(one_line(text), _LINE) for text in (summary, why, environment) if text]
-    head: list[Block] = [*blocks[:titles], *([Bullets(abstract[:_ABSTRACT])] if abstract else [])]
-    return fitted([*head, *_folded(blocks[titles:])])
+    own: list[Block] = [block for block in page if isinstance(block, Prose) and block.in_answer]
+    lines = (
+        ("Looked at", answered.looked_at),
+        ("Found", answered.found or ["nothing"]),
+        ("To do", answered.to_do or [NOTHING_TO_DO]),
+    )
+    abstract = own or [Bullets([_line(name, texts) for name, texts in lines])]
+    return fitted([*blocks[:titles], *abstract, *_folded(blocks[titles:])])
+
+
+def _line(name: str, texts: Sequence[Text]) -> Text:
+    return Span(f"{name}: ", "bold"), shorten("; ".join(map(plain, texts)), _ABSTRACT_LINE)
 
 
 def run_digest(report: Report) -> str:
@@ -87,13 +100,6 @@ def run_digest(report: Report) -> str:
     folded = [Fold(_title(scenario), list(_scenario(scenario))) for scenario in scenarios]
     environment = _folded(environment_table(report.environment))
     return fitted([*head, *folded, *environment, *origin_table(report.origin)])
-
-
-def machine_line(document: Mapping[str, Any]) -> str:
-    """Return version, GPU and packages of a JSON document in one line."""
-    facts = document.get("environment") or {}
-    words = [f"{name} {facts[name]}" for name in ("gpu", "torch", "vllm", "flashinfer") if facts.get(name)]
-    return " · ".join([f"moedoctor {document['moedoctor']} {document['command']}", *words])
 
 
 def fitted(page: Page, most: int = MOST_CHARACTERS) -> str:

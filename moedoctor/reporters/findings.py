@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from moedoctor.entries import entries
 from moedoctor.reporters.text import count_of
@@ -16,7 +16,6 @@ from moedoctor.text import one_line
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.check.records import CheckResult
-    from moedoctor.diagnose.checkpoint.findings import Lint
     from moedoctor.diagnose.cuda.audit import Item
     from moedoctor.diagnose.triage.triage import Triage
 
@@ -145,32 +144,30 @@ def of_check(result: CheckResult, summary: str) -> Findings:
     return Findings("check", found, passed, skipped, summary, titles)
 
 
-def of_lint(result: Lint, folder: str, summary: str) -> Findings:
-    """Return the damage of a checkpoint; one finding for each check, at the first of its places."""
+def of_lint(document: Mapping[str, Any], summary: str) -> Findings:
+    """Return the damage of a checkpoint, by the document of a lint: each check at the first of its places."""
     from moedoctor.diagnose.checkpoint.findings import CHECKS
 
     found = []
-    for finding in result.findings:
-        check = CHECKS[finding.check]
-        first = finding.places[0] if finding.places else None
-        value = f": {first.tensor} = {first.value}" if first and first.tensor else ""
-        message = (
-            f"{check.what} ({count_of(finding.count, 'place')}{value}). {check.effect}. {check.next_step}"
-        )
+    for finding in document["findings"]:
+        name, evidence = finding["check"], finding["evidence"]
+        first = evidence["places"][0] if evidence["places"] else {"tensor": "", "shard": "", "value": ""}
+        value = f": {first['tensor']} = {first['value']}" if first["tensor"] else ""
+        places = f"{count_of(evidence['count'], 'place')}{value}"
         found.append(
             Finding(
-                finding.id,
-                "note" if check.remark else "error",
-                check.what,
-                message,
-                relative(os.path.join(folder, first.shard)) if first and first.shard else relative(folder),
-                finding.line,
-                check.confidence,
-                key=(finding.check,),
-                logical=first.tensor if first else "",
+                finding["id"],
+                "note" if evidence["remark"] else "error",
+                evidence["what"],
+                f"{evidence['what']} ({places}). {evidence['effect']}. {finding['next_step']}",
+                relative(os.path.join(document["checkpoint"], first["shard"])),
+                finding["line"],
+                finding["confidence"],
+                key=(name,),
+                logical=first["tensor"],
             )
         )
-    damaged = {finding.check for finding in result.findings}
+    damaged = {finding["check"] for finding in document["findings"]}
     titles = {name: (check.what, check.effect) for name, check in CHECKS.items()}
     return Findings("lint", found, [name for name in CHECKS if name not in damaged], (), summary, titles)
 

@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moedoctor import __version__
 from moedoctor.interfaces import Reporter
 from moedoctor.reporters.page import (
+    NOTHING_TO_DO,
     TONES,
     Answer,
     Block,
@@ -25,13 +25,14 @@ from moedoctor.reporters.page import (
     Paragraph,
     Picture,
     Step,
-    Text,
-    answer,
+    beside_answer,
     blocks_of,
+    is_source,
     plain,
+    report_answer,
     spans,
+    title_of,
 )
-from moedoctor.reporters.text import facts_line
 from moedoctor.results import Report
 from moedoctor.text import COMMAND, clean, one_line
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-_LOOKED_AT = "Looked at: "
 _REFERENCE = re.compile(r"(?<![\w.-])([\w.-]{1,100}/[\w.-]{1,100})#(\d+)", re.ASCII)
 _CODE = re.compile(r"`([^`]+)`")
 _NOT_IN_ID = re.compile(r"[^a-z0-9]+")
@@ -68,41 +68,15 @@ def page_with_answer(page: Page, document: Mapping[str, Any], found: Sequence[st
     """
     from moedoctor.reporters.pages.run import origin_table
 
-    title = _title(page, document)
-    shown = {plain(text) for text in found} | {f"{plain(text)}." for text in found}
-    paragraphs = [plain(block.text) for block in page if isinstance(block, Paragraph)]
-    sources = [text for text in paragraphs if text.startswith(_LOOKED_AT)]
-    shown |= set(sources)
+    title, answered = title_of(page, document), report_answer(page, document, found)
     rest = [
         block
-        for block in page
+        for block in beside_answer(page, answered)
         if block is not title
         and not isinstance(block, Step)
-        and not (isinstance(block, Paragraph) and plain(block.text) in shown)
+        and not (isinstance(block, Paragraph) and is_source(block))
     ]
-    facts = facts_line(document.get("environment") or {})
-    messages = [
-        block.chart.title
-        for block in blocks_of(page)
-        if isinstance(block, Picture) and block.chart is not None and block.chart.headline
-    ]
-    looked_at: list[Text] = [title.text, *(text.removeprefix(_LOOKED_AT) for text in sources)]
-    looked_at += [facts] if facts else []
-    return [
-        Heading(title.text, 1),
-        answer(page, looked_at, [*found, *messages]),
-        *rest,
-        *origin_table(document.get("origin")),
-    ]
-
-
-def _title(page: Page, document: Mapping[str, Any]) -> Heading:
-    """Return the heading that names the whole page, or one that names the command."""
-    first = [block for block in page if isinstance(block, Heading) and block.level == 1]
-    second = [block for block in page if isinstance(block, Heading) and block.level == 2]
-    if first or len(second) == 1:
-        return (first or second)[0]
-    return Heading(f"moedoctor {__version__}: {document.get('command', 'report')}", 1)
+    return [Heading(title.text, 1), answered, *rest, *origin_table(document.get("origin"))]
 
 
 def to_html(page: Page) -> str:
@@ -144,7 +118,7 @@ def _environment() -> Environment:
     environment.filters |= {"one_line": one_line, "clean": clean, "spans": spans, "plain": plain}
     environment.filters |= {"kind": lambda block: type(block).__name__, "pieces": _pieces, "prose": _prose}
     environment.filters |= {"coded": _coded}
-    environment.globals["tones"] = TONES
+    environment.globals |= {"tones": TONES, "nothing_to_do": NOTHING_TO_DO}
     return environment
 
 

@@ -38,7 +38,7 @@ _TICKS = re.compile("`+")
 def to_markdown(page: Page) -> str:
     """Return the page as Markdown that ends with a line end."""
     parts: list[str] = []
-    shown = [block for block in page if not isinstance(block, Picture) or block.file]
+    shown = [block for block in page if not isinstance(block, Answer) and not _is_unwritten(block)]
     for index, block in enumerate(shown):
         if index:
             # The items of one list follow each other without an empty line.
@@ -100,8 +100,6 @@ def _block(block: Block) -> str:
         return _text(block.text)
     if isinstance(block, Step):
         return _text((Span("Next: ", "bold"), *spans(block.text)))
-    if isinstance(block, Answer):
-        return _answer(block)
     if isinstance(block, Fold):
         # GitHub reads Markdown within HTML only after an empty line.
         title = f"<summary>{html.escape(plain(block.title))}</summary>"
@@ -119,14 +117,13 @@ def _block(block: Block) -> str:
         return f"{fence}text\n{text}\n{fence}"
     if isinstance(block, Prose):
         return clean(block.markdown).strip()
+    assert isinstance(block, Picture)
     return f"![{escape(block.title)}]({quote(block.file, errors='replace')})"
 
 
-def _answer(answer: Answer) -> str:
-    """Return three lines: what was looked at, what was found, what to do; without what is empty."""
-    parts = (("Looked at", answer.looked_at), ("Found", answer.found), ("To do", answer.to_do))
-    lines = [f"- **{name}:** {'; '.join(map(_text, texts))}" for name, texts in parts if texts]
-    return "\n".join(lines)
+def _is_unwritten(block: Block) -> bool:
+    """Return whether a block is a picture without a file."""
+    return isinstance(block, Picture) and not block.file
 
 
 def _item(item: Item) -> str:

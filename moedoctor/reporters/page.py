@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from moedoctor.reporters.chart import Chart
-from moedoctor.reporters.text import is_unsteady, short_value, time_unit
+from moedoctor.reporters.text import facts_line, is_unsteady, short_value, time_unit
 from moedoctor.results import Evidence
 from moedoctor.text import one_line
 
@@ -147,7 +147,11 @@ class Prose:
     """Markdown from the catalogue or from a failure of another project: the only text that is markup."""
 
     markdown: str
+    in_answer: bool = False
+    """Whether the answer of the page says it, too: it is for formats without an answer."""
 
+
+NOTHING_TO_DO = "nothing that this report knows of"
 
 Block = Heading | Paragraph | Bullets | Item | Table | Preformatted | Picture | Prose | Step | Answer | Fold
 Page: TypeAlias = "Sequence[Block]"
@@ -176,6 +180,55 @@ def answer(page: Page, looked_at: Sequence[Text], found: Sequence[Text]) -> Answ
 
 
 _STEP_LABELS = ("next", "do")
+_LOOKED_AT = "Looked at: "
+"""What begins a paragraph about what was read."""
+
+
+def report_answer(page: Page, document: Mapping[str, Any], found: Sequence[str]) -> Answer:
+    """Return the answer of a command's page: its own, or its title, machine, `found` and steps.
+
+    `document` is the report as JSON.
+    """
+    for block in page:
+        if isinstance(block, Answer):
+            return block
+    sources = [plain(block.text) for block in page if isinstance(block, Paragraph) and is_source(block)]
+    messages = [
+        block.chart.title
+        for block in blocks_of(page)
+        if isinstance(block, Picture) and block.chart is not None and block.chart.headline
+    ]
+    facts = facts_line(document.get("environment") or {})
+    looked_at: list[Text] = [title_of(page, document).text]
+    looked_at += [text.removeprefix(_LOOKED_AT) for text in sources]
+    return answer(page, [*looked_at, *([facts] if facts else [])], [*found, *messages])
+
+
+def beside_answer(page: Page, answered: Answer) -> list[Block]:
+    """Return the blocks of a page without those that only repeat its answer."""
+    found = {plain(text) for text in answered.found}
+    found |= {f"{text}." for text in found}
+
+    def repeats(block: Block) -> bool:
+        if isinstance(block, Paragraph):
+            return plain(block.text) in found
+        return isinstance(block, Answer) or (isinstance(block, Prose) and block.in_answer)
+
+    return [block for block in page if not repeats(block)]
+
+
+def is_source(block: Paragraph) -> bool:
+    """Return whether a paragraph says what was read."""
+    return plain(block.text).startswith(_LOOKED_AT)
+
+
+def title_of(page: Page, document: Mapping[str, Any]) -> Heading:
+    """Return the heading that names the whole page, or one that names the command."""
+    first = [block for block in page if isinstance(block, Heading) and block.level == 1]
+    second = [block for block in page if isinstance(block, Heading) and block.level == 2]
+    if first or len(second) == 1:
+        return (first or second)[0]
+    return Heading(f"moedoctor {document.get('moedoctor', '')}: {document.get('command', 'report')}", 1)
 
 
 def evidence_tables(evidence: Evidence, *, measured: bool = False) -> dict[str, Table]:

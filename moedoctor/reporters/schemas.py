@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +78,8 @@ class Check(Head):
     conditional: list[CheckFinding]
     problems: list[Problem]
     target: str
+    described: NotRequired[bool]
+    """Whether that environment is only described, and nothing of it is on this machine."""
     not_looked_at: list[str]
     environment: dict[str, Any]
     summary: CheckSummary
@@ -92,13 +95,28 @@ class LookedAt(TypedDict):
     moe_backends: list[str]
 
 
+@dataclass(frozen=True)
+class FoundInFile(TriageFinding):
+    """A known failure that one of several inputs shows."""
+
+    file: str | None = None
+    """Absent with one input."""
+
+
+@dataclass(frozen=True)
+class NearMissInFile(NearMiss):
+    """A part of a known failure in one of several inputs."""
+
+    file: str | None = None
+
+
 class Triage(Answered):
     """`moedoctor triage`."""
 
     command: Literal["triage"]
-    findings: list[TriageFinding]
-    possible: list[TriageFinding]
-    near_misses: list[NearMiss]
+    findings: list[FoundInFile]
+    possible: list[FoundInFile]
+    near_misses: list[NearMissInFile]
     looked_at: list[LookedAt]
 
 
@@ -283,9 +301,13 @@ class Compare(Head):
     """`moedoctor compare`."""
 
     command: Literal["compare"]
+    baseline: str
+    """The name of the report that was compared with."""
+    current: str
     regressions: list[str]
     improvements: list[str]
     notes: list[str]
+    next_steps: list[str]
     summary: Summary
 
 
@@ -341,6 +363,15 @@ class Replay(Head):
     backend_tensors: list[dict[str, Any]]
     backends: list[BackendReplay]
     summary: Summary
+
+
+class Bench(Head):
+    """What `moedoctor show` needs of a benchmark; each kind reads the rest."""
+
+    command: Literal["bench"]
+    environment: dict[str, Any]
+    bench: dict[str, Any]
+    summary: dict[str, Any]
 
 
 DOCUMENTS: Mapping[str, type] = {

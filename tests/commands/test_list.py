@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -34,7 +35,7 @@ def test_the_list_says_who_has_it_and_what_fixes_it(capsys: pytest.CaptureFixtur
     rows = {row["id"]: row for row in json.loads(shown(capsys, "json"))["catalogue"]}
     for entry in entries().values():
         assert (rows[entry.id]["affects"], rows[entry.id]["fixed_in"]) == (entry.where, entry.fixed)
-    assert "| affects | fixed in |" in shown(capsys, "markdown").splitlines()[0]
+    assert "| id | failure | affects | fixed in |" in shown(capsys, "markdown").splitlines()
 
 
 @pytest.mark.parametrize(
@@ -57,8 +58,13 @@ def test_words_search_titles_and_messages(
 
 def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, "markdown").splitlines()
-    assert lines[:2] == ["| id | failure | affects | fixed in |", "| --- | --- | --- | --- |"]
-    table = [line for line in lines if line.startswith("|")]
+    assert lines[0] == "# known failures"
+    assert [line.split(":")[0] for line in lines[2:5]] == ["- **Looked at", "- **Found", "- **To do"]
+    number = re.search(r"(\d+) known failures; moedoctor runs (\d+) of them", lines[3])
+    assert number is not None
+    assert int(number[1]) == len(list_rows()) >= int(number[2]) == sum(row.scenario for row in list_rows())
+    origin = lines.index("<details><summary>How this report was made</summary>")
+    table = [line for line in lines[:origin] if line.startswith("|")]
     assert len(table) >= 22
     assert all(line.count("|") == 5 for line in table)
 

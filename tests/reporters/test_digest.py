@@ -15,6 +15,7 @@ from moedoctor.cli import main
 from moedoctor.reporters.digest import MOST_CHARACTERS, digest, fitted
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.page import (
+    Answer,
     Bullets,
     Fold,
     Heading,
@@ -104,8 +105,9 @@ def test_equal_rows_are_counted_and_the_environment_is_folded() -> None:
     rows = [("a", "1"), ("b", "2"), ("a", "1"), ("a", "1")]
     facts = Table(("fact", "value"), [("gpu", "none")])
     page = [Heading("title", 1), Table(("x", "y"), rows), Heading("Environment"), facts, Heading("After")]
-    text = digest(page, summary="one thing", reasons=["because"], environment="moedoctor 1")
-    assert text.startswith("# title\n\n- one thing\n- because\n- moedoctor 1\n\n")
+    text = digest(page, Answer(["title", "a GPU"], ["one thing", "because"], ["do `it`"]))
+    lines = ("- **Looked at:** title; a GPU", "- **Found:** one thing; because", "- **To do:** do \\`it\\`")
+    assert text.startswith("\n".join(("# title", "", *lines, "", "")))
     assert "| a | 1 | 3 |" in text
     assert "| b | 2 |  |" in text
     assert re.search(r"<details><summary>Environment</summary>\n\n.*gpu.*</details>\n\n## After", text, re.S)

@@ -6,20 +6,17 @@ schema does not know would be documented nowhere.
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from capsules import make_capsule
-from checkpoints_of_tests import f32, modelopt
+from every_command import CALLS, MORE_CALLS, prepare
 
 from moedoctor.cli import app, main
 from moedoctor.commands.schema import NAMES
 from moedoctor.reporters import schemas
-from moedoctor.trace import capsule as capsules
 
 REPORTS = Path(__file__).parents[2] / "reports"
 
@@ -89,45 +86,10 @@ def test_the_schema_of_a_scenario(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a log, a damaged checkpoint, two reports and a capsule."""
+    """A working directory in which every call answers."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.log").write_text("vLLM 0.19.1\nRuntimeError: b_scales is not on GPU\n")
-    made = modelopt()
-    made.tensors["model.layers.1.mlp.experts.2.up_proj.weight_scale_2"] = f32(3e-4)
-    made.write(tmp_path / "model")
-    report = json.loads((REPORTS / "nvidia-h200" / "sentinel_ids.json").read_text())
-    (tmp_path / "old.json").write_text(json.dumps(report))
-    worse = copy.deepcopy(report)
-    worse["scenarios"][0]["verdict"] = "failed"
-    (tmp_path / "new.json").write_text(json.dumps(worse))
-    capsules.save(make_capsule(), tmp_path / "a.capsule")
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "a.so").write_bytes(b"\x7fELF")
+    prepare(tmp_path)
     return tmp_path
-
-
-CALLS = {
-    "check": ["check", "--release", "0.19.1", "--sm", "12.0"],
-    "triage": ["triage", "a.log"],
-    "explain": ["explain", "MD001"],
-    "list": ["list"],
-    "lint": ["lint", "model"],
-    "audit": ["audit", "cache", "--sm", "12.0"],
-    "plan": ["plan", "--model", "qwen3-30b-a3b", "--gpu-memory", "32"],
-    "compare": ["compare", "old.json", "new.json"],
-    "replay": ["replay", "a.capsule", "--device", "cpu", "--backend", "REFERENCE"],
-    "capsule": ["capsule", "show", "a.capsule"],
-    "run": ["run", "MD010", "--subject", "faulty"],
-    "bench": [
-        "bench",
-        "--cache",
-        "--trace",
-        "zipf:experts=16,top_k=2,layers=2,rows=64,streams=4",
-        "--capacity",
-        "8",
-    ],
-    "backends": ["backends", "--sm", "12.0", "--release", "0.21.0", "--no-ask", "--backend", "MARLIN"],
-}
 
 
 def test_every_command_is_called_here() -> None:
@@ -135,12 +97,10 @@ def test_every_command_is_called_here() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("command", CALLS)
-def test_the_output_of_a_command_is_as_its_schema_says(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    document = check(command, CALLS[command], capsys)
-    assert document["command"] == command
+@pytest.mark.parametrize("name", [*CALLS, *MORE_CALLS])
+def test_the_output_of_a_command_is_as_its_schema_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = {**CALLS, **MORE_CALLS}[name]
+    assert check(arguments[0], arguments, capsys)["command"] == arguments[0]
 
 
 @pytest.mark.parametrize(("options", "key"), [((), "schemes"), (("--scheme", "fp8"), "candidates")])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import moedoctor
 from moedoctor.diagnose.cuda.audit import NO_TOOL, Fate, Item, fate_of
+from moedoctor.diagnose.cuda.device_code import Image
 from moedoctor.fixes.arch import FLASHINFER_LIST, resolve_arch
-from moedoctor.fixes.arch.targets import Capability, show
-from moedoctor.processes.cuda_tools import Tool
+from moedoctor.fixes.arch.targets import Capability, Target, parse_capability, show
 from moedoctor.reporters import page as blocks
 
 _NONE = "–"
@@ -18,7 +18,7 @@ _ALWAYS = (Fate.LOADS, Fate.COMPILED, Fate.MISSING)
 """What the summary counts even if there is none."""
 
 
-def audit_page(items: Sequence[Item], gpu: Capability | None, tool: Tool | None) -> list[blocks.Block]:
+def audit_page(items: Sequence[Item], gpu: Capability | None, tool: str | None) -> list[blocks.Block]:
     """Return a table of files, the counts, and what to do about each kind of finding."""
     where = f"on a GPU of {show(gpu)}" if gpu else "no GPU named: give one with --sm, such as 12.0"
     page: list[blocks.Block] = [
@@ -48,7 +48,7 @@ def summary_line(items: Sequence[Item]) -> str:
 
 
 def audit_document(
-    items: Sequence[Item], gpu: Capability | None, tool: Tool | None, code: int
+    items: Sequence[Item], gpu: Capability | None, tool: str | None, code: int
 ) -> dict[str, Any]:
     """Return the JSON document."""
     fates = Counter(item.fate for item in items)
@@ -56,7 +56,7 @@ def audit_document(
         "moedoctor": moedoctor.__version__,
         "command": "audit",
         "capability": show(gpu) if gpu else None,
-        "tool": str(tool) if tool else None,
+        "tool": tool,
         "items": [_item(item, gpu) for item in items],
         "findings": [
             {
@@ -75,6 +75,36 @@ def audit_document(
             "skipped": sum(1 for item in items if item.skipped),
             "exit_code": code,
         },
+    }
+
+
+def from_document(document: Mapping[str, Any]) -> tuple[list[Item], Capability | None, str | None]:
+    """Return the items, the GPU and the tool of what `audit_document` wrote. Raises ValueError."""
+    fates = {fate.name.lower(): fate for fate in Fate}
+    items = [
+        Item(
+            path=item["path"],
+            source=item["source"],
+            images=tuple(
+                Image(image["kind"], Target.parse(image["target"]), image["count"])
+                for image in item["images"]
+            ),
+            module=item["module"],
+            fate=None if item["verdict"] is None else fates[item["verdict"]],
+            lacks=tuple(item["lacks"]),
+            note=item["note"],
+            skipped=item["skipped"],
+        )
+        for item in document["items"]
+    ]
+    capability = document["capability"]
+    return items, None if capability is None else parse_capability(capability), document["tool"]
+
+
+def wrong(items: Sequence[Item]) -> dict[int, str]:
+    """Return what is wrong with each file that the GPU cannot use, by its index."""
+    return {
+        index: verdict(item) for index, item in enumerate(items) if item.fate is Fate.MISSING or item.lacks
     }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import moedoctor
@@ -11,6 +11,8 @@ from moedoctor.diagnose.settings.tables import SettingFinding
 from moedoctor.fixes.backends import Selection
 from moedoctor.fixes.backends.requests import Request
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Table, Text
+
+_SELECTION = tuple(field.name for field in fields(Selection))
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,23 @@ class BackendsReport:
 
 def backends_document(report: BackendsReport) -> dict[str, Any]:
     """Return the JSON document."""
-    fields = asdict(report)
-    head = {"moedoctor": fields.pop("version"), "command": "backends"}
-    return {**head, **fields.pop("selection"), **fields}
+    values = asdict(report)
+    head = {"moedoctor": values.pop("version"), "command": "backends"}
+    return {**head, **values.pop("selection"), **values}
+
+
+def shown(document: Mapping[str, Any]) -> tuple[list[Block], str]:
+    """Return the page and the summary of what `backends_document` or `schemes_document` wrote.
+
+    Its selections, candidates, settings and its request are records.
+    """
+    settings, notes = tuple(document["settings"]), tuple(document["notes"])
+    if schemes := document.get("schemes"):
+        return schemes_page(schemes, settings, notes, document["request"] or ()), schemes_line(schemes)
+    selection = Selection(**{name: document[name] for name in _SELECTION})
+    disagreements = tuple(document.get("disagreements", ()))
+    report = BackendsReport(selection, document["request"], settings, disagreements, notes, 0)
+    return backends_page(report), outcome(selection)
 
 
 def reasons(report: BackendsReport) -> list[str]:
@@ -72,7 +88,7 @@ def backends_page(report: BackendsReport) -> list[Block]:
         for candidate in selection.candidates
     ]
     page: list[Block] = [
-        Heading(" · ".join(question)),
+        Heading(" · ".join(question), 1),
         Paragraph(Span(outcome(selection), "bold")),
         Table(("", "backend", "ask for it with", "why"), rows),
         Paragraph("Signs: * is selected, + would work, - would not work."),
@@ -106,13 +122,18 @@ def schemes_page(
         for each, answer in zip(selections, more, strict=True)
     ]
     page: list[Block] = [
-        Heading(" · ".join(question)),
+        Heading(" · ".join(question), 1),
         Paragraph(Span("it depends on how the experts are quantized, which is not known here", "bold")),
         Table(("if they are", "vLLM selects", "why", *(("asked about",) if asked else ())), rows),
     ]
     if settings:
         page += [Heading("Settings", 3), Bullets([setting_line(finding) for finding in settings])]
     return [*page, Heading("Notes", 3), Bullets(list(notes))]
+
+
+def schemes_line(selections: Sequence[Selection]) -> str:
+    """Return ``nvfp4: MARLIN · fp8: none``."""
+    return " · ".join(f"{each.scheme}: {each.chosen or 'none'}" for each in selections)
 
 
 def _why(selection: Selection) -> str:

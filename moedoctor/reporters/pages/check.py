@@ -25,10 +25,25 @@ def check_document(result: CheckResult) -> dict[str, Any]:
         "conditional": [asdict(finding) for finding in result.conditional],
         "problems": [asdict(problem) for problem in result.problems],
         "target": result.target,
+        "described": result.described,
         "not_looked_at": list(result.not_looked_at),
         "environment": dict(result.environment),
         "summary": {**_counts(result), "exit_code": result.exit_code},
     }
+
+
+def from_document(document: Mapping[str, Any]) -> CheckResult:
+    """Return the result that `check_document` wrote; its findings and problems are records."""
+    return CheckResult(
+        environment=document["environment"],
+        findings=tuple(document["findings"]),
+        conditional=tuple(document["conditional"]),
+        problems=tuple(document["problems"]),
+        version=document["moedoctor"],
+        target=document["target"],
+        described=document.get("described", False),
+        not_looked_at=tuple(document["not_looked_at"]),
+    )
 
 
 def check_page(result: CheckResult, *, facts_last: bool = False) -> list[Block]:

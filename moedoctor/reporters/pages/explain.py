@@ -1,15 +1,28 @@
-"""The page of one known failure: words, claims and what came of them, links."""
+"""The page of the catalogue, and that of one known failure: words, claims and what came of them, links."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from moedoctor.entries import builtin_folder, reports_folder
 from moedoctor.entries.entry import SECTIONS, Entry, Link, record_hint
 from moedoctor.interfaces import Fault
-from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Prose, Span
+from moedoctor.reporters.page import (
+    Answer,
+    Block,
+    Bullets,
+    Heading,
+    Item,
+    Paragraph,
+    Prose,
+    Span,
+    Step,
+    Table,
+)
+from moedoctor.reporters.text import count_of
 from moedoctor.results import Report, ReportError, load_report
 from moedoctor.text import TextFileError, print_message, read_yaml
 
@@ -79,13 +92,34 @@ class Explained:
         claims = _claims(fault.id, fault.name)
         return cls(fault.id, fault.name, fault.title, True, **words, claims=claims, links=links)
 
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> Explained:
+        """Return what `document` wrote; its claims and links are records."""
+        words = {field.name: document[field.name] for field in fields(cls)}
+        lists = {name: tuple(words[name]) for name in ("releases", "claims", "links")}
+        return cls(**{**words, **lists})
+
     def document(self) -> dict[str, Any]:
         """Return the JSON document."""
         return {"command": "explain", **asdict(self)}
 
+    def summary(self) -> str:
+        """Return who has it and what fixes it."""
+        who = f": {self.where}" if self.where else ""
+        return f"{self.id}{who}" + (f"; fixed in: {self.fixed}" if self.fixed else "")
+
+    def _answer(self) -> Answer:
+        """Return who has it, what came out of the claims about it, and what to do today."""
+        words = [f"{count} {verdict}" for verdict, count in Counter(map(_word, self.claims)).items()]
+        claims = [f"{count_of(len(self.claims), 'claim')}: {', '.join(words)}"] if words else []
+        run = f"`moedoctor run {self.id}` runs it" if self.runs else NOT_YET
+        steps = [text for text in (self.next, self.record, run) if text]
+        looked_at = "the catalogue of known failures, and the reports that come with moedoctor"
+        return Answer([looked_at], [self.summary(), *claims], steps)
+
     def page(self) -> list[Block]:
         """Return the page, with a heading for everything that is known."""
-        page: list[Block] = [Heading(f"{self.id} {self.name}: {self.title}", 1)]
+        page: list[Block] = [Heading(f"{self.id} {self.name}: {self.title}", 1), self._answer()]
         first = {
             "Affected": self.where,
             "Do today": self.next,
@@ -94,7 +128,7 @@ class Explained:
         }
         if self.where:
             lines = (f"- **{label}**: {text}" for label, text in first.items() if text)
-            page.append(Prose("\n".join(lines)))
+            page.append(Prose("\n".join(lines), in_answer=True))
         words = (self.mechanism, self.affected, self.detection, self.fix)
         for heading, text in zip(SECTIONS, words, strict=False):
             if text:
@@ -105,17 +139,38 @@ class Explained:
         if self.claims:
             page.append(Heading("Claims, and what came out"))
         for claim in self.claims:
-            verdicts = [outcome.verdict for outcome in claim.outcomes]
-            word = next((verdict for verdict in verdicts if verdict != "untested"), "untested")
             # Several reports of one machine may say the same.
             outcomes = list(dict.fromkeys((outcome.machine, _verdict(outcome)) for outcome in claim.outcomes))
             title = (f"{claim.text} (", Span(claim.source, "source"), ")")
-            page.append(Item(word, title, outcomes or [("", "not measured yet")]))
+            page.append(Item(_word(claim), title, outcomes or [("", "not measured yet")]))
         if self.links:
             links = [f"{link.url} {link.text}".rstrip() for link in self.links]
             page += [Heading(SECTIONS[-1]), Bullets(links)]
         run: Sequence[str | Span] = ("Run it: ", Span(f"moedoctor run {self.id}", "code"))
         return [*page, Paragraph(tuple(run) if self.runs else NOT_YET)]
+
+
+def list_page(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
+    """Return the catalogue as a table, and how to get more of it. The rows are those of the document."""
+    cells = [(row["id"], row["title"], row["affects"], row["fixed_in"]) for row in rows]
+    details, run = Span("moedoctor explain ID", "code"), Span("moedoctor run ID", "code")
+    more = Step((details, " gives details, ", run, " runs one"))
+    return [Heading("known failures", 1), Table(("id", "failure", "affects", "fixed in"), cells), more]
+
+
+def list_line(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return ``21 known failures; 19 of them run here; 7 without a release that fixes them``."""
+    runs = sum(bool(row["scenario"]) for row in rows)
+    open_ones = sum(row["fixed_in"] == "no" for row in rows)
+    return (
+        f"{count_of(len(rows), 'known failure')}; moedoctor runs {runs} of them; no release fixes {open_ones}"
+    )
+
+
+def _word(claim: Claim) -> str:
+    """Return the first verdict on a claim that a machine tested."""
+    verdicts = [outcome.verdict for outcome in claim.outcomes]
+    return next((verdict for verdict in verdicts if verdict != "untested"), "untested")
 
 
 def _verdict(outcome: Outcome) -> str:

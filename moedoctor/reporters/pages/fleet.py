@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import moedoctor
-from moedoctor.fleet.groups import Difference, Group
+from moedoctor.fleet.groups import Difference, Group, Grouping, Outlier
 from moedoctor.fleet.report import FleetReport, in_words
-from moedoctor.fleet.rows import SKIPPED, Status
+from moedoctor.fleet.rows import SKIPPED, Place, Row, Status
 from moedoctor.reporters.findings import Finding, Findings
 from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Table
 from moedoctor.reporters.text import count_of, short_value
@@ -234,6 +234,49 @@ def fleet_document(report: FleetReport) -> dict[str, Any]:
             "exit_code": report.exit_code,
         },
     }
+
+
+def from_document(document: Mapping[str, Any]) -> FleetReport:
+    """Return the report that `fleet_document` wrote; its differences and bits are records.
+
+    Raises ValueError and KeyError if its parts do not fit together.
+    """
+    groups = tuple(
+        Group(
+            members=tuple(group["nodes"]),
+            kind=group["kind"],
+            facts=group.get("facts", {}),
+            findings=group["findings"],
+            compared_with=None if group["compared_with"] is None else group["compared_with"] - 1,
+            differences=tuple(group["differences"]),
+        )
+        for group in document["groups"]
+    )
+    rows = (
+        Row(
+            Place(node["name"], node["name"]),
+            Status(node["status"]),
+            node["reason"],
+            node["seconds"],
+            file=node["file"],
+        )
+        for node in document["nodes"]
+    )
+    summary = document["summary"]
+    return FleetReport(
+        question=tuple(document["question"]),
+        rows=tuple((row.place.name, row) for row in rows),
+        grouping=Grouping(groups, document["individual"], document["not_read"]),
+        outliers=tuple(
+            Outlier(**{**outlier, "distance": float(outlier["distance"])}) for outlier in document["outliers"]
+        ),
+        bits=document["bits"],
+        versions=summary["moedoctor_versions"],
+        per_gpu=document["per"] == "gpu",
+        folder=document["reports"],
+        exit_codes=(summary["exit_code"],),
+        interrupted=summary["interrupted"],
+    )
 
 
 def _group(number: int, group: Group) -> dict[str, Any]:

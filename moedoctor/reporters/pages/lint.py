@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import moedoctor
@@ -13,7 +13,10 @@ from moedoctor.text import escape
 
 
 def lint_document(result: Lint, folder: str, code: int, repairable: Collection[str]) -> dict[str, Any]:
-    """Return the JSON document. `folder` names the checkpoint; `repairable` are the checks with a repair."""
+    """Return the JSON document; the page is made of it.
+
+    `folder` names the checkpoint; `repairable` are the checks with a repair.
+    """
     findings = [
         {**finding.record(), "next_step": _next_step(finding, repairable)} for finding in result.findings
     ]
@@ -33,26 +36,32 @@ def lint_document(result: Lint, folder: str, code: int, repairable: Collection[s
     }
 
 
-def lint_page(result: Lint, folder: str, repairable: Collection[str]) -> list[Block]:
+def lint_page(document: Mapping[str, Any]) -> list[Block]:
     """Return a line for each kind of damage, the surest first, then their places, and what to do next."""
-    page: list[Block] = [Heading(f"{escape(folder)}: {escape(result.scheme)}", 1)]
-    if not result.damage:
+    findings = document["findings"]
+    page: list[Block] = [Heading(f"{escape(document['checkpoint'])}: {escape(document['quantization'])}", 1)]
+    if not damage(document):
         page.append(Paragraph("nothing wrong was found"))
-    page += [_line(finding) for finding in result.findings]
-    for finding in result.findings:
+    page += [_line(finding) for finding in findings]
+    for finding in findings:
         page += _finding(finding)
-    if result.not_read:
-        patterns = (escape(pattern[:120]) for pattern in result.not_read)
+    if not_read := document["summary"]["patterns_not_read"]:
+        patterns = (escape(pattern[:120]) for pattern in not_read)
         page.append(
             Bullets([f"not read: the pattern {name}; excluded modules were not checked" for name in patterns])
         )
-    page.append(Paragraph(summary_line(result)))
+    page.append(Paragraph(summary_line(document)))
     steps: dict[str, list[str]] = {}
-    for finding in result.findings:
-        steps.setdefault(_next_step(finding, repairable), []).append(finding.check)
+    for finding in findings:
+        steps.setdefault(finding["next_step"], []).append(finding["check"])
     for step, checks in steps.items():
         page.append(Step(f"{step} ({', '.join(checks)})"))
     return page
+
+
+def damage(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the findings without mere remarks."""
+    return [finding for finding in document["findings"] if not finding["evidence"]["remark"]]
 
 
 def _next_step(finding: LintFinding, repairable: Collection[str]) -> str:
@@ -65,32 +74,33 @@ def _next_step(finding: LintFinding, repairable: Collection[str]) -> str:
     )
 
 
-def _line(finding: LintFinding) -> Item:
-    check = CHECKS[finding.check]
-    name = f"{check.id} {check.what}" if check.id else check.what
-    style = "remark" if check.remark else "damage"
-    return Item(style, f"{name}: {count_of(finding.count, 'place')}", [("effect", check.effect)])
+def _line(finding: Mapping[str, Any]) -> Item:
+    evidence = finding["evidence"]
+    known = "" if finding["id"] == finding["check"] else f"{finding['id']} "
+    title = f"{known}{evidence['what']}: {count_of(evidence['count'], 'place')}"
+    return Item("remark" if evidence["remark"] else "damage", title, [("effect", evidence["effect"])])
 
 
-def _finding(finding: LintFinding) -> list[Block]:
-    check = CHECKS[finding.check]
-    line = "" if finding.line is None else f", line {finding.line}"
+def _finding(finding: Mapping[str, Any]) -> list[Block]:
+    evidence = finding["evidence"]
+    line = "" if finding["line"] is None else f", line {finding['line']}"
     # Names of tensors are the checkpoint's: what a terminal would act on is shown as an escape.
-    rows = [[escape(place.tensor), escape(place.shard), escape(place.value)] for place in finding.places]
+    rows = [[escape(place[key]) for key in ("tensor", "shard", "value")] for place in evidence["places"]]
     blocks: list[Block] = [
-        Heading((Span(finding.check, "note" if check.remark else "error"), line)),
+        Heading((Span(finding["check"], "note" if evidence["remark"] else "error"), line)),
         Table(("tensor", "file", "value"), rows),
     ]
-    if more := finding.count - len(finding.places):
+    if more := evidence["count"] - len(rows):
         blocks.append(Paragraph(f"and {count_of(more, 'more place')}"))
     return blocks
 
 
-def summary_line(result: Lint) -> str:
+def summary_line(document: Mapping[str, Any]) -> str:
     """Return ``1 kind of damage in 120 tensors of 2 files; 12.5% of the block scales were read``."""
-    kinds = f"{len(result.damage)} {'kind' if len(result.damage) == 1 else 'kinds'} of damage"
-    if remarks := len(result.findings) - len(result.damage):
+    wrong, summary = len(damage(document)), document["summary"]
+    kinds = f"{wrong} {'kind' if wrong == 1 else 'kinds'} of damage"
+    if remarks := len(document["findings"]) - wrong:
         kinds += f" and {count_of(remarks, 'remark')}"
-    share = result.block_scales_seen
+    share = summary["block_scales_seen"]
     sampled = "" if share >= 1 else f"; {share:.1%} of the block scales were read"
-    return f"{kinds} in {result.tensors:,} tensors of {result.shards} files{sampled}"
+    return f"{kinds} in {summary['tensors']:,} tensors of {summary['shards']} files{sampled}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -9,18 +10,23 @@ import moedoctor
 from moedoctor.diagnose.plan.plan import GIB, Plan, PlanRequest
 from moedoctor.reporters.page import Block, Bullets, Heading, Item, Step, Table
 from moedoctor.reporters.text import count_of
+from moedoctor.results import from_json
 
 
 def plan_document(request: PlanRequest, result: Plan, code: int) -> dict[str, Any]:
     """Return the JSON document."""
-    shape = {"name": request.shape.name, "source": request.shape.source}
     return {
         "moedoctor": moedoctor.__version__,
         "command": "plan",
-        "inputs": {**asdict(request), "shape": shape},
+        "inputs": asdict(request),
         "plan": asdict(result),
         "summary": {"exit_code": code},
     }
+
+
+def from_document(document: Mapping[str, Any]) -> tuple[PlanRequest, Plan]:
+    """Return what `plan_document` wrote; its plan is a record. Raises ReportError."""
+    return from_json(PlanRequest, document["inputs"], "inputs"), document["plan"]
 
 
 def plan_page(request: PlanRequest, result: Plan) -> list[Block]:

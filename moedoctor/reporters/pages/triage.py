@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from moedoctor.diagnose.triage.triage import Finding, Grade, NearMiss, Triage
 from moedoctor.entries import entries
@@ -15,6 +16,62 @@ PASTE = (
     "variables that begin with VLLM_, and the 30 lines before the error."
 )
 _MISSING = 3
+
+
+def triage_document(results: Sequence[tuple[str, Triage]]) -> dict[str, Any]:
+    """Return the JSON: the findings of all inputs, best first; with several inputs each names its file."""
+    several = len(results) > 1
+
+    def rows(kind: str) -> list[dict[str, Any]]:
+        found = [(name, finding) for name, result in results for finding in getattr(result, kind)]
+        if kind != "near_misses":
+            found.sort(key=lambda pair: -pair[1].confidence)
+        return [{**_plain(finding), **({"file": name} if several else {})} for name, finding in found]
+
+    looked_at = [
+        {
+            "file": name,
+            "bytes": result.bytes_read,
+            "releases": result.releases,
+            "gpus": list(result.gpus),
+            "moe_backends": list(result.backends),
+        }
+        for name, result in results
+    ]
+    return {
+        "command": "triage",
+        "findings": rows("findings"),
+        "possible": rows("possible"),
+        "near_misses": rows("near_misses"),
+        "looked_at": looked_at,
+    }
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(finding).items()}
+
+
+def from_document(document: Mapping[str, Any]) -> list[tuple[str, Triage]]:
+    """Return the results that `triage_document` wrote, by file; its findings are records."""
+    several = len(document["looked_at"]) > 1
+
+    def rows(key: str, file: str | None) -> tuple[Any, ...]:
+        return tuple(row for row in document[key] if not several or row.file == file)
+
+    results = []
+    for each in document["looked_at"]:
+        name = each.get("file")
+        triage = Triage(
+            findings=rows("findings", name),
+            releases=each["releases"],
+            possible=rows("possible", name),
+            near_misses=rows("near_misses", name),
+            gpus=tuple(each["gpus"]),
+            backends=tuple(each["moe_backends"]),
+            bytes_read=each["bytes"],
+        )
+        results.append((name or "the text", triage))
+    return results
 
 
 def triage_page(results: Sequence[tuple[str, Triage]]) -> list[Block]:

@@ -42,7 +42,7 @@ def finding(**changed: Any) -> Finding:
 def test_json_has_the_documented_shape(result: CheckResult) -> None:
     data = check_document(result)
     assert (data["schema_version"], data["command"]) == (1, "check")
-    keys = "schema_version moedoctor command findings conditional problems target not_looked_at"
+    keys = "schema_version moedoctor command findings conditional problems target described not_looked_at"
     keys += " environment summary"
     assert list(data) == keys.split()
     for finding in (*data["findings"], *data["conditional"]):

@@ -1,0 +1,148 @@
+"""What `moedoctor show` makes of a stored report is what its command would have written in that format."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from every_command import CALLS, MORE_CALLS, prepare
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moedoctor.cli import main
+from moedoctor.commands.options import CHECK_FORMATS, PAGE_FORMATS, TEXT_FORMATS
+
+FORMATS = {"check": CHECK_FORMATS, "lint": CHECK_FORMATS, "triage": TEXT_FORMATS, "audit": TEXT_FORMATS}
+STORED = {name: call for name, call in {**CALLS, **MORE_CALLS}.items() if name != "run"}
+_CHANGES = re.compile(r"\S*T\d\d:\d\d:\d\dZ|--format \w+")
+"""What differs between two calls: when, and in which format."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("stored")
+    prepare(made)
+    return made
+
+
+@pytest.fixture
+def stored(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Give a function that returns a stored report, made once, in the working directory."""
+    monkeypatch.chdir(folder)
+
+    def stored(name: str) -> Path:
+        path = Path(f"stored {name}.json")
+        if not path.exists():
+            assert main([*STORED[name], "--format", "json"]) in (0, 1, 2)
+            path.write_text(capsys.readouterr().out)
+        return path
+
+    return stored
+
+
+@pytest.mark.parametrize(
+    "name",
+    # A replay computes the call again, and a check asks this machine.
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("replay", "check") else []) for name in STORED],
+)
+def test_a_stored_report_is_shown_as_its_command_writes_it(
+    name: str, stored: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = stored(name)
+    capsys.readouterr()
+    measured = name == "bench"  # its page has the times of this machine
+    for format in FORMATS.get(STORED[name][0], PAGE_FORMATS):
+        assert main(["show", str(path), "--format", format]) == 0
+        shown = capsys.readouterr()
+        assert shown.err == ""
+        if format == "json":
+            assert json.loads(shown.out) == json.loads(path.read_text())
+        elif not measured:
+            main([*STORED[name], "--format", format])
+            written = re.sub(_CHANGES, "", capsys.readouterr().out)
+            assert re.sub(_CHANGES, "", shown.out) == written
+
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(0, 1e9) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every value in a document, without the document's own."""
+    steps = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for step, inner in steps for found in ((*path, step), *places(inner, (*path, step)))]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_damaged_report_is_shown_or_refused_in_one_line(
+    data: st.DataObject, stored: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = data.draw(st.sampled_from(sorted(STORED)))
+    document = json.loads(stored(name).read_text())
+    *steps, last = data.draw(st.sampled_from(places(document)))
+    inside = document
+    for step in steps:
+        inside = inside[step]
+    if data.draw(st.booleans()):
+        del inside[last]
+    else:
+        inside[last] = data.draw(_values)
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text(json.dumps(document))
+    format = data.draw(st.sampled_from((*PAGE_FORMATS, "sarif")))
+    capsys.readouterr()
+    code = main(["show", str(damaged), "--format", format])
+    written = capsys.readouterr()
+    assert code in (0, 2)
+    if code:
+        assert written.out == ""
+        assert len(written.err.splitlines()) == 1
+        assert len(written.err) < 700
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "must be a mapping"),
+        ({}, "command: is missing, expected a value"),
+        ({"command": ["check"]}, "command"),
+        (
+            {"command": "check", "schema_version": 2, "moedoctor": "9"},
+            "this moedoctor reads schema_version 1",
+        ),
+        ({"command": "lint", "moedoctor": "1"}, "is missing"),
+        ({"command": "bench", "moedoctor": "1", "environment": {}, "bench": {}, "summary": {}}, "do not fit"),
+    ],
+)
+def test_what_is_no_report_is_refused(
+    document: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(document))
+    assert main(["show", str(path)]) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert message in written.err
+    assert len(written.err.splitlines()) == 1
+
+
+def test_a_report_that_is_shown_keeps_its_origin_and_what_it_ended_with(
+    stored: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = stored("lint")
+    document = json.loads(path.read_text())
+    document["origin"]["date"] = "2001-02-03T04:05:06Z"
+    document["summary"]["reasons"] = ["a reason of its own"]
+    path.with_name("old.json").write_text(json.dumps(document))
+    assert main(["show", str(path.with_name("old.json")), "--format", "html"]) == 0
+    written = capsys.readouterr()
+    assert "2001-02-03T04:05:06Z" in written.out
+    assert "a reason of its own" in written.out
+    assert written.err == ""

@@ -1,0 +1,68 @@
+"""A call of every command that writes JSON, with a working directory in which all of them answer."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+from capsules import computation, make_capsule, noisy, with_output
+from checkpoints_of_tests import f32, modelopt
+from cuda_fakes import fake_cubin
+
+from moedoctor.trace import capsule as capsules
+
+REPORTS = Path(__file__).parents[1] / "reports"
+
+CALLS = {
+    "check": ["check", "--release", "0.19.1", "--sm", "12.0"],
+    "triage": ["triage", "a.log"],
+    "explain": ["explain", "MD001"],
+    "list": ["list"],
+    "lint": ["lint", "model"],
+    "audit": ["audit", "cache", "--sm", "12.0"],
+    "plan": ["plan", "--model", "qwen3-30b-a3b", "--gpu-memory", "32"],
+    "compare": ["compare", "old.json", "new.json"],
+    "replay": ["replay", "a.capsule", "--device", "cpu", "--backend", "REFERENCE"],
+    "capsule": ["capsule", "show", "a.capsule"],
+    "run": ["run", "MD010", "--subject", "faulty"],
+    "bench": [
+        "bench",
+        "--cache",
+        "--trace",
+        "zipf:experts=16,top_k=2,layers=2,rows=64,streams=4",
+        "--capacity",
+        "8",
+    ],
+    "backends": ["backends", "--sm", "12.0", "--release", "0.21.0", "--no-ask", "--backend", "MARLIN"],
+}
+"""Command -> a call of it."""
+MORE_CALLS = {
+    "triage of three files": ["triage", "a.log", "b.log", "c.log"],
+    "backends of each scheme": ["backends", "--sm", "12.0", "--release", "0.21.0", "--no-ask"],
+    "plan that does not fit": ["plan", "--model", "qwen3-30b-a3b", "--gpu-memory", "8"],
+    "audit without a GPU": ["audit", "cache/empty"],
+}
+"""Calls whose pages have another shape."""
+
+
+def prepare(folder: Path) -> None:
+    """Write logs, a damaged checkpoint, reports, a wrong capsule and kernels that a GPU of 12.0 lacks."""
+    (folder / "a.log").write_text("vLLM 0.19.1\nRuntimeError: b_scales is not on GPU\n")
+    (folder / "b.log").write_text("Using 'MARLIN' NvFp4 MoE backend\nthe answer is !!!!!!!!\n")
+    (folder / "c.log").write_text("everything is fine\n")
+    made = modelopt()
+    made.tensors["model.layers.1.mlp.experts.2.up_proj.weight_scale_2"] = f32(3e-4)
+    made.write(folder / "model")
+    report = json.loads((REPORTS / "nvidia-h200" / "sentinel_ids.json").read_text())
+    (folder / "old.json").write_text(json.dumps(report))
+    worse = copy.deepcopy(report)
+    worse["scenarios"][0]["verdict"] = "failed"
+    (folder / "new.json").write_text(json.dumps(worse))
+    capsule = make_capsule()
+    swapped = noisy(computation(capsule).contributions((("w13", "gate_up_swapped"),)).sum(1))
+    capsules.save(with_output(capsule, swapped), folder / "a.capsule")
+    (folder / "cache" / "empty").mkdir(parents=True)
+    (folder / "cache" / "a.so").write_bytes(b"\x7fELF")
+    (folder / "cache" / "ours.cubin").write_bytes(fake_cubin(120))
+    (folder / "cache" / "theirs.cubin").write_bytes(fake_cubin(90))
