@@ -1,7 +1,8 @@
 """`sarif`: SARIF 2.1.0, as GitHub's code scanning and editors read it.
 
-GitHub takes 25,000 results and shows the first 5,000, 25,000 rules, and 10 tags of a rule; names may have 255
-characters, descriptions 1,024. The worst findings come first, and what is left out is counted.
+GitHub takes files of up to 10 MB after gzip, 25,000 results and 25,000 rules. It shows 5,000 results and
+10 tags of a rule. Names may have 255 characters, descriptions 1,024. The worst findings come first, and
+what is left out is counted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -22,6 +23,8 @@ from moedoctor.results import Report, to_json
 MOST_RESULTS = 5_000
 MOST_TEXT = 1_024
 MOST_HELP = 20_000
+MOST_BYTES = 10_000_000
+"""Before gzip, which makes a file no larger than this and a few bytes."""
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
 _PROBLEM = {"error": "error", "warning": "warning", "note": "recommendation"}
@@ -37,10 +40,18 @@ class SarifReporter(Reporter):
 
 
 def to_sarif(findings: Findings) -> str:
-    """Return the findings of one command as a SARIF log with one run."""
+    """Return the findings of one command as a SARIF log with one run of at most `MOST_BYTES`."""
     ordered = sorted(findings.found, key=lambda finding: LEVELS.index(finding.level))
-    shown = ordered[:MOST_RESULTS]
-    rules = list(dict.fromkeys(finding.rule for finding in shown))
+    most = MOST_RESULTS
+    while len((text := _log(findings, ordered, most)).encode("utf-8", "replace")) > MOST_BYTES:
+        most //= 2
+    return text
+
+
+def _log(findings: Findings, ordered: Sequence[Finding], most: int) -> str:
+    shown = ordered[:most]
+    firsts = {finding.rule: finding for finding in reversed(shown)}
+    rules = {rule: index for index, rule in enumerate(dict.fromkeys(finding.rule for finding in shown))}
     left = len(ordered) - len(shown)
     notes = [{"level": "note", "message": {"text": f"{left} more findings are left out"}}] if left else []
     run = {
@@ -49,7 +60,7 @@ def to_sarif(findings: Findings) -> str:
                 "name": "moedoctor",
                 "version": __version__,
                 "semanticVersion": __version__,
-                "rules": [_rule(id, findings, shown) for id in rules],
+                "rules": [_rule(firsts[rule], findings) for rule in rules],
             }
         },
         "automationDetails": {"id": f"moedoctor/{findings.command}/"},
@@ -60,16 +71,17 @@ def to_sarif(findings: Findings) -> str:
     return to_json({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]})
 
 
-def _rule(id: str, findings: Findings, shown: Sequence[Finding]) -> dict[str, Any]:
-    own = [finding for finding in shown if finding.rule == id]
+def _rule(worst: Finding, findings: Findings) -> dict[str, Any]:
+    """Return the rule of a finding, the worst of its rule."""
+    id = worst.rule
     entry = entries().get(id)
-    title, effect = findings.titles.get(id, (own[0].title, ""))
+    title, effect = findings.titles.get(id, (worst.title, ""))
     rule: dict[str, Any] = {
         "id": id,
         "name": entry.name if entry else short(id, 255),
         "shortDescription": {"text": short(entry.title if entry else title, MOST_TEXT)},
         "fullDescription": {"text": short(entry.mechanism if entry else effect or title, MOST_TEXT)},
-        "defaultConfiguration": {"level": own[0].level},
+        "defaultConfiguration": {"level": worst.level},
     }
     if entry:
         sections = {"What happens": entry.mechanism, "Who is affected": entry.affected, "Fix": entry.fix}
@@ -84,8 +96,8 @@ def _rule(id: str, findings: Findings, shown: Sequence[Finding]) -> dict[str, An
         rule["help"] = {"text": short(effect or title, MOST_HELP)}
     rule["properties"] = {
         "tags": ["mixture-of-experts", findings.command],
-        "precision": _precision(own[0].confidence),
-        "problem.severity": _PROBLEM[own[0].level],
+        "precision": _precision(worst.confidence),
+        "problem.severity": _PROBLEM[worst.level],
     }
     return rule
 
@@ -96,7 +108,7 @@ def _precision(confidence: float | None) -> str:
     return "high" if confidence >= 0.7 else "medium" if confidence >= 0.4 else "low"
 
 
-def _results(shown: Sequence[Finding], rules: Sequence[str]) -> Any:
+def _results(shown: Sequence[Finding], rules: Mapping[str, int]) -> Any:
     counts: Counter[str] = Counter()
     for finding in shown:
         mark = fingerprint(finding)
@@ -111,7 +123,7 @@ def _results(shown: Sequence[Finding], rules: Sequence[str]) -> Any:
             place["logicalLocations"] = [{"fullyQualifiedName": short(finding.logical, MOST_TEXT)}]
         yield {
             "ruleId": finding.rule,
-            "ruleIndex": rules.index(finding.rule),
+            "ruleIndex": rules[finding.rule],
             "level": finding.level,
             "message": {"text": short(finding.message, MOST_TEXT)},
             "locations": [place],

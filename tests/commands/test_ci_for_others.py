@@ -23,8 +23,7 @@ pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parents[2]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 STEPS = ACTION["runs"]["steps"]
-# From the package check-jsonschema, which ships the schema of schemastore.org.
-SCHEMA = json.loads((ROOT / "tests" / "github_actions.schema.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads((ROOT / "tests" / "schemas" / "github_actions.json").read_text(encoding="utf-8"))
 _EXPRESSION = re.compile(r"\$\{\{ ([\w.]+) \}\}")
 _CONDITION = re.compile(r"(inputs\.\w+) (==|!=) '(\w*)'")
 
