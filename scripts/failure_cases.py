@@ -39,6 +39,8 @@ class Case:
     """A function of this file that damages the checkpoint."""
     releases: tuple[str, ...] = ()
     """The releases that show it; empty for all. In others the case is skipped."""
+    needs: str = ""
+    """An argument that only some builds have. Elsewhere the case is skipped."""
 
 
 def _offload(backend: str, ids: tuple[str, ...], scheme: str = "nvfp4") -> Case:
@@ -104,6 +106,45 @@ CASES: Mapping[str, Case] = {
         "nvfp4",
         {"moe_backend": "marlin", "cpu_offload_gb": 1, **EAGER},
         NO_UVA,
+    ),
+    # CUTLASS takes FP8 experts of compressed-tensors, and does not check where their scales are.
+    "stale_channel_cutlass": Case(
+        ("MD020",),
+        "experts of an FP8 model with a scale a channel on the host without UVA, --moe-backend cutlass",
+        "fp8",
+        {"moe_backend": "cutlass", **OFFLOAD, **EAGER},
+        NO_UVA,
+        change="scale_of_channel",
+    ),
+    "stale_channel_blocking": Case(
+        ("MD020",),
+        "the same with CUDA_LAUNCH_BLOCKING=1",
+        "fp8",
+        {"moe_backend": "cutlass", **OFFLOAD, **EAGER},
+        {**NO_UVA, "CUDA_LAUNCH_BLOCKING": "1"},
+        change="scale_of_channel",
+    ),
+    "healthy_channel_cutlass": Case(
+        (),
+        "an FP8 model with a scale a channel and all weights on the GPU, --moe-backend cutlass",
+        "fp8",
+        {"moe_backend": "cutlass", **EAGER},
+        change="scale_of_channel",
+    ),
+    # Only builds of vLLM with PR 37190 have this cache.
+    "cache_of_top_k": Case(
+        ("MD006",),
+        "an expert cache with as many slots as experts a token",
+        "bf16",
+        {**TRITON, "moe_expert_cache_size": 2, "max_num_batched_tokens": 8, "max_num_seqs": 1},
+        needs="moe_expert_cache_size",
+    ),
+    "cache_too_small": Case(
+        ("MD007",),
+        "an expert cache with fewer slots than a prompt needs experts",
+        "bf16",
+        {**TRITON, "moe_expert_cache_size": 3},
+        needs="moe_expert_cache_size",
     ),
     # The answers are wrong (MD015), and the log does not show it.
     "input_scales_zero": Case(
@@ -385,6 +426,34 @@ def scale_of_tensor(tensors: dict[str, Any], config: dict[str, Any]) -> None:
         tensors[weight] = (values / scale).to(torch.float8_e4m3fn)
         tensors[weight + "_scale"] = scale.reshape(1)
     del config["quantization_config"]["weight_block_size"]
+
+
+def scale_of_channel(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    """Store FP8 experts as compressed-tensors does: a scale a row, activations quantized token by token."""
+    import torch
+
+    for name in [name for name in tensors if name.endswith(".weight_scale_inv")]:
+        blocks = tensors.pop(name)  # [N/128, K/128]
+        weight = name.removesuffix("_scale_inv")
+        scales = blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)  # [N, K]
+        values = tensors[weight].float() * scales  # [N, K]
+        scale = values.abs().amax(dim=1, keepdim=True) / 448.0  # [N, 1]
+        tensors[weight] = (values / scale).to(torch.float8_e4m3fn)
+        tensors[weight + "_scale"] = scale
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**fp8, "strategy": "channel", "dynamic": False},
+                "input_activations": {**fp8, "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+    }
 
 
 def zero_input_scales(tensors: dict[str, Any], config: dict[str, Any]) -> None:

@@ -218,6 +218,15 @@ def _packages() -> str:
     return str(Path(spec.origin).parents[1]) if spec and spec.origin else "/site-packages"
 
 
+def _argument_names() -> frozenset[str]:
+    """Return the arguments of vLLM's engines, read from its source: an import could use CUDA."""
+    spec = find_spec("vllm")
+    if spec is None or not spec.origin:
+        return frozenset()
+    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
+    return frozenset(re.findall(r"(?m)^    (\w+):", source))
+
+
 def main() -> None:
     """Run the cases that have no log yet, until the time is up."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -229,10 +238,12 @@ def main() -> None:
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     release = version("vllm").partition("+")[0]
+    known = _argument_names()
     names = [
         name
         for name in dict.fromkeys([*options.first, *CASES])
         if (not CASES[name].releases or release in CASES[name].releases)
+        and (not CASES[name].needs or CASES[name].needs in known)
         and not any((folder / release / f"{name}.log").exists() for folder in (options.out, STORED))
     ]
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as cache:
