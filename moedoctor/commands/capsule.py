@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from moedoctor.commands.options import Full, InputError, Output, PageFormat, as_input_error, deliver, option
-from moedoctor.text import print_message
 
 _File = Annotated[Path, typer.Argument(metavar="CAPSULE", help="A file that a recording made.")]
 
@@ -44,7 +43,10 @@ def copy(
         typer.Option("--synthetic-weights", help="Random codes under the same scales, of the same shapes."),
     ] = False,
     max_size: Annotated[
-        float | None, option("MB", "Keep the first tokens that fit into this size, in 10^6 bytes.")
+        float | None,
+        option(
+            "MB", "Keep as few tokens as show the failure, if all do not fit into this size (10^6 bytes)."
+        ),
     ] = None,
 ) -> int:
     """Copy a capsule, so that it can be shared where weights must not be."""
@@ -60,9 +62,6 @@ def copy(
         if synthetic_weights:
             made = capsules.with_synthetic_weights(made)
         if max_size is not None:
-            made = capsules.fitted(made, range(len(made.tensors["x"])), int(max_size * 1e6))
+            made = capsules.fitted(made, int(max_size * 1e6))
         capsules.save(made, target)
-    print_message(
-        f"{target}: {made.size / 1e6:.1f} MB, {len(made.tensors['x'])} tokens, weights {made.record.weights}"
-    )
     return 0

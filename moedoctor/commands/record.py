@@ -44,7 +44,7 @@ def record(
         float,
         option(
             "MB",
-            "Largest size of a capsule, in 10^6 bytes; it keeps as many tokens as fit.",
+            "Largest size of a capsule, in 10^6 bytes; if more is needed, the fewest tokens that show it.",
             number("--max-size", most=100_000),
         ),
     ] = 256.0,

@@ -18,7 +18,7 @@ import torch
 from moedoctor.kernels import kept_rows as places
 from moedoctor.kernels.device_guard import interprets
 from moedoctor.kernels.kept_rows import KeptRows, MoeCall
-from moedoctor.reference.agreement import agree, bounds_of, relative_error
+from moedoctor.reference.agreement import agree, bounds_of
 from moedoctor.reference.moe_layer import expected_output
 from moedoctor.trace.capsule import MAX_BYTES, Capsule, CapsuleError, Record, fitted
 
@@ -249,26 +249,16 @@ class CallKeeper:
                 self._free = True
                 return
             self.done = True
-            self.keep(fitted(capsule, self._tokens(capsule), self.wish.max_bytes))
+            self.keep(fitted(capsule, self.wish.max_bytes))
         except CapsuleError as error:
             self._give_up(str(error))
-
-    def _tokens(self, capsule: Capsule) -> list[int]:
-        """Return the tokens, those that show the failure best first."""
-        count = len(capsule.tensors["x"])
-        if self.wish.when != "mismatch":
-            return list(range(count))
-        errors = relative_error(capsule.tensors["output"].float(), self._expected(capsule))  # [T]
-        return [int(token) for token in errors.argsort(descending=True)]
-
-    def _expected(self, capsule: Capsule) -> torch.Tensor:
-        return expected_output(capsule.problem(), capsule.record.activations)  # [T, H]
 
     def _is_right(self, capsule: Capsule) -> bool:
         if capsule.record.weights == "none":
             raise CapsuleError("the checkpoint's weights cannot be read, so nothing can be compared")
         bounds = bounds_of(capsule.record.activations)
-        return agree(capsule.tensors["output"].float(), self._expected(capsule), bounds).right
+        expected = expected_output(capsule.problem(), capsule.record.activations)  # [T, H]
+        return agree(capsule.tensors["output"].float(), expected, bounds).right
 
     def _made(self, rows: KeptRows) -> Capsule:
         assert self._header is not None

@@ -26,7 +26,7 @@ begin one. Reading checks every name, type and shape against the record before a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,13 +35,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.processes.files import write
-from moedoctor.reference.agreement import relative_error
+from moedoctor.processes.files import check_writable, write
+from moedoctor.reference.agreement import agree, bounds_of, relative_error
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe import Weight
 from moedoctor.reference.moe_layer import Layer, Problem, expected_output
 from moedoctor.reference.nvfp4 import BLOCK, Nvfp4
-from moedoctor.text import TextFileError, open_file, shorten
+from moedoctor.text import TextFileError, open_file, print_message, shorten
 
 FORMAT = "moedoctor-capsule"
 VERSION = "1"
@@ -51,6 +51,8 @@ MAX_BYTES = 256 * 10**6
 _LARGEST = 8 * 2**30
 _MOST_HEADER_BYTES = 4 * 2**20
 _MOST_TENSORS = 256
+_MOST_NAME_BYTES, _MOST_LINE_BYTES = 200, 400
+"""Of a tensor, and of what the header says about it."""
 _MOST_PAIRS, _MOST_VALUES = 2**20, 2**26
 """Pairs of token and expert, and values of their outputs, that a replay takes memory for."""
 OF_BACKEND = "backend."
@@ -123,8 +125,9 @@ class Capsule:
 
     @property
     def size(self) -> int:
-        """Return the bytes of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """Return the most bytes that its file can have: the tensors, and a header with a line for each."""
+        header = len(json.dumps(_metadata(self), ensure_ascii=False).encode())
+        return header + sum(tensor.nbytes + _MOST_LINE_BYTES for tensor in self.tensors.values())
 
     @property
     def expert_ids(self) -> Sequence[int]:
@@ -252,15 +255,20 @@ def kept(capsule: Capsule, tokens: Sequence[int]) -> Capsule:
     return Capsule(record, tensors)
 
 
-def fitted(capsule: Capsule, tokens: Sequence[int], limit: int) -> Capsule:
-    """Return the capsule with as many of `tokens`, the most wanted first, as `limit` bytes hold.
+def fitted(capsule: Capsule, limit: int) -> Capsule:
+    """Return the capsule within `limit` bytes: whole, or else with the fewest tokens that show the failure.
 
-    Raises CapsuleError with the size that one token needs if that is more.
+    That is one token, because each token is judged by itself. If no token shows a failure, it has as many as
+    fit, the first ones. Raises CapsuleError with the size that one token needs if that is more.
     """
-    best = kept(capsule, tokens[:1])
-    if best.size > limit:
+    if capsule.size <= limit:
+        return capsule
+    failing = failing_tokens(capsule)
+    tokens = failing[:1] or range(len(capsule.tensors["x"]))
+    least = kept(capsule, tokens[:1])
+    if least.size > limit:
         raise CapsuleError(
-            f"one token and its experts need {best.size / 1e6:.0f} MB, more than the {limit / 1e6:.0f} MB "
+            f"one token and its experts need {least.size / 1e6:.1f} MB, more than the {limit / 1e6:.1f} MB "
             "that a capsule may have; allow more with --max-size"
         )
     low, high = 1, len(tokens)
@@ -268,22 +276,34 @@ def fitted(capsule: Capsule, tokens: Sequence[int], limit: int) -> Capsule:
         middle = (low + high + 1) // 2
         trial = kept(capsule, tokens[:middle])
         low, high = (middle, high) if trial.size <= limit else (low, middle - 1)
-    return kept(capsule, sorted(tokens[:low]))
+    return kept(capsule, tokens[:low])
 
 
-def failing_first(capsule: Capsule) -> list[int]:
-    """Return the tokens for `fitted`: those that show the failure most come first.
+def failing_tokens(capsule: Capsule) -> list[int]:
+    """Return the tokens each of which shows the failure by itself, the one that is furthest off first.
 
-    First are outputs with NaN or Inf of a finite input, then those furthest from the reference.
+    These are outputs with NaN or Inf of a finite input, or else those past the bounds of the reference; none
+    if the capsule has no output, or no weights to compute a reference with.
     """
     if "output" not in capsule.tensors:  # the call died
-        return list(range(len(capsule.tensors["x"])))
+        return []
     output = capsule.tensors["output"].float()  # [T, H]
     broken = ~output.isfinite().all(1) & capsule.tensors["x"].isfinite().all(1)  # [T]
-    error = torch.zeros(len(output))  # [T]
-    if capsule.record.weights == "recorded" and not bool(broken.any()):
-        error = relative_error(output, expected_output(capsule.problem(), capsule.record.activations))
-    return sorted(range(len(output)), key=lambda token: (not broken[token], -float(error[token])))
+    if bool(broken.any()):
+        return [int(token) for token in broken.nonzero()]
+    if capsule.record.weights != "recorded":
+        return []
+    try:
+        expected = expected_output(capsule.problem(), capsule.record.activations)  # [T, H]
+    except CapsuleError:  # it cannot be judged
+        return []
+    bounds, errors = bounds_of(capsule.record.activations), relative_error(output, expected)  # [T]
+    order = [int(token) for token in errors.argsort(descending=True)]
+    return [
+        token
+        for token in order
+        if not agree(output[token : token + 1], expected[token : token + 1], bounds).right
+    ]
 
 
 def without_weights(capsule: Capsule) -> Capsule:
@@ -314,14 +334,24 @@ def file_name(record: Record, process: int) -> str:
     return f"{layer[-120:].lstrip('.')}-call{record.call}-{process}{SUFFIX}"
 
 
-def save(capsule: Capsule, path: Path) -> None:
-    """Write a capsule, whole or not at all. Raises OutputError, an OSError."""
+def save(capsule: Capsule, path: Path, say: Callable[[str], None] = print_message) -> None:
+    """Write a capsule, whole or not at all; `say` gets one line with its size first.
+
+    Raises OutputError, an OSError.
+    """
     from safetensors.torch import save as to_bytes
 
-    record = capsule.record.model_dump_json()
-    metadata = {"format": FORMAT, "version": VERSION, "record": record}
+    check_writable(path)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in capsule.tensors.items()}
-    write(path, to_bytes(tensors, metadata))
+    data = to_bytes(tensors, _metadata(capsule))
+    tokens, experts = len(tensors["x"]), len(capsule.expert_ids)
+    held = f"{tokens} tokens, {experts} experts, weights {capsule.record.weights}"
+    say(f"{path}: {len(data) / 1e6:.1f} MB, {held}")
+    write(path, data)
+
+
+def _metadata(capsule: Capsule) -> dict[str, str]:
+    return {"format": FORMAT, "version": VERSION, "record": capsule.record.model_dump_json()}
 
 
 def load(path: Path) -> Capsule:
@@ -389,6 +419,9 @@ def _record(metadata: Mapping[str, str]) -> Record:
 def _check_names(record: Record, names: Sequence[str]) -> None:
     if len(names) > _MOST_TENSORS:
         raise CapsuleError(f"holds {len(names)} tensors, expected at most {_MOST_TENSORS}")
+    long = next((name for name in names if len(name.encode()) > _MOST_NAME_BYTES), None)
+    if long is not None:
+        raise CapsuleError(f"names a tensor '{shorten(long, 60)}', expected at most {_MOST_NAME_BYTES} bytes")
     needed = {"x", "topk_ids", "topk_weights", "expert_ids"}
     weights: set[str] = set()
     if record.weights != "none":

@@ -68,17 +68,26 @@ def write_calls(memory: int, notes: int, limit: int, folder: Path, pid: int) -> 
     from moedoctor.trace.capsule import CapsuleError, file_name, save
 
     error = (end or {}).get("end") or _DIED
-    written, room = 0, limit
+    capsules, room = [], limit
     for rank, call in enumerate(_calls(memory, layers)):
         reason = f"{'the last call' if rank == 0 else 'a call'} before {error}"
         try:
             capsule = _capsule(memory, layers[call.layer], call, reason, limit, weights=rank == 0)
-            room -= 0 if rank == 0 else capsule.size
-            if room < 0:
-                break
-            save(capsule, folder / file_name(capsule.record, pid))
+        except CapsuleError as problem:
+            print_message(f"record: a call is lost: {problem}")
+            continue
+        room -= 0 if rank == 0 else capsule.size
+        if room < 0:
+            break
+        capsules.append(capsule)
+    total = sum(capsule.size for capsule in capsules)
+    print_message(f"record: writes {len(capsules)} calls, {total / 1e6:.1f} MB, to {folder}")
+    written = 0
+    for capsule in capsules:
+        try:
+            save(capsule, folder / file_name(capsule.record, pid), lambda line: None)
             written += 1
-        except (CapsuleError, OSError) as problem:
+        except OSError as problem:
             print_message(f"record: a call is lost: {problem}")
     print_message(f"record: process {pid} ended ({error}): {written} calls are in {folder}")
 
@@ -119,7 +128,7 @@ def _capsule(
     import torch
 
     from moedoctor.trace.call_keeper import WatchedLayer, make_capsule
-    from moedoctor.trace.capsule import Capsule, CapsuleError, Record, fitted, without_weights
+    from moedoctor.trace.capsule import CapsuleError, Record, fitted, without_weights
     from moedoctor.trace.expert_weights import ExpertFiles
 
     record = Record.model_validate_json(layer["record"])
@@ -158,9 +167,9 @@ def _capsule(
     }
     capsule = make_capsule(WatchedLayer(record, of_checkpoint), tensors, more)
     try:
-        return fitted(capsule, range(rows), limit)
+        return fitted(capsule, limit)
     except CapsuleError:  # one token's experts are too large
-        return fitted(without_weights(Capsule(capsule.record, capsule.tensors)), range(rows), limit)
+        return fitted(without_weights(capsule), limit)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 
 from moedoctor.reference.agreement import Agreement
 from moedoctor.reference.moe_layer import Problem
-from moedoctor.trace.capsule import MAX_BYTES, SUFFIX, CapsuleError, capsule_of, failing_first, fitted, save
+from moedoctor.trace.capsule import MAX_BYTES, SUFFIX, CapsuleError, capsule_of, fitted, save
 
 _folder: Path | None = None
 _name = _case = ""
@@ -49,7 +49,7 @@ def keep_if_wrong(
         capsule = capsule_of(
             problem, output, activations, layer=f"{_name}: {_case}"[:900], backend=backend, reason=reason
         )
-        save(fitted(capsule, failing_first(capsule), MAX_BYTES), _folder / name)
+        save(fitted(capsule, MAX_BYTES), _folder / name)
     except (CapsuleError, OSError) as error:
         name = f"not kept: {error}"
     _kept.append(name)

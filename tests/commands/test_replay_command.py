@@ -110,7 +110,7 @@ def test_a_run_describes_a_capsule(wrong: Path, capsys: pytest.CaptureFixture[st
             ["capsule", "copy", "wrong.moecapsule", "x", "--max-size", "0.01"],
             "one token and its experts need",
         ),
-        (["capsule", "copy", "wrong.moecapsule", "no/x"], "no/x: cannot be written"),
+        (["capsule", "copy", "wrong.moecapsule", "no/x"], "no/x: its folder does not exist"),
     ],
 )
 def test_bad_input_is_one_line(

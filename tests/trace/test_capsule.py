@@ -20,7 +20,7 @@ from moedoctor.trace.capsule import (
     VERSION,
     Capsule,
     CapsuleError,
-    failing_first,
+    failing_tokens,
     fitted,
     kept,
     load,
@@ -63,30 +63,60 @@ def test_some_tokens_compute_what_they_computed_among_all(tokens: list[int], sch
     assert part.record.tokens == tuple(tokens)
 
 
-@given(st.integers(20_000, 700_000), st.permutations(range(8)))
+@given(st.integers(20_000, 700_000), st.sets(st.integers(0, 7)))
 @settings(max_examples=25, deadline=None)
-def test_a_capsule_keeps_to_its_size(limit: int, tokens: list[int]) -> None:
-    capsule = make_capsule()
-    try:
-        part = fitted(capsule, tokens, limit)
-    except CapsuleError:
-        assert kept(capsule, tokens[:1]).size > limit
+def test_a_capsule_keeps_to_its_size(limit: int, wrong: set[int]) -> None:
+    """Whole, or the token that is furthest off, or of a right call as many as fit."""
+    capsule = _with_wrong(make_capsule(), sorted(wrong))
+    furthest = max(wrong, default=0)
+    needed = kept(capsule, [furthest]).size
+    if needed > limit:
+        with pytest.raises(CapsuleError, match=f"need {needed / 1e6:.1f} MB"):
+            fitted(capsule, limit)
         return
-    count = len(part.record.tokens)
-    assert part.record.tokens == tuple(sorted(tokens[:count]))
+    part = fitted(capsule, limit)
     assert part.size <= limit
-    assert count == 8 or kept(capsule, tokens[: count + 1]).size > limit
+    tokens = list(part.record.tokens) or list(range(8))
+    if capsule.size <= limit:
+        assert tokens == list(range(8))
+    elif wrong:
+        assert tokens == [furthest]
+        assert failing_tokens(part) == [0]
+    else:
+        assert tokens == list(range(len(tokens)))
+        assert kept(capsule, range(len(tokens) + 1)).size > limit
 
 
-@given(st.integers(0, 7), st.sampled_from(["nan", "far"]))
+def _with_wrong(capsule: Capsule, tokens: list[int]) -> Capsule:
+    """The capsule with these outputs wrong, the last one most."""
+    output = capsule.tensors["output"].clone()  # [T, H]
+    for token in tokens:
+        output[token] *= 2 + token
+    return Capsule(capsule.record, {**capsule.tensors, "output": output})
+
+
+@given(st.integers(0, 7), st.integers(0, 7))
 @settings(max_examples=10, deadline=None)
-def test_the_token_that_shows_the_failure_is_kept(token: int, kind: str) -> None:
+def test_a_nan_of_a_finite_input_shows_the_failure(token: int, other: int) -> None:
+    capsule = _with_wrong(make_capsule(), [(token + 1) % 8])
+    capsule.tensors["output"][token] = float("nan")
+    assert failing_tokens(capsule) == [token]
+    capsule.tensors["x"][other, 3] = float("inf")
+    assert failing_tokens(capsule)[:1] == ([token] if other != token else failing_tokens(capsule)[:1])
+
+
+def test_the_size_is_said_before_it_is_written(tmp_path: Path) -> None:
+    path, lines = tmp_path / "call.moecapsule", []
     capsule = make_capsule()
-    output = capsule.tensors["output"].clone()
-    output[token] = float("nan") if kind == "nan" else output[token] * 2
-    capsule = Capsule(capsule.record, {**capsule.tensors, "output": output})
-    limit = kept(capsule, [token]).size
-    assert fitted(capsule, failing_first(capsule), limit).record.tokens == (token,)
+
+    def say(line: str) -> None:
+        lines.append(line)
+        assert not path.exists()
+
+    save(capsule, path, say)
+    size = path.stat().st_size
+    assert lines == [f"{path}: {size / 1e6:.1f} MB, 8 tokens, 8 experts, weights recorded"]
+    assert 0 <= capsule.size - size < 10_000
 
 
 def test_backend_tensors_follow_their_experts() -> None:

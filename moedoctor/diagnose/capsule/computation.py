@@ -1,13 +1,14 @@
 """Computes a recorded call in float32, rightly or with known mistakes in some of its steps.
 
-Steps that deviations share are computed once.
+Steps that deviations share are computed once, and a weight that several of them use is dequantized once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -44,8 +45,8 @@ class Computation:
     """[E]: the place of the expert with the next id, -1 if it is not held; None if all experts are held."""
     last: int | None = None
     """The place of the layer's last expert; None if it is not held."""
-    _ups: dict[Deviation, torch.Tensor] = field(default_factory=dict)
-    _outs: dict[Deviation, torch.Tensor] = field(default_factory=dict)
+    _ups: dict[_Up, torch.Tensor] = field(default_factory=dict)
+    _outs: dict[_Out, torch.Tensor] = field(default_factory=dict)
 
     def applies(self, mistake: Mistake) -> bool:
         """Return whether this call can show the mistake at all."""
@@ -70,18 +71,23 @@ class Computation:
             "activation_is_silu": lambda: layer.shape.activation != "silu",
             "activation_is_gelu_tanh": lambda: layer.shape.activation != "gelu_tanh",
             "expert_off_by_one": lambda: layer.shape.experts > 1,
-            "duplicate_summed_once": lambda: bool(_repeated(ids).any()),
+            "duplicate_summed_once": lambda: bool(repeated(ids).any()),
             "sentinel_as_last_expert": lambda: self.last is not None and bool((ids < 0).any()),
         }
         return conditions.get(name, lambda: True)()
 
     def contributions(self, deviation: Deviation = ()) -> torch.Tensor:
         """Return float32 [T, K, H]: what each expert adds to its token's output."""
-        wrong = dict(deviation)
-        ids, weights = self.problem.topk_ids, self.problem.topk_weights.float()  # [T, K] each
-        ids, weights = self._routed(wrong.get("sum", RIGHT), ids, weights)
-        out = self._out(tuple(part for part in deviation if part[0] != "sum"), ids)  # [T, K, H]
-        return out * weights[..., None]
+        ids, weights = self._routed(deviation)  # [T, K] each
+        return self._out(deviation, ids) * weights[..., None]
+
+    def prepare(self, deviations: Iterable[Deviation]) -> None:
+        """Compute the experts' outputs for these deviations together, which is faster than one by one."""
+        self._compute([(deviation, self._routed(deviation)[0]) for deviation in deviations])
+
+    def forget(self) -> None:
+        """Free the experts' outputs that were computed until now."""
+        self._outs.clear()
 
     def part(self, tokens: Sequence[int]) -> Computation:
         """Return the call of some of its tokens."""
@@ -95,21 +101,27 @@ class Computation:
         return replace(self, problem=chosen, _ups={}, _outs={})
 
     def with_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return float32 [T, K, H]: the right computation with other experts [T, K]."""
-        return self._out((), ids) * self.problem.topk_weights.float()[..., None]
+        """Return float32 [T, K, H]: the right computation with other experts [T, K]; zeros for an id of -1.
 
-    def with_scale(self, step: str, factor: float, pairs: torch.Tensor) -> torch.Tensor:
-        """Return float32 [T, K, H]: what `pairs` [T, K] add if a global scale is `factor` times as large.
+        Nothing of it is kept.
+        """
+        (up,) = self._products([self._entering(RIGHT)], "w13", RIGHT, ids)  # [T, K, N]
+        (out,) = self._products([self._middle(up)], "w2", RIGHT, ids)  # [T, K, H]
+        return out * self.problem.topk_weights.float()[..., None]
 
-        `step` is ``w13`` or ``w2``. Other pairs are zero.
+    def with_scales(self, step: str, factors: Sequence[float], pairs: torch.Tensor) -> list[torch.Tensor]:
+        """Return float32 [T, K, H] for each factor: what `pairs` [T, K] add if a global scale is that wrong.
+
+        `step` is ``w13`` or ``w2``; its scale is `factor` times as large. Other pairs are zero.
         """
         ids = torch.where(pairs, self.problem.topk_ids, -1)  # [T, K]
-        weights = self.problem.topk_weights.float()[..., None]  # [T, K, 1]
         if step == "w2":
-            return self._out((), ids) * weights * factor
-        middle = self._activated(self._up(RIGHT, RIGHT, ids) * factor, RIGHT)  # [T, K, I]
-        middle = self._quantized(middle, RIGHT, self.problem.layer.intermediate_scale)
-        return self._product(middle, "w2", RIGHT, ids) * weights
+            right = self.with_ids(ids)  # [T, K, H]
+            return [right * factor for factor in factors]
+        (up,) = self._products([self._entering(RIGHT)], "w13", RIGHT, ids)  # [T, K, N]
+        middles = [self._middle(up * factor) for factor in factors]  # [T, K, I] each
+        weights = self.problem.topk_weights.float()[..., None]  # [T, K, 1]
+        return [out * weights for out in self._products(middles, "w2", RIGHT, ids)]
 
     def _halves_differ(self) -> bool:
         w13, halves = self.problem.layer.w13, self.half_scales
@@ -120,10 +132,10 @@ class Computation:
 
     # --- The steps ----------------------------------------------------------------------------------------
 
-    def _routed(
-        self, option: str, ids: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _routed(self, deviation: Deviation) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the ids and weights [T, K] that a sum with this mistake uses."""
+        option = dict(deviation).get("sum", RIGHT)
+        ids, weights = self.problem.topk_ids, self.problem.topk_weights.float()  # [T, K] each
         if option == "expert_dropped":
             return ids, torch.zeros_like(weights)
         if option == "expert_off_by_one":
@@ -132,7 +144,7 @@ class Computation:
             moved = following.to(ids)[ids.long().clamp(min=0)]  # [T, K]
             return torch.where(ids < 0, ids, torch.where(moved < 0, ids, moved)), weights
         if option == "duplicate_summed_once":
-            return ids, weights.masked_fill(_repeated(ids), 0.0)
+            return ids, weights.masked_fill(repeated(ids), 0.0)
         if option == "sentinel_as_last_expert":
             return torch.where(ids < 0, -1 if self.last is None else self.last, ids), weights
         if option == "weights_not_applied":
@@ -143,34 +155,60 @@ class Computation:
 
     def _out(self, deviation: Deviation, ids: torch.Tensor) -> torch.Tensor:
         """Return float32 [T, K, H]: the experts' outputs before they are weighted; zeros for an id of -1."""
-        key = (*deviation, ("ids", str(hash(ids.numpy(force=True).tobytes()))))
+        key = _Out.of(deviation, ids)
         if key not in self._outs:
-            wrong, layer = dict(deviation), self.problem.layer
-            up = self._up(wrong.get("input", RIGHT), wrong.get("w13", RIGHT), ids)  # [T, K, N]
-            middle = self._activated(up, wrong.get("activation", RIGHT))  # [T, K, I]
-            middle = self._quantized(middle, wrong.get("middle", RIGHT), layer.intermediate_scale)
-            self._outs[key] = self._product(middle, "w2", wrong.get("w2", RIGHT), ids)
+            self._compute([(deviation, ids)])
         return self._outs[key]
 
-    def _up(self, entering: str, w13: str, ids: torch.Tensor) -> torch.Tensor:
-        key = (("input", entering), ("w13", w13), ("ids", str(hash(ids.numpy(force=True).tobytes()))))
-        if key not in self._ups:
-            x = self._quantized(self.problem.x.float(), entering, self.problem.layer.input_scale)  # [T, H]
-            wide = x[:, None].expand(-1, ids.shape[1], -1)  # [T, K, H]
-            self._ups[key] = self._product(wide, "w13", w13, ids)
-        return self._ups[key]
+    def _compute(self, calls: Iterable[tuple[Deviation, torch.Tensor]]) -> None:
+        """Compute the experts' outputs for each deviation and its ids [T, K]."""
+        routes: dict[bytes, torch.Tensor] = {}
+        ups: dict[tuple[str, bytes], dict[str, None]] = {}
+        outs: dict[tuple[str, bytes], dict[_Out, None]] = {}
+        for deviation, ids in calls:
+            out = _Out.of(deviation, ids)
+            if out in self._outs:
+                continue
+            routes[out.up.ids] = ids
+            outs.setdefault((out.w2, out.up.ids), {})[out] = None
+            if out.up not in self._ups:
+                ups.setdefault((out.up.w13, out.up.ids), {})[out.up.entering] = None
+        for (option, route), entering in ups.items():
+            products = self._products(map(self._entering, entering), "w13", option, routes[route])
+            self._ups |= {_Up(each, option, route): up for each, up in zip(entering, products, strict=True)}
+        for (option, route), wanted in outs.items():
+            middles = [self._middle(self._ups[out.up], out.activation, out.middle) for out in wanted]
+            self._outs |= zip(wanted, self._products(middles, "w2", option, routes[route]), strict=True)
 
-    def _product(self, x: torch.Tensor, name: str, option: str, ids: torch.Tensor) -> torch.Tensor:
-        """Return float32 [T, K, N] of `x` [T, K, M]."""
-        layer = self.problem.layer
-        weight = _changed(layer.w13 if name == "w13" else layer.w2, option, layer.shape.gated)
-        result = x.new_zeros((*x.shape[:2], layer.shape.w13_rows if name == "w13" else layer.shape.hidden))
+    def _entering(self, option: str) -> torch.Tensor:
+        """Return float32 [T, K, H]: the input of each pair."""
+        x = self._quantized(self.problem.x.float(), option, self.problem.layer.input_scale)  # [T, H]
+        return x[:, None].expand(-1, self.problem.topk_ids.shape[1], -1)
+
+    def _middle(self, up: torch.Tensor, activation: str = RIGHT, middle: str = RIGHT) -> torch.Tensor:
+        """Return float32 [T, K, I] of the first product [T, K, N]: activated, and quantized again."""
+        return self._quantized(self._activated(up, activation), middle, self.problem.layer.intermediate_scale)
+
+    def _products(
+        self, inputs: Iterable[torch.Tensor], name: str, option: str, ids: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Return float32 [T, K, N] of each of the inputs [T, K, M], by the weight of its pair's expert."""
+        inputs, layer = list(inputs), self.problem.layer
+        weight, columns = (
+            (layer.w13, layer.shape.w13_rows) if name == "w13" else (layer.w2, layer.shape.hidden)
+        )
+        results = [each.new_zeros((*each.shape[:2], columns)) for each in inputs]
         for expert in ids[ids >= 0].unique().tolist():
-            matrix = expert_weight(weight, expert)  # [N, M]
+            matrix = expert_weight(
+                _changed(_of_expert(weight, expert), option, layer.shape.gated), 0
+            )  # [N, M]
             if name == "w13" and self.half_scales is not None:
                 matrix = matrix * self._row_factors(expert, option)[:, None]
-            result[ids == expert] = x[ids == expert] @ matrix.T
-        return result
+            here = ids == expert  # [T, K]
+            rows = torch.cat([each[here] for each in inputs]) @ matrix.T  # [B * n, N]
+            for result, part in zip(results, rows.split(int(here.sum())), strict=True):
+                result[here] = part
+        return results
 
     def _row_factors(self, expert: int, option: str) -> torch.Tensor:
         """Return float32 [2I]: the factor of each row of w13."""
@@ -212,6 +250,45 @@ class Computation:
             again: torch.Tensor = quantise((rounded / scale).flatten(0, -2)).unflatten(0, values.shape[:-1])
             return again
         return rounded * scale if option == "activation_scale_twice" else rounded
+
+
+class _Up(NamedTuple):
+    """What a first product depends on."""
+
+    entering: str
+    """Options of the steps, ``input`` and ``w13``."""
+    w13: str
+    ids: bytes
+    """The experts [T, K]."""
+
+
+class _Out(NamedTuple):
+    """What a second product depends on: the options of all steps but the sum, and the experts."""
+
+    up: _Up
+    activation: str
+    middle: str
+    w2: str
+
+    @classmethod
+    def of(cls, deviation: Deviation, ids: torch.Tensor) -> _Out:
+        wrong = dict(deviation)
+        options = (wrong.get(step, RIGHT) for step in ("activation", "middle", "w2"))
+        return cls(_Up(wrong.get("input", RIGHT), wrong.get("w13", RIGHT), _bytes(ids)), *options)
+
+
+def _bytes(ids: torch.Tensor) -> bytes:
+    return bytes(ids.int().numpy(force=True).tobytes())
+
+
+def _of_expert(weight: Weight, expert: int) -> Weight:
+    """Return a stack of one: the weight of this expert."""
+    here = slice(expert, expert + 1)
+    if isinstance(weight, Nvfp4):
+        return Nvfp4(weight.packed[here], weight.block_scales[here], weight.global_scale[here])
+    if isinstance(weight, Fp8):
+        return replace(weight, values=weight.values[here], scale=weight.scale[here])
+    return weight[here]
 
 
 def _changed(weight: Weight, option: str, gated: bool) -> Weight:
@@ -289,7 +366,7 @@ def _columns_of_blocks(weight: Weight) -> int:
     return int(weight.scale.shape[2]) if isinstance(weight, Fp8) and weight.block is not None else 0
 
 
-def _repeated(ids: torch.Tensor) -> torch.Tensor:
+def repeated(ids: torch.Tensor) -> torch.Tensor:
     """Return bool [T, K]: whether the id was already among the token's ids before it."""
     same = ids[:, :, None] == ids[:, None, :]  # [T, K, K]
     before = torch.ones_like(same[0]).tril(-1)  # [K, K]

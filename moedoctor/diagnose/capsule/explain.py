@@ -7,13 +7,13 @@ mistake is named only if what it predicts agrees with the output as a sound back
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
 import torch
 
-from moedoctor.diagnose.capsule.computation import Computation
+from moedoctor.diagnose.capsule.computation import Computation, repeated
 from moedoctor.diagnose.capsule.mistakes import (
     MISTAKES,
     Deviation,
@@ -25,11 +25,15 @@ from moedoctor.reference.agreement import Agreement, agree, bounds_of, relative_
 
 _MOST_UNKNOWN = 3
 """Experts that are looked for at most if none of them is itself."""
-_MOST_WEIGHTS, _MOST_LIKELY = 2**24, 4
-"""Weights of a layer in which every two mistakes are tried; in a larger one, only with the likeliest."""
+_MOST_WEIGHTS, _MOST_VALUES, _MOST_LIKELY = 2**24, 2**19, 8
+"""Weights of a layer, and values of its experts' outputs, with which every mistake is tried on all tokens.
+
+Of a larger call, every mistake is tried on a few tokens, and those that explain them best on all tokens."""
+_MOST_TOGETHER = 256
+"""Mistakes that are computed together."""
 _FAR = 0.25
 """A relative error that no bound allows: each allows a token less than half of it."""
-_OCTAVES, _FINEST = 8, 2.0**-10
+_OCTAVES, _FINEST = 8, 2.0**-12
 """Powers of two by which a scale is looked for, and how finely."""
 _NOISE = {"none": 2.0**-9, "fp8": 2.0**-5, "nvfp4": 2.0**-5}
 """How far a sound backend moves an element, relative to its token's RMS; codes that flip move it further."""
@@ -112,19 +116,19 @@ def diagnose(computation: Computation, output: torch.Tensor) -> Diagnosis:
         if computation.applies(mistake)
         for deviation in deviations_of(mistake)
     ]
-    found = [*call.rows(), *_all(call, deviations)]
-    for more in (call.scales, call.experts):
-        if not any(explanation.holds for explanation in found):
-            found += more()
-    if not any(explanation.holds for explanation in found):
-        found += _all(call, call.likely(deviations, found))
-    if not any(explanation.holds for explanation in found):
-        found += call.unknown_experts()
+    searches: Sequence[Callable[[], list[Explanation]]] = (
+        lambda: [*call.rows(), *call.tried(deviations)],
+        call.scales,
+        call.experts,
+        lambda: call.tried(list(pairs_of(deviations))),
+        call.unknown_experts,
+    )
+    found: list[Explanation] = []
+    for search in searches:
+        found += search()
+        if any(explanation.holds for explanation in found):
+            break
     return call.ranked(agreement, found)
-
-
-def _all(call: _Call, deviations: Iterable[Deviation]) -> list[Explanation]:
-    return [explanation for deviation in deviations if (explanation := call.explained(deviation)) is not None]
 
 
 class _Call:
@@ -139,6 +143,30 @@ class _Call:
         self.bounds = bounds_of(computation.activations)
         self.difference = output - self.reference  # [T, H]
         self.size = float(self.difference[finite].double().norm())
+        self.compared = 0
+
+    def tried(self, deviations: Sequence[Deviation]) -> list[Explanation]:
+        """Return how well each of the deviations explains the output, of a large call the likeliest only."""
+        if self._is_large():
+            few = self._part(self._telling_tokens())
+            likely = few._explained(deviations, free=True)
+            likely.sort(key=lambda explanation: (not explanation.holds, explanation.residual))
+            self.compared += few.compared
+            deviations = [explanation.deviation for explanation in likely[:_MOST_LIKELY]]
+        return self._explained(deviations, free=self._is_large())
+
+    def _explained(self, deviations: Sequence[Deviation], *, free: bool) -> list[Explanation]:
+        """Return how well each explains the output; with `free`, what was computed for it is not kept."""
+        found = []
+        # Those with the same w2 stay together, so that each weight is dequantized once.
+        ordered = sorted(deviations, key=lambda deviation: dict(deviation).get("w2", ""))
+        for first in range(0, len(ordered), _MOST_TOGETHER):
+            together = ordered[first : first + _MOST_TOGETHER]
+            self.computation.prepare(together)
+            found += [each for deviation in together if (each := self.explained(deviation)) is not None]
+            if free:
+                self.computation.forget()
+        return found
 
     def explained(self, deviation: Deviation) -> Explanation | None:
         """Return how well the deviation explains the output; None if it changes nothing here."""
@@ -156,26 +184,6 @@ class _Call:
         experts, tokens = self._places(mask)
         part = self._explanation(names(deviation), deviation, mixed, experts, tokens)
         return part if part.holds else whole
-
-    def likely(self, deviations: Sequence[Deviation], found: Sequence[Explanation]) -> list[Deviation]:
-        """Return the pairs of deviations that are tried; of a large layer, those with the likeliest only.
-
-        `found` explains the output by each deviation alone. Of these pairs, those that explain the worst
-        token best are left: pairs are hundreds, and each multiplies the weights of the token's experts.
-        """
-        every, shape = list(pairs_of(deviations)), self.computation.problem.layer.shape
-        if shape.experts * shape.hidden * (shape.w13_rows + shape.intermediate) <= _MOST_WEIGHTS:
-            return every
-        single = sorted((each for each in found if each.deviation), key=lambda each: each.residual)
-        likely = [set(each.deviation) for each in single[:_MOST_LIKELY]]
-        every = [each for each in every if any(part <= set(each) for part in likely)]
-        errors = relative_error(self.output, self.reference).nan_to_num(posinf=-1.0)  # [T]
-        worst = [int(errors.argmax())]
-        part, output = self.computation.part(worst), self.output[worst]  # [1, H]
-        few = _Call(part, output, part.contributions(), output.isfinite().all(1))
-        tried = [explanation for each in every if (explanation := few.explained(each)) is not None]
-        tried.sort(key=lambda explanation: (not explanation.holds, explanation.residual))
-        return [explanation.deviation for explanation in tried[:_MOST_LIKELY]]
 
     def rows(self) -> list[Explanation]:
         """Explain wrong rows by rows that nobody wrote: zeros, or another token's row."""
@@ -196,45 +204,47 @@ class _Call:
         if self.computation.problem.layer.quantization == "bf16":
             return []
         suspects = self._suspects()
-        groups: list[tuple[int, ...]] = [(expert,) for expert in suspects]
+        groups: list[tuple[int, ...]] = [(expert,) for expert in self._causes(suspects)]
         if len(suspects) > 1:
             groups.append(tuple(suspects))
         return [self._scaled(step, experts) for experts in groups for step in ("w13", "w2")]
 
     def _scaled(self, step: str, experts: tuple[int, ...]) -> Explanation:
-        pairs = torch.isin(self.ids, torch.tensor(experts, device=self.ids.device))  # [T, K]
-        rest = torch.where(pairs[..., None], 0.0, self.right).sum(1)  # [T, H]
-
-        def predicted(octaves: float) -> torch.Tensor:
-            return rest + self.computation.with_scale(step, 2.0**octaves, pairs).sum(1)  # [T, H]
-
-        def error(octaves: float) -> float:
-            return float((self.output - predicted(octaves))[self.finite].double().norm())
-
-        best, width = min(range(-_OCTAVES, _OCTAVES + 1), key=error) + 0.0, 0.5
-        while width > _FINEST:
-            best = min((best - width, best, best + width), key=error)
-            width /= 2
+        few = self._part(self._telling_tokens(experts)) if self._is_large() else self
+        best, width = 0.0, float(_OCTAVES)
+        while width > _FINEST:  # ever narrower around the best
+            octaves = [best + width * place / _OCTAVES for place in range(-_OCTAVES, _OCTAVES + 1)]
+            predictions = few._with_scales(step, experts, octaves)  # [T, H] each
+            errors = [float((few.output - each)[few.finite].double().norm()) for each in predictions]
+            best, width = octaves[errors.index(min(errors))], width / _OCTAVES
+        (prediction,) = self._with_scales(step, experts, [best])
         everywhere = len(experts) == len(self.ids[self.ids >= 0].unique())
         places = None if everywhere else experts
         deviation = ((step, "global_scale_wrong"),)
-        return self._explanation(
-            ("global_scale_wrong",), deviation, predicted(best), places, factor=2.0**best
-        )
+        return self._explanation(("global_scale_wrong",), deviation, prediction, places, factor=2.0**best)
+
+    def _with_scales(
+        self, step: str, experts: tuple[int, ...], octaves: Sequence[float]
+    ) -> list[torch.Tensor]:
+        """Return the output [T, H] for each factor of a scale."""
+        pairs = torch.isin(self.ids, torch.tensor(experts, device=self.ids.device))  # [T, K]
+        rest = torch.where(pairs[..., None], 0.0, self.right).sum(1)  # [T, H]
+        factors = [2.0**each for each in octaves]
+        return [rest + each.sum(1) for each in self.computation.with_scales(step, factors, pairs)]
 
     def experts(self) -> list[Explanation]:
         """Explain the output by an expert that was computed with the weights of another that is held."""
         found = []
-        for expert in self._suspects():
+        for expert in self._causes(self._suspects()):
+            here = self.ids == expert  # [T, K]
             for other in range(self.computation.problem.layer.shape.experts):
                 if other == expert:
                     continue
-                ids = torch.where(self.ids == expert, other, self.ids)  # [T, K]
-                replaced = self.computation.with_ids(ids)  # [T, K, H]
-                explanation = self._explanation(
-                    ("expert_replaced",), (), replaced.sum(1), (expert,), None, taken=other
+                taken = self.computation.with_ids(torch.where(here, other, -1))  # [T, K, H]
+                prediction = torch.where(here[..., None], taken, self.right).sum(1)  # [T, H]
+                found.append(
+                    self._explanation(("expert_replaced",), (), prediction, (expert,), None, taken=other)
                 )
-                found.append(explanation)
         return found
 
     def unknown_experts(self) -> list[Explanation]:
@@ -269,7 +279,7 @@ class _Call:
             return Diagnosis(agreement)
         first = found[order[0]]
         if not first.holds:
-            return Diagnosis(agreement, None, (), first, len(found))
+            return Diagnosis(agreement, None, (), first, self.compared)
         near = [i for i in order if found[i].holds and self._equal(first, found[i])]
         chosen = min(near, key=lambda i: (simple[i], found[i].residual))
         best = found[chosen]
@@ -277,9 +287,37 @@ class _Call:
             found[i] for i in near if simple[i] == simple[chosen] and not found[i].says_the_same(best)
         )
         rest = [found[i] for i in order if i not in near]
-        return Diagnosis(agreement, best, equals, rest[0] if rest else None, len(found))
+        return Diagnosis(agreement, best, equals, rest[0] if rest else None, self.compared)
 
     # --- Helpers ------------------------------------------------------------------------------------------
+
+    def _is_large(self) -> bool:
+        """Return whether most mistakes are tried on a few tokens only."""
+        shape = self.computation.problem.layer.shape
+        weights = shape.experts * shape.hidden * (shape.w13_rows + shape.intermediate)
+        return weights > _MOST_WEIGHTS or self.right.numel() > _MOST_VALUES
+
+    def _part(self, tokens: Sequence[int]) -> _Call:
+        """Return the call of some of its tokens."""
+        rows = list(tokens)
+        return _Call(self.computation.part(rows), self.output[rows], self.right[rows], self.finite[rows])
+
+    def _telling_tokens(self, experts: Sequence[int] = ()) -> list[int]:
+        """Return the token that is furthest off, and those in which few mistakes can be seen.
+
+        These are duplicate ids and ids of -1. With `experts`, it is one that uses them.
+        """
+        errors = relative_error(self.output, self.reference)  # [T]
+        errors[~self.finite] = -1.0
+        if experts:
+            errors[~torch.isin(self.ids, torch.tensor(experts)).any(1)] = -1.0
+        kinds = (
+            torch.ones(len(self.ids), dtype=torch.bool),
+            repeated(self.ids).any(1),
+            (self.ids < 0).any(1),
+        )
+        found = [int(torch.where(kind, errors, -2.0).argmax()) for kind in kinds if bool(kind.any())]
+        return sorted(set(found))
 
     def _explanation(
         self,
@@ -291,6 +329,7 @@ class _Call:
         taken: int | None = None,
         factor: float | None = None,
     ) -> Explanation:
+        self.compared += 1
         got, want = self.output[self.finite].double(), prediction[self.finite].double()  # [T', H] each
         cosine = float((got * want).sum() / (got.norm() * want.norm()).clamp(min=1e-300))
         residual = float((got - want).norm()) / max(self.size, 1e-300)
@@ -316,9 +355,15 @@ class _Call:
         )  # changes of two pairs may cancel
 
     def _mask(self, change: torch.Tensor) -> torch.Tensor:
-        """Return bool [T, K]: the pairs in which the change [T, K, H] happened."""
-        gram = torch.einsum("tkh,tlh->tkl", change, change).double()  # [T, K, K]
-        along = torch.einsum("tkh,th->tk", change, self.difference.nan_to_num()).double()  # [T, K]
+        """Return bool [T, K]: the pairs in which the change [T, K, H] happened.
+
+        An expert that a token has twice is one pair here: its changes are parallel, so shares of them mean
+        nothing.
+        """
+        first = (self.ids[:, :, None] == self.ids[:, None, :]).int().argmax(2)  # [T, K]
+        change = torch.zeros_like(change).scatter_add_(1, first[..., None].expand_as(change), change).double()
+        gram = torch.einsum("tkh,tlh->tkl", change, change)  # [T, K, K]; float32 has no squares of 1e20
+        along = torch.einsum("tkh,th->tk", change, self.difference.nan_to_num().double())  # [T, K]
         own = gram.diagonal(dim1=1, dim2=2)  # [T, K]
         ridge = 1e-9 * own.amax(1, keepdim=True).clamp(min=1e-300)  # [T, 1]
         system = gram + torch.diag_embed(ridge.expand_as(own))  # [T, K, K]
@@ -327,8 +372,9 @@ class _Call:
         # Noise moves a share by noise / size of the change. A pair that it could turn follows its expert.
         noise = _NOISE[self.computation.activations.partition("_")[0]]
         speaks = own * change.shape[2] > size * (8 * noise) ** 2  # [T, K]
-        happened: torch.Tensor = share > 0.5  # [T, K]
-        for expert in self.ids.unique().tolist():
+        speaks = speaks.gather(1, first)  # [T, K]
+        happened: torch.Tensor = (share > 0.5).gather(1, first)  # [T, K]
+        for expert in self.ids[~speaks].unique().tolist():
             of_expert = self.ids == expert  # [T, K]
             loud = of_expert & speaks
             votes = happened[loud] if bool(loud.any()) else happened[speaks]
@@ -361,6 +407,11 @@ class _Call:
             if self._tokens_of(expert) <= wrong:
                 found.append(int(expert))
         return found
+
+    def _causes(self, suspects: Sequence[int]) -> list[int]:
+        """Return the suspects each of which uses every wrong token, so that it could be the only cause."""
+        wrong = set(self._wrong_tokens())
+        return [expert for expert in suspects if self._tokens_of(expert) == wrong]
 
     def _tokens_of(self, expert: int) -> set[int]:
         """Return the finite tokens that use the expert."""

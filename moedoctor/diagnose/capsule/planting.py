@@ -169,7 +169,7 @@ def plant_weights_and_rows(tally: Tally, scheme: str, call: Computation, foreign
     }
     if problem.layer.quantization != "bf16":
         for step, factor in (("w13", draw.choice((0.25, 0.5, 3.0, 4.0))), ("w2", draw.choice((0.5, 3.0)))):
-            wrong = _mixed(here, call.with_scale(step, factor, here), right)  # [T, H]
+            wrong = _mixed(here, call.with_scales(step, [factor], here)[0], right)  # [T, H]
             outputs[f"global_scale_wrong in {step}"] = (wrong, ("global_scale_wrong",), None)
     total = right.sum(1)  # [T, H]
     for label, (output, mistakes, taken) in outputs.items():

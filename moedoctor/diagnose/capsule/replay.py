@@ -113,8 +113,8 @@ def _carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
 def _judged(capsule: Capsule) -> dict[str, Any]:
     from moedoctor.diagnose.capsule.explain import diagnose
     from moedoctor.diagnose.capsule.layouts import backend_tensors
-    from moedoctor.reference.agreement import agree, bounds_of
-    from moedoctor.trace.capsule import facts, failing_first
+    from moedoctor.reference.agreement import agree, bounds_of, relative_error
+    from moedoctor.trace.capsule import facts
 
     held = backend_tensors(capsule) if capsule.record.weights == "recorded" else []
     base = {"facts": facts(capsule), "judged": False, "right": None, "recorded": {}, "diagnosis": {}}
@@ -124,14 +124,16 @@ def _judged(capsule: Capsule) -> dict[str, Any]:
     record = capsule.record
     call = computation_of(capsule)
     expected = call.contributions().sum(1)  # [T, H]
-    agreement = agree(capsule.tensors["output"].float(), expected, bounds_of(record.activations))
+    output = capsule.tensors["output"].float()  # [T, H]
+    agreement = agree(output, expected, bounds_of(record.activations))
     diagnosis: dict[str, Any] = {}
     if not agreement.right:
         most = max(2, _MOST_VALUES // (record.top_k * max(record.hidden, record.shape.w13_rows)))
-        order = failing_first(capsule)
+        errors = relative_error(output, expected).nan_to_num(posinf=-1.0)  # [T]
+        order = [int(token) for token in errors.argsort(descending=True)]  # not finite: last
         # The tokens that are furthest off, and as many of the best: a mistake may be in some experts only.
         tokens = sorted(order if len(order) <= most else {*order[: most // 2], *order[-(most // 2) :]})
-        found = diagnose(call.part(tokens), capsule.tensors["output"][tokens])
+        found = diagnose(call.part(tokens), output[tokens])
         diagnosis = diagnosis_record(found, capsule.expert_ids, tokens)
     return {
         **base,

@@ -138,11 +138,9 @@ class EngineRecorder:
 
         record = capsule.record
         file = self.folder / file_name(record, os.getpid())
-        size = f"{capsule.size / 1e6:.1f} MB, {len(capsule.tensors['x'])} tokens"
-        logger.warning("moedoctor: record: writes call %d of %s, %s", record.call, record.layer, size)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save(capsule, file)
+            save(capsule, file, lambda line: logger.warning("moedoctor: record: writes %s", line))
         except OSError as error:
             self._lose(f"call {record.call} of {record.layer} cannot be written: {error}")
             return

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from moedoctor.diagnose.capsule import explain
 from moedoctor.diagnose.capsule.computation import Computation
 from moedoctor.diagnose.capsule.explain import Diagnosis, diagnose
 from moedoctor.diagnose.capsule.mistakes import names, pairs_of
@@ -56,6 +57,17 @@ def test_planted_mistakes_are_named_first() -> None:
     _judge(tally)
 
 
+def test_a_large_call_is_explained_by_a_few_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mistake is tried on few tokens, and only the likeliest on all of them."""
+    monkeypatch.setattr(explain, "_MOST_WEIGHTS", 0)
+    tally, seed = Tally(), 2
+    call = _call(_CALLS[2], seed)
+    every, draw = deviations(call), random.Random(seed)
+    plant(tally, "", call, [*every, *draw.sample(list(pairs_of(every)), 4)], seed)
+    plant_places(tally, "", call, draw.sample(every, 12), seed)
+    _judge(tally)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", _CALLS)
 def test_planted_mistakes_are_named_first_for_twenty_seeds(scheme: tuple[str, str, str]) -> None:
@@ -77,7 +89,7 @@ def test_a_wrong_global_scale_is_named_with_its_factor(step: str) -> None:
     call = _call(("nvfp4", "none", "silu"), 10)
     ids, right = call.problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
     expert = int(ids[0, 0])
-    wrong = call.with_scale(step, 3.0, ids == expert)  # [T, K, H]
+    (wrong,) = call.with_scales(step, [3.0], ids == expert)  # [T, K, H]
     found = diagnose(call, noisy(torch.where((ids == expert)[..., None], wrong, right).sum(1))).best
     assert found is not None
     assert (found.mistakes, found.experts) == (("global_scale_wrong",), (expert,))
@@ -86,14 +98,18 @@ def test_a_wrong_global_scale_is_named_with_its_factor(step: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", _QUICK)
-def test_a_mistake_in_some_experts_names_them(scheme: tuple[str, str, str]) -> None:
-    call = _call(scheme, 4)
+@pytest.mark.parametrize("seed", [4, 5])
+def test_a_mistake_in_some_experts_names_them(scheme: tuple[str, str, str], seed: int) -> None:
+    """With seed 5 a token has an expert twice, and values are large."""
+    call = _call(scheme, seed)
     ids, right = call.problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
-    chance = random.Random(4)
+    chance = random.Random(seed)
     for deviation in deviations(call):
         expert = chance.choice(ids.unique().tolist())
-        mixed = torch.where((ids == expert)[..., None], call.contributions(deviation), right).sum(1)  # [T, H]
-        if is_noise(call, mixed, right.sum(1)):
+        wrong = call.contributions(deviation)  # [T, K, H]
+        mixed = torch.where((ids == expert)[..., None], wrong, right).sum(1)  # [T, H]
+        # A mistake that only this expert can show is one of the whole layer.
+        if is_noise(call, mixed, right.sum(1)) or is_noise(call, mixed, wrong.sum(1)):
             continue
         found = diagnose(call, noisy(mixed))
         assert set(names(deviation)) in _named(found), (deviation, found)
