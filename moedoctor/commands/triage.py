@@ -68,7 +68,7 @@ def triage(
                 raise
             refused.append(error)
     if not results:
-        raise refused[0]
+        raise InputError("; ".join(map(str, refused)))
     reasons = findings_in_words(results)
     code = 1 if reasons else 2 if refused else 0
     deliver(
@@ -155,7 +155,9 @@ def _peek(stream: BinaryIO | gzip.GzipFile) -> bytes:
 def _check_text(start: bytes, name: str) -> None:
     """Raise InputError if the first bytes of an input are not those of a text."""
     if not start.strip():
-        raise InputError(f"{name}: is empty, expected a log or report")
+        raise InputError(
+            f"{name}: is empty, expected a log or report; `vllm serve … 2>&1 | tee FILE` keeps one"
+        )
     packed = next((what for mark, what in _PACKED.items() if start.startswith(mark)), None)
     if packed:
         raise InputError(f"{name}: is {packed}, expected a text or a .gz file; unpack it first")
@@ -164,7 +166,9 @@ def _check_text(start: bytes, name: str) -> None:
     # UTF-16 and UTF-32 are texts with many zeros.
     control = len(start.translate(None, _TEXT_BYTES)) / len(start)
     if encoding_of(start) is None and control > _MOST_CONTROL:
-        raise InputError(f"{name}: is binary, expected a log or report")
+        raise InputError(
+            f"{name}: is binary, expected a log or report; give the text that the server printed"
+        )
 
 
 def _opened(path: str) -> BinaryIO:

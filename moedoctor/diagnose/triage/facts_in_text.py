@@ -10,6 +10,9 @@ from moedoctor.entries.entry import PACKAGES, Entry
 
 Release = tuple[int, int, int, int]
 """Major, minor, patch, and 0, or -1 for a build before that release."""
+_OLDEST: Release = (0, 17, 1, 0)
+"""The oldest release of vLLM that was looked at."""
+_BACKENDS = "`moedoctor backends`"
 
 _NUMBER = r"v?(\d{1,2}\.\d{1,3}(?:\.\d{1,4})?(?:\.?(?:rc|dev|post|a|b)\d{1,9}){0,3})(?![\d.]*\d)"
 _VLLM = (
@@ -30,9 +33,12 @@ _GPU = re.compile(
     r"|(?:nvidia|tesla) (?:a10g?|l4|l20|t4)"
     r"|dgx spark|jetson (?:agx )?(?:thor|orin)|mi\d{3}x?)\b(?![-_/.]\w)"
 )
-_CAPABILITY = re.compile(r"\bsm_?(\d{2,3})[af]?\b|compute capability\W{0,4}(\d{1,2}\.\d)\b")
+_CAPABILITY = re.compile(
+    r"\bsm_?(\d{2,3})[af]?\b(?!\.[\dx])|(?:\bsm[_ ]?|compute capability\W{0,4})(\d{1,2}\.\d)(?![\d.]*\d)"
+)
 _BACKEND = re.compile(
     r"using '?([a-z][a-z0-9_]{2,40})'? (?:backend for )?(?:\w{1,20} )?moe(?: backend)?\b"
+    r"|moe backend '?([a-z][a-z0-9_]{2,40})'? (?:does not|is not)"
     r"|--moe-backend[ =]{1,2}'?\"?([a-z][a-z0-9_]{2,40})|moe_backend\W{1,5}([a-z][a-z0-9_]{2,40})"
 )
 _MOST = 64
@@ -113,9 +119,10 @@ class Facts:
 
 def release_words(entry: Entry, facts: Facts) -> str:
     """Return whether the releases in the text have a failure, and which one fixes it."""
-    sentences = [] if entry.fixed == "no" else [f"fixed: {entry.fixed}"]
     if entry.fixed == "no":
-        sentences.append("no release has a fix")
+        sentences = ["no release has a fix"]
+    else:
+        sentences = [entry.fixed if entry.fixed.startswith("nothing") else f"fixed: {entry.fixed}"]
     for package, named in (("vllm", facts.vllm), ("flashinfer", facts.flashinfer)):
         ranges = [affected for affected in entry.releases if affected.package == package]
         if not named or not ranges:
@@ -129,9 +136,26 @@ def release_words(entry: Entry, facts: Facts) -> str:
             fixed = [part.fixed for part in ranges if part.fixed and _boundary(part.fixed) <= release]
             words = f"has the fix of {fixed[-1]}" if fixed else "is newer than what was looked at"
             sentences.insert(0, f"{shown} {words}")
+        elif package == "vllm" and release < _OLDEST:
+            sentences.insert(0, f"{shown} is older than what was looked at")
         else:
             sentences.insert(0, f"{shown} is not among those that are known to have it")
     return "; ".join(sentences)
+
+
+def fitted_step(step: str, facts: Facts) -> str:
+    """Return a next step whose `moedoctor backends` asks for the release and the GPU that the text names."""
+    if _BACKENDS not in step:
+        return step
+    from moedoctor.fixes.backends.release_tables import CAPABILITIES
+    from moedoctor.fixes.backends.release_tables import releases as known_releases
+
+    capabilities = [gpu[3:] for gpu in facts.gpus if gpu.startswith("SM ") and gpu[3:] in CAPABILITIES]
+    releases = [text for text in map(_show, sorted(facts.vllm, reverse=True)) if text in known_releases()]
+    options = "".join(
+        f" --{name} {values[0]}" for name, values in (("sm", capabilities), ("release", releases)) if values
+    )
+    return step.replace(_BACKENDS, f"{_BACKENDS[:-1]}{options}`")
 
 
 def parse(text: str) -> Release | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
-from moedoctor.diagnose.triage.facts_in_text import Facts, release_words
+from moedoctor.diagnose.triage.facts_in_text import Facts, fitted_step, release_words
 from moedoctor.diagnose.triage.log_text import Passage, Passages
 from moedoctor.diagnose.triage.signatures import Clue, Signature, clues, clues_in, signatures
 from moedoctor.entries import entries
@@ -320,7 +320,7 @@ class _Reader:
                 self.notes[name].excerpts.get(line, (name.replace("_", " "), 0, 0)), self.redactor
             ),
             confidence=confidence,
-            next_step=entry.next,
+            next_step=fitted_step(entry.next, self.facts),
             grade=_grade(confidence),
             why=why,
             missing=missing,

@@ -102,8 +102,9 @@ def _page(result: Triage) -> list[Block]:
 def _item(finding: Finding) -> Item:
     entry = entries()[finding.id]
     lines: list[tuple[str, Text]] = [("", Span(finding.excerpt, "code"))]
-    if finding.why:
-        lines.append(("why", "; ".join(finding.why)))
+    lines.append(
+        ("why", "; ".join(("the line above", *finding.why)) if finding.why else "the line above alone")
+    )
     lines += [("releases", finding.releases), ("do", finding.next_step)]
     if hint := record_hint(entry):
         lines.append(("record", hint))

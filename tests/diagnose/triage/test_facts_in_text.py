@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from moedoctor.diagnose.triage.facts_in_text import Facts, parse
+from moedoctor.diagnose.triage.facts_in_text import Facts, fitted_step, parse, release_words
 from moedoctor.diagnose.triage.signatures import Signature
+from moedoctor.entries import entries
 
 VLLM = {
     "vllm api server version 0.18.0": (0, 18, 0, 0),
@@ -82,3 +83,31 @@ def test_releases_rule_a_signature_in_or_out(
 def test_the_summary_names_both() -> None:
     assert about("vllm 0.18.2rc1", "flashinfer 0.6.6").summary() == "vLLM 0.18.2-dev · FlashInfer 0.6.6"
     assert about().summary() == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "gpus"),
+    [
+        ("rtx blackwell (sm12.0), only sm9.0 and sm10.x are checked", ["SM 12.0", "SM 9.0"]),
+        ("sm_86 and sm 12.1 and compute capability 8.9.", ["SM 8.6", "SM 12.1", "SM 8.9"]),
+    ],
+)
+def test_a_capability_with_a_dot_is_read_whole(line: str, gpus: list[str]) -> None:
+    facts = Facts()
+    facts.read(line)
+    assert sorted(facts.gpus) == sorted(gpus)
+
+
+def test_the_command_of_a_next_step_asks_for_what_the_text_names() -> None:
+    facts = Facts()
+    assert fitted_step("run `moedoctor backends` there", facts) == "run `moedoctor backends` there"
+    facts.read("vllm 0.33.0 on sm_120, before that vllm 0.15.0")
+    step = fitted_step("run `moedoctor backends` there", facts)
+    assert step == "run `moedoctor backends --sm 12.0 --release 0.33.0` there"
+    assert fitted_step("upgrade", facts) == "upgrade"
+
+
+def test_a_release_before_the_oldest_is_not_called_unaffected() -> None:
+    facts = Facts()
+    facts.read("vllm 0.15.0")
+    assert release_words(entries()["MD010"], facts).startswith("vLLM 0.15.0 is older than what was looked at")
