@@ -40,8 +40,9 @@ test: setup ## run the tests
 browser: ## fetch axe-core, which checks HTML reports for accessibility, and say how to install a browser
 	@sh scripts/browser.sh
 
-slow: setup browser ## run the tests that take minutes
-	@$(BIN)/python -m pytest -n auto -m slow $(ARGS)
+slow: setup browser ## run the tests that take minutes, then those that measure times, one by one
+	@$(BIN)/python -m pytest -n auto -m 'slow and not alone' $(ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n 0 -m 'slow and alone' $(ARGS) || [ $$? -eq 5 ]
 
 stress: setup ## ten minutes of hostile input and injected faults; writes reports/stress.md
 	@$(BIN)/python tests/stress/stress.py -o reports/stress.md $(ARGS)

@@ -44,9 +44,14 @@ def _no_upstream() -> str | None:
     return None if found else "needs vLLM or FlashInfer: pip install -e '.[vllm]'"
 
 
+def _not_alone() -> str | None:
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    return "measures times: run it with -n 0" if workers > 1 else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip marked tests that cannot run here, with the reason, and count them."""
-    for marker, missing in (("gpu", _no_gpu), ("upstream", _no_upstream)):
+    for marker, missing in (("gpu", _no_gpu), ("upstream", _no_upstream), ("alone", _not_alone)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         reason = missing() if marked else None
         if reason:

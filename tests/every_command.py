@@ -9,6 +9,7 @@ from pathlib import Path
 from capsules import computation, make_capsule, noisy, with_output
 from checkpoints_of_tests import f32, modelopt
 from cuda_fakes import fake_cubin
+from fleet_answers import write_answers
 
 from moedoctor.trace import capsule as capsules
 
@@ -34,6 +35,7 @@ CALLS = {
         "--capacity",
         "8",
     ],
+    "fleet": ["fleet", "run", "parity", "--from-reports", "fleet"],
     "backends": ["backends", "--sm", "12.0", "--release", "0.21.0", "--no-ask", "--backend", "MARLIN"],
 }
 """Command -> a call of it."""
@@ -62,6 +64,7 @@ def prepare(folder: Path) -> None:
     capsule = make_capsule()
     swapped = noisy(computation(capsule).contributions((("w13", "gate_up_swapped"),)).sum(1))
     capsules.save(with_output(capsule, swapped), folder / "a.capsule")
+    write_answers(folder / "fleet")
     (folder / "cache" / "empty").mkdir(parents=True)
     (folder / "cache" / "a.so").write_bytes(b"\x7fELF")
     (folder / "cache" / "ours.cubin").write_bytes(fake_cubin(120))

@@ -17,6 +17,7 @@ from moedoctor.commands.check import check
 from moedoctor.commands.lint import lint
 from moedoctor.commands.options import (
     CheckFormat,
+    Full,
     InputError,
     Output,
     as_input_error,
@@ -133,6 +134,7 @@ def fleet(
     ] = False,
     format: CheckFormat = "table",
     output: Output = None,
+    full: Full = False,
 ) -> int:
     """Run a command on every node of a Ray cluster and show what differs.
 
@@ -173,7 +175,7 @@ def fleet(
         interrupted=interrupts.requested() is not None,
     )
     deliver(
-        fleet_page(result),
+        fleet_page(result, full=full),
         fleet_document(result),
         format=format,
         output=output,
@@ -181,6 +183,7 @@ def fleet(
         code=result.exit_code,
         reasons=result.closing,
         masked=True,
+        full=full,
         findings=lambda: fleet_findings(result),
     )
     return interrupts.exit_code(otherwise=result.exit_code)
@@ -305,5 +308,8 @@ def _ask(
                     answered.add(row.place.node)
                     progress(len(answered), len(waiting), f"{row.place.name}: {row.status.value}")
 
-                progress(0, len(waiting), "waiting for the first node")
-                ask_nodes(ray, waiting, question, take)
+                def show(words: str) -> None:
+                    progress(len(answered), len(waiting), words)
+
+                show("waiting for the first node")
+                ask_nodes(ray, waiting, question, take, show)

@@ -23,6 +23,7 @@ NAMES = (
     "show",
     "replay",
     "capsule",
+    "fleet",
     "scenario",
 )
 

@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moedoctor.fleet import node as node_module
-from moedoctor.fleet.rows import Place, Row, Status, failed, read_answer
+from moedoctor.fleet import probe
+from moedoctor.fleet.rows import Place, Row, Status, failed, last_line, line_of, read_answer
 from moedoctor.processes import interrupts
 from moedoctor.processes.guardian import temporary_folder
+from moedoctor.results import ReportError, parse_json
 from moedoctor.text import expected_names, one_line, shorten
 
 _CONNECT_SECONDS = 5.0
@@ -27,6 +29,7 @@ _GRACE_SECONDS = 15.0
 """The time that a node has beyond its limit to send its answer."""
 _WAIT_SECONDS = 0.2
 _CANCEL_SECONDS = 5.0
+_MOST_WORDS = 10_000
 
 
 class ClusterError(Exception):
@@ -69,11 +72,7 @@ def connected(address: str) -> Iterator[Any]:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a diagnosis reports to nobody
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its errors are raised, too
-    try:
-        import ray
-    except ImportError as error:
-        missing = "Ray is not installed" if error.name == "ray" else f"Ray cannot be imported ({error})"
-        raise ClusterError(f"{missing}; run `pip install 'ray>=2.40'` beside moedoctor") from None
+    ray = _import_ray(address)
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {"address": address}
         if address == "local":
@@ -81,16 +80,47 @@ def connected(address: str) -> Iterator[Any]:
             stack.enter_context(_variable("RAY_AUTH_TOKEN", secrets.token_hex(32)))
             folder = stack.enter_context(temporary_folder())
             options.update(include_dashboard=False, _temp_dir=folder)
-        else:
-            if os.environ.get("RAY_AUTH_TOKEN"):
-                # Without a mode, Ray 2.60 ignores the token for an address and is refused.
-                os.environ.setdefault("RAY_AUTH_MODE", "token")
-            if address != "auto":
-                _check_listening(address)
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # where Ray says that a node died
         _start(ray, address, options)
         stack.callback(ray.shutdown)
         yield ray
+
+
+def _import_ray(address: str) -> Any:
+    """Return the module `ray`, while a process of its own asks whether a cluster is at `address`."""
+    asked = None if address == "local" else _ask_head(address)
+    try:
+        import ray
+    except ImportError as error:
+        if asked is not None:
+            asked.kill()
+        missing = "Ray is not installed" if error.name == "ray" else f"Ray cannot be imported ({error})"
+        raise ClusterError(f"{missing}; run `pip install 'ray>=2.40'` beside moedoctor") from None
+    reason = None if asked is None else probe.problem(asked)
+    if reason is not None:
+        raise _no_cluster(address, reason)
+    return ray
+
+
+def _ask_head(address: str) -> Any:
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        # Without a mode, Ray 2.60 ignores the token for an address and is refused.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if address != "auto":
+        _check_listening(address)
+    return probe.start(address)
+
+
+def _no_cluster(address: str, reason: str) -> ClusterError:
+    if address == "auto" and "Could not find any running Ray instance" in reason:
+        return ClusterError(
+            "--address auto: no Ray cluster runs on this machine; run this on a node of the cluster, "
+            "start one with `ray start --head`, or say --address local"
+        )
+    shown = shorten(one_line(reason), 200)
+    return ClusterError(
+        f"--address {address}: {shown}; expected the head of a Ray cluster, as `ray start --head` names it"
+    )
 
 
 def _start(ray: Any, address: str, options: Mapping[str, Any]) -> None:
@@ -98,13 +128,7 @@ def _start(ray: Any, address: str, options: Mapping[str, Any]) -> None:
         try:
             ray.init(**options, log_to_driver=False, logging_level="CRITICAL", configure_logging=True)
         except Exception as error:
-            reason = shorten(one_line(str(error)), 200)
-            if address == "auto" and isinstance(error, ConnectionError):
-                raise ClusterError(
-                    "--address auto: no Ray cluster runs on this machine; run this on a node of the cluster, "
-                    "start one with `ray start --head`, or say --address local"
-                ) from None
-            raise ClusterError(f"--address {address}: Ray does not connect: {reason}") from None
+            raise _no_cluster(address, str(error)) from None
 
 
 @contextlib.contextmanager
@@ -119,15 +143,17 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 def _check_listening(address: str) -> None:
-    """Raise ClusterError soon if nothing listens there; Ray itself would try for a minute."""
+    """Raise ClusterError at once if nothing listens there."""
     host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ClusterError(f"--address {shorten(one_line(address), 100)}: expected auto, local or HOST:PORT")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
-        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        raise ClusterError(
-            f"--address {address}: {reason}; expected the head of a Ray cluster (`ray start --head` names it)"
-        ) from None
+    except (OSError, UnicodeError) as error:
+        reason = (
+            "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
+        )
+        raise _no_cluster(address, reason) from None
 
 
 def list_nodes(ray: Any) -> list[Node]:
@@ -192,14 +218,24 @@ class _Task:
     with_wheel: bool = False
     python: str | None = None
     answers: int = 0
+    doing: str = ""
+    """What its command wrote last."""
 
 
-def ask_nodes(ray: Any, nodes: Sequence[Node], question: Question, on_row: Callable[[Row], None]) -> None:
+def ask_nodes(
+    ray: Any,
+    nodes: Sequence[Node],
+    question: Question,
+    on_row: Callable[[Row], None],
+    on_words: Callable[[str], None] = lambda words: None,
+) -> None:
     """Ask every node and call `on_row` for each answer as it comes, at least once a node.
+
+    `on_words` gets what a node is doing, for a progress bar.
 
     Returns early after a signal inside `interrupts.held`: what still runs is cancelled and gets its row.
     """
-    asker = _Asker(ray, question, on_row)
+    asker = _Asker(ray, question, on_row, on_words)
     for node in nodes:
         asker.submit(node)
     try:
@@ -212,9 +248,11 @@ def ask_nodes(ray: Any, nodes: Sequence[Node], question: Question, on_row: Calla
 class _Asker:
     """The tasks that run, and what becomes of each."""
 
-    def __init__(self, ray: Any, question: Question, on_row: Callable[[Row], None]) -> None:
+    def __init__(
+        self, ray: Any, question: Question, on_row: Callable[[Row], None], on_words: Callable[[str], None]
+    ) -> None:
         self.tasks: dict[Any, _Task] = {}
-        self._ray, self._question, self._on_row = ray, question, on_row
+        self._ray, self._question, self._on_row, self._on_words = ray, question, on_row, on_words
         self._cancelled: list[Any] = []
         ray.cloudpickle.register_pickle_by_value(node_module)
         self._remote = ray.remote(node_module.answer)
@@ -233,9 +271,10 @@ class _Asker:
             "reserved": question.idle_only and node.gpus > 0,
             "checksums": question.checksums,
         }
+        cpus, gpus = _resources(question, node)
         task = self._remote.options(
-            num_cpus=1 if question.idle_only else 0,
-            num_gpus=node.gpus if question.idle_only else 0,
+            num_cpus=cpus,
+            num_gpus=gpus,
             num_returns="streaming",
             max_retries=0,
             name="moedoctor fleet",
@@ -268,16 +307,22 @@ class _Asker:
         if not task.started:
             self._start(task, text)
             return
+        if isinstance(text, str) and text.startswith('{"doing"') and len(text) < _MOST_WORDS:
+            self._note_words(task, text)
+            return
         task.answers += 1
         row = read_answer(_place(task), text, python=task.python)
         if row.status in (Status.MISSING, Status.OTHER_VERSION) and self._send_wheel(task):
             return
         self._on_row(row)
 
+    def _note_words(self, task: _Task, text: str) -> None:
+        with contextlib.suppress(ReportError):
+            task.doing = line_of(str(parse_json(text, "answer").get("doing")), task.node.host)
+            self._on_words(f"{task.node.host}: {task.doing or 'computes'}")
+
     def _start(self, task: _Task, text: Any) -> None:
         """Read the first message of a node: that it started, and whether moedoctor is there."""
-        from moedoctor.results import ReportError, parse_json
-
         task.started, task.since = True, time.monotonic()
         with contextlib.suppress(ReportError, TypeError):
             first = parse_json(text[:10_000], "answer")
@@ -302,13 +347,28 @@ class _Asker:
         waited = now - task.since
         if not task.started and waited > self._question.wait_seconds:
             self._end(task)
-            if self._question.idle_only:
-                self._fail(task, Status.BUSY, f"its GPUs were not free within {waited:.0f} s")
-            else:
-                self._fail(task, Status.HUNG, f"it did not start the task within {waited:.0f} s")
+            status = Status.BUSY if self._question.idle_only else Status.HUNG
+            self._fail(task, status, self._waited_for(task, waited))
         elif task.started and waited > self._question.seconds + _GRACE_SECONDS:
             self._end(task)
-            self._fail(task, Status.HUNG, f"no answer within {waited:.0f} s")
+            self._fail(task, Status.HUNG, f"no answer within {waited:.0f} s{_words(task)}")
+
+    def _waited_for(self, task: _Task, waited: float) -> str:
+        """Return what a task that did not start was waiting for, and what Ray says it has."""
+        cpus, gpus = _resources(self._question, task.node)
+        if not cpus and not gpus:
+            return f"it did not start the task within {waited:.0f} s; nothing but a Ray worker was asked for"
+        asked = f"{gpus} {'GPU' if gpus == 1 else 'GPUs'} and {cpus} CPU" if gpus else f"{cpus} CPU"
+        has = ""
+        with contextlib.suppress(Exception):
+            total, free = self._ray.cluster_resources(), self._ray.available_resources()
+            figures = [
+                f"{free.get(kind, 0):g} of {total[kind]:g} {kind}s"
+                for kind in ("GPU", "CPU")
+                if kind in total
+            ]
+            has = f"; free in the cluster: {', '.join(figures)}"
+        return f"waited {waited:.0f} s for {asked}{has}"
 
     def _fail(self, task: _Task, status: Status, reason: str) -> None:
         self._on_row(failed(_place(task), status, reason))
@@ -323,8 +383,11 @@ class _Asker:
     def cancel_all(self) -> None:
         """End what still runs, give each a row, and wait for a moment until it has ended."""
         for task in list(self.tasks.values()):
+            spent = time.monotonic() - task.since
+            started = f"interrupted {spent:.0f} s after it started{_words(task)}"
+            not_started = f"interrupted before it started; {self._waited_for(task, spent)}"
             self._end(task)
-            self._fail(task, Status.CANCELLED, "interrupted before it answered")
+            self._fail(task, Status.CANCELLED, started if task.started else not_started)
         deadline = time.monotonic() + _CANCEL_SECONDS
         while self._cancelled and time.monotonic() < deadline:
             ready, _ = self._ray.wait(
@@ -338,6 +401,15 @@ class _Asker:
         for stream in self._cancelled:
             with contextlib.suppress(Exception):
                 self._ray.cancel(stream, force=True)
+
+
+def _resources(question: Question, node: Node) -> tuple[int, int]:
+    """Return the CPUs and GPUs that Ray is asked for."""
+    return (1, node.gpus) if question.idle_only else (0, 0)
+
+
+def _words(task: _Task) -> str:
+    return last_line(task.doing, task.node.host)
 
 
 def _place(task: _Task) -> Place:

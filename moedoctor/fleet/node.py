@@ -7,7 +7,6 @@ only the standard library and nothing of moedoctor.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import glob
 import hashlib
 import importlib.util
@@ -29,7 +28,10 @@ from typing import IO, Any
 MOST_BYTES = 16 << 20
 """The longest report that a node sends."""
 _LOG_BYTES = 4096
+_LINE_BYTES = 300
 _POLL_SECONDS = 0.05
+_WORDS_SECONDS = 1.0
+"""How often a node says what its command wrote last."""
 _CHECKSUM_SECONDS = 2.0
 """The time that checksums may take longer than the command itself."""
 _CHUNK = 1 << 22
@@ -40,10 +42,25 @@ _KERNELS = {"vllm": "*.so", "flashinfer_cubin": "**/*.cubin", "flashinfer_jit_ca
 """Package -> the files with its kernels."""
 _LISTED = 24
 """A package with more files has one checksum over all of them."""
+_LAUNCH = """
+import os, runpy, sys
+parent, module, *arguments = sys.argv[1:]
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)  # PR_SET_PDEATHSIG: a Ray worker that is killed takes this along
+    if os.getppid() != int(parent):
+        sys.exit(1)
+sys.argv = [module, *arguments]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+"""Runs a module. It is Python of its own and no `preexec_fn`, which may block for ever between the threads of
+a Ray worker."""
 
 
 def answer(request: Mapping[str, Any], wheel: bytes | None = None) -> Iterator[str]:
-    """Run the command of `request` once, or once a GPU, and give JSON texts: that it started, each answer.
+    """Run the command of `request` once, or once a GPU, and give JSON texts.
+
+    They say that it started, what the command wrote last (``doing``) if that changed, and each answer.
 
     `request` has ``module`` and ``arguments`` of the command, ``seconds``, ``gpus`` (how many Ray counts; 0
     for one answer of the whole node), ``reserved`` (whether Ray gave it the GPUs) and ``checksums``.
@@ -64,9 +81,14 @@ def answer(request: Mapping[str, Any], wheel: bytes | None = None) -> Iterator[s
         for gpu in _gpus(environ, request["gpus"]):
             children.append(_Child(request, environ, gpu, tempfile.mkdtemp(dir=folder)))
         sums = _Checksums() if request["checksums"] else None  # a thread: after the forks
-        waiting = list(children)
+        waiting, doing, next_words = list(children), "", 0.0
         while waiting:
             time.sleep(_POLL_SECONDS)
+            if (now := time.monotonic()) > next_words:
+                next_words = now + _WORDS_SECONDS
+                if (words := "; ".join(dict.fromkeys(child.last_line() for child in waiting))) != doing:
+                    doing = words
+                    yield json.dumps({"doing": doing})
             for child in [child for child in waiting if child.is_over()]:
                 waiting.remove(child)
                 found = {} if sums is None else {"checksums": sums.result()}
@@ -132,14 +154,13 @@ class _Child:
         self._files = tuple(open(os.path.join(folder, name), "w+b") for name in ("report", "log"))  # noqa: SIM115
         variables = dict(environ) if gpu is None else {**environ, "CUDA_VISIBLE_DEVICES": gpu}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", request["module"], *request["arguments"]],
+            [sys.executable, "-c", _LAUNCH, str(os.getpid()), request["module"], *request["arguments"]],
             stdin=subprocess.DEVNULL,
             stdout=self._files[0],
             stderr=self._files[1],
             cwd=folder,
             env={**variables, "PYTHONDONTWRITEBYTECODE": "1"},
             start_new_session=True,
-            preexec_fn=_end_with_parent,
         )
 
     def is_over(self) -> bool:
@@ -155,6 +176,11 @@ class _Child:
             self.end()
         self._ended = self._ended or time.monotonic()
         return True
+
+    def last_line(self) -> str:
+        """Return the last line that it wrote to stderr, or an empty text."""
+        lines = _content(self._files[1], _LINE_BYTES).split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def result(self) -> dict[str, Any]:
         """Return what it wrote, at most `MOST_BYTES`, and how it ended."""
@@ -181,15 +207,9 @@ class _Child:
 
 
 def _content(file: IO[bytes], last: int) -> str:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - last))
-    return file.read(last).decode("utf-8", "replace")
-
-
-def _end_with_parent() -> None:
-    """In the child, on Linux: a Ray worker that is killed takes it along."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+    """Return the end of a file that a child may still write to: its place in the file is not moved."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), last, max(0, size - last)).decode("utf-8", "replace")
 
 
 class _Checksums:

@@ -8,11 +8,15 @@ deterministic, and no GPU is named.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from moedoctor.text import one_line, shorten
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +30,7 @@ _COPY_BYTES = 256 << 20
 _COPY_BYTES_ON_CPU = 8 << 20
 _MOST_ERROR = 0.02
 """Relative error of bfloat16 products with a bfloat16 intermediate; a wrong expert gives about 1."""
+_LONG = 100
 _EQUALS = ("gpu", "capability", "torch", "triton", "torch_cuda", "moedoctor")
 _EQUALS_ON_CPU = ("cpu", "machine", "torch", "moedoctor")
 """What must be the same before bits can be compared."""
@@ -83,7 +88,11 @@ def _cases(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     rows = report.get("cases")
     if not isinstance(rows, list):
         return {}
-    return {str(row["case"]): row for row in rows if isinstance(row, Mapping) and "case" in row}
+    return {
+        shorten(one_line(str(row["case"])), _LONG): row
+        for row in rows
+        if isinstance(row, Mapping) and "case" in row
+    }
 
 
 def _judge_case(
@@ -137,13 +146,15 @@ def _most_common(counts: Counter[str]) -> tuple[str, int]:
 
 
 def answer(runs: int = RUNS) -> dict[str, Any]:
-    """Compute on this process's GPU, or on its CPU, and return the report."""
-    import torch
+    """Compute on this process's GPU, or on its CPU, and return the report. Each step is a line on stderr."""
+    seconds: dict[str, float] = {}
+    with _step("importing torch", seconds):
+        import torch
 
-    import moedoctor
-    from moedoctor import environment
-
-    facts = environment.collect()
+        import moedoctor
+        from moedoctor import environment
+    with _step("asking for the facts of this machine", seconds):
+        facts = environment.collect()
     device = "cuda" if environment.no_gpu(facts) is None and torch.cuda.is_available() else "cpu"
     kept = (
         "gpu",
@@ -157,7 +168,16 @@ def answer(runs: int = RUNS) -> dict[str, Any]:
         "cpu",
         "machine",
     )
-    cases = [_measure(case, tokens, device, runs) for case, tokens in CASES.items()]
+    with _step(f"starting {device}", seconds):
+        torch.zeros(1, device=device)
+    with _step("drawing the weights", seconds):
+        layer = _layer(device)
+    cases = []
+    for case, tokens in CASES.items():
+        with _step(f"computing {case} {runs} times", seconds):
+            cases.append(_measure(case, layer, tokens, device, runs))
+    with _step(f"copying {runs} times", seconds):
+        cases.append(_memory(device, runs))
     return {
         "schema_version": 1,
         "moedoctor": moedoctor.__version__,
@@ -165,21 +185,36 @@ def answer(runs: int = RUNS) -> dict[str, Any]:
         "environment": {name: facts.get(name) for name in kept},
         "device": device,
         "runs": runs,
-        "cases": [*cases, _memory(device, runs)],
+        "cases": cases,
+        "steps": seconds,
         "summary": {"exit_code": 0},
     }
 
 
-def _measure(case: str, tokens: int, device: str, runs: int) -> dict[str, Any]:
+@contextlib.contextmanager
+def _step(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Say on stderr what is done, which the driver shows for a node that is late, and note its seconds."""
+    print(name, file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - started
+
+
+def _layer(device: str) -> Any:
+    from moedoctor.models.layer_shape import LayerShape
+    from moedoctor.reference.moe_layer import make_layer
+
+    return make_layer(LayerShape(**(_SHAPE if device == "cuda" else _SHAPE_ON_CPU)), "bf16")
+
+
+def _measure(case: str, layer: Any, tokens: int, device: str, runs: int) -> dict[str, Any]:
     """Compute one layer several times; inputs come from the CPU, so that all GPUs have the same bits."""
     import torch
 
     from moedoctor.fixes.moe.forward import moe_forward
-    from moedoctor.models.layer_shape import LayerShape
-    from moedoctor.reference.moe_layer import expected_output, make_layer, make_problem
+    from moedoctor.reference.moe_layer import expected_output, make_problem
 
-    shape = LayerShape(**(_SHAPE if device == "cuda" else _SHAPE_ON_CPU))
-    problem = make_problem(make_layer(shape, "bf16"), tokens, "none")
+    problem = make_problem(layer, tokens, "none")
     inputs = (problem.x, problem.topk_weights, problem.topk_ids, problem.layer.w13, problem.layer.w2)
     x, weights, ids, w13, w2 = (tensor.to(device) for tensor in inputs)  # type: ignore[union-attr]
     outputs, times = [], []
@@ -232,8 +267,6 @@ def _memory(device: str, runs: int) -> dict[str, Any]:
 
 def _timed(call: Any, device: str) -> float:
     """Return the seconds of a call, by events on a GPU: the host's own time is not in them."""
-    import time
-
     import torch
 
     if device == "cpu":

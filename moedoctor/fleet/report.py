@@ -74,19 +74,21 @@ class FleetReport:
 
     @property
     def exit_code(self) -> int:
-        """1 if something is wrong, 2 if every node's own answer is 2, else 0."""
+        """1 if something is wrong, 2 if no node answered or every node's own answer is 2, else 0."""
         refused = [row for _, row in self.unanswered if row.status is Status.REFUSED]
         if refused and len(refused) == len(self.rows):
             return 2
         if self.reasons:
             return 1
-        return 2 if self.exit_codes and set(self.exit_codes) == {2} else 0
+        return 2 if set(self.exit_codes) <= {2} else 0
 
     @property
     def closing(self) -> tuple[str, ...]:
         """The reasons, also of the exit code 2."""
         if self.reasons or self.exit_code != 2:
             return self.reasons
+        if not self.exit_codes:
+            return (f"no {self.noun} answered, so nothing was checked",)
         return (f"every {self.noun} answered with exit code 2: nothing could be checked there",)
 
 

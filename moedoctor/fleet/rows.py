@@ -85,7 +85,7 @@ def read_answer(place: Place, text: str, *, python: str | None = None) -> Row:
         row = Row(place, Status.ANSWERED, seconds=_seconds(data.get("seconds")), python=python)
         return _judged(row, data)
     except (ReportError, TypeError, ValueError, RecursionError) as error:
-        return Row(place, Status.UNREADABLE, _line(str(error), place.host), python=python)
+        return Row(place, Status.UNREADABLE, line_of(str(error), place.host), python=python)
 
 
 def _judged(row: Row, data: Mapping[str, Any]) -> Row:
@@ -93,13 +93,14 @@ def _judged(row: Row, data: Mapping[str, Any]) -> Row:
     host = row.place.host
     if problem == LATE:
         limit = f" within {row.seconds:.0f} s" if row.seconds is not None else ""
-        return replace(row, status=Status.HUNG, reason=f"moedoctor gave no answer{limit}")
+        reason = f"moedoctor gave no answer{limit}{last_line(str(data.get('log') or ''), host)}"
+        return replace(row, status=Status.HUNG, reason=reason)
     if problem == LONG:
         return replace(row, status=Status.UNREADABLE, reason=f"its report is over {MOST_BYTES >> 20} MiB")
     report, log = data.get("report"), str(data.get("log") or "")
     if not report:
         lines = log.strip().splitlines()
-        words = _line(lines[-1], host) if lines else "it printed nothing"
+        words = line_of(lines[-1], host) if lines else "it printed nothing"
         if "No module named moedoctor" in words or "No module named 'moedoctor'" in words:
             return replace(row, status=Status.MISSING, reason="moedoctor is not installed there")
         status = Status.REFUSED if code in (2, 3) else Status.DIED
@@ -117,14 +118,20 @@ def with_report(row: Row, report: Mapping[str, Any], checksums: Any = None, *, m
     row = replace(row, report=shown_report, checksums=mask(shown, row.place.host))
     version = report.get("moedoctor")
     if version is not None and version != moedoctor.__version__:
-        words = f"moedoctor {_line(str(version), row.place.host)}, here it is {moedoctor.__version__}"
+        words = f"moedoctor {line_of(str(version), row.place.host)}, here it is {moedoctor.__version__}"
         return replace(row, status=Status.OTHER_VERSION, reason=words)
     return row
 
 
+def last_line(log: str, host: str) -> str:
+    """Return ``; its last line: …`` for what a command wrote until it was ended, or an empty text."""
+    lines = log.strip().splitlines()
+    return f"; its last line: {line_of(lines[-1], host)}" if lines else ""
+
+
 def failed(place: Place, status: Status, reason: str) -> Row:
     """Return the row of a node without an answer; the reason is masked."""
-    return Row(place, status, _line(reason, place.host))
+    return Row(place, status, line_of(reason, place.host))
 
 
 def mask(value: Any, host: str) -> Any:
@@ -190,7 +197,8 @@ def _word(value: Any) -> str:
     return shorten(one_line(str(value)), _LONG)
 
 
-def _line(text: str, host: str) -> str:
+def line_of(text: str, host: str) -> str:
+    """Return what a node wrote, masked, on one short line."""
     return str(mask(shorten(one_line(text), _LONG), host))
 
 
@@ -232,7 +240,7 @@ def from_document(data: Mapping[str, Any], host: str, file: str) -> Row:
     except ValueError:
         raise ReportError(file, "status: expected one that moedoctor writes") from None
     reason = data.get("reason")
-    row = Row(place, status, None if reason is None else _line(str(reason), host), file=file)
+    row = Row(place, status, None if reason is None else line_of(str(reason), host), file=file)
     row = replace(row, seconds=_seconds(data.get("seconds")))
     report = data.get("report")
     if isinstance(report, Mapping):

@@ -25,6 +25,8 @@ from moedoctor.diagnose.triage.triage import NearMiss
 from moedoctor.entries.entry import Link
 from moedoctor.fixes.backends import Candidate, Selection
 from moedoctor.fixes.backends.requests import Request
+from moedoctor.fleet.groups import Difference
+from moedoctor.fleet.parity import Judgement
 from moedoctor.origin import Origin
 from moedoctor.reporters.json import report_schema
 from moedoctor.reporters.pages.explain import Claim
@@ -374,6 +376,92 @@ class Bench(Head):
     summary: dict[str, Any]
 
 
+class FleetNode(TypedDict):
+    """A node, or a GPU of one."""
+
+    name: str
+    status: Literal[
+        "answered",
+        "refused",
+        "other version",
+        "no moedoctor",
+        "busy",
+        "no answer in time",
+        "died",
+        "unreadable answer",
+        "cancelled",
+    ]
+    reason: str | None
+    """Why it gave no report that can be compared."""
+    group: int | None
+    seconds: float | None
+    """What the command took there."""
+    file: str | None
+    """The node's own report, in the folder `reports`."""
+
+
+class FleetGroup(TypedDict):
+    """Nodes with the same facts. The first group is the largest."""
+
+    group: int
+    kind: str
+    """The models of the GPUs."""
+    nodes: list[str]
+    compared_with: int | None
+    differences: list[Difference]
+    findings: dict[str, str]
+    facts: NotRequired[dict[str, str]]
+    """Of the first group only; each other group has `differences`."""
+
+
+class FleetOutlier(TypedDict):
+    """A number that is far from that of equal nodes."""
+
+    name: str
+    number: str
+    value: float
+    median: float
+    distance: float | Literal["inf", "-inf"]
+    """In robust standard deviations; infinite beside numbers that are all 0."""
+    worse: bool
+    of: int
+    """How many nodes the median is of."""
+
+
+class FleetFinding(TypedDict):
+    """What nodes call wrong, and how many."""
+
+    id: str
+    nodes: int
+
+
+class FleetSummary(TypedDict):
+    """Nodes by what became of them, and the releases of moedoctor that answered."""
+
+    exit_code: int
+    reasons: list[str]
+    statuses: dict[str, int]
+    moedoctor_versions: dict[str, int]
+    interrupted: bool
+
+
+class Fleet(Head):
+    """`moedoctor fleet`."""
+
+    command: Literal["fleet"]
+    question: list[str]
+    per: Literal["node", "gpu"]
+    reports: str | None
+    nodes: list[FleetNode]
+    groups: list[FleetGroup]
+    individual: dict[str, int]
+    not_read: dict[str, int]
+    outliers: list[FleetOutlier]
+    bits: Judgement | None
+    findings: list[FleetFinding]
+    summary: FleetSummary
+
+
 DOCUMENTS: Mapping[str, type] = {
     "check": Check,
     "triage": Triage,
@@ -386,6 +474,7 @@ DOCUMENTS: Mapping[str, type] = {
     "compare": Compare,
     "replay": Replay,
     "capsule": Capsule,
+    "fleet": Fleet,
 }
 """Command -> the type of its output."""
 

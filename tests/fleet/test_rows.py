@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import moedoctor
 from moedoctor.fleet.facts import member
 from moedoctor.fleet.report import report
-from moedoctor.fleet.rows import Place, Status, read_answer
+from moedoctor.fleet.rows import Place, Status, failed, read_answer
 from moedoctor.fleet.store import Store, StoreError, read_folder
 from moedoctor.reporters.junit import to_junit
 from moedoctor.reporters.pages.fleet import fleet_findings
@@ -124,6 +124,20 @@ def test_a_folder_of_any_files_gives_a_row_for_each(tmp_path: Path) -> None:
         ("node-2", Status.UNREADABLE),
         ("node-3", Status.UNREADABLE),
     ]
+
+
+def test_a_fleet_without_an_answer_is_not_called_sound() -> None:
+    busy = failed(_PLACE, Status.BUSY, "waited 60 s for 2 GPUs")
+    sound = read_answer(_PLACE, _answer({**_REPORT, "findings": []}))
+    assert report(("check",), [busy], show_hosts=False).exit_code == 2
+    assert "no node answered" in report(("check",), [busy], show_hosts=False).closing[0]
+    assert report(("check",), [busy, sound], show_hosts=False).exit_code == 0
+
+
+def test_a_late_command_says_what_it_did_last() -> None:
+    text = _answer("", problem="late", log="importing torch\n\x1b[31mdrawing the weights\n", seconds=3.0)
+    reason = read_answer(_PLACE, text).reason
+    assert reason == "moedoctor gave no answer within 3 s; its last line: drawing the weights"
 
 
 def test_junit_has_a_failure_for_each_reason_and_a_test_for_each_sound_node() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import moedoctor
@@ -14,30 +15,40 @@ from moedoctor.reporters.findings import Finding, Findings
 from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Table
 from moedoctor.reporters.text import count_of, short_value
 
-_MOST_NAMES = 20
-_MOST_GROUPS = 30
-_MOST_DIFFERENCES = 12
-_MOST_OUTLIERS = 30
 _FIRST = ("finding ", "verdict ", "claim ", "driver", "vLLM", "FlashInfer", "torch")
 """The facts that a reader wants first; after them those that a rule calls wrong, and then the others."""
 
 
-def fleet_page(report: FleetReport) -> list[Block]:
-    """Return the differences first, and the largest group once."""
+@dataclass(frozen=True)
+class _Most:
+    """How much of a long list a page shows. The JSON document always has everything."""
+
+    names: int = 20
+    groups: int = 30
+    differences: int = 12
+    outliers: int = 30
+
+
+_ALL = _Most(*(1 << 30,) * 4)
+
+
+def fleet_page(report: FleetReport, *, full: bool = False) -> list[Block]:
+    """Return the differences first, and the largest group once. A page that is not `full` cuts long lists."""
+    most = _ALL if full else _Most()
     asked = " ".join(report.question)
     page: list[Block] = [
         Heading(f"moedoctor {moedoctor.__version__}: fleet {asked}", 1),
         Paragraph(summary_line(report)),
     ]
     for blocks in (
-        _groups(report),
-        _unanswered(report),
+        _groups(report, most),
+        _unanswered(report, most),
         _bits(report),
-        _outliers(report),
+        _outliers(report, most),
         _not_compared(report),
     ):
         page.extend(blocks)
-    page.extend(_largest(report))
+    page.extend(_largest(report, most))
     if report.folder is not None:
         page.append(Paragraph(f"Every {report.noun}'s report: {report.folder}"))
     return page
@@ -58,7 +69,7 @@ def summary_line(report: FleetReport) -> str:
     return " · ".join([*parts, f"{len(report.unanswered)} without an answer"])
 
 
-def _groups(report: FleetReport) -> Iterator[Block]:
+def _groups(report: FleetReport, most: _Most) -> Iterator[Block]:
     groups = report.grouping.groups
     if len(groups) < 2:
         if groups:
@@ -66,12 +77,14 @@ def _groups(report: FleetReport) -> Iterator[Block]:
         return
     total = sum(len(group.members) for group in groups)
     yield Heading("What differs")
-    for number, group in enumerate(groups[1 : _MOST_GROUPS + 1], 2):
+    for number, group in enumerate(groups[1 : most.groups + 1], 2):
         differences = _ordered(group.differences)
-        shown = "; ".join(in_words(difference) for difference in differences[:_MOST_DIFFERENCES])
-        if len(differences) > _MOST_DIFFERENCES:
-            shown += f"; and {len(differences) - _MOST_DIFFERENCES} more, which --format json lists"
-        title = f"{len(group.members)} of {count_of(total, report.noun)}: {shown}: {_names(group.members)}"
+        shown = "; ".join(in_words(difference) for difference in differences[: most.differences])
+        if len(differences) > most.differences:
+            shown += f"; and {len(differences) - most.differences} more, which --full or --format json lists"
+        title = (
+            f"{len(group.members)} of {count_of(total, report.noun)}: {shown}: {_names(group.members, most)}"
+        )
         lines = [
             ("wrong", rule) for rule in dict.fromkeys(str(difference.rule) for difference in group.wrong)
         ]
@@ -79,8 +92,8 @@ def _groups(report: FleetReport) -> Iterator[Block]:
         if group.compared_with:
             lines.append(("compared with", f"{compared}, the largest with {group.kind}"))
         yield Item("error" if group.wrong else "note", f"group {number}, {title}", lines)
-    if len(groups) > _MOST_GROUPS + 1:
-        yield Paragraph(f"{len(groups) - _MOST_GROUPS - 1} more groups; --format json lists all.")
+    if len(groups) > most.groups + 1:
+        yield Paragraph(f"{len(groups) - most.groups - 1} more groups; --full or --format json lists all.")
 
 
 def _ordered(differences: Sequence[Difference]) -> list[Difference]:
@@ -91,7 +104,7 @@ def _ordered(differences: Sequence[Difference]) -> list[Difference]:
     return sorted(differences, key=rank)
 
 
-def _unanswered(report: FleetReport) -> Iterator[Block]:
+def _unanswered(report: FleetReport, most: _Most) -> Iterator[Block]:
     """Give the nodes without an answer, with the same reason in one row."""
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, row in report.unanswered:
@@ -99,13 +112,13 @@ def _unanswered(report: FleetReport) -> Iterator[Block]:
     if reasons:
         yield Heading("Without an answer")
         rows = [
-            (status, f"{len(names)}: {_names(names)}", reason)
+            (status, f"{len(names)}: {_names(names, most)}", reason)
             for (status, reason), names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0]))
         ]
-        most = rows[:_MOST_GROUPS]
-        yield Table(("status", f"{report.noun}s", "reason"), most)
-        if len(rows) > len(most):
-            yield Paragraph(f"{len(rows) - len(most)} more reasons; --format json lists all.")
+        shown = rows[: most.groups]
+        yield Table(("status", f"{report.noun}s", "reason"), shown)
+        if len(rows) > len(shown):
+            yield Paragraph(f"{len(rows) - len(shown)} more reasons; --full or --format json lists all.")
 
 
 def _bits(report: FleetReport) -> Iterator[Block]:
@@ -128,7 +141,7 @@ def _bits(report: FleetReport) -> Iterator[Block]:
         )
 
 
-def _outliers(report: FleetReport) -> Iterator[Block]:
+def _outliers(report: FleetReport, most: _Most) -> Iterator[Block]:
     if not report.outliers:
         return
     yield Heading("Numbers far from the others'")
@@ -141,13 +154,13 @@ def _outliers(report: FleetReport) -> Iterator[Block]:
             f"{outlier.distance:+.1f}",
             "worse" if outlier.worse else "better",
         )
-        for outlier in report.outliers[:_MOST_OUTLIERS]
+        for outlier in report.outliers[: most.outliers]
     ]
     header = (report.noun, "number", "value", "median", "distance", "that is")
     yield Table(header, rows, align="llrrrl")
     yield Paragraph("Distance: in robust standard deviations (1.4826 MAD, at least 1 % of the median).")
-    if len(report.outliers) > _MOST_OUTLIERS:
-        yield Paragraph(f"{len(report.outliers) - _MOST_OUTLIERS} more; --format json lists all.")
+    if len(report.outliers) > most.outliers:
+        yield Paragraph(f"{len(report.outliers) - most.outliers} more; --full or --format json lists all.")
 
 
 def _not_compared(report: FleetReport) -> Iterator[Block]:
@@ -163,12 +176,12 @@ def _not_compared(report: FleetReport) -> Iterator[Block]:
         yield Table(("fact", "why"), rows)
 
 
-def _largest(report: FleetReport) -> Iterator[Block]:
+def _largest(report: FleetReport, most: _Most) -> Iterator[Block]:
     if not report.grouping.groups:
         return
     largest = report.grouping.groups[0]
     yield Heading(f"The largest group: {count_of(len(largest.members), report.noun)}, {largest.kind}")
-    yield Paragraph(_names(largest.members))
+    yield Paragraph(_names(largest.members, most))
     for name, title in largest.findings.items():
         yield Item("error", f"{name}: {title}")
     rows = [
@@ -179,9 +192,9 @@ def _largest(report: FleetReport) -> Iterator[Block]:
     yield Table(("fact", "value"), rows)
 
 
-def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MOST_NAMES])
-    return f"{shown} and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown
+def _names(names: Sequence[str], most: _Most) -> str:
+    shown = ", ".join(names[: most.names])
+    return f"{shown} and {len(names) - most.names} more" if len(names) > most.names else shown
 
 
 def fleet_findings(report: FleetReport) -> Findings:
