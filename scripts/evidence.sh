@@ -13,6 +13,7 @@
 # PYTHON      the interpreter; default python3
 # KERNELS     a folder with the wheel or the _moe_C shared object of other vLLM releases, each in a folder named by version;
 #             without it, claims about those releases are untested
+# RAY         HOST:PORT of the Ray cluster that the reports of a fleet ask; without it, Ray is started here for each
 # FLASHINFER  a folder with FlashInfer releases, each unpacked in a folder named by version
 set -euo pipefail
 shopt -s nullglob
@@ -55,6 +56,25 @@ write() {
     "${left[@]}" "$python" -m moedoctor "$@" --format json -o "$out/$name.json" || status=$?
     echo "evidence: $name took $((SECONDS - started)) s, exit code $status" >&2
     [[ ! -s $out/$name.json ]] || doctor show "$out/$name.json" --format markdown --full -o "$out/$name.md"
+    [[ $status -le 1 ]] || return "$status"
+}
+
+# fleet NAME COMMAND...: a fleet's report, the reports of its nodes in NAME.nodes, and the Markdown made from those
+fleet() {
+    local name=$1 status=0 started=$SECONDS reports
+    shift
+    reports=$out/$name.nodes
+    if [[ -z ${FRESH:-} && -s $out/$name.json ]] && grep -q '"interrupted": false' "$out/$name.json"; then
+        echo "evidence: $name is there" >&2
+        return 0
+    fi
+    echo "evidence: $name" >&2
+    mkdir -p "$out"
+    [[ -z ${FRESH:-} ]] || rm -f "$reports"/*.json
+    if [[ -e $reports/question.json ]]; then set -- "$@" --resume "$reports"; else set -- "$@" --reports "$reports"; fi
+    doctor fleet "$@" --address "${RAY:-local}" --format json -o "$out/$name.json" || status=$?
+    echo "evidence: $name took $((SECONDS - started)) s, exit code $status" >&2
+    [[ ! -s $out/$name.json ]] || doctor fleet "${@:1:$#-2}" --from-reports "$reports" --format markdown --full -o "$out/$name.md" || true
     [[ $status -le 1 ]] || return "$status"
 }
 
@@ -168,6 +188,8 @@ make_report() {
         expert_cache_faults) write expert_cache_faults run MD006 MD007 MD019 ;;                   # idle; 189 s, -
         expert_cache_speed) write expert_cache_speed bench --cache --speed --capacity 16,32,64,128 ;; # idle, 140 GB
         expert_cache_speed_batch8) write expert_cache_speed_batch8 bench --cache --speed --batch 8 --capacity 16,32,64,128 ;; # idle
+        fleet_check) fleet fleet_check check ;;                                                   # two GPUs and Ray; -, 69 s
+        fleet_parity) fleet fleet_parity run parity ;;                                            # two GPUs and Ray; -, -
         *) echo "evidence: no report is named '$1'" >&2; return 2 ;;
     esac
 }

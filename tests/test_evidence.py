@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,25 @@ def test_a_report_is_whole_and_of_the_release_that_its_folder_names(file: Path) 
         "the index names what was cut"
     )
     release = file.parent.name.partition("-vllm-")[2] or "0.21.0"
-    assert report["environment"]["vllm"] in (release, None)
+    assert _vllm(report) in (release, None)
+
+
+def _vllm(report: dict[str, Any]) -> str | None:
+    """Return the release in a report, or of the largest group of a fleet."""
+    if report["command"] == "fleet":
+        facts: dict[str, str] = report["groups"][0]["facts"]
+        return facts.get("vLLM")
+    environment: dict[str, str | None] = report["environment"]
+    return environment["vllm"]
+
+
+@pytest.mark.parametrize("file", [file for file in REPORTS if file.with_suffix(".nodes").is_dir()])
+def test_the_report_of_a_fleet_has_those_of_its_nodes(file: Path) -> None:
+    report = json.loads(file.read_text())
+    assert report["reports"] == f"{file.stem}.nodes"
+    texts = [(file.parent / report["reports"] / node["file"]).read_text() for node in report["nodes"]]
+    assert texts
+    assert not any(_HOME.search(text) for text in texts)
 
 
 def test_the_script_can_make_every_report() -> None:

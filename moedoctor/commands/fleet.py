@@ -49,7 +49,7 @@ def fleet(
         typer.Argument(
             metavar="COMMAND",
             parser=one_of("fleet", tuple(_COMMANDS)),
-            help="check, run, bench, audit or lint. `run parity` looks for GPUs that compute other bits.",
+            help="check, run, bench, audit or lint. `run parity` names GPUs that compute other bits.",
         ),
     ],
     arguments: Annotated[
@@ -139,6 +139,11 @@ def fleet(
     """Run a command on every node of a Ray cluster and show what differs.
 
     Nodes with the same answers are one group; each other group is named by what differs and who is in it.
+
+    `fleet run parity` computes one seeded MoE layer several times on each GPU, and names a GPU whose bits
+    differ from one run to the next or from those of equal GPUs. (The scenario PARITY, which compares MoE
+    backends, is `fleet run backend_parity`.)
+
     Exit code 1 if a node has a finding, gave no answer, or differs in a way that a rule calls wrong.
     """
     from moedoctor.fleet.rows import mask
@@ -171,7 +176,7 @@ def fleet(
     result = collected.report(
         tuple(str(mask(word, "")) for word in given),
         per_gpu=per_gpu,
-        folder=None if folder is None else str(mask(str(folder), "")),
+        folder=None if folder is None else str(mask(_seen_from(output, folder), "")),
         interrupted=interrupts.requested() is not None,
     )
     deliver(
@@ -187,6 +192,13 @@ def fleet(
         findings=lambda: fleet_findings(result),
     )
     return interrupts.exit_code(otherwise=result.exit_code)
+
+
+def _seen_from(output: Path | None, folder: Path) -> str:
+    """Return the folder of the reports relative to a report beside it, so that they can be moved together."""
+    if output is None or not folder.resolve().is_relative_to(beside := output.resolve().parent):
+        return str(folder)
+    return str(folder.resolve().relative_to(beside))
 
 
 def _collector(show_hosts: bool) -> Collector:

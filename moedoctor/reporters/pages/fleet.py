@@ -72,8 +72,11 @@ def summary_line(report: FleetReport) -> str:
 def _groups(report: FleetReport, most: _Most) -> Iterator[Block]:
     groups = report.grouping.groups
     if len(groups) < 2:
-        if groups:
-            yield Paragraph(f"All {count_of(len(groups[0].members), report.noun)} that answered are equal.")
+        answered = len(groups[0].members) if groups else 0
+        if answered > 1:
+            yield Paragraph(f"All {answered} {report.noun}s that answered are equal.")
+        elif answered:
+            yield Paragraph(f"A single {report.noun} answered: there is none to compare it with.")
         return
     total = sum(len(group.members) for group in groups)
     yield Heading("What differs")

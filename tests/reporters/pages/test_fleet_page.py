@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,6 +77,18 @@ def test_hosts_are_shown_if_asked_for_and_numbered_else(
     shown = capsys.readouterr().out
     assert "node-0001" in shown
     assert "gpu-host-17 GPU" not in shown
+
+
+def test_a_report_names_the_folder_beside_it_so_that_they_can_be_moved(tmp_path: Path) -> None:
+    write_answers(tmp_path / "answers")
+    report = tmp_path / "fleet.json"
+    assert (
+        main(["fleet", "run", "parity", "--from-reports", str(tmp_path / "answers"), "-o", str(report)]) == 1
+    )
+    document = json.loads(report.read_text())
+    assert document["reports"] == "answers"
+    assert all((tmp_path / document["reports"] / node["file"]).is_file() for node in document["nodes"])
+    assert str(tmp_path) not in report.read_text()
 
 
 def test_full_markdown_lists_what_the_digest_cuts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
