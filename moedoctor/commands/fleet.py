@@ -146,7 +146,9 @@ def fleet(
 
     Exit code 1 if a node has a finding, gave no answer, or differs in a way that a rule calls wrong.
     """
+    from moedoctor.fleet import connection
     from moedoctor.fleet.rows import mask
+    from moedoctor.processes.streams import leave
     from moedoctor.reporters.pages.fleet import fleet_document, fleet_findings, fleet_page, summary_line
 
     given = (command, *(arguments or ()))
@@ -191,7 +193,8 @@ def fleet(
         full=full,
         findings=lambda: fleet_findings(result),
     )
-    return interrupts.exit_code(otherwise=result.exit_code)
+    code = interrupts.exit_code(otherwise=result.exit_code)
+    return leave(code) if connection.is_lost else code
 
 
 def _seen_from(output: Path | None, folder: Path) -> str:
@@ -286,7 +289,8 @@ def _ask(
     show_hosts: bool,
 ) -> None:
     """Ask the nodes, and write and collect each answer as it comes. Raises InputError."""
-    from moedoctor.fleet.cluster import ClusterError, ask_nodes, connected, list_nodes, select
+    from moedoctor.fleet.cluster import ask_nodes, list_nodes, select
+    from moedoctor.fleet.connection import ClusterError, connected
     from moedoctor.fleet.rows import Row
     from moedoctor.fleet.store import Store, StoreError
     from moedoctor.processes.files import OutputError

@@ -7,33 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import io
-import os
-import secrets
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moedoctor.fleet import node as node_module
-from moedoctor.fleet import probe
+from moedoctor.fleet.connection import ClusterError, Head
 from moedoctor.fleet.rows import Place, Row, Status, failed, last_line, line_of, read_answer
 from moedoctor.processes import interrupts
-from moedoctor.processes.guardian import temporary_folder
 from moedoctor.results import ReportError, parse_json
 from moedoctor.text import expected_names, one_line, shorten
 
-_CONNECT_SECONDS = 5.0
 _GRACE_SECONDS = 15.0
 """The time that a node has beyond its limit to send its answer."""
 _WAIT_SECONDS = 0.2
 _CANCEL_SECONDS = 5.0
 _MOST_WORDS = 10_000
-
-
-class ClusterError(Exception):
-    """No cluster can be used; one line says what to do."""
 
 
 @dataclass(frozen=True)
@@ -62,98 +52,6 @@ class Question:
     checksums: bool = False
     wheel: bytes | None = None
     """moedoctor for the nodes that lack it or have another version."""
-
-
-@contextlib.contextmanager
-def connected(address: str) -> Iterator[Any]:
-    """Give the module `ray`, connected to the cluster at `address`: ``auto``, ``HOST:PORT`` or ``local``.
-
-    ``local`` starts Ray on this machine and ends it. Raises ClusterError.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a diagnosis reports to nobody
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its errors are raised, too
-    ray = _import_ray(address)
-    with contextlib.ExitStack() as stack:
-        options: dict[str, Any] = {"address": address}
-        if address == "local":
-            # A new token, not one that Ray would leave in the home folder.
-            stack.enter_context(_variable("RAY_AUTH_TOKEN", secrets.token_hex(32)))
-            folder = stack.enter_context(temporary_folder())
-            options.update(include_dashboard=False, _temp_dir=folder)
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # where Ray says that a node died
-        _start(ray, address, options)
-        stack.callback(ray.shutdown)
-        yield ray
-
-
-def _import_ray(address: str) -> Any:
-    """Return the module `ray`, while a process of its own asks whether a cluster is at `address`."""
-    asked = None if address == "local" else _ask_head(address)
-    try:
-        import ray
-    except ImportError as error:
-        if asked is not None:
-            asked.kill()
-        missing = "Ray is not installed" if error.name == "ray" else f"Ray cannot be imported ({error})"
-        raise ClusterError(f"{missing}; run `pip install 'ray>=2.40'` beside moedoctor") from None
-    reason = None if asked is None else probe.problem(asked)
-    if reason is not None:
-        raise _no_cluster(address, reason)
-    return ray
-
-
-def _ask_head(address: str) -> Any:
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        # Without a mode, Ray 2.60 ignores the token for an address and is refused.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if address != "auto":
-        _check_listening(address)
-    return probe.start(address)
-
-
-def _no_cluster(address: str, reason: str) -> ClusterError:
-    if address == "auto" and "Could not find any running Ray instance" in reason:
-        return ClusterError(
-            "--address auto: no Ray cluster runs on this machine; run this on a node of the cluster, "
-            "start one with `ray start --head`, or say --address local"
-        )
-    shown = shorten(one_line(reason), 200)
-    return ClusterError(
-        f"--address {address}: {shown}; expected the head of a Ray cluster, as `ray start --head` names it"
-    )
-
-
-def _start(ray: Any, address: str, options: Mapping[str, Any]) -> None:
-    with contextlib.redirect_stderr(io.StringIO()):  # its banners
-        try:
-            ray.init(**options, log_to_driver=False, logging_level="CRITICAL", configure_logging=True)
-        except Exception as error:
-            raise _no_cluster(address, str(error)) from None
-
-
-@contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-
-
-def _check_listening(address: str) -> None:
-    """Raise ClusterError at once if nothing listens there."""
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and int(port) < 65536):
-        raise ClusterError(f"--address {shorten(one_line(address), 100)}: expected auto, local or HOST:PORT")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
-    except (OSError, UnicodeError) as error:
-        reason = (
-            "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
-        )
-        raise _no_cluster(address, reason) from None
 
 
 def list_nodes(ray: Any) -> list[Node]:
@@ -217,6 +115,7 @@ class _Task:
     started: bool = False
     with_wheel: bool = False
     python: str | None = None
+    start_seconds: float | None = None
     answers: int = 0
     doing: str = ""
     """What its command wrote last."""
@@ -238,11 +137,15 @@ def ask_nodes(
     asker = _Asker(ray, question, on_row, on_words)
     for node in nodes:
         asker.submit(node)
+    head = Head.of(ray)
     try:
-        while asker.tasks and not interrupts.requested():
+        while asker.tasks and not interrupts.requested() and not head.is_lost():
             asker.step()
     finally:
-        asker.cancel_all()
+        if head.answers():
+            asker.cancel_all()
+        else:
+            asker.give_up()
 
 
 class _Asker:
@@ -311,7 +214,7 @@ class _Asker:
             self._note_words(task, text)
             return
         task.answers += 1
-        row = read_answer(_place(task), text, python=task.python)
+        row = replace(read_answer(_place(task), text, python=task.python), start_seconds=task.start_seconds)
         if row.status in (Status.MISSING, Status.OTHER_VERSION) and self._send_wheel(task):
             return
         self._on_row(row)
@@ -323,11 +226,15 @@ class _Asker:
 
     def _start(self, task: _Task, text: Any) -> None:
         """Read the first message of a node: that it started, and whether moedoctor is there."""
+        waited = time.monotonic() - task.since
         task.started, task.since = True, time.monotonic()
         with contextlib.suppress(ReportError, TypeError):
             first = parse_json(text[:10_000], "answer")
             if isinstance(first, dict):
                 task.python = shorten(one_line(str(first.get("python"))), 30)
+                age = first.get("worker_seconds")
+                if isinstance(age, float):  # a worker that is older than the question did not start for it
+                    task.start_seconds = age if 0 <= age <= waited else 0.0
                 if first.get("missing") is True:
                     task.answers += 1
                     if not self._send_wheel(task):
@@ -379,6 +286,12 @@ class _Asker:
         with contextlib.suppress(Exception):
             self._ray.cancel(task.stream, force=False)
         self._cancelled.append(task.stream)
+
+    def give_up(self) -> None:
+        """Give each task that still runs its row. Ray is asked for nothing: it has no head any more."""
+        for task in self.tasks.values():
+            self._fail(task, Status.DIED, "the head of the Ray cluster died before this node answered")
+        self.tasks.clear()
 
     def cancel_all(self) -> None:
         """End what still runs, give each a row, and wait for a moment until it has ended."""

@@ -73,7 +73,11 @@ def answer(request: Mapping[str, Any], wheel: bytes | None = None) -> Iterator[s
         if wheel is not None:
             zipfile.ZipFile(io.BytesIO(wheel)).extractall(os.path.join(folder, "wheel"))
             _put_first(environ, os.path.join(folder, "wheel"))
-        started = {"host": platform.node(), "python": platform.python_version()}
+        started = {
+            "host": platform.node(),
+            "python": platform.python_version(),
+            "worker_seconds": _age(),
+        }
         if wheel is None and not _is_there():
             yield json.dumps({**started, "missing": True})
             return
@@ -97,6 +101,16 @@ def answer(request: Mapping[str, Any], wheel: bytes | None = None) -> Iterator[s
         for child in children:
             child.end()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _age() -> float | None:
+    """Return how long ago this process was started, or None on a system without /proc."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _is_there() -> bool:

@@ -62,6 +62,9 @@ class Row:
     status: Status
     reason: str | None = None
     seconds: float | None = None
+    """What the command took."""
+    start_seconds: float | None = None
+    """What the node took before, to start a Ray worker for it; 0 if one was there."""
     python: str | None = None
     report: Mapping[str, Any] | None = None
     checksums: Mapping[str, str] = field(default_factory=dict)
@@ -222,6 +225,7 @@ def to_document(row: Row) -> dict[str, Any]:
         "status": row.status.value,
         "reason": row.reason,
         "seconds": row.seconds,
+        "start_seconds": row.start_seconds,
         "python": row.python,
         "checksums": dict(row.checksums),
         "report": row.report,
@@ -241,7 +245,8 @@ def from_document(data: Mapping[str, Any], host: str, file: str) -> Row:
         raise ReportError(file, "status: expected one that moedoctor writes") from None
     reason = data.get("reason")
     row = Row(place, status, None if reason is None else line_of(str(reason), host), file=file)
-    row = replace(row, seconds=_seconds(data.get("seconds")))
+    times = _seconds(data.get("seconds")), _seconds(data.get("start_seconds"))
+    row = replace(row, seconds=times[0], start_seconds=times[1])
     report = data.get("report")
     if isinstance(report, Mapping):
         kept = with_report(row, report, data.get("checksums"), masked=False)

@@ -13,7 +13,7 @@ import os
 import select
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from moedoctor.processes import interrupts
 from moedoctor.text import print_message
@@ -91,6 +91,13 @@ def report_loss(problem: str) -> None:
     print_message(problem)
 
 
+def leave(code: int) -> NoReturn:
+    """End the process at once, after what was written, where a library's threads crash its usual end."""
+    for stream in (sys.stdout, sys.stderr):
+        _flush(stream)
+    os._exit(interrupts.exit_code(otherwise=3) if _lost else code)
+
+
 def is_reader_gone(error: OSError) -> bool:
     """Return whether a stream cannot be written because nobody reads it any more."""
     return isinstance(error, ConnectionError)
@@ -113,8 +120,8 @@ def _unfailing(stream: Any) -> tuple[Unfailing | None, Any]:
         io.BufferedWriter(raw),
         encoding=getattr(stream, "encoding", None) or "utf-8",
         errors="moedoctor",
-        line_buffering=getattr(stream, "line_buffering", False),
-        write_through=getattr(stream, "write_through", False),
+        # PYTHONUNBUFFERED, as containers set it, writes through to a raw stream; here a buffer is between.
+        line_buffering=getattr(stream, "line_buffering", False) or getattr(stream, "write_through", False),
     )
 
 

@@ -396,6 +396,8 @@ class FleetNode(TypedDict):
     group: int | None
     seconds: float | None
     """What the command took there."""
+    start_seconds: NotRequired[float | None]
+    """What starting a Ray worker took there; 0 if one was there."""
     file: str | None
     """The node's own report, in the folder `reports`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -81,6 +82,30 @@ def test_streams_that_are_none_are_as_if_they_were_closed(monkeypatch: pytest.Mo
     assert run_with_streams(lambda: print("x") or 1) == 3
     assert run_with_streams(lambda: report_loss("x") or 1) == 3
     assert run_with_streams(lambda: 1) == 1, "a loss is not remembered"
+
+
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+def test_a_message_is_there_as_soon_as_it_is_printed(unbuffered: str) -> None:
+    """A container sets PYTHONUNBUFFERED, and its log must show what a long command does."""
+    program = (
+        "import sys\n"
+        "from moedoctor.processes.streams import run_with_streams\n"
+        "from moedoctor.text import print_message\n"
+        "run_with_streams(lambda: [print_message('begins'), sys.stdin.read(), 0][2])"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        try:
+            assert select.select([process.stderr], [], [], 20)[0], "it waits for its end"
+            assert process.stderr.readline() == b"moedoctor: begins\n"
+        finally:
+            process.stdin.close()
 
 
 def test_a_slow_reader_of_a_pipe_that_does_not_block_gets_all() -> None:

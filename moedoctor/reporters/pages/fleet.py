@@ -233,6 +233,7 @@ def fleet_document(report: FleetReport) -> dict[str, Any]:
                 "reason": row.reason,
                 "group": numbers.get(name),
                 "seconds": row.seconds,
+                "start_seconds": row.start_seconds,
                 "file": row.file,
             }
             for name, row in report.rows
