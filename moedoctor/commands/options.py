@@ -348,8 +348,11 @@ def deliver(
         text = to_markdown(blocks) if full else digest(blocks, mask(report_answer(page, document, found)))
     elif format == "html":
         from moedoctor.reporters.html import page_with_answer, to_html
+        from moedoctor.reporters.pages.run import origin_table
 
-        text = to_html(mask(page_with_answer(page, document, found)))
+        # As in Markdown, the commit is no secret: a mask that sees only the text would take it for a token.
+        made = origin_table(document.get("origin"))
+        text = to_html([*mask(page_with_answer(page, {**document, "origin": None}, found)), *made])
     elif findings is not None and format in CHECK_FORMATS[len(PAGE_FORMATS) :]:
         text = _for_machines(mask(findings()), format)
         if format == "github":

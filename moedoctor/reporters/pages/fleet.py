@@ -275,6 +275,7 @@ def from_document(document: Mapping[str, Any]) -> FleetReport:
             Status(node["status"]),
             node["reason"],
             node["seconds"],
+            node.get("start_seconds"),
             file=node["file"],
         )
         for node in document["nodes"]
