@@ -1,12 +1,13 @@
 """The pytest plug-in: ``pytest --moedoctor scenarios/`` makes a test of each scenario in a file or folder.
 
-A scenario passes if it is proved or absent, is skipped if all its cases are, and else fails with its
-evidence as sections. Each case runs in a process of its own, as with `moedoctor run`. Without the option
-nothing of moedoctor is imported.
+A scenario passes if it is proved or absent, is skipped if all its cases are, and else fails. A failure shows
+its evidence (``-rP`` shows that of the others), and ``--junitxml`` has it as properties. Each case runs in a
+process of its own, as with `moedoctor run`. Without the option nothing of moedoctor is imported.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from moedoctor.results import ScenarioResult
 
 _SUFFIXES = (".yaml", ".yml")
+_KEYS = re.compile(rb"^(id|subjects|expect|claims)\s*:", re.MULTILINE)
+_MOST_HEAD = 65_536
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,9 +34,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Collect a scenario, if the option is given."""
+    """Collect a scenario, if the option is given.
+
+    A YAML file in a folder that has no key of a scenario belongs to something else. A file that is named must
+    be a scenario.
+    """
     if not parent.config.getoption("--moedoctor") or file_path.suffix not in _SUFFIXES:
         return None
+    if not parent.session.isinitpath(file_path):
+        with file_path.open("rb") as file:
+            if not _KEYS.search(file.read(_MOST_HEAD)):
+                return None
     collector: pytest.Collector = ScenarioFile.from_parent(parent, path=file_path)
     return collector
 
@@ -74,11 +85,14 @@ class ScenarioItem(pytest.Item):
 
         facts = environment.collect()
         (result,) = run(plan([self._scenario], Options(), facts), facts).scenarios
+        self.user_properties.append(("moedoctor verdict", result.verdict.value))
+        for title, text in sections(result):
+            self.add_report_section("call", title, text)
+            self.user_properties.append((title, text))
         if result.verdict is ScenarioVerdict.SKIPPED:
-            pytest.skip(result.reason or "every case is skipped")
+            # The location is that of the scenario, not of this line.
+            raise pytest.skip.Exception(result.reason or "every case is skipped", _use_item_location=True)
         if result.verdict in (ScenarioVerdict.FOUND, ScenarioVerdict.FAILED, ScenarioVerdict.ERROR):
-            for title, text in sections(result):
-                self.add_report_section("call", title, text)
             why = result.reason or result.title
             raise ScenarioFailed(f"{result.id} {result.name} is {result.verdict.value}: {why}")
 

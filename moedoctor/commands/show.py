@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,7 +58,8 @@ def _show_run(path: Path, format: str, output: Path | None, *, full: bool, verbo
     """Show a report of `run`. Raises ReportError for anything that is none."""
     from moedoctor import catalogue
     from moedoctor.redaction import Redactor
-    from moedoctor.reporters.output import emit
+    from moedoctor.reporters.github import step_summary
+    from moedoctor.reporters.output import append_step_summary, emit
     from moedoctor.reporters.text import summary_line
     from moedoctor.results import load_report
 
@@ -65,6 +67,8 @@ def _show_run(path: Path, format: str, output: Path | None, *, full: bool, verbo
     with as_input_error(catalogue.PluginError):
         text, problem = rendered(stored, format, output, verbose=verbose, full=full)
         emit(text, output, summary_line(stored))
+    if format == "github":
+        append_step_summary(step_summary(stored), os.environ)
     return problem or 0
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import jsonschema
 import pytest
@@ -32,7 +34,7 @@ def test_the_action_is_as_github_describes_actions() -> None:
     jsonschema.validate(ACTION, SCHEMA)
     for step in STEPS:
         if "uses" in step:
-            assert re.fullmatch(r"[\w.-]+/[\w./-]+@([0-9a-f]{40}|v\d+(\.\d+)*)", step["uses"])
+            assert re.fullmatch(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}", step["uses"]), "a tag can be moved"
 
 
 def test_no_input_is_part_of_a_shell_text() -> None:
@@ -99,12 +101,10 @@ def checkpoint(folder: Path) -> None:
     made.write(folder)
 
 
-def test_a_damaged_checkpoint_fails_the_action_and_a_hostile_name_runs_nothing(tmp_path: Path) -> None:
-    name = '$(touch pwned); "`touch pwned`'
-    checkpoint(tmp_path / name)
-    runner = Runner(tmp_path, python=sys.executable, install="none", check="false", checkpoint=name)
+def test_a_damaged_checkpoint_fails_the_action(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "a model")
+    runner = Runner(tmp_path, python=sys.executable, install="none", check="false", checkpoint="a model")
     assert runner.run() == 1
-    assert not (tmp_path / "pwned").exists()
     reports = tmp_path / "moedoctor-reports"
     assert {file.name for file in reports.iterdir()} == {"lint.json", "lint.sarif"}
     assert json.loads((reports / "lint.sarif").read_text())["runs"][0]["results"]
@@ -112,23 +112,102 @@ def test_a_damaged_checkpoint_fails_the_action_and_a_hostile_name_runs_nothing(t
     assert "MD014" in (tmp_path / "GITHUB_STEP_SUMMARY").read_text()
 
 
+HOSTILE = "-x '\"; touch pwned; $(touch pwned) `touch pwned`\ntouch pwned\n::error::$IFS*"
+
+
+@pytest.mark.parametrize(
+    ("fails", "inputs"),
+    [
+        (True, dict.fromkeys(("output", "release", "sm", "checkpoint", "scenarios", "baseline"), HOSTILE)),
+        (True, {"python": HOSTILE}),
+        (True, {"install": HOSTILE, "check": "false"}),
+        (False, {"check": HOSTILE, "install": "none", "sarif": HOSTILE}),
+    ],
+    ids=["values", "python", "install", "switches"],
+)
+def test_a_hostile_input_runs_nothing(tmp_path: Path, fails: bool, inputs: dict[str, str]) -> None:
+    runner = Runner(tmp_path, **{"python": sys.executable, "install": "none", **inputs})
+    assert bool(runner.run()) == fails, runner.shown
+    assert not list(tmp_path.rglob("*pwned"))
+    assert "\n::error::" not in runner.shown, "a line like this is a command for GitHub's runner"
+
+
 @pytest.mark.slow
-def test_check_and_run_write_their_reports(tmp_path: Path) -> None:
-    baseline = ROOT / "reports" / "baselines" / "cpu.json"
-    runner = Runner(
-        tmp_path,
-        python=sys.executable,
-        install="none",
-        release="0.33.0",
-        scenarios="MD016\nMD019\n",
-        baseline=str(baseline),
-    )
-    runner.run()
+@pytest.mark.parametrize("worse", [False, True], ids=["as the baseline", "worse than the baseline"])
+def test_a_run_is_compared_with_its_baseline(tmp_path: Path, worse: bool) -> None:
+    before = json.loads((ROOT / "reports" / "baselines" / "cpu.json").read_text(encoding="utf-8"))
+    cases = [case for each in before["scenarios"] for case in each["cases"] if each["id"] == "MD019"]
+    for case in cases:
+        if worse and case["verdict"] == "skipped":
+            case["verdict"] = "clean"
+    baseline = tmp_path / "base line.json"
+    baseline.write_text(json.dumps(before))
+    scenarios = {"scenarios": "MD016\nMD019\n", "baseline": str(baseline), "check": "false"}
+    runner = Runner(tmp_path, python=sys.executable, install="none", **scenarios)
+    assert runner.run() == int(worse), runner.shown
     reports = tmp_path / "moedoctor-reports"
-    expected = {f"{name}.{kind}" for name in ("check", "run") for kind in ("json", "sarif")}
-    assert {file.name for file in reports.iterdir()} == expected, runner.shown
+    assert {file.name for file in reports.iterdir()} == {"run.json", "run.sarif"}, runner.shown
+    results = json.loads((reports / "run.sarif").read_text())["runs"][0]["results"]
+    assert ({result["ruleId"] for result in results} >= {"MD019"}) == worse
     assert "MD016" in (tmp_path / "GITHUB_STEP_SUMMARY").read_text()
-    assert runner.values["steps.run.outputs.status"] == "0"
+
+
+NO_INDEX = r"No matching distribution|ConnectionError|Connection refused|Name or service not known"
+
+
+@pytest.mark.slow
+def test_the_action_installs_itself_into_a_fresh_python(tmp_path: Path) -> None:
+    """With the defaults: installed from the action's own folder, without torch."""
+    source = tmp_path / "action"
+    source.mkdir()
+    for name in ("moedoctor", "scenarios", "reports"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "setup.py"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source)
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
+    checkpoint(tmp_path / "model")
+    inputs = {"python": str(tmp_path / "venv" / "bin" / "python"), "checkpoint": "model"}
+    runner = Runner(tmp_path, release="0.33.0", sm="12.0", **inputs)
+    runner.values["github.action_path"] = str(source)
+    code = runner.run()
+    if re.search(NO_INDEX, runner.shown):
+        pytest.skip("needs a package index")
+    assert code == 1, runner.shown
+    reports = {file.name for file in (tmp_path / "moedoctor-reports").iterdir()}
+    assert reports == {f"{name}.{kind}" for name in ("check", "lint") for kind in ("json", "sarif")}
+
+
+@pytest.mark.slow
+def test_pre_commit_itself_runs_the_hooks(tmp_path: Path) -> None:
+    tool = shutil.which(
+        "pre-commit", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    )
+    if tool is None or not (ROOT / ".git").exists():
+        pytest.skip("needs pre-commit, and a clone: make setup")
+    (tmp_path / "scenarios").mkdir()
+    scenario = tmp_path / "scenarios" / "a.yaml"
+    scenario.write_text("id: MD016\nsubjects: 3\n")
+    checkpoint(tmp_path / "model")
+    for words in (["init", "-q"], ["add", "-A"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, timeout=60)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def results() -> dict[str, str]:
+        command = [tool, "try-repo", str(ROOT), "--all-files", "--color=never"]
+        ended = subprocess.run(
+            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False
+        )
+        if re.search(NO_INDEX, ended.stdout + ended.stderr):
+            pytest.skip("needs a package index")
+        found = dict(re.findall(r"^moedoctor (\w+)\.+(\w+)$", ended.stdout, re.MULTILINE))
+        assert found, ended.stdout + ended.stderr
+        return found
+
+    assert results() == {"lint": "Failed", "scenario": "Failed"}
+    scenario.write_text((ROOT / "scenarios" / "sentinel_ids.yaml").read_text(encoding="utf-8"))
+    modelopt().write(tmp_path / "model")
+    assert results() == {"lint": "Passed", "scenario": "Passed"}
 
 
 def test_every_hook_of_pre_commit_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +241,6 @@ def scenarios(pytester: pytest.Pytester) -> pytest.Pytester:
     folder = pytester.mkdir("scenarios")
     text = (ROOT / "scenarios" / "sentinel_ids.yaml").read_text(encoding="utf-8")
     (folder / "good.yaml").write_text(text)
-    (folder / "not_one.yaml").write_text("a: 1\n")
     return pytester
 
 
@@ -188,10 +266,33 @@ def test_without_the_option_nothing_is_collected_and_nothing_of_moedoctor_is_imp
     plain_pytest(scenarios).assert_outcomes(passed=1)
 
 
-def test_a_scenario_is_a_test_and_a_file_that_is_none_is_an_error(scenarios: pytest.Pytester) -> None:
-    result = plain_pytest(scenarios, "--moedoctor", "scenarios", "--continue-on-collection-errors")
-    result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["*not_one.yaml*"])
+def test_a_scenario_is_a_test_and_its_evidence_is_in_junit(scenarios: pytest.Pytester) -> None:
+    scenarios.makefile(".yaml", docker_compose="services: {}")
+    result = plain_pytest(scenarios, "--moedoctor", ".", "-k", "MD016 or nothing", "--junitxml", "junit.xml")
+    result.assert_outcomes(passed=1)
+    (case,) = ElementTree.parse(scenarios.path / "junit.xml").iter("testcase")
+    properties = {each.get("name"): each.get("value") for each in case.iter("property")}
+    assert properties["moedoctor verdict"] == "proved"
+    figures = [value for name, value in properties.items() if "faulty model use=expert_map" in str(name)]
+    assert figures
+    assert all('"rows_wrong": ' in str(value) for value in figures)
+
+
+@pytest.mark.parametrize("text", ["a: 1\n", "id: MD016\nsubjects: 3\n"])
+def test_a_file_that_is_named_and_is_no_scenario_is_an_error(pytester: pytest.Pytester, text: str) -> None:
+    pytester.makefile(".yaml", wrong=text)
+    result = plain_pytest(pytester, "--moedoctor", "wrong.yaml")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*wrong.yaml*"])
+    in_a_folder = plain_pytest(pytester, "--moedoctor", ".")
+    in_a_folder.assert_outcomes(errors=int("id:" in text))
+
+
+def test_a_scenario_that_cannot_run_here_is_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
+    pytester.makefile(".yaml", a="id: MD013\nname: offload_noop\nsubjects: [installed]\n")
+    result = plain_pytest(pytester, "--moedoctor", "a.yaml", "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*a.yaml*: *"])
 
 
 def test_a_failing_scenario_shows_its_evidence(scenarios: pytest.Pytester) -> None:
