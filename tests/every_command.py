@@ -68,4 +68,5 @@ def prepare(folder: Path) -> None:
     (folder / "cache" / "empty").mkdir(parents=True)
     (folder / "cache" / "a.so").write_bytes(b"\x7fELF")
     (folder / "cache" / "ours.cubin").write_bytes(fake_cubin(120))
-    (folder / "cache" / "theirs.cubin").write_bytes(fake_cubin(90))
+    (folder / "cache" / "other").mkdir()
+    (folder / "cache" / "other" / "theirs.cubin").write_bytes(fake_cubin(90))

@@ -19,14 +19,19 @@ capsule = typer.Typer(
 @capsule.command()
 def show(file: _File, format: PageFormat = "table", output: Output = None, full: Full = False) -> int:
     """List what a capsule holds: the call, and every tensor with its size."""
-    from moedoctor.reporters.pages.replay import capsule_page
+    from moedoctor.reporters.pages.replay import capsule_line, capsule_page
     from moedoctor.trace.capsule import CapsuleError, facts, load
 
     with as_input_error(CapsuleError):
         held = facts(load(file))
     document = {"schema_version": 1, "command": "capsule", "file": file.name, **held}
     deliver(
-        capsule_page(held, file.name), document, format=format, output=output, full=full, summary=file.name
+        capsule_page(held, file.name),
+        document,
+        format=format,
+        output=output,
+        full=full,
+        summary=capsule_line(held),
     )
     return 0
 

@@ -99,7 +99,7 @@ def _show_page(path: Path, document: dict[str, Any], format: str, output: Path |
         )
     except ReportError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, StopIteration, TypeError, ValueError, AttributeError) as error:
         # Each value has the type that it needs, but names what is not there.
         why = shorten(one_line(f"{type(error).__name__}: {error}"))
         raise ReportError(
@@ -175,9 +175,9 @@ def _replay(document: Mapping[str, Any], format: str) -> Shown:
 
 
 def _capsule(document: Mapping[str, Any], format: str) -> Shown:
-    from moedoctor.reporters.pages.replay import capsule_page
+    from moedoctor.reporters.pages.replay import capsule_line, capsule_page
 
-    return capsule_page(document, document["file"]), document["file"], None
+    return capsule_page(document, document["file"]), capsule_line(document), None
 
 
 def _explain(document: Mapping[str, Any], format: str) -> Shown:

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-_REFERENCE = re.compile(r"(?<![\w.-])([\w.-]{1,100}/[\w.-]{1,100})#(\d+)", re.ASCII)
+_REFERENCE = re.compile(
+    r"(?<![\w.-])(?:https://[\w.-]{1,100}/[\w./#-]{0,300}[\w/]|([\w.-]{1,100}/[\w.-]{1,100})#(\d+))", re.ASCII
+)
 _CODE = re.compile(r"`([^`]+)`")
 _NOT_IN_ID = re.compile(r"[^a-z0-9]+")
 _NAMESPACES = re.compile(r' xmlns(?::xlink)?="[^"]*"')
@@ -239,13 +241,14 @@ def _without(text: str, start: str, end: str) -> str:
 
 
 def _pieces(text: str) -> list[tuple[str, str]]:
-    """Return (text, address): the parts of a text, with the address on GitHub of ``owner/repository#1``."""
+    """Return (text, address): the parts of a text, with the address of ``owner/repository#1`` on GitHub.
+
+    What begins with ``https://`` is its own address.
+    """
     line, parts, end = one_line(text), [], 0
     for match in _REFERENCE.finditer(line):
-        parts += [
-            (line[end : match.start()], ""),
-            (match[0], f"https://github.com/{match[1]}/issues/{match[2]}"),
-        ]
+        address = match[0] if match[1] is None else f"https://github.com/{match[1]}/issues/{match[2]}"
+        parts += [(line[end : match.start()], ""), (match[0], address)]
         end = match.end()
     return [*parts, (line[end:], "")]
 

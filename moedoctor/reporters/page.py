@@ -83,6 +83,8 @@ class Item:
     title: Text
     lines: Sequence[tuple[str, Text]] = ()
     """(label, text); the label may be empty."""
+    tone: str = ""
+    """A key of `TONES`, if the word is none."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,12 @@ def report_answer(page: Page, document: Mapping[str, Any], found: Sequence[str])
     for block in page:
         if isinstance(block, Answer):
             return block
-    sources = [plain(block.text) for block in page if isinstance(block, Paragraph) and is_source(block)]
+    sources, under = [], ""
+    for block in page:
+        if isinstance(block, Heading) and block.level > 1:
+            under = f"{plain(block.text)}: "
+        elif isinstance(block, Paragraph) and is_source(block):
+            sources.append(under + plain(block.text).removeprefix(_LOOKED_AT))
     messages = [
         block.chart.title
         for block in blocks_of(page)
@@ -200,8 +207,8 @@ def report_answer(page: Page, document: Mapping[str, Any], found: Sequence[str])
     ]
     facts = facts_line(document.get("environment") or {})
     looked_at: list[Text] = [title_of(page, document).text]
-    looked_at += [text.removeprefix(_LOOKED_AT) for text in sources]
-    return answer(page, [*looked_at, *([facts] if facts else [])], [*found, *messages])
+    looked_at += [*sources, *([facts] if facts else [])]
+    return answer(page, looked_at, list(dict.fromkeys([*found, *messages])))
 
 
 def beside_answer(page: Page, answered: Answer) -> list[Block]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -119,6 +120,8 @@ def _fill(axes: Any, chart: Chart) -> None:
         ticks = log_ticks(chart.series)
         axes.set_yscale("log")
         axes.set_yticks(ticks, [f"{value:g}" for value in ticks])
+    if len(places := {value for line in chart.series for value in line.x}) == 1:
+        axes.set_xticks(list(places))  # nothing between was measured
     axes.minorticks_off()
     if chart.y_range:
         axes.set_ylim(*chart.y_range)
@@ -159,23 +162,19 @@ def _spread(wanted: Sequence[float], heights: Sequence[float], low: float, high:
 
     `wanted` must be sorted. Labels that do not fit between `low` and `high` go beyond.
     """
-    places = list(wanted)
-    for _ in range(100):
-        moved = False
-        for index in range(len(places) - 1):
-            need = (heights[index] + heights[index + 1]) / 2
-            lack = need - (places[index + 1] - places[index])
-            if lack > 0.01:
-                places[index] -= lack / 2
-                places[index + 1] += lack / 2
-                moved = True
-        if places[0] < low:
-            places[0], moved = low, True
-        if places[-1] > high and places[0] > low:
-            places[-1], moved = high, True
-        if not moved:
-            break
-    return places
+    offsets = [0.0]
+    for above, below in itertools.pairwise(heights):
+        offsets.append(offsets[-1] + (above + below) / 2)
+    # Without their offsets the places must only never fall: labels that would meet share their mean.
+    groups: list[tuple[float, int]] = []
+    for want, offset in zip(wanted, offsets, strict=True):
+        groups.append((want - offset, 1))
+        while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
+            (first, many), (second, more) = groups[-2:]
+            groups[-2:] = [((first * many + second * more) / (many + more), many + more)]
+    most = max(low, high - offsets[-1])
+    starts = [min(max(start, low), most) for start, count in groups for _ in range(count)]
+    return [start + offset for start, offset in zip(starts, offsets, strict=True)]
 
 
 def _looks(series: Sequence[Series]) -> list[dict[str, Any]]:
@@ -184,7 +183,8 @@ def _looks(series: Sequence[Series]) -> list[dict[str, Any]]:
     free = 0
     for line in series:
         if line.bound:
-            looks.append({"color": QUIET, "linestyle": (0, (1, 1.5))})
+            marker = {"marker": "_"} if len(line.x) == 1 else {}  # a line of one point has no length
+            looks.append({"color": QUIET, "linestyle": (0, (1, 1.5)), **marker})
             continue
         marker = {"marker": _SHAPES[free % len(_SHAPES)], "linestyle": _DASHES[free % len(_DASHES)]}
         looks.append({"color": COLOURS[free % len(COLOURS)], **marker})

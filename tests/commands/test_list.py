@@ -58,7 +58,7 @@ def test_words_search_titles_and_messages(
 
 def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, "markdown").splitlines()
-    assert lines[0] == "# known failures"
+    assert lines[0] == "# Known failures"
     assert [line.split(":")[0] for line in lines[2:5]] == ["- **Looked at", "- **Found", "- **To do"]
     number = re.search(r"(\d+) known failures; moedoctor runs (\d+) of them", lines[3])
     assert number is not None

@@ -12,12 +12,12 @@ from moedoctor.cli import main
 @pytest.mark.parametrize(
     ("arguments", "begins"),
     [
-        (["-o", "a.md"], "| id "),
+        (["-o", "a.md"], "# Known failures"),
         (["-o", "a.JSON"], "{"),
-        (["-o", "a.txt"], "id  "),
-        (["-o", "a.dat"], "id  "),
+        (["-o", "a.txt"], "Known failures"),
+        (["-o", "a.dat"], "Known failures"),
         (["-o", "a.md", "--format", "json"], "{"),
-        (["-f", "table", "-o", "a.json"], "id  "),
+        (["-f", "table", "-o", "a.json"], "Known failures"),
     ],
 )
 def test_the_name_of_the_output_chooses_the_format_unless_one_is_given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import sys
@@ -82,7 +83,19 @@ def test_no_label_covers_another(labels: list[tuple[float, float]]) -> None:
     wanted, heights = [label[0] for label in labels], [label[1] for label in labels]
     places = _spread(wanted, heights, 0.0, 300.0)
     for index in range(len(places) - 1):
-        assert places[index + 1] - places[index] > (heights[index] + heights[index + 1]) / 2 - 0.5
+        assert places[index + 1] - places[index] > (heights[index] + heights[index + 1]) / 2 - 1e-6
+    # Labels that have room stay where they are wanted.
+    apart = [(a + b) / 2 for a, b in itertools.pairwise(heights)]
+    if all(right - left >= need for left, right, need in zip(wanted, wanted[1:], apart, strict=False)):
+        assert places == pytest.approx(wanted) or wanted[-1] + sum(apart) > 300
+
+
+def test_a_single_capacity_is_drawn_with_its_bound_and_its_tick() -> None:
+    drawn = draw(series=tuple(replace(line, x=[8], y=line.y[:1], low=(), high=()) for line in LINES))
+    assert "8" in words(drawn)
+    assert "7.6" not in words(drawn)
+    markers = {path.get("d") for path in elements(drawn, "path") if path.get("id", "").startswith("m")}
+    assert len(markers) == 5  # two lines, the bound, and the ticks of two axes
 
 
 @pytest.mark.parametrize(

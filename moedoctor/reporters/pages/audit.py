@@ -24,17 +24,18 @@ def audit_page(items: Sequence[Item], gpu: Capability | None, tool: str | None) 
     page: list[blocks.Block] = [
         blocks.Heading(f"device code, {where} ({tool or 'no cuobjdump: ' + NO_TOOL})", 1)
     ]
-    rows = []
+    rows: list[tuple[blocks.Text, ...]] = []
     for item in items:
         module = f" ({item.module})" if item.module else ""
         name = item.path + module
-        rows.append((name, *_lists(item, gpu), verdict(item)))
+        bad = item.fate is Fate.MISSING or item.lacks
+        rows.append((name, *_lists(item, gpu), blocks.Span(verdict(item), "missing" if bad else "")))
     if rows:
         page.append(blocks.Table(("file", "runs there" if gpu else "targets", "does not", "verdict"), rows))
     else:
         page.append(blocks.Paragraph("no shared object, cubin, wheel or build file found"))
     page.append(blocks.Paragraph(summary_line(items)))
-    return [*page, *map(blocks.Paragraph, _next_steps(items, gpu))]
+    return [*page, *map(blocks.Step, _next_steps(items, gpu))]
 
 
 def summary_line(items: Sequence[Item]) -> str:
@@ -158,11 +159,11 @@ def _next_steps(items: Sequence[Item], gpu: Capability | None) -> Iterator[str]:
         return
     missing = [item for item in items if item.fate is Fate.MISSING]
     for remedy in dict.fromkeys(_remedy(item, gpu) for item in missing):
-        yield f"MD004: what is missing fails with `no kernel image is available`; {remedy}."
+        yield f"MD004: what is missing fails with `no kernel image is available`; {remedy}"
     if any(item.lacks for item in items):
         yield (
             "MD004: kernels built for a target without suffix end in a compiler error or in output that is "
-            f"never written; remove the module's folder and set {_list_entry(gpu)}."
+            f"never written; remove the module's folder and set {_list_entry(gpu)}"
         )
 
 

@@ -10,7 +10,7 @@ import moedoctor
 from moedoctor.diagnose.settings.tables import SettingFinding
 from moedoctor.fixes.backends import Selection
 from moedoctor.fixes.backends.requests import Request
-from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Table, Text
+from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table, Text
 
 _SELECTION = tuple(field.name for field in fields(Selection))
 
@@ -96,7 +96,14 @@ def backends_page(report: BackendsReport) -> list[Block]:
     ]
     for title, lines in _sections(report):
         page += [Heading(title, 3), Bullets(lines)]
-    return page
+    asked = report.request
+    if asked and asked.works and asked.how:
+        page.append(Step(f"ask for {asked.backend} with {asked.how}"))
+    return [*page, *_better_settings(report.settings)]
+
+
+def _better_settings(settings: Sequence[SettingFinding]) -> list[Step]:
+    return [Step(f"use {each.instead} instead of {each.setting}") for each in settings if each.instead]
 
 
 def schemes_page(
@@ -128,7 +135,8 @@ def schemes_page(
     ]
     if settings:
         page += [Heading("Settings", 3), Bullets([setting_line(finding) for finding in settings])]
-    return [*page, Heading("Notes", 3), Bullets(list(notes))]
+    page += [Heading("Notes", 3), Bullets(list(notes)), *_better_settings(settings)]
+    return [*page, Step("say how the experts are quantized: --scheme, or a server's command line after --")]
 
 
 def schemes_line(selections: Sequence[Selection]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from moedoctor.comparison import Comparison
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Step
+from moedoctor.reporters.text import count_of
 
 GROUPS = ("regressions", "improvements", "notes")
 _LISTED = 5
@@ -35,8 +36,8 @@ def compare_page(document: Mapping[str, Any]) -> list[Block]:
 
 
 def summary_line(document: Mapping[str, Any]) -> str:
-    """Return ``1 regressions, 0 improvements, 2 notes``."""
-    return ", ".join(f"{len(document[name])} {name}" for name in GROUPS)
+    """Return ``1 regression, 0 improvements, 2 notes``."""
+    return ", ".join(count_of(len(document[name]), name.removesuffix("s")) for name in GROUPS)
 
 
 def _next_steps(changed: Comparison, current: str) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -112,8 +113,10 @@ class Explained:
         """Return who has it, what came out of the claims about it, and what to do today."""
         words = [f"{count} {verdict}" for verdict, count in Counter(map(_word, self.claims)).items()]
         claims = [f"{count_of(len(self.claims), 'claim')}: {', '.join(words)}"] if words else []
-        run = f"`moedoctor run {self.id}` runs it" if self.runs else NOT_YET
-        steps = [text for text in (self.next, self.record, run) if text]
+        call = f"`moedoctor run {self.id}`"
+        steps = [text for text in (self.next, self.record) if text]
+        if call not in self.next:
+            steps.append(f"{call} runs it" if self.runs else NOT_YET)
         looked_at = "the catalogue of known failures, and the reports that come with moedoctor"
         return Answer([looked_at], [self.summary(), *claims], steps)
 
@@ -144,7 +147,7 @@ class Explained:
             title = (f"{claim.text} (", Span(claim.source, "source"), ")")
             page.append(Item(_word(claim), title, outcomes or [("", "not measured yet")]))
         if self.links:
-            links = [f"{link.url} {link.text}".rstrip() for link in self.links]
+            links = [Span(f"{link.url} {link.text}".rstrip(), "source") for link in self.links]
             page += [Heading(SECTIONS[-1]), Bullets(links)]
         run: Sequence[str | Span] = ("Run it: ", Span(f"moedoctor run {self.id}", "code"))
         return [*page, Paragraph(tuple(run) if self.runs else NOT_YET)]
@@ -155,13 +158,13 @@ def list_page(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
     cells = [(row["id"], row["title"], row["affects"], row["fixed_in"]) for row in rows]
     details, run = Span("moedoctor explain ID", "code"), Span("moedoctor run ID", "code")
     more = Step((details, " gives details, ", run, " runs one"))
-    return [Heading("known failures", 1), Table(("id", "failure", "affects", "fixed in"), cells), more]
+    return [Heading("Known failures", 1), Table(("id", "failure", "affects", "fixed in"), cells), more]
 
 
 def list_line(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return ``21 known failures; 19 of them run here; 7 without a release that fixes them``."""
     runs = sum(bool(row["scenario"]) for row in rows)
-    open_ones = sum(row["fixed_in"] == "no" for row in rows)
+    open_ones = sum(re.match(r"no\b", row["fixed_in"]) is not None for row in rows)
     return (
         f"{count_of(len(rows), 'known failure')}; moedoctor runs {runs} of them; no release fixes {open_ones}"
     )

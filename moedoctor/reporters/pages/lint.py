@@ -103,4 +103,5 @@ def summary_line(document: Mapping[str, Any]) -> str:
         kinds += f" and {count_of(remarks, 'remark')}"
     share = summary["block_scales_seen"]
     sampled = "" if share >= 1 else f"; {share:.1%} of the block scales were read"
-    return f"{kinds} in {summary['tensors']:,} tensors of {summary['shards']} files{sampled}"
+    files = count_of(summary["shards"], "file")
+    return f"{kinds} in {summary['tensors']:,} tensors of {files}{sampled}"

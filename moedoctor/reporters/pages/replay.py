@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import moedoctor
 from moedoctor.diagnose.capsule.mistakes import BY_NAME
-from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Table
+from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table
 from moedoctor.reporters.text import count_of
 from moedoctor.text import escape
 
@@ -59,7 +59,23 @@ def replay_page(document: Mapping[str, Any], level: int = 1) -> list[Block]:
             Heading("On this machine", level + 1),
             Table(("backend", "reference", "cosine", "norm ratio", "recorded output", "note"), rows),
         ]
-    return [*page, Heading("The call", level + 1), Bullets(_call(record, document["capsule"]))]
+    page += [Heading("The call", level + 1), Bullets(_call(record, document["capsule"]))]
+    return [*page, *map(Step, _next_steps(document))]
+
+
+def _next_steps(document: Mapping[str, Any]) -> list[str]:
+    """Return what to do about a wrong output, or about one that cannot be judged."""
+    if document["judged"] and document["right"]:
+        return []
+    mistakes = (document["diagnosis"].get("explanation") or {}).get("mistakes", ())
+    known = [BY_NAME[name].entry for name in mistakes if name in BY_NAME and BY_NAME[name].entry]
+    steps = [f"`moedoctor explain {entry}` says what to do" for entry in dict.fromkeys(known)]
+    if not document["backends"]:
+        steps.append(f"`moedoctor replay {document['file']} --backend all` runs backends on the same inputs")
+    return [
+        *steps,
+        f"`moedoctor capsule copy {document['file']} FILE --without-weights` makes a copy to share",
+    ]
 
 
 def _verdict(document: Mapping[str, Any]) -> tuple[str, str]:
@@ -187,7 +203,13 @@ def capsule_page(facts: Mapping[str, Any], file: str) -> list[Block]:
         Heading(f"{escape(file)}: {escape(facts['record']['layer'])}", 1),
         Bullets(_call(facts["record"], facts)),
         Table(("tensor", "type", "shape", "bytes"), [list(map(escape, row)) for row in rows], "lllr"),
+        Step(f"`moedoctor replay {escape(file)}` judges the recorded output"),
     ]
+
+
+def capsule_line(facts: Mapping[str, Any]) -> str:
+    """Return the layer and what was recorded of it, in one line."""
+    return f"{count_of(len(facts['tensors']), 'tensor')}: {'; '.join(_call(facts['record'], facts)[:3])}"
 
 
 def _call(record: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step
 from moedoctor.reporters.text import count_of
 
 PASTE = (
-    "To be sure, paste more: the release (`vllm --version`), the GPU, the whole command line with the "
+    "to be sure, paste more: the release (`vllm --version`), the GPU, the whole command line with the "
     "variables that begin with VLLM_, and the 30 lines before the error."
 )
 _MISSING = 3
@@ -95,7 +95,7 @@ def _page(result: Triage) -> list[Block]:
     page += [_near_miss(miss) for miss in result.near_misses if not result.findings]
     page.append(Paragraph(_looked_at(result)))
     if not any(finding.grade is Grade.CERTAIN for finding in result.findings):
-        page.append(Paragraph(PASTE))
+        page.append(Step(PASTE))
     return page
 
 
@@ -110,7 +110,7 @@ def _item(finding: Finding) -> Item:
         lines.append(("record", hint))
     lines.append(("more", _explain(finding.id)))
     title = f"{finding.grade.value}, line {finding.line}: {entry.title} (confidence {finding.confidence:.2f})"
-    return Item(finding.id, title, lines)
+    return Item(finding.id, title, lines, "error" if finding.grade is Grade.CERTAIN else "warning")
 
 
 def _possible(finding: Finding) -> Item:

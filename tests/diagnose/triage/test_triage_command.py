@@ -216,7 +216,7 @@ def test_what_is_only_possible_does_not_count(tmp_path: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert "Nothing in this text decides." in out
     assert "likely if: " in out
-    assert "To be sure, paste more" in out
+    assert "to be sure, paste more" in out
     assert out.splitlines()[-1] == "0 known failures found, 5 possible."
 
 
