@@ -150,10 +150,10 @@ def test_no_torch_and_a_quick_start(report: Path) -> None:
     for _ in range(3):
         before = os.times()
         ended = subprocess.run([sys.executable, "-c", program, str(report)], capture_output=True, text=True)
-        after = os.times()  # processor time: a busy machine does not count
+        after = os.times()  # processor time: waiting does not count, a busy neighbour on the same core does
         best = min(best, sum(after[2:4]) - sum(before[2:4]))
         assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), "the reason of the exit code"
-    assert best < 0.45
+    assert best < 0.6
 
 
 def test_several_files_and_one_that_is_none(
