@@ -1,8 +1,9 @@
 """Writes the report on the explanation of wrong MoE calls: known mistakes planted in all kinds of layers.
 
-Usage: plant_mistakes.py [--seeds N] [--processes N] [FILE]. It writes FILE.json and FILE.md. A layer is a
-type of weights, a type of activations (quantized by the backend or not) and an activation function. Each seed
-is another layer with other tokens, every second one with duplicate ids, ids of -1 and large inputs.
+Usage: plant_mistakes.py [--seeds N] [--minutes N] [--processes N] [FILE]. It writes FILE.json and FILE.md, of
+the seeds that all kinds of layer have ended when the minutes are over. A layer is a type of weights, a type
+of activations (quantized by the backend or not) and an activation function. Each seed is another layer with
+other tokens, every second one with duplicate ids, ids of -1 and large inputs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from moedoctor.diagnose.capsule.planting import (  # noqa: E402
     deviations,
     plant,
     plant_places,
+    plant_strange,
     plant_weights_and_rows,
 )
 from moedoctor.environment import collect  # noqa: E402
@@ -48,25 +50,34 @@ _OUTCOMES = (FIRST, NOT_TOLD_APART, NOT_NAMED, WRONG, NO_EFFECT)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("file", type=Path, nargs="?", default=_FILE)
     options = parser.parse_args()
     started = time.monotonic()
-    jobs = [(scheme, seed) for scheme in _schemes() for seed in range(options.seeds)]
-    single, pairs, places, others = Tally(), Tally(), Tally(), Tally()
+    schemes = list(_schemes())
+    jobs = [(scheme, seed) for seed in range(options.seeds) for scheme in schemes]
+    ended: list[tuple[Tally, ...]] = []
     with ProcessPoolExecutor(options.processes) as pool:
-        for ended, tallies in enumerate(pool.map(measure, jobs), 1):
-            for total, part in zip((single, pairs, places, others), tallies, strict=True):
-                total.merge(part)
-            print(f"\r{ended} of {len(jobs)} layers", end="", file=sys.stderr, flush=True)
+        for tallies in pool.map(measure, jobs):
+            ended.append(tallies)
+            print(f"\r{len(ended)} of {len(jobs)} layers", end="", file=sys.stderr, flush=True)
+            if time.monotonic() - started > 60 * options.minutes:
+                pool.shutdown(cancel_futures=True)
+                break
     print(file=sys.stderr)
+    seeds = len(ended) // len(schemes)
+    single, pairs, places, others = Tally(), Tally(), Tally(), Tally()
+    for tallies in ended[: seeds * len(schemes)]:
+        for total, part in zip((single, pairs, places, others), tallies, strict=True):
+            total.merge(part)
     document = {
         "schema_version": 1,
         "command": "scripts/plant_mistakes.py",
         "origin": origin(),
         "environment": {key: collect()[key] for key in ("torch", "vllm")},
-        "seeds": options.seeds,
-        "layers": ["/".join(scheme) for scheme in _schemes()],
+        "seeds": seeds,
+        "layers": ["/".join(scheme) for scheme in schemes],
         "seconds": round(time.monotonic() - started, 1),
         "one_mistake": single.record(),
         "two_mistakes": pairs.record(),
@@ -86,7 +97,7 @@ def _schemes() -> Iterator[tuple[str, str, str]]:
 
 
 def measure(job: tuple[tuple[str, str, str], int]) -> tuple[Tally, Tally, Tally, Tally]:
-    """Plant one mistake, two at once, one in one expert only, and wrong weights and rows, in one layer."""
+    """Plant one mistake, two at once, one in one expert only, and wrong weights, rows and values."""
     import torch
 
     from moedoctor.diagnose.capsule.mistakes import pairs_of
@@ -102,6 +113,7 @@ def measure(job: tuple[tuple[str, str, str], int]) -> tuple[Tally, Tally, Tally,
     single, pairs, places, others = Tally(), Tally(), Tally(), Tally()
     plant(single, scheme, call, every, seed)
     plant(pairs, scheme, call, draw.sample(list(pairs_of(every)), _PAIRS), seed)
+    plant_strange(single, call, seed)
     plant_places(places, scheme, call, every, seed)
     foreign = make_capsule(quantization, activations, activation=activation, seed=seed + 1000)
     plant_weights_and_rows(others, scheme, call, foreign.problem().layer, seed)
@@ -118,8 +130,10 @@ def page(document: dict[str, Any]) -> list[Block]:
             f"{single['planted']} planted outputs of {len(document['layers'])} kinds of layer with "
             f"{document['seeds']} seeds each. Of those with an effect that can be told apart, "
             f"{single['first_share']:.2%} are named first and {single['wrong_share']:.2%} wrongly. "
-            f"Of {single['sound']} sound outputs, {single['sound_named']} are called wrong. Layers (weights, "
-            f"activations, activation function): {', '.join(document['layers'])}."
+            f"Of {single['sound']} sound outputs, {single['sound_named']} are called wrong. "
+            f"Of {single['strange']} outputs that are wrong in other ways, {single['strange_named']} are "
+            "given a name; the answer to the others is that none of the known mistakes explains them. Layers "
+            f"(weights, activations, activation function): {', '.join(document['layers'])}."
         ),
         Heading("One mistake in the whole layer"),
         _table(single),
@@ -127,7 +141,7 @@ def page(document: dict[str, Any]) -> list[Block]:
     for title, part in (("Two mistakes at once", pairs), ("One mistake in one expert only", places)):
         shares = f"{part['first_share']:.2%} named first, {part['wrong_share']:.2%} wrongly"
         blocks += [Heading(title), Paragraph(f"{part['planted']} planted: {shares}."), _totals(part)]
-    blocks += [Heading("Rows that nobody wrote, other weights, wrong scales"), _table(others)]
+    blocks += [Heading("Rows that nobody wrote, other weights, wrong scales and limits"), _table(others)]
     blocks += [
         Heading("Not told apart, and why"),
         Paragraph(

@@ -289,10 +289,12 @@ class CallKeeper:
 def make_capsule(layer: WatchedLayer, call: Mapping[str, torch.Tensor], more: Mapping[str, Any]) -> Capsule:
     """Return the capsule of a call, with the weights of the experts that it uses, `top_k` at least.
 
+    With an id of -1 these are also those of the last expert, because a kernel may take the one for the other.
     `call` has the tensors of the call by their names in the capsule, `more` fields of its record.
     """
     experts = layer.record.experts
-    used = sorted({int(expert) for expert in call["topk_ids"].unique().tolist() if 0 <= expert < experts})
+    ids = {int(expert) for expert in call["topk_ids"].unique().tolist()}
+    used = sorted({experts - 1 if expert < 0 else expert for expert in ids if expert < experts})
     spare = (expert for expert in range(experts) if expert not in used)
     used = sorted([*used, *(next(spare) for _ in range(len(used), layer.record.top_k))])
     weights = layer.weights(used)

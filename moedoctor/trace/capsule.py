@@ -238,13 +238,18 @@ def _weight_tensors(name: str, weight: Weight) -> dict[str, torch.Tensor]:
 
 
 def kept(capsule: Capsule, tokens: Sequence[int]) -> Capsule:
-    """Return the capsule of some of its tokens, with the experts that they use, `top_k` at least."""
+    """Return the capsule of some of its tokens, with the experts that they use, `top_k` at least.
+
+    With an id of -1, the layer's last expert is kept too, because a kernel may take the one for the other.
+    """
     rows = torch.tensor(list(tokens), dtype=torch.long)
     tensors = dict(capsule.tensors)
     for name in _CALL:
         if name in tensors:
             tensors[name] = tensors[name][rows]
     used = torch.isin(tensors["expert_ids"], tensors["topk_ids"])  # [U]
+    if bool((tensors["topk_ids"] < 0).any()):
+        used |= tensors["expert_ids"] == capsule.record.experts - 1
     spare = (~used).nonzero().flatten()[: max(0, capsule.record.top_k - int(used.sum()))]
     used[spare] = True  # a layer has at least as many experts as a token uses
     for name in (*_weight_names(capsule), *_backend_names(capsule)):

@@ -109,17 +109,21 @@ class Computation:
         (out,) = self._products([self._middle(up)], "w2", RIGHT, ids)  # [T, K, H]
         return out * self.problem.topk_weights.float()[..., None]
 
-    def with_scales(self, step: str, factors: Sequence[float], pairs: torch.Tensor) -> list[torch.Tensor]:
-        """Return float32 [T, K, H] for each factor: what `pairs` [T, K] add if a global scale is that wrong.
+    def with_values(self, step: str, values: Sequence[float], pairs: torch.Tensor) -> list[torch.Tensor]:
+        """Return float32 [T, K, H] for each value: what `pairs` [T, K] add if a step has this value.
 
-        `step` is ``w13`` or ``w2``; its scale is `factor` times as large. Other pairs are zero.
+        ``w13`` and ``w2``: their scale is that many times as large. ``activation``: it is clamped there.
+        Other pairs are zero.
         """
         ids = torch.where(pairs, self.problem.topk_ids, -1)  # [T, K]
         if step == "w2":
             right = self.with_ids(ids)  # [T, K, H]
-            return [right * factor for factor in factors]
+            return [right * factor for factor in values]
         (up,) = self._products([self._entering(RIGHT)], "w13", RIGHT, ids)  # [T, K, N]
-        middles = [self._middle(up * factor) for factor in factors]  # [T, K, I] each
+        if step == "w13":
+            middles = [self._middle(up * factor) for factor in values]  # [T, K, I] each
+        else:
+            middles = [self._middle(up, "activation_clamped", limit=limit) for limit in values]
         weights = self.problem.topk_weights.float()[..., None]  # [T, K, 1]
         return [out * weights for out in self._products(middles, "w2", RIGHT, ids)]
 
@@ -185,9 +189,12 @@ class Computation:
         x = self._quantized(self.problem.x.float(), option, self.problem.layer.input_scale)  # [T, H]
         return x[:, None].expand(-1, self.problem.topk_ids.shape[1], -1)
 
-    def _middle(self, up: torch.Tensor, activation: str = RIGHT, middle: str = RIGHT) -> torch.Tensor:
+    def _middle(
+        self, up: torch.Tensor, activation: str = RIGHT, middle: str = RIGHT, limit: float = _LIMIT
+    ) -> torch.Tensor:
         """Return float32 [T, K, I] of the first product [T, K, N]: activated, and quantized again."""
-        return self._quantized(self._activated(up, activation), middle, self.problem.layer.intermediate_scale)
+        activated = self._activated(up, activation, limit)  # [T, K, I]
+        return self._quantized(activated, middle, self.problem.layer.intermediate_scale)
 
     def _products(
         self, inputs: Iterable[torch.Tensor], name: str, option: str, ids: torch.Tensor
@@ -222,7 +229,7 @@ class Computation:
             gate, up = up, gate  # the rows take their scales with them
         return torch.stack((gate, up)).repeat_interleave(self.problem.layer.shape.intermediate)
 
-    def _activated(self, up: torch.Tensor, option: str) -> torch.Tensor:
+    def _activated(self, up: torch.Tensor, option: str, limit: float) -> torch.Tensor:
         right = self.problem.layer.shape.activation
         if self.activations != "none":
             up = up.bfloat16().float()  # such backends activate in bfloat16
@@ -233,9 +240,9 @@ class Computation:
             return _CURVES[option](gate) * value
         if option == "activation_clamped":
             if right == "relu2":
-                return functional.relu(up).clamp(max=_LIMIT).square()
+                return functional.relu(up).clamp(max=limit).square()
             gate, value = up.chunk(2, dim=-1)  # [T, K, I] each
-            limited = torch.cat((gate.clamp(max=_LIMIT), value.clamp(-_LIMIT, _LIMIT)), dim=-1)  # [T, K, 2I]
+            limited = torch.cat((gate.clamp(max=limit), value.clamp(-limit, limit)), dim=-1)  # [T, K, 2I]
             return activate(limited, right)
         return activate(up, right)
 

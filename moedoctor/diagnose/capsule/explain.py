@@ -34,7 +34,7 @@ _MOST_TOGETHER = 256
 _FAR = 0.25
 """A relative error that no bound allows: each allows a token less than half of it."""
 _OCTAVES, _FINEST = 8, 2.0**-12
-"""Powers of two by which a scale is looked for, and how finely."""
+"""Powers of two by which a scale or limit is looked for, and how finely."""
 _NOISE = {"none": 2.0**-9, "fp8": 2.0**-5, "nvfp4": 2.0**-5}
 """How far a sound backend moves an element, relative to its token's RMS; codes that flip move it further."""
 _APART = 3.0
@@ -62,7 +62,7 @@ class Explanation:
     taken: int | None = None
     """``expert_replaced``: the place of the expert that was computed instead."""
     factor: float | None = None
-    """``global_scale_wrong``: how many times too large the scale is."""
+    """``global_scale_wrong``: how many times too large the scale is. ``activation_clamped``: the limit."""
     prediction: torch.Tensor = field(repr=False, compare=False, default_factory=lambda: torch.empty(0))
     """float32 [T, H]"""
 
@@ -118,7 +118,7 @@ def diagnose(computation: Computation, output: torch.Tensor) -> Diagnosis:
     ]
     searches: Sequence[Callable[[], list[Explanation]]] = (
         lambda: [*call.rows(), *call.tried(deviations)],
-        call.scales,
+        call.values,
         call.experts,
         lambda: call.tried(list(pairs_of(deviations))),
         call.unknown_experts,
@@ -199,38 +199,42 @@ class _Call:
             return []
         return [self._explanation(("row_unwritten",), (), prediction, None, tuple(wrong))]
 
-    def scales(self) -> list[Explanation]:
-        """Explain the output by a global scale that is too large or too small, in one expert or in all."""
-        if self.computation.problem.layer.quantization == "bf16":
-            return []
-        suspects = self._suspects()
-        groups: list[tuple[int, ...]] = [(expert,) for expert in self._causes(suspects)]
-        if len(suspects) > 1:
-            groups.append(tuple(suspects))
-        return [self._scaled(step, experts) for experts in groups for step in ("w13", "w2")]
+    def values(self) -> list[Explanation]:
+        """Explain the output by a wrong global scale or limit of the activation, in one expert or in all."""
+        suspects, used = self._suspects(), self.ids[self.ids >= 0].unique().tolist()
+        causes: list[tuple[int, ...]] = [(expert,) for expert in self._causes(suspects)]
+        found = [self._with_best_value("activation", experts) for experts in (*causes, tuple(used))]
+        if self.computation.problem.layer.quantization != "bf16":
+            together = [tuple(suspects)] if len(suspects) > 1 else []
+            found += [
+                self._with_best_value(step, experts)
+                for experts in (*causes, *together)
+                for step in ("w13", "w2")
+            ]
+        return found
 
-    def _scaled(self, step: str, experts: tuple[int, ...]) -> Explanation:
+    def _with_best_value(self, step: str, experts: tuple[int, ...]) -> Explanation:
         few = self._part(self._telling_tokens(experts)) if self._is_large() else self
         best, width = 0.0, float(_OCTAVES)
         while width > _FINEST:  # ever narrower around the best
             octaves = [best + width * place / _OCTAVES for place in range(-_OCTAVES, _OCTAVES + 1)]
-            predictions = few._with_scales(step, experts, octaves)  # [T, H] each
+            predictions = few._with_values(step, experts, octaves)  # [T, H] each
             errors = [float((few.output - each)[few.finite].double().norm()) for each in predictions]
             best, width = octaves[errors.index(min(errors))], width / _OCTAVES
-        (prediction,) = self._with_scales(step, experts, [best])
+        (prediction,) = self._with_values(step, experts, [best])
         everywhere = len(experts) == len(self.ids[self.ids >= 0].unique())
         places = None if everywhere else experts
-        deviation = ((step, "global_scale_wrong"),)
-        return self._explanation(("global_scale_wrong",), deviation, prediction, places, factor=2.0**best)
+        name = "activation_clamped" if step == "activation" else "global_scale_wrong"
+        return self._explanation((name,), ((step, name),), prediction, places, factor=2.0**best)
 
-    def _with_scales(
+    def _with_values(
         self, step: str, experts: tuple[int, ...], octaves: Sequence[float]
     ) -> list[torch.Tensor]:
-        """Return the output [T, H] for each factor of a scale."""
+        """Return the output [T, H] for each value of a scale or limit."""
         pairs = torch.isin(self.ids, torch.tensor(experts, device=self.ids.device))  # [T, K]
         rest = torch.where(pairs[..., None], 0.0, self.right).sum(1)  # [T, H]
-        factors = [2.0**each for each in octaves]
-        return [rest + each.sum(1) for each in self.computation.with_scales(step, factors, pairs)]
+        values = [2.0**each for each in octaves]
+        return [rest + each.sum(1) for each in self.computation.with_values(step, values, pairs)]
 
     def experts(self) -> list[Explanation]:
         """Explain the output by an expert that was computed with the weights of another that is held."""

@@ -45,7 +45,7 @@ MISTAKES = (
     Mistake("activation_is_gelu_tanh", ("activation",), "GELU as the activation"),
     Mistake("activation_is_relu", ("activation",), "ReLU as the activation"),
     Mistake("activation_missing", ("activation",), "no activation"),
-    Mistake("activation_clamped", ("activation",), "an activation that is clamped"),
+    Mistake("activation_clamped", ("activation",), "an activation that is clamped at 7"),
     Mistake("activations_not_quantized", ("input", "middle"), "activations that are not quantized"),
     Mistake(
         "activation_scale_twice", ("input", "middle"), "the scale of the activations applied twice", "MD015"

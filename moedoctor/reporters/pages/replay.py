@@ -120,8 +120,11 @@ def explained(explanation: Mapping[str, Any]) -> str:
         parts.append(f"{words}{where}{f' ({entry})' if entry else ''}")
     text = " and ".join(parts)
     if explanation["factor"] is not None:
-        step = explanation["steps"][0][0]
-        text = f"the global scale of {step} {explanation['factor']:.3g} times as large"
+        (step, name), factor = explanation["steps"][0], f"{explanation['factor']:.3g}"
+        if name == "activation_clamped":
+            text = f"an activation that is clamped at {factor}"
+        else:
+            text = f"the global scale of {step} {factor} times as large"
     if explanation["experts"]:
         text += f", {_listed('expert', explanation['experts'])}"
     if explanation["tokens"]:

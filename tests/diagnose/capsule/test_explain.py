@@ -89,12 +89,22 @@ def test_a_wrong_global_scale_is_named_with_its_factor(step: str) -> None:
     call = _call(("nvfp4", "none", "silu"), 10)
     ids, right = call.problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
     expert = int(ids[0, 0])
-    (wrong,) = call.with_scales(step, [3.0], ids == expert)  # [T, K, H]
+    (wrong,) = call.with_values(step, [3.0], ids == expert)  # [T, K, H]
     found = diagnose(call, noisy(torch.where((ids == expert)[..., None], wrong, right).sum(1))).best
     assert found is not None
     assert (found.mistakes, found.experts) == (("global_scale_wrong",), (expert,))
     assert found.deviation == ((step, "global_scale_wrong"),)
     assert found.factor == pytest.approx(3.0, rel=0.01)
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_the_limit_of_a_clamped_activation_is_named(activation: str) -> None:
+    call = _call(("bf16", "none", activation), 11)
+    (wrong,) = call.with_values("activation", [3.3], call.problem.topk_ids >= 0)  # [T, K, H]
+    found = diagnose(call, noisy(wrong.sum(1))).best
+    assert found is not None
+    assert (found.mistakes, found.experts) == (("activation_clamped",), None)
+    assert found.factor == pytest.approx(3.3, rel=0.01)
 
 
 @pytest.mark.parametrize("scheme", _QUICK)
