@@ -112,22 +112,24 @@ def test_a_damaged_checkpoint_fails_the_action(tmp_path: Path) -> None:
     assert "MD014" in (tmp_path / "GITHUB_STEP_SUMMARY").read_text()
 
 
-HOSTILE = "-x '\"; touch pwned; $(touch pwned) `touch pwned`\ntouch pwned\n::error::$IFS*"
+ORDER = "touch pwned; $(touch pwned) `touch pwned`\ntouch pwned\n::error::$IFS*"
+HOSTILE = ["-x$(touch pwned)`touch pwned`", f"-x;{ORDER}", f"-x ';{ORDER}", f'-x ";{ORDER}']
+VALUES = ("output", "release", "sm", "checkpoint", "scenarios", "baseline")
 
 
 @pytest.mark.parametrize(
-    ("fails", "inputs"),
+    ("codes", "inputs"),
     [
-        (True, dict.fromkeys(("output", "release", "sm", "checkpoint", "scenarios", "baseline"), HOSTILE)),
-        (True, {"python": HOSTILE}),
-        (True, {"install": HOSTILE, "check": "false"}),
-        (False, {"check": HOSTILE, "install": "none", "sarif": HOSTILE}),
+        *(({2}, dict.fromkeys(VALUES, text)) for text in HOSTILE),
+        ({127}, {"python": HOSTILE[1]}),
+        ({1, 2}, {"install": HOSTILE[1], "check": "false"}),  # what pip ends with
+        ({0}, {"check": HOSTILE[1], "sarif": HOSTILE[1]}),
     ],
-    ids=["values", "python", "install", "switches"],
+    ids=["substitution", "lines", "quotes", "double quotes", "python", "install", "switches"],
 )
-def test_a_hostile_input_runs_nothing(tmp_path: Path, fails: bool, inputs: dict[str, str]) -> None:
+def test_a_hostile_input_runs_nothing(tmp_path: Path, codes: set[int], inputs: dict[str, str]) -> None:
     runner = Runner(tmp_path, **{"python": sys.executable, "install": "none", **inputs})
-    assert bool(runner.run()) == fails, runner.shown
+    assert runner.run() in codes, runner.shown
     assert not list(tmp_path.rglob("*pwned"))
     assert "\n::error::" not in runner.shown, "a line like this is a command for GitHub's runner"
 
