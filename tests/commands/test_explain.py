@@ -128,6 +128,13 @@ def test_an_unreadable_report_is_named_and_left_out(
     assert "run.json:1:" in capsys.readouterr().err
 
 
+def test_reports_of_other_commands_are_no_evidence_for_claims(capsys: pytest.CaptureFixture[str]) -> None:
+    files = list(page.reports_folder().glob("*/*.json"))
+    assert any(b'"command": "fleet"' in file.read_bytes() for file in files)
+    assert explain("MD001") == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.usefixtures("dying_plugin")
 def test_a_failure_of_another_project_explains_itself() -> None:
     text = explain_text("dying", "markdown")

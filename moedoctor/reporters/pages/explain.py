@@ -24,7 +24,7 @@ from moedoctor.reporters.page import (
     Table,
 )
 from moedoctor.reporters.text import count_of
-from moedoctor.results import Report, ReportError, load_report
+from moedoctor.results import Report, ReportError, from_json, read_json
 from moedoctor.text import TextFileError, print_message, read_yaml
 
 NOT_YET = "moedoctor cannot run this one yet: it has no scenario."
@@ -205,16 +205,18 @@ def _outcomes(id: str, text: str, reports: Sequence[tuple[str, Report]]) -> Iter
 
 
 def _reports() -> Sequence[tuple[str, Report]]:
-    """Return (machine, report) of the evidence that comes with moedoctor, without the baselines of CI.
+    """Return (machine, report) of each run that is evidence of ours, without the baselines of CI.
 
-    The folder `plugin` holds the sources that the fixes were checked against, and no report.
+    Reports of other commands have no claims.
     """
     reports = []
     for file in sorted(reports_folder().glob("*/*.json")):
-        if file.parent.name in ("baselines", "plugin"):
+        if file.parent.name == "baselines":
             continue
         try:
-            reports.append((file.parent.name, load_report(file)))
+            data = read_json(file)
+            if isinstance(data, dict) and data.get("command") == "run":
+                reports.append((file.parent.name, from_json(Report, data, str(file))))
         except ReportError as error:
             print_message(str(error))
     return reports
