@@ -18,6 +18,7 @@ _NUMBER = r"v?(\d{1,2}\.\d{1,3}(?:\.\d{1,4})?(?:\.?(?:rc|dev|post|a|b)\d{1,9}){0
 _VLLM = (
     rf"vllm(?: api server)?[ _-]version\W{{0,40}}?{_NUMBER}"
     rf"|\bvllm(?:-openai)?(?:\W{{1,4}}(?:release|version|image)?\W{{0,4}}?){_NUMBER}"
+    rf"|vllm-openai:[\w.-]{{1,60}}\W{{1,4}}{_NUMBER}"
     rf"|llm engine \({_NUMBER}\) with config|[█▄▀] {{1,3}}version {_NUMBER}"
     rf"|^version\W{{1,4}}{_NUMBER} .{{0,30}}vllm"
 )

@@ -327,6 +327,12 @@ class _Reader:
             releases=release_words(entry, self.facts),
         )
 
+    def _needed(self, signature: Signature) -> list[str]:
+        """Return what the text says of the clues that a signature asks for beside the one it shows."""
+        groups = (*signature.near, *signature.anywhere)
+        present = (next((name for name in group if name in self.lines), None) for group in groups)
+        return [clues()[name].says for name in present if name and clues()[name].says]
+
     def _shown(self, signature: Signature) -> tuple[str, int] | None:
         """Return the clue that shows a failure, and the first of its lines with the clues it needs nearby."""
         for name in signature.shows:
@@ -348,7 +354,7 @@ class _Reader:
         )
         confidence = min(confidence, _SUREST)
         odds = confidence / (1 - confidence)
-        why: list[str] = []
+        why = self._needed(signature)
         against: list[str] = []
         missing: list[str] = []
         for evidence in sorted(signature.evidence, key=lambda evidence: -evidence.factor):
@@ -367,7 +373,7 @@ class _Reader:
         if "foreign" in self.lines and "vllm" not in self.lines:
             odds *= _OTHER_ENGINE
             against.append("the text is about another engine")
-        reasons = (*why, *(f"but {reason}" for reason in against))
+        reasons = (*dict.fromkeys(why), *(f"but {reason}" for reason in against))
         weighed = min(odds / (1 + odds), _LIKELY) if lacking else odds / (1 + odds)
         return _sure(weighed), reasons, tuple(missing)
 

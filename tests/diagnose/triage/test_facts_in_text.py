@@ -19,6 +19,7 @@ VLLM = {
     "vllm==0.5.3": (0, 5, 3, 0),
     "| vllm | 0.17.1 |": (0, 17, 1, 0),
     "image: vllm/vllm-openai:v0.25.1": (0, 25, 1, 0),
+    "image: vllm/vllm-openai:nightly-d05da62e (0.29.1rc1.dev422)": (0, 29, 1, -1),
     "vllm 0.26": (0, 26, 0, 0),
     "reproduced with vllm v0.8.3.dev172+g2b93162f": (0, 8, 3, -1),
     "▀▄▀ █  version 0.20.2rc1.dev562+g1c78f76c2.d20260521": (0, 20, 2, -1),

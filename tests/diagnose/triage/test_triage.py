@@ -351,3 +351,10 @@ def test_no_more_is_kept_of_a_clue_than_needed() -> None:
         notes.add(line, "x")
     assert len(notes.lines()) == 2_500
     assert len(notes.excerpts) == 40
+
+
+def test_what_a_finding_needs_is_among_its_reasons() -> None:
+    text = "The V2 model runner of vLLM 0.25.1 takes --cpu-offload-gb 8, and nothing is offloaded."
+    (finding,) = read(text).findings
+    assert finding.id == "MD013"
+    assert {"weights are on the host (--cpu-offload-gb)", "the V2 model runner is used"} <= set(finding.why)
