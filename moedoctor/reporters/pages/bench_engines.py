@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,15 +118,13 @@ def charts(bench: EngineBench) -> list[Chart]:
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in sorted(bench.rows, key=lambda row: int(row["batch"])):
         if row.get("tokens_per_second", 0) > 0:
-            lines.setdefault(f"{row['moe_backend']}, fix {row['fix']}", []).append(row)
+            lines.setdefault(_name(row), []).append(row)
     if not lines:
         return []
-    best = max((row for rows in lines.values() for row in rows), key=lambda row: row["tokens_per_second"])
     return [
         Chart(
             "tokens_per_second",
-            f"{best['moe_backend']} with fix {best['fix']} is fastest: {best['tokens_per_second']:.0f} "
-            f"tokens/s at batch {best['batch']}",
+            _message([row for rows in lines.values() for row in rows]),
             x_label="batch (sequences)",
             y_label="tokens per second",
             series=tuple(Series.of(name, rows, "batch", "tokens_per_second") for name, rows in lines.items()),
@@ -135,3 +133,24 @@ def charts(bench: EngineBench) -> list[Chart]:
             log_x=len({row["batch"] for rows in lines.values() for row in rows}) > 1,
         )
     ]
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return f"{row['moe_backend']}, fix {row['fix']}"
+
+
+def _message(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return which engine is fastest at the largest batch, if its spread does not reach the next one's."""
+    batch = max(row["batch"] for row in rows)
+    ranked = sorted(
+        (row for row in rows if row["batch"] == batch), key=lambda row: float(row["tokens_per_second"])
+    )
+    best, rate = ranked[-1], "tokens_per_second"
+    if len(ranked) == 1:
+        return f"{_name(best)}: {best[rate]:.0f} tokens/s at batch {batch}"
+    second = ranked[-2]
+    if best.get(f"{rate}_p20", best[rate]) <= second.get(f"{rate}_p80", second[rate]):
+        return f"{_name(best)} and {_name(second)} are equally fast at batch {batch}, within their spread"
+    return (
+        f"{_name(best)} is fastest at batch {batch}: {best[rate]:.0f} tokens/s, the next {second[rate]:.0f}"
+    )
