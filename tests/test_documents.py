@@ -1,15 +1,21 @@
-"""CONTRIBUTING's example runs, and the picture of the design is current."""
+"""CONTRIBUTING's example runs, every printed command is real, and the picture of the design is current."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
+
+from moedoctor.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -93,3 +99,59 @@ def test_only_install_lines_and_addresses_that_exist_are_printed() -> None:
     assert not wrong
     assert re.search(unpublished, "pip install -U 'moedoctor[torch]'")
     assert not re.search(unpublished, "pip install dist/moedoctor-0.1.0-py3-none-any.whl")
+
+
+def printed_commands(text: str) -> Iterator[list[str]]:
+    """Give the words of each command of moedoctor in blocks and in code, but not what it prints."""
+    fence = re.compile(r"^ *```[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+    lines = [line for block in fence.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"(?<!`)`([^`\n]+)`(?!`)", fence.sub("", text))
+    for line in lines:
+        match = re.search(r"(?:^|\s|(['\"]))moedoctor (?!\d)(.*)", line)
+        if match is None or re.search(r"pip3? install|\[OPTIONS\]|--help|COMMAND \.\.\.|COMMAND$", line):
+            continue
+        words = shlex.split(match[2].partition(match[1])[0] if match[1] else match[2], comments=True)
+        ends = [index for index, word in enumerate(words) if word in (">", "|", "&&", ";")]
+        yield words[: min(ends, default=len(words))]
+
+
+def refusal(words: list[str]) -> str | None:
+    """Return why the command line does not take `words`, or None. Nothing is run.
+
+    The exceptions are those of click, of which Typer may bring its own copy.
+    """
+    command: Any = get_command(app)
+    if len(words) == 1 and words[0] in command.commands:  # its name in a sentence
+        return None
+    context, name = None, "moedoctor"
+    try:
+        while True:
+            context = command.make_context(name, words, parent=context)
+            if not hasattr(command, "resolve_command"):
+                return None
+            name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+    except Exception as error:
+        return f"{name}: {type(error).__name__} {error}"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "moedoctor" / "entries").glob("*.md")),
+    ],
+    ids=lambda file: file.name,
+)
+def test_every_printed_command_is_one(file: Path) -> None:
+    for words in printed_commands(file.read_text(encoding="utf-8")):
+        assert refusal(words) is None, words
+
+
+@pytest.mark.parametrize(
+    "text", ["`moedoctor chekc`", "`moedoctor check --smm 12.0`", "```\nmoedoctor lint a b --fixx c\n```\n"]
+)
+def test_a_command_that_does_not_exist_is_noticed(text: str) -> None:
+    (words,) = printed_commands(text)
+    assert refusal(words)
