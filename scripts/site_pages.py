@@ -31,7 +31,8 @@ _TEXTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGE
 """File of the repository -> its page."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _CODE = re.compile(r"(^ *```.*?^ *```[ ]*$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
-_MESSAGE = re.compile(r"`([^`\n]{12,})`")
+_SPAN = re.compile(r"`([^`\n]+)`")
+_SHORTEST_MESSAGE = 12
 _LEAST_SURE = 0.2
 """Less sure signs are left out of the page of symptoms."""
 _MOST_PHRASES, _SHORT = 6, 4
@@ -197,39 +198,58 @@ def _entry_list() -> str:
 
 
 def _symptoms() -> str:
-    lines = [
-        "# In trouble",
-        "",
-        "Find what your log, traceback or answer says; the entry says what to do.",
-        "`moedoctor triage server.log`",
-        "does this for a whole file, weighs all signals, and knows the releases. A phrase alone is a",
-        "sign, not a proof.",
-        "",
-        "*How sure* is an estimate of how often a text with this sign, and with what must be there too, is",
-        "about the failure. `triage` raises or lowers it by everything else in the text.",
-    ]
+    head = """# In trouble
+
+Find what your log, traceback or answer says; the entry says what to do. `moedoctor triage server.log`
+does this for a whole file, weighs all signals, and knows the releases. A phrase alone is a sign, not a proof.
+
+*How sure* is an estimate of how often a text with this sign, and with what must be there too, is about the
+failure. `triage` raises or lowers it by everything else in the text."""
+    messages: dict[str, list[str]] = {}
     for entry in entries().values():
-        lines += ["", f"## {entry.id}: {_plain(entry.title)}", "", f"**Do today**: {_plain(entry.next)} — "]
+        for text in _messages(entry):
+            messages.setdefault(text, []).append(entry.id)
+    lines = [head, "", "## A message", "", _row("failure", "the log says"), _row("---", "---")]
+    for text, ids in sorted(messages.items(), key=lambda item: item[0].lower()):
+        lines.append(_row(_to_entries(ids), _code(text, "message")))
+    for title, silent in (("Wrong answers without an error", True), ("Other signs", False)):
+        lines += ["", f"## {title}", "", _row("failure", "what is seen"), _row("---", "---")]
+        lines += [_row(_to_entries(ids), _plain(sign)) for sign, ids in _signs(silent=silent).items()]
+    lines += ["", "## Each failure"]
+    for entry in entries().values():
+        lines += ["", f"### {entry.id}: {_plain(entry.title)}", "", f"**Do today**: {_plain(entry.next)} — "]
         lines[-1] += f"[the entry](entries/{entry.id}.md)"
-        messages = list(
-            dict.fromkeys(text for text in _MESSAGE.findall(entry.detection) if _is_message(text))
-        )
-        if messages:
-            lines += ["", "Messages:", "", *(f"- `{message}`" for message in messages)]
-        rows = list(_signals(entry))
-        if rows:
-            lines += [
-                "",
-                _row(*_SIGNS),
-                _row("---", "---", "---", "---:"),
-                *rows,
-            ]
+        if own := _messages(entry):
+            lines += ["", "Messages:", "", *(f"- `{message}`" for message in own)]
+        if rows := list(_signals(entry)):
+            lines += ["", _row(*_SIGNS), _row("---", "---", "---", "---:"), *rows]
     return "\n".join([*lines, ""])
+
+
+def _messages(entry: Entry) -> Sequence[str]:
+    """Return what programs print if the failure strikes, from the entry."""
+    return list(dict.fromkeys(text for text in _SPAN.findall(entry.detection) if _is_message(text)))
+
+
+def _signs(*, silent: bool) -> Mapping[str, Sequence[str]]:
+    """Return sign in words -> entries, the surest first; `silent` chooses the failures without a crash."""
+    sure: dict[str, dict[str, float]] = {}
+    for signature in signatures():
+        for clue in (clues()[name] for name in signature.shows):
+            if clue.says and signature.silent == silent and signature.confidence >= _LEAST_SURE:
+                ids = sure.setdefault(clue.says, {})
+                ids[signature.id] = max(ids.get(signature.id, 0), signature.confidence)
+    return {sign: sorted(ids, key=lambda id: -ids[id]) for sign, ids in sorted(sure.items())}
+
+
+def _to_entries(ids: Sequence[str]) -> str:
+    return "<br>".join(f"[{id}](entries/{id}.md) {_plain(entries()[id].title)}" for id in ids)
 
 
 def _is_message(text: str) -> bool:
     """Whether a piece of code in an entry is what a program printed, not a command or a name."""
-    return " " in text and not text.startswith(("moedoctor ", "--", "vllm ", "VLLM_", "MOEDOCTOR_"))
+    words = not text.startswith(("moedoctor ", "--", "vllm ", "VLLM_", "MOEDOCTOR_"))
+    return " " in text and len(text) >= _SHORTEST_MESSAGE and words
 
 
 def _signals(entry: Entry) -> Iterator[str]:
@@ -286,10 +306,10 @@ def _parameters(command: Any, context: Any) -> Iterator[str]:
             yield _row(_code(record[0]), _plain(record[1]))
 
 
-def _code(text: str) -> str:
+def _code(text: str, kind: str = "name") -> str:
     """Return code for the cell of a table, where backticks would keep the backslash before ``|``."""
     escaped = re.sub(r"[][|*_`\\<>&]", lambda match: f"&#{ord(match[0])};", text)
-    return f"<code>{escaped}</code>"
+    return f'<code class="{kind}">{escaped}</code>'
 
 
 def _row(*cells: str) -> str:

@@ -120,7 +120,16 @@ def test_there_is_a_page_for_each_entry_with_its_words_claims_and_links(site: Pa
 def test_symptoms_commands_and_functions_have_their_places(site: Path, pages: dict[Path, Read]) -> None:
     symptoms = (site / "symptoms.html").read_text(encoding="utf-8")
     assert all(f"entries/{id}.html" in symptoms for id in {signature.id for signature in signatures()})
-    assert "RuntimeError: b_scales is not on GPU" in symptoms
+    messages, _, signs = symptoms.partition(">Wrong answers without an error<")
+    (row,) = re.findall(
+        r"<tr>(?:(?!</tr>).)*RuntimeError: b_scales is not on GPU.*?</tr>", messages, re.DOTALL
+    )
+    assert 'href="entries/MD003.html"' in row
+    assert "is the same for both calls" not in symptoms, "text between two pieces of code is no message"
+    (row,) = re.findall(
+        r"<tr>(?:(?!</tr>).)*the output is wrong.*?</tr>", signs.partition("<h3")[0], re.DOTALL
+    )
+    assert 'href="entries/MD008.html"' in row
     from typer.main import get_command
 
     commands: Any = get_command(app)
