@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,7 +59,7 @@ class Store:
 
     def write(self, row: Row) -> Row:
         """Write the row and return it with its file. Raises OutputError if the disk is full."""
-        name = f"{_file_name(row.place)}.json"
+        name = _file_name(row.place)
         document = to_document(row)
         if self.show_hosts:
             document["host"] = row.place.host
@@ -66,15 +67,22 @@ class Store:
         return replace(row, file=name)
 
     def rows(self, hosts: Mapping[str, str]) -> list[Row]:
-        """Return the rows that the folder holds; `hosts` is node -> name, of the nodes that Ray lists.
+        """Return the rows of nodes that answered; `hosts` is node -> name, of the nodes that Ray lists.
 
-        A file that cannot be read is left out: its node is asked again.
+        Every other node is asked again, also if only one of its GPUs gave no answer: what is stored of why
+        not is removed.
         """
-        rows = []
+        nodes: dict[str, list[Row]] = defaultdict(list)
         for row in read_folder(self.folder, hosts):
-            if row.status not in (Status.UNREADABLE, Status.CANCELLED):
-                rows.append(row)
-        return rows
+            nodes[row.place.node].append(row)
+        kept = []
+        for rows in nodes.values():
+            silent = [row for row in rows if row.status is not Status.ANSWERED]
+            kept += [] if silent else rows
+            for row in silent:
+                if row.file == _file_name(row.place):  # a file that is ours
+                    (self.folder / row.file).unlink(missing_ok=True)
+        return kept
 
 
 def read_folder(folder: Path, hosts: Mapping[str, str] | None = None) -> Iterator[Row]:
@@ -106,4 +114,4 @@ def read_folder(folder: Path, hosts: Mapping[str, str] | None = None) -> Iterato
 def _file_name(place: Place) -> str:
     """Return a file name from ids that may hold anything."""
     key = json.dumps([place.node, place.gpu])
-    return f"node-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    return f"node-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

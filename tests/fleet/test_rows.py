@@ -113,6 +113,25 @@ def test_the_folder_keeps_answers_without_hosts_and_resumes_the_same_question(tm
         Store.create(tmp_path / "reports", question)
 
 
+def test_a_node_with_a_silent_gpu_is_asked_again_as_a_whole(tmp_path: Path) -> None:
+    question = {"question": ["run", "parity", "per", "gpu"]}
+    store = Store.create(tmp_path / "reports", question)
+    for place in (Place("half", "a", "0"), Place("whole", "b", "0"), Place("whole", "b", "1")):
+        store.write(replace(read_answer(place, _answer()), place=place))
+    for node, status in (("half", Status.CANCELLED), ("dead", Status.DIED), ("full", Status.BUSY)):
+        store.write(failed(Place(node, node), status, "gave no answer"))
+    (tmp_path / "reports" / "node-notes.json").write_text("{")
+    rows = Store.resume(tmp_path / "reports", question).rows({})
+    assert sorted((row.place.node, row.place.gpu) for row in rows) == [("whole", "0"), ("whole", "1")]
+    left = [(row.place.node, row.status) for row in read_folder(tmp_path / "reports")]
+    assert sorted(left) == [
+        ("half", Status.ANSWERED),
+        ("node-notes", Status.UNREADABLE),
+        ("whole", Status.ANSWERED),
+        ("whole", Status.ANSWERED),
+    ]
+
+
 def test_a_folder_of_any_files_gives_a_row_for_each(tmp_path: Path) -> None:
     (tmp_path / "node-1.json").write_text(json.dumps(_REPORT))
     (tmp_path / "node-2.json").write_text("{")

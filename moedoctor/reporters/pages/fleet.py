@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import moedoctor
@@ -12,11 +13,12 @@ from moedoctor.fleet.groups import Difference, Group, Grouping, Outlier
 from moedoctor.fleet.report import FleetReport, in_words
 from moedoctor.fleet.rows import SKIPPED, Place, Row, Status
 from moedoctor.reporters.findings import Finding, Findings
-from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Table
+from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Table
 from moedoctor.reporters.text import count_of, short_value
 
 _FIRST = ("finding ", "verdict ", "claim ", "driver", "vLLM", "FlashInfer", "torch")
 """The facts that a reader wants first; after them those that a rule calls wrong, and then the others."""
+_ENTRY = re.compile(r"MD\d{3}|PARITY")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,30 @@ def fleet_page(report: FleetReport, *, full: bool = False) -> list[Block]:
     page.extend(_largest(report, most))
     if report.folder is not None:
         page.append(Paragraph(f"Every {report.noun}'s report: {report.folder}"))
+    page.extend(_steps(report, most))
     return page
+
+
+def _steps(report: FleetReport, most: _Most) -> Iterator[Block]:
+    """Give what to do next, a line for each kind of trouble."""
+    for name in list(report.findings)[:3]:
+        if _ENTRY.fullmatch(name):
+            yield Step(("run ", Span(f"moedoctor explain {name}", "code"), " for what to do about it"))
+    for group in report.grouping.groups[1:4]:
+        facts = [each.fact for each in group.wrong if not each.fact.startswith("finding ")]
+        if facts:
+            shown = ", ".join(facts[:3]) + (f" and {len(facts) - 3} more" if len(facts) > 3 else "")
+            yield Step(f"give {_names(group.members, replace(most, names=3))} what the others have: {shown}")
+    odd = [each.name for each in report.bits.oddities] if report.bits is not None else []
+    slow = [outlier.name for outlier in report.outliers if outlier.worse]
+    if names := list(dict.fromkeys([*odd, *slow])):
+        named = _names(names, replace(most, names=3))
+        yield Step(
+            f"ask {named} once more; what stays odd in the second answer is the hardware or its driver"
+        )
+    if any(row.status not in SKIPPED for _, row in report.unanswered):
+        command = f"moedoctor fleet {' '.join(report.question)} --resume {report.folder}"
+        yield Step(("run ", Span(command, "code"), " to ask only those that gave no report"))
 
 
 def summary_line(report: FleetReport) -> str:
