@@ -26,7 +26,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 _FAKE = "import sys, time, json\n{body}\n"
 _REPORT = '{"schema_version": 1, "moedoctor": "0.0.9", "environment": {}, "summary": {"exit_code": 0}}'
 _KINDS = {
-    "hangs": _FAKE.format(body="time.sleep(600)"),
+    "hangs": _FAKE.format(body="print('sleeping', file=sys.stderr, flush=True); time.sleep(600)"),
     "other": _FAKE.format(body=f"print('''{_REPORT}''')"),
     "dies": _FAKE.format(body="import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
     "loud": _FAKE.format(body="print('\\x1b[31m::error::' + 'x' * 100); print('y' * (20 << 20))"),
@@ -109,6 +109,8 @@ def test_each_odd_node_is_a_row(cluster: Any, add: Callable[..., Any], tmp_path:
         "unreadable answer": 1,
     }
     assert len(document["groups"]) == 1
+    (hung,) = [node for node in document["nodes"] if node["status"] == "no answer in time"]
+    assert hung["reason"] == "moedoctor gave no answer within 20 s; its last line: sleeping"
     assert all(Path(document["reports"], node["file"]).exists() for node in document["nodes"])
 
 

@@ -64,6 +64,15 @@ def test_bits_of_other_models_are_not_compared() -> None:
     assert parity.judge(answers).compared == {"H200": 1, "B200": 1}
 
 
+def test_a_long_or_hostile_name_of_a_case_is_short_and_clean() -> None:
+    answers = {name: _answer("a", "a", error=0.5) for name in "01"}
+    for answer in answers.values():
+        answer["cases"][0]["case"] = "\x1b[31m" + "x" * 5000
+    (first, _) = parity.judge(answers).oddities
+    assert first.case.isprintable()
+    assert len(first.case) < 150
+
+
 def test_an_equal_but_wrong_result_is_named() -> None:
     assert _named({"0": _answer("a", "a", error=0.5), "1": _answer("a", "a", error=0.5)}) == ["0", "1"]
 
