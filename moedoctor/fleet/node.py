@@ -257,7 +257,7 @@ class _Checksums:
             self._found[f"{name} ({len(files)} files)"] = "not read in time" if late else whole
 
     def _places(self) -> Iterator[tuple[str, str, list[str]]]:
-        """Give (name, folder, files) of packages with kernels and of FlashInfer's cache of compiled ones."""
+        """Give (name, folder, files): packages with kernels, and FlashInfer's compiled and loaded ones."""
         for package, pattern in _KERNELS.items():
             spec = None
             with contextlib.suppress(ImportError, ValueError):
@@ -267,6 +267,8 @@ class _Checksums:
         base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or os.path.expanduser("~")
         folder = os.path.join(base, ".cache", "flashinfer")
         yield "JIT cache", folder, _files(folder, "**/*.so")
+        loaded = os.environ.get("FLASHINFER_CUBIN_DIR") or os.path.join(folder, "cubins")
+        yield "cubin cache", loaded, _files(loaded, "**/*.cubin")
 
     def _sum(self, file: str) -> str:
         digest = hashlib.sha256()
