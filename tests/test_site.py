@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import shutil
@@ -118,7 +119,7 @@ def test_there_is_a_page_for_each_entry_with_its_words_claims_and_links(site: Pa
 
 
 def test_symptoms_commands_and_functions_have_their_places(site: Path, pages: dict[Path, Read]) -> None:
-    symptoms = (site / "symptoms.html").read_text(encoding="utf-8")
+    symptoms = html.unescape((site / "symptoms.html").read_text(encoding="utf-8"))
     assert all(f"entries/{id}.html" in symptoms for id in {signature.id for signature in signatures()})
     messages, _, signs = symptoms.partition(">Wrong answers without an error<")
     (row,) = re.findall(
