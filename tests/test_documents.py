@@ -101,6 +101,18 @@ def test_only_install_lines_and_addresses_that_exist_are_printed() -> None:
     assert not re.search(unpublished, "pip install dist/moedoctor-0.1.0-py3-none-any.whl")
 
 
+def test_every_page_that_speaks_of_a_clone_is_in_the_list_for_the_day_of_publishing() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("## On the day of publishing")[2].partition("\n## ")[0]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = [
+        page for page in pages if re.search(r"\bclone\b|not published", page.read_text(encoding="utf-8"))
+    ]
+    assert len(named) >= 4
+    for page in named:
+        assert f"`{page.relative_to(ROOT)}`" in section, page
+
+
 def printed_commands(text: str) -> Iterator[list[str]]:
     """Give the words of each command of moedoctor in blocks and in code, but not what it prints."""
     fence = re.compile(r"^ *```[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)

@@ -81,10 +81,14 @@ class ScenarioItem(pytest.Item):
         from moedoctor import environment
         from moedoctor.results import ScenarioVerdict
         from moedoctor.runner.plan import Options, plan
+        from moedoctor.runner.pool import ServerError
         from moedoctor.runner.run import run
 
         facts = environment.collect()
-        (result,) = run(plan([self._scenario], Options(), facts), facts).scenarios
+        try:
+            (result,) = run(plan([self._scenario], Options(), facts), facts).scenarios
+        except ServerError as error:  # it cannot run at all, such as without torch
+            raise ScenarioFailed(str(error)) from None
         self.user_properties.append(("moedoctor verdict", result.verdict.value))
         for title, text in sections(result):
             self.add_report_section("call", title, text)

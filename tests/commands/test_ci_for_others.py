@@ -297,6 +297,20 @@ def test_a_scenario_that_cannot_run_here_is_skipped_with_the_reason(pytester: py
     result.stdout.fnmatch_lines(["SKIPPED*a.yaml*: *"])
 
 
+def test_without_torch_a_scenario_fails_with_one_line(
+    scenarios: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = scenarios.mkdir("blocked")
+    (blocked / "torch.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(blocked), str(ROOT))))
+    result = plain_pytest(scenarios, "--moedoctor", "scenarios")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["MD016: this needs torch, which this Python lacks: *"])
+    result.stdout.no_fnmatch_line("*ServerError*")
+
+
 def test_a_failing_scenario_shows_its_evidence(scenarios: pytest.Pytester) -> None:
     scenarios.makeconftest(
         """
