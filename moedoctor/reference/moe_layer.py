@@ -116,17 +116,25 @@ def expected_output(problem: Problem, activations: str) -> torch.Tensor:
 def quantiser(activations: str, scale: float) -> Quantise | None:
     """Return a round trip through NVFP4 or FP8, or None for activations that stay.
 
+    NaN stays NaN, and with an NVFP4 scale that is not positive all values become NaN.
     ``fp8`` and ``nvfp4`` use this scale; ``fp8_token`` and ``fp8_block`` one of each token, or of 128 of its
     values.
     """
     if activations == "nvfp4":
-        return lambda values: nvfp4.round_trip(values, scale)
+        return lambda values: _nvfp4_round_trip(values, scale)
     if activations == "fp8":
         return lambda values: fp8.round_trip(values, scale)
     if activations in ("fp8_token", "fp8_block"):
         group = None if activations == "fp8_token" else 128
         return lambda values: fp8.dynamic_round_trip(values, group)
     return None
+
+
+def _nvfp4_round_trip(values: torch.Tensor, scale: float) -> torch.Tensor:
+    if not 0 < scale < math.inf:
+        return torch.full_like(values, math.nan)
+    rounded = nvfp4.round_trip(values.nan_to_num(), scale)  # Inf saturates
+    return rounded.masked_fill(values.isnan(), math.nan)
 
 
 def _nvfp4(size: tuple[int, int, int], draw: torch.Generator, device: str) -> nvfp4.Nvfp4:

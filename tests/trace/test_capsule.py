@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tarfile
+import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from moedoctor.diagnose.capsule.replay import replay
+from moedoctor.diagnose.capsule.replay import judged, replay
+from moedoctor.reference.agreement import agree, bounds_of
 from moedoctor.reporters.pages.replay import answer_of, replay_document
 from moedoctor.trace.capsule import (
     FORMAT,
     VERSION,
     Capsule,
     CapsuleError,
+    Record,
+    facts,
     failing_tokens,
     fitted,
     kept,
@@ -29,6 +35,19 @@ from moedoctor.trace.capsule import (
     without_weights,
 )
 from tests.capsules import SCHEMES, computation, make_capsule
+
+_TENSORS = (
+    "x",
+    "output",
+    "topk_ids",
+    "topk_weights",
+    "expert_ids",
+    "w13",
+    "w2",
+    "w13_scale",
+    "w2_block_scales",
+    "input_scale",
+)
 
 
 def _metadata(capsule: Capsule, **changes: Any) -> dict[str, str]:
@@ -203,6 +222,96 @@ def test_damaged_bytes_are_a_capsule_or_one_error(data: Any, tmp_path: Path) -> 
     path.write_bytes(raw)
     with contextlib.suppress(CapsuleError):
         load(path)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+_FIELDS = st.sampled_from([*Record.model_fields, "prompt"])
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.uint8, torch.float8_e4m3fn)
+_NUMBERS = st.sampled_from([0, -1, 1, 2**20, 2**24, 2**63, *range(2, 9), 16, 64, 128, 256, 4096])
+_VALUES = st.sampled_from([0.0, -0.0, float("nan"), float("inf"), -1e30, 3e38, 1e-40])
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What is put in place of parts of a capsule."""
+
+    fields: dict[str, Any]
+    types: dict[str, torch.dtype]
+    values: dict[str, float]
+    shapes: dict[str, list[int]]
+
+
+_CHANGES = st.builds(
+    _Change,
+    fields=st.dictionaries(_FIELDS, _NUMBERS | _JSON, max_size=3),
+    types=st.dictionaries(st.sampled_from(_TENSORS), st.sampled_from(_TYPES), max_size=1),
+    values=st.dictionaries(st.sampled_from(_TENSORS), _VALUES, max_size=2),
+    shapes=st.dictionaries(st.sampled_from(_TENSORS), st.lists(st.integers(0, 9), max_size=3), max_size=1),
+)
+
+
+def _changed(change: _Change, scheme: tuple[str, str], path: Path) -> Capsule | None:
+    """Write such a capsule and load it; None if that is an error of one line."""
+    capsule = kept(make_capsule(*scheme), [0, 1])
+    tensors = {name: tensor.clone() for name, tensor in capsule.tensors.items()}
+    for name in (name for name in change.types if name in tensors):
+        tensors[name] = tensors[name].float().to(change.types[name])
+    for name in (name for name in change.values if name in tensors):
+        tensors[name] = torch.full(tensors[name].shape, change.values[name]).to(tensors[name].dtype)
+    for name in (name for name in change.shapes if name in tensors):
+        tensors[name] = torch.zeros(change.shapes[name]).to(tensors[name].dtype)
+    save_file(tensors, path, _metadata(capsule, **change.fields))
+    try:
+        made = load(path)
+        made.problem()
+    except CapsuleError as error:
+        message = str(error)
+        assert "\n" not in message
+        assert len(message) < 400 + len(str(path))
+        return None
+    return made
+
+
+@given(change=_CHANGES, scheme=st.sampled_from(SCHEMES))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_record_and_any_tensors_are_a_call_or_one_line(
+    change: _Change, scheme: tuple[str, str], tmp_path: Path
+) -> None:
+    """Whatever fields, types, shapes and values are; what is computed is what `replay` begins with."""
+    capsule = _changed(change, scheme, tmp_path / "any.moecapsule")
+    if capsule is not None:
+        expected = computation(capsule).contributions().sum(1)
+        agree(capsule.tensors["output"].float(), expected, bounds_of(capsule.record.activations))
+        failing_tokens(capsule)
+        json.dumps(facts(capsule))
+
+
+@pytest.mark.slow
+@given(change=_CHANGES, scheme=st.sampled_from(SCHEMES))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_capsule_is_judged(change: _Change, scheme: tuple[str, str], tmp_path: Path) -> None:
+    capsule = _changed(change, scheme, tmp_path / "any.moecapsule")
+    if capsule is not None:
+        json.dumps(judged(capsule))
+
+
+def test_archives_are_no_capsules(tmp_path: Path) -> None:
+    """Nothing is unpacked, whatever the names in an archive are."""
+    for name, kind in (("../../outside.zip", "zip"), ("/tmp/outside.tar", "tar")):
+        path = tmp_path / f"{kind}.moecapsule"
+        if kind == "zip":
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.writestr(name, "x" * 1000)
+        else:
+            with tarfile.open(path, "w") as tar:
+                tar.addfile(tarfile.TarInfo(name))
+        with pytest.raises(CapsuleError, match="no safetensors file"):
+            load(path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["tar.moecapsule", "zip.moecapsule"]
 
 
 def test_a_call_without_output_is_not_judged_and_says_why(tmp_path: Path) -> None:

@@ -102,11 +102,14 @@ class Diagnosis:
 
 
 def diagnose(computation: Computation, output: torch.Tensor) -> Diagnosis:
-    """Explain `output` [T, H] of the call in `computation`. Tokens with NaN or Inf are left out."""
+    """Explain `output` [T, H] of the call in `computation`.
+
+    Tokens with NaN or Inf, in the output or the reference, are left out.
+    """
     bounds = bounds_of(computation.activations)
     right = computation.contributions()  # [T, K, H]
     agreement = agree(output.float(), right.sum(1), bounds)
-    finite = output.isfinite().all(1)  # [T]
+    finite = output.isfinite().all(1) & right.sum(1).isfinite().all(1)  # [T]
     if agreement.right or not bool(finite.any()):
         return Diagnosis(agreement)
     call = _Call(computation, output.float(), right, finite)

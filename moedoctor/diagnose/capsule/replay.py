@@ -104,13 +104,14 @@ def _carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         capsule = load(Path(request["path"]))
         if "variant" not in request:
-            return _judged(capsule)
+            return judged(capsule)
         return _computed(capsule, Variant(**request["variant"]), request["device"])
     except CapsuleError as error:
         return {_CAPSULE_ERROR: str(error).removeprefix(f"{request['path']}: ")}
 
 
-def _judged(capsule: Capsule) -> dict[str, Any]:
+def judged(capsule: Capsule) -> dict[str, Any]:
+    """Return what `Replay` says without backends, as plain data. Raises CapsuleError if it lacks weights."""
     from moedoctor.diagnose.capsule.explain import diagnose
     from moedoctor.diagnose.capsule.layouts import backend_tensors
     from moedoctor.reference.agreement import agree, bounds_of, relative_error
