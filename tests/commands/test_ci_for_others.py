@@ -332,3 +332,17 @@ def test_a_failing_scenario_shows_its_evidence(scenarios: pytest.Pytester) -> No
     result = plain_pytest(scenarios, "--moedoctor", "scenarios/good.yaml")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["MD016 sentinel_ids is failed: broken", "*moedoctor faulty model*"])
+
+
+def test_the_guide_shows_inputs_and_hooks_that_exist() -> None:
+    text = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    github, hooks_file = (
+        yaml.safe_load(block)
+        for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+        if "moedoctor:" not in block
+    )
+    (step,) = (step for step in github["steps"] if step["uses"].startswith("./"))
+    assert set(step["with"]) <= set(ACTION["inputs"])
+    declared = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    shown = {hook["id"] for repository in hooks_file["repos"] for hook in repository["hooks"]}
+    assert shown == {hook["id"] for hook in declared}
