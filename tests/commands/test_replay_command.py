@@ -83,7 +83,7 @@ def test_bench_takes_the_ids_of_a_capsule(wrong: Path) -> None:
         find_routing(str(wrong), None, {"other": (replace(shape, experts=16), "command line")})
 
 
-@pytest.mark.parametrize("entry", ["MD008", "MD014", "MD015", "MD017", "MD018"])
+@pytest.mark.parametrize("entry", ["MD008", "MD011", "MD014", "MD015", "MD016", "MD017", "MD018"])
 def test_explain_says_how_to_record_a_call(entry: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", entry]) == 0
     assert "moedoctor record -o DIR" in capsys.readouterr().out.replace("\n", " ")
