@@ -18,11 +18,12 @@ _NODES = 10_000
 _MOST_SECONDS = 20
 _MOST_BYTES = 10**9
 _MEASURED = """
-import resource, sys
+import resource, sys, time
+started = time.monotonic()
 from moedoctor.cli import main
 code = main(sys.argv[1:])
 used = resource.getrusage(resource.RUSAGE_SELF)
-print(used.ru_maxrss * 1024, used.ru_utime + used.ru_stime, file=sys.stderr)
+print(used.ru_maxrss * 1024, time.monotonic() - started, file=sys.stderr)
 sys.exit(code)
 """
 
@@ -76,7 +77,7 @@ def test_ten_thousand_nodes_take_seconds_and_little_memory(
         [*command, "--show-hosts"], capture_output=True, text=True, check=False, env=environ
     )
     document = json.loads(done.stdout)
-    used, seconds = map(float, done.stderr.splitlines()[-1].split())  # of a CPU: others may use this machine
+    used, seconds = map(float, done.stderr.splitlines()[-1].split())
     size = len(json.dumps(usual))
     print(f"{_NODES} reports of {size} bytes: {seconds:.1f} s, {used / 1e6:.0f} MB")
     assert sorted(group["nodes"] for group in document["groups"][1:]) == [
