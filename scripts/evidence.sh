@@ -59,7 +59,7 @@ write() {
     [[ $status -le 1 ]] || return "$status"
 }
 
-# fleet NAME COMMAND...: a fleet's report, the reports of its nodes in NAME.nodes, and the Markdown made from those
+# fleet NAME COMMAND...: a fleet's report, the reports of its nodes in NAME.nodes, and the Markdown
 fleet() {
     local name=$1 status=0 started=$SECONDS reports
     shift
@@ -74,7 +74,7 @@ fleet() {
     if [[ -e $reports/question.json ]]; then set -- "$@" --resume "$reports"; else set -- "$@" --reports "$reports"; fi
     doctor fleet "$@" --address "${RAY:-local}" --format json -o "$out/$name.json" || status=$?
     echo "evidence: $name took $((SECONDS - started)) s, exit code $status" >&2
-    [[ ! -s $out/$name.json ]] || doctor fleet "${@:1:$#-2}" --from-reports "$reports" --format markdown --full -o "$out/$name.md" || true
+    [[ ! -s $out/$name.json ]] || doctor show "$out/$name.json" --format markdown --full -o "$out/$name.md"
     [[ $status -le 1 ]] || return "$status"
 }
 
