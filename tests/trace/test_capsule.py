@@ -292,11 +292,21 @@ def test_any_record_and_any_tensors_are_a_call_or_one_line(
 
 @pytest.mark.slow
 @given(change=_CHANGES, scheme=st.sampled_from(SCHEMES))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_capsule_is_judged(change: _Change, scheme: tuple[str, str], tmp_path: Path) -> None:
     capsule = _changed(change, scheme, tmp_path / "any.moecapsule")
     if capsule is not None:
         json.dumps(judged(capsule))
+
+
+def test_a_zero_input_scale_is_judged() -> None:
+    """MD015: the backend divides by it, so the reference is NaN too, and no token is right."""
+    whole = make_capsule("nvfp4", "nvfp4")
+    output = torch.full_like(whole.tensors["output"], float("nan"))  # [T, H]
+    capsule = Capsule(whole.record, {**whole.tensors, "input_scale": torch.tensor(0.0), "output": output})
+    answer = judged(capsule)
+    assert (answer["judged"], answer["right"]) == (True, False)
+    assert answer["recorded"]["nonfinite_tokens"] == 8
 
 
 def test_archives_are_no_capsules(tmp_path: Path) -> None:
