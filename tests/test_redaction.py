@@ -297,6 +297,8 @@ def test_what_the_project_publishes_is_unchanged() -> None:
     assert len(files) > 50
     for file in files:
         lines = file.read_text(encoding="utf-8").splitlines()
+        if file.parent.suffix == ".nodes":  # Ray draws the id of a node anew for each cluster
+            lines = [line for line in lines if not line.startswith('  "node": ')]
         assert [Redactor().text(line) for line in lines] == lines, file
 
 

@@ -77,7 +77,10 @@ def test_a_report_survives_the_round_trip_and_fits_the_schema(record: Report) ->
     assert to_json(again) == text
 
 
-@pytest.mark.parametrize("file", sorted(REPORTS.glob("[nr]*/*.json")), ids=lambda file: file.stem)
+STORED = [file for file in sorted(REPORTS.glob("[nr]*/*.json")) if not file.stem.startswith("fleet")]
+
+
+@pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)
 def test_stored_reports_are_read_and_written_again_as_they_are(file: Path) -> None:
     stored = json.loads(file.read_text(encoding="utf-8"))
     read = plain(load_report(file))

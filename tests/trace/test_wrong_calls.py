@@ -10,7 +10,7 @@ import torch
 
 from moedoctor.bench.moe.own_backends import Reference
 from moedoctor.bench.moe.parity import check_parity
-from moedoctor.diagnose.capsule.replay import _judged
+from moedoctor.diagnose.capsule.replay import judged
 from moedoctor.fixes.moe.weight_layout import up_first
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_backend import Computed, Prepared
@@ -47,10 +47,10 @@ def _problem(quantization: str) -> Problem:
 def test_a_wrong_backend_leaves_a_capsule_that_names_its_mistake(quantization: str, folder: Path) -> None:
     assert not check_parity(Swapping(quantization), _problem(quantization), weights=False).right
     (name,) = wrong_calls.kept_files()
-    judged = _judged(load(folder / name))
-    assert judged["right"] is False
-    assert judged["diagnosis"]["explanation"]["mistakes"] == ["gate_up_swapped"]
-    assert judged["facts"]["record"]["backend"] == f"REFERENCE {quantization}"
+    found = judged(load(folder / name))
+    assert found["right"] is False
+    assert found["diagnosis"]["explanation"]["mistakes"] == ["gate_up_swapped"]
+    assert found["facts"]["record"]["backend"] == f"REFERENCE {quantization}"
 
 
 def test_a_right_backend_leaves_nothing(folder: Path) -> None:
