@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -227,6 +228,19 @@ def test_github_format_writes_the_step_summary(
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     assert moedoctor("run", write(tmp_path, FAILS), "--format", "github")[1].startswith("::error file=")
     assert "MD901" in summary.read_text()
+
+
+def test_every_command_that_prints_can_write_to_a_file_instead() -> None:
+    def commands(group: Any) -> list[Any]:
+        inner = getattr(group, "commands", {})
+        return [found for each in inner.values() for found in (commands(each) or [each])]
+
+    without = [
+        command.name
+        for command in commands(typer.main.get_command(app))
+        if not any("--output" in option.opts for option in command.params)
+    ]
+    assert without == ["copy"]  # which writes the file that it names
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

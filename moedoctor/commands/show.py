@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -83,7 +83,7 @@ def _show_page(path: Path, document: dict[str, Any], format: str, output: Path |
         DOCUMENTS.get(command, Bench), {"schema_version": 1, **document}, file
     )
     try:
-        page, summary, findings = _PAGES[command](stored, format)
+        page, summary, findings = _PAGES[command](stored, _Wanted(format, full))
         formats = PAGE_FORMATS if findings is None else CHECK_FORMATS
         if format not in formats:
             raise InputError(f"--format {format}: {expected_names(format, formats)}")
@@ -107,17 +107,24 @@ def _show_page(path: Path, document: dict[str, Any], format: str, output: Path |
         ) from None
 
 
-def _check(document: Mapping[str, Any], format: str) -> Shown:
+class _Wanted(NamedTuple):
+    """What a page depends on."""
+
+    format: str
+    full: bool
+
+
+def _check(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters import findings
     from moedoctor.reporters.pages.check import check_page, from_document, summary_line
 
     result = from_document(document)
     summary = summary_line(result)
-    page = check_page(result, facts_last=format in FULL_FORMATS)
+    page = check_page(result, facts_last=wanted.format in FULL_FORMATS)
     return page, summary, lambda: findings.of_check(result, summary)
 
 
-def _triage(document: Mapping[str, Any], format: str) -> Shown:
+def _triage(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters import findings
     from moedoctor.reporters.pages.triage import count_line, from_document, triage_page
 
@@ -125,7 +132,7 @@ def _triage(document: Mapping[str, Any], format: str) -> Shown:
     return triage_page(results), count_line(results), lambda: findings.of_triage(results, count_line(results))
 
 
-def _lint(document: Mapping[str, Any], format: str) -> Shown:
+def _lint(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters import findings
     from moedoctor.reporters.pages.lint import lint_page, summary_line
 
@@ -133,7 +140,7 @@ def _lint(document: Mapping[str, Any], format: str) -> Shown:
     return lint_page(document), summary, lambda: findings.of_lint(document, summary)
 
 
-def _audit(document: Mapping[str, Any], format: str) -> Shown:
+def _audit(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters import findings
     from moedoctor.reporters.pages.audit import audit_page, from_document, summary_line, wrong
 
@@ -142,59 +149,59 @@ def _audit(document: Mapping[str, Any], format: str) -> Shown:
     return audit_page(items, gpu, tool), summary, lambda: findings.of_audit(items, wrong(items), summary)
 
 
-def _fleet(document: Mapping[str, Any], format: str) -> Shown:
+def _fleet(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters.pages.fleet import fleet_findings, fleet_page, from_document, summary_line
 
     report = from_document(document)
-    return fleet_page(report), summary_line(report), lambda: fleet_findings(report)
+    return fleet_page(report, full=wanted.full), summary_line(report), lambda: fleet_findings(report)
 
 
-def _plan(document: Mapping[str, Any], format: str) -> Shown:
+def _plan(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters.pages.plan import from_document, plan_page, summary_line
 
     request, result = from_document(document)
     return plan_page(request, result), summary_line(result), None
 
 
-def _backends(document: Mapping[str, Any], format: str) -> Shown:
+def _backends(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters.pages.backends import shown
 
     return *shown(document), None
 
 
-def _compare(document: Mapping[str, Any], format: str) -> Shown:
+def _compare(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters.pages.compare import compare_page, summary_line
 
     return compare_page(document), summary_line(document), None
 
 
-def _replay(document: Mapping[str, Any], format: str) -> Shown:
+def _replay(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters.pages.replay import answer_of, replay_page
 
     return replay_page(document), answer_of(document), None
 
 
-def _capsule(document: Mapping[str, Any], format: str) -> Shown:
+def _capsule(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters.pages.replay import capsule_line, capsule_page
 
     return capsule_page(document, document["file"]), capsule_line(document), None
 
 
-def _explain(document: Mapping[str, Any], format: str) -> Shown:
+def _explain(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters.pages.explain import Explained
 
     explained = Explained.of_document(document)
     return explained.page(), explained.summary(), None
 
 
-def _list(document: Mapping[str, Any], format: str) -> Shown:
+def _list(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters.pages.explain import list_line, list_page
 
     rows = document["catalogue"]
     return list_page(rows), list_line(rows), None
 
 
-def _bench(document: Mapping[str, Any], format: str) -> Shown:
+def _bench(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters.pages import bench_backends, bench_cache, bench_engines
 
     kinds: Mapping[str, Any] = {"backends": bench_backends, "cache": bench_cache, "engines": bench_engines}
@@ -203,10 +210,10 @@ def _bench(document: Mapping[str, Any], format: str) -> Shown:
         raise ValueError("bench is none of backends, cache and engines")
     kind = kinds[name]
     bench = kind.from_dict(document)
-    return kind.bench_page(bench, full=format in FULL_FORMATS), kind.summary_line(bench), None
+    return kind.bench_page(bench, full=wanted.format in FULL_FORMATS), kind.summary_line(bench), None
 
 
-_PAGES: Mapping[str, Callable[[Mapping[str, Any], str], Shown]] = {
+_PAGES: Mapping[str, Callable[[Mapping[str, Any], _Wanted], Shown]] = {
     "check": _check,
     "triage": _triage,
     "lint": _lint,

@@ -61,6 +61,8 @@ class Chart:
     y_range: tuple[float, float] | None = None
     headline: bool = True
     """Whether its message belongs to what the report found."""
+    also: tuple[str, ...] = ()
+    """What else its figures say, for what the report found: a picture has one message as its title."""
 
     def __post_init__(self) -> None:
         if not self.series:

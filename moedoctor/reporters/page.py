@@ -201,9 +201,10 @@ def report_answer(page: Page, document: Mapping[str, Any], found: Sequence[str])
         elif isinstance(block, Paragraph) and is_source(block):
             sources.append(under + plain(block.text).removeprefix(_LOOKED_AT))
     messages = [
-        block.chart.title
+        message
         for block in blocks_of(page)
         if isinstance(block, Picture) and block.chart is not None and block.chart.headline
+        for message in (block.chart.title, *block.chart.also)
     ]
     facts = facts_line(document.get("environment") or {})
     looked_at: list[Text] = [title_of(page, document).text]

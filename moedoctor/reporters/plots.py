@@ -23,6 +23,7 @@ COLOURS = ("#0060a0", "#b34700", "#007a55", "#9c3f7c", "#1b7893", "#8a6100", "#5
 INK, QUIET, GRID = "#1f2328", "#59636e", "#e3e6ea"
 _SHAPES = "os^DvPX*"
 _DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (7, 2, 2, 2)), (0, (2, 1)))
+_BOUND_DASHES: tuple[Any, ...] = ((0, (1, 1.5)), (0, (1, 4)), (0, (1, 1, 1, 1, 1, 5)), (0, (9, 2)))
 _WIDTH, _LEFT, _TOP, _BOTTOM, _LINE, _LETTER = 7.6, 0.88, 0.23, 0.62, 0.145, 0.083
 _PLOT = 3.3
 _NAME_POINTS = 10.0
@@ -178,13 +179,15 @@ def _spread(wanted: Sequence[float], heights: Sequence[float], low: float, high:
 
 
 def _looks(series: Sequence[Series]) -> list[dict[str, Any]]:
-    """Return colour, marker and dashes of each line; a bound is grey and dotted."""
+    """Return colour, marker and dashes of each line; a bound is grey and has no markers."""
     looks: list[dict[str, Any]] = []
-    free = 0
+    free = bounds = 0
     for line in series:
         if line.bound:
             marker = {"marker": "_"} if len(line.x) == 1 else {}  # a line of one point has no length
-            looks.append({"color": QUIET, "linestyle": (0, (1, 1.5)), **marker})
+            dashes = _BOUND_DASHES[bounds % len(_BOUND_DASHES)]
+            looks.append({"color": QUIET, "linestyle": dashes, **marker})
+            bounds += 1
             continue
         marker = {"marker": _SHAPES[free % len(_SHAPES)], "linestyle": _DASHES[free % len(_DASHES)]}
         looks.append({"color": COLOURS[free % len(COLOURS)], **marker})

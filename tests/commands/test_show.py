@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from every_command import CALLS, MORE_CALLS, prepare
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import moedoctor
 from moedoctor.cli import main
 from moedoctor.commands.options import CHECK_FORMATS, PAGE_FORMATS, TEXT_FORMATS
 
@@ -131,6 +135,26 @@ def test_what_is_no_report_is_refused(
     assert written.out == ""
     assert message in written.err
     assert len(written.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["triage", "lint", "plan", "compare"])
+def test_the_line_that_makes_a_report_again_does(
+    name: str, stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = stored(name)
+    first = json.loads(path.read_text())
+    line = first["origin"]["again"][-1]
+    program = path.with_name("bin") / "moedoctor"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m moedoctor "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent.resolve()), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(Path(moedoctor.__file__).parents[1]))
+    made = subprocess.run(["bash", "-c", line], capture_output=True, check=False, timeout=120)
+    again = json.loads(made.stdout)
+    assert made.returncode == first["summary"].get("exit_code", 0)
+    assert again.pop("origin")["again"] == first.pop("origin")["again"]
+    assert again == first
 
 
 def test_a_report_that_is_shown_keeps_its_origin_and_what_it_ended_with(

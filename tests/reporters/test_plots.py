@@ -73,6 +73,14 @@ def test_lines_differ_in_more_than_colour_and_a_spread_has_bars() -> None:
     assert len(elements(draw(), "path")) > len(elements(drawn, "path"))
 
 
+def test_bounds_differ_in_their_dashes() -> None:
+    pytest.importorskip("matplotlib")
+    bounds = [Series(f"limit {name}", [8, 16], [name, name], bound=True) for name in (1, 2, 3, 4)]
+    drawn = svg(replace(CHART, series=(LINES[0], *bounds)), caption=False)
+    assert len(styles(drawn, "stroke-dasharray")) == 4
+    assert len(styles(drawn, "stroke")) == 2
+
+
 def test_other_data_give_another_picture() -> None:
     assert draw() != draw(series=(Series("lru", [8, 16, 32], [0.2, 0.4, 0.6]), *LINES[1:]))
 

@@ -33,9 +33,11 @@ def layer_charts(
     log_x = len({row["tokens"] for each in lines.values() for row in each}) > 1
     what = f"One MoE layer of {layer}: {caption}."
     spread = "Median of a call, bars from p20 to p80."
+    title, *also = messages(layer, rows)
     latency = Chart(
         name,
-        message(layer, rows),
+        title,
+        also=tuple(also),
         y_label=f"time of a call ({unit})",
         series=(
             *(Series.of(key, each, "tokens", "time_us", size) for key, each in lines.items()),
@@ -76,15 +78,16 @@ def label(row: Row) -> str:
     return f"{row['backend']} {row['quantization']}"
 
 
-def message(layer: str, rows: Sequence[Row]) -> str:
+def messages(layer: str, rows: Sequence[Row]) -> list[str]:
     """Return what the times of a layer say: where ours is faster, else which backend is fastest.
 
-    A time is shorter if its p80 is below the p20 of the other.
+    The first message is about the first quantization, each other one about another. A time is shorter if its
+    p80 is below the p20 of the other.
     """
     timed = [row for row in rows if row.get("time_us_p20", 0) > 0]
     parts = [part for part in (_duel(kind, timed) for kind in _kinds(timed)) if part]
     if parts:
-        return f"{layer}: {'; '.join(parts)}"
+        return [f"{layer}: {part}" for part in parts]
     fastest = {}
     for tokens in {row["tokens"] for row in timed}:
         ordered = sorted((row for row in timed if row["tokens"] == tokens), key=lambda row: row["time_us"])
@@ -93,8 +96,8 @@ def message(layer: str, rows: Sequence[Row]) -> str:
     names = set(fastest.values())
     counts = sorted({row["tokens"] for row in timed})
     if len(names) == 1 and len({label(row) for row in timed}) > 1:
-        return f"{layer}: {names.pop()} is fastest {spans_of(counts, list(fastest), 'tokens')}"
-    return f"{layer}: time of a call over the number of tokens"
+        return [f"{layer}: {names.pop()} is fastest {spans_of(counts, list(fastest), 'tokens')}"]
+    return [f"{layer}: time of a call over the number of tokens"]
 
 
 def _kinds(rows: Sequence[Row]) -> list[str]:
