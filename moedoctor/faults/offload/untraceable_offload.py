@@ -13,9 +13,9 @@ from moedoctor.faults.offload import engine_table
 from moedoctor.interfaces import ClaimJudgement, ClaimTest, Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier, worst
 
-LAST_FAILING = "2.12.1"
-"""The last torch whose Dynamo refuses. There are reports of 2.11.0, which refuses, and of 2.13.0, which does
-not."""
+LAST_FAILING, FAILING_AGAIN = "2.12.1", "2.14.0"
+"""The last torch whose Dynamo refuses before 2.13.0, which does not, and the first that refuses again; each has
+a stored report."""
 LAB = "moedoctor.faults.offload.untraceable_offload_lab"
 
 
@@ -160,7 +160,8 @@ class UntraceableOffload(Fault):
         if not controls or any(control.get("graphs") != 1 or control.get("error") for control in controls):
             return None
         torch = controls[0]["torch"]
-        return f"Dynamo of torch {torch} traces state_dict(); the failure needs torch {LAST_FAILING} or older"
+        failing = f"torch {LAST_FAILING} or older, or {FAILING_AGAIN} or later"
+        return f"Dynamo of torch {torch} traces state_dict(); the failure needs {failing}"
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Return what Dynamo of this torch answers to the control."""
