@@ -14,8 +14,8 @@ from moedoctor.interfaces import ClaimJudgement, ClaimTest, Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier, worst
 
 LAST_FAILING, FAILING_AGAIN = "2.12.1", "2.14.0"
-"""The last torch whose Dynamo refuses before 2.13.0, which does not, and the first that refuses again; each has
-a stored report."""
+"""The last torch whose Dynamo refuses before 2.13.0, which does not, and the first that refuses again; each
+has a stored report."""
 LAB = "moedoctor.faults.offload.untraceable_offload_lab"
 
 
