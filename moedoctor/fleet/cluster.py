@@ -116,6 +116,8 @@ class _Task:
     with_wheel: bool = False
     python: str | None = None
     start_seconds: float | None = None
+    expected: int = 1
+    """How many answers it gives: one a GPU where each GPU is asked."""
     answers: int = 0
     doing: str = ""
     """What its command wrote last."""
@@ -184,7 +186,8 @@ class _Asker:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
         )
         stream = task.remote(request, self._wheel if with_wheel else None)
-        self.tasks[stream] = _Task(node, stream, time.monotonic(), with_wheel=with_wheel)
+        expected = max(1, request["gpus"])
+        self.tasks[stream] = _Task(node, stream, time.monotonic(), with_wheel=with_wheel, expected=expected)
 
     def step(self) -> None:
         """Take one answer, or wait a moment; end what is over its time."""
@@ -236,11 +239,11 @@ class _Asker:
                 if isinstance(age, float):  # a worker that is older than the question did not start for it
                     task.start_seconds = age if 0 <= age <= waited else 0.0
                 if first.get("missing") is True:
-                    task.answers += 1
                     if not self._send_wheel(task):
                         self._fail(
                             task, Status.MISSING, "moedoctor is not installed there; --runtime-env sends it"
                         )
+                    task.answers += task.expected
 
     def _send_wheel(self, task: _Task) -> bool:
         """Ask again with the wheel, once."""
@@ -278,7 +281,9 @@ class _Asker:
         return f"waited {waited:.0f} s for {asked}{has}"
 
     def _fail(self, task: _Task, status: Status, reason: str) -> None:
-        self._on_row(failed(_place(task), status, reason))
+        """Give the row of a task that failed; one that gave all its answers has its rows."""
+        if task.answers < task.expected:
+            self._on_row(failed(_place(task), status, reason))
 
     def _end(self, task: _Task) -> None:
         """Forget a task and let Ray end it: kindly, so that it ends its child and removes its folder."""

@@ -69,6 +69,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert message in err
 
 
+@pytest.mark.slow
 def test_reference_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, picture = tmp_path / "report.json", tmp_path / "plot.svg"
     code = bench(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -45,11 +46,16 @@ if "wheel" not in "".join(sys.path):
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
+    """A cluster, alone on this machine: the nodes of two at once would share its cores and Ray's ports."""
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    yield made
-    made.shutdown()
+    with Path(tempfile.gettempdir(), "moedoctor-ray.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        try:
+            yield made
+        finally:
+            made.shutdown()
 
 
 @pytest.fixture
@@ -145,7 +151,8 @@ def test_a_node_killed_in_the_middle_is_a_row(cluster: Any, add: Callable[..., A
     cluster.remove_node(victim, allow_graceful=False)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert _statuses(json.loads(out)) == {"answered": 2, "died": 1}
+    document = json.loads(out)
+    assert _statuses(document) == {"answered": 2, "died": 1}, document["nodes"]
 
 
 def test_interrupted_and_resumed(cluster: Any, add: Callable[..., Any], tmp_path: Path) -> None:

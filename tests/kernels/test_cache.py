@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "checks",
     [
-        "stateful many_ids packed mapped early",
+        pytest.param("stateful many_ids packed mapped early", marks=pytest.mark.slow),
         pytest.param("forward grouped overlapping", marks=pytest.mark.slow),
         "wrong_ids",
         pytest.param("one_expert_or_slot", marks=pytest.mark.slow),

@@ -50,13 +50,16 @@ SHAPES = {8: (2, 8), 60: (4,), 64: (6,), 128: (8, 20), 160: (6,), 256: (8,), 384
 """Experts -> top-k, compiled on a GPU."""
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [POLICIES[0], *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES[1:])]
+)
 @pytest.mark.parametrize("kernel", INTERPRETED)
 def test_interpreted(kernel: str, policy: str) -> None:
     cases = [(*case, options | {"nan_policy": policy}) for *case, options in INTERPRETED[kernel]]
     run_check("kernel_calls.py", *map(json.dumps, cases))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check", ["group edges", "clean rows once", "inf ranks by logit", "sorts every arrangement"]
 )

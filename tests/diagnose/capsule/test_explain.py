@@ -57,6 +57,7 @@ def test_planted_mistakes_are_named_first() -> None:
     _judge(tally)
 
 
+@pytest.mark.slow
 def test_a_large_call_is_explained_by_a_few_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every mistake is tried on few tokens, and only the likeliest on all of them."""
     monkeypatch.setattr(explain, "_MOST_WEIGHTS", 0)

@@ -332,6 +332,7 @@ def test_the_namespace_is_renamed_only_if_it_occurs_once() -> None:
             renamed(other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "printing"), [("run", 0), ("fork", 1), ("fork again", 1), ("spawn", 1), ("inherit", 0)]
 )
