@@ -168,11 +168,12 @@ class _Asker:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         question = self._question
+        gpus_asked = node.gpus if question.per_gpu else 0
         request = {
             "module": question.module,
             "arguments": list(question.arguments),
             "seconds": question.seconds,
-            "gpus": node.gpus if question.per_gpu else 0,
+            "gpus": gpus_asked,
             "reserved": question.idle_only and node.gpus > 0,
             "checksums": question.checksums,
         }
@@ -186,7 +187,7 @@ class _Asker:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
         )
         stream = task.remote(request, self._wheel if with_wheel else None)
-        expected = max(1, request["gpus"])
+        expected = max(1, gpus_asked)
         self.tasks[stream] = _Task(node, stream, time.monotonic(), with_wheel=with_wheel, expected=expected)
 
     def step(self) -> None:
