@@ -29,7 +29,10 @@ def check_scenarios(files: Sequence[str]) -> int:
 
 
 def lint_folders(files: Sequence[str]) -> int:
-    """Lint the folder of each file that has safetensors files; return the worst exit code."""
+    """Lint the folder of each file that has safetensors files; return the worst exit code.
+
+    A folder without them is named on stderr: nothing was looked at there.
+    """
     from moedoctor.commands.lint import lint
     from moedoctor.commands.options import InputError
 
@@ -41,6 +44,8 @@ def lint_folders(files: Sequence[str]) -> int:
             except InputError as error:
                 print_message(str(error))
                 code = 2
+        else:
+            print_message(f"{folder}: not looked at: it has no safetensors files")
     return code
 
 

@@ -212,6 +212,20 @@ def test_pre_commit_itself_runs_the_hooks(tmp_path: Path) -> None:
     assert results() == {"lint": "Passed", "scenario": "Passed"}
 
 
+def test_a_folder_without_weights_is_named_and_not_passed_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "config.json").write_text("{}")
+    assert hooks.main(["lint", "app/config.json"]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "moedoctor: app: not looked at: it has no safetensors files\n")
+    declared = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    (lint,) = [hook for hook in declared if hook["id"] == "moedoctor-lint"]
+    assert lint["verbose"] is True  # else pre-commit shows nothing of a hook that passes
+
+
 def test_every_hook_of_pre_commit_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scenarios").mkdir()
