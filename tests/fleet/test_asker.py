@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 
 from moedoctor.fleet.cluster import Node, Question, ask_nodes
-from moedoctor.fleet.rows import Row
+from moedoctor.fleet.rows import Row, Status
 
 _STARTED = json.dumps({"python": "3.12", "worker_seconds": 0.1})
 _MISSING = json.dumps({"python": "3.12", "worker_seconds": 0.1, "missing": True})
-_ANSWER = json.dumps({"code": 0, "out": "{}", "err": "", "seconds": 1.0})
+_REPORT = json.dumps({"schema_version": 1, "environment": {}, "summary": {"exit_code": 0}})
+_ANSWER = json.dumps({"code": 0, "seconds": 1.0, "report": _REPORT})
 
 
 class _LostError(Exception):
@@ -36,9 +38,9 @@ def _rows(monkeypatch: pytest.MonkeyPatch, stream: _Stream, *, gpus: int) -> lis
     monkeypatch.setattr("moedoctor.fleet.cluster.Head.of", lambda ray: SimpleNamespace(
         is_lost=lambda: False, answers=lambda: True))  # fmt: skip
     strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
-    monkeypatch.setitem(__import__("sys").modules, "ray", SimpleNamespace())
-    monkeypatch.setitem(__import__("sys").modules, "ray.util", SimpleNamespace())
-    monkeypatch.setitem(__import__("sys").modules, "ray.util.scheduling_strategies", strategies)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
     remote = SimpleNamespace(remote=lambda *arguments: stream)
     ray: Any = SimpleNamespace(
         cloudpickle=SimpleNamespace(register_pickle_by_value=lambda module: None),
@@ -55,20 +57,23 @@ def _rows(monkeypatch: pytest.MonkeyPatch, stream: _Stream, *, gpus: int) -> lis
 
 
 @pytest.mark.parametrize("end", [StopIteration, _LostError])
-@pytest.mark.parametrize(("words", "gpus", "counted"), [
-    ((_STARTED, _ANSWER), 0, (1, 1)),
-    ((_STARTED, _ANSWER, _ANSWER), 2, (2, 2)),
-    ((_STARTED, _ANSWER), 2, (1, 2)),
+@pytest.mark.parametrize(("words", "gpus", "died"), [
+    ((_STARTED, _ANSWER), 0, (0, 0)),
+    ((_STARTED, _ANSWER, _ANSWER), 2, (0, 0)),
+    ((_STARTED, _ANSWER), 2, (0, 1)),
     ((_STARTED,), 0, (1, 1)),
-    ((_MISSING,), 0, (1, 1)),
+    ((_MISSING,), 0, (0, 0)),
 ])  # fmt: skip
 def test_a_task_that_ends_after_its_answers_adds_no_row(
     end: type[Exception],
     words: tuple[str, ...],
     gpus: int,
-    counted: tuple[int, int],
+    died: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`counted` is the rows after an end of its own and after the death of its worker."""
+    """`died` is how many rows say so after an end of its own and after the death of its worker."""
     rows = _rows(monkeypatch, _Stream(*words, end=end), gpus=gpus)
-    assert len(rows) == counted[end is _LostError], rows
+    others = words.count(_ANSWER) + words.count(_MISSING)
+    statuses = [row.status for row in rows]
+    assert statuses.count(Status.DIED) == died[end is _LostError], rows
+    assert len(rows) == others + died[end is _LostError], rows
