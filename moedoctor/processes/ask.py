@@ -48,6 +48,8 @@ _QUIET = {
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_LOG_BYTES = 32 << 20
 _GRACE_SECONDS = 6.0
+CALLED_IN = "_MOEDOCTOR_CALLED_IN"
+"""Names the folder in which moedoctor was called; for its children."""
 """The time that a guardian has to end what it guards; it needs milliseconds."""
 
 
@@ -222,7 +224,7 @@ class Child:
                 stdout=write,
                 stderr=subprocess.STDOUT,
                 cwd=os.path.abspath(os.sep),  # ours may be gone
-                env={**os.environ, "PYTHONPATH": search_path(), **(environ or {})},
+                env={**os.environ, "PYTHONPATH": search_path(), CALLED_IN: called_in(), **(environ or {})},
                 start_new_session=True,
                 pass_fds=descriptors,
             )
@@ -281,6 +283,11 @@ def absolute(paths: Iterable[str]) -> list[str]:
     except OSError:  # it is gone, and what is relative to it too
         here = os.sep
     return [os.path.join(here, path) for path in paths]
+
+
+def called_in() -> str:
+    """Return the folder in which moedoctor was called; its children have folders of their own."""
+    return os.environ.get(CALLED_IN) or os.path.normpath(*absolute(["."]))
 
 
 def search_path() -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from moedoctor import catalogue
 from moedoctor.processes import deaths, interrupts
-from moedoctor.processes.ask import Child, absolute
+from moedoctor.processes.ask import CALLED_IN, Child, absolute, called_in
 from moedoctor.results import Crash, Death, Observation, Outcome, Skip, plain
 from moedoctor.runner.child import Request
 from moedoctor.text import missing_torch
@@ -184,7 +184,8 @@ def _startable(
 
 
 def _question(request: Request) -> dict[str, Any]:
-    environ = {**os.environ, catalogue.LEAVE_OUT: ",".join(sorted(catalogue.left_out()))}
+    left_out = ",".join(sorted(catalogue.left_out()))
+    environ = {**os.environ, CALLED_IN: called_in(), catalogue.LEAVE_OUT: left_out}
     return {"request": plain(request), "environ": environ, "path": absolute(sys.path)}
 
 

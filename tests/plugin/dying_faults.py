@@ -27,6 +27,7 @@ from moedoctor.interfaces import (
     Sources,
     SubjectProvider,
 )
+from moedoctor.processes.ask import called_in
 from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
 
 
@@ -214,7 +215,11 @@ class Dying(Fault):
     def observe(self, case: Case, implementation: Any) -> Observation:
         end(str(case.parameters[implementation]))
         return Observation(
-            {"symptom": bool(case.parameters.get(f"symptom_{implementation}")), "pid": os.getpid()}
+            {
+                "symptom": bool(case.parameters.get(f"symptom_{implementation}")),
+                "pid": os.getpid(),
+                "called_in": called_in(),
+            }
         )
 
     def judge(self, case: Case, observation: Observation) -> Judgement:

@@ -34,6 +34,28 @@ def test_the_answer_comes_back_whatever_is_printed_beside_it(child: Path) -> Non
     assert found == {"a": [1, "nan"], "request": {"x": [1]}, "set": "yes", "path": "ü"}
 
 
+def test_a_childs_child_knows_where_moedoctor_was_called(
+    child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Children work in folders of their own, and a relative path of the user's is of none of these."""
+    child.write_text(
+        PRELUDE + "from moedoctor.processes.ask import ask, called_in\n"
+        "def folders(deeper):\n"
+        "    below = ask('child_module', deeper - 1, seconds=30) if deeper else {}\n"
+        "    return {**below, os.getcwd(): called_in()}\n"
+        "answer(folders)\n"
+    )
+    called = tmp_path / "called"
+    called.mkdir()
+    monkeypatch.chdir(called)
+    found = ask("child_module", 1, seconds=30)
+    assert len(found) == 2
+    assert str(called) not in found
+    assert set(found.values()) == {str(called)}
+    monkeypatch.chdir(tmp_path)
+    assert list(ask("child_module", 0, seconds=30).values()) == [str(tmp_path)]
+
+
 def test_each_answer_is_watched_as_it_comes_and_none_is_lost(child: Path, tmp_path: Path) -> None:
     """The child waits for what the parent does with its first answer."""
     sign = tmp_path / "sign"

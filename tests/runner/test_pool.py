@@ -170,6 +170,13 @@ def test_a_crash_does_not_affect_the_next_case() -> None:
     assert len({*pids, os.getpid()}) == len(pids) + 1, "every case has a process of its own"
 
 
+def test_a_case_knows_where_moedoctor_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    answered = outcome("answers")
+    assert isinstance(answered, Observation)
+    assert answered.evidence["called_in"] == str(tmp_path)
+
+
 def test_cpu_jobs_run_side_by_side() -> None:
     started = time.monotonic()
     run_requests([job("hang", timeout=1.5) for _ in range(4)], parallel=4)

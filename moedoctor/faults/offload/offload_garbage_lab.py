@@ -23,6 +23,7 @@ from moedoctor.faults.base import need_gpu
 from moedoctor.faults.offload import engine_table
 from moedoctor.faults.offload.offload_garbage import OffloadGarbageParameters
 from moedoctor.fixes.offload.pinned import array_interface, device_view
+from moedoctor.processes.ask import called_in
 from moedoctor.results import Case, Observation
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.engine.experiment import Ran, Trial, run_trials, short_error
@@ -151,9 +152,9 @@ def own_model_trial(parameters: OffloadGarbageParameters, *, offload: bool) -> T
         "HF_HUB_OFFLINE": "0" if parameters.online else "1",
         **(UNPINNED if parameters.access == "copies" else {}),
     }
-    folder = Path(parameters.model)
+    folder = Path(called_in(), parameters.model)
     request = EngineRequest(
-        # The engine runs in a folder of its own.
+        # Cases and engines run in folders of their own.
         str(folder.resolve()) if folder.is_dir() else parameters.model,
         (parameters.prompt,),
         arguments,
