@@ -88,10 +88,12 @@ kernels() {
     done
 }
 
-# checkpoint_engines NAME ID: damaged and repaired checkpoints in engines, with each backend for NVFP4 that an H200 has
+# checkpoint_engines NAME ID [BACKEND...]: damaged and repaired checkpoints in engines, by default with each backend for
+# NVFP4 that an H200 has
 checkpoint_engines() {
-    local failed=0 backend backends=(marlin emulation)
-    [[ $vllm == 0.21.0 ]] || backends=(marlin humming emulation)
+    local failed=0 backend backends=("${@:3}")
+    [[ ${#backends[@]} -gt 0 ]] || backends=(marlin humming emulation)
+    [[ $vllm != 0.21.0 ]] || backends=(marlin emulation)
     for backend in "${backends[@]}"; do
         write "$1_$backend" run "$2" --only tier=engine --only "moe_backend=$backend" || failed=1
     done
@@ -137,38 +139,40 @@ moe_backends() {
     write moe_backends bench --backend all "${models[@]}" --tokens "$tokens" --timeout 600
 }
 
-# NVFP4 alone, beside the backends that take its weights as they are. HUMMING compiles for more than a minute a model.
-moe_backends_nvfp4() {
+# moe_backends_decode NAME BACKENDS: NVFP4 alone, as many tokens as a decode step has. HUMMING compiles for more than a minute a
+# model.
+moe_backends_decode() {
     local models=() model
     while read -r model; do models+=(--model "$model"); done < <("$python" -c 'from moedoctor.models.presets import names; print(*names(), sep="\n")')
-    write moe_backends_nvfp4 bench --backend OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 "${models[@]}" --tokens 1,2,4,8,16,32,64 --timeout 600
+    write "$1" bench --backend "$2" "${models[@]}" --tokens 1,2,4,8,16,32,64 --timeout 600
 }
 
 # The order is that of "all": crashes and cache first. The comment says what a report needs, and the seconds that it took on an
-# H200 with 0.21.0 and with 0.33.0, "-" if it has not been made there.
+# H200 with 0.21.0, alone, and with 0.33.0, mostly beside other engines; "-" if it has not been made there.
 make_report() {
     case $1 in
         offload_engines) write offload_engines run MD005 --only tier=engine ;;                    # 137 s, 147 s
         offload_table_eager) write offload_table_eager run MD003 --only tier=engine --only engine=eager ;; # 110 s, 180 s
         offload_table_compiled) write offload_table_compiled run MD003 --only tier=engine --only engine=compiled ;; # 140 s, -
         offload_table) complete offload_table_eager && complete offload_table_compiled || write offload_table run MD003 ;; # 309 s, -
-        offload_parity) write offload_parity run MD008 ;;                                         # idle; 152 s, -
+        offload_parity) write offload_parity run MD008 ;;                                         # idle; 152 s, 253 s
         expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, -
-        expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory
+        expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 322 s
         expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle
         expert_cache_published) write expert_cache_published run scenarios/engine/expert_cache_published.yaml ;; # idle
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 120 s, -
-        moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # -, -
+        moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # -, 247 s
         moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle, 60 GB; -, 140 s
         nan_trace) write nan_trace run scenarios/engine/nan_trace.yaml ;;                         # -, -
         backend_parity) write backend_parity run PARITY ;;                                        # 405 s, 240 s
         offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, -
-        global_scale_mismatch) checkpoint_engines global_scale_mismatch MD014 ;;                  # 343 s, -
+        global_scale_mismatch) checkpoint_engines global_scale_mismatch MD014 marlin emulation ;; # 343 s, 300 s
+        global_scale_halves) write global_scale_halves run scenarios/engine/global_scale_halves.yaml ;; # -, -
         gate_up_order) checkpoint_engines gate_up_order MD017 ;;                                  # 341 s, -
-        scale_layout) checkpoint_engines scale_layout MD018 ;;                                    # 336 s, -
-        kv_scales_missing) checkpoint_engines kv_scales_missing MD012 ;;                          # 340 s, -
-        input_scale_missing) write input_scale_missing run MD015 ;;                               # 103 s, -
-        offload_own_model) own_model ;;                                                           # 175 s, -
+        scale_layout) checkpoint_engines scale_layout MD018 ;;                                    # 336 s, 600 s
+        kv_scales_missing) checkpoint_engines kv_scales_missing MD012 ;;                          # 340 s, 520 s
+        input_scale_missing) write input_scale_missing run MD015 ;;                               # 103 s, 300 s
+        offload_own_model) own_model ;;                                                           # 175 s, 300 s
         expert_cache_qwen) write expert_cache_qwen run scenarios/engine/expert_cache_qwen.yaml ;; # idle
         expert_cache_memory) write expert_cache_memory run scenarios/engine/expert_cache_memory.yaml ;;
         nan_routing) nan_routing ;;                                                               # idle; 172 s and claims, -
@@ -176,10 +180,12 @@ make_report() {
         nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                # idle; 300 s, -
         record_overhead) write record_overhead run scenarios/engine/record_overhead.yaml ;;       # idle
         record_overhead_more) write record_overhead_more run scenarios/engine/record_overhead_more.yaml ;; # idle
-        sentinel_ids) write sentinel_ids run MD016 ;;                                             # 13 s, -
-        backend_override) write backend_override run MD010 ;;                                     # 143 s, -
+        sentinel_ids) write sentinel_ids run MD016 ;;                                             # 13 s, 415 s
+        backend_override) write backend_override run MD010 ;;                                     # 143 s, 59 s
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, -
-        moe_backends_nvfp4) moe_backends_nvfp4 ;;                                                 # idle; -, 159 s and HUMMING cut
+        moe_backends_nvfp4) moe_backends_decode moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 ;;     # idle; -, 108 s
+        moe_backends_humming) moe_backends_decode moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 ;; # idle; -, 159 s and HUMMING cut
+        moe_backends_bf16) write moe_backends_bf16 bench --backend OURS:bf16,TRITON:bf16 --model qwen3-30b-a3b --tokens "$tokens" ;; # idle; -, 44 s
         moe_backends) moe_backends ;;                                                             # idle
         offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;             # idle; 27 s and claims, -
         offload_copies) write offload_copies run MD002 MD020 ;;                                   # idle; 57 s, -

@@ -40,9 +40,13 @@ def evidence(report: str, id: str, subject: str, **parameters: Any) -> list[Mapp
     return figures
 
 
-def claim(report: str, id: str, start: str) -> tuple[str, Mapping[str, Any]]:
+NEWEST = "nvidia-h200-vllm-0.33.0"
+OURS = {"OURS bf16", "OURS fp8", "OURS nvfp4"}
+
+
+def claim(report: str, id: str, start: str, folder: str = "nvidia-h200") -> tuple[str, Mapping[str, Any]]:
     """Return the verdict and the evidence of the claim whose text starts with `start`."""
-    stored = json.loads((REPORTS / "nvidia-h200" / report).read_text(encoding="utf-8"))
+    stored = json.loads((REPORTS / folder / report).read_text(encoding="utf-8"))
     (scenario,) = (scenario for scenario in stored["scenarios"] if scenario["id"] == id)
     (result,) = (claim for claim in scenario["claims"] if claim["text"].startswith(start))
     return result["verdict"], result["evidence"]
@@ -186,9 +190,20 @@ def test_md016() -> None:
         f"gives {padding['empty_slots_in_blocks']} of {padding['empty_slots']} empty slots to real experts "
         f"and loses {padding['slots_lost']} slots of other rows"
     ) in text
-    verdict, ours = claim("sentinel_ids.json", "MD016", "Our MoE kernels")
-    ran = {row["path"] for row in ours["rows"] if "skipped" not in row}
-    assert (verdict, ran) == ("confirmed", {"OURS bf16", "OURS nvfp4"})
+    for folder, expected in (("nvidia-h200", {"OURS bf16", "OURS nvfp4"}), (NEWEST, OURS)):
+        verdict, ours = claim("sentinel_ids.json", "MD016", "Our MoE kernels", folder)
+        ran = {row["path"] for row in ours["rows"] if "skipped" not in row}
+        assert (verdict, ran) == ("confirmed", expected)
+    _, newest = claim("sentinel_ids.json", "MD016", "The Triton and Marlin paths", NEWEST)
+    assert {row["path"] for row in newest["rows"]} == set(paths)
+    assert not any(row["rows_without_empty_slots_wrong"] for row in newest["rows"])
+    wrong = {row["ids"]: (row["rows_wrong"], row["rows"]) for row in newest["rows"]}
+    assert len({(row["ids"], row["rows_wrong"]) for row in newest["rows"]}) == 3, "the same on each path"
+    assert (
+        f"{wrong['padding rows of -1'][0]} of {wrong['padding rows of -1'][1]} rows with padding rows" in text
+    )
+    assert f"all {wrong['one slot of -1 a row'][1]} with one empty slot in each" in text
+    assert wrong["one slot of -1 a row"] == (48, 48)
 
 
 def test_md019() -> None:
@@ -240,6 +255,34 @@ def test_expert_cache_page() -> None:
     assert f"and {slowest[True]:.2f} million at the slowest of aging" in text
 
 
+def test_expert_cache_page_gain() -> None:
+    text = document("docs/expert-cache.md")
+    verdict, figures = claim("expert_cache_gain.json", "MD007", "With policy aging", NEWEST)
+    new = {row["slots"]: row for row in figures["rows"] if row["policy"] == "aging" and row["batch"] == 1}
+    eight = {row["slots"]: row for row in figures["rows"] if row["policy"] == "aging" and row["batch"] == 8}
+
+    def listed(values: Mapping[int, float], form: str) -> str:
+        words = [format(values[slots], form) for slots in (16, 32, 64)]
+        return f"{words[0]}, {words[1]} and {words[2]}"
+
+    gains = {slots: row["times_before"] for slots, row in new.items()}
+    assert f"are {listed(gains, '.2f')} times as fast as the old ones" in text
+    assert verdict == "refuted"
+    assert "so 64 slots miss it" in text
+    assert [slots for slots, gain in gains.items() if gain < 1.2] == [64]
+    rates = {slots: row["tokens_per_second"] for slots, row in new.items()}
+    bounds = {slots: row["bus_bound_tokens_per_second"] for slots, row in new.items()}
+    together = {slots: row["tokens_per_second"] for slots, row in eight.items()}
+    assert f"{listed(rates, '.1f')} tokens per second for one sequence" in text
+    assert f"where the bus allows {listed(bounds, '.1f')}" in text
+    assert f"sequences together are slower than one, {listed(together, '.1f')}" in text
+    assert all(row["sequences_as_before"] == 1 for row in new.values())
+    replies = [
+        row["first_reply_tokens_per_second"] / row["repeated_reply_tokens_per_second"] for row in new.values()
+    ]
+    assert f"({min(replies):.2f} to {max(replies):.2f} times)" in text
+
+
 def test_expert_cache_page_engines() -> None:
     text = document("docs/expert-cache.md")
     _, figures = claim("expert_cache_qwen.json", "MD007", "Qwen3-30B-A3B's shape")
@@ -282,10 +325,12 @@ def test_md015() -> None:
     assert f"has the same error as with a whole checkpoint, {whole}" in entry("MD015")
     (worse,) = shown - {whole}
     assert f"from the current activations, the error is {worse}" in entry("MD015")
-    (damaged,) = evidence("nvidia-h200/input_scale_missing.json", "MD015", "faulty", moe_backend="emulation")
-    assert damaged["error"] is None
-    assert damaged["prompts_with_other_tokens"] == damaged["prompts"]
-    assert damaged["vllm"] == "0.21.0"
+    for folder, release in (("nvidia-h200", "0.21.0"), (NEWEST, "0.33.0")):
+        report = f"{folder}/input_scale_missing.json"
+        (damaged,) = evidence(report, "MD015", "faulty", moe_backend="emulation")
+        assert damaged["error"] is None
+        assert damaged["prompts_with_other_tokens"] == damaged["prompts"]
+        assert damaged["vllm"] == release
 
 
 def test_md012() -> None:
@@ -301,10 +346,17 @@ def test_md012() -> None:
 
 
 @pytest.mark.parametrize(("id", "name"), [("MD017", "gate_up_order"), ("MD018", "scale_layout")])
-@pytest.mark.parametrize("backend", ["marlin", "emulation"])
-def test_layouts_in_engines(id: str, name: str, backend: str) -> None:
-    assert f"reports/nvidia-h200/{name}_*.md" in entry(id)
-    (damaged,) = evidence(f"nvidia-h200/{name}_{backend}.json", id, "faulty", moe_backend=backend)
-    assert damaged["error"] is None, "it starts"
-    assert damaged["prompts_with_other_tokens"] == damaged["prompts"]
-    assert damaged["vllm"] == "0.21.0"
+@pytest.mark.parametrize(
+    ("folder", "release", "backends"),
+    [
+        ("nvidia-h200", "0.21.0", ("marlin", "emulation")),
+        (NEWEST, "0.33.0", ("marlin", "humming", "emulation")),
+    ],
+)
+def test_layouts_in_engines(id: str, name: str, folder: str, release: str, backends: tuple[str, ...]) -> None:
+    assert f"reports/{folder}/{name}_*.md" in entry(id)
+    for backend in backends:
+        (damaged,) = evidence(f"{folder}/{name}_{backend}.json", id, "faulty", moe_backend=backend)
+        assert damaged["error"] is None, "it starts"
+        assert damaged["prompts_with_other_tokens"] == damaged["prompts"]
+        assert damaged["vllm"] == release

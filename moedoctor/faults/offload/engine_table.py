@@ -36,15 +36,17 @@ def judge(table: Evidence) -> Judgement:
         row = next(row for row in table["table"] if _failed(Outcome(row["outcome"])))
         figure = f"{failed} of {table['cells']} cells fail: {_cell(row)}"
         return Judgement(CaseVerdict.REPRODUCED, figure[:200])
-    if not table["rounding"]:
-        return Judgement(
-            CaseVerdict.CLEAN, f"all {table['cells']} cells give the tokens of the run without offload"
-        )
-    return Judgement(
-        CaseVerdict.CLEAN,
-        f"{table['same']} of {table['cells']} cells give the tokens of the run without offload,"
-        f" {table['rounding']} those of the same compiled code with its weights on the GPU",
-    )
+    cells, moved_back = table["cells"], table["moved_back"]
+    if moved_back == cells:
+        row = next(row for row in table["table"] if Outcome(row["outcome"]) is Outcome.MOVED_BACK)
+        return Judgement(CaseVerdict.ERROR, "nothing was offloaded", _cell(row))
+    same = "all" if table["same"] == cells else f"{table['same']} of"
+    figure = f"{same} {cells} cells give the tokens of the run without offload"
+    if table["rounding"]:
+        figure += f", {table['rounding']} those of the same compiled code with its weights on the GPU"
+    if moved_back:
+        figure += f"; in {moved_back} most weights were back on the GPU (MD013)"
+    return Judgement(CaseVerdict.CLEAN, figure)
 
 
 def _failed(outcome: Outcome) -> bool:

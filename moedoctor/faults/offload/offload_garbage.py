@@ -181,7 +181,8 @@ def _not_rounding(evidence: Evidence) -> str | None:
 def garbage_in_engines(results: Sequence[CaseResult]) -> Evidence:
     """Return whether vllm#38718 was seen in the tiny checkpoints' engines; empty if none ran with offload."""
     tables = [case.evidence for case in results if case.evidence.get("cells")]
-    engines = sum(table["cells"] - table.get("not_offloaded", 0) for table in tables)
+    without = ("not_offloaded", "moved_back")
+    engines = sum(table["cells"] - sum(table.get(key, 0) for key in without) for table in tables)
     if not engines:
         return {}
     other, same = (sum(table[key] for table in tables) for key in ("other_tokens", "same"))

@@ -51,6 +51,8 @@ class Outcome(str, enum.Enum):
     CRASH_3 = "crash 3"
     NO_OFFLOAD = "no offload"
     """The engine ran, but what it should keep on the host was not seen there."""
+    MOVED_BACK = "back on the GPU"
+    """The control's tokens, but most of what should be on the host was on the GPU again (MD013)."""
     NO_FIX = "no fix"
     """The engine ran without the fix that it should have."""
 

@@ -182,6 +182,7 @@ def evidence(ran: Sequence[Ran]) -> dict[str, Any]:
         "rounding": outcomes.count(Outcome.ROUNDING),
         "not_fixed": outcomes.count(Outcome.NO_FIX),
         "not_offloaded": outcomes.count(Outcome.NO_OFFLOAD),
+        "moved_back": outcomes.count(Outcome.MOVED_BACK),
         "table": table,
     }
     return {**figures, "errors": errors} if errors else figures
@@ -199,6 +200,8 @@ def _outcome(engine: Ran, second: EngineResult | None) -> tuple[Outcome, str, bo
         return Outcome.NO_FIX, "the fix was asked for and is not active", None
     if place not in CONTROLS and (reason := not_offloaded(result)) is not None:
         return Outcome.NO_OFFLOAD, reason, None
+    if place not in CONTROLS and outcome is Outcome.SAME and (reason := _moved_back(result)) is not None:
+        return Outcome.MOVED_BACK, reason, None
     if place == COPIES and answered and second is not None:
         if second.error is not None or not _served_from_gpu(second):
             return outcome, detail, None
@@ -232,6 +235,12 @@ def not_offloaded(result: EngineResult) -> str | None:
     if not _probed(result, "host_bytes"):
         return "no byte of the weights is on the host"
     return None
+
+
+def _moved_back(result: EngineResult) -> str | None:
+    """Return how little is on the host if it is less than half of the weights that were asked for."""
+    on_host, asked = (_probed(result, name) or 0 for name in ("host_bytes", "parameter_bytes"))
+    return f"{on_host} of {asked} bytes are on the host (MD013)" if 2 * on_host < asked else None
 
 
 def _probed(result: EngineResult, name: str) -> int | None:

@@ -78,6 +78,10 @@ def test_wrong_parameters_are_refused(given: dict[str, Any]) -> None:
             "not reproduced on this GPU in any of 2",
         ),
         ({"cells": 2, "same": 0, "other_tokens": 0, "not_offloaded": 2}, None),
+        (
+            {"cells": 5, "same": 4, "other_tokens": 0, "not_offloaded": 0, "moved_back": 1},
+            "not reproduced on this GPU in any of 4",
+        ),
         ({"same_bits": True}, None),
     ],
 )

@@ -216,7 +216,7 @@ def test_cells_that_match_the_same_code_are_counted_whatever_their_outcome() -> 
     assert evidence["same_logprobs"] == 5
 
 
-ZEROS = ("controls_wrong", "crashed", "other_tokens", "rounding", "not_fixed", "not_offloaded")
+ZEROS = ("controls_wrong", "crashed", "other_tokens", "rounding", "not_fixed", "not_offloaded", "moved_back")
 COUNTS = {**dict.fromkeys(ZEROS, 0), "same": 3, "cells": 3, "table": []}
 
 

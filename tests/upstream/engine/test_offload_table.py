@@ -187,6 +187,26 @@ def test_an_engine_that_offloaded_nothing_is_no_evidence(engine: EngineResult, r
     assert reason in (judgement.reason or "")
 
 
+def test_weights_that_were_moved_back_to_the_gpu_prove_nothing() -> None:
+    """As in 0.33.0, where MARLIN repacks its weights on the GPU: 64 of 884,864 bytes stay on the host."""
+    back = answered(probe={"host_bytes": 7, "parameter_bytes": 16})
+    figures = evidence([answered(), back, answered()])
+    row = figures["table"][1]
+    assert (row["outcome"], row["detail"]) == ("back on the GPU", "7 of 16 bytes are on the host (MD013)")
+    assert (figures["moved_back"], figures["same"], figures["not_offloaded"]) == (1, 1, 0)
+    judgement = judge(figures)
+    assert judgement.verdict is CaseVerdict.CLEAN
+    assert str(judgement.figure).startswith(
+        "1 of 2 cells give the tokens of the run without offload; in 1 most"
+    )
+    alone = judge(evidence([answered(), back], places=(ON_GPU, UVA)))
+    assert (alone.verdict, alone.figure) == (CaseVerdict.ERROR, "nothing was offloaded")
+    half = evidence([answered(), answered(probe={"host_bytes": 8, "parameter_bytes": 16}), answered()])
+    assert half["moved_back"] == 0
+    other = answered((1, 9, 3), probe={"host_bytes": 7, "parameter_bytes": 16})
+    assert evidence([answered(), other, answered()])["other_tokens"] == 1
+
+
 def test_counts_bytes_and_errors() -> None:
     frame = 'File "vllm/model_executor/offloader/uva.py", line 120, in forward'
     crash = died(f"b_scales is not on GPU\nfrom user code:\n   {frame}")
