@@ -276,6 +276,8 @@ def test_expert_cache_page_gain() -> None:
     assert f"{listed(rates, '.1f')} tokens per second for one sequence" in text
     assert f"where the bus allows {listed(bounds, '.1f')}" in text
     assert f"sequences together are slower than one, {listed(together, '.1f')}" in text
+    limits = {slots: row["bus_bound_tokens_per_second"] for slots, row in eight.items()}
+    assert f"than the slots hold, and the bus allows {listed(limits, '.1f')}" in text
     assert all(row["sequences_as_before"] == 1 for row in new.values())
     replies = [
         row["first_reply_tokens_per_second"] / row["repeated_reply_tokens_per_second"] for row in new.values()

@@ -193,6 +193,9 @@ def gains(**change: Any) -> list[dict[str, Any]]:
 def test_new_defaults_are_faster_with_the_same_tokens(change: dict[str, Any], expected: ClaimVerdict) -> None:
     limits = {"min_gain": 1.2, "min_reply": 0.9}
     assert verdict_of(claims.engine_gain, gains(**change), **limits) is expected
+    slow = {**GAIN, "slots": 64, "cache": "64:overlap=1", "times_before": 0.5}
+    shown = by_rows(claims.engine_gain, limits, *gains(**change), slow)
+    assert (shown.verdict, "64:overlap=1: 0.50 times" in shown.reason) == (expected, True)
     few = by_rows(claims.engine_gain, limits, *gains()[1:3])
     assert (few.verdict, "no time for [16] slots" in few.reason) == (ClaimVerdict.UNTESTED, True)
 
