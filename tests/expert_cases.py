@@ -258,6 +258,7 @@ def compiled(
         "wide": False,
         "hopper": capability == 90,
         "depth_splits": tile.depth_splits,
+        "early": tile.early,
     }
     return compile_kernel(block_product, capability, types, constants, warps=tile.warps, stages=tile.stages)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,46 @@ def test_captured_in_a_graph() -> None:
         problem.topk_ids.copy_((problem.topk_ids + 3) % 8)
         graph.replay()
         assert torch.equal(replayed, call())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "bf16"])
+def test_early_launches_give_the_same_bits(quantization: str) -> None:
+    """Calls follow each other in a graph, each reads what the one before wrote, and memory is used again."""
+    from moedoctor.bench.moe.own_backends import kernel_weights
+    from moedoctor.kernels.moe.launch import run_experts
+
+    shape = LayerShape(1024, 704, 32, 4, "silu")
+    layer = make_layer(shape, quantization, device="cuda:0")
+    w13, w2 = kernel_weights(layer.w13), kernel_weights(layer.w2)
+    for tokens in (1, 2, 8, 64, 700):
+        problem = make_problem(layer, tokens, "none", device="cuda:0")
+        problem.topk_ids[:, 1] = -1
+        kind = "none" if quantization == "bf16" else quantization
+        first, second = block_tiles(tokens * shape.top_k, shape.experts, kind, gated=True)
+        results = []
+        for early in (False, True):
+
+            def chain(
+                tiles: tuple[Tile, Tile] = (first, replace(second, early=early)), problem: Any = problem
+            ) -> torch.Tensor:
+                x = problem.x
+                for _ in range(6):
+                    x = run_experts(
+                        x, w13, w2, problem.topk_weights, problem.topk_ids, activation="silu", tiles=tiles
+                    )
+                    x = x / x.abs().amax(dim=1, keepdim=True)
+                return x
+
+            chain()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                replayed = chain()
+            for _ in range(20):
+                graph.replay()
+                results.append(replayed.clone())
+        assert all(torch.equal(result, results[0]) for result in results)
+        assert torch.isfinite(results[0]).all()
 
 
 def test_packed_words_hold_the_checkpoint_values() -> None:

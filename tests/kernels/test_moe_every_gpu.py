@@ -49,6 +49,19 @@ def test_products_of_a_whole_layer(capability: int, quantization: str) -> None:
         )
         _check(kernel, capability, f"{quantization}, {tile}")
     tile = block_tiles(3072, 128, quantization, gated=True)[0]
+    if capability >= 90:
+        for second, activation in ((False, "silu"), (True, "none")):
+            early = compiled(
+                capability,
+                replace(tile, early=True),
+                quantization=quantization,
+                second=second,
+                activation=activation,
+            )
+            _check(early, capability, f"{quantization}, early")
+            ptx = early.asm["ptx"]
+            assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dependents") == 1
+            assert ("prefetch.global.L2" in ptx) is second
     split = replace(tile, depth_splits=2)
     shared = compiled(capability, split, quantization=quantization, second=True, activation="none")
     _check(shared, capability, f"{quantization}, {split}")
@@ -151,6 +164,7 @@ def test_order_plan_and_sum(capability: int) -> None:
         by_row=False,
         BLOCK_M=64,
         CHUNK=4096,
+        early=capability >= 90,
     )
     _assembled(
         capability,
@@ -163,4 +177,5 @@ def test_order_plan_and_sum(capability: int) -> None:
         has_row=False,
         adds=False,
         BLOCK_N=1024,
+        early=capability >= 90,
     )

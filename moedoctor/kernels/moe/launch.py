@@ -8,7 +8,7 @@ or too large, are skipped in all of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -221,10 +221,21 @@ def run_experts(
         dtype=x.dtype if second.depth_splits == 1 else torch.float32,
     )
     output = torch.empty_like(x) if out is None else out  # [T, H]
-    plan = plan_blocks(topk_ids, num_experts, first.block_m) if len(x) > 1 else None
-    launch_block_product(x, w13, h, topk_ids, plan, first, activation=activation, second=False)
-    launch_block_product(h, w2, products, topk_ids, plan, second, activation="none", second=True)
-    _sum(products, topk_ids, None, topk_weights, output, num_experts, adds=False)
+    early = second.early and _has_dependent_launches(x.device)
+    plan = plan_blocks(topk_ids, num_experts, first.block_m, early=early) if len(x) > 1 else None
+    for a, weight, to, tile in ((x, w13, h, first), (h, w2, products, second)):
+        is_second = weight is w2
+        launch_block_product(
+            a,
+            weight,
+            to,
+            topk_ids,
+            plan,
+            replace(tile, early=early),
+            activation="none" if is_second else activation,
+            second=is_second,
+        )
+    _sum(products, topk_ids, None, topk_weights, output, num_experts, adds=False, early=early)
     return output
 
 
@@ -245,7 +256,9 @@ def _tiles(
     return measured or block_tiles(pairs, num_experts, quantization, gated=gated)
 
 
-def plan_blocks(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+def plan_blocks(
+    topk_ids: torch.Tensor, num_experts: int, block_m: int, *, early: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (order int32 [P], plan int32 [B, 3]), as `plan_kernel` writes them.
 
     B depends on the sizes alone, never on the ids, so that nothing has to be read back. Pairs without an
@@ -268,6 +281,7 @@ def plan_blocks(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> tuple
             by_row=by_row,
             BLOCK_M=block_m,
             CHUNK=1024 if pairs <= 4096 else 4096,
+            early=early,
             num_warps=4 if pairs <= 4096 else 8,
         )
     return order, plan
@@ -325,8 +339,10 @@ def launch_block_product(
                 depth_splits=tile.depth_splits,
                 wide=not a.is_cuda,
                 hopper=_is_hopper(a.device),
+                early=tile.early,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
+                **_dependent(tile.early and (second or plan is not None)),
             )
 
 
@@ -347,6 +363,7 @@ def _sum(
     num_experts: int,
     *,
     adds: bool,
+    early: bool = False,
 ) -> None:
     tokens, width = out.shape
     block_n = _block(width, 1024)
@@ -364,7 +381,14 @@ def _sum(
             has_row=row is not None,
             adds=adds,
             BLOCK_N=block_n,
+            early=early,
+            **_dependent(early),
         )
+
+
+def _dependent(early: bool) -> dict[str, bool]:
+    """Return Triton's option for a launch that may begin before the one before it has ended."""
+    return {"launch_pdl": True} if early else {}
 
 
 def _count_pairs(ids: torch.Tensor) -> int:
@@ -379,6 +403,11 @@ def _count_pairs(ids: torch.Tensor) -> int:
 
 def _block(width: int, most: int) -> int:
     return int(min(max(triton.next_power_of_2(width), 16), most))
+
+
+@cache
+def _has_dependent_launches(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache

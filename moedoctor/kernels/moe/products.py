@@ -312,6 +312,17 @@ def _fp8_step(
     return _finished(total, hopper)
 
 
+@triton.jit
+def _fetch(at: tl.tensor, rows: tl.tensor, row_bytes: tl.constexpr, most_rows: tl.constexpr) -> None:
+    """Ask for `rows` of `row_bytes` from the pointer `at` on in the L2 cache; nothing waits for them."""
+    lines: tl.constexpr = triton.next_power_of_2((most_rows * row_bytes + 127) // 128)
+    offset = tl.minimum(tl.arange(0, lines) * 128, rows * row_bytes - 1)  # [lines], bytes
+    address = at.to(tl.int64) + offset
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def block_product(
     a_ptr: tl.tensor,
@@ -340,6 +351,7 @@ def block_product(
     depth_splits: tl.constexpr,
     wide: tl.constexpr,
     hopper: tl.constexpr,
+    early: tl.constexpr,
 ) -> None:
     """Write one tile of ``out = act(a @ weight.T + bias)``.
 
@@ -348,8 +360,13 @@ def block_product(
     expert, first row and rows of each block of tokens; without it each pair is a block. `quantization` is
     ``none``, ``fp8`` or ``nvfp4``. `scales`: see `ExpertWeights.scale_layout`. `depth_splits` programs share
     the depth of the second product, each with an `out` [pairs, width] of its own, one after another.
-    Programs: (width / BLOCK_N, B, depth_splits).
+    `early`: see `Tile.early`. Programs: (width / BLOCK_N, B, depth_splits).
     """
+    # A launch begins when every program of the one before has waited, so all launches before that have ended.
+    if early and not second:
+        if planned:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # Two dimensions: with one, ptxas unrolls the loop of the second product and needs too many registers.
     block, part = tl.program_id(1), tl.program_id(0)
     offset = tl.arange(0, BLOCK_M)  # [M]
@@ -362,6 +379,22 @@ def block_product(
         expert = tl.where(expert < num_experts, expert, -1)
         row = block + offset  # [M]
         rows = 1
+    gated: tl.constexpr = activation != "relu2" and activation != "none"
+    height: tl.constexpr = width * 2 if gated else width
+    if early and second:
+        if expert >= 0:
+            first_row = expert * height + part * BLOCK_N
+            count = tl.minimum(width - part * BLOCK_N, BLOCK_N)
+            if quantization == "nvfp4":
+                groups: tl.constexpr = (depth + 63) // 64
+                _fetch(weight_ptr + first_row * (groups * 8), count, groups * 32, BLOCK_N)
+                _fetch(scale_ptr + first_row * groups, count, groups * 4, BLOCK_N)
+            else:
+                size: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+                _fetch(weight_ptr + first_row * depth, count, depth * size, BLOCK_N)
+        # Also without work: else the sum might end before the first product has.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if expert < 0:
         return
     inside = offset < rows
@@ -369,8 +402,6 @@ def block_product(
     source = row if second else pair // top_k  # [M]
     column = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     present = column < width
-    gated: tl.constexpr = activation != "relu2" and activation != "none"
-    height: tl.constexpr = width * 2 if gated else width
     weight_row = expert * height + column  # [N]
     up_row = weight_row + width  # [N]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

@@ -133,14 +133,17 @@ def plan_kernel(
     by_row: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
+    early: tl.constexpr,
 ) -> None:
     """Sort the pairs by expert and divide them into blocks, one program an expert.
 
     Writes `order` [pairs] as `sort_kernel` does, and `plan` int32 [blocks, 3]: (expert or -1, first row,
     rows). Every expert has a piece of the plan that is long enough whatever the others have, so that programs
     need not wait for each other: a block for each of its rows (`by_row`), or the full blocks that its rows
-    can end and one more.
+    can end and one more. `early`: see `Tile.early`.
     """
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(0)
     row, number = _count_pairs(ids_ptr, pairs, expert, CHUNK)
     block = row if by_row else row // BLOCK_M + expert
@@ -172,13 +175,16 @@ def sum_kernel(
     has_row: tl.constexpr,
     adds: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    early: tl.constexpr,
 ) -> None:
     """Write `out` [T, width]: the weighted sum over a token's experts, in the order of its ids, in float32.
 
     `product` [parts, pairs, width] has a row for each pair, with `has_row` at the row of `sort_kernel`; the
     parts are added. Pairs whose id is not an expert are left out. `adds`: adds to the values in `out`.
-    Programs: T * (width / BLOCK_N).
+    `early`: see `Tile.early`. Programs: T * (width / BLOCK_N).
     """
+    if early:
+        tl.extra.cuda.gdc_wait()
     token_row, column_block = row_and_column((width + BLOCK_N - 1) // BLOCK_N)
     pairs = tl.num_programs(0).to(tl.int64) // ((width + BLOCK_N - 1) // BLOCK_N) * top_k
     token = token_row.to(tl.int64)

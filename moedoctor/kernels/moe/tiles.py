@@ -30,6 +30,10 @@ class Tile:
     """Programs that share the rows of an expert. They run beside each other and meet in the L2 cache."""
     depth_splits: int = 1
     """Programs that share the sum of a block, each over a part of the depth. Of second products only."""
+    early: bool = False
+    """Launches over blocks begin while the one before them ends, and the second product meanwhile fetches its
+    weights into the L2 cache: CUDA's programmatic dependent launch, on GPUs from 9.0 on. That of the second
+    product counts for all of them."""
     tall_m: int | None = None
     """Tokens of a tile if an expert has more than `block_m` left. A tall tile reads the weights once."""
 
