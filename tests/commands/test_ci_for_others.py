@@ -294,7 +294,7 @@ def test_a_scenario_is_a_test_and_its_evidence_is_in_junit(scenarios: pytest.Pyt
     assert all('"rows_wrong": ' in str(value) for value in figures)
 
 
-@pytest.mark.parametrize("text", ["a: 1\n", "id: MD016\nsubjects: 3\n"])
+@pytest.mark.parametrize("text", [pytest.param("a: 1\n", marks=pytest.mark.slow), "id: MD016\nsubjects: 3\n"])
 def test_a_file_that_is_named_and_is_no_scenario_is_an_error(pytester: pytest.Pytester, text: str) -> None:
     pytester.makefile(".yaml", wrong=text)
     result = plain_pytest(pytester, "--moedoctor", "wrong.yaml")

@@ -104,7 +104,9 @@ def test_what_a_child_started_ends_with_it(way: str, message: str | None) -> Non
         ("remove_temporary_folders", None),
         ("close_everything", "the case closed the file that its answer goes to"),
         ("kill_server", "the case ended the process that runs the cases"),
-        ("kill_guardian", "the case ended the process that runs the cases"),
+        pytest.param(
+            "kill_guardian", "the case ended the process that runs the cases", marks=pytest.mark.slow
+        ),
         ("full_disk", "a disk is full, perhaps that of temporary files"),
     ],
 )
@@ -128,7 +130,9 @@ def test_a_child_that_breaks_things_harms_no_sibling(way: str, message: str | No
         ("raise OSError('libcudart.so.13: no such file')", "OSError: libcudart.so.13: no such file"),
         ("raise SystemExit(0)", "SystemExit: 0"),
         ("import os; os.abort()", "its import ended the process: killed by SIGABRT"),
-        ("import time; time.sleep(600)", "its import gave no answer within 3 s"),
+        pytest.param(
+            "import time; time.sleep(600)", "its import gave no answer within 3 s", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_torch_that_cannot_be_imported_is_the_cause(
@@ -209,7 +213,9 @@ def test_gpu_jobs_share_a_gpu_as_far_as_each_allows(
             assert all(job.together <= len(here) for job in left), "whatever may start is started"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_a_signal_kills_the_children_and_keeps_what_finished(number: int) -> None:
     reported: list[Finished] = []
 
