@@ -109,7 +109,7 @@ def test_modules_of_flashinfer_for_other_gpus() -> None:
 
 
 _ASK = """
-import json, os, sys, torch, types, vllm
+import inspect, json, os, sys, torch, types, vllm
 package = types.ModuleType("vllm.vllm_flash_attn")  # its own __init__ needs a GPU
 package.__path__ = [os.path.join(vllm.__path__[0], "vllm_flash_attn")]
 sys.modules[package.__name__] = package
@@ -129,7 +129,9 @@ except ImportError:
     pass
 try:
     from vllm.models.kimi_k3.nvidia.kda import is_flashkda_supported
-    more["_flashkda_C"] = lambda gpu: is_flashkda_supported(128, torch.bfloat16, torch.bfloat16, -5.0)
+    asked = inspect.signature(is_flashkda_supported).parameters  # one type up to 0.27, then two
+    kinds = [torch.bfloat16] * (len(asked) - 2)
+    more["_flashkda_C"] = lambda gpu: is_flashkda_supported(128, *kinds, -5.0)
 except ImportError:
     pass
 try:
