@@ -68,6 +68,7 @@ _RARE_ANCHORS = (
     "scales should not be",
     "unique experts requested",
     "finalizemoerouting",
+    "group_gemm",
     "not supported on",
     "conditional",
     "no kernel image",
