@@ -167,6 +167,7 @@ def test_another_python_is_asked_for_its_metadata_and_imports_nothing(other: Pat
     assert facts["collectors"] == {}
     assert document["target"].endswith("other/bin/python")
     assert any("only asked for its metadata" in note for note in document["not_looked_at"])
+    assert any("whether torch can be loaded: only its files" in note for note in document["not_looked_at"])
     assert not list(other.parent.parent.rglob("*.pyc"))
 
 
@@ -196,3 +197,4 @@ def test_a_described_environment(
     assert code == document["summary"]["exit_code"] == int(bool(ids))
     assert bool(document["summary"]["reasons"]) is bool(ids)
     assert any("only described" in note for note in document["not_looked_at"])
+    assert not any("whether torch" in note for note in document["not_looked_at"])

@@ -111,6 +111,8 @@ def not_looked_at(result: CheckResult) -> tuple[str, ...]:
         notes.append(f"vLLM: not found in {result.target}")
     if not facts.get("flashinfer"):
         notes.append(f"FlashInfer: not found in {result.target}")
+    if facts.get("torch") and facts.get("python"):
+        notes.append("whether torch can be loaded: only its files were read; `python -c 'import torch'`")
     if not any(gpu.get("visible") for gpu in facts.get("gpus") or ()):
         notes.append("failures of a GPU: none is visible; name one: --sm 12.0")
     pinning = facts.get("pinned_memory") or {}

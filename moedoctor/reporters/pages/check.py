@@ -137,6 +137,8 @@ def fact_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     built = "torch without CUDA" if facts.get("torch") else "no torch"
     if facts.get("torch_cuda"):
         built = f"torch is built for {facts['torch_cuda']}"
+    elif "torch_cuda" in (facts.get("collector_errors") or {}):
+        built = "what torch is built for is not known"
     compiler = f"nvcc {facts['nvcc']}" if facts.get("nvcc") else "no nvcc"
     yield "CUDA toolkit", f"{compiler}, {built}"
     yield "system", _system(facts)

@@ -145,6 +145,11 @@ def test_the_last_line_counts() -> None:
         ({"driver": "580.1", "cuda_driver": "13.0"}, "driver", "580.1 (CUDA 13.0)"),
         ({"nvcc": "13.0.88", "torch_cuda": "12.9"}, "CUDA toolkit", "nvcc 13.0.88, torch is built for 12.9"),
         ({"torch": "2.13.0"}, "CUDA toolkit", "no nvcc, torch without CUDA"),
+        (
+            {"torch": "2.14.0", "collector_errors": {"torch_cuda": "FileNotFoundError"}},
+            "CUDA toolkit",
+            "no nvcc, what torch is built for is not known",
+        ),
         ({}, "CUDA toolkit", "no nvcc, no torch"),
         ({}, "pinned memory", "unknown"),
         ({"pinned_memory": {"works": False, "reason": "no"}}, "pinned memory", "FAILS: no"),
