@@ -58,6 +58,11 @@ def read_text(path: Path, limit: int, expected: str = "a text file") -> str:
     return _decode(read_bytes(path, limit, expected))
 
 
+def size_of(count: int) -> str:
+    """Return a number of bytes in MB (10^6), or in kB if it is less than a tenth of one."""
+    return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count / 1e3:.1f} kB"
+
+
 def read_bytes(path: Path, limit: int, expected: str = "a text file") -> bytes:
     """Return the bytes of a regular file of at most `limit` bytes. Raises `TextFileError` for another."""
     with open_file(path, limit, expected) as file, _named_errors(expected):

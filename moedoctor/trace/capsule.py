@@ -41,7 +41,7 @@ from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe import Weight
 from moedoctor.reference.moe_layer import Layer, Problem, expected_output
 from moedoctor.reference.nvfp4 import BLOCK, Nvfp4
-from moedoctor.text import TextFileError, open_file, print_message, shorten
+from moedoctor.text import TextFileError, open_file, print_message, shorten, size_of
 
 FORMAT = "moedoctor-capsule"
 VERSION = "1"
@@ -351,7 +351,7 @@ def save(capsule: Capsule, path: Path, say: Callable[[str], None] = print_messag
     data = to_bytes(tensors, _metadata(capsule))
     tokens, experts = len(tensors["x"]), len(capsule.expert_ids)
     held = f"{tokens} tokens, {experts} experts, weights {capsule.record.weights}"
-    say(f"{path}: {len(data) / 1e6:.1f} MB, {held}")
+    say(f"{path}: {size_of(len(data))}, {held}")
     write(path, data)
 
 

@@ -64,7 +64,7 @@ def write_calls(memory: int, notes: int, limit: int, folder: Path, pid: int) -> 
     layers, end = _read(notes)
     if not layers or end == {"end": None}:
         return
-    from moedoctor.text import print_message
+    from moedoctor.text import print_message, size_of
     from moedoctor.trace.capsule import CapsuleError, file_name, save
 
     error = (end or {}).get("end") or _DIED
@@ -81,7 +81,7 @@ def write_calls(memory: int, notes: int, limit: int, folder: Path, pid: int) -> 
             break
         capsules.append(capsule)
     total = sum(capsule.size for capsule in capsules)
-    print_message(f"record: writes {len(capsules)} calls, {total / 1e6:.1f} MB, to {folder}")
+    print_message(f"record: writes {len(capsules)} calls, {size_of(total)}, to {folder}")
     written = 0
     for capsule in capsules:
         try:

@@ -13,7 +13,7 @@ from moedoctor.cli import main
 from moedoctor.commands.bench_backends import find_routing
 from moedoctor.commands.options import InputError
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.trace.capsule import load, save
+from moedoctor.trace.capsule import load, save, without_weights
 from tests.capsules import computation, make_capsule, noisy, with_output
 
 
@@ -70,6 +70,34 @@ def test_a_copy_without_weights_is_not_judged(wrong: Path, capsys: pytest.Captur
     assert "(none," in capsys.readouterr().out
     assert main(["replay", "bare.moecapsule"]) == 0
     assert "not judged" in capsys.readouterr().out
+
+
+def test_a_call_without_output_says_what_the_backends_computed(
+    wrong: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsule = load(wrong)
+    inputs = {name: tensor for name, tensor in capsule.tensors.items() if name != "output"}
+    save(replace(capsule, tensors=inputs), Path("died.moecapsule"))
+    assert main(["replay", "died.moecapsule", "--backend", "OURS,MARLIN"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "on this machine OURS is right; MARLIN is not available" in text
+    assert "--backend all" not in text
+    assert "moedoctor triage LOG" in text
+    assert main(["capsule", "show", "died.moecapsule"]) == 0
+    assert "judges the recorded output" not in capsys.readouterr().out
+
+
+def test_inputs_alone_are_said_to_be_inputs(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all calls that the ring leaves, only the last one has weights."""
+    capsule = without_weights(load(wrong))
+    inputs = {name: tensor for name, tensor in capsule.tensors.items() if name != "output"}
+    save(replace(capsule, tensors=inputs), Path("before.moecapsule"))
+    assert "kB" in capsys.readouterr().err
+    for arguments in (["replay"], ["replay", "--backend", "OURS"], ["capsule", "show"]):
+        assert main([*arguments, "before.moecapsule"]) == 0
+        text = capsys.readouterr().out
+        assert "Next:" not in text
+        assert arguments[0] == "capsule" or "inputs only" in text
 
 
 def test_bench_takes_the_ids_of_a_capsule(wrong: Path) -> None:

@@ -93,6 +93,8 @@ def replay(
             found = ask(_CHILD, request, seconds=seconds)
         except ChildError as error:
             found = {"failed": str(error)}
+        if _CAPSULE_ERROR in found:  # such as a capsule without weights
+            found = {"unavailable": found[_CAPSULE_ERROR]}
         results.append(BackendReplay(variant.name, variant.quantization, variant.activations, **found))
     return Replay(**judged, backends=results)
 

@@ -10,7 +10,7 @@ import moedoctor
 from moedoctor.diagnose.capsule.mistakes import BY_NAME
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table
 from moedoctor.reporters.text import count_of
-from moedoctor.text import escape
+from moedoctor.text import escape, size_of
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.capsule.replay import Replay
@@ -70,12 +70,19 @@ def _next_steps(document: Mapping[str, Any]) -> list[str]:
     mistakes = (document["diagnosis"].get("explanation") or {}).get("mistakes", ())
     known = [BY_NAME[name].entry for name in mistakes if name in BY_NAME and BY_NAME[name].entry]
     steps = [f"`moedoctor explain {entry}` says what to do" for entry in dict.fromkeys(known)]
+    facts = document["capsule"]
+    if facts["record"]["weights"] == "none":
+        return steps
     if not document["backends"]:
         steps.append(f"`moedoctor replay {document['file']} --backend all` runs backends on the same inputs")
-    return [
-        *steps,
-        f"`moedoctor capsule copy {document['file']} FILE --without-weights` makes a copy to share",
-    ]
+    elif not _has_output(facts) and all(row["right"] is not False for row in document["backends"]):
+        steps.append("`moedoctor triage LOG` reads the log of the process that died")
+    copy = f"`moedoctor capsule copy {document['file']} FILE --without-weights` makes a copy to share"
+    return [*steps, copy]
+
+
+def _has_output(facts: Mapping[str, Any]) -> bool:
+    return any(tensor["name"] == "output" for tensor in facts["tensors"])
 
 
 def _verdict(document: Mapping[str, Any]) -> tuple[str, str]:
@@ -89,11 +96,13 @@ def answer_of(document: Mapping[str, Any]) -> str:
     recorded = document["recorded"]
     if not document["judged"]:
         facts = document["capsule"]
-        if all(tensor["name"] != "output" for tensor in facts["tensors"]):
-            reason = facts["record"]["reason"] or "the process died"
-            return f"the call has no output to judge ({reason}); run backends on it with --backend all"
-        weights = facts["record"]["weights"]
-        return f"the capsule's weights are {weights}, so its output cannot be compared with the reference"
+        reason, weights = facts["record"]["reason"] or "the process died", facts["record"]["weights"]
+        if _has_output(facts):
+            return f"the capsule's weights are {weights}, so its output cannot be compared with the reference"
+        if weights == "none":
+            return f"the capsule has inputs only, no output and no weights ({reason})"
+        here = _on_this_machine(document["backends"]) or "run backends on it with --backend all"
+        return f"the call has no output to judge ({reason}); {here}"
     if document["right"]:
         return f"the recorded output agrees with the float32 reference (cosine {recorded['cosine']:.5f})"
     explanation = document["diagnosis"].get("explanation")
@@ -106,6 +115,22 @@ def answer_of(document: Mapping[str, Any]) -> str:
         f"{reason}. The output equals the reference with {explained(explanation)} "
         f"(cosine {explanation['cosine']:.5f}{beside})"
     )
+
+
+def _on_this_machine(backends: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the backends computed here, such as "on this machine OURS is right; MARLIN did not run"."""
+    kinds = {
+        "right": [row["backend"] for row in backends if row["right"]],
+        "wrong": [row["backend"] for row in backends if row["right"] is False],
+        "broken off": [row["backend"] for row in backends if row["failed"]],
+        "not available": [row["backend"] for row in backends if row["unavailable"]],
+    }
+    parts = [
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {word}"
+        for word, found in kinds.items()
+        if (names := list(dict.fromkeys(found)))
+    ]
+    return f"on this machine {'; '.join(parts)}" if parts else ""
 
 
 def explained(explanation: Mapping[str, Any]) -> str:
@@ -202,11 +227,15 @@ def capsule_page(facts: Mapping[str, Any], file: str) -> list[Block]:
         [tensor["name"], tensor["type"], str(tensor["shape"]), f"{tensor['bytes']:,}"]
         for tensor in facts["tensors"]
     ]
+    judged = _has_output(facts) and facts["record"]["weights"] == "recorded"
+    steps = [Step(f"`moedoctor replay {escape(file)}` judges the recorded output")] if judged else []
+    if not _has_output(facts) and facts["record"]["weights"] != "none":
+        steps = [Step(f"`moedoctor replay {escape(file)} --backend all` runs backends on the inputs")]
     return [
         Heading(f"{escape(file)}: {escape(facts['record']['layer'])}", 1),
         Bullets(_call(facts["record"], facts)),
         Table(("tensor", "type", "shape", "bytes"), [list(map(escape, row)) for row in rows], "lllr"),
-        Step(f"`moedoctor replay {escape(file)}` judges the recorded output"),
+        *steps,
     ]
 
 
@@ -224,7 +253,7 @@ def _call(record: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
         f"{record['intermediate']}, {record['activation']}",
         f"weights {record['quantization']} ({record['weights']}, {count_of(held, 'expert')}), activations "
         f"{record['activations']}, backend {record['backend']}",
-        f"call {record['call']}, {count_of(tokens, 'token')}{of}, {facts['bytes'] / 1e6:.1f} MB",
+        f"call {record['call']}, {count_of(tokens, 'token')}{of}, {size_of(facts['bytes'])}",
     ]
     if record["reason"]:
         lines.append(f"kept because: {record['reason']}")
