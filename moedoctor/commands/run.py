@@ -212,7 +212,10 @@ def _name_capsules(report: Report, folder: Path) -> None:
             f"kept {folder / name}" if name.endswith(_CAPSULE_SUFFIX) else f"a wrong call is {name}"
         )
     if not kept:
-        print_message(f"no MoE call was wrong, so {folder} holds no new capsule")
+        print_message(
+            f"no MoE call that was compared with the reference was wrong, so {folder} holds no new capsule; "
+            "cases in an engine leave none: use `moedoctor record` there"
+        )
 
 
 def _condition(text: str) -> tuple[str, str]:

@@ -41,6 +41,11 @@ def test_a_wrong_output_is_named_and_found(wrong: Path, capsys: pytest.CaptureFi
     assert document["summary"]["exit_code"] == 1
     assert document["right"] is False
     assert document["diagnosis"]["explanation"]["mistakes"] == ["gate_up_swapped"]
+    best, next_best = document["diagnosis"]["explanation"], document["diagnosis"]["runner_up"]
+    for shares in ("token_shares", "expert_shares"):
+        assert best[shares]
+        assert all(row["share_explained"] > 0.99 for row in best[shares])
+        assert min(row["share_explained"] for row in next_best[shares]) < 0.9
     ours, reference, marlin = (
         next(row for row in document["backends"] if row["backend"] == name)
         for name in ("OURS", "REFERENCE", "MARLIN")
@@ -55,6 +60,8 @@ def test_the_answer_comes_first(wrong: Path, capsys: pytest.CaptureFixture[str])
     assert main(["replay", str(wrong)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "the gate and up halves of w13 swapped (MD017)" in " ".join(lines[1:4])
+    assert any(line.startswith("tokens of expert 0") for line in lines)
+    assert any(line.startswith("token 0") for line in lines)
 
 
 def test_a_right_output_is_nothing_found(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ mistake is named only if what it predicts agrees with the output as a sound back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import torch
@@ -63,6 +63,10 @@ class Explanation:
     """``expert_replaced``: the place of the expert that was computed instead."""
     factor: float | None = None
     """``global_scale_wrong``: how many times too large the scale is. ``activation_clamped``: the limit."""
+    token_shares: Mapping[int, float] = field(default_factory=dict, compare=False)
+    """`share` of each wrong token; of the explanations of a `Diagnosis` only."""
+    expert_shares: Mapping[int, float] = field(default_factory=dict, compare=False)
+    """`share` over the wrong tokens that use each expert, by its place in the layer."""
     prediction: torch.Tensor = field(repr=False, compare=False, default_factory=lambda: torch.empty(0))
     """float32 [T, H]"""
 
@@ -286,7 +290,7 @@ class _Call:
             return Diagnosis(agreement)
         first = found[order[0]]
         if not first.holds:
-            return Diagnosis(agreement, None, (), first, self.compared)
+            return Diagnosis(agreement, None, (), self._with_shares(first), self.compared)
         near = [i for i in order if found[i].holds and self._equal(first, found[i])]
         chosen = min(near, key=lambda i: (simple[i], found[i].residual))
         best = found[chosen]
@@ -294,9 +298,28 @@ class _Call:
             found[i] for i in near if simple[i] == simple[chosen] and not found[i].says_the_same(best)
         )
         rest = [found[i] for i in order if i not in near]
-        return Diagnosis(agreement, best, equals, rest[0] if rest else None, self.compared)
+        runner_up = self._with_shares(rest[0]) if rest else None
+        return Diagnosis(agreement, self._with_shares(best), equals, runner_up, self.compared)
 
     # --- Helpers ------------------------------------------------------------------------------------------
+
+    def _with_shares(self, found: Explanation) -> Explanation:
+        """Return it with what it explains of each wrong token, and of the wrong tokens of each expert."""
+        wrong = self._wrong_tokens()
+        left = (self.output - found.prediction).double().square().sum(1)  # [T]
+        whole = self.difference.double().square().sum(1)  # [T]
+
+        def share(tokens: Sequence[int]) -> float:
+            rows = list(tokens)
+            return max(0.0, 1.0 - float(left[rows].sum() / whole[rows].sum()))
+
+        used = [int(expert) for expert in self.ids[self.ids >= 0].unique()]
+        tokens_of = {expert: sorted(self._tokens_of(expert) & set(wrong)) for expert in used}
+        return replace(
+            found,
+            token_shares={token: share([token]) for token in wrong},
+            expert_shares={expert: share(tokens) for expert, tokens in tokens_of.items() if tokens},
+        )
 
     def _is_large(self) -> bool:
         """Return whether most mistakes are tried on a few tokens only."""
@@ -342,7 +365,16 @@ class _Call:
         residual = float((got - want).norm()) / max(self.size, 1e-300)
         holds = self._agrees(self.output[self.finite], prediction[self.finite])
         return Explanation(
-            mistakes, deviation, residual, cosine, holds, experts, tokens, taken, factor, prediction
+            mistakes,
+            deviation,
+            residual,
+            cosine,
+            holds,
+            experts,
+            tokens,
+            taken,
+            factor,
+            prediction=prediction,
         )
 
     def _is_noise(self, prediction: torch.Tensor) -> bool:

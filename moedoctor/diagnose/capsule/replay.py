@@ -182,6 +182,13 @@ def diagnosis_record(
             "tokens": None if found.tokens is None else [tokens[row] for row in found.tokens],
             "factor": found.factor,
             "taken": None if found.taken is None else expert_ids[found.taken],
+            "token_shares": [
+                {"token": tokens[row], "share_explained": share} for row, share in found.token_shares.items()
+            ],
+            "expert_shares": [
+                {"expert": expert_ids[place], "share_explained": share}
+                for place, share in found.expert_shares.items()
+            ],
         }
 
     return {

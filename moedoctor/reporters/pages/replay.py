@@ -15,6 +15,8 @@ from moedoctor.text import escape, size_of
 if TYPE_CHECKING:
     from moedoctor.diagnose.capsule.replay import Replay
 
+_MOST_PLACES = 8
+"""Experts, and tokens, of which the page has a row."""
 _PLACES = {
     "row_unwritten": "rows that nobody wrote",
     "global_scale_wrong": "a wrong global scale",
@@ -184,7 +186,32 @@ def _explanations(diagnosis: Mapping[str, Any], level: int) -> list[Block]:
         Heading("What explains it", level),
         Table(("", "the reference with", "cosine", "of the error"), rows),
         Paragraph(f"{count_of(count, 'explanation')} compared"),
+        *_shares(best, runner_up, level),
     ]
+
+
+def _shares(best: Mapping[str, Any] | None, runner_up: Mapping[str, Any] | None, level: int) -> list[Block]:
+    """Return what the first two explain of the wrong tokens: by expert, and token by token."""
+    rows, hidden = [], 0
+    for noun in ("expert", "token"):
+        columns = [
+            {row[noun]: f"{row['share_explained']:.2%}" for row in (found or {}).get(f"{noun}_shares", ())}
+            for found in (best, runner_up)
+        ]
+        places = sorted({*columns[0], *columns[1]})
+        hidden += len(places[_MOST_PLACES:])
+        rows += [
+            [
+                f"{'tokens of ' if noun == 'expert' else ''}{noun} {place}",
+                *(c.get(place, "") for c in columns),
+            ]
+            for place in places[:_MOST_PLACES]
+        ]
+    if not rows:
+        return []
+    more = [Paragraph(f"{hidden} more are in the JSON")] if hidden else []
+    head = ("wrong tokens", "explained", "by the next best")
+    return [Heading("How much of each expert and token", level), Table(head, rows, "lrr"), *more]
 
 
 def _backend_tensors(tensors: Sequence[Mapping[str, Any]], level: int) -> list[Block]:
