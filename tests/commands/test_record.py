@@ -8,9 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from moedoctor.cli import main
+from moedoctor.commands.run import _name_capsules
+from moedoctor.results import CaseResult, CaseVerdict, Tier
 from moedoctor.trace.capsule import save
 from tests.capsules import make_capsule
 from tests.interpreted import ROOT
@@ -82,3 +86,18 @@ def test_wrong_usage_is_one_line(tmp_path: Path, arguments: tuple[str, ...], pro
     assert done.returncode == 2
     assert problem in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_run_says_which_wrong_calls_it_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "kept"
+    asked = ["--only", "tier=model", "--only", "use=gather", "--keep-capsules", str(folder)]
+    assert main(["run", "MD016", *asked]) == 0
+    words = " ".join(capsys.readouterr().err.split())
+    assert f"wrong, so {folder} holds no new capsule; cases in an engine leave none" in words
+    evidence = {"capsules": ["a.moecapsule", "not kept: full"]}
+    case = CaseResult("installed", Tier.KERNEL, {}, CaseVerdict.REPRODUCED, evidence=evidence)
+    _name_capsules(SimpleNamespace(scenarios=[SimpleNamespace(cases=[case])]), folder)  # type: ignore[arg-type]
+    words = capsys.readouterr().err
+    assert f"kept {folder / 'a.moecapsule'}\n" in words
+    assert "a wrong call is not kept: full" in words
+    assert "no new capsule" not in words
