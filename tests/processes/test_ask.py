@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes_seen import still_runs
 
 from moedoctor.processes.ask import CACHES, ChildError, ask, run_module
 
@@ -131,7 +132,7 @@ def test_a_child_that_hangs_is_killed_with_what_it_started(child: Path, tmp_path
     with pytest.raises(ChildError, match=r"no answer within 1\.5 s"):
         ask("child_module", str(pid), seconds=1.5)
     assert time.monotonic() - started < 10
-    assert not running(int(pid.read_text()))
+    assert not still_runs(int(pid.read_text()))
 
 
 def test_a_child_does_not_outlive_its_parent(child: Path, tmp_path: Path) -> None:
@@ -144,21 +145,7 @@ def test_a_child_does_not_outlive_its_parent(child: Path, tmp_path: Path) -> Non
         time.sleep(0.05)
     parent.kill()
     parent.wait()
-    assert not running(int(pid.read_text()))
-
-
-def running(pid: int) -> bool:
-    """Return whether the process still runs after a second; a zombie does not count."""
-    deadline = time.monotonic() + 1
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        if state in "ZX":
-            return False
-        time.sleep(0.05)
-    return True
+    assert not still_runs(int(pid.read_text()))
 
 
 def test_a_child_leaves_nothing_behind(child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
