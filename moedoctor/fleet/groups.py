@@ -18,6 +18,7 @@ ABSENT = "none"
 NOT_READ = "not read in time"
 _LEAST_FOR_STATISTICS = 4
 _LEAST_INDIVIDUAL = 4
+_SET_OR_STRIKES = re.compile(r"[A-Z][A-Z0-9_]+|finding .+")
 MOST_DISTANCE = 5.0
 """Robust standard deviations from the median, above which a number is an outlier."""
 _MAD_TO_SIGMA = 1.4826
@@ -128,7 +129,7 @@ def group(members: Sequence[Member]) -> Grouping:
         own = (member.facts.get(fact, ABSENT) for fact in compared)
         room = (member.kind, *own)
         rooms[room].append(member)
-    ordered = sorted(rooms.items(), key=lambda room: (-len(room[1]), room[0]))
+    ordered = sorted(rooms.items(), key=lambda room: (-len(room[1]), _unusual(compared, room[0]), room[0]))
     largest_of: dict[str, int] = {}
     for number, (key, _) in enumerate(ordered):
         largest_of.setdefault(key[0], number)
@@ -159,6 +160,14 @@ def group(members: Sequence[Member]) -> Grouping:
             )
         )
     return Grouping(tuple(groups), dict(sorted(individual.items())), dict(sorted(not_read.items())))
+
+
+def _unusual(facts: Sequence[str], values: tuple[str, ...]) -> int:
+    """Return how many variables are set and entries strike. Of groups of one size, fewer is usual."""
+    return sum(
+        value != ABSENT and bool(_SET_OR_STRIKES.fullmatch(fact))
+        for fact, value in zip(facts, values[1:], strict=True)
+    )
 
 
 def _is_individual(values: int, members: int) -> bool:

@@ -134,7 +134,12 @@ def _judge_case(
             what = f"differs from {most} equal GPUs of {len(steady)}{far}"
             oddities.append(Oddity(name, case, what, len(bits)))
         elif not majority and len(counts) > 1:
-            what = f"{len(counts)} different results on {len(steady)} equal GPUs, and no majority{far}"
+            others = [rows[other].get("relative_error") for other in steady if other != name]
+            least = min((each for each in others if isinstance(each, (int, float))), default=None)
+            beside = f", the best of the others {least:.2g}" if far and least is not None else ""
+            what = (
+                f"{len(counts)} different results on {len(steady)} equal GPUs, and no majority{far}{beside}"
+            )
             oddities.append(Oddity(name, case, what, len(bits)))
         elif isinstance(error, (int, float)) and not error <= _MOST_ERROR:
             oddities.append(Oddity(name, case, f"wrong: relative error {error:.2g}", len(bits)))

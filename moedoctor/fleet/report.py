@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from moedoctor.fleet import parity
 from moedoctor.fleet.facts import NO_GPU, Member, member
 from moedoctor.fleet.groups import Difference, Grouping, Outlier, group, outliers
-from moedoctor.fleet.rows import SKIPPED, Row, Status
+from moedoctor.fleet.rows import SKIPPED, Place, Row, Status
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,7 @@ class Collector:
         self, question: Sequence[str], *, per_gpu: bool, folder: str | None, interrupted: bool
     ) -> FleetReport:
         """Compare what was taken."""
-        ordered = sorted(
-            self._rows, key=lambda taken: (taken[0].place.host, str(taken[0].place.gpu), taken[0].place.node)
-        )
+        ordered = sorted(self._rows, key=lambda taken: self._order(taken[0].place))
         names = _names([row for row, _, _ in ordered], show_hosts=self._show_hosts)
         members = [
             replace(found, name=name) for name, (_, found, _) in zip(names, ordered, strict=True) if found
@@ -154,16 +152,25 @@ class Collector:
             interrupted,
         )
 
+    def _order(self, place: Place) -> tuple[str, str, str]:
+        """Return what sorts the rows. Files do not hold hosts, and give the numbers that the nodes gave."""
+        hidden = ("", _node(place), str(place.gpu))
+        return (place.host, str(place.gpu), place.node) if self._show_hosts else hidden
+
+
+def _node(place: Place) -> str:
+    return place.node or place.host
+
 
 def _names(rows: Sequence[Row], *, show_hosts: bool) -> list[str]:
-    """Return a name for each row: its host, or a number of the host. Equal names get a number behind them."""
-    numbers: dict[tuple[str, str], int] = {}
+    """Return a name for each row: its host, or a number of the node. Equal names get a number behind them."""
+    numbers: dict[str, int] = {}
     names: list[str] = []
     for row in rows:
         if show_hosts:
             names.append(row.place.name)
             continue
-        number = numbers.setdefault((row.place.host, row.place.node), len(numbers) + 1)
+        number = numbers.setdefault(_node(row.place), len(numbers) + 1)
         names.append(replace(row.place, host=f"node-{number:04d}").name)
     counts, used = Counter(names), Counter[str]()
     for index, name in enumerate(names):

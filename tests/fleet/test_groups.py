@@ -65,6 +65,16 @@ def test_one_odd_node_is_named_with_what_differs(
     assert difference.only_here
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_nodes_the_one_with_a_variable_set_is_odd(first: int) -> None:
+    members = [Member("node-1", "H200", {"driver": "580"}), Member("node-2", "H200", {"driver": "580"})]
+    members[first].facts["VLLM_USE_FLASHINFER_MOE_FP8"] = "1"  # type: ignore[index]
+    _, odd = group(members).groups
+    assert odd.members == (members[first].name,)
+    (difference,) = odd.differences
+    assert (difference.value, difference.others) == ("1", "none")
+
+
 def test_a_fact_that_each_node_has_of_its_own_makes_no_groups() -> None:
     members = [
         Member(f"node-{n}", "H200", {"VLLM_HOST_IP": f"ip {n}", "driver": "580" if n else "570"})

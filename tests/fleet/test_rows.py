@@ -145,6 +145,17 @@ def test_a_folder_of_any_files_gives_a_row_for_each(tmp_path: Path) -> None:
     ]
 
 
+def test_nodes_have_the_same_numbers_in_the_report_of_their_files(tmp_path: Path) -> None:
+    """Files do not hold hosts, whose order must not number the nodes."""
+    store = Store.create(tmp_path / "reports", {"question": ["check"]})
+    places = [Place("id-2", "host-a", "0"), Place("id-2", "host-a", "1"), Place("id-1", "host-b", "0")]
+    asked = [store.write(read_answer(place, _answer(), python="3.12.1")) for place in places]
+    names = {row.file: name for name, row in report(("check",), asked, show_hosts=False).rows}
+    stored = report(("check",), list(read_folder(store.folder)), show_hosts=False)
+    assert {row.file: name for name, row in stored.rows} == names
+    assert sorted(names.values()) == ["node-0001 GPU 0", "node-0002 GPU 0", "node-0002 GPU 1"]
+
+
 def test_a_fleet_without_an_answer_is_not_called_sound() -> None:
     busy = failed(_PLACE, Status.BUSY, "waited 60 s for 2 GPUs")
     sound = read_answer(_PLACE, _answer({**_REPORT, "findings": []}))

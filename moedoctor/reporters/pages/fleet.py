@@ -62,6 +62,13 @@ def _steps(report: FleetReport, most: _Most) -> Iterator[Block]:
     for name in list(report.findings)[:3]:
         if _ENTRY.fullmatch(name):
             yield Step(("run ", Span(f"moedoctor explain {name}", "code"), " for what to do about it"))
+    groups = [group for group in report.grouping.groups if not all(map(_ENTRY.fullmatch, group.findings))]
+    if report.question[0] == "check" and groups:
+        members = [name for group in groups for name in group.members]
+        problems = [name for group in groups for name in group.findings if not _ENTRY.fullmatch(name)]
+        what = _names(list(dict.fromkeys(problems)), replace(most, names=2))
+        named = _names(members, replace(most, names=3))
+        yield Step(("run ", Span("moedoctor check", "code"), f" on {named} for what to do about {what}"))
     for group in report.grouping.groups[1:4]:
         facts = [each.fact for each in group.wrong if not each.fact.startswith("finding ")]
         if facts:

@@ -104,3 +104,12 @@ def test_full_markdown_lists_what_the_digest_cuts(tmp_path: Path, capsys: pytest
     assert "driver 534.1" not in digest
     assert "more groups" in digest
     assert "more groups" not in full
+
+
+def test_a_problem_that_is_no_entry_has_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    stored = Path(__file__).parents[3] / "reports" / "nvidia-h200-vllm-0.33.0" / "fleet_check.json"
+    document = json.loads(stored.read_text())
+    (problem_of_it,) = (each["id"] for each in document["findings"])
+    assert main(["show", str(stored), "--format", "markdown"]) == 0
+    (steps,) = re.findall(r"\*\*To do:\*\* (.*)", capsys.readouterr().out)
+    assert f"moedoctor check on {document['nodes'][0]['name']} for what to do about {problem_of_it}" in steps
