@@ -19,14 +19,13 @@ from typing_extensions import NotRequired, TypedDict
 
 from moedoctor import __version__
 from moedoctor.processes.cuda_tools import run_tool
-from moedoctor.redaction import HIDDEN, Redactor
+from moedoctor.redaction import HIDDEN, Redactor, without_folders
 
 ARGUMENTS: ContextVar[tuple[str, ...] | None] = ContextVar("arguments", default=None)
 """The arguments of this call of the command line; None outside it."""
 
 _OURS = ("moedoctor", "scenarios", "pyproject.toml")
 _GIT_SECONDS = 10.0
-_FOLDER = re.compile(r"(?<![\w.~/…])/(?:[^\s/=:,;'\"]+/)+(?=[^\s/=:,;'\"])")
 _CHANGE_ANSWERS = (
     "VLLM_",
     "FLASHINFER_",
@@ -123,8 +122,7 @@ def origin(
 
 def command_line(arguments: Sequence[str]) -> str:
     """Return the call as a line for a shell, without secrets and without folders of this machine."""
-    text = Redactor.of_this_process().text(shlex.join(["moedoctor", *arguments]))
-    return _FOLDER.sub("…/", text)
+    return without_folders(Redactor.of_this_process().text(shlex.join(["moedoctor", *arguments])))
 
 
 def checkout(folder: Path | None = None) -> tuple[str | None, bool | None]:

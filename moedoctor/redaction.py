@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 
 HIDDEN = "***"
 _MAX_LENGTH = 300
+_FOLDER = re.compile(r"(?<![\w.~/…])/(?:[^\s/=:,;'\"]+/)+(?=[^\s/=:,;'\"])")
 _Value = TypeVar("_Value")
 
 # The patterns read the text in lower case: that is several times faster than to ignore case.
@@ -221,6 +222,11 @@ class Redactor:
             return HIDDEN
         shown = self.text(value)
         return shown if len(shown) <= _MAX_LENGTH else shown[:_MAX_LENGTH] + "…"
+
+
+def without_folders(text: str) -> str:
+    """Return `text` with the last part alone of each absolute path, behind ``…/``."""
+    return _FOLDER.sub("…/", text)
 
 
 def _identifies(word: str) -> bool:

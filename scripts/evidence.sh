@@ -35,7 +35,8 @@ except (OSError, ValueError):
     sys.exit(1)
 summary = report.get("summary", {})
 whole = not summary.get("interrupted") and not summary.get("error")
-sys.exit(0 if whole and (report["environment"].get("vllm") or "none") == sys.argv[2] else 1)
+environment = report.get("environment", {})
+sys.exit(0 if whole and (environment.get("vllm") or "none") == sys.argv[2] else 1)
 PYTHON
 }
 
@@ -98,6 +99,16 @@ checkpoint_engines() {
         write "$1_$backend" run "$2" --only tier=engine --only "moe_backend=$backend" || failed=1
     done
     return "$failed"
+}
+
+# recorded CASE: a call that an engine recorded after a fault was planted, replayed on the GPU and on the CPU
+recorded() {
+    if complete "recorded_$1"; then
+        echo "evidence: recorded_$1 is there" >&2
+        return 0
+    fi
+    echo "evidence: recorded_$1" >&2
+    "$python" scripts/record_engines.py "$out" "$1" >&2
 }
 
 flashinfer() {
@@ -167,23 +178,31 @@ make_report() {
         backend_parity) write backend_parity run PARITY ;;                                        # 405 s, 240 s
         offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, -
         global_scale_mismatch) checkpoint_engines global_scale_mismatch MD014 marlin emulation ;; # 343 s, 300 s
-        global_scale_halves) write global_scale_halves run scenarios/engine/global_scale_halves.yaml ;; # -, -
+        global_scale_halves) write global_scale_halves run scenarios/engine/global_scale_halves.yaml ;; # -, 95 s
         gate_up_order) checkpoint_engines gate_up_order MD017 ;;                                  # 341 s, -
         scale_layout) checkpoint_engines scale_layout MD018 ;;                                    # 336 s, 600 s
         kv_scales_missing) checkpoint_engines kv_scales_missing MD012 ;;                          # 340 s, 520 s
         input_scale_missing) write input_scale_missing run MD015 ;;                               # 103 s, 300 s
-        offload_own_model) own_model ;;                                                           # 175 s, 300 s
+        offload_own_model) own_model ;;                                                           # 175 s, 240 s
         expert_cache_qwen) write expert_cache_qwen run scenarios/engine/expert_cache_qwen.yaml ;; # idle
         expert_cache_memory) write expert_cache_memory run scenarios/engine/expert_cache_memory.yaml ;;
         nan_routing) nan_routing ;;                                                               # idle; 172 s and claims, -
         nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;          # two GPUs
         nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                # idle; 300 s, -
-        record_overhead) write record_overhead run scenarios/engine/record_overhead.yaml ;;       # idle
-        record_overhead_more) write record_overhead_more run scenarios/engine/record_overhead_more.yaml ;; # idle
+        record_overhead) write record_overhead run scenarios/engine/record_overhead.yaml ;;       # idle; -, 221 s
+        record_overhead_more) write record_overhead_more run scenarios/engine/record_overhead_more.yaml ;; # idle; -, 280 s and mismatch
+        recorded_nan_graphs) recorded nan_graphs ;;                                               # -, 174 s
+        recorded_nan_eager) recorded nan_eager ;;                                                 # -, -
+        recorded_call_graphs) recorded call_graphs ;;                                             # -, 150 s
+        recorded_crash_graphs) recorded crash_graphs ;;                                           # -, 138 s
+        recorded_crash_eager) recorded crash_eager ;;                                             # -, 96 s
+        recorded_scale_graphs) recorded scale_graphs ;;                                           # -, 148 s
+        recorded_swap_eager) recorded swap_eager ;;                                               # -, -
+        recorded_halves_graphs) recorded halves_graphs ;;                                         # -, -
         sentinel_ids) write sentinel_ids run MD016 ;;                                             # 13 s, 415 s
         backend_override) write backend_override run MD010 ;;                                     # 143 s, 59 s
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, -
-        moe_backends_nvfp4) moe_backends_decode moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 ;;     # idle; -, 108 s
+        moe_backends_nvfp4) moe_backends_decode moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 ;;     # idle; -, 76 s
         moe_backends_humming) moe_backends_decode moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 ;; # idle; -, 159 s and HUMMING cut
         moe_backends_bf16) write moe_backends_bf16 bench --backend OURS:bf16,TRITON:bf16 --model qwen3-30b-a3b --tokens "$tokens" ;; # idle; -, 44 s
         moe_backends) moe_backends ;;                                                             # idle
@@ -195,7 +214,7 @@ make_report() {
         expert_cache_speed) write expert_cache_speed bench --cache --speed --capacity 16,32,64,128 ;; # idle, 140 GB
         expert_cache_speed_batch8) write expert_cache_speed_batch8 bench --cache --speed --batch 8 --capacity 16,32,64,128 ;; # idle
         fleet_check) fleet fleet_check check ;;                                                   # two GPUs and Ray; -, 69 s
-        fleet_parity) fleet fleet_parity run parity ;;                                            # two GPUs and Ray; -, -
+        fleet_parity) fleet fleet_parity run parity ;;                                            # two GPUs and Ray; -, 26 s on one
         *) echo "evidence: no report is named '$1'" >&2; return 2 ;;
     esac
 }

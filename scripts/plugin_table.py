@@ -72,7 +72,13 @@ def evidence() -> dict[str, dict[str, Any]]:
 def ran_with(report: Mapping[str, Any]) -> set[str]:
     """Return the extensions with which engines ran, as this stored report shows."""
     environment = report.get("environment") or {}
-    if report.get("command") != "run" or not (environment.get("vllm") and environment.get("gpu")):
+    if not (environment.get("vllm") and environment.get("gpu")):
+        return set()
+    if report["command"] == "replay":
+        record = report["capsule"]["record"]
+        same = record["packages"].get("vllm") == environment["vllm"]
+        return {"record"} if same and "MOEDOCTOR_RECORD" in record["environment"] else set()
+    if report["command"] != "run":
         return set()
     ran: set[str] = set()
     for scenario in report["scenarios"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ FOLDERS = sorted((ROOT / "reports").glob("nvidia-*"))
 REPORTS = sorted(file for folder in FOLDERS for file in folder.glob("*.json"))
 SCRIPT = ROOT / "scripts" / "evidence.sh"
 _HOME = re.compile(r"(?<![\w.])/(work|root|home|tmp)/\w")
-_BACKEND = re.compile(r"_(marlin|humming|emulation)$")
+_PART = re.compile(r"_(marlin|humming|emulation|cpu)$")
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -65,7 +66,14 @@ def test_the_report_of_a_fleet_has_those_of_its_nodes(file: Path) -> None:
 def test_the_script_can_make_every_report() -> None:
     answer = subprocess.run([str(SCRIPT)], capture_output=True, text=True, check=True, timeout=30)
     makes = {line.split("\t")[0] for line in answer.stdout.splitlines()}
-    assert {_BACKEND.sub("", file.stem) for file in REPORTS} <= makes
+    assert {_PART.sub("", file.stem) for file in REPORTS} <= makes
+
+
+def test_every_case_of_a_recorded_call_has_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    cases = importlib.import_module("record_engines").CASES
+    listed = re.findall(r"(?m)^ +recorded_(\w+)\) recorded (\w+) ;;", SCRIPT.read_text())
+    assert listed == [(name, name) for name in cases]
 
 
 def evidence(*names: str, out: Path, **variables: str) -> subprocess.CompletedProcess[str]:

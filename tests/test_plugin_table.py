@@ -50,6 +50,16 @@ def test_only_engines_that_ran_count(script: Any) -> None:
     assert ran_with(report(cases=[crashed, other])) == {"nan"}
 
 
+def test_a_call_that_an_engine_recorded_counts_where_it_was_replayed(script: Any) -> None:
+    record = {"packages": {"vllm": "0.33.0"}, "environment": {"MOEDOCTOR_RECORD": "…/calls"}}
+    replayed = {**report(), "command": "replay", "capsule": {"record": record}}
+    assert script.ran_with(replayed) == {"record"}
+    elsewhere = {**replayed, "environment": {"vllm": "0.21.0", "gpu": "NVIDIA H200"}}
+    assert script.ran_with(elsewhere) == set()
+    of_a_model = {**replayed, "capsule": {"record": {**record, "environment": {}}}}
+    assert script.ran_with(of_a_model) == set()
+
+
 def test_a_new_report_changes_the_table(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "a-gpu"
     folder.mkdir()

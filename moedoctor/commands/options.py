@@ -342,13 +342,13 @@ def deliver(
         from moedoctor.reporters.digest import digest
         from moedoctor.reporters.markdown_page import to_markdown
         from moedoctor.reporters.page import report_answer
-        from moedoctor.reporters.pages.run import origin_table
+        from moedoctor.reporters.pages.machine import origin_table
 
         blocks = [*mask(with_files(page, output)), *origin_table(document.get("origin"))]
         text = to_markdown(blocks) if full else digest(blocks, mask(report_answer(page, document, found)))
     elif format == "html":
         from moedoctor.reporters.html import page_with_answer, to_html
-        from moedoctor.reporters.pages.run import origin_table
+        from moedoctor.reporters.pages.machine import origin_table
 
         # As in Markdown, the commit is no secret: a mask that sees only the text would take it for a token.
         made = origin_table(document.get("origin"))

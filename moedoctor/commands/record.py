@@ -34,7 +34,8 @@ def record(
             "pinned, as on WSL, every layer waits for its copies, and CUDA graphs must be off. "
             "mismatch=RATE: the first call that the float32 reference finds wrong; in a share RATE of the "
             "steps one layer's call is compared, on the CPU beside the engine, with weights that are read "
-            "from the checkpoint. What recording costs has not been measured yet; on a GPU, `moedoctor run "
+            "from the checkpoint. On an H200 nan cost 2.6 % of a decode step, where equal engines differ by "
+            "2.3 %, and crash nothing beyond noise of 7.3 %; mismatch is not measured. `moedoctor run "
             "scenarios/engine/record_overhead.yaml` measures nan, and record_overhead_more.yaml the rest.",
         ),
     ] = "nan",

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moedoctor.commands.options import (
+    FULL_FORMATS,
     Device,
     Full,
     InputError,
@@ -50,16 +51,16 @@ def replay(
 
     names = texts(backend)
     _check_names(names)
-    facts = collect() if names else {}
+    facts = collect()
     check_gpu(device, facts)
     if device == "auto":
         device = "cpu" if not names or no_gpu(facts) else "cuda:0"
     with as_input_error(ReplayError):
         result = replay(capsule, lambda record: _variants(names, record), device, seconds=timeout)
-    document = replay_document(result, capsule.name)
+    document = {**replay_document(result, capsule.name), "environment": facts}
     code, answer = exit_code(result), answer_of(document)
     deliver(
-        replay_page(document),
+        replay_page(document, full=format in FULL_FORMATS),
         document,
         format=format,
         output=output,

@@ -178,7 +178,7 @@ def _compare(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
 def _replay(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     from moedoctor.reporters.pages.replay import answer_of, replay_page
 
-    return replay_page(document), answer_of(document), None
+    return replay_page(document, full=wanted.format in FULL_FORMATS), answer_of(document), None
 
 
 def _capsule(document: Mapping[str, Any], wanted: _Wanted) -> Shown:

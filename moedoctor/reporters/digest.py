@@ -31,12 +31,11 @@ from moedoctor.reporters.page import (
     plain,
     spans,
 )
+from moedoctor.reporters.pages.machine import environment_table, origin_table
 from moedoctor.reporters.pages.replay import replay_page
 from moedoctor.reporters.pages.run import (
     claim_item,
-    environment_table,
     notes,
-    origin_table,
     place,
     shared_parameters,
 )

@@ -68,7 +68,7 @@ def page_with_answer(page: Page, document: Mapping[str, Any], found: Sequence[st
     `document` is the report as JSON, and `found` are the lines that sum it up. What the answer says is not
     repeated in a paragraph.
     """
-    from moedoctor.reporters.pages.run import origin_table
+    from moedoctor.reporters.pages.machine import origin_table
 
     title, answered = title_of(page, document), report_answer(page, document, found)
     rest = [

@@ -6,7 +6,8 @@ from moedoctor.interfaces import Reporter
 from moedoctor.reporters.digest import run_digest
 from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.page import Heading, Paragraph
-from moedoctor.reporters.pages.run import origin_table, run_page
+from moedoctor.reporters.pages.machine import origin_table
+from moedoctor.reporters.pages.run import run_page
 from moedoctor.reporters.text import summary_line
 from moedoctor.results import Report
 

@@ -364,6 +364,8 @@ class Replay(Head):
     diagnosis: dict[str, Any]
     backend_tensors: list[dict[str, Any]]
     backends: list[BackendReplay]
+    environment: NotRequired[dict[str, Any]]
+    """The machine that replayed; reports of older releases do not have it."""
     summary: Summary
 
 

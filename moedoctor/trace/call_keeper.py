@@ -19,7 +19,6 @@ from moedoctor.kernels import kept_rows as places
 from moedoctor.kernels.device_guard import interprets
 from moedoctor.kernels.kept_rows import KeptRows, MoeCall
 from moedoctor.reference.agreement import agree, bounds_of
-from moedoctor.reference.moe_layer import expected_output
 from moedoctor.trace.capsule import MAX_BYTES, Capsule, CapsuleError, Record, fitted
 
 When = Literal["nan", "call", "first", "mismatch", "crash"]
@@ -257,8 +256,7 @@ class CallKeeper:
         if capsule.record.weights == "none":
             raise CapsuleError("the checkpoint's weights cannot be read, so nothing can be compared")
         bounds = bounds_of(capsule.record.activations)
-        expected = expected_output(capsule.problem(), capsule.record.activations)  # [T, H]
-        return agree(capsule.tensors["output"].float(), expected, bounds).right
+        return agree(capsule.tensors["output"].float(), capsule.expected_output(), bounds).right
 
     def _made(self, rows: KeptRows) -> Capsule:
         assert self._header is not None

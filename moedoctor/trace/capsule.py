@@ -163,6 +163,23 @@ class Capsule:
         scale = self.tensors.get("w13_scale")
         return None if scale is None or scale.dim() != 2 else scale / scale[:, :1]
 
+    def with_one_scale(self) -> Capsule:
+        """Return the capsule with one scale of w13 an expert, as kernels want it: `w2` takes the ratio.
+
+        Exact, because the layer is linear in the up half; see `moedoctor.fixes.moe.checkpoint_scales.folded`.
+        """
+        halves = self.half_scales()
+        if halves is None:
+            return self
+        tensors = dict(self.tensors)
+        tensors["w13_scale"] = tensors["w13_scale"][:, 0].contiguous()
+        tensors["w2_scale"] = tensors["w2_scale"] * halves[:, 1]
+        return replace(self, tensors=tensors)
+
+    def expected_output(self) -> torch.Tensor:
+        """Return float32 [T, H], what the reference computes. Raises CapsuleError if it lacks weights."""
+        return expected_output(self.with_one_scale().problem(), self.record.activations)
+
     def _layer(self) -> Layer:
         def scale(name: str) -> float:
             value = self.tensors.get(name)
@@ -299,7 +316,7 @@ def failing_tokens(capsule: Capsule) -> list[int]:
     if capsule.record.weights != "recorded":
         return []
     try:
-        expected = expected_output(capsule.problem(), capsule.record.activations)  # [T, H]
+        expected = capsule.expected_output()  # [T, H]
     except CapsuleError:  # it cannot be judged
         return []
     bounds, errors = bounds_of(capsule.record.activations), relative_error(output, expected)  # [T]

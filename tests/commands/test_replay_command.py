@@ -56,6 +56,29 @@ def test_a_wrong_output_is_named_and_found(wrong: Path, capsys: pytest.CaptureFi
     assert marlin["unavailable"]
 
 
+def test_what_nothing_explains_is_said_with_what_is_right_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    capsule = make_capsule("nvfp4")
+    broken = (capsule.tensors["topk_ids"] == 5).any(1)  # [T]
+    assert 1 < int(broken.sum()) < len(broken)
+    output = capsule.tensors["output"].masked_fill(broken[:, None], float("nan"))  # [T, H]
+    save(with_output(capsule, output), Path("nan.moecapsule"))
+    assert main(["replay", "nan.moecapsule", "--backend", "OURS", "--format", "json"]) == 1
+    printed = capsys.readouterr()
+    assert (
+        "all of them, and no finite token, use expert 5; none of the known mistakes explains it"
+        in printed.err
+    )
+    assert "on this machine OURS is right" in printed.err
+    machine = json.loads(printed.out)["environment"]
+    assert {"gpu", "driver", "torch", "vllm"} <= machine.keys()
+    for format, shown in (("table", False), ("markdown", True), ("html", True)):
+        assert main(["replay", "nan.moecapsule", "--format", format]) == 1
+        assert ("cuda_driver" in capsys.readouterr().out) == shown
+
+
 def test_the_answer_comes_first(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(wrong)]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -253,6 +253,60 @@ def test_on_paper_everything_is_open(show: Open, name: str) -> None:
     assert inside.is_visible()
 
 
+STOPS = 25
+FOCUS = """() => {
+    const at = document.activeElement, style = getComputedStyle(at);
+    return at === document.body ? null : style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0;
+}"""
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_what_has_the_focus_is_seen_and_keys_sort_open_and_filter(show: Open, name: str) -> None:
+    page = show(name)
+    for _ in range(STOPS):
+        page.keyboard.press("Tab")
+        outlined = page.evaluate(FOCUS)
+        if outlined is None:
+            break
+        assert outlined, page.evaluate("document.activeElement.outerHTML.slice(0, 200)")
+    first = page.locator("summary:visible").first
+    opened = [first.evaluate("(summary) => summary.parentElement.open")]
+    for key in ("Enter", "Space"):
+        first.press(key)
+        opened.append(first.evaluate("(summary) => summary.parentElement.open"))
+    assert opened == [opened[0], not opened[0], opened[0]]
+    page.locator("details").evaluate_all("(all) => all.forEach((each) => { each.open = true; })")
+    heads = page.locator("main .table > table th:has(button)")
+    assert not [head for head in heads.all_inner_texts() if not head.strip()]
+    if heads.count():
+        for key, order in (("Enter", "ascending"), ("Space", "descending")):
+            heads.first.locator("button").press(key)
+            assert heads.first.get_attribute("aria-sort") == order
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_paper_has_every_row_or_says_how_many_a_filter_left(show: Open, name: str) -> None:
+    page = show(name)
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("tbody tr[hidden]").count() == 0
+    closed = page.locator("details:not([open]) > .body").evaluate_all(
+        "(all) => all.filter((each) => !each.checkVisibility({ contentVisibilityAuto: true })).length"
+    )
+    assert closed == 0
+    page.emulate_media(media="screen")
+    page.locator("details").evaluate_all("(all) => all.forEach((each) => { each.open = true; })")
+    search = page.get_by_label("Filter").first
+    if not search.count():
+        return
+    search.press_sequentially("no such words")
+    page.emulate_media(media="print")
+    left = page.locator(".tools output").first
+    assert left.is_visible()
+    assert left.inner_text().startswith("0 of ")
+    assert not search.is_visible()
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", REPORTS)
 def test_axe_finds_no_serious_problem(show: Open, name: str, scheme: str) -> None:

@@ -125,6 +125,19 @@ def test_a_nan_of_a_finite_input_shows_the_failure(token: int, other: int) -> No
     assert failing_tokens(capsule)[:1] == ([token] if other != token else failing_tokens(capsule)[:1])
 
 
+def test_a_backend_that_takes_one_of_two_global_scales_is_past_the_bound() -> None:
+    """MD014: the reference has both, or `mismatch` would compare the mistake with itself."""
+    capsule = make_capsule("nvfp4", halves=True)
+    assert agree(capsule.tensors["output"].float(), capsule.expected_output(), bounds_of("none")).right
+    assert failing_tokens(capsule) == []
+    scale = capsule.tensors["w13_scale"]  # [U, 2]
+    merged = Capsule(
+        capsule.record, {**capsule.tensors, "w13_scale": scale.amax(1, keepdim=True).expand_as(scale)}
+    )
+    wrong = Capsule(capsule.record, {**capsule.tensors, "output": merged.expected_output().bfloat16()})
+    assert failing_tokens(wrong)
+
+
 def test_the_size_is_said_before_it_is_written(tmp_path: Path) -> None:
     path, lines = tmp_path / "call.moecapsule", []
     capsule = make_capsule()

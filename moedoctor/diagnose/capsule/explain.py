@@ -108,13 +108,16 @@ class Diagnosis:
 def diagnose(computation: Computation, output: torch.Tensor) -> Diagnosis:
     """Explain `output` [T, H] of the call in `computation`.
 
-    Tokens with NaN or Inf, in the output or the reference, are left out.
+    Tokens with NaN or Inf, in the output or the reference, are left out. If the others are right, there is
+    nothing to explain: a mistake that changes none of them would explain them all.
     """
     bounds = bounds_of(computation.activations)
     right = computation.contributions()  # [T, K, H]
     agreement = agree(output.float(), right.sum(1), bounds)
     finite = output.isfinite().all(1) & right.sum(1).isfinite().all(1)  # [T]
     if agreement.right or not bool(finite.any()):
+        return Diagnosis(agreement)
+    if agree(output[finite].float(), right.sum(1)[finite], bounds).right:
         return Diagnosis(agreement)
     call = _Call(computation, output.float(), right, finite)
     deviations = [

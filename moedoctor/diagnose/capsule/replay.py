@@ -15,6 +15,8 @@ from moedoctor.processes.ask import ChildError, answer, ask
 from moedoctor.reference.moe_backend import Variant
 
 if TYPE_CHECKING:
+    import torch
+
     from moedoctor.diagnose.capsule.computation import Computation
     from moedoctor.diagnose.capsule.explain import Diagnosis, Explanation
     from moedoctor.trace.capsule import Capsule
@@ -142,9 +144,24 @@ def judged(capsule: Capsule) -> dict[str, Any]:
         **base,
         "judged": True,
         "right": agreement.right,
-        "recorded": agreement.evidence(),
+        "recorded": {**agreement.evidence(), **_nonfinite_experts(capsule, output, expected)},
         "diagnosis": diagnosis,
     }
+
+
+def _nonfinite_experts(
+    capsule: Capsule, output: torch.Tensor, expected: torch.Tensor
+) -> dict[str, list[int]]:
+    """Return the experts that every token with a NaN or Inf of its own uses, and no finite token.
+
+    `output` and `expected` are float32 [T, H]. Empty without such a token, and if no expert is like that.
+    """
+    broken = ~output.isfinite().all(1) & expected.isfinite().all(1)  # [T]
+    used = [{expert for expert in row if expert >= 0} for row in capsule.tensors["topk_ids"].tolist()]
+    bad = [experts for experts, wrong in zip(used, broken.tolist(), strict=True) if wrong]
+    sound = [experts for experts, wrong in zip(used, broken.tolist(), strict=True) if not wrong]
+    found = set.intersection(*bad).difference(*sound) if bad else set()
+    return {"nonfinite_experts": sorted(found)} if found else {}
 
 
 def computation_of(capsule: Capsule) -> Computation:
@@ -207,7 +224,7 @@ def _computed(capsule: Capsule, variant: Variant, device: str) -> dict[str, Any]
     from moedoctor.reference.moe_layer import expected_output
     from moedoctor.results import UnavailableError
 
-    capsule = with_one_scale(capsule)
+    capsule = capsule.with_one_scale()
     problem = capsule.problem()
     try:
         backend = backends.create(variant)
@@ -235,22 +252,6 @@ def _computed(capsule: Capsule, variant: Variant, device: str) -> dict[str, Any]
         "repeats": None if recorded is None else recorded.right,
         "deterministic": all(torch.equal(output, other) for other in outputs[1:]),
     }
-
-
-def with_one_scale(capsule: Capsule) -> Capsule:
-    """Return the capsule with one scale of w13 an expert, as kernels want it: `w2` takes the ratio.
-
-    Exact, because the layer is linear in the up half; see `moedoctor.fixes.moe.checkpoint_scales.folded`.
-    """
-    from dataclasses import replace
-
-    halves = capsule.half_scales()
-    if halves is None:
-        return capsule
-    tensors = dict(capsule.tensors)
-    tensors["w13_scale"] = tensors["w13_scale"][:, 0].contiguous()
-    tensors["w2_scale"] = tensors["w2_scale"] * halves[:, 1]
-    return replace(capsule, tensors=tensors)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def backends_page(report: BackendsReport) -> list[Block]:
     page: list[Block] = [
         Heading(" · ".join(question), 1),
         Paragraph(Span(outcome(selection), "bold")),
-        Table(("", "backend", "ask for it with", "why"), rows),
+        Table(("sign", "backend", "ask for it with", "why"), rows),
         Paragraph("Signs: * is selected, + would work, - would not work."),
         Paragraph(f"Order: {selection.source}"),
     ]

@@ -14,7 +14,7 @@ import moedoctor
 from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table
 from moedoctor.reporters.pages.backend_charts import label, layer_charts
-from moedoctor.reporters.pages.run import environment_table
+from moedoctor.reporters.pages.machine import environment_table
 from moedoctor.reporters.text import UNSTEADY_REMARK, is_unsteady, time_unit
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 from moedoctor.text import show

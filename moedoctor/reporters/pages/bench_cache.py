@@ -10,7 +10,7 @@ import moedoctor
 from moedoctor.bench.cache.replay import ReplayPoint, TraceFacts
 from moedoctor.reporters.chart import Chart, Series
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table, evidence_tables
-from moedoctor.reporters.pages.run import environment_table
+from moedoctor.reporters.pages.machine import environment_table
 from moedoctor.reporters.text import UNSTEADY_REMARK, figures, has_unsteady
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 

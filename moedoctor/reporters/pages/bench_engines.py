@@ -9,7 +9,7 @@ from typing import Any
 import moedoctor
 from moedoctor.reporters.chart import Chart, Series
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, evidence_tables
-from moedoctor.reporters.pages.run import environment_table
+from moedoctor.reporters.pages.machine import environment_table
 from moedoctor.reporters.text import UNSTEADY_REMARK, has_unsteady
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import moedoctor
 from moedoctor.diagnose.capsule.mistakes import BY_NAME
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table
+from moedoctor.reporters.pages.machine import environment_table
 from moedoctor.reporters.text import count_of
 from moedoctor.text import escape, size_of
 
@@ -48,8 +49,8 @@ def exit_code(result: Replay) -> int:
     return 1 if result.right is False else 0
 
 
-def replay_page(document: Mapping[str, Any], level: int = 1) -> list[Block]:
-    """Return the answer first, then what explains it, then the backends."""
+def replay_page(document: Mapping[str, Any], level: int = 1, *, full: bool = False) -> list[Block]:
+    """Return the answer first, then what explains it, then the backends. `full` adds the machine."""
     record, backends = document["capsule"]["record"], document["backends"]
     page: list[Block] = [Heading(f"{escape(document['file'])}: {escape(record['layer'])}", level)]
     page.append(Paragraph((Span(*_verdict(document)), f" {answer_of(document)}")))
@@ -62,6 +63,8 @@ def replay_page(document: Mapping[str, Any], level: int = 1) -> list[Block]:
             Table(("backend", "reference", "cosine", "norm ratio", "recorded output", "note"), rows),
         ]
     page += [Heading("The call", level + 1), Bullets(_call(record, document["capsule"]))]
+    if full and document.get("environment"):
+        page += environment_table(document["environment"])
     return [*page, *map(Step, _next_steps(document))]
 
 
@@ -110,11 +113,20 @@ def answer_of(document: Mapping[str, Any]) -> str:
     explanation = document["diagnosis"].get("explanation")
     reason = recorded["reason"]
     if explanation is None:
-        return f"{reason}; none of the known mistakes explains it"
+        shared = recorded.get("nonfinite_experts", ())
+        experts = f"expert{'s' * (len(shared) > 1)} {', '.join(map(str, shared))}"
+        parts = (
+            reason,
+            f"all of them, and no finite token, use {experts}" if shared else "",
+            "none of the known mistakes explains it",
+            _on_this_machine(document["backends"]),
+        )
+        return "; ".join(filter(None, parts))
     runner_up = document["diagnosis"].get("runner_up")
     beside = "" if runner_up is None else f", next best {runner_up['cosine']:.5f}"
+    equal = "Its finite tokens equal" if recorded.get("nonfinite_tokens") else "The output equals"
     return (
-        f"{reason}. The output equals the reference with {explained(explanation)} "
+        f"{reason}. {equal} the reference with {explained(explanation)} "
         f"(cosine {explanation['cosine']:.5f}{beside})"
     )
 
@@ -184,7 +196,7 @@ def _explanations(diagnosis: Mapping[str, Any], level: int) -> list[Block]:
     count = diagnosis["explanations_compared"]
     return [
         Heading("What explains it", level),
-        Table(("", "the reference with", "cosine", "of the error"), rows),
+        Table(("answer", "the reference with", "cosine", "of the error"), rows),
         Paragraph(f"{count_of(count, 'explanation')} compared"),
         *_shares(best, runner_up, level),
     ]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from moedoctor.reporters.page import (
     Block,
     Bullets,
-    Fold,
     Heading,
     Item,
     Paragraph,
@@ -18,6 +17,7 @@ from moedoctor.reporters.page import (
     evidence_tables,
     without_records,
 )
+from moedoctor.reporters.pages.machine import environment_table
 from moedoctor.reporters.pages.replay import replay_page
 from moedoctor.reporters.text import deciding_figure, figures, short_evidence, short_parameters
 from moedoctor.results import CaseResult, CaseVerdict, ClaimResult, Report, Scalar, ScenarioResult
@@ -46,23 +46,6 @@ def notes(report: Report, most: int | None = None) -> Iterator[Block]:
         yield Paragraph(f"{left} more; add -v for all")
     if report.summary.interrupted:
         yield Paragraph(Span("Interrupted: not every case ran.", "error"))
-
-
-def environment_table(environment: Mapping[str, object]) -> list[Block]:
-    """Return the facts about the machine, all of them, behind a click."""
-    return [Fold("Environment", [Table(("fact", "value"), list(figures(environment)))])]
-
-
-def origin_table(origin: Mapping[str, object] | None) -> list[Block]:
-    """Return when and how a report was made, behind a click; nothing for a report of an older release."""
-    if not origin:
-        return []
-    facts = {name: value for name, value in origin.items() if name != "again"}
-    blocks: list[Block] = [Table(("fact", "value"), list(figures(facts)))]
-    again = origin.get("again")
-    if isinstance(again, (list, tuple)) and again:
-        blocks += [Paragraph("To make it again:"), Preformatted("\n".join(map(str, again)))]
-    return [Fold("How this report was made", blocks)]
 
 
 def _scenario(scenario: ScenarioResult, *, full: bool) -> Iterator[Block]:

@@ -19,13 +19,12 @@ from moedoctor.reporters.page import (
     evidence_tables,
     without_records,
 )
+from moedoctor.reporters.pages.machine import environment_table, origin_table
 from moedoctor.reporters.pages.run import (
     claim_item,
     conclusion_lines,
     deaths,
-    environment_table,
     notes,
-    origin_table,
     place,
     shared_parameters,
 )

@@ -125,13 +125,13 @@ def _packages() -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    """Return vLLM's and our variables, masked."""
-    from moedoctor.redaction import Redactor
+    """Return vLLM's and our variables, masked and without folders: a capsule is passed on."""
+    from moedoctor.redaction import Redactor, without_folders
 
     redactor = Redactor.of_this_process()
     wanted = ("VLLM_", "MOEDOCTOR_", "CUDA_VISIBLE_DEVICES")
     return {
-        name: redactor.setting(name, value)[:900]
+        name: without_folders(redactor.setting(name, value))
         for name, value in sorted(os.environ.items())
         if name.startswith(wanted)
     }

@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moedoctor.diagnose.capsule import explain
 from moedoctor.diagnose.capsule.computation import Computation
@@ -55,6 +57,23 @@ def test_planted_mistakes_are_named_first() -> None:
         every = deviations(call)
         plant(tally, "/".join(scheme), call, random.Random(seed).sample(every, len(every) // 3), seed)
     _judge(tally)
+
+
+@given(
+    lost=st.sets(st.integers(0, 7), min_size=1), wrong=st.booleans(), value=st.sampled_from(["nan", "inf"])
+)
+@settings(max_examples=20, deadline=None)
+def test_tokens_with_nan_are_explained_by_no_mistake_that_leaves_them_finite(
+    lost: set[int], wrong: bool, value: str
+) -> None:
+    call = computation(make_capsule("nvfp4"))
+    deviation = (("w13", "gate_up_swapped"),) if wrong else ()
+    output = noisy(call.contributions(deviation).sum(1))  # [T, H]
+    output[sorted(lost), 3] = float(value)
+    diagnosis = diagnose(call, output)
+    assert not diagnosis.agreement.right
+    explained = [{"gate_up_swapped"}] if wrong and len(lost) < len(output) else []
+    assert _named(diagnosis) == explained
 
 
 @pytest.mark.slow

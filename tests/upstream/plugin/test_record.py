@@ -101,6 +101,10 @@ def test_the_call_that_makes_nan_is_kept_with_what_the_backend_and_the_checkpoin
     assert torch.equal(capsule.tensors["backend.w13_weight"], capsule.tensors["w13"])
     assert len(capsule.expert_ids) == 2 == len(capsule.tensors["w13"])
     assert "MOEDOCTOR_RECORD_WHEN" in kept.environment
+    folder = Path(os.environ["MOEDOCTOR_RECORD"])
+    assert kept.environment["MOEDOCTOR_RECORD"] == f"…/{folder.name}", (
+        "a capsule names no folder of the machine"
+    )
 
 
 @pytest.mark.parametrize(
