@@ -36,12 +36,12 @@ _blocks = st.recursive(
     st.one_of(
         st.builds(Heading, _texts),
         st.builds(Paragraph, _texts),
-        st.builds(Bullets, st.lists(_texts, max_size=40)),
-        st.builds(Item, _texts, _texts, st.lists(st.tuples(_texts, _texts), max_size=20)),
+        st.builds(Bullets, st.lists(_texts, max_size=12)),
+        st.builds(Item, _texts, _texts, st.lists(st.tuples(_texts, _texts), max_size=6)),
         st.builds(
             lambda cells, rows: Table(["a"] * len(cells), [cells] * rows),
             st.lists(_texts, min_size=1, max_size=4),
-            st.integers(0, 300),
+            st.integers(0, 40),
         ),
         st.builds(Preformatted, _texts),
         st.builds(Prose, _texts),
