@@ -129,6 +129,8 @@ def test_the_roofline_is_the_larger_of_two_times() -> None:
     assert Roofline(1e9, {"bf16": 1e12, "fp32": 1e9}).least_seconds(1, 2 * 10**12, "bf16") == 2.0
 
 
+@pytest.mark.slow
+@pytest.mark.alone
 def test_the_reference_is_not_faster_than_the_cpu_that_it_runs_on() -> None:
     """It computes in float32, so its roofline must not assume products in bfloat16."""
     shape = LayerShape(512, 512, 4, 2)

@@ -257,6 +257,8 @@ def talkative_log(size: int) -> bytes:
     return "\n".join(lines).encode()
 
 
+@pytest.mark.slow
+@pytest.mark.alone
 def test_a_log_of_new_lines_about_experts_costs_little_more_than_a_search_for_the_words() -> None:
     """The speed is compared with a plain search for the same words (about 120 MB/s)."""
     data = talkative_log(24_000_000)

@@ -124,7 +124,7 @@ def test_operators_between_layers_change_the_rounding_of_compiled_code() -> None
     assert not torch.equal(compiled(model)[0], plain)
 
 
-@pytest.mark.parametrize("pin", [pinned, False])
+@pytest.mark.parametrize("pin", [pinned, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("whole", [True, False])
 def test_with_a_reader_compiled_code_is_the_same_as_without_offload(pin: Any, whole: bool) -> None:
     model = Model()
