@@ -70,13 +70,15 @@ def keep_kernel(
     BLOCK_K: tl.constexpr,
 ) -> None:
     """Keep one row of the call of layer number `layer`, if it is to be kept."""
+    # All of the header at once: in a decode step a load that waits for another is most of this kernel's time.
     wanted = tl.load(header_ptr + _WANTED_LAYER)
     step = tl.load(header_ptr + _STEP)
-    if wanted >= 0:
-        row = tl.program_id(0).to(tl.int64)
-        keeps = (wanted == layer + 1) & (step == tl.load(header_ptr + _WANTED_STEP))
-        keeps = keeps & (row < tl.load(header_ptr + _REAL))
-        if (wanted == 0) & (row < tl.load(header_ptr + _REAL)):
+    wanted_step = tl.load(header_ptr + _WANTED_STEP)
+    real = tl.load(header_ptr + _REAL)
+    row = tl.program_id(0).to(tl.int64)
+    if (wanted >= 0) & (row < real):
+        keeps = (wanted == layer + 1) & (step == wanted_step)
+        if wanted == 0:
             keeps = _is_finite_row(output_ptr + row * stride_output, hidden, BLOCK) == 0
             if keeps:
                 keeps = _is_finite_row(x_ptr + row * stride_x, hidden, BLOCK) == 1

@@ -117,7 +117,7 @@ def _request(folder: Path, entry: Published, scheme: str) -> EngineRequest:
             "moe_backend": "triton" if scheme == "bf16" else "marlin",
             "enforce_eager": False,
             "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1]},
-            "gpu_memory_utilization": 0.9,
+            "gpu_memory_utilization": 0.5,
             "kv_cache_memory_bytes": 1 << 30,
             "max_model_len": 1024,
             "max_num_batched_tokens": 1024,

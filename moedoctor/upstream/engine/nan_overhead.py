@@ -6,7 +6,8 @@ between a long and a short generation. The time of an engine is the best of the 
 because whatever else the machine does only adds time. The noise is how far two identical engines differ.
 
 A tiny model shows what watching a layer costs if launches take the time; layers of a real model's size show
-what is left of that beside real work.
+what is left of that beside real work. The trace is measured with piecewise graphs, recordings with the graphs
+that vLLM captures by default: one for a whole decode step, so that no launch on a busy host counts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,12 @@ def overhead_tiny(sources: Mapping[str, str]) -> list[dict[str, Any]]:
 
 def recording(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the same for a recording that waits for NaN."""
-    return [_measure(_LARGE, functools.partial(_recorded, "nan"))]
+    return [_measure(_with_default_graphs(_LARGE), functools.partial(_recorded, "nan"))]
 
 
 def recording_crash(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the same for a recording that saves what goes into every call."""
-    return [_measure(_LARGE, functools.partial(_recorded, "crash"))]
+    return [_measure(_with_default_graphs(_LARGE), functools.partial(_recorded, "crash"))]
 
 
 def recording_mismatch(sources: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -91,7 +92,14 @@ def recording_mismatch(sources: Mapping[str, str]) -> list[dict[str, Any]]:
 
     The model is tiny, because the reference needs weights in files, and the large one has none.
     """
-    return [_measure(_TINY, functools.partial(_recorded, "mismatch=0.01"))]
+    return [_measure(_with_default_graphs(_TINY), functools.partial(_recorded, "mismatch=0.01"))]
+
+
+def _with_default_graphs(model: _Model) -> _Model:
+    """Return a model whose engines capture the graphs that their release captures unless told otherwise."""
+    sizes = engine_arguments()["compilation_config"]["cudagraph_capture_sizes"]
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
+    return replace(model, arguments={**model.arguments, **graphs})
 
 
 def _recorded(when: str, folder: Path) -> dict[str, str]:
@@ -113,7 +121,14 @@ def _measure(model: _Model, on: Callable[[Path], Mapping[str, str]]) -> dict[str
             raise UnavailableError(f"{model.name}, {result.label}: active was {result.fixes or 'nothing'}")
     if recorded:
         raise UnavailableError(f"{model.name}: {recorded} calls were recorded, so the rest was not watched")
-    return {"model": model.name, "layers": model.layers, "batch": BATCH, **_figures(results)}
+    graphs = trials[0].request.arguments["compilation_config"].get("cudagraph_mode", "default")
+    return {
+        "model": model.name,
+        "layers": model.layers,
+        "batch": BATCH,
+        "cudagraph_mode": graphs,
+        **_figures(results),
+    }
 
 
 def _request(model: _Model, folder: Path, name: str, on: Mapping[str, str]) -> EngineRequest:

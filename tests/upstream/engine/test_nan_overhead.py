@@ -110,6 +110,7 @@ def test_a_recording_that_was_not_active_or_is_over_has_no_cost(
         for trial in trials:
             name, environ = trial.request.label.removeprefix("trace "), trial.request.environ
             assert environ.get("MOEDOCTOR_RECORD_WHEN") == (when if name.startswith("on") else None)
+            assert "cudagraph_mode" not in trial.request.arguments["compilation_config"]
             active = "record" if name.startswith("on") else None
             if trouble.startswith(name):
                 active = None if active else "record"
@@ -127,7 +128,7 @@ def test_a_recording_that_was_not_active_or_is_over_has_no_cost(
             getattr(nan_overhead, measure)({})
     else:
         (row,) = getattr(nan_overhead, measure)({})
-        assert row["overhead"] == 0
+        assert (row["overhead"], row["cudagraph_mode"]) == (0, "default")
 
 
 def test_waiting_for_other_engines_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
