@@ -169,8 +169,8 @@ make_report() {
         offload_parity) write offload_parity run MD008 ;;                                         # idle; 152 s, 253 s
         expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, -
         expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 322 s
-        expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle
-        expert_cache_published) write expert_cache_published run scenarios/engine/expert_cache_published.yaml ;; # idle
+        expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle; -, 427 s
+        expert_cache_published) write expert_cache_published run scenarios/engine/expert_cache_published.yaml ;; # idle; -, more than 441 s beside others
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 120 s, -
         moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # -, 247 s
         moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle, 60 GB; -, 140 s
@@ -182,23 +182,23 @@ make_report() {
         gate_up_order) checkpoint_engines gate_up_order MD017 ;;                                  # 341 s, -
         scale_layout) checkpoint_engines scale_layout MD018 ;;                                    # 336 s, 600 s
         kv_scales_missing) checkpoint_engines kv_scales_missing MD012 ;;                          # 340 s, 520 s
-        input_scale_missing) write input_scale_missing run MD015 ;;                               # 103 s, 300 s
+        input_scale_missing) write input_scale_missing run MD015 ;;                               # 103 s, 204 s
         offload_own_model) own_model ;;                                                           # 175 s, 240 s
         expert_cache_qwen) write expert_cache_qwen run scenarios/engine/expert_cache_qwen.yaml ;; # idle
-        expert_cache_memory) write expert_cache_memory run scenarios/engine/expert_cache_memory.yaml ;;
+        expert_cache_memory) write expert_cache_memory run scenarios/engine/expert_cache_memory.yaml ;; # 60 s, more than 111 s
         nan_routing) nan_routing ;;                                                               # idle; 172 s and claims, -
         nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;          # two GPUs
         nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                # idle; 300 s, -
-        record_overhead) write record_overhead run scenarios/engine/record_overhead.yaml ;;       # idle; -, 221 s
-        record_overhead_more) write record_overhead_more run scenarios/engine/record_overhead_more.yaml ;; # idle; -, 280 s and mismatch
+        record_overhead) write record_overhead run scenarios/engine/record_overhead.yaml ;;       # idle; -, 143 s
+        record_overhead_more) write record_overhead_more run scenarios/engine/record_overhead_more.yaml ;; # idle; -, 246 s
         recorded_nan_graphs) recorded nan_graphs ;;                                               # -, 174 s
-        recorded_nan_eager) recorded nan_eager ;;                                                 # -, -
-        recorded_call_graphs) recorded call_graphs ;;                                             # -, 150 s
-        recorded_crash_graphs) recorded crash_graphs ;;                                           # -, 138 s
+        recorded_nan_eager) recorded nan_eager ;;                                                 # 76 s, 91 s
+        recorded_call_graphs) recorded call_graphs ;;                                             # 118 s, 150 s
+        recorded_crash_graphs) recorded crash_graphs ;;                                           # 95 s, 138 s
         recorded_crash_eager) recorded crash_eager ;;                                             # -, 96 s
-        recorded_scale_graphs) recorded scale_graphs ;;                                           # -, 148 s
-        recorded_swap_eager) recorded swap_eager ;;                                               # -, -
-        recorded_halves_graphs) recorded halves_graphs ;;                                         # -, -
+        recorded_scale_graphs) recorded scale_graphs ;;                                           # 125 s, 148 s
+        recorded_swap_eager) recorded swap_eager ;;                                               # -, 101 s
+        recorded_halves_graphs) recorded halves_graphs ;;                                         # -, 135 s
         sentinel_ids) write sentinel_ids run MD016 ;;                                             # 13 s, 415 s
         backend_override) write backend_override run MD010 ;;                                     # 143 s, 59 s
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, -
