@@ -297,6 +297,16 @@ def search_path() -> str:
     return os.pathsep.join([*absolute(filter(None, given)), ours])
 
 
+def beside_an_engine() -> dict[str, str]:
+    """The environment of a process that helps an engine: it sees no GPU, and records nothing itself."""
+    return {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "MOEDOCTOR_RECORD": "",
+        "PYTHONPATH": search_path(),
+    }
+
+
 def _watch(file: IO[bytes], start: int, watch: Callable[[Any], None]) -> int:
     """Call `watch` with the whole lines after `start`; return where the next one begins."""
     # The child writes at the file's own position, which it shares: reading must not move it.

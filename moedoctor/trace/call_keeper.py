@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import torch
 from moedoctor.kernels import kept_rows as places
 from moedoctor.kernels.device_guard import interprets
 from moedoctor.kernels.kept_rows import KeptRows, MoeCall
-from moedoctor.reference.agreement import agree, bounds_of
+from moedoctor.trace.call_judge import is_right
 from moedoctor.trace.capsule import MAX_BYTES, Capsule, CapsuleError, Record, fitted
 
 When = Literal["nan", "call", "first", "mismatch", "crash"]
@@ -41,9 +42,12 @@ class WatchedLayer:
     record: Record
     """What a capsule of it says; the call is added."""
     weights: Weights
-    """Called when a call was kept."""
+    """Called for each call that is judged or saved."""
     route: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     """Returns weights and ids [T, K] for `x` [T, H] and logits [T, E], if the backend routes by itself."""
+    own: Weights | None = None
+    """Returns the backend's own tensors of some experts; called for a call that is saved, because the device
+    has no memory to spare for calls that are only judged."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,17 @@ class CallKeeper:
     """Takes the capsule, once."""
     lost: Callable[[str], None] = lambda reason: None
     """Takes one line that says why there will be no capsule."""
+    judge: Callable[[Capsule], bool] | None = None
+    """``mismatch``: says of a call without weights whether it is right, or raises CapsuleError; else this
+    process compares it."""
     background: bool = False
     """Whether another thread calls `collect`; if not, each step does."""
     layers: list[WatchedLayer] = field(default_factory=list)
     done: bool = False
+    compared: int = 0
+    """``mismatch``: calls that were right."""
+    seconds: float = 0.0
+    """What comparing them took, beside the model."""
     _rows: KeptRows | None = None
     _launches: bool = False
     _wanted: int = -1
@@ -242,27 +253,33 @@ class CallKeeper:
     def _save(self) -> None:
         """Make the capsule of what was kept, unless the reference finds it right."""
         assert self._rows is not None
+        assert self._header is not None
+        started = time.perf_counter()
         try:
-            capsule = self._made(self._rows)
-            if self.wish.when == "mismatch" and self._is_right(capsule):
+            layer = self.layers[int(self._header[places.OWNER]) - 1]
+            capsule = self._made(layer, self._rows)
+            if self.wish.when == "mismatch" and self._is_right(layer, capsule):
+                self.compared += 1
+                self.seconds += time.perf_counter() - started
                 self._free = True
                 return
             self.done = True
+            capsule = with_weights(capsule, layer.weights)
+            own = {} if layer.own is None else layer.own(list(capsule.expert_ids))
+            capsule = Capsule(capsule.record, {**capsule.tensors, **own})
             self.keep(fitted(capsule, self.wish.max_bytes))
         except CapsuleError as error:
             self._give_up(str(error))
 
-    def _is_right(self, capsule: Capsule) -> bool:
-        if capsule.record.weights == "none":
-            raise CapsuleError("the checkpoint's weights cannot be read, so nothing can be compared")
-        bounds = bounds_of(capsule.record.activations)
-        return agree(capsule.tensors["output"].float(), capsule.expected_output(), bounds).right
+    def _is_right(self, layer: WatchedLayer, capsule: Capsule) -> bool:
+        if self.judge is not None:
+            return self.judge(capsule)
+        return is_right(with_weights(capsule, layer.weights))
 
-    def _made(self, rows: KeptRows) -> Capsule:
+    def _made(self, layer: WatchedLayer, rows: KeptRows) -> Capsule:
         assert self._header is not None
         header = self._header.tolist()
         count = min(header[places.COUNT], len(rows.row))
-        layer = self.layers[header[places.OWNER] - 1]
         record, order = layer.record, rows.row[:count].argsort()  # [R'], programs come in any order
         part = {name: tensor[:count][order] for name, tensor in vars(rows).items() if name != "header"}
         if layer.route is not None:
@@ -281,20 +298,28 @@ class CallKeeper:
             "tokens": tuple(part["row"].tolist()),
             "call_tokens": header[places.ROWS],
         }
-        return make_capsule(layer, call, more)
+        return make_capsule(record, call, more)
 
 
-def make_capsule(layer: WatchedLayer, call: Mapping[str, torch.Tensor], more: Mapping[str, Any]) -> Capsule:
-    """Return the capsule of a call, with the weights of the experts that it uses, `top_k` at least.
+def make_capsule(record: Record, call: Mapping[str, torch.Tensor], more: Mapping[str, Any]) -> Capsule:
+    """Return the capsule of a call without weights; it names the experts that it uses, `top_k` at least.
 
-    With an id of -1 these are also those of the last expert, because a kernel may take the one for the other.
-    `call` has the tensors of the call by their names in the capsule, `more` fields of its record.
+    With an id of -1 these are also the last expert, because a kernel may take the one for the other. `call`
+    has the tensors of the call by their names in the capsule, `more` fields of its record.
     """
-    experts = layer.record.experts
+    experts = record.experts
     ids = {int(expert) for expert in call["topk_ids"].unique().tolist()}
     used = sorted({experts - 1 if expert < 0 else expert for expert in ids if expert < experts})
     spare = (expert for expert in range(experts) if expert not in used)
-    used = sorted([*used, *(next(spare) for _ in range(len(used), layer.record.top_k))])
-    weights = layer.weights(used)
-    record = layer.record.model_copy(update={"weights": "recorded" if "w13" in weights else "none", **more})
-    return Capsule(record, {**call, "expert_ids": torch.tensor(used, dtype=torch.int32), **weights})
+    used = sorted([*used, *(next(spare) for _ in range(len(used), record.top_k))])
+    return Capsule(
+        record.model_copy(update={"weights": "none", **more}),
+        {**call, "expert_ids": torch.tensor(used, dtype=torch.int32)},
+    )
+
+
+def with_weights(capsule: Capsule, weights: Weights) -> Capsule:
+    """Return the capsule with what `weights` returns of its experts."""
+    tensors = weights(list(capsule.expert_ids))
+    known = "recorded" if "w13" in tensors else "none"
+    return Capsule(capsule.record.model_copy(update={"weights": known}), {**capsule.tensors, **tensors})

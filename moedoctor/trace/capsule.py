@@ -361,15 +361,28 @@ def save(capsule: Capsule, path: Path, say: Callable[[str], None] = print_messag
 
     Raises OutputError, an OSError.
     """
-    from safetensors.torch import save as to_bytes
-
     check_writable(path)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in capsule.tensors.items()}
-    data = to_bytes(tensors, _metadata(capsule))
-    tokens, experts = len(tensors["x"]), len(capsule.expert_ids)
+    data = to_bytes(capsule)
+    tokens, experts = len(capsule.tensors["x"]), len(capsule.expert_ids)
     held = f"{tokens} tokens, {experts} experts, weights {capsule.record.weights}"
     say(f"{path}: {size_of(len(data))}, {held}")
     write(path, data)
+
+
+def to_bytes(capsule: Capsule) -> bytes:
+    """Return what its file holds."""
+    from safetensors.torch import save as serialized
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in capsule.tensors.items()}
+    return serialized(tensors, _metadata(capsule))
+
+
+def from_bytes(data: bytes) -> Capsule:
+    """Return the capsule of `to_bytes` in a process of ours: tensors are not checked, as `load` does."""
+    from safetensors.torch import load as tensors_of
+
+    length = int.from_bytes(data[:8], "little")
+    return Capsule(_record(json.loads(data[8 : 8 + length])["__metadata__"]), tensors_of(data))
 
 
 def _metadata(capsule: Capsule) -> dict[str, str]:

@@ -24,7 +24,7 @@ import torch
 from moedoctor.kernels.device_guard import interprets
 from moedoctor.kernels.host_address import pin
 from moedoctor.kernels.kept_rows import MoeInput, SavedCalls
-from moedoctor.processes.ask import search_path, unnamed_file
+from moedoctor.processes.ask import beside_an_engine, unnamed_file
 from moedoctor.trace.capsule import Record
 
 PLACES = 2
@@ -164,14 +164,8 @@ class CrashRing:
         self.folder.mkdir(parents=True, exist_ok=True)
         files = (self._memory.fileno(), self._notes.fileno())
         request = [*(str(file) for file in files), str(os.getpid()), str(self.max_bytes), str(self.folder)]
-        environ = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "MOEDOCTOR_RECORD": "",
-            "PYTHONPATH": search_path(),
-        }
         command = [sys.executable, "-m", _WATCHER, *request]
-        subprocess.run(command, pass_fds=files, env=environ, check=True, timeout=60)
+        subprocess.run(command, pass_fds=files, env=beside_an_engine(), check=True, timeout=60)
 
     def _note(self, note: dict[str, Any]) -> None:
         os.write(self._notes.fileno(), (json.dumps(note) + "\n").encode())

@@ -127,7 +127,7 @@ def _capsule(
     """Return the capsule of a call."""
     import torch
 
-    from moedoctor.trace.call_keeper import WatchedLayer, make_capsule
+    from moedoctor.trace.call_keeper import make_capsule, with_weights
     from moedoctor.trace.capsule import CapsuleError, Record, fitted, without_weights
     from moedoctor.trace.expert_weights import ExpertFiles
 
@@ -165,7 +165,7 @@ def _capsule(
         "tokens": tuple(range(rows)),
         "call_tokens": count,
     }
-    capsule = make_capsule(WatchedLayer(record, of_checkpoint), tensors, more)
+    capsule = with_weights(make_capsule(record, tensors, more), of_checkpoint)
     try:
         return fitted(capsule, limit)
     except CapsuleError:  # one token's experts are too large

@@ -27,12 +27,14 @@ _INPUT = ("input_scale", "input_global_scale")
 
 
 class ExpertFiles:
-    """The tensors of a checkpoint, read by name."""
+    """The tensors of a checkpoint, read by name. Each file is opened once, and stays open."""
 
     def __init__(self, folder: Path) -> None:
         """Raises CapsuleError if the folder has no safetensors files."""
         self._folder = folder
         self._files = _files(folder)
+        self._open: dict[str, Any] = {}
+        """File -> what reads it: to open one takes longer than to read an expert."""
 
     def capsule_tensors(
         self, layer: str, experts: Sequence[int], quantization: str
@@ -109,8 +111,9 @@ class ExpertFiles:
         if file is None:
             raise CapsuleError(f"{self._folder.name} has no {name}, expected {what}")
         try:
-            with safe_open(self._folder / file, framework="pt") as source:
-                tensor: torch.Tensor = source.get_tensor(name)
+            if file not in self._open:
+                self._open[file] = safe_open(self._folder / file, framework="pt")
+            tensor: torch.Tensor = self._open[file].get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CapsuleError(f"{file}: {name} cannot be read: {error}") from None
         return tensor

@@ -8,6 +8,9 @@ because whatever else the machine does only adds time. The noise is how far two 
 A tiny model shows what watching a layer costs if launches take the time; layers of a real model's size show
 what is left of that beside real work. The trace is measured with piecewise graphs, recordings with the graphs
 that vLLM captures by default: one for a whole decode step, so that no launch on a busy host counts.
+
+Calls are compared in few steps, and medians would leave these out. There rounds are so long that each holds
+several comparisons, and the time of an engine is the mean of all rounds.
 """
 
 from __future__ import annotations
@@ -29,9 +32,12 @@ from moedoctor.results import UnavailableError
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.engine.experiment import Trial, run_trials, write_shape
 from moedoctor.upstream.engine.nan_padding import BATCH, SECONDS, engine_arguments, prompts, traced
+from moedoctor.upstream.plugin import record
 
 _NAMES = ("off 1", "on 1", "on 2", "off 2")
 _STEPS, _ROUNDS, _BLOCK = 48, 64, 8
+_LONG = {"steps": 600, "rounds": 16}
+"""With comparisons: a round holds six at a rate of 0.01, if they are through that soon."""
 _STEPS_OF_RUNNERS = (
     ("vllm.v1.worker.gpu_model_runner", "_model_forward"),
     ("vllm.v1.worker.gpu.model_runner", "execute_model"),
@@ -39,6 +45,9 @@ _STEPS_OF_RUNNERS = (
 """The V1 and the V2 model runner, of which an engine has one: its module, and the function of a step."""
 _PATIENCE = 200.0
 """Seconds that an engine waits for the others to start, or to finish."""
+
+
+Typical = Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,15 @@ _TINY = _Model(
     ),
     {},
 )
+_WITH_WEIGHTS = _Model(
+    "Qwen3-30B-A3B's layers",
+    4,
+    lambda folder, layers: write_qwen3_moe(
+        folder, layers=layers, hidden=2048, intermediate=768, experts=128, top_k=8
+    ),
+    {"gpu_memory_utilization": 0.2},
+)
+"""The reference needs weights in files."""
 _LARGE = _Model(
     "Qwen3-30B-A3B's layers",
     12,
@@ -88,11 +106,9 @@ def recording_crash(sources: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def recording_mismatch(sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the same for a recording that compares a call in one step of a hundred.
-
-    The model is tiny, because the reference needs weights in files, and the large one has none.
-    """
-    return [_measure(_with_default_graphs(_TINY), functools.partial(_recorded, "mismatch=0.01"))]
+    """Return the same for a recording that compares a call in one step of a hundred, as a mean."""
+    model = _with_default_graphs(_WITH_WEIGHTS)
+    return [_measure(model, functools.partial(_recorded, "mismatch=0.01"), typical=statistics.mean, **_LONG)]
 
 
 def _with_default_graphs(model: _Model) -> _Model:
@@ -106,12 +122,23 @@ def _recorded(when: str, folder: Path) -> dict[str, str]:
     return {"MOEDOCTOR_RECORD": str(folder / "capsules"), "MOEDOCTOR_RECORD_WHEN": when}
 
 
-def _measure(model: _Model, on: Callable[[Path], Mapping[str, str]]) -> dict[str, Any]:
-    """Measure what the variables that `on` returns for a folder cost."""
+def _measure(
+    model: _Model,
+    on: Callable[[Path], Mapping[str, str]],
+    *,
+    typical: Typical | None = None,
+    steps: int = _STEPS,
+    rounds: int = _ROUNDS,
+) -> dict[str, Any]:
+    """Measure what the variables that `on` returns for a folder cost.
+
+    `typical` returns the time of an engine from those of its rounds; if not given, `best_median` does.
+    """
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
         folder = Path(name)
         model.write(folder / "model", model.layers)
-        trials = [Trial(_request(model, folder, engine, on(folder))) for engine in _NAMES]
+        length = {"steps": steps, "rounds": rounds}
+        trials = [Trial(_request(model, folder, engine, on(folder), length)) for engine in _NAMES]
         results = [ran.result for ran in run_trials(trials, parallel=len(_NAMES))]
         recorded = len(list(folder.glob("capsules/*")))
     for name, result in zip(_NAMES, results, strict=True):
@@ -127,11 +154,13 @@ def _measure(model: _Model, on: Callable[[Path], Mapping[str, str]]) -> dict[str
         "layers": model.layers,
         "batch": BATCH,
         "cudagraph_mode": graphs,
-        **_figures(results),
+        **_figures(results, typical),
     }
 
 
-def _request(model: _Model, folder: Path, name: str, on: Mapping[str, str]) -> EngineRequest:
+def _request(
+    model: _Model, folder: Path, name: str, on: Mapping[str, str], length: Mapping[str, int]
+) -> EngineRequest:
     return EngineRequest(
         str(folder / "model"),
         prompts(),
@@ -140,7 +169,7 @@ def _request(model: _Model, folder: Path, name: str, on: Mapping[str, str]) -> E
         {"PYTHONHASHSEED": "0", **(on if name.startswith("on") else {})},
         max_tokens=2,
         probe="moedoctor.upstream.engine.nan_overhead:decode_times",
-        probe_options={"steps": _STEPS, "rounds": _ROUNDS, "meet": str(folder), "name": name},
+        probe_options={**length, "meet": str(folder), "name": name},
         seconds=SECONDS,
         label=f"trace {name}",
     )
@@ -152,6 +181,7 @@ def decode_times(llm: Any, *, steps: int, rounds: int, meet: str, name: str) -> 
     _seconds(llm, steps)  # warm-up
     _wait_for_all(folder, name, "up")
     wall, gpu = [], []
+    before = record.comparisons()
     with step_events() as events, _one_core() as work:
         for turn, engine in enumerate(turns(rounds)):
             if engine != name:
@@ -165,8 +195,14 @@ def decode_times(llm: Any, *, steps: int, rounds: int, meet: str, name: str) -> 
                 wall.append((_seconds(llm, steps + 2) - short) / steps * 1e3)
             gpu.append(median_milliseconds(events[2:]))
             (folder / f"{turn}.done").touch()
+    compared, seconds = (now - then for now, then in zip(record.comparisons(), before, strict=True))
     _wait_for_all(folder, name, "through")
-    return {"step_ms": wall, "gpu_ms": [time for time in gpu if time is not None]}
+    return {
+        "step_ms": wall,
+        "gpu_ms": [time for time in gpu if time is not None],
+        "compared": compared,
+        "seconds_comparing": seconds,
+    }
 
 
 @contextmanager
@@ -263,32 +299,40 @@ def median_milliseconds(pairs: Sequence[tuple[Any, Any]]) -> float | None:
     return statistics.median(float(start.elapsed_time(end)) for start, end in pairs)
 
 
-def _figures(results: Sequence[EngineResult]) -> dict[str, Any]:
+def _figures(results: Sequence[EngineResult], typical: Typical | None = None) -> dict[str, Any]:
+    """Return the figures of a row; with `typical`, those of all rounds and of what was compared in them."""
     probes = {name: result.probe for name, result in zip(_NAMES, results, strict=True)}
     rounds = zip(*(probes[name]["step_ms"] for name in _NAMES), strict=True)
     ratios = sorted((on_1 + on_2) / (off_1 + off_2) for off_1, on_1, on_2, off_2 in rounds)
     figures = {
-        **_compared(probes, "step_ms", ""),
+        **_compared(probes, "step_ms", "", typical or best_median),
         "overhead_p20": ratios[len(ratios) // 5] - 1,
         "overhead_p80": ratios[len(ratios) * 4 // 5] - 1,
         "rounds": len(ratios),
     }
+    if typical is not None:
+        watched = [probes[name] for name in _NAMES if name.startswith("on")]
+        compared = [probe["compared"] for probe in watched]
+        seconds = sum(probe["seconds_comparing"] for probe in watched)
+        return {**figures, "compared": compared, "compare_ms": seconds / max(1, sum(compared)) * 1e3}
     if all(probe["gpu_ms"] for probe in probes.values()):
-        figures |= _compared(probes, "gpu_ms", "gpu_")
+        figures |= _compared(probes, "gpu_ms", "gpu_", best_median)
     return figures
 
 
-def _compared(probes: Mapping[str, Mapping[str, Any]], key: str, prefix: str) -> dict[str, Any]:
-    """The best time of each engine, the overhead of their means, and how far identical engines differ."""
-    best = {name: best_median(probe[key]) for name, probe in probes.items()}
-    off, on = ([best[name] for name in _NAMES if name.startswith(kind)] for kind in ("off", "on"))
+def _compared(
+    probes: Mapping[str, Mapping[str, Any]], key: str, prefix: str, typical: Typical
+) -> dict[str, Any]:
+    """The time of each engine, the overhead of their means, and how far identical engines differ."""
+    times = {name: typical(probe[key]) for name, probe in probes.items()}
+    off, on = ([times[name] for name in _NAMES if name.startswith(kind)] for kind in ("off", "on"))
     return {
         f"{prefix}step_ms_off": statistics.mean(off),
         f"{prefix}step_ms_on": statistics.mean(on),
         f"{prefix}overhead": statistics.mean(on) / statistics.mean(off) - 1,
         f"{prefix}noise": max(max(alike) / min(alike) for alike in (off, on)) - 1,
-        f"{prefix}best_off": off,
-        f"{prefix}best_on": on,
+        f"{prefix}each_off": off,
+        f"{prefix}each_on": on,
     }
 
 

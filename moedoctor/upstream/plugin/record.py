@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.upstream.plugin.process_end import ProcessEnd
-from moedoctor.upstream.plugin.record_layers import overwrites, routes_itself, watched_layer
+from moedoctor.upstream.plugin.record_layers import (
+    checkpoint_folder,
+    overwrites,
+    routes_itself,
+    watched_layer,
+)
 from moedoctor.upstream.plugin.register import FixError, OptionError, Patch, apply_patches
 from moedoctor.upstream.plugin.steps import Steps
 
@@ -42,7 +47,7 @@ class EngineRecorder:
         self.folder = folder
         self.ring = CrashRing(folder, wish.max_bytes) if wish.when == "crash" else None
         """Saves what goes into each call; else `keeper` looks at what comes out."""
-        self.keeper = CallKeeper(wish, self.save, self._lose, background=True)
+        self.keeper = CallKeeper(wish, self.save, self._lose, self._is_right, background=True)
         self.model: Path | None = None
         """The folder of the checkpoint that is served, if it is one."""
         self._numbers: dict[int, int | None] = {}
@@ -52,6 +57,8 @@ class EngineRecorder:
         self._now: tuple[int, Any, Any] | None = None
         """Number of the layer that runs, its input and its logits."""
         self._error: str | None = None
+        self._judge: Any = None
+        """Compares calls, once there was one to compare."""
         self._process: int | None = None
         """The process whose calls are watched."""
 
@@ -131,6 +138,14 @@ class EngineRecorder:
             self.keeper.collect()
         except Exception as error:  # after an illegal access the device cannot be read
             self._lose(_line(error))
+        if self._judge is not None:
+            self._judge.close()
+        if self.keeper.compared:
+            logger.warning(
+                "moedoctor: record: %d calls were right, %.0f ms each to compare beside the engine",
+                self.keeper.compared,
+                self.keeper.seconds / self.keeper.compared * 1e3,
+            )
 
     def save(self, capsule: Any) -> None:
         """Write the capsule."""
@@ -150,6 +165,13 @@ class EngineRecorder:
 
     # --- Inside -------------------------------------------------------------------------------------------
 
+    def _is_right(self, capsule: Any) -> bool:
+        from moedoctor.trace.call_judge import CallJudge
+
+        if self._judge is None:
+            self._judge = CallJudge(checkpoint_folder(self.model))
+        return bool(self._judge.is_right(capsule))
+
     def _lose(self, reason: str) -> None:
         logger.warning("moedoctor: record: there is no capsule: %s", reason)
 
@@ -162,6 +184,8 @@ class EngineRecorder:
                 self.keeper.done = True
                 self._lose(_line(error))
             time.sleep(_PAUSE)
+        if self._judge is not None:
+            self._judge.close()
 
     def _save_input(self) -> None:
         """Save what goes into the layer that runs, if calls are saved."""
@@ -231,8 +255,14 @@ def _device_error() -> str | None:
     return None
 
 
-_active: ProcessEnd | None = None
-"""Saves the rest when this process ends."""
+_active: tuple[EngineRecorder, ProcessEnd] | None = None
+"""What records in this process, and what saves the rest when it ends."""
+
+
+def comparisons() -> tuple[int, float]:
+    """Return how many calls this process compared and found right, and the seconds that took beside it."""
+    keeper = None if _active is None else _active[0].keeper
+    return (0, 0.0) if keeper is None else (keeper.compared, keeper.seconds)
 
 
 def apply(version: str) -> str:
@@ -249,7 +279,7 @@ def apply(version: str) -> str:
     except ValueError as error:
         raise OptionError(f"{WHEN} is {error}") from None
     if _active is not None:
-        _active.prepare()  # this process may be a fork of the one where the recording was started
+        _active[1].prepare()  # this process may be a fork of the one where the recording was started
         return "is active already"
     recorder = EngineRecorder(Path(folder), wish)
     moe, router = f"{_FUSED}.runner.moe_runner:MoERunner", f"{_FUSED}.router.base_router:BaseRouter"
@@ -269,7 +299,7 @@ def apply(version: str) -> str:
         *Steps(recorder.begin, recorder.end).patches(),
     ]
     apply_patches("record", version, patches)
-    _active = ProcessEnd(recorder.finish)
+    _active = recorder, ProcessEnd(recorder.finish)
     return f"MoE calls are watched ({text}); what is kept goes to {folder}"
 
 

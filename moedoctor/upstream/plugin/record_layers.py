@@ -74,7 +74,12 @@ def watched_layer(runner: Any, layer: Any, find: Callable[[], Path | None]) -> A
     )
     weights = getattr(runner, "routed_experts", layer)
     route = functools.partial(_route, runner.router) if routes_itself(runner) else None
-    return WatchedLayer(record, functools.partial(_tensors, find, record, weights), route)
+    return WatchedLayer(
+        record,
+        functools.partial(_checkpoint_tensors, find, record),
+        route,
+        functools.partial(_backend_tensors, weights, record.experts),
+    )
 
 
 def _route(router: Any, x: Any, logits: Any) -> tuple[Any, Any]:
@@ -137,29 +142,41 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _tensors(
-    find: Callable[[], Path | None], record: Any, layer: Any, experts: list[int]
+def checkpoint_folder(folder: Path | None) -> Path:
+    """Return the folder. Raises CapsuleError if there is none."""
+    from moedoctor.trace.capsule import CapsuleError
+
+    if folder is None:
+        raise CapsuleError("the model is no local folder with safetensors files")
+    return folder
+
+
+def _checkpoint_tensors(
+    find: Callable[[], Path | None], record: Any, experts: list[int]
 ) -> Mapping[str, Any]:
-    """Return the weights of some experts as the checkpoint has them, and as the backend got them."""
+    """Return the weights of some experts as the checkpoint has them; none if it cannot be read."""
     from moedoctor.trace.capsule import CapsuleError
     from moedoctor.trace.expert_weights import ExpertFiles
 
-    own: dict[str, Any] = {}
     try:
-        own = {
+        files = ExpertFiles(checkpoint_folder(find()))
+        tensors: Mapping[str, Any] = files.capsule_tensors(record.layer, experts, record.quantization)
+    except CapsuleError as error:
+        logger.warning("moedoctor: record: the capsule is made without the checkpoint's weights: %s", error)
+        return {}
+    return tensors
+
+
+def _backend_tensors(layer: Any, total: int, experts: list[int]) -> Mapping[str, Any]:
+    """Return the weights of some of `total` experts as the backend has them; none if the device is dead."""
+    try:
+        return {
             f"backend.{name}": parameter.detach()[experts].cpu()
             for name, parameter in layer.named_parameters(recurse=False)
-            if parameter.dim() and len(parameter) == record.experts
+            if parameter.dim() and len(parameter) == total
         }
     except RuntimeError as error:  # an assertion or an illegal access has ended the device
         logger.warning(
             "moedoctor: record: the backend's weights cannot be read: %s", str(error).partition("\n")[0]
         )
-    try:
-        folder = find()
-        if folder is None:
-            raise CapsuleError("the model is no local folder with safetensors files")
-        return {**own, **ExpertFiles(folder).capsule_tensors(record.layer, experts, record.quantization)}
-    except CapsuleError as error:
-        logger.warning("moedoctor: record: the capsule is made without the checkpoint's weights: %s", error)
-        return own
+        return {}

@@ -401,3 +401,16 @@ def test_the_trace_must_be_cheap_in_every_model() -> None:
         rows = (COST, {**COST, "overhead": other})
         for order in (rows, rows[::-1]):
             assert by_rows(md001.trace_overhead, OVERHEAD, *order).verdict is verdict
+
+
+def test_a_recording_that_compared_nothing_costs_nothing_that_is_known() -> None:
+    row = {**COST, "overhead": 0.01, "noise": 0.01, "rounds": 24, "compared": [90, 80], "compare_ms": 480.0}
+    judgement = by_rows(md001.record_overhead_mismatch, OVERHEAD, row)
+    assert judgement.verdict is CONFIRMED
+    assert "means of 24 rounds in which 170 calls were compared, 480 ms each" in str(judgement.reason)
+    for overhead, noise, verdict in ((0.08, 0.01, REFUTED), (0.04, 0.02, UNTESTED)):
+        other = {**row, "overhead": overhead, "noise": noise}
+        assert by_rows(md001.record_overhead_mismatch, OVERHEAD, other).verdict is verdict
+    judgement = by_rows(md001.record_overhead_mismatch, OVERHEAD, {**row, "compared": [90, 0]})
+    assert judgement.verdict is UNTESTED
+    assert "compared no call" in str(judgement.reason)

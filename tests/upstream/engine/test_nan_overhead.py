@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import statistics
 import sys
 import threading
 import time
@@ -24,7 +25,8 @@ STEP_EVENTS, MEDIAN = nan_overhead.step_events, nan_overhead.median_milliseconds
 
 
 def result(name: str, times: list[float]) -> EngineResult:
-    return EngineResult(label=name, probe={"step_ms": times, "gpu_ms": []})
+    probe = {"step_ms": times, "gpu_ms": [], "compared": 4, "seconds_comparing": 0.2}
+    return EngineResult(label=name, probe=probe)
 
 
 @pytest.fixture(autouse=True)
@@ -55,17 +57,23 @@ def test_only_one_engine_works_at_a_time_and_all_stay_until_the_end(
             ended.append(time.monotonic())
         return tokens * 1e-3
 
+    def comparisons() -> tuple[int, float]:
+        local.asked = getattr(local, "asked", 0) + 1
+        return ((3, 0.1), (7, 0.5))[local.asked - 1]
+
     def probe(name: str) -> tuple[dict[str, Any], float]:
         local.name = name
         found = nan_overhead.decode_times(None, steps=48, rounds=3, meet=str(tmp_path), name=name)
         return found, time.monotonic()
 
     monkeypatch.setattr(nan_overhead, "_seconds", seconds)
+    monkeypatch.setattr(nan_overhead.record, "comparisons", comparisons)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(probe, nan_overhead._NAMES))
     assert (most[0], calls[0]) == (1, 4 * 3 * 2)
     assert all(evidence["step_ms"] == pytest.approx([1.0] * 3) for evidence, _ in found)
     assert all(evidence["gpu_ms"] == [1.0] * 3 for evidence, _ in found)
+    assert all(evidence["compared"] == 7 - 3 for evidence, _ in found), "those of the warm-up do not count"
     assert order[::2] == list(nan_overhead.turns(3))
     assert order[::2][:8] == ["off 1", "on 1", "on 2", "off 2", "off 2", "on 2", "on 1", "off 1"]
     assert [name.split()[0] for name in order[::2]] == ["off", "on", "on", "off"] * 3
@@ -85,12 +93,14 @@ def test_all_engines_work_on_one_core_and_wait_on_others() -> None:
 
 
 def test_models_are_written_and_only_the_variables_make_engines_differ(tmp_path: Path) -> None:
-    for model in (nan_overhead._TINY, nan_overhead._LARGE):
+    for model in (nan_overhead._TINY, nan_overhead._LARGE):  # the third would be large
         folder = tmp_path / str(model.layers)
         model.write(folder / "model", model.layers)
         config = json.loads((folder / "model" / "config.json").read_text())
         assert config["num_hidden_layers"] == model.layers
-        off, on = (nan_overhead._request(model, folder, name, {"A": "b"}) for name in ("off 1", "on 1"))
+        off, on = (
+            nan_overhead._request(model, folder, name, {"A": "b"}, {"steps": 1}) for name in ("off 1", "on 1")
+        )
         assert off.arguments == on.arguments
         assert set(on.environ.items()) - set(off.environ.items()) == {("A", "b")}
 
@@ -110,6 +120,7 @@ def test_a_recording_that_was_not_active_or_is_over_has_no_cost(
         for trial in trials:
             name, environ = trial.request.label.removeprefix("trace "), trial.request.environ
             assert environ.get("MOEDOCTOR_RECORD_WHEN") == (when if name.startswith("on") else None)
+            assert trial.request.probe_options["steps"] == (600 if when.startswith("mismatch") else 48)
             assert "cudagraph_mode" not in trial.request.arguments["compilation_config"]
             active = "record" if name.startswith("on") else None
             if trouble.startswith(name):
@@ -123,12 +134,27 @@ def test_a_recording_that_was_not_active_or_is_over_has_no_cost(
         return ran
 
     monkeypatch.setattr(nan_overhead, "run_trials", run)
+    monkeypatch.setattr(nan_overhead, "write_qwen3_moe", lambda *given, **sizes: None)
     if trouble:
         with pytest.raises(UnavailableError, match=trouble):
             getattr(nan_overhead, measure)({})
     else:
         (row,) = getattr(nan_overhead, measure)({})
         assert (row["overhead"], row["cudagraph_mode"]) == (0, "default")
+        assert row.get("compared") == ([4, 4] if when.startswith("mismatch") else None)
+
+
+def test_means_count_the_rounds_in_which_a_call_was_compared() -> None:
+    """The best median of a block leaves them out: a comparison that costs much would look free."""
+    block = nan_overhead._BLOCK
+    slow = [1.0] * block + ([1.0] * 6 + [3.0] * 2)
+    results = [
+        result(name, slow if name.startswith("on") else [1.0] * 2 * block) for name in nan_overhead._NAMES
+    ]
+    assert nan_overhead._figures(results)["overhead"] == 0
+    figures = nan_overhead._figures(results, statistics.mean)
+    assert figures["overhead"] == pytest.approx(0.25)
+    assert (figures["compared"], figures["compare_ms"]) == ([4, 4], pytest.approx(50))
 
 
 def test_waiting_for_other_engines_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +176,7 @@ def test_the_best_block_of_each_engine_counts_and_identical_engines_give_the_noi
     figures = nan_overhead._figures(results)
     assert figures["overhead"] == pytest.approx(1.1 / 1.01 - 1)
     assert figures["noise"] == pytest.approx(0.02)
-    assert figures["best_off"] == pytest.approx([1.0, 1.02])
+    assert figures["each_off"] == pytest.approx([1.0, 1.02])
     assert (figures["step_ms_off"], figures["rounds"]) == (pytest.approx(1.01), 2 * block)
     assert "gpu_overhead" not in figures
     for engine in results:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +22,7 @@ from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.trace.capsule import SUFFIX, Capsule, load
 from moedoctor.upstream.plugin import record, record_layers
 from moedoctor.upstream.plugin.extensions import TRACES, Need
+from moedoctor.upstream.plugin.record import EngineRecorder
 from moedoctor.upstream.plugin.register import OptionError
 from tests.interpreted import ROOT
 from tests.upstream.plugin import record_stub
@@ -63,10 +67,20 @@ class Engine:
         model(torch.zeros(4))  # the profile run, in which no step runs
         return model
 
+    def recorder(self) -> EngineRecorder:
+        """Return what records in this process."""
+        assert record._active is not None
+        found: EngineRecorder = record._active[0]
+        return found
+
+    def finish(self) -> None:
+        """End the process."""
+        assert record._active is not None
+        record._active[1].run()
+
     def capsules(self) -> list[Capsule]:
         """End the process and return what it left."""
-        assert record._active is not None
-        record._active.run()
+        self.finish()
         return [load(file) for file in sorted(self.folder.glob(f"*{SUFFIX}"))]
 
 
@@ -133,19 +147,47 @@ def test_a_backend_that_routes_by_itself_gets_the_ids_of_vllms_router(engine: En
     assert torch.allclose(capsule.tensors["topk_weights"], weights, atol=1e-6)
 
 
-def test_only_a_call_past_the_bound_is_kept(engine: Engine) -> None:
+def test_only_a_call_past_the_bound_is_kept(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, original = [], record_layers._backend_tensors
+    monkeypatch.setattr(
+        record_layers, "_backend_tensors", lambda *given: (asked.append(1), original(*given))[1]
+    )
     model = engine.start("mismatch=1")
-    for _ in range(4):
-        step(model)
-        assert record._active is not None
+    recorder = engine.recorder()
+    steps = _run_until(model, lambda: recorder.keeper.compared > 1)
+    assert not list(engine.folder.glob("*"))
+    assert not asked, "the device has no memory to spare for calls that are right"
     model.spoil = {0: lambda output: output * 1.5, 1: lambda output: output * 1.5}
-    for _ in range(200):
-        step(model)
-        if list(engine.folder.glob("*")):
-            break
+    _run_until(model, lambda: list(engine.folder.glob(f"*{SUFFIX}")))
     (capsule,) = engine.capsules()
     assert capsule.record.reason == "its output is past the bound of the reference"
-    assert capsule.record.call > 4
+    assert capsule.record.call >= steps
+    assert torch.equal(capsule.tensors["backend.w13_weight"], capsule.tensors["w13"])
+    right = rf"record: {recorder.keeper.compared} calls were right, \d+ ms each to compare beside the engine"
+    assert re.search(right, caplog.text)
+
+
+def test_a_comparison_that_cannot_be_made_ends_the_recording_with_a_reason(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = engine.start("mismatch=1")
+    engine.recorder().model = None
+    _run_until(model, lambda: engine.recorder().keeper.done)
+    assert engine.capsules() == []
+    assert "there is no capsule: the model is no local folder with safetensors files" in caplog.text
+
+
+def _run_until(model: Model, condition: Callable[[], object]) -> int:
+    """Return after how many steps the condition held."""
+    until, steps = time.monotonic() + 60, 0
+    while not condition():
+        assert time.monotonic() < until
+        step(model)
+        steps += 1
+        time.sleep(0.002)
+    return steps
 
 
 def test_a_capsule_that_would_be_too_large_says_what_it_needs(
@@ -210,10 +252,9 @@ def test_an_error_of_the_experts_is_in_the_notes_of_the_watcher(engine: Engine) 
     model.spoil[0] = fail
     with pytest.raises(RuntimeError, match="b_scales"):
         step(model)
-    assert record._active is not None
-    recorder = record._active._action.__self__  # type: ignore[attr-defined]
+    recorder = engine.recorder()
     recorder.ring._notes = unnamed_file()  # so that the watcher writes nothing for this process
-    record._active.run()
+    engine.finish()
     recorder.ring._notes.seek(0)
     assert recorder.ring._notes.read() == b'{"end": "RuntimeError: b_scales is not on GPU"}\n'
 

@@ -1,0 +1,120 @@
+"""Compares recorded calls with the reference, in a process beside the one that serves.
+
+Inside it a comparison would take the interpreter from the model: the steps of a tiny model were twice as long
+while one was under way. `python -m moedoctor.trace.call_judge CHECKPOINT` reads capsules without weights from
+its input, each behind its length in 8 bytes, and answers each with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from moedoctor.processes.ask import beside_an_engine
+from moedoctor.reference.agreement import agree, bounds_of
+from moedoctor.trace.capsule import Capsule, CapsuleError, from_bytes, to_bytes
+from moedoctor.trace.expert_weights import ExpertFiles
+
+_MODULE = "moedoctor.trace.call_judge"
+_THREADS = 4
+_NICENESS = 10
+"""What serves comes first."""
+
+
+def is_right(capsule: Capsule) -> bool:
+    """Return whether the output of a call with weights is within the bounds of the reference.
+
+    Raises CapsuleError if it cannot be told.
+    """
+    if capsule.record.weights == "none":
+        raise CapsuleError("the checkpoint's weights cannot be read, so nothing can be compared")
+    bounds = bounds_of(capsule.record.activations)
+    return agree(capsule.tensors["output"].float(), capsule.expected_output(), bounds).right
+
+
+class CallJudge:
+    """Judges calls of the layers of one checkpoint in a process that the first call starts."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def is_right(self, capsule: Capsule) -> bool:
+        """Return whether a call is right; `capsule` has no weights. Waits, while other threads go on.
+
+        Raises CapsuleError if it cannot be told, or the process has died.
+        """
+        if self._child is None:
+            self._child = self._start()
+        child, data = self._child, to_bytes(capsule)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(len(data).to_bytes(8, "little") + data)
+            child.stdin.flush()
+            line = child.stdout.readline()
+        except OSError:
+            line = b""
+        if not line:
+            child.kill()
+            raise CapsuleError(f"the process that compares calls has ended with {child.wait()}")
+        answer = json.loads(line)
+        if answer["error"] is not None:
+            raise CapsuleError(answer["error"])
+        return bool(answer["right"])
+
+    def close(self) -> None:
+        """End the process."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.kill()
+        child.wait()
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                stream.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # In a session of its own an interrupt of the engine does not reach it; it ends with its input.
+        return subprocess.Popen(
+            [sys.executable, "-m", _MODULE, str(self._checkpoint)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=beside_an_engine(),
+            start_new_session=True,
+            bufsize=-1,
+        )
+
+
+def main(checkpoint: str) -> None:
+    """Answer until the input ends."""
+    os.nice(_NICENESS)
+    torch.set_num_threads(min(_THREADS, torch.get_num_threads()))
+    files: ExpertFiles | None = None
+    source, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    while length := source.read(8):
+        data = source.read(int.from_bytes(length, "little"))
+        answer: dict[str, bool | str | None] = {"right": None, "error": None}
+        try:
+            files = files or ExpertFiles(Path(checkpoint))
+            answer["right"] = _judged(from_bytes(data), files)
+        except CapsuleError as error:
+            answer["error"] = str(error)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _judged(capsule: Capsule, files: ExpertFiles) -> bool:
+    record = capsule.record
+    weights = files.capsule_tensors(record.layer, capsule.expert_ids, record.quantization)
+    whole = record.model_copy(update={"weights": "recorded"})
+    return is_right(Capsule(whole, {**capsule.tensors, **weights}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,121 @@
+"""Calls are compared with the reference by a process beside the one that serves."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moedoctor.reference.checkpoints import write_qwen3_moe
+from moedoctor.trace.call_judge import CallJudge
+from moedoctor.trace.call_keeper import make_capsule, with_weights
+from moedoctor.trace.capsule import Capsule, CapsuleError, Record, from_bytes, to_bytes
+from moedoctor.trace.expert_weights import ExpertFiles
+
+LAYER = "model.layers.1.mlp.experts"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("checkpoint"), scheme="nvfp4")
+
+
+@pytest.fixture(scope="module")
+def judge(checkpoint: Path) -> Iterator[CallJudge]:
+    judge = CallJudge(checkpoint)
+    yield judge
+    judge.close()
+
+
+@pytest.fixture(scope="module")
+def call(checkpoint: Path) -> Capsule:
+    """A call without weights whose output is what the reference computes."""
+    record = Record(
+        layer=LAYER,
+        hidden=256,
+        intermediate=128,
+        experts=8,
+        top_k=2,
+        activation="silu",
+        quantization="nvfp4",
+        backend="some",
+        packages={},
+    )
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()  # [T, H]
+    tensors = {
+        "x": x,
+        "output": torch.zeros_like(x),
+        "topk_ids": torch.tensor([[0, 3], [5, 0], [3, 5]], dtype=torch.int32),
+        "topk_weights": torch.full((3, 2), 0.5),
+    }
+    bare = make_capsule(record, tensors, {"call": 1})
+    files = ExpertFiles(checkpoint)
+    whole = with_weights(bare, lambda experts: files.capsule_tensors(LAYER, experts, "nvfp4"))
+    return replace(bare, tensors={**bare.tensors, "output": whole.expected_output().bfloat16()})
+
+
+def test_right_and_wrong_calls_are_told_apart(judge: CallJudge, call: Capsule) -> None:
+    assert "w13" not in call.tensors
+    wrong = call.tensors["output"].clone()
+    wrong[2] *= 1.2
+    assert judge.is_right(call) is True
+    assert judge.is_right(replace(call, tensors={**call.tensors, "output": wrong})) is False
+    assert judge.is_right(call) is True, "the process goes on after a wrong call"
+
+
+def test_what_cannot_be_compared_has_a_reason_and_the_process_goes_on(
+    judge: CallJudge, call: Capsule
+) -> None:
+    unknown = call.record.model_copy(update={"layer": "model.layers.9.mlp.experts"})
+    with pytest.raises(CapsuleError, match=r"has no weights of model\.layers\.9\.mlp\.experts\.0"):
+        judge.is_right(replace(call, record=unknown))
+    assert judge.is_right(call) is True
+
+
+def test_a_folder_without_weights_has_a_reason(tmp_path: Path, call: Capsule) -> None:
+    judge = CallJudge(tmp_path)
+    with pytest.raises(CapsuleError, match="has no safetensors files"):
+        judge.is_right(call)
+    judge.close()
+    judge.close()
+
+
+def test_a_process_that_died_is_said_and_none_is_left(checkpoint: Path, call: Capsule) -> None:
+    judge = CallJudge(checkpoint)
+    assert judge.is_right(call)
+    child = judge._child
+    assert child is not None
+    child.kill()
+    with pytest.raises(CapsuleError, match="the process that compares calls has ended with -9"):
+        judge.is_right(call)
+    judge.close()
+    assert judge.is_right(call), "the next call starts another one"
+    child = judge._child
+    assert child is not None
+    assert child.stdin is not None
+    child.stdin.close()  # what the end of an engine does
+    until = time.monotonic() + 20
+    while child.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert child.poll() == 0
+    judge.close()
+
+
+def test_the_process_gives_way_and_is_in_a_session_of_its_own(judge: CallJudge, call: Capsule) -> None:
+    judge.is_right(call)
+    child = judge._child
+    assert child is not None
+    assert os.getpriority(os.PRIO_PROCESS, child.pid) >= min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    assert os.getsid(child.pid) == child.pid != os.getsid(0)
+
+
+def test_a_capsule_is_the_same_after_its_bytes(call: Capsule) -> None:
+    same = from_bytes(to_bytes(call))
+    assert same.record == call.record
+    assert same.tensors.keys() == call.tensors.keys()
+    assert all(torch.equal(same.tensors[name], tensor) for name, tensor in call.tensors.items())
