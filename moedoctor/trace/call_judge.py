@@ -38,20 +38,33 @@ def is_right(capsule: Capsule) -> bool:
 
 
 class CallJudge:
-    """Judges calls of the layers of one checkpoint in a process that the first call starts."""
+    """Judges calls of the layers of one checkpoint in a process beside this one."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
         self._child: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, unless it runs. It is ready after some seconds, and calls wait until then."""
+        if self._child is not None:
+            return
+        # In a session of its own an interrupt of the engine does not reach it; it ends with its input.
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, str(self._checkpoint)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=beside_an_engine(),
+            start_new_session=True,
+        )
 
     def is_right(self, capsule: Capsule) -> bool:
         """Return whether a call is right; `capsule` has no weights. Waits, while other threads go on.
 
         Raises CapsuleError if it cannot be told, or the process has died.
         """
-        if self._child is None:
-            self._child = self._start()
+        self.start()
         child, data = self._child, to_bytes(capsule)
+        assert child is not None
         assert child.stdin is not None
         assert child.stdout is not None
         try:
@@ -78,17 +91,6 @@ class CallJudge:
         for stream in (child.stdin, child.stdout):
             if stream is not None:
                 stream.close()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        # In a session of its own an interrupt of the engine does not reach it; it ends with its input.
-        return subprocess.Popen(
-            [sys.executable, "-m", _MODULE, str(self._checkpoint)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=beside_an_engine(),
-            start_new_session=True,
-            bufsize=-1,
-        )
 
 
 def main(checkpoint: str) -> None:

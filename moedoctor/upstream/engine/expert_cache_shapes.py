@@ -36,7 +36,7 @@ class Published:
     """What the preset's configuration does not say."""
 
 
-TABLE = (
+NEMOTRON, GEMMA = (
     Published(
         "nemotron-cascade-2-30b-a3b",
         "NemotronHForCausalLM",
@@ -67,20 +67,27 @@ TABLE = (
 """On an RTX PRO 6000 Blackwell, one sequence."""
 
 
-def published(sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a row for each model and format: memory and speed, beside the table's. Raises UnavailableError.
+def nemotron(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for each format of Nemotron-Cascade-2-30B-A3B. Raises UnavailableError."""
+    return _measure(NEMOTRON)
+
+
+def gemma(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for each format of Gemma-4-26B-A4B. Raises UnavailableError."""
+    return _measure(GEMMA)
+
+
+def _measure(entry: Published) -> list[dict[str, Any]]:
+    """Return memory and speed in BF16 and NVFP4, beside the table's.
 
     `gigabytes` is what torch holds after loading, without the KV cache: weights, slots and bookkeeping.
     """
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
         trials = [
             Trial(_request(Path(name), entry, scheme), {"model": entry.preset, "scheme": scheme})
-            for entry in TABLE
             for scheme in ("bf16", "nvfp4")
         ]
-        ran = run_trials(trials, parallel=1)
-    entries = {entry.preset: entry for entry in TABLE}
-    return [_row(engine, entries[engine.trial.columns["model"]]) for engine in ran]
+        return [_row(engine, entry) for engine in run_trials(trials, parallel=1)]
 
 
 def _row(ran: Ran, entry: Published) -> dict[str, Any]:

@@ -76,6 +76,9 @@ def trial(quantization: str, computer: str, mode: str, folder: str) -> Trial:
         "max_model_len": 64,
         "max_num_batched_tokens": 64,
     }
+    if quantization == "BF16":
+        # Beside FlashInfer vLLM would choose kernels of it, which compile for half an hour.
+        arguments["moe_backend"] = "triton"
     if mode == GRAPHS:
         arguments["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 3, 4, 8, 16, 32]}
     request = EngineRequest(

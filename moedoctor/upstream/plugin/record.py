@@ -63,13 +63,15 @@ class EngineRecorder:
         """The process whose calls are watched."""
 
     def around_method(self, original: Any) -> Any:
-        """Remember the checkpoint when a MoE layer is made."""
+        """Remember the checkpoint when a MoE layer is made, and start what reads it."""
 
         def construct(method: Any, moe: Any, *arguments: Any, **options: Any) -> None:
             original(method, moe, *arguments, **options)
             config = importlib.import_module("vllm.config").get_current_vllm_config()
             model = None if config.model_config is None else Path(config.model_config.model)
             self.model = model if model is not None and os.path.isdir(model) else None
+            if self.model is not None and self.keeper.wish.when == "mismatch":
+                self._judge_of(self.model).start()  # it is ready when the weights are loaded
 
         return construct
 
@@ -166,11 +168,13 @@ class EngineRecorder:
     # --- Inside -------------------------------------------------------------------------------------------
 
     def _is_right(self, capsule: Any) -> bool:
+        return bool(self._judge_of(checkpoint_folder(self.model)).is_right(capsule))
+
+    def _judge_of(self, checkpoint: Path) -> Any:
         from moedoctor.trace.call_judge import CallJudge
 
-        if self._judge is None:
-            self._judge = CallJudge(checkpoint_folder(self.model))
-        return bool(self._judge.is_right(capsule))
+        self._judge = self._judge or CallJudge(checkpoint)
+        return self._judge
 
     def _lose(self, reason: str) -> None:
         logger.warning("moedoctor: record: there is no capsule: %s", reason)

@@ -214,7 +214,8 @@ def test_nvfp4_is_compared_at_the_same_slots() -> None:
     assert verdict_of(claims.engine_nvfp4, [], min_gain=2.0) is ClaimVerdict.UNTESTED
 
 
-def test_the_published_table_is_shown_beside() -> None:
+@pytest.mark.parametrize("claim", [claims.engine_published_nemotron, claims.engine_published_gemma])
+def test_the_published_table_is_shown_beside(claim: ClaimTest) -> None:
     row = {
         "model": "gemma",
         "scheme": "bf16",
@@ -225,8 +226,8 @@ def test_the_published_table_is_shown_beside() -> None:
         "published_tokens_per_second": 14.8,
     }
     limits = {"min_speed": 1.0, "max_memory": 1.15}
-    assert verdict_of(claims.engine_published, [row], **limits) is ClaimVerdict.CONFIRMED
+    assert verdict_of(claim, [row], **limits) is ClaimVerdict.CONFIRMED
     for change in ({"gigabytes": 10.0}, {"tokens_per_second": 14.0}, {"engine": "host"}):
-        assert verdict_of(claims.engine_published, [{**row, **change}], **limits) is ClaimVerdict.REFUTED
+        assert verdict_of(claim, [{**row, **change}], **limits) is ClaimVerdict.REFUTED
     missing = [row, {**row, "scheme": "nvfp4", "error": "no backend"}]
-    assert verdict_of(claims.engine_published, missing, **limits) is ClaimVerdict.UNTESTED
+    assert verdict_of(claim, missing, **limits) is ClaimVerdict.UNTESTED

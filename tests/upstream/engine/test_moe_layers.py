@@ -33,6 +33,9 @@ def answered(trial: Trial, **changes: Any) -> EngineResult:
 
 def test_every_quantization_has_a_reference_a_fault_and_both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(trials: Sequence[Trial]) -> list[Ran]:
+        for trial in trials:
+            backend = trial.request.arguments.get("moe_backend")
+            assert backend == ("triton" if trial.columns["quantization"] == "BF16" else None)
         return pair(trials, [answered(trial) for trial in trials])
 
     monkeypatch.setattr(engines, "run_trials", run)

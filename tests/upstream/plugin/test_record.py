@@ -156,6 +156,7 @@ def test_only_a_call_past_the_bound_is_kept(
     )
     model = engine.start("mismatch=1")
     recorder = engine.recorder()
+    assert recorder._judge._child is not None, "what compares starts while the model loads"
     steps = _run_until(model, lambda: recorder.keeper.compared > 1)
     assert not list(engine.folder.glob("*"))
     assert not asked, "the device has no memory to spare for calls that are right"
