@@ -170,9 +170,9 @@ make_report() {
         expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, -
         expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 322 s
         expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle; -, 427 s
-        expert_cache_published) write expert_cache_published run scenarios/engine/expert_cache_published.yaml ;; # idle; -, more than 441 s beside others
+        expert_cache_published) write expert_cache_published run scenarios/engine/expert_cache_published.yaml ;; # idle; -, more than 482 s
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 120 s, -
-        moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # -, 247 s
+        moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 211 s, 247 s
         moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle, 60 GB; -, 140 s
         nan_trace) write nan_trace run scenarios/engine/nan_trace.yaml ;;                         # -, -
         backend_parity) write backend_parity run PARITY ;;                                        # 405 s, 240 s
@@ -188,9 +188,9 @@ make_report() {
         expert_cache_memory) write expert_cache_memory run scenarios/engine/expert_cache_memory.yaml ;; # 60 s, more than 111 s
         nan_routing) nan_routing ;;                                                               # idle; 172 s and claims, -
         nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;          # two GPUs
-        nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                # idle; 300 s, -
+        nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                # idle; 300 s, more than 331 s
         record_overhead) write record_overhead run scenarios/engine/record_overhead.yaml ;;       # idle; -, 143 s
-        record_overhead_more) write record_overhead_more run scenarios/engine/record_overhead_more.yaml ;; # idle; -, 246 s
+        record_overhead_more) write record_overhead_more run scenarios/engine/record_overhead_more.yaml ;; # idle; -, 319 s
         recorded_nan_graphs) recorded nan_graphs ;;                                               # -, 174 s
         recorded_nan_eager) recorded nan_eager ;;                                                 # 76 s, 91 s
         recorded_call_graphs) recorded call_graphs ;;                                             # 118 s, 150 s
@@ -201,7 +201,7 @@ make_report() {
         recorded_halves_graphs) recorded halves_graphs ;;                                         # -, 135 s
         sentinel_ids) write sentinel_ids run MD016 ;;                                             # 13 s, 415 s
         backend_override) write backend_override run MD010 ;;                                     # 143 s, 59 s
-        weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, -
+        weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, 61 s
         moe_backends_nvfp4) moe_backends_decode moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 ;;     # idle; -, 76 s
         moe_backends_humming) moe_backends_decode moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 ;; # idle; -, 159 s and HUMMING cut
         moe_backends_bf16) write moe_backends_bf16 bench --backend OURS:bf16,TRITON:bf16 --model qwen3-30b-a3b --tokens "$tokens" ;; # idle; -, 44 s

@@ -89,6 +89,8 @@ def ran_with(report: Mapping[str, Any]) -> set[str]:
         measured = [row for claim in scenario["claims"] for row in _rows(claim)]
         if any("error" not in row for row in measured):
             ran |= started_by(Path(scenario.get("file") or "").name)
+        if any(_layers_of_ours(claim) for claim in scenario["claims"]):
+            ran.add("moe")
     return ran
 
 
@@ -105,6 +107,12 @@ def _rows(claim: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Give the rows that decided a claim."""
     if claim["verdict"] != "untested":
         yield from (claim.get("evidence") or {}).get("rows", ())
+
+
+def _layers_of_ours(claim: Mapping[str, Any]) -> bool:
+    """Whether an engine counted layers that `moe` computed, whatever became of the engines beside it."""
+    rows = (claim.get("evidence") or {}).get("rows", ())
+    return any(row.get("layers_by_moedoctor") and row["outcome"] == "same tokens" for row in rows)
 
 
 def table(known: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:

@@ -50,6 +50,19 @@ def test_only_engines_that_ran_count(script: Any) -> None:
     assert ran_with(report(cases=[crashed, other])) == {"nan"}
 
 
+def test_layers_that_moe_computed_count_whatever_became_of_engines_beside(script: Any) -> None:
+    ours = {"outcome": "same tokens", "layers_by_moedoctor": 2}
+    other = {"outcome": "crash", "layers_by_moedoctor": None}
+
+    def ran(*rows: dict[str, Any]) -> set[str]:
+        claim = {"verdict": "untested", "evidence": {"rows": list(rows)}}
+        found: set[str] = script.ran_with(report(cases=[], claims=[claim]))
+        return found
+
+    assert ran(ours, other) == {"moe"}
+    assert ran(other, {**ours, "layers_by_moedoctor": 0}, {**ours, "outcome": "other tokens"}) == set()
+
+
 def test_a_call_that_an_engine_recorded_counts_where_it_was_replayed(script: Any) -> None:
     record = {"packages": {"vllm": "0.33.0"}, "environment": {"MOEDOCTOR_RECORD": "…/calls"}}
     replayed = {**report(), "command": "replay", "capsule": {"record": record}}

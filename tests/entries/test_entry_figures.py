@@ -85,6 +85,16 @@ def test_md001_trace() -> None:
     assert f"two identical engines differ by {large[1]}; by events around the model it is {large[2]}" in text
     assert f"they differ by {large[3]}. That is below the goal of 5 %" in text
     assert f"it adds {tiny[0]} (and {tiny[1]}) and {tiny[2]} (and {tiny[3]}): too much to tell" in text
+    start = "The NaN trace costs at most 5 % of a decode step of layers"
+    verdict, newer = claim("nan_overhead.json", "MD001", start, NEWEST)
+    assert verdict == "confirmed"
+    (row,) = newer["rows"]
+    of_step = row["gpu_step_ms_off"] / row["step_ms_off"]
+    wall, events = (
+        f"{100 * row[f'{kind}overhead'] * share:.1f} % ({100 * row[f'{kind}noise'] * share:.1f} %)"
+        for kind, share in (("", 1.0), ("gpu_", of_step))
+    )
+    assert f"these are {wall} and {events}" in text
 
 
 def test_md005() -> None:

@@ -38,7 +38,7 @@ def requests(folder: Path) -> Iterator[EngineRequest]:
             yield trial.request
     for trial in nan_padding.rank_trials(str(folder), "DEP=2", nan_padding.CONFIGS["DEP=2"]):
         yield trial.request
-    yield nan_overhead._request(nan_overhead._LARGE, folder, "on 1", nan_padding.traced())
+    yield nan_overhead._request(nan_overhead._LARGE, folder, "on 1", nan_padding.traced(), {"steps": 48})
     yield engines.request_for(engines.Plan(folder, backends=("marlin",)), "marlin", "offload")
 
 
