@@ -7,10 +7,12 @@ its input, each behind its length in 8 bytes, and answers each with a line of JS
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from moedoctor.trace.expert_weights import ExpertFiles
 
 _MODULE = "moedoctor.trace.call_judge"
 _THREADS = 4
+_SECONDS = 120.0
 _NICENESS = 10
 """What serves comes first."""
 
@@ -40,8 +43,10 @@ def is_right(capsule: Capsule) -> bool:
 class CallJudge:
     """Judges calls of the layers of one checkpoint in a process beside this one."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, seconds: float = _SECONDS) -> None:
+        """`seconds`: how long a comparison may take; an engine that ends waits for the last one."""
         self._checkpoint = checkpoint
+        self._seconds = seconds
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -67,15 +72,20 @@ class CallJudge:
         assert child is not None
         assert child.stdin is not None
         assert child.stdout is not None
+        limit = threading.Timer(self._seconds, child.kill)
+        limit.start()
         try:
             child.stdin.write(len(data).to_bytes(8, "little") + data)
             child.stdin.flush()
             line = child.stdout.readline()
         except OSError:
             line = b""
-        if not line:
-            child.kill()
-            raise CapsuleError(f"the process that compares calls has ended with {child.wait()}")
+        late = not limit.is_alive()
+        limit.cancel()
+        if late or not line:
+            self.close()
+            why = f"gave no answer within {self._seconds:g} s" if late else f"ended with {child.returncode}"
+            raise CapsuleError(f"the process that compares calls {why}")
         answer = json.loads(line)
         if answer["error"] is not None:
             raise CapsuleError(answer["error"])
@@ -90,7 +100,8 @@ class CallJudge:
         child.wait()
         for stream in (child.stdin, child.stdout):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(OSError):  # the rest of a call that was not read
+                    stream.close()
 
 
 def main(checkpoint: str) -> None:

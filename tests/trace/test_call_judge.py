@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -91,9 +92,9 @@ def test_a_process_that_died_is_said_and_none_is_left(checkpoint: Path, call: Ca
     child = judge._child
     assert child is not None
     child.kill()
-    with pytest.raises(CapsuleError, match="the process that compares calls has ended with -9"):
+    with pytest.raises(CapsuleError, match="the process that compares calls ended with -9"):
         judge.is_right(call)
-    judge.close()
+    assert judge._child is None
     assert judge.is_right(call), "the next call starts another one"
     child = judge._child
     assert child is not None
@@ -104,6 +105,21 @@ def test_a_process_that_died_is_said_and_none_is_left(checkpoint: Path, call: Ca
         time.sleep(0.01)
     assert child.poll() == 0
     judge.close()
+
+
+@pytest.mark.parametrize("tokens", [3, 600])
+def test_a_process_that_hangs_is_given_up_and_ended(checkpoint: Path, call: Capsule, tokens: int) -> None:
+    """Also if it does not even read the call, because the pipe holds little."""
+    judge = CallJudge(checkpoint)
+    assert judge.is_right(call)
+    child = judge._child
+    assert child is not None
+    judge._seconds = 0.2
+    child.send_signal(signal.SIGSTOP)
+    long = {name: tensor[:1].expand(tokens, -1) for name, tensor in call.tensors.items() if tensor.dim() == 2}
+    with pytest.raises(CapsuleError, match=r"compares calls gave no answer within 0\.2 s"):
+        judge.is_right(replace(call, tensors={**call.tensors, **long}))
+    assert child.returncode == -signal.SIGKILL
 
 
 def test_the_process_gives_way_and_is_in_a_session_of_its_own(judge: CallJudge, call: Capsule) -> None:
