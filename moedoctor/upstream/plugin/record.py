@@ -71,7 +71,8 @@ class EngineRecorder:
             model = None if config.model_config is None else Path(config.model_config.model)
             self.model = model if model is not None and os.path.isdir(model) else None
             if self.model is not None and self.keeper.wish.when == "mismatch":
-                self._judge_of(self.model).start()  # it is ready when the weights are loaded
+                with contextlib.suppress(OSError):  # the first comparison tries again, and says so
+                    self._judge_of(self.model).start()  # it is ready when the weights are loaded
 
         return construct
 

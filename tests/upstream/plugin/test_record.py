@@ -180,6 +180,19 @@ def test_a_comparison_that_cannot_be_made_ends_the_recording_with_a_reason(
     assert "there is no capsule: the model is no local folder with safetensors files" in caplog.text
 
 
+def test_a_process_that_cannot_be_started_ends_the_recording_and_not_the_engine(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object, **options: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr("moedoctor.trace.call_judge.subprocess.Popen", refuse)
+    model = engine.start("mismatch=1")
+    _run_until(model, lambda: engine.recorder().keeper.done)
+    assert engine.capsules() == []
+    assert "there is no capsule: OSError: no memory" in caplog.text
+
+
 def _run_until(model: Model, condition: Callable[[], object]) -> int:
     """Return after how many steps the condition held."""
     until, steps = time.monotonic() + 60, 0
