@@ -1,8 +1,8 @@
 """Compares recorded calls with the reference, in a process beside the one that serves.
 
-Inside it a comparison would take the interpreter from the model: the steps of a tiny model were twice as long
-while one was under way. `python -m moedoctor.trace.call_judge CHECKPOINT` reads capsules without weights from
-its input, each behind its length in 8 bytes, and answers each with a line of JSON.
+Inside it a comparison would take the interpreter from the model. `python -m moedoctor.trace.call_judge
+CHECKPOINT` reads capsules without weights from its input, each behind its length in 8 bytes, and answers each
+with a line of JSON.
 """
 
 from __future__ import annotations
