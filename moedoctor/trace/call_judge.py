@@ -1,8 +1,8 @@
 """Compares recorded calls with the reference, in a process beside the one that serves.
 
-Inside it a comparison would take the interpreter from the model. `python -m moedoctor.trace.call_judge
-CHECKPOINT` reads capsules without weights from its input, each behind its length in 8 bytes, and answers each
-with a line of JSON.
+In the serving process a comparison would compete with the model for Python's global interpreter lock.
+`python -m moedoctor.trace.call_judge CHECKPOINT` reads capsules without weights from its input, each behind
+its length in 8 bytes, and answers each with a line of JSON.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 
 from moedoctor.processes.ask import beside_an_engine
 from moedoctor.reference.agreement import agree, bounds_of
-from moedoctor.trace.capsule import Capsule, CapsuleError, from_bytes, to_bytes
+from moedoctor.trace.capsule import Capsule, CapsuleError, from_bytes, to_bytes, with_weights
 from moedoctor.trace.expert_weights import ExpertFiles
 
 _MODULE = "moedoctor.trace.call_judge"
 _THREADS = 4
 _SECONDS = 120.0
 _NICENESS = 10
-"""What serves comes first."""
+"""The engine has a higher priority."""
 
 
 def is_right(capsule: Capsule) -> bool:
@@ -123,10 +123,10 @@ def main(checkpoint: str) -> None:
 
 
 def _judged(capsule: Capsule, files: ExpertFiles) -> bool:
-    record = capsule.record
-    weights = files.capsule_tensors(record.layer, capsule.expert_ids, record.quantization)
-    whole = record.model_copy(update={"weights": "recorded"})
-    return is_right(Capsule(whole, {**capsule.tensors, **weights}))
+    layer, quantization = capsule.record.layer, capsule.record.quantization
+    return is_right(
+        with_weights(capsule, lambda experts: files.capsule_tensors(layer, experts, quantization))
+    )
 
 
 if __name__ == "__main__":

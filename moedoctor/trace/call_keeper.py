@@ -20,7 +20,7 @@ from moedoctor.kernels import kept_rows as places
 from moedoctor.kernels.device_guard import interprets
 from moedoctor.kernels.kept_rows import KeptRows, MoeCall
 from moedoctor.trace.call_judge import is_right
-from moedoctor.trace.capsule import MAX_BYTES, Capsule, CapsuleError, Record, fitted
+from moedoctor.trace.capsule import MAX_BYTES, Capsule, CapsuleError, Record, fitted, with_weights
 
 When = Literal["nan", "call", "first", "mismatch", "crash"]
 ROWS = 64
@@ -94,16 +94,16 @@ class CallKeeper:
     lost: Callable[[str], None] = lambda reason: None
     """Takes one line that says why there will be no capsule."""
     judge: Callable[[Capsule], bool] | None = None
-    """``mismatch``: says of a call without weights whether it is right, or raises CapsuleError; else this
-    process compares it."""
+    """``mismatch``: returns whether a call without weights is right, or raises CapsuleError. If None, this
+    process compares calls itself."""
     background: bool = False
     """Whether another thread calls `collect`; if not, each step does."""
     layers: list[WatchedLayer] = field(default_factory=list)
     done: bool = False
     compared: int = 0
-    """``mismatch``: calls that were right."""
+    """``mismatch``: how many compared calls were right."""
     seconds: float = 0.0
-    """What comparing them took, beside the model."""
+    """What these comparisons took."""
     _rows: KeptRows | None = None
     _launches: bool = False
     _wanted: int = -1
@@ -316,10 +316,3 @@ def make_capsule(record: Record, call: Mapping[str, torch.Tensor], more: Mapping
         record.model_copy(update={"weights": "none", **more}),
         {**call, "expert_ids": torch.tensor(used, dtype=torch.int32)},
     )
-
-
-def with_weights(capsule: Capsule, weights: Weights) -> Capsule:
-    """Return the capsule with what `weights` returns of its experts."""
-    tensors = weights(list(capsule.expert_ids))
-    known = "recorded" if "w13" in tensors else "none"
-    return Capsule(capsule.record.model_copy(update={"weights": known}), {**capsule.tensors, **tensors})

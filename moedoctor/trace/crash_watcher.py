@@ -127,8 +127,8 @@ def _capsule(
     """Return the capsule of a call."""
     import torch
 
-    from moedoctor.trace.call_keeper import make_capsule, with_weights
-    from moedoctor.trace.capsule import CapsuleError, Record, fitted, without_weights
+    from moedoctor.trace.call_keeper import make_capsule
+    from moedoctor.trace.capsule import CapsuleError, Record, fitted, with_weights, without_weights
     from moedoctor.trace.expert_weights import ExpertFiles
 
     record = Record.model_validate_json(layer["record"])

@@ -36,8 +36,9 @@ def test_engines_are_compared_and_only_right_ones_are_timed(model: Path) -> None
     by_backend = {row["moe_backend"]: row for row in rows if row["batch"] == 2}
     right, close, wrong = (by_backend[name] for name in ("marlin", "close", "wrong"))
     assert (right["tokens_same"], right["tokens_of"], right["ratio"]) == (2, 2, 1.0)
-    # The stand-in takes 2 ms a token, prompt after prompt; a rate is a difference of two times, so it varies.
-    assert 100 < right["tokens_per_second"] < 700
+    # The stand-in takes 2 ms a token, prompt after prompt, which is 500. A rate is a difference of two times
+    # and may come out a little higher; with the first tokens counted it would be 667.
+    assert 100 < right["tokens_per_second"] < 600
     assert right["tokens_per_second_p20"] <= right["tokens_per_second"] <= right["tokens_per_second_p80"]
     assert right["first_token_ms"] >= 4
     assert (right["chosen"], right["repeats"], right["repeatable"]) == ("MARLIN", 2, True)

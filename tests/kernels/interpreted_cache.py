@@ -244,7 +244,7 @@ def wrong_ids() -> None:
         right_ids = torch.randint(-1, experts, (tokens, 3), generator=draw)  # [T, K]
         right_ids[0] = -1
         topk_weights = torch.rand(tokens, 3, generator=draw)  # [T, K]
-        for id_type in (torch.int32, torch.int64) if tokens == 3 else (torch.int64,):
+        for id_type in (torch.int32, torch.int64):
             limit = torch.iinfo(id_type).max
             ids = right_ids.clone()
             empty = (ids < 0).nonzero()

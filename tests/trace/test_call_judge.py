@@ -14,8 +14,8 @@ import torch
 
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.trace.call_judge import CallJudge
-from moedoctor.trace.call_keeper import make_capsule, with_weights
-from moedoctor.trace.capsule import Capsule, CapsuleError, Record, from_bytes, to_bytes
+from moedoctor.trace.call_keeper import make_capsule
+from moedoctor.trace.capsule import Capsule, CapsuleError, Record, from_bytes, to_bytes, with_weights
 from moedoctor.trace.expert_weights import ExpertFiles
 
 LAYER = "model.layers.1.mlp.experts"

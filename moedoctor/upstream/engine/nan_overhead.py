@@ -9,8 +9,9 @@ A tiny model shows what watching a layer costs if launches take the time; layers
 what is left of that beside real work. The trace is measured with piecewise graphs, recordings with the graphs
 that vLLM captures by default: one for a whole decode step, so that no launch on a busy host counts.
 
-Calls are compared in few steps, and medians would leave these out. There rounds are so long that each holds
-several comparisons, and the time of an engine is the mean of all rounds.
+A recording that compares calls does so in few steps, which medians would leave out. Its rounds are long, and
+the time of an engine is the mean of all of them. A comparison may outlast its round; the rest of it then runs
+during the turns of other engines.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from moedoctor.upstream.plugin import record
 _NAMES = ("off 1", "on 1", "on 2", "off 2")
 _STEPS, _ROUNDS, _BLOCK = 48, 64, 8
 _LONG = {"steps": 600, "rounds": 16}
-"""With comparisons: a round holds six at a rate of 0.01, if they are through that soon."""
+"""For a recording that compares calls: at a rate of 0.01 six steps of a round are chosen on average."""
 _STEPS_OF_RUNNERS = (
     ("vllm.v1.worker.gpu_model_runner", "_model_forward"),
     ("vllm.v1.worker.gpu.model_runner", "execute_model"),

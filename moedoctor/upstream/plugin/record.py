@@ -58,7 +58,7 @@ class EngineRecorder:
         """Number of the layer that runs, its input and its logits."""
         self._error: str | None = None
         self._judge: Any = None
-        """Compares calls, once there was one to compare."""
+        """Compares calls for ``mismatch``; None until a MoE layer is made."""
         self._process: int | None = None
         """The process whose calls are watched."""
 
@@ -143,12 +143,14 @@ class EngineRecorder:
             self._lose(_line(error))
         if self._judge is not None:
             self._judge.close()
-        if self.keeper.compared:
+        compared = self.keeper.compared
+        if compared:
+            took = self.keeper.seconds / compared * 1e3
             logger.warning(
-                "moedoctor: record: %d calls were right, %.0f ms each to compare beside the engine",
-                self.keeper.compared,
-                self.keeper.seconds / self.keeper.compared * 1e3,
+                "moedoctor: record: %d compared calls were right; a comparison took %.0f ms", compared, took
             )
+        elif self.keeper.wish.when == "mismatch" and not self.keeper.done:
+            logger.warning("moedoctor: record: no call was compared with the reference")
 
     def save(self, capsule: Any) -> None:
         """Write the capsule."""
@@ -265,7 +267,7 @@ _active: tuple[EngineRecorder, ProcessEnd] | None = None
 
 
 def comparisons() -> tuple[int, float]:
-    """Return how many calls this process compared and found right, and the seconds that took beside it."""
+    """Return how many compared calls were right in this process, and the seconds of these comparisons."""
     keeper = None if _active is None else _active[0].keeper
     return (0, 0.0) if keeper is None else (keeper.compared, keeper.seconds)
 

@@ -413,4 +413,4 @@ def test_a_recording_that_compared_nothing_costs_nothing_that_is_known() -> None
         assert by_rows(md001.record_overhead_mismatch, OVERHEAD, other).verdict is verdict
     judgement = by_rows(md001.record_overhead_mismatch, OVERHEAD, {**row, "compared": [90, 0]})
     assert judgement.verdict is UNTESTED
-    assert "compared no call" in str(judgement.reason)
+    assert "compared no call with the reference" in str(judgement.reason)

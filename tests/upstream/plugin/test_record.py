@@ -166,7 +166,7 @@ def test_only_a_call_past_the_bound_is_kept(
     assert capsule.record.reason == "its output is past the bound of the reference"
     assert capsule.record.call >= steps
     assert torch.equal(capsule.tensors["backend.w13_weight"], capsule.tensors["w13"])
-    right = rf"record: {recorder.keeper.compared} calls were right, \d+ ms each to compare beside the engine"
+    right = rf"record: {recorder.keeper.compared} compared calls were right; a comparison took \d+ ms"
     assert re.search(right, caplog.text)
 
 
@@ -178,6 +178,12 @@ def test_a_comparison_that_cannot_be_made_ends_the_recording_with_a_reason(
     _run_until(model, lambda: engine.recorder().keeper.done)
     assert engine.capsules() == []
     assert "there is no capsule: the model is no local folder with safetensors files" in caplog.text
+
+
+def test_that_no_call_was_compared_is_said(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    step(engine.start("mismatch=0.000000001"))
+    engine.finish()
+    assert "record: no call was compared with the reference" in caplog.text
 
 
 def test_a_process_that_cannot_be_started_ends_the_recording_and_not_the_engine(
