@@ -125,13 +125,29 @@ nan_routing() {
     write nan_routing run MD001 "${sources[@]}"
 }
 
-own_model() {
-    "$python" -c 'from pathlib import Path
+# a_model FOLDER MORE: writes an NVFP4 checkpoint of four layers with random weights; MORE are Python's further arguments
+a_model() {
+    "$python" -c "from pathlib import Path
 from moedoctor.reference import checkpoints
-folder = checkpoints.write_qwen3_moe(Path("tiny-nvfp4-moe"), scheme="nvfp4", layers=4)
-checkpoints.write_tokenizer(folder, 512)'
-    write offload_own_model run scenarios/engine/own_model.yaml || { rm -r tiny-nvfp4-moe; return 1; }
+folder = checkpoints.write_qwen3_moe(Path('$1'), scheme='nvfp4', layers=4, $2)
+checkpoints.write_tokenizer(folder, 512)"
+}
+
+own_model() {
+    local status=0
+    a_model tiny-nvfp4-moe ""
+    write offload_own_model run scenarios/engine/own_model.yaml || status=$?
     rm -r tiny-nvfp4-moe
+    return "$status"
+}
+
+# Layers as wide as Qwen3-30B-A3B's.
+bench_engine() {
+    local status=0
+    a_model wide-nvfp4-moe "hidden=2048, intermediate=768, experts=128, top_k=8"
+    write bench_engine bench --engine --model wide-nvfp4-moe --moe-backend marlin,humming --fixes moe || status=$?
+    rm -r wide-nvfp4-moe
+    return "$status"
 }
 
 # Triton's kernels are compiled for each size, Marlin's FP8 kernels by the driver. They are compiled first, side by side; the
@@ -187,7 +203,7 @@ make_report() {
         expert_cache_qwen) write expert_cache_qwen run scenarios/engine/expert_cache_qwen.yaml ;; # idle
         expert_cache_memory) write expert_cache_memory run scenarios/engine/expert_cache_memory.yaml ;; # 60 s, more than 111 s
         nan_routing) nan_routing ;;                                                               # idle; 172 s and claims, -
-        nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;          # two GPUs
+        nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;          # two GPUs, or both ranks on one
         nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                # idle; 300 s, more than 331 s
         record_overhead) write record_overhead run scenarios/engine/record_overhead.yaml ;;       # idle; -, 143 s
         record_overhead_more) write record_overhead_more run scenarios/engine/record_overhead_more.yaml ;; # idle; -, 319 s
@@ -205,6 +221,7 @@ make_report() {
         moe_backends_nvfp4) moe_backends_decode moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 ;;     # idle; -, 76 s
         moe_backends_humming) moe_backends_decode moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 ;; # idle; -, 159 s and HUMMING cut
         moe_backends_bf16) write moe_backends_bf16 bench --backend OURS:bf16,TRITON:bf16 --model qwen3-30b-a3b --tokens "$tokens" ;; # idle; -, 44 s
+        bench_engine) bench_engine ;;                                                             # idle; -, -
         moe_backends) moe_backends ;;                                                             # idle
         offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;             # idle; 27 s and claims, -
         offload_copies) write offload_copies run MD002 MD020 ;;                                   # idle; 57 s, -

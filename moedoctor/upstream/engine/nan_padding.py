@@ -3,9 +3,10 @@
 Every engine is a tiny Qwen3-MoE in BF16 with random weights, compiled, with piecewise CUDA graphs. The
 columns are those of vllm-project/vllm#39593.
 
-`parallel_table` runs two data-parallel ranks: two engines of one process each, on two GPUs of one host. vLLM
-reads their ranks from its ``VLLM_DP_*`` variables. Ranks are padded to the same batch, and a rank whose
-prompts are done runs dummy batches until all are; those are not steps of the trace.
+`parallel_table` runs two data-parallel ranks: two engines of one process each, on two GPUs of one host, or
+on one if there is only one. vLLM reads their ranks from its ``VLLM_DP_*`` variables. Ranks are padded to the
+same batch, and a rank whose prompts are done runs dummy batches until all are; those are no steps of the
+trace.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {"DP=2": {}, "DEP=2": {"enable_expert
 _SIZES = [1, 2, 4, 8, 16, 32]
 _TOKENS = 24
 _MODEL = {"experts": 16, "top_k": 4}
-_RANK_SECONDS = 110.0
+_RANK_SECONDS = 150.0
 """Time limit of a pair of ranks; a rank whose partner died waits until then."""
 _ONE_PROCESS: Mapping[str, Any] = {"distributed_executor_backend": "uni", "async_scheduling": False}
 """Keeps the worker in the engine's process, which has the trace. With asynchronous scheduling the ranks could
 differ in their numbers of forward passes, and each would wait for the other."""
 _RANK_PROMPTS, _RANK_TOKENS = (BATCH, 3), (_TOKENS, 12)
 """Prompts and new tokens of each rank: the second has more padding, and ends before the first."""
+_ON_ONE_GPU: Mapping[str, str] = {"NCCL_MNNVL_ENABLE": "0", "NCCL_IB_DISABLE": "1"}
+"""Keeps NCCL on sockets, also where a network card or a fabric of NVLink could be found."""
 _PORTS = 8
 """Ports from the first on that vLLM may use, one after another."""
 
@@ -80,7 +83,7 @@ def padding_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
         trials.append(_trial("config", model, POISONED, traced({"poison_memory": True})))
         ran = run_trials(trials)
     table = some_ran(rows(ran, _row))
-    return [*table, {"config": "DP=2", "not_run": "scenarios/engine/nan_padding_dp.yaml does, on two GPUs"}]
+    return [*table, {"config": "DP=2", "not_run": "scenarios/engine/nan_padding_dp.yaml does"}]
 
 
 def end_to_end(sources: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -123,22 +126,29 @@ def end_to_end(sources: Mapping[str, str]) -> list[dict[str, Any]]:
 def parallel_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return a row for each rank and one for both, for each of `CONFIGS`.
 
-    Raises UnavailableError without two GPUs, or if no pair of engines ran.
+    With fewer than two GPUs both ranks run on the first, and the names of the rows say so. Raises
+    UnavailableError if no pair of engines ran.
     """
     import torch
 
-    if torch.cuda.device_count() < RANKS:
-        raise UnavailableError(f"{RANKS} ranks need {RANKS} GPUs; here are {torch.cuda.device_count()}")
+    shared = torch.cuda.device_count() < RANKS
     table: list[dict[str, Any]] = []
     with checkpoints("bf16", **_MODEL) as folders:
-        for config, arguments in CONFIGS.items():
-            ran = run_trials(rank_trials(folders["bf16"], config, arguments), parallel=RANKS)
+        for name, arguments in CONFIGS.items():
+            config = f"{name} on one GPU" if shared else name
+            ran = run_trials(rank_trials(folders["bf16"], config, arguments, shared=shared), parallel=RANKS)
             table += rank_rows(config, ran)
     return some_ran(table)
 
 
-def rank_trials(model: str, config: str, arguments: Mapping[str, Any]) -> list[Trial]:
-    """Return the engines of all ranks, which must be started together."""
+def rank_trials(
+    model: str, config: str, arguments: Mapping[str, Any], *, shared: bool = False
+) -> list[Trial]:
+    """Return the engines of all ranks, which must be started together; if `shared`, on one GPU.
+
+    NCCL refuses two ranks on one GPU of one host. Each rank gets a host name of its own then, so they talk
+    over sockets. The MoE layers compute the same, but more slowly, since the processes take turns.
+    """
     port = free_ports(_PORTS)
     return [
         Trial(
@@ -149,12 +159,13 @@ def rank_trials(model: str, config: str, arguments: Mapping[str, Any]) -> list[T
                 {
                     **traced(),
                     "VLLM_DP_RANK": str(rank),
-                    "VLLM_DP_RANK_LOCAL": str(rank),
+                    "VLLM_DP_RANK_LOCAL": "0" if shared else str(rank),
                     "VLLM_DP_SIZE": str(RANKS),
                     "VLLM_DP_MASTER_PORT": str(port),
                     # All ranks talk over the loopback device.
                     **dict.fromkeys(("VLLM_DP_MASTER_IP", "VLLM_HOST_IP"), "127.0.0.1"),
                     **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),
+                    **({**_ON_ONE_GPU, "NCCL_HOSTID": f"moedoctor-rank-{rank}"} if shared else {}),
                 },
                 max_tokens=_RANK_TOKENS[rank],
                 probe=_REPORT,

@@ -152,18 +152,23 @@ def test_the_table_has_a_row_per_rank_and_a_total() -> None:
     assert [row.get("error") for row in alone] == [None, "process: hang: no answer"]
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_both_ranks_run_side_by_side_for_each_config_on_two_gpus(
-    started: list[Any], monkeypatch: pytest.MonkeyPatch, gpus: int
+def test_on_one_gpu_each_rank_is_a_host_of_its_own() -> None:
+    trials = nan_padding.rank_trials("model", "DP=2", {}, shared=True)
+    first, second = (trial.request.environ for trial in trials)
+    assert {key for key in first if first[key] != second[key]} == {"VLLM_DP_RANK", "NCCL_HOSTID"}
+    assert first["VLLM_DP_RANK_LOCAL"] == "0"
+    alone = nan_padding.rank_trials("model", "DP=2", {})
+    assert not any("NCCL_HOSTID" in trial.request.environ for trial in alone)
+
+
+@pytest.mark.parametrize(("gpus", "where"), [(1, " on one GPU"), (2, "")])
+def test_both_ranks_run_side_by_side_for_each_config(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, gpus: int, where: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    if gpus == 1:
-        with pytest.raises(UnavailableError, match="need 2 GPUs; here are 1"):
-            nan_padding.parallel_table({})
-        return
     rows = nan_padding.parallel_table({})
     assert started == [
-        (2, ["DP=2, rank 0", "DP=2, rank 1"]),
-        (2, ["DEP=2, rank 0", "DEP=2, rank 1"]),
+        (2, [f"DP=2{where}, rank 0", f"DP=2{where}, rank 1"]),
+        (2, [f"DEP=2{where}, rank 0", f"DEP=2{where}, rank 1"]),
     ]
-    assert [row["config"] for row in rows][2::3] == ["DP=2, both ranks", "DEP=2, both ranks"]
+    assert [row["config"] for row in rows][2::3] == [f"DP=2{where}, both ranks", f"DEP=2{where}, both ranks"]
