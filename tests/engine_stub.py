@@ -33,6 +33,12 @@ class LLM:
         if does == "fixed" or (self.finite and os.environ.get("MOEDOCTOR_FIXES") == "offload"):
             with open(os.environ["MOEDOCTOR_STATUS"], "w") as file:
                 file.write('["offload (copies)", "nan (watched)"]')
+        if does == "records" and os.environ.get("MOEDOCTOR_RECORD"):
+            from moedoctor.upstream.plugin import process_end, record
+
+            with open(os.environ["MOEDOCTOR_STATUS"], "w") as file:
+                file.write('["record (MoE calls are watched)"]')
+            record._active = None, process_end.ProcessEnd(self.record)
         if does == "raise":
             try:
                 raise KeyError("origin")
@@ -46,6 +52,11 @@ class LLM:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if does == "sleep":
             time.sleep(60)
+
+    def record(self):
+        os.makedirs(os.environ["MOEDOCTOR_RECORD"], exist_ok=True)
+        when = os.environ.get("MOEDOCTOR_RECORD_WHEN", "")
+        open(os.path.join(os.environ["MOEDOCTOR_RECORD"], when + ".moecapsule"), "w").close()
 
     def generate(self, prompts, sampling, use_tqdm=True):
         shift = {"close": 2, "wrong": 7}.get(self.arguments.get("moe_backend"), 1)

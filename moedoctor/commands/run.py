@@ -109,7 +109,8 @@ def run(
         Path | None,
         option(
             "DIR",
-            "Keep MoE calls that turn out wrong in this folder, for `moedoctor replay`. Not the control's.",
+            "Keep MoE calls that turn out wrong in this folder, for `moedoctor replay`. Not the control's. "
+            "Engines of a case record theirs, from vLLM 0.21.0 on, if a MoE call can show the failure.",
             callback=folder,
         ),
     ] = None,
@@ -213,8 +214,8 @@ def _name_capsules(report: Report, folder: Path) -> None:
         )
     if not kept:
         print_message(
-            f"no MoE call that was compared with the reference was wrong, so {folder} holds no new capsule; "
-            "cases in an engine leave none: use `moedoctor record` there"
+            f"no wrong MoE call was found, so {folder} holds no new capsule; engines are watched from vLLM "
+            "0.21.0 on, if a MoE call can show the failure"
         )
 
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from moedoctor import catalogue
+from moedoctor.entries import entries
 from moedoctor.interfaces import Fault
 from moedoctor.processes import deaths, guardian, interrupts
-from moedoctor.results import Case, Crash, Death, Observation, UnavailableError, plain
+from moedoctor.results import Case, Crash, Death, Observation, Tier, UnavailableError, plain
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Request:
     together: int = 1
     """How many requests may use its GPU at a time, itself among them."""
     capsules: str | None = None
-    """The folder for MoE calls that turn out wrong."""
+    """The folder for MoE calls that turn out wrong; engines record theirs in a folder of the case in it."""
 
 
 def main(request: Request, answer: IO[bytes], stderr: int, without: Mapping[str, str]) -> NoReturn:
@@ -112,10 +113,32 @@ def _observed(fault: Fault, request: Request, implementation: Any) -> Observatio
     parameters = json.dumps(plain(case.parameters), sort_keys=True)
     digest = hashlib.sha256(parameters.encode()).hexdigest()[:8]
     name = f"{fault.name}-{case.subject}-{case.tier.value}-{digest}"
-    wrong_calls.keep_in(Path(request.capsules), name, fault.describe(case.parameters))
+    folder = Path(request.capsules)
+    wrong_calls.keep_in(folder, name, fault.describe(case.parameters))
+    older = _capsules(folder / name)
+    if case.tier is Tier.ENGINE:
+        _record_in_engines(fault.id, folder / name)
     observation = fault.observe(case, implementation)
-    kept = wrong_calls.kept_files()
+    recorded = sorted(_capsules(folder / name) - older)
+    kept = [*wrong_calls.kept_files(), *(f"{name}/{file}" for file, _ in recorded)]
     return replace(observation, evidence={**observation.evidence, "capsules": kept}) if kept else observation
+
+
+def _record_in_engines(fault: str, folder: Path) -> None:
+    """Let the engines of this case record the call that shows a failure, if its entry names one."""
+    from moedoctor.upstream.engine.engine import record_calls
+
+    entry = entries().get(fault)
+    if entry is not None and entry.record is not None:
+        # The rate of an entry is for a server. These engines run few steps, and nobody measures their time.
+        record_calls(folder, "nan" if entry.record == "nan" else "mismatch=1")
+
+
+def _capsules(folder: Path) -> set[tuple[str, int]]:
+    """Return the name of each capsule in the folder, and when it was written."""
+    from moedoctor.trace.capsule import SUFFIX
+
+    return {(file.name, file.stat().st_mtime_ns) for file in folder.glob(f"*{SUFFIX}")}
 
 
 def _detach(stderr: int) -> None:

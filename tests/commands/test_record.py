@@ -93,7 +93,7 @@ def test_run_says_which_wrong_calls_it_kept(tmp_path: Path, capsys: pytest.Captu
     asked = ["--only", "tier=model", "--only", "use=gather", "--keep-capsules", str(folder)]
     assert main(["run", "MD016", *asked]) == 0
     words = " ".join(capsys.readouterr().err.split())
-    assert f"wrong, so {folder} holds no new capsule; cases in an engine leave none" in words
+    assert f"no wrong MoE call was found, so {folder} holds no new capsule; engines are watched" in words
     evidence = {"capsules": ["a.moecapsule", "not kept: full"]}
     case = CaseResult("installed", Tier.KERNEL, {}, CaseVerdict.REPRODUCED, evidence=evidence)
     _name_capsules(SimpleNamespace(scenarios=[SimpleNamespace(cases=[case])]), folder)  # type: ignore[arg-type]

@@ -7,12 +7,13 @@ import importlib
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from moedoctor.processes.ask import answer
 from moedoctor.results import plain
+from moedoctor.upstream.plugin import record
 
 _SETS = ("cpu_offload_params", "offload_params")
 """Arguments that vLLM wants as sets, which JSON does not have."""
@@ -131,5 +132,11 @@ def _short(file: str) -> str:
     return "/".join(parts[-3:])
 
 
+def _respond_and_save(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Answer, then save a call that is still being recorded: `answer` ends the process at once."""
+    yield respond(request)
+    record.finish()
+
+
 if __name__ == "__main__":
-    answer(respond)
+    answer(_respond_and_save)

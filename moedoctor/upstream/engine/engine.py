@@ -20,7 +20,8 @@ from moedoctor.processes import deaths
 from moedoctor.processes.ask import Ended, run_module
 from moedoctor.redaction import Redactor
 from moedoctor.results import Death, UnavailableError
-from moedoctor.upstream.plugin.register import STATUS_VARIABLE
+from moedoctor.upstream.plugin.extensions import TRACES, Need
+from moedoctor.upstream.plugin.register import RECORD, STATUS_VARIABLE, installed_version, need
 from moedoctor.upstream.releases.wheel import package_folders
 
 CHILD = "moedoctor.upstream.engine.child"
@@ -67,6 +68,8 @@ _REFUSED = re.compile(
     r"moedoctor: (?:(?:left out: )?the (?:fix|trace) .{1,200} is not applied|vLLM is stopped"
     r"|left out: (?:expert_cache|moe): ).+"
 )
+_recorder: Mapping[str, str] = {}
+"""Variables of every engine whose request sets no `RECORD`: see `record_calls`."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,8 @@ class EngineResult:
     version: str | None = None
     """The vLLM that ran."""
     fixes: str | None = None
-    """The fixes and traces of ours that were active, each with what it does; None if there were none."""
+    """The fixes and traces of ours that were active, each with what it does; None if there were none. A
+    recording that only `record_calls` asked for is left out."""
     log: LogFacts = field(default_factory=LogFacts)
     allocated: int | None = None
     """Bytes that torch held on the GPU after loading; None without a GPU."""
@@ -195,6 +199,16 @@ def need_backend(scheme: str, moe_backend: str | None) -> None:
         raise UnavailableError(f"this vLLM has no MoE backend {moe_backend} for {scheme}")
 
 
+def record_calls(folder: Path, when: str) -> None:
+    """Let the engines of this process record a wrong call in `folder`, if the installed vLLM can record.
+
+    `when` says which call, as MOEDOCTOR_RECORD_WHEN does. A request that sets `RECORD` itself keeps its own.
+    """
+    global _recorder
+    able = need(TRACES["record"], installed_version())[0] is Need.MADE_FOR
+    _recorder = {RECORD: str(folder), "MOEDOCTOR_RECORD_WHEN": when} if able else {}
+
+
 def run_engines(requests: Sequence[EngineRequest], *, parallel: int = 4) -> list[EngineResult]:
     """Run all, up to `parallel` side by side on the same GPU; results in the order of `requests`."""
     with ThreadPoolExecutor(max_workers=max(1, parallel)) as pool:
@@ -203,16 +217,19 @@ def run_engines(requests: Sequence[EngineRequest], *, parallel: int = 4) -> list
 
 def run_engine(request: EngineRequest) -> EngineResult:
     """Start the engine, ask it, end it. Raises nothing for a failure of vLLM: see `EngineResult.error`."""
+    recorder = {} if RECORD in request.environ else _recorder
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
         fixes = Path(name) / "fixes.json"
         ended = run_module(
             CHILD,
             _document(request),
             seconds=request.seconds,
-            environ={STATUS_VARIABLE: str(fixes), **ENVIRON, **request.environ},
+            environ={STATUS_VARIABLE: str(fixes), **ENVIRON, **recorder, **request.environ},
             caches=_OWN_CACHES,
         )
         active = json.loads(fixes.read_text(encoding="utf-8")) if fixes.is_file() else []
+    if recorder:
+        active = [line for line in active if not line.startswith("record ")]
     answer: dict[str, Any] = ended.answers[0] if ended.answers else {}
     logprobs = answer.get("logprobs")
     return EngineResult(

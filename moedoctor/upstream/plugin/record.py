@@ -272,6 +272,12 @@ def comparisons() -> tuple[int, float]:
     return (0, 0.0) if keeper is None else (keeper.compared, keeper.seconds)
 
 
+def finish() -> None:
+    """Save what the last step kept, in a process that ends without `atexit`."""
+    if _active is not None:
+        _active[1].run()
+
+
 def apply(version: str) -> str:
     """Start recording in the vLLM of this process; see `moedoctor.upstream.plugin.register`."""
     global _active
