@@ -6,9 +6,11 @@
 # point. A report that is marked "idle" measures times, or starts a dozen engines at once: nothing else may use the GPU or the
 # CPU. A report that is there, whole and of the installed release is skipped, so a run that was cut goes on where it stopped.
 #
-# OUT         the folder to write to; default reports/nvidia-h200 for 0.21.0, reports/nvidia-h200-vllm-RELEASE for others
+# OUT         the folder to write to; default reports/GPU-vllm-RELEASE, where GPU is the name of the first GPU in small letters
+#             without its memory, such as nvidia-h100. The first folder, of an H200 and 0.21.0, is named reports/nvidia-h200.
 # FRESH       1 makes reports again that are there
-# LIMIT       seconds for all of them: what does not end in time is cut, and what finished is kept
+# LIMIT       seconds for all of them: what does not end in time is cut, and what finished is kept. A recorded_ report is not
+#             cut, but does not start late.
 # SHARE       1/2 takes the first, third, … of the names and 2/2 the others: one list for each of two GPUs
 # PYTHON      the interpreter; default python3
 # KERNELS     a folder with the wheel or the _moe_C shared object of other vLLM releases, each in a folder named by version;
@@ -24,6 +26,26 @@ tokens=1,8,64,512,4096
 doctor() { "$python" -m moedoctor "$@"; }
 
 release() { "$python" -c 'import importlib.metadata as m; print(m.version("vllm"))'; }
+
+# gpu: the name of the first GPU of the machine as a folder has it. "NVIDIA H100 80GB HBM3" is nvidia-h100.
+gpu() {
+    "$python" -c 'from moedoctor.environment import collect; print(collect()["gpus"][0]["name"])' 2>/dev/null |
+        sed 's/[ -][0-9]*GB.*//; s/[^A-Za-z0-9]\{1,\}/-/g' | tr '[:upper:]' '[:lower:]'
+}
+
+# late NAME: whether LIMIT leaves no time to start a report
+late() {
+    [[ -n ${LIMIT:-} ]] && ((LIMIT <= SECONDS + 15)) && echo "evidence: no time is left for $1" >&2
+}
+
+# limited COMMAND...: runs it, and cuts it at LIMIT
+limited() {
+    if [[ -n ${LIMIT:-} ]]; then
+        timeout --signal INT --kill-after 20 $((LIMIT - SECONDS)) "$@"
+    else
+        "$@"
+    fi
+}
 
 # complete NAME: whether the report is there, was not cut, has no errors, and is of the installed release
 complete() {
@@ -42,19 +64,16 @@ PYTHON
 
 # write NAME COMMAND...: one report in both formats. Exit code 1 means that something was found, which is a result too.
 write() {
-    local name=$1 status=0 started=$SECONDS left=()
+    local name=$1 status=0 started=$SECONDS
     shift
     if complete "$name"; then
         echo "evidence: $name is there" >&2
         return 0
     fi
-    if [[ -n ${LIMIT:-} ]]; then
-        ((LIMIT > SECONDS + 15)) || { echo "evidence: no time is left for $name" >&2; return 1; }
-        left=(timeout --signal INT --kill-after 20 $((LIMIT - SECONDS)))
-    fi
+    ! late "$name" || return 1
     echo "evidence: $name" >&2
     mkdir -p "$out"
-    "${left[@]}" "$python" -m moedoctor "$@" --format json -o "$out/$name.json" || status=$?
+    limited "$python" -m moedoctor "$@" --format json -o "$out/$name.json" || status=$?
     echo "evidence: $name took $((SECONDS - started)) s, exit code $status" >&2
     [[ ! -s $out/$name.json ]] || doctor show "$out/$name.json" --format markdown --full -o "$out/$name.md"
     [[ $status -le 1 ]] || return "$status"
@@ -69,11 +88,12 @@ fleet() {
         echo "evidence: $name is there" >&2
         return 0
     fi
+    ! late "$name" || return 1
     echo "evidence: $name" >&2
     mkdir -p "$out"
     [[ -z ${FRESH:-} ]] || rm -f "$reports"/*.json
     if [[ -e $reports/question.json ]]; then set -- "$@" --resume "$reports"; else set -- "$@" --reports "$reports"; fi
-    doctor fleet "$@" --address "${RAY:-local}" --format json -o "$out/$name.json" || status=$?
+    limited "$python" -m moedoctor fleet "$@" --address "${RAY:-local}" --format json -o "$out/$name.json" || status=$?
     echo "evidence: $name took $((SECONDS - started)) s, exit code $status" >&2
     [[ ! -s $out/$name.json ]] || doctor show "$out/$name.json" --format markdown --full -o "$out/$name.md"
     [[ $status -le 1 ]] || return "$status"
@@ -107,6 +127,7 @@ recorded() {
         echo "evidence: recorded_$1 is there" >&2
         return 0
     fi
+    ! late "recorded_$1" || return 1
     echo "evidence: recorded_$1" >&2
     "$python" scripts/record_engines.py "$out" "$1" >&2
 }
@@ -186,7 +207,8 @@ make_report() {
         expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, -
         expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 322 s
         expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle; -, 427 s
-        expert_cache_published) write expert_cache_published run scenarios/engine/expert_cache_published.yaml ;; # idle; -, more than 482 s
+        expert_cache_published_nemotron) write expert_cache_published_nemotron run scenarios/engine/expert_cache_published_nemotron.yaml ;; # idle, 80 GB of host memory; -, -
+        expert_cache_published_gemma) write expert_cache_published_gemma run scenarios/engine/expert_cache_published_gemma.yaml ;; # idle, 80 GB of host memory; -, -
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 120 s, -
         moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 211 s, 247 s
         moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle, 60 GB; -, 140 s
@@ -232,6 +254,7 @@ make_report() {
         expert_cache_speed_batch8) write expert_cache_speed_batch8 bench --cache --speed --batch 8 --capacity 16,32,64,128 ;; # idle
         fleet_check) fleet fleet_check check ;;                                                   # two GPUs and Ray; -, 69 s
         fleet_parity) fleet fleet_parity run parity ;;                                            # two GPUs and Ray; -, 26 s on one
+        fleet_bench) fleet fleet_bench bench --backend OURS:bf16,OURS:nvfp4 --model qwen3-30b-a3b --tokens 1,64 ;; # idle, two GPUs and Ray; -, -
         *) echo "evidence: no report is named '$1'" >&2; return 2 ;;
     esac
 }
@@ -245,9 +268,14 @@ if [[ $# -eq 0 ]]; then
 fi
 [[ $1 == all ]] && set -- $(listed)
 vllm=$(release 2>/dev/null || echo none)
-folder=reports/nvidia-h200
-[[ $vllm == 0.21.0 ]] || folder=$folder-vllm-$vllm
-out=${OUT:-$folder}
+out=${OUT:-}
+if [[ -z $out ]]; then
+    gpu=$(gpu) || true
+    [[ -n $gpu ]] || { echo "evidence: NVML names no GPU here; set OUT to the folder for the reports" >&2; exit 2; }
+    out=reports/$gpu-vllm-$vllm
+    [[ $out != reports/nvidia-h200-vllm-0.21.0 ]] || out=reports/nvidia-h200
+fi
+echo "evidence: reports go to $out" >&2
 part=${SHARE:-1/1}
 failed=
 place=0

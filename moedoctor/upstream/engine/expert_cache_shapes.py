@@ -19,7 +19,7 @@ from moedoctor.upstream.engine.expert_cache import PROBES, cached
 
 SLOTS = 8
 _STEPS, _ROUNDS = 24, 2
-_SECONDS = 200.0
+_SECONDS = 240.0
 
 
 @dataclass(frozen=True)
