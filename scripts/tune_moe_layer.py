@@ -35,7 +35,15 @@ from moedoctor.bench.moe.own_backends import kernel_weights
 from moedoctor.bench.timing import CallGraph, compare_times
 from moedoctor.kernels.moe.expert_weights import ExpertWeights
 from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks, run_experts
-from moedoctor.kernels.moe.tiles import TABLE, Tile, block_tiles, measured_tiles
+from moedoctor.kernels.moe.tiles import (
+    TABLE,
+    RowTile,
+    Tile,
+    block_tiles,
+    measured_tiles,
+    read_tile,
+    row_tiles,
+)
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.models.presets import find_model, names
 from moedoctor.processes.files import write
@@ -97,6 +105,8 @@ _FEW["fp8", True] = _FEW["fp8", False] = (
     (128, 128, 8, 3),
     (64, 128, 8, 3),
 )
+_MOST_ROW_TOKENS = 4
+"""With more tokens `RowTile` are not measured."""
 _SPLITS = {
     "nvfp4": ((64, 256, 4, 3), (128, 256, 4, 3), (64, 128, 4, 4), (128, 128, 4, 4)),
     "bf16": ((64, 128, 4, 3), (128, 64, 4, 4), (64, 64, 4, 4)),
@@ -161,7 +171,7 @@ class Job:
         return "none" if self.second else self.shape.activation
 
 
-def known(shape: LayerShape, quantization: str, pairs: int) -> tuple[Tile, Tile]:
+def known(shape: LayerShape, quantization: str, pairs: int) -> tuple[Any, Any]:
     """Return the tiles that a call would get today."""
     kind = "none" if quantization == "bf16" else quantization
     return measured_tiles(
@@ -171,7 +181,11 @@ def known(shape: LayerShape, quantization: str, pairs: int) -> tuple[Tile, Tile]
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         gated=shape.gated,
-    ) or block_tiles(pairs, shape.experts, kind, gated=shape.gated)
+    ) or (
+        row_tiles(shape.top_k, gated=shape.gated)
+        if pairs == shape.top_k and kind == "nvfp4"
+        else block_tiles(pairs, shape.experts, kind, gated=shape.gated)
+    )
 
 
 def candidates(shape: LayerShape, quantization: str, second: bool, tokens: int) -> list[Tile]:
@@ -191,6 +205,30 @@ def candidates(shape: LayerShape, quantization: str, second: bool, tokens: int) 
         rows = pairs / shape.experts
         tiles += [Tile(*sizes) for sizes in _MANY[gated] if rows / 4 <= sizes[0] <= 6 * rows]
     return list(dict.fromkeys(tiles))
+
+
+def row_candidates(shape: LayerShape, second: bool) -> list[RowTile]:
+    """Return tiles with 4 to 64 sums a thread."""
+    lanes = 2 ** math.ceil(math.log2(shape.top_k)) if second else 2 if shape.gated else 1
+    sizes = itertools.product((1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 2, 4))
+    return [
+        RowTile(columns, groups, warps)
+        for columns, groups, warps in sizes
+        if 4 <= lanes * columns * groups / warps / 2 <= 64 and (groups >= 8 or second)
+    ]
+
+
+def zip_all(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return as many tuples as the longest list is long; the others begin again."""
+    return [
+        tuple(entries[place % len(entries)] for entries in lists) for place in range(max(map(len, lists)))
+    ]
+
+
+def compile_rows(shape: LayerShape, tiles: tuple[RowTile, RowTile]) -> str | None:
+    """Launch both kernels without any work, in a process of its own; return the error, or None."""
+    jobs = [Job(shape, "nvfp4", second, Tile(16, 16, 16, 4, 1), 1) for second in (False, True)]
+    return _compile(shape, 1, [_no_weights(job) for job in jobs], tiles)
 
 
 def compile_job(job: Job) -> str | None:
@@ -298,12 +336,46 @@ class Bench:
             rows.append(row)
         return rows
 
-    def compare(self, tokens: int, tiles: tuple[Tile, Tile], theirs: dict[str, Any]) -> dict[str, Any]:
+    def time_rows(self, tokens: int) -> dict[str, Any]:
+        """Return the fastest pair of `RowTile` for the whole layer, first products first, and all times."""
+        sets, rows = list(self.inputs(tokens)), []
+        best = row_tiles(self.shape.top_k, gated=self.shape.gated)
+        fastest = math.inf
+        for second in (False, True):
+            for tile in row_candidates(self.shape, second):
+                tiles = (best[0], tile) if second else (tile, best[1])
+                try:
+                    calls = [
+                        lambda x=x, weights=weights, ids=ids, tiles=tiles: run_experts(
+                            x, *self.weights, weights, ids, activation=self.shape.activation, tiles=tiles
+                        )
+                        for x, weights, ids in sets
+                    ]
+                    calls[0]()
+                    graph = CallGraph(calls, len(calls) * 4)
+                    graph()
+                    microseconds = sorted(graph() for _ in range(_REPLAYS))[_REPLAYS // 2]
+                    del graph
+                except Exception as error:
+                    rows.append({"second": second, "tile": asdict(tile), "error": str(error)[:200]})
+                    continue
+                rows.append({"second": second, "tile": asdict(tile), "us": microseconds})
+                if microseconds < fastest:
+                    fastest, best = microseconds, tiles
+        return {"tiles": best, "measured": rows}
+
+    def compare(
+        self,
+        tokens: int,
+        tiles: tuple[Tile, Tile],
+        theirs: dict[str, Any],
+        rows: tuple[Any, Any] | None = None,
+    ) -> dict[str, Any]:
         """Time the layer with `tiles`, also early, with today's and by vLLM's backends in turn; check it."""
         sets = list(self.inputs(tokens))
         activation, row = self.shape.activation, {}
 
-        def ours(chosen: tuple[Tile, Tile] | None) -> list[Any]:
+        def ours(chosen: tuple[Any, Any] | None) -> list[Any]:
             return [
                 lambda x=x, weights=weights, ids=ids: run_experts(
                     x, *self.weights, weights, ids, activation=activation, tiles=chosen
@@ -312,7 +384,11 @@ class Bench:
             ]
 
         early = (tiles[0], replace(tiles[1], early=True))
-        calls = {"tuned": ours(tiles), "early": ours(early), "default": ours(None)}
+        today = known(self.shape, self.quantization, tokens * self.shape.top_k)
+        choices = {"default": today, "tuned": tiles, "early": early}
+        if rows is not None:
+            choices["rows"] = rows
+        calls = {name: ours(None if name == "default" else chosen) for name, chosen in choices.items()}
         for name, prepared in theirs.items():
             calls[name] = [
                 lambda x=x, weights=weights, ids=ids, prepared=prepared: prepared(x, weights, ids)
@@ -329,8 +405,6 @@ class Bench:
         row["us"] = {name: spread.median for name, spread in times.times.items()}
         row["tuned_over"] = {name: 1 / spread.median for name, spread in times.ratios.items()}
         # The fastest of ours that is right; what is best for each product may not be for the layer.
-        today = known(self.shape, self.quantization, tokens * self.shape.top_k)
-        choices = {"default": today, "tuned": tiles, "early": early}
         right = [name for name in choices if name not in row["wrong"]] or ["default"]
         fastest = min(right, key=lambda name: row["us"][name])
         row["fastest"], row["tiles"] = fastest, [asdict(tile) for tile in choices[fastest]]
@@ -366,7 +440,7 @@ def tune(
         (name, second, count): [
             Job(shape, quantization, second, tile, count)
             for tile in (
-                [known(shape, quantization, count * shape.top_k)[second]]
+                [block_tiles(count * shape.top_k, shape.experts, quantization, gated=shape.gated)[second]]
                 if only_known
                 else candidates(shape, quantization, second, count)
             )
@@ -385,6 +459,14 @@ def tune(
             if key not in futures:
                 futures[key] = pool.submit(compile_job, job)
         print(f"{len(futures)} kernels, {workers} processes", flush=True)
+        waiting = [
+            pool.submit(compile_rows, shape, tiles)
+            for shape in shapes.values()
+            if quantization == "nvfp4" and min(tokens) <= _MOST_ROW_TOKENS
+            for tiles in zip_all(*(row_candidates(shape, second) for second in (False, True)))
+        ]
+        for error in filter(None, (future.result() for future in waiting)):
+            print(error, flush=True)
         for name, shape in shapes.items():
             left = seconds - (time.monotonic() - began)
             if left < 15:
@@ -437,18 +519,22 @@ def write_table(report: dict[str, Any], shapes: dict[str, LayerShape], quantizat
 
 
 def _without_defaults(tile: dict[str, Any]) -> dict[str, Any]:
-    defaults = {field.name: field.default for field in fields(Tile)}
+    defaults = {field.name: field.default for field in fields(read_tile(tile))}
     return {name: value for name, value in tile.items() if value != defaults[name]}
 
 
 def compile_layer(shape: LayerShape, quantization: str, tokens: int) -> str | None:
     """Compile what a call with the tiles of the table needs, in a process of its own; return the error."""
+    jobs = [Job(shape, quantization, second, Tile(16, 16, 16, 4, 1), tokens) for second in (False, True)]
+    return _compile(shape, tokens, [_no_weights(job) for job in jobs], None)
+
+
+def _compile(shape: LayerShape, tokens: int, weights: Sequence[ExpertWeights], tiles: Any) -> str | None:
     try:
-        jobs = [Job(shape, quantization, second, Tile(16, 16, 16, 4, 1), tokens) for second in (False, True)]
         x = torch.zeros(tokens, shape.hidden, dtype=torch.bfloat16, device=_DEVICE)
         ids = torch.full((tokens, shape.top_k), -1, dtype=torch.int32, device=_DEVICE)
-        weights = torch.zeros(ids.shape, device=_DEVICE)
-        run_experts(x, *(_no_weights(job) for job in jobs), weights, ids, activation=shape.activation)
+        topk_weights = torch.zeros(ids.shape, device=_DEVICE)
+        run_experts(x, *weights, topk_weights, ids, activation=shape.activation, tiles=tiles)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
@@ -498,9 +584,15 @@ def _tune_model(
             print(name, backend, type(error).__name__, str(error)[:200], flush=True)
     for count in tokens:
         row = {"model": name, "tokens": count, "tiles": [asdict(tile) for tile in best[count]]}
+        rows = None
+        if quantization == "nvfp4" and count <= _MOST_ROW_TOKENS:
+            timed = bench.time_rows(count)
+            rows = timed["tiles"]
+            row["row_tiles"] = timed["measured"]
+            print(f"{name} {count}: rows {rows}", flush=True)
         for _ in range(1 + len(prepared)):
             try:
-                row |= bench.compare(count, best[count], prepared)
+                row |= bench.compare(count, best[count], prepared, rows)
                 break
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {str(error)[:300]}"

@@ -24,7 +24,7 @@ from moedoctor.kernels.moe.e4m3 import decode_e4m3
 from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights, nvfp4_weights
 from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks, run_experts
 from moedoctor.kernels.moe.products import block_product
-from moedoctor.kernels.moe.tiles import Tile, block_tiles
+from moedoctor.kernels.moe.tiles import RowTile, Tile, block_tiles
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1
 from moedoctor.reference import moe as reference
@@ -152,7 +152,9 @@ def assert_random_layer_is_right(seed: int, device: str = "cpu", bounds: Bounds 
     expected = reference.forward(x, weights, shares, ids)
     into = torch.empty_like(x, device=device) if draw.random() < 0.5 else None
     first, second = block_tiles(tokens * top_k, experts, quantization, gated=halves == 2)
-    tiles = first, replace(second, depth_splits=draw.choice((1, 2, 3)))
+    tiles: Any = first, replace(second, depth_splits=draw.choice((1, 2, 3)))
+    if quantization == "nvfp4" and draw.random() < 0.5:
+        tiles = tuple(RowTile(draw.choice((1, 2, 8)), draw.choice((1, 2, 16)), 4) for _ in range(2))
     output = run_experts(
         x.to(device), w13, w2, shares.to(device), ids.to(device), activation=activation, tiles=tiles, out=into
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moedoctor.kernels.moe.tiles import Tile, _table, block_tiles, slot_tiles
+from moedoctor.kernels.moe.tiles import RowTile, Tile, _table, block_tiles, row_tiles, slot_tiles
 from tests.interpreted import needs_triton
 
 pytestmark = [needs_triton, pytest.mark.slow]
@@ -90,11 +90,52 @@ def test_measured_tiles(quantization: str) -> None:
         for second, tile in enumerate(tiles)
     }
     for tile, second, gated in chosen:
+        if isinstance(tile, RowTile):
+            _assemble_rows(90, tile, second=bool(second), gated=gated)
+            continue
         activation = "none" if second else "silu" if gated else "relu2"
         kernel = compiled(
             90, tile, quantization=quantization, second=bool(second), activation=activation, blocks=False
         )
         _check(kernel, 90, f"{quantization}, {tile}")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_nvfp4_rows(capability: int) -> None:
+    for gated in (True, False):
+        for second, tile in enumerate(row_tiles(8 if gated else 22, gated=gated)):
+            _assemble_rows(capability, tile, second=bool(second), gated=gated)
+
+
+def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool) -> None:
+    from expert_cases import compile_kernel
+
+    from moedoctor.kernels.moe.decode_nvfp4 import nvfp4_down_kernel, nvfp4_up_kernel
+
+    common = {
+        "top_k": 8 if gated else 22,
+        "num_experts": 128,
+        "hidden_size": 2048 if gated else 1024,
+        "intermediate_size": 768 if gated else 2688,
+        "has_bias": True,
+        "BLOCK_N": tile.block_n,
+        "GROUPS": tile.groups,
+        "early": capability >= 90,
+    }
+    up = ("bf16", "i32", "i32", "fp32", "bf16", "i32", "bf16")
+    if second:
+        down = (*up[:6], "fp32", "bf16")
+        kernel = compile_kernel(
+            nvfp4_down_kernel, capability, down, {**common, "LANES": 8 if gated else 32}, warps=tile.warps
+        )
+    else:
+        own = {"activation": "silu" if gated else "relu2", "halves": 2 if gated else 1}
+        kernel = compile_kernel(nvfp4_up_kernel, capability, up, {**common, **own}, warps=tile.warps)
+    _check(kernel, capability, f"{tile}, {second}")
+    ptx = kernel.asm["ptx"]
+    if capability >= 90:
+        assert ptx.count("griddepcontrol.wait") == int(second)
+        assert ptx.count("griddepcontrol.launch_dependents") == int(not second)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -16,10 +16,18 @@ import triton
 
 from moedoctor.kernels.device_guard import on_device
 from moedoctor.kernels.moe.decode import down_kernel, up_kernel
+from moedoctor.kernels.moe.decode_nvfp4 import nvfp4_down_kernel, nvfp4_up_kernel
 from moedoctor.kernels.moe.expert_weights import ExpertWeights
 from moedoctor.kernels.moe.products import block_product, slot_product
 from moedoctor.kernels.moe.rows import plan_kernel, sort_kernel, sum_kernel
-from moedoctor.kernels.moe.tiles import Tile, block_tiles, measured_tiles, slot_tiles
+from moedoctor.kernels.moe.tiles import (
+    RowTile,
+    Tile,
+    block_tiles,
+    measured_tiles,
+    row_tiles,
+    slot_tiles,
+)
 
 _SORTED_AT_ONCE = 2048
 _MOST_PAIRS = 2**31 - 2**16
@@ -199,28 +207,33 @@ def run_experts(
     topk_ids: torch.Tensor,
     *,
     activation: str,
-    tiles: tuple[Tile, Tile] | None = None,
+    tiles: tuple[Tile, Tile] | tuple[RowTile, RowTile] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [T, H] of `x` [T, H], `topk_weights` float32 [T, K], `topk_ids` int32 or int64 [T, K].
 
     `x` is bfloat16 or float16, and so is the result, which is written to `out` if given. An id below 0 or
     from E on is skipped. `activation` is ``silu``, ``gelu``, ``gelu_tanh`` (these with the gate in the first
-    half of `w13`'s rows) or ``relu2``. Both tiles must have the same block_m. Weights are multiplied as `x`'s
-    type, sums are float32, and values between the products have `x`'s type.
+    half of `w13`'s rows) or ``relu2``. Two `Tile` must have the same block_m; `RowTile` are for NVFP4 alone.
+    Weights are multiplied as `x`'s type, with `RowTile` as float32; sums are float32, and values between
+    the products have `x`'s type.
     """
     hidden_size = x.shape[1]
     num_experts, pairs = w13.values.shape[0], topk_ids.numel()
     gated = activation != "relu2"
     intermediate_size = w13.values.shape[1] // 2 if gated else w13.values.shape[1]
-    first, second = tiles or _tiles(x, pairs, num_experts, w13.quantization, intermediate_size, gated)
+    tiles = tiles or _tiles(x, topk_ids.shape[1], num_experts, w13.quantization, intermediate_size, gated)
     h = x.new_empty((pairs, intermediate_size))  # [T * K, I]
+    output = torch.empty_like(x) if out is None else out  # [T, H]
+    first, second = tiles
+    if isinstance(first, RowTile):
+        _launch_rows(x, w13, w2, topk_weights, topk_ids, h, output, (first, second), activation=activation)
+        return output
     # Partial sums stay float32.
     products = x.new_empty(  # [splits, T * K, H]
         (second.depth_splits, pairs, hidden_size),
         dtype=x.dtype if second.depth_splits == 1 else torch.float32,
     )
-    output = torch.empty_like(x) if out is None else out  # [T, H]
     early = second.early and _has_dependent_launches(x.device)
     plan = plan_blocks(topk_ids, num_experts, first.block_m, early=early) if len(x) > 1 else None
     for a, weight, to, tile in ((x, w13, h, first), (h, w2, products, second)):
@@ -239,20 +252,82 @@ def run_experts(
     return output
 
 
+def _launch_rows(
+    x: torch.Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    h: torch.Tensor,
+    out: torch.Tensor,
+    tiles: tuple[RowTile, RowTile],
+    *,
+    activation: str,
+) -> None:
+    """Compute an NVFP4 layer in two launches, `h` [T * K, I] and `out` [T, H]. Others as `run_experts`."""
+    (tokens, hidden_size), top_k, intermediate_size = x.shape, topk_ids.shape[1], h.shape[1]
+    first, second = tiles
+    early = _has_dependent_launches(x.device)
+    common = {
+        "top_k": top_k,
+        "num_experts": w13.values.shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "early": early,
+    }
+    with on_device(x):
+        nvfp4_up_kernel[triton.cdiv(intermediate_size, first.block_n), tokens * top_k](
+            x,
+            w13.values,
+            w13.block_scales,
+            w13.scale,
+            w13.values if w13.bias is None else w13.bias,
+            topk_ids,
+            h,
+            activation=activation,
+            halves=w13.halves,
+            has_bias=w13.bias is not None,
+            BLOCK_N=first.block_n,
+            GROUPS=first.groups,
+            num_warps=first.warps,
+            **common,
+        )
+        nvfp4_down_kernel[triton.cdiv(hidden_size, second.block_n), tokens](
+            h,
+            w2.values,
+            w2.block_scales,
+            w2.scale,
+            w2.values if w2.bias is None else w2.bias,
+            topk_ids,
+            topk_weights,
+            out,
+            has_bias=w2.bias is not None,
+            LANES=triton.next_power_of_2(top_k),
+            BLOCK_N=second.block_n,
+            GROUPS=second.groups,
+            num_warps=second.warps,
+            **common,
+            **_dependent(early),
+        )
+
+
 def _tiles(
-    x: torch.Tensor, pairs: int, num_experts: int, quantization: str, intermediate_size: int, gated: bool
-) -> tuple[Tile, Tile]:
+    x: torch.Tensor, top_k: int, num_experts: int, quantization: str, intermediate_size: int, gated: bool
+) -> tuple[Tile, Tile] | tuple[RowTile, RowTile]:
     """Return measured tiles on the kind of GPU where they were measured, else those of a rule."""
-    measured = None
+    tokens, hidden_size = x.shape
+    pairs, measured = tokens * top_k, None
     if pairs and _is_hopper(x.device):
         measured = measured_tiles(
             pairs,
             num_experts,
             quantization,
-            hidden_size=x.shape[1],
+            hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             gated=gated,
         )
+    if measured is None and tokens == 1 and quantization == "nvfp4":
+        return row_tiles(top_k, gated=gated)
     return measured or block_tiles(pairs, num_experts, quantization, gated=gated)
 
 

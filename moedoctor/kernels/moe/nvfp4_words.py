@@ -69,6 +69,12 @@ def decode_block(words: tl.tensor, scales: tl.tensor, block: tl.constexpr, wide:
     `words` is uint32 [N, 8 * G], `scales` uint32 [N, G]; `wide` is for Triton's interpreter, which cannot
     multiply bfloat16.
     """
+    return decode_values(words, scales, block, wide).to(tl.bfloat16)
+
+
+@triton.jit
+def decode_values(words: tl.tensor, scales: tl.tensor, block: tl.constexpr, wide: tl.constexpr) -> tl.tensor:
+    """Return what `decode_block` does, as float32 if `wide`."""
     if block == 0:
         codes = words & 0x81C081C0
     elif block == 1:
@@ -81,7 +87,7 @@ def decode_block(words: tl.tensor, scales: tl.tensor, block: tl.constexpr, wide:
     repeated = tl.broadcast_to(twice[:, :, None], (scales.shape[0], scales.shape[1], 8))
     scale = _halves(tl.reshape(repeated, (words.shape[0], words.shape[1])), wide)
     # One instruction for two weights, as they are neighbours.
-    return (_halves(codes, wide) * scale).to(tl.bfloat16)
+    return _halves(codes, wide) * scale
 
 
 @triton.jit

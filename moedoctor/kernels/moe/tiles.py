@@ -38,6 +38,17 @@ class Tile:
     """Tokens of a tile if an expert has more than `block_m` left. A tall tile reads the weights once."""
 
 
+@dataclass(frozen=True)
+class RowTile:
+    """What a program of `decode_nvfp4` computes at once."""
+
+    block_n: int
+    """Columns of the result"""
+    groups: int
+    """Groups of 64 weights of a row that a step takes"""
+    warps: int
+
+
 def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
     """Return the tiles of both products over slots, by the mean rows of an expert.
 
@@ -58,7 +69,7 @@ def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
 
 def measured_tiles(
     pairs: int, experts: int, quantization: str, *, hidden_size: int, intermediate_size: int, gated: bool
-) -> tuple[Tile, Tile] | None:
+) -> tuple[Tile, Tile] | tuple[RowTile, RowTile] | None:
     """Return the tiles that were the fastest for a layer of these sizes, or None if it was not measured.
 
     Those of the nearest number of pairs, if it is within a factor of two.
@@ -68,17 +79,27 @@ def measured_tiles(
     return measured[nearest] if pairs / 2 <= nearest <= pairs * 2 else None
 
 
+def read_tile(fields: Mapping[str, Any]) -> Tile | RowTile:
+    """Return the tile with these fields."""
+    return RowTile(**fields) if "groups" in fields else Tile(**fields)
+
+
 @cache
-def _table() -> Mapping[tuple[Any, ...], Mapping[int, tuple[Tile, Tile]]]:
+def _table() -> Mapping[tuple[Any, ...], Mapping[int, Any]]:
     """Return (quantization, hidden size, intermediate size, gated, experts) -> pairs -> tiles."""
     if not TABLE.exists():
         return {}
     return {
         tuple(layer["layer"]): {
-            row["pairs"]: (Tile(**row["first"]), Tile(**row["second"])) for row in layer["tiles"]
+            row["pairs"]: (read_tile(row["first"]), read_tile(row["second"])) for row in layer["tiles"]
         }
         for layer in json.loads(TABLE.read_text(encoding="utf-8"))["layers"]
     }
+
+
+def row_tiles(top_k: int, *, gated: bool) -> tuple[RowTile, RowTile]:
+    """Return the tiles of both NVFP4 products for one token: a warp a program, as wide as its registers."""
+    return RowTile(2 if gated else 4, 16, 1), RowTile(1, 4 if top_k <= 8 else 2, 1)
 
 
 def block_tiles(pairs: int, experts: int, quantization: str, *, gated: bool) -> tuple[Tile, Tile]:
