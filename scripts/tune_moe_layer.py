@@ -188,6 +188,13 @@ def known(shape: LayerShape, quantization: str, pairs: int) -> tuple[Any, Any]:
     )
 
 
+def known_blocks(shape: LayerShape, quantization: str, pairs: int) -> tuple[Tile, Tile]:
+    """Return the tiles of a call today, or those of the rule where it would get `RowTile`."""
+    tiles = known(shape, quantization, pairs)
+    kind = "none" if quantization == "bf16" else quantization
+    return tiles if isinstance(tiles[0], Tile) else block_tiles(pairs, shape.experts, kind, gated=shape.gated)
+
+
 def candidates(shape: LayerShape, quantization: str, second: bool, tokens: int) -> list[Tile]:
     """Return the tiles to measure, the default first."""
     pairs = tokens * shape.top_k
@@ -200,6 +207,14 @@ def candidates(shape: LayerShape, quantization: str, second: bool, tokens: int) 
             tiles += [
                 Tile(16, *sizes, depth_splits=splits)
                 for sizes, splits in itertools.product(_SPLITS[quantization], (2, 4))
+            ]
+        if quantization == "nvfp4" and tokens <= _MOST_ROW_TOKENS:
+            # A warp or two without shared memory: many programs wait for memory beside each other.
+            tiles += [
+                Tile(8, *sizes, 1, depth_splits=splits)
+                for *sizes, splits in itertools.product(
+                    (16, 32), (128, 256, 512), (1, 2), (1, 2, 4) if second else (1,)
+                )
             ]
     else:
         rows = pairs / shape.experts
@@ -440,7 +455,7 @@ def tune(
         (name, second, count): [
             Job(shape, quantization, second, tile, count)
             for tile in (
-                [block_tiles(count * shape.top_k, shape.experts, quantization, gated=shape.gated)[second]]
+                [known_blocks(shape, quantization, count * shape.top_k)[second]]
                 if only_known
                 else candidates(shape, quantization, second, count)
             )
@@ -498,7 +513,7 @@ def tune(
 def write_table(report: dict[str, Any], shapes: dict[str, LayerShape], quantization: str) -> None:
     """Add the fastest tiles to `TABLE`, in place of older ones of the same layer and number of pairs."""
     table = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {"layers": []}
-    table["gpu"] = report["environment"].get("gpu")
+    table["gpus"] = sorted({*table.get("gpus", ()), report["environment"]["gpu"]})
     kind = "none" if quantization == "bf16" else quantization
     for row in report["rows"]:
         if "us" not in row:

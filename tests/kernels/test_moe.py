@@ -178,6 +178,7 @@ def test_compiled_decoding() -> None:
         (64, 128, 128, 4),
         (128, 128, 64, 8),
         (16, 32, 128, 2),
+        (8, 16, 256, 1),
     ):
         assert_decoding_is_exact("cuda:0", Tile(rows, width, depth, warps, 3))
 

@@ -226,7 +226,9 @@ def run_experts(
     h = x.new_empty((pairs, intermediate_size))  # [T * K, I]
     output = torch.empty_like(x) if out is None else out  # [T, H]
     first, second = tiles
-    if isinstance(first, RowTile):
+    if isinstance(first, RowTile) or isinstance(second, RowTile):
+        assert isinstance(first, RowTile)
+        assert isinstance(second, RowTile)
         _launch_rows(x, w13, w2, topk_weights, topk_ids, h, output, (first, second), activation=activation)
         return output
     # Partial sums stay float32.

@@ -1,4 +1,4 @@
-"""How the matrix products of a MoE layer are divided into tiles, as measured on an H200."""
+"""How the matrix products of a MoE layer are divided into tiles, as measured on Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 TABLE = Path(__file__).with_name("tiles.json")
-"""Tiles that were the fastest of those measured on one GPU; `scripts/tune_moe_layer.py` writes it."""
+"""Tiles that were the fastest of those measured, and on which GPUs; `scripts/tune_moe_layer.py` writes it."""
 
 
 @dataclass(frozen=True)
