@@ -120,7 +120,7 @@ def test_the_whole_report() -> None:
     assert any(block.endswith("MD001 faulty: verdict reproduced -> clean") for block in shown)
     assert "first fixed release: 0.20.0" in shown
     explains, _got, environment, cases, *_ = _tables(text)
-    assert explains[5] == "the global scale of w13 4 times as large, expert 3"
+    assert explains[5] == "the global scale of w13 64 times as large, expert 3"
     assert environment[:4] == ["fact", "value", "gpu", "NVIDIA H200"]
     assert "env.VLLM_MOE" in environment
     assert cases[:4] == ["subject", "parameters", "verdict", "figure"]
