@@ -182,8 +182,8 @@ def known(shape: LayerShape, quantization: str, pairs: int) -> tuple[Any, Any]:
         intermediate_size=shape.intermediate,
         gated=shape.gated,
     ) or (
-        row_tiles(shape.top_k, gated=shape.gated)
-        if pairs == shape.top_k and kind == "nvfp4"
+        row_tiles(shape.top_k)
+        if pairs == shape.top_k and kind == "nvfp4" and shape.gated
         else block_tiles(pairs, shape.experts, kind, gated=shape.gated)
     )
 
@@ -354,7 +354,7 @@ class Bench:
     def time_rows(self, tokens: int) -> dict[str, Any]:
         """Return the fastest pair of `RowTile` for the whole layer, first products first, and all times."""
         sets, rows = list(self.inputs(tokens)), []
-        best = row_tiles(self.shape.top_k, gated=self.shape.gated)
+        best = row_tiles(self.shape.top_k)
         fastest = math.inf
         for second in (False, True):
             for tile in row_candidates(self.shape, second):

@@ -103,7 +103,7 @@ def test_measured_tiles(quantization: str) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_nvfp4_rows(capability: int) -> None:
     for gated in (True, False):
-        for second, tile in enumerate(row_tiles(8 if gated else 22, gated=gated)):
+        for second, tile in enumerate(row_tiles(8 if gated else 22)):
             _assemble_rows(capability, tile, second=bool(second), gated=gated)
 
 

@@ -328,8 +328,8 @@ def _tiles(
             intermediate_size=intermediate_size,
             gated=gated,
         )
-    if measured is None and tokens == 1 and quantization == "nvfp4":
-        return row_tiles(top_k, gated=gated)
+    if measured is None and tokens == 1 and quantization == "nvfp4" and gated:
+        return row_tiles(top_k)
     return measured or block_tiles(pairs, num_experts, quantization, gated=gated)
 
 

@@ -97,9 +97,12 @@ def _table() -> Mapping[tuple[Any, ...], Mapping[int, Any]]:
     }
 
 
-def row_tiles(top_k: int, *, gated: bool) -> tuple[RowTile, RowTile]:
-    """Return the tiles of both NVFP4 products for one token: a warp a program, as wide as its registers."""
-    return RowTile(2 if gated else 4, 16, 1), RowTile(1, 4 if top_k <= 8 else 2, 1)
+def row_tiles(top_k: int) -> tuple[RowTile, RowTile]:
+    """Return the tiles of both NVFP4 products for one token of a gated layer.
+
+    Near the fastest of three such layers on an H100. Without a gate `block_tiles` were as fast or faster.
+    """
+    return RowTile(2, 8, 1), RowTile(4 if top_k <= 8 else 1, 4, 2)
 
 
 def block_tiles(pairs: int, experts: int, quantization: str, *, gated: bool) -> tuple[Tile, Tile]:
